@@ -1,0 +1,181 @@
+"""The one attention operation: a block of new tokens attends to committed pages and to itself under a mask.
+
+This module holds the signature, the checks and the table of implementations. What the result *is* stands in
+`reference`; how it is computed fast stands in one file an implementation.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import MappingProxyType
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from specjax_kernels.masks import Causal, words
+
+IMPLEMENTATIONS = MappingProxyType(
+    {
+        "reference": "specjax_kernels.reference",
+        "xla": "specjax_kernels.xla",
+        # Names with a place but no code yet: asking for one raises NotImplementedError.
+        "pallas": None,
+        "triton": None,
+    }
+)
+"""Name -> module with a `tree_attention` of the signature below (without `implementation`), None = not written."""
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def default_implementation(backend: str | None = None) -> str:
+    """The name that `implementation=None` stands for on a backend ("cpu", "gpu"; None: JAX's default one)."""
+    del backend  # One answer everywhere until a GPU kernel is measured to be faster.
+    return "xla"
+
+
+def tree_attention(
+    q: Array,
+    k_block: Array,
+    v_block: Array | None,
+    k_pages: Array,
+    v_pages: Array | None,
+    page_table: Array,
+    prefix_length: Array,
+    q_positions: Array,
+    block_positions: Array,
+    mask: Causal | Array,
+    *,
+    scale: float,
+    v_width: int | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    implementation: str | None = None,
+) -> Array:
+    """Attention of N new tokens to the committed pages, and to C block keys under a mask, in one softmax.
+
+    Query head h reads key/value head ``h // G``. A query sees
+
+    - committed token t, for 0 <= t < prefix_length[b], stored at slot ``t % S`` of page ``page_table[b, t // S]``,
+      unless that entry is a hole (outside 0 .. P-1; holes hold P);
+    - block key j, if `mask` lets it;
+    - with a window w, of these only keys at positions > its own position - w (committed token t has position t).
+
+    Softmax and accumulation are float32 for every dtype, float32 products use `jax.lax.Precision.HIGHEST`. What
+    lies in a slot that no query of the row sees (NaN included) has no influence. A query that sees nothing gets 0.
+
+    Args:
+        q: [B, N, H, E], already rotated. float32, bfloat16 or float16; all arrays of keys and values have its dtype.
+        k_block: [B, C, K, E], the block's keys. H is a multiple of K.
+        v_block: [B, C, K, Ev], or None, with `v_pages` None too: values are ``keys[..., :v_width]`` (latent attention).
+        k_pages: [P, S, K, E].
+        v_pages: [P, S, K, Ev], or None.
+        page_table: int32 [B, T].
+        prefix_length: int32 [B], at most T * S.
+        q_positions: int32 [B, N]; read only with a window.
+        block_positions: int32 [B, C]; read only with a window.
+        mask: `CAUSAL` (key j visible to query j and later ones; C == N), or uint32 [B, N, ceil(C / 32)] as made by
+            `pack_bits`.
+        scale: factor on the scores, usually ``E ** -0.5``.
+        v_width: Ev when values are None; otherwise None, or Ev.
+        window: keys seen by one query, itself included, or None for all.
+        softcap: scores become ``softcap * tanh(scores / softcap)`` before the mask (Gemma 2), or None.
+        implementation: a key of `IMPLEMENTATIONS`; None: `default_implementation`. A name never falls back.
+
+    Returns:
+        [B, N, H, Ev] in q's dtype.
+
+    Raises:
+        ValueError: arguments that do not fit together, at trace time, naming both values.
+        NotImplementedError: the implementation asked for is not there, or lacks this combination.
+    """
+    _check(
+        q, k_block, v_block, k_pages, v_pages, page_table, prefix_length, q_positions, block_positions, mask, v_width
+    )
+    if window is not None and window < 1:
+        raise ValueError(f"window is the number of keys a query sees, at least 1 (or None), got {window}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be positive (or None), got {softcap}")
+    return implementation_named(implementation)(
+        q,
+        k_block,
+        v_block,
+        k_pages,
+        v_pages,
+        page_table,
+        prefix_length,
+        q_positions,
+        block_positions,
+        mask,
+        scale=scale,
+        v_width=v_width if v_block is None else None,
+        window=window,
+        softcap=softcap,
+    )
+
+
+def implementation_named(name: str | None) -> Callable[..., Array]:
+    """The function behind a name, None for the default one. Raises as `tree_attention` does."""
+    name = default_implementation(jax.default_backend()) if name is None else name
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"unknown implementation {name!r} of tree_attention; known: {', '.join(IMPLEMENTATIONS)}")
+    module = IMPLEMENTATIONS[name]
+    if module is None:
+        available = ", ".join(key for key, value in IMPLEMENTATIONS.items() if value)
+        raise NotImplementedError(f"implementation {name!r} of tree_attention is not written yet; there is {available}")
+    return importlib.import_module(module).tree_attention
+
+
+def _check(
+    q, k_block, v_block, k_pages, v_pages, page_table, prefix_length, q_positions, block_positions, mask, v_width
+):
+    arrays = {"q": (q, "B N H E"), "k_block": (k_block, "B C K E"), "k_pages": (k_pages, "P S K E")}
+    if (v_block is None) != (v_pages is None):
+        given, missing = ("v_block", "v_pages") if v_pages is None else ("v_pages", "v_block")
+        raise ValueError(
+            f"values are given for both block and pages, or for neither: got {given}, but {missing} is None"
+        )
+    if v_block is not None:
+        arrays |= {"v_block": (v_block, "B C K Ev"), "v_pages": (v_pages, "P S K Ev")}
+    for name, (array, _) in arrays.items():
+        if array.dtype != q.dtype or str(array.dtype) not in DTYPES:
+            raise ValueError(
+                f"q, keys and values share a dtype out of {', '.join(DTYPES)}: q is {q.dtype}, {name} is {array.dtype}"
+            )
+    integers = {
+        "page_table": (page_table, "B T"),
+        "prefix_length": (prefix_length, "B"),
+        "q_positions": (q_positions, "B N"),
+        "block_positions": (block_positions, "B C"),
+    }
+    for name, (array, _) in integers.items():
+        if array.dtype != jnp.int32:
+            raise ValueError(f"{name} must be int32, got {array.dtype}")
+    sizes: dict[str, tuple[int, str]] = {}
+    for name, (array, letters) in (arrays | integers).items():
+        if array.ndim != len(letters.split()):
+            raise ValueError(f"{name} must be [{', '.join(letters.split())}], got shape {array.shape}")
+        for letter, size in zip(letters.split(), array.shape, strict=True):
+            known, source = sizes.setdefault(letter, (size, name))
+            if size != known:
+                raise ValueError(f"{letter} is {known} in {source} but {size} in {name} {array.shape}")
+            if size < 1:
+                raise ValueError(f"{letter} must be at least 1, got {size} in {name} {array.shape}")
+    B, N, C, H, K, E = (sizes[letter][0] for letter in "BNCHKE")
+    if H % K:
+        raise ValueError(f"H must be a multiple of K, got H = {H} query heads and K = {K} key/value heads")
+    if v_block is None:
+        if v_width is None or not 1 <= v_width <= E:
+            raise ValueError(f"without values v_width must lie in 1 .. E = {E}, got {v_width}")
+    elif v_width is not None and v_width != v_block.shape[-1]:
+        raise ValueError(f"v_width is {v_width}, but v_block {v_block.shape} has width {v_block.shape[-1]}")
+    if isinstance(mask, Causal):
+        if C != N:
+            raise ValueError(f"a CAUSAL mask needs C == N, got C = {C} block keys and N = {N} queries")
+        return
+    if not hasattr(mask, "dtype") or mask.dtype != jnp.uint32:
+        raise ValueError(f"mask must be CAUSAL or uint32 bits, got {getattr(mask, 'dtype', mask)}")
+    if mask.shape != (B, N, words(C)):
+        raise ValueError(f"mask must be [B, N, ceil(C / 32)] = {(B, N, words(C))} for C = {C}, got {mask.shape}")

@@ -1,0 +1,87 @@
+"""Which block key each block query may see: the causal sentinel, and ancestor masks packed 32 to a word.
+
+Knows nothing of trees: a mask row is a set of block keys, whoever made it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Causal:
+    """The type of `CAUSAL`: block key j is visible to block query i when j <= i. Needs C == N.
+
+    Hashable, equal to every other instance, and a pytree without leaves: it can be a static argument of
+    `jax.jit`, or stand where an array of mask bits would.
+    """
+
+    def __repr__(self) -> str:
+        return "CAUSAL"
+
+
+CAUSAL = Causal()
+
+
+def words(width: int) -> int:
+    """The number of uint32 words that hold `width` bits: ceil(width / 32)."""
+    return -(-width // 32)
+
+
+def pack_bits(visible: Array) -> Array:
+    """Packs a boolean mask, 32 keys to a word.
+
+    Key j is bit ``j % 32`` (from the low end) of word ``j // 32``; unused high bits are 0. A root with two
+    children, the first of which has a child of its own (nodes 0; 1, 2; 3), one row a node:
+
+        node 0 sees 0           1 0 0 0  ->  0b0001 =  1
+        node 1 sees 0, 1        1 1 0 0  ->  0b0011 =  3
+        node 2 sees 0, 2        1 0 1 0  ->  0b0101 =  5
+        node 3 sees 0, 1, 3     1 1 0 1  ->  0b1011 = 11
+
+    Args:
+        visible: bool [..., C].
+
+    Returns:
+        uint32 [..., ceil(C / 32)].
+
+    Raises:
+        ValueError: `visible` is not boolean, or has no axis.
+    """
+    if visible.dtype != jnp.bool_ or visible.ndim < 1:
+        raise ValueError(f"pack_bits takes bool [..., C], got {visible.dtype} {visible.shape}")
+    width = visible.shape[-1]
+    padding = [(0, 0)] * (visible.ndim - 1) + [(0, 32 * words(width) - width)]
+    grouped = jnp.pad(visible, padding).reshape(*visible.shape[:-1], words(width), 32)
+    return (grouped.astype(jnp.uint32) << _bit(grouped.ndim)).sum(-1, dtype=jnp.uint32)
+
+
+def unpack_bits(bits: Array, width: int) -> Array:
+    """The inverse of `pack_bits`: ``unpack_bits(pack_bits(x), x.shape[-1]) == x``.
+
+    Args:
+        bits: uint32 [..., ceil(width / 32)].
+        width: C, the number of keys.
+
+    Returns:
+        bool [..., width].
+
+    Raises:
+        ValueError: `bits` is not uint32, or does not hold ceil(width / 32) words.
+    """
+    if bits.dtype != jnp.uint32:
+        raise ValueError(f"packed bits are uint32, got {bits.dtype}")
+    if bits.shape[-1] != words(width):
+        raise ValueError(f"{width} bits take {words(width)} words, got {bits.shape[-1]}")
+    spread = (bits[..., None] >> _bit(bits.ndim + 1)) & jnp.uint32(1)
+    return spread.reshape(*bits.shape[:-1], 32 * words(width))[..., :width].astype(jnp.bool_)
+
+
+def _bit(ndim: int) -> Array:
+    """0 .. 31 along the last of `ndim` axes."""
+    return jnp.arange(32, dtype=jnp.uint32).reshape((1,) * (ndim - 1) + (32,))

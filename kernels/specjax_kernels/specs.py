@@ -1,0 +1,223 @@
+"""Named shapes of `tree_attention`, and seeded inputs for them: what the tests, the benchmark and the tuner share."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from specjax_kernels.masks import CAUSAL, pack_bits
+
+MaskKind = Literal["causal", "tree", "random"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """One shape of `tree_attention`. Letters as in `specjax.types`.
+
+    `mask`: "causal"; "tree" = the ancestors of a random tree, the N queries being the last N of the C nodes (C > N is a
+    draft's beam expansion); "random" = each pair by a coin, some rows seeing nothing.
+    """
+
+    name: str
+    prefix: tuple[int, ...]  # [B]: committed tokens of each row
+    N: int
+    C: int
+    H: int
+    K: int
+    E: int
+    T: int
+    S: int = 16
+    Ev: int | None = None  # None: E
+    latent: bool = False  # values are keys[..., :Ev]
+    mask: MaskKind = "causal"
+    dtype: str = "float32"
+    window: int | None = None
+    softcap: float | None = None
+    holes: bool = False  # some pages inside the prefix are holes, as a window leaves them
+    tags: tuple[str, ...] = ()  # "test": small enough for the suite; "bench": a shape people run
+
+    @property
+    def B(self) -> int:
+        return len(self.prefix)
+
+    @property
+    def v_width(self) -> int:
+        return self.E if self.Ev is None else self.Ev
+
+    @property
+    def P(self) -> int:
+        """Pages in the pool: those in use, and a few that belong to nobody."""
+        return sum(-(-n // self.S) for n in self.prefix) + 3
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of keys and values that the operation has to read: committed and block, each once."""
+        tokens = sum(self.prefix) + self.B * self.C
+        width = self.E if self.latent else self.E + self.v_width
+        return tokens * self.K * width * jnp.dtype(self.dtype).itemsize
+
+    def arguments(self, seed: int = 0, *, poison: bool = True) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Inputs for this spec, as (args, kwargs) of `tree_attention`.
+
+        Pages are a random permutation of the pool; entries past a row's prefix are holes (P). With `poison` every slot
+        that must not be read holds NaN: other pages, slots beyond the prefix or before every query's window.
+        """
+        rng = np.random.default_rng(seed)
+        B, N, C, K, P, S, T = self.B, self.N, self.C, self.K, self.P, self.S, self.T
+
+        def normal(*shape: int) -> np.ndarray:
+            return rng.standard_normal(shape, dtype=np.float32)
+
+        q, k_block, v_block = normal(B, N, self.H, self.E), normal(B, C, K, self.E), normal(B, C, K, self.v_width)
+        k_pages, v_pages = normal(P, S, K, self.E), normal(P, S, K, self.v_width)
+        page_table = np.full((B, T), P, np.int32)
+        free = list(rng.permutation(P))
+        unread = np.ones((P, S), bool)
+        prefix = np.array(self.prefix, np.int32)
+        depth, visible = _block(self.mask, B, N, C, rng)
+        block_positions = prefix[:, None] + depth
+        q_positions = block_positions[:, C - N :]
+        for b, length in enumerate(self.prefix):
+            oldest = 0 if self.window is None else q_positions[b].min() - self.window + 1
+            for index in range(-(-length // S)):
+                page = free.pop()
+                if self.holes and index % 3 == 1:
+                    continue
+                page_table[b, index] = page
+                token = index * S + np.arange(S)
+                unread[page] = (token < oldest) | (token >= length)
+        if poison:
+            k_pages[unread] = np.nan
+            v_pages[unread] = np.nan
+
+        dtype = jnp.dtype(self.dtype)
+        mask = CAUSAL if visible is None else pack_bits(jnp.asarray(visible))
+        args = (
+            jnp.asarray(q, dtype),
+            jnp.asarray(k_block, dtype),
+            None if self.latent else jnp.asarray(v_block, dtype),
+            jnp.asarray(k_pages, dtype),
+            None if self.latent else jnp.asarray(v_pages, dtype),
+            jnp.asarray(page_table),
+            jnp.asarray(prefix),
+            jnp.asarray(q_positions),
+            jnp.asarray(block_positions),
+            mask,
+        )
+        options = {"scale": self.E**-0.5, "window": self.window, "softcap": self.softcap}
+        return args, options | ({"v_width": self.v_width} if self.latent else {})
+
+
+def _block(kind: MaskKind, B: int, N: int, C: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray | None]:
+    """Depths int32 [B, C] and visibility bool [B, N, C] (None: causal) of the block's keys."""
+    if kind == "causal":
+        return np.broadcast_to(np.arange(C, dtype=np.int32), (B, C)), None
+    depth = np.zeros((B, C), np.int32)
+    sees = np.zeros((B, C, C), bool)
+    for b in range(B):
+        for node in range(C):
+            if node:
+                parent = rng.integers(max(0, node - 4), node)
+                depth[b, node] = depth[b, parent] + 1
+                sees[b, node] = sees[b, parent]
+            sees[b, node, node] = True
+    if kind == "tree":
+        return depth, sees[:, C - N :]
+    visible = rng.random((B, N, C)) < 0.5
+    visible[:, ::3] = False
+    return depth, visible
+
+
+def _smollm2(name: str, prefix: tuple[int, ...], N: int, *, T: int = 64, C: int | None = None, **more: Any) -> Spec:
+    C = N if C is None else C
+    return Spec(f"smollm2-{name}", prefix, N, C, H=9, K=3, E=64, T=T, tags=("bench",), **more)
+
+
+def _llama(name: str, prefix: tuple[int, ...], N: int, *, T: int = 256, C: int | None = None, **more: Any) -> Spec:
+    C = N if C is None else C
+    more = {"dtype": "bfloat16", "tags": ("bench", "large")} | more
+    return Spec(f"llama8b-{name}", prefix, N, C, H=32, K=8, E=128, T=T, **more)
+
+
+def _odd(name: str, prefix: tuple[int, ...], **more: Any) -> Spec:
+    shape: dict[str, Any] = {"N": 3, "C": 3, "H": 4, "K": 2, "E": 16, "T": 8, "S": 4}
+    return Spec(name, prefix, tags=("test",), **(shape | more))
+
+
+SPECS: tuple[Spec, ...] = (
+    _smollm2("decode-50", (50,), 1),
+    _smollm2("decode-300", (300,), 1),
+    _smollm2("decode-300-long-table", (300,), 1, T=512),
+    _smollm2("decode-900", (900,), 1),
+    _smollm2("decode-2000", (2000,), 1, T=512),
+    _smollm2("decode-4x", (50, 200, 350, 500), 1),
+    _smollm2("decode-16x", tuple(range(40, 680, 40)), 1),
+    _smollm2("decode-48x", tuple(range(10, 490, 10)), 1),
+    _smollm2("chain-4", (300,), 4),
+    _smollm2("tree-8", (300,), 8, mask="tree"),
+    _smollm2("tree-16", (300,), 16, mask="tree"),
+    _smollm2("tree-16-4x", (50, 200, 350, 500), 16, mask="tree"),
+    _smollm2("beam-4-of-16", (300,), 4, C=16, mask="tree"),
+    _smollm2("prefill-64", (0,), 64),
+    _smollm2("prefill-256", (256,), 256),
+    _smollm2("prefill-512", (512,), 512, T=512),
+    _smollm2("tree-16-bfloat16", (300,), 16, mask="tree", dtype="bfloat16"),
+    _llama("decode-1000", (1000,), 1),
+    _llama("decode-4000", (4000,), 1),
+    _llama("decode-16x", tuple(range(100, 1700, 100)), 1),
+    _llama("chain-8", (1000,), 8),
+    _llama("tree-32", (1000,), 32, mask="tree"),
+    _llama("tree-64-8x", tuple(range(200, 1800, 200)), 64, mask="tree"),
+    _llama("beam-8-of-64", (1000,), 8, C=64, mask="tree"),
+    _llama("prefill-1024", (1024,), 1024),
+    _odd("empty-prefix", (0, 0)),
+    _odd("mixed-prefix", (0, 1, 17, 32)),
+    _odd("page-boundary", (4, 8, 31, 32)),
+    _odd("page-size-1", (0, 5, 19), S=1, T=20),
+    _odd("page-size-5", (3, 40, 11), S=5),
+    _odd("one-page-table", (4, 2), T=1),
+    _odd("many-chunks", (0, 300, 513), S=16, T=40),
+    _odd("holes", (30, 32, 13), holes=True),
+    _odd("decode", (9, 30), N=1, C=1),
+    _odd("tree", (9, 30, 0), N=7, C=7, mask="tree"),
+    _odd("tree-33", (9, 30), N=33, C=33, mask="tree"),
+    _odd("beam", (9, 30), N=4, C=37, mask="tree"),
+    _odd("random-mask", (9, 0), N=6, C=40, mask="random"),
+    _odd("gqa-1", (9, 30), H=3, K=3),
+    _odd("gqa-3", (9, 30), H=9, K=3),
+    _odd("gqa-8", (9, 30), H=8, K=1),
+    _odd("width-64", (9, 30), E=64),
+    _odd("width-80", (9, 30), E=80),
+    _odd("width-96", (9, 30), E=96),
+    _odd("width-128", (9, 30), E=128),
+    _odd("width-256", (9, 30), E=256),
+    _odd("value-width", (9, 30), Ev=24),
+    _odd("latent", (9, 30), H=8, K=1, E=40, Ev=32, latent=True),
+    _odd("latent-tree", (9, 30), N=6, C=6, H=8, K=1, E=40, Ev=32, latent=True, mask="tree"),
+    _odd("window", (9, 30), window=5),
+    _odd("window-1", (9, 30), window=1),
+    _odd("window-many-chunks", (100, 513), S=16, T=40, window=20),
+    _odd("window-tree-holes", (9, 30), N=7, C=7, window=11, mask="tree", holes=True),
+    _odd("softcap", (9, 30), softcap=2.0),
+    _odd("softcap-window-beam", (9, 30), N=2, C=9, softcap=2.0, window=6, mask="tree"),
+    _odd("causal-33", (9, 30), N=33, C=33),
+    _odd("bfloat16", (9, 30), N=7, C=7, mask="tree", dtype="bfloat16"),
+    _odd("float16", (9, 30), N=7, C=7, mask="tree", dtype="float16"),
+    _odd("bfloat16-latent-window", (9, 30), H=8, K=1, E=40, Ev=32, latent=True, window=6, dtype="bfloat16"),
+)
+
+
+def tagged(tag: str) -> tuple[Spec, ...]:
+    """The specs with a tag: "test", "bench", "large"."""
+    return tuple(spec for spec in SPECS if tag in spec.tags)
+
+
+def named(name: str) -> Spec:
+    """The spec of a name. ValueError: there is none, with the names that exist."""
+    for spec in SPECS:
+        if spec.name == name:
+            return spec
+    raise ValueError(f"no spec {name!r}; there are: {', '.join(spec.name for spec in SPECS)}")
