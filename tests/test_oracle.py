@@ -1,0 +1,305 @@
+"""The oracle is the judge of everything else, so it is judged here: by jax.random, by hand, and by itself."""
+
+import dataclasses
+import math
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given, settings
+from oracle import LENGTH, RUNNING, STOP, Sampling, Tree
+
+from specjax.config import ModelConfig, RopeConfig
+
+SEEDS = [0, 7, 2**32 - 1, 2**32, 2**40 + 7, 2**63 - 1, -1, -(2**63), -12345678901]
+VOCABULARY = 7
+TABLE = np.random.default_rng(0).normal(size=(VOCABULARY, VOCABULARY, VOCABULARY)).astype(np.float32) * 2
+
+
+def table_logits(tokens):
+    """Depends on the last two tokens; half the rows hold an exact tie for the best."""
+    logits = TABLE[tokens[-2], tokens[-1]].copy()
+    if (tokens[-2] + tokens[-1]) % 2:
+        logits[np.argsort(logits)[-2]] = logits.max()
+    return logits
+
+
+def jax_key(seed):
+    words = np.array(oracle.key_words(seed), np.uint32)
+    return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("position", [0, 1, 4097, 2**31 - 1])
+def test_noise_is_that_of_jax_random(seed, position):
+    key = jax.random.fold_in(jax_key(seed), position)
+    words = oracle.fold_in(oracle.key_words(seed), position)
+    assert words == tuple(int(word) for word in jax.random.key_data(key))
+    np.testing.assert_array_equal(oracle.random_bits(words, 33), jax.random.bits(key, (33,), jnp.uint32))
+    np.testing.assert_allclose(
+        oracle.noise(seed, position, 1001), jax.random.gumbel(key, (1001,), jnp.float32), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_the_words_of_a_seed_are_those_of_a_64_bit_integer():
+    for seed in SEEDS:
+        assert np.array([seed], np.int64).view(np.uint32)[::-1].tolist() == list(oracle.key_words(seed))
+    assert len({oracle.key_words(seed) for seed in SEEDS}) == len(SEEDS)
+
+
+def test_editing_in_order_by_hand():
+    params = Sampling(
+        bias={0: 1.0, 3: -1.0},
+        repetition_penalty=2.0,
+        frequency_penalty=0.25,
+        presence_penalty=0.5,
+        min_tokens=4,
+        stop_ids=(4,),
+    )
+    edited = oracle.edited_logits(np.array([1, 2, -1, 3, 9, 5.0]), params, prompt=[0, 2], generated=[3, 3, 1])
+    # 0: (1+1)/2; 1: 2/2 - .25 - .5; 2: -1*2; 3: (3-1)/2 - .5 - .5; 4: a stop id too early; 5: never seen.
+    np.testing.assert_array_equal(edited, np.float32([1.0, 0.25, -2.0, 0.0, -np.inf, 5.0]))
+    edited = oracle.edited_logits(np.zeros(6), params, prompt=[], generated=[5, 5, 5, 5])
+    assert edited[4] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        ({"top_k": 2}, [0, 1]),
+        ({"top_k": 3}, [0, 1, 2]),  # 2 and 3 are equal: the lower id
+        ({"top_p": 0.39}, [0]),
+        ({"top_p": 0.41}, [0, 1]),
+        ({"top_p": 0.05}, [0]),
+        ({"top_p": 0.69}, [0, 1]),
+        ({"top_p": 0.71}, [0, 1, 2]),
+        ({"top_k": 2, "top_p": 0.56}, [0]),  # 0.4 of 0.7 is 0.571: the mass is that of the rest
+        ({"min_p": 0.49}, [0, 1]),
+        ({"min_p": 0.26}, [0, 1]),
+        ({"min_p": 0.24}, [0, 1, 2, 3, 4]),
+        ({"temperature": 0.5, "min_p": 0.24}, [0, 1]),  # ratios are squared
+    ],
+)
+def test_truncation_by_hand(change, kept):
+    logits = np.log(np.array([0.4, 0.3, 0.1, 0.1, 0.1]))
+    params = dataclasses.replace(Sampling(temperature=1.0), **change)
+    scores, _ = oracle.truncated_logits(logits, params)
+    assert np.flatnonzero(scores > -np.inf).tolist() == kept
+
+
+def test_drawing_follows_the_distribution_and_ties_go_to_the_lower_id():
+    logits = np.array([1.0, 3.0, 0.0, 3.0])
+    assert oracle.draw(logits, Sampling(), [0], []).token == 1
+    params = Sampling(temperature=0.7)
+    law = oracle.distribution(logits, params, [0], [])
+    draws = [oracle.draw(logits, dataclasses.replace(params, seed=s), [0], []).token for s in range(4000)]
+    frequencies = np.bincount(draws, minlength=4) / 4000
+    np.testing.assert_allclose(frequencies, law, atol=4 * 0.5 / math.sqrt(4000))
+    np.testing.assert_allclose(law, np.exp(logits / 0.7) / np.exp(logits / 0.7).sum(), rtol=1e-6)
+
+
+#       0:9
+#      /   \
+#    1:4   2:5
+#    / \     \
+#  3:6 4:7   5:4
+BRANCHING = Tree((9, 4, 5, 6, 7, 4), (-1, 0, 0, 1, 1, 2))
+
+
+def test_a_tree_by_hand():
+    assert oracle.depths(BRANCHING) == [0, 1, 1, 2, 2, 2]
+    assert oracle.path_tokens(BRANCHING, 5) == [5, 4]
+    assert oracle.pack_bits(oracle.ancestor_matrix(BRANCHING)).tolist() == [[1], [3], [5], [11], [19], [37]]
+    assert oracle.problems(BRANCHING) == []
+    assert len(oracle.problems(Tree((1, 2, 2, 3), (-1, 0, 0, 3)))) == 2
+    wide = np.zeros((1, 65), bool)
+    wide[0, [0, 31, 32, 64]] = True
+    assert oracle.pack_bits(wide).tolist() == [[2**31 + 1, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("drawn", "nodes"),
+    [
+        ((1, 0, 0, 0, 0, 0), [0]),
+        ((4, 5, 6, 0, 0, 0), [0, 1]),  # node 1 draws 5, which is no child of it; node 2 is not on the path
+        ((4, 7, 4, 0, 0, 0), [0, 1, 4]),
+        ((5, 7, 4, 1, 1, 1), [0, 2, 5]),
+    ],
+)
+def test_the_walk_by_hand(drawn, nodes):
+    assert oracle.walk(BRANCHING, drawn) == nodes
+
+
+@pytest.mark.parametrize(
+    ("tokens", "budget", "expected"),
+    [
+        ([1, 2, 3], 9, ([1, 2, 3], RUNNING)),
+        ([1, 8, 3], 9, ([1, 8], STOP)),
+        ([1, 2, 8], 3, ([1, 2, 8], STOP)),
+        ([1, 2, 8], 2, ([1, 2], LENGTH)),
+        ([1, 2, 3], 3, ([1, 2, 3], LENGTH)),
+    ],
+)
+def test_truncating_a_run_by_hand(tokens, budget, expected):
+    assert oracle.truncate(tokens, (8,), budget) == expected
+
+
+def test_top_k_expansion_by_hand():
+    """k = 2: level one is a .6, b .4; then a: a .9, b .1 and b: b .5, c .5. The pool is a b | aa ab bb bc."""
+    rows = {(): [0.6, 0.4, 0], (0,): [0.9, 0.1, 0], (1,): [0, 0.5, 0.5]}
+
+    def log_probs(path):
+        with np.errstate(divide="ignore"):
+            return np.log(np.array(rows[path]))
+
+    assert oracle.expand_tree(9, log_probs, k=2, depth=2, width=5).parents == (-1, 0, 0, 1, 2)
+    tree = oracle.expand_tree(9, log_probs, k=2, depth=2, width=6)  # .6 .54 .4 .2 .2: the tie to the lower index
+    assert tree.tokens == (9, 0, 1, 0, 1, 2)
+    np.testing.assert_allclose(np.exp(tree.scores[1:]), [0.6, 0.4, 0.54, 0.2, 0.2], rtol=1e-6)
+    assert oracle.expand_tree(9, log_probs, k=2, depth=2, width=3).tokens == (9, 0, 0)  # a, aa: deep before broad
+
+
+@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 4), st.data())
+def test_the_best_candidates_are_closed_under_parents(seed, k, depth, data):
+    """Certain continuations (log-probability 0) tie a child with its parent; the lower index is the parent's."""
+    width = data.draw(st.integers(2, k + (depth - 1) * k * k + 1))
+
+    def log_probs(path):
+        return np.random.default_rng([seed, *path]).choice([0.0, -0.5, -1.0], VOCABULARY)
+
+    tree = oracle.expand_tree(0, log_probs, k, depth, width)
+    assert len(tree.tokens) == width
+    assert oracle.problems(tree) == []
+
+
+@st.composite
+def samplings(draw):
+    return Sampling(
+        seed=draw(st.sampled_from(SEEDS)),
+        temperature=draw(st.sampled_from([0.0, 0.6, 1.0, 1.5])),
+        top_k=draw(st.sampled_from([-1, 1, 3, 50])),
+        top_p=draw(st.sampled_from([1.0, 0.8, 0.3])),
+        min_p=draw(st.sampled_from([0.0, 0.1])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.3])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.4])),
+        presence_penalty=draw(st.sampled_from([0.0, -0.3])),
+        bias=draw(st.dictionaries(st.integers(0, VOCABULARY - 1), st.floats(-3, 3), max_size=2)),
+        min_tokens=draw(st.integers(0, 5)),
+        stop_ids=tuple(draw(st.sets(st.integers(0, VOCABULARY - 1), max_size=2))),
+        max_tokens=draw(st.integers(1, 20)),
+    )
+
+
+def random_tree(root, width, rng):
+    """Any tree at all, as long as siblings differ."""
+    tokens, parents = [root], [-1]
+    for _ in range(width - 1):
+        parent = int(rng.integers(len(tokens)))
+        taken = {t for t, p in zip(tokens, parents, strict=True) if p == parent}
+        free = [t for t in range(VOCABULARY) if t not in taken]
+        if free:
+            tokens.append(int(rng.choice(free)))
+            parents.append(parent)
+    return Tree(tuple(tokens), tuple(parents))
+
+
+@settings(max_examples=60)
+@given(samplings(), st.integers(0, 1000), st.integers(1, 10))
+def test_speculation_never_changes_the_tokens(params, seed, width):
+    def propose(tokens):
+        return random_tree(tokens[-1], width, np.random.default_rng([seed, len(tokens)]))
+
+    plain = oracle.generate_plain(table_logits, [1, 2, 3], params)
+    speculative = oracle.generate_speculative(table_logits, propose, [1, 2, 3], params)
+    assert (speculative.tokens, speculative.finish) == (plain.tokens, plain.finish)
+    assert speculative.gaps == plain.gaps
+    assert sum(speculative.emitted) == len(plain.tokens) - 1
+    assert all(e <= a + 1 for e, a in zip(speculative.emitted, speculative.accepted, strict=True))
+
+
+def test_a_perfect_draft_is_accepted_whole():
+    params = Sampling(max_tokens=13)
+    plain = oracle.generate_plain(table_logits, [1, 2], params).tokens
+
+    def propose(tokens):
+        return oracle.chain_tree(tokens[-1], plain[len(tokens) - 2 :][:3])
+
+    result = oracle.generate_speculative(table_logits, propose, [1, 2], params)
+    assert result.emitted == [4, 4, 4]
+    assert result.accept_length == 4
+
+
+ROPES = {
+    "none": RopeConfig(theta=500.0),
+    "linear": RopeConfig(theta=500.0, scaling="linear", factor=3.0),
+    "llama3": RopeConfig(theta=500.0, scaling="llama3", factor=8.0, original_max_position=64),
+}
+
+
+@pytest.mark.parametrize("scaling", ROPES)
+def test_the_dense_llama_is_that_of_transformers(scaling):
+    torch = pytest.importorskip("torch")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    V, M, I, L, H, K, E, G = 31, 24, 20, 2, 4, 2, 8, 2
+    rope = ROPES[scaling]
+    config = ModelConfig("llama", V, M, I, L, H, K, E, 1e-5, rope, 512, scaling == "linear", attention_bias=True)
+    parameters = {"rope_type": scaling if scaling != "none" else "default", "rope_theta": rope.theta}
+    if scaling != "none":
+        parameters["factor"] = rope.factor
+    if scaling == "llama3":
+        parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=V,
+            hidden_size=M,
+            intermediate_size=I,
+            num_hidden_layers=L,
+            num_attention_heads=H,
+            num_key_value_heads=K,
+            head_dim=E,
+            rms_norm_eps=1e-5,
+            max_position_embeddings=512,
+            attention_bias=True,
+            tie_word_embeddings=config.tied_embeddings,
+            initializer_range=0.3,
+            rope_parameters=parameters,
+        )
+    ).double()
+    weights = dict(model.named_parameters())
+    for name, value in weights.items():
+        if name.endswith(("bias", "norm.weight", "layernorm.weight")):
+            torch.nn.init.normal_(value, 1.0, 0.3)
+    weights = {name: value.detach().numpy() for name, value in weights.items()}
+
+    def by_group(prefix, kind):  # HF's rows are head-major: query head h = k * G + g
+        q, k, v = (weights[f"{prefix}.self_attn.{name}_proj.{kind}"] for name in "qkv")
+        q, k, v = q.reshape(K, G, E, -1), k.reshape(K, 1, E, -1), v.reshape(K, 1, E, -1)
+        return np.moveaxis(np.concatenate([q, k, v], axis=1), -1, 0)
+
+    params = {
+        "embed": weights["model.embed_tokens.weight"],
+        "final_norm": weights["model.norm.weight"],
+        "head": weights["model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"].T,
+    }
+    for index in range(L):
+        prefix = f"model.layers.{index}"
+        mlp = {name: weights[f"{prefix}.mlp.{name}_proj.weight"].T for name in ("gate", "up", "down")}
+        params[f"layers_{index}"] = {
+            "attention_norm": weights[f"{prefix}.input_layernorm.weight"],
+            "qkv": by_group(prefix, "weight"),
+            "qkv_bias": by_group(prefix, "bias")[0],
+            "output": weights[f"{prefix}.self_attn.o_proj.weight"].T.reshape(K, G, E, M),
+            "output_bias": weights[f"{prefix}.self_attn.o_proj.bias"],
+            "mlp_norm": weights[f"{prefix}.post_attention_layernorm.weight"],
+            "gate_up": np.stack([mlp["gate"], mlp["up"]], axis=1),
+            "down": mlp["down"],
+        }
+    tokens = np.random.default_rng(0).integers(0, V, 40)
+    with torch.no_grad():
+        expected = model(torch.tensor(tokens)[None]).logits[0].numpy()
+    np.testing.assert_allclose(oracle.llama_logits(params, config, tokens), expected, atol=2e-5)
