@@ -1,0 +1,112 @@
+"""What a resolved model is: a folder in the Hugging Face layout, checked before anything large is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specjax.checkpoint.errors import CheckpointError, listed
+from specjax.checkpoint.mappings import EMBED_TENSOR, HEAD_TENSOR
+from specjax.checkpoint.readers import read_headers, same_content
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model on disk.
+
+    Attributes:
+      name: as the user gave it.
+      folder: config.json, tokenizer files and weights.
+      config: the parsed config.json; ``tie_word_embeddings`` says what the weights say (see ``read_folder``).
+      weights: the safetensors shards.
+    """
+
+    name: str
+    folder: Path
+    config: Mapping[str, Any] = field(compare=False)
+    weights: tuple[Path, ...]
+
+
+def read_folder(name: str, folder: Path) -> ModelFiles:
+    """The model in ``folder``: config.json and safetensors, single or sharded.
+
+    ``tie_word_embeddings`` is settled here, the way transformers does it: no ``lm_head.weight`` means tied,
+    whatever the flag; a flag that says tied beside an ``lm_head.weight`` that differs from the embedding means untied.
+
+    Raises:
+      CheckpointError: no config.json, no safetensors, a shard missing or damaged.
+    """
+    config = dict(read_json(folder / "config.json", name))
+    weights = _weights(name, folder)
+    tensors = read_headers(weights)
+    head, embed = tensors.get(HEAD_TENSOR), tensors.get(EMBED_TENSOR)
+    if head is None and embed is not None:
+        config["tie_word_embeddings"] = True
+    elif head is not None and embed is not None and config.get("tie_word_embeddings"):
+        config["tie_word_embeddings"] = same_content(head, embed)
+    return ModelFiles(name, folder, config, weights)
+
+
+def stop_token_ids(files: ModelFiles) -> tuple[int, ...]:
+    """The ids that end a text: ``eos_token_id`` of generation_config.json, else of config.json; may be empty."""
+    file = files.folder / "generation_config.json"
+    generation = read_json(file, files.name) if file.is_file() else {}
+    value = generation.get("eos_token_id", files.config.get("eos_token_id"))
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+def read_json(file: Path, name: str) -> Mapping[str, Any]:
+    """A JSON object from ``file``, of the model ``name``.
+
+    Raises:
+      CheckpointError: the file is absent or is not a JSON object.
+    """
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{file.parent} (given as {name!r}) has no {file.name}; a model folder needs config.json, tokenizer files "
+            f"and {SINGLE_NAME} (or shards with {INDEX_NAME}), as transformers' save_pretrained writes them"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read as JSON ({error}); copy or download it again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} holds a {type(value).__name__}, not a JSON object; copy or download it again")
+    return value
+
+
+def _weights(name: str, folder: Path) -> tuple[Path, ...]:
+    index = folder / INDEX_NAME
+    if index.is_file():
+        shards = set(read_json(index, name).get("weight_map", {}).values())
+        outside = {shard for shard in shards if Path(shard).name != shard}
+        if outside or not shards:
+            raise CheckpointError(
+                f"{index}: weight_map must name files of its own folder, got: {listed(outside) or 'none'}"
+            )
+        missing = {shard for shard in shards if not (folder / shard).is_file()}
+        if missing:
+            raise CheckpointError(f"{folder} lacks shards that {INDEX_NAME} lists: {listed(missing)}; copy them there")
+        return tuple(folder / shard for shard in sorted(shards))
+    if (folder / SINGLE_NAME).is_file():
+        return (folder / SINGLE_NAME,)
+    present = [
+        file.name for pattern in ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf") for file in folder.glob(pattern)
+    ]
+    hint = f"; it has {listed(present)}" if present else ""
+    if any(file.endswith(".gguf") for file in present):
+        hint += ". Give the path of the .gguf file itself"
+    elif any(file.endswith((".bin", ".pt", ".pth")) for file in present):
+        hint += (
+            ". Convert once, where torch is installed: AutoModelForCausalLM.from_pretrained(folder)"
+            ".save_pretrained(new_folder), and the same for AutoTokenizer"
+        )
+    raise CheckpointError(f"{folder} (given as {name!r}) has neither {SINGLE_NAME} nor {INDEX_NAME}{hint}")

@@ -1,0 +1,137 @@
+"""A Hugging Face config.json to a ``ModelConfig``; whatever is not implemented is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specjax.checkpoint.errors import CheckpointError, listed
+from specjax.config import ModelConfig, RopeConfig
+
+# Mistral without a sliding window is Llama, tensor for tensor.
+FAMILIES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama"}
+DTYPES = ("float32", "bfloat16", "float16")
+ROPE_TYPES = ("default", "linear", "llama3")
+
+
+def model_config(hf_config: Mapping[str, Any], *, dtype: str = "auto", platform: str | None = None) -> ModelConfig:
+    """Describe the model that ``hf_config`` describes.
+
+    Args:
+      hf_config: a parsed config.json, as transformers 4 or 5 writes it.
+      dtype: float32, bfloat16, float16, or auto: float32 on a CPU, else the type the checkpoint names.
+      platform: ``jax.default_backend()`` if None; only auto looks at it.
+
+    Raises:
+      CheckpointError: an architecture, activation, rope type, quantisation or dtype that is not implemented, or a
+        key that is missing.
+    """
+    architectures = hf_config.get("architectures") or []
+    family = next((FAMILIES[name] for name in architectures if name in FAMILIES), None)
+    if family is None:
+        raise CheckpointError(
+            f"config.json: architectures is {architectures or 'absent'}; supported: {listed(FAMILIES)}"
+        )
+    _refuse_unsupported(hf_config)
+    heads = _require(hf_config, "num_attention_heads")
+    hidden = _require(hf_config, "hidden_size")
+    kv_heads = _given(hf_config, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})"
+        )
+    max_positions = _given(hf_config, "max_position_embeddings", 2048)
+    return ModelConfig(
+        family=family,
+        vocab_size=_require(hf_config, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=_require(hf_config, "intermediate_size"),
+        num_layers=_require(hf_config, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=_given(hf_config, "head_dim", hidden // heads),
+        norm_epsilon=float(_given(hf_config, "rms_norm_eps", 1e-6)),
+        rope=_rope(hf_config, max_positions),
+        max_positions=max_positions,
+        tied_embeddings=bool(_given(hf_config, "tie_word_embeddings", False)),
+        attention_bias=bool(_given(hf_config, "attention_bias", False)),
+        mlp_bias=bool(_given(hf_config, "mlp_bias", False)),
+        dtype=_dtype(hf_config, dtype, platform),
+    )
+
+
+def _refuse_unsupported(hf_config: Mapping[str, Any]) -> None:
+    activation = _given(hf_config, "hidden_act", "silu")
+    if activation != "silu":
+        raise CheckpointError(f"config.json: hidden_act is {activation!r}; supported: silu")
+    if quantization := hf_config.get("quantization_config"):
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        raise CheckpointError(
+            f"config.json: quantization_config ({method}) is not supported; use the float32, bfloat16 or float16 "
+            "checkpoint that it was made from"
+        )
+    # Mistral 7B v0.1 has a window of 4096; Llama configs have no such key.
+    if window := hf_config.get("sliding_window"):
+        raise CheckpointError(
+            f"config.json: sliding_window is {window}; supported: null (attention over the whole context)"
+        )
+
+
+def _rope(hf_config: Mapping[str, Any], max_positions: int) -> RopeConfig:
+    # transformers 5 keeps everything in rope_parameters; 4 has rope_theta beside an optional rope_scaling.
+    section = "rope_parameters" if hf_config.get("rope_parameters") else "rope_scaling"
+    scaling: Mapping[str, Any] = hf_config.get(section) or {}
+    if not isinstance(scaling, Mapping):
+        raise CheckpointError(f"config.json: {section} is {scaling!r}; it must be an object or null")
+    theta = float(scaling.get("rope_theta", _given(hf_config, "rope_theta", 10000.0)))
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise CheckpointError(f"config.json: {section} has rope type {kind!r}; supported: {', '.join(ROPE_TYPES)}")
+    partial = scaling.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise CheckpointError(f"config.json: partial_rotary_factor is {partial}; supported: 1.0")
+    try:
+        if kind == "default":
+            return RopeConfig(theta=theta)
+        if kind == "linear":
+            return RopeConfig(theta=theta, scaling="linear", factor=float(scaling["factor"]))
+        return RopeConfig(
+            theta=theta,
+            scaling="llama3",
+            factor=float(scaling["factor"]),
+            low_freq_factor=float(scaling["low_freq_factor"]),
+            high_freq_factor=float(scaling["high_freq_factor"]),
+            original_max_position=int(_given(scaling, "original_max_position_embeddings", max_positions)),
+        )
+    except KeyError as error:
+        raise CheckpointError(f"config.json: {section} of type {kind} has no {error.args[0]!r}") from error
+
+
+def _dtype(hf_config: Mapping[str, Any], dtype: str, platform: str | None) -> str:
+    if dtype in DTYPES:
+        return dtype
+    if dtype != "auto":
+        raise CheckpointError(f"dtype {dtype!r} is not one of: auto, {', '.join(DTYPES)}")
+    if platform is None:
+        import jax
+
+        platform = jax.default_backend()
+    if platform == "cpu":  # bfloat16 products are slower than float32 ones there
+        return "float32"
+    stored = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32").removeprefix("torch.")
+    if stored not in DTYPES:
+        raise CheckpointError(f"config.json: torch_dtype is {stored!r}; set dtype to one of: {', '.join(DTYPES)}")
+    return stored
+
+
+def _given(section: Mapping[str, Any], key: str, default: Any) -> Any:
+    """``section[key]``, where null means the default, as transformers reads it."""
+    value = section.get(key)
+    return default if value is None else value
+
+
+def _require(hf_config: Mapping[str, Any], key: str) -> int:
+    value = hf_config.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"config.json: {key} is {value!r}; a positive integer is needed")
+    return value

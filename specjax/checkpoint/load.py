@@ -1,0 +1,136 @@
+"""Checkpoint files to the parameter tree, tensor by tensor; and the tokenizer beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from specjax.checkpoint.errors import CheckpointError, listed
+from specjax.checkpoint.files import ModelFiles
+from specjax.checkpoint.mappings import Placement, is_ignored, placements
+from specjax.checkpoint.progress import bar
+from specjax.checkpoint.readers import TensorEntry, read_headers
+from specjax.config import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+HOST_DTYPES: dict[str, np.dtype] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+def load_params(
+    files: ModelFiles,
+    config: ModelConfig,
+    *,
+    progress: bool = True,
+    put: Callable[[np.ndarray], Any] | None = None,
+) -> dict[str, Any]:
+    """Read a model's weights.
+
+    A leaf's host buffer is filled from the memory-mapped files, handed to the device and dropped before the next
+    one is allocated: beyond the parameters themselves, one leaf is in memory.
+
+    Args:
+      files: from ``resolve``.
+      config: from ``model_config(files.config)``; parameters are cast to ``config.dtype``.
+      progress: show a bar on stderr.
+      put: moves one finished leaf to the device; ``jax.device_put`` if None.
+
+    Returns:
+      ``embed [V, M]``, ``layers_i: {attention_norm [M], qkv [M, K, G+2, E], output [K, G, E, M], mlp_norm [M],
+      gate_up [M, 2, I], down [I, M]}``, ``final_norm [M]`` and, unless tied, ``head [M, V]``. With biases also
+      ``qkv_bias [K, G+2, E]``, ``output_bias [M]``, ``gate_up_bias [2, I]``, ``down_bias [M]``.
+
+    Raises:
+      CheckpointError: a tensor is missing, left over, of the wrong shape or of an unsupported type, or a file is
+        damaged.
+    """
+    import jax
+
+    put = put or jax.device_put
+    tensors = read_headers(files.weights)
+    table = placements(config)
+    _check(tensors, table, files, config)
+
+    params: dict[str, Any] = {}
+    size = sum(tensors[placement.tensor].stop - tensors[placement.tensor].start for placement in table)
+    with bar(f"Loading {files.name}", size, progress) as loaded:
+        for path, parts in groupby(_by_leaf(table), key=lambda placement: placement.leaf):
+            group = list(parts)
+            host = np.empty(group[0].leaf_shape, HOST_DTYPES[config.dtype])
+            for placement in group:
+                entry = tensors[placement.tensor]
+                placement.place(host, entry.read())
+                loaded.update(entry.stop - entry.start)
+            # Waiting keeps the transfers, and with them the host buffers, from piling up.
+            _insert(params, path, jax.block_until_ready(put(host)))
+            del host
+    return params
+
+
+def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
+    """The model's tokenizer (a fast one), with its chat template if it has one. Needs no torch.
+
+    Raises:
+      CheckpointError: the folder has no tokenizer, or one that only exists in Python.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(files.folder), local_files_only=True)
+    except Exception as error:  # transformers raises whatever its backends raise
+        raise CheckpointError(
+            f"no usable tokenizer in {files.folder} ({type(error).__name__}: {error}); the folder needs tokenizer.json "
+            "and tokenizer_config.json as transformers saves them"
+        ) from error
+    if not tokenizer.is_fast:
+        raise CheckpointError(
+            f"the tokenizer in {files.folder} is a {type(tokenizer).__name__}, which has no tokenizer.json; convert it "
+            "with transformers' convert_slow_tokenizer and save it there"
+        )
+    return tokenizer
+
+
+def _by_leaf(table: Iterable[Placement]) -> list[Placement]:
+    """Tensors of one leaf next to one another, leaves in the order of their first tensor."""
+    first: dict[tuple[str, ...], int] = {}
+    for placement in table:
+        first.setdefault(placement.leaf, len(first))
+    return sorted(table, key=lambda placement: first[placement.leaf])
+
+
+def _insert(params: dict[str, Any], path: tuple[str, ...], leaf: Any) -> None:
+    for key in path[:-1]:
+        params = params.setdefault(key, {})
+    params[path[-1]] = leaf
+
+
+def _check(tensors: dict[str, TensorEntry], table: list[Placement], files: ModelFiles, config: ModelConfig) -> None:
+    expected = {placement.tensor: placement.shape for placement in table}
+    missing = expected.keys() - tensors.keys()
+    extra = {name for name in tensors.keys() - expected.keys() if not is_ignored(name, tied=config.tied_embeddings)}
+    wrong = {
+        f"{name} is {list(tensors[name].shape)}, config.json implies {list(shape)}"
+        for name, shape in expected.items()
+        if name in tensors and tensors[name].shape != shape
+    }
+    problems = []
+    if missing:
+        problems.append(f"missing tensors: {listed(missing)}")
+    if extra:
+        problems.append(f"tensors with no place in a {config.family} model: {listed(extra)}")
+    if wrong:
+        problems.append(f"wrong shapes: {listed(wrong)}")
+    if problems:
+        raise CheckpointError(
+            f"the weights in {files.folder} do not fit its config.json; " + "; ".join(problems) + ". "
+            "Use the config.json that was saved with these weights"
+        )

@@ -1,0 +1,152 @@
+"""Reading and writing safetensors files one tensor at a time, without torch.
+
+Knows the file format and nothing of models. A tensor is handed out as a view of the memory-mapped file, so what
+is resident is what the caller copies out of it. bfloat16 comes as ``ml_dtypes.bfloat16``, which numpy itself lacks.
+
+The format: 8 bytes, little-endian length n; n bytes of JSON ``{name: {dtype, shape, data_offsets}}``; the data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from specjax.checkpoint.errors import CheckpointError, listed
+
+DTYPES: dict[str, np.dtype] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+# The largest header the safetensors library accepts; a longer one is a file of another kind.
+_MAX_HEADER = 100_000_000
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies: ``stop - start`` bytes of ``file`` from byte ``start``."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    def read(self) -> np.ndarray:
+        """The tensor as a read-only view of the file.
+
+        Raises:
+          CheckpointError: the file stores it in a type that is not f32, f16 or bf16.
+        """
+        if self.dtype not in DTYPES:
+            raise CheckpointError(
+                f"tensor {self.name} in {self.file} has type {self.dtype}; supported: {listed(DTYPES)} "
+                "(quantised checkpoints are not supported)"
+            )
+        # One mapping per tensor: its pages can be reclaimed as soon as the caller has copied them.
+        return np.memmap(self.file, DTYPES[self.dtype], "r", self.start, self.shape)
+
+
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """The tensors of one safetensors file, checked against the file's size.
+
+    Raises:
+      CheckpointError: not a safetensors file, or a truncated one.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 2 <= length <= min(_MAX_HEADER, size - 8):
+                raise ValueError(f"a header of {length} bytes in a file of {size} bytes")
+            header: dict[str, Any] = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        entries = {}
+        for name, entry in header.items():
+            start, stop = (8 + length + offset for offset in entry["data_offsets"])
+            entries[name] = TensorEntry(name, file, entry["dtype"], tuple(entry["shape"]), start, stop)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{file} is not a readable safetensors file ({error}); download or copy it again"
+        ) from error
+    for entry in entries.values():
+        if entry.dtype in DTYPES and prod(entry.shape) * DTYPES[entry.dtype].itemsize != entry.stop - entry.start:
+            raise CheckpointError(
+                f"{file} is damaged: {entry.name} has shape {entry.shape} but {entry.stop - entry.start} bytes"
+            )
+    end = max((entry.stop for entry in entries.values()), default=8 + length)
+    if end > size:
+        raise CheckpointError(
+            f"{file} is truncated: its header describes {end} bytes, it has {size}; download or copy it again"
+        )
+    return entries
+
+
+def read_headers(files: Iterable[Path]) -> dict[str, TensorEntry]:
+    """The tensors of all shards of a checkpoint.
+
+    Raises:
+      CheckpointError: as ``read_header``, and for a tensor that two shards hold.
+    """
+    tensors: dict[str, TensorEntry] = {}
+    for file in files:
+        for name, entry in read_header(file).items():
+            if name in tensors:
+                raise CheckpointError(
+                    f"tensor {name} is in both {tensors[name].file} and {file}; keep one of the two files"
+                )
+            tensors[name] = entry
+    return tensors
+
+
+def same_content(first: TensorEntry, second: TensorEntry, rows: int = 4096) -> bool:
+    """Whether two tensors are equal, compared a few rows at a time."""
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    a, b = first.read(), second.read()
+    return all(np.array_equal(a[i : i + rows], b[i : i + rows]) for i in range(0, len(a), rows))
+
+
+class SafetensorsWriter:
+    """Writes float32 tensors of known shapes in order, holding one at a time.
+
+    Args:
+      file: where to; overwritten.
+      shapes: name -> shape, in the order in which ``write`` will be called.
+    """
+
+    def __init__(self, file: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
+        offset = 0
+        for name, shape in shapes.items():
+            size = 4 * prod(shape)
+            header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, offset + size]}
+            offset += size
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)  # the data must start at a multiple of 8
+        self._pending = dict(shapes)
+        self._stream = file.open("wb")
+        self._stream.write(len(text).to_bytes(8, "little") + text)
+
+    def write(self, name: str, tensor: np.ndarray) -> None:
+        """Append ``tensor``, which must be the next of ``shapes``."""
+        expected, shape = next(iter(self._pending.items()))
+        assert (name, tuple(tensor.shape)) == (expected, shape), f"{name} {tensor.shape}, not {expected} {shape}"
+        del self._pending[name]
+        self._stream.write(np.ascontiguousarray(tensor, dtype="<f4").data)
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._stream.close()
+        if kind is None:
+            assert not self._pending, f"never written: {list(self._pending)}"
