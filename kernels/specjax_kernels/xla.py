@@ -1,9 +1,11 @@
-"""`tree_attention` in plain XLA: the CPU's path, and the fallback anywhere else.
+"""`tree_attention` in plain XLA: the CPU's path, and the one that runs anywhere.
 
-Flash-style online softmax over chunks of pages. The loop's trip count is computed from `prefix_length` (and the
-window), so that the cost follows the tokens that are there and not the T * S that a row may hold.
+Flash-style online softmax: the block gives the first partial result, a loop over chunks of pages refines it. The
+loop's trip count is computed from `prefix_length` (and the window), so that the cost follows the tokens that are
+there and not the T * S that a row may hold.
 
-The pools are only ever read by gathers, inside or outside the loop, and XLA:CPU then never copies one.
+The pools are only ever read by gathers, so XLA:CPU never copies one into the loop; what depends on the page table
+alone is computed outside of it, where all layers of a model share it.
 """
 
 from __future__ import annotations
@@ -17,16 +19,22 @@ from jax import Array
 from specjax_kernels.masks import Causal, unpack_bits
 
 CHUNK_TOKENS = 128
-BLOCK_CHUNK = 1024
+"""Committed tokens of one trip. On 2 CPU cores 64 is a little faster below 200 tokens, 256 above 1000."""
+
+BLOCK_TOKENS = 1024
+"""Block keys of one part, which bounds the scores of a wide prefill."""
+
 MASKED = -1e30
+FLOOR = -1e20
+"""The least peak of a row: exp(MASKED - FLOOR) is 0, so a row that sees nothing sums to 0 without a second mask."""
 
 
 class Partial(NamedTuple):
-    """An unfinished softmax over the keys seen so far, rows r = (n, g): query n, head g of the group."""
+    """A softmax over the keys seen so far, unfinished. Rows R = N * G: query n, head g of its group."""
 
-    peak: Array  # f32 [B, K, NG, 1], the largest score; MASKED while nothing was seen
-    total: Array  # f32 [B, K, NG, 1], sum of exp(score - peak)
-    mixed: Array  # f32 [B, K, NG, Ev], sum of exp(score - peak) * value
+    peak: Array  # f32 [B, K, R, 1], the largest score, FLOOR at least
+    total: Array  # f32 [B, K, R, 1], sum of exp(score - peak)
+    mixed: Array  # f32 [B, K, R, Ev], sum of exp(score - peak) * value
 
 
 def tree_attention(
@@ -49,74 +57,75 @@ def tree_attention(
     """See `specjax_kernels.tree_attention`, which checks the arguments."""
     B, N, H, E = q.shape
     P, S, K, _ = k_pages.shape
-    C, T = k_block.shape[1], page_table.shape[1]
-    G = H // K
+    C, T, G = k_block.shape[1], page_table.shape[1], H // K
+    width = v_width if v_block is None else v_block.shape[-1]
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     rows = (q.astype(jnp.float32) * scale).reshape(B, N, K, G, E).transpose(0, 2, 1, 3, 4).reshape(B, K, N * G, E)
-    width = v_width if v_block is None else v_block.shape[-1]
+    oldest = None if window is None else q_positions[:, :, None] - window + 1  # [B, N, 1]
 
-    def attend(partial: Partial, keys: Array, values: Array | None, visible: Array, present: Array) -> Partial:
-        """Adds keys [B, c, K, E], of which query n sees visible [B, N or 1, c] and someone sees present [B, c]."""
+    def attend(before: Partial | None, keys: Array, values: Array | None, visible: Array) -> Partial:
+        """Adds c keys [B, c, K, E], visible [B or 1, N or 1, c], to what was seen before."""
         values = keys[..., :width] if values is None else values
-        values = jnp.where(present[:, :, None, None], values, 0).astype(jnp.float32)
+        # A slot that nobody sees may hold anything; 0 * NaN is NaN, so it is cleared rather than weighted by 0.
+        values = jnp.where(visible.any(1)[:, :, None, None], values, 0).astype(jnp.float32)
         scores = jnp.einsum("bkre,btke->bkrt", rows, keys.astype(jnp.float32), precision=precision)
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
         if visible.shape[1] > 1:
             visible = jnp.repeat(visible, G, axis=1)
-        seen = visible[:, None]
-        scores = jnp.where(seen, scores, MASKED)
-        peak = jnp.maximum(partial.peak, scores.max(-1, keepdims=True))
-        weights = jnp.where(seen, jnp.exp(scores - peak), 0)
-        decay = jnp.exp(partial.peak - peak)
+        scores = jnp.where(visible[:, None], scores, MASKED)
+        peak = jnp.maximum(scores.max(-1, keepdims=True), FLOOR if before is None else before.peak)
+        weights = jnp.exp(scores - peak)
+        total = weights.sum(-1, keepdims=True)
         mixed = jnp.einsum("bkrt,btkv->bkrv", weights, values, precision=precision)
-        return Partial(peak, partial.total * decay + weights.sum(-1, keepdims=True), partial.mixed * decay + mixed)
+        if before is None:
+            return Partial(peak, total, mixed)
+        decay = jnp.exp(before.peak - peak)
+        return Partial(peak, before.total * decay + total, before.mixed * decay + mixed)
 
-    partial = Partial(
-        jnp.full((B, K, N * G, 1), MASKED, jnp.float32),
-        jnp.zeros((B, K, N * G, 1), jnp.float32),
-        jnp.zeros((B, K, N * G, width), jnp.float32),
-    )
-
-    pages = min(T, max(1, CHUNK_TOKENS // S))
-    chunk = pages * S
-    table = jnp.pad(page_table, ((0, 0), (0, -T % pages)), constant_values=P)
-    oldest = None if window is None else q_positions - window + 1  # [B, N]
-
-    def body(index: Array, partial: Partial) -> Partial:
-        entries = jax.lax.dynamic_slice_in_dim(table, index * pages, pages, axis=1)
-        at = entries.clip(0, P - 1)
-        keys = k_pages.at[at].get(mode="promise_in_bounds").reshape(B, chunk, K, E)
-        values = None
-        if v_pages is not None:
-            values = v_pages.at[at].get(mode="promise_in_bounds").reshape(B, chunk, K, width)
-        token = index * chunk + jnp.arange(chunk, dtype=jnp.int32)[None]
-        present = (token < prefix_length[:, None]) & jnp.repeat((entries >= 0) & (entries < P), S, axis=1)
-        visible = present[:, None]
-        if oldest is not None:
-            visible = visible & (token[:, None] >= oldest[:, :, None])
-            present = visible.any(1)
-        return attend(partial, keys, values, visible, present)
-
-    first, last = chunk_range(prefix_length, oldest, chunk, -(-T // pages))
-    partial = jax.lax.fori_loop(first, last, body, partial)
-
+    # The block.
     in_block = jnp.tril(jnp.ones((1, N, C), jnp.bool_)) if isinstance(mask, Causal) else unpack_bits(mask, C)
     if oldest is not None:
-        in_block = in_block & (block_positions[:, None] >= oldest[:, :, None])
-    for start in range(0, C, BLOCK_CHUNK):
-        part = slice(start, start + BLOCK_CHUNK)
-        values = None if v_block is None else v_block[:, part]
-        seen = in_block[:, :, part]
-        partial = attend(partial, k_block[:, part], values, seen, seen.any(1))
+        in_block = in_block & (block_positions[:, None] >= oldest)
+    partial = None
+    for start in range(0, C, BLOCK_TOKENS):
+        part = slice(start, start + BLOCK_TOKENS)
+        partial = attend(partial, k_block[:, part], None if v_block is None else v_block[:, part], in_block[:, :, part])
+
+    # The committed pages.
+    pages = min(T, max(1, CHUNK_TOKENS // S))  # of one trip
+    table = jnp.pad(page_table, ((0, 0), (0, -T % pages)), constant_values=P)
+    begins = S * jnp.arange(table.shape[1], dtype=jnp.int32)[None]
+    filled = jnp.where((table >= 0) & (table < P), (prefix_length[:, None] - begins).clip(0, S), 0)
+    table = table.clip(0, P - 1)
+
+    def trip(index: Array, before: Partial) -> Partial:
+        def chunk(of: Array) -> Array:
+            return jax.lax.dynamic_slice_in_dim(of, index * pages, pages, axis=1)
+
+        def gather(pool: Array) -> Array:
+            return pool.at[chunk(table)].get(mode="promise_in_bounds").reshape(B, pages * S, K, -1)
+
+        slot = jnp.arange(S, dtype=jnp.int32)[None, None]
+        visible = (slot < chunk(filled)[:, :, None]).reshape(B, 1, pages * S)
+        if oldest is not None:
+            visible = visible & ((chunk(begins)[:, :, None] + slot).reshape(1, 1, pages * S) >= oldest)
+        return attend(before, gather(k_pages), None if v_pages is None else gather(v_pages), visible)
+
+    first, last = trip_range(prefix_length, oldest, pages * S, -(-T // pages))
+    partial = jax.lax.fori_loop(first, last, trip, partial)
 
     out = partial.mixed / jnp.where(partial.total > 0, partial.total, 1)
     return out.reshape(B, K, N, G, width).transpose(0, 2, 1, 3, 4).reshape(B, N, H, width).astype(q.dtype)
 
 
-def chunk_range(prefix_length: Array, oldest: Array | None, chunk: int, chunks: int) -> tuple[Array, Array]:
-    """The chunks [first, last) that hold a token which some query of the batch may see."""
-    last = jnp.minimum((prefix_length.max() + chunk - 1) // chunk, chunks)
+def trip_range(prefix_length: Array, oldest: Array | None, chunk: int, most: int) -> tuple[Array, Array]:
+    """The trips [first, last) over chunks that hold a token which some query of the batch may see.
+
+    `chunk` is the number of tokens of a trip, `most` the number of chunks in the page table, `oldest` [B, N, 1] the
+    first position inside each query's window.
+    """
+    last = jnp.minimum((prefix_length.max() + chunk - 1) // chunk, most)
     if oldest is None:
         return jnp.zeros_like(last), last
-    return jnp.maximum(oldest.min(), 0) // chunk, last
+    return oldest.min().clip(0) // chunk, last

@@ -1,0 +1,369 @@
+"""`specjax_kernels`: every implementation against the definition, and the definition against a loop in numpy."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pickle
+import re
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from specjax_kernels import CAUSAL, IMPLEMENTATIONS, default_implementation, pack_bits, tree_attention, unpack_bits
+from specjax_kernels import xla as xla_path
+from specjax_kernels.specs import SPECS, Spec, named, tagged
+
+# Largest absolute difference to the reference. The values are averages of standard normals, so below about 4; half a
+# unit in the last place there is 2**-7 in bfloat16 (8 bits) and 2**-10 in float16 (11 bits), doubled for two roundings.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2**-6, "float16": 2**-9}
+
+
+@pytest.fixture(autouse=True)
+def _strict_promotion():
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
+def run(args, options, implementation: str) -> np.ndarray:
+    function = functools.partial(tree_attention, **options, implementation=implementation)
+    return np.asarray(jax.jit(function)(*args), np.float32)
+
+
+def oracle(args, options) -> np.ndarray:
+    """`tree_attention` one query, one head, one key at a time, in float64."""
+    mask = args[9]
+    arrays = [None if x is None else np.asarray(x) for x in args[:9]]
+    arrays[:5] = [None if x is None else x.astype(np.float64) for x in arrays[:5]]
+    q, k_block, v_block, k_pages, v_pages, page_table, prefix_length, q_positions, block_positions = arrays
+    B, N, H, _ = q.shape
+    P, S, K, _ = k_pages.shape
+    window, softcap, v_width = options.get("window"), options.get("softcap"), options.get("v_width")
+    out = np.zeros((B, N, H, v_width if v_block is None else v_block.shape[-1]))
+    for b, i, h in np.ndindex(B, N, H):
+        head = h // (H // K)
+        seen = []  # (position, key, value)
+        for t in range(prefix_length[b]):
+            page = page_table[b, t // S]
+            if page < P:
+                key = k_pages[page, t % S, head]
+                seen.append((t, key, key[:v_width] if v_pages is None else v_pages[page, t % S, head]))
+        for j in range(k_block.shape[1]):
+            word = None if mask is CAUSAL else int(np.asarray(mask)[b, i, j // 32])
+            if j <= i if word is None else word >> (j % 32) & 1:
+                key = k_block[b, j, head]
+                seen.append((block_positions[b, j], key, key[:v_width] if v_block is None else v_block[b, j, head]))
+        if window is not None:
+            seen = [entry for entry in seen if entry[0] > q_positions[b, i] - window]
+        if not seen:
+            continue
+        scores = np.array([options["scale"] * (q[b, i, h] @ key) for _, key, _ in seen])
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        weights = np.exp(scores - scores.max())
+        out[b, i, h] = sum(w * value for w, (_, _, value) in zip(weights, seen, strict=True)) / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize("spec", tagged("test"), ids=lambda spec: spec.name)
+def test_implementations_agree(spec: Spec) -> None:
+    """NaN lies in every slot that must not be read, so agreement also shows that nothing leaks."""
+    args, options = spec.arguments()
+    expected = run(args, options, "reference")
+    assert np.isfinite(expected).all()
+    assert expected.shape == (spec.B, spec.N, spec.H, spec.v_width)
+    np.testing.assert_allclose(run(args, options, "xla"), expected, rtol=0, atol=TOLERANCE[spec.dtype])
+    assert tree_attention(*args, **options).dtype == spec.dtype
+
+
+SMALL = ("mixed-prefix", "page-size-5", "holes", "beam", "random-mask", "gqa-3", "latent-tree", "window-tree-holes")
+
+
+@pytest.mark.parametrize("name", [*SMALL, "softcap-window-beam", "window-1"])
+def test_reference_is_the_definition(name: str) -> None:
+    args, options = named(name).arguments(seed=1)
+    np.testing.assert_allclose(run(args, options, "reference"), oracle(args, options), rtol=0, atol=1e-5)
+
+
+@hypothesis.settings(max_examples=25, deadline=None)
+@hypothesis.given(data=st.data())
+def test_random_tables_lengths_and_trees(data: st.DataObject) -> None:
+    """Shapes from few values, so that few programs are compiled; lengths, tables, trees and seeds from many."""
+    T, S = 7, data.draw(st.sampled_from([1, 4]), "page size")
+    N, C = data.draw(st.sampled_from([(1, 1), (5, 5), (3, 34)]), "N, C")
+    window = data.draw(st.sampled_from([None, 6]), "window")
+    spec = Spec(
+        name="random",
+        prefix=tuple(data.draw(st.lists(st.integers(0, T * S), min_size=2, max_size=2), "prefix")),
+        N=N,
+        C=C,
+        H=4,
+        K=2,
+        E=8,
+        T=T,
+        S=S,
+        mask=data.draw(st.sampled_from(["tree", "random"]), "mask"),
+        window=window,
+        holes=data.draw(st.booleans(), "holes"),
+    )
+    args, options = spec.arguments(data.draw(st.integers(0, 2**16), "seed"))
+    pool = [jnp.pad(pages, ((0, 2 * T + 3 - spec.P), (0, 0), (0, 0), (0, 0))) for pages in args[3:5]]
+    table = jnp.where(args[5] == spec.P, 2 * T + 3, args[5])
+    args = (*args[:3], *pool, table, *args[6:])
+    expected = oracle(args, options)
+    for implementation in ("reference", "xla"):
+        out = _jitted(implementation, window)(*args)
+        np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5, err_msg=implementation)
+
+
+@functools.cache
+def _jitted(implementation: str, window: int | None):
+    return jax.jit(functools.partial(tree_attention, scale=8**-0.5, window=window, implementation=implementation))
+
+
+def test_a_row_that_sees_nothing_is_zero() -> None:
+    args, options = named("random-mask").arguments()
+    for implementation in ("reference", "xla"):
+        out = run((*args[:6], jnp.zeros_like(args[6]), *args[7:9], jnp.zeros_like(args[9])), options, implementation)
+        assert (out == 0).all()
+
+
+def test_a_chunk_of_prefill_equals_its_rows_one_by_one() -> None:
+    """A causal block, and single queries over a growing prefix of the same tokens, are the same thing."""
+    spec = Spec("chunk", (11,), N=5, C=5, H=4, K=2, E=16, T=4, S=4)
+    args, options = spec.arguments()
+    q, _, _, k_pages, v_pages, table, _, positions, _, mask = args
+    token = jnp.arange(6, 11, dtype=jnp.int32)
+    k_block, v_block = (pages[table[0, token // 4], token % 4][None] for pages in (k_pages, v_pages))
+
+    def attend(q: jax.Array, k_block: jax.Array, v_block: jax.Array, prefix: int) -> np.ndarray:
+        at = positions[:, : q.shape[1]]
+        length = jnp.asarray([prefix], jnp.int32)
+        return run((q, k_block, v_block, k_pages, v_pages, table, length, at, at, mask), options, "xla")
+
+    whole = attend(q, k_block, v_block, 6)
+    for i in range(5):
+        one = slice(i, i + 1)
+        alone = attend(q[:, one], k_block[:, one], v_block[:, one], 6 + i)
+        np.testing.assert_allclose(alone[:, 0], whole[:, i], rtol=0, atol=1e-5)
+
+
+def test_two_runs_are_bitwise_equal() -> None:
+    args, options = named("many-chunks").arguments()
+    assert (run(args, options, "xla") == run(args, options, "xla")).all()
+
+
+# Masks
+
+
+def test_worked_example_of_packed_bits() -> None:
+    visible = jnp.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]], bool)
+    bits = pack_bits(visible)
+    assert bits.dtype == jnp.uint32
+    assert bits.tolist() == [[1], [3], [5], [11]]
+    high = jnp.zeros((1, 34), bool).at[0, jnp.array([0, 31, 33])].set(True)
+    assert pack_bits(high).tolist() == [[2**31 + 1, 2]]
+
+
+@hypothesis.settings(max_examples=20, deadline=None)
+@hypothesis.given(width=st.sampled_from([1, 31, 32, 33, 70]), seed=st.integers(0, 99))
+def test_unpack_inverts_pack(width: int, seed: int) -> None:
+    visible = np.random.default_rng(seed).random((2, 3, width)) < 0.5
+    bits = pack_bits(jnp.asarray(visible))
+    assert bits.shape == (2, 3, -(-width // 32))
+    assert (np.asarray(unpack_bits(bits, width)) == visible).all()
+
+
+def test_mask_errors() -> None:
+    with pytest.raises(ValueError, match=r"bool .* got int32 \(3,\)"):
+        pack_bits(jnp.zeros(3, jnp.int32))
+    with pytest.raises(ValueError, match="uint32, got int32"):
+        unpack_bits(jnp.zeros(3, jnp.int32), 3)
+    with pytest.raises(ValueError, match="40 bits take 2 words, got 3"):
+        unpack_bits(jnp.zeros(3, jnp.uint32), 40)
+
+
+def test_causal_is_a_static_argument_or_an_empty_pytree() -> None:
+    assert hash(CAUSAL) == hash(pickle.loads(pickle.dumps(CAUSAL)))
+    assert pickle.loads(pickle.dumps(CAUSAL)) == CAUSAL
+    assert jax.tree.leaves(CAUSAL) == []
+    assert repr(CAUSAL) == "CAUSAL"
+
+
+def test_causal_equals_its_bits() -> None:
+    args, options = named("causal-33").arguments()
+    bits = jnp.broadcast_to(pack_bits(jnp.tril(jnp.ones((33, 33), bool))), (2, 33, 2))
+    assert (run(args, options, "xla") == run((*args[:9], bits), options, "xla")).all()
+
+
+# Arguments
+
+NAMES = tuple(inspect.signature(tree_attention).parameters)[:10]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": jnp.zeros((2, 3, 64))}, r"q must be \[B, N, H, E\], got shape \(2, 3, 64\)"),
+        ({"q": jnp.zeros((2, 3, 5, 16))}, "H = 5 query heads and K = 2"),
+        ({"q": jnp.zeros((2, 3, 4, 15))}, "E is 15 in q but 16 in k_block"),
+        ({"q": jnp.zeros((2, 3, 4, 16), jnp.bfloat16)}, "q is bfloat16, k_block is float32"),
+        ({"v_pages": jnp.zeros((20, 4, 2, 8))}, "Ev is 16 in v_block but 8 in v_pages|P is"),
+        ({"v_pages": None}, "got v_block, but v_pages is None"),
+        ({"v_block": None}, "got v_pages, but v_block is None"),
+        ({"v_block": None, "v_pages": None}, "v_width must lie in 1 .. E = 16, got None"),
+        ({"v_block": None, "v_pages": None, "v_width": 17}, "E = 16, got 17"),
+        ({"v_width": 8}, "v_width is 8, but v_block .* has width 16"),
+        ({"page_table": jnp.zeros((3, 8), jnp.int32)}, "B is 2 in q but 3 in page_table"),
+        ({"page_table": jnp.zeros((2, 8), jnp.uint32)}, "page_table must be int32, got uint32"),
+        ({"page_table": jnp.zeros((2, 0), jnp.int32)}, "T must be at least 1, got 0"),
+        ({"prefix_length": jnp.zeros((2, 1), jnp.int32)}, r"prefix_length must be \[B\], got shape \(2, 1\)"),
+        ({"q_positions": jnp.zeros((2, 4), jnp.int32)}, "N is 3 in q but 4 in q_positions"),
+        ({"block_positions": jnp.zeros((2, 3), jnp.int16)}, "block_positions must be int32, got int16"),
+        ({"mask": jnp.zeros((2, 3, 1), jnp.int32)}, "CAUSAL or uint32 bits, got int32"),
+        ({"mask": jnp.zeros((2, 3, 3), jnp.bool_)}, "CAUSAL or uint32 bits, got bool"),
+        ({"mask": jnp.zeros((2, 3, 2), jnp.uint32)}, r"= \(2, 3, 1\) for C = 3, got \(2, 3, 2\)"),
+        ({"q": jnp.zeros((2, 1, 4, 16)), "q_positions": jnp.zeros((2, 1), jnp.int32)}, "C = 3 block keys and N = 1"),
+        ({"window": 0}, "window .* got 0"),
+        ({"softcap": 0.0}, "softcap must be positive .* got 0.0"),
+        ({"implementation": "cuda"}, "'cuda' .* known: reference, xla, pallas, triton"),
+    ],
+)
+def test_wrong_arguments(change: dict, message: str) -> None:
+    spec = Spec("base", (9, 30), N=3, C=3, H=4, K=2, E=16, T=8, S=4)
+    args, options = spec.arguments()
+    arguments = dict(zip(NAMES, args, strict=True)) | options | change
+    arrays = {name: value for name, value in arguments.items() if isinstance(value, jax.Array)}
+    rest = {name: value for name, value in arguments.items() if name not in arrays}
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda arrays: tree_attention(**arrays, **rest), arrays)  # At trace time.
+
+
+@pytest.mark.parametrize("name", ["pallas", "triton"])
+def test_an_implementation_asked_for_by_name_never_falls_back(name: str) -> None:
+    args, options = named("decode").arguments()
+    with pytest.raises(NotImplementedError, match=f"'{name}' .* not written yet; there is reference, xla"):
+        tree_attention(*args, **options, implementation=name)
+
+
+def test_table_of_implementations() -> None:
+    assert default_implementation() in IMPLEMENTATIONS
+    assert len({spec.name for spec in SPECS}) == len(SPECS)
+    with pytest.raises(ValueError, match="no spec 'x'; there are: smollm2-decode-50"):
+        named("x")
+
+
+# Cost
+
+
+def shapes(P: int, T: int, B: int = 2, N: int = 4, window: int | None = None):
+    def struct(*shape: int, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    block, pool, positions = struct(B, N, 2, 64), struct(P, 16, 2, 64), struct(B, N, dtype=jnp.int32)
+    table, prefix = struct(B, T, dtype=jnp.int32), struct(B, dtype=jnp.int32)
+    return (
+        struct(B, N, 4, 64),
+        block,
+        block,
+        pool,
+        pool,
+        table,
+        prefix,
+        positions,
+        positions,
+        struct(B, N, 1, dtype=jnp.uint32),
+    )
+
+
+xla_attention = functools.partial(tree_attention, scale=0.125, implementation="xla")
+
+
+def test_temporary_memory_grows_neither_with_the_pool_nor_with_the_table() -> None:
+    def temporary(P: int, T: int) -> int:
+        return jax.jit(xla_attention).lower(*shapes(P, T)).compile().memory_analysis().temp_size_in_bytes
+
+    small = temporary(64, 64)
+    assert temporary(4096, 64) == small
+    assert temporary(4096, 512) <= small + 16 * 2 * 512 * 4  # A few int32 arrays of the page table's shape.
+
+
+def test_the_pool_is_not_copied_before_a_commit_in_the_same_program() -> None:
+    """Donated pools, attention, then a scatter whose indices depend on what attention gave (see XLA.md)."""
+    P = 2048
+
+    def step(pools, q, table, prefix, positions, bits):
+        new = []
+        for k_pages, v_pages in pools:
+            block = q[:, :, :2]
+            out = xla_attention(q, block, block, k_pages, v_pages, table, prefix, positions, positions, bits)
+            q = q + out
+            new.append(block)
+        keep = jnp.abs(q).sum((2, 3)) >= 0  # [B, N]; whether to write depends on the last layer.
+        free = jnp.arange(q.shape[0] * q.shape[1], dtype=jnp.int32).reshape(q.shape[:2])
+        at = jnp.where(keep, jnp.take_along_axis(table, positions // 16, axis=1), P + free)
+        pools = [
+            tuple(pages.at[at, positions % 16].set(block, mode="drop", unique_indices=True) for pages in pair)
+            for pair, block in zip(pools, new, strict=True)
+        ]
+        return pools, q
+
+    q, _, _, pool, _, table, prefix, positions, _, bits = shapes(P, 64)
+    pools = [(pool, pool)] * 3
+    memory = jax.jit(step, donate_argnums=0).lower(pools, q, table, prefix, positions, bits).compile().memory_analysis()
+    size = P * 16 * 2 * 64 * 4
+    assert memory.alias_size_in_bytes == 6 * size
+    assert memory.temp_size_in_bytes < size / 4
+
+
+@pytest.mark.parametrize(
+    ("prefix", "window", "trips"),
+    [
+        ((0, 0), None, 0),
+        ((1, 0), None, 1),
+        ((128, 3), None, 1),
+        ((129, 3), None, 2),
+        ((1000, 5), None, 8),
+        ((1024, 1024), None, 8),
+        ((1000, 990), 100, 2),
+        ((1000, 0), 100, 8),
+        ((1000, 1000), 5000, 8),
+    ],
+)
+def test_work_follows_the_tokens_present(prefix: tuple[int, int], window: int | None, trips: int) -> None:
+    positions = jnp.asarray(prefix, jnp.int32)[:, None, None]
+    oldest = None if window is None else positions - window + 1
+    first, last = xla_path.trip_range(jnp.asarray(prefix, jnp.int32), oldest, 128, 8)
+    assert int(last - first) == trips
+
+
+def test_the_loop_runs_to_a_computed_bound() -> None:
+    """One loop, whose bound is data: the jaxpr has a while (a fixed count would be a scan), and so has the program."""
+    lowered = jax.jit(xla_attention).lower(*shapes(64, 64))
+    assert lowered.as_text().count("stablehlo.while") == 1
+    compiled = lowered.compile().as_text()
+    assert len(re.findall(r" while\(", compiled)) == 1
+    assert "known_trip_count" not in compiled
+
+
+def test_trips_of_a_run_are_those_of_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in a real run: the loop's body is wrapped in a callback."""
+    count = []
+    loop = jax.lax.fori_loop
+
+    def counting(first, last, body, state):
+        def counted(index, state):
+            jax.debug.callback(lambda index: count.append(int(index)), index)
+            return body(index, state)
+
+        return loop(first, last, counted, state)
+
+    monkeypatch.setattr(jax.lax, "fori_loop", counting)
+    spec = Spec("counted", (300, 20), N=1, C=1, H=4, K=2, E=16, T=64)
+    args, options = spec.arguments()
+    run(args, options, "xla")
+    jax.effects_barrier()
+    assert sorted(count) == [0, 1, 2]  # 300 of 1024 tokens, 128 a trip.
