@@ -1,0 +1,68 @@
+"""What a drafter is: a NamedTuple of pure functions. An algorithm is one file that returns one.
+
+The step asks a drafter for a tree (`propose`) and tells it which tokens became certain (`observe`); it never asks
+which algorithm runs. Whatever a drafter proposes, the text stays the target's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from jax import Array
+from jaxtyping import Float, Int32, UInt32
+
+from specjax.cache import PoolShape
+from specjax.sampling import SamplingRows
+from specjax.tree import DraftTree
+from specjax.types import Active, PageTable, PerRequest
+
+Features: TypeAlias = tuple[int, ...] | Literal["final"] | None
+"""Target outputs that `observe` wants: residual streams after these layers (concatenated), or the final hidden state."""
+
+DraftState: TypeAlias = Any
+"""A drafter's own pytree. Its shapes depend on the drafter, the rows and the pool, never on a tree."""
+
+
+class Params(NamedTuple):
+    """A drafter may use the target's embedding and head, so it gets both."""
+
+    target: Any
+    draft: Any = None
+
+
+class Context(NamedTuple):
+    """What is known of the batch when a drafter is called. An inactive entry must not change the drafter's state."""
+
+    slots: PerRequest  # row of state; >= R for an empty entry
+    prefix_length: PerRequest  # n: committed tokens
+    page_table: PageTable
+    root: PerRequest  # the last emitted token, at position n
+    active: Active
+    salt: UInt32[Array, "B"]  # requests with different salts share nothing
+    sampling: SamplingRows  # [B] rows: a drafter may look at the noise the target will use
+
+
+class Observation(NamedTuple):
+    """Tokens that have just been committed, at positions ``context.prefix_length + [0, length)``.
+
+    Prefill and verification are the same event.
+    """
+
+    tokens: Int32[Array, "B C"]
+    next_tokens: Int32[Array, "B C"]  # shifted left by one; the last is the new root, or the next prompt token
+    features: Float[Array, "B C F"] | None
+    length: PerRequest  # the first `length` of C count; 0 for an inactive entry
+
+
+class Drafter(NamedTuple):
+    """See DESIGN.md, "The drafter interface"."""
+
+    name: str
+    features: Features
+    width: int  # N: nodes of its trees, the root included
+    depth: int  # D: the deepest a node can be
+    init: Callable[[Params, int, PoolShape], DraftState]  # (params, rows, pool)
+    propose: Callable[[Params, DraftState, Context], tuple[DraftTree, DraftState]]
+    observe: Callable[[Params, DraftState, Context, Observation], DraftState]
+    widths: tuple[int, ...] = ()  # smaller static widths worth compiling (1 is always there)

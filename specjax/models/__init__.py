@@ -1,0 +1,39 @@
+"""Families of target models, and the table from a Hugging Face architecture name to its family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from specjax.config import ModelConfig
+from specjax.models import llama
+from specjax.models.protocol import ForwardOutput, Target
+
+
+class Family(NamedTuple):
+    make_target: Callable[..., Target]  # (config, *, backend) -> Target
+    init_params: Callable[..., object]  # (config, key) -> random parameters
+    logical_axes: dict[str, tuple[str | None, ...]]
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(llama.llama_target, llama.init_params, llama.LOGICAL_AXES),
+}
+
+ARCHITECTURES: dict[str, str] = {
+    "LlamaForCausalLM": "llama",
+}
+
+
+def make_target(config: ModelConfig, *, backend: str | None = None) -> Target:
+    """The target of a config's family.
+
+    Raises:
+        ValueError: no such family.
+    """
+    if config.family not in FAMILIES:
+        raise ValueError(f"no model family {config.family!r}; there are: {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[config.family].make_target(config, backend=backend)
+
+
+__all__ = ["ARCHITECTURES", "FAMILIES", "Family", "ForwardOutput", "Target", "make_target"]

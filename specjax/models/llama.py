@@ -1,0 +1,207 @@
+"""The Llama family: SmolLM2, Llama 2, 3, 3.1, 3.2. Linen modules, used functionally.
+
+Parameters are nested dicts with one leaf per layer and matrix, laid out [in, out...] so that a tensor-parallel split is
+a split of one axis:
+
+    embed [V, M]    final_norm [M]    head [M, V] (untied only)
+    layers_i:  attention_norm [M]  qkv [M, K, G + 2, E]  output [K, G, E, M]  mlp_norm [M]  gate_up [M, 2, I]
+               down [I, M], and where the checkpoint has them qkv_bias [K, G + 2, E], output_bias [M],
+               gate_up_bias [2, I], down_bias [M]
+
+Axis 2 of qkv holds the G query heads of a key/value head, then its key, then its value. Query head h = k * G + g.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int32
+from specjax_kernels import tree_attention
+
+from specjax.cache import BlockKV, PagedCache
+from specjax.config import ModelConfig
+from specjax.models.layers import rms_norm, rotate, rotations
+from specjax.models.protocol import ForwardOutput, Target
+from specjax.types import Hidden, PageTable, Params, PerRequest, Positions, Tokens
+
+LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
+    "embed": ("vocab", None),
+    "head": (None, "vocab"),
+    "final_norm": (None,),
+    "attention_norm": (None,),
+    "qkv": (None, "kv_heads", None, None),
+    "qkv_bias": ("kv_heads", None, None),
+    "output": ("kv_heads", None, None, None),
+    "output_bias": (None,),
+    "mlp_norm": (None,),
+    "gate_up": (None, None, "mlp"),
+    "gate_up_bias": (None, "mlp"),
+    "down": ("mlp", None),
+    "down_bias": (None,),
+    "pages": (None, None, "kv_heads", None),
+}
+"""Leaf name to logical axes: which axis a tensor-parallel mesh splits."""
+
+
+def _precision(config: ModelConfig) -> jax.lax.Precision:
+    # float32 products default to TF32 on recent GPUs; float32 is promised, so ask for it.
+    return jax.lax.Precision.HIGHEST if config.dtype == "float32" else jax.lax.Precision.DEFAULT
+
+
+class Layer(nn.Module):
+    """One decoder layer: attention and a gated MLP, each on a normalised copy of the residual stream."""
+
+    config: ModelConfig
+    backend: str | None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Hidden,
+        cos: Array,
+        sin: Array,
+        positions: Positions,
+        mask: Any,
+        pages: tuple[Array, Array],
+        page_table: PageTable,
+        prefix_length: PerRequest,
+    ) -> tuple[Hidden, tuple[Array, Array]]:
+        c = self.config
+        width, mlp, heads, group, head = c.hidden_size, c.intermediate_size, c.num_kv_heads, c.group_size, c.head_dim
+        dtype, precision = jnp.dtype(c.dtype), _precision(c)
+        init, ones, zeros = nn.initializers.normal(0.02), nn.initializers.ones, nn.initializers.zeros
+
+        normed = rms_norm(x, self.param("attention_norm", ones, (width,), dtype), c.norm_epsilon)
+        qkv = self.param("qkv", init, (width, heads, group + 2, head), dtype)
+        mixed = jnp.einsum("bnm,mkge->bnkge", normed, qkv, precision=precision)
+        if c.attention_bias:
+            mixed = mixed + self.param("qkv_bias", zeros, (heads, group + 2, head), dtype)[None, None]
+        turned = rotate(mixed[..., : group + 1, :], cos, sin)
+        query = turned[..., :group, :].reshape(*x.shape[:2], heads * group, head)
+        key, value = turned[..., group, :], mixed[..., group + 1, :]
+        attended = tree_attention(
+            query,
+            key,
+            value,
+            pages[0],
+            pages[1],
+            page_table,
+            prefix_length,
+            positions,
+            positions,
+            mask,
+            scale=head**-0.5,
+            implementation=self.backend,
+        ).reshape(*x.shape[:2], heads, group, head)
+        output = self.param("output", init, (heads, group, head, width), dtype)
+        added = jnp.einsum("bnkge,kgem->bnm", attended, output, precision=precision)
+        if c.attention_bias:
+            added = added + self.param("output_bias", zeros, (width,), dtype)[None, None]
+        x = x + added
+
+        normed = rms_norm(x, self.param("mlp_norm", ones, (width,), dtype), c.norm_epsilon)
+        gate_up = self.param("gate_up", init, (width, 2, mlp), dtype)
+        wide = jnp.einsum("bnm,mti->bnti", normed, gate_up, precision=precision)
+        if c.mlp_bias:
+            wide = wide + self.param("gate_up_bias", zeros, (2, mlp), dtype)[None, None]
+        gated = jax.nn.silu(wide[:, :, 0]) * wide[:, :, 1]
+        added = jnp.einsum("bni,im->bnm", gated, self.param("down", init, (mlp, width), dtype), precision=precision)
+        if c.mlp_bias:
+            added = added + self.param("down_bias", zeros, (width,), dtype)[None, None]
+        return x + added, (key, value)
+
+
+class Llama(nn.Module):
+    """`embed`, `forward`, `unembed` over one set of parameters; see `specjax.models.protocol`."""
+
+    config: ModelConfig
+    backend: str | None = None
+
+    def setup(self) -> None:
+        c = self.config
+        dtype = jnp.dtype(c.dtype)
+        init = nn.initializers.normal(0.02)
+        self.embedding = self.param("embed", init, (c.vocab_size, c.hidden_size), dtype)
+        self.layers = [Layer(c, self.backend) for _ in range(c.num_layers)]
+        self.final_norm = self.param("final_norm", nn.initializers.ones, (c.hidden_size,), dtype)
+        if not c.tied_embeddings:
+            self.head = self.param("head", init, (c.hidden_size, c.vocab_size), dtype)
+
+    def embed(self, tokens: Tokens) -> Hidden:
+        # A clipped id is a padding token's: its output is never used.
+        return self.embedding.at[tokens].get(mode="clip")
+
+    def forward(
+        self,
+        x: Hidden,
+        positions: Positions,
+        mask: Any,
+        cache: PagedCache,
+        page_table: PageTable,
+        prefix_length: PerRequest,
+        features: tuple[int, ...] | str | None = None,
+    ) -> ForwardOutput:
+        c = self.config
+        cos, sin = rotations(c.rope, c.head_dim, positions)
+        taps, keys, values = [], [], []
+        for i, layer in enumerate(self.layers):
+            pages = (cache.keys[i], cache.values[i])
+            x, (key, value) = layer(x, cos, sin, positions, mask, pages, page_table, prefix_length)
+            keys.append(key)
+            values.append(value)
+            if isinstance(features, tuple) and i in features:
+                taps.append((i, x))
+        hidden = rms_norm(x, self.final_norm, c.norm_epsilon)
+        block = BlockKV(tuple(keys), tuple(values))
+        if features is None:
+            return ForwardOutput(hidden, None, block)
+        if features == "final":
+            return ForwardOutput(hidden, hidden, block)
+        by_layer = dict(taps)
+        return ForwardOutput(hidden, jnp.concatenate([by_layer[i] for i in features], axis=-1), block)
+
+    def unembed(self, hidden: Float[Array, "... M"], ids: Int32[Array, "W"] | None = None) -> Float[Array, "... W"]:
+        precision = _precision(self.config)
+        if self.config.tied_embeddings:
+            rows = self.embedding if ids is None else self.embedding[ids]
+            return jnp.einsum("...m,vm->...v", hidden, rows, precision=precision, preferred_element_type=jnp.float32)
+        head = self.head if ids is None else self.head[:, ids]
+        return jnp.einsum("...m,mv->...v", hidden, head, precision=precision, preferred_element_type=jnp.float32)
+
+    def __call__(self, tokens: Tokens, cache: PagedCache, page_table: PageTable) -> Array:
+        """Touches every parameter once; `init_params` uses it."""
+        from specjax_kernels import CAUSAL
+
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        start = jnp.zeros(tokens.shape[:1], jnp.int32)
+        output = self.forward(self.embed(tokens), positions, CAUSAL, cache, page_table, start)
+        return self.unembed(output.hidden)
+
+
+def llama_target(config: ModelConfig, *, backend: str | None = None) -> Target:
+    """The family's three functions for one config. `backend`: a `tree_attention` implementation, None = the default."""
+    module = Llama(config, backend)
+
+    def embed(params: Params, tokens: Tokens) -> Hidden:
+        return cast(Array, module.apply({"params": params}, tokens, method="embed"))
+
+    def forward(params: Params, *arguments: Any, features: Any = None) -> ForwardOutput:
+        return cast(ForwardOutput, module.apply({"params": params}, *arguments, features=features, method="forward"))
+
+    def unembed(params: Params, hidden: Array, ids: Array | None = None) -> Array:
+        return cast(Array, module.apply({"params": params}, hidden, ids, method="unembed"))
+
+    return Target(config, embed, forward, unembed)
+
+
+def init_params(config: ModelConfig, key: Array) -> Params:
+    """Random parameters (normal, 0.02), for tests and benchmarks."""
+    from specjax.cache import PoolShape, init_cache
+
+    cache = init_cache(config, PoolShape(1, 1))
+    tokens, table = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32)
+    return jax.jit(Llama(config).init)(key, tokens, cache, table)["params"]

@@ -1,0 +1,40 @@
+"""What a target model is to the step: three pure functions and a config.
+
+Prefill, plain decoding, tree verification and draft extension are one operation, `forward`: attend from a block of N
+new tokens to committed pages and to one another under a block mask. It returns the block's keys and values and does
+not write pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jax import Array
+from jaxtyping import Float
+
+from specjax.cache import BlockKV
+from specjax.config import ModelConfig
+from specjax.types import Hidden
+
+
+class ForwardOutput(NamedTuple):
+    hidden: Hidden  # after the final norm
+    features: Float[Array, "B N F"] | None  # what `features` asked for
+    block: BlockKV
+
+
+class Target(NamedTuple):
+    """embed(params, tokens [B,N]) -> [B,N,M]
+
+    forward(params, x, positions [B,N], mask, cache, page_table, prefix_length, *, features) -> ForwardOutput
+        mask: `specjax_kernels.CAUSAL`, or packed ancestor bits [B,N,W]. features: see `specjax.drafters.base`.
+
+    unembed(params, hidden [..., M], ids=None) -> float32 logits [..., V]; ids: rows of the head (FR-Spec, draft
+        vocabularies).
+    """
+
+    config: ModelConfig
+    embed: Callable[..., Any]
+    forward: Callable[..., ForwardOutput]
+    unembed: Callable[..., Any]

@@ -1,0 +1,452 @@
+"""One step of decoding: draft a tree, verify it with one forward of the target, commit what survives.
+
+    speculate_step = draft_phase -> verify_phase        the two halves are public; a grammar may sit between them
+    prefill_step                                        a chunk of a prompt; the last one draws the first token
+    admit                                               a request's parameters into its row of the state
+
+All are pure functions over one `DecodeState`, meant to be jitted with the state donated (`make_steps`). Every shape is
+fixed by the config and the batch bucket; acceptance never changes one. The step gathers its B rows of R by slot and
+scatters them back; an empty entry has a slot >= R, which the scatter drops.
+
+One request, three steps of a drafter with D = 2 (n = prefix_length, committed tokens in brackets):
+
+    prefill  [the cat]                draws "sat"                        root = sat, n = 2
+    step     sat -> on -> a           draws on, the, ...: 1 accepted     emits on, the; root = the, n = 4: [the cat sat on]
+    step     the -> mat -> .          draws mat, ., <eos>: 2 accepted    emits mat, ., <eos>; finish = stop
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float32, Int32, UInt32
+from specjax_kernels import CAUSAL, pack_bits
+
+from specjax.cache import PagedCache, PoolShape, commit, init_cache, take_path
+from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
+from specjax.models.protocol import Target
+from specjax.sampling import DrawInputs, History, SamplingRows, sampling_row
+from specjax.tree import DraftTree, ancestor_mask, keep_nodes, narrow, root_only
+from specjax.types import Active, PageTable, PerRequest
+from specjax.verify import Verdict, verify_tree
+
+RUNS, STOPPED, FULL = 0, 1, 2
+"""`StepOutput.finish`: the request goes on; it drew a stop id; it reached its limit of new tokens."""
+
+NO_FORCED_TOKEN = -1
+"""`PrefillInput.next_token`: draw it."""
+
+TOP_LOGPROBS = 20
+
+
+class Row(NamedTuple):
+    """What a request brings to its row of the state. As state each field has a leading R."""
+
+    prefix_length: Int32[Array, "R"]  # n: tokens in pages (reused ones, at admission)
+    generated: Int32[Array, "R"]  # emitted so far; not 0 at admission of a resumed request
+    limit: Int32[Array, "R"]  # most tokens to emit
+    draft_limit: Int32[Array, "R"]  # most draft nodes a step; 0: no speculation for this row
+    salt: UInt32[Array, "R"]
+    sampling: SamplingRows
+    history: History
+
+
+class DecodeState(NamedTuple):
+    """Everything on the device, one donated pytree."""
+
+    cache: PagedCache
+    draft: DraftState
+    rows: Row
+    root: Int32[Array, "R"]  # the last emitted token, at position prefix_length
+    finished: Bool[Array, "R"]  # on from the finishing step until the row is admitted anew
+
+
+class StepInput(NamedTuple):
+    """The small argument that the host builds for a step."""
+
+    slots: PerRequest  # >= R, each different, for empty entries
+    page_table: PageTable  # must cover the D + 1 tokens a step may commit; holes are P
+    active: Active
+
+
+class PrefillInput(NamedTuple):
+    slots: PerRequest
+    page_table: PageTable
+    active: Active
+    tokens: Int32[Array, "B C"]
+    length: PerRequest  # of `tokens`, >= 1 where active
+    next_token: PerRequest  # NO_FORCED_TOKEN, the next prompt token, or a resumed request's last token
+
+
+class Logprobs(NamedTuple):
+    """Of the raw log-softmax, along the path."""
+
+    drawn: Float32[Array, "B J"]
+    top: Float32[Array, "B J 20"]
+    top_ids: Int32[Array, "B J 20"]
+
+
+class Trace(NamedTuple):
+    """What the draft proposed, what the target drew, what was accepted."""
+
+    tree: DraftTree
+    drawn: Int32[Array, "B N"]  # NO_TOKEN where no draw was needed
+    path: Int32[Array, "B J"]
+    accepted: PerRequest
+
+
+class StepOutput(NamedTuple):
+    tokens: Int32[Array, "B J"]  # J = D + 1; the first `emitted` count
+    emitted: PerRequest
+    accepted: PerRequest  # drafts among the emitted
+    finish: PerRequest  # RUNS, STOPPED or FULL
+    logprobs: Logprobs | None
+    trace: Trace | None
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """Static choices of a step. Variants that a plain step does not pay for are off."""
+
+    widths: tuple[int, ...] = ()  # static tree widths; () = the drafter's. Ascending, the last is the drafter's
+    logprobs: bool = False
+    trace: bool = False
+
+
+def init_state(params: Params, target: Target, drafter: Drafter, *, rows: int, pool: PoolShape) -> DecodeState:
+    """An empty state: R = `rows` rows, all finished, and a pool of zeroed pages."""
+    vocab = target.config.vocab_size
+    sampling = jax.tree.map(lambda x: jnp.broadcast_to(jnp.asarray(x), (rows, *x.shape)), sampling_row(vocab))
+
+    def zeros() -> Array:
+        return jnp.zeros(rows, jnp.int32)
+
+    return DecodeState(
+        cache=init_cache(target.config, pool),
+        draft=drafter.init(params, rows, pool),
+        rows=Row(
+            prefix_length=zeros(),
+            generated=zeros(),
+            limit=zeros(),
+            draft_limit=zeros(),
+            salt=jnp.zeros(rows, jnp.uint32),
+            # Copies: a donated tree must not hold one buffer twice.
+            sampling=jax.tree.map(jnp.array, sampling),
+            history=History(jnp.zeros((rows, vocab), bool), jnp.zeros((rows, vocab), jnp.int32)),
+        ),
+        root=zeros(),
+        finished=jnp.ones(rows, bool),
+    )
+
+
+def admit(state: DecodeState, slot: Int32[Array, ""], row: Row) -> DecodeState:
+    """Puts a request's row (no leading axis) at `slot`. Its pages and its prompt come with `prefill_step`."""
+
+    def put(rows: Array, value: Array) -> Array:
+        return rows.at[slot].set(value, mode="drop")
+
+    return state._replace(rows=jax.tree.map(put, state.rows, row), finished=put(state.finished, jnp.array(False)))
+
+
+def draft_phase(
+    params: Params, state: DecodeState, inputs: StepInput, *, drafter: Drafter
+) -> tuple[DraftTree, DecodeState]:
+    """The drafter's trees for the batch: [B, N] nodes, node 0 the root."""
+    batch = _gather(state, inputs.slots, inputs.page_table, inputs.active)
+    tree, draft = drafter.propose(params, state.draft, batch.context)
+    tree = keep_nodes(tree, jnp.where(batch.context.active, batch.row.draft_limit + 1, 1))
+    return tree, state._replace(draft=draft)
+
+
+def verify_phase(
+    params: Params,
+    state: DecodeState,
+    inputs: StepInput,
+    tree: DraftTree,
+    *,
+    target: Target,
+    drafter: Drafter,
+    verify: Callable[..., Verdict] = verify_tree,
+    config: StepConfig = StepConfig(),  # noqa: B008  (frozen)
+    allowed: UInt32[Array, "B N W"] | None = None,
+) -> tuple[DecodeState, StepOutput]:
+    """Checks the trees with one forward of the target, commits and emits what survives.
+
+    Args:
+        allowed: a grammar's bits for each node: which tokens may be drawn there. None: all.
+    """
+    batch = _gather(state, inputs.slots, inputs.page_table, inputs.active)
+    context, row = batch.context, batch.row
+    depth = drafter.depth
+
+    def at_width(width: int) -> Callable[[], _Verified]:
+        """The forward and the walk for trees of at most `width` nodes; everything returned is as long as the path."""
+
+        def run() -> _Verified:
+            part = narrow(tree, width)
+            levels = min(depth, width - 1)
+            positions = context.prefix_length[:, None] + part.depth
+            output = target.forward(
+                params.target,
+                target.embed(params.target, part.tokens),
+                positions,
+                pack_bits(ancestor_mask(part)),
+                state.cache,
+                context.page_table,
+                context.prefix_length,
+                features=drafter.features,
+            )
+            logits = target.unembed(params.target, output.hidden)
+            verdict = verify(
+                part,
+                logits,
+                batch.draws,
+                context.prefix_length,
+                row.generated,
+                depth=levels,
+                allowed=None if allowed is None else allowed[:, :width],
+            )
+            path = _pad(verdict.path, depth + 1, 0)
+            features = output.features
+            return _Verified(
+                verdict=Verdict(
+                    path,
+                    verdict.accepted,
+                    _pad(verdict.tokens, depth + 1, -1),
+                    _pad(verdict.drawn, tree.width, -1),
+                ),
+                block=take_path(output.block, path),
+                features=None if features is None else jnp.take_along_axis(features, path[:, :, None], axis=1),
+                logprobs=_logprobs(logits, path, verdict) if config.logprobs else None,
+            )
+
+        return run
+
+    widths = config.widths or (tree.width,)
+    if widths[-1] != tree.width or list(widths) != sorted(set(widths)):
+        raise ValueError(f"StepConfig.widths must ascend to the drafter's width {tree.width}, got {widths}")
+    if len(widths) == 1:
+        checked = at_width(widths[0])()
+    else:
+        needed = jnp.max(jnp.sum(tree.valid, axis=1))
+        rung = jnp.sum(needed > jnp.array(widths[:-1]))
+        checked = jax.lax.switch(rung, [at_width(width) for width in widths])
+    verdict = checked.verdict
+
+    emitted, finish = _truncate(verdict.tokens, verdict.accepted, row, context.active)
+    cache = commit(state.cache, checked.block, context.page_table, context.prefix_length, emitted)
+    path_tokens = jnp.take_along_axis(tree.tokens, verdict.path, axis=1)
+    observation = Observation(path_tokens, verdict.tokens, checked.features, emitted)
+    draft = drafter.observe(params, state.draft, context, observation)
+    state = _emit(state._replace(cache=cache, draft=draft), batch, verdict.tokens, emitted, emitted, finish)
+    accepted = jnp.maximum(emitted - 1, 0)
+    trace = Trace(tree, verdict.drawn, verdict.path, verdict.accepted) if config.trace else None
+    return state, StepOutput(verdict.tokens, emitted, accepted, finish, checked.logprobs, trace)
+
+
+def speculate_step(
+    params: Params,
+    state: DecodeState,
+    inputs: StepInput,
+    *,
+    target: Target,
+    drafter: Drafter,
+    verify: Callable[..., Verdict] = verify_tree,
+    config: StepConfig = StepConfig(),  # noqa: B008  (frozen)
+) -> tuple[DecodeState, StepOutput]:
+    """One step for B requests: 1 to D + 1 tokens each. Plain decoding is this with the `none` drafter.
+
+    Args:
+        params: the target's and the draft's parameters; never donated.
+        state: donated.
+        inputs: which rows take part, and their pages.
+
+    Returns:
+        The next state, and `StepOutput` with [B, D + 1] tokens of which ``emitted[b]`` count.
+    """
+    tree, state = draft_phase(params, state, inputs, drafter=drafter)
+    return verify_phase(params, state, inputs, tree, target=target, drafter=drafter, verify=verify, config=config)
+
+
+def prefill_step(
+    params: Params,
+    state: DecodeState,
+    inputs: PrefillInput,
+    *,
+    target: Target,
+    drafter: Drafter,
+    config: StepConfig = StepConfig(),  # noqa: B008  (frozen)
+) -> tuple[DecodeState, StepOutput]:
+    """Commits a chunk of each request's prompt, and draws the token after it unless `next_token` forces one.
+
+    Returns:
+        The next state, and `StepOutput` with [B, 1] tokens; ``emitted`` is 1 where the token was drawn, else 0.
+    """
+    batch = _gather(state, inputs.slots, inputs.page_table, inputs.active)
+    context, row = batch.context, batch.row
+    length = jnp.where(context.active, inputs.length, 0)
+    offset = jnp.arange(inputs.tokens.shape[1], dtype=jnp.int32)[None, :]
+    output = target.forward(
+        params.target,
+        target.embed(params.target, inputs.tokens),
+        context.prefix_length[:, None] + offset,
+        CAUSAL,
+        state.cache,
+        context.page_table,
+        context.prefix_length,
+        features=drafter.features,
+    )
+    last = jnp.maximum(length - 1, 0)
+    hidden = jnp.take_along_axis(output.hidden, last[:, None, None], axis=1)
+    logits = target.unembed(params.target, hidden)
+    wants_draw = context.active & (inputs.next_token == NO_FORCED_TOKEN)
+    tail = root_only(jnp.take_along_axis(inputs.tokens, last[:, None], axis=1)[:, 0])
+    # Rows that draw nothing must not make the others pay for their parameters.
+    draws = batch.draws._replace(active=wants_draw)
+    verdict = verify_tree(tail, logits, draws, context.prefix_length + last, row.generated, depth=0)
+    drawn = verdict.tokens
+    token = jnp.where(wants_draw, drawn[:, 0], inputs.next_token)
+    # `commit` and `observe` must wait for the forward's reads (see `commit`); a forced token alone would not.
+    committed = jnp.where(drawn[:, 0] >= -1, length, 0)
+
+    emitted, finish = _truncate(token[:, None], jnp.zeros_like(length), row, wants_draw)
+    cache = commit(state.cache, output.block, context.page_table, context.prefix_length, committed)
+    shifted = jnp.roll(inputs.tokens, -1, axis=1)
+    next_tokens = jnp.where(offset == last[:, None], token[:, None], shifted)
+    observation = Observation(inputs.tokens, next_tokens, output.features, committed)
+    draft = drafter.observe(params, state.draft, context, observation)
+    state = _emit(state._replace(cache=cache, draft=draft), batch, token[:, None], emitted, committed, finish)
+    logprobs = _logprobs(logits, verdict.path, verdict) if config.logprobs else None
+    return state, StepOutput(token[:, None], emitted, jnp.zeros_like(emitted), finish, logprobs, None)
+
+
+class Steps(NamedTuple):
+    """The jitted functions of one (target, drafter, config), state donated."""
+
+    admit: Any  # (state, slot, row)
+    prefill: Any  # (params, state, PrefillInput)
+    speculate: Any  # (params, state, StepInput)
+
+
+def make_steps(
+    target: Target,
+    drafter: Drafter,
+    *,
+    verify: Callable[..., Verdict] = verify_tree,
+    config: StepConfig = StepConfig(),  # noqa: B008  (frozen)
+) -> Steps:
+    """Jits the step functions. They compile once for each batch bucket, chunk width and page-table width."""
+    widths = config.widths or ladder(drafter)
+    config = StepConfig(widths, config.logprobs, config.trace)
+    fixed = {"target": target, "drafter": drafter, "config": config}
+    return Steps(
+        admit=jax.jit(admit, donate_argnums=0),
+        prefill=jax.jit(partial(prefill_step, **fixed), donate_argnums=1),
+        speculate=jax.jit(partial(speculate_step, verify=verify, **fixed), donate_argnums=1),
+    )
+
+
+def ladder(drafter: Drafter) -> tuple[int, ...]:
+    """The static widths of a drafter's step: 1 (nothing to check), its own, and at most one between."""
+    return tuple(sorted({1, *drafter.widths, drafter.width}))
+
+
+class _Batch(NamedTuple):
+    """The rows of a step, gathered."""
+
+    context: Context
+    row: Row  # [B]; `history` stays [R, V]
+    draws: DrawInputs
+
+
+class _Verified(NamedTuple):
+    verdict: Verdict
+    block: Any
+    features: Array | None
+    logprobs: Logprobs | None
+
+
+def _gather(state: DecodeState, slots: PerRequest, page_table: PageTable, active: Active) -> _Batch:
+    rows = state.root.shape[0]
+    index = jnp.minimum(slots, rows - 1)
+    small = state.rows._replace(history=None)  # pyright: ignore[reportArgumentType]
+    row = jax.tree.map(lambda x: x[index], small)._replace(history=state.rows.history)
+    active = active & (slots < rows) & ~state.finished[index]
+    context = Context(
+        slots=slots,
+        prefix_length=jnp.where(active, row.prefix_length, 0),
+        page_table=page_table,
+        root=state.root[index],
+        active=active,
+        salt=row.salt,
+        sampling=row.sampling,
+    )
+    return _Batch(context, row, DrawInputs(row.sampling, row.history, slots, active))
+
+
+def _truncate(
+    tokens: Int32[Array, "B J"], accepted: PerRequest, row: Row, active: Active
+) -> tuple[PerRequest, PerRequest]:
+    """How many of the drawn tokens are emitted, and why the request ends, if it does.
+
+    e = min(accepted + 1, index of the first stop id + 1, tokens left). A stop id is emitted and counted.
+    """
+    width = tokens.shape[1]
+    is_stop = jnp.any(tokens[:, :, None] == row.sampling.stop_ids[:, None, :], axis=2) & (tokens >= 0)
+    first_stop = jnp.where(jnp.any(is_stop, axis=1), jnp.argmax(is_stop, axis=1).astype(jnp.int32), width)
+    left = row.limit - row.generated
+    emitted = jnp.minimum(jnp.minimum(accepted + 1, first_stop + 1), left)
+    emitted = jnp.where(active, jnp.maximum(emitted, 0), 0)
+    stopped = first_stop + 1 <= emitted
+    finish = jnp.where(stopped, STOPPED, jnp.where(emitted >= left, FULL, RUNS))
+    return emitted, jnp.where(active, finish, RUNS).astype(jnp.int32)
+
+
+def _emit(
+    state: DecodeState,
+    batch: _Batch,
+    tokens: Int32[Array, "B J"],
+    emitted: PerRequest,
+    committed: PerRequest,
+    finish: PerRequest,
+) -> DecodeState:
+    """Scatters the batch's progress back to its rows. The root is the last emitted token, or the forced one."""
+    context, rows = batch.context, state.root.shape[0]
+    width = tokens.shape[1]
+    entry = jnp.arange(context.slots.shape[0], dtype=jnp.int32)
+    slot = jnp.where(context.active, context.slots, rows + entry)
+    root = jnp.take_along_axis(tokens, jnp.maximum(emitted - 1, 0)[:, None], axis=1)[:, 0]
+    counted = jnp.arange(width)[None, :] < emitted[:, None]
+    vocab = state.rows.history.counts.shape[1]
+    counts = state.rows.history.counts.at[slot[:, None], jnp.where(counted, tokens, vocab)].add(1, mode="drop")
+
+    def put(values: Array, new: Array) -> Array:
+        return values.at[slot].set(new, mode="drop", unique_indices=True)
+
+    return state._replace(
+        rows=state.rows._replace(
+            prefix_length=put(state.rows.prefix_length, context.prefix_length + committed),
+            generated=put(state.rows.generated, batch.row.generated + emitted),
+            history=state.rows.history._replace(counts=counts),
+        ),
+        root=put(state.root, root),
+        finished=put(state.finished, finish != RUNS),
+    )
+
+
+def _logprobs(logits: Float32[Array, "B N V"], path: Int32[Array, "B J"], verdict: Verdict) -> Logprobs:
+    logp = jax.nn.log_softmax(jnp.take_along_axis(logits, path[:, :, None], axis=1), axis=-1)
+    ids = _pad(verdict.tokens, path.shape[1], -1)
+    drawn = jnp.take_along_axis(logp, jnp.maximum(ids, 0)[:, :, None], axis=2)[:, :, 0]
+    top, top_ids = jax.lax.top_k(logp, min(TOP_LOGPROBS, logp.shape[-1]))
+    return Logprobs(drawn, top, top_ids.astype(jnp.int32))
+
+
+def _pad(values: Int32[Array, "B _"], width: int, fill: int) -> Int32[Array, "B {width}"]:
+    return jnp.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=fill)

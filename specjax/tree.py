@@ -1,0 +1,171 @@
+"""Draft trees of fixed shape: chains, top-k expansion, rerank, and who is whose ancestor.
+
+A tree of N nodes: node 0 is the root (the last emitted token, whose keys and values are not committed yet), parents
+come before children, siblings differ, valid nodes come before invalid ones. Knows nothing of models or drafters.
+
+    tokens   the  | cat  dog | sat          the ─┬─ cat ── sat
+    parents   -1  |  0    0  |  1                └─ dog
+    depth      0  |  1    1  |  2
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float32, Int32
+
+from specjax.types import PerRequest
+
+NO_PARENT = -1
+"""The root's parent, and every invalid node's. A sentinel to compare with; never an index to write at."""
+
+NO_TOKEN = -1
+"""No token here: an invalid node, or a node whose draw was not needed. Equal to no token id."""
+
+
+class DraftTree(NamedTuple):
+    tokens: Int32[Array, "B N"]  # NO_TOKEN where invalid
+    parents: Int32[Array, "B N"]  # NO_PARENT for the root and where invalid
+    depth: Int32[Array, "B N"]  # 0 for the root and where invalid
+    valid: Bool[Array, "B N"]  # a prefix of the nodes; the root always is
+    scores: Float32[Array, "B N"]  # cumulative log-probability under the draft, 0 for the root
+
+    @property
+    def width(self) -> int:
+        return self.tokens.shape[1]
+
+
+class Pool(NamedTuple):
+    """Candidates for a tree's nodes below the root, parents before children. Q of them."""
+
+    tokens: Int32[Array, "B Q"]
+    parents: Int32[Array, "B Q"]  # index into the pool; NO_PARENT: a child of the root
+    depth: Int32[Array, "B Q"]  # 1 for a child of the root
+    scores: Float32[Array, "B Q"]  # -inf: not a candidate
+
+
+def root_only(root: PerRequest) -> DraftTree:
+    """A tree of one node: plain decoding."""
+    tokens = root[:, None]
+    zeros = jnp.zeros_like(tokens)
+    return DraftTree(
+        tokens, zeros + NO_PARENT, zeros, jnp.ones(tokens.shape, bool), jnp.zeros(tokens.shape, jnp.float32)
+    )
+
+
+def chain(
+    root: PerRequest, tokens: Int32[Array, "B D"], length: PerRequest, scores: Float32[Array, "B D"]
+) -> DraftTree:
+    """One child per node: root -> tokens[:, 0] -> tokens[:, 1] ... of which the first `length[b]` are valid.
+
+    `scores` are cumulative log-probabilities. Result: [B, D + 1] nodes.
+    """
+    index = jnp.arange(1, tokens.shape[1] + 1, dtype=jnp.int32)[None, :]
+    valid = index <= length[:, None]
+    head = root_only(root)
+    return DraftTree(
+        tokens=jnp.concatenate([head.tokens, jnp.where(valid, tokens, NO_TOKEN)], axis=1),
+        parents=jnp.concatenate([head.parents, jnp.where(valid, index - 1, NO_PARENT)], axis=1),
+        depth=jnp.concatenate([head.depth, jnp.where(valid, index, 0)], axis=1),
+        valid=jnp.concatenate([head.valid, valid], axis=1),
+        scores=jnp.concatenate([head.scores, jnp.where(valid, scores, -jnp.inf)], axis=1),
+    )
+
+
+def top_k_children(
+    scores: Float32[Array, "B k"], log_probs: Float32[Array, "B k W"], count: int
+) -> tuple[Int32[Array, "B k {count}"], Float32[Array, "B k {count}"]]:
+    """EAGLE-2's expansion: each beam node's `count` likeliest continuations and their cumulative scores.
+
+    Ties go to the lower token id (`jax.lax.top_k`). Where the vocabulary has fewer than `count` tokens the rest score
+    -inf and must not become nodes. Source: SafeAILab/EAGLE `topK_genrate`.
+    """
+    available = min(count, log_probs.shape[-1])
+    best, tokens = jax.lax.top_k(log_probs, available)
+    pad = ((0, 0), (0, 0), (0, count - available))
+    best = jnp.pad(best, pad, constant_values=-jnp.inf)
+    return jnp.pad(tokens.astype(jnp.int32), pad), scores[:, :, None] + best
+
+
+def next_beam(
+    scores: Float32[Array, "B Q"], count: int
+) -> tuple[Float32[Array, "B {count}"], Int32[Array, "B {count}"]]:
+    """The `count` best of a level's Q candidates: their scores and indices, best first, ties to the lower index."""
+    best, index = jax.lax.top_k(scores, count)
+    return best, index.astype(jnp.int32)
+
+
+def rerank(root: PerRequest, pool: Pool, width: int) -> DraftTree:
+    """The tree of the `width - 1` best candidates, put back in pool order (parents first), the root prepended.
+
+    Scores never grow along a path, and at a tie the lower index (the parent) wins, so the best are closed under
+    parents. With fewer candidates than places the last nodes are invalid.
+
+    Raises:
+        ValueError: the pool has fewer than ``width - 1`` places.
+    """
+    places = width - 1
+    if places > pool.tokens.shape[1]:
+        raise ValueError(
+            f"a tree of {width} nodes needs {places} candidates, but the pool has {pool.tokens.shape[1]}: "
+            "ask for fewer draft tokens, or for more steps or a larger top-k"
+        )
+    if places == 0:
+        return root_only(root)
+    scores, index = jax.lax.top_k(pool.scores, places)
+    valid = scores > -jnp.inf
+    # Invalid places sort behind every valid one, so valid nodes are a prefix.
+    order = jnp.argsort(jnp.where(valid, index, pool.tokens.shape[1] + index), axis=1)
+
+    def pick(values: Array) -> Array:
+        return jnp.take_along_axis(jnp.take_along_axis(values, index, axis=1), order, axis=1)
+
+    index, valid, scores = (jnp.take_along_axis(a, order, axis=1) for a in (index, valid, scores))
+    parent = pick(pool.parents)
+    # A candidate's place in the tree is the place that holds its pool index, plus one for the root.
+    is_parent = valid[:, None, :] & (index[:, None, :] == parent[:, :, None])
+    place = jnp.where(parent == NO_PARENT, 0, jnp.argmax(is_parent, axis=2).astype(jnp.int32) + 1)
+    head = root_only(root)
+    return DraftTree(
+        tokens=jnp.concatenate([head.tokens, jnp.where(valid, pick(pool.tokens), NO_TOKEN)], axis=1),
+        parents=jnp.concatenate([head.parents, jnp.where(valid, place, NO_PARENT)], axis=1),
+        depth=jnp.concatenate([head.depth, jnp.where(valid, pick(pool.depth), 0)], axis=1),
+        valid=jnp.concatenate([head.valid, valid], axis=1),
+        scores=jnp.concatenate([head.scores, scores], axis=1),
+    )
+
+
+def keep_nodes(tree: DraftTree, count: PerRequest) -> DraftTree:
+    """The tree with only its first ``count[b]`` nodes valid (at least the root). Parents come first, so it is closed."""
+    valid = tree.valid & (jnp.arange(tree.width)[None, :] < jnp.maximum(count, 1)[:, None])
+    return DraftTree(
+        tokens=jnp.where(valid, tree.tokens, NO_TOKEN),
+        parents=jnp.where(valid, tree.parents, NO_PARENT),
+        depth=jnp.where(valid, tree.depth, 0),
+        valid=valid,
+        scores=jnp.where(valid, tree.scores, -jnp.inf),
+    )
+
+
+def narrow(tree: DraftTree, width: int) -> DraftTree:
+    """The first `width` nodes. Only right where no later node is valid."""
+    return DraftTree(*(field[:, :width] for field in tree))
+
+
+def ancestor_mask(tree: DraftTree) -> Bool[Array, "B N N"]:
+    """[b, i, j]: node j is node i or one of its ancestors. An invalid node sees only itself.
+
+    Reachability by doubling: after r rounds, all ancestors within 2^r steps. For the tree at the top of this file,
+    row "sat" is [1, 1, 0, 1]: the, cat, itself, not dog.
+    """
+    width = tree.width
+    node = jnp.arange(width, dtype=jnp.int32)
+    is_parent = (tree.parents[:, :, None] == node[None, None, :]) & tree.valid[:, :, None]
+    reach = is_parent | (node[:, None] == node[None, :])[None]
+    for _ in range(max(width - 1, 0).bit_length()):
+        step = reach.astype(jnp.float32)
+        reach = jnp.einsum("bij,bjk->bik", step, step) > 0
+    return reach

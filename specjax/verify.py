@@ -1,0 +1,137 @@
+"""The walk down the tree: which drafted tokens are the target's own draws.
+
+At every node the target draws the token it would emit there. Start at the root, follow the child whose token equals
+the drawn one, stop when there is none; the last drawn token is the bonus. Every emitted token is thus literally the
+target's own draw: lossless for any tree with distinct siblings, greedy and sampled alike.
+
+No loop is needed to find the verdict: a node is accepted when it and all its ancestors equal their parents' draws, one
+AND over the ancestor mask, and the verdict is the deepest accepted node.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Int32, UInt32
+
+from specjax.sampling import DrawInputs, draw, is_plain
+from specjax.tree import NO_TOKEN, DraftTree, ancestor_mask
+from specjax.types import Active, Logits, PerRequest
+
+
+class Verdict(NamedTuple):
+    path: Int32[Array, "B J"]  # J = D + 1 node indices, root first; 0 past the accepted ones
+    accepted: PerRequest  # m: drafts accepted, 0..D
+    tokens: Int32[Array, "B J"]  # drawn along the path: a_1 .. a_m, bonus; NO_TOKEN beyond
+    drawn: Int32[Array, "B N"]  # per node; NO_TOKEN where the walk never came and the draw was not needed
+
+
+def verify_tree(
+    tree: DraftTree,
+    logits: Logits,
+    inputs: DrawInputs,
+    prefix_length: PerRequest,
+    emitted: PerRequest,
+    *,
+    depth: int,
+    allowed: UInt32[Array, "B N W"] | None = None,
+) -> Verdict:
+    """Draws at the nodes and accepts the longest path of draws.
+
+    Args:
+        logits: the target's, at every node, float32.
+        prefix_length: n, the root's position. The token drawn at a node stands at n + depth + 1.
+        emitted: tokens emitted so far, the root included.
+        depth: D, static: an upper bound of the nodes' depths.
+        allowed: a grammar's bits per node, or None.
+    """
+    rows, active = inputs.rows, inputs.active
+    ancestors = ancestor_mask(tree)
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if allowed is None:
+        # A step is emitted + depth tokens deep at most, but min_tokens only matters while it has not been reached.
+        plain = jnp.all(is_plain(rows, emitted, logits.shape[-1]) | ~active)
+        drawn = jax.lax.cond(
+            plain,
+            lambda: greedy,
+            lambda: _draw_on_walk(tree, logits, inputs, prefix_length, emitted, depth, allowed),
+        )
+    else:
+        drawn = _draw_on_walk(tree, logits, inputs, prefix_length, emitted, depth, allowed)
+    return find_verdict(tree, drawn, ancestors, depth)
+
+
+def find_verdict(tree: DraftTree, drawn: Int32[Array, "B N"], ancestors: Array, depth: int) -> Verdict:
+    """The deepest node that is, with all its ancestors, its parent's draw. [B, N] draws -> Verdict."""
+    width = tree.width
+    parent = jnp.maximum(tree.parents, 0)
+    matches = tree.valid & (tree.tokens == jnp.take_along_axis(drawn, parent, axis=1))
+    matches = matches.at[:, 0].set(True)
+    accepted = tree.valid & jnp.all(matches[:, None, :] | ~ancestors, axis=2)
+    last = jnp.argmax(jnp.where(accepted, tree.depth, -1), axis=1)
+    count = jnp.take_along_axis(tree.depth, last[:, None], axis=1)[:, 0]
+    # path[j] is the one node of depth j among the last node's ancestors (itself included).
+    on_path = jnp.take_along_axis(ancestors, last[:, None, None], axis=1)[:, 0]
+    level = jnp.arange(depth + 1, dtype=jnp.int32)
+    at_level = on_path[:, None, :] & (tree.depth[:, None, :] == level[None, :, None])
+    node = jnp.arange(width, dtype=jnp.int32)
+    path = jnp.sum(jnp.where(at_level, node, 0), axis=2)
+    tokens = jnp.take_along_axis(drawn, path, axis=1)
+    tokens = jnp.where(level[None, :] <= count[:, None], tokens, NO_TOKEN)
+    return Verdict(path, count, tokens, drawn)
+
+
+class _Walk(NamedTuple):
+    level: Int32[Array, ""]
+    node: PerRequest
+    alive: Active
+    drawn: Int32[Array, "B N"]
+    path: Int32[Array, "B J"]  # tokens walked over, the root's excluded
+
+
+def _draw_on_walk(
+    tree: DraftTree,
+    logits: Logits,
+    inputs: DrawInputs,
+    prefix_length: PerRequest,
+    emitted: PerRequest,
+    depth: int,
+    allowed: UInt32[Array, "B N W"] | None,
+) -> Int32[Array, "B N"]:
+    """Draws only at the nodes that the walk visits, level by level, and stops when every walk has ended.
+
+    Processing a node's logits costs more than the argmax of all nodes, and the path's tokens are known here, so
+    penalties are exact on each path.
+    """
+    batch = jnp.arange(tree.tokens.shape[0])
+
+    def visit(walk: _Walk) -> _Walk:
+        at_node = jnp.take_along_axis(logits, walk.node[:, None, None], axis=1)[:, 0]
+        bits = None if allowed is None else allowed[batch, walk.node]
+        token = draw(
+            at_node,
+            inputs._replace(active=walk.alive),
+            prefix_length + walk.level + 1,
+            emitted + walk.level,
+            walk.path,
+            bits,
+        )
+        drawn = walk.drawn.at[batch, walk.node].set(jnp.where(walk.alive, token, walk.drawn[batch, walk.node]))
+        child = tree.valid & (tree.parents == walk.node[:, None]) & (tree.tokens == token[:, None])
+        alive = walk.alive & jnp.any(child, axis=1)
+        node = jnp.where(alive, jnp.argmax(child, axis=1).astype(jnp.int32), walk.node)
+        path = walk.path.at[:, walk.level].set(jnp.where(alive, token, NO_TOKEN), mode="drop")
+        return _Walk(walk.level + 1, node, alive, drawn, path)
+
+    start = _Walk(
+        level=jnp.int32(0),
+        node=jnp.zeros_like(prefix_length),
+        alive=inputs.active,
+        drawn=jnp.full(tree.tokens.shape, NO_TOKEN, jnp.int32),
+        path=jnp.full((batch.shape[0], depth + 1), NO_TOKEN, jnp.int32),
+    )
+    end = jax.lax.while_loop(lambda walk: (walk.level <= depth) & jnp.any(walk.alive), visit, start)
+    return end.drawn
