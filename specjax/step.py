@@ -48,11 +48,11 @@ TOP_LOGPROBS = 20
 class Row(NamedTuple):
     """What a request brings to its row of the state. As state each field has a leading R."""
 
-    prefix_length: Int32[Array, "R"]  # n: tokens in pages (reused ones, at admission)
-    generated: Int32[Array, "R"]  # emitted so far; not 0 at admission of a resumed request
-    limit: Int32[Array, "R"]  # most tokens to emit
-    draft_limit: Int32[Array, "R"]  # most draft nodes a step; 0: no speculation for this row
-    salt: UInt32[Array, "R"]
+    prefix_length: Int32[Array, R]  # n: tokens in pages (reused ones, at admission)
+    generated: Int32[Array, R]  # emitted so far; not 0 at admission of a resumed request
+    limit: Int32[Array, R]  # most tokens to emit
+    draft_limit: Int32[Array, R]  # most draft nodes a step; 0: no speculation for this row
+    salt: UInt32[Array, R]
     sampling: SamplingRows
     history: History
 
@@ -63,8 +63,8 @@ class DecodeState(NamedTuple):
     cache: PagedCache
     draft: DraftState
     rows: Row
-    root: Int32[Array, "R"]  # the last emitted token, at position prefix_length
-    finished: Bool[Array, "R"]  # on from the finishing step until the row is admitted anew
+    root: Int32[Array, R]  # the last emitted token, at position prefix_length
+    finished: Bool[Array, R]  # on from the finishing step until the row is admitted anew
 
 
 class StepInput(NamedTuple):
@@ -173,7 +173,7 @@ def verify_phase(
     target: Target,
     drafter: Drafter,
     verify: Callable[..., Verdict] = verify_tree,
-    config: StepConfig = StepConfig(),  # noqa: B008  (frozen)
+    config: StepConfig = StepConfig(),
     allowed: UInt32[Array, "B N W"] | None = None,
 ) -> tuple[DecodeState, StepOutput]:
     """Checks the trees with one forward of the target, commits and emits what survives.
@@ -258,7 +258,7 @@ def speculate_step(
     target: Target,
     drafter: Drafter,
     verify: Callable[..., Verdict] = verify_tree,
-    config: StepConfig = StepConfig(),  # noqa: B008  (frozen)
+    config: StepConfig = StepConfig(),
 ) -> tuple[DecodeState, StepOutput]:
     """One step for B requests: 1 to D + 1 tokens each. Plain decoding is this with the `none` drafter.
 
@@ -281,7 +281,7 @@ def prefill_step(
     *,
     target: Target,
     drafter: Drafter,
-    config: StepConfig = StepConfig(),  # noqa: B008  (frozen)
+    config: StepConfig = StepConfig(),
 ) -> tuple[DecodeState, StepOutput]:
     """Commits a chunk of each request's prompt, and draws the token after it unless `next_token` forces one.
 
@@ -339,7 +339,7 @@ def make_steps(
     drafter: Drafter,
     *,
     verify: Callable[..., Verdict] = verify_tree,
-    config: StepConfig = StepConfig(),  # noqa: B008  (frozen)
+    config: StepConfig = StepConfig(),
 ) -> Steps:
     """Jits the step functions. They compile once for each batch bucket, chunk width and page-table width."""
     widths = config.widths or ladder(drafter)

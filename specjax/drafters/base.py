@@ -39,7 +39,7 @@ class Context(NamedTuple):
     page_table: PageTable
     root: PerRequest  # the last emitted token, at position n
     active: Active
-    salt: UInt32[Array, "B"]  # requests with different salts share nothing
+    salt: UInt32[Array, B]  # requests with different salts share nothing
     sampling: SamplingRows  # [B] rows: a drafter may look at the noise the target will use
 
 

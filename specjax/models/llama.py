@@ -96,9 +96,10 @@ class Layer(nn.Module):
             mask,
             scale=head**-0.5,
             implementation=self.backend,
-        ).reshape(*x.shape[:2], heads, group, head)
-        output = self.param("output", init, (heads, group, head, width), dtype)
-        added = jnp.einsum("bnkge,kgem->bnm", attended, output, precision=precision)
+        ).reshape(*x.shape[:2], -1)
+        output = self.param("output", init, (heads, group, head, width), dtype).reshape(-1, width)
+        # Reshaped by hand: an einsum over three axes makes XLA:CPU transpose the weight in every call.
+        added = jnp.einsum("bni,im->bnm", attended, output, precision=precision)
         if c.attention_bias:
             added = added + self.param("output_bias", zeros, (width,), dtype)[None, None]
         x = x + added
@@ -164,7 +165,7 @@ class Llama(nn.Module):
         by_layer = dict(taps)
         return ForwardOutput(hidden, jnp.concatenate([by_layer[i] for i in features], axis=-1), block)
 
-    def unembed(self, hidden: Float[Array, "... M"], ids: Int32[Array, "W"] | None = None) -> Float[Array, "... W"]:
+    def unembed(self, hidden: Float[Array, "... M"], ids: Int32[Array, W] | None = None) -> Float[Array, "... W"]:
         precision = _precision(self.config)
         if self.config.tied_embeddings:
             rows = self.embedding if ids is None else self.embedding[ids]

@@ -1,0 +1,300 @@
+"""NGRAM: guess that what followed the last few tokens before will follow them again. No model; lives on the device.
+
+A ring of committed tokens is shared by all requests. Requests grow side by side, so each token links to the next and
+the previous token of its own request. Fixed-size tables lead from the hash of a window (the last w tokens) to ring
+positions where such a window ended. A proposal looks up the current suffix for every w, walks the links back to see how
+long each match really is, walks forward to read what followed, and merges the continuations into one tree:
+
+    context ... the cat sat|        ring  the cat sat on the mat . the cat sat by the door
+    matches of "the cat sat"        on the mat .   and   by the door
+    tree                            sat ─┬─ by ── the ── door         most recent first
+                                         └─ on ── the ── mat
+
+Flags and breadths follow SGLang's NGRAM (reference: sgl-project/sglang `cpp_ngram`), which keeps a trie on the host and
+runs on CUDA only. Stale or colliding entries can only cost acceptance: every match is checked against the ring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Int32, UInt32
+
+from specjax.cache import PoolShape
+from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
+from specjax.tree import NO_PARENT, NO_TOKEN, DraftTree, Pool, rerank
+
+NOWHERE = -1
+"""No ring position: an empty table entry, the end of a chain. Compared with, never written at."""
+
+WAYS = 8
+"""Positions that a bucket of the table holds."""
+
+
+@dataclass(frozen=True)
+class NgramConfig:
+    """SGLang's flags, by their names without the prefix `--speculative-ngram-`."""
+
+    num_draft_tokens: int = 12  # N, the root included
+    min_match_window_size: int = 1
+    max_match_window_size: int = 12
+    min_bfs_breadth: int = 1
+    max_bfs_breadth: int = 10
+    branch_length: int = 18
+    capacity: int = 1_000_000
+    match_type: Literal["BFS", "PROB"] = "BFS"
+
+    def __post_init__(self) -> None:
+        for low, high in (("min_match_window_size", "max_match_window_size"), ("min_bfs_breadth", "max_bfs_breadth")):
+            if not 1 <= getattr(self, low) <= getattr(self, high):
+                raise ValueError(
+                    f"--speculative-ngram-{low.replace('_', '-')} must be from 1 to "
+                    f"--speculative-ngram-{high.replace('_', '-')}, got {getattr(self, low)} and {getattr(self, high)}"
+                )
+        for name, low, high in (
+            ("num_draft_tokens", 2, 64),
+            ("max_match_window_size", 1, 64),
+            ("max_bfs_breadth", 1, 64),
+            ("branch_length", 1, 64),
+            ("capacity", 1024, 2**24),
+        ):
+            if not low <= getattr(self, name) <= high:
+                prefix = "--speculative-" if name == "num_draft_tokens" else "--speculative-ngram-"
+                flag = prefix + name.replace("_", "-")
+                raise ValueError(f"{flag} must be from {low} to {high}, got {getattr(self, name)}")
+        if self.match_type not in ("BFS", "PROB"):
+            raise ValueError(f"--speculative-ngram-match-type must be BFS or PROB, got {self.match_type!r}")
+
+    @property
+    def depth(self) -> int:
+        """D: a chain of all nodes, or a whole branch."""
+        return min(self.num_draft_tokens - 1, self.branch_length)
+
+    @property
+    def branches(self) -> int:
+        """Continuations that a proposal merges."""
+        return max(16, self.max_bfs_breadth)
+
+
+class NgramState(NamedTuple):
+    """The ring (Q tokens), the table (Y buckets), and where each row's text ends in the ring."""
+
+    tokens: Int32[Array, "Q"]
+    next: Int32[Array, "Q"]  # ring position of the request's next token
+    previous: Int32[Array, "Q"]
+    salt: UInt32[Array, "Q"]
+    table: Int32[Array, "Y 8"]  # ring positions at which a window with this hash ended
+    cursor: Int32[Array, ""]  # the next ring position to write: the oldest token
+    tail: Int32[Array, "R"]  # ring position of the row's last committed token
+    recent: Int32[Array, "R W1"]  # the row's last W - 1 committed tokens, NO_TOKEN before its start
+    length: Int32[Array, "R"]  # tokens seen of the row; tells a new request from a continued one
+
+
+def ngram_drafter(config: NgramConfig = NgramConfig()) -> Drafter:  # noqa: B008  (frozen)
+    """Drafts by matching. [B, num_draft_tokens] trees; where nothing matches only the root is valid."""
+    window = config.max_match_window_size
+    # Every token enters under each window size; four times that many places keep most of them for a whole turn.
+    sizes = window - config.min_match_window_size + 1
+    buckets = 1 << max(config.capacity * min(sizes, 4) // WAYS - 1, 1).bit_length()
+
+    def init(params: Params, rows: int, pool: PoolShape) -> DraftState:
+        del params, pool
+
+        def ring(fill: int) -> Array:
+            return jnp.full(config.capacity, fill, jnp.int32)
+
+        return NgramState(
+            tokens=ring(NO_TOKEN),
+            next=ring(NOWHERE),
+            previous=ring(NOWHERE),
+            salt=jnp.zeros(config.capacity, jnp.uint32),
+            table=jnp.full((buckets, WAYS), NOWHERE, jnp.int32),
+            cursor=jnp.int32(0),
+            tail=jnp.full(rows, NOWHERE, jnp.int32),
+            recent=jnp.full((rows, window - 1), NO_TOKEN, jnp.int32),
+            length=jnp.zeros(rows, jnp.int32),
+        )
+
+    def propose(params: Params, state: NgramState, context: Context) -> tuple[DraftTree, NgramState]:
+        del params
+        recent, _ = _row_tail(state, context)
+        suffix = jnp.concatenate([recent, context.root[:, None]], axis=1)
+        pool = jax.vmap(lambda text, salt: _candidates(state, text, salt, config))(suffix, context.salt)
+        scores = jnp.where(context.active[:, None], pool.scores, -jnp.inf)
+        return rerank(context.root, pool._replace(scores=scores), config.num_draft_tokens), state
+
+    def observe(params: Params, state: NgramState, context: Context, observation: Observation) -> NgramState:
+        del params
+        return _append(state, context, observation.tokens, observation.length, config)
+
+    return Drafter(
+        "NGRAM",
+        features=None,
+        width=config.num_draft_tokens,
+        depth=config.depth,
+        init=init,
+        propose=propose,
+        observe=observe,
+        widths=(4,) if config.num_draft_tokens > 4 else (),
+    )
+
+
+def _row_tail(state: NgramState, context: Context) -> tuple[Int32[Array, "B W1"], Int32[Array, "B"]]:
+    """The rows' last committed tokens and where they lie in the ring; nothing for a request that starts anew."""
+    row = jnp.minimum(context.slots, state.length.shape[0] - 1)
+    goes_on = (state.length[row] == context.prefix_length) & (context.prefix_length > 0)
+    return jnp.where(goes_on[:, None], state.recent[row], NO_TOKEN), jnp.where(goes_on, state.tail[row], NOWHERE)
+
+
+def _window_hashes(text: Int32[Array, "X"], salt: UInt32[Array, ""], window: int) -> UInt32[Array, "W X"]:
+    """Hash of the last w tokens at each place of `text`, for w = 1 .. window. Windows that reach before it are junk."""
+    value = jnp.full(text.shape, salt ^ jnp.uint32(0x9E3779B9))
+    hashes = []
+    for back in range(window):
+        older = jnp.roll(text, back).astype(jnp.uint32)
+        value = (value ^ (older + jnp.uint32(1))) * jnp.uint32(0x85EBCA6B)
+        value ^= value >> 15
+        hashes.append((value * jnp.uint32(0xC2B2AE35)) ^ (value >> 13))
+    return jnp.stack(hashes)
+
+
+def _follow(links: Int32[Array, "Q"], back_links: Int32[Array, "Q"], at: Int32[Array, "Z"]) -> Int32[Array, "Z"]:
+    """One link on, or NOWHERE. A link counts only if its other end agrees: the ring may have been overwritten."""
+    to = links[jnp.maximum(at, 0)]
+    agrees = back_links[jnp.maximum(to, 0)] == at
+    return jnp.where((at != NOWHERE) & (to != NOWHERE) & agrees, to, NOWHERE)
+
+
+def _candidates(state: NgramState, suffix: Int32[Array, "W"], salt: UInt32[Array, ""], config: NgramConfig) -> Pool:
+    """Continuations of one request's suffix, merged; scores order them. Pool index = (depth - 1) * A + branch."""
+    window, capacity = config.max_match_window_size, config.capacity
+    buckets = state.table.shape[0]
+    first = config.min_match_window_size - 1
+    hashes = _window_hashes(suffix, salt, window)[first:, -1]
+    found = state.table[(hashes & jnp.uint32(buckets - 1)).astype(jnp.int32)].reshape(-1)
+
+    # How many tokens back from each place agree with the suffix.
+    def step_back(at: Array, back: int) -> Array:
+        same = (state.tokens[jnp.maximum(at, 0)] == suffix[window - 1 - back]) & (at != NOWHERE)
+        return jnp.where(same & (state.salt[jnp.maximum(at, 0)] == salt), at, NOWHERE)
+
+    at, matched = found, jnp.zeros_like(found)
+    for back in range(window):
+        at = step_back(at, back)
+        matched += (at != NOWHERE).astype(jnp.int32)
+        if back + 1 < window:
+            at = _follow(state.previous, state.next, at)
+
+    # The same place is found once for each window size: keep one. Longest match first, then most recent.
+    place = jnp.arange(found.shape[0])
+    repeated = jnp.any((found[:, None] == found[None, :]) & (place[None, :] < place[:, None]), axis=1)
+    usable = (matched >= config.min_match_window_size) & ~repeated
+    age = jnp.mod(state.cursor - 1 - found, capacity)
+    # At most 64 * 2**24 + 2**24: fits int32.
+    order = jnp.where(usable, matched * capacity + (capacity - 1 - age), -1)
+    count = min(config.branches, found.shape[0])
+    best, index = jax.lax.top_k(order, count)
+    matched = jnp.where(best >= 0, matched[index], 0)
+    at = jnp.where(best >= 0, found[index], NOWHERE)
+
+    # What followed: [A, D] tokens.
+    tokens = []
+    for _ in range(config.depth):
+        at = _follow(state.next, state.previous, at)
+        at = jnp.where(state.salt[jnp.maximum(at, 0)] == salt, at, NOWHERE)
+        tokens.append(jnp.where(at != NOWHERE, state.tokens[jnp.maximum(at, 0)], NO_TOKEN))
+    return _merge(jnp.stack(tokens, axis=1), matched, config)
+
+
+def _merge(tokens: Int32[Array, "A D"], matched: Int32[Array, "A"], config: NgramConfig) -> Pool:
+    """Branches into one tree: a node is a distinct prefix, and belongs to the first branch that has it.
+
+    Example: branches [by the], [on the], [by a] -> nodes by, on (depth 1), the<by, the<on, a<by (depth 2).
+    """
+    count, depth = tokens.shape
+    there = tokens != NO_TOKEN
+    equal = (tokens[:, None, :] == tokens[None, :, :]) & there[:, None, :]
+    same: Bool[Array, "A A D"] = jnp.cumprod(equal, axis=2).astype(bool)  # equal up to and including depth d
+    owner = jnp.argmax(same, axis=1).astype(jnp.int32)  # [A, D]: the first branch with this prefix
+    branch = jnp.arange(count, dtype=jnp.int32)[:, None]
+    level = jnp.arange(1, depth + 1, dtype=jnp.int32)[None, :]
+    is_node = there & (owner == branch)
+
+    # Breadth narrows as the match gets longer and as depth grows; rank = earlier siblings.
+    sizes = config.max_match_window_size - config.min_match_window_size + 1
+    slope = (config.max_bfs_breadth - config.min_bfs_breadth) / sizes
+    room = config.min_bfs_breadth + slope * (config.max_match_window_size - matched[:, None] - level + 1)
+    breadth = jnp.maximum(jnp.floor(room), 1).astype(jnp.int32)
+    above = jnp.concatenate([jnp.ones((count, count, 1), bool), same[:, :, :-1]], axis=2)
+    sibling = above & is_node[None, :, :] & (branch[None, :, :] < branch[:, None, :])
+    kept = is_node & (jnp.sum(sibling, axis=1) < breadth)
+    columns = [kept[:, 0]]
+    for d in range(1, depth):  # a node goes where its parent goes
+        columns.append(kept[:, d] & columns[-1][owner[:, d - 1]])
+    kept = jnp.stack(columns, axis=1)
+
+    # Longest match first; in it, by level (BFS) or by how many branches agree (PROB), then most recent.
+    votes = jnp.sum(same, axis=1)
+    rank = config.max_match_window_size - matched[:, None]
+    if config.match_type == "PROB":
+        rank = rank * (count + 1) + (count - votes)
+    rank = (rank * (depth + 1) + level) * count + branch
+    parents = jnp.concatenate([jnp.full((count, 1), NO_PARENT), (level[:, :-1] - 1) * count + owner[:, :-1]], axis=1)
+    return Pool(
+        tokens=tokens.T.reshape(-1),
+        parents=parents.astype(jnp.int32).T.reshape(-1),
+        depth=jnp.broadcast_to(level, tokens.shape).T.reshape(-1),
+        scores=jnp.where(kept, -rank.astype(jnp.float32), -jnp.inf).T.reshape(-1),
+    )
+
+
+def _append(
+    state: NgramState, context: Context, tokens: Int32[Array, "B C"], length: Int32[Array, "B"], config: NgramConfig
+) -> NgramState:
+    """Committed tokens go into the ring and, under every window that ends in them, into the table."""
+    batch, width = tokens.shape
+    capacity, window = config.capacity, config.max_match_window_size
+    buckets, rows = state.table.shape[0], state.length.shape[0]
+    recent, tail = _row_tail(state, context)
+    offset = jnp.arange(width, dtype=jnp.int32)[None, :]
+    new = offset < length[:, None]
+
+    start = state.cursor + jnp.cumsum(length) - length
+    at = jnp.mod(start[:, None] + offset, capacity)
+    nowhere = capacity + jnp.arange(batch * width, dtype=jnp.int32).reshape(batch, width)
+    write = jnp.where(new, at, nowhere)
+    is_last = offset == length[:, None] - 1
+    follows = jnp.where(is_last, NOWHERE, jnp.mod(at + 1, capacity))
+    leads = jnp.where(offset == 0, tail[:, None], jnp.mod(at - 1, capacity))
+    joins = (length > 0) & (tail != NOWHERE)
+    link = jnp.where(joins, tail, capacity + jnp.arange(batch, dtype=jnp.int32))
+
+    text = jnp.concatenate([recent, tokens], axis=1)
+    hashes = jax.vmap(_window_hashes, in_axes=(0, 0, None))(text, context.salt, window)[:, :, window - 1 :]
+    # A window of w tokens exists where the token w - 1 back does: the ones before the text's start are NO_TOKEN.
+    exists = [jnp.roll(text, back, axis=1)[:, window - 1 :] != NO_TOKEN for back in range(window)]
+    sized = slice(config.min_match_window_size - 1, window)
+    store = jnp.stack(exists, axis=1)[:, sized] & new[:, None, :]
+    bucket = (hashes[:, sized] & jnp.uint32(buckets - 1)).astype(jnp.int32)
+    way = ((at.astype(jnp.uint32) * jnp.uint32(2654435761)) >> 29).astype(jnp.int32)  # 0..7, well mixed
+
+    row = jnp.where(length > 0, context.slots, rows + jnp.arange(batch, dtype=jnp.int32))
+    last = jnp.take_along_axis(at, jnp.maximum(length - 1, 0)[:, None], axis=1)[:, 0]
+    kept = jnp.take_along_axis(text, length[:, None] + jnp.arange(window - 1, dtype=jnp.int32)[None, :], axis=1)
+    return NgramState(
+        tokens=state.tokens.at[write].set(tokens, mode="drop"),
+        next=state.next.at[link].set(at[:, 0], mode="drop").at[write].set(follows, mode="drop"),
+        previous=state.previous.at[write].set(leads, mode="drop"),
+        salt=state.salt.at[write].set(jnp.broadcast_to(context.salt[:, None], at.shape), mode="drop"),
+        table=state.table.at[jnp.where(store, bucket, buckets), way[:, None, :]].set(
+            jnp.broadcast_to(at[:, None, :], store.shape), mode="drop"
+        ),
+        cursor=jnp.mod(state.cursor + jnp.sum(length), capacity),
+        tail=state.tail.at[row].set(last, mode="drop"),
+        recent=state.recent.at[row].set(kept, mode="drop"),
+        length=state.length.at[row].set(context.prefix_length + length, mode="drop"),
+    )
