@@ -1,0 +1,194 @@
+"""Chains, expansion, rerank and ancestors against the oracle's trees."""
+
+import functools
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given, settings
+from oracle import NO_PARENT, Tree
+from specjax_kernels import pack_bits
+from toy_models import as_arrays, as_tree, random_tree
+
+from specjax import tree as trees
+
+VOCABULARY = 6
+WIDTH = 9
+
+#      the ─┬─ cat ── sat     in `specjax.tree`'s docstring
+#           └─ dog
+EXAMPLE = Tree((5, 1, 2, 3), (-1, 0, 0, 1))
+
+
+@st.composite
+def batches(draw):
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    return [random_tree(int(rng.integers(VOCABULARY)), int(rng.integers(1, WIDTH + 1)), VOCABULARY, rng) for _ in "abc"]
+
+
+def check_padding(tree):
+    """Invalid nodes come last and hold the sentinels."""
+    valid = np.asarray(tree.valid)
+    assert (np.sort(valid, axis=1)[:, ::-1] == valid).all()
+    assert valid[:, 0].all()
+    for leaf, fill in ((tree.tokens, trees.NO_TOKEN), (tree.parents, NO_PARENT), (tree.depth, 0)):
+        assert (np.asarray(leaf)[~valid] == fill).all()
+
+
+def check_derived(tree):
+    """`depth` is the depth, and the nodes form a tree that may be verified."""
+    for row in range(tree.tokens.shape[0]):
+        found = as_tree(tree, row)
+        assert oracle.problems(found) == []
+        assert np.asarray(tree.depth)[row, : len(found.tokens)].tolist() == oracle.depths(found)
+    check_padding(tree)
+
+
+def test_ancestors_of_the_example():
+    mask = trees.ancestor_mask(as_arrays([EXAMPLE], 6))[0]
+    expected = np.eye(6, dtype=bool)
+    expected[1:4, 0] = expected[3, 1] = True
+    np.testing.assert_array_equal(mask, expected)
+    assert np.asarray(pack_bits(mask))[:, 0].tolist() == [1, 3, 5, 11, 16, 32]
+
+
+@given(batches())
+def test_ancestor_mask(batch):
+    mask = np.asarray(trees.ancestor_mask(as_arrays(batch, WIDTH)))
+    for row, tree in enumerate(batch):
+        expected = np.eye(WIDTH, dtype=bool)
+        expected[: len(tree.tokens), : len(tree.tokens)] = oracle.ancestor_matrix(tree)
+        np.testing.assert_array_equal(mask[row], expected)
+        np.testing.assert_array_equal(pack_bits(jnp.asarray(mask[row])), oracle.pack_bits(expected))
+
+
+@pytest.mark.parametrize("width", [2, 3, 32, 33, 65])
+def test_ancestors_in_chains_of_any_length(width):
+    tree = oracle.chain_tree(0, [1] * (width - 1))
+    mask = trees.ancestor_mask(as_arrays([tree], width))
+    np.testing.assert_array_equal(mask[0], np.tri(width, dtype=bool))
+    np.testing.assert_array_equal(pack_bits(mask[0]), oracle.pack_bits(np.tri(width, dtype=bool)))
+
+
+def test_root_only():
+    tree = trees.root_only(jnp.array([4, 2], jnp.int32))
+    check_derived(tree)
+    assert [as_tree(tree, row) for row in (0, 1)] == [Tree((t,), (NO_PARENT,), (0.0,)) for t in (4, 2)]
+
+
+def test_chain_of_any_valid_length():
+    tokens, scores = jnp.array([[1, 2, 3]] * 4, jnp.int32), jnp.array([[-1.0, -2.0, -4.0]] * 4)
+    tree = trees.chain(jnp.array([9, 8, 7, 6], jnp.int32), tokens, jnp.array([0, 1, 2, 3], jnp.int32), scores)
+    check_derived(tree)
+    for row, root in enumerate((9, 8, 7, 6)):
+        expected = oracle.chain_tree(root, [1, 2, 3][:row])
+        assert as_tree(tree, row) == Tree(expected.tokens, expected.parents, (0.0, -1.0, -2.0, -4.0)[: row + 1])
+        assert (np.asarray(tree.scores)[row, row + 1 :] == -np.inf).all()
+
+
+@given(batches(), st.integers(0, WIDTH + 1))
+def test_keeping_the_first_nodes(batch, count):
+    tree = trees.keep_nodes(as_arrays(batch, WIDTH), jnp.full(3, count, jnp.int32))
+    check_derived(tree)
+    for row, before in enumerate(batch):
+        size = min(max(count, 1), len(before.tokens))
+        assert as_tree(tree, row).tokens == before.tokens[:size]
+        assert as_tree(tree, row).parents == before.parents[:size]
+
+
+@given(batches())
+def test_narrowing_to_the_widest_tree(batch):
+    widest = max(len(tree.tokens) for tree in batch)
+    narrow = trees.narrow(as_arrays(batch, WIDTH), widest)
+    assert narrow.width == widest
+    assert [as_tree(narrow, row) for row in range(3)] == [as_tree(as_arrays(batch, WIDTH), row) for row in range(3)]
+
+
+# EAGLE-2: the pieces put together as a drafter does, with a made-up draft.
+
+
+def log_prob_table(seed, tied):
+    """[depth, V, V]: log-probabilities after a token at a depth, V - 1 is certain after some. Ties if asked."""
+    rng = np.random.default_rng(seed)
+    table = rng.choice([0.0, -0.5, -1.0], (4, VOCABULARY, VOCABULARY)) if tied else -rng.exponential(1, (4, 6, 6))
+    return table.astype(np.float32)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def expand(root, table, k, depth, width):
+    batch = root.shape[0]
+    scores, last = jnp.zeros((batch, 1)), root[:, None]
+    parents, levels = jnp.full((batch, 1), NO_PARENT, jnp.int32), []
+    for level in range(depth):
+        log_probs = table[jnp.arange(batch)[:, None], level, last]
+        tokens, reached = trees.top_k_children(scores, log_probs, k)
+        flat = tokens.reshape(batch, -1), jnp.repeat(parents, k, axis=1), reached.reshape(batch, -1)
+        first = sum(part[0].shape[1] for part in levels)
+        levels.append((flat[0], flat[1], jnp.full_like(flat[0], level + 1), flat[2]))
+        scores, index = trees.next_beam(flat[2], k)
+        last, parents = jnp.take_along_axis(flat[0], index, axis=1), index + jnp.int32(first)
+    pool = trees.Pool(*(jnp.concatenate(leaves, axis=1) for leaves in zip(*levels, strict=True)))
+    return trees.rerank(root, pool, width)
+
+
+def expected_tree(root, table, k, depth, width):
+    return oracle.expand_tree(root, lambda path: table[len(path), path[-1] if path else root], k, depth, width)
+
+
+SHAPES = [(1, 3, 4), (2, 2, 5), (3, 4, 9), (3, 4, 28), (4, 1, 5), (2, 3, 11), (4, 3, 2), (2, 2, 1)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("k", "depth", "width"), SHAPES)
+@settings(max_examples=8)
+@given(seed=st.integers(0, 2**32))
+def test_top_k_expansion(seed, k, depth, width, tied):
+    tables = [log_prob_table(seed + row, tied) for row in range(2)]
+    tree = expand(jnp.array([0, 3], jnp.int32), jnp.asarray(np.stack(tables)), k, depth, width)
+    check_derived(tree)
+    for row, root in enumerate((0, 3)):
+        expected = expected_tree(root, tables[row], k, depth, width)
+        found = as_tree(tree, row)
+        assert (found.tokens, found.parents) == (expected.tokens, expected.parents)
+        np.testing.assert_allclose(found.scores, expected.scores or (0.0,), rtol=1e-6)
+
+
+def test_a_certain_child_never_displaces_its_parent():
+    """All log-probabilities 0: every candidate ties with its ancestors."""
+    table = jnp.zeros((1, 4, VOCABULARY, VOCABULARY))
+    for width in (2, 5, 13, 21):
+        tree = expand(jnp.zeros(1, jnp.int32), table, 3, 3, width)
+        check_derived(tree)
+        assert as_tree(tree, 0).tokens == expected_tree(0, np.zeros((4, 6, 6)), 3, 3, width).tokens
+
+
+def test_fewer_tokens_than_k_leave_invalid_nodes():
+    tokens, scores = trees.top_k_children(jnp.zeros((1, 1)), jnp.array([[[-1.0, -3.0, -2.0]]]), 5)
+    assert np.asarray(tokens)[0, 0, :3].tolist() == [0, 2, 1]
+    assert np.asarray(scores)[0, 0].tolist() == [-1.0, -2.0, -3.0, -np.inf, -np.inf]
+    pool = trees.Pool(tokens[:, 0], jnp.full((1, 5), NO_PARENT, jnp.int32), jnp.ones((1, 5), jnp.int32), scores[:, 0])
+    tree = trees.rerank(jnp.array([7], jnp.int32), pool, 6)
+    check_derived(tree)
+    assert as_tree(tree, 0) == Tree((7, 0, 2, 1), (NO_PARENT, 0, 0, 0), (0.0, -1.0, -2.0, -3.0))
+
+
+def test_holes_anywhere_in_the_pool_end_up_last():
+    """Candidates 0 and 3 are none; 4 is a child of 2."""
+    pool = trees.Pool(
+        tokens=jnp.array([[9, 1, 2, 9, 4]], jnp.int32),
+        parents=jnp.array([[-1, -1, -1, 1, 2]], jnp.int32),
+        depth=jnp.array([[1, 1, 1, 2, 2]], jnp.int32),
+        scores=jnp.array([[-jnp.inf, -3.0, -1.0, -jnp.inf, -2.0]]),
+    )
+    tree = trees.rerank(jnp.array([0], jnp.int32), pool, 5)
+    check_derived(tree)
+    assert as_tree(tree, 0) == Tree((0, 1, 2, 4), (-1, 0, 0, 2), (0.0, -3.0, -1.0, -2.0))
+
+
+def test_a_tree_wider_than_its_pool_is_refused_with_both_numbers():
+    pool = trees.Pool(*(jnp.zeros((1, 4), dtype) for dtype in (jnp.int32, jnp.int32, jnp.int32, jnp.float32)))
+    with pytest.raises(ValueError, match=r"6 nodes needs 5 .* has 4"):
+        trees.rerank(jnp.zeros(1, jnp.int32), pool, 6)

@@ -1,0 +1,211 @@
+"""Small things with known answers: a model that is a table, a tiny random Llama, drafters that read from a list.
+
+The table model's logits are row ``hash(context) % rows`` of a table, bit for bit, so its ties are exact. The hash runs
+over what a real model would attend to: committed tokens read from the pages, and visible nodes of the block. A token
+committed wrongly, twice, or at another position changes the text.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+from jax import Array
+from oracle import NO_PARENT, Tree
+from specjax_kernels import CAUSAL
+from specjax_kernels.masks import unpack_bits
+
+from specjax.cache import BlockKV
+from specjax.config import ModelConfig, RopeConfig
+from specjax.drafters.base import Drafter
+from specjax.models import make_target
+from specjax.models.llama import init_params
+from specjax.models.protocol import ForwardOutput, Target
+from specjax.tree import DraftTree
+
+
+class Toy(NamedTuple):
+    target: Target
+    params: dict
+    logits: Callable[[Sequence[int]], np.ndarray]  # the oracle's: tokens so far -> logits of the next
+
+    @property
+    def vocab(self) -> int:
+        return self.target.config.vocab_size
+
+
+# The table model.
+
+
+def random_table(seed: int, rows: int = 13, vocab: int = 7, ties: bool = False) -> np.ndarray:
+    """Normal logits; with `ties`, only three values, so that most rows hold exact ties."""
+    rng = np.random.default_rng(seed)
+    table = rng.choice([0.0, 1.0, 2.0], (rows, vocab)) if ties else rng.normal(0, 2, (rows, vocab))
+    return table.astype(np.float32)
+
+
+def table_row(tokens: Sequence[int], window: int, rows: int) -> int:
+    """The last token weighs 1, the one before 6, then 11 ..., ``window`` of them. [.., 4, 2] -> (2 + 24) % rows."""
+    return sum(token * (1 + 5 * age) for age, token in enumerate(list(tokens)[::-1][:window])) % rows
+
+
+def table_model(table: np.ndarray, window: int = 2) -> Toy:
+    rows, vocab = table.shape
+    config = ModelConfig("table", vocab, rows, 1, 1, 1, 1, 1, 1e-5, RopeConfig(), 1 << 20, tied_embeddings=False)
+
+    def embed(params, tokens):
+        del params
+        return jnp.broadcast_to(tokens.astype(jnp.float32)[:, :, None], (*tokens.shape, rows))
+
+    def forward(params, x, positions, mask, cache, page_table, prefix_length, *, features=None):
+        del params
+        width = x.shape[1]
+        token = x[:, :, 0].astype(jnp.int32)
+        if mask is CAUSAL:
+            visible = jnp.broadcast_to(jnp.tri(width, dtype=bool), (x.shape[0], width, width))
+        else:
+            visible = unpack_bits(mask, width)
+        safe = jnp.minimum(page_table, cache.pages - 1)
+        held = [leaf[safe].reshape(x.shape[0], -1).astype(jnp.int32) for leaf in (cache.keys[0], cache.values[0])]
+        index = jnp.arange(held[0].shape[1], dtype=jnp.int32)[None, :]
+        committed = index < prefix_length[:, None]
+        misplaced = jnp.sum(committed & (held[1] != index), axis=1)
+
+        def weight(position, seen):  # of keys at `position` [B, 1, C] for queries [B, N]
+            age = positions[:, :, None] - position
+            return jnp.where(seen & (age >= 0) & (age < window), 1 + 5 * age, 0)
+
+        total = jnp.sum(weight(index[:, None, :], committed[:, None, :]) * held[0][:, None, :], axis=2)
+        total += jnp.sum(weight(positions[:, None, :], visible) * token[:, None, :], axis=2)
+        hidden = jax.nn.one_hot((total + 3 * misplaced[:, None]) % rows, rows, dtype=jnp.float32)
+        block = [leaf.astype(jnp.float32)[:, :, None, None] for leaf in (token, positions)]
+        wanted = {None: None, "final": hidden}.get(features, hidden)
+        return ForwardOutput(hidden, wanted, BlockKV((block[0],), (block[1],)))
+
+    def unembed(params, hidden, ids=None):
+        logits = params["table"][jnp.argmax(hidden, axis=-1)]
+        return logits if ids is None else logits[..., ids]
+
+    def logits(tokens):
+        return table[table_row(tokens, window, rows)]
+
+    return Toy(Target(config, embed, forward, unembed), {"table": jnp.asarray(table)}, logits)
+
+
+# A tiny Llama, judged by the oracle's.
+
+
+def tiny_llama(seed: int = 0, **changes) -> Toy:
+    """Two layers, four query heads on two key/value heads, wide enough logits for greedy text that varies."""
+    settings = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 4}
+    settings |= {"num_kv_heads": 2, "head_dim": 8, "norm_epsilon": 1e-5, "rope": RopeConfig(theta=100.0)}
+    settings |= {"max_positions": 256, "tied_embeddings": False} | changes
+    config = ModelConfig("llama", **settings)
+    rng = np.random.default_rng(seed)
+
+    def redraw(path, leaf):
+        normal = rng.normal(0, 1, leaf.shape)
+        if path[-1].key.endswith("norm"):
+            return jnp.asarray(1 + 0.2 * normal, leaf.dtype)
+        return jnp.asarray(normal * (0.3 if path[-1].key != "embed" else 1.0), leaf.dtype)
+
+    params = jax.tree_util.tree_map_with_path(redraw, dict(init_params(config, jax.random.key(0))))
+    on_host = jax.tree.map(np.asarray, params)
+
+    @functools.cache
+    def last(tokens: tuple[int, ...]) -> np.ndarray:
+        return oracle.llama_logits(on_host, config, tokens)[-1]
+
+    return Toy(make_target(config), params, lambda tokens: last(tuple(int(t) for t in tokens)))
+
+
+# Trees as arrays, and drafters that propose what they are told.
+
+
+def random_tree(root: int, width: int, vocab: int, rng: np.random.Generator, depth: int = 100) -> Tree:
+    """At most ``width`` nodes, at most ``depth`` deep, siblings distinct; some long, some bushy."""
+    tokens, parents, level = [root], [NO_PARENT], [0]
+    latest = rng.random() * 0.8
+    for _ in range(width - 1):
+        parent = len(tokens) - 1 if rng.random() < latest else int(rng.integers(len(tokens)))
+        taken = {t for t, p in zip(tokens, parents, strict=True) if p == parent}
+        free = [t for t in range(vocab) if t not in taken]
+        if free and level[parent] < depth:
+            tokens.append(int(rng.choice(free)))
+            parents.append(parent)
+            level.append(level[parent] + 1)
+    return Tree(tuple(tokens), tuple(parents))
+
+
+def as_arrays(trees: Sequence[Tree], width: int) -> DraftTree:
+    """[B, width] arrays; what a tree lacks is invalid."""
+
+    def pad(rows, fill, dtype):
+        return jnp.asarray(np.array([[*row, *[fill] * (width - len(row))] for row in rows], dtype))
+
+    return DraftTree(
+        tokens=pad([t.tokens for t in trees], -1, np.int32),
+        parents=pad([t.parents for t in trees], NO_PARENT, np.int32),
+        depth=pad([oracle.depths(t) for t in trees], 0, np.int32),
+        valid=pad([[True] * len(t.tokens) for t in trees], False, bool),
+        scores=pad([[-float(d) for d in oracle.depths(t)] for t in trees], -np.inf, np.float32),
+    )
+
+
+def as_tree(tree: DraftTree, row: int) -> Tree:
+    """One row's valid nodes."""
+    count = int(tree.valid[row].sum())
+    return Tree(*(tuple(np.asarray(leaf)[row, :count].tolist()) for leaf in (tree.tokens, tree.parents, tree.scores)))
+
+
+class Seen(NamedTuple):
+    """What a listed drafter was told, by row of state and position."""
+
+    tokens: Array  # [R, X]
+    next_tokens: Array
+    times: Array
+
+
+def listed_drafter(trees: Sequence[Tree], width: int, depth: int, *, length: int = 128, widths=()):
+    """Proposes tree ``prefix_length % len(trees)`` with the root replaced, and writes down what it observes.
+
+    So the tree depends on the request's own progress alone, and ``trees[n % len(trees)]`` is the oracle's proposal.
+    """
+    listed = as_arrays(trees, width)
+
+    def init(params, count, pool):
+        del params, pool
+        return Seen(*(jnp.full((count, length), fill, jnp.int32) for fill in (-1, -1, 0)))
+
+    def propose(params, state, context):
+        del params
+        tree = jax.tree.map(lambda leaf: leaf[context.prefix_length % len(trees)], listed)
+        return tree._replace(tokens=tree.tokens.at[:, 0].set(context.root)), state
+
+    def observe(params, state, context, seen):
+        del params
+        offset = jnp.arange(seen.tokens.shape[1], dtype=jnp.int32)[None, :]
+        at = jnp.where(offset < seen.length[:, None], context.prefix_length[:, None] + offset, length)
+        where = (context.slots[:, None], at)
+        return Seen(
+            state.tokens.at[where].set(seen.tokens, mode="drop"),
+            state.next_tokens.at[where].set(seen.next_tokens, mode="drop"),
+            state.times.at[where].add(1, mode="drop"),
+        )
+
+    return Drafter("LISTED", None, width, depth, init, propose, observe, widths)
+
+
+def listed_proposal(trees: Sequence[Tree]) -> Callable[[list[int]], Tree]:
+    """The same for the oracle: of prompt + emitted tokens, all but the root are committed."""
+
+    def propose(tokens: list[int]) -> Tree:
+        tree = trees[(len(tokens) - 1) % len(trees)]
+        return Tree((tokens[-1], *tree.tokens[1:]), tree.parents)
+
+    return propose
