@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from specjax.checkpoint.errors import CheckpointError, listed
-from specjax.checkpoint.files import ModelFiles
+from specjax.checkpoint.files import ModelFiles, read_json
 from specjax.checkpoint.mappings import Placement, is_ignored, placements
 from specjax.checkpoint.progress import bar
 from specjax.checkpoint.readers import TensorEntry, read_headers
@@ -82,10 +82,8 @@ def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
     Raises:
       CheckpointError: the folder has no tokenizer, or one that only exists in Python.
     """
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(files.folder), local_files_only=True)
+        tokenizer = _tokenizer_class(files).from_pretrained(str(files.folder), local_files_only=True)
     except Exception as error:  # transformers raises whatever its backends raise
         raise CheckpointError(
             f"no usable tokenizer in {files.folder} ({type(error).__name__}: {error}); the folder needs tokenizer.json "
@@ -97,6 +95,19 @@ def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
             "with transformers' convert_slow_tokenizer and save it there"
         )
     return tokenizer
+
+
+def _tokenizer_class(files: ModelFiles) -> Any:
+    """AutoTokenizer, or what it would choose: importing it takes seconds, and torch where that is installed."""
+    file = files.folder / "tokenizer_config.json"
+    declared = read_json(file, files.name).get("tokenizer_class") if file.is_file() else None
+    if declared in ("PreTrainedTokenizerFast", "TokenizersBackend"):
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def _by_leaf(table: Iterable[Placement]) -> list[Placement]:

