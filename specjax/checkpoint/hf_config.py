@@ -8,8 +8,12 @@ from typing import Any
 from specjax.checkpoint.errors import CheckpointError, listed
 from specjax.config import ModelConfig, RopeConfig
 
-# Mistral without a sliding window is Llama, tensor for tensor.
+# Mistral without a sliding window is Llama, tensor for tensor; only what an absent key means differs.
 FAMILIES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama"}
+ABSENT_MEANS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+}
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", "linear", "llama3")
 
@@ -27,11 +31,12 @@ def model_config(hf_config: Mapping[str, Any], *, dtype: str = "auto", platform:
         key that is missing.
     """
     architectures = hf_config.get("architectures") or []
-    family = next((FAMILIES[name] for name in architectures if name in FAMILIES), None)
-    if family is None:
+    architecture = next((name for name in architectures if name in FAMILIES), None)
+    if architecture is None:
         raise CheckpointError(
             f"config.json: architectures is {architectures or 'absent'}; supported: {listed(FAMILIES)}"
         )
+    hf_config = ABSENT_MEANS[architecture] | dict(hf_config)
     _refuse_unsupported(hf_config)
     heads = _require(hf_config, "num_attention_heads")
     hidden = _require(hf_config, "hidden_size")
@@ -42,7 +47,7 @@ def model_config(hf_config: Mapping[str, Any], *, dtype: str = "auto", platform:
         )
     max_positions = _given(hf_config, "max_position_embeddings", 2048)
     return ModelConfig(
-        family=family,
+        family=FAMILIES[architecture],
         vocab_size=_require(hf_config, "vocab_size"),
         hidden_size=hidden,
         intermediate_size=_require(hf_config, "intermediate_size"),
@@ -70,7 +75,7 @@ def _refuse_unsupported(hf_config: Mapping[str, Any]) -> None:
             f"config.json: quantization_config ({method}) is not supported; use the float32, bfloat16 or float16 "
             "checkpoint that it was made from"
         )
-    # Mistral 7B v0.1 has a window of 4096; Llama configs have no such key.
+    # Mistral 7B v0.1 has a window of 4096, later ones null; Llama configs have no such key.
     if window := hf_config.get("sliding_window"):
         raise CheckpointError(
             f"config.json: sliding_window is {window}; supported: null (attention over the whole context)"
