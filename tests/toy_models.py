@@ -7,6 +7,7 @@ committed wrongly, twice, or at another position changes the text.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 from jax import Array
-from oracle import NO_PARENT, Tree
+from oracle import NO_PARENT, Sampling, Tree
 from specjax_kernels import CAUSAL
 from specjax_kernels.masks import unpack_bits
 
@@ -26,7 +27,10 @@ from specjax.drafters.base import Drafter
 from specjax.models import make_target
 from specjax.models.llama import init_params
 from specjax.models.protocol import ForwardOutput, Target
+from specjax.sampling import History, SamplingRows, sampling_row
 from specjax.tree import DraftTree
+
+SEEDS = (0, 7, 2**32 - 1, 2**40 + 7, 2**63 - 1, -1, -(2**63))
 
 
 class Toy(NamedTuple):
@@ -209,3 +213,46 @@ def listed_proposal(trees: Sequence[Tree]) -> Callable[[list[int]], Tree]:
         return Tree((tokens[-1], *tree.tokens[1:]), tree.parents)
 
     return propose
+
+
+# Requests as rows.
+
+
+def sampling_rows(requests: Sequence[Sampling], vocab: int) -> SamplingRows:
+    """[B] rows of the oracle's parameters."""
+    rows = []
+    for request in requests:
+        fields = dataclasses.asdict(request)
+        fields["logit_bias"] = dict(fields.pop("bias"))
+        del fields["max_tokens"]
+        rows.append(sampling_row(vocab, **fields))
+    return jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *rows)
+
+
+def history(prompts: Sequence[Sequence[int]], generated: Sequence[Sequence[int]], vocab: int) -> History:
+    in_prompt = np.stack([np.bincount(list(tokens), minlength=vocab) > 0 for tokens in prompts])
+    counts = np.stack([np.bincount(list(tokens), minlength=vocab) for tokens in generated])
+    return History(jnp.asarray(in_prompt), jnp.asarray(counts.astype(np.int32)))
+
+
+def some_sampling(rng: np.random.Generator, vocab: int, **fixed) -> Sampling:
+    """Every field drawn, each off about half the time; ``fixed`` overrides."""
+
+    def maybe(off, value):
+        return off if rng.random() < 0.5 else value
+
+    fields = {
+        "seed": int(rng.choice(SEEDS)) if rng.random() < 0.5 else int(rng.integers(-(2**63), 2**63)),
+        "temperature": maybe(0.0, float(rng.choice([0.3, 0.7, 1.0, 1.7]))) if rng.random() < 0.5 else 1.0,
+        "top_k": maybe(-1, int(rng.integers(1, vocab + 3))),
+        "top_p": maybe(1.0, float(rng.uniform(0.01, 1))),
+        "min_p": maybe(0.0, float(rng.uniform(0, 0.5))),
+        "repetition_penalty": maybe(1.0, float(rng.uniform(0.5, 2))),
+        "frequency_penalty": maybe(0.0, float(rng.uniform(-1, 2))),
+        "presence_penalty": maybe(0.0, float(rng.uniform(-1, 2))),
+        "bias": maybe({}, {int(t): float(rng.normal(0, 3)) for t in rng.integers(0, vocab, 3)}),
+        "min_tokens": maybe(0, int(rng.integers(1, 6))),
+        "stop_ids": maybe((), tuple(int(t) for t in rng.choice(vocab, int(rng.integers(1, 3)), replace=False))),
+        "max_tokens": int(rng.integers(1, 20)),
+    }
+    return Sampling(**fields | fixed)

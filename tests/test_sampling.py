@@ -1,0 +1,245 @@
+"""The draw against the oracle: each part by itself, then all of them together, then the law of what is drawn."""
+
+import dataclasses
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import scipy.stats
+from hypothesis import given, settings
+from oracle import Sampling
+from toy_models import SEEDS, history, sampling_rows, some_sampling
+
+from specjax import sampling
+from specjax.sampling import DrawInputs
+
+BATCH, VOCABULARY = 8, 37
+NEAR = 1e-4  # draws closer than this may differ in float32
+
+draw = jax.jit(sampling.draw)
+rngs = st.integers(0, 2**32).map(np.random.default_rng)
+
+
+def single(request):
+    return jax.tree.map(lambda leaf: leaf[0], sampling_rows([request], VOCABULARY))
+
+
+def some_logits(rng, *shape):
+    """Normal, or on a grid so coarse that exact ties abound."""
+    logits = rng.normal(0, 2, shape)
+    return (logits if rng.random() < 0.7 else np.round(logits)).astype(np.float32)
+
+
+def pack_allowed(allowed):
+    return jnp.asarray(oracle.pack_bits(allowed))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_noise(seed):
+    words = jnp.asarray(sampling.seed_words(seed))
+    assert tuple(np.asarray(words).tolist()) == oracle.key_words(seed)
+    for position in (0, 5, 100_000):
+        found = sampling.gumbel_noise(words, jnp.int32(position), VOCABULARY)
+        np.testing.assert_allclose(found, oracle.noise(seed, position, VOCABULARY), rtol=1e-6, atol=1e-6)
+
+
+def test_a_row_holds_eight_stop_ids_and_1024_biases():
+    row = sampling.sampling_row(2000, stop_ids=tuple(range(8)), logit_bias=dict.fromkeys(range(1024), 1.0))
+    assert row.stop_ids.tolist() == list(range(8))
+    assert row.bias_ids.tolist() == list(range(1024))
+    with pytest.raises(ValueError, match=r"9 stop ids.* 8"):
+        sampling.sampling_row(2000, stop_ids=tuple(range(9)))
+    with pytest.raises(ValueError, match=r"1025 entries.* 1024"):
+        sampling.sampling_row(2000, logit_bias=dict.fromkeys(range(1025), 1.0))
+
+
+@jax.jit
+def edit(logits, row, in_prompt, counts, emitted):
+    logits = sampling.add_penalties(sampling.add_bias(logits, row), row, in_prompt, counts)
+    return sampling.mask_stops(logits, row, emitted)
+
+
+@given(rngs)
+def test_editing_logits(rng):
+    request = some_sampling(rng, VOCABULARY)
+    prompt, generated = rng.integers(0, VOCABULARY, (2, 6)).tolist()
+    generated = generated[: int(rng.integers(7))]
+    logits = some_logits(rng, VOCABULARY)
+    past = history([prompt], [generated], VOCABULARY)
+    found = edit(jnp.asarray(logits), single(request), past.in_prompt[0], past.counts[0], jnp.int32(len(generated)))
+    expected = oracle.edited_logits(logits, request, prompt, generated)
+    masked = np.isinf(expected)
+    np.testing.assert_allclose(np.asarray(found)[~masked], expected[~masked], rtol=1e-5, atol=1e-5)
+    assert (np.asarray(found)[masked] <= -1e30).all()
+
+
+def by_sorting(values, weights, need):
+    order = np.argsort(-values, kind="stable")
+    reached = np.cumsum(weights[order])
+    count = int(np.sum(reached < need)) + 1
+    inside = np.zeros(len(values), bool)
+    inside[order[:count]] = True
+    return inside
+
+
+@given(rngs)
+def test_smallest_prefix(rng):
+    """Small whole weights: every sum is exact, so this is, too."""
+    values = rng.choice(np.float32([-np.inf, -1e30, -2.5, -1, -1e-40, 0, 1e-40, 1, 2.5, 1e30]), VOCABULARY)
+    weights = rng.integers(0, 4, VOCABULARY).astype(np.float32)
+    need = np.float32(rng.integers(1, 80))
+    found = jax.jit(sampling.smallest_prefix)(values, weights, need)
+    np.testing.assert_array_equal(found, by_sorting(values, weights, need))
+
+
+def test_both_zeros_are_one_value():
+    values = jnp.array([-0.0, 0.0, -0.0, -1.0])
+    for need, inside in ((1, [1, 0, 0, 0]), (2, [1, 1, 0, 0]), (3, [1, 1, 1, 0])):
+        found = jax.jit(sampling.smallest_prefix)(values, jnp.ones(4), jnp.float32(need))
+        assert found.tolist() == [bool(x) for x in inside]
+
+
+@jax.jit
+def truncate(logits, row):
+    return sampling.cut_min_p(sampling.truncate(logits / row.temperature, row), row)
+
+
+@settings(max_examples=200)
+@given(rngs)
+def test_truncation(rng):
+    request = some_sampling(rng, VOCABULARY, temperature=float(rng.choice([0.3, 1.0, 1.7])))
+    logits = some_logits(rng, VOCABULARY)
+    expected, margin = oracle.truncated_logits(logits, request)
+    if margin < NEAR:
+        return
+    found = np.asarray(truncate(jnp.asarray(logits), single(request)))
+    np.testing.assert_array_equal(found > -np.inf, expected > -np.inf)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+EIGHTHS = np.log(np.array([4, 2, 1, 1]) / 8).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        ({}, 4),
+        ({"top_k": 0}, 4),
+        ({"top_k": -1}, 4),
+        ({"top_k": 1}, 1),
+        ({"top_k": 3}, 3),  # of two equals the lower id
+        ({"top_k": 9}, 4),
+        ({"top_p": 1e-6}, 1),
+        ({"top_p": 0.49}, 1),
+        ({"top_p": 0.51}, 2),
+        ({"top_p": 0.76}, 3),
+        ({"top_p": 0.9999}, 4),
+        ({"top_k": 2, "top_p": 0.6}, 1),  # 4/6 of what top-k left
+        ({"top_k": 3, "top_p": 0.6}, 2),  # but 4/7
+        ({"min_p": 0.2}, 4),
+        ({"min_p": 0.3}, 2),
+        ({"min_p": 1.0}, 1),
+        ({"temperature": 0.5, "min_p": 0.2}, 2),
+    ],
+)
+def test_boundaries_of_truncation_by_hand(change, kept):
+    request = dataclasses.replace(Sampling(temperature=1.0), **change)
+    assert np.flatnonzero(np.asarray(truncate(jnp.asarray(EIGHTHS), single(request))) > -np.inf).tolist() == list(
+        range(kept)
+    )
+
+
+def batch_of_draws(rng, **fixed):
+    """B requests, each with its prompt, output and a path of drafted tokens; some with a grammar."""
+    requests = [some_sampling(rng, VOCABULARY, **fixed) for _ in range(BATCH)]
+    prompts = rng.integers(0, VOCABULARY, (BATCH, 5)).tolist()
+    generated = [rng.integers(0, VOCABULARY, int(rng.integers(1, 6))).tolist() for _ in range(BATCH)]
+    paths = [rng.integers(0, VOCABULARY, int(rng.integers(0, 4))).tolist() for _ in range(BATCH)]
+    allowed = rng.random((BATCH, VOCABULARY)) < rng.choice([0.3, 1.1])
+    allowed[:, int(rng.integers(VOCABULARY))] = True
+    return requests, prompts, generated, paths, allowed, some_logits(rng, BATCH, VOCABULARY)
+
+
+def arguments(requests, prompts, generated, paths, allowed, logits, order=None):
+    """For `draw`; the rows' histories lie in `order` in the state, to be found by slot."""
+    order = np.arange(len(requests)) if order is None else order
+    past = history([prompts[i] for i in np.argsort(order)], [generated[i] for i in np.argsort(order)], VOCABULARY)
+    inputs = DrawInputs(
+        sampling_rows(requests, VOCABULARY), past, jnp.asarray(order, jnp.int32), jnp.ones(len(requests), bool)
+    )
+    before = [len(g) + len(p) for g, p in zip(generated, paths, strict=True)]
+    position = [len(p) + b for p, b in zip(prompts, before, strict=True)]
+    path = np.array([[*p, *[-1] * (3 - len(p))] for p in paths], np.int32)
+    counts = jnp.asarray(position, jnp.int32), jnp.asarray(before, jnp.int32), jnp.asarray(path)
+    return jnp.asarray(logits), inputs, *counts, pack_allowed(allowed)
+
+
+def expected_draws(requests, prompts, generated, paths, allowed, logits):
+    return [
+        oracle.draw(logits[i], requests[i], prompts[i], generated[i] + paths[i], allowed[i])
+        for i in range(len(requests))
+    ]
+
+
+@settings(max_examples=150)
+@given(rngs)
+def test_draws_with_everything_at_once(rng):
+    case = batch_of_draws(rng)
+    found = draw(*arguments(*case, order=rng.permutation(BATCH)))
+    for i, expected in enumerate(expected_draws(*case)):
+        assert int(found[i]) == expected.token or expected.gap < NEAR, (case[0][i], expected)
+
+
+@settings(max_examples=40)
+@given(rngs)
+def test_greedy_draws_with_ties(rng):
+    case = list(batch_of_draws(rng, temperature=0.0, bias={}, repetition_penalty=1.0, frequency_penalty=0.5))
+    case[-1] = np.round(case[-1])
+    found = draw(*arguments(*case))
+    assert found.tolist() == [expected.token for expected in expected_draws(*case)]
+
+
+@settings(max_examples=30)
+@given(rngs)
+def test_a_draw_does_not_depend_on_the_rest_of_the_batch(rng):
+    case = batch_of_draws(rng)
+    together = draw(*arguments(*case))
+    for i in range(2):
+        alone = [[part[i]] * BATCH for part in case[:4]] + [np.stack([part[i]] * BATCH) for part in case[4:]]
+        assert draw(*arguments(*alone)).tolist() == [int(together[i])] * BATCH
+
+
+@pytest.mark.parametrize("params", [
+    Sampling(temperature=1.0),
+    Sampling(temperature=0.6, top_p=0.9),
+    Sampling(temperature=1.4, top_k=6),
+    Sampling(temperature=1.0, min_p=0.05, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.5),
+    Sampling(temperature=1.0, top_k=7, top_p=0.8, bias={3: 2.0}, stop_ids=(5,), min_tokens=9),
+])  # fmt: skip
+@pytest.mark.parametrize("over", ["seeds", "positions"])
+def test_the_law_of_the_draws(params, over):
+    """Chi-square of 4096 draws against the exact law, over seeds at one position or over positions of one seed."""
+    count, vocab = 4096, 12
+    logits = np.random.default_rng(3).normal(0, 0.7, vocab).astype(np.float32)
+    prompt, generated = [1, 2, 2], [3, 3, 4]
+    law = oracle.distribution(logits, params, prompt, generated)
+    rows = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape[1:])), sampling_rows([params], vocab))
+    past = history([prompt], [generated], vocab)
+    position = jnp.full(count, 6, jnp.int32)
+    if over == "seeds":
+        seeds = np.arange(count, dtype=np.uint32)
+        rows = rows._replace(seed=jnp.asarray(np.stack([seeds * 3, seeds], axis=1)))
+    else:
+        position = jnp.arange(count, dtype=jnp.int32)
+    slots, active = jnp.zeros(count, jnp.int32), jnp.ones(count, bool)
+    before, path = jnp.full(count, 3, jnp.int32), jnp.full((count, 1), -1, jnp.int32)
+    stacked = jnp.broadcast_to(jnp.asarray(logits), (count, vocab))
+    drawn = np.asarray(draw(stacked, DrawInputs(rows, past, slots, active), position, before, path))
+    observed = np.bincount(drawn, minlength=vocab)
+    assert (observed[law == 0] == 0).all()
+    likely = law > 0
+    assert likely.sum() > 2
+    assert scipy.stats.chisquare(observed[likely], law[likely] / law[likely].sum() * count).pvalue > 1e-3
