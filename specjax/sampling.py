@@ -12,7 +12,8 @@ so a request draws the same tokens with any drafter and in any batch. Written fo
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,14 +37,14 @@ _TINY = -1e30
 class SamplingRows(NamedTuple):
     """Sampling parameters, one row a request ([R] as state, [B] in a step, no axis under vmap)."""
 
-    temperature: Float32[Array, R]  # 0: greedy
-    top_k: Int32[Array, R]  # <= 0: off
-    top_p: Float32[Array, R]  # >= 1: off
-    min_p: Float32[Array, R]  # 0: off
-    repetition_penalty: Float32[Array, R]  # 1: off
-    frequency_penalty: Float32[Array, R]  # 0: off
-    presence_penalty: Float32[Array, R]  # 0: off
-    min_tokens: Int32[Array, R]  # stop ids are masked while fewer have been emitted
+    temperature: Float32[Array, "R"]  # 0: greedy
+    top_k: Int32[Array, "R"]  # <= 0: off
+    top_p: Float32[Array, "R"]  # >= 1: off
+    min_p: Float32[Array, "R"]  # 0: off
+    repetition_penalty: Float32[Array, "R"]  # 1: off
+    frequency_penalty: Float32[Array, "R"]  # 0: off
+    presence_penalty: Float32[Array, "R"]  # 0: off
+    min_tokens: Int32[Array, "R"]  # stop ids are masked while fewer have been emitted
     stop_ids: Int32[Array, "R 8"]  # NO_STOP where unused
     seed: UInt32[Array, "R 2"]  # high and low word
     bias_ids: Int32[Array, "R 1024"]  # V where unused
@@ -94,44 +95,46 @@ def sampling_row(
     values[: len(bias)] = list(bias.values())
     stops = np.full(STOP_IDS, NO_STOP, np.int32)
     stops[: len(stop_ids)] = stop_ids
-    return SamplingRows(
-        temperature=np.float32(temperature),
-        top_k=np.int32(top_k),
-        top_p=np.float32(top_p),
-        min_p=np.float32(min_p),
-        repetition_penalty=np.float32(repetition_penalty),
-        frequency_penalty=np.float32(frequency_penalty),
-        presence_penalty=np.float32(presence_penalty),
-        min_tokens=np.int32(min_tokens),
-        stop_ids=stops,
-        seed=seed_words(seed),
-        bias_ids=ids,
-        bias_values=values,
-    )  # pyright: ignore[reportArgumentType]  (numpy scalars stand for arrays until they are on the device)
+    # numpy until the row reaches the device
+    fields: dict[str, Any] = {
+        "temperature": np.float32(temperature),
+        "top_k": np.int32(top_k),
+        "top_p": np.float32(top_p),
+        "min_p": np.float32(min_p),
+        "repetition_penalty": np.float32(repetition_penalty),
+        "frequency_penalty": np.float32(frequency_penalty),
+        "presence_penalty": np.float32(presence_penalty),
+        "min_tokens": np.int32(min_tokens),
+        "stop_ids": stops,
+        "seed": seed_words(seed),
+        "bias_ids": ids,
+        "bias_values": values,
+    }
+    return SamplingRows(**fields)
 
 
-def has_penalty(rows: SamplingRows) -> Bool[Array, B]:
+def has_penalty(rows: SamplingRows) -> Bool[Array, "B"]:
     """Rows whose logits depend on the tokens so far."""
     return (rows.repetition_penalty != 1) | (rows.frequency_penalty != 0) | (rows.presence_penalty != 0)
 
 
-def has_bias(rows: SamplingRows, vocab_size: int) -> Bool[Array, B]:
+def has_bias(rows: SamplingRows, vocab_size: int) -> Bool[Array, "B"]:
     return jnp.any(rows.bias_ids < vocab_size, axis=-1)
 
 
-def is_plain(rows: SamplingRows, emitted: Int32[Array, B], vocab_size: int) -> Bool[Array, B]:
+def is_plain(rows: SamplingRows, emitted: Int32[Array, "B"], vocab_size: int) -> Bool[Array, "B"]:
     """Rows whose draw is the argmax of the raw logits."""
     waits = (emitted < rows.min_tokens) & jnp.any(rows.stop_ids != NO_STOP, axis=-1)
     return (rows.temperature <= 0) & ~has_penalty(rows) & ~has_bias(rows, vocab_size) & ~waits
 
 
-def add_bias(logits: Float32[Array, V], row: SamplingRows) -> Float32[Array, V]:
+def add_bias(logits: Float32[Array, "V"], row: SamplingRows) -> Float32[Array, "V"]:
     return logits.at[row.bias_ids].add(row.bias_values, mode="drop")
 
 
 def add_penalties(
-    logits: Float32[Array, V], row: SamplingRows, in_prompt: Bool[Array, V], counts: Int32[Array, V]
-) -> Float32[Array, V]:
+    logits: Float32[Array, "V"], row: SamplingRows, in_prompt: Bool[Array, "V"], counts: Int32[Array, "V"]
+) -> Float32[Array, "V"]:
     """Repetition over prompt and output, then frequency and presence over the output (`counts`: path included)."""
     seen = in_prompt | (counts > 0)
     factor = row.repetition_penalty
@@ -140,27 +143,27 @@ def add_penalties(
     return logits - row.frequency_penalty * times - row.presence_penalty * (counts > 0).astype(jnp.float32)
 
 
-def mask_stops(logits: Float32[Array, V], row: SamplingRows, emitted: Int32[Array, ""]) -> Float32[Array, V]:
+def mask_stops(logits: Float32[Array, "V"], row: SamplingRows, emitted: Int32[Array, ""]) -> Float32[Array, "V"]:
     """Stop ids cannot be drawn while `emitted`, the tokens emitted before this one, is below `min_tokens`."""
     vocab = logits.shape[0]
     masked = (emitted < row.min_tokens) & (row.stop_ids != NO_STOP)
     return logits.at[jnp.where(masked, row.stop_ids, vocab)].set(_TINY, mode="drop")
 
 
-def mask_forbidden(logits: Float32[Array, V], allowed: UInt32[Array, W]) -> Float32[Array, V]:
+def mask_forbidden(logits: Float32[Array, "V"], allowed: UInt32[Array, "W"]) -> Float32[Array, "V"]:
     """A grammar's mask: bit ``v % 32`` of word ``v // 32`` says whether token v may come."""
     ids = jnp.arange(logits.shape[0], dtype=jnp.uint32)
     bit = (allowed[ids // 32] >> (ids % 32)) & 1
     return jnp.where(bit == 1, logits, _TINY)
 
 
-def gumbel_noise(seed: UInt32[Array, 2], position: Int32[Array, ""], vocab_size: int) -> Float32[Array, V]:
+def gumbel_noise(seed: UInt32[Array, 2], position: Int32[Array, ""], vocab_size: int) -> Float32[Array, "V"]:
     """Noise for the token that will stand at `position`: threefry2x32 keyed by the seed's two words."""
     key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
     return jax.random.gumbel(key, (vocab_size,), jnp.float32)
 
 
-def _ascending_bits(values: Float32[Array, V]) -> UInt32[Array, V]:
+def _ascending_bits(values: Float32[Array, "V"]) -> UInt32[Array, "V"]:
     """Unsigned integers in the order of the floats: negatives flipped whole, the rest moved above them. -0 = +0."""
     bits = jax.lax.bitcast_convert_type(values + 0.0, jnp.uint32)
     sign = jnp.uint32(0x80000000)
@@ -168,8 +171,8 @@ def _ascending_bits(values: Float32[Array, V]) -> UInt32[Array, V]:
 
 
 def smallest_prefix(
-    values: Float32[Array, V], weights: Float32[Array, V], need: Float32[Array, ""]
-) -> Bool[Array, V]:
+    values: Float32[Array, "V"], weights: Float32[Array, "V"], need: Float32[Array, ""]
+) -> Bool[Array, "V"]:
     """The shortest prefix of the order (value descending, id ascending) whose weights sum to `need`; else everything.
 
     Found by bisection on the bits of the value, then of the id: 32 + log2(V) sums instead of a sort, which on a CPU is
@@ -201,7 +204,7 @@ def smallest_prefix(
     return above | (at & (ids <= last))
 
 
-def truncate(logits: Float32[Array, V], row: SamplingRows) -> Float32[Array, V]:
+def truncate(logits: Float32[Array, "V"], row: SamplingRows) -> Float32[Array, "V"]:
     """Top-k, then top-p of what is left, of temperature-scaled logits: -inf outside."""
     ones = jnp.ones_like(logits)
     k = row.top_k.astype(jnp.float32)
@@ -212,29 +215,29 @@ def truncate(logits: Float32[Array, V], row: SamplingRows) -> Float32[Array, V]:
     return jnp.where(inside, logits, -jnp.inf)
 
 
-def cut_min_p(logits: Float32[Array, V], row: SamplingRows) -> Float32[Array, V]:
+def cut_min_p(logits: Float32[Array, "V"], row: SamplingRows) -> Float32[Array, "V"]:
     """Drops tokens less likely than `min_p` times the likeliest."""
     floor = jnp.max(logits) + jnp.log(row.min_p)  # log(0) = -inf: nothing is dropped
     return jnp.where(logits >= floor, logits, -jnp.inf)
 
 
 class DrawInputs(NamedTuple):
-    """All that one draw a request needs, for B requests. The arrays of `History` stay [R, V]: rows are read if needed."""
+    """What the draws of B requests need. The arrays of `History` stay [R, V]: rows are read only where needed."""
 
     rows: SamplingRows  # [B]
     history: History  # [R, V]
-    slots: Int32[Array, B]
-    active: Bool[Array, B]
+    slots: Int32[Array, "B"]
+    active: Bool[Array, "B"]
 
 
 def draw(
     logits: Float32[Array, "B V"],
     inputs: DrawInputs,
-    position: Int32[Array, B],
-    emitted: Int32[Array, B],
+    position: Int32[Array, "B"],
+    emitted: Int32[Array, "B"],
     path: Int32[Array, "B J"],
     allowed: UInt32[Array, "B W"] | None = None,
-) -> Int32[Array, B]:
+) -> Int32[Array, "B"]:
     """The token the target emits after each request's path: the one rule above.
 
     Args:
@@ -249,7 +252,7 @@ def draw(
     rows, history, slots, active = inputs
     vocab = logits.shape[-1]
 
-    def when(needed: Array, change, logits: Array) -> Array:
+    def when(needed: Array, change: Callable[[Array], Array], logits: Array) -> Array:
         return jax.lax.cond(jnp.any(needed & active), change, lambda x: x, logits)
 
     logits = when(has_bias(rows, vocab), lambda x: jax.vmap(add_bias)(x, rows), logits)

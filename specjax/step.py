@@ -10,20 +10,21 @@ scatters them back; an empty entry has a slot >= R, which the scatter drops.
 
 One request, three steps of a drafter with D = 2 (n = prefix_length, committed tokens in brackets):
 
-    prefill  [the cat]                draws "sat"                        root = sat, n = 2
-    step     sat -> on -> a           draws on, the, ...: 1 accepted     emits on, the; root = the, n = 4: [the cat sat on]
-    step     the -> mat -> .          draws mat, ., <eos>: 2 accepted    emits mat, ., <eos>; finish = stop
+    prefill  [the cat]          draws sat                        root = sat, n = 2
+    step     sat -> on -> a     draws on, the: 1 accepted        emits on, the; root = the, n = 4: [the cat sat on]
+    step     the -> mat -> .    draws mat, ., <eos>: 2 accepted  emits mat, ., <eos>; finish = stop
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float32, Int32, UInt32
 from specjax_kernels import CAUSAL, pack_bits
@@ -44,15 +45,18 @@ NO_FORCED_TOKEN = -1
 
 TOP_LOGPROBS = 20
 
+NO_DRAFT_LIMIT = 1 << 20
+"""`Row.draft_limit` of a row that takes whatever the drafter proposes."""
+
 
 class Row(NamedTuple):
     """What a request brings to its row of the state. As state each field has a leading R."""
 
-    prefix_length: Int32[Array, R]  # n: tokens in pages (reused ones, at admission)
-    generated: Int32[Array, R]  # emitted so far; not 0 at admission of a resumed request
-    limit: Int32[Array, R]  # most tokens to emit
-    draft_limit: Int32[Array, R]  # most draft nodes a step; 0: no speculation for this row
-    salt: UInt32[Array, R]
+    prefix_length: Int32[Array, "R"]  # n: tokens in pages (reused ones, at admission)
+    generated: Int32[Array, "R"]  # emitted so far; not 0 at admission of a resumed request
+    limit: Int32[Array, "R"]  # most tokens to emit
+    draft_limit: Int32[Array, "R"]  # most draft nodes a step; 0: no speculation for this row
+    salt: UInt32[Array, "R"]
     sampling: SamplingRows
     history: History
 
@@ -63,8 +67,8 @@ class DecodeState(NamedTuple):
     cache: PagedCache
     draft: DraftState
     rows: Row
-    root: Int32[Array, R]  # the last emitted token, at position prefix_length
-    finished: Bool[Array, R]  # on from the finishing step until the row is admitted anew
+    root: Int32[Array, "R"]  # the last emitted token, at position prefix_length
+    finished: Bool[Array, "R"]  # on from the finishing step until the row is admitted anew
 
 
 class StepInput(NamedTuple):
@@ -114,7 +118,7 @@ class StepOutput(NamedTuple):
 class StepConfig:
     """Static choices of a step. Variants that a plain step does not pay for are off."""
 
-    widths: tuple[int, ...] = ()  # static tree widths; () = the drafter's. Ascending, the last is the drafter's
+    widths: tuple[int, ...] = ()  # static tree widths, ascending; () = the drafter's. Further nodes are cut off
     logprobs: bool = False
     trace: bool = False
 
@@ -143,6 +147,41 @@ def init_state(params: Params, target: Target, drafter: Drafter, *, rows: int, p
         root=zeros(),
         finished=jnp.ones(rows, bool),
     )
+
+
+def new_row(
+    vocab_size: int,
+    *,
+    limit: int,
+    prompt: Sequence[int] = (),
+    output: Sequence[int] = (),
+    draft_limit: int = NO_DRAFT_LIMIT,
+    salt: int = 0,
+    prefix_length: int = 0,
+    **sampling: Any,
+) -> Row:
+    """A request's row for `admit`, as numpy arrays without a leading axis.
+
+    Args:
+        limit: most tokens to emit, `output` included.
+        prompt, output: tokens that penalties count; `output` only for a resumed request.
+        draft_limit: most draft nodes a step may check for it; 0 = no speculation.
+        sampling: as in `sampling_row`; greedy by default.
+    """
+    in_prompt = np.zeros(vocab_size, bool)
+    in_prompt[list(prompt)] = True
+    counts = np.bincount(np.asarray(output, np.int64), minlength=vocab_size).astype(np.int32)
+    # numpy until the row reaches the device
+    fields: dict[str, Any] = {
+        "prefix_length": np.int32(prefix_length),
+        "generated": np.int32(len(output)),
+        "limit": np.int32(limit),
+        "draft_limit": np.int32(draft_limit),
+        "salt": np.uint32(salt),
+        "sampling": sampling_row(vocab_size, **sampling),
+        "history": History(*cast(Any, (in_prompt, counts))),
+    }
+    return Row(**fields)
 
 
 def admit(state: DecodeState, slot: Int32[Array, ""], row: Row) -> DecodeState:
@@ -229,8 +268,9 @@ def verify_phase(
         return run
 
     widths = config.widths or (tree.width,)
-    if widths[-1] != tree.width or list(widths) != sorted(set(widths)):
-        raise ValueError(f"StepConfig.widths must ascend to the drafter's width {tree.width}, got {widths}")
+    if not 1 <= widths[0] <= widths[-1] <= tree.width or list(widths) != sorted(set(widths)):
+        raise ValueError(f"StepConfig.widths must ascend, from 1 to the drafter's width {tree.width}: {widths}")
+    tree = keep_nodes(tree, jnp.full_like(context.root, widths[-1]))
     if len(widths) == 1:
         checked = at_width(widths[0])()
     else:
@@ -375,7 +415,7 @@ class _Verified(NamedTuple):
 def _gather(state: DecodeState, slots: PerRequest, page_table: PageTable, active: Active) -> _Batch:
     rows = state.root.shape[0]
     index = jnp.minimum(slots, rows - 1)
-    small = state.rows._replace(history=None)  # pyright: ignore[reportArgumentType]
+    small = state.rows._replace(history=cast(Any, None))
     row = jax.tree.map(lambda x: x[index], small)._replace(history=state.rows.history)
     active = active & (slots < rows) & ~state.finished[index]
     context = Context(

@@ -139,7 +139,7 @@ def rerank(root: PerRequest, pool: Pool, width: int) -> DraftTree:
 
 
 def keep_nodes(tree: DraftTree, count: PerRequest) -> DraftTree:
-    """The tree with only its first ``count[b]`` nodes valid (at least the root). Parents come first, so it is closed."""
+    """The tree with only its first ``count[b]`` nodes valid (at least the root); closed, as parents come first."""
     valid = tree.valid & (jnp.arange(tree.width)[None, :] < jnp.maximum(count, 1)[:, None])
     return DraftTree(
         tokens=jnp.where(valid, tree.tokens, NO_TOKEN),

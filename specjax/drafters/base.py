@@ -18,7 +18,7 @@ from specjax.tree import DraftTree
 from specjax.types import Active, PageTable, PerRequest
 
 Features: TypeAlias = tuple[int, ...] | Literal["final"] | None
-"""Target outputs that `observe` wants: residual streams after these layers (concatenated), or the final hidden state."""
+"""What `observe` wants of the target: residual streams after these layers, concatenated, or the final hidden state."""
 
 DraftState: TypeAlias = Any
 """A drafter's own pytree. Its shapes depend on the drafter, the rows and the pool, never on a tree."""
@@ -39,7 +39,7 @@ class Context(NamedTuple):
     page_table: PageTable
     root: PerRequest  # the last emitted token, at position n
     active: Active
-    salt: UInt32[Array, B]  # requests with different salts share nothing
+    salt: UInt32[Array, "B"]  # requests with different salts share nothing
     sampling: SamplingRows  # [B] rows: a drafter may look at the noise the target will use
 
 

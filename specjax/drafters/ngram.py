@@ -94,7 +94,7 @@ class NgramState(NamedTuple):
     length: Int32[Array, "R"]  # tokens seen of the row; tells a new request from a continued one
 
 
-def ngram_drafter(config: NgramConfig = NgramConfig()) -> Drafter:  # noqa: B008  (frozen)
+def ngram_drafter(config: NgramConfig = NgramConfig()) -> Drafter:
     """Drafts by matching. [B, num_draft_tokens] trees; where nothing matches only the root is valid."""
     window = config.max_match_window_size
     # Every token enters under each window size; four times that many places keep most of them for a whole turn.

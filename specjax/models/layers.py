@@ -14,7 +14,7 @@ from specjax.config import RopeConfig
 from specjax.types import Positions
 
 
-def rms_norm(x: Float[Array, "... M"], weight: Float[Array, M], epsilon: float) -> Float[Array, "... M"]:
+def rms_norm(x: Float[Array, "... M"], weight: Float[Array, "M"], epsilon: float) -> Float[Array, "... M"]:
     """x / rms(x) * weight; the statistics in float32, the product in x's dtype (as Hugging Face's Llama does)."""
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)

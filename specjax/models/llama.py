@@ -165,7 +165,7 @@ class Llama(nn.Module):
         by_layer = dict(taps)
         return ForwardOutput(hidden, jnp.concatenate([by_layer[i] for i in features], axis=-1), block)
 
-    def unembed(self, hidden: Float[Array, "... M"], ids: Int32[Array, W] | None = None) -> Float[Array, "... W"]:
+    def unembed(self, hidden: Float[Array, "... M"], ids: Int32[Array, "W"] | None = None) -> Float[Array, "... W"]:
         precision = _precision(self.config)
         if self.config.tied_embeddings:
             rows = self.embedding if ids is None else self.embedding[ids]

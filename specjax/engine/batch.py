@@ -1,0 +1,119 @@
+"""Shapes that the engine rounds up to, and the small arrays that it builds for a step. All buckets are in this file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from specjax.engine.request import Sequence
+from specjax.step import NO_DRAFT_LIMIT, NO_FORCED_TOKEN, PrefillInput, Row, StepInput, new_row
+
+BATCHES = (1, 4, 16, 48, 128, 256)
+
+SMALL_CHUNK = {"cpu": 64, "gpu": 256}
+CHUNK = {"cpu": 512, "gpu": 2048}
+"""Chunk widths. On a CPU a forward's cost grows with its width from 64 on: wider chunks only save overhead."""
+
+BLOCK_TOKENS = {"cpu": 64, "gpu": 1024}
+"""Most tree nodes that a step checks over its whole batch. On a CPU checking 64 tokens costs six times as much as one,
+so large batches draft less (and the largest not at all); on a GPU verification is nearly free up to far more."""
+
+TABLE = 512
+"""Pages in the small page table. A request that may hold no more than this needs no other."""
+
+
+@dataclass(frozen=True)
+class Buckets:
+    batches: tuple[int, ...]
+    chunks: tuple[int, ...]
+    tables: tuple[int, ...]
+    block_tokens: int
+
+    @classmethod
+    def build(cls, platform: str, *, rows: int, request_pages: int, chunk: int | None = None) -> Buckets:
+        """For R rows, and requests that may hold `request_pages` pages."""
+        kind = "cpu" if platform == "cpu" else "gpu"
+        largest = min(chunk or CHUNK[kind], CHUNK[kind])
+        return cls(
+            batches=(*(b for b in BATCHES if b < rows), rows),
+            chunks=tuple(sorted({min(SMALL_CHUNK[kind], largest), largest})),
+            tables=(request_pages,) if request_pages <= TABLE else (TABLE, request_pages),
+            block_tokens=BLOCK_TOKENS[kind],
+        )
+
+    def batch(self, count: int) -> int:
+        return next(b for b in self.batches if b >= count)
+
+    def table(self, pages: int) -> int:
+        return next(t for t in self.tables if t >= pages)
+
+    def chunk(self, tokens: int) -> int:
+        """The width for the next chunk of `tokens` remaining ones: the large one only if most of it is used."""
+        small, large = self.chunks[0], self.chunks[-1]
+        return large if tokens > large - small else small
+
+    def tree_widths(self, batch: int, widths: tuple[int, ...]) -> tuple[int, ...]:
+        """The rungs of a drafter's ladder that a batch may use: at most `block_tokens` nodes in all, and always 1."""
+        return tuple(w for w in widths if w == 1 or w * batch <= self.block_tokens)
+
+
+def step_input(sequences: list[Sequence], batch: int, buckets: Buckets, rows: int, pages: int) -> StepInput:
+    """Sequences to a bucket of `batch` entries. Empty ones get slots from R on; holes in the table hold P."""
+    slots = rows + np.arange(batch, dtype=np.int32)
+    slots[: len(sequences)] = cast(Any, [sequence.slot for sequence in sequences])
+    inputs: Any = (slots, _page_table(sequences, batch, buckets, pages), np.arange(batch) < len(sequences))
+    return StepInput(*inputs)  # numpy until it reaches the device
+
+
+def prefill_input(sequence: Sequence, buckets: Buckets, pages: int) -> PrefillInput:
+    """The next chunk of a sequence's context. The last one draws, unless the sequence is a resumed one."""
+    context = sequence.context
+    left = len(context) - sequence.prefilled
+    width = buckets.chunk(left)
+    length = min(left, width)
+    end = sequence.prefilled + length
+    tokens = np.zeros((1, width), np.int32)
+    tokens[0, :length] = context[sequence.prefilled : end]
+    after = context[end] if end < len(context) else sequence.forced_token
+    inputs: dict[str, Any] = {
+        "slots": np.array([sequence.slot], np.int32),
+        "page_table": _page_table([sequence], 1, buckets, pages),
+        "active": np.ones(1, bool),
+        "tokens": tokens,
+        "length": np.array([length], np.int32),
+        "next_token": np.array([NO_FORCED_TOKEN if after is None else after], np.int32),
+    }
+    return PrefillInput(**inputs)
+
+
+def admission_row(sequence: Sequence, vocab_size: int) -> Row:
+    """A sequence's row of the state, as numpy. Output that a resumed sequence has already counts in its penalties."""
+    params = sequence.params
+    return new_row(
+        vocab_size,
+        limit=sequence.limit,
+        prompt=sequence.prompt,
+        output=sequence.output,
+        draft_limit=NO_DRAFT_LIMIT if params.speculate else 0,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        min_tokens=params.min_new_tokens,
+        stop_ids=sequence.device_stops,
+        seed=sequence.seed,
+        logit_bias=dict(params.logit_bias),
+    )
+
+
+def _page_table(sequences: list[Sequence], batch: int, buckets: Buckets, pages: int) -> np.ndarray:
+    width = buckets.table(max(len(sequence.pages) for sequence in sequences))
+    table = np.full((batch, width), pages, np.int32)
+    for row, sequence in zip(table, sequences, strict=False):
+        row[: len(sequence.pages)] = sequence.pages
+    return table

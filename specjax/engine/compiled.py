@@ -1,0 +1,133 @@
+"""The executables of an engine: one for each batch bucket and chunk width, compiled once, before or behind its work."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from tqdm import tqdm
+
+from specjax.drafters.base import Drafter, Params
+from specjax.engine.batch import Buckets
+from specjax.models.protocol import Target
+from specjax.step import (
+    DecodeState,
+    PrefillInput,
+    StepConfig,
+    StepInput,
+    StepOutput,
+    admit,
+    ladder,
+    prefill_step,
+    speculate_step,
+)
+
+
+class Key(NamedTuple):
+    """Which executable. `width` is the batch bucket of a step, the chunk width of a prefill."""
+
+    kind: str  # "step" or "prefill"
+    width: int
+    table: int
+
+
+def use_compilation_cache(folder: Path | None = None) -> None:
+    """Keeps compiled programs on disk, so that a second start compiles nothing. Respects JAX's own settings."""
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        base = os.environ.get("SPECJAX_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "specjax"
+        jax.config.update("jax_compilation_cache_dir", str((folder or Path(base)).expanduser() / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+def _packed(output: StepOutput) -> Array:
+    """[B, J + 2] int32: tokens, emitted, finish. One array, so that a step costs one copy to the host."""
+    return jnp.concatenate([output.tokens, output.emitted[:, None], output.finish[:, None]], axis=1)
+
+
+def _step(params: Params, state: DecodeState, inputs: StepInput, **fixed: Any) -> tuple[DecodeState, Array]:
+    state, output = speculate_step(params, state, inputs, **fixed)
+    return state, _packed(output)
+
+
+def _prefill(params: Params, state: DecodeState, inputs: PrefillInput, **fixed: Any) -> tuple[DecodeState, Array]:
+    state, output = prefill_step(params, state, inputs, **fixed)
+    return state, _packed(output)
+
+
+class Executables:
+    """Compiles on demand, and at most once. Safe to call from several threads."""
+
+    def __init__(self, target: Target, drafter: Drafter, buckets: Buckets, params: Params, state: DecodeState) -> None:
+        self._target, self._drafter, self._buckets = target, drafter, buckets
+        self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
+        self._futures: dict[Key, Future[Any]] = {}
+        self._lock = threading.Lock()
+        self.admit: Callable[..., DecodeState] = jax.jit(admit, donate_argnums=0)
+
+    def all_keys(self) -> list[Key]:
+        """Every executable the engine can need, the ones for a single request first."""
+        steps = [Key("step", batch, table) for batch in self._buckets.batches for table in self._buckets.tables]
+        chunks = [Key("prefill", chunk, table) for chunk in self._buckets.chunks for table in self._buckets.tables]
+        first = self._buckets.batches[0]
+        return chunks + sorted(steps, key=lambda key: (key.width != first, key.width, key.table))
+
+    def get(self, key: Key) -> Callable[..., tuple[DecodeState, Array]]:
+        with self._lock:
+            mine = key not in self._futures
+            future = self._futures.setdefault(key, Future())
+        if mine:
+            try:
+                future.set_result(self._compile(key))
+            except BaseException as error:
+                with self._lock:
+                    del self._futures[key]
+                future.set_exception(error)
+                raise
+        return future.result()
+
+    def compiled(self) -> set[Key]:
+        return {key for key, future in self._futures.items() if future.done()}
+
+    def warm_up(self, keys: Iterable[Key], *, progress: bool = True) -> None:
+        """Compiles these, with a progress bar on stderr."""
+        missing = [key for key in keys if key not in self.compiled()]
+        bar = tqdm(missing, desc="Compiling", unit="bucket", disable=not progress or not missing)
+        for key in bar:
+            bar.set_postfix_str(f"{key.kind} {key.width}")
+            self.get(key)
+
+    def _compile(self, key: Key) -> Callable[..., Any]:
+        params, state = self._shapes
+        fixed: dict[str, Any] = {"target": self._target, "drafter": self._drafter}
+
+        def ints(*shape: int) -> Any:
+            return jax.ShapeDtypeStruct(shape, np.int32)
+
+        def flags(*shape: int) -> Any:
+            return jax.ShapeDtypeStruct(shape, np.bool_)
+
+        if key.kind == "prefill":
+            inputs = PrefillInput(
+                slots=ints(1),
+                page_table=ints(1, key.table),
+                active=flags(1),
+                tokens=ints(1, key.width),
+                length=ints(1),
+                next_token=ints(1),
+            )
+            function = partial(_prefill, **fixed)
+        else:
+            batch = key.width
+            inputs = StepInput(ints(batch), ints(batch, key.table), flags(batch))
+            widths = self._buckets.tree_widths(batch, ladder(self._drafter))
+            function = partial(_step, **fixed, config=StepConfig(widths))
+        return jax.jit(function, donate_argnums=1).lower(params, state, inputs).compile()

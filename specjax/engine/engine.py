@@ -1,0 +1,482 @@
+"""The engine: schedule -> dispatch -> collect.
+
+One iteration (`step`) admits waiting requests, dispatches at most one prefill chunk and one decode step, and then reads
+the results of the iteration *before*: the device always has its next step queued while the host looks at the last one.
+That is safe because a row that finishes on the device does nothing in later steps, because pages are reserved for all
+that unread steps may commit, and because the device runs steps in order: pages freed by a step that was read may be
+written by one dispatched later.
+
+    iteration t     dispatch step t     collect step t - 1     (a row that ended in t - 1 was inactive in t)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import jax
+import numpy as np
+
+from specjax import checkpoint
+from specjax.cache import PoolShape
+from specjax.config import ModelConfig
+from specjax.drafters import Drafter, Params, make_drafter
+from specjax.engine.batch import Buckets, admission_row, prefill_input, step_input
+from specjax.engine.compiled import Executables, Key, use_compilation_cache
+from specjax.engine.request import Completion, SamplingParams, Sequence, Status, completion, random_seed
+from specjax.engine.scheduler import Scheduler
+from specjax.engine.text import TextStream
+from specjax.models import make_target
+from specjax.models.protocol import Target
+from specjax.sampling import STOP_IDS
+from specjax.step import FULL, STOPPED, init_state
+
+DEFAULT_POOL_TOKENS = 32_768
+"""Of the pool on a CPU, where memory is shared with everything else."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    max_running_requests: int = 48  # R
+    page_size: int = 16  # S
+    max_total_tokens: int | None = None  # of the pool; None: fits the device
+    context_length: int | None = None  # None: the model's
+    chunked_prefill_size: int | None = None  # None: 512 on a CPU, 2048 on a GPU
+    mem_fraction: float = 0.85  # of a GPU's memory, for weights and pool
+    overlap: bool = True  # dispatch a step before the last one is read
+
+    def __post_init__(self) -> None:
+        for name in ("max_running_requests", "page_size", "max_total_tokens", "context_length", "chunked_prefill_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if not 0 < self.mem_fraction <= 1:
+            raise ValueError(f"--mem-fraction-static must be above 0 and at most 1, got {self.mem_fraction}")
+
+
+class StreamChunk(NamedTuple):
+    """News of one request: text and tokens since the last chunk; `completion` with the last one."""
+
+    prompt_index: int  # which of the prompts
+    text: str
+    output_ids: list[int]
+    completion: Completion | None
+
+
+class _InFlight(NamedTuple):
+    output: Any  # [B, J + 2] on the device
+    sequences: list[Sequence]
+    lengths: list[int] | None  # of a prefill: tokens committed after it; None: a decode step
+
+
+class Engine:
+    """Continuous batching over one target and one drafter. Not thread-safe: one thread calls `step`."""
+
+    def __init__(
+        self,
+        target: Target,
+        params: Params,
+        tokenizer: Any,
+        drafter: Drafter,
+        *,
+        config: EngineConfig = EngineConfig(),
+        eos_ids: tuple[int, ...] = (),
+    ) -> None:
+        self.target, self.params, self.tokenizer, self.drafter = target, params, tokenizer, drafter
+        self.config, self.eos_ids = config, eos_ids
+        self.vocab_size = target.config.vocab_size
+        self.context_length = min(config.context_length or target.config.max_positions, target.config.max_positions)
+        self.platform = jax.default_backend()
+        rows = config.max_running_requests
+        tokens = config.max_total_tokens or self._pool_tokens()
+        self.pool = PoolShape(max(tokens // config.page_size, 1), config.page_size)
+        request_pages = min(-(-self.context_length // config.page_size), self.pool.pages)
+        self.buckets = Buckets.build(
+            self.platform, rows=rows, request_pages=request_pages, chunk=config.chunked_prefill_size
+        )
+        self.lookahead = (2 if config.overlap else 1) * (drafter.depth + 1)
+        self.scheduler = self._new_scheduler()
+        self.state = init_state(params, target, drafter, rows=rows, pool=self.pool)
+        self.executables = Executables(target, drafter, self.buckets, params, self.state)
+        self.steps = 0  # decode steps dispatched
+        self._in_flight: deque[_InFlight] = deque()
+        self._numbers = itertools.count()
+        self._by_id: dict[str, Sequence] = {}
+        self._unreported: list[Sequence] = []  # read while making room; reported by the iteration that did it
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str = checkpoint.BUILT_IN_MODEL,
+        *,
+        dtype: str = "auto",
+        algorithm: str = "AUTO",
+        algorithm_flags: Mapping[str, Any] | None = None,
+        revision: str | None = None,
+        backend: str | None = None,
+        config: EngineConfig = EngineConfig(),
+        compilation_cache: bool = True,
+        progress: bool = True,
+    ) -> Engine:
+        """Loads a model (alias, .gguf, folder or hub id) and makes an engine for it.
+
+        Args:
+            dtype: auto (float32 on a CPU, the checkpoint's on a GPU), float32, bfloat16 or float16.
+            algorithm: AUTO, NONE or NGRAM; `algorithm_flags` are its factory's keyword arguments.
+            backend: the attention implementation; None = the default for the device.
+            compilation_cache: keep compiled programs on disk.
+
+        Raises:
+            CheckpointError: the model cannot be found or read. ValueError: a flag is wrong.
+        """
+        drafter = make_drafter(algorithm, algorithm_flags)
+        if compilation_cache:
+            use_compilation_cache()
+        files = checkpoint.resolve(model, revision=revision, progress=progress)
+        model_config = checkpoint.model_config(files.config, dtype=dtype)
+        if model_config.dtype == "float32":
+            # The default on recent GPUs is TF32; float32 is promised.
+            jax.config.update("jax_default_matmul_precision", "highest")
+        tokenizer = checkpoint.load_tokenizer(files)
+        params = Params(checkpoint.load_params(files, model_config, progress=progress))
+        eos = checkpoint.stop_token_ids(files)
+        if not eos and isinstance(tokenizer.eos_token_id, int):
+            eos = (tokenizer.eos_token_id,)
+        target = make_target(model_config, backend=backend)
+        return cls(target, params, tokenizer, drafter, config=config, eos_ids=eos)
+
+    # Requests
+
+    def add(
+        self, prompt: str | List[int] | List[Mapping[str, Any]], sampling: SamplingParams, *, id: str | None = None
+    ) -> Sequence:
+        """Queues a request: text, token ids, or chat messages (rendered with the model's template).
+
+        Raises:
+            ValueError: an empty prompt, a token outside the vocabulary, or more tokens than fit.
+        """
+        tokens = self.encode(prompt)
+        number = next(self._numbers)
+        name = id if id is not None else f"request-{number}"
+        if name in self._by_id:
+            raise ValueError(f"a request with id {name!r} is running")
+        limit = self._limit(len(tokens), sampling)
+        for what, ids in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
+            outside = [token for token in ids if not 0 <= int(token) < self.vocab_size]
+            if outside:
+                raise ValueError(f"{what} holds {outside[0]}; token ids of this model are 0 to {self.vocab_size - 1}")
+        stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_ids))))
+        sequence = Sequence(
+            id=name,
+            prompt=tokens,
+            params=sampling,
+            limit=limit,
+            seed=random_seed() if sampling.seed is None else sampling.seed,
+            device_stops=stops[:STOP_IDS],
+            host_stops=frozenset(stops[STOP_IDS:]),
+            stream=TextStream(
+                self.tokenizer,
+                cast(tuple[str, ...], sampling.stop),
+                skip_special_tokens=sampling.skip_special_tokens,
+                keep_stop=sampling.no_stop_trim,
+            ),
+            arrival=number,
+            histogram=[0] * (self.drafter.depth + 1),
+        )
+        self.scheduler.add(sequence)
+        self._by_id[name] = sequence
+        return sequence
+
+    def encode(self, prompt: str | List[int] | List[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+            ValueError: it is empty, of no known form, or holds an id outside the vocabulary.
+        """
+        if isinstance(prompt, str):
+            tokens = self.tokenizer(prompt)["input_ids"]
+        elif isinstance(prompt, list | tuple) and prompt and all(isinstance(m, Mapping) for m in prompt):
+            tokens = self._render(cast(Any, prompt))
+        elif isinstance(prompt, list | tuple) and all(
+            isinstance(t, int | np.integer) and not isinstance(t, bool) for t in prompt
+        ):
+            tokens = [int(cast(Any, token)) for token in prompt]
+        else:
+            raise ValueError(f"a prompt is a string, a list of token ids or a list of messages, got {prompt!r:.80}")
+        if not tokens:
+            raise ValueError("the prompt is empty: there is nothing to continue")
+        outside = [token for token in tokens if not 0 <= token < self.vocab_size]
+        if outside:
+            raise ValueError(f"the prompt holds token {outside[0]}; ids of this model are 0 to {self.vocab_size - 1}")
+        return list(tokens)
+
+    def _render(self, messages: List[Mapping[str, Any]]) -> list[int]:
+        for message in messages:
+            if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+                raise ValueError(f"a message needs a role and a content, both strings, got {dict(message)!r:.80}")
+        if not self.tokenizer.chat_template:
+            raise ValueError("this model has no chat template: pass text or token ids instead of messages")
+        try:
+            text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template is a program: whatever it raises is about these messages
+            raise ValueError(f"the chat template refused these messages: {error}") from error
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _limit(self, prompt: int, sampling: SamplingParams) -> int:
+        room = self.context_length - prompt
+        if room < 1:
+            raise ValueError(f"the prompt has {prompt} tokens, but the context is {self.context_length}")
+        wanted = sampling.max_new_tokens
+        if wanted is not None and wanted > room:
+            raise ValueError(
+                f"the prompt's {prompt} tokens and max_new_tokens {wanted} exceed the context of {self.context_length}"
+            )
+        held = self.pool.pages * self.pool.page_size
+        if prompt + (wanted or 1) - 1 > held:
+            raise ValueError(
+                f"the prompt's {prompt} tokens and max_new_tokens {wanted or 1} do not fit the KV pool "
+                f"of {held} tokens (--max-total-tokens)"
+            )
+        return wanted if wanted is not None else min(room, held - prompt + 1)
+
+    def abort(self, id: str) -> bool:
+        """Ends a request now; its pages come back at once. False: no such request is running or waiting."""
+        sequence = self._by_id.get(id)
+        if sequence is None:
+            return False
+        sequence.abort()
+        self._finish(sequence)
+        return True
+
+    # The loop
+
+    @property
+    def unfinished(self) -> bool:
+        return self.scheduler.unfinished or bool(self._in_flight)
+
+    def step(self) -> list[Sequence]:
+        """One iteration. Returns the sequences that have new tokens or have finished."""
+        launched = self._launch_prefill() + self._launch_decode()
+        news = {sequence.id: sequence for sequence in self._unreported}
+        self._unreported.clear()
+        keep = launched if self.config.overlap else 0
+        while len(self._in_flight) > keep:
+            for sequence in self._collect():
+                news[sequence.id] = sequence
+        return list(news.values())
+
+    def _launch_prefill(self) -> int:
+        for sequence in self.scheduler.admit():
+            self.state = self.executables.admit(
+                self.state, np.int32(cast(int, sequence.slot)), admission_row(sequence, self.vocab_size)
+            )
+        sequence = self.scheduler.next_prefill()
+        if sequence is None:
+            return 0
+        inputs = prefill_input(sequence, self.buckets, self.pool.pages)
+        length = int(inputs.length[0])
+        key = Key("prefill", inputs.tokens.shape[1], inputs.page_table.shape[1])
+        self.state, output = self.executables.get(key)(self.params, self.state, inputs)
+        sequence.prefilled += length
+        if sequence.prefilled == len(sequence.context):
+            # The device knows the first token; the host may learn it later.
+            sequence.status = Status.RUNNING
+            sequence.committed = sequence.prefilled
+        self._in_flight.append(_InFlight(output, [sequence], [sequence.prefilled]))
+        return 1
+
+    def _launch_decode(self) -> int:
+        while True:
+            running = self.scheduler.running()
+            if not running:
+                return 0
+            if self.scheduler.reserve(running):
+                break
+            # Retract only what has been read: its output must be complete, and reading may free pages.
+            if self._in_flight:
+                while self._in_flight:
+                    self._unreported.extend(self._collect())
+                continue
+            self.scheduler.retract_youngest()
+        batch = self._batch_bucket(len(running))
+        inputs = step_input(running, batch, self.buckets, self.config.max_running_requests, self.pool.pages)
+        key = Key("step", batch, inputs.page_table.shape[1])
+        self.state, output = self.executables.get(key)(self.params, self.state, inputs)
+        self._in_flight.append(_InFlight(output, running, None))
+        self.steps += 1
+        return 1
+
+    def _batch_bucket(self, count: int) -> int:
+        """The smallest bucket that fits and is compiled: an idle row costs less than waiting for a compiler."""
+        compiled = {key.width for key in self.executables.compiled() if key.kind == "step"}
+        return min((width for width in compiled if width >= count), default=self.buckets.batch(count))
+
+    def _collect(self) -> list[Sequence]:
+        """Reads the oldest step in flight: its one copy to the host."""
+        flight = self._in_flight.popleft()
+        output = np.asarray(flight.output)
+        news = []
+        for i, sequence in enumerate(flight.sequences):
+            emitted, finish = int(output[i, -2]), int(output[i, -1])
+            if sequence.status is Status.FINISHED or emitted == 0:
+                continue
+            kept = sequence.accept(output[i, :emitted].tolist(), finish == STOPPED, finish == FULL)
+            if flight.lengths is None:
+                sequence.verify_steps += 1
+                sequence.histogram[kept - 1] += 1
+                sequence.committed += emitted
+            if sequence.finish_reason is not None:
+                self._finish(sequence)
+            news.append(sequence)
+        return news
+
+    def _finish(self, sequence: Sequence) -> None:
+        self.scheduler.finish(sequence)
+        self._by_id.pop(sequence.id, None)
+
+    # Housekeeping
+
+    @property
+    def device_name(self) -> str:
+        return jax.devices()[0].device_kind
+
+    def warm_up(self, keys: Iterable[Key] | None = None, *, progress: bool = True) -> None:
+        """Compiles executables ahead of their first use: all, or those given."""
+        self.executables.warm_up(self.executables.all_keys() if keys is None else keys, progress=progress)
+
+    def single_request_keys(self) -> list[Key]:
+        """Executables that one request at a time needs."""
+        first = self.buckets.batches[0]
+        return [key for key in self.executables.all_keys() if key.kind == "prefill" or key.width == first]
+
+    def first_keys(self, sequences: Iterable[Sequence]) -> list[Key]:
+        """Executables that these sequences will certainly need, if they are all that runs."""
+        keys: dict[Key, None] = {}
+        count, table = 0, self.buckets.tables[0]
+        for sequence in sequences:
+            table = max(table, self.buckets.table(-(-sequence.most_tokens // self.pool.page_size)))
+            left = len(sequence.context)
+            while left > 0:
+                width = self.buckets.chunk(left)
+                keys[Key("prefill", width, table)] = None
+                left -= width
+            count += 1
+        if count:
+            largest = self.buckets.batch(min(count, self.config.max_running_requests))
+            keys[Key("step", largest, table)] = None
+        return list(keys)
+
+    def flush_cache(self) -> bool:
+        """Forgets what requests have left behind (the drafter's memory). False, and nothing done, while one runs."""
+        if self.unfinished:
+            return False
+        fresh = self.drafter.init(self.params, self.config.max_running_requests, self.pool)
+        self.state = self.state._replace(draft=fresh)
+        return True
+
+    def check_integrity(self) -> None:
+        """Counts every page and slot.
+
+        Raises:
+            AssertionError: one is lost, held twice, or held by nobody.
+        """
+        self.scheduler.check_integrity()
+        assert set(self._by_id.values()) == {*self.scheduler.waiting, *self.scheduler.active}
+
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler(
+            rows=self.config.max_running_requests,
+            pages=self.pool.pages,
+            page_size=self.pool.page_size,
+            lookahead=self.lookahead,
+        )
+
+    def _pool_tokens(self) -> int:
+        """As many tokens as all rows can use, or as fit."""
+        wanted = self.config.max_running_requests * self.context_length
+        stats = jax.local_devices()[0].memory_stats() or {}
+        if self.platform == "cpu" or "bytes_limit" not in stats:
+            return min(wanted, DEFAULT_POOL_TOKENS)
+        used = stats.get("bytes_in_use", 0)
+        free = int(stats["bytes_limit"] * self.config.mem_fraction) - used
+        return max(min(wanted, free // kv_bytes_per_token(self.target.config)), self.config.page_size)
+
+    # Generation
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling: SamplingParams | List[SamplingParams] | None = None,
+        *,
+        stream: bool = False,
+    ) -> Any:
+        """Completes prompts.
+
+        Args:
+            prompts: a string, a list of token ids or a list of messages; or a list of any of these.
+            sampling: one for all, or one for each.
+            stream: yield `StreamChunk`s as tokens come, instead of returning when all are done.
+
+        Returns:
+            A `Completion` for one prompt, a list of them in order for a list, or an iterator of `StreamChunk`.
+
+        Raises:
+            ValueError: a prompt or a parameter is wrong; nothing has been started then.
+        """
+        single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int | np.integer | Mapping))
+        batch = [prompts] if single else list(prompts)
+        one = sampling if isinstance(sampling, SamplingParams) else SamplingParams()
+        each = list(sampling) if isinstance(sampling, list | tuple) else [one] * len(batch)
+        if len(each) != len(batch):
+            raise ValueError(f"{len(batch)} prompts, but {len(each)} sampling parameters")
+        sequences = []
+        try:
+            for prompt, params in zip(batch, each, strict=True):
+                sequences.append(self.add(prompt, params))
+        except ValueError:
+            for sequence in sequences:
+                self.abort(sequence.id)
+            raise
+        if stream:
+            return self._stream(sequences)
+        while any(s.status is not Status.FINISHED for s in sequences):
+            self.step()
+        done = [completion(sequence) for sequence in sequences]
+        return done[0] if single else done
+
+    def _stream(self, sequences: list[Sequence]) -> Iterator[StreamChunk]:
+        index = {sequence.id: i for i, sequence in enumerate(sequences)}
+        left = len(sequences)
+        try:
+            while left:
+                for sequence in self.step():
+                    if sequence.id not in index:
+                        continue
+                    chunk = take_news(sequence, index[sequence.id])
+                    left -= chunk.completion is not None
+                    if chunk.text or chunk.completion:
+                        yield chunk
+        finally:  # the caller may stop listening
+            for sequence in sequences:
+                self.abort(sequence.id)
+
+
+def take_news(sequence: Sequence, index: int) -> StreamChunk:
+    """Text and tokens that a streaming caller has not had yet."""
+    finished = sequence.status is Status.FINISHED
+    settled = len(sequence.stream.text) if finished else sequence.stream.settled
+    text = sequence.stream.text[sequence.sent : settled]
+    tokens = sequence.output[sequence.sent_tokens :]
+    sequence.sent, sequence.sent_tokens = max(settled, sequence.sent), len(sequence.output)
+    return StreamChunk(index, text, tokens, completion(sequence) if finished else None)
+
+
+def kv_bytes_per_token(config: ModelConfig) -> int:
+    """Bytes that one token's keys and values take."""
+    return (
+        2 * config.num_layers * config.num_kv_heads * config.head_dim * np.dtype(jax.numpy.dtype(config.dtype)).itemsize
+    )

@@ -1,0 +1,254 @@
+"""What a user asks for, and one sequence's life on the host. No device values."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+from specjax.engine.text import TextStream
+from specjax.sampling import BIAS_ENTRIES
+
+MAX_STOP_STRINGS = 16
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to draw, and when to stop. Greedy by default."""
+
+    max_new_tokens: int | None = 128  # None: the rest of the context
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+    stop: str | tuple[str, ...] | list[str] = ()
+    stop_token_ids: tuple[int, ...] | list[int] = ()
+    ignore_eos: bool = False
+    logit_bias: Mapping[int | str, float] = field(default_factory=dict)
+    seed: int | None = None  # None: a random one, which the result names
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False  # keep the stop string in the text
+    speculate: bool = True  # False: plain decoding for this request
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"{name} must be a finite number, got {value!r}")
+        for name in ("top_k", "min_new_tokens"):
+            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), int):
+                raise ValueError(f"{name} must be an integer, got {getattr(self, name)!r}")
+        for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim", "speculate"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        most = self.max_new_tokens
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+            raise ValueError(f"max_new_tokens must be an integer of at least 1, got {most!r}")
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if self.top_k != -1 and self.top_k < 1:
+            raise ValueError(f"top_k must be -1 (off) or at least 1, got {self.top_k}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be from 0 to 1, got {self.min_p}")
+        for name in ("frequency_penalty", "presence_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                raise ValueError(f"{name} must be from -2 to 2, got {getattr(self, name)}")
+        if not 0 < self.repetition_penalty <= 2:
+            raise ValueError(f"repetition_penalty must be above 0 and at most 2, got {self.repetition_penalty}")
+        if self.min_new_tokens < 0 or (most is not None and self.min_new_tokens > most):
+            raise ValueError(f"min_new_tokens must be from 0 to max_new_tokens ({most}), got {self.min_new_tokens}")
+        seed = self.seed
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63):
+            raise ValueError(f"seed must be an integer of 64 bits, got {seed!r}")
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """From JSON-like values.
+
+        Raises:
+            ValueError: an unknown name, or a value out of range.
+        """
+        names = {f.name for f in fields(cls)}
+        unknown = sorted(set(values) - names)
+        if unknown:
+            raise ValueError(
+                f"unknown sampling parameters: {', '.join(unknown)}; there are: {', '.join(sorted(names))}"
+            )
+        return cls(**values)
+
+
+def _stop_strings(stop: Any) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stops, tuple | list) or not all(isinstance(s, str) and s for s in stops):
+        raise ValueError(f"stop must be a string or a list of non-empty strings, got {stop!r}")
+    if len(stops) > MAX_STOP_STRINGS:
+        raise ValueError(f"stop has {len(stops)} strings; at most {MAX_STOP_STRINGS} are supported")
+    return tuple(stops)
+
+
+def _stop_ids(ids: Any) -> tuple[int, ...]:
+    if not isinstance(ids, tuple | list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ValueError(f"stop_token_ids must be a list of token ids, got {ids!r}")
+    return tuple(dict.fromkeys(ids))
+
+
+def _bias(bias: Any) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise ValueError(f"logit_bias must map token ids to numbers, got {bias!r}")
+    if len(bias) > BIAS_ENTRIES:
+        raise ValueError(f"logit_bias has {len(bias)} entries; at most {BIAS_ENTRIES} are supported")
+    result = {}
+    for key, value in bias.items():
+        try:
+            token = int(key)
+        except (TypeError, ValueError):
+            raise ValueError(f"logit_bias has the key {key!r}, which is not a token id") from None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
+            raise ValueError(f"logit_bias of token {token} must be from -100 to 100, got {value!r}")
+        result[token] = float(value)
+    return result
+
+
+class Status(Enum):
+    WAITING = "waiting"  # no slot, no pages
+    PREFILLING = "prefilling"  # has a slot; its prompt is not all dispatched
+    RUNNING = "running"  # takes part in decode steps
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class FinishReason:
+    type: str  # stop, length or abort
+    matched: int | str | None = None  # the stop id or stop string
+
+    def as_dict(self, length: int) -> dict[str, Any]:
+        """SGLang's form: ``{"type": "stop", "matched": 2}``, ``{"type": "length", "length": 128}``."""
+        if self.type == "stop":
+            return {"type": "stop", "matched": self.matched}
+        return {"type": self.type, "length": length} if self.type == "length" else {"type": self.type}
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One request on its way through the engine. The scheduler owns `status`, `slot` and `pages`."""
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    limit: int  # most tokens to emit
+    seed: int
+    device_stops: tuple[int, ...]  # checked in the step
+    host_stops: frozenset[int]  # the ones that did not fit there
+    stream: TextStream
+    arrival: int  # youngest = largest
+    output: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    status: Status = Status.WAITING
+    slot: int | None = None
+    pages: list[int] = field(default_factory=list)
+    prefilled: int = 0  # tokens whose prefill was dispatched
+    committed: int = 0  # tokens known to be in pages: the last length read
+    verify_steps: int = 0
+    histogram: list[int] = field(default_factory=list)  # steps by drafts accepted
+    sent: int = 0  # characters of the text handed to a streaming caller
+    sent_tokens: int = 0
+
+    @property
+    def context(self) -> list[int]:
+        """Tokens to prefill: the prompt, and for a resumed sequence all output but its last token, the root."""
+        return self.prompt + self.output[:-1]
+
+    @property
+    def forced_token(self) -> int | None:
+        """The token after the context of a resumed sequence: emitted already, so never drawn again."""
+        return self.output[-1] if self.output else None
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that can ever be committed: the last emitted one never is."""
+        return len(self.prompt) + self.limit - 1
+
+    def accept(self, tokens: list[int], stopped: bool, full: bool) -> int:
+        """Takes the tokens a step emitted; finishes on a stop. Returns how many were kept (a stop string or a stop id
+        that only the host knows may end the sequence inside the run; what follows is dropped and not counted)."""
+        for kept, token in enumerate(tokens, start=1):
+            self.output.append(token)
+            is_stop = token in self.host_stops or (stopped and kept == len(tokens))
+            if is_stop:  # counted, in `output`, not in the text
+                self._finish(FinishReason("stop", token))
+                return kept
+            if self.stream.push(token):
+                self._finish(FinishReason("stop", self.stream.matched))
+                return kept
+        if full:
+            self._finish(FinishReason("length"))
+        return len(tokens)
+
+    def abort(self) -> None:
+        self._finish(FinishReason("abort"))
+
+    def _finish(self, reason: FinishReason) -> None:
+        self.stream.finish()
+        if self.stream.matched is not None and reason.type == "length":
+            reason = FinishReason("stop", self.stream.matched)
+        self.finish_reason = reason
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Emitted by verification steps: all but the one that prefill drew."""
+        return sum(count * (drafts + 1) for drafts, count in enumerate(self.histogram))
+
+    @property
+    def accept_length(self) -> float:
+        """Emitted tokens per verification; 1.0 when none was needed."""
+        return self.drafted_tokens / self.verify_steps if self.verify_steps else 1.0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished request."""
+
+    id: str
+    text: str
+    output_ids: list[int]
+    prompt_tokens: int
+    finish_reason: dict[str, Any]
+    spec_verify_ct: int
+    spec_accept_length: float
+    spec_accept_histogram: list[int]
+    seed: int
+
+    @property
+    def completion_tokens(self) -> int:
+        return len(self.output_ids)
+
+
+def completion(sequence: Sequence) -> Completion:
+    assert sequence.finish_reason is not None
+    return Completion(
+        id=sequence.id,
+        text=sequence.stream.text,
+        output_ids=list(sequence.output),
+        prompt_tokens=len(sequence.prompt),
+        finish_reason=sequence.finish_reason.as_dict(len(sequence.output)),
+        spec_verify_ct=sequence.verify_steps,
+        spec_accept_length=sequence.accept_length,
+        spec_accept_histogram=list(sequence.histogram),
+        seed=sequence.seed,
+    )
+
+
+def random_seed() -> int:
+    return secrets.randbits(63)

@@ -1,0 +1,114 @@
+"""Who runs: slots, pages, admission, and retraction when pages run out. Plain Python; knows nothing of the device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from specjax.engine.pages import PageAllocator
+from specjax.engine.request import Sequence, Status
+
+
+class Scheduler:
+    """First come, first served. A sequence is admitted when a slot and pages for its context are free.
+
+    `lookahead` is the number of tokens that steps not yet read may commit, 2 (D + 1) when steps are dispatched ahead.
+    """
+
+    def __init__(self, *, rows: int, pages: int, page_size: int, lookahead: int) -> None:
+        self.allocator = PageAllocator(pages)
+        self.page_size = page_size
+        self.lookahead = lookahead
+        self.waiting: deque[Sequence] = deque()
+        self.active: list[Sequence] = []  # with a slot, oldest arrival first
+        self._slots = list(range(rows - 1, -1, -1))
+        self.retractions = 0
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self.waiting or self.active)
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def admit(self) -> list[Sequence]:
+        """Gives slots and pages to waiting sequences, in order, until one does not fit."""
+        admitted = []
+        while self.waiting and self._slots:
+            sequence = self.waiting[0]
+            # One page for each running sequence stays free, or the newcomer would be retracted again at once.
+            spare = len(self.active)
+            need = self._pages_for(self._reach(sequence, len(sequence.context)))
+            if self.allocator.free < need + (spare if self.active else 0):
+                break
+            pages = self.allocator.allocate(need)
+            assert pages is not None
+            self.waiting.popleft()
+            sequence.slot, sequence.pages = self._slots.pop(), pages
+            sequence.status, sequence.prefilled, sequence.committed = Status.PREFILLING, 0, 0
+            self.active.append(sequence)
+            self.active.sort(key=lambda s: s.arrival)
+            admitted.append(sequence)
+        return admitted
+
+    def next_prefill(self) -> Sequence | None:
+        return next((s for s in self.active if s.status is Status.PREFILLING), None)
+
+    def running(self) -> list[Sequence]:
+        return [s for s in self.active if s.status is Status.RUNNING]
+
+    def reserve(self, sequences: Iterable[Sequence]) -> bool:
+        """Pages for all that these may commit before the next step is read. False: there are not enough."""
+        for sequence in sequences:
+            missing = self._pages_for(self._reach(sequence, sequence.committed)) - len(sequence.pages)
+            pages = self.allocator.allocate(max(missing, 0))
+            if pages is None:
+                return False
+            sequence.pages.extend(pages)
+        return True
+
+    def retract_youngest(self) -> Sequence:
+        """Sends the youngest back to the head of the queue. Its output is kept and never drawn again.
+
+        Only when no step is in flight: what it emitted must have been read.
+        """
+        sequence = self.active[-1]
+        assert len(self.active) > 1, "one request alone always fits: Engine.add refuses those that do not"
+        self._leave(sequence)
+        sequence.status = Status.WAITING
+        self.waiting.appendleft(sequence)
+        self.retractions += 1
+        return sequence
+
+    def finish(self, sequence: Sequence) -> None:
+        """Slot and pages back, whatever the sequence was doing. Steps in flight run before any that reuse them."""
+        if sequence.status is Status.WAITING:
+            self.waiting.remove(sequence)
+        elif sequence.status is not Status.FINISHED:
+            self._leave(sequence)
+        sequence.status = Status.FINISHED
+
+    def check_integrity(self) -> None:
+        """Every page and slot is where it should be.
+
+        Raises:
+            AssertionError: one is not.
+        """
+        self.allocator.check_integrity(sequence.pages for sequence in self.active)
+        slots = [sequence.slot for sequence in self.active]
+        assert len(set(slots)) == len(slots), f"two sequences share a slot: {slots}"
+        assert not set(slots) & set(self._slots), "a slot is free and taken"
+        assert all(s.slot is None and not s.pages for s in self.waiting), "a waiting sequence holds a slot or pages"
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.allocator.release(sequence.pages)
+        assert sequence.slot is not None
+        self._slots.append(sequence.slot)
+        sequence.slot, sequence.pages = None, []
+        self.active.remove(sequence)
+
+    def _reach(self, sequence: Sequence, committed: int) -> int:
+        return min(committed + self.lookahead, sequence.most_tokens)
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)

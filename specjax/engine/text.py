@@ -1,0 +1,65 @@
+"""Token ids to text as they come: whole characters only, stop strings found across tokens and steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+
+class TextStream:
+    """The text of one request's output.
+
+    `text` holds finished characters. `push` takes one token and says whether a stop string is now complete; `settled`
+    is how much of the text can no longer become part of one, so it may be sent.
+    """
+
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...], *, skip_special_tokens: bool, keep_stop: bool) -> None:
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        self._skip = skip_special_tokens
+        self._stop = stop
+        self._keep_stop = keep_stop
+        self._longest = max(map(len, stop), default=0)
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._pending: list[int] = []  # tokens whose characters are not complete yet
+        self.text = ""
+        self.matched: str | None = None
+
+    def push(self, token: int) -> bool:
+        """Adds a token. True: a stop string is complete, and `text` ends before it (or after, if it is kept)."""
+        piece = self._stream.step(self._backend, token)
+        if piece is None:
+            self._pending.append(token)
+            return False
+        self._pending.clear()
+        return self._add(piece)
+
+    def finish(self) -> None:
+        """No more tokens: what is left of an unfinished character becomes U+FFFD, as a plain decode has it."""
+        if self._pending and self.matched is None:
+            tail = self._tokenizer.decode(self._pending, skip_special_tokens=self._skip)
+            self._pending.clear()
+            self._add(tail)
+
+    @property
+    def settled(self) -> int:
+        """Characters of `text` that no later token can turn into a stop string. All, once one has been found."""
+        if self.matched is not None or not self._stop:
+            return len(self.text)
+        for held in range(min(self._longest - 1, len(self.text)), 0, -1):
+            tail = self.text[-held:]
+            if any(stop.startswith(tail) for stop in self._stop):
+                return len(self.text) - held
+        return len(self.text)
+
+    def _add(self, piece: str) -> bool:
+        searched = max(len(self.text) - self._longest + 1, 0)
+        self.text += piece
+        hits = [(self.text.find(stop, searched), stop) for stop in self._stop]
+        hits = [(at, stop) for at, stop in hits if at >= 0]
+        if not hits:
+            return False
+        at, self.matched = min(hits, key=lambda hit: (hit[0], -len(hit[1])))
+        self.text = self.text[: at + len(self.matched) if self._keep_stop else at]
+        return True

@@ -1,0 +1,248 @@
+"""`python -m specjax.generate`: prompts from a JSONL file, completions to another, decoded speculatively.
+
+An input line is a JSON object with `prompt`, `messages` or `input_ids`, and may hold an `id` and sampling fields of its
+own. An output line, in input order, holds `id, text, output_ids, prompt_tokens, completion_tokens, finish_reason, seed`
+and what speculation did: `spec_verify_ct, spec_accept_length, spec_accept_histogram`. The last line of stdout is one
+JSON object about the whole run. Exit status: 0 all lines done, 1 some lines were bad, 2 nothing could be started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from tqdm import tqdm
+
+from specjax import flags
+from specjax.checkpoint import CheckpointError
+from specjax.engine import Completion, Engine, SamplingParams
+from specjax.engine.request import Sequence, Status, completion
+
+PROMPT_FIELDS = ("prompt", "messages", "input_ids")
+
+
+class Line(NamedTuple):
+    number: int  # 1-based, in the file
+    id: Any
+    prompt: Any
+    sampling: SamplingParams
+
+
+class BadLine(NamedTuple):
+    number: int
+    reason: str
+
+
+def parse_line(number: int, text: str, defaults: Mapping[str, Any], count: int) -> Line | BadLine:
+    """One line of input. `count` is its index among the lines: line i of a run uses seed + i."""
+    try:
+        row = json.loads(text)
+        if not isinstance(row, dict):
+            raise ValueError(f"a line must be a JSON object, got {text.strip()!r:.60}")
+        given = [name for name in PROMPT_FIELDS if name in row]
+        if len(given) != 1:
+            found = "none" if not given else " and ".join(given)
+            raise ValueError(f"a line needs exactly one of {', '.join(PROMPT_FIELDS)}; it has {found}")
+        prompt = row[given[0]]
+        wanted = {"prompt": (str, "a string"), "messages": (list, "a list"), "input_ids": (list, "a list of token ids")}
+        kind, what = wanted[given[0]]
+        if not isinstance(prompt, kind) or not prompt:
+            raise ValueError(f"{given[0]} must be {what} that is not empty, got {prompt!r:.60}")
+        sampling = {name: value for name, value in row.items() if name not in (*PROMPT_FIELDS, "id")}
+        merged = dict(defaults) | sampling
+        if "seed" not in sampling and merged.get("seed") is not None:
+            merged["seed"] += count
+        return Line(number, row.get("id", count), prompt, SamplingParams.from_mapping(merged))
+    except (ValueError, TypeError, RecursionError) as error:
+        return BadLine(number, str(error))
+
+
+def read_lines(file: TextIO, defaults: Mapping[str, Any]) -> Iterator[Line | BadLine]:
+    """The lines of a JSONL file; blank ones are skipped."""
+    count = 0
+    for number, text in enumerate(file, start=1):
+        if text.strip():
+            yield parse_line(number, text, defaults, count)
+            count += 1
+
+
+def result(line: Line, done: Completion) -> dict[str, Any]:
+    return {
+        "id": line.id,
+        "text": done.text,
+        "output_ids": done.output_ids,
+        "prompt_tokens": done.prompt_tokens,
+        "completion_tokens": done.completion_tokens,
+        "finish_reason": done.finish_reason,
+        "spec_verify_ct": done.spec_verify_ct,
+        "spec_accept_length": round(done.spec_accept_length, 4),
+        "spec_accept_histogram": done.spec_accept_histogram,
+        "seed": done.seed,
+    }
+
+
+class Writer:
+    """Writes results in input order as soon as all earlier ones are there, so a killed run keeps what it finished."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._held: dict[int, dict[str, Any] | None] = {}
+        self._next = 0
+
+    def put(self, index: int, row: dict[str, Any] | None) -> None:
+        """None: this line has no result (it was bad)."""
+        self._held[index] = row
+        while self._next in self._held:
+            ready = self._held.pop(self._next)
+            if ready is not None:
+                self._file.write(json.dumps(ready, ensure_ascii=False) + "\n")
+                self._file.flush()
+            self._next += 1
+
+
+def run(engine: Engine, lines: list[Line | BadLine], output: TextIO, *, progress: bool = True) -> dict[str, Any]:
+    """Completes the lines; bad ones are reported on stderr and the rest runs. Returns the summary."""
+    writer, waiting, failures = Writer(output), {}, 0
+    submitted: list[Sequence] = []
+
+    def bad(index: int, number: int, reason: str) -> None:
+        nonlocal failures
+        failures += 1
+        tqdm.write(f"line {number}: {reason}", file=sys.stderr)
+        writer.put(index, None)
+
+    for index, line in enumerate(lines):
+        if isinstance(line, BadLine):
+            bad(index, line.number, line.reason)
+            continue
+        try:
+            sequence = engine.add(line.prompt, line.sampling)
+        except ValueError as error:
+            bad(index, line.number, str(error))
+            continue
+        waiting[sequence.id] = (index, line)
+        submitted.append(sequence)
+
+    engine.warm_up(engine.first_keys(submitted), progress=progress)
+    tokens, steps, drafted = 0, 0, 0
+    started = time.perf_counter()
+    with tqdm(total=len(submitted), desc="Generating", unit="req", disable=not progress or not submitted) as bar:
+        while engine.unfinished:
+            for sequence in engine.step():
+                if sequence.status is not Status.FINISHED:
+                    continue
+                index, line = waiting.pop(sequence.id)
+                done = completion(sequence)
+                tokens += done.completion_tokens
+                steps += done.spec_verify_ct
+                drafted += sequence.drafted_tokens
+                writer.put(index, result(line, done))
+                bar.update()
+                accept = drafted / steps if steps else 1.0
+                bar.set_postfix_str(f"accept {accept:.2f}, {tokens / (time.perf_counter() - started):.1f} tok/s")
+    seconds = time.perf_counter() - started
+    return {
+        "requests": len(submitted),
+        "failed": failures,
+        "completion_tokens": tokens,
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(tokens / seconds, 2) if tokens else 0.0,
+        "accept_length": round(drafted / steps, 4) if steps else 1.0,
+        "verify_steps": steps,
+        "algorithm": engine.drafter.name,
+        "device": engine.device_name,
+    }
+
+
+SAMPLING_HELP = {
+    "max_new_tokens": "most tokens to generate",
+    "temperature": "0 = greedy",
+    "top_p": "nucleus: the likeliest tokens that sum to this probability",
+    "top_k": "only the k likeliest tokens; -1 = off",
+    "min_p": "drop tokens less likely than this share of the likeliest one",
+    "frequency_penalty": "-2 to 2, for each time a token was generated",
+    "presence_penalty": "-2 to 2, once for a token that was generated",
+    "repetition_penalty": "above 0 to 2; divides the logits of tokens in prompt or output; 1 = off",
+    "min_new_tokens": "do not stop before this many tokens",
+    "seed": "line i of the input uses seed + i, unless it has its own",
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m specjax.generate",
+        description="Complete the prompts of a JSONL file, decoding speculatively. The text is the model's own.",
+        formatter_class=flags.HelpFormatter,
+    )
+    files = parser.add_argument_group("input and output")
+    files.add_argument(
+        "--input", required=True, metavar="FILE", help="JSONL with prompt, messages or input_ids; - = stdin"
+    )
+    files.add_argument("--output", required=True, metavar="FILE", help="JSONL with the completions")
+    files.add_argument("--no-progress", action="store_true", help="no progress bars")
+    flags.add_model_flags(parser)
+    flags.add_engine_flags(parser, max_running_requests=8)
+    flags.add_speculative_flags(parser)
+    sampling = parser.add_argument_group("sampling", "a line of the input may hold its own values, by the same names")
+    defaults = {field.name: field.default for field in fields(SamplingParams)} | {"seed": 0}
+    for name, text in SAMPLING_HELP.items():
+        kind = float if isinstance(defaults[name], float) else int
+        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, default=defaults[name], help=text)
+    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop string; may be repeated")
+    sampling.add_argument(
+        "--stop-token-ids", type=int, nargs="+", default=[], metavar="ID", help="further tokens that end a completion"
+    )
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
+    return parser
+
+
+def sampling_defaults(args: argparse.Namespace) -> dict[str, Any]:
+    names = (*SAMPLING_HELP, "stop", "stop_token_ids", "ignore_eos")
+    return {name: getattr(args, name) for name in names}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    progress = not args.no_progress
+    try:
+        defaults = sampling_defaults(args)
+        SamplingParams.from_mapping(defaults)
+        settings = flags.engine_settings(args)
+        if args.input == "-":
+            lines = list(read_lines(sys.stdin, defaults))
+        else:
+            with Path(args.input).open(encoding="utf-8") as file:
+                lines = list(read_lines(file, defaults))
+        target = Path(args.output)
+        if args.input != "-" and target.exists() and target.samefile(args.input):
+            raise ValueError(f"--output {args.output} is the input file")
+        with target.open("w", encoding="utf-8") as output:
+            engine = Engine.from_pretrained(args.model, **settings, progress=progress)
+            summary = run(engine, lines, output, progress=progress)
+    except (CheckpointError, ValueError, NotImplementedError, OSError) as error:
+        print(f"specjax.generate: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("specjax.generate: interrupted; the completions written so far are in the output file", file=sys.stderr)
+        return 130
+    print(json.dumps(summary))
+    return 1 if summary["failed"] else 0
+
+
+if __name__ == "__main__":
+    # A closed pipe (`| head`) is the reader's choice, not an error to trace.
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    sys.exit(status)
