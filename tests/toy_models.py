@@ -21,13 +21,14 @@ from oracle import NO_PARENT, Sampling, Tree
 from specjax_kernels import CAUSAL
 from specjax_kernels.masks import unpack_bits
 
-from specjax.cache import BlockKV
+from specjax.cache import BlockKV, PoolShape
 from specjax.config import ModelConfig, RopeConfig
-from specjax.drafters.base import Drafter
+from specjax.drafters.base import Drafter, Params
 from specjax.models import make_target
 from specjax.models.llama import init_params
 from specjax.models.protocol import ForwardOutput, Target
 from specjax.sampling import History, SamplingRows, sampling_row
+from specjax.step import PrefillInput, StepConfig, StepInput, StepOutput, init_state, make_steps, new_row
 from specjax.tree import DraftTree
 
 SEEDS = (0, 7, 2**32 - 1, 2**40 + 7, 2**63 - 1, -1, -(2**63))
@@ -256,3 +257,94 @@ def some_sampling(rng: np.random.Generator, vocab: int, **fixed) -> Sampling:
         "max_tokens": int(rng.integers(1, 20)),
     }
     return Sampling(**fields | fixed)
+
+
+# The smallest possible engine.
+
+
+class Finished(NamedTuple):
+    tokens: list[int]
+    finish: int
+    emitted: list[int]  # per step
+    accepted: list[int]
+
+
+UNTOUCHED = -7.0
+"""What a runner's pages hold until something is committed there."""
+
+
+class Runner:
+    """R rows and a batch bucket of R + 1 (the last entry is always empty), pages handed out in random order."""
+
+    def __init__(self, toy: Toy, drafter: Drafter, *, rows=3, page_size=4, pages_a_row=12, chunk=5, config=None):
+        self.toy, self.rows, self.chunk, self.page_size = toy, rows, chunk, page_size
+        self.params = Params(toy.params)
+        self.pool = PoolShape(rows * pages_a_row + 1, page_size)
+        self.steps = make_steps(toy.target, drafter, config=config or StepConfig())
+        state = init_state(self.params, toy.target, drafter, rows=rows, pool=self.pool)
+        self.state = state._replace(cache=jax.tree.map(lambda leaf: leaf + UNTOUCHED, state.cache))
+        pages = np.random.default_rng(0).permutation(self.pool.pages)[: rows * pages_a_row]
+        empty = np.full((1, pages_a_row), self.pool.pages)
+        self.table = np.concatenate([pages.reshape(rows, pages_a_row), empty]).astype(np.int32)
+
+    def inputs(self, active: Sequence[bool]) -> StepInput:
+        slots = jnp.arange(self.rows + 1, dtype=jnp.int32)
+        return StepInput(slots, jnp.asarray(self.table), jnp.asarray([*active, False]))
+
+    def admit(self, slot: int, prompt, request: Sampling, output=(), **changes) -> None:
+        fields = dataclasses.asdict(request)
+        fields |= {"logit_bias": dict(fields.pop("bias")), "limit": fields.pop("max_tokens")} | changes
+        row = new_row(self.toy.vocab, prompt=prompt, output=output, **fields)
+        self.state = self.steps.admit(self.state, jnp.int32(slot), jax.tree.map(jnp.asarray, row))
+
+    def prefill(self, texts: Sequence[Sequence[int]], forced: int = -1, chunk: int | None = None) -> StepOutput:
+        """Commits one text a row, chunk by chunk. Returns the outputs of their last chunks, stacked."""
+        chunk, done = chunk or self.chunk, [0] * self.rows
+        last: dict[int, StepOutput] = {}
+        texts = [list(text) for text in texts] + [[]] * (self.rows - len(texts))
+        while any(d < len(t) for d, t in zip(done, texts, strict=True)):
+            tokens = np.full((self.rows + 1, chunk), 3, np.int32)
+            length, following = np.zeros((2, self.rows + 1), np.int32)
+            for row, text in enumerate(texts):
+                part = text[done[row] : done[row] + chunk]
+                tokens[row, : len(part)], length[row] = part, len(part)
+                done[row] += len(part)
+                following[row] = text[done[row]] if done[row] < len(text) else forced
+            inputs = self.inputs(length[:-1] > 0)
+            given = PrefillInput(*inputs, *map(jnp.asarray, (tokens, length, following)))
+            self.state, output = self.steps.prefill(self.params, self.state, given)
+            last |= {row: output for row in range(self.rows) if length[row] and done[row] == len(texts[row])}
+        picked = [jax.tree.map(lambda leaf, row=row: np.asarray(leaf)[row], last[row]) for row in sorted(last)]
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *picked)
+
+    def step(self, active: Sequence[bool]) -> StepOutput:
+        self.state, output = self.steps.speculate(self.params, self.state, self.inputs(active))
+        return jax.tree.map(np.asarray, output)
+
+    def generate(self, requests: Sequence[tuple[list[int], Sampling]], **changes) -> list[Finished]:
+        for slot, (prompt, request) in enumerate(requests):
+            self.admit(slot, prompt, request, **changes)
+        first = self.prefill([prompt for prompt, _ in requests])
+        results = [Finished([int(t)], int(f), [], []) for t, f in zip(first.tokens[:, 0], first.finish, strict=True)]
+        return self.decode(results)
+
+    def decode(self, results: list[Finished]) -> list[Finished]:
+        while any(result.finish == 0 for result in results):
+            active = [result.finish == 0 for result in results] + [False] * (self.rows - len(results))
+            output = self.step(active)
+            for row, result in enumerate(results):
+                count = int(output.emitted[row])
+                if not active[row]:
+                    assert count == 0
+                    continue
+                assert count > 0
+                result.emitted.append(count)
+                result.accepted.append(int(output.accepted[row]))
+                result.tokens.extend(output.tokens[row, :count].tolist())
+                results[row] = result._replace(finish=int(output.finish[row]))
+        return results
+
+    def committed(self, row: int, layer: int = 0) -> np.ndarray:
+        """A row's key slots in order, [T * S, K, E]."""
+        keys = np.asarray(self.state.cache.keys[layer])
+        return keys[self.table[row]].reshape(-1, *keys.shape[2:])

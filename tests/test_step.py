@@ -1,0 +1,378 @@
+"""Whole steps against the oracle, token for token, and the promises about memory, traces and rows."""
+
+import functools
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given, settings
+from oracle import LENGTH, RUNNING, STOP, Sampling, Tree
+from toy_models import (
+    UNTOUCHED,
+    Finished,
+    Runner,
+    listed_drafter,
+    listed_proposal,
+    random_table,
+    random_tree,
+    some_sampling,
+    table_model,
+    tiny_llama,
+)
+
+from specjax.config import RopeConfig
+from specjax.drafters.ngram import NgramConfig, ngram_drafter
+from specjax.drafters.none import none_drafter
+from specjax.step import PrefillInput, StepConfig, draft_phase, verify_phase
+
+WIDTH, DEPTH, VOCABULARY = 6, 4, 7
+LISTED = [random_tree(0, WIDTH, VOCABULARY, np.random.default_rng(seed), DEPTH) for seed in range(11)]
+NEAR_TABLE, NEAR_LLAMA = 1e-4, 1e-3
+
+DRAFTERS = {
+    "none": none_drafter,
+    "listed": lambda: listed_drafter(LISTED, WIDTH, DEPTH),
+    "ladder": lambda: listed_drafter(LISTED, WIDTH, DEPTH, widths=(3,)),
+    "ngram": lambda: ngram_drafter(NgramConfig(num_draft_tokens=5, max_match_window_size=3, capacity=1024)),
+}
+TABLES = {
+    "last two": lambda: table_model(random_table(0), window=2),
+    "everything": lambda: table_model(random_table(1, rows=31), window=100),
+    "ties": lambda: table_model(random_table(2, ties=True), window=3),
+}
+
+
+@functools.cache
+def table_runner(table, drafter, config=None):
+    return Runner(TABLES[table](), DRAFTERS[drafter](), config=config)
+
+
+def some_requests(rng, count=3):
+    lengths = rng.integers(1, 13, count)
+    return [(rng.integers(0, VOCABULARY, n).tolist(), some_sampling(rng, VOCABULARY)) for n in lengths]
+
+
+def check_tokens(found: Finished, toy, prompt, request, near):
+    """Equal to plain decoding up to the first near-tie. Returns the tokens compared."""
+    expected = oracle.generate_plain(toy.logits, prompt, request)
+    close = [i for i, gap in enumerate(expected.gaps) if gap < near]
+    if not close:
+        assert (found.tokens, found.finish) == (expected.tokens, expected.finish), request
+        return len(expected.tokens)
+    assert found.tokens[: close[0]] == expected.tokens[: close[0]], (request, expected.gaps)
+    return close[0]
+
+
+@pytest.mark.parametrize(
+    ("table", "drafter"),
+    [("last two", d) for d in DRAFTERS] + [(t, "listed") for t in ("everything", "ties")] + [("ties", "none")],
+)
+@settings(max_examples=15)
+@given(rng=st.integers(0, 2**32).map(np.random.default_rng))
+def test_the_text_is_that_of_plain_decoding(rng, table, drafter):
+    """Any parameters, three requests at once, rows reused from the example before."""
+    runner = table_runner(table, drafter)
+    requests = some_requests(rng)
+    for (prompt, request), found in zip(requests, runner.generate(requests), strict=True):
+        check_tokens(found, runner.toy, prompt, request, NEAR_TABLE)
+        if drafter == "none":
+            assert set(found.emitted) <= {1}
+
+
+@settings(max_examples=15)
+@given(rng=st.integers(0, 2**32).map(np.random.default_rng))
+def test_steps_emit_what_the_oracles_steps_emit(rng):
+    runner = table_runner("last two", "listed")
+    requests = some_requests(rng)
+    for (prompt, request), found in zip(requests, runner.generate(requests), strict=True):
+        expected = oracle.generate_speculative(runner.toy.logits, listed_proposal(LISTED), prompt, request)
+        if min(expected.gaps) >= NEAR_TABLE:
+            assert found.tokens == expected.tokens
+            assert found.emitted == expected.emitted
+            assert found.accepted == [count - 1 for count in expected.emitted]
+
+
+def test_drafts_are_accepted_in_those_tests():
+    requests = [([1, 2, 3], Sampling(max_tokens=30)), ([4], Sampling(max_tokens=30, temperature=1.0, seed=3))]
+    for drafter in ("listed", "ladder", "ngram"):
+        emitted = [n for result in table_runner("last two", drafter).generate(requests) for n in result.emitted]
+        assert np.mean(emitted) > 1.2
+        assert max(emitted) > 2
+
+
+# The tiny Llama: proposals hold the true continuation of each request, with mistakes.
+
+LLAMA_REQUESTS = [
+    ([3, 1, 4, 1, 5, 9, 2, 6], Sampling(max_tokens=24)),
+    ([7], Sampling(max_tokens=24, temperature=0.8, seed=2**40 + 7, top_p=0.9)),
+    ([2, 7, 1, 8], Sampling(max_tokens=24, temperature=1.0, seed=-5, repetition_penalty=1.3, frequency_penalty=0.2)),
+]
+LLAMAS = {
+    "llama": {},
+    "llama 3 rope, biases, tied": {
+        "rope": RopeConfig(theta=100.0, scaling="llama3", factor=4.0, original_max_position=16),
+        "attention_bias": True,
+        "tied_embeddings": True,
+    },
+}
+
+
+def informed_trees(texts, length=64):
+    """At position n, one branch a request with its next tokens; every third position errs at its second token."""
+    found = []
+    for n in range(length):
+        tokens, parents = [0], [-1]
+        for text in texts:
+            node = 0
+            for depth, token in enumerate(text[n + 1 : n + 4]):
+                wrong = n % 3 == 0 and depth == 1
+                token = (token + 1) % 31 if wrong else token
+                same = [c for c in range(1, len(tokens)) if parents[c] == node and tokens[c] == token]
+                if not same:
+                    tokens.append(token)
+                    parents.append(node)
+                node = same[0] if same else len(tokens) - 1
+        found.append(Tree(tuple(tokens), tuple(parents)))
+    return found
+
+
+@pytest.mark.parametrize("kind", LLAMAS)
+def test_llama_text_is_that_of_plain_decoding(kind):
+    toy = tiny_llama(**LLAMAS[kind])
+    plain = Runner(toy, none_drafter()).generate(LLAMA_REQUESTS)
+    compared = [
+        check_tokens(found, toy, prompt, request, NEAR_LLAMA)
+        for (prompt, request), found in zip(LLAMA_REQUESTS, plain, strict=True)
+    ]
+    assert sum(compared) > 40, compared
+    assert all(len(set(found.tokens)) > 3 for found in plain)
+    trees = informed_trees([p + found.tokens for (p, _), found in zip(LLAMA_REQUESTS, plain, strict=True)])
+    drafted = Runner(toy, listed_drafter(trees, 10, 3)).generate(LLAMA_REQUESTS)
+    for (prompt, request), found in zip(LLAMA_REQUESTS, drafted, strict=True):
+        check_tokens(found, toy, prompt, request, NEAR_LLAMA)
+        assert np.mean(found.emitted) > 2
+
+
+# Truncation, by hand: token p stands at position p, and the draft knows it.
+
+LONG = 40
+COUNTING = np.eye(LONG, dtype=np.float32)[np.arange(1, LONG + 1) % LONG]
+COUNTED = [oracle.chain_tree(0, [(n + i) % LONG for i in (1, 2, 3)]) for n in range(LONG)]
+
+
+@functools.cache
+def counter(config=None):
+    toy = table_model(COUNTING, window=1)
+    return Runner(toy, listed_drafter(COUNTED, 4, 3, length=48), config=config)
+
+
+@pytest.mark.parametrize(
+    ("change", "emitted", "finish"),
+    [
+        ({"max_tokens": 1}, [], LENGTH),
+        ({"max_tokens": 6}, [4, 1], LENGTH),
+        ({"max_tokens": 9}, [4, 4], LENGTH),
+        ({"max_tokens": 7}, [4, 2], LENGTH),
+        ({"stop_ids": (3,)}, [], STOP),  # the token that prefill draws
+        ({"stop_ids": (4,)}, [1], STOP),
+        ({"stop_ids": (20, 6)}, [3], STOP),
+        ({"stop_ids": (7,)}, [4], STOP),  # the bonus
+        ({"stop_ids": (8,)}, [4, 1], STOP),
+        ({"stop_ids": (6,), "max_tokens": 4}, [3], STOP),  # both at once: stop
+        ({"stop_ids": (6,), "max_tokens": 3}, [2], LENGTH),
+        ({"stop_ids": (6, 9), "min_tokens": 3, "max_tokens": 16}, [3], STOP),  # 6 is the fourth
+    ],
+)
+def test_truncation_inside_an_accepted_run(change, emitted, finish):
+    runner = counter()
+    others = [([0, 1], Sampling(max_tokens=20)), ([0], Sampling(max_tokens=2))]
+    found, *rest = runner.generate([([0, 1, 2], Sampling(**{"max_tokens": 20} | change)), *others])
+    count = 1 + sum(emitted)
+    assert found == Finished(list(range(3, 3 + count)), finish, emitted, [e - 1 for e in emitted])
+    assert [result.tokens for result in rest] == [list(range(2, 22)), [1, 2]]
+    # Committed: all but the root. The state agrees, and so does what the drafter was told, each token once.
+    assert runner.state.rows.prefix_length[0] == 3 + count - 1
+    assert runner.state.rows.generated[0] == count
+    assert runner.state.root[0] == 3 + count - 1
+    assert bool(runner.state.finished[0])
+    slots = runner.committed(0)[: 3 + count - 1, 0, 0]
+    assert slots.tolist() == list(range(3 + count - 1))
+
+
+def test_rejected_tokens_never_touch_a_page_and_drafters_see_each_token_once():
+    toy = table_model(random_table(0), window=2)
+    runner = Runner(toy, listed_drafter(LISTED, WIDTH, DEPTH))
+    requests = [([1, 2, 3, 4, 5, 6], Sampling(max_tokens=25)), ([4], Sampling(max_tokens=12, temperature=1.0))]
+    for row, ((prompt, _), found) in enumerate(zip(requests, runner.generate(requests), strict=True)):
+        text = prompt + found.tokens
+        count = len(text) - 1
+        slots = runner.committed(row)[:, 0, 0]
+        assert slots[:count].tolist() == text[:-1]
+        assert (slots[count:] == UNTOUCHED).all()
+        seen = jax.tree.map(lambda leaf, row=row: np.asarray(leaf)[row], runner.state.draft)
+        assert seen.times.tolist() == [1] * count + [0] * (128 - count)
+        assert seen.tokens[:count].tolist() == text[:-1]
+        assert seen.next_tokens[:count].tolist() == text[1:]
+    used = set(runner.table[:2].ravel().tolist())
+    others = [page for page in range(runner.pool.pages) if page not in used]
+    assert (np.asarray(runner.state.cache.keys[0])[others] == UNTOUCHED).all()
+
+
+def row_of(state, row):
+    """Everything that belongs to one row, bit for bit."""
+    leaves = jax.tree.leaves((state.rows, state.root, state.finished, state.draft))
+    return [np.asarray(leaf)[row].tobytes() for leaf in leaves]
+
+
+def test_rows_that_sit_out_are_untouched():
+    runner = Runner(TABLES["last two"](), DRAFTERS["listed"]())
+    requests = [([1, 2], Sampling(max_tokens=30, temperature=1.0, seed=s)) for s in range(3)]
+    for slot, (prompt, request) in enumerate(requests):
+        runner.admit(slot, prompt, request)
+    runner.prefill([prompt for prompt, _ in requests])
+    before, pages = [row_of(runner.state, row) for row in range(3)], runner.committed(1).tobytes()
+    output = runner.step([True, False, True])
+    after = [row_of(runner.state, row) for row in range(3)]
+    assert (output.emitted[1], output.finish[1], output.emitted[3], output.finish[3]) == (0, RUNNING, 0, RUNNING)
+    assert after[1] == before[1]
+    assert runner.committed(1).tobytes() == pages
+    assert after[0] != before[0]
+    assert after[2] != before[2]
+
+
+def test_a_finished_row_stays_finished_even_if_the_host_is_late():
+    """The host may dispatch step t + 1 before it has read that step t finished a row."""
+    runner = counter()
+    runner.generate([([0, 1, 2], Sampling(max_tokens=5))])
+    before = row_of(runner.state, 0)
+    output = runner.step([True, False, False])
+    assert (int(output.emitted[0]), int(output.finish[0])) == (0, RUNNING)
+    assert row_of(runner.state, 0) == before
+
+
+def test_a_request_does_not_depend_on_its_batch():
+    runner = table_runner("everything", "listed")
+    request = ([1, 2, 3], Sampling(max_tokens=20, temperature=1.0, seed=11, presence_penalty=0.5, top_p=0.95))
+    alone = runner.generate([request])[0]
+    for seed in range(3):
+        others = some_requests(np.random.default_rng(seed), 2)
+        assert runner.generate([*others, request])[2] == alone
+        assert runner.generate([request, *others])[0] == alone
+
+
+@pytest.mark.parametrize("toy", [TABLES["everything"], tiny_llama])
+def test_prefill_in_chunks_is_prefill_at_once(toy):
+    toy, text = toy(), np.random.default_rng(0).integers(0, VOCABULARY, 19).tolist()
+    results = []
+    for chunk in (1, 4, 7, 19, 32):
+        runner = Runner(toy, none_drafter())
+        runner.admit(0, text, Sampling(max_tokens=9, temperature=1.0, seed=3))
+        first = runner.prefill([text], chunk=chunk)
+        results.append((first.tokens.tolist(), runner.committed(0, 0)[:19]))
+        assert runner.committed(0)[19:].max() == UNTOUCHED
+    for tokens, keys in results[1:]:
+        assert tokens == results[0][0]
+        np.testing.assert_allclose(keys, results[0][1], atol=1e-5)
+
+
+def test_a_retracted_request_resumes_with_the_same_text():
+    """Prompt and output are committed anew; the last token is forced, not drawn again, and counts once."""
+    runner = table_runner("last two", "listed")
+    request = Sampling(max_tokens=20, temperature=1.0, seed=9, frequency_penalty=0.4, min_tokens=10, stop_ids=(1, 2))
+    prompt = [1, 2, 3, 4, 5, 6, 0]
+    whole = runner.generate([(prompt, request)])[0]
+    assert len(whole.tokens) > 8
+    for kept in (1, 4, 8):
+        output = whole.tokens[:kept]
+        runner.admit(1, prompt, request, output=output)
+        forced = runner.prefill([[], prompt + output[:-1]], forced=output[-1])
+        assert (forced.emitted.tolist(), forced.finish.tolist()) == ([0], [RUNNING])
+        done = Finished([], STOP, [], [])
+        resumed = runner.decode([done, Finished(list(output), RUNNING, [], [])])[1]
+        assert (resumed.tokens, resumed.finish) == (whole.tokens, whole.finish)
+
+
+def test_a_draft_limit_bounds_the_drafts_of_its_row():
+    for limit, emitted in ((0, [1] * 12), (1, [2] * 6), (2, [3] * 4), (9, [4] * 3)):
+        assert counter().generate([([0], Sampling(max_tokens=13))], draft_limit=limit)[0].emitted == emitted
+
+
+def test_logprobs_and_trace():
+    runner = Runner(TABLES["last two"](), DRAFTERS["listed"](), config=StepConfig(logprobs=True, trace=True))
+    prompt, request = [1, 2, 3], Sampling(max_tokens=30, temperature=1.0, seed=4, bias={2: 1.0})
+    runner.admit(0, prompt, request)
+    text = [*prompt, int(runner.prefill([prompt]).tokens[0, 0])]
+    for _ in range(6):
+        output = runner.step([True, False, False])
+        proposed = listed_proposal(LISTED)(text)
+        count = len(proposed.tokens)
+        assert output.trace.tree.tokens[0].tolist() == [*proposed.tokens] + [-1] * (WIDTH - count)
+        nodes = oracle.walk(proposed, output.trace.drawn[0].tolist())
+        assert output.trace.path[0, : len(nodes)].tolist() == nodes
+        assert output.trace.accepted[0] == len(nodes) - 1
+        for i in range(int(output.emitted[0])):
+            expected = oracle.raw_logprobs(runner.toy.logits(text))
+            token = int(output.tokens[0, i])
+            assert output.trace.drawn[0, nodes[i]] == token
+            np.testing.assert_allclose(output.logprobs.drawn[0, i], expected[token], atol=1e-5)
+            order = np.argsort(-expected, kind="stable")
+            assert output.logprobs.top_ids[0, i].tolist() == order.tolist()
+            np.testing.assert_allclose(output.logprobs.top[0, i], expected[order], atol=1e-5)
+            text.append(token)
+
+
+def test_the_halves_with_a_grammar_between_them():
+    """Even tokens only: the odd draft is turned down, whatever the target prefers."""
+    runner = counter()
+    fixed = {"target": runner.toy.target, "drafter": listed_drafter(COUNTED, 4, 3, length=48)}
+    runner.admit(0, [0, 1], Sampling(max_tokens=20))
+    runner.prefill([[0, 1]])
+    inputs = runner.inputs([True, False, False])
+    tree, state = draft_phase(runner.params, runner.state, inputs, drafter=fixed["drafter"])
+    assert tree.tokens[0].tolist() == [2, 3, 4, 5]
+    allowed = np.zeros((4, 4, LONG), bool)
+    allowed[..., ::2] = True
+    bits = jnp.asarray(np.stack([oracle.pack_bits(rows) for rows in allowed]))
+    _, output = verify_phase(runner.params, state, inputs, tree, allowed=bits, **fixed)
+    assert (int(output.emitted[0]), int(output.tokens[0, 0])) == (1, 0)  # 3 has the only logit; of the rest, the lowest
+    allowed[0, 1:] = True
+    bits = jnp.asarray(np.stack([oracle.pack_bits(rows) for rows in allowed]))
+    allowed[0, 0, 3] = True
+    bits = jnp.asarray(np.stack([oracle.pack_bits(rows) for rows in allowed]))
+    _, output = verify_phase(runner.params, state, inputs, tree, allowed=bits, **fixed)
+    assert output.tokens[0].tolist() == [3, 4, 5, 6]
+
+
+# Promises about compilation.
+
+
+def test_one_trace_for_a_bucket():
+    runner = Runner(TABLES["last two"](), DRAFTERS["ladder"]())
+    for seed in range(3):
+        runner.generate(some_requests(np.random.default_rng(seed)))
+        if seed == 0:
+            admits = runner.steps.admit._cache_size()  # shared by all runners: they jit the same function
+    assert runner.steps.speculate._cache_size() == 1
+    assert runner.steps.prefill._cache_size() == 1
+    assert runner.steps.admit._cache_size() == admits
+
+
+@pytest.mark.parametrize("which", ["speculate", "prefill"])
+def test_the_pool_is_aliased_and_nothing_of_its_size_is_temporary(which):
+    toy = tiny_llama()
+    drafter = listed_drafter(LISTED, WIDTH, DEPTH)
+    runner = Runner(toy, drafter, pages_a_row=800, page_size=16)
+    pool = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.state.cache))
+    runner.table = runner.table[:, :4]
+    inputs = runner.inputs([True] * 3)
+    if which == "speculate":
+        lowered = runner.steps.speculate.lower(runner.params, runner.state, inputs)
+    else:
+        extra = (jnp.zeros((4, 5), jnp.int32), jnp.full(4, 5, jnp.int32), jnp.full(4, -1, jnp.int32))
+        lowered = runner.steps.prefill.lower(runner.params, runner.state, PrefillInput(*inputs, *extra))
+    memory = lowered.compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= pool
+    assert memory.temp_size_in_bytes < pool / 10
