@@ -117,7 +117,9 @@ def tiny_llama(seed: int = 0, **changes) -> Toy:
         normal = rng.normal(0, 1, leaf.shape)
         if path[-1].key.endswith("norm"):
             return jnp.asarray(1 + 0.2 * normal, leaf.dtype)
-        return jnp.asarray(normal * (0.3 if path[-1].key != "embed" else 1.0), leaf.dtype)
+        if path[-1].key == "embed":  # tied, a large one would only repeat its input
+            return jnp.asarray(normal * (0.2 if config.tied_embeddings else 1.0), leaf.dtype)
+        return jnp.asarray(normal * 0.3, leaf.dtype)
 
     params = jax.tree_util.tree_map_with_path(redraw, dict(init_params(config, jax.random.key(0))))
     on_host = jax.tree.map(np.asarray, params)
