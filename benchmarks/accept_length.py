@@ -1,0 +1,167 @@
+"""Accept length and speed of an algorithm on sets of prompts.
+
+    python benchmarks/accept_length.py --data ../shared/data/eval --sets gsm8k mt_bench --algorithm NGRAM [--record]
+
+Accept length = tokens that verification emitted / verification forwards: the bonus token counts, the token that prefill
+draws does not, so plain decoding is exactly 1. The histogram is the share of forwards by drafts accepted and emitted;
+its mean + 1 is the accept length. The first turn of each line is sent as a chat message; between sets the drafter
+forgets what it has seen. The last line is one JSON document with every request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+from specjax import Completion, Engine, SamplingParams, flags
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine(*packages: str) -> dict[str, Any]:
+    """When, where and with what this runs: the head of a record."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=RESULTS.parent)
+        return done.stdout.strip()
+
+    device = jax.devices()[0]
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": git("rev-parse", "HEAD") or None,
+        "modified": git("status", "--porcelain", "--", ":/specjax", ":/kernels").splitlines(),
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in ("jax", *packages)},
+        "device": device.device_kind,
+        "processor": processor(),
+        "cpus": os.cpu_count(),
+        "load": [round(x, 2) for x in os.getloadavg()],
+    }
+
+
+def processor() -> str:
+    """The CPU's name, where Linux tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def write_record(name: str, document: dict[str, Any]) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}-{document['date'][:10]}.json"
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    print(f"wrote {path}")
+
+
+def read_prompts(file: Path, count: int | None) -> list[tuple[str, str]]:
+    """(id, first turn) of the first `count` lines."""
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [(row["id"], row["turns"][0]) for row in rows[:count]]
+
+
+def run_set(engine: Engine, name: str, prompts: list[tuple[str, str]], sampling: SamplingParams) -> dict[str, Any]:
+    messages = [[{"role": "user", "content": text}] for _, text in prompts]
+    done: dict[int, Completion] = {}
+    with tqdm(total=len(prompts), desc=name, unit="req") as bar:
+        started = time.perf_counter()
+        for chunk in engine.generate(messages, sampling, stream=True):
+            if chunk.completion is not None:
+                done[chunk.prompt_index] = chunk.completion
+                bar.update()
+        seconds = time.perf_counter() - started
+    histogram = [sum(bins) for bins in zip(*(c.spec_accept_histogram for c in done.values()), strict=True)]
+    steps = sum(histogram)
+    tokens = sum(c.completion_tokens for c in done.values())
+    emitted = sum(count * (drafts + 1) for drafts, count in enumerate(histogram))
+    assert (steps, emitted + len(done)) == (sum(c.spec_verify_ct for c in done.values()), tokens), (histogram, tokens)
+    return {
+        "set": name,
+        "requests": len(done),
+        "tokens": tokens,
+        "verify_steps": steps,
+        "accept_length": round(emitted / steps, 4) if steps else 1.0,
+        "seconds": round(seconds, 2),
+        "tokens_per_second": round(tokens / seconds, 2),
+        "histogram": histogram,
+        "samples": [
+            {
+                "id": id,
+                "prompt_tokens": done[i].prompt_tokens,
+                "tokens": done[i].completion_tokens,
+                "verify_steps": done[i].spec_verify_ct,
+                "accept_length": round(done[i].spec_accept_length, 4),
+                "finish": done[i].finish_reason["type"],
+            }
+            for i, (id, _) in enumerate(prompts)
+        ],
+    }
+
+
+def shares(histogram: list[int]) -> str:
+    """Percent of forwards by drafts accepted, 0 first; what comes after the last non-zero bin is left out."""
+    total = max(sum(histogram), 1)
+    last = max((i for i, count in enumerate(histogram) if count), default=0)
+    return " ".join(f"{100 * count / total:.1f}" for count in histogram[: last + 1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Accept length on sets of prompts.", formatter_class=flags.HelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True, help="folder of SET.jsonl files with `id` and `turns`")
+    parser.add_argument("--sets", nargs="+", required=True, metavar="SET")
+    parser.add_argument("--limit", type=int, help="lines of each set; default: all")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0, help="of every request, where it is sampled")
+    parser.add_argument("--record", action="store_true", help="write benchmarks/results/accept_length-<date>.json")
+    flags.add_model_flags(parser)
+    flags.add_engine_flags(parser, max_running_requests=1)
+    flags.add_speculative_flags(parser)
+    parser.add_argument(
+        "--algorithm", dest="speculative_algorithm", type=flags.algorithm_name, default=argparse.SUPPRESS,
+        help="short for --speculative-algorithm",
+    )  # fmt: skip
+    args = parser.parse_args()
+
+    prompts = {name: read_prompts(args.data / f"{name}.jsonl", args.limit) for name in args.sets}
+    sampling = SamplingParams(max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed)
+    document = machine("jaxlib", "flax")
+    engine = Engine.from_pretrained(args.model, **flags.engine_settings(args))
+    engine.warm_up(engine.single_request_keys() if args.max_running_requests == 1 else None)
+    document |= {"model": args.model, "algorithm": engine.drafter.name, "dtype": engine.target.config.dtype}
+    document |= {"requests_at_once": args.max_running_requests, "results": []}
+    for name, lines in prompts.items():
+        engine.flush_cache()
+        document["results"].append(run_set(engine, name, lines, sampling))
+    engine.check_integrity()
+
+    print(f"{document['algorithm']} on {args.model}, {document['device']}, {args.max_running_requests} at once")
+    header = f"{'set':16}{'requests':>9}{'tokens':>8}{'steps':>8}{'accept':>8}{'tok/s':>8}"
+    print(header + "   % of steps by drafts accepted, from 0")
+    for row in document["results"]:
+        print(
+            f"{row['set']:16}{row['requests']:9}{row['tokens']:8}{row['verify_steps']:8}"
+            f"{row['accept_length']:8.3f}{row['tokens_per_second']:8.1f}   {shares(row['histogram'])}"
+        )
+    if args.record:
+        write_record("accept_length", document)
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()
