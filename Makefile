@@ -22,5 +22,9 @@ check: setup
 test: setup
 	$(BIN)/python -m pytest
 
+# The server is not built yet: until then the main job is to complete prompts with the built-in model.
+serve: setup
+	$(BIN)/python -m specjax.generate --input examples/prompts.jsonl --output /dev/stdout --max-new-tokens 96
+
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
