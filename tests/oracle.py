@@ -16,7 +16,9 @@ import numpy as np
 RUNNING, STOP, LENGTH = 0, 1, 2
 NO_PARENT = -1
 
-LogitsFn = Callable[[Sequence[int]], np.ndarray]  # tokens so far -> logits [V] of the next one
+Tokens = Sequence[int]
+Mask = np.ndarray | None
+LogitsFn = Callable[[Tokens], np.ndarray]  # tokens so far -> logits [V] of the next one
 
 
 # Noise: threefry2x32 as jax.random has it ("partitionable"), keyed by (seed, position).
@@ -27,7 +29,7 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 def threefry2x32(key: tuple[int, int], x0: np.ndarray, x1: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Twenty rounds of Threefry-2x32 (Salmon et al. 2011) on uint32 counters."""
-    keys = (key[0], key[1], key[0] ^ key[1] ^ 0x1BD11BDA)
+    keys = (*key, key[0] ^ key[1] ^ 0x1BD11BDA)
     x0 = np.asarray(x0, np.uint64) + keys[0] & _MASK
     x1 = np.asarray(x1, np.uint64) + keys[1] & _MASK
     for block in range(5):
@@ -51,8 +53,7 @@ def fold_in(key: tuple[int, int], position: int) -> tuple[int, int]:
 
 
 def random_bits(key: tuple[int, int], size: int) -> np.ndarray:
-    high, low = threefry2x32(key, np.zeros(size), np.arange(size))
-    return high ^ low
+    return np.bitwise_xor(*threefry2x32(key, np.zeros(size), np.arange(size)))
 
 
 def gumbel(key: tuple[int, int], size: int) -> np.ndarray:
@@ -92,11 +93,7 @@ class Draw:
 
 
 def edited_logits(
-    logits: np.ndarray,
-    params: Sampling,
-    prompt: Sequence[int],
-    generated: Sequence[int],
-    allowed: np.ndarray | None = None,
+    logits: np.ndarray, params: Sampling, prompt: Tokens, generated: Tokens, allowed: Mask = None
 ) -> np.ndarray:
     """Everything that happens before the temperature: bias, penalties, masks. float32."""
     edited = np.array(logits, np.float32)
@@ -115,15 +112,14 @@ def edited_logits(
 
 
 def softmax(scores: np.ndarray) -> np.ndarray:
-    weights = np.exp(np.asarray(scores, np.float64) - np.max(scores))
-    return weights / weights.sum()
+    weights = np.exp(np.asarray(scores, np.float64) - np.max(scores, axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
 
 
 def truncated_logits(edited: np.ndarray, params: Sampling) -> tuple[np.ndarray, float]:
     """/ T, top-k, top-p, min-p: what is dropped is -inf. Also how near a boundary was, as a mass or probability."""
     scaled = np.asarray(edited, np.float32) / np.float32(params.temperature)
-    order = [int(i) for i in np.argsort(-scaled, kind="stable") if scaled[i] > -np.inf]
-    margin = math.inf
+    order, margin = [int(i) for i in np.argsort(-scaled, kind="stable") if scaled[i] > -np.inf], math.inf
     if 0 < params.top_k < len(order):
         margin = min(margin, _nonzero(scaled[order[params.top_k - 1]] - scaled[order[params.top_k]]))
         order = order[: params.top_k]
@@ -149,11 +145,7 @@ def _nonzero(gap: float) -> float:
 
 
 def distribution(
-    logits: np.ndarray,
-    params: Sampling,
-    prompt: Sequence[int],
-    generated: Sequence[int],
-    allowed: np.ndarray | None = None,
+    logits: np.ndarray, params: Sampling, prompt: Tokens, generated: Tokens, allowed: Mask = None
 ) -> np.ndarray:
     """The law of the next token, float64 [V]."""
     edited = edited_logits(logits, params, prompt, generated, allowed)
@@ -162,27 +154,19 @@ def distribution(
     return softmax(truncated_logits(edited, params)[0])
 
 
-def draw(
-    logits: np.ndarray,
-    params: Sampling,
-    prompt: Sequence[int],
-    generated: Sequence[int],
-    allowed: np.ndarray | None = None,
-) -> Draw:
+def draw(logits: np.ndarray, params: Sampling, prompt: Tokens, generated: Tokens, allowed: Mask = None) -> Draw:
     """The token at position ``len(prompt) + len(generated)``; ties go to the lower id."""
     scores, margin = edited_logits(logits, params, prompt, generated, allowed), math.inf
     if params.temperature > 0:
         scores, margin = truncated_logits(scores, params)
         scores = scores + noise(params.seed, len(prompt) + len(generated), len(scores))
     token = int(np.argmax(scores))
-    others = np.delete(scores, token)
-    gap = _nonzero(scores[token] - others.max()) if len(others) else math.inf
+    gap = _nonzero(scores[token] - np.delete(scores, token).max())
     return Draw(token, min(gap, margin))
 
 
 def raw_logprobs(logits: np.ndarray) -> np.ndarray:
-    logits = np.asarray(logits, np.float64)
-    return logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+    return np.log(softmax(logits))
 
 
 # Trees. Node 0 is the root; a parent is an index of an earlier node.
@@ -195,15 +179,14 @@ class Tree:
     scores: tuple[float, ...] = ()
 
 
-def chain_tree(root: int, tokens: Sequence[int]) -> Tree:
+def chain_tree(root: int, tokens: Tokens) -> Tree:
     return Tree((root, *tokens), tuple(range(-1, len(tokens))))
 
 
 def expand_tree(root: int, log_probs: Callable[[tuple[int, ...]], np.ndarray], k: int, depth: int, width: int) -> Tree:
-    """EAGLE-2. ``log_probs(path below the root) -> [V]``; k continuations of each of k beams, ``depth`` levels.
+    """EAGLE-2: k continuations of k beams, ``depth`` levels; the best ``width - 1`` by float32 score, in pool order.
 
-    Then the best ``width - 1`` of all candidates by cumulative float32 score, in pool order. ``sorted`` is stable,
-    so ties go to the lower index.
+    ``log_probs(path below the root) -> [V]``. ``sorted`` is stable, so ties go to the lower index.
     """
 
     def best(candidates: list[int], count: int) -> list[int]:
@@ -234,10 +217,7 @@ def expand_tree(root: int, log_probs: Callable[[tuple[int, ...]], np.ndarray], k
 
 def path_nodes(tree: Tree, node: int) -> list[int]:
     """From the root to ``node``, both included."""
-    nodes = [node]
-    while tree.parents[nodes[0]] != NO_PARENT:
-        nodes.insert(0, tree.parents[nodes[0]])
-    return nodes
+    return [0] if node == 0 else [*path_nodes(tree, tree.parents[node]), node]
 
 
 def path_tokens(tree: Tree, node: int) -> list[int]:
@@ -284,18 +264,18 @@ def problems(tree: Tree) -> list[str]:
 # Verification.
 
 
-def walk(tree: Tree, drawn: Sequence[int]) -> list[int]:
+def walk(tree: Tree, drawn: Tokens) -> list[int]:
     """The accepted nodes, root first: from each, to the child whose token is the one drawn there."""
     node, accepted = 0, [0]
     while True:
-        matches = [c for c in range(1, len(tree.tokens)) if tree.parents[c] == node and tree.tokens[c] == drawn[node]]
-        if not matches:
+        children = [child for child, parent in enumerate(tree.parents) if parent == node]
+        node = next((child for child in children if tree.tokens[child] == drawn[node]), None)
+        if node is None:
             return accepted
-        node = matches[0]
         accepted.append(node)
 
 
-def truncate(tokens: Sequence[int], stop_ids: Sequence[int], budget: int) -> tuple[list[int], int]:
+def truncate(tokens: Tokens, stop_ids: Tokens, budget: int) -> tuple[list[int], int]:
     """The tokens that are emitted, of the m accepted and the bonus, and the finish reason."""
     first_stop = next((i for i, token in enumerate(tokens) if token in stop_ids), len(tokens))
     emitted = list(tokens[: min(len(tokens), first_stop + 1, budget)])
@@ -306,11 +286,8 @@ def truncate(tokens: Sequence[int], stop_ids: Sequence[int], budget: int) -> tup
 
 def expected_accepted(tree: Tree, probabilities: Callable[[list[int]], np.ndarray]) -> float:
     """E[accepted drafts]: the sum over nodes of the product of probabilities along the node's path."""
-    total = 0.0
-    for node in range(1, len(tree.tokens)):
-        tokens = path_tokens(tree, node)
-        total += math.prod(float(probabilities(tokens[:i])[token]) for i, token in enumerate(tokens))
-    return total
+    runs = [path_tokens(tree, node) for node in range(1, len(tree.tokens))]
+    return sum(math.prod(float(probabilities(run[:i])[token]) for i, token in enumerate(run)) for run in runs)
 
 
 # Decoding.
@@ -324,18 +301,14 @@ class Generation:
     accepted: list[int] = field(default_factory=list)  # drafts that the walk accepted, per verification
     emitted: list[int] = field(default_factory=list)  # tokens emitted, per verification
 
-    @property
-    def accept_length(self) -> float:
-        return sum(self.emitted) / len(self.emitted)
 
-
-def _prefill(logits_fn: LogitsFn, prompt: Sequence[int], params: Sampling) -> Generation:
+def _prefill(logits_fn: LogitsFn, prompt: Tokens, params: Sampling) -> Generation:
     first = draw(logits_fn(list(prompt)), params, prompt, [])
     tokens, finish = truncate([first.token], params.stop_ids, params.max_tokens)
     return Generation(tokens, finish, [first.gap])
 
 
-def generate_plain(logits_fn: LogitsFn, prompt: Sequence[int], params: Sampling) -> Generation:
+def generate_plain(logits_fn: LogitsFn, prompt: Tokens, params: Sampling) -> Generation:
     """One token at a time."""
     result = _prefill(logits_fn, prompt, params)
     while result.finish == RUNNING:
@@ -347,7 +320,7 @@ def generate_plain(logits_fn: LogitsFn, prompt: Sequence[int], params: Sampling)
 
 
 def generate_speculative(
-    logits_fn: LogitsFn, propose: Callable[[list[int]], Tree], prompt: Sequence[int], params: Sampling
+    logits_fn: LogitsFn, propose: Callable[[list[int]], Tree], prompt: Tokens, params: Sampling
 ) -> Generation:
     """``propose(prompt + emitted) -> tree`` whose root is the last emitted token; every node is drawn from."""
     result = _prefill(logits_fn, prompt, params)
@@ -373,21 +346,11 @@ def generate_speculative(
 def rope_frequencies(head_dim: int, rope) -> np.ndarray:
     """[E/2]. ``rope`` has the fields of ``specjax.config.RopeConfig``."""
     frequencies = rope.theta ** (-np.arange(0, head_dim, 2) / head_dim)
-    if rope.scaling == "linear":
-        return frequencies / rope.factor
-    if rope.scaling == "none":
-        return frequencies
-    scaled = []
-    for frequency in frequencies:
-        turns = rope.original_max_position * frequency / (2 * math.pi)  # within the original context
-        if turns < rope.low_freq_factor:
-            scaled.append(frequency / rope.factor)
-        elif turns > rope.high_freq_factor:
-            scaled.append(frequency)
-        else:
-            smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-            scaled.append((1 - smooth) * frequency / rope.factor + smooth * frequency)
-    return np.array(scaled)
+    if rope.scaling != "llama3":
+        return frequencies / (rope.factor if rope.scaling == "linear" else 1)
+    turns = rope.original_max_position * frequencies / (2 * math.pi)  # within the original context
+    kept = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
+    return (1 - kept) * frequencies / rope.factor + kept * frequencies
 
 
 def rotate(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
@@ -402,7 +365,7 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + epsilon) * weight
 
 
-def llama_states(params: Mapping, config, tokens: Sequence[int]) -> list[np.ndarray]:
+def llama_states(params: Mapping, config, tokens: Tokens) -> list[np.ndarray]:
     """[embedding, output of layer 0, ..., output of the last layer, after the final norm], each [n, M]."""
     params = _as_float64(params)
     n, size = len(tokens), config.head_dim
@@ -417,9 +380,7 @@ def llama_states(params: Mapping, config, tokens: Sequence[int]) -> list[np.ndar
         query, key = rotate(query, positions, frequencies), rotate(key, positions, frequencies)
         scores = np.einsum("nkge,cke->nkgc", query, key) / math.sqrt(size)
         scores = np.where(np.tri(n, dtype=bool)[:, None, None, :], scores, -np.inf)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-        attended = np.einsum("nkgc,cke->nkge", weights, value)
+        attended = np.einsum("nkgc,cke->nkge", softmax(scores), value)
         x = x + np.einsum("nkge,kgem->nm", attended, layer["output"]) + layer.get("output_bias", 0)
         gate, up = np.einsum("nm,mti->tni", rms_norm(x, layer["mlp_norm"], config.norm_epsilon), layer["gate_up"])
         x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["down"]
@@ -427,7 +388,7 @@ def llama_states(params: Mapping, config, tokens: Sequence[int]) -> list[np.ndar
     return [*states, rms_norm(x, params["final_norm"], config.norm_epsilon)]
 
 
-def llama_logits(params: Mapping, config, tokens: Sequence[int]) -> np.ndarray:
+def llama_logits(params: Mapping, config, tokens: Tokens) -> np.ndarray:
     """[n, V], float64."""
     head = params["embed"].T if config.tied_embeddings else params["head"]
     return llama_states(params, config, tokens)[-1] @ np.asarray(head, np.float64)
