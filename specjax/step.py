@@ -187,10 +187,10 @@ def new_row(
 def admit(state: DecodeState, slot: Int32[Array, ""], row: Row) -> DecodeState:
     """Puts a request's row (no leading axis) at `slot`. Its pages and its prompt come with `prefill_step`."""
 
-    def put(rows: Array, value: Array) -> Array:
-        return rows.at[slot].set(value, mode="drop")
+    def put(rows: Array, value: Any) -> Array:
+        return rows.at[slot].set(jnp.asarray(value, rows.dtype), mode="drop")
 
-    return state._replace(rows=jax.tree.map(put, state.rows, row), finished=put(state.finished, jnp.array(False)))
+    return state._replace(rows=jax.tree.map(put, state.rows, row), finished=put(state.finished, False))
 
 
 def draft_phase(

@@ -227,7 +227,8 @@ def _merge(tokens: Int32[Array, "A D"], matched: Int32[Array, "A"], config: Ngra
     # Breadth narrows as the match gets longer and as depth grows; rank = earlier siblings.
     sizes = config.max_match_window_size - config.min_match_window_size + 1
     slope = (config.max_bfs_breadth - config.min_bfs_breadth) / sizes
-    room = config.min_bfs_breadth + slope * (config.max_match_window_size - matched[:, None] - level + 1)
+    narrowing = (config.max_match_window_size - matched[:, None] - level + 1).astype(jnp.float32)
+    room = config.min_bfs_breadth + slope * narrowing
     breadth = jnp.maximum(jnp.floor(room), 1).astype(jnp.int32)
     above = jnp.concatenate([jnp.ones((count, count, 1), bool), same[:, :, :-1]], axis=2)
     sibling = above & is_node[None, :, :] & (branch[None, :, :] < branch[:, None, :])

@@ -18,7 +18,7 @@ def rms_norm(x: Float[Array, "... M"], weight: Float[Array, "M"], epsilon: float
     """x / rms(x) * weight; the statistics in float32, the product in x's dtype (as Hugging Face's Llama does)."""
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
-    return weight * (wide * scale).astype(x.dtype)
+    return jnp.expand_dims(weight, tuple(range(x.ndim - 1))) * (wide * scale).astype(x.dtype)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -45,7 +45,7 @@ def rotations(
     rope: RopeConfig, head_dim: int, positions: Positions
 ) -> tuple[Float32[Array, "B N E2"], Float32[Array, "B N E2"]]:
     """cos and sin of each position's angles, [B, N, E / 2]. Computed once a forward."""
-    angle = positions.astype(jnp.float32)[..., None] * inverse_frequencies(rope, head_dim)
+    angle = positions.astype(jnp.float32)[..., None] * inverse_frequencies(rope, head_dim)[None, None]
     return jnp.cos(angle), jnp.sin(angle)
 
 

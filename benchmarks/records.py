@@ -1,0 +1,57 @@
+"""The head of every record: when, where, with what and by which command a figure was measured."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine(*packages: str) -> dict[str, Any]:
+    """This machine, these versions (jax and `packages`), this commit and command."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=RESULTS.parent)
+        return done.stdout.strip()
+
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": git("rev-parse", "HEAD") or None,
+        "modified": git("status", "--porcelain", "--", ":/specjax", ":/kernels").splitlines(),
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in ("jax", *packages)},
+        "device": jax.devices()[0].device_kind,
+        "processor": _processor(),
+        "cpus": os.cpu_count(),
+        "load": [round(x, 2) for x in os.getloadavg()],
+    }
+
+
+def write_record(name: str, figures: dict[str, Any], *, record: bool, packages: tuple[str, ...] = ()) -> None:
+    """Prints one JSON line, the last of the output; with `record` also writes results/<name>-<date>.json."""
+    document = machine(*packages) | figures
+    if record:
+        RESULTS.mkdir(exist_ok=True)
+        file = RESULTS / f"{name}-{document['date'][:10]}.json"
+        file.write_text(json.dumps(document, indent=1) + "\n")
+        print(f"wrote {file}", file=sys.stderr)
+    print(json.dumps(document))
+
+
+def _processor() -> str:
+    """The CPU's name, where Linux tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
