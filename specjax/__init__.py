@@ -1,28 +1,64 @@
-"""Lossless speculative decoding for JAX. See README.md; the step is `specjax.step`, the engine `specjax.engine`."""
+"""Lossless speculative decoding for JAX. See README.md; the step is `specjax.step`, the engine `specjax.engine`.
 
-from specjax.cache import PagedCache, PoolShape, commit, init_cache
-from specjax.config import ModelConfig, RopeConfig
-from specjax.drafters import DRAFTERS, Drafter, Params, make_drafter
-from specjax.engine import Completion, Engine, EngineConfig, SamplingParams, StreamChunk
-from specjax.models import make_target
-from specjax.step import (
-    DecodeState,
-    PrefillInput,
-    Row,
-    StepConfig,
-    StepInput,
-    StepOutput,
-    admit,
-    draft_phase,
-    init_state,
-    make_steps,
-    new_row,
-    prefill_step,
-    speculate_step,
-    verify_phase,
-)
-from specjax.tree import DraftTree
-from specjax.verify import verify_tree
+Names load their module on first use, so that importing the package, or one light part of it, stays quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specjax.cache import PagedCache, PoolShape, commit, init_cache
+    from specjax.config import ModelConfig, RopeConfig
+    from specjax.drafters import DRAFTERS, Drafter, Params, make_drafter
+    from specjax.engine import Completion, Engine, EngineConfig, SamplingParams, StreamChunk
+    from specjax.models import make_target
+    from specjax.step import (
+        DecodeState,
+        PrefillInput,
+        Row,
+        StepConfig,
+        StepInput,
+        StepOutput,
+        admit,
+        draft_phase,
+        init_state,
+        make_steps,
+        new_row,
+        prefill_step,
+        speculate_step,
+        verify_phase,
+    )
+    from specjax.tree import DraftTree
+    from specjax.verify import verify_tree
+
+_NAMES = {
+    "specjax.cache": ("PagedCache", "PoolShape", "commit", "init_cache"),
+    "specjax.config": ("ModelConfig", "RopeConfig"),
+    "specjax.drafters": ("DRAFTERS", "Drafter", "Params", "make_drafter"),
+    "specjax.engine": ("Completion", "Engine", "EngineConfig", "SamplingParams", "StreamChunk"),
+    "specjax.models": ("make_target",),
+    "specjax.step": (
+        "DecodeState",
+        "PrefillInput",
+        "Row",
+        "StepConfig",
+        "StepInput",
+        "StepOutput",
+        "admit",
+        "draft_phase",
+        "init_state",
+        "make_steps",
+        "new_row",
+        "prefill_step",
+        "speculate_step",
+        "verify_phase",
+    ),
+    "specjax.tree": ("DraftTree",),
+    "specjax.verify": ("verify_tree",),
+}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __version__ = "0.1.0"
 
@@ -60,3 +96,13 @@ __all__ = [
     "verify_phase",
     "verify_tree",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'specjax' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

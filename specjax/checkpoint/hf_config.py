@@ -8,8 +8,9 @@ from typing import Any
 from specjax.checkpoint.errors import CheckpointError, listed
 from specjax.config import ModelConfig, RopeConfig
 
+# Hugging Face architecture to family (`specjax.models.FAMILIES`).
 # Mistral without a sliding window is Llama, tensor for tensor; only what an absent key means differs.
-FAMILIES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama"}
+ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama"}
 ABSENT_MEANS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
     "MistralForCausalLM": {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072},
@@ -31,10 +32,10 @@ def model_config(hf_config: Mapping[str, Any], *, dtype: str = "auto", platform:
         key that is missing.
     """
     architectures = hf_config.get("architectures") or []
-    architecture = next((name for name in architectures if name in FAMILIES), None)
+    architecture = next((name for name in architectures if name in ARCHITECTURES), None)
     if architecture is None:
         raise CheckpointError(
-            f"config.json: architectures is {architectures or 'absent'}; supported: {listed(FAMILIES)}"
+            f"config.json: architectures is {architectures or 'absent'}; supported: {listed(ARCHITECTURES)}"
         )
     hf_config = ABSENT_MEANS[architecture] | dict(hf_config)
     _refuse_unsupported(hf_config)
@@ -47,7 +48,7 @@ def model_config(hf_config: Mapping[str, Any], *, dtype: str = "auto", platform:
         )
     max_positions = _given(hf_config, "max_position_embeddings", 2048)
     return ModelConfig(
-        family=FAMILIES[architecture],
+        family=ARCHITECTURES[architecture],
         vocab_size=_require(hf_config, "vocab_size"),
         hidden_size=hidden,
         intermediate_size=_require(hf_config, "intermediate_size"),

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Int32, UInt32
+from jaxtyping import Bool, Float32, Int32, UInt32
 
 from specjax.cache import PoolShape
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
@@ -47,6 +47,8 @@ class NgramConfig:
     branch_length: int = 18
     capacity: int = 1_000_000
     match_type: Literal["BFS", "PROB"] = "BFS"
+    weak_draft_tokens: int | None = None  # N while the longest match is weak; None: num_draft_tokens
+    strong_match_size: int = 4  # tokens from which on a match is not weak
 
     def __post_init__(self) -> None:
         for low, high in (("min_match_window_size", "max_match_window_size"), ("min_bfs_breadth", "max_bfs_breadth")):
@@ -61,11 +63,18 @@ class NgramConfig:
             ("max_bfs_breadth", 1, 64),
             ("branch_length", 1, 64),
             ("capacity", 1024, 2**24),
+            ("strong_match_size", 1, 64),
         ):
             if not low <= getattr(self, name) <= high:
                 prefix = "--speculative-" if name == "num_draft_tokens" else "--speculative-ngram-"
                 flag = prefix + name.replace("_", "-")
                 raise ValueError(f"{flag} must be from {low} to {high}, got {getattr(self, name)}")
+        weak = self.weak_draft_tokens
+        if weak is not None and not 1 <= weak <= self.num_draft_tokens:
+            raise ValueError(
+                f"--speculative-ngram-weak-draft-tokens must be from 1 to the {self.num_draft_tokens} draft tokens, "
+                f"got {weak}"
+            )
         if self.match_type not in ("BFS", "PROB"):
             raise ValueError(f"--speculative-ngram-match-type must be BFS or PROB, got {self.match_type!r}")
 
@@ -119,12 +128,16 @@ def ngram_drafter(config: NgramConfig = NgramConfig()) -> Drafter:
             length=jnp.zeros(rows, jnp.int32),
         )
 
+    places, weak_places = config.num_draft_tokens - 1, (config.weak_draft_tokens or config.num_draft_tokens) - 1
+
     def propose(params: Params, state: NgramState, context: Context) -> tuple[DraftTree, NgramState]:
         del params
         recent, _ = _row_tail(state, context)
         suffix = jnp.concatenate([recent, context.root[:, None]], axis=1)
-        pool = jax.vmap(lambda text, salt: _candidates(state, text, salt, config))(suffix, context.salt)
+        pool, longest = jax.vmap(lambda text, salt: _candidates(state, text, salt, config))(suffix, context.salt)
         scores = jnp.where(context.active[:, None], pool.scores, -jnp.inf)
+        if config.weak_draft_tokens is not None:
+            scores = _best(scores, jnp.where(longest >= config.strong_match_size, places, weak_places))
         return rerank(context.root, pool._replace(scores=scores), config.num_draft_tokens), state
 
     def observe(params: Params, state: NgramState, context: Context, observation: Observation) -> NgramState:
@@ -169,8 +182,19 @@ def _follow(links: Int32[Array, "Q"], back_links: Int32[Array, "Q"], at: Int32[A
     return jnp.where((at != NOWHERE) & (to != NOWHERE) & agrees, to, NOWHERE)
 
 
-def _candidates(state: NgramState, suffix: Int32[Array, "W"], salt: UInt32[Array, ""], config: NgramConfig) -> Pool:
-    """Continuations of one request's suffix, merged; scores order them. Pool index = (depth - 1) * A + branch."""
+def _best(scores: Float32[Array, "B Q"], count: Int32[Array, "B"]) -> Float32[Array, "B Q"]:
+    """The scores, -inf but for the `count[b]` best of them."""
+    place = jnp.argsort(jnp.argsort(-scores, axis=1), axis=1)
+    return jnp.where(place < count[:, None], scores, -jnp.inf)
+
+
+def _candidates(
+    state: NgramState, suffix: Int32[Array, "W"], salt: UInt32[Array, ""], config: NgramConfig
+) -> tuple[Pool, Int32[Array, ""]]:
+    """Continuations of one request's suffix, merged, and the length of the longest match.
+
+    Scores order the candidates. Pool index = (depth - 1) * A + branch.
+    """
     window, capacity = config.max_match_window_size, config.capacity
     buckets = state.table.shape[0]
     first = config.min_match_window_size - 1
@@ -207,7 +231,7 @@ def _candidates(state: NgramState, suffix: Int32[Array, "W"], salt: UInt32[Array
         at = _follow(state.next, state.previous, at)
         at = jnp.where(state.salt[jnp.maximum(at, 0)] == salt, at, NOWHERE)
         tokens.append(jnp.where(at != NOWHERE, state.tokens[jnp.maximum(at, 0)], NO_TOKEN))
-    return _merge(jnp.stack(tokens, axis=1), matched, config)
+    return _merge(jnp.stack(tokens, axis=1), matched, config), matched[0]
 
 
 def _merge(tokens: Int32[Array, "A D"], matched: Int32[Array, "A"], config: NgramConfig) -> Pool:

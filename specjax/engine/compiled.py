@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -16,6 +15,7 @@ import numpy as np
 from jax import Array
 from tqdm import tqdm
 
+from specjax.checkpoint.cache import default_cache_dir
 from specjax.drafters.base import Drafter, Params
 from specjax.engine.batch import Buckets
 from specjax.models.protocol import Target
@@ -43,8 +43,7 @@ class Key(NamedTuple):
 def use_compilation_cache(folder: Path | None = None) -> None:
     """Keeps compiled programs on disk, so that a second start compiles nothing. Respects JAX's own settings."""
     if jax.config.values["jax_compilation_cache_dir"] is None:
-        base = os.environ.get("SPECJAX_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "specjax"
-        jax.config.update("jax_compilation_cache_dir", str((folder or Path(base)).expanduser() / "xla"))
+        jax.config.update("jax_compilation_cache_dir", str(folder or default_cache_dir() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 

@@ -1,4 +1,4 @@
-"""Families of target models, and the table from a Hugging Face architecture name to its family."""
+"""Families of target models. (From a Hugging Face architecture to its family: `specjax.checkpoint.hf_config`.)"""
 
 from __future__ import annotations
 
@@ -20,10 +20,6 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(llama.llama_target, llama.init_params, llama.LOGICAL_AXES),
 }
 
-ARCHITECTURES: dict[str, str] = {
-    "LlamaForCausalLM": "llama",
-}
-
 
 def make_target(config: ModelConfig, *, backend: str | None = None) -> Target:
     """The target of a config's family.
@@ -36,4 +32,4 @@ def make_target(config: ModelConfig, *, backend: str | None = None) -> Target:
     return FAMILIES[config.family].make_target(config, backend=backend)
 
 
-__all__ = ["ARCHITECTURES", "FAMILIES", "Family", "ForwardOutput", "Target", "make_target"]
+__all__ = ["FAMILIES", "Family", "ForwardOutput", "Target", "make_target"]
