@@ -1,0 +1,119 @@
+"""Promises about memory and traces, on real executables: the pool is updated where it lies, nothing of its size is
+temporary (XLA:CPU copies a pool silently when a write could come before a read), and a bucket is traced once."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toy_models import tiny_llama
+
+from specjax import Params, PoolShape, PrefillInput, StepInput, init_state, make_steps, new_row
+from specjax.drafters import make_drafter
+
+POOL = PoolShape(pages=8192, page_size=16)
+ROWS, BATCH, TABLE, CHUNK = 4, 2, 16, 32
+# Two layers, two key/value heads, 16 wide, float32: 512 bytes a token, 64 MB in all.
+LLAMA = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16, "vocab_size": 64}
+
+SMALL = {"num_draft_tokens": 6, "max_match_window_size": 3, "capacity": 1024}
+
+
+class Case(NamedTuple):
+    params: Params
+    state: object
+    steps: object
+    toy: object
+
+
+def case(algorithm: str, pool: PoolShape = POOL, **flags) -> Case:
+    toy = tiny_llama(**LLAMA)
+    drafter, params = make_drafter(algorithm, flags), Params(toy.params)
+    state = init_state(params, toy.target, drafter, rows=ROWS, pool=pool)
+    return Case(params, state, make_steps(toy.target, drafter), toy)
+
+
+def nbytes(tree) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def step_input(tables, active=(True, True), slots=(0, 1)) -> StepInput:
+    arrays = (np.array(slots, np.int32), np.asarray(tables, np.int32), np.array(active))
+    return StepInput(*map(jnp.asarray, arrays))
+
+
+def prefill_input(step: StepInput, texts, width: int = CHUNK) -> PrefillInput:
+    tokens = np.zeros((len(texts), width), np.int32)
+    for row, text in zip(tokens, texts, strict=True):
+        row[: len(text)] = text
+    length = np.array([len(text) for text in texts], np.int32)
+    return PrefillInput(*step, *map(jnp.asarray, (tokens, length, np.full(len(texts), -1, np.int32))))
+
+
+def some_pages(rng, width: int = TABLE, pool: PoolShape = POOL) -> np.ndarray:
+    """Tables of two requests that share no page."""
+    return rng.permutation(pool.pages)[: BATCH * width].reshape(BATCH, width)
+
+
+@pytest.mark.parametrize("which", ["prefill", "speculate"])
+@pytest.mark.parametrize("drafter", ["NONE", "NGRAM"])
+def test_no_step_copies_the_pool(drafter, which):
+    """Aliased: all of the state. Temporary: a small part of the pool. Then a call reuses the very buffers."""
+    params, state, steps, _ = case(drafter)
+    pool = nbytes(state.cache)
+    assert pool == 64 * 2**20
+    inputs = step_input(some_pages(np.random.default_rng(0)))
+    if which == "prefill":
+        inputs = prefill_input(inputs, [range(CHUNK), range(CHUNK)])
+    for slot in range(BATCH):
+        row = jax.tree.map(jnp.asarray, new_row(LLAMA["vocab_size"], limit=9, prompt=range(3)))
+        state = steps.admit(state, jnp.int32(slot), row)
+    step = getattr(steps, which).lower(params, state, inputs).compile()
+    memory = step.memory_analysis()
+    print(f"{drafter} {which}: {memory.temp_size_in_bytes / 2**20:.2f} MB temporary")
+    assert memory.alias_size_in_bytes >= nbytes(state) >= pool
+    assert memory.temp_size_in_bytes < pool / 10
+
+    old = jax.tree.leaves(state.cache)
+    before = [leaf.unsafe_buffer_pointer() for leaf in old]
+    state, _ = step(params, state, inputs)
+    assert all(leaf.is_deleted() for leaf in old)
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.cache)] == before
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+
+
+def test_admission_copies_nothing_either():
+    _, state, steps, _ = case("NGRAM")
+    before = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.cache)]
+    row = jax.tree.map(jnp.asarray, new_row(LLAMA["vocab_size"], limit=9))
+    state = steps.admit(state, jnp.int32(0), row)
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.cache)] == before
+
+
+@pytest.mark.parametrize(("drafter", "flags"), [("NONE", {}), ("NGRAM", SMALL)], ids=["NONE", "NGRAM"])
+def test_one_trace_for_each_shape(drafter, flags):
+    """Whatever is accepted, however long the texts, wherever their pages are, and whoever takes part."""
+    pool = PoolShape(pages=256, page_size=4)
+    params, state, steps, toy = case(drafter, pool, **flags)
+    rng = np.random.default_rng(0)
+    emitted = set()
+    for prompts in ([[1, 2] * 14, [3]], [[4, 5, 6], [7, 8] * 9]):
+        step = step_input(some_pages(rng, pool=pool))
+        for slot, prompt in enumerate(prompts):
+            row = new_row(toy.vocab, limit=24, prompt=prompt, temperature=float(slot), logit_bias={3: 9.0, 4: 9.0})
+            state = steps.admit(state, jnp.int32(slot), jax.tree.map(jnp.asarray, row))
+        state, _ = steps.prefill(params, state, prefill_input(step, prompts))
+        for turn in range(20):
+            turn_input = step._replace(active=jnp.asarray([True, turn % 3 > 0]))
+            state, output = steps.speculate(params, state, turn_input)
+            emitted |= set(output.emitted.tolist())
+    assert len(emitted) > (3 if flags else 1), emitted
+    assert (steps.speculate._cache_size(), steps.prefill._cache_size()) == (1, 1)
+
+    wider = step_input(some_pages(rng, 2 * TABLE, pool))
+    for _ in range(3):
+        state, _ = steps.speculate(params, state, wider)
+    assert (steps.speculate._cache_size(), steps.prefill._cache_size()) == (2, 1)
