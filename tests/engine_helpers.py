@@ -1,0 +1,181 @@
+"""A tokenizer, and engines over table models: small enough to run thousands of requests, exact enough to compare."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from collections.abc import Sequence as List
+from typing import Any
+
+import numpy as np
+import oracle
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from toy_models import Toy, table_model
+from transformers import PreTrainedTokenizerFast
+
+from specjax.drafters import Drafter, make_drafter
+from specjax.drafters.base import Params
+from specjax.engine import Completion, Engine, EngineConfig, SamplingParams
+from specjax.engine.compiled import Key
+from specjax.engine.request import Sequence, Status, completion
+from specjax.engine.text import TextStream
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+MERGES = (("h", "e"), ("l", "l"), ("he", "ll"), ("1", "2"), ("Ġ", "t"), ("Ġt", "he"))
+END = 2  # <|im_end|>
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+NGRAM = {"num_draft_tokens": 4, "max_match_window_size": 4, "capacity": 4096}
+"""Small, and with two rungs instead of three: each rung is seconds of compilation."""
+
+FLAGS = {"NONE": None, "NGRAM": NGRAM}
+
+NEAR = 1e-3
+"""A draw whose gap is below this may go either way (DESIGN.md, Floating point)."""
+
+
+@functools.cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE: three special tokens, the 256 bytes, six merges."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*SPECIAL, *letters, *(a + b for a, b in MERGES)]
+    core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, list(MERGES)))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(list(SPECIAL))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token=SPECIAL[2], bos_token=SPECIAL[0], chat_template=TEMPLATE
+    )
+
+
+VOCABULARY = len(SPECIAL) + 256 + len(MERGES)
+
+
+def byte_ids(data: bytes) -> list[int]:
+    """One token a byte, whatever merges there are."""
+    to_letter = _byte_letters()
+    ids = tokenizer().convert_tokens_to_ids([to_letter[b] for b in data])
+    assert isinstance(ids, list)
+    return ids
+
+
+@functools.cache
+def _byte_letters() -> dict[int, str]:
+    """GPT-2's table: printable bytes are themselves, the others follow from U+0100."""
+    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in kept]
+    return {b: chr(b) for b in kept} | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+def decode(ids: List[int], *, skip: bool = True) -> str:
+    text = tokenizer().decode(ids, skip_special_tokens=skip)
+    assert isinstance(text, str)
+    return text
+
+
+@functools.cache
+def toy(seed: int = 0, rows: int = 61, end: float = 0.0) -> Toy:
+    """A table model over the tokenizer's vocabulary that mostly writes letters. `end`: what the end token gains."""
+    table = np.random.default_rng(seed).normal(0, 2, (rows, VOCABULARY))
+    table[:, byte_ids(b"abcdefghijklmnopqrstuvwxyz ,.")] += 6
+    table[:, : len(SPECIAL)] -= 8
+    table[:, END] += end
+    return table_model(table.astype(np.float32))
+
+
+def make_engine(
+    model: Toy, drafter: Drafter | str = "NONE", *, eos=(), flags: Mapping | None = None, warm=True, **config: Any
+) -> Engine:
+    """Four rows, small pages, several chunks a prompt. `flags` are the drafter's; `config` is the engine's."""
+    drafter = make_drafter(drafter, flags) if isinstance(drafter, str) else drafter
+    settings = {"max_running_requests": 4, "page_size": 4, "max_total_tokens": 1024, "context_length": 128}
+    settings |= {"chunked_prefill_size": 8} | config
+    params, options = Params(model.params), EngineConfig(**settings)
+    engine = Engine(model.target, params, tokenizer(), drafter, config=options, eos_ids=tuple(eos))
+    if warm:  # the largest batch serves smaller ones too: one step to compile instead of several
+        engine.warm_up([Key("step", engine.buckets.batches[-1], engine.buckets.tables[-1])], progress=False)
+    return engine
+
+
+@functools.cache
+def shared_engine(algorithm: str, **config: Any) -> Engine:
+    """An engine that several tests use: each leaves it idle."""
+    return make_engine(toy(), algorithm, flags=FLAGS[algorithm], **config)
+
+
+def wanted(params: SamplingParams, eos: tuple[int, ...] = ()) -> oracle.Sampling:
+    """The same request for the oracle."""
+    assert params.max_new_tokens is not None
+    return oracle.Sampling(
+        seed=params.seed or 0,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        bias={int(token): value for token, value in params.logit_bias.items()},
+        min_tokens=params.min_new_tokens,
+        stop_ids=(*params.stop_token_ids, *(() if params.ignore_eos else eos)),
+        max_tokens=params.max_new_tokens,
+    )
+
+
+def check_plain(model: Toy, prompt: List[int], params: SamplingParams, found: Completion, eos=()) -> None:
+    """The output is that of plain decoding by the oracle, up to its first near-tie."""
+    expected = oracle.generate_plain(model.logits, prompt, wanted(params, eos))
+    close = [i for i, gap in enumerate(expected.gaps) if gap < NEAR]
+    if close:
+        assert found.output_ids[: close[0]] == expected.tokens[: close[0]], expected.gaps
+        return
+    assert found.output_ids == expected.tokens
+    stopped = expected.finish == oracle.STOP
+    assert found.finish_reason["type"] == ("stop" if stopped else "length")
+    assert found.text == decode(expected.tokens[:-1] if stopped else expected.tokens)
+
+
+def check_idle(engine: Engine) -> None:
+    """Nothing runs, and every page and slot is back."""
+    engine.check_integrity()
+    assert not engine.scheduler.unfinished
+    assert engine.scheduler.allocator.free == engine.pool.pages
+
+
+def drain(engine: Engine, most: int = 5000) -> dict[str, Completion]:
+    """Steps until all is done, checking after each; what finished by itself, by id."""
+    done: dict[str, Completion] = {}
+    for _ in range(most):
+        if not engine.unfinished:
+            return done
+        for sequence in engine.step():
+            if sequence.status is Status.FINISHED:
+                assert sequence.id not in done, "reported twice"
+                done[sequence.id] = completion(sequence)
+        engine.check_integrity()
+    raise AssertionError(f"not done after {most} steps: {engine.scheduler.waiting} {engine.scheduler.active}")
+
+
+def outcome(done: Completion) -> tuple[str, list[int], dict[str, Any]]:
+    """What speculation must not change."""
+    return done.text, done.output_ids, done.finish_reason
+
+
+GREEDY = SamplingParams()
+
+
+def idle_sequence(params: SamplingParams = GREEDY, **changes: Any) -> Sequence:
+    """A sequence outside any engine."""
+    stream = TextStream(
+        tokenizer(),
+        tuple(params.stop),
+        skip_special_tokens=params.skip_special_tokens,
+        keep_stop=params.no_stop_trim,
+    )
+    fields: dict[str, Any] = {
+        "id": "one", "prompt": [5, 6], "params": params, "limit": 8, "seed": 0, "device_stops": (END,),
+        "host_stops": frozenset(), "stream": stream, "arrival": 0, "histogram": [0] * 6,
+    }  # fmt: skip
+    return Sequence(**fields | changes)

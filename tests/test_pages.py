@@ -1,0 +1,108 @@
+"""The page allocator against a plain model: a list of owners, each with the pages that it holds."""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
+
+from specjax.engine.pages import PageAllocator
+
+PAGES = 7
+
+
+class Allocator(RuleBasedStateMachine):
+    """`owners` is the whole truth: a page is held as often as it is listed."""
+
+    lists = Bundle("lists")
+
+    def __init__(self):
+        super().__init__()
+        self.allocator = PageAllocator(PAGES)
+        self.owners: list[list[int]] = []
+
+    def held(self) -> set[int]:
+        return {page for pages in self.owners for page in pages}
+
+    @rule(target=lists, count=st.integers(0, PAGES + 2))
+    def allocate(self, count):
+        free = PAGES - len(self.held())
+        pages = self.allocator.allocate(count)
+        if count > free:
+            assert pages is None
+            return multiple()
+        assert len(set(pages)) == len(pages) == count
+        assert not set(pages) & self.held(), "a page that somebody holds"
+        assert set(pages) <= set(range(PAGES))
+        self.owners.append(pages)
+        return pages
+
+    @rule(target=lists, pages=lists, count=st.integers(0, PAGES))
+    def share(self, pages, count):
+        part = pages[:count]
+        self.allocator.share(part)
+        self.owners.append(part)
+        return part
+
+    @rule(pages=consumes(lists))
+    def release(self, pages):
+        self.allocator.release(pages)
+        self.owners.remove(pages)
+
+    @precondition(lambda self: len(self.held()) < PAGES)
+    @rule(data=st.data(), act=st.sampled_from(["share", "release"]))
+    def a_free_page_is_refused(self, data, act):
+        free = data.draw(st.sampled_from(sorted(set(range(PAGES)) - self.held())))
+        with pytest.raises(ValueError, match=f"page {free} is"):
+            getattr(self.allocator, act)([free])
+
+    @invariant()
+    def every_page_is_counted(self):
+        assert self.allocator.free == PAGES - len(self.held())
+        self.allocator.check_integrity(self.owners)
+
+    @invariant()
+    def a_wrong_count_is_noticed(self):
+        """A leak (an owner that forgot), and an owner that the allocator does not know."""
+        if self.held():
+            forgetful = next(i for i, pages in enumerate(self.owners) if pages)
+            with pytest.raises(AssertionError):
+                self.allocator.check_integrity([p for i, p in enumerate(self.owners) if i != forgetful])
+        for page in range(PAGES):
+            with pytest.raises(AssertionError):
+                self.allocator.check_integrity([*self.owners, [page]])
+
+
+Allocator.TestCase.settings = settings(max_examples=60, stateful_step_count=25)
+test_allocator = Allocator.TestCase
+
+
+def test_a_refused_share_changes_nothing():
+    allocator = PageAllocator(3)
+    pages = allocator.allocate(2)
+    with pytest.raises(ValueError, match="cannot be shared"):
+        allocator.share([pages[0], 2])
+    allocator.check_integrity([pages])
+
+
+def test_a_page_released_twice_is_refused():
+    allocator = PageAllocator(2)
+    (page,) = allocator.allocate(1)
+    allocator.share([page])
+    allocator.release([page])
+    assert allocator.free == 1
+    allocator.release([page])
+    assert allocator.free == 2
+    with pytest.raises(ValueError, match="released twice"):
+        allocator.release([page])
+    allocator.check_integrity([])
+
+
+@pytest.mark.parametrize("pages", [0, -1])
+def test_a_pool_has_a_page(pages):
+    with pytest.raises(ValueError, match="at least one page"):
+        PageAllocator(pages)
+
+
+def test_a_negative_count_is_refused():
+    with pytest.raises(ValueError, match="cannot allocate -1"):
+        PageAllocator(2).allocate(-1)
