@@ -11,60 +11,15 @@ forgets what it has seen. The last line is one JSON document with every request.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
-import shlex
-import subprocess
-import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import jax
+from records import finish, machine
 from tqdm import tqdm
 
 from specjax import Completion, Engine, SamplingParams, flags
-
-RESULTS = Path(__file__).parent / "results"
-
-
-def machine(*packages: str) -> dict[str, Any]:
-    """When, where and with what this runs: the head of a record."""
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=RESULTS.parent)
-        return done.stdout.strip()
-
-    device = jax.devices()[0]
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": git("rev-parse", "HEAD") or None,
-        "modified": git("status", "--porcelain", "--", ":/specjax", ":/kernels").splitlines(),
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in ("jax", *packages)},
-        "device": device.device_kind,
-        "processor": processor(),
-        "cpus": os.cpu_count(),
-        "load": [round(x, 2) for x in os.getloadavg()],
-    }
-
-
-def processor() -> str:
-    """The CPU's name, where Linux tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
-def write_record(name: str, document: dict[str, Any]) -> None:
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}-{document['date'][:10]}.json"
-    path.write_text(json.dumps(document, indent=1) + "\n")
-    print(f"wrote {path}")
 
 
 def read_prompts(file: Path, count: int | None) -> list[tuple[str, str]]:
@@ -158,9 +113,7 @@ def main() -> None:
             f"{row['set']:16}{row['requests']:9}{row['tokens']:8}{row['verify_steps']:8}"
             f"{row['accept_length']:8.3f}{row['tokens_per_second']:8.1f}   {shares(row['histogram'])}"
         )
-    if args.record:
-        write_record("accept_length", document)
-    print(json.dumps(document))
+    finish("accept_length", document, record=args.record)
 
 
 if __name__ == "__main__":

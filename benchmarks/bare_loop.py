@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from records import write_record
+from records import finish, machine
 
 from specjax import Params, PoolShape, StepInput, checkpoint, init_state, make_drafter, make_steps, make_target, new_row
 from specjax.config import ModelConfig
@@ -99,6 +99,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=110)
     parser.add_argument("--record", action="store_true", help="write under benchmarks/results/")
     args = parser.parse_args()
+    document = machine("jaxlib", "flax") | {"model": args.model}
     files = checkpoint.resolve(args.model)
     config = checkpoint.model_config(files.config, dtype="float32")
     weights = checkpoint.load_params(files, config)
@@ -108,7 +109,7 @@ def main() -> None:
         row = rows[-1]
         print(f"prefix {prefix:5d}: bare {row['bare_ms']:.2f} ms, none {row['none_ms']:.2f} ms, "
               f"ratio {row['ratio_of_medians']:.3f}", flush=True)  # fmt: skip
-    write_record("bare_loop", {"model": args.model, "rows": rows}, record=args.record)
+    finish("bare_loop", document | {"rows": rows}, record=args.record)
 
 
 if __name__ == "__main__":

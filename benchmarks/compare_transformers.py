@@ -11,14 +11,14 @@ a gap or a shortfall reaches `NEAR`. The last line is one JSON document with eve
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from accept_length import machine, read_prompts, write_record
+from accept_length import read_prompts
+from records import finish, machine
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -135,9 +135,7 @@ def main() -> int:
         document["results"].append(summary | {"samples": rows})
     for row in document["results"]:
         print({name: value for name, value in row.items() if name != "samples"})
-    if args.record:
-        write_record("compare_transformers", document)
-    print(json.dumps(document))
+    finish("compare_transformers", document, record=args.record)
     return 1 if failed else 0
 
 

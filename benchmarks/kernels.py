@@ -11,20 +11,15 @@ this machine. The last line is one JSON document with every sample.
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
-import json
-import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from records import finish, machine
 from specjax_kernels import IMPLEMENTATIONS, default_implementation, tree_attention
 from specjax_kernels.specs import SPECS, Spec, named, tagged
 
@@ -97,21 +92,6 @@ def measure(spec: Spec, implementations: list[str], layers: int, runs: int, band
     return records
 
 
-def machine() -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    device = jax.devices()[0]
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip() or None,
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "device": device.device_kind,
-        "platform": device.platform,
-        "cpus": os.cpu_count(),
-        "load": [round(x, 2) for x in os.getloadavg()],
-    }
-
-
 def main() -> None:
     written = [name for name, module in IMPLEMENTATIONS.items() if module]
     parser = argparse.ArgumentParser(description="Times tree_attention over named shapes.")
@@ -133,13 +113,8 @@ def main() -> None:
     for spec in specs:
         layers = arguments.layers or (4 if "large" in spec.tags else 30)
         document["results"] += measure(spec, arguments.implementation, layers, arguments.runs, bandwidth)
-    if arguments.record:
-        kind = document["platform"] if on_cpu else document["device"].lower().replace(" ", "-")
-        path = Path(__file__).parent / "results" / f"kernels-{kind}-{document['date'][:10]}.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(document, indent=1) + "\n")
-        print(f"wrote {path}")
-    print(json.dumps(document))
+    kind = "cpu" if on_cpu else document["device"].lower().replace(" ", "-")
+    finish(f"kernels-{kind}", document, record=arguments.record)
 
 
 if __name__ == "__main__":

@@ -38,14 +38,13 @@ def machine(*packages: str) -> dict[str, Any]:
     }
 
 
-def write_record(name: str, figures: dict[str, Any], *, record: bool, packages: tuple[str, ...] = ()) -> None:
-    """Prints one JSON line, the last of the output; with `record` also writes results/<name>-<date>.json."""
-    document = machine(*packages) | figures
+def finish(name: str, document: dict[str, Any], *, record: bool) -> None:
+    """Prints a document as one JSON line, the last of the output; with `record` also writes it under results/."""
     if record:
         RESULTS.mkdir(exist_ok=True)
         file = RESULTS / f"{name}-{document['date'][:10]}.json"
         file.write_text(json.dumps(document, indent=1) + "\n")
-        print(f"wrote {file}", file=sys.stderr)
+        print(f"wrote {file}")
     print(json.dumps(document))
 
 
