@@ -157,7 +157,7 @@ def mask_forbidden(logits: Float32[Array, "V"], allowed: UInt32[Array, "W"]) -> 
     return jnp.where(bit == 1, logits, _TINY)
 
 
-def gumbel_noise(seed: UInt32[Array, 2], position: Int32[Array, ""], vocab_size: int) -> Float32[Array, "V"]:
+def gumbel_noise(seed: UInt32[Array, "2"], position: Int32[Array, ""], vocab_size: int) -> Float32[Array, "V"]:
     """Noise for the token that will stand at `position`: threefry2x32 keyed by the seed's two words."""
     key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
     return jax.random.gumbel(key, (vocab_size,), jnp.float32)
@@ -165,7 +165,8 @@ def gumbel_noise(seed: UInt32[Array, 2], position: Int32[Array, ""], vocab_size:
 
 def _ascending_bits(values: Float32[Array, "V"]) -> UInt32[Array, "V"]:
     """Unsigned integers in the order of the floats: negatives flipped whole, the rest moved above them. -0 = +0."""
-    bits = jax.lax.bitcast_convert_type(values + 0.0, jnp.uint32)
+    # Not `values + 0.0`, which XLA removes.
+    bits = jax.lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32)
     sign = jnp.uint32(0x80000000)
     return jnp.where(bits >= sign, ~bits, bits | sign)
 

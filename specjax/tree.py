@@ -120,10 +120,12 @@ def rerank(root: PerRequest, pool: Pool, width: int) -> DraftTree:
     # Invalid places sort behind every valid one, so valid nodes are a prefix.
     order = jnp.argsort(jnp.where(valid, index, pool.tokens.shape[1] + index), axis=1)
 
-    def pick(values: Array) -> Array:
-        return jnp.take_along_axis(jnp.take_along_axis(values, index, axis=1), order, axis=1)
+    index = jnp.take_along_axis(index, order, axis=1)
+    valid = jnp.take_along_axis(valid, order, axis=1)
 
-    index, valid, scores = (jnp.take_along_axis(a, order, axis=1) for a in (index, valid, scores))
+    def pick(values: Array) -> Array:
+        return jnp.take_along_axis(values, index, axis=1)
+
     parent = pick(pool.parents)
     # A candidate's place in the tree is the place that holds its pool index, plus one for the root.
     is_parent = valid[:, None, :] & (index[:, None, :] == parent[:, :, None])
@@ -134,7 +136,7 @@ def rerank(root: PerRequest, pool: Pool, width: int) -> DraftTree:
         parents=jnp.concatenate([head.parents, jnp.where(valid, place, NO_PARENT)], axis=1),
         depth=jnp.concatenate([head.depth, jnp.where(valid, pick(pool.depth), 0)], axis=1),
         valid=jnp.concatenate([head.valid, valid], axis=1),
-        scores=jnp.concatenate([head.scores, scores], axis=1),
+        scores=jnp.concatenate([head.scores, pick(pool.scores)], axis=1),
     )
 
 
