@@ -1,0 +1,118 @@
+"""The built-in model against transformers, in float32: its logits, and its greedy text with and without drafts.
+
+`benchmarks/compare_transformers.py` is the same comparison on whole sets of prompts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from specjax_kernels import CAUSAL
+
+from specjax import Engine, EngineConfig, SamplingParams, init_cache
+from specjax.cache import PoolShape
+from specjax.checkpoint import BUILT_IN_MODEL, resolve
+
+pytestmark = pytest.mark.real_model
+
+TOLERANCE = 2e-4
+NEAR = 1e-3
+"""A gap between transformers' two best logits below which the texts may part."""
+
+MAX_NEW_TOKENS = 32
+
+# From MT-bench (lmsys, Apache-2.0): writing, extraction, coding.
+PROMPTS = [
+    "Compose an engaging travel blog post about a recent trip to Hawaii, highlighting cultural experiences and "
+    "must-see attractions.",
+    "Given the following records of stock prices, extract the highest and lowest closing prices for each month in the "
+    "year 2022. Return the results as a CSV string, with one line allocated for each month.\n"
+    "Date,Open,High,Low,Close,Volume\n2022-01-01,150.02,155.28,148.50,153.80,15678900\n"
+    "2022-01-02,154.32,157.25,153.48,156.25,19874500\n2022-02-01,160.50,163.28,159.50,161.80,14326700",
+    "Write a C++ program to find the nth Fibonacci number using recursion.",
+]
+
+
+class Greedy(NamedTuple):
+    prompt: list[int]
+    tokens: list[int]
+    gaps: list[float]
+    logits: np.ndarray  # [X, V] of prompt and tokens in one forward
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    return AutoModelForCausalLM.from_pretrained(resolve(BUILT_IN_MODEL).folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def expected(oracle) -> list[Greedy]:
+    """transformers' own rendering, greedy text and logits."""
+    import torch
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve(BUILT_IN_MODEL).folder)
+    found = []
+    for text in PROMPTS:
+        message = [{"role": "user", "content": text}]
+        rendered = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        prompt = tokenizer(rendered, add_special_tokens=False, return_tensors="pt")
+        options = {"do_sample": False, "max_new_tokens": MAX_NEW_TOKENS}
+        with torch.inference_mode():
+            done = oracle.generate(**prompt, **options, return_dict_in_generate=True, output_logits=True)
+            logits = oracle(done.sequences).logits[0].numpy()
+        best = torch.cat(done.logits).topk(2).values
+        count = prompt["input_ids"].shape[1]
+        tokens = done.sequences[0].tolist()
+        found.append(Greedy(tokens[:count], tokens[count:], (best[:, 0] - best[:, 1]).tolist(), logits))
+    return found
+
+
+@pytest.fixture(scope="module", params=["NONE", "NGRAM"])
+def engine(request) -> Engine:
+    config = EngineConfig(max_running_requests=1, max_total_tokens=1024, context_length=1024)
+    return Engine.from_pretrained(dtype="float32", algorithm=request.param, config=config)
+
+
+def test_greedy_text_is_that_of_transformers(engine, expected):
+    for text, reference in zip(PROMPTS, expected, strict=True):
+        message = [{"role": "user", "content": text}]
+        assert engine.encode(message) == reference.prompt
+        found = engine.generate(message, SamplingParams(max_new_tokens=MAX_NEW_TOKENS))
+        if found.output_ids != reference.tokens:
+            pairs = enumerate(zip(found.output_ids, reference.tokens, strict=True))
+            at = next(i for i, (ours, theirs) in pairs if ours != theirs)
+            print(f"{engine.drafter.name}: {text[:40]!r} parts at token {at}, where the gap is {reference.gaps[at]}")
+            assert reference.gaps[at] < NEAR
+    engine.check_integrity()
+
+
+def test_logits_are_those_of_transformers(engine, expected):
+    if engine.drafter.name != "NONE":
+        pytest.skip("the model is the same")
+    target, params = engine.target, engine.params.target
+    cache = init_cache(target.config, PoolShape(1, 1))
+
+    @jax.jit
+    def logits(params, tokens):
+        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        start, table = jnp.zeros(1, jnp.int32), jnp.ones((1, 1), jnp.int32)
+        output = target.forward(params, target.embed(params, tokens), positions, CAUSAL, cache, table, start)
+        return target.unembed(params, output.hidden)[0]
+
+    width = max(len(reference.logits) for reference in expected)
+    for reference in expected:
+        count = len(reference.logits)
+        tokens = np.zeros((1, width), np.int32)
+        tokens[0, :count] = reference.prompt + reference.tokens
+        found = np.asarray(logits(params, jnp.asarray(tokens)))[:count]
+        print(f"{count} tokens: largest difference {np.abs(found - reference.logits).max():.1e}")
+        np.testing.assert_allclose(found, reference.logits, rtol=0, atol=TOLERANCE)

@@ -1,0 +1,173 @@
+"""Tensor parallelism: the same steps on two CPU devices, weights and pages split as the family's table says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from specjax import ModelConfig, RopeConfig
+from specjax.models import FAMILIES
+
+CONFIG = {
+    "family": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "norm_epsilon": 1e-5,
+    "max_positions": 256,
+    "attention_bias": True,
+    "mlp_bias": True,
+}
+
+# Devices must be asked for before jax starts, so this part is a program of its own.
+PROGRAM = '''
+import json, sys
+import jax
+
+jax.config.update("jax_num_cpu_devices", 2)
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from specjax import (
+    ModelConfig, Params, PoolShape, PrefillInput, RopeConfig, StepInput, init_state, make_drafter, make_target, new_row,
+    prefill_step, speculate_step,
+)
+from specjax.models import FAMILIES
+from specjax.step import StepConfig, admit, ladder
+
+ROWS, PAGES, SIZE, TABLE, CHUNK, STEPS = 2, 512, 8, 8, 16, 12
+tied, algorithm, flags = json.loads(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
+config = ModelConfig(**json.loads(sys.argv[1]), tied_embeddings=tied, rope=RopeConfig(theta=100.0))
+family = FAMILIES[config.family]
+mesh = Mesh(np.array(jax.devices()), ("tensor",))
+
+
+def split(name):
+    """A leaf's sharding: every logical axis goes to the one axis of the mesh."""
+    return NamedSharding(mesh, PartitionSpec(*("tensor" if axis else None for axis in family.logical_axes[name])))
+
+
+def run(sharded):
+    target, drafter = make_target(config), make_drafter(algorithm, flags)
+    weights = family.init_params(config, jax.random.key(0))
+    # Wide enough for logits that differ; neither norms are one nor biases zero.
+    rng = np.random.default_rng(0)
+
+    def draw(path, leaf):
+        center = 1.0 if path[-1].key.endswith("norm") else 0.0
+        return jnp.asarray(rng.normal(center, 0.4, leaf.shape), leaf.dtype)
+
+    weights = jax.tree_util.tree_map_with_path(draw, dict(weights))
+    if sharded:
+        weights = jax.tree_util.tree_map_with_path(lambda path, x: jax.device_put(x, split(path[-1].key)), weights)
+    params = Params(weights)
+    state = init_state(params, target, drafter, rows=ROWS, pool=PoolShape(PAGES, SIZE))
+    kept = {}
+    if sharded:
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        shardings = jax.tree.map(lambda leaf: everywhere, state)
+        pages = jax.tree.map(lambda leaf: split("pages"), state.cache)
+        shardings = shardings._replace(cache=pages)
+        state = jax.device_put(state, shardings)
+        kept = {"out_shardings": (shardings, None)}
+    fixed = {"target": target, "drafter": drafter, "config": StepConfig(ladder(drafter))}
+    prefill = jax.jit(lambda p, s, i: prefill_step(p, s, i, **fixed), donate_argnums=1, **kept)
+    speculate = jax.jit(lambda p, s, i: speculate_step(p, s, i, **fixed), donate_argnums=1, **kept)
+    place = {"out_shardings": shardings} if sharded else {}
+    take_in = jax.jit(admit, donate_argnums=0, **place)
+
+    prompts = [[1, 2, 3, 1, 2, 3, 1, 2], [9, 8]]
+    tokens = np.zeros((ROWS, CHUNK), np.int32)
+    for slot, prompt in enumerate(prompts):
+        tokens[slot, : len(prompt)] = prompt
+        # Greedy over three tokens, so that drafts are accepted; and sampled over all.
+        request = {"temperature": 1.5, "seed": 5} if slot else {"logit_bias": {1: 50.0, 2: 50.0, 3: 50.0}}
+        row = new_row(config.vocab_size, limit=60, prompt=prompt, **request)
+        state = take_in(state, jnp.int32(slot), jax.tree.map(jnp.asarray, row))
+    table = np.random.default_rng(1).permutation(PAGES)[: ROWS * TABLE].reshape(ROWS, TABLE).astype(np.int32)
+    step = StepInput(jnp.arange(ROWS), jnp.asarray(table), jnp.ones(ROWS, bool))
+    length = jnp.asarray([len(prompt) for prompt in prompts], jnp.int32)
+    chunk = PrefillInput(*step, jnp.asarray(tokens), length, jnp.full(ROWS, -1, jnp.int32))
+
+    compiled = {"prefill": prefill.lower(params, state, chunk).compile()}
+    compiled["step"] = speculate.lower(params, state, step).compile()
+    local = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.cache))
+    memory = {}
+    for name, program in compiled.items():
+        found = program.memory_analysis()
+        memory[name] = [local, found.alias_size_in_bytes, found.temp_size_in_bytes]
+    texts, emitted = [[], []], []
+    state, output = compiled["prefill"](params, state, chunk)
+    for turn in range(STEPS + 1):
+        emitted.append(output.emitted.tolist())
+        for text, row, count in zip(texts, output.tokens.tolist(), emitted[-1], strict=True):
+            text.extend(row[:count])
+        state, output = compiled["step"](params, state, step)
+    shares = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path((weights, state.cache)):
+        name = path[-1].key if hasattr(path[-1], "key") else "pages"
+        shares[name] = leaf.addressable_shards[0].data.nbytes / leaf.nbytes
+    return {"texts": texts, "emitted": emitted, "memory": memory, "shares": shares}
+
+
+print(json.dumps([run(False), run(True)]))
+'''
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "flags", "tied"),
+    [
+        ("NONE", {}, True),
+        ("NGRAM", {"num_draft_tokens": 6, "max_match_window_size": 3, "capacity": 1024}, False),
+    ],
+    ids=["NONE", "NGRAM"],
+)
+def test_two_devices_draw_the_same_tokens(algorithm, flags, tied, tmp_path):
+    arguments = [json.dumps(CONFIG), json.dumps(tied), algorithm, json.dumps(flags)]
+    root = Path(__file__).parents[1]
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(root), str(root / "kernels")]),
+    }
+    environment |= {"JAX_COMPILATION_CACHE_DIR": str(jax.config.values["jax_compilation_cache_dir"])}
+    done = subprocess.run(
+        [sys.executable, "-W", "error:Some donated buffers", "-c", PROGRAM, *arguments],
+        capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    alone, split = json.loads(done.stdout.splitlines()[-1])
+    assert split["texts"] == alone["texts"]
+    assert split["emitted"] == alone["emitted"]
+    assert len(set(alone["texts"][1])) > 5, alone["texts"]
+    assert (max(map(max, alone["emitted"])) > 1) == (algorithm == "NGRAM")
+
+    axes = FAMILIES["llama"].logical_axes
+    assert alone["shares"] == dict.fromkeys(alone["shares"], 1.0)
+    assert split["shares"] == {name: 0.5 if any(axes[name]) else 1.0 for name in alone["shares"]}
+    for pool, aliased, temporary in split["memory"].values():
+        assert aliased >= pool
+        assert temporary < pool / 2, "the pool is gathered on one device"
+
+
+def test_every_leaf_is_in_the_table():
+    """And has as many axes there as in the model; nothing in the table is of no model."""
+    family, seen = FAMILIES["llama"], {"pages"}
+    for tied in (True, False):
+        config = ModelConfig(**CONFIG, tied_embeddings=tied, rope=RopeConfig())
+        for path, leaf in jax.tree_util.tree_leaves_with_path(family.init_params(config, jax.random.key(0))):
+            name = path[-1].key
+            assert len(family.logical_axes[name]) == leaf.ndim, name
+            seen.add(name)
+    assert seen == set(family.logical_axes)
+    assert {axis for axes in family.logical_axes.values() for axis in axes} == {None, "kv_heads", "mlp", "vocab"}
