@@ -112,10 +112,9 @@ def test_logprobs_and_trace_of_every_step(drafter):
         assert 1 in rungs and max(rungs) > 1  # the narrow step reports too
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_they_change_no_token(drafter):
+def test_they_change_no_token():
     plain, reporting = (
-        Runner(toy(), DRAFTERS[drafter](), config=StepConfig(**config)).generate(REQUESTS) for config in ({}, CONFIG)
+        Runner(toy(), DRAFTERS["listed"](), config=StepConfig(**config)).generate(REQUESTS) for config in ({}, CONFIG)
     )
     assert plain == reporting
 

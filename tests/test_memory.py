@@ -19,7 +19,7 @@ ROWS, BATCH, TABLE, CHUNK = 4, 2, 16, 32
 # Two layers, two key/value heads, 16 wide, float32: 512 bytes a token, 64 MB in all.
 LLAMA = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16, "vocab_size": 64}
 
-SMALL = {"num_draft_tokens": 6, "max_match_window_size": 3, "capacity": 1024}
+SMALL = {"num_draft_tokens": 4, "max_match_window_size": 3, "capacity": 1024}
 
 
 class Case(NamedTuple):
@@ -110,7 +110,7 @@ def test_one_trace_for_each_shape(drafter, flags):
             turn_input = step._replace(active=jnp.asarray([True, turn % 3 > 0]))
             state, output = steps.speculate(params, state, turn_input)
             emitted |= set(output.emitted.tolist())
-    assert len(emitted) > (3 if flags else 1), emitted
+    assert emitted == ({0, 1, 2, 3, 4} if flags else {0, 1})
     assert (steps.speculate._cache_size(), steps.prefill._cache_size()) == (1, 1)
 
     wider = step_input(some_pages(rng, 2 * TABLE, pool))

@@ -33,8 +33,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama 3": {"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": False},
     "llama 3.1": {"head_dim": 16, "tie_word_embeddings": False, "rope_parameters": LLAMA_3_1},
     "llama 3.2": {"num_key_value_heads": 1, "tie_word_embeddings": True, "rope_parameters": LLAMA_3_2},
-    "smollm 2": {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
-    "biases": {"attention_bias": True, "mlp_bias": True, "head_dim": 12, "tie_word_embeddings": False},
+    "biases": {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
+    | {"attention_bias": True, "mlp_bias": True},
 }
 LENGTHS = (90, 77)
 """Tokens of the two sequences: beyond every original length above, and not a multiple of anything."""
