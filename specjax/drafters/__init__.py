@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
-from specjax.drafters.ngram import NgramConfig, ngram_drafter
+from specjax.drafters.ngram import NgramConfig, ngram_config, ngram_drafter
 from specjax.drafters.none import none_drafter
 
 DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "NONE": lambda **unused: none_drafter(),
-    "NGRAM": lambda **flags: ngram_drafter(NgramConfig(**flags)),
+    "NGRAM": lambda **flags: ngram_drafter(ngram_config(jax.default_backend(), **flags)),
 }
 """Algorithm name to factory. A factory takes its algorithm's flags as keyword arguments."""
 
@@ -48,6 +50,7 @@ __all__ = [
     "Observation",
     "Params",
     "make_drafter",
+    "ngram_config",
     "ngram_drafter",
     "none_drafter",
 ]
