@@ -1,0 +1,404 @@
+"""NGRAM against dictionaries: what a request proposes is what really followed its last tokens somewhere before."""
+
+import functools
+import re
+from typing import NamedTuple
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from oracle import NO_PARENT, Sampling
+from toy_models import Runner, as_tree, random_table, table_model
+
+from specjax.cache import PoolShape
+from specjax.drafters.base import Context, Observation, Params
+from specjax.drafters.ngram import NgramConfig, ngram_drafter
+from specjax.sampling import sampling_row
+
+ROWS, CHUNK = 3, 6
+SALTS = (0, 0xDEADBEEF)  # 0 and 1 would do, but their windows share buckets
+NONE = Params(None)
+
+# Settings.
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"num_draft_tokens": 1}, "--speculative-num-draft-tokens must be from 2 to 64, got 1"),
+        ({"num_draft_tokens": 65}, "--speculative-num-draft-tokens"),
+        ({"min_match_window_size": 0}, "--speculative-ngram-min-match-window-size"),
+        ({"min_match_window_size": 13}, "--speculative-ngram-min-match-window-size must be from 1 to "
+         "--speculative-ngram-max-match-window-size, got 13 and 12"),
+        ({"max_match_window_size": 65}, "--speculative-ngram-max-match-window-size"),
+        ({"min_bfs_breadth": 0}, "--speculative-ngram-min-bfs-breadth"),
+        ({"min_bfs_breadth": 11}, "--speculative-ngram-max-bfs-breadth"),
+        ({"max_bfs_breadth": 65}, "--speculative-ngram-max-bfs-breadth"),
+        ({"branch_length": 0}, "--speculative-ngram-branch-length"),
+        ({"branch_length": 65}, "--speculative-ngram-branch-length"),
+        ({"capacity": 1023}, "--speculative-ngram-capacity must be from 1024 to"),
+        ({"capacity": 2**24 + 1}, "--speculative-ngram-capacity"),
+    ],
+)  # fmt: skip
+def test_a_refused_setting_names_its_flag(changes, flag):
+    with pytest.raises(ValueError, match=re.escape(flag)):
+        NgramConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_draft_tokens": 2, "branch_length": 1, "max_match_window_size": 1, "max_bfs_breadth": 1},
+        {"num_draft_tokens": 64, "branch_length": 5, "max_match_window_size": 2, "max_bfs_breadth": 64},
+    ],
+)
+def test_settings_at_the_edges_make_valid_trees(changes):
+    memory = Memory(NgramConfig(capacity=1024, **changes))
+    memory.observe({0: [1, 2, 3, 1, 2, 3, 1, 2]})
+    tree = memory.propose({0: 3})[0]
+    assert oracle.problems(tree) == []
+    depth = min(changes["branch_length"], changes["num_draft_tokens"] - 1, 5)
+    assert max(oracle.depths(tree)) == depth
+
+
+# The device's memory, driven like the step does, and the oracle's.
+
+
+@functools.cache
+def compiled(config: NgramConfig):
+    drafter = ngram_drafter(config)
+    return drafter, jax.jit(drafter.propose), jax.jit(drafter.observe)
+
+
+class Match(NamedTuple):
+    size: int
+    time: int  # when its last token was committed
+    text: list[int]  # what followed
+
+
+class Memory:
+    """ROWS rows. `texts` holds each request that ever was, as (salt, tokens), in the order of their last tokens."""
+
+    def __init__(self, config: NgramConfig = NgramConfig(capacity=1 << 16)):  # noqa: B008
+        self.config = config
+        self.drafter, self._propose, self._observe = compiled(config)
+        self.state = self.drafter.init(NONE, ROWS, PoolShape(4, 4))
+        self.texts: list[list[int]] = []
+        self.salts: list[int] = []
+        self.times: list[list[int]] = []  # place in the ring of each token, never wrapped
+        self.row = [-1] * ROWS  # which text
+        self.written = 0
+
+    def start(self, row: int, salt: int = 0) -> None:
+        """A new request at this row."""
+        self.texts.append([])
+        self.times.append([])
+        self.salts.append(salt)
+        self.row[row] = len(self.texts) - 1
+
+    def context(self, roots: dict[int, int]) -> Context:
+        batch = ROWS + 1
+        slots = np.arange(batch, dtype=np.int32)[::-1].copy()  # entries are not rows
+        slots[0] = ROWS + 7
+
+        def entries(values, dtype):
+            return jnp.asarray([values.get(int(s), 0) for s in slots], dtype)
+
+        known = {row: self.row[row] for row in roots}
+        sampling = jax.tree.map(lambda x: jnp.broadcast_to(jnp.asarray(x), (batch, *x.shape)), sampling_row(8))
+        return Context(
+            slots=jnp.asarray(slots),
+            prefix_length=entries({row: len(self.texts[i]) for row, i in known.items()}, jnp.int32),
+            page_table=jnp.full((batch, 2), 4, jnp.int32),
+            root=entries(roots, jnp.int32),
+            active=entries(dict.fromkeys(roots, True), bool),
+            salt=entries({row: self.salts[i] for row, i in known.items()}, jnp.uint32),
+            sampling=sampling,
+        )
+
+    def observe(self, tokens: dict[int, list[int]]) -> None:
+        """Chunks at once; a row without a request gets one."""
+        for row in tokens:
+            if self.row[row] < 0:
+                self.start(row)
+        most = max(map(len, tokens.values()), default=0)
+        for start in range(0, most, CHUNK):
+            part = {row: t[start : start + CHUNK] for row, t in tokens.items() if len(t) > start}
+            self._observe_chunk(part)
+
+    def _observe_chunk(self, tokens: dict[int, list[int]]) -> None:
+        context = self.context(dict.fromkeys(tokens, 0))
+        order = [int(s) for s in context.slots]
+        block = np.full((len(order), CHUNK), 3, np.int32)  # what is beyond the length is junk, not a sentinel
+        length = np.zeros(len(order), np.int32)
+        for entry, row in enumerate(order):
+            if row in tokens:
+                block[entry, : len(tokens[row])] = tokens[row]
+                length[entry] = len(tokens[row])
+                self.texts[self.row[row]] += tokens[row]
+                self.times[self.row[row]] += range(self.written, self.written + len(tokens[row]))
+                self.written += len(tokens[row])
+        observation = Observation(jnp.asarray(block), jnp.asarray(block), None, jnp.asarray(length))
+        self.state = self._observe(NONE, self.state, context, observation)
+
+    def propose(self, roots: dict[int, int]) -> dict[int, oracle.Tree]:
+        context = self.context(roots)
+        tree, self.state = self._propose(NONE, self.state, context)
+        valid = np.asarray(tree.valid)
+        assert valid[:, 0].all() and (np.diff(valid.astype(int), axis=1) <= 0).all(), "a prefix"
+        order = [int(s) for s in context.slots]
+        for entry, row in enumerate(order):
+            if row not in roots:
+                assert valid[entry].sum() == 1, "an idle entry proposes nothing"
+        found = {row: as_tree(tree, order.index(row)) for row in roots}
+        for row, one in found.items():
+            entry = order.index(row)
+            assert one.tokens[0] == roots[row] and one.parents[0] == NO_PARENT
+            assert oracle.problems(one) == []
+            assert oracle.depths(one) == np.asarray(tree.depth)[entry, : len(one.tokens)].tolist()
+            assert max(oracle.depths(one)) <= self.config.depth
+        return found
+
+    # The oracle.
+
+    def matches(self, row: int, root: int) -> tuple[list[Match], list[Match]]:
+        """All that something followed, and those that must be found; longest match first, then most recent.
+
+        A bucket keeps 8 places, by a hash of the place: of two ends of one window in the same one, the later stays.
+        """
+        suffix = [*self.texts[self.row[row]], root]
+        least, most, ends = self.config.min_match_window_size, self.config.max_match_window_size, []
+        for text, salt, times in zip(self.texts, self.salts, self.times, strict=True):
+            if salt != self.salts[self.row[row]]:
+                continue
+            for end in range(1, len(text) + 1):
+                size = 0
+                while size < min(most, end, len(suffix)) and text[end - 1 - size] == suffix[-1 - size]:
+                    size += 1
+                if size >= least:
+                    ends.append((size, times[end - 1], text[end : end + self.config.depth]))
+
+        def place(time: int) -> int:
+            return (time % self.config.capacity * 2654435761 & 0xFFFFFFFF) >> 29
+
+        def is_kept(size: int, time: int) -> bool:
+            later = [s for s, t, _ in ends if t > time and place(t) == place(time)]
+            return any(all(s < window for s in later) for window in range(least, size + 1))
+
+        found = sorted((Match(*end) for end in ends if end[2]), key=lambda match: (-match.size, -match.time))
+        return found, [match for match in found if is_kept(match.size, match.time)]
+
+
+def check(memory: Memory, roots: dict[int, int]) -> None:
+    for row, tree in memory.propose(roots).items():
+        matches, certain = memory.matches(row, roots[row])
+        followed = {tuple(match.text[:n]) for match in matches for n in range(1, len(match.text) + 1)}
+        assert oracle.paths(tree) <= followed, "never seen after that suffix"
+        if not matches:
+            assert len(tree.tokens) == 1
+        if not certain or certain[0] != matches[0]:
+            continue
+        best = certain[0]
+        assert best.text[0] in children(tree), "the longest, most recent match comes first"
+        if sum(match.size == best.size for match in matches) == 1:  # nothing as good competes for the nodes
+            assert tuple(best.text[: memory.config.num_draft_tokens - 1]) in oracle.paths(tree)
+
+
+def children(tree: oracle.Tree) -> list[int]:
+    return [token for token, parent in zip(tree.tokens, tree.parents, strict=True) if parent == 0]
+
+
+SMALL = {"num_draft_tokens": 6, "max_match_window_size": 4, "branch_length": 4, "capacity": 1 << 16}
+CONFIGS = {
+    "BFS": NgramConfig(max_bfs_breadth=3, **SMALL),
+    "PROB": NgramConfig(max_bfs_breadth=3, match_type="PROB", **SMALL),
+    "windows of 2 to 3": NgramConfig(**SMALL | {"min_match_window_size": 2, "max_match_window_size": 3}),
+}
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("start"), st.integers(0, ROWS - 1), st.sampled_from(SALTS)),
+        st.tuples(
+            st.just("observe"),
+            st.dictionaries(
+                st.integers(0, ROWS - 1), st.lists(st.integers(0, 3), min_size=1, max_size=9), min_size=1, max_size=ROWS
+            ),
+        ),
+        st.tuples(st.just("propose"), st.lists(st.integers(0, 3), min_size=ROWS, max_size=ROWS)),
+    ),
+    max_size=12,
+)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@given(events=EVENTS)
+@example(
+    events=[("observe", {0: [1, 2, 3], 1: [2, 3, 0]}), ("start", 0, 0), ("observe", {0: [2]}), ("propose", [3] * 3)]
+)
+@example(events=[("start", 0, SALTS[1]), ("observe", {0: [1, 2, 3]}), ("observe", {1: [1]}), ("propose", [0, 2])])
+def test_what_is_proposed_really_followed(events, config):
+    memory = Memory(CONFIGS[config])
+    for kind, *what in events:
+        if kind == "start":
+            memory.start(*what)
+        elif kind == "observe":
+            memory.observe(*what)
+        else:
+            check(memory, {row: root for row, root in enumerate(what[0]) if memory.row[row] >= 0})
+    check(memory, {row: 1 for row in range(ROWS) if memory.row[row] >= 0})
+
+
+def plain_memory(**changes) -> Memory:
+    fields = {"num_draft_tokens": 6, "max_match_window_size": 4, "branch_length": 4, "capacity": 1 << 16}
+    return Memory(NgramConfig(**fields | changes))
+
+
+def test_by_hand():
+    """After "2": 3 came lately, 5 before that; the longer match "1 2" was followed by 5."""
+    memory = plain_memory()
+    memory.observe({0: [1, 2, 5, 6, 7]})
+    memory.observe({1: [0, 2, 3, 4]})
+    memory.observe({2: [9, 1]})
+    tree = memory.propose({2: 2})[2]
+    assert oracle.paths(tree) == {(5,), (5, 6), (5, 6, 7), (3,), (3, 4)}
+    assert tree.tokens[1] == 5, "the longest match is the first child"
+
+
+def test_the_most_recent_of_equal_matches_comes_first():
+    memory = plain_memory(num_draft_tokens=2)
+    for follower in (3, 4, 5):
+        memory.observe({0: [1, 2, follower]})
+        memory.start(0)
+    memory.observe({0: [1]})
+    assert memory.propose({0: 2})[0].tokens == (2, 5)
+
+
+def test_prob_prefers_what_most_matches_agree_on():
+    histories = [[1, 2, 3], [1, 2, 3], [1, 2, 4]]
+    for match_type, expected in (("BFS", 4), ("PROB", 3)):
+        memory = plain_memory(num_draft_tokens=2, match_type=match_type)
+        for text in histories:
+            memory.start(0)
+            memory.observe({0: text})
+        memory.start(0)
+        memory.observe({0: [1]})
+        assert memory.propose({0: 2})[0].tokens == (2, expected)
+
+
+def test_nothing_matches():
+    memory = plain_memory()
+    assert len(memory.propose({}) or []) == 0
+    memory.start(0)
+    assert memory.propose({0: 5})[0].tokens == (5,), "an empty memory"
+    memory.observe({0: [1, 2, 3]})
+    assert memory.propose({0: 4})[0].tokens == (4,)
+    assert memory.propose({0: 1})[0].tokens == (1, 2, 3)
+
+
+def test_rows_share_what_they_have_seen_unless_their_salts_differ():
+    memory = plain_memory()
+    for row, salt in ((0, 7), (1, 7), (2, 8)):
+        memory.start(row, salt)
+    memory.observe({0: [1, 2, 3, 4], 1: [1], 2: [1]})
+    trees = memory.propose({1: 2, 2: 2})
+    assert trees[1].tokens == (2, 3, 4)
+    assert trees[2].tokens == (2,)
+
+
+def test_a_window_smaller_than_the_least_is_no_match():
+    for least, expected in ((1, (2, 3)), (2, (2, 3)), (3, (2,))):
+        memory = plain_memory(min_match_window_size=least)
+        memory.observe({0: [1, 2, 3]})
+        memory.observe({1: [1]})
+        assert memory.propose({1: 2})[1].tokens == expected
+
+
+def test_a_row_used_again_does_not_go_on_with_the_old_text():
+    memory = plain_memory(min_match_window_size=2)
+    memory.observe({0: [1, 2, 3]})
+    memory.start(0)
+    memory.observe({0: [4, 5]})
+    memory.start(1)
+    memory.observe({1: [2]})
+    assert memory.propose({1: 3})[1].tokens == (3,), "4 did not follow 3"
+    memory.start(1)
+    memory.observe({1: [3]})
+    assert memory.propose({1: 4})[1].tokens == (4,), "3 4 was never written"
+    memory.start(0)  # as long as its predecessor
+    assert memory.propose({0: 5})[0].tokens == (5,), "its suffix is 5 alone, not 4 5"
+
+
+def test_chunks_of_a_prompt_are_one_text():
+    """A match across the boundary of two observations."""
+    memory = plain_memory(min_match_window_size=3)
+    memory.observe({0: [1, 2]})
+    memory.observe({0: [3, 4]})
+    memory.observe({1: [1, 2]})
+    assert memory.propose({1: 3})[1].tokens == (3, 4)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_small_ring_that_wraps_contradicts_nothing(seed):
+    """1024 places, 4000 tokens of a small alphabet: proposals may be missed, never invented. Old text is forgotten."""
+    memory = Memory(NgramConfig(num_draft_tokens=6, max_match_window_size=4, branch_length=4, capacity=1024))
+    rng = np.random.default_rng(seed)
+    proposed = 0
+    while memory.written < 4000:
+        for row in range(ROWS):
+            if memory.row[row] < 0 or rng.random() < 0.03:
+                memory.start(row, salt=int(rng.integers(2)))
+        memory.observe({row: rng.integers(0, 5, rng.integers(1, CHUNK + 1)).tolist() for row in range(ROWS)})
+        if rng.random() < 0.15:
+            roots = {row: int(rng.integers(5)) for row in range(ROWS)}
+            for row, tree in memory.propose(roots).items():
+                kept = [m.text for m in memory.matches(row, roots[row])[0] if m.time >= memory.written - 1024]
+                followed = {tuple(text[:n]) for text in kept for n in range(1, len(text) + 1)}
+                assert oracle.paths(tree) <= followed
+                proposed += len(tree.tokens) - 1
+    assert proposed > 100
+
+
+def test_old_text_is_forgotten():
+    memory = Memory(NgramConfig(num_draft_tokens=6, max_match_window_size=4, branch_length=4, capacity=1024))
+    memory.observe({0: [7, 8, 9]})
+    memory.start(1)
+    memory.observe({1: [7]})
+    assert memory.propose({1: 8})[1].tokens == (8, 9)
+    memory.start(2)
+    memory.observe({2: [0, 1] * 512})
+    assert memory.propose({1: 8})[1].tokens == (8,)
+
+
+def test_breadth_bounds_the_children_of_a_node():
+    histories = [[1, follower] for follower in range(2, 9)]
+    for most in (1, 2, 4):
+        memory = plain_memory(num_draft_tokens=12, max_bfs_breadth=most, max_match_window_size=2, branch_length=4)
+        for text in histories:
+            memory.start(0)
+            memory.observe({0: text})
+        memory.start(0)
+        tree = memory.propose({0: 1})[0]
+        assert 1 <= len(tree.tokens) - 1 <= most
+        assert tree.tokens[1] in (8, 7, 6, 5)[:most]
+
+
+# In the step: a limit on drafts, and text that stays the model's own.
+
+
+def test_a_draft_limit():
+    toy = table_model(random_table(0), window=2)
+    runner = Runner(toy, ngram_drafter(CONFIGS["BFS"]), rows=1)
+    request = Sampling(max_tokens=30)
+    lengths = {}
+    for limit in (0, 1, 3, 1 << 20):
+        runner.admit(0, [1, 2], request, draft_limit=limit)
+        (found,) = runner.generate([([1, 2], request)], draft_limit=limit)
+        assert found.tokens == oracle.generate_plain(toy.logits, [1, 2], request).tokens
+        lengths[limit] = np.mean(found.emitted)
+        assert max(found.emitted) <= limit + 1
+    assert lengths[0] == 1 < lengths[1] < lengths[3]
