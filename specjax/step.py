@@ -17,101 +17,68 @@ One request, three steps of a drafter with D = 2 (n = prefix_length, committed t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float32, Int32, UInt32
+from jaxtyping import Float32, Int32, UInt32
 from specjax_kernels import CAUSAL, pack_bits
 
-from specjax.cache import PagedCache, PoolShape, commit, init_cache, take_path
-from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
+from specjax.cache import commit, take_path
+from specjax.drafters.base import Context, Drafter, Observation, Params
 from specjax.models.protocol import Target
-from specjax.sampling import DrawInputs, History, SamplingRows, sampling_row
+from specjax.sampling import DrawInputs
+from specjax.state import (
+    FULL,
+    NO_DRAFT_LIMIT,
+    NO_FORCED_TOKEN,
+    RUNS,
+    STOPPED,
+    TOP_LOGPROBS,
+    DecodeState,
+    Logprobs,
+    PrefillInput,
+    Row,
+    StepInput,
+    StepOutput,
+    Trace,
+    admit,
+    init_state,
+    new_row,
+)
 from specjax.tree import DraftTree, ancestor_mask, keep_nodes, narrow, root_only
 from specjax.types import Active, PageTable, PerRequest
 from specjax.verify import Verdict, verify_tree
 
-RUNS, STOPPED, FULL = 0, 1, 2
-"""`StepOutput.finish`: the request goes on; it drew a stop id; it reached its limit of new tokens."""
-
-NO_FORCED_TOKEN = -1
-"""`PrefillInput.next_token`: draw it."""
-
-TOP_LOGPROBS = 20
-
-NO_DRAFT_LIMIT = 1 << 20
-"""`Row.draft_limit` of a row that takes whatever the drafter proposes."""
-
-
-class Row(NamedTuple):
-    """What a request brings to its row of the state. As state each field has a leading R."""
-
-    prefix_length: Int32[Array, "R"]  # n: tokens in pages (reused ones, at admission)
-    generated: Int32[Array, "R"]  # emitted so far; not 0 at admission of a resumed request
-    limit: Int32[Array, "R"]  # most tokens to emit
-    draft_limit: Int32[Array, "R"]  # most draft nodes a step; 0: no speculation for this row
-    salt: UInt32[Array, "R"]
-    sampling: SamplingRows
-    history: History
-
-
-class DecodeState(NamedTuple):
-    """Everything on the device, one donated pytree."""
-
-    cache: PagedCache
-    draft: DraftState
-    rows: Row
-    root: Int32[Array, "R"]  # the last emitted token, at position prefix_length
-    finished: Bool[Array, "R"]  # on from the finishing step until the row is admitted anew
-
-
-class StepInput(NamedTuple):
-    """The small argument that the host builds for a step."""
-
-    slots: PerRequest  # >= R, each different, for empty entries
-    page_table: PageTable  # must cover the D + 1 tokens a step may commit; holes are P
-    active: Active
-
-
-class PrefillInput(NamedTuple):
-    slots: PerRequest
-    page_table: PageTable
-    active: Active
-    tokens: Int32[Array, "B C"]
-    length: PerRequest  # of `tokens`, >= 1 where active
-    next_token: PerRequest  # NO_FORCED_TOKEN, the next prompt token, or a resumed request's last token
-
-
-class Logprobs(NamedTuple):
-    """Of the raw log-softmax, along the path."""
-
-    drawn: Float32[Array, "B J"]
-    top: Float32[Array, "B J 20"]
-    top_ids: Int32[Array, "B J 20"]
-
-
-class Trace(NamedTuple):
-    """What the draft proposed, what the target drew, what was accepted."""
-
-    tree: DraftTree
-    drawn: Int32[Array, "B N"]  # NO_TOKEN where no draw was needed
-    path: Int32[Array, "B J"]
-    accepted: PerRequest
-
-
-class StepOutput(NamedTuple):
-    tokens: Int32[Array, "B J"]  # J = D + 1; the first `emitted` count
-    emitted: PerRequest
-    accepted: PerRequest  # drafts among the emitted
-    finish: PerRequest  # RUNS, STOPPED or FULL
-    logprobs: Logprobs | None
-    trace: Trace | None
+__all__ = [
+    "FULL",
+    "NO_DRAFT_LIMIT",
+    "NO_FORCED_TOKEN",
+    "RUNS",
+    "STOPPED",
+    "DecodeState",
+    "Logprobs",
+    "PrefillInput",
+    "Row",
+    "StepConfig",
+    "StepInput",
+    "StepOutput",
+    "Steps",
+    "Trace",
+    "admit",
+    "draft_phase",
+    "init_state",
+    "ladder",
+    "make_steps",
+    "new_row",
+    "prefill_step",
+    "speculate_step",
+    "verify_phase",
+]
 
 
 @dataclass(frozen=True)
@@ -121,76 +88,6 @@ class StepConfig:
     widths: tuple[int, ...] = ()  # static tree widths, ascending; () = the drafter's. Further nodes are cut off
     logprobs: bool = False
     trace: bool = False
-
-
-def init_state(params: Params, target: Target, drafter: Drafter, *, rows: int, pool: PoolShape) -> DecodeState:
-    """An empty state: R = `rows` rows, all finished, and a pool of zeroed pages."""
-    vocab = target.config.vocab_size
-    sampling = jax.tree.map(lambda x: jnp.broadcast_to(jnp.asarray(x), (rows, *x.shape)), sampling_row(vocab))
-
-    def zeros() -> Array:
-        return jnp.zeros(rows, jnp.int32)
-
-    return DecodeState(
-        cache=init_cache(target.config, pool),
-        draft=drafter.init(params, rows, pool),
-        rows=Row(
-            prefix_length=zeros(),
-            generated=zeros(),
-            limit=zeros(),
-            draft_limit=zeros(),
-            salt=jnp.zeros(rows, jnp.uint32),
-            # Copies: a donated tree must not hold one buffer twice.
-            sampling=jax.tree.map(jnp.array, sampling),
-            history=History(jnp.zeros((rows, vocab), bool), jnp.zeros((rows, vocab), jnp.int32)),
-        ),
-        root=zeros(),
-        finished=jnp.ones(rows, bool),
-    )
-
-
-def new_row(
-    vocab_size: int,
-    *,
-    limit: int,
-    prompt: Sequence[int] = (),
-    output: Sequence[int] = (),
-    draft_limit: int = NO_DRAFT_LIMIT,
-    salt: int = 0,
-    prefix_length: int = 0,
-    **sampling: Any,
-) -> Row:
-    """A request's row for `admit`, as numpy arrays without a leading axis.
-
-    Args:
-        limit: most tokens to emit, `output` included.
-        prompt, output: tokens that penalties count; `output` only for a resumed request.
-        draft_limit: most draft nodes a step may check for it; 0 = no speculation.
-        sampling: as in `sampling_row`; greedy by default.
-    """
-    in_prompt = np.zeros(vocab_size, bool)
-    in_prompt[list(prompt)] = True
-    counts = np.bincount(np.asarray(output, np.int64), minlength=vocab_size).astype(np.int32)
-    # numpy until the row reaches the device
-    fields: dict[str, Any] = {
-        "prefix_length": np.int32(prefix_length),
-        "generated": np.int32(len(output)),
-        "limit": np.int32(limit),
-        "draft_limit": np.int32(draft_limit),
-        "salt": np.uint32(salt),
-        "sampling": sampling_row(vocab_size, **sampling),
-        "history": History(*cast(Any, (in_prompt, counts))),
-    }
-    return Row(**fields)
-
-
-def admit(state: DecodeState, slot: Int32[Array, ""], row: Row) -> DecodeState:
-    """Puts a request's row (no leading axis) at `slot`. Its pages and its prompt come with `prefill_step`."""
-
-    def put(rows: Array, value: Any) -> Array:
-        return rows.at[slot].set(jnp.asarray(value, rows.dtype), mode="drop")
-
-    return state._replace(rows=jax.tree.map(put, state.rows, row), finished=put(state.finished, False))
 
 
 def draft_phase(

@@ -27,6 +27,7 @@ from specjax.config import ModelConfig
 from specjax.drafters import Drafter, Params, make_drafter
 from specjax.engine.batch import Buckets, admission_row, prefill_input, step_input
 from specjax.engine.compiled import Executables, Key, use_compilation_cache
+from specjax.engine.prompt import Prompt, encode
 from specjax.engine.request import Completion, SamplingParams, Sequence, Status, completion, random_seed
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.text import TextStream
@@ -151,9 +152,7 @@ class Engine:
 
     # Requests
 
-    def add(
-        self, prompt: str | List[int] | List[Mapping[str, Any]], sampling: SamplingParams, *, id: str | None = None
-    ) -> Sequence:
+    def add(self, prompt: Prompt, sampling: SamplingParams, *, id: str | None = None) -> Sequence:
         """Queues a request: text, token ids, or chat messages (rendered with the model's template).
 
         Raises:
@@ -191,40 +190,9 @@ class Engine:
         self._by_id[name] = sequence
         return sequence
 
-    def encode(self, prompt: str | List[int] | List[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a prompt.
-
-        Raises:
-            ValueError: it is empty, of no known form, or holds an id outside the vocabulary.
-        """
-        if isinstance(prompt, str):
-            tokens = self.tokenizer(prompt)["input_ids"]
-        elif isinstance(prompt, list | tuple) and prompt and all(isinstance(m, Mapping) for m in prompt):
-            tokens = self._render(cast(Any, prompt))
-        elif isinstance(prompt, list | tuple) and all(
-            isinstance(t, int | np.integer) and not isinstance(t, bool) for t in prompt
-        ):
-            tokens = [int(cast(Any, token)) for token in prompt]
-        else:
-            raise ValueError(f"a prompt is a string, a list of token ids or a list of messages, got {prompt!r:.80}")
-        if not tokens:
-            raise ValueError("the prompt is empty: there is nothing to continue")
-        outside = [token for token in tokens if not 0 <= token < self.vocab_size]
-        if outside:
-            raise ValueError(f"the prompt holds token {outside[0]}; ids of this model are 0 to {self.vocab_size - 1}")
-        return list(tokens)
-
-    def _render(self, messages: List[Mapping[str, Any]]) -> list[int]:
-        for message in messages:
-            if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-                raise ValueError(f"a message needs a role and a content, both strings, got {dict(message)!r:.80}")
-        if not self.tokenizer.chat_template:
-            raise ValueError("this model has no chat template: pass text or token ids instead of messages")
-        try:
-            text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # a template is a program: whatever it raises is about these messages
-            raise ValueError(f"the chat template refused these messages: {error}") from error
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt; see `specjax.engine.prompt.encode`."""
+        return encode(prompt, self.tokenizer, self.vocab_size)
 
     def _limit(self, prompt: int, sampling: SamplingParams) -> int:
         room = self.context_length - prompt
