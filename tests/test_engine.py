@@ -101,7 +101,7 @@ def test_prompts_in_chunks(algorithm, length):
     check_plain(toy(), prompt, params, shared_engine(algorithm).generate(prompt, params))
 
 
-@pytest.mark.parametrize(("algorithm", "page_size"), [("NONE", 1), ("NGRAM", 1), ("NGRAM", 16)])
+@pytest.mark.parametrize(("algorithm", "page_size"), [("NGRAM", 1), ("NGRAM", 16)])
 def test_page_sizes(algorithm, page_size):
     engine = shared_engine(algorithm, page_size=page_size, max_running_requests=2, context_length=64)
     prompts, params = some_prompts(6, seed=3), [varied(i) for i in range(6)]
@@ -185,7 +185,9 @@ def test_more_stop_ids_than_the_device_holds(algorithm, place):
     check_idle(engine)
 
 
-@pytest.mark.parametrize("place", [0, pytest.param(11, marks=pytest.mark.xfail(strict=True, reason="see below"))])
+@pytest.mark.parametrize(
+    "place", [0, pytest.param(11, marks=pytest.mark.xfail(strict=True, reason="the host knows no min_new_tokens"))]
+)
 def test_min_new_tokens_with_many_stop_ids(place):
     """Bug: a stop id beyond the eighth is not masked until min_new_tokens, and ends the request before."""
     engine, prompt = shared_engine("NONE"), [70, 71, 72] * 3
@@ -406,7 +408,7 @@ def test_a_stream_survives_other_callers(other, monkeypatch):
 
 @pytest.mark.xfail(strict=True, reason="the requests of a stream that nobody reads stay queued for ever")
 def test_a_stream_that_is_never_started_leaves_nothing_behind():
-    engine = make_engine(toy(), max_running_requests=1)
+    engine = make_engine(toy(), warm=False)
     stream = engine.generate([5, 6], SamplingParams(max_new_tokens=5), stream=True)
     stream.close()
     check_idle(engine)
@@ -512,16 +514,6 @@ def test_the_context_is_used_to_its_end():
     assert rest.finish_reason == {"type": "length", "length": 28}
 
 
-def test_a_request_as_large_as_the_pool():
-    """The last token is never committed, so one more than the pool holds can be asked for."""
-    engine = shared_engine("NGRAM", max_total_tokens=40, max_running_requests=2)
-    params = SamplingParams(max_new_tokens=31)
-    with pytest.raises(ValueError, match=r"do not fit the KV pool of 40 tokens \(--max-total-tokens\)"):
-        engine.generate([5] * 11, params)
-    check_plain(toy(), [5] * 10, params, engine.generate([5] * 10, params))
-    check_idle(engine)
-
-
 def test_as_many_parameters_as_prompts():
     with pytest.raises(ValueError, match="2 prompts, but 3 sampling parameters"):
         shared_engine("NONE").generate([[5], [6]], [SamplingParams()] * 3)
@@ -558,12 +550,12 @@ def test_a_bad_setting_names_its_flag(name, flag):
 
 
 def test_one_executable_for_a_bucket():
-    engine = make_engine(toy(), warm=False, max_running_requests=5)
+    engine = make_engine(toy(), warm=False, max_running_requests=2)
     seen = set()
-    for count in (1, 2, 3, 4, 5, 9, 1, 4):
+    for count in (1, 2, 3, 9, 1):
         engine.generate(some_prompts(count, most=8), SamplingParams(max_new_tokens=20))
         seen |= engine.executables.compiled()
-    assert sorted(key.width for key in seen if key.kind == "step") == [1, 4, 5]
+    assert sorted(key.width for key in seen if key.kind == "step") == [1, 2]
     assert sorted(key.width for key in seen if key.kind == "prefill") == [8]
     assert seen == engine.executables.compiled() == set(engine.executables.all_keys())
     assert [key for key in engine.single_request_keys() if key.kind == "step"] == [("step", 1, 32)]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 from engine_helpers import VOCABULARY, byte_ids, decode, tokenizer
 from tiny_checkpoints import save_llama
@@ -219,11 +220,12 @@ def by_hand(model, tmp_path, lines):
         *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
     }
     folders.add(str(Path(__file__).parents[1] / "kernels"))
+    cache = jax.config.values["jax_compilation_cache_dir"]
     command = [sys.executable, "-m", "specjax.generate", "--model", model, "--input", source, "--output", target]
     done = subprocess.run(
         [*map(str, command), *(flag for flag in QUICK if flag != "--no-progress")],
         capture_output=True, encoding="utf-8", timeout=240, cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(folders), "SPECJAX_CACHE": str(tmp_path / "cache")},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(folders), "JAX_COMPILATION_CACHE_DIR": cache},
     )  # fmt: skip
     return done, [json.loads(row) for row in target.read_text(encoding="utf-8").splitlines()]
 

@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 import pytest
-from engine_helpers import FLAGS, VOCABULARY, check_idle, make_engine, outcome, shared_engine, toy
+from engine_helpers import FLAGS, VOCABULARY, check_idle, check_plain, make_engine, outcome, shared_engine, toy
 
 from specjax.engine import Engine, SamplingParams
 from specjax.engine.request import Status, completion
@@ -22,7 +22,7 @@ PAGES = {"ample": 512, "tiny": 40}
 
 @functools.cache
 def engine(pool: str) -> Engine:
-    sizes = {"max_running_requests": 16, "page_size": 2, "max_total_tokens": 2 * PAGES[pool], "context_length": 80}
+    sizes = {"max_running_requests": 16, "page_size": 2, "max_total_tokens": 2 * PAGES[pool], "context_length": 96}
     return make_engine(toy(), "NGRAM", flags=FLAGS["NGRAM"], **sizes)
 
 
@@ -99,4 +99,16 @@ def test_the_youngest_is_retracted_and_resumes_before_those_that_wait():
         assert [s.id for s in here.scheduler.waiting] == [n for n in ids if n not in {*active, *finished}]
     assert lost
     assert ids[0] not in lost
+    check_idle(here)
+
+
+def test_a_request_as_large_as_the_pool():
+    """The last token is never committed, so one more than the pool holds can be asked for."""
+    here = engine("tiny")
+    params = SamplingParams(max_new_tokens=31)
+    with pytest.raises(ValueError, match=r"do not fit the KV pool of 80 tokens \(--max-total-tokens\)"):
+        here.generate([5] * 51, params)
+    check_plain(toy(), [5] * 50, params, here.generate([5] * 50, params))
+    rest = here.generate([5] * 50, SamplingParams(max_new_tokens=None))
+    assert rest.completion_tokens == 31, "all that fits"
     check_idle(here)

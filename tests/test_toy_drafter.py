@@ -11,12 +11,12 @@ import oracle
 import pytest
 from engine_helpers import VOCABULARY, check_idle, make_engine, outcome, shared_engine, toy
 from oracle import Sampling
-from toy_models import Runner
+from toy_models import Runner, as_arrays, random_tree
 
 import specjax
 from specjax.drafters.base import Drafter
 from specjax.engine import SamplingParams
-from specjax.tree import NO_PARENT, DraftTree, chain
+from specjax.tree import chain
 
 DEPTH = 5
 LENGTH = 64
@@ -43,37 +43,26 @@ def replay(text, *, offset: int = 0) -> Drafter:
 
 
 def random_trees(text, width: int = 8, depth: int = 3) -> Drafter:
-    """Bushy trees of random shape and tokens, of which some are right: half of the nodes know the text."""
-    known = jnp.asarray(np.pad(np.asarray(text, np.int32), (0, LENGTH - len(text))))
+    """Bushy trees of random shape; in each level one node of some has the right token, the others are wrong."""
+    trees = [random_tree(0, width, VOCABULARY, np.random.default_rng(seed), depth) for seed in range(16)]
+    listed = as_arrays([tree for tree in trees if len(tree.tokens) == width], width)
+    first = jnp.argmax(listed.depth[:, None, :] == listed.depth[:, :, None], axis=2) == jnp.arange(width)[None, :]
+    lucky = first & (jnp.arange(width) % 3 != 0)[None, :]
 
     def init(params, rows, pool):
-        return jax.random.key_data(jax.random.key(0))
+        return jnp.asarray(np.pad(np.asarray(text, np.int32), (0, LENGTH - len(text))))
 
     def propose(params, state, context):
-        def tree(root, position, key):
-            shape, which = jax.random.split(jax.random.wrap_key_data(key))
-            parents, level = [jnp.int32(NO_PARENT)], [jnp.int32(0)]
-            for node in range(1, width):
-                parent = jax.random.randint(jax.random.fold_in(shape, node), (), 0, node, jnp.int32)
-                parent = jnp.where(jnp.stack(level)[parent] < depth, parent, 0)
-                parents.append(parent)
-                level.append(jnp.stack(level)[parent] + 1)
-            parents, level = jnp.stack(parents), jnp.stack(level)
-            right = known[jnp.minimum(position + level, LENGTH - 1)]
-            # Distinct everywhere, so siblings are too; a right token only in the first node of its level.
-            first = jnp.argmax(level[None, :] == level[:, None], axis=1) == jnp.arange(width)
-            lucky = first & jax.random.bernoulli(which, 0.5, (width,))
-            tokens = jnp.where(lucky, right, (right + 1 + jnp.arange(width, dtype=jnp.int32)) % VOCABULARY)
-            tokens = tokens.at[0].set(root)
-            return DraftTree(tokens, parents, level, jnp.ones(width, bool), -level.astype(jnp.float32))
-
-        keys = jax.vmap(lambda n: jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(state), n)))(
-            context.prefix_length
-        )
-        return jax.vmap(tree)(context.root, context.prefix_length, keys), state
+        which = context.prefix_length % lucky.shape[0]
+        tree = jax.tree.map(lambda leaf: leaf[which], listed)
+        right = state[jnp.minimum(context.prefix_length[:, None] + tree.depth, LENGTH - 1)]
+        # Wrong tokens differ from the right one and from one another, so siblings do too.
+        wrong = (right + 1 + jnp.arange(width, dtype=jnp.int32)[None, :]) % VOCABULARY
+        tokens = jnp.where(lucky[which], right, wrong)
+        return tree._replace(tokens=tokens.at[:, 0].set(context.root)), state
 
     def observe(params, state, context, observation):
-        return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(state), 1))
+        return state
 
     return Drafter("RANDOM TREES", None, width, depth, init, propose, observe)
 
@@ -188,6 +177,7 @@ LAYERS = [  # a module may import those of its own row and of the rows below
     {"serve", "generate"},
     {"engine", "flags"},
     {"step"},
+    {"state"},
     {"drafters", "verify", "tree", "sampling"},
     {"models"},
     {"cache"},
