@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -40,10 +40,12 @@ class BadLine(NamedTuple):
     reason: str
 
 
-def parse_line(number: int, text: str, defaults: Mapping[str, Any], count: int) -> Line | BadLine:
+def parse_line(number: int, text: str | bytes, defaults: Mapping[str, Any], count: int) -> Line | BadLine:
     """One line of input. `count` is its index among the lines: line i of a run uses seed + i."""
     try:
+        text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         row = json.loads(text)
+        json.dumps(row, ensure_ascii=False).encode()  # half a surrogate can be neither tokenised nor written
         if not isinstance(row, dict):
             raise ValueError(f"a line must be a JSON object, got {text.strip()!r:.60}")
         given = [name for name in PROMPT_FIELDS if name in row]
@@ -55,6 +57,9 @@ def parse_line(number: int, text: str, defaults: Mapping[str, Any], count: int) 
         kind, what = wanted[given[0]]
         if not isinstance(prompt, kind) or not prompt:
             raise ValueError(f"{given[0]} must be {what} that is not empty, got {prompt!r:.60}")
+        inner = {"messages": (dict, "objects"), "input_ids": (int, "integers")}.get(given[0])
+        if inner and not all(isinstance(item, inner[0]) and not isinstance(item, bool) for item in prompt):
+            raise ValueError(f"{given[0]} must hold {inner[1]}, got {prompt!r:.60}")
         sampling = {name: value for name, value in row.items() if name not in (*PROMPT_FIELDS, "id")}
         merged = dict(defaults) | sampling
         if "seed" not in sampling and merged.get("seed") is not None:
@@ -64,8 +69,8 @@ def parse_line(number: int, text: str, defaults: Mapping[str, Any], count: int) 
         return BadLine(number, str(error))
 
 
-def read_lines(file: TextIO, defaults: Mapping[str, Any]) -> Iterator[Line | BadLine]:
-    """The lines of a JSONL file; blank ones are skipped."""
+def read_lines(file: Iterable[str | bytes], defaults: Mapping[str, Any]) -> Iterator[Line | BadLine]:
+    """The lines of a JSONL file; blank ones are skipped. Bytes, so that a line that is not UTF-8 is only a bad line."""
     count = 0
     for number, text in enumerate(file, start=1):
         if text.strip():
@@ -217,15 +222,17 @@ def main(argv: list[str] | None = None) -> int:
         SamplingParams.from_mapping(defaults)
         settings = flags.engine_settings(args)
         if args.input == "-":
-            lines = list(read_lines(sys.stdin, defaults))
+            lines = list(read_lines(getattr(sys.stdin, "buffer", sys.stdin), defaults))
         else:
-            with Path(args.input).open(encoding="utf-8") as file:
+            with Path(args.input).open("rb") as file:
                 lines = list(read_lines(file, defaults))
         target = Path(args.output)
         if args.input != "-" and target.exists() and target.samefile(args.input):
             raise ValueError(f"--output {args.output} is the input file")
-        with target.open("w", encoding="utf-8") as output:
-            engine = Engine.from_pretrained(args.model, **settings, progress=progress)
+        if target.is_dir() or not os.access(target if target.exists() else target.absolute().parent, os.W_OK):
+            raise ValueError(f"--output {args.output} cannot be written")
+        engine = Engine.from_pretrained(args.model, **settings, progress=progress)
+        with target.open("w", encoding="utf-8") as output:  # only now: a run that cannot start keeps the old file
             summary = run(engine, lines, output, progress=progress)
     except (CheckpointError, ValueError, NotImplementedError, OSError) as error:
         print(f"specjax.generate: {error}", file=sys.stderr)

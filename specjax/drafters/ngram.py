@@ -177,7 +177,7 @@ def _row_tail(state: NgramState, context: Context) -> tuple[Int32[Array, "B W1"]
 
 def _window_hashes(text: Int32[Array, "X"], salt: UInt32[Array, ""], window: int) -> UInt32[Array, "W X"]:
     """Hash of the last w tokens at each place of `text`, for w = 1 .. window. Windows that reach before it are junk."""
-    value = jnp.full(text.shape, salt ^ jnp.uint32(0x9E3779B9))
+    value = jnp.full(text.shape, (salt + jnp.uint32(1)) * jnp.uint32(0x9E3779B9))
     hashes = []
     for back in range(window):
         older = jnp.roll(text, back).astype(jnp.uint32)

@@ -158,6 +158,9 @@ class Engine:
         Raises:
             ValueError: an empty prompt, a token outside the vocabulary, or more tokens than fit.
         """
+        return self._enqueue(self._prepare(prompt, sampling, id))
+
+    def _prepare(self, prompt: Prompt, sampling: SamplingParams, id: str | None = None) -> Sequence:
         tokens = self.encode(prompt)
         number = next(self._numbers)
         name = id if id is not None else f"request-{number}"
@@ -169,7 +172,11 @@ class Engine:
             if outside:
                 raise ValueError(f"{what} holds {outside[0]}; token ids of this model are 0 to {self.vocab_size - 1}")
         stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_ids))))
-        sequence = Sequence(
+        if sampling.min_new_tokens and len(stops) > STOP_IDS:
+            raise ValueError(
+                f"min_new_tokens works with at most {STOP_IDS} stop ids (the device's); this request has {len(stops)}"
+            )
+        return Sequence(
             id=name,
             prompt=tokens,
             params=sampling,
@@ -186,8 +193,10 @@ class Engine:
             arrival=number,
             histogram=[0] * (self.drafter.depth + 1),
         )
+
+    def _enqueue(self, sequence: Sequence) -> Sequence:
         self.scheduler.add(sequence)
-        self._by_id[name] = sequence
+        self._by_id[sequence.id] = sequence
         return sequence
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -340,8 +349,10 @@ class Engine:
 
     def flush_cache(self) -> bool:
         """Forgets what requests have left behind (the drafter's memory). False, and nothing done, while one runs."""
-        if self.unfinished:
+        if self.scheduler.unfinished:
             return False
+        while self._in_flight:  # steps dispatched ahead for requests that have ended
+            self._collect()
         fresh = self.drafter.init(self.params, self.config.max_running_requests, self.pool)
         self.state = self.state._replace(draft=fresh)
         return True
@@ -378,7 +389,7 @@ class Engine:
     def generate(
         self,
         prompts: Any,
-        sampling: SamplingParams | List[SamplingParams] | None = None,
+        sampling: SamplingParams | Mapping[str, Any] | List[SamplingParams] | None = None,
         *,
         stream: bool = False,
     ) -> Any:
@@ -386,8 +397,9 @@ class Engine:
 
         Args:
             prompts: a string, a list of token ids or a list of messages; or a list of any of these.
-            sampling: one for all, or one for each.
-            stream: yield `StreamChunk`s as tokens come, instead of returning when all are done.
+            sampling: one for all (or its fields by name), or one for each.
+            stream: yield `StreamChunk`s as tokens come, instead of returning when all are done. The requests start
+                with the first chunk that is asked for.
 
         Returns:
             A `Completion` for one prompt, a list of them in order for a list, or an iterator of `StreamChunk`.
@@ -397,49 +409,51 @@ class Engine:
         """
         single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int | np.integer | Mapping))
         batch = [prompts] if single else list(prompts)
-        one = sampling if isinstance(sampling, SamplingParams) else SamplingParams()
-        each = list(sampling) if isinstance(sampling, list | tuple) else [one] * len(batch)
+        if isinstance(sampling, list | tuple):
+            each = list(sampling)
+        else:
+            one = SamplingParams.from_mapping(sampling) if isinstance(sampling, Mapping) else sampling
+            each = [cast(SamplingParams, one or SamplingParams())] * len(batch)
         if len(each) != len(batch):
             raise ValueError(f"{len(batch)} prompts, but {len(each)} sampling parameters")
-        sequences = []
-        try:
-            for prompt, params in zip(batch, each, strict=True):
-                sequences.append(self.add(prompt, params))
-        except ValueError:
-            for sequence in sequences:
-                self.abort(sequence.id)
-            raise
+        sequences = [self._prepare(prompt, params) for prompt, params in zip(batch, each, strict=True)]
         if stream:
             return self._stream(sequences)
+        for sequence in sequences:
+            self._enqueue(sequence)
         while any(s.status is not Status.FINISHED for s in sequences):
             self.step()
         done = [completion(sequence) for sequence in sequences]
         return done[0] if single else done
 
     def _stream(self, sequences: list[Sequence]) -> Iterator[StreamChunk]:
-        index = {sequence.id: i for i, sequence in enumerate(sequences)}
-        left = len(sequences)
+        """Looks at its own sequences, not at what `step` reports: others may step the engine between two chunks."""
+        left = dict(enumerate(self._enqueue(sequence) for sequence in sequences))
         try:
             while left:
-                for sequence in self.step():
-                    if sequence.id not in index:
+                for index, sequence in list(left.items()):
+                    chunk = take_news(sequence, index)
+                    if chunk is None:
                         continue
-                    chunk = take_news(sequence, index[sequence.id])
-                    left -= chunk.completion is not None
-                    if chunk.text or chunk.completion:
-                        yield chunk
+                    if chunk.completion:
+                        del left[index]
+                    yield chunk
+                if left:
+                    self.step()
         finally:  # the caller may stop listening
-            for sequence in sequences:
+            for sequence in left.values():
                 self.abort(sequence.id)
 
 
-def take_news(sequence: Sequence, index: int) -> StreamChunk:
-    """Text and tokens that a streaming caller has not had yet."""
+def take_news(sequence: Sequence, index: int) -> StreamChunk | None:
+    """Text that a streaming caller has not had yet, with all tokens so far; None: nothing to show."""
     finished = sequence.status is Status.FINISHED
     settled = len(sequence.stream.text) if finished else sequence.stream.settled
+    if settled <= sequence.sent and not finished:
+        return None
     text = sequence.stream.text[sequence.sent : settled]
     tokens = sequence.output[sequence.sent_tokens :]
-    sequence.sent, sequence.sent_tokens = max(settled, sequence.sent), len(sequence.output)
+    sequence.sent, sequence.sent_tokens = settled, len(sequence.output)
     return StreamChunk(index, text, tokens, completion(sequence) if finished else None)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
+REPLACEMENT = "\ufffd"
+"""What a decoder puts where bytes are no character (yet)."""
 
 
 class TextStream:
@@ -16,31 +17,35 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...], *, skip_special_tokens: bool, keep_stop: bool) -> None:
         self._tokenizer = tokenizer
-        self._backend = tokenizer.backend_tokenizer
         self._skip = skip_special_tokens
         self._stop = stop
         self._keep_stop = keep_stop
         self._longest = max(map(len, stop), default=0)
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        self._pending: list[int] = []  # tokens whose characters are not complete yet
+        # Decoding depends on what stands before (a leading space, bytes of one character), so tokens are decoded
+        # together with the last ones that were whole: `_window[: _whole]`.
+        self._window: list[int] = []
+        self._whole = 0
         self.text = ""
         self.matched: str | None = None
 
     def push(self, token: int) -> bool:
         """Adds a token. True: a stop string is complete, and `text` ends before it (or after, if it is kept)."""
-        piece = self._stream.step(self._backend, token)
-        if piece is None:
-            self._pending.append(token)
+        self._window.append(token)
+        before, now = self._decode(self._window[: self._whole]), self._decode(self._window)
+        if now.endswith(REPLACEMENT) or len(now) <= len(before):
             return False
-        self._pending.clear()
-        return self._add(piece)
+        self._window, self._whole = self._window[self._whole :], len(self._window) - self._whole
+        return self._add(now[len(before) :])
 
     def finish(self) -> None:
         """No more tokens: what is left of an unfinished character becomes U+FFFD, as a plain decode has it."""
-        if self._pending and self.matched is None:
-            tail = self._tokenizer.decode(self._pending, skip_special_tokens=self._skip)
-            self._pending.clear()
-            self._add(tail)
+        if self._whole < len(self._window) and self.matched is None:
+            before = self._decode(self._window[: self._whole])
+            self._add(self._decode(self._window)[len(before) :])
+            self._whole = len(self._window)
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip) if tokens else ""
 
     @property
     def settled(self) -> int:
