@@ -59,9 +59,13 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, max_running_requests: i
         "--max-running-requests", type=int, default=max_running_requests, help="requests that share a batch"
     )
     group.add_argument("--max-total-tokens", type=int, help="tokens in the KV pool; default: fits the device")
-    group.add_argument("--context-length", type=int, help="default: the model's")
+    group.add_argument("--context-length", type=int, help="at most, and by default, the model's")
     group.add_argument("--page-size", type=int, default=16, help="tokens in a page of the KV pool")
-    group.add_argument("--chunked-prefill-size", type=int, help="prompt tokens a forward; default: 512 CPU, 2048 GPU")
+    group.add_argument(
+        "--chunked-prefill-size",
+        type=int,
+        help="prompt tokens a forward; default and most: 512 on a CPU, 2048 on a GPU",
+    )
     group.add_argument(
         "--mem-fraction-static", "--mem-fraction", type=float, default=0.85,
         help="share of a GPU's memory for weights and KV pool",
@@ -88,7 +92,7 @@ def add_speculative_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--speculative-ngram-{name.replace('_', '-')}", type=int, default=default, help=text)
     group.add_argument(
         "--speculative-ngram-weak-draft-tokens", type=int,
-        help="nodes of a tree while the longest match is weak; default: as many as for a strong one",
+        help="nodes of a tree while the longest match is weak; default: as many as for a strong one, but see above",
     )  # fmt: skip
     group.add_argument(
         "--speculative-ngram-strong-match-size", type=int, help="tokens from which on a match is strong; default: 3"

@@ -63,9 +63,9 @@ def parse_line(number: int, text: str | bytes, defaults: Mapping[str, Any], coun
         sampling = {name: value for name, value in row.items() if name not in (*PROMPT_FIELDS, "id")}
         merged = dict(defaults) | sampling
         if "seed" not in sampling and merged.get("seed") is not None:
-            merged["seed"] += count
+            merged["seed"] = (merged["seed"] + count + 2**63) % 2**64 - 2**63  # wraps, as 64-bit integers do
         return Line(number, row.get("id", count), prompt, SamplingParams.from_mapping(merged))
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         return BadLine(number, str(error))
 
 
@@ -175,7 +175,7 @@ SAMPLING_HELP = {
     "frequency_penalty": "-2 to 2, for each time a token was generated",
     "presence_penalty": "-2 to 2, once for a token that was generated",
     "repetition_penalty": "above 0 to 2; divides the logits of tokens in prompt or output; 1 = off",
-    "min_new_tokens": "do not stop before this many tokens",
+    "min_new_tokens": "stop ids cannot be drawn before this many tokens",
     "seed": "line i of the input uses seed + i, unless it has its own",
 }
 

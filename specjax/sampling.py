@@ -27,6 +27,8 @@ STOP_IDS = 8
 BIAS_ENTRIES = 1024
 """Logit biases a row can hold."""
 
+MIN_TEMPERATURE = 1e-6
+
 NO_STOP = -1
 """An unused stop id. Equal to no token."""
 
@@ -272,7 +274,8 @@ def draw(
 
     def sample(x: Array) -> Array:
         hot = rows.temperature > 0
-        scaled = x / jnp.where(hot, rows.temperature, 1.0)[:, None]
+        # Below the floor a draw is the argmax anyway, and logits / T would overflow.
+        scaled = x / jnp.where(hot, jnp.maximum(rows.temperature, MIN_TEMPERATURE), 1.0)[:, None]
         cuts = ((rows.top_k > 0) | (rows.top_p < 1)) & hot
         scaled = when(cuts, lambda y: jax.vmap(truncate)(y, rows), scaled)
         scaled = jax.vmap(cut_min_p)(scaled, rows)

@@ -629,3 +629,30 @@ def test_texts_of_bytes_are_whole_characters():
     assert set(done.output_ids) == {first, second}
     assert done.text == decode(done.output_ids) == "".join(c.text for c in chunks)
     assert "é" in done.text
+
+
+def test_the_last_requests_of_a_wide_run_speculate():
+    """A batch of 20 is too wide to draft for on a CPU; the one request that is left at its end is not."""
+    engine = make_engine(toy(), "NGRAM", warm=False, max_running_requests=20, max_total_tokens=4096)
+    params = [SamplingParams(max_new_tokens=110 if i == 19 else 70) for i in range(20)]
+    done = engine.generate([[70, 71, 72] * 3] * 20, params)
+    assert engine.buckets.tree_widths(20, (1, 4, 8)) == (1,)
+    assert done[19].spec_accept_length > 1
+    assert {key.width for key in engine.executables.compiled() if key.kind == "step"} >= {20, 1}
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-7])
+def test_the_smallest_temperatures_are_greedy(temperature):
+    engine, prompt = shared_engine("NONE"), [70, 71, 72] * 3
+    greedy = engine.generate(prompt, SamplingParams(max_new_tokens=20))
+    cold = SamplingParams(max_new_tokens=20, temperature=temperature, top_p=0.9, seed=3)
+    assert engine.generate(prompt, cold).output_ids == greedy.output_ids
+
+
+def test_an_interrupted_generate_leaves_nothing_behind(monkeypatch):
+    engine = make_engine(toy(), warm=False)
+    monkeypatch.setattr(engine, "step", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([70, 71], SamplingParams(max_new_tokens=4))
+    assert not engine.scheduler.unfinished
+    engine.check_integrity()

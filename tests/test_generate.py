@@ -262,11 +262,28 @@ def test_as_a_program(model, tmp_path):
     ids=["prompt is half a surrogate", "id is half a surrogate", "not UTF-8"],
 )  # fmt: skip
 def test_a_line_of_broken_text_is_a_bad_line(run, line):
-    """As it is: a traceback, a run that ends in the middle, a run that does not start."""
     status, rows, summary, _ = run([line, GOOD])
     assert status in (0, 1)
     assert summary is not None
     assert rows[-1]["id"] == "good"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b'{"prompt": "a", "temperature": 1' + b"0" * 400 + b"}", b'{"prompt": "a", "min_new_tokens": 99999999999}',
+     b'{"prompt": "a", "max_new_tokens": null, "min_new_tokens": 99999999999}'],
+)  # fmt: skip
+def test_a_number_out_of_range_is_a_bad_line(run, line):
+    status, rows, _, errors = run([line, GOOD])
+    assert status == 1
+    assert [row["id"] for row in rows] == ["good"]
+    assert "line 1: " in errors
+
+
+def test_a_top_k_beyond_the_vocabulary_is_all_tokens(run):
+    status, rows, _, _ = run([GOOD | {"top_k": 10**10, "temperature": 1.0}, GOOD | {"temperature": 1.0, "seed": 0}])
+    assert status == 0
+    assert rows[0]["output_ids"] == rows[1]["output_ids"]
 
 
 @pytest.mark.parametrize("line", [{"messages": [5, 6]}, {"input_ids": MESSAGES}])

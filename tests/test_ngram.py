@@ -54,6 +54,7 @@ def test_a_refused_setting_names_its_flag(changes, flag):
     [
         {"num_draft_tokens": 2, "branch_length": 1, "max_match_window_size": 1, "max_bfs_breadth": 1},
         {"num_draft_tokens": 64, "branch_length": 5, "max_match_window_size": 2, "max_bfs_breadth": 64},
+        {"num_draft_tokens": 32, "branch_length": 1},  # more places than candidates
     ],
 )
 def test_settings_at_the_edges_make_valid_trees(changes):

@@ -147,6 +147,14 @@ def ngram_drafter(config: NgramConfig = NgramConfig()) -> Drafter:
         recent, _ = _row_tail(state, context)
         suffix = jnp.concatenate([recent, context.root[:, None]], axis=1)
         pool, longest = jax.vmap(lambda text, salt: _candidates(state, text, salt, config))(suffix, context.salt)
+        short = max(places - pool.tokens.shape[1], 0)  # few and short branches may be fewer than the tree's places
+        pad = ((0, 0), (0, short))
+        pool = Pool(
+            tokens=jnp.pad(pool.tokens, pad),
+            parents=jnp.pad(pool.parents, pad),
+            depth=jnp.pad(pool.depth, pad),
+            scores=jnp.pad(pool.scores, pad, constant_values=-jnp.inf),
+        )
         scores = jnp.where(context.active[:, None], pool.scores, -jnp.inf)
         if config.weak_draft_tokens is not None:
             scores = _best(scores, jnp.where(longest >= config.strong_match_size, places, weak_places))

@@ -54,6 +54,12 @@ class Buckets:
         small, large = self.chunks[0], self.chunks[-1]
         return large if tokens > large - small else small
 
+    def substitutes(self, count: int, widths: tuple[int, ...]) -> list[int]:
+        """Batch buckets that serve `count` requests as well, the smallest first: larger, with the same tree widths."""
+        exact = self.batch(count)
+        same = self.tree_widths(exact, widths)
+        return [b for b in self.batches if b >= exact and self.tree_widths(b, widths) == same]
+
     def tree_widths(self, batch: int, widths: tuple[int, ...]) -> tuple[int, ...]:
         """The rungs of a drafter's ladder that a batch may use: at most `block_tokens` nodes in all, and always 1."""
         return tuple(w for w in widths if w == 1 or w * batch <= self.block_tokens)
@@ -98,7 +104,7 @@ def admission_row(sequence: Sequence, vocab_size: int) -> Row:
         output=sequence.output,
         draft_limit=NO_DRAFT_LIMIT if params.speculate else 0,
         temperature=params.temperature,
-        top_k=params.top_k,
+        top_k=min(params.top_k, vocab_size),
         top_p=params.top_p,
         min_p=params.min_p,
         repetition_penalty=params.repetition_penalty,

@@ -94,7 +94,8 @@ class Executables:
         return future.result()
 
     def compiled(self) -> set[Key]:
-        return {key for key, future in self._futures.items() if future.done()}
+        with self._lock:
+            return {key for key, future in self._futures.items() if future.done()}
 
     def warm_up(self, keys: Iterable[Key], *, progress: bool = True) -> None:
         """Compiles these, with a progress bar on stderr."""

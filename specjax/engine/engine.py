@@ -34,7 +34,7 @@ from specjax.engine.text import TextStream
 from specjax.models import make_target
 from specjax.models.protocol import Target
 from specjax.sampling import STOP_IDS
-from specjax.step import FULL, STOPPED, init_state
+from specjax.step import FULL, STOPPED, init_state, ladder
 
 DEFAULT_POOL_TOKENS = 32_768
 """Of the pool on a CPU, where memory is shared with everything else."""
@@ -90,7 +90,11 @@ class Engine:
         self.target, self.params, self.tokenizer, self.drafter = target, params, tokenizer, drafter
         self.config, self.eos_ids = config, eos_ids
         self.vocab_size = target.config.vocab_size
-        self.context_length = min(config.context_length or target.config.max_positions, target.config.max_positions)
+        self.context_length = config.context_length or target.config.max_positions
+        if self.context_length > target.config.max_positions:
+            raise ValueError(
+                f"--context-length {self.context_length} exceeds the model's {target.config.max_positions} positions"
+            )
         self.platform = jax.default_backend()
         rows = config.max_running_requests
         tokens = config.max_total_tokens or self._pool_tokens()
@@ -172,6 +176,8 @@ class Engine:
             if outside:
                 raise ValueError(f"{what} holds {outside[0]}; token ids of this model are 0 to {self.vocab_size - 1}")
         stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_ids))))
+        if sampling.min_new_tokens > limit:
+            raise ValueError(f"min_new_tokens {sampling.min_new_tokens} exceeds the {limit} tokens there is room for")
         if sampling.min_new_tokens and len(stops) > STOP_IDS:
             raise ValueError(
                 f"min_new_tokens works with at most {STOP_IDS} stop ids (the device's); this request has {len(stops)}"
@@ -288,9 +294,13 @@ class Engine:
         return 1
 
     def _batch_bucket(self, count: int) -> int:
-        """The smallest bucket that fits and is compiled: an idle row costs less than waiting for a compiler."""
+        """The smallest bucket that fits and is compiled: an idle row costs less than waiting for a compiler.
+
+        But not one that would draft less: at the end of a wide run the last requests speculate.
+        """
         compiled = {key.width for key in self.executables.compiled() if key.kind == "step"}
-        return min((width for width in compiled if width >= count), default=self.buckets.batch(count))
+        fitting = self.buckets.substitutes(count, ladder(self.drafter))
+        return next((width for width in fitting if width in compiled), fitting[0])
 
     def _collect(self) -> list[Sequence]:
         """Reads the oldest step in flight: its one copy to the host."""
@@ -343,8 +353,15 @@ class Engine:
                 left -= width
             count += 1
         if count:
-            largest = self.buckets.batch(min(count, self.config.max_running_requests))
-            keys[Key("step", largest, table)] = None
+            # The batch shrinks at the end: one bucket for each set of tree widths on the way down.
+            while count:
+                batch = self.buckets.batch(min(count, self.config.max_running_requests))
+                keys[Key("step", batch, table)] = None
+                same = self.buckets.tree_widths(batch, ladder(self.drafter))
+                smaller = [b for b in self.buckets.batches if b < batch]
+                count = max(
+                    (b for b in smaller if self.buckets.tree_widths(b, ladder(self.drafter)) != same), default=0
+                )
         return list(keys)
 
     def flush_cache(self) -> bool:
@@ -421,8 +438,12 @@ class Engine:
             return self._stream(sequences)
         for sequence in sequences:
             self._enqueue(sequence)
-        while any(s.status is not Status.FINISHED for s in sequences):
-            self.step()
+        try:
+            while any(s.status is not Status.FINISHED for s in sequences):
+                self.step()
+        finally:  # an interrupt must not leave requests behind
+            for sequence in sequences:
+                self.abort(sequence.id)
         done = [completion(sequence) for sequence in sequences]
         return done[0] if single else done
 

@@ -14,6 +14,9 @@ from specjax.sampling import BIAS_ENTRIES
 
 MAX_STOP_STRINGS = 16
 
+MAX_TEMPERATURE = 1e4
+"""Far beyond uniform sampling; masks stay below every logit up to here."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -40,7 +43,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            # abs() < inf, not isfinite(): an integer may be too large to be a float at all
+            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
                 raise ValueError(f"{name} must be a finite number, got {value!r}")
         for name in ("top_k", "min_new_tokens"):
             if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), int):
@@ -51,8 +55,10 @@ class SamplingParams:
         most = self.max_new_tokens
         if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
             raise ValueError(f"max_new_tokens must be an integer of at least 1, got {most!r}")
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
+        if not 0 <= self.temperature <= MAX_TEMPERATURE:
+            raise ValueError(
+                f"temperature must be from 0 (greedy) to {MAX_TEMPERATURE:g}, got {self.temperature!s:.40}"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if self.top_k != -1 and self.top_k < 1:
