@@ -101,7 +101,7 @@ def main() -> None:
     document |= {"model": args.model, "algorithm": engine.drafter.name, "dtype": engine.target.config.dtype}
     document |= {"requests_at_once": args.max_running_requests, "results": []}
     for name, lines in prompts.items():
-        engine.flush_cache()
+        assert engine.flush_cache(), "a set must not remember the one before"
         document["results"].append(run_set(engine, name, lines, sampling))
     engine.check_integrity()
 
