@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, cast
 
+import jax.numpy as jnp
 import numpy as np
 
+from specjax.config import ModelConfig
 from specjax.engine.request import Sequence
 from specjax.step import NO_DRAFT_LIMIT, NO_FORCED_TOKEN, PrefillInput, Row, StepInput, new_row
 
@@ -123,3 +125,8 @@ def _page_table(sequences: list[Sequence], batch: int, buckets: Buckets, pages: 
     for row, sequence in zip(table, sequences, strict=False):
         row[: len(sequence.pages)] = sequence.pages
     return table
+
+
+def kv_bytes_per_token(config: ModelConfig) -> int:
+    """Bytes that one token's keys and values take."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize

@@ -23,12 +23,12 @@ import numpy as np
 
 from specjax import checkpoint
 from specjax.cache import PoolShape
-from specjax.config import ModelConfig
 from specjax.drafters import Drafter, Params, make_drafter
-from specjax.engine.batch import Buckets, admission_row, prefill_input, step_input
+from specjax.engine.batch import Buckets, admission_row, kv_bytes_per_token, prefill_input, step_input
 from specjax.engine.compiled import Executables, Key, use_compilation_cache
+from specjax.engine.news import StreamChunk, take_news
 from specjax.engine.prompt import Prompt, encode
-from specjax.engine.request import Completion, SamplingParams, Sequence, Status, completion, random_seed
+from specjax.engine.request import SamplingParams, Sequence, Status, completion, random_seed
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.text import TextStream
 from specjax.models import make_target
@@ -57,15 +57,6 @@ class EngineConfig:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
         if not 0 < self.mem_fraction <= 1:
             raise ValueError(f"--mem-fraction-static must be above 0 and at most 1, got {self.mem_fraction}")
-
-
-class StreamChunk(NamedTuple):
-    """News of one request: text and tokens since the last chunk; `completion` with the last one."""
-
-    prompt_index: int  # which of the prompts
-    text: str
-    output_ids: list[int]
-    completion: Completion | None
 
 
 class _InFlight(NamedTuple):
@@ -464,22 +455,3 @@ class Engine:
         finally:  # the caller may stop listening
             for sequence in left.values():
                 self.abort(sequence.id)
-
-
-def take_news(sequence: Sequence, index: int) -> StreamChunk | None:
-    """Text that a streaming caller has not had yet, with all tokens so far; None: nothing to show."""
-    finished = sequence.status is Status.FINISHED
-    settled = len(sequence.stream.text) if finished else sequence.stream.settled
-    if settled <= sequence.sent and not finished:
-        return None
-    text = sequence.stream.text[sequence.sent : settled]
-    tokens = sequence.output[sequence.sent_tokens :]
-    sequence.sent, sequence.sent_tokens = settled, len(sequence.output)
-    return StreamChunk(index, text, tokens, completion(sequence) if finished else None)
-
-
-def kv_bytes_per_token(config: ModelConfig) -> int:
-    """Bytes that one token's keys and values take."""
-    return (
-        2 * config.num_layers * config.num_kv_heads * config.head_dim * np.dtype(jax.numpy.dtype(config.dtype)).itemsize
-    )
