@@ -62,6 +62,16 @@ class Buckets:
         same = self.tree_widths(exact, widths)
         return [b for b in self.batches if b >= exact and self.tree_widths(b, widths) == same]
 
+    def shrinking(self, count: int, widths: tuple[int, ...]) -> list[int]:
+        """Batch buckets of a run of `count` requests as it ends: one for each set of tree widths on the way down."""
+        needed = []
+        while count:
+            batch = self.batch(count)
+            needed.append(batch)
+            same = self.tree_widths(batch, widths)
+            count = max((b for b in self.batches if b < batch and self.tree_widths(b, widths) != same), default=0)
+        return needed
+
     def tree_widths(self, batch: int, widths: tuple[int, ...]) -> tuple[int, ...]:
         """The rungs of a drafter's ladder that a batch may use: at most `block_tokens` nodes in all, and always 1."""
         return tuple(w for w in widths if w == 1 or w * batch <= self.block_tokens)

@@ -343,17 +343,8 @@ class Engine:
                 keys[Key("prefill", width, table)] = None
                 left -= width
             count += 1
-        if count:
-            # The batch shrinks at the end: one bucket for each set of tree widths on the way down.
-            while count:
-                batch = self.buckets.batch(min(count, self.config.max_running_requests))
-                keys[Key("step", batch, table)] = None
-                same = self.buckets.tree_widths(batch, ladder(self.drafter))
-                smaller = [b for b in self.buckets.batches if b < batch]
-                count = max(
-                    (b for b in smaller if self.buckets.tree_widths(b, ladder(self.drafter)) != same), default=0
-                )
-        return list(keys)
+        running = min(count, self.config.max_running_requests)
+        return [*keys, *(Key("step", b, table) for b in self.buckets.shrinking(running, ladder(self.drafter)))]
 
     def flush_cache(self) -> bool:
         """Forgets what requests have left behind (the drafter's memory). False, and nothing done, while one runs."""
