@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -76,12 +78,23 @@ def load_params(
     return params
 
 
-def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    files: ModelFiles, *, folder: str | None = None, chat_template: str | None = None
+) -> PreTrainedTokenizerBase:
     """The model's tokenizer (a fast one), with its chat template if it has one. Needs no torch.
+
+    Args:
+      files: from ``resolve``.
+      folder: holds another tokenizer than the model's own.
+      chat_template: a file with another Jinja template than the tokenizer's own.
 
     Raises:
       CheckpointError: the folder has no tokenizer, or one that only exists in Python.
     """
+    if folder is not None:
+        if not Path(folder).is_dir():
+            raise CheckpointError(f"--tokenizer-path {folder} is not a folder; it needs tokenizer.json")
+        files = replace(files, folder=Path(folder))
     try:
         tokenizer = _tokenizer_class(files).from_pretrained(str(files.folder), local_files_only=True)
     except Exception as error:  # transformers raises whatever its backends raise
@@ -94,6 +107,11 @@ def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
             f"the tokenizer in {files.folder} is a {type(tokenizer).__name__}, which has no tokenizer.json; convert it "
             "with transformers' convert_slow_tokenizer and save it there"
         )
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"--chat-template {chat_template} cannot be read: {error}") from error
     return tokenizer
 
 

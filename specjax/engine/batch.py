@@ -77,11 +77,14 @@ class Buckets:
         return tuple(w for w in widths if w == 1 or w * batch <= self.block_tokens)
 
 
-def step_input(sequences: list[Sequence], batch: int, buckets: Buckets, rows: int, pages: int) -> StepInput:
-    """Sequences to a bucket of `batch` entries. Empty ones get slots from R on; holes in the table hold P."""
+def step_input(sequences: list[Sequence], batch: int, table: int, rows: int, pages: int) -> StepInput:
+    """Sequences to a bucket of `batch` entries with `table` pages each.
+
+    Empty entries get slots from R on; holes in the table hold P.
+    """
     slots = rows + np.arange(batch, dtype=np.int32)
     slots[: len(sequences)] = cast(Any, [sequence.slot for sequence in sequences])
-    inputs: Any = (slots, _page_table(sequences, batch, buckets, pages), np.arange(batch) < len(sequences))
+    inputs: Any = (slots, _page_table(sequences, batch, table, pages), np.arange(batch) < len(sequences))
     return StepInput(*inputs)  # numpy until it reaches the device
 
 
@@ -97,7 +100,7 @@ def prefill_input(sequence: Sequence, buckets: Buckets, pages: int) -> PrefillIn
     after = context[end] if end < len(context) else sequence.forced_token
     inputs: dict[str, Any] = {
         "slots": np.array([sequence.slot], np.int32),
-        "page_table": _page_table([sequence], 1, buckets, pages),
+        "page_table": _page_table([sequence], 1, buckets.table(len(sequence.pages)), pages),
         "active": np.ones(1, bool),
         "tokens": tokens,
         "length": np.array([length], np.int32),
@@ -129,8 +132,7 @@ def admission_row(sequence: Sequence, vocab_size: int) -> Row:
     )
 
 
-def _page_table(sequences: list[Sequence], batch: int, buckets: Buckets, pages: int) -> np.ndarray:
-    width = buckets.table(max(len(sequence.pages) for sequence in sequences))
+def _page_table(sequences: list[Sequence], batch: int, width: int, pages: int) -> np.ndarray:
     table = np.full((batch, width), pages, np.int32)
     for row, sequence in zip(table, sequences, strict=False):
         row[: len(sequence.pages)] = sequence.pages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -30,6 +31,8 @@ from specjax.step import (
     prefill_step,
     speculate_step,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class Key(NamedTuple):
@@ -69,6 +72,8 @@ class Executables:
         self._target, self._drafter, self._buckets = target, drafter, buckets
         self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
         self._futures: dict[Key, Future[Any]] = {}
+        self._coming: set[Key] = set()  # what `warm_up_behind` still has to do
+        self._closed = threading.Event()
         self._lock = threading.Lock()
         self.admit: Callable[..., DecodeState] = jax.jit(admit, donate_argnums=0)
 
@@ -104,6 +109,38 @@ class Executables:
         for key in bar:
             bar.set_postfix_str(f"{key.kind} {key.width}")
             self.get(key)
+
+    def warm_up_behind(self, keys: Iterable[Key], *, progress: bool = True) -> threading.Thread:
+        """Compiles these one by one in a thread of its own, which `close` ends."""
+        with self._lock:
+            missing = [key for key in keys if key not in self._futures]
+            self._coming.update(missing)
+
+        def run() -> None:
+            with tqdm(missing, desc="Compiling behind", unit="bucket", disable=not progress or not missing) as bar:
+                for key in bar:
+                    bar.set_postfix_str(f"{key.kind} {key.width}")
+                    try:
+                        if not self._closed.is_set():
+                            self.get(key)
+                    except Exception:  # whoever needs it will try again, and be told
+                        logger.exception("compiling %s failed", key)
+                    finally:
+                        with self._lock:
+                            self._coming.discard(key)
+
+        thread = threading.Thread(target=run, name="specjax-compile", daemon=True)
+        thread.start()
+        return thread
+
+    def is_coming(self, key: Key) -> bool:
+        """It is not there yet, but will be without anyone waiting for it."""
+        with self._lock:
+            return key in self._coming
+
+    def close(self) -> None:
+        """No more compiling behind, after the program that is being compiled."""
+        self._closed.set()
 
     def _compile(self, key: Key) -> Callable[..., Any]:
         params, state = self._shapes

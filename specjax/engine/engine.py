@@ -11,11 +11,12 @@ written by one dispatched later.
 
 from __future__ import annotations
 
-import itertools
+import logging
+import random
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -26,37 +27,23 @@ from specjax.cache import PoolShape
 from specjax.drafters import Drafter, Params, make_drafter
 from specjax.engine.batch import Buckets, admission_row, kv_bytes_per_token, prefill_input, step_input
 from specjax.engine.compiled import Executables, Key, use_compilation_cache
+from specjax.engine.config import EngineConfig
+from specjax.engine.counters import Counters
+from specjax.engine.intake import Intake
 from specjax.engine.news import StreamChunk, take_news
-from specjax.engine.prompt import Prompt, encode
-from specjax.engine.request import SamplingParams, Sequence, Status, completion, random_seed
+from specjax.engine.prompt import Prompt
+from specjax.engine.request import SamplingParams, Sequence, Status, completion
 from specjax.engine.scheduler import Scheduler
-from specjax.engine.text import TextStream
 from specjax.models import make_target
 from specjax.models.protocol import Target
-from specjax.sampling import STOP_IDS
 from specjax.step import FULL, STOPPED, init_state, ladder
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CONFIG = EngineConfig()
 
 DEFAULT_POOL_TOKENS = 32_768
 """Of the pool on a CPU, where memory is shared with everything else."""
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    max_running_requests: int = 48  # R
-    page_size: int = 16  # S
-    max_total_tokens: int | None = None  # of the pool; None: fits the device
-    context_length: int | None = None  # None: the model's
-    chunked_prefill_size: int | None = None  # None: 512 on a CPU, 2048 on a GPU
-    mem_fraction: float = 0.85  # of a GPU's memory, for weights and pool
-    overlap: bool = True  # dispatch a step before the last one is read
-
-    def __post_init__(self) -> None:
-        for name in ("max_running_requests", "page_size", "max_total_tokens", "context_length", "chunked_prefill_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-        if not 0 < self.mem_fraction <= 1:
-            raise ValueError(f"--mem-fraction-static must be above 0 and at most 1, got {self.mem_fraction}")
 
 
 class _InFlight(NamedTuple):
@@ -75,7 +62,7 @@ class Engine:
         tokenizer: Any,
         drafter: Drafter,
         *,
-        config: EngineConfig = EngineConfig(),
+        config: EngineConfig = DEFAULT_CONFIG,
         eos_ids: tuple[int, ...] = (),
     ) -> None:
         self.target, self.params, self.tokenizer, self.drafter = target, params, tokenizer, drafter
@@ -98,10 +85,18 @@ class Engine:
         self.scheduler = self._new_scheduler()
         self.state = init_state(params, target, drafter, rows=rows, pool=self.pool)
         self.executables = Executables(target, drafter, self.buckets, params, self.state)
-        self.steps = 0  # decode steps dispatched
+        self.counters = Counters()
         self._in_flight: deque[_InFlight] = deque()
-        self._numbers = itertools.count()
         self._by_id: dict[str, Sequence] = {}
+        self.intake = Intake(
+            tokenizer=tokenizer,
+            vocab_size=self.vocab_size,
+            context_length=self.context_length,
+            pool_tokens=self.pool.pages * self.pool.page_size,
+            eos_ids=eos_ids,
+            depth=drafter.depth,
+            seeds=None if config.random_seed is None else random.Random(config.random_seed),
+        )
         self._unreported: list[Sequence] = []  # read while making room; reported by the iteration that did it
 
     @classmethod
@@ -113,8 +108,10 @@ class Engine:
         algorithm: str = "AUTO",
         algorithm_flags: Mapping[str, Any] | None = None,
         revision: str | None = None,
+        tokenizer_path: str | None = None,
+        chat_template: str | None = None,
         backend: str | None = None,
-        config: EngineConfig = EngineConfig(),
+        config: EngineConfig = DEFAULT_CONFIG,
         compilation_cache: bool = True,
         progress: bool = True,
     ) -> Engine:
@@ -123,6 +120,8 @@ class Engine:
         Args:
             dtype: auto (float32 on a CPU, the checkpoint's on a GPU), float32, bfloat16 or float16.
             algorithm: AUTO, NONE or NGRAM; `algorithm_flags` are its factory's keyword arguments.
+            tokenizer_path: a folder with another tokenizer than the model's own.
+            chat_template: a file with another Jinja template than the tokenizer's own.
             backend: the attention implementation; None = the default for the device.
             compilation_cache: keep compiled programs on disk.
 
@@ -137,7 +136,7 @@ class Engine:
         if model_config.dtype == "float32":
             # The default on recent GPUs is TF32; float32 is promised.
             jax.config.update("jax_default_matmul_precision", "highest")
-        tokenizer = checkpoint.load_tokenizer(files)
+        tokenizer = checkpoint.load_tokenizer(files, folder=tokenizer_path, chat_template=chat_template)
         params = Params(checkpoint.load_params(files, model_config, progress=progress))
         eos = checkpoint.stop_token_ids(files)
         if not eos and isinstance(tokenizer.eos_token_id, int):
@@ -153,69 +152,23 @@ class Engine:
         Raises:
             ValueError: an empty prompt, a token outside the vocabulary, or more tokens than fit.
         """
-        return self._enqueue(self._prepare(prompt, sampling, id))
+        return self.enqueue(self.intake.sequence(prompt, sampling, id=id))
 
-    def _prepare(self, prompt: Prompt, sampling: SamplingParams, id: str | None = None) -> Sequence:
-        tokens = self.encode(prompt)
-        number = next(self._numbers)
-        name = id if id is not None else f"request-{number}"
-        if name in self._by_id:
-            raise ValueError(f"a request with id {name!r} is running")
-        limit = self._limit(len(tokens), sampling)
-        for what, ids in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
-            outside = [token for token in ids if not 0 <= int(token) < self.vocab_size]
-            if outside:
-                raise ValueError(f"{what} holds {outside[0]}; token ids of this model are 0 to {self.vocab_size - 1}")
-        stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_ids))))
-        if sampling.min_new_tokens > limit:
-            raise ValueError(f"min_new_tokens {sampling.min_new_tokens} exceeds the {limit} tokens there is room for")
-        if sampling.min_new_tokens and len(stops) > STOP_IDS:
-            raise ValueError(
-                f"min_new_tokens works with at most {STOP_IDS} stop ids (the device's); this request has {len(stops)}"
-            )
-        return Sequence(
-            id=name,
-            prompt=tokens,
-            params=sampling,
-            limit=limit,
-            seed=random_seed() if sampling.seed is None else sampling.seed,
-            device_stops=stops[:STOP_IDS],
-            host_stops=frozenset(stops[STOP_IDS:]),
-            stream=TextStream(
-                self.tokenizer,
-                cast(tuple[str, ...], sampling.stop),
-                skip_special_tokens=sampling.skip_special_tokens,
-                keep_stop=sampling.no_stop_trim,
-            ),
-            arrival=number,
-            histogram=[0] * (self.drafter.depth + 1),
-        )
+    def enqueue(self, sequence: Sequence) -> Sequence:
+        """Queues what `intake` made.
 
-    def _enqueue(self, sequence: Sequence) -> Sequence:
+        Raises:
+            ValueError: a request with this id is waiting or running.
+        """
+        if sequence.id in self._by_id:
+            raise ValueError(f"a request with id {sequence.id!r} is running")
         self.scheduler.add(sequence)
         self._by_id[sequence.id] = sequence
         return sequence
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; see `specjax.engine.prompt.encode`."""
-        return encode(prompt, self.tokenizer, self.vocab_size)
-
-    def _limit(self, prompt: int, sampling: SamplingParams) -> int:
-        room = self.context_length - prompt
-        if room < 1:
-            raise ValueError(f"the prompt has {prompt} tokens, but the context is {self.context_length}")
-        wanted = sampling.max_new_tokens
-        if wanted is not None and wanted > room:
-            raise ValueError(
-                f"the prompt's {prompt} tokens and max_new_tokens {wanted} exceed the context of {self.context_length}"
-            )
-        held = self.pool.pages * self.pool.page_size
-        if prompt + (wanted or 1) - 1 > held:
-            raise ValueError(
-                f"the prompt's {prompt} tokens and max_new_tokens {wanted or 1} do not fit the KV pool "
-                f"of {held} tokens (--max-total-tokens)"
-            )
-        return wanted if wanted is not None else min(room, held - prompt + 1)
+        return self.intake.encode(prompt)
 
     def abort(self, id: str) -> bool:
         """Ends a request now; its pages come back at once. False: no such request is running or waiting."""
@@ -225,6 +178,20 @@ class Engine:
         sequence.abort()
         self._finish(sequence)
         return True
+
+    def reset(self, message: str) -> list[Sequence]:
+        """After a step that failed: ends all requests, with `message` as the reason, and starts from an empty state."""
+        ended = list(self._by_id.values())
+        for sequence in ended:
+            sequence.abort(message)
+            self._finish(sequence)
+        self._in_flight.clear()
+        self._unreported.clear()
+        self.state = cast(Any, None)  # before the new one is allocated
+        self.state = init_state(
+            self.params, self.target, self.drafter, rows=self.config.max_running_requests, pool=self.pool
+        )
+        return ended
 
     # The loop
 
@@ -255,6 +222,8 @@ class Engine:
         length = int(inputs.length[0])
         key = Key("prefill", inputs.tokens.shape[1], inputs.page_table.shape[1])
         self.state, output = self.executables.get(key)(self.params, self.state, inputs)
+        self.counters.prefilled_sequences += sequence.prefilled == 0
+        self.counters.prefilled_tokens += length
         sequence.prefilled += length
         if sequence.prefilled == len(sequence.context):
             # The device knows the first token; the host may learn it later.
@@ -276,22 +245,28 @@ class Engine:
                     self._unreported.extend(self._collect())
                 continue
             self.scheduler.retract_youngest()
-        batch = self._batch_bucket(len(running))
-        inputs = step_input(running, batch, self.buckets, self.config.max_running_requests, self.pool.pages)
-        key = Key("step", batch, inputs.page_table.shape[1])
-        self.state, output = self.executables.get(key)(self.params, self.state, inputs)
+        table = self.buckets.table(max(len(sequence.pages) for sequence in running))
+        batch = self._batch_bucket(len(running), table)
+        running = running[:batch]
+        inputs = step_input(running, batch, table, self.config.max_running_requests, self.pool.pages)
+        self.state, output = self.executables.get(Key("step", batch, table))(self.params, self.state, inputs)
         self._in_flight.append(_InFlight(output, running, None))
-        self.steps += 1
+        self.counters.steps += 1
         return 1
 
-    def _batch_bucket(self, count: int) -> int:
+    def _batch_bucket(self, count: int, table: int) -> int:
         """The smallest bucket that fits and is compiled: an idle row costs less than waiting for a compiler.
 
-        But not one that would draft less: at the end of a wide run the last requests speculate.
+        But not one that would draft less: at the end of a wide run the last requests speculate. While the larger
+        buckets compile behind, the oldest requests go on in the largest that is there.
         """
-        compiled = {key.width for key in self.executables.compiled() if key.kind == "step"}
+        compiled = self.executables.compiled()
+        widths = {key.width for key in compiled if key.kind == "step" and key.table == table}
         fitting = self.buckets.substitutes(count, ladder(self.drafter))
-        return next((width for width in fitting if width in compiled), fitting[0])
+        found = next((width for width in fitting if width in widths), None)
+        if found is None and widths and self.executables.is_coming(Key("step", fitting[0], table)):
+            found = max((width for width in widths if width < count), default=None)
+        return found or fitting[0]
 
     def _collect(self) -> list[Sequence]:
         """Reads the oldest step in flight: its one copy to the host."""
@@ -302,11 +277,19 @@ class Engine:
             emitted, finish = int(output[i, -2]), int(output[i, -1])
             if sequence.status is Status.FINISHED or emitted == 0:
                 continue
-            kept = sequence.accept(output[i, :emitted].tolist(), finish == STOPPED, finish == FULL)
+            try:
+                kept = sequence.accept(output[i, :emitted].tolist(), finish == STOPPED, finish == FULL)
+            except Exception as error:  # of its text; the others go on
+                logger.exception("request %s failed", sequence.id)
+                sequence.abort(f"{type(error).__name__} while its text was made")
+                kept = emitted
+            self.counters.generated += kept
             if flight.lengths is None:
                 sequence.verify_steps += 1
                 sequence.histogram[kept - 1] += 1
                 sequence.committed += emitted
+                self.counters.verifications += 1
+                self.counters.verified += kept
             if sequence.finish_reason is not None:
                 self._finish(sequence)
             news.append(sequence)
@@ -325,6 +308,10 @@ class Engine:
     def warm_up(self, keys: Iterable[Key] | None = None, *, progress: bool = True) -> None:
         """Compiles executables ahead of their first use: all, or those given."""
         self.executables.warm_up(self.executables.all_keys() if keys is None else keys, progress=progress)
+
+    def warm_up_behind(self, *, progress: bool = True) -> threading.Thread:
+        """Compiles what is left while requests run; until it is there they share smaller batches."""
+        return self.executables.warm_up_behind(self.executables.all_keys(), progress=progress)
 
     def single_request_keys(self) -> list[Key]:
         """Executables that one request at a time needs."""
@@ -415,12 +402,12 @@ class Engine:
             each = [cast(SamplingParams, one or SamplingParams())] * len(batch)
         if len(each) != len(batch):
             raise ValueError(f"{len(batch)} prompts, but {len(each)} sampling parameters")
-        sequences = [self._prepare(prompt, params) for prompt, params in zip(batch, each, strict=True)]
+        sequences = [self.intake.sequence(prompt, params) for prompt, params in zip(batch, each, strict=True)]
         if stream:
             return self._stream(sequences)
-        for sequence in sequences:
-            self._enqueue(sequence)
         try:
+            for sequence in sequences:
+                self.enqueue(sequence)
             while any(s.status is not Status.FINISHED for s in sequences):
                 self.step()
         finally:  # an interrupt must not leave requests behind
@@ -431,7 +418,7 @@ class Engine:
 
     def _stream(self, sequences: list[Sequence]) -> Iterator[StreamChunk]:
         """Looks at its own sequences, not at what `step` reports: others may step the engine between two chunks."""
-        left = dict(enumerate(self._enqueue(sequence) for sequence in sequences))
+        left = dict(enumerate(self.enqueue(sequence) for sequence in sequences))
         try:
             while left:
                 for index, sequence in list(left.items()):

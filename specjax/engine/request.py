@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -13,6 +14,20 @@ from specjax.engine.text import TextStream
 from specjax.sampling import BIAS_ENTRIES
 
 MAX_STOP_STRINGS = 16
+
+
+class ParameterError(ValueError):
+    """A request's parameter is wrong: "`name` `problem`"."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(f"{name} {problem}")
+        self.name, self.problem = name, problem
+
+    def renamed(self, names: Mapping[str, str]) -> ParameterError:
+        """The same in the words of an interface that has other names for these parameters."""
+        words = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), self.problem)
+        return ParameterError(names.get(self.name, self.name), words)
+
 
 MAX_TEMPERATURE = 1e4
 """Far beyond uniform sampling; masks stay below every logit up to here."""
@@ -45,36 +60,38 @@ class SamplingParams:
             value = getattr(self, name)
             # abs() < inf, not isfinite(): an integer may be too large to be a float at all
             if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
-                raise ValueError(f"{name} must be a finite number, got {value!r}")
+                raise ParameterError(name, f"must be a finite number, got {value!r}")
         for name in ("top_k", "min_new_tokens"):
             if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), int):
-                raise ValueError(f"{name} must be an integer, got {getattr(self, name)!r}")
+                raise ParameterError(name, f"must be an integer, got {getattr(self, name)!r}")
         for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim", "speculate"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+                raise ParameterError(name, f"must be true or false, got {getattr(self, name)!r}")
         most = self.max_new_tokens
         if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
-            raise ValueError(f"max_new_tokens must be an integer of at least 1, got {most!r}")
+            raise ParameterError("max_new_tokens", f"must be an integer of at least 1, got {most!r}")
         if not 0 <= self.temperature <= MAX_TEMPERATURE:
-            raise ValueError(
-                f"temperature must be from 0 (greedy) to {MAX_TEMPERATURE:g}, got {self.temperature!s:.40}"
+            raise ParameterError(
+                "temperature", f"must be from 0 (greedy) to {MAX_TEMPERATURE:g}, got {self.temperature!s:.40}"
             )
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+            raise ParameterError("top_p", f"must be above 0 and at most 1, got {self.top_p}")
         if self.top_k != -1 and self.top_k < 1:
-            raise ValueError(f"top_k must be -1 (off) or at least 1, got {self.top_k}")
+            raise ParameterError("top_k", f"must be -1 (off) or at least 1, got {self.top_k}")
         if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must be from 0 to 1, got {self.min_p}")
+            raise ParameterError("min_p", f"must be from 0 to 1, got {self.min_p}")
         for name in ("frequency_penalty", "presence_penalty"):
             if not -2 <= getattr(self, name) <= 2:
-                raise ValueError(f"{name} must be from -2 to 2, got {getattr(self, name)}")
+                raise ParameterError(name, f"must be from -2 to 2, got {getattr(self, name)}")
         if not 0 < self.repetition_penalty <= 2:
-            raise ValueError(f"repetition_penalty must be above 0 and at most 2, got {self.repetition_penalty}")
+            raise ParameterError("repetition_penalty", f"must be above 0 and at most 2, got {self.repetition_penalty}")
         if self.min_new_tokens < 0 or (most is not None and self.min_new_tokens > most):
-            raise ValueError(f"min_new_tokens must be from 0 to max_new_tokens ({most}), got {self.min_new_tokens}")
+            raise ParameterError(
+                "min_new_tokens", f"must be from 0 to max_new_tokens ({most}), got {self.min_new_tokens}"
+            )
         seed = self.seed
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63):
-            raise ValueError(f"seed must be an integer of 64 bits, got {seed!r}")
+            raise ParameterError("seed", f"must be an integer of 64 bits, got {seed!r}")
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
@@ -98,31 +115,30 @@ class SamplingParams:
 def _stop_strings(stop: Any) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stops, tuple | list) or not all(isinstance(s, str) and s for s in stops):
-        raise ValueError(f"stop must be a string or a list of non-empty strings, got {stop!r}")
+        raise ParameterError("stop", f"must be a string or a list of non-empty strings, got {stop!r}")
     if len(stops) > MAX_STOP_STRINGS:
-        raise ValueError(f"stop has {len(stops)} strings; at most {MAX_STOP_STRINGS} are supported")
+        raise ParameterError("stop", f"has {len(stops)} strings; at most {MAX_STOP_STRINGS} are supported")
     return tuple(stops)
 
 
 def _stop_ids(ids: Any) -> tuple[int, ...]:
     if not isinstance(ids, tuple | list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise ValueError(f"stop_token_ids must be a list of token ids, got {ids!r}")
+        raise ParameterError("stop_token_ids", f"must be a list of token ids, got {ids!r}")
     return tuple(dict.fromkeys(ids))
 
 
 def _bias(bias: Any) -> dict[int, float]:
     if not isinstance(bias, Mapping):
-        raise ValueError(f"logit_bias must map token ids to numbers, got {bias!r}")
+        raise ParameterError("logit_bias", f"must map token ids to numbers, got {bias!r}")
     if len(bias) > BIAS_ENTRIES:
-        raise ValueError(f"logit_bias has {len(bias)} entries; at most {BIAS_ENTRIES} are supported")
+        raise ParameterError("logit_bias", f"has {len(bias)} entries; at most {BIAS_ENTRIES} are supported")
     result = {}
     for key, value in bias.items():
-        try:
-            token = int(key)
-        except (TypeError, ValueError):
-            raise ValueError(f"logit_bias has the key {key!r}, which is not a token id") from None
+        if isinstance(key, bool) or not re.fullmatch(r"-?[0-9]{1,18}", str(key)):
+            raise ParameterError("logit_bias", f"has the key {key!r:.40}, which is not a token id")
+        token = int(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
-            raise ValueError(f"logit_bias of token {token} must be from -100 to 100, got {value!r}")
+            raise ParameterError("logit_bias", f"of token {token} must be from -100 to 100, got {value!r}")
         result[token] = float(value)
     return result
 
@@ -138,12 +154,15 @@ class Status(Enum):
 class FinishReason:
     type: str  # stop, length or abort
     matched: int | str | None = None  # the stop id or stop string
+    message: str | None = None  # why it was aborted, where that is our fault
 
     def as_dict(self, length: int) -> dict[str, Any]:
         """SGLang's form: ``{"type": "stop", "matched": 2}``, ``{"type": "length", "length": 128}``."""
         if self.type == "stop":
             return {"type": "stop", "matched": self.matched}
-        return {"type": self.type, "length": length} if self.type == "length" else {"type": self.type}
+        if self.type == "length":
+            return {"type": "length", "length": length}
+        return {"type": self.type} | ({"message": self.message} if self.message else {})
 
 
 @dataclass(eq=False)
@@ -202,8 +221,11 @@ class Sequence:
             self._finish(FinishReason("length"))
         return len(tokens)
 
-    def abort(self) -> None:
-        self._finish(FinishReason("abort"))
+    def abort(self, message: str | None = None) -> None:
+        """Ends it as it is. `message`: what went wrong on our side."""
+        self.finish_reason = FinishReason("abort", message=message)
+        if message is None:  # what failed may be the text itself
+            self.stream.finish()
 
     def _finish(self, reason: FinishReason) -> None:
         self.stream.finish()

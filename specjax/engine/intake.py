@@ -1,0 +1,97 @@
+"""From what a user asks to a sequence that the engine can run, or a clear refusal. Touches neither device nor queue.
+
+Safe to call from any thread, so that a server can tokenise beside the engine's own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from specjax.engine.prompt import Prompt, encode
+from specjax.engine.request import ParameterError, SamplingParams, Sequence, random_seed
+from specjax.engine.text import TextStream
+from specjax.sampling import STOP_IDS
+
+
+@dataclass(frozen=True)
+class Intake:
+    """What a request is checked against."""
+
+    tokenizer: Any
+    vocab_size: int
+    context_length: int
+    pool_tokens: int  # in all pages
+    eos_ids: tuple[int, ...]
+    depth: int  # D
+    seeds: random.Random | None = None  # gives seeds to requests that bring none; None: the operating system does
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt; see `specjax.engine.prompt.encode`."""
+        return encode(prompt, self.tokenizer, self.vocab_size)
+
+    def sequence(self, prompt: Prompt, sampling: SamplingParams, *, id: str | None = None) -> Sequence:
+        """A sequence that will fit.
+
+        Raises:
+            ValueError: an empty prompt, a token outside the vocabulary, or more tokens than fit.
+        """
+        tokens = self.encode(prompt)
+        number = next(self._numbers)
+        limit = self._limit(len(tokens), sampling)
+        for what, ids in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
+            outside = [token for token in ids if not 0 <= int(token) < self.vocab_size]
+            if outside:
+                last = self.vocab_size - 1
+                raise ParameterError(what, f"holds {outside[0]}; token ids of this model are 0 to {last}")
+        stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_ids))))
+        least = sampling.min_new_tokens
+        if least > limit:
+            raise ParameterError("min_new_tokens", f"{least} exceeds the {limit} tokens there is room for")
+        if least and len(stops) > STOP_IDS:
+            raise ParameterError(
+                "min_new_tokens",
+                f"works with at most {STOP_IDS} stop ids (the device's); this request has {len(stops)}",
+            )
+        return Sequence(
+            id=id if id is not None else f"request-{number}",
+            prompt=tokens,
+            params=sampling,
+            limit=limit,
+            seed=self._seed() if sampling.seed is None else sampling.seed,
+            device_stops=stops[:STOP_IDS],
+            host_stops=frozenset(stops[STOP_IDS:]),
+            stream=TextStream(
+                self.tokenizer,
+                cast(tuple[str, ...], sampling.stop),
+                skip_special_tokens=sampling.skip_special_tokens,
+                keep_stop=sampling.no_stop_trim,
+            ),
+            arrival=number,
+            histogram=[0] * (self.depth + 1),
+        )
+
+    def _limit(self, prompt: int, sampling: SamplingParams) -> int:
+        room = self.context_length - prompt
+        if room < 1:
+            raise ValueError(f"the prompt has {prompt} tokens, but the context is {self.context_length}")
+        wanted = sampling.max_new_tokens
+        if wanted is not None and wanted > room:
+            raise ParameterError(
+                "max_new_tokens",
+                f"{wanted} and the prompt's {prompt} tokens exceed the context of {self.context_length}",
+            )
+        if prompt + (wanted or 1) - 1 > self.pool_tokens:
+            raise ParameterError(
+                "max_new_tokens",
+                f"{wanted or 1} and the prompt's {prompt} tokens do not fit the KV pool of {self.pool_tokens} tokens "
+                "(--max-total-tokens)",
+            )
+        return wanted if wanted is not None else min(room, self.pool_tokens - prompt + 1)
+
+    def _seed(self) -> int:
+        return random_seed() if self.seeds is None else self.seeds.getrandbits(63)
