@@ -19,7 +19,7 @@ from typing import Any
 from records import finish, machine
 from tqdm import tqdm
 
-from specjax import Completion, Engine, SamplingParams, flags
+from specjax import Completion, Engine, SamplingParams, flags, settings
 
 
 def read_prompts(file: Path, count: int | None) -> list[tuple[str, str]]:
@@ -75,7 +75,7 @@ def shares(histogram: list[int]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Accept length on sets of prompts.", formatter_class=flags.HelpFormatter
+        description="Accept length on sets of prompts.", formatter_class=settings.HelpFormatter
     )
     parser.add_argument("--data", type=Path, required=True, help="folder of SET.jsonl files with `id` and `turns`")
     parser.add_argument("--sets", nargs="+", required=True, metavar="SET")
@@ -84,28 +84,28 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0, help="of every request, where it is sampled")
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/accept_length-<date>.json")
-    flags.add_model_flags(parser)
-    flags.add_engine_flags(parser, max_running_requests=1)
-    flags.add_speculative_flags(parser)
+    defaults = flags.Settings(engine=flags.EngineSettings(max_running_requests=1))
+    settings.add_flags(parser, defaults, ("model", "engine", "speculative"))
     parser.add_argument(
-        "--algorithm", dest="speculative_algorithm", type=flags.algorithm_name, default=argparse.SUPPRESS,
+        "--algorithm", dest="speculative_algorithm", default=argparse.SUPPRESS, metavar="NAME",
         help="short for --speculative-algorithm",
     )  # fmt: skip
-    args = parser.parse_args()
+    args, chosen = settings.parse(parser, None, defaults)
 
     prompts = {name: read_prompts(args.data / f"{name}.jsonl", args.limit) for name in args.sets}
     sampling = SamplingParams(max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed)
     document = machine("jaxlib", "flax")
-    engine = Engine.from_pretrained(args.model, **flags.engine_settings(args))
-    engine.warm_up(engine.single_request_keys() if args.max_running_requests == 1 else None)
-    document |= {"model": args.model, "algorithm": engine.drafter.name, "dtype": engine.target.config.dtype}
-    document |= {"requests_at_once": args.max_running_requests, "results": []}
+    engine = Engine.from_pretrained(**flags.engine_arguments(chosen))
+    at_once = chosen.engine.max_running_requests
+    engine.warm_up(engine.single_request_keys() if at_once == 1 else None)
+    document |= {"model": chosen.model.model, "algorithm": engine.drafter.name, "dtype": engine.target.config.dtype}
+    document |= {"requests_at_once": at_once, "results": []}
     for name, lines in prompts.items():
         assert engine.flush_cache(), "a set must not remember the one before"
         document["results"].append(run_set(engine, name, lines, sampling))
     engine.check_integrity()
 
-    print(f"{document['algorithm']} on {args.model}, {document['device']}, {args.max_running_requests} at once")
+    print(f"{document['algorithm']} on {chosen.model.model}, {document['device']}, {at_once} at once")
     header = f"{'set':16}{'requests':>9}{'tokens':>8}{'steps':>8}{'accept':>8}{'tok/s':>8}"
     print(header + "   % of steps by drafts accepted, from 0")
     for row in document["results"]:

@@ -1,131 +1,168 @@
-"""Command-line flags that `generate` and the server share: named as SGLang's users know them."""
+"""What a user can set: the flags of `generate` and the server, named as SGLang's users know them, and their TOML file.
+
+The names of the fields are those of the flags, the help texts those of --help. `configs/` holds a whole file.
+"""
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from specjax.checkpoint import BUILT_IN_MODEL
-from specjax.drafters import AUTO, DRAFTERS
+from specjax.drafters import AUTO, DRAFTERS, NgramConfig
 from specjax.engine import EngineConfig
-
-NGRAM_FLAGS: dict[str, tuple[int, str]] = {
-    "min_match_window_size": (1, "shortest run of tokens that counts as a match"),
-    "max_match_window_size": (12, "longest run of tokens that is looked up"),
-    "min_bfs_breadth": (1, "fewest children of a node"),
-    "max_bfs_breadth": (10, "most children of a node; fewer where the match is longer or the node deeper"),
-    "branch_length": (18, "longest continuation"),
-    "capacity": (1_000_000, "tokens remembered, over all requests"),
-}
+from specjax.settings import setting
 
 
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, except those that say nothing."""
+@dataclass(frozen=True)
+class ModelSettings:
+    """What is loaded."""
 
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or action.default is False or action.default == [] or action.required:
-            return action.help
-        return super()._get_help_string(action)
-
-
-def algorithm_name(text: str) -> str:
-    """Any case.
-
-    Raises:
-        ArgumentTypeError: no such algorithm; lists all.
-    """
-    if text.upper() not in (AUTO, *DRAFTERS):
-        raise argparse.ArgumentTypeError(f"no algorithm {text!r}; there are: {', '.join((AUTO, *DRAFTERS))}")
-    return text.upper()
-
-
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model", "--model-path", default=BUILT_IN_MODEL, help="alias, local folder, .gguf file or hub id"
+    model: str = setting(
+        BUILT_IN_MODEL, "alias, local folder, .gguf file or hub id", names=("--model-path",), metavar="MODEL"
     )
-    group.add_argument("--revision", help="of a model on the hub")
-    group.add_argument(
-        "--dtype",
-        default="auto",
+    revision: str | None = setting(None, "of a model on the hub")
+    tokenizer_path: str | None = setting(None, "a folder with a tokenizer; default: the model's", metavar="FOLDER")
+    chat_template: str | None = setting(
+        None, "a file with a Jinja template of chat messages; default: the tokenizer's", metavar="FILE"
+    )
+    dtype: str = setting(
+        "auto",
+        "auto = float32 on a CPU, the checkpoint's on a GPU",
         choices=("auto", "float32", "bfloat16", "float16"),
-        help="auto = float32 on a CPU, the checkpoint's on a GPU",
     )
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, *, max_running_requests: int) -> None:
-    group = parser.add_argument_group("engine")
-    group.add_argument(
-        "--max-running-requests", type=int, default=max_running_requests, help="requests that share a batch"
+@dataclass(frozen=True)
+class EngineSettings:
+    """How many requests run at once, and in how much memory."""
+
+    max_running_requests: int = setting(EngineConfig.max_running_requests, "requests that share a batch", minimum=1)
+    max_total_tokens: int | None = setting(None, "tokens in the KV pool; default: fits the device", minimum=1)
+    context_length: int | None = setting(
+        None, "tokens of prompt and output; at most, and by default, the model's", minimum=1
     )
-    group.add_argument("--max-total-tokens", type=int, help="tokens in the KV pool; default: fits the device")
-    group.add_argument("--context-length", type=int, help="at most, and by default, the model's")
-    group.add_argument("--page-size", type=int, default=16, help="tokens in a page of the KV pool")
-    group.add_argument(
-        "--chunked-prefill-size",
-        type=int,
-        help="prompt tokens a forward; default and most: 512 on a CPU, 2048 on a GPU",
+    page_size: int = setting(EngineConfig.page_size, "tokens in a page of the KV pool", minimum=1)
+    chunked_prefill_size: int | None = setting(
+        None, "prompt tokens a forward; default and most: 512 on a CPU, 2048 on a GPU", minimum=1
     )
-    group.add_argument(
-        "--mem-fraction-static", "--mem-fraction", type=float, default=0.85,
-        help="share of a GPU's memory for weights and KV pool",
+    mem_fraction_static: float = setting(
+        EngineConfig.mem_fraction,
+        "share of a GPU's memory for weights and KV pool",
+        names=("--mem-fraction",),
+        above=0,
+        maximum=1,
+    )
+    attention_backend: str | None = setting(
+        None, "tree attention; default: the device's best", choices=("xla", "reference")
+    )
+    disable_overlap_schedule: bool = setting(False, "read each step before the next is dispatched")
+    random_seed: int | None = setting(
+        None, "seed from which requests without a seed of their own draw theirs; default: another in each run"
+    )
+
+
+@dataclass(frozen=True)
+class SpeculativeSettings:
+    """Changes the speed, never the text."""
+
+    speculative_algorithm: str = setting(
+        AUTO, f"{AUTO} (what suits the model), {', '.join(DRAFTERS)}",
+        choices=(AUTO, *DRAFTERS), parse=str.upper, metavar="NAME",
     )  # fmt: skip
-    group.add_argument(
-        "--attention-backend", choices=("xla", "reference"), help="tree attention; default: the device's best"
+    speculative_num_draft_tokens: int | None = setting(
+        None,
+        "nodes of a draft tree, the root included; default: 12; on a CPU 8 where the match is strong, else 4",
     )
-    group.add_argument(
-        "--disable-overlap-schedule", action="store_true", help="read each step before the next is dispatched"
+    speculative_ngram_min_match_window_size: int = setting(
+        NgramConfig.min_match_window_size, "shortest run of tokens that counts as a match"
+    )
+    speculative_ngram_max_match_window_size: int = setting(
+        NgramConfig.max_match_window_size, "longest run of tokens that is looked up"
+    )
+    speculative_ngram_min_bfs_breadth: int = setting(NgramConfig.min_bfs_breadth, "fewest children of a node")
+    speculative_ngram_max_bfs_breadth: int = setting(
+        NgramConfig.max_bfs_breadth, "most children of a node; fewer where the match is longer or the node deeper"
+    )
+    speculative_ngram_branch_length: int = setting(NgramConfig.branch_length, "longest continuation")
+    speculative_ngram_capacity: int = setting(NgramConfig.capacity, "tokens remembered, over all requests")
+    speculative_ngram_weak_draft_tokens: int | None = setting(
+        None, "nodes of a tree while the longest match is weak; default: as many as for a strong one, but see above"
+    )
+    speculative_ngram_strong_match_size: int = setting(
+        NgramConfig.strong_match_size, "tokens from which on a match is strong"
+    )
+    speculative_ngram_match_type: str = setting(
+        NgramConfig.match_type,
+        "which continuations come first: the most recent, or those that most matches agree on",
+        choices=("BFS", "PROB"),
+        parse=str.upper,
     )
 
 
-def add_speculative_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("speculation", "changes the speed, never the text")
-    group.add_argument(
-        "--speculative-algorithm", type=algorithm_name, default=AUTO, help=f"{AUTO}, {', '.join(DRAFTERS)}"
-    )
-    group.add_argument(
-        "--speculative-num-draft-tokens",
-        type=int,
-        help="nodes of a draft tree, the root included; default: 12; on a CPU 8 where the match is strong, else 4",
-    )
-    for name, (default, text) in NGRAM_FLAGS.items():
-        group.add_argument(f"--speculative-ngram-{name.replace('_', '-')}", type=int, default=default, help=text)
-    group.add_argument(
-        "--speculative-ngram-weak-draft-tokens", type=int,
-        help="nodes of a tree while the longest match is weak; default: as many as for a strong one, but see above",
+@dataclass(frozen=True)
+class ServerSettings:
+    """Who may ask, and how much."""
+
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 = all", metavar="HOST")
+    port: int = setting(30000, "0 = any free one", minimum=0, maximum=65535)
+    served_model_name: str | None = setting(None, "what clients call the model; default: the value of --model")
+    api_key: str | None = setting(
+        None, "what clients must send as a bearer token; in a file other users of the machine do not see it",
+        metavar="KEY", secret=True,
     )  # fmt: skip
-    group.add_argument(
-        "--speculative-ngram-strong-match-size", type=int, help="tokens from which on a match is strong; default: 3"
+    log_level: str = setting(
+        "info", "least severe lines that are logged", choices=("debug", "info", "warning", "error"), parse=str.lower
     )
-    group.add_argument(
-        "--speculative-ngram-match-type", type=str.upper, default="BFS", choices=("BFS", "PROB"),
-        help="which continuations come first: the most recent, or those that most matches agree on",
-    )  # fmt: skip
+    max_queued_requests: int = setting(512, "requests that may wait; further ones get a 503", minimum=1)
+    stream_interval: int = setting(1, "tokens between two events of a stream", minimum=1)
+    decode_log_interval: int = setting(40, "steps between two log lines about decoding", minimum=1)
+    shutdown_timeout: float = setting(
+        30.0, "seconds that running requests may go on after SIGTERM or Ctrl-C", minimum=0
+    )
+    watchdog_timeout: float = setting(300.0, "seconds; a step that takes longer turns /health to 503", above=0)
 
 
-def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """`Engine.from_pretrained`'s keyword arguments.
+@dataclass(frozen=True)
+class Settings:
+    """The tables of a file. The server uses all; `generate` all but the last."""
+
+    model: ModelSettings = ModelSettings()
+    engine: EngineSettings = EngineSettings()
+    speculative: SpeculativeSettings = SpeculativeSettings()
+    server: ServerSettings = ServerSettings()
+
+
+def engine_arguments(settings: Settings) -> dict[str, Any]:
+    """`Engine.from_pretrained`'s keyword arguments, the model included.
 
     Raises:
         ValueError: a value is out of range; names the flag.
     """
-    names = [*NGRAM_FLAGS, "match_type", "weak_draft_tokens", "strong_match_size"]
-    flags = {name: getattr(args, f"speculative_ngram_{name}") for name in names}
-    flags["num_draft_tokens"] = args.speculative_num_draft_tokens
-    flags = {name: value for name, value in flags.items() if value is not None}
+    model, engine = settings.model, settings.engine
+    drafting = asdict(settings.speculative)
+    algorithm = drafting.pop("speculative_algorithm")
     return {
-        "dtype": args.dtype,
-        "algorithm": args.speculative_algorithm,
-        "algorithm_flags": flags,
-        "revision": args.revision,
-        "backend": args.attention_backend,
+        "model": model.model,
+        "revision": model.revision,
+        "tokenizer_path": model.tokenizer_path,
+        "chat_template": model.chat_template,
+        "dtype": model.dtype,
+        "algorithm": algorithm,
+        "algorithm_flags": {
+            name.removeprefix("speculative_").removeprefix("ngram_"): value
+            for name, value in drafting.items()
+            if value is not None
+        },
+        "backend": engine.attention_backend,
         "config": EngineConfig(
-            max_running_requests=args.max_running_requests,
-            page_size=args.page_size,
-            max_total_tokens=args.max_total_tokens,
-            context_length=args.context_length,
-            chunked_prefill_size=args.chunked_prefill_size,
-            mem_fraction=args.mem_fraction_static,
-            overlap=not args.disable_overlap_schedule,
+            max_running_requests=engine.max_running_requests,
+            page_size=engine.page_size,
+            max_total_tokens=engine.max_total_tokens,
+            context_length=engine.context_length,
+            chunked_prefill_size=engine.chunked_prefill_size,
+            mem_fraction=engine.mem_fraction_static,
+            overlap=not engine.disable_overlap_schedule,
+            random_seed=engine.random_seed,
         ),
     }

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TextIO
 
 from tqdm import tqdm
 
-from specjax import flags
+from specjax import flags, settings
 from specjax.checkpoint import CheckpointError
 from specjax.engine import Completion, Engine, SamplingParams
 from specjax.engine.request import Sequence, Status, completion
@@ -166,6 +166,9 @@ def run(engine: Engine, lines: list[Line | BadLine], output: TextIO, *, progress
     }
 
 
+DEFAULTS = flags.Settings(engine=flags.EngineSettings(max_running_requests=8))
+TABLES = ("model", "engine", "speculative")
+
 SAMPLING_HELP = {
     "max_new_tokens": "most tokens to generate",
     "temperature": "0 = greedy",
@@ -184,7 +187,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m specjax.generate",
         description="Complete the prompts of a JSONL file, decoding speculatively. The text is the model's own.",
-        formatter_class=flags.HelpFormatter,
+        formatter_class=settings.HelpFormatter,
     )
     files = parser.add_argument_group("input and output")
     files.add_argument(
@@ -192,9 +195,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     files.add_argument("--output", required=True, metavar="FILE", help="JSONL with the completions")
     files.add_argument("--no-progress", action="store_true", help="no progress bars")
-    flags.add_model_flags(parser)
-    flags.add_engine_flags(parser, max_running_requests=8)
-    flags.add_speculative_flags(parser)
+    settings.add_flags(parser, DEFAULTS, TABLES)
     sampling = parser.add_argument_group("sampling", "a line of the input may hold its own values, by the same names")
     defaults = {field.name: field.default for field in fields(SamplingParams)} | {"seed": 0}
     for name, text in SAMPLING_HELP.items():
@@ -214,13 +215,12 @@ def sampling_defaults(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = build_parser()
-    args = parser.parse_args(argv)
+    args, chosen = settings.parse(build_parser(), argv, DEFAULTS)
     progress = not args.no_progress
     try:
         defaults = sampling_defaults(args)
         SamplingParams.from_mapping(defaults)
-        settings = flags.engine_settings(args)
+        arguments = flags.engine_arguments(chosen)
         if args.input == "-":
             lines = list(read_lines(getattr(sys.stdin, "buffer", sys.stdin), defaults))
         else:
@@ -231,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--output {args.output} is the input file")
         if target.is_dir() or not os.access(target if target.exists() else target.absolute().parent, os.W_OK):
             raise ValueError(f"--output {args.output} cannot be written")
-        engine = Engine.from_pretrained(args.model, **settings, progress=progress)
+        engine = Engine.from_pretrained(**arguments, progress=progress)
         with target.open("w", encoding="utf-8") as output:  # only now: a run that cannot start keeps the old file
             summary = run(engine, lines, output, progress=progress)
     except (CheckpointError, ValueError, NotImplementedError, OSError) as error:

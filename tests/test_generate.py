@@ -12,7 +12,7 @@ from engine_helpers import VOCABULARY, byte_ids, decode, tokenizer
 from tiny_checkpoints import save_llama
 
 import specjax
-from specjax import generate
+from specjax import generate, settings
 
 FIELDS = [
     "id", "text", "output_ids", "prompt_tokens", "completion_tokens", "finish_reason", "spec_verify_ct",
@@ -412,7 +412,7 @@ def test_help_lists_every_flag(capsys):
         "repetition-penalty", "min-new-tokens", "speculative-algorithm", "speculative-num-draft-tokens",
         "speculative-ngram-min-match-window-size", "speculative-ngram-max-match-window-size",
         "speculative-ngram-min-bfs-breadth", "speculative-ngram-max-bfs-breadth", "speculative-ngram-branch-length",
-        "speculative-ngram-capacity", "speculative-ngram-match-type", "context-length", "max-total-tokens",
+        "speculative-ngram-capacity", "speculative-ngram-match-type", "context-length", "max-total-tokens", "config",
     ):  # fmt: skip
         assert f"--{flag} " in text, flag
     assert "NONE, NGRAM" in text and "default: 128" in text
@@ -420,6 +420,25 @@ def test_help_lists_every_flag(capsys):
 
 def test_defaults():
     """What the issue promises."""
-    args = generate.build_parser().parse_args(["--input", "a", "--output", "b"])
-    assert (args.model, args.max_new_tokens, args.temperature, args.seed) == ("smollm2-135m-instruct", 128, 0.0, 0)
-    assert (args.speculative_algorithm, args.dtype) == ("AUTO", "auto")
+    argv = ["--input", "a", "--output", "b"]
+    args, chosen = settings.parse(generate.build_parser(), argv, generate.DEFAULTS)
+    assert (args.max_new_tokens, args.temperature, args.seed) == (128, 0.0, 0)
+    assert (chosen.model.model, chosen.model.dtype) == ("smollm2-135m-instruct", "auto")
+    assert (chosen.speculative.speculative_algorithm, chosen.engine.max_running_requests) == ("AUTO", 8)
+
+
+def test_a_config_file(run, tmp_path):
+    (tmp_path / "my.toml").write_text(
+        '[speculative]\nspeculative-algorithm = "none"\n[engine]\ncontext-length = 64\n[server]\nport = 1\n'
+    )
+    status, _, summary, err = run([GOOD, {"input_ids": [5] * 64}], "--config", tmp_path / "my.toml")
+    assert (status, summary["algorithm"]) == (1, "NONE")
+    assert "64 tokens, but the context is 64" in err
+    _, _, summary, _ = run([GOOD], "--config", tmp_path / "my.toml", "--speculative-algorithm", "ngram")
+    assert summary["algorithm"] == "NGRAM", "flags win"
+
+
+def test_a_wrong_config_file(refused, tmp_path):
+    (tmp_path / "my.toml").write_text("[engine]\npage-sise = 4\n")
+    line = f"--config {tmp_path}/my.toml: unknown key [engine] page-sise; did you mean page-size?"
+    assert refused(config=tmp_path / "my.toml") == f"python -m specjax.generate: error: {line}\n"

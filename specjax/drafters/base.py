@@ -66,3 +66,4 @@ class Drafter(NamedTuple):
     propose: Callable[[Params, DraftState, Context], tuple[DraftTree, DraftState]]
     observe: Callable[[Params, DraftState, Context, Observation], DraftState]
     widths: tuple[int, ...] = ()  # smaller static widths worth compiling (1 is always there)
+    note: str = ""  # for the log: what a user may want to know of it

@@ -170,12 +170,15 @@ class Engine:
         """Token ids of a prompt; see `specjax.engine.prompt.encode`."""
         return self.intake.encode(prompt)
 
-    def abort(self, id: str) -> bool:
-        """Ends a request now; its pages come back at once. False: no such request is running or waiting."""
+    def abort(self, id: str, message: str | None = None) -> bool:
+        """Ends a request now; its pages come back at once. False: no such request is running or waiting.
+
+        `message` is what its finish reason tells, where the fault is ours.
+        """
         sequence = self._by_id.get(id)
         if sequence is None:
             return False
-        sequence.abort()
+        sequence.abort(message)
         self._finish(sequence)
         return True
 

@@ -1,0 +1,367 @@
+"""Frozen dataclasses filled from a command's flags and a TOML file. Knows neither models nor commands.
+
+    @dataclass(frozen=True)
+    class CacheSettings:
+        '''What --help says above the flags.'''
+        page_size: int = setting(16, "tokens in a page", minimum=1)     # --page-size; page-size in [cache]
+
+    @dataclass(frozen=True)
+    class Settings:
+        cache: CacheSettings = CacheSettings()                          # a table of the file, a group of --help
+
+    add_flags(parser, Settings())
+    args, settings = parse(parser, argv, Settings())
+
+A flag wins over the file, the file over the default. Commands that use different tables can share a file: each checks
+all of it. The instance that is passed in holds the defaults, so that a command can have defaults of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+import re
+import tomllib
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, get_args, get_type_hints, runtime_checkable
+
+KINDS: dict[type, str] = {
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    bool: "true or false",
+    tuple: "a list of strings",
+}
+METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
+
+
+class SettingsError(ValueError):
+    """A value that cannot be used, or a file that cannot be read. Says where it was set and what would work."""
+
+
+@runtime_checkable
+class Dataclass(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
+S = TypeVar("S", bound=Dataclass)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What `setting` notes in a field's metadata."""
+
+    help: str
+    names: tuple[str, ...]
+    choices: tuple[str, ...]
+    parse: Callable[[Any], Any] | None
+    metavar: str | None
+    minimum: float | int | None
+    above: float | int | None
+    maximum: float | int | None
+
+    @property
+    def range(self) -> str:
+        """As an error puts it: `from 0 to 65535`. Empty: any number."""
+        if self.minimum is not None and self.maximum is not None:
+            return f"from {self.minimum} to {self.maximum}"
+        limits = {"at least": self.minimum, "above": self.above, "at most": self.maximum}
+        return " and ".join(f"{words} {limit}" for words, limit in limits.items() if limit is not None)
+
+    def holds(self, number: float | int) -> bool:
+        return (
+            (self.minimum is None or number >= self.minimum)
+            and (self.above is None or number > self.above)
+            and (self.maximum is None or number <= self.maximum)
+        )
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    names: tuple[str, ...] = (),
+    choices: Sequence[str] = (),
+    parse: Callable[[Any], Any] | None = None,
+    metavar: str | None = None,
+    minimum: float | int | None = None,
+    above: float | int | None = None,
+    maximum: float | int | None = None,
+    secret: bool = False,
+) -> Any:
+    """A field of a frozen dataclass that is also a flag, named as the field is: `page_size` is `--page-size`.
+
+    The annotation says what values it takes: int, float, str, bool or tuple[str, ...], or one of these or None. None
+    stands for "not set" and can only be a default.
+
+    Args:
+        names: further flags for it (`--model-path`).
+        choices: the only strings allowed.
+        parse: brings a value into the form that is kept (`str.upper`), before it is compared with `choices`. May raise
+            a ValueError that says what would work.
+        minimum: least number; `above` excludes the bound itself.
+        secret: left out of the dataclass's repr, which may be logged.
+    """
+    noted = Setting(help, names, tuple(choices), parse, metavar, minimum, above, maximum)
+    return field(default=default, repr=not secret, metadata={"setting": noted})
+
+
+class _Entry(NamedTuple):
+    """A setting and where it lives."""
+
+    table: str
+    name: str  # of the field
+    kind: type  # a key of KINDS
+    setting: Setting
+
+    @property
+    def key(self) -> str:
+        return _dashed(self.name)
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _kind(annotation: Any) -> type:
+    options = get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    kinds = [option for option in options if option is not type(None)]
+    kinds = [tuple if kind == tuple[str, ...] else kind for kind in kinds]
+    if len(kinds) != 1 or kinds[0] not in KINDS:
+        raise TypeError(f"a setting cannot be {annotation}; it can be int, float, str, bool, tuple[str, ...], or None")
+    return kinds[0]
+
+
+def _entries(defaults: Dataclass) -> dict[str, _Entry]:
+    """All settings by each of their names, with dashes. An alias stands for the same entry."""
+    found: dict[str, _Entry] = {}
+    for table in fields(defaults):
+        group = type(getattr(defaults, table.name))
+        hints = get_type_hints(group)
+        for each in fields(group):
+            entry = _Entry(table.name, each.name, _kind(hints[each.name]), each.metadata["setting"])
+            for name in (entry.key, *(flag.removeprefix("--") for flag in entry.setting.names)):
+                if name in found:
+                    raise TypeError(f"two settings are called {name}, in [{found[name].table}] and [{table.name}]")
+                found[name] = entry
+    return found
+
+
+# Flags.
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the defaults of flags that are no setting, except those that say nothing."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False or action.default == [] or action.required:
+            return action.help
+        return super()._get_help_string(action)
+
+
+def add_flags(parser: argparse.ArgumentParser, defaults: Dataclass, tables: Sequence[str] | None = None) -> None:
+    """Adds `--config` and the flags of the tables that this command uses, by default all.
+
+    A flag that is not given leaves nothing in the namespace, so that `read` can tell; its help shows the default.
+    """
+    every = [table.name for table in fields(defaults)]
+    used = every if tables is None else tables
+    listed = ", ".join(f"[{name}]" for name in every)
+    about = f"Keys are named as the flags are, and stand at the top or in their table: {listed}."
+    if unused := [name for name in every if name not in used]:
+        about += f" {', '.join(f'[{name}]' for name in unused)} is checked, and has no effect here."
+    parser.add_argument_group("configuration file", about).add_argument(
+        "--config", metavar="FILE", help="TOML; flags win"
+    )
+    entries = dict.fromkeys(_entries(defaults).values())
+    for table in used:
+        values = getattr(defaults, table)
+        group = parser.add_argument_group(table, (type(values).__doc__ or "").strip())
+        for entry in entries:
+            if entry.table == table:
+                _add_flag(group, entry, getattr(values, entry.name))
+
+
+def _add_flag(group: argparse._ArgumentGroup, entry: _Entry, default: Any) -> None:
+    note = entry.setting
+    text = note.help
+    if default is not None and default is not False and default not in ("", ()):
+        text += f" (default: {', '.join(default) if isinstance(default, tuple) else default})"
+    options: dict[str, Any] = {"dest": entry.name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
+    if entry.kind is bool:
+        options["action"] = argparse.BooleanOptionalAction  # so that a flag can also undo the file's `true`
+    else:
+        choices = f"{{{','.join(note.choices)}}}" if note.choices else None
+        options["metavar"] = note.metavar or choices or METAVARS[entry.kind]
+    if entry.kind is tuple:
+        options["nargs"] = "*"
+    group.add_argument(f"--{entry.key}", *note.names, **options)
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None, defaults: S) -> tuple[argparse.Namespace, S]:
+    """The command line: the namespace, for flags that are no setting, and the settings. An error ends the command."""
+    args = parser.parse_args(argv)
+    try:
+        return args, read(args, defaults)
+    except SettingsError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+
+
+def read(args: argparse.Namespace, defaults: S) -> S:
+    """The settings of a command line that `add_flags`' parser has parsed.
+
+    Raises:
+        SettingsError: a value is wrong, in a flag or in the file.
+    """
+    entries = _entries(defaults)
+    path = getattr(args, "config", None)
+    values = {} if path is None else _read_file(path, entries, [table.name for table in fields(defaults)])
+    for entry in entries.values():
+        if entry.name in vars(args):
+            flag = f"--{entry.key}"
+            values[entry.name] = _checked(entry, flag, _from_text(entry, flag, getattr(args, entry.name)))
+    groups = {}
+    for table in fields(defaults):
+        group = getattr(defaults, table.name)
+        groups[table.name] = replace(group, **{f.name: values[f.name] for f in fields(group) if f.name in values})
+    return replace(defaults, **groups)
+
+
+# Values. `where` is how an error names what it is about: a flag, or a file and a key.
+
+
+def _from_text(entry: _Entry, where: str, given: Any) -> Any:
+    """What argparse left: text, a bool, or a list of texts."""
+    if entry.kind in (int, float):
+        try:
+            return entry.kind(given)
+        except ValueError:
+            raise SettingsError(f"{where} must be {KINDS[entry.kind]}, got {_shown(given)}") from None
+    return tuple(given) if entry.kind is tuple else given
+
+
+def _from_toml(entry: _Entry, where: str, value: Any) -> Any:
+    """Strict: `true` is no integer, `"5"` is none either, and 5.0 neither. 5 is a float."""
+    if entry.kind is float and type(value) is int:
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+    if entry.kind is tuple and type(value) is list and all(type(item) is str for item in value):
+        return tuple(value)
+    if type(value) is entry.kind:
+        return value
+    raise SettingsError(f"{where} must be {KINDS[entry.kind]}, got {_shown(value)}")
+
+
+def _checked(entry: _Entry, where: str, given: Any) -> Any:
+    note = entry.setting
+    value: Any = given
+    if note.parse is not None:
+        try:
+            value = note.parse(given)
+        except ValueError as error:
+            raise SettingsError(f"{where} {error}, got {_shown(given)}") from None
+    items = value if entry.kind is tuple else (value,)
+    if note.choices and not all(item in note.choices for item in items):
+        raise SettingsError(f"{where} must be one of {', '.join(note.choices)}, got {_shown(given)}")
+    if "" in items:
+        raise SettingsError(f"{where} must not be empty")
+    if entry.kind is float and not math.isfinite(value):
+        raise SettingsError(f"{where} must be a finite number, got {_shown(given)}")
+    if entry.kind is int and not -(2**63) <= value < 2**63:
+        raise SettingsError(f"{where} must be an integer of 64 bits, got {_shown(given)}")
+    if entry.kind in (int, float) and not note.holds(value):
+        raise SettingsError(f"{where} must be {note.range}, got {_shown(given)}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    """Short, on one line, and as TOML has it where that differs."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "a table"
+    if isinstance(value, tuple):
+        value = list(value)
+    try:
+        return f"{value!r:.60}"
+    except ValueError:  # Python writes no number of more than 4300 digits
+        return "a huge number"
+
+
+# The file.
+
+
+def _read_file(path: str, entries: Mapping[str, _Entry], tables: Sequence[str]) -> dict[str, Any]:
+    """The values it sets, by field."""
+    file = f"--config {path}"
+    found: dict[str, str] = {}  # field to the place that set it
+    values: dict[str, Any] = {}
+    for table, key, value in _items(_document(path), file, entries, tables):
+        place = f"[{table}] {_named(key)}" if table else _named(key)
+        entry = entries.get(_dashed(key))
+        if entry is None:
+            raise SettingsError(f"{file}: unknown key {place}; {_advice(table, key, entries)}")
+        if table not in (None, entry.table):
+            raise SettingsError(f"{file}: {place} belongs in [{entry.table}]")
+        if entry.name in found:
+            raise SettingsError(f"{file}: {found[entry.name]} and {place} are the same setting, --{entry.key}")
+        found[entry.name] = place
+        values[entry.name] = _checked(entry, f"{file}: {place}", _from_toml(entry, f"{file}: {place}", value))
+    return values
+
+
+def _document(path: str) -> dict[str, Any]:
+    file = f"--config {path}"
+    try:
+        return tomllib.loads(Path(path).read_bytes().decode("utf-8-sig"))
+    except OSError as error:
+        raise SettingsError(f"{file} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise SettingsError(f"{file} is not UTF-8: byte {error.object[error.start]:#04x} in line {line}") from None
+    except (ValueError, RecursionError) as error:  # also what int() refuses, and brackets in thousands
+        raise SettingsError(f"{file} is not TOML: {error}") from None
+
+
+def _items(
+    document: Mapping[str, Any], file: str, entries: Mapping[str, _Entry], tables: Sequence[str]
+) -> list[tuple[str | None, str, Any]]:
+    """(table, key, value) of all keys; None: at the top. `model` is a table or a key, as its value says."""
+    found: list[tuple[str | None, str, Any]] = []
+    for key, value in document.items():
+        if isinstance(value, dict) and key in tables:
+            found += [(key, inner, each) for inner, each in value.items()]
+        elif isinstance(value, dict) and _dashed(key) not in entries:
+            meant = "".join(f"; did you mean [{name}]?" for name in _similar(key, tables))
+            there = ", ".join(f"[{name}]" for name in tables)
+            raise SettingsError(f"{file}: unknown table [{_named(key)}]{meant or f'; there are {there}'}")
+        elif key in tables and _dashed(key) not in entries:
+            raise SettingsError(f"{file}: {key} must be a table, [{key}], got {_shown(value)}")
+        else:
+            found.append((None, key, value))
+    return found
+
+
+def _advice(table: str | None, key: str, entries: Mapping[str, _Entry]) -> str:
+    for name in _similar(key, entries):
+        home = entries[name].table
+        return f"did you mean {name}?" if table in (None, home) else f"did you mean {name}, in [{home}]?"
+    if table is None:
+        return "keys are named as the flags in --help are"
+    return f"[{table}] has {', '.join(name for name, entry in entries.items() if entry.table == table)}"
+
+
+def _similar(key: str, names: Iterable[str]) -> list[str]:
+    """The closest name, or none that is close."""
+    return difflib.get_close_matches(_dashed(key).strip("-").lower(), names, n=1)
+
+
+def _named(key: str) -> str:
+    """As it stands in the file: bare where TOML allows that."""
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _shown(key)

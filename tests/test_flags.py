@@ -1,0 +1,198 @@
+"""What users set: our flags, in help and in the engine's arguments, and the file in `configs/`."""
+
+import argparse
+import dataclasses
+import re
+from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
+
+import pytest
+
+from specjax import flags, generate, settings
+from specjax.engine import EngineConfig
+
+SHIPPED = Path(__file__).parents[1] / "configs" / "smollm2-135m-instruct-ngram.toml"
+DEFAULTS = flags.Settings()
+TABLES = ("model", "engine", "speculative", "server")
+
+
+def ours(*argv, defaults=DEFAULTS) -> flags.Settings:
+    parser = argparse.ArgumentParser(prog="program", formatter_class=settings.HelpFormatter)
+    settings.add_flags(parser, defaults)
+    return settings.parse(parser, [str(each) for each in argv], defaults)[1]
+
+
+@pytest.fixture
+def toml(tmp_path):
+    """toml(text) -> path of a file with it."""
+
+    def write(text: str) -> str:
+        (tmp_path / "my.toml").write_text(text)
+        return str(tmp_path / "my.toml")
+
+    return write
+
+
+@pytest.fixture
+def refused(capsys):
+    """refused(flags) -> the one line on stderr of a command that ends with status 2."""
+
+    def call(*argv) -> str:
+        with pytest.raises(SystemExit) as end:
+            ours(*argv)
+        printed = capsys.readouterr()
+        assert (end.value.code, printed.out) == (2, "")
+        (line,) = printed.err.splitlines()
+        return line.removeprefix("program: error: ")
+
+    return call
+
+
+# Help.
+
+
+def help_groups(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """Title to text, as --help has them."""
+    parts = re.split(r"^(\S[^\n]*):$", parser.format_help(), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def test_every_setting_of_ours_is_in_the_help_of_its_group():
+    parser = argparse.ArgumentParser(formatter_class=settings.HelpFormatter)
+    settings.add_flags(parser, DEFAULTS)
+    groups = help_groups(parser)
+    assert set(TABLES) == {field.name for field in fields(DEFAULTS)}
+    for table in TABLES:
+        for field in fields(getattr(DEFAULTS, table)):
+            assert re.search(rf"^  --{field.name.replace('_', '-')}[ ,]", groups[table], re.MULTILINE), field.name
+            assert field.metadata["setting"].help
+    generates = help_groups(generate.build_parser())
+    for table in ("model", "engine", "speculative"):
+        for field in fields(getattr(DEFAULTS, table)):
+            assert re.search(rf"^  --{field.name.replace('_', '-')}[ ,]", generates[table], re.MULTILINE), field.name
+    assert "server" not in generates and "--port" not in generate.build_parser().format_help()
+    assert "requests that share a batch (default: 8)" in re.sub(r"\s+", " ", generates["engine"])
+
+
+# Values.
+
+
+def test_settings_are_frozen_and_hashable():
+    for group in (DEFAULTS, *(getattr(DEFAULTS, table) for table in TABLES)):
+        assert isinstance(hash(group), int)
+        with pytest.raises(FrozenInstanceError):
+            setattr(group, fields(group)[0].name, None)
+
+
+def test_the_key_of_the_api_is_not_in_the_repr():
+    assert "hunter2" not in repr(flags.Settings(server=flags.ServerSettings(api_key="hunter2")))
+
+
+def test_the_defaults_are_the_engines():
+    assert flags.engine_arguments(DEFAULTS)["config"] == EngineConfig()
+    assert replace(generate.DEFAULTS, engine=flags.EngineSettings()) == DEFAULTS
+    assert generate.DEFAULTS.engine == flags.EngineSettings(max_running_requests=8)
+
+
+def test_engine_arguments():
+    """Every setting but the server's reaches `Engine.from_pretrained`."""
+    found = flags.engine_arguments(ours(
+        "--model-path", "m", "--revision", "r", "--tokenizer-path", "t", "--chat-template", "c", "--dtype", "bfloat16",
+        "--max-running-requests", 2, "--max-total-tokens", 64, "--context-length", 32, "--page-size", 4,
+        "--chunked-prefill-size", 8, "--mem-fraction", 0.5, "--attention-backend", "xla", "--disable-overlap-schedule",
+        "--random-seed", -5, "--speculative-algorithm", "ngram", "--speculative-num-draft-tokens", 6,
+        "--speculative-ngram-match-type", "prob", "--speculative-ngram-weak-draft-tokens", 3,
+    ))  # fmt: skip
+    drafting = found.pop("algorithm_flags")
+    assert drafting == {
+        "num_draft_tokens": 6, "min_match_window_size": 1, "max_match_window_size": 12, "min_bfs_breadth": 1,
+        "max_bfs_breadth": 10, "branch_length": 18, "capacity": 1_000_000, "weak_draft_tokens": 3,
+        "strong_match_size": 3, "match_type": "PROB",
+    }  # fmt: skip
+    config = EngineConfig(
+        max_running_requests=2, page_size=4, max_total_tokens=64, context_length=32, chunked_prefill_size=8,
+        mem_fraction=0.5, overlap=False, random_seed=-5,
+    )  # fmt: skip
+    assert found == {
+        "model": "m", "revision": "r", "tokenizer_path": "t", "chat_template": "c", "dtype": "bfloat16",
+        "algorithm": "NGRAM", "backend": "xla", "config": config,
+    }  # fmt: skip
+    assert "num_draft_tokens" not in flags.engine_arguments(DEFAULTS)["algorithm_flags"], "the drafter's choice"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--speculative-algorithm eagle9", "--speculative-algorithm must be one of AUTO, NONE, NGRAM, got 'eagle9'"),
+        ("--dtype float64", "--dtype must be one of auto, float32, bfloat16, float16, got 'float64'"),
+        ("--page-size 0", "--page-size must be at least 1, got 0"),
+        ("--mem-fraction 0", "--mem-fraction-static must be above 0 and at most 1, got 0.0"),
+        ("--port 65536", "--port must be from 0 to 65535, got 65536"),
+        ("--max-queued-requests 0", "--max-queued-requests must be at least 1, got 0"),
+        ("--stream-interval 0", "--stream-interval must be at least 1, got 0"),
+        ("--shutdown-timeout -1", "--shutdown-timeout must be at least 0, got -1.0"),
+        ("--watchdog-timeout 0", "--watchdog-timeout must be above 0, got 0.0"),
+        ("--log-level loud", "--log-level must be one of debug, info, warning, error, got 'loud'"),
+    ],
+)
+def test_wrong_flags(refused, argv, message):
+    assert refused(*argv.split()) == message
+
+
+def test_model_is_a_key_and_a_table(toml, refused):
+    assert ours("--config", toml("model = 'm'")).model.model == "m"
+    assert ours("--config", toml("[model]\nmodel = 'm'")).model.model == "m"
+    assert ours("--config", toml("model-path = 'm'\n[model]\ndtype = 'float16'")).model == flags.ModelSettings(
+        model="m", dtype="float16"
+    )
+    assert refused("--config", toml("[[model]]")).endswith("model must be a string, got [{}]")
+
+
+def test_generate_takes_the_servers_file_and_ends_before_it_loads_anything(toml, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(generate.Engine, "from_pretrained", lambda **arguments: pytest.fail("a model was loaded"))
+    (tmp_path / "in").write_text("")
+    argv = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out"), "--config"]
+    for text, message in {
+        "[server]\nport = 'x'": "[server] port must be an integer, got 'x'",
+        "[server]\nprot = 1": "unknown key [server] prot; did you mean port?",
+        "temperature = 1.0": "unknown key temperature; keys are named as the flags in --help are",
+    }.items():
+        path = toml(text)
+        with pytest.raises(SystemExit) as end:
+            generate.main([*argv, path])
+        printed = capsys.readouterr()
+        assert (end.value.code, printed.out) == (2, "")
+        assert printed.err == f"python -m specjax.generate: error: --config {path}: {message}\n"
+    seen = {}
+    monkeypatch.setattr(generate.Engine, "from_pretrained", lambda **arguments: seen.update(arguments) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        generate.main([*argv, toml("page-size = 4\n[model]\nmodel = 'm'\n[server]\nport = 80\n"), "--model", "n"])
+    assert (seen["model"], seen["config"].page_size, seen["config"].max_running_requests) == ("n", 4, 8)
+
+
+# The file that we ship.
+
+
+@pytest.mark.parametrize("defaults", [DEFAULTS, generate.DEFAULTS], ids=["server", "generate"])
+def test_the_shipped_file_changes_nothing(defaults):
+    assert ours("--config", SHIPPED, defaults=defaults) == defaults
+
+
+def test_the_shipped_file_holds_every_key_with_a_comment_and_uncommented_is_valid(toml):
+    lines = SHIPPED.read_text(encoding="utf-8").splitlines()
+    held, table = set(), ""
+    for i, line in enumerate(lines):
+        if match := re.fullmatch(r"\[(\w+)\]", line):
+            table = match[1]
+        elif match := re.fullmatch(r"(#?)([a-z-]+) = .+", line):
+            held.add((table, match[2].replace("-", "_")))
+            assert re.fullmatch(r"# .+\.", lines[i - 1]), f"{line} has no comment"
+            default = getattr(getattr(DEFAULTS, table), match[2].replace("-", "_"))
+            assert bool(match[1]) is (default is None or match[2] == "max-running-requests"), line
+        else:
+            assert not line or line.startswith("# "), line
+    assert held == {(table, field.name) for table in TABLES for field in fields(getattr(DEFAULTS, table))}
+    everything = ours("--config", toml("\n".join(re.sub("^#(?! )", "", line) for line in lines)))
+    for table in TABLES:
+        for name, value in dataclasses.asdict(getattr(everything, table)).items():
+            assert value is not None, name

@@ -1,0 +1,425 @@
+"""Flags and `--config` files: which wins, what is refused and in which words. Ours are in test_flags.py."""
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import re
+import string
+from dataclasses import FrozenInstanceError, dataclass, fields, replace
+
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from specjax import settings
+from specjax.settings import SettingsError, setting
+
+WRITES = hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+
+
+@dataclass(frozen=True)
+class One:
+    """Numbers and words: 100%."""
+
+    word: str = setting("cat", "a word", names=("--term", "--old-word"))
+    count: int = setting(3, "how many", minimum=1, maximum=9)
+    share: float = setting(0.5, "above 0% of it", above=0, maximum=1)
+    more: int | None = setting(None, "no default", minimum=0)
+    secret: str | None = setting(None, "not shown", secret=True)
+
+
+@dataclass(frozen=True)
+class Two:
+    """Switches."""
+
+    fast: bool = setting(False, "off by default")
+    safe_mode: bool = setting(True, "on by default")
+    level: str = setting("LOW", "of two", choices=("LOW", "HIGH"), parse=str.upper)
+    names: tuple[str, ...] = setting(("a", "b"), "several", choices=("a", "b", "c"))
+    rest: tuple[str, ...] = setting((), "any")
+
+
+@dataclass(frozen=True)
+class Both:
+    one: One = One()
+    two: Two = Two()
+
+
+@pytest.fixture
+def toml(tmp_path):
+    """toml(text) -> path of a file with it."""
+
+    def write(text: str | bytes) -> str:
+        path = tmp_path / "my.toml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return str(path)
+
+    return write
+
+
+def parse(*argv, defaults=None, tables=None):
+    parser = argparse.ArgumentParser(prog="program")
+    settings.add_flags(parser, defaults or Both(), tables)
+    return settings.parse(parser, [str(each) for each in argv], defaults or Both())[1]
+
+
+def refused(*argv, defaults=None, tables=None) -> str:
+    """The last line on stderr of a command that ends with status 2."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as end:
+        parse(*argv, defaults=defaults, tables=tables)
+    assert (end.value.code, out.getvalue()) == (2, "")
+    line = err.getvalue().splitlines()[-1]
+    assert line.startswith("program: error: ")
+    return line.removeprefix("program: error: ")
+
+
+# What wins.
+
+
+def test_flag_over_file_over_default(toml):
+    path = toml("count = 5\n[one]\nword = 'dog'\n")
+    assert parse() == Both()
+    assert parse("--config", path) == Both(one=One(word="dog", count=5))
+    assert parse("--config", path, "--word", "cow", "--more", 0) == Both(one=One(word="cow", count=5, more=0))
+    assert parse("--word", "cow", "--config", path).one.word == "cow", "wherever it stands"
+
+
+def test_a_command_may_have_defaults_of_its_own(toml):
+    defaults = Both(one=One(count=7))
+    assert parse(defaults=defaults) == defaults
+    assert parse("--config", toml("count = 8"), defaults=defaults).one.count == 8
+    assert parse("--count", 3, defaults=defaults).one.count == 3, "the class's default is a value like others"
+
+
+@pytest.mark.parametrize("key", ["word", "term", "old-word", "old_word"])
+def test_other_names(key, toml):
+    assert parse("--config", toml(f"{key} = 'dog'")).one.word == "dog"
+    assert parse("--config", toml(f"[one]\n{key} = 'dog'")).one.word == "dog"
+    assert parse(f"--{key.replace('_', '-')}", "dog").one.word == "dog"
+
+
+@pytest.mark.parametrize("text", ["safe-mode = false", "safe_mode = false", "[two]\nsafe-mode = false",
+                                  "two.safe_mode = false", "two = {safe-mode = false}", "\ufeffsafe-mode = false\r\n",
+                                  '"safe-mode" = false'])  # fmt: skip
+def test_spellings_of_a_key(text, toml):
+    assert parse("--config", toml(text)) == Both(two=Two(safe_mode=False))
+
+
+@pytest.mark.parametrize("name", ["fast", "safe-mode"])
+@pytest.mark.parametrize("file", [None, True, False])
+@pytest.mark.parametrize("flag", [None, True, False])
+def test_a_switch_goes_both_ways(name, file, flag, toml):
+    argv = [] if file is None else ["--config", toml(f"{name} = {str(file).lower()}")]
+    argv += [] if flag is None else [f"--{'' if flag else 'no-'}{name}"]
+    expected = next((value for value in (flag, file) if value is not None), name == "safe-mode")
+    assert getattr(parse(*argv).two, name.replace("-", "_")) is expected
+
+
+def test_lists(toml):
+    path = toml("names = ['c']\nrest = []\n")
+    assert parse("--config", path).two == Two(names=("c",))
+    assert parse("--config", path, "--names", "b", "a", "--rest", "x").two == Two(names=("b", "a"), rest=("x",))
+    assert parse("--config", path, "--names").two.names == (), "a flag can empty what the file has"
+
+
+def test_values_are_brought_into_form(toml):
+    assert parse("--level", "hIGh").two.level == "HIGH"
+    assert parse("--config", toml("level = 'high'")).two.level == "HIGH"
+    share = parse("--config", toml("share = 1")).one.share
+    assert (share, type(share)) == (1.0, float)
+
+
+VALUES = {
+    "word": st.text(string.ascii_letters, min_size=1),
+    "count": st.integers(1, 9),
+    "share": st.floats(0.01, 1),
+    "more": st.integers(0, 2**63 - 1),
+    "fast": st.booleans(),
+    "safe_mode": st.booleans(),
+    "level": st.sampled_from(["LOW", "HIGH"]),
+}
+
+
+def as_toml(value) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def as_flag(name: str, value) -> list[str]:
+    dashed = name.replace("_", "-")
+    return [f"--{'' if value else 'no-'}{dashed}"] if isinstance(value, bool) else [f"--{dashed}={value}"]
+
+
+@WRITES
+@given(
+    file=st.fixed_dictionaries({}, optional=VALUES),
+    given_flags=st.fixed_dictionaries({}, optional=VALUES),
+    in_tables=st.booleans(),
+)
+def test_any_mixture(file, given_flags, in_tables, toml):
+    table = {field.name: name for name, group in (("one", One), ("two", Two)) for field in fields(group)}
+    prefix = {name: f"{table[name]}." if in_tables else "" for name in file}
+    path = toml("".join(f"{prefix[name]}{name} = {as_toml(value)}\n" for name, value in file.items()))
+    found = parse("--config", path, *(part for name, value in given_flags.items() for part in as_flag(name, value)))
+    merged = file | given_flags
+    groups = {
+        name: replace(group, **{key: value for key, value in merged.items() if table[key] == name})
+        for name, group in (("one", One()), ("two", Two()))
+    }
+    assert found == Both(**groups)
+
+
+# What is refused. {file} is the path.
+
+FILE_ERRORS = {
+    "unknown key": ("wrod = 'x'", "unknown key wrod; did you mean word?"),
+    "unknown key, its dashes": ("--count = 1", "unknown key --count; did you mean count?"),
+    "unknown key, its case": ("Count = 1", "unknown key Count; did you mean count?"),
+    "unknown key, an alias": ("old_wrod = 'x'", "unknown key old_wrod; did you mean old-word?"),
+    "unknown key like nothing": ("zzz = 1", "unknown key zzz; keys are named as the flags in --help are"),
+    "unknown key in a table": ("[one]\ncuont = 1", "unknown key [one] cuont; did you mean count?"),
+    "unknown key like another table's": (
+        "[one]\nsafemode = true", "unknown key [one] safemode; did you mean safe-mode, in [two]?"),
+    "unknown key in a table, like nothing": (
+        "[one]\nzzz = 1", "unknown key [one] zzz; [one] has word, term, old-word, count, share, more, secret"),
+    "no bare key": ('"a\\nb" = 1', "unknown key 'a\\nb'; keys are"),
+    "unknown table": ("[too]\nfast = true", "unknown table [too]; did you mean [two]?"),
+    "unknown table like nothing": ("[zzzzz]", "unknown table [zzzzz]; there are [one], [two]"),
+    "unknown table in a table": ("[one.two]\nfast = true", "unknown key [one] two; [one] has"),
+    "wrong table": ("[one]\nsafe-mode = true", "[one] safe-mode belongs in [two]"),
+    "wrong table, alias": ("[two]\nold-word = 'x'", "[two] old-word belongs in [one]"),
+    "no table": ("one = 5", "one must be a table, [one], got 5"),
+    "an array of tables": ("[[one]]\ncount = 1", "one must be a table, [one], got [{"),
+    "twice, dash and underscore": (
+        "safe-mode = true\nsafe_mode = true", "safe-mode and safe_mode are the same setting, --safe-mode"),
+    "twice, alias": ("word = 'x'\nterm = 'x'", "word and term are the same setting, --word"),
+    "twice, alias in a table": (
+        "term = 'x'\n[one]\nold-word = 'x'", "term and [one] old-word are the same setting, --word"),
+    "twice, top and table": ("count = 1\n[one]\ncount = 1", "count and [one] count are the same setting, --count"),
+    "bool for int": ("count = true", "count must be an integer, got true"),
+    "float for int": ("count = 5.0", "count must be an integer, got 5.0"),
+    "string for int": ("count = '5'", "count must be an integer, got '5'"),
+    "list for int": ("[one]\ncount = [5]", "[one] count must be an integer, got [5]"),
+    "table for int": ("count = {a = 1}", "count must be an integer, got a table"),
+    "date for int": ("count = 2020-01-01", "count must be an integer, got datetime.date(2020, 1, 1)"),
+    "bool for float": ("share = true", "share must be a number, got true"),
+    "string for float": ("share = '0.5'", "share must be a number, got '0.5'"),
+    "int for string": ("word = 5", "word must be a string, got 5"),
+    "list for string": ("word = ['x']", "word must be a string, got ['x']"),
+    "int for bool": ("fast = 1", "fast must be true or false, got 1"),
+    "string for bool": ("fast = 'true'", "fast must be true or false, got 'true'"),
+    "string for list": ("rest = 'x'", "rest must be a list of strings, got 'x'"),
+    "list of numbers": ("rest = ['x', 1]", "rest must be a list of strings, got ['x', 1]"),
+    "empty": ("word = ''", "word must not be empty"),
+    "empty item": ("rest = ['x', '']", "rest must not be empty"),
+    "below": ("count = 0", "count must be from 1 to 9, got 0"),
+    "beyond": ("[one]\ncount = 10", "[one] count must be from 1 to 9, got 10"),
+    "at least": ("more = -1", "more must be at least 0, got -1"),
+    "not above": ("share = 0", "share must be above 0 and at most 1, got 0.0"),
+    "above": ("share = 1.5", "share must be above 0 and at most 1, got 1.5"),
+    "nan": ("share = nan", "share must be a finite number, got nan"),
+    "huge float": (f"share = 1{'0' * 400}", "share must be a finite number, got inf"),
+    "huge integer": (f"more = 0x1{'0' * 5000}", "more must be an integer of 64 bits, got a huge number"),
+    "no choice": ("level = 'mid'", "level must be one of LOW, HIGH, got 'mid'"),
+    "an item is no choice": ("names = ['a', 'd']", "names must be one of a, b, c, got ['a', 'd']"),
+    "a long value": (f"count = '{'x' * 500}'", f"count must be an integer, got '{'x' * 59}"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "message"), FILE_ERRORS.values(), ids=FILE_ERRORS)
+def test_a_wrong_file(text, message, toml):
+    path = toml(text)
+    found = refused("--config", path, "--word", "a flag does not help")
+    assert found.startswith(f"--config {path}: {message}"), found
+    assert message.endswith(("[one] has", "keys are", "got [{")) or found.endswith(message), found
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("count = \n", "is not TOML: Invalid value (at line 1, column 9)"),
+        ("count = 1\ncount = 2\n", "is not TOML: Cannot overwrite a value (at line 2, column 10)"),
+        ("# fine\n[one\n", "is not TOML: Expected ']' at the end of a table declaration (at line 2, column 5)"),
+        (b"# 1\nword = '\xff'", "is not UTF-8: byte 0xff in line 2"),
+        (f"more = 1{'0' * 5000}", "is not TOML: "),
+        (f"rest = {'[' * 5000}", "is not TOML: "),
+        ("word = 'x\ny'", "is not TOML: "),
+    ],
+    ids=["no value", "twice", "no bracket", "not UTF-8", "too many digits", "too deep", "a broken line"],
+)
+def test_what_is_no_toml(text, message, toml):
+    path = toml(text)
+    found = refused("--config", path)
+    assert found.startswith(f"--config {path} {message}")
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    assert refused("--config", tmp_path / "no.toml") == (
+        f"--config {tmp_path}/no.toml cannot be read: No such file or directory"
+    )
+    assert refused("--config", tmp_path) == f"--config {tmp_path} cannot be read: Is a directory"
+    assert "cannot be read" in refused("--config", "")
+    assert "expected one argument" in refused("--config")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--count many", "--count must be an integer, got 'many'"),
+        ("--count 1.0", "--count must be an integer, got '1.0'"),
+        ("--count 10", "--count must be from 1 to 9, got 10"),
+        ("--term=", "--word must not be empty"),
+        ("--share x", "--share must be a number, got 'x'"),
+        ("--share nan", "--share must be a finite number, got nan"),
+        ("--share 1e999", "--share must be a finite number, got inf"),
+        ("--share 0", "--share must be above 0 and at most 1, got 0.0"),
+        ("--more -1", "--more must be at least 0, got -1"),
+        (f"--more {2**63}", f"--more must be an integer of 64 bits, got {2**63}"),
+        ("--level mid", "--level must be one of LOW, HIGH, got 'mid'"),
+        ("--names a d", "--names must be one of a, b, c, got ['a', 'd']"),
+        ("--fast=true", "argument --fast/--no-fast: ignored explicit argument 'true'"),
+        ("--colour red", "unrecognized arguments: --colour red"),
+        ("--count", "argument --count: expected one argument"),
+    ],
+)
+def test_a_wrong_flag(argv, message):
+    assert refused(*argv.split()) == message
+
+
+def test_a_flag_does_not_hide_what_is_wrong_in_the_file(toml):
+    assert "count must be from 1 to 9, got 0" in refused("--config", toml("count = 0"), "--count", 1)
+
+
+def test_what_parse_says(toml):
+    def odd(number: int) -> int:
+        if number % 2 == 0:
+            raise ValueError("must be odd")
+        return number
+
+    group = dataclasses.make_dataclass("Odd", [("number", int, setting(1, "odd", parse=odd))], frozen=True)
+    defaults = dataclasses.make_dataclass("All", [("odd", group, group())], frozen=True)()
+    assert parse("--number", 3, defaults=defaults).odd.number == 3
+    assert refused("--number", 4, defaults=defaults) == "--number must be odd, got 4"
+    assert refused("--config", toml("number = 4"), defaults=defaults).endswith(": number must be odd, got 4")
+
+
+JSON_LIKE = st.recursive(
+    st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec="utf-8", exclude_characters="'\\")),
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def written(value) -> str:
+    if isinstance(value, str):
+        return '"' + "".join(f"\\U{ord(letter):08x}" for letter in value) + '"'
+    if isinstance(value, list):
+        return f"[{', '.join(map(written, value))}]"
+    return as_toml(value)
+
+
+def settings_or_line(path: str) -> Both | str:
+    try:
+        return settings.read(argparse.Namespace(config=path), Both())
+    except SettingsError as error:
+        (line,) = str(error).splitlines()
+        return line
+
+
+@WRITES
+@given(document=st.dictionaries(st.sampled_from([*VALUES, "one", "names", "x"]), JSON_LIKE, max_size=4))
+def test_any_values_are_settings_or_one_line(document, toml):
+    path = toml("".join(f"{key} = {written(value)}\n" for key, value in document.items()))
+    found = settings_or_line(path)
+    if isinstance(found, str):
+        assert found.startswith(f"--config {path}: ")
+        return
+    for group in (found.one, found.two):
+        for field in fields(group):
+            value = getattr(group, field.name)
+            wanted = document.get(field.name, value)
+            assert list(value) == list(wanted) if isinstance(value, tuple) else value == wanted
+
+
+@WRITES
+@given(data=st.binary(max_size=60) | st.text("[]=.'\"a1\n #-_{}", max_size=40).map(str.encode))
+def test_any_bytes_are_a_file_or_one_line(data, toml):
+    found = settings_or_line(toml(data))
+    assert isinstance(found, Both) or found.startswith("--config ")
+
+
+# Several commands, one file.
+
+
+def test_tables_of_other_commands_are_checked_and_left_alone(toml):
+    path = toml("[one]\ncount = 5\n[two]\nfast = true\n")
+    found = parse("--config", path, tables=["one"])
+    assert found.one == One(count=5)
+    assert found.two == Two(fast=True), "there to be read, by who wants to"
+    assert "--fast" in refused("--fast", tables=["one"])
+    assert "[two] fast must be true or false" in refused("--config", toml("[two]\nfast = 1"), tables=["one"])
+    assert "did you mean fast?" in refused("--config", toml("[two]\nfats = true"), tables=["one"])
+
+
+# The dataclasses.
+
+
+def test_settings_are_frozen_and_hashable():
+    for group in (Both(), One()):
+        assert isinstance(hash(group), int)
+        with pytest.raises(FrozenInstanceError):
+            setattr(group, fields(group)[0].name, None)
+
+
+def test_a_secret_is_not_in_the_repr():
+    assert "hunter2" not in repr(Both(one=One(secret="hunter2")))
+
+
+def test_names_must_be_told_apart():
+    other = dataclasses.make_dataclass("Other", [("term", str, setting("x", "same as --term"))], frozen=True)
+    defaults = dataclasses.make_dataclass("All", [("one", One, One()), ("other", other, other())], frozen=True)()
+    with pytest.raises(TypeError, match=r"two settings are called term, in \[one\] and \[other\]"):
+        settings.add_flags(argparse.ArgumentParser(), defaults)
+
+
+@pytest.mark.parametrize("annotation", [dict, int | str, tuple[int, ...], list[str]])
+def test_other_types_are_no_settings(annotation):
+    group = dataclasses.make_dataclass("Group", [("x", annotation, setting(None, "x"))], frozen=True)
+    defaults = dataclasses.make_dataclass("All", [("group", group, group())], frozen=True)()
+    with pytest.raises(TypeError, match="a setting cannot be"):
+        settings.add_flags(argparse.ArgumentParser(), defaults)
+
+
+# Help.
+
+
+def help_groups(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """Title to text, as --help has them."""
+    text = parser.format_help()
+    parts = re.split(r"^(\S[^\n]*):$", text, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def test_help(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    parser = argparse.ArgumentParser(prog="program", formatter_class=settings.HelpFormatter)
+    settings.add_flags(parser, Both(one=One(count=4)), ["one"])
+    groups = help_groups(parser)
+    assert "  --config FILE" in groups["configuration file"]
+    assert "[one], [two]" in groups["configuration file"]
+    assert "[two] is checked, and has no effect here" in groups["configuration file"]
+    assert "Numbers and words: 100%." in groups["one"]
+    assert re.search(r"--word( TEXT)?, --term( TEXT)?, --old-word TEXT", groups["one"]), "Python 3.13 says TEXT once"
+    assert "how many (default: 4)" in groups["one"], "the command's"
+    assert "above 0% of it (default: 0.5)" in groups["one"]
+    assert re.search(r"--more N +no default\n", groups["one"])
+    assert "two" not in groups
+    parser = argparse.ArgumentParser(prog="program", formatter_class=settings.HelpFormatter)
+    settings.add_flags(parser, Both())
+    groups = help_groups(parser)
+    assert "no effect" not in groups["configuration file"]
+    assert re.search(r"--fast, --no-fast +off by default\n", groups["two"])
+    assert re.search(r"--safe-mode, --no-safe-mode\s+on by default \(default: True\)\n", groups["two"])
+    assert "--level {LOW,HIGH}" in groups["two"] and "(default: a, b)" in groups["two"]
