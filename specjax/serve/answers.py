@@ -1,0 +1,182 @@
+"""Response bodies: chat completions, completions and `/generate`, whole and as events of a stream."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, TypeAlias
+
+from specjax.engine import Completion, StreamChunk
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """One server-sent event. ASCII: some clients split lines at every line break that Unicode knows."""
+    return b"data: " + json.dumps(data).encode() + b"\n\n"
+
+
+def fingerprint() -> str:
+    try:
+        return f"specjax-{version('specjax')}"
+    except PackageNotFoundError:  # run from the tree
+        return "specjax-source"
+
+
+def speculative(done: Iterable[Completion], width: int) -> dict[str, Any]:
+    """What speculation did, over all choices; names and meanings are SGLang's. `width`: nodes of a draft tree, N."""
+    done = list(done)
+    steps = sum(c.spec_verify_ct for c in done)
+    histogram = [sum(bins) for bins in zip(*(c.spec_accept_histogram for c in done), strict=True)]
+    accepted = sum(count * drafts for drafts, count in enumerate(histogram))
+    proposed = steps * (width - 1)
+    return {
+        "spec_verify_ct": steps,
+        "spec_accept_length": round((accepted + steps) / steps, 4) if steps else 1.0,
+        "spec_accept_rate": round(accepted / proposed, 4) if proposed else 0.0,
+        "spec_accept_histogram": histogram,
+    }
+
+
+def usage(done: Iterable[Completion], n: int) -> dict[str, Any]:
+    """A prompt counts once, however many choices share it."""
+    done = list(done)
+    prompt = sum(c.prompt_tokens for c in done[::n])
+    completed = sum(c.completion_tokens for c in done)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completed,
+        "total_tokens": prompt + completed,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+def finish(done: Completion) -> dict[str, Any]:
+    """How a choice ended; the stop string or id as SGLang tells it, and the seed that repeats it."""
+    reason = done.finish_reason
+    return {"finish_reason": reason["type"], "matched_stop": reason.get("matched"), "seed": done.seed}
+
+
+@dataclass
+class OpenAIAnswer:
+    """The answer to a chat or completions request, as choices finish."""
+
+    id: str
+    model: str
+    chat: bool
+    n: int
+    width: int  # N of the draft trees
+    metrics: bool = False
+    include_usage: bool = False
+    echo: list[str] = field(default_factory=list)  # what stands before each choice's text
+    created: int = field(default_factory=lambda: int(time.time()))
+    finished: dict[int, Completion] = field(default_factory=dict)
+    _begun: set[int] = field(default_factory=set)
+
+    def whole(self, done: list[Completion]) -> dict[str, Any]:
+        choices = []
+        for index, completion in enumerate(done):
+            text = self._before(index) + completion.text
+            said = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+            choices.append({"index": index, **said, "logprobs": None, **finish(completion)})
+        return self._head("chat.completion") | {"choices": choices, "usage": usage(done, self.n)} | self._metadata(done)
+
+    def events(self, chunk: StreamChunk) -> list[bytes]:
+        """The events of one chunk: the role first, text, and at last the reason."""
+        index, found = chunk.prompt_index, []
+        if index not in self._begun:
+            self._begun.add(index)
+            if self.chat:
+                found.append(self._event(index, {"role": "assistant", "content": ""}))
+            elif self._before(index):
+                found.append(self._event(index, self._before(index)))
+        if chunk.text:
+            found.append(self._event(index, {"content": chunk.text} if self.chat else chunk.text))
+        if chunk.completion is not None:
+            self.finished[index] = chunk.completion
+            found.append(self._event(index, {} if self.chat else "", chunk.completion))
+        return found
+
+    def last_events(self) -> list[bytes]:
+        done = [self.finished[index] for index in sorted(self.finished)]
+        if not self.include_usage:
+            return [DONE]
+        last = {"choices": [], "usage": usage(done, self.n)}
+        return [event(self._head("chat.completion.chunk") | last), DONE]
+
+    def _event(self, index: int, said: Any, done: Completion | None = None) -> bytes:
+        ending = finish(done) if done else {"finish_reason": None}
+        choice = {"index": index, ("delta" if self.chat else "text"): said, "logprobs": None, **ending}
+        body = self._head("chat.completion.chunk") | {"choices": [choice]}
+        if self.include_usage:
+            body["usage"] = None
+        if done is not None:
+            body |= self._metadata([done])
+        return event(body)
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind if self.chat else "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": fingerprint(),
+        }
+
+    def _before(self, index: int) -> str:
+        return self.echo[index // self.n] if self.echo else ""
+
+    def _metadata(self, done: list[Completion]) -> dict[str, Any]:
+        return {"metadata": {"speculative": speculative(done, self.width)}} if self.metrics else {}
+
+
+@dataclass
+class GenerateAnswer:
+    """The answer to `/generate`. Events carry the text and tokens so far, as SGLang's do."""
+
+    width: int
+    many: bool  # a batch, or n > 1: a list of results, and events with an index
+    ids: list[str]
+    prompt_tokens: list[int]
+    started: float = field(default_factory=time.perf_counter)
+    _texts: dict[int, str] = field(default_factory=dict)
+    _tokens: dict[int, list[int]] = field(default_factory=dict)
+
+    def whole(self, done: list[Completion]) -> Any:
+        results = [self._result(completion) for completion in done]
+        return results if self.many else results[0]
+
+    def events(self, chunk: StreamChunk) -> list[bytes]:
+        index = chunk.prompt_index
+        if chunk.completion is not None:
+            body = self._result(chunk.completion)
+        else:
+            text = self._texts[index] = self._texts.get(index, "") + chunk.text
+            tokens = self._tokens.setdefault(index, [])
+            tokens += chunk.output_ids
+            meta = {"id": self.ids[index], "finish_reason": None, "prompt_tokens": self.prompt_tokens[index]}
+            meta |= {"completion_tokens": len(tokens), "cached_tokens": 0}
+            body = {"text": text, "output_ids": tokens, "meta_info": meta}
+        return [event(body | ({"index": index} if self.many else {}))]
+
+    def last_events(self) -> list[bytes]:
+        return [DONE]
+
+    def _result(self, done: Completion) -> dict[str, Any]:
+        meta = {
+            "id": done.id,
+            "finish_reason": done.finish_reason,
+            "prompt_tokens": done.prompt_tokens,
+            "completion_tokens": done.completion_tokens,
+            "cached_tokens": 0,
+            "e2e_latency": round(time.perf_counter() - self.started, 6),
+            "seed": done.seed,
+        }
+        meta |= speculative([done], self.width)
+        return {"text": done.text, "output_ids": done.output_ids, "meta_info": meta}
+
+
+Answer: TypeAlias = OpenAIAnswer | GenerateAnswer

@@ -1,0 +1,268 @@
+"""The routes. Handlers read a body, give its sequences to the runner, and turn news into an answer or a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from specjax.engine import Completion
+from specjax.flags import ServerSettings
+from specjax.serve.answers import Answer, GenerateAnswer, OpenAIAnswer, event
+from specjax.serve.errors import ApiError, bad_request, error_body, unavailable
+from specjax.serve.gate import Gate, check_state, error_response
+from specjax.serve.protocol import Body, ChatBody, CompletionBody, GenerateBody, Task, read_body
+from specjax.serve.runner import Listener, QueueFull, Runner, describe
+
+logger = logging.getLogger("specjax.serve")
+
+CLIENT_GONE = 499  # nginx's number for it; nobody reads it
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastAPI:
+    """The ASGI application over a runner that is loading or ready. `model` is the name it serves."""
+    app = FastAPI(title="specjax", summary="Speculative decoding for JAX, behind OpenAI's interface.")
+    # One thread: tokenising a long prompt must not hold up the streams, and tokenisers do not like several threads.
+    tokenising = ThreadPoolExecutor(1, thread_name_prefix="specjax-tokenise")
+
+    async def begin(task: Task, id: str) -> Listener:
+        """Tokenises and queues."""
+        loop = asyncio.get_running_loop()
+        made = await loop.run_in_executor(tokenising, task.sequences, runner.engine.intake, id)
+        if len(made) > runner.capacity:
+            raise bad_request(f"{len(made)} choices in one request; this server takes {runner.capacity}", "n")
+        check_state(runner)
+        listener = Listener(made)
+        try:
+            runner.submit(listener)
+        except QueueFull as error:
+            raise unavailable(f"the queue is full: {error}", retry_after=1) from error
+        except ValueError as error:
+            raise bad_request(str(error), "rid") from error
+        return listener
+
+    def check_model(name: str | None) -> None:
+        if name is not None and name != model:
+            problem = f"no model {name!r} here; this server has {model!r}"
+            raise ApiError(404, problem, param="model", code="model_not_found")
+
+    async def openai(request: Request, kind: type[ChatBody] | type[CompletionBody], id: str) -> Response:
+        body = await read(request, kind)
+        check_model(body.model)
+        task = body.task()
+        chat = isinstance(body, ChatBody)
+        listener = await begin(task, id)
+        echo = [] if chat or not body.echo else [_as_text(runner, prompt) for prompt in task.prompts]
+        answer = OpenAIAnswer(
+            id=id,
+            model=model,
+            chat=chat,
+            n=task.n,
+            width=runner.engine.drafter.width,
+            metrics=bool(body.return_speculative_metrics),
+            include_usage=body.wants_usage,
+            echo=echo,
+        )
+        return await respond(request, runner, listener, answer, stream=bool(body.stream))
+
+    @app.post("/v1/chat/completions", openapi_extra=_schema(ChatBody))
+    async def chat_completions(request: Request) -> Response:
+        return await openai(request, ChatBody, f"chatcmpl-{secrets.token_hex(12)}")
+
+    @app.post("/v1/completions", openapi_extra=_schema(CompletionBody))
+    async def completions(request: Request) -> Response:
+        return await openai(request, CompletionBody, f"cmpl-{secrets.token_hex(12)}")
+
+    @app.put("/generate", include_in_schema=False)
+    @app.post("/generate", openapi_extra=_schema(GenerateBody))
+    async def generate(request: Request) -> Response:
+        body = await read(request, GenerateBody)
+        task = body.task()
+        listener = await begin(task, secrets.token_hex(16))
+        answer = GenerateAnswer(
+            width=runner.engine.drafter.width,
+            many=body.is_batch or task.n > 1,
+            ids=[sequence.id for sequence in listener.sequences],
+            prompt_tokens=[len(sequence.prompt) for sequence in listener.sequences],
+        )
+        return await respond(request, runner, listener, answer, stream=bool(body.stream))
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model_card(runner, model)]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        check_model(name)
+        return _model_card(runner, model)
+
+    @app.get("/health")
+    async def health() -> Response:
+        try:
+            check_state(runner)
+        except ApiError as error:
+            return error_response(error)
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/get_model_info")
+    @app.get("/model_info")
+    async def model_info() -> dict[str, Any]:
+        return describe(runner.engine, model)
+
+    @app.get("/flush_cache", include_in_schema=False)
+    @app.post("/flush_cache")
+    async def flush_cache() -> Response:
+        done = await asyncio.wrap_future(runner.call(lambda engine: engine.flush_cache()))
+        if not done:
+            raise bad_request(f"cannot flush while requests run or wait ({runner.unfinished} do)", code="busy")
+        return JSONResponse({"success": True, "message": "Cache flushed."})
+
+    @app.exception_handler(ApiError)
+    async def refused(request: Request, error: ApiError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        said = {404: f"there is no {request.url.path} here", 405: f"{request.url.path} has no {request.method}"}
+        message = said.get(error.status_code, str(error.detail))
+        return JSONResponse(error_body(error.status_code, message), error.status_code, headers=error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        return JSONResponse(error_body(400, f"{first['loc'][-1]}: {first['msg']}"), 400)
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=CLIENT_GONE)  # it left while it sent the body
+
+    @app.exception_handler(Exception)
+    async def broken(request: Request, error: Exception) -> Response:
+        return JSONResponse(error_body(500, "internal error; the server's log has it"), 500)
+
+    app.add_middleware(Gate, runner=runner, api_key=settings.api_key)
+    return app
+
+
+async def read(request: Request, kind: type[AnyBody]) -> AnyBody:
+    """The body of a request.
+
+    Raises:
+        ApiError: 415 unless it is sent as JSON (a web page may send any other type to a local server unasked), or 400.
+    """
+    sent_as = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if sent_as != "application/json" and not (sent_as.startswith("application/") and sent_as.endswith("+json")):
+        raise ApiError(415, f"the body must be sent as Content-Type: application/json, got {sent_as or 'none'!r}")
+    return read_body(kind, await request.body())
+
+
+async def respond(request: Request, runner: Runner, listener: Listener, answer: Answer, *, stream: bool) -> Response:
+    if stream:
+        return EventStream(runner, listener, answer)
+    async with _while_connected(request.receive, runner, listener):
+        done: dict[int, Completion] = {}
+        async for chunk in listener.chunks():
+            if chunk.completion is not None:
+                done[chunk.prompt_index] = chunk.completion
+    if len(done) < len(listener.sequences):
+        return Response(status_code=CLIENT_GONE)
+    completions = [done[index] for index in sorted(done)]
+    for completion in completions:
+        if failure := _failure(completion):
+            raise failure
+    return JSONResponse(answer.whole(completions))
+
+
+class EventStream(Response):
+    """Server-sent events, each written as soon as it is known."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, runner: Runner, listener: Listener, answer: Answer) -> None:
+        self.status_code, self.background, self.body = 200, None, b""
+        self._runner, self._listener, self._answer = runner, listener, answer
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with _while_connected(receive, self._runner, self._listener):
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for events in self._events():
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        left = len(self._listener.sequences)
+        try:
+            async for chunk in self._listener.chunks():
+                if chunk.completion is not None:
+                    left -= 1
+                    if failure := _failure(chunk.completion):
+                        yield event(failure.body())
+                        return
+                yield b"".join(self._answer.events(chunk))
+            if not left:
+                yield b"".join(self._answer.last_events())
+        except Exception:  # the status line has been sent: all that is left is to say so
+            logger.exception("a stream failed")
+            yield event(error_body(500, "internal error; the server's log has it"))
+
+
+@contextlib.asynccontextmanager
+async def _while_connected(receive: Receive, runner: Runner, listener: Listener) -> AsyncIterator[None]:
+    """Ends the listener when the client goes, and the sequences however the block is left."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        listener.close()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+        runner.abort(listener.sequences)
+
+
+def _failure(completion: Completion) -> ApiError | None:
+    """An abort is our fault here: a client that leaves gets no answer."""
+    reason = completion.finish_reason
+    if reason["type"] != "abort":
+        return None
+    message = reason.get("message", "the request was aborted")
+    return unavailable(message, retry_after=1)
+
+
+def _as_text(runner: Runner, prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else runner.engine.tokenizer.decode(prompt)
+
+
+def _model_card(runner: Runner, model: str) -> dict[str, Any]:
+    return {
+        "id": model,
+        "object": "model",
+        "created": int(runner.ready_at),
+        "owned_by": "specjax",
+        "root": model,
+        "max_model_len": runner.engine.context_length,
+    }
+
+
+def _schema(kind: type[Body]) -> dict[str, Any]:
+    """For the page at /docs: the body is read by hand, so that every refusal has OpenAI's form."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}

@@ -1,0 +1,127 @@
+"""A real server (uvicorn, a socket, the engine's thread) over a table model, in the test's own process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import engine_helpers
+import httpx
+from engine_helpers import check_idle
+
+from specjax.engine import Engine
+from specjax.flags import ServerSettings
+from specjax.serve.app import create_app
+from specjax.serve.runner import Runner, State
+from specjax.serve.server import Server, listen, url
+
+MODEL = "toy"
+SECONDS = 60.0
+"""Most that anything here waits for."""
+
+
+@dataclass
+class Running:
+    """A server that runs, and the engine behind it."""
+
+    base: str
+    engine: Engine
+    runner: Runner
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.base, timeout=SECONDS, **options)
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        with self.client() as client:
+            return client.post(path, json=body, **options)
+
+    def chat(self, text: str = "hello", **fields: Any) -> httpx.Response:
+        return self.post("/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **fields})
+
+    def complete(self, prompt: Any = "hello", **fields: Any) -> httpx.Response:
+        return self.post("/v1/completions", {"prompt": prompt, **fields})
+
+    def events(self, path: str, body: Any) -> list[Any]:
+        """The parsed events of a stream; the last must be [DONE]."""
+        with self.client() as client, client.stream("POST", path, json=body | {"stream": True}) as response:
+            assert response.status_code == 200, response.read()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            return parse_events(response.read())
+
+    def wait_idle(self) -> None:
+        """Until nothing runs; then every page and slot must be back."""
+        wait_until(lambda: not self.runner.unfinished and not self.engine.unfinished)
+        self.runner.call(check_idle).result(SECONDS)
+
+
+def parse_events(data: bytes) -> list[Any]:
+    """What a stream holds, checked to the byte: events of one line of JSON each, then [DONE]."""
+    assert data.endswith(b"\n\n")
+    lines = data.decode("utf-8").removesuffix("\n\n").split("\n\n")
+    assert all(line.startswith("data: ") and "\n" not in line for line in lines), lines
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def wait_until(true: Callable[[], Any], seconds: float = SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it never became true"
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def running(engine: Engine, settings: ServerSettings | None = None, **options: Any) -> Iterator[Running]:
+    """A server over `engine`, stopped at the end; then nothing may be left in the engine."""
+    settings = settings or ServerSettings()
+    sock = listen("127.0.0.1", 0)
+    runner = Runner(
+        lambda: engine,
+        max_queued_requests=settings.max_queued_requests,
+        stream_interval=settings.stream_interval,
+        decode_log_interval=settings.decode_log_interval,
+        watchdog_timeout=settings.watchdog_timeout,
+        warm_up=False,
+        **options,
+    )
+    server = _InThread(create_app(runner, settings, model=MODEL), runner, sock)
+    server.start()
+    wait_until(lambda: runner.state is State.READY)
+    served = Running(url(sock), engine, runner)
+    try:
+        yield served
+        served.wait_idle()
+    finally:
+        server.stop()
+        assert runner.stop(SECONDS)
+
+
+class _InThread(Server):
+    """Signals go to the main thread, so this one is told by hand."""
+
+    def __init__(self, app: Any, runner: Runner, sock: socket.socket) -> None:
+        super().__init__(app, runner, sock, shutdown_timeout=1.0)
+        self._thread = threading.Thread(target=asyncio.run, args=(self._main(),), daemon=True)
+
+    async def _main(self) -> None:
+        self._runner.start()
+        await self._uvicorn.serve(sockets=[self._sock])
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._uvicorn.should_exit = True
+        self._thread.join(SECONDS)
+        assert not self._thread.is_alive()
+
+
+def served_engine(algorithm: str = "NGRAM", **config: Any) -> Engine:
+    return engine_helpers.shared_engine(algorithm, **config)
