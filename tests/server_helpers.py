@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import engine_helpers
 import httpx
 from engine_helpers import check_idle
 
@@ -78,26 +77,36 @@ def wait_until(true: Callable[[], Any], seconds: float = SECONDS) -> None:
 
 
 @contextlib.contextmanager
-def running(engine: Engine, settings: ServerSettings | None = None, **options: Any) -> Iterator[Running]:
-    """A server over `engine`, stopped at the end; then nothing may be left in the engine."""
+def running(
+    engine: Engine,
+    settings: ServerSettings | None = None,
+    *,
+    load: Callable[[], Engine] | None = None,
+    idle_at_end: bool = True,
+) -> Iterator[Running]:
+    """A server over `engine`, stopped at the end; then nothing may be left in the engine.
+
+    With `load` it is not waited for: that is called in its thread to get the engine.
+    """
     settings = settings or ServerSettings()
     sock = listen("127.0.0.1", 0)
     runner = Runner(
-        lambda: engine,
+        load or (lambda: engine),
         max_queued_requests=settings.max_queued_requests,
         stream_interval=settings.stream_interval,
         decode_log_interval=settings.decode_log_interval,
         watchdog_timeout=settings.watchdog_timeout,
         warm_up=False,
-        **options,
     )
     server = _InThread(create_app(runner, settings, model=MODEL), runner, sock)
     server.start()
-    wait_until(lambda: runner.state is State.READY)
+    if load is None:
+        wait_until(lambda: runner.state is State.READY)
     served = Running(url(sock), engine, runner)
     try:
         yield served
-        served.wait_idle()
+        if idle_at_end:
+            served.wait_idle()
     finally:
         server.stop()
         assert runner.stop(SECONDS)
@@ -123,5 +132,12 @@ class _InThread(Server):
         assert not self._thread.is_alive()
 
 
-def served_engine(algorithm: str = "NGRAM", **config: Any) -> Engine:
-    return engine_helpers.shared_engine(algorithm, **config)
+def slow_down(engine: Engine, monkeypatch: Any, seconds: float = 0.1) -> None:
+    """Steps that take a while, so that something is running when a test looks."""
+    step = engine.step
+
+    def slow() -> Any:
+        time.sleep(seconds)
+        return step()
+
+    monkeypatch.setattr(engine, "step", slow)

@@ -49,7 +49,7 @@ class Gate:
         if self._key is not None:
             given = headers.get("authorization", "")
             scheme, _, token = given.partition(" ")
-            right = hmac.compare_digest(token.strip().encode(), self._key)
+            right = hmac.compare_digest(token.strip().encode("latin-1"), self._key)  # the bytes as they came
             if scheme.lower() != "bearer" or not right:
                 raise ApiError(
                     401,

@@ -310,6 +310,9 @@ class GenerateBody(Body):
 
 
 def _sampling(values: Mapping[str, Any], names: Mapping[str, str] = {}) -> SamplingParams:
+    stop = values.get("stop", ())
+    if not isinstance(stop, str | list | tuple) or not all(isinstance(text, str) for text in stop):
+        raise bad_request(f"stop must be a string or a list of strings, got {stop!r:.60}", "stop")
     try:
         return SamplingParams.from_mapping(values)
     except ParameterError as error:

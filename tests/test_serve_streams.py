@@ -1,0 +1,288 @@
+"""Clients that leave, at every stage; steps that fail; a server that stops. Pages always come back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+
+import httpx
+import openai
+import pytest
+from engine_helpers import make_engine, outcome, shared_engine, toy
+from server_helpers import MODEL, SECONDS, Running, parse_events, running, slow_down, wait_until
+
+from specjax.engine import SamplingParams
+from specjax.flags import ServerSettings
+from specjax.serve.runner import SHUT_DOWN, State
+
+CHAT, COMPLETE, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+LONG = {"prompt": "hello", "max_tokens": 110, "temperature": 0}
+HEADERS = "Host: x\r\nContent-Type: application/json\r\n"
+
+
+@pytest.fixture
+def server(monkeypatch):
+    engine = shared_engine("NGRAM")
+    slow_down(engine, monkeypatch)
+    with running(engine) as served:
+        yield served
+
+
+def request(path: str, body: dict, length: int | None = None) -> bytes:
+    data = json.dumps(body).encode()
+    length = len(data) if length is None else length
+    return f"POST {path} HTTP/1.1\r\n{HEADERS}Content-Length: {length}\r\n\r\n".encode() + data
+
+
+@contextlib.contextmanager
+def connection(server: Running):
+    host, port = server.base.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=SECONDS) as sock:
+        yield sock
+
+
+def steps_for_nobody(server: Running) -> int:
+    """Steps that run from now until the engine is idle."""
+    before = server.engine.counters.steps
+    server.wait_idle()
+    return server.engine.counters.steps - before
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, COMPLETE, GENERATE])
+def test_leaving_while_it_runs(server, path, stream):
+    body = {"stream": stream} | {
+        CHAT: {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 80},
+        COMPLETE: LONG,
+        GENERATE: {"text": "hello", "sampling_params": {"max_new_tokens": 110}},
+    }[path]
+    with connection(server) as sock:
+        sock.sendall(request(path, body))
+        wait_until(lambda: server.engine.scheduler.running())
+    assert steps_for_nobody(server) <= 4, "aborted within a step, beside those in flight"
+
+
+def test_leaving_after_some_of_the_stream(server):
+    with connection(server) as sock:
+        sock.sendall(request(COMPLETE, LONG | {"stream": True, "n": 3}))
+        seen = b""
+        while seen.count(b"data: ") < 4:
+            seen += sock.recv(4096)
+    assert steps_for_nobody(server) <= 4
+
+
+def test_leaving_before_the_body_is_there(server):
+    before = server.engine.counters.prefilled_tokens
+    for sent in (
+        b"POST /v1/completions HTTP/1.1\r\nHo",
+        request(COMPLETE, LONG, length=10_000),
+        request(COMPLETE, LONG)[:-5],
+    ):
+        with connection(server) as sock:
+            sock.sendall(sent)
+    assert server.complete(max_tokens=1).status_code == 200
+    assert server.engine.counters.prefilled_tokens - before <= len("hello"), "nothing else ran"
+
+
+def test_leaving_while_it_waits(server):
+    """Four rows: the fifth has no slot yet."""
+    with (
+        server.client() as client,
+        client.stream("POST", COMPLETE, json=LONG | {"prompt": ["hello"] * 4, "stream": True}),
+    ):
+        wait_until(lambda: len(server.engine.scheduler.active) == 4)
+        with connection(server) as sock:
+            sock.sendall(request(COMPLETE, LONG))
+            wait_until(lambda: len(server.engine.scheduler.waiting) == 1)
+        wait_until(lambda: not server.engine.scheduler.waiting)
+        assert server.runner.unfinished == 4
+
+
+def test_leaving_during_a_long_prompt(server):
+    prompt = server.engine.encode("x" * 100)  # thirteen chunks
+    with connection(server) as sock:
+        sock.sendall(request(COMPLETE, {"prompt": prompt, "max_tokens": 5}))
+        wait_until(lambda: any(0 < s.prefilled < 100 for s in server.engine.scheduler.active))
+    server.wait_idle()
+    assert server.engine.counters.steps >= 0
+
+
+def test_leaving_just_before_the_end(server):
+    for _ in range(3):
+        with connection(server) as sock:
+            sock.sendall(request(COMPLETE, {"prompt": "hello", "max_tokens": 2, "stream": True}))
+            seen = b""
+            while b'"finish_reason": "length"' not in seen:
+                seen += sock.recv(4096)
+    server.wait_idle()
+
+
+def test_the_async_client_cancels(server):
+    async def leave():
+        async with openai.AsyncOpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0) as client:
+            call = client.completions.create(model=MODEL, prompt="hello", max_tokens=110)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(call, 0.5)
+            stream = await client.completions.create(model=MODEL, prompt="hello", max_tokens=110, stream=True)
+            async for _ in stream:
+                break
+            await stream.close()
+
+    asyncio.run(leave())
+    assert steps_for_nobody(server) <= 4
+
+
+def test_others_go_on_when_one_leaves(server):
+    expected = outcome(shared_engine("NONE").generate("hello", SamplingParams(max_new_tokens=40)))[0]
+    with connection(server) as sock:
+        sock.sendall(request(COMPLETE, LONG | {"prompt": "another", "stream": True}))
+        with server.client() as client, client.stream("POST", COMPLETE, json={
+            "prompt": "hello", "max_tokens": 40, "temperature": 0, "stream": True,
+        }) as response:  # fmt: skip
+            data = response.iter_raw()
+            seen = next(data)
+            sock.close()
+            seen += b"".join(data)
+    assert "".join(e["choices"][0]["text"] for e in parse_events(seen)) == expected
+
+
+def test_each_step_is_sent_at_once(server):
+    """Not collected: the first tokens are here long before the last."""
+    with server.client() as client, client.stream("POST", COMPLETE, json=LONG | {"stream": True}) as response:
+        chunks = response.iter_raw()
+        while b'"text": ""' in next(chunks):
+            pass
+        assert server.runner.unfinished == 1, "text came while it runs"
+
+
+def test_stream_interval(monkeypatch):
+    body = {"prompt": "hello", "max_tokens": 40, "temperature": 0}
+    with running(shared_engine("NONE"), ServerSettings(stream_interval=10)) as server:
+        few = server.events(COMPLETE, body)
+        whole = server.complete(**body).json()["choices"][0]["text"]
+    with running(shared_engine("NONE")) as server:
+        many = server.events(COMPLETE, body)
+    assert len(few) <= 6 < 30 < len(many)
+    assert "".join(e["choices"][0]["text"] for e in few) == "".join(e["choices"][0]["text"] for e in many) == whole
+
+
+class Boom(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_step_that_fails_ends_its_requests_and_nothing_else(monkeypatch, stream, caplog):
+    engine = shared_engine("NGRAM")
+    with running(engine) as server:
+        before = server.complete(**LONG).json()["choices"][0]["text"]
+        launch = engine._launch_decode
+        left = iter(range(5))
+
+        def fail():
+            if next(left, None) == 4:
+                raise Boom("the device is on fire")
+            return launch()
+
+        monkeypatch.setattr(engine, "_launch_decode", fail)
+        body = LONG | {"prompt": ["hello", "other"]}
+        if stream:
+            with server.client() as client, client.stream("POST", COMPLETE, json=body | {"stream": True}) as response:
+                events = response.read().decode().strip().split("\n\n")
+            error = json.loads(events[-1].removeprefix("data: "))
+        else:
+            response = server.post(COMPLETE, body)
+            assert response.status_code == 503
+            error = response.json()
+        assert "engine failed" in error["error"]["message"] and "fire" not in str(error), "no internals"
+        assert "fire" in caplog.text
+        server.wait_idle()
+        assert server.complete(**LONG).json()["choices"][0]["text"] == before
+        with server.client() as client:
+            assert client.get("/health").status_code == 200
+
+
+def test_one_request_that_cannot_be_handled_takes_no_other_down(monkeypatch, caplog):
+    with running(shared_engine("NGRAM")) as server:
+        good = server.complete(**LONG).json()["choices"][0]["text"]
+        slow_down(server.engine, monkeypatch, 0.03)
+        decode = server.engine.tokenizer.decode
+        bad_token = 99
+
+        def fail(ids, **options):
+            if bad_token in ids:
+                raise Boom("no such character")
+            return decode(ids, **options)
+
+        monkeypatch.setattr(server.engine.tokenizer, "decode", fail)
+
+        async def both():
+            async with httpx.AsyncClient(base_url=server.base, timeout=SECONDS) as client:
+                bias = {str(bad_token): 100}
+                first = client.post(COMPLETE, json=LONG)
+                second = client.post(COMPLETE, json=LONG | {"prompt": "other", "logit_bias": bias})
+                return await asyncio.gather(first, second)
+
+        fine, broken = asyncio.run(both())
+        assert fine.json()["choices"][0]["text"] == good
+        assert broken.status_code == 503 and "Boom" in caplog.text
+
+
+def test_an_engine_that_cannot_start_anew_is_unhealthy(monkeypatch):
+    engine = make_engine(toy())
+
+    def fail(*_):
+        raise Boom
+
+    with running(engine, idle_at_end=False) as server, server.client() as client:
+        monkeypatch.setattr(engine, "step", fail)
+        monkeypatch.setattr(engine, "reset", fail)
+        assert server.complete(**LONG).status_code == 503
+        wait_until(lambda: server.runner.state is State.FAILED)
+        for path in ("/health", "/v1/models"):
+            assert client.get(path).status_code == 503
+
+
+def test_a_stalled_step_turns_health_to_503(monkeypatch):
+    with running(shared_engine("NONE"), ServerSettings(watchdog_timeout=0.05)) as server, server.client() as client:
+        slow_down(server.engine, monkeypatch, 1.0)
+        with connection(server) as sock:
+            sock.sendall(request(COMPLETE, LONG | {"max_tokens": 2}))
+            wait_until(lambda: client.get("/health").status_code == 503)
+        monkeypatch.undo()
+        wait_until(lambda: client.get("/health").status_code == 200)
+
+
+def test_a_draining_server(server):
+    with server.client() as client, client.stream("POST", COMPLETE, json=LONG | {"stream": True}) as response:
+        chunks = response.iter_raw()
+        seen = next(chunks)
+        server.runner.drain()
+        for answer in (server.complete("x"), client.get("/health"), client.get("/v1/models")):
+            assert answer.status_code == 503 and answer.headers["retry-after"]
+            assert "shutting down" in answer.json()["error"]["message"]
+        server.runner.abort_all(SHUT_DOWN)
+        seen += b"".join(chunks)
+    last = json.loads(seen.decode().strip().split("\n\n")[-1].removeprefix("data: "))
+    assert SHUT_DOWN in last["error"]["message"]
+    server.runner.state = State.READY
+    server.wait_idle()
+
+
+def test_while_loading():
+    """The port is open, and says so."""
+    engine, gate = shared_engine("NONE"), threading.Event()
+
+    def load():
+        assert gate.wait(SECONDS)
+        return engine
+
+    with running(engine, load=load) as server, server.client() as client:
+        for answer in (client.get("/health"), client.get("/v1/models"), client.post(COMPLETE, json=LONG)):
+            assert answer.status_code == 503 and int(answer.headers["retry-after"]) > 0
+            assert "loading" in answer.json()["error"]["message"]
+        gate.set()
+        wait_until(lambda: client.get("/health").status_code == 200)
+        assert client.post(COMPLETE, json=LONG).status_code == 200
