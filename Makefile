@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+SERVE_STAMP := $(VENV)/.installed-to-serve
 SMOKE_PYTHON ?= python3.12
 SMOKE_VENV   ?= .venv-smoke
 
@@ -34,9 +35,15 @@ $(SMOKE_VENV)/.installed: pyproject.toml
 	$(SMOKE_VENV)/bin/python -m pip install --quiet --editable '.[smoke]'
 	@touch $@
 
-# The server is not built yet: until then the main job is to complete prompts with the built-in model.
-serve: setup
-	$(BIN)/python -m specjax.generate --input examples/prompts.jsonl --output /dev/stdout --max-new-tokens 96
+# Without the tools of `make setup` (torch, for one, is only compared with). Flags: make serve SERVE_FLAGS='--port 8000'
+serve: $(SERVE_STAMP)
+	@$(BIN)/python -m specjax.serve --config configs/smollm2-135m-instruct-ngram.toml $(SERVE_FLAGS)
+
+$(SERVE_STAMP): pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --progress-bar on --editable .
+	@touch $@
 
 clean:
 	rm -rf $(VENV) $(SMOKE_VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
