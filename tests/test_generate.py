@@ -123,6 +123,13 @@ def test_no_algorithm_changes_the_text(run, sampling):
     assert [[row[name] for name in same] for row in plain[1]] == [[row[name] for name in same] for row in drafted[1]]
 
 
+def test_a_line_may_ask_for_log_probabilities(run):
+    _, rows, _, _ = run([{"prompt": "hello", "logprobs": 2, "max_new_tokens": 5}, {"prompt": "x", "max_new_tokens": 2}])
+    assert [one["token"] for one in rows[0]["logprobs"]] == rows[0]["output_ids"]
+    assert all(len(one["top"]) == 2 and one["logprob"] <= 0 for one in rows[0]["logprobs"])
+    assert "logprobs" not in rows[1]
+
+
 def test_output_is_in_input_order_whatever_ends_first(run):
     lengths = [30, 1, 12, 2, 25, 3]
     _, rows, _, _ = run([{"id": n, "prompt": "a", "max_new_tokens": n} for n in lengths])

@@ -133,7 +133,7 @@ def test_messages_missing(server):
 
 
 CHAT_ONLY = {
-    "logprobs": {"logprobs": True}, "top_logprobs": {"top_logprobs": 5}, "functions": {"functions": [{"name": "f"}]},
+    "logprobs": {"logprobs": 5}, "top_logprobs": {"top_logprobs": 5}, "functions": {"functions": [{"name": "f"}]},
     "function_call": {"function_call": "auto"}, "parallel_tool_calls": {"parallel_tool_calls": True},
     "modalities": {"modalities": ["audio"]}, "audio": {"audio": {"voice": "x"}}, "prompt": {"prompt": "x"},
     "prediction": {"prediction": {"type": "content"}}, "reasoning_effort": {"reasoning_effort": "high"},
@@ -178,7 +178,13 @@ def test_completions_refuse(server):
     check_error(server.complete(n=2, best_of=3), 400, "best_of")
     check_error(server.complete(suffix="x"), 400, "suffix", "not supported")
     check_error(server.complete(suffix=""), 400, "suffix")
-    check_error(server.complete(logprobs=1), 400, "logprobs")
+    check_error(server.complete(logprobs=6), 400, "logprobs", "0 to 5")
+    check_error(server.complete(logprobs=-1), 400, "logprobs")
+    check_error(server.complete(logprobs=True), 400, "logprobs")
+    check_error(server.complete(logprobs=1, echo=True), 400, "echo", "not supported")
+    check_error(server.chat(logprobs=True, top_logprobs=21), 400, "top_logprobs", "0 to 20")
+    check_error(server.chat(logprobs=False, top_logprobs=1), 400, "top_logprobs")
+    check_error(server.chat(logprobs=True, top_logprobs=-1), 400, "top_logprobs")
     check_error(server.complete(min_tokens=17), 400, "min_tokens", "16")
     check_error(server.post(COMPLETE, {}), 400, "prompt")
 
@@ -211,8 +217,11 @@ GENERATES: dict[str, Any] = {
     "params of one": {"text": "x", "sampling_params": [5]}, "no params": {"text": "x", "sampling_params": []},
     "n differ": {"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]},
     "rid": {"text": "x", "rid": 5}, "rids": {"text": ["a", "b"], "rid": ["same", "same"]},
-    "rid long": {"text": "x", "rid": "x" * 300}, "logprob": {"text": "x", "return_logprob": True},
-    "top": {"text": "x", "top_logprobs_num": 2}, "unknown": {"text": "x", "foo": 1}, "messages": {"messages": HELLO},
+    "rid long": {"text": "x", "rid": "x" * 300},
+    "start": {"text": "x", "return_logprob": True, "logprob_start_len": 0},
+    "top": {"text": "x", "top_logprobs_num": 2},
+    "top many": {"text": "x", "return_logprob": True, "top_logprobs_num": 21},
+    "unknown": {"text": "x", "foo": 1}, "messages": {"messages": HELLO},
 }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from specjax.engine.batch import Buckets
 from specjax.models.protocol import Target
 from specjax.step import (
     DecodeState,
+    Logprobs,
     PrefillInput,
     StepConfig,
     StepInput,
@@ -41,6 +42,7 @@ class Key(NamedTuple):
     kind: str  # "step" or "prefill"
     width: int
     table: int
+    logprobs: bool = False  # variants that only requests for log-probabilities need
 
 
 def use_compilation_cache(folder: Path | None = None) -> None:
@@ -50,9 +52,37 @@ def use_compilation_cache(folder: Path | None = None) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
+class Read(NamedTuple):
+    """A step's output on the host."""
+
+    tokens: np.ndarray  # [B, J]
+    emitted: np.ndarray  # [B]
+    finish: np.ndarray  # [B]
+    logprobs: Logprobs | None  # of numpy arrays
+
+
 def _packed(output: StepOutput) -> Array:
-    """[B, J + 2] int32: tokens, emitted, finish. One array, so that a step costs one copy to the host."""
-    return jnp.concatenate([output.tokens, output.emitted[:, None], output.finish[:, None]], axis=1)
+    """[B, 2 + J] int32, with log-probabilities [B, 2 + J + (1 + 2 * top) * J]: one array, so that a step costs one copy
+    to the host."""
+    parts = [output.emitted[:, None], output.finish[:, None], output.tokens]
+    if (found := output.logprobs) is not None:
+        rows = output.tokens.shape[0]
+        floats = [found.drawn, found.top.reshape(rows, -1)]
+        parts += [jax.lax.bitcast_convert_type(part, jnp.int32) for part in floats]
+        parts.append(found.top_ids.reshape(rows, -1))
+    return jnp.concatenate(parts, axis=1)
+
+
+def unpack(packed: np.ndarray, top: int | None) -> Read:
+    """The reverse of what the step did. `top`: how many alternatives a token has; None: no log-probabilities."""
+    emitted, finish, rest = packed[:, 0], packed[:, 1], packed[:, 2:]
+    if top is None:
+        return Read(rest, emitted, finish, None)
+    width = rest.shape[1] // (2 + 2 * top)
+    tokens, drawn, best, ids = np.split(rest, np.cumsum([width, width, width * top]), axis=1)
+    shape = (-1, width, top)
+    found: Any = (drawn.view(np.float32), best.view(np.float32).reshape(shape), ids.reshape(shape))
+    return Read(tokens, emitted, finish, Logprobs(*found))
 
 
 def _step(params: Params, state: DecodeState, inputs: StepInput, **fixed: Any) -> tuple[DecodeState, Array]:
@@ -161,10 +191,10 @@ class Executables:
                 length=ints(1),
                 next_token=ints(1),
             )
-            function = partial(_prefill, **fixed)
+            function = partial(_prefill, **fixed, config=StepConfig(logprobs=key.logprobs))
         else:
             batch = key.width
             inputs = StepInput(ints(batch), ints(batch, key.table), flags(batch))
             widths = self._buckets.tree_widths(batch, ladder(self._drafter))
-            function = partial(_step, **fixed, config=StepConfig(widths))
+            function = partial(_step, **fixed, config=StepConfig(widths, key.logprobs))
         return jax.jit(function, donate_argnums=1).lower(params, state, inputs).compile()

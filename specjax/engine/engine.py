@@ -26,16 +26,17 @@ from specjax import checkpoint
 from specjax.cache import PoolShape
 from specjax.drafters import Drafter, Params, make_drafter
 from specjax.engine.batch import Buckets, admission_row, kv_bytes_per_token, prefill_input, step_input
-from specjax.engine.compiled import Executables, Key, use_compilation_cache
+from specjax.engine.compiled import Executables, Key, unpack, use_compilation_cache
 from specjax.engine.config import EngineConfig
 from specjax.engine.counters import Counters
 from specjax.engine.intake import Intake
 from specjax.engine.news import StreamChunk, take_news
 from specjax.engine.prompt import Prompt
-from specjax.engine.request import SamplingParams, Sequence, Status, completion
+from specjax.engine.request import SamplingParams, Sequence, Status, completion, raw_logprobs
 from specjax.engine.scheduler import Scheduler
 from specjax.models import make_target
 from specjax.models.protocol import Target
+from specjax.state import TOP_LOGPROBS
 from specjax.step import FULL, STOPPED, init_state, ladder
 
 logger = logging.getLogger(__name__)
@@ -47,9 +48,10 @@ DEFAULT_POOL_TOKENS = 32_768
 
 
 class _InFlight(NamedTuple):
-    output: Any  # [B, J + 2] on the device
+    output: Any  # packed, on the device
     sequences: list[Sequence]
     lengths: list[int] | None  # of a prefill: tokens committed after it; None: a decode step
+    logprobs: bool
 
 
 class Engine:
@@ -73,6 +75,7 @@ class Engine:
             raise ValueError(
                 f"--context-length {self.context_length} exceeds the model's {target.config.max_positions} positions"
             )
+        self._top = min(TOP_LOGPROBS, self.vocab_size)
         self.platform = jax.default_backend()
         rows = config.max_running_requests
         tokens = config.max_total_tokens or self._pool_tokens()
@@ -223,7 +226,8 @@ class Engine:
             return 0
         inputs = prefill_input(sequence, self.buckets, self.pool.pages)
         length = int(inputs.length[0])
-        key = Key("prefill", inputs.tokens.shape[1], inputs.page_table.shape[1])
+        logprobs = _wants_logprobs([sequence])
+        key = Key("prefill", inputs.tokens.shape[1], inputs.page_table.shape[1], logprobs)
         self.state, output = self.executables.get(key)(self.params, self.state, inputs)
         self.counters.prefilled_sequences += sequence.prefilled == 0
         self.counters.prefilled_tokens += length
@@ -232,7 +236,7 @@ class Engine:
             # The device knows the first token; the host may learn it later.
             sequence.status = Status.RUNNING
             sequence.committed = sequence.prefilled
-        self._in_flight.append(_InFlight(output, [sequence], [sequence.prefilled]))
+        self._in_flight.append(_InFlight(output, [sequence], [sequence.prefilled], logprobs))
         return 1
 
     def _launch_decode(self) -> int:
@@ -249,39 +253,41 @@ class Engine:
                 continue
             self.scheduler.retract_youngest()
         table = self.buckets.table(max(len(sequence.pages) for sequence in running))
-        batch = self._batch_bucket(len(running), table)
+        logprobs = _wants_logprobs(running)
+        batch = self._batch_bucket(len(running), table, logprobs)
         running = running[:batch]
         inputs = step_input(running, batch, table, self.config.max_running_requests, self.pool.pages)
-        self.state, output = self.executables.get(Key("step", batch, table))(self.params, self.state, inputs)
-        self._in_flight.append(_InFlight(output, running, None))
+        self.state, output = self.executables.get(Key("step", batch, table, logprobs))(self.params, self.state, inputs)
+        self._in_flight.append(_InFlight(output, running, None, logprobs))
         self.counters.steps += 1
         return 1
 
-    def _batch_bucket(self, count: int, table: int) -> int:
+    def _batch_bucket(self, count: int, table: int, logprobs: bool) -> int:
         """The smallest bucket that fits and is compiled: an idle row costs less than waiting for a compiler.
 
         But not one that would draft less: at the end of a wide run the last requests speculate. While the larger
         buckets compile behind, the oldest requests go on in the largest that is there.
         """
-        compiled = self.executables.compiled()
-        widths = {key.width for key in compiled if key.kind == "step" and key.table == table}
+        widths = {key.width for key in self.executables.compiled() if key == Key("step", key.width, table, logprobs)}
         fitting = self.buckets.substitutes(count, ladder(self.drafter))
         found = next((width for width in fitting if width in widths), None)
-        if found is None and widths and self.executables.is_coming(Key("step", fitting[0], table)):
+        if found is None and widths and self.executables.is_coming(Key("step", fitting[0], table, logprobs)):
             found = max((width for width in widths if width < count), default=None)
         return found or fitting[0]
 
     def _collect(self) -> list[Sequence]:
         """Reads the oldest step in flight: its one copy to the host."""
         flight = self._in_flight.popleft()
-        output = np.asarray(flight.output)
+        read = unpack(np.asarray(flight.output), self._top if flight.logprobs else None)
         news = []
         for i, sequence in enumerate(flight.sequences):
-            emitted, finish = int(output[i, -2]), int(output[i, -1])
+            emitted, finish = int(read.emitted[i]), int(read.finish[i])
             if sequence.status is Status.FINISHED or emitted == 0:
                 continue
             try:
-                kept = sequence.accept(output[i, :emitted].tolist(), finish == STOPPED, finish == FULL)
+                kept = sequence.accept(read.tokens[i, :emitted].tolist(), finish == STOPPED, finish == FULL)
+                if sequence.params.logprobs is not None and read.logprobs is not None:
+                    sequence.logprobs += raw_logprobs(read.logprobs, i, kept, sequence.params.logprobs)
             except Exception as error:  # of its text; the others go on
                 logger.exception("request %s failed", sequence.id)
                 sequence.abort(f"{type(error).__name__} while its text was made")
@@ -436,3 +442,7 @@ class Engine:
         finally:  # the caller may stop listening
             for sequence in left.values():
                 self.abort(sequence.id)
+
+
+def _wants_logprobs(sequences: Iterable[Sequence]) -> bool:
+    return any(sequence.params.logprobs is not None for sequence in sequences)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from specjax.engine.request import Completion, Sequence, Status, completion
+from specjax.engine.request import Completion, Sequence, Status, TokenLogprob, completion
 
 
 class StreamChunk(NamedTuple):
@@ -14,6 +14,7 @@ class StreamChunk(NamedTuple):
     text: str
     output_ids: list[int]
     completion: Completion | None
+    logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens whose text is all sent, if asked for
 
 
 def take_news(sequence: Sequence, index: int) -> StreamChunk | None:
@@ -25,4 +26,14 @@ def take_news(sequence: Sequence, index: int) -> StreamChunk | None:
     text = sequence.stream.text[sequence.sent : settled]
     tokens = sequence.output[sequence.sent_tokens :]
     sequence.sent, sequence.sent_tokens = settled, len(sequence.output)
-    return StreamChunk(index, text, tokens, completion(sequence) if finished else None)
+    logprobs: tuple[TokenLogprob, ...] = ()
+    if sequence.params.logprobs is not None:
+        ends = sequence.stream.ends
+        # Text that is held back holds back its tokens; a character of several tokens comes with the last.
+        logprobs = tuple(
+            found
+            for i, found in enumerate(sequence.token_logprobs(sequence.sent_logprobs), start=sequence.sent_logprobs)
+            if finished or (i < len(ends) and ends[i] <= settled)
+        )
+        sequence.sent_logprobs += len(logprobs)
+    return StreamChunk(index, text, tokens, completion(sequence) if finished else None, logprobs)

@@ -8,10 +8,11 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from specjax.engine.text import TextStream
 from specjax.sampling import BIAS_ENTRIES
+from specjax.state import TOP_LOGPROBS, Logprobs
 
 MAX_STOP_STRINGS = 16
 
@@ -54,6 +55,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     no_stop_trim: bool = False  # keep the stop string in the text
     speculate: bool = True  # False: plain decoding for this request
+    logprobs: int | None = None  # log-probabilities of the tokens, and of this many likeliest ones at each
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"):
@@ -89,6 +91,9 @@ class SamplingParams:
             raise ParameterError(
                 "min_new_tokens", f"must be from 0 to max_new_tokens ({most}), got {self.min_new_tokens}"
             )
+        top = self.logprobs
+        if top is not None and (isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= TOP_LOGPROBS):
+            raise ParameterError("logprobs", f"must be an integer from 0 to {TOP_LOGPROBS}, got {top!r}")
         seed = self.seed
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63):
             raise ParameterError("seed", f"must be an integer of 64 bits, got {seed!r}")
@@ -165,6 +170,22 @@ class FinishReason:
         return {"type": self.type} | ({"message": self.message} if self.message else {})
 
 
+class RawLogprob(NamedTuple):
+    """As it comes from the device."""
+
+    drawn: float
+    top: tuple[tuple[int, float], ...]
+
+
+class TokenLogprob(NamedTuple):
+    """Of the raw log-softmax: before temperature, penalties, bias and cut-offs."""
+
+    token: int
+    text: str  # what it brought: all of a completion's joined are its text
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # the likeliest tokens, the best first
+
+
 @dataclass(eq=False)
 class Sequence:
     """One request on its way through the engine. The scheduler owns `status`, `slot` and `pages`."""
@@ -179,6 +200,7 @@ class Sequence:
     stream: TextStream
     arrival: int  # youngest = largest
     output: list[int] = field(default_factory=list)
+    logprobs: list[RawLogprob] = field(default_factory=list)  # of the output, if asked for
     finish_reason: FinishReason | None = None
     status: Status = Status.WAITING
     slot: int | None = None
@@ -189,6 +211,7 @@ class Sequence:
     histogram: list[int] = field(default_factory=list)  # steps by drafts accepted
     sent: int = 0  # characters of the text handed to a streaming caller
     sent_tokens: int = 0
+    sent_logprobs: int = 0
 
     @property
     def context(self) -> list[int]:
@@ -233,6 +256,13 @@ class Sequence:
             reason = FinishReason("stop", self.stream.matched)
         self.finish_reason = reason
 
+    def token_logprobs(self, start: int = 0) -> list[TokenLogprob]:
+        """Of the output from a token on."""
+        return [
+            TokenLogprob(self.output[i], self.stream.piece(i), self.logprobs[i].drawn, self.logprobs[i].top)
+            for i in range(start, len(self.logprobs))
+        ]
+
     @property
     def drafted_tokens(self) -> int:
         """Emitted by verification steps: all but the one that prefill drew."""
@@ -257,6 +287,7 @@ class Completion:
     spec_accept_length: float
     spec_accept_histogram: list[int]
     seed: int
+    logprobs: list[TokenLogprob] | None = None
 
     @property
     def completion_tokens(self) -> int:
@@ -275,8 +306,17 @@ def completion(sequence: Sequence) -> Completion:
         spec_accept_length=sequence.accept_length,
         spec_accept_histogram=list(sequence.histogram),
         seed=sequence.seed,
+        logprobs=sequence.token_logprobs() if sequence.params.logprobs is not None else None,
     )
 
 
 def random_seed() -> int:
     return secrets.randbits(63)
+
+
+def raw_logprobs(found: Logprobs, row: int, count: int, top: int) -> list[RawLogprob]:
+    """Of the first `count` tokens of a row of a step's output, each with its `top` likeliest."""
+    rows = zip(found.drawn[row, :count].tolist(), found.top_ids[row], found.top[row], strict=False)
+    return [
+        RawLogprob(drawn, tuple(zip(ids[:top].tolist(), best[:top].tolist(), strict=True))) for drawn, ids, best in rows
+    ]

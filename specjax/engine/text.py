@@ -26,10 +26,23 @@ class TextStream:
         self._window: list[int] = []
         self._whole = 0
         self.text = ""
+        self.ends: list[int] = []  # characters found when each token had been pushed
         self.matched: str | None = None
 
     def push(self, token: int) -> bool:
         """Adds a token. True: a stop string is complete, and `text` ends before it (or after, if it is kept)."""
+        found = self._push(token)
+        self.ends.append(len(self.text))
+        return found
+
+    def piece(self, index: int) -> str:
+        """The part of `text` that a token brought: all pieces joined are the text. A character of several tokens comes
+        with its last one, and what a stop string has cut off is nobody's."""
+        if index >= len(self.ends):
+            return ""
+        return self.text[self.ends[index - 1] if index else 0 : self.ends[index]]
+
+    def _push(self, token: int) -> bool:
         self._window.append(token)
         before, now = self._decode(self._window[: self._whole]), self._decode(self._window)
         if now.endswith(REPLACEMENT) or len(now) <= len(before):
@@ -43,6 +56,8 @@ class TextStream:
             before = self._decode(self._window[: self._whole])
             self._add(self._decode(self._window)[len(before) :])
             self._whole = len(self._window)
+            if self.ends:
+                self.ends[-1] = len(self.text)
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=self._skip) if tokens else ""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import os
+import signal
 import sys
+import threading
 import time
 
 import jax
@@ -17,7 +20,7 @@ from specjax.engine import Engine
 from specjax.engine.batch import kv_bytes_per_token
 from specjax.serve.app import create_app
 from specjax.serve.runner import Runner
-from specjax.serve.server import PortError, Server, listen, url
+from specjax.serve.server import SIGNALS, PortError, Server, listen, url
 from specjax.settings import HelpFormatter, add_flags, parse
 
 logger = logging.getLogger("specjax.serve")
@@ -38,8 +41,14 @@ class _LogHandler(logging.Handler):
         tqdm.write(self.format(record), file=sys.stderr)
 
 
+def _not_cancelled(record: logging.LogRecord) -> bool:
+    """A request that is cut off because the server stops is no error, and uvicorn would print its stack."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+
+
 def set_up_logging(level: str) -> None:
     handler = _LogHandler()
+    handler.addFilter(_not_cancelled)
     handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for noisy in ("jax", "asyncio", "httpx", "httpcore", "filelock"):
@@ -104,8 +113,11 @@ def main(argv: list[str] | None = None) -> int:
     else:
         logger.info("Bye.")
     status = 0 if failure is None else 2 if wrong else 1
-    if not runner.stop(timeout=LEAVE_TIMEOUT):
-        # Loading or compiling cannot be interrupted, and Python cannot end while a thread is inside XLA.
+    for number in SIGNALS:  # whoever is impatient needs no traceback
+        signal.signal(number, lambda *_: os._exit(status))
+    runner.stop(timeout=LEAVE_TIMEOUT if runner.loaded else 0)
+    if any(thread.name.startswith("specjax-") for thread in threading.enumerate()):
+        # Loading, compiling and tokenising cannot be interrupted, and Python cannot end while a thread is inside XLA.
         sys.stderr.flush()
         os._exit(status)
     return status

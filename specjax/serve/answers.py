@@ -10,6 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeAlias
 
 from specjax.engine import Completion, StreamChunk
+from specjax.engine.request import TokenLogprob
+from specjax.serve.tokens import TokenNames, chat_logprobs, completion_logprobs, generate_logprobs
 
 DONE = b"data: [DONE]\n\n"
 
@@ -69,19 +71,23 @@ class OpenAIAnswer:
     chat: bool
     n: int
     width: int  # N of the draft trees
+    names: TokenNames
+    logprobs: bool = False
     metrics: bool = False
     include_usage: bool = False
     echo: list[str] = field(default_factory=list)  # what stands before each choice's text
     created: int = field(default_factory=lambda: int(time.time()))
     finished: dict[int, Completion] = field(default_factory=dict)
     _begun: set[int] = field(default_factory=set)
+    _offsets: dict[int, int] = field(default_factory=dict)
 
     def whole(self, done: list[Completion]) -> dict[str, Any]:
         choices = []
         for index, completion in enumerate(done):
             text = self._before(index) + completion.text
             said = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-            choices.append({"index": index, **said, "logprobs": None, **finish(completion)})
+            found = self._logprobs(index, completion.logprobs or ())
+            choices.append({"index": index, **said, "logprobs": found, **finish(completion)})
         return self._head("chat.completion") | {"choices": choices, "usage": usage(done, self.n)} | self._metadata(done)
 
     def events(self, chunk: StreamChunk) -> list[bytes]:
@@ -93,8 +99,9 @@ class OpenAIAnswer:
                 found.append(self._event(index, {"role": "assistant", "content": ""}))
             elif self._before(index):
                 found.append(self._event(index, self._before(index)))
-        if chunk.text:
-            found.append(self._event(index, {"content": chunk.text} if self.chat else chunk.text))
+        if chunk.text or chunk.logprobs:
+            said = {"content": chunk.text} if self.chat else chunk.text
+            found.append(self._event(index, said, logprobs=self._logprobs(index, chunk.logprobs)))
         if chunk.completion is not None:
             self.finished[index] = chunk.completion
             found.append(self._event(index, {} if self.chat else "", chunk.completion))
@@ -107,9 +114,19 @@ class OpenAIAnswer:
         last = {"choices": [], "usage": usage(done, self.n)}
         return [event(self._head("chat.completion.chunk") | last), DONE]
 
-    def _event(self, index: int, said: Any, done: Completion | None = None) -> bytes:
+    def _logprobs(self, index: int, found: Iterable[TokenLogprob]) -> dict[str, Any] | None:
+        """Of these tokens, which follow the ones of the last call."""
+        if not self.logprobs:
+            return None
+        if self.chat:
+            return chat_logprobs(found, self.names)
+        offset = self._offsets.get(index, 0)
+        self._offsets[index] = offset + sum(len(one.text) for one in found)
+        return completion_logprobs(found, self.names, offset)
+
+    def _event(self, index: int, said: Any, done: Completion | None = None, logprobs: Any = None) -> bytes:
         ending = finish(done) if done else {"finish_reason": None}
-        choice = {"index": index, ("delta" if self.chat else "text"): said, "logprobs": None, **ending}
+        choice = {"index": index, ("delta" if self.chat else "text"): said, "logprobs": logprobs, **ending}
         body = self._head("chat.completion.chunk") | {"choices": [choice]}
         if self.include_usage:
             body["usage"] = None
@@ -176,6 +193,8 @@ class GenerateAnswer:
             "seed": done.seed,
         }
         meta |= speculative([done], self.width)
+        if done.logprobs is not None:
+            meta |= generate_logprobs(done.logprobs)
         return {"text": done.text, "output_ids": done.output_ids, "meta_info": meta}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import secrets
 from collections.abc import AsyncIterator
@@ -25,6 +26,7 @@ from specjax.serve.errors import ApiError, bad_request, error_body, unavailable
 from specjax.serve.gate import Gate, check_state, error_response
 from specjax.serve.protocol import Body, ChatBody, CompletionBody, GenerateBody, Task, read_body
 from specjax.serve.runner import Listener, QueueFull, Runner, describe
+from specjax.serve.tokens import TokenNames
 
 logger = logging.getLogger("specjax.serve")
 
@@ -55,6 +57,10 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
             raise bad_request(str(error), "rid") from error
         return listener
 
+    @functools.cache
+    def names() -> TokenNames:
+        return TokenNames(runner.engine.tokenizer)
+
     def check_model(name: str | None) -> None:
         if name is not None and name != model:
             problem = f"no model {name!r} here; this server has {model!r}"
@@ -73,6 +79,8 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
             chat=chat,
             n=task.n,
             width=runner.engine.drafter.width,
+            names=names(),
+            logprobs=task.sampling[0].logprobs is not None,
             metrics=bool(body.return_speculative_metrics),
             include_usage=body.wants_usage,
             echo=echo,

@@ -17,12 +17,16 @@ from specjax.engine.prompt import Prompt
 from specjax.engine.request import ParameterError, SamplingParams, Sequence
 from specjax.serve.errors import ApiError, bad_request
 from specjax.serve.messages import read_messages
+from specjax.state import TOP_LOGPROBS
 
 MAX_CHOICES = 128
 """Most choices of a prompt (`n`)."""
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions."""
+
+COMPLETION_LOGPROBS = 5
+"""OpenAI's most of `logprobs` for completions."""
 
 GENERATE_TOKENS = 128
 """SGLang's default of `max_new_tokens`."""
@@ -155,12 +159,12 @@ class OpenAIBody(Body):
                 raise bad_request("stream_options needs stream: true", "stream_options")
             check_unsupported(self.stream_options)
 
-    def sampling(self, most: int | None) -> SamplingParams:
+    def sampling(self, most: int | None, logprobs: int | None) -> SamplingParams:
         """Absent parameters are OpenAI's defaults. `most` new tokens; None: the rest of the context."""
-        same = {field.name for field in fields(SamplingParams)} & set(type(self).model_fields)
+        same = ({field.name for field in fields(SamplingParams)} & set(type(self).model_fields)) - {"logprobs"}
         given = {name: getattr(self, name) for name in same} | {"min_new_tokens": self.min_tokens}
         given = {"temperature": 1.0} | {name: value for name, value in given.items() if value is not None}
-        return _sampling(given | {"max_new_tokens": most}, self.names)
+        return _sampling(given | {"max_new_tokens": most, "logprobs": logprobs}, self.names)
 
     @property
     def names(self) -> dict[str, str]:
@@ -170,8 +174,8 @@ class OpenAIBody(Body):
 class ChatBody(OpenAIBody):
     messages: Any = None
     max_completion_tokens: Integer | None = None
-    logprobs: Any = None
-    top_logprobs: Any = None
+    logprobs: Flag | None = None
+    top_logprobs: Integer | None = None
     functions: Any = None
     function_call: Any = None
     parallel_tool_calls: Any = None
@@ -185,8 +189,6 @@ class ChatBody(OpenAIBody):
     prompt_cache_key: Text | None = None
 
     unsupported = OpenAIBody.unsupported | {
-        "logprobs": (False,),
-        "top_logprobs": (),
         "functions": ([],),
         "function_call": ("none",),
         "parallel_tool_calls": (),
@@ -207,7 +209,11 @@ class ChatBody(OpenAIBody):
         self.check()
         messages = read_messages(self.messages)
         most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        sampling = self.sampling(most)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+        if not 0 <= (top := self.top_logprobs or 0) <= TOP_LOGPROBS:
+            raise bad_request(f"top_logprobs must be from 0 to {TOP_LOGPROBS}, got {top}", "top_logprobs")
+        sampling = self.sampling(most, top if self.logprobs else None)
         return Task([messages], [sampling], self.choices, tuple(self.names.items()), "messages")
 
 
@@ -215,10 +221,10 @@ class CompletionBody(OpenAIBody):
     prompt: Any = None
     best_of: Integer | None = None
     echo: Flag | None = None
-    logprobs: Any = None
+    logprobs: Integer | None = None
     suffix: Any = None
 
-    unsupported = OpenAIBody.unsupported | {"logprobs": (), "suffix": ()}
+    unsupported = OpenAIBody.unsupported | {"suffix": ()}
 
     def task(self) -> Task:
         self.check()
@@ -226,8 +232,12 @@ class CompletionBody(OpenAIBody):
             raise bad_request(
                 f"best_of is not supported beyond n: it must equal n ({self.choices}), got {self.best_of}", "best_of"
             )
+        if self.logprobs is not None and not 0 <= self.logprobs <= COMPLETION_LOGPROBS:
+            raise bad_request(f"logprobs must be from 0 to {COMPLETION_LOGPROBS}, got {self.logprobs}", "logprobs")
+        if self.echo and self.logprobs is not None:
+            raise bad_request("echo with logprobs is not supported: those of the prompt are not computed", "echo")
         prompts = read_prompts(self.prompt, "prompt")
-        each = [self.sampling(self.max_tokens)] * len(prompts)
+        each = [self.sampling(self.max_tokens, self.logprobs)] * len(prompts)
         return Task(prompts, each, self.choices, tuple(self.names.items()), most=COMPLETION_TOKENS)
 
 
@@ -261,11 +271,11 @@ class GenerateBody(Body):
     sampling_params: Any = None
     rid: Any = None
     stream: Flag | None = None
-    return_logprob: Any = None
+    return_logprob: Flag | None = None
     logprob_start_len: Any = None
-    top_logprobs_num: Any = None
+    top_logprobs_num: Integer | None = None
 
-    unsupported = {"return_logprob": (False,), "logprob_start_len": (-1,), "top_logprobs_num": (0,)}
+    unsupported = {"logprob_start_len": (-1,)}  # those of the prompt are not computed
 
     @property
     def is_batch(self) -> bool:
@@ -286,13 +296,19 @@ class GenerateBody(Body):
             raise bad_request(f"{len(prompts)} prompts, but {len(each)} sampling_params", "sampling_params")
         if not all(params is None or isinstance(params, dict) for params in each):
             raise bad_request("sampling_params must be an object, or a list of them", "sampling_params")
+        top = self.top_logprobs_num or 0
+        if not 0 <= top <= TOP_LOGPROBS:
+            raise bad_request(f"top_logprobs_num must be from 0 to {TOP_LOGPROBS}, got {top}", "top_logprobs_num")
+        if top and not self.return_logprob:
+            raise bad_request("top_logprobs_num needs return_logprob: true", "top_logprobs_num")
+        wanted = {"temperature": 1.0, "max_new_tokens": None, "logprobs": top if self.return_logprob else None}
         sampling, counts = [], set()
         for params in each:
             values = _checked(SamplingBody.model_validate, {} if params is None else params).model_dump(
                 exclude_none=True
             )
             counts.add(values.pop("n", 1))
-            sampling.append(_sampling({"temperature": 1.0, "max_new_tokens": None} | values))
+            sampling.append(_sampling(wanted | values))
         n = counts.pop()
         if counts or not 1 <= n <= MAX_CHOICES:
             raise bad_request(f"n must be an integer from 1 to {MAX_CHOICES}, the same for all", "sampling_params")
