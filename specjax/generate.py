@@ -2,8 +2,9 @@
 
 An input line is a JSON object with `prompt`, `messages` or `input_ids`, and may hold an `id` and sampling fields of its
 own. An output line, in input order, holds `id, text, output_ids, prompt_tokens, completion_tokens, finish_reason, seed`
-and what speculation did: `spec_verify_ct, spec_accept_length, spec_accept_histogram`; and `logprobs` if the
-line asks for some. The last line of stdout is one JSON object about the whole run. Exit status: 0 all lines done, 1 some lines were bad, 2 nothing could be started.
+and what speculation did: `spec_verify_ct, spec_accept_length, spec_accept_histogram`; and `logprobs`, if the line asks
+for some. The last line of stdout is one JSON object about the whole run. Exit status: 0 all lines done, 1 some lines
+were bad, 2 nothing could be started.
 """
 
 from __future__ import annotations

@@ -81,6 +81,7 @@ def running(
     engine: Engine,
     settings: ServerSettings | None = None,
     *,
+    model: str = MODEL,
     load: Callable[[], Engine] | None = None,
     idle_at_end: bool = True,
 ) -> Iterator[Running]:
@@ -98,7 +99,7 @@ def running(
         watchdog_timeout=settings.watchdog_timeout,
         warm_up=False,
     )
-    server = _InThread(create_app(runner, settings, model=MODEL), runner, sock)
+    server = _InThread(create_app(runner, settings, model=model), runner, sock)
     server.start()
     if load is None:
         wait_until(lambda: runner.state is State.READY)

@@ -7,21 +7,26 @@ import re
 from pathlib import Path
 
 import pytest
+from server_helpers import running
+
+from specjax import Engine, EngineConfig, SamplingParams, checkpoint
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
+CHAT = next(index for index, block in enumerate(BLOCKS) if "openai" in block)
+ADDRESS = "http://127.0.0.1:30000"
+
+
 @pytest.mark.real_model
-@pytest.mark.parametrize("index", range(len(BLOCKS)))
+@pytest.mark.parametrize("index", [index for index in range(len(BLOCKS)) if index != CHAT])
 def test_a_python_example_runs(index, capsys):
     names: dict = {}
     exec(compile(BLOCKS[index], f"README.md, python block {index}", "exec"), names)
     printed = capsys.readouterr().out
     assert len(printed.split()) > 5
     if "tokens" in names:  # the step without the engine: the same text as the engine's
-        from specjax import Engine, EngineConfig, SamplingParams
-
         engine = Engine.from_pretrained(
             algorithm="NONE", progress=False, compilation_cache=False, config=EngineConfig(max_running_requests=1)
         )
@@ -29,8 +34,21 @@ def test_a_python_example_runs(index, capsys):
         assert names["tokens"] == done.output_ids
 
 
+@pytest.mark.real_model
+def test_the_chat_example_runs(capsys):
+    engine = Engine.from_pretrained(
+        algorithm="NONE", progress=False, compilation_cache=False, config=EngineConfig(max_running_requests=1)
+    )
+    with running(engine, model=checkpoint.BUILT_IN_MODEL) as server:
+        assert ADDRESS in BLOCKS[CHAT]
+        names: dict = {}
+        exec(compile(BLOCKS[CHAT].replace(ADDRESS, server.base), "README.md, chat", "exec"), names)
+        names["client"].close()
+    assert len(capsys.readouterr().out.split()) > 5
+
+
 def test_there_are_examples():
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3
 
 
 def test_the_example_prompts_are_the_ones_shown():

@@ -91,6 +91,7 @@ class Runner(threading.Thread):
         self._watchdog_timeout = watchdog_timeout
         self._warm_up, self._progress = warm_up, progress
         self._engine: Engine | None = None
+        self._behind: threading.Thread | None = None
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._stop_requested = False
@@ -181,12 +182,14 @@ class Runner(threading.Thread):
             self._command(run)
 
     def stop(self, timeout: float | None = None) -> bool:
-        """Ends the thread after the step under way. True: it has ended."""
+        """Ends the thread after the step under way, and the compiling behind. True: both have ended."""
         with self._wake:
             self._stop_requested = True
             self._wake.notify()
-        self.join(timeout)
-        return not self.is_alive()
+        threads = [thread for thread in (self, self._behind) if thread is not None and thread.ident is not None]
+        for thread in threads:
+            thread.join(timeout)
+        return not any(thread.is_alive() for thread in threads)
 
     # In this thread
 
@@ -195,7 +198,7 @@ class Runner(threading.Thread):
             self._engine = self._make_engine()
             if self._warm_up:
                 self._engine.warm_up(self._engine.single_request_keys(), progress=self._progress)
-                self._engine.warm_up_behind(progress=self._progress)
+                self._behind = self._engine.warm_up_behind(progress=self._progress)
             self.ready_at = time.time()
             self._change(State.READY)
             self._loop(Report(self._engine, interval=self._log_interval))
