@@ -168,6 +168,12 @@ class Executables:
         with self._lock:
             return key in self._coming
 
+    @property
+    def coming(self) -> int:
+        """Executables that are still compiled behind."""
+        with self._lock:
+            return len(self._coming)
+
     def close(self) -> None:
         """No more compiling behind, after the program that is being compiled."""
         self._closed.set()

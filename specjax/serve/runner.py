@@ -302,4 +302,5 @@ def describe(engine: Engine, model: str) -> dict[str, Any]:
         "speculative_algorithm": engine.drafter.name,
         "speculative_num_draft_tokens": engine.drafter.width,
         "device": engine.device_name,
+        "compiling": engine.executables.coming,  # buckets that are still compiled behind
     }
