@@ -72,7 +72,7 @@ class SpeculativeSettings:
     )  # fmt: skip
     speculative_num_draft_tokens: int | None = setting(
         None,
-        "nodes of a draft tree, the root included; default: 12; on a CPU 8 where the match is strong, else 4",
+        "nodes of a draft tree, the root included; default: 12; on a CPU 8 where the match is strong, else 1",
     )
     speculative_ngram_min_match_window_size: int = setting(
         NgramConfig.min_match_window_size, "shortest run of tokens that counts as a match"
@@ -87,7 +87,7 @@ class SpeculativeSettings:
     speculative_ngram_branch_length: int = setting(NgramConfig.branch_length, "longest continuation")
     speculative_ngram_capacity: int = setting(NgramConfig.capacity, "tokens remembered, over all requests")
     speculative_ngram_weak_draft_tokens: int | None = setting(
-        None, "nodes of a tree while the longest match is weak; default: as many as for a strong one, but see above"
+        None, "nodes of a tree while the longest match is weak, 1 = no drafts; default: as above"
     )
     speculative_ngram_strong_match_size: int = setting(
         NgramConfig.strong_match_size, "tokens from which on a match is strong"

@@ -25,6 +25,7 @@ from engine_helpers import (
 
 from specjax.engine import Engine, EngineConfig, SamplingParams, StreamChunk
 from specjax.engine.batch import BLOCK_TOKENS, CHUNK, SMALL_CHUNK, Buckets, prefill_input
+from specjax.engine.compiled import Key
 from specjax.engine.request import completion
 
 ALGORITHMS = ("NONE", "NGRAM")
@@ -553,14 +554,14 @@ def test_one_executable_for_a_bucket():
     assert sorted(key.width for key in seen if key.kind == "step") == [1, 2]
     assert sorted(key.width for key in seen if key.kind == "prefill") == [8]
     assert seen == engine.executables.compiled() == set(engine.executables.all_keys())
-    assert [key for key in engine.single_request_keys() if key.kind == "step"] == [("step", 1, 32)]
+    assert [key for key in engine.single_request_keys() if key.kind == "step"] == [Key("step", 1, 32)]
 
 
 def test_requests_do_not_wait_for_a_compiler_where_a_larger_batch_is_ready():
     engine = shared_engine("NONE")
     engine.generate(some_prompts(3), SamplingParams(max_new_tokens=5))
     assert engine.buckets.batches == (1, 4)
-    assert [key.width for key in engine.executables.compiled() if key.kind == "step"] == [4]
+    assert [key.width for key in engine.executables.compiled() if key == Key("step", key.width, key.table)] == [4]
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 16, 47, 48, 100])

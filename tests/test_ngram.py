@@ -16,8 +16,9 @@ from toy_models import Runner, as_tree, random_table, table_model
 
 from specjax.cache import PoolShape
 from specjax.drafters.base import Context, Observation, Params
-from specjax.drafters.ngram import NgramConfig, ngram_drafter
+from specjax.drafters.ngram import NgramConfig, ngram_config, ngram_drafter
 from specjax.sampling import sampling_row
+from specjax.step import ladder
 
 ROWS, CHUNK = 3, 6
 SALTS = (0, 0xDEADBEEF)  # 0 and 1 would do, but their windows share buckets
@@ -201,12 +202,24 @@ def check(memory: Memory, roots: dict[int, int]) -> None:
         assert oracle.paths(tree) <= followed, "never seen after that suffix"
         if not matches:
             assert len(tree.tokens) == 1
+            continue
+        assert len(tree.tokens) <= room(memory.config, matches[0].size), "no match is longer"
         if not certain or certain[0] != matches[0]:
             continue
         best = certain[0]
+        nodes = room(memory.config, best.size)
+        if nodes == 1:
+            assert len(tree.tokens) == 1, "too weak a match to draft from"
+            continue
         assert best.text[0] in children(tree), "the longest, most recent match comes first"
         if sum(match.size == best.size for match in matches) == 1:  # nothing as good competes for the nodes
-            assert tuple(best.text[: memory.config.num_draft_tokens - 1]) in oracle.paths(tree)
+            assert tuple(best.text[: nodes - 1]) in oracle.paths(tree)
+
+
+def room(config: NgramConfig, size: int) -> int:
+    """Nodes, the root included, that a tree may have where the longest match has `size` tokens."""
+    weak = config.weak_draft_tokens
+    return config.num_draft_tokens if weak is None or size >= config.strong_match_size else weak
 
 
 def children(tree: oracle.Tree) -> list[int]:
@@ -218,6 +231,8 @@ CONFIGS = {
     "BFS": NgramConfig(max_bfs_breadth=3, **SMALL),
     "PROB": NgramConfig(max_bfs_breadth=3, match_type="PROB", **SMALL),
     "windows of 2 to 3": NgramConfig(**SMALL | {"min_match_window_size": 2, "max_match_window_size": 3}),
+    "no drafts from weak matches": NgramConfig(weak_draft_tokens=1, strong_match_size=2, **SMALL),
+    "few drafts from weak matches": NgramConfig(weak_draft_tokens=2, strong_match_size=3, **SMALL),
 }
 
 EVENTS = st.lists(
@@ -373,6 +388,57 @@ def test_old_text_is_forgotten():
     memory.start(2)
     memory.observe({2: [0, 1] * 512})
     assert memory.propose({1: 8})[1].tokens == (8,)
+
+
+@pytest.mark.parametrize(("weak", "nodes"), [(None, (1, 5, 5, 5)), (1, (1, 1, 1, 5)), (3, (1, 3, 3, 5))])
+def test_weak_matches_draft_less(weak, nodes):
+    """Matches of 0, 1, 2 and 3 tokens; from 3 on a match is strong."""
+    for size, expected in enumerate(nodes):
+        memory = plain_memory(num_draft_tokens=5, weak_draft_tokens=weak, strong_match_size=3)
+        memory.observe({0: [1, 2, 3, 4, 5, 6, 7]})
+        suffix = [11, 12, 13, 1, 2, 3][size : size + 3]
+        memory.observe({1: suffix[:-1]})
+        tree = memory.propose({1: suffix[-1]})[1]
+        assert tree.tokens == (suffix[-1], *range(size + 1, size + expected))
+
+
+def test_a_match_at_the_end_of_a_text_does_not_count():
+    """Of "0 0 0" the two tokens "0 0" were seen, but nothing after them yet; after "0" there was a 0."""
+    memory = plain_memory(weak_draft_tokens=1, strong_match_size=2)
+    memory.observe({0: [0, 0]})
+    assert memory.propose({0: 0})[0].tokens == (0,)
+
+
+def test_each_row_drafts_by_its_own_match():
+    memory = plain_memory(weak_draft_tokens=1, strong_match_size=2)
+    memory.observe({0: [1, 2, 3, 4]})
+    memory.observe({1: [1], 2: [9]})
+    trees = memory.propose({1: 2, 2: 2})
+    assert trees[1].tokens == (2, 3, 4)
+    assert trees[2].tokens == (2,)
+
+
+def test_a_cpu_drafts_from_strong_matches_alone():
+    """Flags that are given keep their meaning; a GPU checks every tree."""
+
+    def sizes(config: NgramConfig) -> tuple[int, int, int]:
+        return room(config, 1), room(config, 2), room(config, 3)
+
+    assert sizes(ngram_config("cpu")) == (1, 1, 8)
+    assert sizes(ngram_config("gpu")) == (12, 12, 12)
+    assert sizes(ngram_config("cpu", num_draft_tokens=6)) == (6, 6, 6)
+    assert sizes(ngram_config("cpu", num_draft_tokens=6, weak_draft_tokens=1)) == (1, 1, 6)
+    assert sizes(ngram_config("cpu", weak_draft_tokens=4)) == (4, 4, 8)
+    assert sizes(ngram_config("cpu", strong_match_size=2)) == (1, 8, 8)
+    assert sizes(ngram_config("gpu", weak_draft_tokens=1, strong_match_size=2)) == (1, 12, 12)
+
+
+def test_the_ladder_has_a_width_between():
+    """For a batch that is too large for N nodes a row."""
+    widths = {ngram_config("cpu"): (1, 4, 8), ngram_config("cpu", weak_draft_tokens=3): (1, 3, 8)}
+    widths |= {ngram_config("gpu"): (1, 4, 12), ngram_config("cpu", num_draft_tokens=2): (1, 2)}
+    for config, expected in widths.items():
+        assert ladder(ngram_drafter(config)) == expected
 
 
 def test_breadth_bounds_the_children_of_a_node():

@@ -93,15 +93,15 @@ def _forward(target, params, tokens, depth, mask, cache, table, start):
 
 
 class Reader:
-    """Two sequences through a model, block by block, over pages in random order."""
+    """Sequences through a model, two unless told, block by block, over pages in random order."""
 
-    def __init__(self, config: ModelConfig, target: Target, params: Any, *, page_size: int = 4) -> None:
+    def __init__(self, config: ModelConfig, target: Target, params: Any, *, page_size: int = 4, rows: int = 2) -> None:
         self.target, self.params = target, params
         pages = 2 * 32 + 1
         self.cache = init_cache(config, PoolShape(pages, page_size))
         order = np.random.default_rng(0).permutation(pages)[:64]
-        self.table = jnp.asarray(order.reshape(2, 32).astype(np.int32))
-        self.length = jnp.zeros(2, jnp.int32)
+        self.table = jnp.asarray(order.reshape(2, 32)[:rows].astype(np.int32))
+        self.length = jnp.zeros(rows, jnp.int32)
 
     def look(self, tokens: np.ndarray, depth=None, mask=CAUSAL) -> tuple[np.ndarray, BlockKV]:
         """Logits of a block after what is committed; commits nothing."""
@@ -117,17 +117,17 @@ class Reader:
         self.length = self.length + added
 
     def read(self, texts: list[np.ndarray], width: int) -> list[np.ndarray]:
-        """Both texts in chunks of at most `width`, each at its own pace; their logits."""
-        found: list[list[np.ndarray]] = [[], []]
-        done = [0, 0]
+        """The texts in chunks of at most `width`, each at its own pace; their logits."""
+        found: list[list[np.ndarray]] = [[] for _ in texts]
+        done = [0] * len(texts)
         while any(d < len(text) for d, text in zip(done, texts, strict=True)):
-            block = np.zeros((2, width), np.int32)
+            block = np.zeros((len(texts), width), np.int32)
             count = [min(width, len(text) - d) for d, text in zip(done, texts, strict=True)]
             for row, text in enumerate(texts):
                 block[row, : count[row]] = text[done[row] : done[row] + count[row]]
             logits, keys_values = self.look(block)
             self.keep(keys_values, count)
-            for row in range(2):
+            for row in range(len(texts)):
                 found[row].append(logits[row, : count[row]])
                 done[row] += count[row]
         return [np.concatenate(parts) for parts in found]
@@ -159,6 +159,15 @@ def test_one_token_at_a_time_far_into_a_text(model):
     reader.read([text[:-6] for text in texts], 13)
     for text, found in zip(texts, reader.read([text[-6:] for text in texts], 1), strict=True):
         close(found, model.expected(text)[-6:])
+
+
+def test_one_request_alone(model):
+    """One row in all: a CPU takes its products in parts (`project`)."""
+    text = some_texts(4)[0][:30]
+    reader = Reader(*model[:3], rows=1)
+    reader.read([text[:-10]], 13)
+    (found,) = reader.read([text[-10:]], 1)
+    close(found, model.expected(text)[-10:])
 
 
 def test_every_path_of_a_tree_is_a_text(model):

@@ -37,7 +37,7 @@ WAYS = 8
 
 @dataclass(frozen=True)
 class NgramConfig:
-    """SGLang's flags, by their names without the prefix `--speculative-ngram-`."""
+    """SGLang's flags, by their names without the prefix `--speculative-ngram-`; the last two are ours."""
 
     num_draft_tokens: int = 12  # N, the root included
     min_match_window_size: int = 1
@@ -47,7 +47,7 @@ class NgramConfig:
     branch_length: int = 18
     capacity: int = 1_000_000
     match_type: Literal["BFS", "PROB"] = "BFS"
-    weak_draft_tokens: int | None = None  # N while the longest match is weak; None: num_draft_tokens. Not SGLang's
+    weak_draft_tokens: int | None = None  # N while the longest match is weak, 1: no drafts; None: num_draft_tokens
     strong_match_size: int = 3  # tokens from which on a match is not weak
 
     def __post_init__(self) -> None:
@@ -92,12 +92,15 @@ class NgramConfig:
 def ngram_config(platform: str, **flags: Any) -> NgramConfig:
     """The configuration for a platform ("cpu", "gpu"): SGLang's defaults, except where they are slow.
 
-    On a GPU checking twelve tokens costs what one costs. On a CPU it costs twice as much, four hardly more than one:
-    there a tree has eight nodes where the match is strong and four where it is weak (measured: benchmarks/results/).
-    `num_draft_tokens`, if given, holds for every match.
+    On a GPU checking twelve tokens costs what one costs. On a CPU a step of four nodes costs 1.7 times as much as one
+    of one, a step of eight twice as much: a tree pays there if more than one of its drafts is accepted. Of eight nodes
+    0.5 are after a match of one token, 1.0 after two, 1.7 after three, 5.4 after twelve (MT-bench and summaries), so
+    the tree is the root alone unless three tokens match. How long the match is tells all there is to know: estimates
+    learned from what was accepted, per length and per request, chose no better (both simulated, on recorded texts).
+    `num_draft_tokens`, if given, holds for every match, unless `weak_draft_tokens` is given too.
     """
     if platform == "cpu" and "num_draft_tokens" not in flags:
-        flags = {"num_draft_tokens": 8, "weak_draft_tokens": 4, "strong_match_size": 3} | flags
+        flags = {"num_draft_tokens": 8, "weak_draft_tokens": 1, "strong_match_size": 3} | flags
     return NgramConfig(**flags)
 
 
@@ -172,7 +175,9 @@ def ngram_drafter(config: NgramConfig = NgramConfig()) -> Drafter:
         init=init,
         propose=propose,
         observe=observe,
-        widths=(config.weak_draft_tokens or min(4, config.num_draft_tokens),),
+        note=f"remembers the last {config.capacity:,} tokens of all requests (--speculative-ngram-capacity)",
+        # One between 1 and N: of weak matches if they draft, and what a batch uses that is too large for N.
+        widths=(weak_places + 1 if 0 < weak_places < places else min(4, config.num_draft_tokens),),
     )
 
 
@@ -211,7 +216,7 @@ def _best(scores: Float32[Array, "B Q"], count: Int32[Array, "B"]) -> Float32[Ar
 def _candidates(
     state: NgramState, suffix: Int32[Array, "W"], salt: UInt32[Array, ""], config: NgramConfig
 ) -> tuple[Pool, Int32[Array, ""]]:
-    """Continuations of one request's suffix, merged, and the length of the longest match.
+    """Continuations of one request's suffix, merged, and the length of the longest match that has one.
 
     Scores order the candidates. Pool index = (depth - 1) * A + branch.
     """
@@ -236,7 +241,8 @@ def _candidates(
     # The same place is found once for each window size: keep one. Longest match first, then most recent.
     place = jnp.arange(found.shape[0])
     repeated = jnp.any((found[:, None] == found[None, :]) & (place[None, :] < place[:, None]), axis=1)
-    usable = (matched >= config.min_match_window_size) & ~repeated
+    leads_on = _follow(state.next, state.previous, found) != NOWHERE  # the end of a text says nothing
+    usable = (matched >= config.min_match_window_size) & leads_on & ~repeated
     age = jnp.mod(state.cursor - 1 - found, capacity)
     # At most 64 * 2**24 + 2**24: fits int32.
     order = jnp.where(usable, matched * capacity + (capacity - 1 - age), -1)

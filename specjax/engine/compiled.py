@@ -147,17 +147,19 @@ class Executables:
             self._coming.update(missing)
 
         def run() -> None:
-            with tqdm(missing, desc="Compiling behind", unit="bucket", disable=not progress or not missing) as bar:
-                for key in bar:
-                    bar.set_postfix_str(f"{key.kind} {key.width}")
-                    try:
+            try:
+                with tqdm(missing, desc="Compiling behind", unit="bucket", disable=not progress or not missing) as bar:
+                    for key in bar:
+                        bar.set_postfix_str(f"{key.kind} {key.width}")
                         if not self._closed.is_set():
                             self.get(key)
-                    except Exception:  # whoever needs it will try again, and be told
-                        logger.exception("compiling %s failed", key)
-                    finally:
                         with self._lock:
                             self._coming.discard(key)
+            except Exception:
+                logger.exception("compiling ahead failed: what is missing is compiled when it is needed")
+            finally:
+                with self._lock:
+                    self._coming.difference_update(missing)
 
         thread = threading.Thread(target=run, name="specjax-compile", daemon=True)
         thread.start()

@@ -1,4 +1,4 @@
-"""Building blocks that the families share: RMS norm and rotary embeddings."""
+"""Building blocks that the families share: projections, RMS norm and rotary embeddings."""
 
 from __future__ import annotations
 
@@ -12,6 +12,35 @@ from jaxtyping import Float, Float32
 
 from specjax.config import RopeConfig
 from specjax.types import Positions
+
+PARTS = 4
+"""Into which a CPU splits the product of one row. On 2 cores 2, 3 and 8 parts are slower."""
+
+
+def project(
+    x: Float[Array, "B N M"], weight: Float[Array, "M *out"], *, precision: jax.lax.Precision
+) -> Float[Array, "B N *out"]:
+    """x times weight, over the weight's first axis.
+
+    XLA:CPU does not use all cores for the product of one row and a matrix, but it does for a batch of them. So there
+    the sum over M is taken in `PARTS` parts, which are the batch: a step of one token, most of which is reading
+    weights, takes a tenth less time. The weight is read where it lies. From two rows on nothing would be gained; other
+    platforms, and half precision, which would round each part, get the plain product too.
+    """
+
+    def plain(x: Array, weight: Array) -> Array:
+        return jnp.einsum("bnm,m...->bn...", x, weight, precision=precision)
+
+    def in_parts(x: Array, weight: Array) -> Array:
+        parts = weight.reshape(PARTS, -1, *weight.shape[1:])
+        sums = jnp.einsum("cm,cm...->c...", x.reshape(PARTS, -1), parts, precision=precision)
+        # Added one by one: that becomes a part of what follows, where a reduction would be an operation of its own.
+        return sum(sums[1:], start=sums[0])[None, None]
+
+    one_row = x.shape[0] * x.shape[1] == 1
+    if not one_row or weight.shape[0] % PARTS or x.dtype != jnp.float32:
+        return plain(x, weight)
+    return jax.lax.platform_dependent(x, weight, cpu=in_parts, default=plain)
 
 
 def rms_norm(x: Float[Array, "... M"], weight: Float[Array, "M"], epsilon: float) -> Float[Array, "... M"]:

@@ -24,7 +24,7 @@ from specjax_kernels import tree_attention
 
 from specjax.cache import BlockKV, PagedCache
 from specjax.config import ModelConfig
-from specjax.models.layers import rms_norm, rotate, rotations
+from specjax.models.layers import project, rms_norm, rotate, rotations
 from specjax.models.protocol import ForwardOutput, Target
 from specjax.types import Hidden, PageTable, Params, PerRequest, Positions, Tokens
 
@@ -77,7 +77,7 @@ class Layer(nn.Module):
 
         normed = rms_norm(x, self.param("attention_norm", ones, (width,), dtype), c.norm_epsilon)
         qkv = self.param("qkv", init, (width, heads, group + 2, head), dtype)
-        mixed = jnp.einsum("bnm,mkge->bnkge", normed, qkv, precision=precision)
+        mixed = project(normed, qkv, precision=precision)
         if c.attention_bias:
             mixed = mixed + self.param("qkv_bias", zeros, (heads, group + 2, head), dtype)[None, None]
         turned = rotate(mixed[..., : group + 1, :], cos, sin)
@@ -98,19 +98,19 @@ class Layer(nn.Module):
             implementation=self.backend,
         ).reshape(*x.shape[:2], -1)
         output = self.param("output", init, (heads, group, head, width), dtype).reshape(-1, width)
-        # Reshaped by hand: an einsum over three axes makes XLA:CPU transpose the weight in every call.
-        added = jnp.einsum("bni,im->bnm", attended, output, precision=precision)
+        # Reshaped by hand: a product over three axes makes XLA:CPU transpose the weight in every call.
+        added = project(attended, output, precision=precision)
         if c.attention_bias:
             added = added + self.param("output_bias", zeros, (width,), dtype)[None, None]
         x = x + added
 
         normed = rms_norm(x, self.param("mlp_norm", ones, (width,), dtype), c.norm_epsilon)
         gate_up = self.param("gate_up", init, (width, 2, mlp), dtype)
-        wide = jnp.einsum("bnm,mti->bnti", normed, gate_up, precision=precision)
+        wide = project(normed, gate_up, precision=precision)
         if c.mlp_bias:
             wide = wide + self.param("gate_up_bias", zeros, (2, mlp), dtype)[None, None]
         gated = jax.nn.silu(wide[:, :, 0]) * wide[:, :, 1]
-        added = jnp.einsum("bni,im->bnm", gated, self.param("down", init, (mlp, width), dtype), precision=precision)
+        added = project(gated, self.param("down", init, (mlp, width), dtype), precision=precision)
         if c.mlp_bias:
             added = added + self.param("down_bias", zeros, (width,), dtype)[None, None]
         return x + added, (key, value)

@@ -1,126 +1,24 @@
-"""`python -m specjax.serve`: a model behind OpenAI's interface, decoded speculatively."""
+"""`python -m specjax.serve`; see `specjax.serve.command`."""
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import logging
 import os
 import signal
 import sys
-import threading
-import time
-
-import jax
-from tqdm import tqdm
-
-from specjax import flags
-from specjax.checkpoint import CheckpointError
-from specjax.engine import Engine
-from specjax.engine.batch import kv_bytes_per_token
-from specjax.serve.app import create_app
-from specjax.serve.runner import Runner
-from specjax.serve.server import SIGNALS, PortError, Server, listen, url
-from specjax.settings import HelpFormatter, add_flags, parse
-
-logger = logging.getLogger("specjax.serve")
-
-DESCRIPTION = "Serve a model behind OpenAI's interface, decoding speculatively. The text is the model's own."
-
-USERS_ERRORS = (CheckpointError, ValueError, NotImplementedError, OSError)
-"""While loading: what is wrong is a flag or a file, and the message says so."""
-
-LEAVE_TIMEOUT = 2.0
-"""Seconds that the engine's thread gets to end its last step."""
-
-
-class _LogHandler(logging.Handler):
-    """To stderr, without tearing progress bars."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stderr)
-
-
-def _not_cancelled(record: logging.LogRecord) -> bool:
-    """A request that is cut off because the server stops is no error, and uvicorn would print its stack."""
-    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
-
-
-def set_up_logging(level: str) -> None:
-    handler = _LogHandler()
-    handler.addFilter(_not_cancelled)
-    handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    for noisy in ("jax", "asyncio", "httpx", "httpcore", "filelock"):
-        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
-
-
-def load(settings: flags.Settings) -> Engine:
-    """The engine, with a line for each thing that a user may wonder about."""
-    started = time.perf_counter()
-    engine = Engine.from_pretrained(**flags.engine_arguments(settings))
-    seconds = time.perf_counter() - started
-    config, tokens = engine.target.config, engine.intake.pool_tokens
-    draft = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.state.draft))
-    logger.info("Loaded %s on %s in %.1f s: %s", settings.model.model, engine.device_name, seconds, config.dtype)
-    logger.info(
-        "KV pool: %d tokens in pages of %d, %.2f GB for the target; context %d tokens, %d requests at once",
-        tokens,
-        engine.pool.page_size,
-        tokens * kv_bytes_per_token(config) / 1e9,
-        engine.context_length,
-        engine.config.max_running_requests,
-    )
-    logger.info(
-        "Speculation: %s, trees of up to %d tokens, %.2f GB for the draft%s",
-        engine.drafter.name,
-        engine.drafter.width,
-        draft / 1e9,
-        f"; {engine.drafter.note}" if engine.drafter.note else "",
-    )
-    return engine
+from types import FrameType
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m specjax.serve", description=DESCRIPTION, formatter_class=HelpFormatter
-    )
-    add_flags(parser, flags.Settings())
-    _, settings = parse(parser, argv, flags.Settings())
-    server = settings.server
-    set_up_logging(server.log_level)
-    name = server.served_model_name or settings.model.model
-    try:
-        sock = listen(server.host, server.port)
-    except PortError as error:
-        print(f"specjax.serve: {error}", file=sys.stderr)
-        return 2
-    logger.info("Listening on %s; requests get a 503 until the model is loaded", url(sock))
-    runner = Runner(
-        lambda: load(settings),
-        max_queued_requests=server.max_queued_requests,
-        stream_interval=server.stream_interval,
-        decode_log_interval=server.decode_log_interval,
-        watchdog_timeout=server.watchdog_timeout,
-    )
-    app = create_app(runner, server, model=name)
-    failure = Server(app, runner, sock, shutdown_timeout=server.shutdown_timeout).run()
-    wrong = isinstance(failure, USERS_ERRORS) and not runner.loaded
-    if wrong:
-        print(f"specjax.serve: {failure}", file=sys.stderr)
-    elif failure is not None:
-        logger.error("The engine failed", exc_info=failure)
-    else:
-        logger.info("Bye.")
-    status = 0 if failure is None else 2 if wrong else 1
-    for number in SIGNALS:  # whoever is impatient needs no traceback
-        signal.signal(number, lambda *_: os._exit(status))
-    runner.stop(timeout=LEAVE_TIMEOUT if runner.loaded else 0)
-    if any(thread.name.startswith("specjax-") for thread in threading.enumerate()):
-        # Loading, compiling and tokenising cannot be interrupted, and Python cannot end while a thread is inside XLA.
-        sys.stderr.flush()
-        os._exit(status)
-    return status
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)
+    from specjax.serve.command import main as serve  # takes seconds, in which signals must work, too
+
+    return serve(argv)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """Nothing has begun yet. Not by an exception: imports swallow some."""
+    os._exit(0)
 
 
 if __name__ == "__main__":
