@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specjax.config import ModelConfig
+from specjax.engine.config import EngineConfig
 from specjax.engine.request import Sequence
 from specjax.step import NO_DRAFT_LIMIT, NO_FORCED_TOKEN, PrefillInput, Row, StepInput, new_row
 
@@ -142,3 +144,19 @@ def _page_table(sequences: list[Sequence], batch: int, width: int, pages: int) -
 def kv_bytes_per_token(config: ModelConfig) -> int:
     """Bytes that one token's keys and values take."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
+
+
+DEFAULT_POOL_TOKENS = 32_768
+"""Of the pool on a CPU, where memory is shared with everything else."""
+
+
+def pool_tokens(model: ModelConfig, config: EngineConfig, context_length: int, platform: str) -> int:
+    """Tokens that the pool should hold: what is asked for, else as many as all rows can use, or as fit."""
+    if config.max_total_tokens is not None:
+        return config.max_total_tokens
+    wanted = config.max_running_requests * context_length
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if platform == "cpu" or "bytes_limit" not in stats:
+        return min(wanted, DEFAULT_POOL_TOKENS)
+    free = int(stats["bytes_limit"] * config.mem_fraction) - stats.get("bytes_in_use", 0)
+    return max(min(wanted, free // kv_bytes_per_token(model)), config.page_size)

@@ -107,6 +107,10 @@ class Executables:
         self._lock = threading.Lock()
         self.admit: Callable[..., DecodeState] = jax.jit(admit, donate_argnums=0)
 
+    @property
+    def state_shapes(self) -> DecodeState:
+        return self._shapes[1]
+
     def all_keys(self) -> list[Key]:
         """Every executable the engine can need, the ones for a single request first."""
         steps = [Key("step", batch, table) for batch in self._buckets.batches for table in self._buckets.tables]

@@ -17,6 +17,8 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -25,11 +27,11 @@ import numpy as np
 from specjax import checkpoint
 from specjax.cache import PoolShape
 from specjax.drafters import Drafter, Params, make_drafter
-from specjax.engine.batch import Buckets, admission_row, kv_bytes_per_token, prefill_input, step_input
+from specjax.engine.batch import Buckets, admission_row, pool_tokens, prefill_input, step_input
 from specjax.engine.compiled import Executables, Key, unpack, use_compilation_cache
 from specjax.engine.config import EngineConfig
 from specjax.engine.counters import Counters
-from specjax.engine.intake import Intake
+from specjax.engine.intake import Intake, with_sampling
 from specjax.engine.news import StreamChunk, take_news
 from specjax.engine.prompt import Prompt
 from specjax.engine.request import SamplingParams, Sequence, Status, completion, raw_logprobs
@@ -37,14 +39,11 @@ from specjax.engine.scheduler import Scheduler
 from specjax.models import make_target
 from specjax.models.protocol import Target
 from specjax.state import TOP_LOGPROBS
-from specjax.step import FULL, STOPPED, init_state, ladder
+from specjax.step import FULL, STOPPED, DecodeState, init_state, ladder
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_CONFIG = EngineConfig()
-
-DEFAULT_POOL_TOKENS = 32_768
-"""Of the pool on a CPU, where memory is shared with everything else."""
 
 
 class _InFlight(NamedTuple):
@@ -78,7 +77,7 @@ class Engine:
         self._top = min(TOP_LOGPROBS, self.vocab_size)
         self.platform = jax.default_backend()
         rows = config.max_running_requests
-        tokens = config.max_total_tokens or self._pool_tokens()
+        tokens = pool_tokens(target.config, config, self.context_length, self.platform)
         self.pool = PoolShape(max(tokens // config.page_size, 1), config.page_size)
         request_pages = min(-(-self.context_length // config.page_size), self.pool.pages)
         self.buckets = Buckets.build(
@@ -86,8 +85,12 @@ class Engine:
         )
         self.lookahead = (2 if config.overlap else 1) * (drafter.depth + 1)
         self.scheduler = self._new_scheduler()
-        self.state = init_state(params, target, drafter, rows=rows, pool=self.pool)
-        self.executables = Executables(target, drafter, self.buckets, params, self.state)
+        # Zeroing the pool takes seconds on a CPU, in which executables can be compiled for its shapes.
+        shapes = jax.eval_shape(self._new_state)
+        beside = ThreadPoolExecutor(1)
+        self._state = beside.submit(self._new_state)
+        beside.shutdown(wait=False)  # its thread ends with that
+        self.executables = Executables(target, drafter, self.buckets, params, shapes)
         self.counters = Counters()
         self._in_flight: deque[_InFlight] = deque()
         self._by_id: dict[str, Sequence] = {}
@@ -139,13 +142,30 @@ class Engine:
         if model_config.dtype == "float32":
             # The default on recent GPUs is TF32; float32 is promised.
             jax.config.update("jax_default_matmul_precision", "highest")
-        tokenizer = checkpoint.load_tokenizer(files, folder=tokenizer_path, chat_template=chat_template)
-        params = Params(checkpoint.load_params(files, model_config, progress=progress))
+        with ThreadPoolExecutor(1) as beside:  # importing what reads tokenizers takes as long as the weights
+            load = partial(checkpoint.load_tokenizer, files, folder=tokenizer_path, chat_template=chat_template)
+            reading = beside.submit(load)
+            params = Params(checkpoint.load_params(files, model_config, progress=progress))
+            tokenizer = reading.result()
         eos = checkpoint.stop_token_ids(files)
         if not eos and isinstance(tokenizer.eos_token_id, int):
             eos = (tokenizer.eos_token_id,)
         target = make_target(model_config, backend=backend)
         return cls(target, params, tokenizer, drafter, config=config, eos_ids=eos)
+
+    @property
+    def state(self) -> DecodeState:
+        """What lives on the device; donated to each step, which gives the next."""
+        return self._state.result()
+
+    @state.setter
+    def state(self, state: DecodeState) -> None:
+        self._state = Future()
+        self._state.set_result(state)
+
+    def _new_state(self) -> DecodeState:
+        rows = self.config.max_running_requests
+        return init_state(self.params, self.target, self.drafter, rows=rows, pool=self.pool)
 
     # Requests
 
@@ -194,9 +214,7 @@ class Engine:
         self._in_flight.clear()
         self._unreported.clear()
         self.state = cast(Any, None)  # before the new one is allocated
-        self.state = init_state(
-            self.params, self.target, self.drafter, rows=self.config.max_running_requests, pool=self.pool
-        )
+        self.state = self._new_state()
         return ended
 
     # The loop
@@ -369,16 +387,6 @@ class Engine:
             lookahead=self.lookahead,
         )
 
-    def _pool_tokens(self) -> int:
-        """As many tokens as all rows can use, or as fit."""
-        wanted = self.config.max_running_requests * self.context_length
-        stats = jax.local_devices()[0].memory_stats() or {}
-        if self.platform == "cpu" or "bytes_limit" not in stats:
-            return min(wanted, DEFAULT_POOL_TOKENS)
-        used = stats.get("bytes_in_use", 0)
-        free = int(stats["bytes_limit"] * self.config.mem_fraction) - used
-        return max(min(wanted, free // kv_bytes_per_token(self.target.config)), self.config.page_size)
-
     # Generation
 
     def generate(
@@ -402,16 +410,8 @@ class Engine:
         Raises:
             ValueError: a prompt or a parameter is wrong; nothing has been started then.
         """
-        single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int | np.integer | Mapping))
-        batch = [prompts] if single else list(prompts)
-        if isinstance(sampling, list | tuple):
-            each = list(sampling)
-        else:
-            one = SamplingParams.from_mapping(sampling) if isinstance(sampling, Mapping) else sampling
-            each = [cast(SamplingParams, one or SamplingParams())] * len(batch)
-        if len(each) != len(batch):
-            raise ValueError(f"{len(batch)} prompts, but {len(each)} sampling parameters")
-        sequences = [self.intake.sequence(prompt, params) for prompt, params in zip(batch, each, strict=True)]
+        single, pairs = with_sampling(prompts, sampling)
+        sequences = [self.intake.sequence(prompt, params) for prompt, params in pairs]
         if stream:
             return self._stream(sequences)
         try:

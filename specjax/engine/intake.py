@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import Any, cast
+
+import numpy as np
 
 from specjax.engine.prompt import Prompt, encode
 from specjax.engine.request import ParameterError, SamplingParams, Sequence, random_seed
@@ -95,3 +98,23 @@ class Intake:
 
     def _seed(self) -> int:
         return random_seed() if self.seeds is None else self.seeds.getrandbits(63)
+
+
+def with_sampling(
+    prompts: Any, sampling: SamplingParams | Mapping[str, Any] | List[SamplingParams] | None
+) -> tuple[bool, list[tuple[Prompt, SamplingParams]]]:
+    """What `Engine.generate` takes: whether it is one prompt, and each prompt with its parameters.
+
+    Raises:
+        ValueError: not one for each, or a parameter is wrong.
+    """
+    single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int | np.integer | Mapping))
+    batch = [prompts] if single else list(prompts)
+    if isinstance(sampling, list | tuple):
+        each = list(sampling)
+    else:
+        one = SamplingParams.from_mapping(sampling) if isinstance(sampling, Mapping) else sampling
+        each = [cast(SamplingParams, one or SamplingParams())] * len(batch)
+    if len(each) != len(batch):
+        raise ValueError(f"{len(batch)} prompts, but {len(each)} sampling parameters")
+    return single, list(zip(batch, each, strict=True))

@@ -63,7 +63,7 @@ def load(settings: flags.Settings) -> Engine:
     engine = Engine.from_pretrained(**flags.engine_arguments(settings))
     seconds = time.perf_counter() - started
     config, tokens = engine.target.config, engine.intake.pool_tokens
-    draft = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.state.draft))
+    draft = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(engine.executables.state_shapes.draft))
     logger.info("Loaded %s on %s in %.1f s: %s", settings.model.model, engine.device_name, seconds, config.dtype)
     logger.info(
         "KV pool: %d tokens in pages of %d, %.2f GB for the target; context %d tokens, %d requests at once",
