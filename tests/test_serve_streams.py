@@ -16,7 +16,7 @@ from server_helpers import MODEL, SECONDS, Running, parse_events, running, slow_
 
 from specjax.engine import SamplingParams
 from specjax.flags import ServerSettings
-from specjax.serve.runner import SHUT_DOWN, State
+from specjax.serve.runner import SHUT_DOWN, Listener, State
 
 CHAT, COMPLETE, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 LONG = {"prompt": "hello", "max_tokens": 110, "temperature": 0}
@@ -227,7 +227,7 @@ def test_one_request_that_cannot_be_handled_takes_no_other_down(monkeypatch, cap
 
         fine, broken = asyncio.run(both())
         assert fine.json()["choices"][0]["text"] == good
-        assert broken.status_code == 503 and "Boom" in caplog.text
+        assert broken.status_code == 500 and "Boom" in caplog.text and "Boom" not in broken.text
 
 
 def test_an_engine_that_cannot_start_anew_is_unhealthy(monkeypatch):
@@ -286,3 +286,100 @@ def test_while_loading():
         gate.set()
         wait_until(lambda: client.get("/health").status_code == 200)
         assert client.post(COMPLETE, json=LONG).status_code == 200
+
+
+def test_ids_that_would_collide_are_refused(server):
+    """Choice 1 of `a` is named `a-1`."""
+    body = {"text": ["hi", "ho"], "rid": ["a", "a-1"], "sampling_params": {"max_new_tokens": 1, "n": 2}}
+    answer = server.post(GENERATE, body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "rid"
+    assert server.complete(max_tokens=1).status_code == 200
+
+
+def test_leaving_late_does_not_end_who_has_the_id_now(server):
+    """The first request is done in the engine, but its client still listens when the id is used again."""
+    intake, params = server.engine.intake, SamplingParams(max_new_tokens=8)
+
+    async def both():
+        first = Listener([intake.sequence("hello", params, id="x")])
+        server.runner.submit(first)
+        assert [chunk async for chunk in first.chunks()][-1].completion is not None
+        second = Listener([intake.sequence("other", params, id="x")])
+        server.runner.submit(second)
+        server.runner.abort(first.sequences)
+        return [chunk async for chunk in second.chunks()][-1].completion
+
+    done = asyncio.run(asyncio.wait_for(both(), SECONDS))
+    assert done.finish_reason["type"] == "length" and len(done.output_ids) == 8
+
+
+def test_who_had_finished_in_a_step_that_fails_is_told(monkeypatch):
+    with running(shared_engine("NONE")) as server:
+        engine, left = server.engine, iter([True])
+        finish = engine._finish
+
+        def fail(sequence):
+            finish(sequence)
+            if next(left, False):
+                raise Boom
+
+        monkeypatch.setattr(engine, "_finish", fail)
+        assert server.complete(max_tokens=3, temperature=0).json()["choices"][0]["finish_reason"] == "length"
+        server.wait_idle()
+
+
+def test_a_command_that_fails_ends_nothing(server):
+    def fail(engine):
+        raise Boom
+
+    with pytest.raises(Boom):
+        server.runner.call(fail).result(SECONDS)
+    with server.runner._wake:
+        server.runner._command(lambda: fail(None))
+    assert server.complete(max_tokens=1).status_code == 200
+
+
+def test_a_variant_that_must_be_compiled_holds_up_nobody_else(monkeypatch):
+    """Requests for log-probabilities wait for their programs; the others go on."""
+    engine = make_engine(toy(), max_running_requests=2)
+    compile_ = engine.executables._compile
+    let_go = threading.Event()
+
+    def slow(key):
+        if key.logprobs:
+            assert let_go.wait(SECONDS)
+        return compile_(key)
+
+    monkeypatch.setattr(engine.executables, "_compile", slow)
+    with running(engine) as server, connection(server) as sock:
+        sock.sendall(request(COMPLETE, {"prompt": "hello", "max_tokens": 5, "temperature": 0, "logprobs": 1}))
+        wait_until(lambda: engine.executables.coming)
+        plain = server.complete("hello", max_tokens=5, temperature=0).json()["choices"][0]["text"]
+        assert server.runner.unfinished == 1
+        let_go.set()
+        answer = b""
+        while b"token_logprobs" not in answer:
+            answer += sock.recv(65536)
+        assert json.dumps(plain).encode() in answer
+
+
+def test_a_text_far_too_long_is_not_tokenised(server):
+    answer = server.complete("x" * 5000)
+    assert answer.status_code == 400 and "5000 characters" in answer.json()["error"]["message"]
+    answer = server.complete(["x"] * 100_000)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt"
+
+
+def test_request_ids_are_logged(server, caplog):
+    with caplog.at_level("INFO", logger="specjax.serve"), server.client() as client:
+        client.get("/health", headers={"X-Request-Id": "find-me"})
+    assert '"GET /health HTTP/1.1" 200, request find-me' in caplog.text
+
+
+def test_methods_and_slashes(server):
+    with server.client() as client:
+        assert set(client.get(GENERATE).headers["allow"].split(", ")) == {"POST", "PUT"}
+        assert set(client.delete("/flush_cache").headers["allow"].split(", ")) == {"GET", "POST"}
+        answer = client.post(f"{COMPLETE}/", json=LONG, headers={"Host": "evil.example"})
+        assert answer.status_code == 404 and "location" not in answer.headers and answer.json()["error"]
+        assert client.put(GENERATE, json={"text": "x", "sampling_params": {"max_new_tokens": 1}}).status_code == 200

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from specjax.checkpoint.cache import default_cache_dir
 from specjax.drafters.base import Drafter, Params
 from specjax.engine.batch import Buckets
+from specjax.engine.request import Sequence
 from specjax.models.protocol import Target
 from specjax.step import (
     DecodeState,
@@ -103,6 +104,7 @@ class Executables:
         self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
         self._futures: dict[Key, Future[Any]] = {}
         self._coming: set[Key] = set()  # what `warm_up_behind` still has to do
+        self._asked: set[Key] = set()
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self.admit: Callable[..., DecodeState] = jax.jit(admit, donate_argnums=0)
@@ -118,6 +120,26 @@ class Executables:
         first = self._buckets.batches[0]
         return chunks + sorted(steps, key=lambda key: (key.width != first, key.width, key.table))
 
+    def single_request_keys(self) -> list[Key]:
+        """Those that one request at a time needs."""
+        first = self._buckets.batches[0]
+        return [key for key in self.all_keys() if key.kind == "prefill" or key.width == first]
+
+    def first_keys(self, sequences: Iterable[Sequence], page_size: int, rows: int) -> list[Key]:
+        """Those that these sequences will certainly need, if they are all that runs."""
+        keys: dict[Key, None] = {}
+        count, table = 0, self._buckets.tables[0]
+        for sequence in sequences:
+            table = max(table, self._buckets.table(-(-sequence.most_tokens // page_size)))
+            left = len(sequence.context)
+            while left > 0:
+                width = self._buckets.chunk(left)
+                keys[Key("prefill", width, table)] = None
+                left -= width
+            count += 1
+        widths = self._buckets.shrinking(min(count, rows), ladder(self._drafter))
+        return [*keys, *(Key("step", width, table) for width in widths)]
+
     def get(self, key: Key) -> Callable[..., tuple[DecodeState, Array]]:
         with self._lock:
             mine = key not in self._futures
@@ -131,6 +153,23 @@ class Executables:
                 future.set_exception(error)
                 raise
         return future.result()
+
+    def has(self, key: Key) -> bool:
+        """False: a variant for log-probabilities that is being compiled behind, so that other requests go on.
+
+        Plain executables are waited for: nobody could go on without.
+        """
+        with self._lock:
+            future = self._futures.get(key)
+            if not key.logprobs or (future is not None and future.done()):
+                return True
+            if key in self._coming:
+                return False
+            if key in self._asked:  # it has failed: whoever calls `get` is told why
+                return True
+            self._asked.add(key)
+        self.warm_up_behind([key], progress=False)
+        return False
 
     def compiled(self) -> set[Key]:
         with self._lock:

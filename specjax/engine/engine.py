@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
@@ -34,7 +35,7 @@ from specjax.engine.counters import Counters
 from specjax.engine.intake import Intake, with_sampling
 from specjax.engine.news import StreamChunk, take_news
 from specjax.engine.prompt import Prompt
-from specjax.engine.request import SamplingParams, Sequence, Status, completion, raw_logprobs
+from specjax.engine.request import FAILED_TEXT, SamplingParams, Sequence, Status, completion, raw_logprobs
 from specjax.engine.scheduler import Scheduler
 from specjax.models import make_target
 from specjax.models.protocol import Target
@@ -44,6 +45,10 @@ from specjax.step import FULL, STOPPED, DecodeState, init_state, ladder
 logger = logging.getLogger(__name__)
 
 DEFAULT_CONFIG = EngineConfig()
+
+
+IDLE = 0.005
+"""Seconds between two looks at what others do."""
 
 
 class _InFlight(NamedTuple):
@@ -213,9 +218,13 @@ class Engine:
             self._finish(sequence)
         self._in_flight.clear()
         self._unreported.clear()
-        self.state = cast(Any, None)  # before the new one is allocated
+        self._state = Future()  # the old one goes before the new one is allocated
         self.state = self._new_state()
         return ended
+
+    def find(self, id: str) -> Sequence | None:
+        """The request with this id, while it waits or runs."""
+        return self._by_id.get(id)
 
     # The loop
 
@@ -228,6 +237,8 @@ class Engine:
         launched = self._launch_prefill() + self._launch_decode()
         news = {sequence.id: sequence for sequence in self._unreported}
         self._unreported.clear()
+        if not launched and not self._in_flight and not news:
+            time.sleep(IDLE)  # all wait for a program that is compiled behind
         keep = launched if self.config.overlap else 0
         while len(self._in_flight) > keep:
             for sequence in self._collect():
@@ -239,13 +250,15 @@ class Engine:
             self.state = self.executables.admit(
                 self.state, np.int32(cast(int, sequence.slot)), admission_row(sequence, self.vocab_size)
             )
-        sequence = self.scheduler.next_prefill()
-        if sequence is None:
+        for sequence in self.scheduler.prefilling():
+            inputs = prefill_input(sequence, self.buckets, self.pool.pages)
+            logprobs = sequence.wants_logprobs
+            key = Key("prefill", inputs.tokens.shape[1], inputs.page_table.shape[1], logprobs)
+            if self.executables.has(key):
+                break
+        else:
             return 0
-        inputs = prefill_input(sequence, self.buckets, self.pool.pages)
         length = int(inputs.length[0])
-        logprobs = _wants_logprobs([sequence])
-        key = Key("prefill", inputs.tokens.shape[1], inputs.page_table.shape[1], logprobs)
         self.state, output = self.executables.get(key)(self.params, self.state, inputs)
         self.counters.prefilled_sequences += sequence.prefilled == 0
         self.counters.prefilled_tokens += length
@@ -271,8 +284,13 @@ class Engine:
                 continue
             self.scheduler.retract_youngest()
         table = self.buckets.table(max(len(sequence.pages) for sequence in running))
-        logprobs = _wants_logprobs(running)
+        logprobs = any(sequence.wants_logprobs for sequence in running)
         batch = self._batch_bucket(len(running), table, logprobs)
+        if not self.executables.has(Key("step", batch, table, logprobs)):
+            running, logprobs = [sequence for sequence in running if not sequence.wants_logprobs], False
+            if not running:
+                return 0
+            batch = self._batch_bucket(len(running), table, logprobs)
         running = running[:batch]
         inputs = step_input(running, batch, table, self.config.max_running_requests, self.pool.pages)
         self.state, output = self.executables.get(Key("step", batch, table, logprobs))(self.params, self.state, inputs)
@@ -306,9 +324,9 @@ class Engine:
                 kept = sequence.accept(read.tokens[i, :emitted].tolist(), finish == STOPPED, finish == FULL)
                 if sequence.params.logprobs is not None and read.logprobs is not None:
                     sequence.logprobs += raw_logprobs(read.logprobs, i, kept, sequence.params.logprobs)
-            except Exception as error:  # of its text; the others go on
+            except Exception:  # of its text; the others go on
                 logger.exception("request %s failed", sequence.id)
-                sequence.abort(f"{type(error).__name__} while its text was made")
+                sequence.abort(FAILED_TEXT)
                 kept = emitted
             self.counters.generated += kept
             if flight.lengths is None:
@@ -342,23 +360,11 @@ class Engine:
 
     def single_request_keys(self) -> list[Key]:
         """Executables that one request at a time needs."""
-        first = self.buckets.batches[0]
-        return [key for key in self.executables.all_keys() if key.kind == "prefill" or key.width == first]
+        return self.executables.single_request_keys()
 
     def first_keys(self, sequences: Iterable[Sequence]) -> list[Key]:
         """Executables that these sequences will certainly need, if they are all that runs."""
-        keys: dict[Key, None] = {}
-        count, table = 0, self.buckets.tables[0]
-        for sequence in sequences:
-            table = max(table, self.buckets.table(-(-sequence.most_tokens // self.pool.page_size)))
-            left = len(sequence.context)
-            while left > 0:
-                width = self.buckets.chunk(left)
-                keys[Key("prefill", width, table)] = None
-                left -= width
-            count += 1
-        running = min(count, self.config.max_running_requests)
-        return [*keys, *(Key("step", b, table) for b in self.buckets.shrinking(running, ladder(self.drafter)))]
+        return self.executables.first_keys(sequences, self.pool.page_size, self.config.max_running_requests)
 
     def flush_cache(self) -> bool:
         """Forgets what requests have left behind (the drafter's memory). False, and nothing done, while one runs."""
@@ -442,7 +448,3 @@ class Engine:
         finally:  # the caller may stop listening
             for sequence in left.values():
                 self.abort(sequence.id)
-
-
-def _wants_logprobs(sequences: Iterable[Sequence]) -> bool:
-    return any(sequence.params.logprobs is not None for sequence in sequences)

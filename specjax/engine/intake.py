@@ -5,6 +5,7 @@ Safe to call from any thread, so that a server can tokenise beside the engine's 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Iterator, Mapping
@@ -35,7 +36,18 @@ class Intake:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; see `specjax.engine.prompt.encode`."""
-        return encode(prompt, self.tokenizer, self.vocab_size)
+        return encode(prompt, self.tokenizer, self.vocab_size, most_characters=self.most_characters)
+
+    @functools.cached_property
+    def most_characters(self) -> int | None:
+        """No text that is longer can fit the context, so it need not be tokenised. None: not known.
+
+        Where text is not normalised, a token stands for no more characters than it is written with.
+        """
+        core = getattr(self.tokenizer, "backend_tokenizer", None)
+        if core is None or core.normalizer is not None:
+            return None
+        return self.context_length * max(map(len, self.tokenizer.get_vocab()))
 
     def sequence(self, prompt: Prompt, sampling: SamplingParams, *, id: str | None = None) -> Sequence:
         """A sequence that will fit.
@@ -50,7 +62,7 @@ class Intake:
             outside = [token for token in ids if not 0 <= int(token) < self.vocab_size]
             if outside:
                 last = self.vocab_size - 1
-                raise ParameterError(what, f"holds {outside[0]}; token ids of this model are 0 to {last}")
+                raise ParameterError(what, f"holds {outside[0]!s:.40}; token ids of this model are 0 to {last}")
         stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_ids))))
         least = sampling.min_new_tokens
         if least > limit:
@@ -86,7 +98,7 @@ class Intake:
         if wanted is not None and wanted > room:
             raise ParameterError(
                 "max_new_tokens",
-                f"{wanted} and the prompt's {prompt} tokens exceed the context of {self.context_length}",
+                f"{wanted!s:.40} and the prompt's {prompt} tokens exceed the context of {self.context_length}",
             )
         if prompt + (wanted or 1) - 1 > self.pool_tokens:
             raise ParameterError(

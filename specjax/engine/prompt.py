@@ -10,16 +10,25 @@ import numpy as np
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
-def encode(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
+def encode(prompt: Prompt, tokenizer: Any, vocab_size: int, *, most_characters: int | None = None) -> list[int]:
     """Token ids of a prompt.
 
     Raises:
-        ValueError: it is empty, of no known form, or holds an id outside the vocabulary.
+        ValueError: it is empty, of no known form, too long to fit whatever its tokens are, or holds an id outside the
+            vocabulary.
     """
+
+    def of_text(text: str, **options: Any) -> list[int]:
+        if most_characters is not None and len(text) > most_characters:
+            raise ValueError(
+                f"the prompt has {len(text)} characters; the context can hold no more than {most_characters}"
+            )
+        return tokenizer(text, **options)["input_ids"]
+
     if isinstance(prompt, str):
-        tokens = tokenizer(prompt)["input_ids"]
+        tokens = of_text(prompt)
     elif isinstance(prompt, list | tuple) and prompt and all(isinstance(m, Mapping) for m in prompt):
-        tokens = tokenizer(_render(cast(Any, prompt), tokenizer), add_special_tokens=False)["input_ids"]
+        tokens = of_text(_render(cast(Any, prompt), tokenizer), add_special_tokens=False)
     elif isinstance(prompt, list | tuple) and all(
         isinstance(t, int | np.integer) and not isinstance(t, bool) for t in prompt
     ):
@@ -30,7 +39,7 @@ def encode(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
         raise ValueError("the prompt is empty: there is nothing to continue")
     outside = [token for token in tokens if not 0 <= token < vocab_size]
     if outside:
-        raise ValueError(f"the prompt holds token {outside[0]}; ids of this model are 0 to {vocab_size - 1}")
+        raise ValueError(f"the prompt holds token {outside[0]!s:.40}; ids of this model are 0 to {vocab_size - 1}")
     return list(tokens)
 
 

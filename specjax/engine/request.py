@@ -16,6 +16,9 @@ from specjax.state import TOP_LOGPROBS, Logprobs
 
 MAX_STOP_STRINGS = 16
 
+FAILED_TEXT = "the request failed while its text was made"
+"""Why a request ended whose tokens could not be made into text."""
+
 
 class ParameterError(ValueError):
     """A request's parameter is wrong: "`name` `problem`"."""
@@ -62,16 +65,16 @@ class SamplingParams:
             value = getattr(self, name)
             # abs() < inf, not isfinite(): an integer may be too large to be a float at all
             if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
-                raise ParameterError(name, f"must be a finite number, got {value!r}")
+                raise ParameterError(name, f"must be a finite number, got {value!r:.60}")
         for name in ("top_k", "min_new_tokens"):
             if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), int):
-                raise ParameterError(name, f"must be an integer, got {getattr(self, name)!r}")
+                raise ParameterError(name, f"must be an integer, got {getattr(self, name)!r:.60}")
         for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim", "speculate"):
             if not isinstance(getattr(self, name), bool):
-                raise ParameterError(name, f"must be true or false, got {getattr(self, name)!r}")
+                raise ParameterError(name, f"must be true or false, got {getattr(self, name)!r:.60}")
         most = self.max_new_tokens
         if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
-            raise ParameterError("max_new_tokens", f"must be an integer of at least 1, got {most!r}")
+            raise ParameterError("max_new_tokens", f"must be an integer of at least 1, got {most!r:.60}")
         if not 0 <= self.temperature <= MAX_TEMPERATURE:
             raise ParameterError(
                 "temperature", f"must be from 0 (greedy) to {MAX_TEMPERATURE:g}, got {self.temperature!s:.40}"
@@ -96,7 +99,7 @@ class SamplingParams:
             raise ParameterError("logprobs", f"must be an integer from 0 to {TOP_LOGPROBS}, got {top!r}")
         seed = self.seed
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63):
-            raise ParameterError("seed", f"must be an integer of 64 bits, got {seed!r}")
+            raise ParameterError("seed", f"must be an integer of 64 bits, got {seed!r:.60}")
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
@@ -120,7 +123,7 @@ class SamplingParams:
 def _stop_strings(stop: Any) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stops, tuple | list) or not all(isinstance(s, str) and s for s in stops):
-        raise ParameterError("stop", f"must be a string or a list of non-empty strings, got {stop!r}")
+        raise ParameterError("stop", f"must be a string or a list of non-empty strings, got {stop!r:.60}")
     if len(stops) > MAX_STOP_STRINGS:
         raise ParameterError("stop", f"has {len(stops)} strings; at most {MAX_STOP_STRINGS} are supported")
     return tuple(stops)
@@ -128,13 +131,13 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
 
 def _stop_ids(ids: Any) -> tuple[int, ...]:
     if not isinstance(ids, tuple | list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise ParameterError("stop_token_ids", f"must be a list of token ids, got {ids!r}")
+        raise ParameterError("stop_token_ids", f"must be a list of token ids, got {ids!r:.60}")
     return tuple(dict.fromkeys(ids))
 
 
 def _bias(bias: Any) -> dict[int, float]:
     if not isinstance(bias, Mapping):
-        raise ParameterError("logit_bias", f"must map token ids to numbers, got {bias!r}")
+        raise ParameterError("logit_bias", f"must map token ids to numbers, got {bias!r:.60}")
     if len(bias) > BIAS_ENTRIES:
         raise ParameterError("logit_bias", f"has {len(bias)} entries; at most {BIAS_ENTRIES} are supported")
     result = {}
@@ -143,7 +146,7 @@ def _bias(bias: Any) -> dict[int, float]:
             raise ParameterError("logit_bias", f"has the key {key!r:.40}, which is not a token id")
         token = int(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
-            raise ParameterError("logit_bias", f"of token {token} must be from -100 to 100, got {value!r}")
+            raise ParameterError("logit_bias", f"of token {token} must be from -100 to 100, got {value!r:.60}")
         result[token] = float(value)
     return result
 
@@ -222,6 +225,10 @@ class Sequence:
     def forced_token(self) -> int | None:
         """The token after the context of a resumed sequence: emitted already, so never drawn again."""
         return self.output[-1] if self.output else None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.params.logprobs is not None
 
     @property
     def most_tokens(self) -> int:

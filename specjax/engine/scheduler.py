@@ -51,8 +51,8 @@ class Scheduler:
             admitted.append(sequence)
         return admitted
 
-    def next_prefill(self) -> Sequence | None:
-        return next((s for s in self.active if s.status is Status.PREFILLING), None)
+    def prefilling(self) -> list[Sequence]:
+        return [s for s in self.active if s.status is Status.PREFILLING]
 
     def running(self) -> list[Sequence]:
         return [s for s in self.active if s.status is Status.RUNNING]

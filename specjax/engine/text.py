@@ -45,6 +45,9 @@ class TextStream:
     def _push(self, token: int) -> bool:
         self._window.append(token)
         before, now = self._decode(self._window[: self._whole]), self._decode(self._window)
+        if now == before:  # a special token that is skipped: no reason to decode it again and again
+            self._window.pop()
+            return False
         if now.endswith(REPLACEMENT) or len(now) <= len(before):
             return False
         self._window, self._whole = self._window[self._whole :], len(self._window) - self._whole

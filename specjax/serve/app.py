@@ -25,7 +25,7 @@ from specjax.serve.answers import Answer, GenerateAnswer, OpenAIAnswer, event
 from specjax.serve.errors import ApiError, bad_request, error_body, unavailable
 from specjax.serve.gate import Gate, check_state, error_response
 from specjax.serve.protocol import Body, ChatBody, CompletionBody, GenerateBody, Task, read_body
-from specjax.serve.runner import Listener, QueueFull, Runner, describe
+from specjax.serve.runner import FAILED_STEP, SHUT_DOWN, Listener, QueueFull, Runner, describe
 from specjax.serve.tokens import TokenNames
 
 logger = logging.getLogger("specjax.serve")
@@ -37,18 +37,30 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastAPI:
     """The ASGI application over a runner that is loading or ready. `model` is the name it serves."""
-    app = FastAPI(title="specjax", summary="Speculative decoding for JAX, behind OpenAI's interface.")
+    app = FastAPI(
+        title="specjax",
+        summary="Speculative decoding for JAX, behind OpenAI's interface.",
+        redirect_slashes=False,  # the address would be made of the Host header, which anyone may set
+    )
     # One thread: tokenising a long prompt must not hold up the streams, and tokenisers do not like several threads.
     tokenising = ThreadPoolExecutor(1, thread_name_prefix="specjax-tokenise")
 
-    async def begin(task: Task, id: str) -> Listener:
+    async def begin(request: Request, task: Task, id: str) -> Listener:
         """Tokenises and queues."""
-        loop = asyncio.get_running_loop()
-        made = await loop.run_in_executor(tokenising, task.sequences, runner.engine.intake, id)
-        if len(made) > runner.capacity:
-            raise bad_request(f"{len(made)} choices in one request; this server takes {runner.capacity}", "n")
+        count = len(task.prompts) * task.n
+        if count > runner.capacity:
+            param = "n" if task.n > 1 else task.prompt_field
+            raise bad_request(f"{count} choices in one request; this server takes {runner.capacity}", param)
+        made = asyncio.get_running_loop().run_in_executor(tokenising, task.sequences, runner.engine.intake, id)
+        gone = asyncio.create_task(until_gone(request.receive))
+        await asyncio.wait({made, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not made.done():  # the client has left, perhaps to try again
+            made.cancel()
+            raise ClientDisconnect
+        gone.cancel()
+        sequences = made.result()
         check_state(runner)
-        listener = Listener(made)
+        listener = Listener(sequences)
         try:
             runner.submit(listener)
         except QueueFull as error:
@@ -71,7 +83,7 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
         check_model(body.model)
         task = body.task()
         chat = isinstance(body, ChatBody)
-        listener = await begin(task, id)
+        listener = await begin(request, task, id)
         echo = [] if chat or not body.echo else [_as_text(runner, prompt) for prompt in task.prompts]
         answer = OpenAIAnswer(
             id=id,
@@ -95,12 +107,13 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
     async def completions(request: Request) -> Response:
         return await openai(request, CompletionBody, f"cmpl-{secrets.token_hex(12)}")
 
-    @app.put("/generate", include_in_schema=False)
+    # The first answers; one route for both methods, so that the Allow header is right. The second is for /docs.
     @app.post("/generate", openapi_extra=_schema(GenerateBody))
+    @app.api_route("/generate", methods=["POST", "PUT"], include_in_schema=False)
     async def generate(request: Request) -> Response:
         body = await read(request, GenerateBody)
         task = body.task()
-        listener = await begin(task, secrets.token_hex(16))
+        listener = await begin(request, task, secrets.token_hex(16))
         answer = GenerateAnswer(
             width=runner.engine.drafter.width,
             many=body.is_batch or task.n > 1,
@@ -131,8 +144,8 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
     async def model_info() -> dict[str, Any]:
         return describe(runner.engine, model)
 
-    @app.get("/flush_cache", include_in_schema=False)
     @app.post("/flush_cache")
+    @app.api_route("/flush_cache", methods=["GET", "POST"], include_in_schema=False)
     async def flush_cache() -> Response:
         done = await asyncio.wrap_future(runner.call(lambda engine: engine.flush_cache()))
         if not done:
@@ -230,13 +243,18 @@ class EventStream(Response):
             yield event(error_body(500, "internal error; the server's log has it"))
 
 
+async def until_gone(receive: Receive) -> None:
+    """Returns when the client has disconnected."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 @contextlib.asynccontextmanager
 async def _while_connected(receive: Receive, runner: Runner, listener: Listener) -> AsyncIterator[None]:
     """Ends the listener when the client goes, and the sequences however the block is left."""
 
     async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await until_gone(receive)
         listener.close()
 
     watching = asyncio.create_task(watch())
@@ -253,7 +271,9 @@ def _failure(completion: Completion) -> ApiError | None:
     if reason["type"] != "abort":
         return None
     message = reason.get("message", "the request was aborted")
-    return unavailable(message, retry_after=1)
+    if message in (FAILED_STEP, SHUT_DOWN):
+        return unavailable(message, retry_after=1)
+    return ApiError(500, message)  # it would fail again
 
 
 def _as_text(runner: Runner, prompt: Any) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import secrets
 from typing import Any
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
@@ -12,6 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specjax.serve.errors import ApiError, unavailable
 from specjax.serve.runner import Runner, State
+
+logger = logging.getLogger("specjax.serve")
 
 MAX_BODY = 32 * 2**20
 """Bytes of a request body."""
@@ -30,11 +34,15 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        scope.setdefault("state", {})["request_id"] = id = request_id(headers)
+        id = request_id(headers)
+
+        client = "{}:{}".format(*(scope.get("client") or ("unknown", 0)))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["X-Request-Id"] = id
+                line = f"{scope['method']} {quote(scope['path'])} HTTP/{scope['http_version']}"
+                logger.info('%s - "%s" %d, request %s', client, line, message["status"], id)
             await send(message)
 
         try:

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 
 from specjax.engine import Engine
+from specjax.engine.counters import Counters
 
 logger = logging.getLogger("specjax.serve")
 
@@ -49,7 +50,7 @@ class Report:
             self._restart(now)
         self._last, self._idle = now, not engine.unfinished
 
-    def _decode_line(self, now) -> None:
+    def _decode_line(self, now: Counters) -> None:
         engine, before = self._engine, self._decoded
         steps = now.verifications - before.verifications
         seconds = max(time.perf_counter() - self._since, 1e-9)
@@ -65,7 +66,7 @@ class Report:
             len(engine.scheduler.waiting),
         )
 
-    def _restart(self, now) -> None:
+    def _restart(self, now: Counters) -> None:
         self._decoded, self._since = now, time.perf_counter()
 
     def _tokens(self) -> int:

@@ -26,6 +26,7 @@ from specjax.serve.report import Report
 logger = logging.getLogger("specjax.serve")
 
 FAILED_STEP = "the engine failed and was reset; the request can be sent again"
+FAILED_REQUEST = "the request failed; the server's log has the reason"
 SHUT_DOWN = "the server is shutting down"
 
 Result = TypeVar("Result")
@@ -96,7 +97,8 @@ class Runner(threading.Thread):
         self._wake = threading.Condition()
         self._stop_requested = False
         self._step_began: float | None = None
-        self._places: dict[str, tuple[Listener, int]] = {}  # by sequence id: who waits, and its index there
+        # Who waits for a sequence, and its index there. By identity: an id may be used again once its answer is known.
+        self._places: dict[Sequence, tuple[Listener, int]] = {}
 
     @property
     def engine(self) -> Engine:
@@ -137,16 +139,18 @@ class Runner(threading.Thread):
         with self._wake:
             if len(self._places) + len(listener.sequences) > self.capacity:
                 raise QueueFull(f"{len(self._places)} requests run or wait; at most {self.capacity} may")
+            taken = {sequence.id for sequence in list(self._places)}
             for sequence in listener.sequences:
-                if sequence.id in self._places:
+                if sequence.id in taken:
                     raise ValueError(f"a request with id {sequence.id!r} is running")
+                taken.add(sequence.id)
             for index, sequence in enumerate(listener.sequences):
-                self._places[sequence.id] = (listener, index)
+                self._places[sequence] = (listener, index)
             self._command(lambda: self._enqueue(listener))
 
     def abort(self, sequences: Iterable[Sequence]) -> None:
         """Ends these, if they still run; their pages come back before the next step."""
-        left = [sequence for sequence in sequences if sequence.id in self._places]
+        left = [sequence for sequence in sequences if sequence in self._places]
         if left:
             with self._wake:
                 self._command(lambda: self._abort(left))
@@ -173,9 +177,9 @@ class Runner(threading.Thread):
         """Ends all that runs or waits, with `message` as the reason."""
 
         def run() -> None:
-            running = self._running()
+            running = list(self._places)
             for sequence in running:
-                self.engine.abort(sequence.id, message)
+                self._end(sequence, message)
             self._deliver(running)
 
         with self._wake:
@@ -205,7 +209,7 @@ class Runner(threading.Thread):
         except BaseException as error:
             self.failure = error
             self._change(State.FAILED)
-            for sequence in (running := self._running()):
+            for sequence in (running := list(self._places)):
                 sequence.abort(FAILED_STEP)
                 sequence.status = Status.FINISHED
             self._deliver(running)
@@ -224,7 +228,10 @@ class Runner(threading.Thread):
                 commands = list(self._commands)
                 self._commands.clear()
             for command in commands:
-                command()
+                try:
+                    command()
+                except Exception:  # one request's trouble
+                    logger.exception("A command to the engine failed")
             if not engine.unfinished:
                 continue
             self._step_began = time.monotonic()
@@ -232,36 +239,47 @@ class Runner(threading.Thread):
                 news = engine.step()
             except Exception:
                 logger.exception("A step failed: all running requests end, the engine starts anew")
-                news = engine.reset(FAILED_STEP)
+                engine.reset(FAILED_STEP)
+                news = list(self._places)  # also those that had ended in this step
             finally:
                 self._step_began = None
             self._deliver(news)
             report.after_step()
 
-    def _running(self) -> list[Sequence]:
-        return [listener.sequences[index] for listener, index in list(self._places.values())]
-
     def _enqueue(self, listener: Listener) -> None:
         for sequence in listener.sequences:
-            if sequence.id in self._places:  # it may have been aborted before it was queued
-                self.engine.enqueue(sequence)
+            if sequence in self._places:  # not if it has been aborted before it was queued
+                try:
+                    self.engine.enqueue(sequence)
+                except Exception:
+                    logger.exception("request %s could not be queued", sequence.id)
+                    self._end(sequence, FAILED_REQUEST)
+                    self._deliver([sequence])
 
     def _abort(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
-            self.engine.abort(sequence.id)
-            self._places.pop(sequence.id, None)
+            if self._places.pop(sequence, None) is not None:
+                self._end(sequence, None)
+
+    def _end(self, sequence: Sequence, message: str | None) -> None:
+        """In the engine, if it is there."""
+        if self.engine.find(sequence.id) is sequence:
+            self.engine.abort(sequence.id, message)
+        elif sequence.status is not Status.FINISHED:
+            sequence.abort(message)
+            sequence.status = Status.FINISHED
 
     def _deliver(self, news: Iterable[Sequence]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Listener, StreamChunk]]] = {}
         for sequence in news:
-            if sequence.id not in self._places:
+            if sequence not in self._places:
                 continue
             finished = sequence.status is Status.FINISHED
             if not finished and len(sequence.output) - sequence.sent_tokens < self._stream_interval:
                 continue
-            listener, index = self._places[sequence.id]
+            listener, index = self._places[sequence]
             if finished:
-                del self._places[sequence.id]
+                del self._places[sequence]
             chunk = take_news(sequence, index)
             if chunk is not None:
                 by_loop.setdefault(listener.loop, []).append((listener, chunk))

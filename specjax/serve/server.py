@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import signal
 import socket
@@ -50,7 +51,8 @@ def listen(host: str, port: int) -> socket.socket:
         sock.setblocking(False)
     except OSError as error:
         sock.close()
-        hint = "; stop what listens there, or choose another --port (0 = any free one)"
+        taken = error.errno == errno.EADDRINUSE
+        hint = "; stop what listens there, or choose another --port (0 = any free one)" if taken else ""
         raise PortError(f"--host {host} --port {port}: {error.strerror}{hint}") from error
     return sock
 
@@ -75,6 +77,7 @@ class Server:
         config = uvicorn.Config(
             app,
             log_config=None,
+            access_log=False,  # the gate's lines have the request's id
             lifespan="off",
             # A client that does not read must not keep the process alive.
             timeout_graceful_shutdown=int(shutdown_timeout + FORCED_GRACE) + 1,
