@@ -7,7 +7,7 @@ supported are listed with the values that ask for nothing; any other value is re
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -100,11 +100,9 @@ class StreamOptions(Body):
     unsupported = {"include_obfuscation": (False,)}
 
 
-class OpenAIBody(Body):
-    """What chat completions and completions share."""
+class SamplingFields(Body):
+    """What all interfaces call by the same names, our own included."""
 
-    model: Text | None = None
-    max_tokens: Integer | None = None
     n: Integer | None = None
     stop: Any = None
     temperature: Number | None = None
@@ -116,14 +114,20 @@ class OpenAIBody(Body):
     repetition_penalty: Number | None = None
     seed: Integer | None = None
     logit_bias: dict[str, Number] | None = None
-    stream: Flag | None = None
-    stream_options: StreamOptions | None = None
-    # Extensions that benchmark clients send.
     ignore_eos: Flag | None = None
-    min_tokens: Integer | None = None
     stop_token_ids: list[Integer] | None = None
     skip_special_tokens: Flag | None = None
     no_stop_trim: Flag | None = None
+
+
+class OpenAIBody(SamplingFields):
+    """What chat completions and completions share."""
+
+    model: Text | None = None
+    max_tokens: Integer | None = None
+    min_tokens: Integer | None = None
+    stream: Flag | None = None
+    stream_options: StreamOptions | None = None
     return_speculative_metrics: Flag | None = None
     # Accepted, and used for nothing.
     user: Text | None = None
@@ -161,8 +165,8 @@ class OpenAIBody(Body):
 
     def sampling(self, most: int | None, logprobs: int | None) -> SamplingParams:
         """Absent parameters are OpenAI's defaults. `most` new tokens; None: the rest of the context."""
-        same = ({field.name for field in fields(SamplingParams)} & set(type(self).model_fields)) - {"logprobs"}
-        given = {name: getattr(self, name) for name in same} | {"min_new_tokens": self.min_tokens}
+        given = {name: getattr(self, name) for name in SamplingFields.model_fields if name != "n"}
+        given["min_new_tokens"] = self.min_tokens
         given = {"temperature": 1.0} | {name: value for name, value in given.items() if value is not None}
         return _sampling(given | {"max_new_tokens": most, "logprobs": logprobs}, self.names)
 
@@ -241,26 +245,11 @@ class CompletionBody(OpenAIBody):
         return Task(prompts, each, self.choices, tuple(self.names.items()), most=COMPLETION_TOKENS)
 
 
-class SamplingBody(Body):
+class SamplingBody(SamplingFields):
     """`sampling_params` of `/generate`."""
 
     max_new_tokens: Integer | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
-    top_k: Integer | None = None
-    min_p: Number | None = None
-    frequency_penalty: Number | None = None
-    presence_penalty: Number | None = None
-    repetition_penalty: Number | None = None
     min_new_tokens: Integer | None = None
-    stop: Any = None
-    stop_token_ids: list[Integer] | None = None
-    ignore_eos: Flag | None = None
-    skip_special_tokens: Flag | None = None
-    no_stop_trim: Flag | None = None
-    logit_bias: dict[str, Number] | None = None
-    seed: Integer | None = None
-    n: Integer | None = None
 
 
 class GenerateBody(Body):
