@@ -47,10 +47,6 @@ logger = logging.getLogger(__name__)
 DEFAULT_CONFIG = EngineConfig()
 
 
-IDLE = 0.005
-"""Seconds between two looks at what others do."""
-
-
 class _InFlight(NamedTuple):
     output: Any  # packed, on the device
     sequences: list[Sequence]
@@ -238,7 +234,7 @@ class Engine:
         news = {sequence.id: sequence for sequence in self._unreported}
         self._unreported.clear()
         if not launched and not self._in_flight and not news:
-            time.sleep(IDLE)  # all wait for a program that is compiled behind
+            time.sleep(0.005)  # all wait for a program that is compiled behind
         keep = launched if self.config.overlap else 0
         while len(self._in_flight) > keep:
             for sequence in self._collect():
@@ -252,8 +248,7 @@ class Engine:
             )
         for sequence in self.scheduler.prefilling():
             inputs = prefill_input(sequence, self.buckets, self.pool.pages)
-            logprobs = sequence.wants_logprobs
-            key = Key("prefill", inputs.tokens.shape[1], inputs.page_table.shape[1], logprobs)
+            key = Key("prefill", inputs.tokens.shape[1], inputs.page_table.shape[1], sequence.wants_logprobs)
             if self.executables.has(key):
                 break
         else:
@@ -267,7 +262,7 @@ class Engine:
             # The device knows the first token; the host may learn it later.
             sequence.status = Status.RUNNING
             sequence.committed = sequence.prefilled
-        self._in_flight.append(_InFlight(output, [sequence], [sequence.prefilled], logprobs))
+        self._in_flight.append(_InFlight(output, [sequence], [sequence.prefilled], key.logprobs))
         return 1
 
     def _launch_decode(self) -> int:
@@ -286,11 +281,13 @@ class Engine:
         table = self.buckets.table(max(len(sequence.pages) for sequence in running))
         logprobs = any(sequence.wants_logprobs for sequence in running)
         batch = self._batch_bucket(len(running), table, logprobs)
-        if not self.executables.has(Key("step", batch, table, logprobs)):
-            running, logprobs = [sequence for sequence in running if not sequence.wants_logprobs], False
-            if not running:
-                return 0
+        there = self.executables.has(Key("step", batch, table, logprobs))
+        plain = [sequence for sequence in running if not sequence.wants_logprobs]
+        if logprobs and plain and (batch < len(running) or not there):  # others do not wait for that compiler
+            running, logprobs = plain, False
             batch = self._batch_bucket(len(running), table, logprobs)
+        elif not there:
+            return 0
         running = running[:batch]
         inputs = step_input(running, batch, table, self.config.max_running_requests, self.pool.pages)
         self.state, output = self.executables.get(Key("step", batch, table, logprobs))(self.params, self.state, inputs)
