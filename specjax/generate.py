@@ -24,7 +24,7 @@ from tqdm import tqdm
 from specjax import flags, settings
 from specjax.checkpoint import CheckpointError
 from specjax.engine import Completion, Engine, SamplingParams
-from specjax.engine.request import Sequence, Status, completion
+from specjax.engine.request import Sequence, Status, completion, later_seed
 
 PROMPT_FIELDS = ("prompt", "messages", "input_ids")
 
@@ -64,7 +64,7 @@ def parse_line(number: int, text: str | bytes, defaults: Mapping[str, Any], coun
         sampling = {name: value for name, value in row.items() if name not in (*PROMPT_FIELDS, "id")}
         merged = dict(defaults) | sampling
         if "seed" not in sampling and merged.get("seed") is not None:
-            merged["seed"] = (merged["seed"] + count + 2**63) % 2**64 - 2**63  # wraps, as 64-bit integers do
+            merged["seed"] = later_seed(merged["seed"], count)
         return Line(number, row.get("id", count), prompt, SamplingParams.from_mapping(merged))
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         return BadLine(number, str(error))

@@ -27,7 +27,7 @@ def take_news(sequence: Sequence, index: int) -> StreamChunk | None:
     tokens = sequence.output[sequence.sent_tokens :]
     sequence.sent, sequence.sent_tokens = settled, len(sequence.output)
     logprobs: tuple[TokenLogprob, ...] = ()
-    if sequence.params.logprobs is not None:
+    if sequence.wants_logprobs:
         ends = sequence.stream.ends
         # Text that is held back holds back its tokens; a character of several tokens comes with the last.
         logprobs = tuple(

@@ -313,8 +313,13 @@ def completion(sequence: Sequence) -> Completion:
         spec_accept_length=sequence.accept_length,
         spec_accept_histogram=list(sequence.histogram),
         seed=sequence.seed,
-        logprobs=sequence.token_logprobs() if sequence.params.logprobs is not None else None,
+        logprobs=sequence.token_logprobs() if sequence.wants_logprobs else None,
     )
+
+
+def later_seed(seed: int, count: int) -> int:
+    """seed + count, wrapped as 64-bit integers are."""
+    return (seed + count + 2**63) % 2**64 - 2**63
 
 
 def random_seed() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Iterable
@@ -21,6 +22,7 @@ def event(data: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(data).encode() + b"\n\n"
 
 
+@functools.cache  # every event has it, and finding the version reads files
 def fingerprint() -> str:
     try:
         return f"specjax-{version('specjax')}"

@@ -72,8 +72,10 @@ class Gate:
 
 
 def check_state(runner: Runner) -> None:
-    """Raises:
-    ApiError: 503, unless the engine takes requests.
+    """Whether the engine takes requests.
+
+    Raises:
+        ApiError: 503, it does not.
     """
     if runner.state is State.LOADING:
         raise unavailable("the model is loading", retry_after=5)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from specjax.engine.intake import Intake
 from specjax.engine.prompt import Prompt
-from specjax.engine.request import ParameterError, SamplingParams, Sequence
+from specjax.engine.request import ParameterError, SamplingParams, Sequence, later_seed
 from specjax.serve.errors import ApiError, bad_request
 from specjax.serve.messages import read_messages
 from specjax.state import TOP_LOGPROBS
@@ -57,8 +57,8 @@ class Task:
                 first = intake.sequence(prompt, sampling, id=name)
                 made.append(first)
                 for i in range(1, self.n):
-                    seed = (first.seed + i + 2**63) % 2**64 - 2**63  # wraps, as 64-bit integers do
-                    made.append(intake.sequence(first.prompt, replace(sampling, seed=seed), id=f"{name}-{i}"))
+                    choice = replace(sampling, seed=later_seed(first.seed, i))
+                    made.append(intake.sequence(first.prompt, choice, id=f"{name}-{i}"))
                 if self.most is not None and sampling.max_new_tokens is None:
                     for sequence in made[-self.n :]:
                         sequence.limit = min(sequence.limit, self.most)
