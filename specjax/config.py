@@ -52,3 +52,44 @@ class ModelConfig:
     def group_size(self) -> int:
         """G: query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """An EAGLE draft head: one decoder layer that reads the target's features and the next token's embedding.
+
+    `eagle` is EAGLE-1 and EAGLE-2 (the same weights serve both). What a checkpoint holds decides, not its name.
+    """
+
+    kind: Literal["eagle", "eagle3"]
+    hidden_size: int  # M of the head
+    feature_size: int  # F: width of the features it reads; M of the target, for eagle3 times the number of taps
+    intermediate_size: int  # I
+    num_heads: int  # H
+    num_kv_heads: int  # K, from the shape of k_proj: some configs give the target's
+    head_dim: int  # E
+    norm_epsilon: float
+    rope: RopeConfig
+    vocab_size: int  # W: tokens that it can propose
+    taps: tuple[int, ...] = ()  # eagle3: the target's layers, 0-based, whose outputs are its features
+    own_embedding: bool = False  # False: the target's
+    own_head: bool = False  # False: the target's
+    mapped: bool = False  # its token ids are not the target's; parameter `ids` [W] leads from one to the other
+    fc_bias: bool = False
+    attention_bias: bool = False  # of q, k and v
+    output_bias: bool = False  # of o
+    mlp_bias: bool = False
+    norm_before_residual: bool = False  # eagle3: the residual is the normalised feature
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_attention_heads of the draft head ({self.num_heads}) must be a multiple of its key/value heads "
+                f"({self.num_kv_heads})"
+            )
+
+    @property
+    def group_size(self) -> int:
+        """G: query heads that share one key/value head."""
+        return self.num_heads // self.num_kv_heads
