@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
-from specjax.config import ModelConfig
+from specjax.config import HeadConfig, ModelConfig
 from specjax.types import PageTable, PerRequest
 
 
@@ -46,7 +46,7 @@ class BlockKV(NamedTuple):
     values: tuple[Float[Array, "B N K E"], ...]
 
 
-def init_cache(config: ModelConfig, pool: PoolShape, *, layers: int | None = None) -> PagedCache:
+def init_cache(config: ModelConfig | HeadConfig, pool: PoolShape, *, layers: int | None = None) -> PagedCache:
     """An empty pool of `pool.pages` pages for `layers` layers (default: all of the model's), in the model's dtype.
 
     Zeros, not uninitialised memory: a masked slot has weight 0, and 0 times a NaN is NaN.

@@ -93,3 +93,7 @@ class HeadConfig:
     def group_size(self) -> int:
         """G: query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def num_layers(self) -> int:
+        return 1

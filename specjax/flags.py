@@ -5,13 +5,17 @@ The names of the fields are those of the flags, the help texts those of --help. 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import logging
+from dataclasses import dataclass, fields
 from typing import Any
 
 from specjax.checkpoint import BUILT_IN_MODEL
-from specjax.drafters import AUTO, DRAFTERS, NgramConfig
+from specjax.drafters import AUTO, DRAFTERS, NgramConfig, algorithm_named, check_flags
 from specjax.engine import EngineConfig
+from specjax.engine.loading import HEAD_FLAGS
 from specjax.settings import setting
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,9 +74,31 @@ class SpeculativeSettings:
         AUTO, f"{AUTO} (what suits the model), {', '.join(DRAFTERS)}",
         choices=(AUTO, *DRAFTERS), parse=str.upper, metavar="NAME",
     )  # fmt: skip
+    speculative_draft_model_path: str | None = setting(
+        None,
+        "EAGLE, EAGLE3: the draft head, a local folder or hub id",
+        names=("--speculative-draft-model",),
+        metavar="MODEL",
+    )
+    speculative_draft_model_revision: str | None = setting(None, "of a draft head on the hub")
+    speculative_num_steps: int | None = setting(
+        None,
+        "EAGLE, EAGLE3: levels of the draft tree, each a forward of the head; default of this, the top-k and the draft "
+        "tokens where none is given: 5, 4, 8 for Llama, else 3, 1, 4",
+    )
+    speculative_eagle_topk: int | None = setting(
+        None, "EAGLE, EAGLE3: nodes of a level that are expanded, and children of each; default, if others are given: 1"
+    )
     speculative_num_draft_tokens: int | None = setting(
         None,
-        "nodes of a draft tree, the root included; default: 12; on a CPU 8 where the match is strong, else 1",
+        "nodes of a draft tree, the root included; default: for EAGLE steps + 1, with a top-k the smaller of "
+        "1 + steps * top-k and 64; for NGRAM 12; on a CPU 8 where the match is strong, else 1",
+    )
+    speculative_token_map: str | None = setting(
+        None,
+        "EAGLE: the tokens that the draft may propose (FR-Spec): a .pt, .safetensors, .npy or .json file, repo/file on "
+        "the hub, or a number: that many of the map shipped for the default model",
+        metavar="MAP",
     )
     speculative_ngram_min_match_window_size: int = setting(
         NgramConfig.min_match_window_size, "shortest run of tokens that counts as a match"
@@ -140,8 +166,7 @@ def engine_arguments(settings: Settings) -> dict[str, Any]:
         ValueError: a value is out of range; names the flag.
     """
     model, engine = settings.model, settings.engine
-    drafting = asdict(settings.speculative)
-    algorithm = drafting.pop("speculative_algorithm")
+    algorithm, drafting = _algorithm_flags(settings.speculative)
     return {
         "model": model.model,
         "revision": model.revision,
@@ -149,11 +174,7 @@ def engine_arguments(settings: Settings) -> dict[str, Any]:
         "chat_template": model.chat_template,
         "dtype": model.dtype,
         "algorithm": algorithm,
-        "algorithm_flags": {
-            name.removeprefix("speculative_").removeprefix("ngram_"): value
-            for name, value in drafting.items()
-            if value is not None
-        },
+        "algorithm_flags": drafting,
         "backend": engine.attention_backend,
         "config": EngineConfig(
             max_running_requests=engine.max_running_requests,
@@ -166,3 +187,31 @@ def engine_arguments(settings: Settings) -> dict[str, Any]:
             random_seed=engine.random_seed,
         ),
     }
+
+
+def _algorithm_flags(settings: SpeculativeSettings) -> tuple[str, dict[str, Any]]:
+    """The algorithm and those of the flags that are its own, checked. Says which others were given for nothing.
+
+    Raises:
+        ValueError: a value is out of range, or a draft head is named for an algorithm that has none.
+    """
+    name, found = algorithm_named(settings.speculative_algorithm)
+    taken, idle = {}, []
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        short = field.name.removeprefix("speculative_").removeprefix("ngram_")
+        if short == "algorithm" or value is None:
+            continue
+        if short in found.flags or (found.head and short in HEAD_FLAGS):
+            taken[short] = value
+        elif short == "draft_model_path":
+            heads = " or ".join(key for key, other in DRAFTERS.items() if other.head)
+            raise ValueError(
+                f"--speculative-draft-model-path {value} is no use to {name}: --speculative-algorithm {heads}"
+            )
+        elif value != field.default:
+            idle.append(f"--{field.name.replace('_', '-')}")
+    if idle:
+        logger.warning("no effect with --speculative-algorithm %s: %s", name, ", ".join(idle))
+    check_flags(name, {key: value for key, value in taken.items() if key in found.flags})
+    return settings.speculative_algorithm, taken

@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -24,7 +24,9 @@ from tqdm import tqdm
 from specjax import flags, settings
 from specjax.checkpoint import CheckpointError
 from specjax.engine import Completion, Engine, SamplingParams
+from specjax.engine.phases import PhaseTimes
 from specjax.engine.request import Sequence, Status, completion, later_seed
+from specjax.inspection import render
 
 PROMPT_FIELDS = ("prompt", "messages", "input_ids")
 
@@ -139,10 +141,18 @@ def run(engine: Engine, lines: list[Line | BadLine], output: TextIO, *, progress
 
     engine.warm_up(engine.first_keys(submitted), progress=progress)
     tokens, steps, drafted = 0, 0, 0
+    shown: dict[str, int] = {}  # trees printed, by request
+    times = engine.executables.phase_times
+    before = PhaseTimes() if times is None else replace(times)
     started = time.perf_counter()
     with tqdm(total=len(submitted), desc="Generating", unit="req", disable=not progress or not submitted) as bar:
         while engine.unfinished:
             for sequence in engine.step():
+                for tree in sequence.trees[shown.get(sequence.id, 0) :]:
+                    tqdm.write(
+                        f"{waiting[sequence.id][1].id}: {render(tree, engine.tokenizer.decode)}\n", file=sys.stdout
+                    )
+                shown[sequence.id] = len(sequence.trees)
                 if sequence.status is not Status.FINISHED:
                     continue
                 index, line = waiting.pop(sequence.id)
@@ -165,7 +175,7 @@ def run(engine: Engine, lines: list[Line | BadLine], output: TextIO, *, progress
         "verify_steps": steps,
         "algorithm": engine.drafter.name,
         "device": engine.device_name,
-    }
+    } | ({} if times is None else {"phase_ms": {name: round(value, 3) for name, value in times.since(before).items()}})
 
 
 DEFAULTS = flags.Settings(engine=flags.EngineSettings(max_running_requests=8))
@@ -197,6 +207,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     files.add_argument("--output", required=True, metavar="FILE", help="JSONL with the completions")
     files.add_argument("--no-progress", action="store_true", help="no progress bars")
+    files.add_argument(
+        "--show-trees", action="store_true", help="print each step's draft tree: what was proposed, drawn and accepted"
+    )
+    files.add_argument(
+        "--time-phases",
+        action="store_true",
+        help="add to the last line what drafting, verifying and committing take a step; slower, as each is waited for",
+    )
     settings.add_flags(parser, DEFAULTS, TABLES)
     sampling = parser.add_argument_group("sampling", "a line of the input may hold its own values, by the same names")
     defaults = {field.name: field.default for field in fields(SamplingParams)} | {"seed": 0}
@@ -233,6 +251,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--output {args.output} is the input file")
         if target.is_dir() or not os.access(target if target.exists() else target.absolute().parent, os.W_OK):
             raise ValueError(f"--output {args.output} cannot be written")
+        arguments["config"] = replace(arguments["config"], trace=args.show_trees, time_phases=args.time_phases)
         engine = Engine.from_pretrained(**arguments, progress=progress)
         with target.open("w", encoding="utf-8") as output:  # only now: a run that cannot start keeps the old file
             summary = run(engine, lines, output, progress=progress)

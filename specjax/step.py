@@ -1,6 +1,7 @@
 """One step of decoding: draft a tree, verify it with one forward of the target, commit what survives.
 
     speculate_step = draft_phase -> verify_phase        the two halves are public; a grammar may sit between them
+                                    check_phase -> commit_phase         what verify_phase consists of
     prefill_step                                        a chunk of a prompt; the last one draws the first token
     admit                                               a request's parameters into its row of the state
 
@@ -25,10 +26,10 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float32, Int32, UInt32
+from jaxtyping import Float, Float32, Int32, UInt32
 from specjax_kernels import CAUSAL, pack_bits
 
-from specjax.cache import commit, take_path
+from specjax.cache import BlockKV, commit, take_path
 from specjax.drafters.base import Context, Drafter, Observation, Params
 from specjax.models.protocol import Target
 from specjax.sampling import DrawInputs
@@ -60,6 +61,7 @@ __all__ = [
     "NO_FORCED_TOKEN",
     "RUNS",
     "STOPPED",
+    "Checked",
     "DecodeState",
     "Logprobs",
     "PrefillInput",
@@ -70,6 +72,8 @@ __all__ = [
     "Steps",
     "Trace",
     "admit",
+    "check_phase",
+    "commit_phase",
     "draft_phase",
     "init_state",
     "ladder",
@@ -90,17 +94,29 @@ class StepConfig:
     trace: bool = False
 
 
+class Checked(NamedTuple):
+    """What the target's forward and the walk found. All is as long as the path: J = D + 1, the accepted ones count."""
+
+    verdict: Verdict
+    block: BlockKV  # of the path's nodes
+    features: Float[Array, "B J F"] | None
+    logprobs: Logprobs | None
+
+
 def draft_phase(
-    params: Params, state: DecodeState, inputs: StepInput, *, drafter: Drafter
+    params: Params, state: DecodeState, inputs: StepInput, *, drafter: Drafter, config: StepConfig = StepConfig()
 ) -> tuple[DraftTree, DecodeState]:
-    """The drafter's trees for the batch: [B, N] nodes, node 0 the root."""
+    """The drafter's trees for the batch: [B, N] nodes, node 0 the root. Where `config` has no room for drafts, [B, 1]:
+    the drafter is not asked."""
     batch = _gather(state, inputs.slots, inputs.page_table, inputs.active)
+    if config.widths == (1,):
+        return root_only(batch.context.root), state
     tree, draft = drafter.propose(params, state.draft, batch.context)
     tree = keep_nodes(tree, jnp.where(batch.context.active, batch.row.draft_limit + 1, 1))
     return tree, state._replace(draft=draft)
 
 
-def verify_phase(
+def check_phase(
     params: Params,
     state: DecodeState,
     inputs: StepInput,
@@ -111,20 +127,16 @@ def verify_phase(
     verify: Callable[..., Verdict] = verify_tree,
     config: StepConfig = StepConfig(),
     allowed: UInt32[Array, "B N W"] | None = None,
-) -> tuple[DecodeState, StepOutput]:
-    """Checks the trees with one forward of the target, commits and emits what survives.
-
-    Args:
-        allowed: a grammar's bits for each node: which tokens may be drawn there. None: all.
-    """
+) -> Checked:
+    """One forward of the target over the trees, and the walk down each. See `verify_phase`."""
     batch = _gather(state, inputs.slots, inputs.page_table, inputs.active)
     context, row = batch.context, batch.row
     depth = drafter.depth
 
-    def at_width(width: int) -> Callable[[], _Verified]:
+    def at_width(width: int) -> Callable[[], Checked]:
         """The forward and the walk for trees of at most `width` nodes; everything returned is as long as the path."""
 
-        def run() -> _Verified:
+        def run() -> Checked:
             part = narrow(tree, width)
             levels = min(depth, width - 1)
             positions = context.prefix_length[:, None] + part.depth
@@ -150,7 +162,7 @@ def verify_phase(
             )
             path = _pad(verdict.path, depth + 1, 0)
             features = output.features
-            return _Verified(
+            return Checked(
                 verdict=Verdict(
                     path,
                     verdict.accepted,
@@ -169,13 +181,25 @@ def verify_phase(
         raise ValueError(f"StepConfig.widths must ascend, from 1 to the drafter's width {tree.width}: {widths}")
     tree = keep_nodes(tree, jnp.full_like(context.root, widths[-1]))
     if len(widths) == 1:
-        checked = at_width(widths[0])()
-    else:
-        needed = jnp.max(jnp.sum(tree.valid, axis=1))
-        rung = jnp.sum(needed > jnp.array(widths[:-1]))
-        checked = jax.lax.switch(rung, [at_width(width) for width in widths])
-    verdict = checked.verdict
+        return at_width(widths[0])()
+    needed = jnp.max(jnp.sum(tree.valid, axis=1))
+    rung = jnp.sum(needed > jnp.array(widths[:-1]))
+    return jax.lax.switch(rung, [at_width(width) for width in widths])
 
+
+def commit_phase(
+    params: Params,
+    state: DecodeState,
+    inputs: StepInput,
+    tree: DraftTree,
+    checked: Checked,
+    *,
+    drafter: Drafter,
+    config: StepConfig = StepConfig(),
+) -> tuple[DecodeState, StepOutput]:
+    """Commits and emits what survived, and tells the drafter."""
+    batch = _gather(state, inputs.slots, inputs.page_table, inputs.active)
+    context, row, verdict = batch.context, batch.row, checked.verdict
     emitted, finish = _truncate(verdict.tokens, verdict.accepted, row, context.active)
     cache = commit(state.cache, checked.block, context.page_table, context.prefix_length, emitted)
     path_tokens = jnp.take_along_axis(tree.tokens, verdict.path, axis=1)
@@ -183,8 +207,35 @@ def verify_phase(
     draft = drafter.observe(params, state.draft, context, observation)
     state = _emit(state._replace(cache=cache, draft=draft), batch, verdict.tokens, emitted, emitted, finish)
     accepted = jnp.maximum(emitted - 1, 0)
+    if config.widths:
+        tree = keep_nodes(tree, jnp.full_like(context.root, config.widths[-1]))
     trace = Trace(tree, verdict.drawn, verdict.path, verdict.accepted) if config.trace else None
     return state, StepOutput(verdict.tokens, emitted, accepted, finish, checked.logprobs, trace)
+
+
+def verify_phase(
+    params: Params,
+    state: DecodeState,
+    inputs: StepInput,
+    tree: DraftTree,
+    *,
+    target: Target,
+    drafter: Drafter,
+    verify: Callable[..., Verdict] = verify_tree,
+    config: StepConfig = StepConfig(),
+    allowed: UInt32[Array, "B N W"] | None = None,
+) -> tuple[DecodeState, StepOutput]:
+    """Checks the trees with one forward of the target, commits and emits what survives.
+
+    It is `check_phase`, which only reads the state, and `commit_phase`.
+
+    Args:
+        allowed: a grammar's bits for each node: which tokens may be drawn there. None: all.
+    """
+    checked = check_phase(
+        params, state, inputs, tree, target=target, drafter=drafter, verify=verify, config=config, allowed=allowed
+    )
+    return commit_phase(params, state, inputs, tree, checked, drafter=drafter, config=config)
 
 
 def speculate_step(
@@ -207,7 +258,7 @@ def speculate_step(
     Returns:
         The next state, and `StepOutput` with [B, D + 1] tokens of which ``emitted[b]`` count.
     """
-    tree, state = draft_phase(params, state, inputs, drafter=drafter)
+    tree, state = draft_phase(params, state, inputs, drafter=drafter, config=config)
     return verify_phase(params, state, inputs, tree, target=target, drafter=drafter, verify=verify, config=config)
 
 
@@ -300,13 +351,6 @@ class _Batch(NamedTuple):
     context: Context
     row: Row  # [B]; `history` stays [R, V]
     draws: DrawInputs
-
-
-class _Verified(NamedTuple):
-    verdict: Verdict
-    block: Any
-    features: Array | None
-    logprobs: Logprobs | None
 
 
 def _gather(state: DecodeState, slots: PerRequest, page_table: PageTable, active: Active) -> _Batch:

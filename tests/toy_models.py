@@ -278,9 +278,11 @@ UNTOUCHED = -7.0
 class Runner:
     """R rows and a batch bucket of R + 1 (the last entry is always empty), pages handed out in random order."""
 
-    def __init__(self, toy: Toy, drafter: Drafter, *, rows=3, page_size=4, pages_a_row=12, chunk=5, config=None):
+    def __init__(
+        self, toy: Toy, drafter: Drafter, *, rows=3, page_size=4, pages_a_row=12, chunk=5, config=None, draft=None
+    ):
         self.toy, self.rows, self.chunk, self.page_size = toy, rows, chunk, page_size
-        self.params = Params(toy.params)
+        self.params = Params(toy.params, draft)
         self.pool = PoolShape(rows * pages_a_row + 1, page_size)
         self.steps = make_steps(toy.target, drafter, config=config or StepConfig())
         state = init_state(self.params, toy.target, drafter, rows=rows, pool=self.pool)

@@ -1,56 +1,168 @@
-"""Drafters, and the table from an algorithm's name to its factory: the only place that asks for one by name."""
+"""Drafters, and the table from an algorithm's name to what makes one: the only place that asks for one by name."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import jax
 
+from specjax.config import HeadConfig
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
+from specjax.drafters.eagle import eagle_drafter
 from specjax.drafters.ngram import NgramConfig, ngram_config, ngram_drafter
 from specjax.drafters.none import none_drafter
+from specjax.drafters.shape import TreeShape, check_number, tree_shape
+from specjax.models.protocol import Target
 
-DRAFTERS: dict[str, Callable[..., Drafter]] = {
-    "NONE": lambda **unused: none_drafter(),
-    "NGRAM": lambda **flags: ngram_drafter(ngram_config(jax.default_backend(), **flags)),
+logger = logging.getLogger(__name__)
+
+AUTOMATIC_TREES = {"llama": (5, 4, 8)}
+OTHER_TREE = (3, 1, 4)
+"""Steps, top-k and draft tokens of EAGLE where none is given: SGLang's, by the target's family."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What a name stands for.
+
+    Attributes:
+        flags: keyword arguments that `check` and `make` take.
+        check: refuses wrong flags; needs nothing else, so it can be called before anything is loaded.
+        make: (target, head, backend, **flags) -> Drafter. Target and head may be None where `head` is.
+        head: the kind of draft head that it needs a checkpoint of; None: it needs none.
+        takes_token_map: whether its vocabulary may be reduced (FR-Spec); False: a head brings its own.
+    """
+
+    flags: frozenset[str]
+    check: Callable[..., Any]
+    make: Callable[..., Drafter]
+    head: Literal["eagle", "eagle3"] | None = None
+    takes_token_map: bool = False
+
+
+def _ngram_config(**flags: Any) -> NgramConfig:
+    return ngram_config(jax.default_backend(), **flags)
+
+
+def _check_tree(
+    num_steps: int | None = None, eagle_topk: int | None = None, num_draft_tokens: int | None = None
+) -> None:
+    """What is wrong whatever the model is."""
+    for name, value in (("num_steps", num_steps), ("topk", eagle_topk), ("draft_tokens", num_draft_tokens)):
+        check_number(name, value)
+    if num_steps is not None:
+        tree_shape(num_steps, eagle_topk, num_draft_tokens, automatic=OTHER_TREE)
+
+
+def _make_eagle(
+    target: Target,
+    head: HeadConfig,
+    backend: str | None,
+    num_steps: int | None = None,
+    eagle_topk: int | None = None,
+    num_draft_tokens: int | None = None,
+) -> Drafter:
+    automatic = AUTOMATIC_TREES.get(target.config.family, OTHER_TREE)
+    chosen = tree_shape(num_steps, eagle_topk, num_draft_tokens, automatic=automatic)
+    if chosen.warning:
+        logger.warning("%s", chosen.warning)
+    return eagle_drafter(target, head, chosen.shape, backend=backend, note=chosen.note)
+
+
+TREE_FLAGS = frozenset({"num_steps", "eagle_topk", "num_draft_tokens"})
+
+DRAFTERS: dict[str, Algorithm] = {
+    "NONE": Algorithm(frozenset(), dict, lambda target, head, backend: none_drafter()),
+    "NGRAM": Algorithm(
+        frozenset(field.name for field in fields(NgramConfig)),
+        _ngram_config,
+        lambda target, head, backend, **flags: ngram_drafter(_ngram_config(**flags)),
+    ),
+    "EAGLE": Algorithm(TREE_FLAGS, _check_tree, _make_eagle, head="eagle", takes_token_map=True),
+    "EAGLE3": Algorithm(TREE_FLAGS, _check_tree, _make_eagle, head="eagle3"),
 }
-"""Algorithm name to factory. A factory takes its algorithm's flags as keyword arguments."""
+"""Algorithm name to what makes its drafter."""
 
 AUTO = "AUTO"
 DEFAULT = "NGRAM"
 """What AUTO means for a model without a draft head or layers of its own."""
 
 
-def make_drafter(algorithm: str, flags: Mapping[str, Any] | None = None) -> Drafter:
-    """The drafter of an algorithm's name, in any case.
+def algorithm_named(name: str) -> tuple[str, Algorithm]:
+    """The algorithm of a name in any case, and the name that it has in the table.
 
     Raises:
-        ValueError: no such algorithm, or a flag that it does not have.
+        ValueError: there is none; names all.
     """
-    name = DEFAULT if algorithm.upper() == AUTO else algorithm.upper()
-    if name not in DRAFTERS:
+    found = DEFAULT if name.upper() == AUTO else name.upper()
+    if found not in DRAFTERS:
         raise ValueError(
-            f"no speculative algorithm {algorithm!r} (--speculative-algorithm); there are: "
-            f"{AUTO}, {', '.join(DRAFTERS)}"
+            f"no speculative algorithm {name!r} (--speculative-algorithm); there are: {AUTO}, {', '.join(DRAFTERS)}"
         )
-    try:
-        return DRAFTERS[name](**dict(flags or {}))
-    except TypeError as error:
-        raise ValueError(f"--speculative-algorithm {name} does not take these flags: {error}") from None
+    return found, DRAFTERS[found]
+
+
+def check_flags(algorithm: str, flags: Mapping[str, Any]) -> None:
+    """Refuses what can be seen to be wrong before a model is loaded.
+
+    Raises:
+        ValueError: no such algorithm, a flag that it does not have, or a value out of range.
+    """
+    name, found = algorithm_named(algorithm)
+    unknown = sorted(set(flags) - found.flags)
+    if unknown:
+        takes = ", ".join(sorted(found.flags)) or "none"
+        raise ValueError(f"--speculative-algorithm {name} has no flag {unknown[0]!r}; it has: {takes}")
+    found.check(**flags)
+
+
+def make_drafter(
+    algorithm: str,
+    flags: Mapping[str, Any] | None = None,
+    *,
+    target: Target | None = None,
+    head: HeadConfig | None = None,
+    backend: str | None = None,
+) -> Drafter:
+    """The drafter of an algorithm's name, in any case.
+
+    Args:
+        flags: the algorithm's, by their names without the prefix `--speculative-` (and `ngram-`).
+        target, head: for EAGLE and EAGLE3; the head's parameters go into `Params.draft`.
+        backend: the head's attention implementation.
+
+    Raises:
+        ValueError: no such algorithm, a flag that it does not have, or no head of the kind that it needs.
+    """
+    flags = dict(flags or {})
+    check_flags(algorithm, flags)
+    name, found = algorithm_named(algorithm)
+    if found.head is not None and (target is None or head is None or head.kind != found.head):
+        given = "none" if head is None else f"one of kind {head.kind!r}"
+        raise ValueError(f"{name} needs a target and a draft head of kind {found.head!r}; the head given is {given}")
+    return found.make(target, head, backend, **flags)
 
 
 __all__ = [
     "AUTO",
     "DRAFTERS",
+    "Algorithm",
     "Context",
     "DraftState",
     "Drafter",
     "NgramConfig",
     "Observation",
     "Params",
+    "TreeShape",
+    "algorithm_named",
+    "check_flags",
+    "eagle_drafter",
     "make_drafter",
     "ngram_config",
     "ngram_drafter",
     "none_drafter",
+    "tree_shape",
 ]

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from specjax.checkpoint.cache import default_cache_dir
 from specjax.drafters.base import Drafter, Params
 from specjax.engine.batch import Buckets
+from specjax.engine.phases import PhaseTimes, compile_in_phases
 from specjax.engine.request import Sequence
 from specjax.models.protocol import Target
 from specjax.step import (
@@ -28,6 +29,7 @@ from specjax.step import (
     StepConfig,
     StepInput,
     StepOutput,
+    Trace,
     admit,
     ladder,
     prefill_step,
@@ -86,21 +88,43 @@ def unpack(packed: np.ndarray, top: int | None) -> Read:
     return Read(tokens, emitted, finish, Logprobs(*found))
 
 
-def _step(params: Params, state: DecodeState, inputs: StepInput, **fixed: Any) -> tuple[DecodeState, Array]:
+class Output(NamedTuple):
+    """Of a step or a prefill, on the device."""
+
+    packed: Array
+    trace: Trace | None
+
+
+def _finish(output: StepOutput) -> Output:
+    return Output(_packed(output), output.trace)
+
+
+def _step(params: Params, state: DecodeState, inputs: StepInput, **fixed: Any) -> tuple[DecodeState, Output]:
     state, output = speculate_step(params, state, inputs, **fixed)
-    return state, _packed(output)
+    return state, _finish(output)
 
 
-def _prefill(params: Params, state: DecodeState, inputs: PrefillInput, **fixed: Any) -> tuple[DecodeState, Array]:
+def _prefill(params: Params, state: DecodeState, inputs: PrefillInput, **fixed: Any) -> tuple[DecodeState, Output]:
     state, output = prefill_step(params, state, inputs, **fixed)
-    return state, _packed(output)
+    return state, _finish(output)
 
 
 class Executables:
     """Compiles on demand, and at most once. Safe to call from several threads."""
 
-    def __init__(self, target: Target, drafter: Drafter, buckets: Buckets, params: Params, state: DecodeState) -> None:
-        self._target, self._drafter, self._buckets = target, drafter, buckets
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        buckets: Buckets,
+        params: Params,
+        state: DecodeState,
+        *,
+        trace: bool = False,
+        time_phases: bool = False,
+    ) -> None:
+        self._target, self._drafter, self._buckets, self._trace = target, drafter, buckets, trace
+        self.phase_times = PhaseTimes() if time_phases else None
         self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
         self._futures: dict[Key, Future[Any]] = {}
         self._coming: set[Key] = set()  # what `warm_up_behind` still has to do
@@ -140,7 +164,7 @@ class Executables:
         widths = self._buckets.shrinking(min(count, rows), ladder(self._drafter))
         return [*keys, *(Key("step", width, table) for width in widths)]
 
-    def get(self, key: Key) -> Callable[..., tuple[DecodeState, Array]]:
+    def get(self, key: Key) -> Callable[..., tuple[DecodeState, Output]]:
         with self._lock:
             mine = key not in self._futures
             future = self._futures.setdefault(key, Future())
@@ -247,5 +271,9 @@ class Executables:
             batch = key.width
             inputs = StepInput(ints(batch), ints(batch, key.table), flags(batch))
             widths = self._buckets.tree_widths(batch, ladder(self._drafter))
-            function = partial(_step, **fixed, config=StepConfig(widths, key.logprobs))
+            config = StepConfig(widths, key.logprobs, self._trace)
+            if self.phase_times is not None:
+                shapes = (params, state, inputs)
+                return compile_in_phases(**fixed, config=config, shapes=shapes, times=self.phase_times, finish=_finish)
+            function = partial(_step, **fixed, config=config)
         return jax.jit(function, donate_argnums=1).lower(params, state, inputs).compile()

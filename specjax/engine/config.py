@@ -14,6 +14,8 @@ class EngineConfig:
     chunked_prefill_size: int | None = None  # None: 512 on a CPU, 2048 on a GPU
     mem_fraction: float = 0.85  # of a GPU's memory, for weights and pool
     overlap: bool = True  # dispatch a step before the last one is read
+    trace: bool = False  # keep each step's tree, in `Completion.trees`
+    time_phases: bool = False  # measure drafting, verifying and committing; slower, since each is waited for
     random_seed: int | None = None  # from which requests without a seed draw theirs; None: from the system
 
     def __post_init__(self) -> None:

@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -27,17 +26,18 @@ import numpy as np
 
 from specjax import checkpoint
 from specjax.cache import PoolShape
-from specjax.drafters import Drafter, Params, make_drafter
+from specjax.drafters import Drafter, Params
 from specjax.engine.batch import Buckets, admission_row, pool_tokens, prefill_input, step_input
-from specjax.engine.compiled import Executables, Key, unpack, use_compilation_cache
+from specjax.engine.compiled import Executables, Key, Output, unpack, use_compilation_cache
 from specjax.engine.config import EngineConfig
 from specjax.engine.counters import Counters
 from specjax.engine.intake import Intake, with_sampling
+from specjax.engine.loading import load
 from specjax.engine.news import StreamChunk, take_news
 from specjax.engine.prompt import Prompt
 from specjax.engine.request import FAILED_TEXT, SamplingParams, Sequence, Status, completion, raw_logprobs
 from specjax.engine.scheduler import Scheduler
-from specjax.models import make_target
+from specjax.inspection import step_tree
 from specjax.models.protocol import Target
 from specjax.state import TOP_LOGPROBS
 from specjax.step import FULL, STOPPED, DecodeState, init_state, ladder
@@ -48,7 +48,7 @@ DEFAULT_CONFIG = EngineConfig()
 
 
 class _InFlight(NamedTuple):
-    output: Any  # packed, on the device
+    output: Output
     sequences: list[Sequence]
     lengths: list[int] | None  # of a prefill: tokens committed after it; None: a decode step
     logprobs: bool
@@ -91,7 +91,8 @@ class Engine:
         beside = ThreadPoolExecutor(1)
         self._state = beside.submit(self._new_state)
         beside.shutdown(wait=False)  # its thread ends with that
-        self.executables = Executables(target, drafter, self.buckets, params, shapes)
+        variants = {"trace": config.trace, "time_phases": config.time_phases}
+        self.executables = Executables(target, drafter, self.buckets, params, shapes, **variants)
         self.counters = Counters()
         self._in_flight: deque[_InFlight] = deque()
         self._by_id: dict[str, Sequence] = {}
@@ -126,7 +127,9 @@ class Engine:
 
         Args:
             dtype: auto (float32 on a CPU, the checkpoint's on a GPU), float32, bfloat16 or float16.
-            algorithm: AUTO, NONE or NGRAM; `algorithm_flags` are its factory's keyword arguments.
+            algorithm: AUTO or a name in `DRAFTERS`.
+            algorithm_flags: by their names without the prefixes `--speculative-` and `ngram-`: num_draft_tokens; for
+                EAGLE and EAGLE3 draft_model_path (needed), num_steps, eagle_topk and token_map.
             tokenizer_path: a folder with another tokenizer than the model's own.
             chat_template: a file with another Jinja template than the tokenizer's own.
             backend: the attention implementation; None = the default for the device.
@@ -135,24 +138,20 @@ class Engine:
         Raises:
             CheckpointError: the model cannot be found or read. ValueError: a flag is wrong.
         """
-        drafter = make_drafter(algorithm, algorithm_flags)
         if compilation_cache:
             use_compilation_cache()
-        files = checkpoint.resolve(model, revision=revision, progress=progress)
-        model_config = checkpoint.model_config(files.config, dtype=dtype)
-        if model_config.dtype == "float32":
-            # The default on recent GPUs is TF32; float32 is promised.
-            jax.config.update("jax_default_matmul_precision", "highest")
-        with ThreadPoolExecutor(1) as beside:  # importing what reads tokenizers takes as long as the weights
-            load = partial(checkpoint.load_tokenizer, files, folder=tokenizer_path, chat_template=chat_template)
-            reading = beside.submit(load)
-            params = Params(checkpoint.load_params(files, model_config, progress=progress))
-            tokenizer = reading.result()
-        eos = checkpoint.stop_token_ids(files)
-        if not eos and isinstance(tokenizer.eos_token_id, int):
-            eos = (tokenizer.eos_token_id,)
-        target = make_target(model_config, backend=backend)
-        return cls(target, params, tokenizer, drafter, config=config, eos_ids=eos)
+        loaded = load(
+            model,
+            dtype=dtype,
+            algorithm=algorithm,
+            algorithm_flags=algorithm_flags,
+            revision=revision,
+            tokenizer_path=tokenizer_path,
+            chat_template=chat_template,
+            backend=backend,
+            progress=progress,
+        )
+        return cls(**loaded._asdict(), config=config)
 
     @property
     def state(self) -> DecodeState:
@@ -311,7 +310,7 @@ class Engine:
     def _collect(self) -> list[Sequence]:
         """Reads the oldest step in flight: its one copy to the host."""
         flight = self._in_flight.popleft()
-        read = unpack(np.asarray(flight.output), self._top if flight.logprobs else None)
+        read = unpack(np.asarray(flight.output.packed), self._top if flight.logprobs else None)
         news = []
         for i, sequence in enumerate(flight.sequences):
             emitted, finish = int(read.emitted[i]), int(read.finish[i])
@@ -321,6 +320,8 @@ class Engine:
                 kept = sequence.accept(read.tokens[i, :emitted].tolist(), finish == STOPPED, finish == FULL)
                 if sequence.params.logprobs is not None and read.logprobs is not None:
                     sequence.logprobs += raw_logprobs(read.logprobs, i, kept, sequence.params.logprobs)
+                if flight.output.trace is not None:
+                    sequence.trees.append(step_tree(flight.output.trace, i, read.tokens[i, :kept]))
             except Exception:  # of its text; the others go on
                 logger.exception("request %s failed", sequence.id)
                 sequence.abort(FAILED_TEXT)

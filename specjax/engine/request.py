@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from specjax.engine.text import TextStream
+from specjax.inspection import StepTree
 from specjax.sampling import BIAS_ENTRIES
 from specjax.state import TOP_LOGPROBS, Logprobs
 
@@ -204,6 +205,7 @@ class Sequence:
     arrival: int  # youngest = largest
     output: list[int] = field(default_factory=list)
     logprobs: list[RawLogprob] = field(default_factory=list)  # of the output, if asked for
+    trees: list[StepTree] = field(default_factory=list)  # of its steps, if the engine keeps them
     finish_reason: FinishReason | None = None
     status: Status = Status.WAITING
     slot: int | None = None
@@ -295,6 +297,7 @@ class Completion:
     spec_accept_histogram: list[int]
     seed: int
     logprobs: list[TokenLogprob] | None = None
+    trees: list[StepTree] = field(default_factory=list)  # what each step proposed and accepted; `EngineConfig.trace`
 
     @property
     def completion_tokens(self) -> int:
@@ -314,6 +317,7 @@ def completion(sequence: Sequence) -> Completion:
         spec_accept_histogram=list(sequence.histogram),
         seed=sequence.seed,
         logprobs=sequence.token_logprobs() if sequence.wants_logprobs else None,
+        trees=list(sequence.trees),
     )
 
 

@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
-from specjax_kernels import tree_attention
 
 from specjax.cache import BlockKV, PagedCache
 from specjax.config import ModelConfig
-from specjax.models.layers import project, rms_norm, rotate, rotations
+from specjax.models.blocks import AttentionWeights, MlpWeights, Past, attention, gated_mlp
+from specjax.models.layers import precision_of, rms_norm, rotations
 from specjax.models.protocol import ForwardOutput, Target
 from specjax.types import Hidden, PageTable, Params, PerRequest, Positions, Tokens
 
@@ -47,11 +47,6 @@ LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
 """Leaf name to logical axes: which axis a tensor-parallel mesh splits."""
 
 
-def _precision(config: ModelConfig) -> jax.lax.Precision:
-    # float32 products default to TF32 on recent GPUs; float32 is promised, so ask for it.
-    return jax.lax.Precision.HIGHEST if config.dtype == "float32" else jax.lax.Precision.DEFAULT
-
-
 class Layer(nn.Module):
     """One decoder layer: attention and a gated MLP, each on a normalised copy of the residual stream."""
 
@@ -72,48 +67,33 @@ class Layer(nn.Module):
     ) -> tuple[Hidden, tuple[Array, Array]]:
         c = self.config
         width, mlp, heads, group, head = c.hidden_size, c.intermediate_size, c.num_kv_heads, c.group_size, c.head_dim
-        dtype, precision = jnp.dtype(c.dtype), _precision(c)
+        dtype, precision = jnp.dtype(c.dtype), precision_of(c.dtype)
         init, ones, zeros = nn.initializers.normal(0.02), nn.initializers.ones, nn.initializers.zeros
 
+        def bias(name: str, there: bool, *shape: int) -> Array | None:
+            return self.param(name, zeros, shape, dtype) if there else None
+
+        weights = AttentionWeights(
+            qkv=self.param("qkv", init, (width, heads, group + 2, head), dtype),
+            qkv_bias=bias("qkv_bias", c.attention_bias, heads, group + 2, head),
+            output=self.param("output", init, (heads, group, head, width), dtype),
+            output_bias=bias("output_bias", c.attention_bias, width),
+        )
         normed = rms_norm(x, self.param("attention_norm", ones, (width,), dtype), c.norm_epsilon)
-        qkv = self.param("qkv", init, (width, heads, group + 2, head), dtype)
-        mixed = project(normed, qkv, precision=precision)
-        if c.attention_bias:
-            mixed = mixed + self.param("qkv_bias", zeros, (heads, group + 2, head), dtype)[None, None]
-        turned = rotate(mixed[..., : group + 1, :], cos, sin)
-        query = turned[..., :group, :].reshape(*x.shape[:2], heads * group, head)
-        key, value = turned[..., group, :], mixed[..., group + 1, :]
-        attended = tree_attention(
-            query,
-            key,
-            value,
-            pages[0],
-            pages[1],
-            page_table,
-            prefix_length,
-            positions,
-            positions,
-            mask,
-            scale=head**-0.5,
-            implementation=self.backend,
-        ).reshape(*x.shape[:2], -1)
-        output = self.param("output", init, (heads, group, head, width), dtype).reshape(-1, width)
-        # Reshaped by hand: a product over three axes makes XLA:CPU transpose the weight in every call.
-        added = project(attended, output, precision=precision)
-        if c.attention_bias:
-            added = added + self.param("output_bias", zeros, (width,), dtype)[None, None]
+        past = Past(pages, page_table, prefix_length)
+        added, block = attention(
+            normed, weights, (cos, sin), positions, mask, past, precision=precision, backend=self.backend
+        )
         x = x + added
 
+        mlp_weights = MlpWeights(
+            gate_up=self.param("gate_up", init, (width, 2, mlp), dtype),
+            gate_up_bias=bias("gate_up_bias", c.mlp_bias, 2, mlp),
+            down=self.param("down", init, (mlp, width), dtype),
+            down_bias=bias("down_bias", c.mlp_bias, width),
+        )
         normed = rms_norm(x, self.param("mlp_norm", ones, (width,), dtype), c.norm_epsilon)
-        gate_up = self.param("gate_up", init, (width, 2, mlp), dtype)
-        wide = project(normed, gate_up, precision=precision)
-        if c.mlp_bias:
-            wide = wide + self.param("gate_up_bias", zeros, (2, mlp), dtype)[None, None]
-        gated = jax.nn.silu(wide[:, :, 0]) * wide[:, :, 1]
-        added = project(gated, self.param("down", init, (mlp, width), dtype), precision=precision)
-        if c.mlp_bias:
-            added = added + self.param("down_bias", zeros, (width,), dtype)[None, None]
-        return x + added, (key, value)
+        return x + gated_mlp(normed, mlp_weights, precision=precision), block
 
 
 def _traced_once(layer: Layer) -> Any:
@@ -178,7 +158,7 @@ class Llama(nn.Module):
         return ForwardOutput(hidden, jnp.concatenate([by_layer[i] for i in features], axis=-1), block)
 
     def unembed(self, hidden: Float[Array, "... M"], ids: Int32[Array, "W"] | None = None) -> Float[Array, "... W"]:
-        precision = _precision(self.config)
+        precision = precision_of(self.config.dtype)
         if self.config.tied_embeddings:
             rows = self.embedding if ids is None else self.embedding[ids]
             return jnp.einsum("...m,vm->...v", hidden, rows, precision=precision, preferred_element_type=jnp.float32)

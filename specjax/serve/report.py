@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from specjax.engine import Engine
 from specjax.engine.counters import Counters
+from specjax.engine.phases import PhaseTimes
 
 logger = logging.getLogger("specjax.serve")
 
@@ -21,6 +22,7 @@ class Report:
         self._since = time.perf_counter()
         self._retracted = 0
         self._idle = True
+        self._phases = PhaseTimes()
 
     def after_step(self) -> None:
         engine, now = self._engine, replace(self._engine.counters)
@@ -65,6 +67,13 @@ class Report:
             (now.generated - before.generated) / seconds,
             len(engine.scheduler.waiting),
         )
+        times = engine.executables.phase_times
+        if times is not None:
+            logger.debug(
+                "Decode step. draft: %(draft).2f ms, verify: %(verify).2f ms, commit: %(commit).2f ms",
+                times.since(self._phases),
+            )
+            self._phases = replace(times)
 
     def _restart(self, now: Counters) -> None:
         self._decoded, self._since = now, time.perf_counter()

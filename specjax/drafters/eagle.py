@@ -1,0 +1,206 @@
+"""EAGLE: a head of one layer continues the target's features, level by level, and the best candidates form a tree.
+
+Serves EAGLE-1/2 and EAGLE-3 heads alike (`specjax.models.eagle_head`); the tree is EAGLE-2's. n tokens are committed,
+the root x_n is the last one drawn, and the head's cache holds n slots, slot t made of (f_t, x_{t+1}):
+
+    observe   the tokens that became certain go through the head with the TARGET's features; their slots are kept, and
+              so is the output at the last one
+    propose   that output -> the k likeliest tokens: level 1
+              D - 1 times: the k best of a level run in one forward (feature: the parent's output; position
+              n + level - 1; they see the n slots, their ancestors and themselves) and bring k candidates each
+              of all candidates the N - 1 best by cumulative log-probability are the tree
+
+The slots of tree nodes are scratch and never reach a page. Source: SafeAILab/EAGLE `topK_genrate`; the alignment is
+derived in reference/ALGORITHMS.md.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Float32, Int32
+from specjax_kernels import CAUSAL, pack_bits
+
+from specjax.cache import BlockKV, PagedCache, PoolShape, commit, init_cache
+from specjax.config import HeadConfig
+from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
+from specjax.drafters.shape import TreeShape
+from specjax.models.blocks import KeyValue, Past
+from specjax.models.eagle_head import EagleHead, eagle_head
+from specjax.models.protocol import Target
+from specjax.tree import NO_PARENT, DraftTree, Pool, chain, next_beam, rerank, top_k_children
+
+
+class EagleState(NamedTuple):
+    cache: PagedCache  # the head's one layer, over the target's pages
+    hidden: Float[Array, "R M"]  # the head's output at the row's last slot: predicts what follows the root
+
+
+def eagle_drafter(
+    target: Target,
+    head: HeadConfig,
+    shape: TreeShape,
+    *,
+    backend: str | None = None,
+    note: str = "",
+) -> Drafter:
+    """Drafts with a head whose parameters are `Params.draft`. [B, N] trees, all of whose nodes are valid unless the
+    head's vocabulary is smaller than the tree is wide.
+
+    Args:
+        backend: the attention implementation, as for the target; None = the default.
+
+    Raises:
+        ValueError: the head does not fit the target.
+    """
+    model = eagle_head(head, target, backend=backend)
+
+    def init(params: Params, rows: int, pool: PoolShape) -> DraftState:
+        del params
+        hidden = jnp.zeros((rows, head.hidden_size), jnp.dtype(head.dtype))
+        return EagleState(init_cache(head, pool, layers=1), hidden)
+
+    def propose(params: Params, state: EagleState, context: Context) -> tuple[DraftTree, DraftState]:
+        rows = state.hidden.shape[0]
+        hidden = state.hidden[jnp.minimum(context.slots, rows - 1)]
+        if shape.topk == 1:
+            return _grow_chain(model, params, state.cache, context, hidden, shape), state
+        return _grow_tree(model, params, state.cache, context, hidden, shape), state
+
+    def observe(params: Params, state: EagleState, context: Context, seen: Observation) -> DraftState:
+        assert seen.features is not None
+        rows, width = state.hidden.shape[0], seen.tokens.shape[1]
+        positions = context.prefix_length[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
+        embedded = model.embed(params.target, params.draft, seen.next_tokens)
+        feature = model.fuse(params.draft, seen.features)
+        out, block = model.forward(params.draft, embedded, feature, positions, CAUSAL, _past(state.cache, context))
+        last = jnp.take_along_axis(out, jnp.maximum(seen.length - 1, 0)[:, None, None], axis=1)[:, 0]
+        # `commit` must wait for the forward's reads of the pages; the comparison is false for no number.
+        length = jnp.where(last[:, 0] <= jnp.inf, seen.length, 0)
+        cache = commit(
+            state.cache, BlockKV((block[0],), (block[1],)), context.page_table, context.prefix_length, length
+        )
+        nowhere = rows + jnp.arange(length.shape[0], dtype=jnp.int32)
+        row = jnp.where(seen.length > 0, context.slots, nowhere)
+        return EagleState(cache, state.hidden.at[row].set(last, mode="drop", unique_indices=True))
+
+    return Drafter(
+        head.kind.upper(),
+        features=head.taps if head.kind == "eagle3" else "final",
+        width=shape.draft_tokens,
+        depth=shape.depth,
+        init=init,
+        propose=propose,
+        observe=observe,
+        note=note,
+    )
+
+
+def _past(cache: PagedCache, context: Context, before: KeyValue | None = None) -> Past:
+    return Past((cache.keys[0], cache.values[0]), context.page_table, context.prefix_length, before)
+
+
+class _Level(NamedTuple):
+    """The nodes of a level that are expanded: k of them, the best first."""
+
+    tokens: Int32[Array, "B k"]  # the target's ids
+    scores: Float32[Array, "B k"]
+    features: Float[Array, "B k M"]  # the head's output at the parents
+    visible: Bool[Array, "B k C"]  # which block keys each sees: its ancestors' and its own, the last k of C
+    place: Int32[Array, "B k"]  # in the pool
+
+
+def _run(
+    model: EagleHead,
+    params: Params,
+    cache: PagedCache,
+    context: Context,
+    level: int,
+    nodes: _Level,
+    before: KeyValue | None,
+) -> tuple[Float[Array, "B k M"], Float32[Array, "B k W"], KeyValue]:
+    """One forward of the head over a level: outputs, log-probabilities, and all block keys so far."""
+    embedded = model.embed(params.target, params.draft, nodes.tokens)
+    position = context.prefix_length[:, None] + (level - 1)
+    positions = jnp.broadcast_to(position, nodes.tokens.shape)
+    past = _past(cache, context, before)
+    out, block = model.forward(params.draft, embedded, nodes.features, positions, pack_bits(nodes.visible), past)
+    if before is not None:
+        block = (jnp.concatenate([before[0], block[0]], axis=1), jnp.concatenate([before[1], block[1]], axis=1))
+    return out, _log_probs(model, params, out), block
+
+
+def _log_probs(model: EagleHead, params: Params, out: Float[Array, "B k M"]) -> Float32[Array, "B k W"]:
+    return jax.nn.log_softmax(model.unembed(params.target, params.draft, out), axis=-1)
+
+
+def _grow_tree(
+    model: EagleHead,
+    params: Params,
+    cache: PagedCache,
+    context: Context,
+    hidden: Float[Array, "B M"],
+    shape: TreeShape,
+) -> DraftTree:
+    """Expand, then rerank. The loop is unrolled: each level has one key block more to look at, and a GPU runs it all
+    without asking the host."""
+    k, batch = shape.topk, hidden.shape[0]
+    root_score = jnp.zeros((batch, 1), jnp.float32)
+    drafts, scores = top_k_children(root_score, _log_probs(model, params, hidden[:, None]), k)
+    tokens, scores = model.target_ids(params.draft, drafts[:, 0]), scores[:, 0]
+    pool = [Pool(tokens, jnp.full_like(tokens, NO_PARENT), jnp.ones_like(tokens), scores)]
+    own = jnp.broadcast_to(jnp.eye(k, dtype=bool), (batch, k, k))
+    place = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (batch, k))
+    features = jnp.broadcast_to(hidden[:, None], (batch, k, hidden.shape[1]))
+    nodes = _Level(tokens, scores, features, own, place)
+    keys = None
+    for level in range(1, shape.steps):
+        out, log_probs, keys = _run(model, params, cache, context, level, nodes, keys)
+        drafts, scores = top_k_children(nodes.scores, log_probs, k)
+        tokens, scores = model.target_ids(params.draft, drafts).reshape(batch, -1), scores.reshape(batch, -1)
+        parents = jnp.repeat(nodes.place, k, axis=1)
+        first = sum(part.tokens.shape[1] for part in pool)
+        pool.append(Pool(tokens, parents, jnp.full_like(tokens, level + 1), scores))
+        if level + 1 < shape.steps:
+            best, index = next_beam(scores, k)
+            parent = index // k  # candidate i of a level belongs to node i // k
+            visible = jnp.take_along_axis(nodes.visible, parent[:, :, None], axis=1)
+            nodes = _Level(
+                tokens=jnp.take_along_axis(tokens, index, axis=1),
+                scores=best,
+                features=jnp.take_along_axis(out, parent[:, :, None], axis=1),
+                visible=jnp.concatenate([visible, own], axis=2),
+                place=first + index,
+            )
+    return rerank(
+        context.root, Pool(*(jnp.concatenate(parts, axis=1) for parts in zip(*pool, strict=True))), shape.draft_tokens
+    )
+
+
+def _grow_chain(
+    model: EagleHead,
+    params: Params,
+    cache: PagedCache,
+    context: Context,
+    hidden: Float[Array, "B M"],
+    shape: TreeShape,
+) -> DraftTree:
+    """The same for top-k 1, where there is nothing to choose from: the likeliest token, again and again."""
+    batch = hidden.shape[0]
+    score = jnp.zeros((batch, 1), jnp.float32)
+    out, log_probs = hidden[:, None], _log_probs(model, params, hidden[:, None])
+    keys, tokens, scores = None, [], []
+    for level in range(1, shape.steps + 1):
+        draft = jnp.argmax(log_probs, axis=-1).astype(jnp.int32)
+        score = score + jnp.max(log_probs, axis=-1)
+        token = model.target_ids(params.draft, draft)
+        tokens.append(token)
+        scores.append(score)
+        if level < shape.steps:
+            nodes = _Level(token, score, out, jnp.ones((batch, 1, level), bool), jnp.zeros_like(token))
+            out, log_probs, keys = _run(model, params, cache, context, level, nodes, keys)
+    length = jnp.full(batch, shape.steps, jnp.int32)
+    return chain(context.root, jnp.concatenate(tokens, axis=1), length, jnp.concatenate(scores, axis=1))

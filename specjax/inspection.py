@@ -1,0 +1,117 @@
+"""One step's tree to look at: what the draft proposed, what the target drew, what was accepted. Plain numpy, and text.
+
+`StepConfig(trace=True)` makes a step return what this reads; `EngineConfig(trace=True)` makes an engine collect it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from specjax.state import StepOutput, Trace
+from specjax.tree import NO_TOKEN
+
+
+@dataclass(frozen=True, eq=False)
+class StepTree:
+    """The valid nodes of one request's tree in one step, node 0 the root, parents before children. n nodes.
+
+    Attributes:
+        tokens: int32 [n].
+        parents: int32 [n], index of the parent; -1 for the root.
+        depth: int32 [n], 0 for the root.
+        scores: float32 [n], cumulative log-probability under the draft (n-grams: a rank), 0 for the root.
+        drawn: int32 [n], the token that the target drew at each node; -1 where the walk never came and none was needed.
+        path: int32 [m + 1], the root and the m nodes that were accepted.
+        emitted: int32 [e], the tokens that the step emitted: e is m + 1, or less at the end of a text.
+    """
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    depth: np.ndarray
+    scores: np.ndarray
+    drawn: np.ndarray
+    path: np.ndarray
+    emitted: np.ndarray
+
+    @property
+    def accepted(self) -> int:
+        """m: drafts on the path."""
+        return len(self.path) - 1
+
+    def children(self, node: int) -> list[int]:
+        return np.flatnonzero(self.parents == node).tolist()
+
+
+def step_tree(trace: Trace, row: int, emitted: np.ndarray) -> StepTree:
+    """One entry of the batch. `emitted`: the tokens of the step's output that count for it."""
+    valid = np.asarray(trace.tree.valid[row])
+    count = int(valid.sum())
+
+    def nodes(field: jax.Array) -> np.ndarray:
+        return np.asarray(field[row])[:count].copy()
+
+    return StepTree(
+        tokens=nodes(trace.tree.tokens),
+        parents=nodes(trace.tree.parents),
+        depth=nodes(trace.tree.depth),
+        scores=nodes(trace.tree.scores),
+        drawn=nodes(trace.drawn),
+        path=np.asarray(trace.path[row])[: int(trace.accepted[row]) + 1].copy(),
+        emitted=np.asarray(emitted).copy(),
+    )
+
+
+def step_trees(output: StepOutput) -> list[StepTree | None]:
+    """The tree of each entry of the batch; None for the inactive ones.
+
+    Raises:
+        ValueError: the step was compiled without `StepConfig(trace=True)`.
+    """
+    if output.trace is None:
+        raise ValueError("the step's output has no trace: compile it with StepConfig(trace=True)")
+    emitted = np.asarray(output.emitted)
+    tokens = np.asarray(output.tokens)
+    return [step_tree(output.trace, row, tokens[row, :count]) if count else None for row, count in enumerate(emitted)]
+
+
+def render(tree: StepTree, text: Callable[[list[int]], str] | None = None) -> str:
+    """The tree as lines of text: each node's token and score, ✓ where it was accepted, and what the target drew there.
+
+        ' cat' drew ' sat'
+        ├── ' sat' -0.48 ✓ drew ' on'
+        │   ├── ' on' -0.89 ✓ drew ' a'
+        │   └── ' by' -2.41
+        └── ' is' -2.21
+        2 of 4 drafts accepted; emitted ' sat on a'
+
+    Args:
+        text: token ids to text; None: the ids themselves.
+    """
+    on_path = set(tree.path.tolist())
+
+    def shown(ids: list[int]) -> str:
+        return repr(text(ids)) if text else " ".join(map(str, ids))
+
+    def label(node: int) -> str:
+        parts = [shown([int(tree.tokens[node])])]
+        if node:
+            parts.append(f"{float(tree.scores[node]):.2f}")
+        if node and node in on_path:
+            parts.append("✓")
+        if node in on_path and tree.drawn[node] != NO_TOKEN:
+            parts.append(f"drew {shown([int(tree.drawn[node])])}")
+        return " ".join(parts)
+
+    def below(node: int, indent: str) -> Iterator[str]:
+        children = tree.children(node)
+        for child in children:
+            last = child == children[-1]
+            yield f"{indent}{'└── ' if last else '├── '}{label(child)}"
+            yield from below(child, indent + ("    " if last else "│   "))
+
+    end = f"{tree.accepted} of {len(tree.tokens) - 1} drafts accepted; emitted {shown(tree.emitted.tolist())}"
+    return "\n".join([label(0), *below(0, ""), end])

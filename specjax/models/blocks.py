@@ -1,0 +1,108 @@
+"""The two halves of a decoder layer as functions of arrays: grouped-query attention to pages and block, a gated MLP.
+
+Targets and draft heads are made of them; they differ in what they normalise, add and feed in. Knows no parameters'
+names and no modules.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Float32
+from specjax_kernels import tree_attention
+
+from specjax.models.layers import project, rotate
+from specjax.types import Hidden, PageTable, PerRequest, Positions
+
+KeyValue = tuple[Array, Array]
+"""Keys and values, [B, N, K, E] each."""
+
+
+class AttentionWeights(NamedTuple):
+    """Axis 2 of qkv holds the G query heads of a key/value head, then its key, then its value; h = k * G + g."""
+
+    qkv: Float[Array, "M K Q E"]
+    qkv_bias: Float[Array, "K Q E"] | None
+    output: Float[Array, "K G E M2"]
+    output_bias: Float[Array, "M2"] | None
+
+
+class MlpWeights(NamedTuple):
+    gate_up: Float[Array, "M 2 I"]
+    gate_up_bias: Float[Array, "2 I"] | None
+    down: Float[Array, "I M"]
+    down_bias: Float[Array, "M"] | None
+
+
+class Past(NamedTuple):
+    """What a block may attend to besides itself."""
+
+    pages: KeyValue  # [P, S, K, E]: committed tokens
+    page_table: PageTable
+    prefix_length: PerRequest
+    before: KeyValue | None = None  # [B, C - N, K, E]: earlier block keys, not committed (a draft's upper levels)
+
+
+def attention(
+    x: Hidden,
+    weights: AttentionWeights,
+    turn: tuple[Float32[Array, "B N E2"], Float32[Array, "B N E2"]],
+    positions: Positions,
+    mask: Any,
+    past: Past,
+    *,
+    precision: jax.lax.Precision,
+    backend: str | None,
+) -> tuple[Hidden, KeyValue]:
+    """What attention adds to the residual stream, and the block's own keys and values.
+
+    Args:
+        x: normalised.
+        turn: `rotations` of the positions.
+        mask: over the C block keys, those of `past.before` first.
+    """
+    heads, group, head = weights.qkv.shape[1], weights.qkv.shape[2] - 2, weights.qkv.shape[3]
+    mixed = project(x, weights.qkv, precision=precision)
+    if weights.qkv_bias is not None:
+        mixed = mixed + weights.qkv_bias[None, None]
+    turned = rotate(mixed[..., : group + 1, :], *turn)
+    query = turned[..., :group, :].reshape(*x.shape[:2], heads * group, head)
+    key, value = turned[..., group, :], mixed[..., group + 1, :]
+    keys, values, block_positions = key, value, positions
+    if past.before is not None:
+        keys, values = (jnp.concatenate(pair, axis=1) for pair in zip(past.before, (key, value), strict=True))
+        block_positions = jnp.zeros(keys.shape[:2], jnp.int32)  # read with a window only, which no such model has
+    attended = tree_attention(
+        query,
+        keys,
+        values,
+        *past.pages,
+        past.page_table,
+        past.prefix_length,
+        positions,
+        block_positions,
+        mask,
+        scale=head**-0.5,
+        implementation=backend,
+    ).reshape(*x.shape[:2], -1)
+    # Reshaped by hand: a product over three axes makes XLA:CPU transpose the weight in every call.
+    output = weights.output.reshape(heads * group * head, -1)
+    added = project(attended, output, precision=precision)
+    if weights.output_bias is not None:
+        added = added + weights.output_bias[None, None]
+    return added, (key, value)
+
+
+def gated_mlp(x: Hidden, weights: MlpWeights, *, precision: jax.lax.Precision) -> Hidden:
+    """down(silu(gate(x)) * up(x))."""
+    wide = project(x, weights.gate_up, precision=precision)
+    if weights.gate_up_bias is not None:
+        wide = wide + weights.gate_up_bias[None, None]
+    gated = jax.nn.silu(wide[:, :, 0]) * wide[:, :, 1]
+    added = project(gated, weights.down, precision=precision)
+    if weights.down_bias is not None:
+        added = added + weights.down_bias[None, None]
+    return added
