@@ -120,10 +120,60 @@ def test_engine_arguments():
     assert "num_draft_tokens" not in flags.engine_arguments(DEFAULTS)["algorithm_flags"], "the drafter's choice"
 
 
+def drafting(*argv) -> dict:
+    return flags.engine_arguments(ours(*argv))["algorithm_flags"]
+
+
+def test_an_algorithm_gets_its_own_flags_and_others_are_named_in_a_warning(caplog):
+    head = ("--speculative-algorithm", "eagle", "--speculative-draft-model", "h")
+    assert drafting(*head) == {"draft_model_path": "h"}
+    assert drafting(
+        *head, "--speculative-num-steps", 3, "--speculative-eagle-topk", 2, "--speculative-num-draft-tokens", 6,
+        "--speculative-token-map", "8192", "--speculative-draft-model-revision", "r",
+    ) == {
+        "draft_model_path": "h", "num_steps": 3, "eagle_topk": 2, "num_draft_tokens": 6, "token_map": "8192",
+        "draft_model_revision": "r",
+    }  # fmt: skip
+    assert not caplog.records
+    assert (
+        drafting("--speculative-algorithm", "none", "--speculative-num-steps", 3, "--speculative-ngram-capacity", 9)
+        == {}
+    )
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "no effect with --speculative-algorithm NONE: --speculative-num-steps, --speculative-ngram-capacity"
+    )
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--speculative-algorithm eagle9", "--speculative-algorithm must be one of AUTO, NONE, NGRAM, got 'eagle9'"),
+        ("--speculative-num-steps 0", "--speculative-num-steps must be from 1 to 64, got 0"),
+        ("--speculative-eagle-topk 65", "--speculative-eagle-topk must be from 1 to 64, got 65"),
+        (
+            "--speculative-num-steps 2 --speculative-eagle-topk 2 --speculative-num-draft-tokens 8",
+            "--speculative-num-draft-tokens is 8, but 2 steps of top-k 2 give 6 candidates, so a tree of at most 7",
+        ),
+    ],
+)
+def test_trees_that_cannot_be_are_refused_before_anything_is_loaded(argv, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        drafting("--speculative-algorithm", "eagle3", "--speculative-draft-model-path", "h", *argv.split())
+
+
+def test_a_head_is_no_use_to_an_algorithm_without_one():
+    for name in ("AUTO", "NGRAM", "NONE"):
+        with pytest.raises(ValueError, match=r"--speculative-draft-model-path h is no use .* EAGLE or EAGLE3"):
+            drafting("--speculative-algorithm", name, "--speculative-draft-model-path", "h")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            "--speculative-algorithm eagle9",
+            "--speculative-algorithm must be one of AUTO, NONE, NGRAM, EAGLE, EAGLE3, got 'eagle9'",
+        ),
         ("--dtype float64", "--dtype must be one of auto, float32, bfloat16, float16, got 'float64'"),
         ("--page-size 0", "--page-size must be at least 1, got 0"),
         ("--mem-fraction 0", "--mem-fraction-static must be above 0 and at most 1, got 0.0"),

@@ -54,12 +54,13 @@ def random_table(seed: int, rows: int = 13, vocab: int = 7, ties: bool = False) 
     return table.astype(np.float32)
 
 
-def table_row(tokens: Sequence[int], window: int, rows: int) -> int:
+def table_row(tokens: Sequence[int], window: int, rows: int, stride: int = 5) -> int:
     """The last token weighs 1, the one before 6, then 11 ..., ``window`` of them. [.., 4, 2] -> (2 + 24) % rows."""
-    return sum(token * (1 + 5 * age) for age, token in enumerate(list(tokens)[::-1][:window])) % rows
+    return sum(token * (1 + stride * age) for age, token in enumerate(list(tokens)[::-1][:window])) % rows
 
 
-def table_model(table: np.ndarray, window: int = 2) -> Toy:
+def table_model(table: np.ndarray, window: int = 2, stride: int = 5) -> Toy:
+    """`stride`: what a token weighs more for each step back."""
     rows, vocab = table.shape
     config = ModelConfig("table", vocab, rows, 1, 1, 1, 1, 1, 1e-5, RopeConfig(), 1 << 20, tied_embeddings=False)
 
@@ -83,7 +84,7 @@ def table_model(table: np.ndarray, window: int = 2) -> Toy:
 
         def weight(position, seen):  # of keys at `position` [B, 1, C] for queries [B, N]
             age = positions[:, :, None] - position
-            return jnp.where(seen & (age >= 0) & (age < window), 1 + 5 * age, 0)
+            return jnp.where(seen & (age >= 0) & (age < window), 1 + stride * age, 0)
 
         total = jnp.sum(weight(index[:, None, :], committed[:, None, :]) * held[0][:, None, :], axis=2)
         total += jnp.sum(weight(positions[:, None, :], visible) * token[:, None, :], axis=2)
@@ -97,7 +98,7 @@ def table_model(table: np.ndarray, window: int = 2) -> Toy:
         return logits if ids is None else logits[..., ids]
 
     def logits(tokens):
-        return table[table_row(tokens, window, rows)]
+        return table[table_row(tokens, window, rows, stride)]
 
     return Toy(Target(config, embed, forward, unembed), {"table": jnp.asarray(table)}, logits)
 

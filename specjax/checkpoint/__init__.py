@@ -1,23 +1,28 @@
-"""Models on disk: a name to files, a config.json to a ``ModelConfig``, tensors to the parameter tree, a tokenizer.
+"""Models on disk: a name to files, a config.json to a ``ModelConfig``, tensors to the parameter tree, a tokenizer;
+and what drafts for them: EAGLE heads and token maps.
 
 Never imports torch or the engine. jax, transformers, gguf and the hub's client are imported by the functions that
 need them, so importing this package is cheap.
 """
 
 from specjax.checkpoint.builtin import BUILT_IN_MODEL
+from specjax.checkpoint.draft_head import load_head
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import ModelFiles, stop_token_ids
 from specjax.checkpoint.hf_config import model_config
 from specjax.checkpoint.hub import resolve
 from specjax.checkpoint.load import load_params, load_tokenizer
+from specjax.checkpoint.token_map import read_token_map
 
 __all__ = [
     "BUILT_IN_MODEL",
     "CheckpointError",
     "ModelFiles",
+    "load_head",
     "load_params",
     "load_tokenizer",
     "model_config",
+    "read_token_map",
     "resolve",
     "stop_token_ids",
 ]

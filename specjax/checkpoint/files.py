@@ -14,6 +14,9 @@ from specjax.checkpoint.readers import read_headers, same_content
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+# Only draft heads are read from these.
+TORCH_INDEX_NAME = "pytorch_model.bin.index.json"
+TORCH_SINGLE_NAME = "pytorch_model.bin"
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ def read_folder(name: str, folder: Path) -> ModelFiles:
       CheckpointError: no config.json, no safetensors, a shard missing or damaged.
     """
     config = dict(read_json(folder / "config.json", name))
-    weights = _weights(name, folder)
+    weights = find_weights(name, folder)
     tensors = read_headers(weights)
     head, embed = tensors.get(HEAD_TENSOR), tensors.get(EMBED_TENSOR)
     if head is None and embed is not None:
@@ -83,21 +86,24 @@ def read_json(file: Path, name: str) -> Mapping[str, Any]:
     return value
 
 
-def _weights(name: str, folder: Path) -> tuple[Path, ...]:
-    index = folder / INDEX_NAME
-    if index.is_file():
-        shards = set(read_json(index, name).get("weight_map", {}).values())
-        outside = {shard for shard in shards if Path(shard).name != shard}
-        if outside or not shards:
-            raise CheckpointError(
-                f"{index}: weight_map must name files of its own folder, got: {listed(outside) or 'none'}"
-            )
-        missing = {shard for shard in shards if not (folder / shard).is_file()}
-        if missing:
-            raise CheckpointError(f"{folder} lacks shards that {INDEX_NAME} lists: {listed(missing)}; copy them there")
-        return tuple(folder / shard for shard in sorted(shards))
-    if (folder / SINGLE_NAME).is_file():
-        return (folder / SINGLE_NAME,)
+def find_weights(name: str, folder: Path, *, torch_too: bool = False) -> tuple[Path, ...]:
+    """The files that hold the weights in ``folder``: safetensors if there are any, else torch's if ``torch_too``.
+
+    Raises:
+      CheckpointError: there are none, or a shard is missing.
+    """
+    layouts = [(INDEX_NAME, SINGLE_NAME)] + [(TORCH_INDEX_NAME, TORCH_SINGLE_NAME)] * torch_too
+    for index, single in layouts:
+        if (folder / index).is_file():
+            return _shards(folder / index, name)
+        if (folder / single).is_file():
+            return (folder / single,)
+    if torch_too:
+        present = {file.name for file in folder.iterdir() if file.is_file()}
+        wanted = ", ".join(file for pair in layouts for file in reversed(pair))
+        raise CheckpointError(
+            f"{folder} (given as {name!r}) has none of: {wanted}; it has {listed(present) or 'no files'}"
+        )
     present = [
         file.name for pattern in ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf") for file in folder.glob(pattern)
     ]
@@ -110,3 +116,17 @@ def _weights(name: str, folder: Path) -> tuple[Path, ...]:
             ".save_pretrained(new_folder), and the same for AutoTokenizer"
         )
     raise CheckpointError(f"{folder} (given as {name!r}) has neither {SINGLE_NAME} nor {INDEX_NAME}{hint}")
+
+
+def _shards(index: Path, name: str) -> tuple[Path, ...]:
+    folder = index.parent
+    shards = set(read_json(index, name).get("weight_map", {}).values())
+    outside = {shard for shard in shards if Path(shard).name != shard}
+    if outside or not shards:
+        raise CheckpointError(
+            f"{index}: weight_map must name files of its own folder, got: {listed(outside) or 'none'}"
+        )
+    missing = {shard for shard in shards if not (folder / shard).is_file()}
+    if missing:
+        raise CheckpointError(f"{folder} lacks shards that {index.name} lists: {listed(missing)}; copy them there")
+    return tuple(folder / shard for shard in sorted(shards))

@@ -38,36 +38,37 @@ def model_config(hf_config: Mapping[str, Any], *, dtype: str = "auto", platform:
             f"config.json: architectures is {architectures or 'absent'}; supported: {listed(ARCHITECTURES)}"
         )
     hf_config = ABSENT_MEANS[architecture] | dict(hf_config)
-    _refuse_unsupported(hf_config)
-    heads = _require(hf_config, "num_attention_heads")
-    hidden = _require(hf_config, "hidden_size")
-    kv_heads = _given(hf_config, "num_key_value_heads", heads)
+    refuse_unsupported(hf_config)
+    heads = require(hf_config, "num_attention_heads")
+    hidden = require(hf_config, "hidden_size")
+    kv_heads = given(hf_config, "num_key_value_heads", heads)
     if heads % kv_heads:
         raise CheckpointError(
             f"config.json: num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})"
         )
-    max_positions = _given(hf_config, "max_position_embeddings", 2048)
+    max_positions = given(hf_config, "max_position_embeddings", 2048)
     return ModelConfig(
         family=ARCHITECTURES[architecture],
-        vocab_size=_require(hf_config, "vocab_size"),
+        vocab_size=require(hf_config, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=_require(hf_config, "intermediate_size"),
-        num_layers=_require(hf_config, "num_hidden_layers"),
+        intermediate_size=require(hf_config, "intermediate_size"),
+        num_layers=require(hf_config, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=_given(hf_config, "head_dim", hidden // heads),
-        norm_epsilon=float(_given(hf_config, "rms_norm_eps", 1e-6)),
-        rope=_rope(hf_config, max_positions),
+        head_dim=given(hf_config, "head_dim", hidden // heads),
+        norm_epsilon=float(given(hf_config, "rms_norm_eps", 1e-6)),
+        rope=rope(hf_config, max_positions),
         max_positions=max_positions,
-        tied_embeddings=bool(_given(hf_config, "tie_word_embeddings", False)),
-        attention_bias=bool(_given(hf_config, "attention_bias", False)),
-        mlp_bias=bool(_given(hf_config, "mlp_bias", False)),
+        tied_embeddings=bool(given(hf_config, "tie_word_embeddings", False)),
+        attention_bias=bool(given(hf_config, "attention_bias", False)),
+        mlp_bias=bool(given(hf_config, "mlp_bias", False)),
         dtype=_dtype(hf_config, dtype, platform),
     )
 
 
-def _refuse_unsupported(hf_config: Mapping[str, Any]) -> None:
-    activation = _given(hf_config, "hidden_act", "silu")
+def refuse_unsupported(hf_config: Mapping[str, Any]) -> None:
+    """Refuse an activation, quantisation or attention window that no model here has."""
+    activation = given(hf_config, "hidden_act", "silu")
     if activation != "silu":
         raise CheckpointError(f"config.json: hidden_act is {activation!r}; supported: silu")
     if quantization := hf_config.get("quantization_config"):
@@ -83,13 +84,14 @@ def _refuse_unsupported(hf_config: Mapping[str, Any]) -> None:
         )
 
 
-def _rope(hf_config: Mapping[str, Any], max_positions: int) -> RopeConfig:
+def rope(hf_config: Mapping[str, Any], max_positions: int) -> RopeConfig:
+    """The rotary embedding that ``hf_config`` describes; ``max_positions`` is what llama3 scaling starts from."""
     # transformers 5 keeps everything in rope_parameters; 4 has rope_theta beside an optional rope_scaling.
     section = "rope_parameters" if hf_config.get("rope_parameters") else "rope_scaling"
     scaling: Mapping[str, Any] = hf_config.get(section) or {}
     if not isinstance(scaling, Mapping):
         raise CheckpointError(f"config.json: {section} is {scaling!r}; it must be an object or null")
-    theta = float(scaling.get("rope_theta", _given(hf_config, "rope_theta", 10000.0)))
+    theta = float(given(scaling, "rope_theta", given(hf_config, "rope_theta", 10000.0)))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise CheckpointError(f"config.json: {section} has rope type {kind!r}; supported: {', '.join(ROPE_TYPES)}")
@@ -107,7 +109,7 @@ def _rope(hf_config: Mapping[str, Any], max_positions: int) -> RopeConfig:
             factor=float(scaling["factor"]),
             low_freq_factor=float(scaling["low_freq_factor"]),
             high_freq_factor=float(scaling["high_freq_factor"]),
-            original_max_position=int(_given(scaling, "original_max_position_embeddings", max_positions)),
+            original_max_position=int(given(scaling, "original_max_position_embeddings", max_positions)),
         )
     except KeyError as error:
         raise CheckpointError(f"config.json: {section} of type {kind} has no {error.args[0]!r}") from error
@@ -130,13 +132,14 @@ def _dtype(hf_config: Mapping[str, Any], dtype: str, platform: str | None) -> st
     return stored
 
 
-def _given(section: Mapping[str, Any], key: str, default: Any) -> Any:
+def given(section: Mapping[str, Any], key: str, default: Any) -> Any:
     """``section[key]``, where null means the default, as transformers reads it."""
     value = section.get(key)
     return default if value is None else value
 
 
-def _require(hf_config: Mapping[str, Any], key: str) -> int:
+def require(hf_config: Mapping[str, Any], key: str) -> int:
+    """The positive integer ``hf_config[key]``."""
     value = hf_config.get(key)
     if not isinstance(value, int) or value < 1:
         raise CheckpointError(f"config.json: {key} is {value!r}; a positive integer is needed")

@@ -1,9 +1,10 @@
-"""A model's name to files on disk: the built-in model, a GGUF file, a local folder or a Hugging Face hub id."""
+"""A model's name, or a draft head's, to files on disk: the built-in model, a GGUF, a folder or a hub id."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from specjax.checkpoint.builtin import BUILT_IN_MODEL, built_in_folder
@@ -12,6 +13,7 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import ModelFiles, read_folder
 
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "vocab*", "merges.txt"]
+HEAD_PATTERNS = ["*.json", "*.safetensors"]
 # Subfolders hold other formats of the same weights, and so do Mistral's consolidated files.
 HUB_IGNORED = ["*/*", "consolidated*"]
 
@@ -52,6 +54,65 @@ def resolve(
     return read_folder(name, _snapshot(name, revision, cache / "hub" if cache_dir is not None else None, progress))
 
 
+def resolve_head(name: str, *, revision: str | None = None, progress: bool = True) -> Path:
+    """The folder of a draft head: a local one, or a snapshot of a hub id, torch's files only if it has no others.
+
+    Raises:
+      CheckpointError: nothing by that name.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if revision is not None:
+            raise CheckpointError(
+                f"revision {revision!r} has no meaning for the folder {name!r}; only hub ids have one"
+            )
+        return path
+    if path.is_file() or _is_path(name):
+        raise CheckpointError(
+            f"{name!r} is {'a file' if path.is_file() else 'no file or folder'}; give a folder with config.json and "
+            "weights, or a hub id such as 'yuhuili/EAGLE3-LLaMA3.1-Instruct-8B'"
+        )
+
+    def explain(reason: str) -> str:
+        return f"there is no local folder {path}, and the Hugging Face hub gave no draft head {name!r} ({reason})"
+
+    folder = download(name, None, HEAD_PATTERNS, revision, None, progress, explain)
+    if not any(folder.glob("*.safetensors")):
+        folder = download(name, None, [*HEAD_PATTERNS, "*.bin"], revision, None, progress, explain)
+    return folder
+
+
+def download(
+    repository: str,
+    file: str | None,
+    patterns: list[str],
+    revision: str | None,
+    cache: Path | None,
+    progress: bool,
+    explain: Callable[[str], str],
+) -> Path:
+    """Fetch from the hub: one ``file``, or the folder of all files that match ``patterns``.
+
+    Raises:
+      CheckpointError: of any failure, with what ``explain`` makes of its reason.
+    """
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not progress:
+        disable_progress_bars()
+    try:
+        if file is not None:
+            return Path(hf_hub_download(repository, file, revision=revision, cache_dir=cache))
+        folder = snapshot_download(
+            repository, revision=revision, cache_dir=cache, allow_patterns=patterns, ignore_patterns=HUB_IGNORED
+        )
+    except Exception as error:  # the client raises its own, httpx's and the system's errors: all mean "not there"
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(explain(f"{type(error).__name__}: {reason}")) from error
+    return Path(folder)
+
+
 def _converted(file: Path, cache: Path, progress: bool) -> Path:
     from specjax.checkpoint import gguf_model
 
@@ -65,23 +126,15 @@ def _converted(file: Path, cache: Path, progress: bool) -> Path:
 
 
 def _snapshot(name: str, revision: str | None, cache: Path | None, progress: bool) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import disable_progress_bars
+    at = f" at revision {revision!r}" if revision else ""
 
-    if not progress:
-        disable_progress_bars()
-    try:
-        folder = snapshot_download(
-            name, revision=revision, cache_dir=cache, allow_patterns=HUB_PATTERNS, ignore_patterns=HUB_IGNORED
-        )
-    except Exception as error:  # the client raises its own, httpx's and the system's errors: all mean "not there"
-        reason = " ".join(str(error).split())[:300]
-        at = f" at revision {revision!r}" if revision else ""
-        raise CheckpointError(
+    def explain(reason: str) -> str:
+        return (
             f"no model {name!r}{at}. Tried: the alias {BUILT_IN_MODEL!r} (another name); the local path "
-            f"{Path(name).expanduser()} (absent); the Hugging Face hub ({type(error).__name__}: {reason}). {_choices()}"
-        ) from error
-    return Path(folder)
+            f"{Path(name).expanduser()} (absent); the Hugging Face hub ({reason}). {_choices()}"
+        )
+
+    return download(name, None, HUB_PATTERNS, revision, cache, progress, explain)
 
 
 def _is_path(name: str) -> bool:

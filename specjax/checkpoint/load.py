@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -62,19 +62,41 @@ def load_params(
     table = placements(config)
     _check(tensors, table, files, config)
 
-    params: dict[str, Any] = {}
     size = sum(tensors[placement.tensor].stop - tensors[placement.tensor].start for placement in table)
     with bar(f"Loading {files.name}", size, progress) as loaded:
-        for path, parts in groupby(_by_leaf(table), key=lambda placement: placement.leaf):
-            group = list(parts)
-            host = np.empty(group[0].leaf_shape, HOST_DTYPES[config.dtype])
-            for placement in group:
-                entry = tensors[placement.tensor]
-                placement.place(host, entry.read())
-                loaded.update(entry.stop - entry.start)
-            # Waiting keeps the transfers, and with them the host buffers, from piling up.
-            _insert(params, path, jax.block_until_ready(put(host)))
-            del host
+        return fill(table, lambda name: tensors[name].read(), HOST_DTYPES[config.dtype], put, loaded.update)
+
+
+def fill(
+    table: Iterable[Placement],
+    read: Callable[[str], np.ndarray],
+    dtype: np.dtype,
+    put: Callable[[np.ndarray], Any],
+    loaded: Callable[[int], Any],
+) -> dict[str, Any]:
+    """The parameter tree that ``table`` describes, leaf by leaf.
+
+    Args:
+      table: the tensors of every leaf; their shapes were checked.
+      read: gives a tensor by its name.
+      dtype: of the leaves.
+      put: moves one finished leaf to the device.
+      loaded: is told the bytes of each tensor that was placed.
+    """
+    import jax
+
+    params: dict[str, Any] = {}
+    for path, parts in groupby(_by_leaf(table), key=lambda placement: placement.leaf):
+        group = list(parts)
+        host = np.empty(group[0].leaf_shape, dtype)
+        for placement in group:
+            tensor = read(placement.tensor)
+            placement.place(host, tensor)
+            loaded(tensor.nbytes)
+            del tensor
+        # Waiting keeps the transfers, and with them the host buffers, from piling up.
+        _insert(params, path, jax.block_until_ready(put(host)))
+        del host
     return params
 
 
@@ -143,14 +165,9 @@ def _insert(params: dict[str, Any], path: tuple[str, ...], leaf: Any) -> None:
 
 
 def _check(tensors: dict[str, TensorEntry], table: list[Placement], files: ModelFiles, config: ModelConfig) -> None:
-    expected = {placement.tensor: placement.shape for placement in table}
-    missing = expected.keys() - tensors.keys()
-    extra = {name for name in tensors.keys() - expected.keys() if not is_ignored(name, tied=config.tied_embeddings)}
-    wrong = {
-        f"{name} is {list(tensors[name].shape)}, config.json implies {list(shape)}"
-        for name, shape in expected.items()
-        if name in tensors and tensors[name].shape != shape
-    }
+    extra = tensors.keys() - {placement.tensor for placement in table}
+    extra = {name for name in extra if not is_ignored(name, tied=config.tied_embeddings)}
+    missing, wrong = misfits({name: entry.shape for name, entry in tensors.items()}, table)
     problems = []
     if missing:
         problems.append(f"missing tensors: {listed(missing)}")
@@ -163,3 +180,14 @@ def _check(tensors: dict[str, TensorEntry], table: list[Placement], files: Model
             f"the weights in {files.folder} do not fit its config.json; " + "; ".join(problems) + ". "
             "Use the config.json that was saved with these weights"
         )
+
+
+def misfits(found: Mapping[str, tuple[int, ...]], table: Iterable[Placement]) -> tuple[set[str], set[str]]:
+    """Tensors of ``table`` that are not in ``found``, and sentences about those whose shape there is another."""
+    expected = {placement.tensor: placement.shape for placement in table}
+    wrong = {
+        f"{name} is {list(found[name])}, config.json implies {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    }
+    return expected.keys() - found.keys(), wrong

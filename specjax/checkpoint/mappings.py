@@ -150,7 +150,7 @@ def placements(config: ModelConfig) -> list[Placement]:
             f"no table of tensor names for the model family {config.family!r}; there is one for: llama"
         )
     sizes = dimensions(config)
-    return [_placement(rule, prefix, path, sizes) for rule, prefix, path in _rules(config)]
+    return [placement(rule, prefix, path, sizes) for rule, prefix, path in _rules(config)]
 
 
 def is_ignored(tensor: str, *, tied: bool) -> bool:
@@ -176,13 +176,16 @@ def _rules(config: ModelConfig) -> Iterator[tuple[Rule, str, tuple[str, ...]]]:
             yield rule, "", ()
 
 
-def _placement(rule: Rule, prefix: str, path: tuple[str, ...], sizes: Dims) -> Placement:
+def placement(
+    rule: Rule, prefix: str, path: tuple[str, ...], sizes: Dims, leaves: Mapping[str, str] = LEAVES
+) -> Placement:
+    """``rule`` with the sizes of the letters filled in; ``leaves`` gives the letters of each leaf."""
     letters = rule.split.replace(" ", "")
     return Placement(
         tensor=prefix + rule.tensor,
         shape=tuple(prod(sizes[letter] for letter in axis) for axis in rule.split.split()),
         leaf=(*path, rule.leaf),
-        leaf_shape=tuple(sizes[letter] for letter in LEAVES[rule.leaf].split()),
+        leaf_shape=tuple(sizes[letter] for letter in leaves[rule.leaf].split()),
         split=tuple(sizes[letter] for letter in letters),
         axes=tuple(letters.index(letter) for letter in rule.order),
         part=rule.part(sizes),

@@ -25,6 +25,15 @@ DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+# Never parameters: token ids and masks beside the weights of a draft head.
+INTEGERS: dict[str, np.dtype] = {
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
 # The largest header the safetensors library accepts; a longer one is a file of another kind.
 _MAX_HEADER = 100_000_000
 
@@ -40,19 +49,25 @@ class TensorEntry:
     start: int
     stop: int
 
-    def read(self) -> np.ndarray:
+    def read(self, *, integers: bool = False) -> np.ndarray:
         """The tensor as a read-only view of the file.
+
+        Args:
+          integers: allow integers and bools too.
 
         Raises:
           CheckpointError: the file stores it in a type that is not f32, f16 or bf16.
         """
-        if self.dtype not in DTYPES:
+        dtypes = DTYPES | INTEGERS if integers else DTYPES
+        if self.dtype not in dtypes:
             raise CheckpointError(
-                f"tensor {self.name} in {self.file} has type {self.dtype}; supported: {listed(DTYPES)} "
+                f"tensor {self.name} in {self.file} has type {self.dtype}; supported: {listed(dtypes)} "
                 "(quantised checkpoints are not supported)"
             )
+        if self.start == self.stop:  # which cannot be mapped
+            return np.empty(self.shape, dtypes[self.dtype])
         # One mapping per tensor: its pages can be reclaimed as soon as the caller has copied them.
-        return np.memmap(self.file, DTYPES[self.dtype], "r", self.start, self.shape)
+        return np.memmap(self.file, dtypes[self.dtype], "r", self.start, self.shape)
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
@@ -77,8 +92,9 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         raise CheckpointError(
             f"{file} is not a readable safetensors file ({error}); download or copy it again"
         ) from error
+    known = DTYPES | INTEGERS
     for entry in entries.values():
-        if entry.dtype in DTYPES and prod(entry.shape) * DTYPES[entry.dtype].itemsize != entry.stop - entry.start:
+        if entry.dtype in known and prod(entry.shape) * known[entry.dtype].itemsize != entry.stop - entry.start:
             raise CheckpointError(
                 f"{file} is damaged: {entry.name} has shape {entry.shape} but {entry.stop - entry.start} bytes"
             )

@@ -1,0 +1,92 @@
+"""What a draft head's config.json says that its tensors cannot: norms' epsilon, rope, heads, taps, flags.
+
+Knows nothing of tensors. ``speculators`` and NeMo nest the layer's own settings in ``transformer_layer_config``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specjax.checkpoint.errors import CheckpointError
+from specjax.checkpoint.hf_config import given, refuse_unsupported
+
+TAPS_KEY = "eagle_aux_hidden_state_layer_ids"
+_LAYER_KEY = "transformer_layer_config"
+# EAGLE-3.1 and NVIDIA's variants. norm_output has no tensor of its own: it feeds the head with normed outputs.
+_UNSUPPORTED = ("fc_norm", "norm_before_fc", "norm_output")
+
+
+def layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The layer's settings and the head's own in one mapping; null means absent.
+
+    Raises:
+      CheckpointError: something that the head needs is not implemented.
+    """
+    nested = config.get(_LAYER_KEY) or {}
+    merged = {key: value for part in (config, nested) for key, value in part.items() if value is not None}
+    # Qwen2 configs carry a window that is switched off.
+    if not merged.get("use_sliding_window", True):
+        merged.pop("sliding_window", None)
+    refuse_unsupported(merged)
+    for key in _UNSUPPORTED:
+        if merged.get(key) or _eagle_config(merged).get(key):
+            raise CheckpointError(
+                f"config.json: {key} is {merged.get(key) or _eagle_config(merged)[key]!r}; such heads (EAGLE-3.1) are "
+                "not supported, since engines differ in what it means; use an EAGLE-3 head without it"
+            )
+    return merged
+
+
+def norm_before_residual(merged: Mapping[str, Any]) -> bool:
+    """Absent means false, as in speculators' own schema and in the published heads of the authors."""
+    return bool(given(merged, "norm_before_residual", False))
+
+
+def tap_layers(merged: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """The target's layers, 0-based, whose outputs the head reads, in its order.
+
+    Two conventions are in use. In ``eagle_config``, id j is the output of layer j. At the top level, where speculators
+    puts them for vLLM, id j is the input of layer j, so the output of j - 1: vLLM collects before the layer, and
+    NeMo-RL subtracts 1 from the ids of such configs. But speculators' converter copies the ids of older heads
+    unchanged ([1, 46, 90] for 94 layers: speculators#142). The first id tells the two apart, as in sglang#25454: it is
+    1 only as an output, since no head reads the output of layer 0.
+
+    Args:
+      merged: from ``layer_config``.
+      num_layers: of the target.
+
+    Raises:
+      CheckpointError: no layers of that target, or given as something else than a list of integers.
+    """
+    nested, top = _eagle_config(merged).get(TAPS_KEY), merged.get(TAPS_KEY)
+    ids = nested or top
+    if not ids:
+        return _default_taps(num_layers)
+    where = f"eagle_config.{TAPS_KEY}" if nested else TAPS_KEY
+    if not isinstance(ids, Sequence) or not all(type(value) is int for value in ids):
+        raise CheckpointError(f"config.json: {where} is {ids!r}; a list of integers is needed")
+    shift = 0 if nested or ids[0] == 1 else 1
+    taps = tuple(value - shift for value in ids)
+    if len(set(taps)) != len(taps) or not all(0 <= tap < num_layers for tap in taps):
+        raise CheckpointError(
+            f"config.json: {where} is {list(ids)}, read as the outputs of layers {list(taps)}; different layers "
+            f"of the target's, 0..{num_layers - 1}, are needed. In eagle_config, id j is the output of layer j; at the "
+            "top level it is the output of layer j - 1, unless the first id is 1"
+        )
+    return taps
+
+
+def _default_taps(num_layers: int) -> tuple[int, ...]:
+    taps = (1, num_layers // 2 - 1, num_layers - 4)
+    if min(taps) < 0 or len(set(taps)) < len(taps):
+        raise CheckpointError(
+            f"config.json: eagle_config.{TAPS_KEY} is absent, and its default for a target of {num_layers} layers is "
+            f"{list(taps)}, which are not three different layers; give the ids there"
+        )
+    return taps
+
+
+def _eagle_config(merged: Mapping[str, Any]) -> Mapping[str, Any]:
+    section = merged.get("eagle_config")
+    return section if isinstance(section, Mapping) else {}

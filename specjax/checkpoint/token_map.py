@@ -1,0 +1,183 @@
+"""FR-Spec token maps: the ids of the target's vocabulary that a draft head may propose, most frequent first.
+
+From a file of the user's, a file on the hub, or the head of a map that comes with specjax. Any map is lossless; one
+that names an id twice, or one that the target lacks, is refused. Knows nothing of what a map is used for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specjax.checkpoint.errors import CheckpointError, listed
+from specjax.checkpoint.hub import download
+from specjax.checkpoint.readers import read_header
+from specjax.checkpoint.torch_zip import read_torch_zip
+
+FLAG = "--speculative-token-map"
+FORMATS = (".pt", ".safetensors", ".npy", ".json")
+
+
+@dataclass(frozen=True)
+class ShippedMap:
+    """A map in ``specjax/data``.
+
+    Attributes:
+      name: of the vocabulary.
+      fingerprint: of the vocabulary, see ``fingerprint``.
+      file: ids by descending frequency, ``.npy``.
+    """
+
+    name: str
+    fingerprint: str
+    file: Traversable
+
+    def ids(self) -> np.ndarray:
+        """All ids of the map."""
+        with self.file.open("rb") as stream:
+            return np.load(stream, allow_pickle=False)
+
+
+def fingerprint(tokens: list[str]) -> str:
+    """Sha256 of a vocabulary, whose tokens are given by id."""
+    return hashlib.sha256("\0".join(tokens).encode()).hexdigest()
+
+
+def shipped_maps() -> tuple[ShippedMap, ...]:
+    """The maps that come with specjax."""
+    folder = _data_folder()
+    if not folder.is_dir():
+        return ()
+    found = []
+    for file in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        if file.name.endswith(".json"):
+            about = json.loads(file.read_text(encoding="utf-8"))
+            if isinstance(about, dict) and {"fingerprint", "file"} <= about.keys():
+                name = file.name.removesuffix(".json")
+                found.append(ShippedMap(name, about["fingerprint"], folder.joinpath(about["file"])))
+    return tuple(found)
+
+
+def read_token_map(given: str, *, vocab_size: int, tokens: Callable[[], list[str]] | None = None) -> np.ndarray:
+    """The target's ids that may be proposed, int32 ``[W]``, in the order of the map.
+
+    Args:
+      given: a file (``.pt`` with a list or a tensor, ``.safetensors``, ``.npy``, ``.json``), here or on the hub as
+        ``repository/file``; or a number N, for the N most frequent ids of the map that comes with specjax.
+      vocab_size: of the target.
+      tokens: the tokens of the target's tokenizer by id; needed for a number.
+
+    Raises:
+      CheckpointError: no such file, not a list of different ids of the target, or a number and another vocabulary;
+        the message begins with the flag and what was given.
+    """
+    try:
+        is_number = re.fullmatch("[0-9]+", given)
+        return _checked(_shipped(int(given), tokens) if is_number else _values(_found(given)), vocab_size)
+    except CheckpointError as error:
+        raise CheckpointError(f"{FLAG} {given}: {error}") from error
+
+
+def _data_folder() -> Traversable:
+    return files("specjax").joinpath("data")
+
+
+def _shipped(count: int, tokens: Callable[[], list[str]] | None) -> np.ndarray:
+    maps = shipped_maps()
+    mark = fingerprint(tokens()) if tokens is not None else None
+    for candidate in maps:
+        if candidate.fingerprint == mark:
+            ids = candidate.ids()
+            if not 1 <= count <= len(ids):
+                raise CheckpointError(
+                    f"{count} ids are asked for, and the map of {candidate.name} has {len(ids)}; give 1..{len(ids)}"
+                )
+            return ids[:count]
+    raise CheckpointError(
+        f"a number needs a model with the vocabulary of a map that comes with specjax "
+        f"({listed(candidate.name for candidate in maps) or 'there is none'}), and this model's is another; give a "
+        f"file ({', '.join(FORMATS)}) instead, made for this model by `python -m specjax.train.vocab`"
+    )
+
+
+def _found(given: str) -> Path:
+    """The local file, or one fetched from the hub."""
+    path = Path(given).expanduser()
+    if not given.lower().endswith(FORMATS):
+        raise CheckpointError(f"it is neither a number nor a file of a known format: {', '.join(FORMATS)}")
+    if path.is_file():
+        return path
+    parts = given.split("/")
+    if len(parts) < 2 or not all(parts) or parts[0].startswith((".", "~")):
+        raise CheckpointError("there is no such file; give one, or one on the hub as repository/file")
+    split = 1 if len(parts) == 2 else 2
+    repository, file = "/".join(parts[:split]), "/".join(parts[split:])
+
+    def explain(reason: str) -> str:
+        return f"there is no such file, and the Hugging Face hub gave no {file} of {repository!r} ({reason})"
+
+    return download(repository, file, [], None, None, False, explain)
+
+
+def _values(file: Path) -> Any:
+    """What ``file`` holds, unchecked."""
+    try:
+        match file.suffix.lower():
+            case ".pt":
+                return read_torch_zip(file)
+            case ".safetensors":
+                tensors = read_header(file)
+                name = "token_map" if "token_map" in tensors else next(iter(tensors), None)
+                if name is None or (len(tensors) > 1 and name != "token_map"):
+                    raise CheckpointError(
+                        f"{file} holds the tensors {listed(tensors) or '(none)'}; one is needed, or one named token_map"
+                    )
+                return tensors[name].read(integers=True)
+            case ".npy":
+                return np.load(file, allow_pickle=False)
+            case _:
+                return json.loads(file.read_text(encoding="utf-8"))
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, EOFError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}); download or make it again") from error
+
+
+def _checked(values: Any, vocab_size: int) -> np.ndarray:
+    if isinstance(values, list):
+        # One by one: numpy would make numbers of bools and floats of large integers.
+        for index, value in enumerate(values):
+            if type(value) is not int:
+                raise CheckpointError(f"entry {index} is {value!r}, not an integer")
+            _check_range(index, value, vocab_size)
+        values = np.array(values, np.int64)
+    if not isinstance(values, np.ndarray):
+        raise CheckpointError(f"it holds a {type(values).__name__}; a list or a tensor of ids is needed")
+    if values.ndim != 1:
+        raise CheckpointError(f"it has the shape {list(values.shape)}; one dimension is needed")
+    if values.dtype.kind not in "iu" and len(values):
+        raise CheckpointError(f"entry 0 is {values[0]!r}, of {values.dtype}, not an integer")
+    if not len(values):
+        raise CheckpointError("it is empty; at least one id is needed")
+    if len(outside := np.flatnonzero((values < 0) | (values >= vocab_size))):
+        _check_range(int(outside[0]), int(values[outside[0]]), vocab_size)
+    first = np.unique(values, return_index=True)[1]
+    if len(first) != len(values):
+        again = int(np.setdiff1d(np.arange(len(values)), first)[0])
+        before = int(np.flatnonzero(values == values[again])[0])
+        raise CheckpointError(f"entry {again} is {values[again]}, as is entry {before}; ids must differ")
+    return values.astype(np.int32)
+
+
+def _check_range(index: int, value: int, vocab_size: int) -> None:
+    if not 0 <= value < vocab_size:
+        raise CheckpointError(f"entry {index} is {value}, outside the target's vocabulary 0..{vocab_size - 1}")

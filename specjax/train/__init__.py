@@ -1,0 +1,1 @@
+"""Tools that make what drafters read: token maps, data and heads."""

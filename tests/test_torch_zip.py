@@ -1,0 +1,387 @@
+"""specjax.checkpoint.torch_zip against torch, and against files that are made to do harm."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+import struct
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from specjax.checkpoint import CheckpointError, torch_zip
+from specjax.checkpoint.torch_zip import read_torch_zip, write_torch_zip_list
+
+DTYPES = {
+    torch.float64: np.float64, torch.float32: np.float32, torch.float16: np.float16,
+    torch.bfloat16: ml_dtypes.bfloat16, torch.int64: np.int64, torch.int32: np.int32, torch.int16: np.int16,
+    torch.int8: np.int8, torch.uint8: np.uint8, torch.bool: np.bool_,
+}  # fmt: skip
+
+
+def saved(folder: Path, value: Any, **options: Any) -> Path:
+    file = folder / "x.bin"
+    torch.save(value, file, **options)
+    return file
+
+
+def refused(file: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        read_torch_zip(file)
+    assert str(file) in str(caught.value)
+    return str(caught.value)
+
+
+# A pickle by hand: protocol 2, opcode by opcode.
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+
+
+def number(value: int) -> bytes:
+    return b"J" + struct.pack("<i", value)
+
+
+def global_(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+def storage(kind: str, key: str, size: int) -> bytes:
+    return b"(" + text("storage") + global_("torch", kind) + text(key) + text("cpu") + number(size) + b"tQ"
+
+
+def tensor(held: bytes, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> bytes:
+    def items(values: tuple[int, ...]) -> bytes:
+        return b"(" + b"".join(map(number, values)) + b"t"
+
+    rest = b"\x89" + global_("collections", "OrderedDict") + b")R"
+    call = global_("torch._utils", "_rebuild_tensor_v2")
+    return call + b"(" + held + number(offset) + items(size) + items(stride) + rest + b"tR"
+
+
+def made(folder: Path, program: bytes, members: dict[str, bytes] | None = None, compress: bool = False) -> Path:
+    """A zip with the pickle ``program`` (without PROTO and STOP)."""
+    file = folder / "made.bin"
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED if compress else zipfile.ZIP_STORED) as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02" + program + b".")
+        for name, content in ({"byteorder": b"little"} | (members or {})).items():
+            archive.writestr(f"archive/{name}", content)
+    return file
+
+
+FLOATS = np.arange(6, dtype=np.float32)
+SIX = {"data/0": FLOATS.tobytes()}
+
+
+# What torch writes.
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes_come_as_read_only_views_of_the_file(tmp_path, dtype):
+    value = (torch.arange(12) % 2 if dtype == torch.bool else torch.arange(12)).reshape(3, 4).to(dtype)
+    read = read_torch_zip(saved(tmp_path, {"a": value}))["a"]
+    assert read.dtype == DTYPES[dtype] and read.shape == (3, 4)
+    np.testing.assert_array_equal(np.float64(read), value.double().numpy())
+    assert not read.flags.writeable
+    base = read
+    while base is not None and not isinstance(base, np.memmap):
+        base = base.base
+    assert base is not None
+
+
+def test_strides_offsets_and_shared_storages(tmp_path):
+    whole = torch.arange(24.0).reshape(4, 6)
+    state = {
+        "transposed": whole.T, "rows": whole[1:3], "every_other": whole[:, ::2], "corner": whole[2:, 3:].T,
+        "expanded": torch.arange(3.0)[:, None].expand(3, 2), "scalar": torch.tensor(7.0), "empty": torch.zeros(0, 4),
+    }  # fmt: skip
+    file = saved(tmp_path, state)
+    assert sum(name.startswith("x/data/") for name in zipfile.ZipFile(file).namelist()) == 4
+    read = read_torch_zip(file)
+    assert list(read) == list(state)
+    for name, value in state.items():
+        assert read[name].shape == tuple(value.shape)
+        np.testing.assert_array_equal(read[name], value.numpy())
+    assert np.shares_memory(read["transposed"], read["rows"])
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_state_dict_of_a_module(tmp_path, protocol):
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    state = module.state_dict(keep_vars=True)  # an OrderedDict of Parameters, with `_metadata`
+    assert hasattr(state, "_metadata")
+    read = read_torch_zip(saved(tmp_path, state, pickle_protocol=protocol))
+    assert type(read) is dict and list(read) == list(state)
+    for name, value in state.items():
+        np.testing.assert_array_equal(read[name], value.detach().numpy())
+
+
+def test_plain_values_and_nesting(tmp_path):
+    value = {"epoch": 3, "loss": 0.5, "name": "é", "none": None, "on": True, "big": 2**40, "size": torch.Size([2, 3]),
+             "state": OrderedDict(a=[torch.ones(2), {"b": 1}])}  # fmt: skip
+    read = read_torch_zip(saved(tmp_path, value))
+    np.testing.assert_array_equal(read["state"]["a"].pop(0), [1, 1])
+    assert read == value | {"size": [2, 3], "state": {"a": [{"b": 1}]}}
+
+
+def test_top_level_list_and_tensor(tmp_path):
+    assert read_torch_zip(saved(tmp_path, [5, 0, 70000])) == [5, 0, 70000]
+    np.testing.assert_array_equal(read_torch_zip(saved(tmp_path, torch.arange(4))), np.arange(4))
+
+
+def test_written_lists_are_torchs(tmp_path):
+    for values in ([], [7], list(range(70000, 0, -1)), [2**31, 2**40, 255, 256, 65535, 65536]):
+        file = tmp_path / "freq.pt"
+        write_torch_zip_list(file, values)
+        read = torch.load(file, weights_only=True)
+        assert type(read) is list and read == values
+        assert all(type(value) is int for value in read)
+        assert read_torch_zip(file) == values
+    first = file.read_bytes()
+    write_torch_zip_list(file, values)
+    assert file.read_bytes() == first
+
+
+def test_compressed_members_are_read(tmp_path):
+    held = tensor(storage("FloatStorage", "0", 6), 1, (2, 2), (2, 1))
+    read = read_torch_zip(made(tmp_path, held, SIX, compress=True))
+    np.testing.assert_array_equal(read, [[1, 2], [3, 4]])
+    assert not read.flags.writeable
+
+
+# What is refused by name.
+
+
+class Calls:
+    def __init__(self, function: Any, *given: Any) -> None:
+        self.call = function, given
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        ((os.system, "touch harmed"), rf"{os.system.__module__}\.system"),
+        ((eval, "1"), r"builtins\.eval"),
+        ((getattr, os, "system"), r"builtins\.getattr"),
+        ((np.frombuffer, "ab"), r"numpy[.\w]*\.frombuffer"),
+        ((pickle.loads, "I1"), r"_?pickle\.loads"),
+        ((torch.load, "x"), r"torch\.serialization\.load"),
+        ((type, "x", (), {}), r"builtins\.type"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_calls_are_refused_by_name(tmp_path, monkeypatch, call, name, protocol):
+    monkeypatch.chdir(tmp_path)
+    if call[0] is getattr:  # a module cannot be pickled; ask for it as an attacker would
+        file = made(tmp_path, global_("builtins", "getattr") + b"(" + global_("os", "path") + text("os") + b"tR")
+    else:
+        file = tmp_path / "x.bin"
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("x/data.pkl", pickle.dumps({"a": Calls(*call)}, protocol=protocol))
+    message = refused(file)
+    name = name.replace("builtins", "__builtin__") if protocol == 2 and "getattr" not in name else name
+    assert re.search(rf"asks for {name}, and what it may ask for is collections\.OrderedDict, ", message), message
+    assert "safetensors.torch import save_file" in message
+    assert not (tmp_path / "harmed").exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (np.arange(3), r"numpy[.\w]+\._reconstruct"),
+        ({1, 2}, "set"),
+        (b"bytes", "_codecs.encode"),
+        (torch.device("cpu"), r"torch\.device"),
+        (torch.float16, "torch.float16"),
+        (torch.nn.Linear(1, 1), r"torch\.nn\.modules\.linear\.Linear"),
+        (torch.zeros(2, dtype=torch.complex64), "torch.ComplexFloatStorage"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_other_objects_are_refused_by_name(tmp_path, value, name):
+    message = refused(saved(tmp_path, {"a": value}))
+    assert re.search(rf"asks for [\w.]*{name}", message), message
+
+
+def test_tuples_and_odd_keys(tmp_path):
+    assert "holds a tuple, and only dicts" in refused(saved(tmp_path, {"a": (1, 2)}))
+    assert "keys that are no strings: (1, 2)" in refused(saved(tmp_path, {(1, 2): 3}))
+
+
+def test_python_2_instructions_are_refused(tmp_path):
+    assert "asks for os.system" in refused(made(tmp_path, b"(S'x'\nios\nsystem\n"))
+    ordered = global_("collections", "OrderedDict")
+    assert "the instruction OBJ" in refused(made(tmp_path, b"(" + ordered + b"o"))
+    assert "the instruction NEWOBJ" in refused(made(tmp_path, ordered + b")\x81"))
+    assert "the instruction PERSID" in refused(made(tmp_path, b"Pstorage\n"))
+    assert "the instruction EXT1" in refused(made(tmp_path, b"\x82\x01"))
+
+
+def test_nothing_of_ours_can_be_changed_or_called_otherwise(tmp_path):
+    build = b"}" + text("array") + number(1) + b"sb"
+    held = storage("FloatStorage", "0", 6)
+    for target in (held, tensor(held, 0, (2,), (1,)), global_("torch", "FloatStorage"), global_("torch", "Size")):
+        assert "sets attributes of" in refused(made(tmp_path, target + build, SIX))
+    refused(made(tmp_path, global_("collections", "OrderedDict") + build, SIX))
+    assert "calls torch.Size with 0" in refused(made(tmp_path, global_("torch", "Size") + b")R"))
+    assert "calls torch.FloatStorage" in refused(
+        made(tmp_path, global_("torch", "FloatStorage") + number(5) + b"\x85R")
+    )
+    assert "_rebuild_parameter" in refused(made(tmp_path, global_("torch._utils", "_rebuild_parameter") + b")R"))
+    assert "holds a name" in refused(made(tmp_path, global_("torch", "FloatStorage")))
+    assert "holds a storage" in refused(made(tmp_path, held, SIX))
+    # The stand-in for OrderedDict is the same after all that.
+    np.testing.assert_array_equal(read_torch_zip(made(tmp_path, tensor(held, 0, (2,), (1,)), SIX)), [0, 1])
+
+
+# Bounds.
+
+
+@pytest.mark.parametrize(
+    ("offset", "size", "stride"),
+    [(0, (7,), (1,)), (5, (2,), (1,)), (6, (1,), (1,)), (0, (2, 3), (4, 1)), (0, (2,), (6,)), (2**30, (1,), (1,)),
+     (0, (2**31 - 1, 2**31 - 1), (1, 1)), (6, (), ())],
+)  # fmt: skip
+def test_tensors_never_reach_outside_their_storage(tmp_path, offset, size, stride):
+    file = made(tmp_path, tensor(storage("FloatStorage", "0", 6), offset, size, stride), SIX)
+    assert "of storage 0, which has 6" in refused(file)
+
+
+@pytest.mark.parametrize(
+    ("offset", "size", "stride", "message"),
+    [
+        (-1, (1,), (1,), "wrong kind"),
+        (5, (2,), (-1,), "wrong kind"),
+        (0, (-2,), (1,), "wrong kind"),
+        (0, (2,), (1, 1), "of size"),
+        (0, (1,) * 40, (1,) * 40, "of size"),
+        (0, (2**31 - 1,) * 3, (0, 0, 0), "damaged"),
+    ],
+)
+def test_tensors_of_impossible_sizes(tmp_path, offset, size, stride, message):
+    assert message in refused(made(tmp_path, tensor(storage("FloatStorage", "0", 6), offset, size, stride), SIX))
+
+
+def test_storages_have_the_size_of_their_member(tmp_path):
+    for kind, size in (("FloatStorage", 7), ("FloatStorage", 5), ("DoubleStorage", 6), ("FloatStorage", -6)):
+        file = made(tmp_path, tensor(storage(kind, "0", size), 0, (1,), (1,)), SIX)
+        assert re.search(rf"data/0 has 24 bytes, and {size} elements|a storage with key '0'", refused(file))
+    assert "has no member archive/data/1" in refused(made(tmp_path, storage("FloatStorage", "1", 6), SIX))
+    for key in ("../byteorder", "/etc/passwd", "0/../0", ""):
+        assert "a storage with key" in refused(made(tmp_path, storage("FloatStorage", key, 6), SIX))
+    twice = b"]" + storage("FloatStorage", "0", 6) + b"a" + storage("IntStorage", "0", 6) + b"a"
+    assert "used as float32 and as int32" in refused(made(tmp_path, twice, SIX))
+    assert "not a storage: ('module'" in refused(made(tmp_path, b"(" + text("module") + number(1) + b"tQ"))
+    assert "not a storage: 3" in refused(made(tmp_path, number(3) + b"Q"))
+
+
+def test_members_that_lie_about_their_place(tmp_path):
+    held = tensor(storage("FloatStorage", "0", 6), 0, (6,), (1,))
+    whole = made(tmp_path, held, SIX).read_bytes()
+    entry = whole.rindex(b"PK\x01\x02", 0, whole.index(b"archive/data/0", whole.index(b"PK\x01\x02")))
+    for place in (0xFFFFFF, 1, len(whole) - 30):
+        damaged = bytearray(whole)
+        damaged[entry + 42 : entry + 46] = struct.pack("<I", place)
+        (tmp_path / "moved.bin").write_bytes(damaged)
+        assert "not at its place" in refused(tmp_path / "moved.bin")
+    huge = bytearray(whole)  # both the directory and the pickle say 2^30 bytes, the file ends before
+    huge[entry + 20 : entry + 28] = struct.pack("<II", 1 << 30, 1 << 30)
+    huge = bytes(huge).replace(number(6) + b"tQ", number(1 << 28) + b"tQ")
+    start = huge.index(b"PK\x03\x04")
+    with zipfile.ZipFile(io.BytesIO(huge)) as archive:
+        info = archive.getinfo("archive/data.pkl")
+    body = start + 30 + len("archive/data.pkl")
+    checked = bytearray(huge)
+    crc = struct.pack("<I", zipfile.crc32(huge[body : body + info.file_size]))
+    checked[start + 14 : start + 18] = crc
+    directory = huge.index(b"PK\x01\x02")
+    checked[directory + 16 : directory + 20] = crc
+    (tmp_path / "huge.bin").write_bytes(checked)
+    assert "not at its place" in refused(tmp_path / "huge.bin")
+
+
+# Files that are something else.
+
+
+def test_legacy_format(tmp_path):
+    file = saved(tmp_path, {"a": torch.ones(2)}, _use_new_zipfile_serialization=False)
+    message = refused(file)
+    assert "before version 1.6" in message and "save_file" in message and "torch.load('x.bin'" in message
+
+
+def test_truncated_and_foreign_files(tmp_path):
+    file = saved(tmp_path, {"a": torch.ones(2000)})
+    whole = file.read_bytes()
+    for length in (len(whole) - 1, len(whole) // 2, 100):
+        file.write_bytes(whole[:length])
+        assert "damaged" in refused(file)
+    file.write_bytes(b"")
+    assert "starts with b''" in refused(file)
+    file.write_bytes(b"<html>not found</html>")
+    assert "starts with b'<html>no'" in refused(file)
+    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    assert "git lfs pull" in refused(file)
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("readme", "no pickle")
+    assert "0 members <name>/data.pkl" in refused(file)
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("a/data.pkl", b"\x80\x02].")
+        archive.writestr("b/data.pkl", b"\x80\x02].")
+    assert "2 members <name>/data.pkl" in refused(file)
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_two_members_of_one_name(tmp_path):
+    file = made(tmp_path, b"]")
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.writestr("archive/byteorder", b"little")
+    assert "two of its members have one name" in refused(file)
+
+
+def test_big_endian(tmp_path):
+    file = made(tmp_path, b"]", {"byteorder": b"big"})
+    assert "byte order is 'big'; only 'little'" in refused(file)
+
+
+@pytest.mark.parametrize("program", [b"", b"t", b"0", b"K", b"h\x09", b"s", b"X\xff\xff\xff\x7fa", b"(((", b"Q", b"R"])
+def test_broken_pickles(tmp_path, program):
+    refused(made(tmp_path, program))
+
+
+def test_pickles_that_ask_for_memory(tmp_path, monkeypatch):
+    assert "LONG_BINPUT" in refused(made(tmp_path, b"]r\xff\xff\xff\xff"))
+    assert "FRAME" in refused(made(tmp_path, b"\x95" + struct.pack("<Q", 1 << 40) + b"]"))
+    assert "nested more than" in refused(made(tmp_path, b"]" * 30 + b"a" * 29))
+    itself = b"]q\x00h\x00ah\x00a"
+    assert "nested more than" in refused(made(tmp_path, itself))
+    # Ten lists, each ten times in the next, ten deep: ten objects here, ten to the tenth if copied.
+    lists = b"]q\x00" + b"".join(b"]q" + bytes([i]) + (b"h" + bytes([i - 1]) + b"a") * 10 for i in range(1, 11))
+    read = read_torch_zip(made(tmp_path, b"](" + lists + b"e"))[10]
+    assert len(read) == 10 and read[0] is read[9]
+    monkeypatch.setattr(torch_zip, "_MAX_PICKLE", 10)
+    assert "at most 10 are read" in refused(made(tmp_path, b"]" * 30 + b"a" * 29))
+
+
+def test_compressed_bombs(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch_zip, "_MAX_COMPRESSED", 1000)
+    held = tensor(storage("FloatStorage", "0", 300), 0, (1,), (1,))
+    assert "compressed members take more" in refused(made(tmp_path, held, {"data/0": bytes(1200)}, compress=True))
+
+
+def test_the_module_never_calls_the_pickle_that_runs_anything():
+    source = Path(torch_zip.__file__).read_text()
+    assert "pickle.load(" not in source and "pickle.loads(" not in source and "import torch\n" not in source

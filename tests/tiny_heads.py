@@ -1,0 +1,216 @@
+"""Small random draft heads in every published dialect, saved by torch and safetensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+DIALECTS: dict[str, str] = {
+    "eagle": "eagle",
+    "eagle-nobias": "eagle",
+    "eagle-qwen2": "eagle",
+    "eagle-speculators": "eagle",
+    "eagle3": "eagle3",
+    "eagle3-speculators": "eagle3",
+    "eagle3-model-prefix": "eagle3",
+    "eagle3-fused": "eagle3",
+    "eagle3-full-vocabulary": "eagle3",
+    "eagle3-norm-before-residual": "eagle3",
+    "eagle3-own-embedding": "eagle3",
+}
+"""Dialect -> kind."""
+
+SIZES: dict[str, int] = {
+    "target_hidden_size": 16,
+    "target_vocab_size": 31,
+    "taps": 3,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,  # 4 heads of 8 are 32 rows, not the hidden size
+    "draft_vocab_size": 11,
+}
+
+
+def save_head(
+    folder: Path,
+    kind: str,
+    *,
+    dialect: str | None = None,
+    format: str | None = None,
+    seed: int = 0,
+    dtype: str = "float16",
+    config: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, np.ndarray | None] | None = None,
+    **sizes: int,
+) -> dict[str, np.ndarray]:
+    """Save a random head.
+
+    Args:
+      folder: made if need be; gets config.json and the weights.
+      kind: eagle or eagle3.
+      dialect: of ``DIALECTS``; ``kind`` itself if None.
+      format: safetensors, bin, sharded safetensors or sharded bin; if None, what the dialect is published in.
+      seed: of the weights.
+      dtype: of torch, as stored; the values that are returned are rounded to it.
+      config: changes to config.json; None removes a key.
+      tensors: changes to the tensors as saved, after renaming; None removes one.
+      sizes: changes to ``SIZES``.
+
+    Returns:
+      The tensors under the names that FORMATS.md has for the kind, float32; ``d2t`` int64, ``t2d`` bool.
+    """
+    import torch
+
+    dialect = dialect or kind
+    assert DIALECTS[dialect] == kind, (dialect, kind)
+    size = SIZES | sizes
+    raw = _random(kind, dialect, size, np.random.default_rng(seed))
+    rounded = {
+        name: array if array.dtype.kind in "ib" else torch.from_numpy(array).to(getattr(torch, dtype))
+        for name, array in raw.items()
+    }
+    raw = {name: value if isinstance(value, np.ndarray) else value.float().numpy() for name, value in rounded.items()}
+    stored = {
+        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in rounded.items()
+    }
+    stored = _renamed(stored, dialect)
+    for name, value in (tensors or {}).items():
+        if value is None:
+            del stored[name]
+        else:
+            stored[name] = torch.from_numpy(np.ascontiguousarray(value))
+    folder.mkdir(parents=True, exist_ok=True)
+    described = _config(dialect, size, dtype) | dict(config or {})
+    (folder / "config.json").write_text(json.dumps({key: item for key, item in described.items() if item is not None}))
+    _write(folder, stored, format or ("bin" if kind == "eagle" else "safetensors"))
+    return raw
+
+
+def _random(kind: str, dialect: str, size: Mapping[str, int], rng: np.random.Generator) -> dict[str, np.ndarray]:
+    m, i, e = size["hidden_size"], size["intermediate_size"], size["head_dim"]
+    q, kv = size["heads"] * e, size["kv_heads"] * e
+    vocab, target = size["target_vocab_size"], size["target_hidden_size"]
+    wide = kind == "eagle3"
+    layer = "midlayer." if wide else "layers.0."
+    read = 2 * m if wide else m
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (m, size["taps"] * target if wide else 2 * m),
+        f"{layer}self_attn.q_proj.weight": (q, read),
+        f"{layer}self_attn.k_proj.weight": (kv, read),
+        f"{layer}self_attn.v_proj.weight": (kv, read),
+        f"{layer}self_attn.o_proj.weight": (m, q),
+        f"{layer}post_attention_layernorm.weight": (m,),
+        f"{layer}mlp.gate_proj.weight": (i, m),
+        f"{layer}mlp.up_proj.weight": (i, m),
+        f"{layer}mlp.down_proj.weight": (m, i),
+    }
+    if wide:
+        shapes |= {f"{layer}{norm}.weight": (m,) for norm in ("input_layernorm", "hidden_norm")}
+        words = vocab if dialect == "eagle3-full-vocabulary" else size["draft_vocab_size"]
+        shapes |= {"norm.weight": (m,), "lm_head.weight": (words, m)}
+    if dialect in ("eagle", "eagle-qwen2"):
+        shapes["fc.bias"] = (m,)
+    if dialect == "eagle-qwen2":
+        shapes |= {f"{layer}self_attn.{part}_proj.bias": (rows,) for part, rows in zip("qkv", (q, kv, kv), strict=True)}
+    if dialect in ("eagle", "eagle-nobias", "eagle-qwen2", "eagle3-own-embedding", "eagle3-speculators"):
+        shapes["embed_tokens.weight"] = (vocab, m)
+    raw = {}
+    for name, shape in shapes.items():
+        if "norm" in name:
+            raw[name] = rng.uniform(0.5, 1.5, shape).astype(np.float32)
+        else:
+            raw[name] = rng.normal(0, 1 / np.sqrt(shape[-1]), shape).astype(np.float32)
+    if wide and dialect != "eagle3-full-vocabulary":
+        ids = np.sort(rng.choice(vocab, size["draft_vocab_size"], replace=False))
+        raw["d2t"] = (ids - np.arange(len(ids))).astype(np.int64)
+        raw["t2d"] = np.isin(np.arange(vocab), ids)
+    return raw
+
+
+def _renamed(tensors: dict[str, Any], dialect: str) -> dict[str, Any]:
+    """The names of the dialect, fused where it fuses."""
+    import torch
+
+    if dialect == "eagle3-fused":
+        for fused, parts in (("self_attn.qkv_proj", "qkv"), ("mlp.gate_up_proj", ("gate", "up"))):
+            section = f"midlayer.{fused.split('.')[0]}."
+            rows = [tensors.pop(f"{section}{part}_proj.weight") for part in parts]
+            tensors[f"midlayer.{fused}.weight"] = torch.cat(rows)
+    renamed = {}
+    for name, tensor in tensors.items():
+        if dialect in ("eagle3-speculators", "eagle3-model-prefix"):
+            name = name.replace("midlayer.", "layers.0.")
+        if dialect == "eagle3-model-prefix" and name not in ("lm_head.weight", "d2t", "t2d"):
+            name = f"model.{name}"
+        if dialect == "eagle-speculators":
+            name = name.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer.")
+        renamed[name] = tensor
+    return renamed
+
+
+def _config(dialect: str, size: Mapping[str, int], dtype: str) -> dict[str, Any]:
+    layer: dict[str, Any] = {
+        "hidden_size": size["hidden_size"],
+        "intermediate_size": size["intermediate_size"],
+        "num_attention_heads": size["heads"],
+        "num_key_value_heads": 1 if dialect == "eagle-qwen2" else size["kv_heads"],
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 128,
+        "vocab_size": size["target_vocab_size"],
+    }
+    if dialect.endswith("speculators"):
+        layer |= {"head_dim": size["head_dim"], "rope_theta": 500000.0, "model_type": "llama"}
+        top = {"speculators_model_type": DIALECTS[dialect], "transformer_layer_config": layer, "torch_dtype": dtype}
+        if DIALECTS[dialect] == "eagle":
+            return {**top, "architectures": ["EagleSpeculator"], "fusion_bias": False, "layernorms": False}
+        return {
+            **top,
+            "architectures": ["Eagle3Speculator"],
+            "draft_vocab_size": size["draft_vocab_size"],
+            "norm_before_residual": False,
+            "target_hidden_size": None,
+            "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+        }
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": dtype, **layer}
+    if dialect == "eagle-nobias":
+        config |= {"bias": False, "rope_theta": 500000.0}
+    if DIALECTS[dialect] == "eagle3":
+        config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": size["draft_vocab_size"]}
+    if dialect == "eagle3-full-vocabulary":
+        config["draft_vocab_size"] = size["target_vocab_size"]
+    if dialect == "eagle3-norm-before-residual":
+        config["norm_before_residual"] = True
+    return config
+
+
+def _write(folder: Path, tensors: dict[str, Any], format: str) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    kind = format.split()[-1]
+    single = {"safetensors": "model.safetensors", "bin": "pytorch_model.bin"}[kind]
+    if not format.startswith("sharded"):
+        shards = {single: tensors}
+    else:
+        items = sorted(tensors.items())
+        half = len(items) // 2
+        stem, suffix = single.rsplit(".", 1)
+        shards = {
+            f"{stem}-0000{number}-of-00002.{suffix}": dict(part)
+            for number, part in ((1, items[:half]), (2, items[half:]))
+        }
+        index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
+        (folder / f"{single}.index.json").write_text(json.dumps(index))
+    for file, part in shards.items():
+        if kind == "bin":
+            torch.save(part, folder / file)
+        else:
+            save_file({name: tensor.contiguous() for name, tensor in part.items()}, folder / file)
