@@ -193,14 +193,14 @@ def _grow_chain(
     score = jnp.zeros((batch, 1), jnp.float32)
     out, log_probs = hidden[:, None], _log_probs(model, params, hidden[:, None])
     keys, tokens, scores = None, [], []
-    for level in range(1, shape.steps + 1):
+    for level in range(1, shape.depth + 1):
         draft = jnp.argmax(log_probs, axis=-1).astype(jnp.int32)
         score = score + jnp.max(log_probs, axis=-1)
         token = model.target_ids(params.draft, draft)
         tokens.append(token)
         scores.append(score)
-        if level < shape.steps:
+        if level < shape.depth:
             nodes = _Level(token, score, out, jnp.ones((batch, 1, level), bool), jnp.zeros_like(token))
             out, log_probs, keys = _run(model, params, cache, context, level, nodes, keys)
-    length = jnp.full(batch, shape.steps, jnp.int32)
+    length = jnp.full(batch, shape.depth, jnp.int32)
     return chain(context.root, jnp.concatenate(tokens, axis=1), length, jnp.concatenate(scores, axis=1))

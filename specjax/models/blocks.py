@@ -56,7 +56,7 @@ def attention(
     *,
     precision: jax.lax.Precision,
     backend: str | None,
-) -> tuple[Hidden, KeyValue]:
+) -> tuple[Float[Array, "B N M2"], KeyValue]:
     """What attention adds to the residual stream, and the block's own keys and values.
 
     Args:
