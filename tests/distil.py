@@ -161,6 +161,7 @@ def distil(config: HeadConfig, toy: Toy, *, steps: int = 300, unrolled: int = 3,
 
     rng = np.random.default_rng(seed)
     run: Callable[..., Any] = update
-    for _ in range(steps):
-        params, state, _ = run(params, state, jnp.asarray(data[rng.integers(0, len(data), 32)]))
+    with jax.numpy_dtype_promotion("standard"):  # optax counts in int32
+        for _ in range(steps):
+            params, state, _ = run(params, state, jnp.asarray(data[rng.integers(0, len(data), 32)]))
     return params

@@ -86,13 +86,21 @@ def toy(seed: int = 0, rows: int = 61, end: float = 0.0) -> Toy:
 
 
 def make_engine(
-    model: Toy, drafter: Drafter | str = "NONE", *, eos=(), flags: Mapping | None = None, warm=True, **config: Any
+    model: Toy,
+    drafter: Drafter | str = "NONE",
+    *,
+    eos=(),
+    flags: Mapping | None = None,
+    warm=True,
+    draft: Any = None,
+    **config: Any,
 ) -> Engine:
-    """Four rows, small pages, several chunks a prompt. `flags` are the drafter's; `config` is the engine's."""
+    """Four rows, small pages, several chunks a prompt. `flags` are the drafter's, `draft` its parameters; `config` is
+    the engine's."""
     drafter = make_drafter(drafter, flags) if isinstance(drafter, str) else drafter
     settings = {"max_running_requests": 4, "page_size": 4, "max_total_tokens": 1024, "context_length": 128}
     settings |= {"chunked_prefill_size": 8} | config
-    params, options = Params(model.params), EngineConfig(**settings)
+    params, options = Params(model.params, draft), EngineConfig(**settings)
     engine = Engine(model.target, params, tokenizer(), drafter, config=options, eos_ids=tuple(eos))
     if warm:  # the largest batch serves smaller ones too: one step to compile instead of several
         engine.warm_up([Key("step", engine.buckets.batches[-1], engine.buckets.tables[-1])], progress=False)

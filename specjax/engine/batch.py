@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.cache import PoolShape
 from specjax.config import ModelConfig
+from specjax.drafters.base import Drafter, Params
 from specjax.engine.config import EngineConfig
 from specjax.engine.request import Sequence
 from specjax.step import NO_DRAFT_LIMIT, NO_FORCED_TOKEN, PrefillInput, Row, StepInput, new_row
@@ -150,7 +152,19 @@ DEFAULT_POOL_TOKENS = 32_768
 """Of the pool on a CPU, where memory is shared with everything else."""
 
 
-def pool_tokens(model: ModelConfig, config: EngineConfig, context_length: int, platform: str) -> int:
+def draft_bytes_per_token(drafter: Drafter, params: Params, page_size: int) -> int:
+    """Bytes that one token takes in the drafter's own cache: what its state grows by with a page, shared out."""
+
+    def size(pages: int) -> int:
+        state = jax.eval_shape(lambda params: drafter.init(params, 1, PoolShape(pages, page_size)), params)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+    return (size(2) - size(1)) // page_size
+
+
+def pool_tokens(
+    model: ModelConfig, config: EngineConfig, context_length: int, platform: str, drafter: Drafter, params: Params
+) -> int:
     """Tokens that the pool should hold: what is asked for, else as many as all rows can use, or as fit."""
     if config.max_total_tokens is not None:
         return config.max_total_tokens
@@ -159,4 +173,5 @@ def pool_tokens(model: ModelConfig, config: EngineConfig, context_length: int, p
     if platform == "cpu" or "bytes_limit" not in stats:
         return min(wanted, DEFAULT_POOL_TOKENS)
     free = int(stats["bytes_limit"] * config.mem_fraction) - stats.get("bytes_in_use", 0)
-    return max(min(wanted, free // kv_bytes_per_token(model)), config.page_size)
+    bytes_per_token = kv_bytes_per_token(model) + draft_bytes_per_token(drafter, params, config.page_size)
+    return max(min(wanted, free // bytes_per_token), config.page_size)
