@@ -10,6 +10,7 @@ were bad, 2 nothing could be started.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -251,6 +252,8 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--output {args.output} is the input file")
         if target.is_dir() or not os.access(target if target.exists() else target.absolute().parent, os.W_OK):
             raise ValueError(f"--output {args.output} cannot be written")
+        if args.show_trees and isinstance(sys.stdout, io.TextIOWrapper):  # which may not know the trees' lines
+            sys.stdout.reconfigure(errors="backslashreplace")
         arguments["config"] = replace(arguments["config"], trace=args.show_trees, time_phases=args.time_phases)
         engine = Engine.from_pretrained(**arguments, progress=progress)
         with target.open("w", encoding="utf-8") as output:  # only now: a run that cannot start keeps the old file

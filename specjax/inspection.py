@@ -48,11 +48,10 @@ class StepTree:
 
 def step_tree(trace: Trace, row: int, emitted: np.ndarray) -> StepTree:
     """One entry of the batch. `emitted`: the tokens of the step's output that count for it."""
-    valid = np.asarray(trace.tree.valid[row])
-    count = int(valid.sum())
+    count = int(np.asarray(trace.tree.valid)[row].sum())
 
-    def nodes(field: jax.Array) -> np.ndarray:
-        return np.asarray(field[row])[:count].copy()
+    def nodes(field: jax.Array | np.ndarray) -> np.ndarray:
+        return np.asarray(field)[row, :count].copy()  # the whole field is copied to the host once, for all rows
 
     return StepTree(
         tokens=nodes(trace.tree.tokens),
@@ -60,7 +59,7 @@ def step_tree(trace: Trace, row: int, emitted: np.ndarray) -> StepTree:
         depth=nodes(trace.tree.depth),
         scores=nodes(trace.tree.scores),
         drawn=nodes(trace.drawn),
-        path=np.asarray(trace.path[row])[: int(trace.accepted[row]) + 1].copy(),
+        path=np.asarray(trace.path)[row, : int(np.asarray(trace.accepted)[row]) + 1].copy(),
         emitted=np.asarray(emitted).copy(),
     )
 
@@ -99,7 +98,8 @@ def render(tree: StepTree, text: Callable[[list[int]], str] | None = None) -> st
     def label(node: int) -> str:
         parts = [shown([int(tree.tokens[node])])]
         if node:
-            parts.append(f"{float(tree.scores[node]):.2f}")
+            score = float(tree.scores[node])
+            parts.append(f"{score:.0f}" if score.is_integer() else f"{score:.2f}")  # ranks are whole numbers
         if node and node in on_path:
             parts.append("✓")
         if node in on_path and tree.drawn[node] != NO_TOKEN:

@@ -12,7 +12,8 @@ import jax
 import pytest
 
 from specjax import ModelConfig, RopeConfig
-from specjax.models import FAMILIES
+from specjax.config import HeadConfig
+from specjax.models import FAMILIES, eagle_head, make_target
 
 CONFIG = {
     "family": "llama",
@@ -29,6 +30,15 @@ CONFIG = {
     "mlp_bias": True,
 }
 
+# Every leaf that a head can have. Its four tokens hold the three that the greedy request can draw.
+HEAD = {
+    "kind": "eagle3", "hidden_size": 32, "feature_size": 64, "intermediate_size": 48, "num_heads": 4,
+    "num_kv_heads": 2, "head_dim": 8, "norm_epsilon": 1e-5, "vocab_size": 4, "taps": (0, 1), "own_embedding": True,
+    "own_head": True, "mapped": True, "fc_bias": True, "attention_bias": True, "output_bias": True, "mlp_bias": True,
+}  # fmt: skip
+TREE = {"num_steps": 2, "eagle_topk": 4, "num_draft_tokens": 21}
+"""Holds every text of two of them."""
+
 # Devices must be asked for before jax starts, so this part is a program of its own.
 PROGRAM = '''
 import json, sys
@@ -43,23 +53,28 @@ from specjax import (
     ModelConfig, Params, PoolShape, PrefillInput, RopeConfig, StepInput, init_state, make_drafter, make_target, new_row,
     prefill_step, speculate_step,
 )
+from specjax.config import HeadConfig
 from specjax.models import FAMILIES
+from specjax.models.eagle_head import LOGICAL_AXES, init_head_params
 from specjax.step import StepConfig, admit, ladder
 
 ROWS, PAGES, SIZE, TABLE, CHUNK, STEPS = 2, 512, 8, 8, 16, 12
-tied, algorithm, flags = json.loads(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
+tied, algorithm, flags, head = json.loads(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]), json.loads(sys.argv[5])
 config = ModelConfig(**json.loads(sys.argv[1]), tied_embeddings=tied, rope=RopeConfig(theta=100.0))
 family = FAMILIES[config.family]
+if head is not None:
+    head = HeadConfig(**head | {"taps": tuple(head["taps"])}, rope=RopeConfig(theta=100.0))
 mesh = Mesh(np.array(jax.devices()), ("tensor",))
 
 
-def split(name):
+def split(name, table=family.logical_axes):
     """A leaf's sharding: every logical axis goes to the one axis of the mesh."""
-    return NamedSharding(mesh, PartitionSpec(*("tensor" if axis else None for axis in family.logical_axes[name])))
+    return NamedSharding(mesh, PartitionSpec(*("tensor" if axis else None for axis in table[name])))
 
 
 def run(sharded):
-    target, drafter = make_target(config), make_drafter(algorithm, flags)
+    target = make_target(config)
+    drafter = make_drafter(algorithm, flags, target=target, head=head)
     weights = family.init_params(config, jax.random.key(0))
     # Wide enough for logits that differ; neither norms are one nor biases zero.
     rng = np.random.default_rng(0)
@@ -69,9 +84,14 @@ def run(sharded):
         return jnp.asarray(rng.normal(center, 0.4, leaf.shape), leaf.dtype)
 
     weights = jax.tree_util.tree_map_with_path(draw, dict(weights))
+    draft = None
+    if head is not None:
+        draft = dict(init_head_params(head, target, jax.random.key(0)))
+        draft = jax.tree_util.tree_map_with_path(draw, draft) | {"ids": jnp.arange(1, 5, dtype=jnp.int32)}
     if sharded:
         weights = jax.tree_util.tree_map_with_path(lambda path, x: jax.device_put(x, split(path[-1].key)), weights)
-    params = Params(weights)
+        draft = draft and {name: jax.device_put(x, split(name, LOGICAL_AXES)) for name, x in draft.items()}
+    params = Params(weights, draft)
     state = init_state(params, target, drafter, rows=ROWS, pool=PoolShape(PAGES, SIZE))
     kept = {}
     if sharded:
@@ -79,6 +99,9 @@ def run(sharded):
         shardings = jax.tree.map(lambda leaf: everywhere, state)
         pages = jax.tree.map(lambda leaf: split("pages"), state.cache)
         shardings = shardings._replace(cache=pages)
+        if head is not None:
+            pages = jax.tree.map(lambda leaf: split("pages", LOGICAL_AXES), state.draft.cache)
+            shardings = shardings._replace(draft=shardings.draft._replace(cache=pages))
         state = jax.device_put(state, shardings)
         kept = {"out_shardings": (shardings, None)}
     fixed = {"target": target, "drafter": drafter, "config": StepConfig(ladder(drafter))}
@@ -102,7 +125,8 @@ def run(sharded):
 
     compiled = {"prefill": prefill.lower(params, state, chunk).compile()}
     compiled["step"] = speculate.lower(params, state, step).compile()
-    local = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.cache))
+    pools = {"pages": state.cache} | ({} if head is None else {"draft pages": state.draft.cache})
+    local = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(pools))
     memory = {}
     for name, program in compiled.items():
         found = program.memory_analysis()
@@ -118,6 +142,9 @@ def run(sharded):
     for path, leaf in jax.tree_util.tree_leaves_with_path((weights, state.cache)):
         name = path[-1].key if hasattr(path[-1], "key") else "pages"
         shares[name] = leaf.addressable_shards[0].data.nbytes / leaf.nbytes
+    drafts = {} if head is None else {**draft, "pages": state.draft.cache.keys[0]}
+    for name, leaf in drafts.items():
+        shares[f"draft {name}"] = leaf.addressable_shards[0].data.nbytes / leaf.nbytes
     return {"texts": texts, "emitted": emitted, "memory": memory, "shares": shares}
 
 
@@ -130,11 +157,13 @@ print(json.dumps([run(False), run(True)]))
     [
         ("NONE", {}, True),
         ("NGRAM", {"num_draft_tokens": 6, "max_match_window_size": 3, "capacity": 1024}, False),
+        ("EAGLE3", TREE, False),
     ],
-    ids=["NONE", "NGRAM"],
+    ids=["NONE", "NGRAM", "EAGLE3"],
 )
 def test_two_devices_draw_the_same_tokens(algorithm, flags, tied, tmp_path):
-    arguments = [json.dumps(CONFIG), json.dumps(tied), algorithm, json.dumps(flags)]
+    head = HEAD if algorithm == "EAGLE3" else None
+    arguments = [json.dumps(CONFIG), json.dumps(tied), algorithm, json.dumps(flags), json.dumps(head)]
     root = Path(__file__).parents[1]
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -150,9 +179,12 @@ def test_two_devices_draw_the_same_tokens(algorithm, flags, tied, tmp_path):
     assert split["texts"] == alone["texts"]
     assert split["emitted"] == alone["emitted"]
     assert len(set(alone["texts"][1])) > 5, alone["texts"]
-    assert (max(map(max, alone["emitted"])) > 1) == (algorithm == "NGRAM")
+    assert (max(map(max, alone["emitted"])) > 1) == (algorithm != "NONE")
+    if head is not None:
+        assert {row[0] for row in alone["emitted"][1:]} == {3}, "the tree holds all that it can draw"
 
-    axes = FAMILIES["llama"].logical_axes
+    axes = dict(FAMILIES["llama"].logical_axes)
+    axes |= {f"draft {name}": names for name, names in eagle_head.LOGICAL_AXES.items()}
     assert alone["shares"] == dict.fromkeys(alone["shares"], 1.0)
     assert split["shares"] == {name: 0.5 if any(axes[name]) else 1.0 for name in alone["shares"]}
     for pool, aliased, temporary in split["memory"].values():
@@ -171,3 +203,14 @@ def test_every_leaf_is_in_the_table():
             seen.add(name)
     assert seen == set(family.logical_axes)
     assert {axis for axes in family.logical_axes.values() for axis in axes} == {None, "kv_heads", "mlp", "vocab"}
+
+
+def test_every_leaf_of_a_head_is_in_its_table():
+    target, seen = make_target(ModelConfig(**CONFIG, tied_embeddings=True, rope=RopeConfig())), {"pages"}
+    plain = {"kind": "eagle", "feature_size": 32, "taps": (), "own_embedding": False}
+    for changes in ({}, plain):
+        config = HeadConfig(**HEAD | changes, rope=RopeConfig())
+        for name, leaf in eagle_head.init_head_params(config, target, jax.random.key(0)).items():
+            assert len(eagle_head.LOGICAL_AXES[name]) == leaf.ndim, name
+            seen.add(name)
+    assert seen == set(eagle_head.LOGICAL_AXES)

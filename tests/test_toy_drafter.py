@@ -177,7 +177,7 @@ LAYERS = [  # a module may import those of its own row and of the rows below
     {"serve", "generate"},
     {"engine", "flags"},
     {"step"},
-    {"inspection"},
+    {"inspection", "drawing"},
     {"state"},
     {"drafters", "verify", "tree", "sampling"},
     {"models"},

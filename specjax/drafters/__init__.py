@@ -14,7 +14,7 @@ from specjax.drafters.base import Context, Drafter, DraftState, Observation, Par
 from specjax.drafters.eagle import eagle_drafter
 from specjax.drafters.ngram import NgramConfig, ngram_config, ngram_drafter
 from specjax.drafters.none import none_drafter
-from specjax.drafters.shape import TreeShape, check_number, tree_shape
+from specjax.drafters.shape import TreeShape, tree_shape
 from specjax.models.protocol import Target
 
 logger = logging.getLogger(__name__)
@@ -50,11 +50,8 @@ def _ngram_config(**flags: Any) -> NgramConfig:
 def _check_tree(
     num_steps: int | None = None, eagle_topk: int | None = None, num_draft_tokens: int | None = None
 ) -> None:
-    """What is wrong whatever the model is."""
-    for name, value in (("num_steps", num_steps), ("topk", eagle_topk), ("draft_tokens", num_draft_tokens)):
-        check_number(name, value)
-    if num_steps is not None:
-        tree_shape(num_steps, eagle_topk, num_draft_tokens, automatic=OTHER_TREE)
+    """What is wrong for every target; only one with fewer automatic steps can find more wrong."""
+    tree_shape(num_steps, eagle_topk, num_draft_tokens, automatic=max(OTHER_TREE, *AUTOMATIC_TREES.values()))
 
 
 def _make_eagle(

@@ -91,9 +91,16 @@ def tree_shape(
         return Shape(shape, f"{_words(shape)} (automatic)", "")
     given = steps, topk, draft_tokens
     topk = topk or 1
-    if steps is None:
-        steps = draft_tokens - 1 if topk == 1 and draft_tokens is not None else automatic[0]
-        check_number("num_steps", steps)
+    if steps is None and topk == 1 and draft_tokens is not None:
+        longest = LIMITS["num_steps"] + 1
+        if not 2 <= draft_tokens <= longest:
+            raise ValueError(
+                f"{FLAGS['draft_tokens']} must be from 2 to {longest} for a chain ({FLAGS['topk']} 1), "
+                f"got {draft_tokens}"
+            )
+        steps = draft_tokens - 1
+    elif steps is None:
+        steps = automatic[0]
     wanted = draft_tokens
     if topk == 1:
         draft_tokens = steps + 1

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax import Array
 
 from specjax.drafters.base import Drafter, Params
 from specjax.models.protocol import Target
@@ -59,7 +58,7 @@ def compile_in_phases(
     second_program = jax.jit(check).lower(params, state, inputs, tree).compile()
     third_program = jax.jit(last, donate_argnums=1).lower(params, state, inputs, tree, checked).compile()
 
-    def step(params: Params, state: DecodeState, inputs: StepInput) -> tuple[DecodeState, Array]:
+    def step(params: Params, state: DecodeState, inputs: StepInput) -> tuple[DecodeState, Any]:
         jax.block_until_ready(state)
         started = time.perf_counter()
         tree, state = jax.block_until_ready(first_program(params, state, inputs))
