@@ -27,8 +27,8 @@
 # 1. **NGRAM** looks for the last few tokens in what it has seen before and proposes what followed there;
 # 2. **EAGLE** is a small network that continues the target's features. We make one here, in about a minute.
 #
-# It runs on a CPU in a few minutes, on a GPU in less. On Colab (File > Upload notebook) say below where specjax is to be
-# installed from.
+# It runs on a CPU in a few minutes, on a GPU in less. On Colab (File > Upload notebook) say below where specjax is to
+# be installed from.
 
 # %%
 import importlib.util
@@ -36,9 +36,9 @@ import os
 import subprocess
 import sys
 
-SOURCE = os.environ.get("SPECJAX_SOURCE", "..")  # a checkout's folder, or git+https://... of the one you use
 if importlib.util.find_spec("specjax") is None:
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", SOURCE, "matplotlib"], check=True)
+    source = os.environ.get("SPECJAX_SOURCE", "..")  # a checkout's folder, or git+https://... of the one you use
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", source, "matplotlib"], check=True)
 
 # %%
 import jax

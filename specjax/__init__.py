@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specjax.cache import PagedCache, PoolShape, commit, init_cache
-    from specjax.config import ModelConfig, RopeConfig
-    from specjax.drafters import DRAFTERS, Drafter, Params, make_drafter
+    from specjax.config import HeadConfig, ModelConfig, RopeConfig
+    from specjax.drafters import DRAFTERS, Drafter, Params, TreeShape, eagle_drafter, make_drafter
     from specjax.engine import Completion, Engine, EngineConfig, SamplingParams, StreamChunk
+    from specjax.inspection import StepTree, render, step_trees
     from specjax.models import make_target
     from specjax.step import (
         DecodeState,
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
         StepInput,
         StepOutput,
         admit,
+        check_phase,
+        commit_phase,
         draft_phase,
         init_state,
         make_steps,
@@ -35,9 +38,10 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "specjax.cache": ("PagedCache", "PoolShape", "commit", "init_cache"),
-    "specjax.config": ("ModelConfig", "RopeConfig"),
-    "specjax.drafters": ("DRAFTERS", "Drafter", "Params", "make_drafter"),
+    "specjax.config": ("HeadConfig", "ModelConfig", "RopeConfig"),
+    "specjax.drafters": ("DRAFTERS", "Drafter", "Params", "TreeShape", "eagle_drafter", "make_drafter"),
     "specjax.engine": ("Completion", "Engine", "EngineConfig", "SamplingParams", "StreamChunk"),
+    "specjax.inspection": ("StepTree", "render", "step_trees"),
     "specjax.models": ("make_target",),
     "specjax.step": (
         "DecodeState",
@@ -47,6 +51,8 @@ _NAMES = {
         "StepInput",
         "StepOutput",
         "admit",
+        "check_phase",
+        "commit_phase",
         "draft_phase",
         "init_state",
         "make_steps",
@@ -70,6 +76,7 @@ __all__ = [
     "Drafter",
     "Engine",
     "EngineConfig",
+    "HeadConfig",
     "ModelConfig",
     "PagedCache",
     "Params",
@@ -81,10 +88,15 @@ __all__ = [
     "StepConfig",
     "StepInput",
     "StepOutput",
+    "StepTree",
     "StreamChunk",
+    "TreeShape",
     "admit",
+    "check_phase",
     "commit",
+    "commit_phase",
     "draft_phase",
+    "eagle_drafter",
     "init_cache",
     "init_state",
     "make_drafter",
@@ -92,7 +104,9 @@ __all__ = [
     "make_target",
     "new_row",
     "prefill_step",
+    "render",
     "speculate_step",
+    "step_trees",
     "verify_phase",
     "verify_tree",
 ]

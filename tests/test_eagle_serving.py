@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
+from distil import pair_model, small_head
 from engine_helpers import VOCABULARY, byte_ids, check_idle, drain, outcome, tokenizer
 from server_helpers import running
 from tiny_checkpoints import save_llama
 from tiny_heads import save_head
 
 from specjax import flags, generate
+from specjax.drafters import make_drafter
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.engine.loading import Loaded, load
 from specjax.serve import command
@@ -228,6 +230,12 @@ def test_the_shape_of_the_tree(given, steps, topk, tokens, how, caplog):
     assert (drafter.width, drafter.depth) == (tokens, min(steps, tokens - 1))
     assert drafter.name == "EAGLE3"
     assert not caplog.records
+
+
+def test_targets_of_other_families_get_a_short_chain():
+    toy = pair_model()
+    drafter = make_drafter("EAGLE", target=toy.target, head=small_head("eagle", toy))
+    assert drafter.note == "3 steps, top-k 1, 4 draft tokens (automatic)"
 
 
 def test_a_chain_has_a_token_a_step_and_the_root(caplog):

@@ -367,3 +367,16 @@ def test_trips_of_a_run_are_those_of_the_tokens(monkeypatch: pytest.MonkeyPatch)
     run(args, options, "xla")
     jax.effects_barrier()
     assert sorted(count) == [0, 1, 2]  # 300 of 1024 tokens, 128 a trip.
+
+
+@pytest.mark.parametrize("tokens", [xla_path.GPU_TOKENS, 24], ids=["one chunk", "several"])
+@pytest.mark.parametrize("name", SMALL)
+def test_the_gpus_way_through_the_pages(name: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The branch that other platforms take, run here: everything at once, or in chunks where that is too much."""
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda partial, cpu, default: default(partial))
+    monkeypatch.setattr(xla_path, "GPU_TOKENS", tokens)
+    args, options = named(name).arguments(seed=2)
+    loops = "while" in str(jax.make_jaxpr(functools.partial(tree_attention, **options, implementation="xla"))(*args))
+    assert not loops or tokens == 24
+    expected = run(args, options, "reference")
+    np.testing.assert_allclose(run(args, options, "xla"), expected, rtol=0, atol=TOLERANCE[named(name).dtype])

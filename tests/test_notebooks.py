@@ -56,7 +56,7 @@ def test_it_can_be_opened_in_colab(name):
     """It installs what is missing before it imports it, from a place that one line names."""
     notebook = jupytext.read(FOLDER / f"{name}.ipynb")
     first = next(cell.source for cell in notebook.cells if cell.cell_type == "code")
-    assert 'find_spec("specjax") is None' in first and "pip" in first and "SOURCE = " in first
+    assert 'find_spec("specjax") is None' in first and "pip" in first and "source = " in first
     assert "import jax" not in first
 
 

@@ -36,6 +36,7 @@ class Buckets:
     chunks: tuple[int, ...]
     tables: tuple[int, ...]
     block_tokens: int
+    ladder: bool = True  # whether a step may choose among several tree widths
 
     @classmethod
     def build(cls, platform: str, *, rows: int, request_pages: int, chunk: int | None = None) -> Buckets:
@@ -47,6 +48,7 @@ class Buckets:
             chunks=tuple(sorted({min(SMALL_CHUNK[kind], largest), largest})),
             tables=(request_pages,) if request_pages <= TABLE else (TABLE, request_pages),
             block_tokens=BLOCK_TOKENS[kind],
+            ladder=kind == "cpu",  # on a GPU a wide tree costs what a narrow one costs, and choosing asks the host
         )
 
     def batch(self, count: int) -> int:
@@ -77,8 +79,14 @@ class Buckets:
         return needed
 
     def tree_widths(self, batch: int, widths: tuple[int, ...]) -> tuple[int, ...]:
-        """The rungs of a drafter's ladder that a batch may use: at most `block_tokens` nodes in all, and always 1."""
-        return tuple(w for w in widths if w == 1 or w * batch <= self.block_tokens)
+        """The rungs of a drafter's ladder that a batch may use: at most `block_tokens` nodes in all, and always 1. One
+        request alone may use what was asked for."""
+        fitting = tuple(w for w in widths if 1 in (w, batch) or w * batch <= self.block_tokens)
+        return fitting if self.ladder else fitting[-1:]
+
+    def drafting(self, widths: tuple[int, ...]) -> int:
+        """The most requests that still draft when they run together."""
+        return max(batch for batch in self.batches if self.tree_widths(batch, widths) != (1,) or batch == 1)
 
 
 def step_input(sequences: list[Sequence], batch: int, table: int, rows: int, pages: int) -> StepInput:

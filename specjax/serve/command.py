@@ -24,6 +24,7 @@ from specjax.serve.app import create_app
 from specjax.serve.runner import Runner
 from specjax.serve.server import SIGNALS, PortError, Server, listen, url
 from specjax.settings import HelpFormatter, add_flags, parse
+from specjax.step import ladder
 
 logger = logging.getLogger("specjax.serve")
 
@@ -85,6 +86,11 @@ def load(settings: flags.Settings) -> Engine:
         draft / 1e9,
         f"; {engine.drafter.note}" if engine.drafter.note else "",
     )
+    drafting = engine.buckets.drafting(ladder(engine.drafter))
+    if engine.drafter.width > 1 and drafting < engine.config.max_running_requests:
+        logger.info(
+            "Speculation: more than %d requests at once are decoded without drafts, which is faster here", drafting
+        )
     return engine
 
 
