@@ -97,7 +97,8 @@ class SpeculativeSettings:
     speculative_token_map: str | None = setting(
         None,
         "EAGLE: the tokens that the draft may propose (FR-Spec): a .pt, .safetensors, .npy or .json file, repo/file on "
-        "the hub, or a number: that many of the map shipped for the default model",
+        "the hub, or a number (in a configuration, too, between quotes): that many of the map shipped for the default "
+        "model",
         metavar="MAP",
     )
     speculative_ngram_min_match_window_size: int = setting(

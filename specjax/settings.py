@@ -255,7 +255,8 @@ def _from_toml(entry: _Entry, where: str, value: Any) -> Any:
         return tuple(value)
     if type(value) is entry.kind:
         return value
-    raise SettingsError(f"{where} must be {KINDS[entry.kind]}, got {_shown(value)}")
+    quotes = f'; write "{value}"' if entry.kind is str and type(value) in (int, float) else ""
+    raise SettingsError(f"{where} must be {KINDS[entry.kind]}, got {_shown(value)}{quotes}")
 
 
 def _checked(entry: _Entry, where: str, given: Any) -> Any:

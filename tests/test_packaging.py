@@ -23,6 +23,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SOURCES = {"specjax": ROOT / "specjax", "specjax_kernels": ROOT / "kernels" / "specjax_kernels"}
 
 
+DATA = {f"specjax/data/{file.name}" for file in (ROOT / "specjax" / "data").iterdir()}
+
+
 def source_files(suffix: str = ".py") -> set[str]:
     """Files of both packages, as a wheel names them."""
     return {
@@ -110,7 +113,8 @@ def test_one_version():
 def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert names == source_files() | {"specjax/py.typed", "specjax_kernels/py.typed"}
+    assert names == source_files() | DATA | {"specjax/py.typed", "specjax_kernels/py.typed"}
+    assert "specjax/data/smollm2-token-map.npy" in names
     assert specjax.__version__ in wheel.name
 
 

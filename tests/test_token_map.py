@@ -185,3 +185,17 @@ def test_the_data_folder_is_the_packages():
         ids = found.ids()
         assert re.fullmatch("[0-9a-f]{64}", found.fingerprint)
         assert ids.ndim == 1 and len(np.unique(ids)) == len(ids) and ids.dtype.kind in "iu"
+
+
+def test_the_advice_for_a_refused_pt_file_works(tmp_path, monkeypatch):
+    """Older torch wrote a pickle without a zip, which is refused: following the message gives the same map."""
+    torch = pytest.importorskip("torch")
+    file = tmp_path / "freq.pt"
+    torch.save(torch.tensor(IDS), file, _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match=r"before version 1\.6") as refused:
+        read_token_map(str(file), vocab_size=30)
+    found = re.search('python -c "(.*)"$', str(refused.value))
+    assert found is not None, str(refused.value)
+    monkeypatch.chdir(tmp_path)
+    exec(found[1], {})
+    assert read_token_map(str(tmp_path / "freq.json"), vocab_size=30).tolist() == IDS

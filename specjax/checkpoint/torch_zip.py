@@ -148,6 +148,12 @@ def write_torch_zip_list(file: Path, values: list[int]) -> None:
 
 
 def _conversion(file: Path) -> str:
+    if file.suffix == ".pt":  # a token map, not a checkpoint
+        return (
+            'Where torch is installed and the file is trusted, convert it once: python -c "import json, pathlib, '
+            f"torch; pathlib.Path('{file.stem}.json').write_text(json.dumps(torch.as_tensor(torch.load('{file.name}', "
+            'weights_only=False)).tolist()))"'
+        )
     return (
         'Where torch is installed and the file is trusted, convert it once: python -c "import torch; from '
         "safetensors.torch import save_file; save_file({name: tensor.clone().contiguous() for name, tensor in "

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from specjax.step import (
     DecodeState,
     Logprobs,
     PrefillInput,
+    Row,
     StepConfig,
     StepInput,
     StepOutput,
@@ -131,7 +132,14 @@ class Executables:
         self._asked: set[Key] = set()
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        self.admit: Callable[..., DecodeState] = jax.jit(admit, donate_argnums=0)
+
+    @cached_property
+    def admit(self) -> Callable[[DecodeState, Any, Row], DecodeState]:
+        """Puts a row into the state, which it takes over. Compiled at the first use or by `warm_up`."""
+        state = self.state_shapes
+        row = jax.tree.map(lambda rows: jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype), state.rows)
+        slot = jax.ShapeDtypeStruct((), np.int32)
+        return jax.jit(admit, donate_argnums=0).lower(state, slot, row).compile()
 
     @property
     def state_shapes(self) -> DecodeState:
@@ -200,7 +208,8 @@ class Executables:
             return {key for key, future in self._futures.items() if future.done()}
 
     def warm_up(self, keys: Iterable[Key], *, progress: bool = True) -> None:
-        """Compiles these, with a progress bar on stderr."""
+        """Compiles these and what every request needs, with a progress bar on stderr."""
+        _ = self.admit
         missing = [key for key in keys if key not in self.compiled()]
         bar = tqdm(missing, desc="Compiling", unit="bucket", disable=not progress or not missing)
         for key in bar:
