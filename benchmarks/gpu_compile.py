@@ -1,6 +1,6 @@
 """Compiles a speculative step for a GPU that is not there: is it one CUDA graph, is the cache updated where it lies?
 
-    python benchmarks/gpu_compile.py [--layers 32] [--batch 1] [--context 4096] [--backend reference] [--record]
+    python benchmarks/gpu_compile.py [--layers 32] [--batch 1] [--context 4096] [--backend xla] [--record]
 
 Shapes are Llama-3.1-8B's with an EAGLE-3 head's; no array is made. XLA compiles for the device that a text file
 describes (`benchmarks/gpu/h200.txtpb`) and writes down what it would launch: the thunk sequence, which this reads. A
@@ -307,7 +307,7 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--context", type=int, default=4096, help="tokens that a row's page table covers")
     parser.add_argument("--pages", type=int, help="of the pool (default: four times what the batch's tables hold)")
-    parser.add_argument("--backend", default="reference", help="attention implementation (default: reference)")
+    parser.add_argument("--backend", default="xla", help="attention implementation (default: xla)")
     parser.add_argument("--gpu-spec", type=Path, default=SPEC, help="a GpuTargetConfigProto as text")
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/gpu-compile-<date>.json")
     arguments = parser.parse_args()
