@@ -92,14 +92,15 @@ class SpeculativeSettings:
     speculative_num_draft_tokens: int | None = setting(
         None,
         "nodes of a draft tree, the root included; default: for EAGLE steps + 1, with a top-k the smaller of "
-        "1 + steps * top-k and 64; for NGRAM 12; on a CPU 8 where the match is strong, else 1",
+        "1 + steps * top-k and 64; for NGRAM 12; on a CPU 8 where the match is strong, else 1; where neither this nor "
+        "the steps nor the top-k is given, batches so large that drafting would slow them do not draft",
     )
     speculative_token_map: str | None = setting(
         None,
         "EAGLE: the tokens that the draft may propose (FR-Spec): a .pt, .safetensors, .npy or .json file, repo/file on "
-        "the hub, or a number (in a configuration, too, between quotes): that many of the map shipped for the default "
-        "model",
+        "the hub, or a number: that many of the map shipped for the default model",
         metavar="MAP",
+        digits=True,
     )
     speculative_ngram_min_match_window_size: int = setting(
         NgramConfig.min_match_window_size, "shortest run of tokens that counts as a match"

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from specjax import flags, settings
 from specjax.checkpoint import CheckpointError
 from specjax.engine import Completion, Engine, SamplingParams
+from specjax.engine.batch import speculation_note
 from specjax.engine.phases import PhaseTimes
 from specjax.engine.request import Sequence, Status, completion, later_seed
 from specjax.inspection import render
@@ -175,6 +176,7 @@ def run(engine: Engine, lines: list[Line | BadLine], output: TextIO, *, progress
         "accept_length": round(drafted / steps, 4) if steps else 1.0,
         "verify_steps": steps,
         "algorithm": engine.drafter.name,
+        "draft": engine.drafter.note,
         "device": engine.device_name,
     } | ({} if times is None else {"phase_ms": {name: round(value, 3) for name, value in times.since(before).items()}})
 
@@ -256,6 +258,8 @@ def main(argv: list[str] | None = None) -> int:
             sys.stdout.reconfigure(errors="backslashreplace")
         arguments["config"] = replace(arguments["config"], trace=args.show_trees, time_phases=args.time_phases)
         engine = Engine.from_pretrained(**arguments, progress=progress)
+        if progress:
+            print(f"Speculation: {speculation_note(engine.drafter, engine.buckets)}", file=sys.stderr)
         with target.open("w", encoding="utf-8") as output:  # only now: a run that cannot start keeps the old file
             summary = run(engine, lines, output, progress=progress)
     except (CheckpointError, ValueError, NotImplementedError, OSError) as error:

@@ -63,6 +63,7 @@ class Setting:
     minimum: float | int | None
     above: float | int | None
     maximum: float | int | None
+    digits: bool
 
     @property
     def range(self) -> str:
@@ -92,6 +93,7 @@ def setting(
     above: float | int | None = None,
     maximum: float | int | None = None,
     secret: bool = False,
+    digits: bool = False,
 ) -> Any:
     """A field of a frozen dataclass that is also a flag, named as the field is: `page_size` is `--page-size`.
 
@@ -105,8 +107,9 @@ def setting(
             a ValueError that says what would work.
         minimum: least number; `above` excludes the bound itself.
         secret: left out of the dataclass's repr, which may be logged.
+        digits: of a string that may be a number: TOML may have it without quotes.
     """
-    noted = Setting(help, names, tuple(choices), parse, metavar, minimum, above, maximum)
+    noted = Setting(help, names, tuple(choices), parse, metavar, minimum, above, maximum, digits)
     return field(default=default, repr=not secret, metadata={"setting": noted})
 
 
@@ -251,6 +254,8 @@ def _from_toml(entry: _Entry, where: str, value: Any) -> Any:
             return float(value)
         except OverflowError:
             return math.inf
+    if entry.setting.digits and type(value) is int:
+        return str(value)
     if entry.kind is tuple and type(value) is list and all(type(item) is str for item in value):
         return tuple(value)
     if type(value) is entry.kind:

@@ -198,7 +198,7 @@ def test_nested_settings_win_and_null_is_absent(tmp_path):
 def test_what_carries_nothing_is_ignored(tmp_path):
     save_head(tmp_path, "eagle", tensors={
         "layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32),
-        "embed_tokens.weight": np.zeros((3, 2), np.float32),
+        "embed_tokens.weight": np.zeros((31, 16), np.float32),
     })  # fmt: skip
     _, params = read(tmp_path, "eagle")
     assert "embed" not in params
@@ -371,6 +371,22 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "no map": ("eagle3", {"tensors": {"d2t": None, "t2d": None}}, {}, "for 11 tokens and the target has 31; .* no t2d"),
     "mask": ("eagle3", {"tensors": {"d2t": None, "t2d": np.ones(31, bool)}}, {}, "no d2t .*and t2d marks 31"),
     "integer mask": ("eagle3", {"tensors": {"d2t": None, "t2d": np.full(31, -1, np.int32)}}, {}, "no t2d of bools"),
+    "unmarked": ("eagle3", {"tensors": {"d2t": np.zeros(11, np.int64), "t2d": np.arange(31) >= 4}}, {},
+                 "d2t leads draft id 0 to target id 0, which t2d does not mark"),
+    "embedding": ("eagle", {"tensors": {"embed_tokens.weight": np.ones((40, 16), np.float32)}}, {},
+                  r"embed_tokens\.weight \[40, 16\] is not of the target's size: \[31, 16\]"),
+    "narrow embedding": ("eagle", {"tensors": {"embed_tokens.weight": np.ones((31, 12), np.float32)}}, {},
+                         r"embed_tokens\.weight \[31, 12\] is not .*: \[31, 16\]"),
+    "word for bool": ("eagle3", {"config": {"norm_before_residual": "false"}}, {},
+                      "norm_before_residual is 'false'; true or false is needed"),
+    "layer list": ("eagle3", {"config": {"transformer_layer_config": [1]}}, {},
+                   r"transformer_layer_config is \[1\]; an object is needed"),
+    "eagle list": ("eagle3", {"config": {"eagle_config": "x"}}, {}, "eagle_config is 'x'; an object is needed"),
+    "epsilon": ("eagle3", {"config": {"rms_norm_eps": "abc"}}, {}, "rms_norm_eps is 'abc'; a positive number"),
+    "theta": ("eagle", {"config": {"rope_theta": "abc"}}, {}, "rope_theta is 'abc'; a positive number is needed"),
+    "endless theta": ("eagle", {"config": {"rope_theta": float("inf")}}, {}, "rope_theta is inf; a positive number"),
+    "head_dim word": ("eagle3", {"config": {"head_dim": "8"}}, {}, "head_dim is '8'; a positive integer is needed"),
+    "positions": ("eagle3", {"config": {"max_position_embeddings": "many"}}, {}, "max_position_embeddings is 'many'"),
     "eagle head": ("eagle", {"tensors": {"lm_head.weight": np.ones((11, 16), np.float32)}}, {},
                    r"lm_head\.weight \[11, 16\] is for 11 tokens, and the target has 31"),
 }  # fmt: skip

@@ -270,9 +270,28 @@ def test_the_server_says_what_was_chosen(caplog):
     model, engine = flags.ModelSettings(str(folder() / "model")), flags.EngineSettings(max_total_tokens=128)
     engine = command.load(flags.Settings(model, engine, speculative))
     line = next(r.getMessage() for r in caplog.records if r.getMessage().startswith("Speculation: "))
-    assert line.startswith("Speculation: EAGLE3, trees of up to 8 tokens, ")
-    assert line.endswith(" for the draft; 5 steps, top-k 4, 8 draft tokens (automatic)")
+    assert line.startswith("Speculation: EAGLE3, trees of up to 8 tokens; 5 steps, top-k 4, 8 draft tokens (automatic)")
+    assert "; more than 4 requests at once are decoded without drafts" in line and line.endswith(" for the draft")
     assert engine.drafter.note in line
+
+
+def test_a_tree_that_was_asked_for_is_drafted_at_any_batch_size():
+    """16 trees of 13 nodes are more than a CPU checks in the time of a plain step; 16 of the automatic 8 are, too."""
+    asked = make("EAGLE3", "eagle3", max_running_requests=16, max_total_tokens=1024)
+    automatic = Engine.from_pretrained(
+        str(folder() / "model"), algorithm="EAGLE3", algorithm_flags={"draft_model_path": head("eagle3")},
+        config=asked.config, progress=False,
+    )  # fmt: skip
+    params = [SamplingParams(max_new_tokens=13 + i, logit_bias=BIAS, ignore_eos=True) for i in range(16)]
+    found, plain = ({}, {})
+    for engine, texts in ((asked, found), (automatic, plain)):
+        for sequence in [engine.add([20 + i, 21], one) for i, one in enumerate(params)]:
+            texts[sequence.id] = sequence
+        while engine.unfinished:
+            engine.step()
+    assert [s.output for s in found.values()] == [s.output for s in plain.values()]
+    assert [s.verify_steps for s in found.values()] == [-(-(12 + i) // 3) for i in range(16)]
+    assert automatic.buckets.tree_widths(16, (1, 8)) == (1,), "these did not draft while all ran"
 
 
 # What cannot work: one line that says why, status 2, and nothing large has been read.
@@ -317,13 +336,13 @@ def test_a_head_for_an_algorithm_that_has_none(refused, name):
     [
         ((2, 2, 8), (f"{TREE[2]} is 8", "2 steps of top-k 2 give 6 candidates", "at most 7 tokens")),
         ((None, 2, 20), (f"{TREE[2]} is 20", "5 steps of top-k 2 give 18 candidates", "at most 19 tokens")),
-        ((2, 2, 1), (f"{TREE[2]} must be at least 2", "got 1")),
-        ((None, None, 1), (f"{TREE[2]} must be from 2 to 65 for a chain", "got 1")),
+        ((2, 2, 1), (f"{TREE[2]} must be from 2 to 512", "got 1")),
+        ((None, None, 1), (f"{TREE[2]} must be from 2 to 512", "got 1")),
         ((None, 1, 100), (f"{TREE[2]} must be from 2 to 65 for a chain", "got 100")),
         ((0, None, None), (f"{TREE[0]} must be from 1 to 64", "got 0")),
         ((None, -1, None), (f"{TREE[1]} must be from 1 to 64", "got -1")),
         ((65, 1, 2), (f"{TREE[0]} must be from 1 to 64", "got 65")),
-        ((9, 9, 513), (f"{TREE[2]} must be from 1 to 512", "got 513")),
+        ((9, 9, 513), (f"{TREE[2]} must be from 2 to 512", "got 513")),
     ],
 )
 def test_a_tree_that_cannot_be_is_refused_before_anything_is_read(refused, tree, parts):

@@ -583,6 +583,12 @@ def test_buckets_hold_whatever_may_come(rows, platform):
     if rows == 100:
         assert buckets.drafting((1, 60)) == {"cpu": 1, "gpu": 16}[platform]
         assert buckets.drafting((1,)) == 1
+    asked = Buckets.build(platform, rows=rows, request_pages=700, asked=True)
+    for batch in asked.batches:
+        assert asked.tree_widths(batch, (1, 4, 60))[-1] == 60, "what the user asked for holds at any batch size"
+    assert asked.drafting((1, 60)) == rows
+    assert asked.shrinking(rows, (1, 60)) == ([*asked.batches[::-1]] if platform == "cpu" else [rows])
+    assert asked.shrinking(rows, (1,)) == [rows], "nothing to draft"
 
 
 @pytest.mark.parametrize("chunk", [None, 8, 64, 100, 512, 10_000])
@@ -638,6 +644,7 @@ def test_texts_of_bytes_are_whole_characters():
 def test_the_last_requests_of_a_wide_run_speculate():
     """A batch of 20 is too wide to draft for on a CPU; the one request that is left at its end is not."""
     engine = make_engine(toy(), "NGRAM", warm=False, max_running_requests=20, max_total_tokens=4096)
+    assert not engine.drafter.asked
     params = [SamplingParams(max_new_tokens=110 if i == 19 else 70) for i in range(20)]
     done = engine.generate([[70, 71, 72] * 3] * 20, params)
     assert engine.buckets.tree_widths(20, (1, 4, 8)) == (1,)

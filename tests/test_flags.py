@@ -246,3 +246,9 @@ def test_the_shipped_file_holds_every_key_with_a_comment_and_uncommented_is_vali
     for table in TABLES:
         for name, value in dataclasses.asdict(getattr(everything, table)).items():
             assert value is not None, name
+
+
+@pytest.mark.parametrize("given", ["8192", '"8192"'])
+def test_a_number_of_tokens_of_the_map_needs_no_quotes_in_a_file(given, toml):
+    found = ours("--config", toml(f"[speculative]\nspeculative-token-map = {given}\n"))
+    assert found.speculative.speculative_token_map == "8192"

@@ -20,7 +20,7 @@ FIELDS = [
 ]  # fmt: skip
 SUMMARY = [
     "requests", "failed", "completion_tokens", "seconds", "tokens_per_second", "accept_length", "verify_steps",
-    "algorithm", "device",
+    "algorithm", "draft", "device",
 ]  # fmt: skip
 QUICK = [
     "--max-running-requests", "2", "--max-new-tokens", "8", "--speculative-num-draft-tokens", "4",

@@ -214,7 +214,7 @@ def test_the_log_tells_what_a_start_does(shared):
         r"Loading \S+: 100%",
         r"Loaded \S+ on \S+ in [\d.]+ s: float32",
         rf"KV pool: {2 * CONTEXT} tokens in pages of 16, \d+\.\d\d GB for the target; context {CONTEXT} tokens",
-        r"Speculation: NGRAM, trees of up to 4 tokens, \d+\.\d\d GB for the draft",
+        r"Speculation: NGRAM, trees of up to 4 tokens; .*; \d+\.\d\d GB for the draft",
         r"Compiling: 100%",
         r"The server is fired up and ready to roll! http://127\.0\.0\.1:\d+",
     ]

@@ -60,6 +60,8 @@ def test_other_contents_of_the_same_formats(tmp_path):
     for dtype in (np.int64, np.int32, np.int16, np.uint8, np.int8):
         assert read_token_map(write(tmp_path, ".npy", np.array(IDS, dtype)), vocab_size=30).tolist() == IDS
         assert read_token_map(write(tmp_path, ".safetensors", np.array(IDS, dtype)), vocab_size=30).tolist() == IDS
+    for dtype in (np.uint16, np.uint32, np.uint64):
+        assert read_token_map(write(tmp_path, ".safetensors", np.array(IDS, dtype)), vocab_size=30).tolist() == IDS
     several = {"token_map": np.array(IDS), "counts": np.array([4, 3])}
     assert read_token_map(write(tmp_path, ".safetensors", several), vocab_size=30).tolist() == IDS
     assert read_token_map(write(tmp_path, ".json", [5]), vocab_size=30).tolist() == [5]
@@ -199,3 +201,13 @@ def test_the_advice_for_a_refused_pt_file_works(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(found[1], {})
     assert read_token_map(str(tmp_path / "freq.json"), vocab_size=30).tolist() == IDS
+
+
+def test_files_that_ask_for_too_much(tmp_path):
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 100_000)
+    assert "cannot be read" in refused(str(deep))
+    huge = tmp_path / "huge.npy"
+    with huge.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": (10**15,)})
+    assert "cannot be read" in refused(str(huge))

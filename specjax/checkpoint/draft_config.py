@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.hf_config import given, refuse_unsupported
+from specjax.checkpoint.hf_config import flag, refuse_unsupported
 
 TAPS_KEY = "eagle_aux_hidden_state_layer_ids"
 _LAYER_KEY = "transformer_layer_config"
@@ -24,6 +24,8 @@ def layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
       CheckpointError: something that the head needs is not implemented.
     """
     nested = config.get(_LAYER_KEY) or {}
+    if not isinstance(nested, Mapping):
+        raise CheckpointError(f"config.json: {_LAYER_KEY} is {nested!r:.80}; an object is needed")
     merged = {key: value for part in (config, nested) for key, value in part.items() if value is not None}
     # Qwen2 configs carry a window that is switched off.
     if not merged.get("use_sliding_window", True):
@@ -40,7 +42,7 @@ def layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def norm_before_residual(merged: Mapping[str, Any]) -> bool:
     """Absent means false, as in speculators' own schema and in the published heads of the authors."""
-    return bool(given(merged, "norm_before_residual", False))
+    return flag(merged, "norm_before_residual")
 
 
 def tap_layers(merged: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
@@ -88,5 +90,7 @@ def _default_taps(num_layers: int) -> tuple[int, ...]:
 
 
 def _eagle_config(merged: Mapping[str, Any]) -> Mapping[str, Any]:
-    section = merged.get("eagle_config")
-    return section if isinstance(section, Mapping) else {}
+    section = merged.get("eagle_config", {})
+    if not isinstance(section, Mapping):
+        raise CheckpointError(f"config.json: eagle_config is {section!r:.80}; an object is needed")
+    return section

@@ -19,7 +19,7 @@ from specjax.checkpoint.draft_config import layer_config, norm_before_residual, 
 from specjax.checkpoint.draft_names import HeadTensors, common_names, head_placements, unfused
 from specjax.checkpoint.errors import CheckpointError, listed
 from specjax.checkpoint.files import find_weights, read_json
-from specjax.checkpoint.hf_config import given, require, rope
+from specjax.checkpoint.hf_config import given, number, require, rope
 from specjax.checkpoint.hub import resolve_head
 from specjax.checkpoint.load import HOST_DTYPES, fill, misfits
 from specjax.checkpoint.progress import bar
@@ -30,7 +30,7 @@ from specjax.config import HeadConfig, ModelConfig
 FLAG = "--speculative-draft-model-path"
 Kind = Literal["eagle", "eagle3"]
 _ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3"}
-_PARAMETER_DTYPES = frozenset(DTYPES.values()) | {np.dtype(np.float64)}
+_PARAMETER_DTYPES = frozenset(DTYPES.values())
 # Two roundings to half precision of one number differ by less.
 _RELATIVE, _ABSOLUTE = 1e-2, 1e-4
 
@@ -100,7 +100,7 @@ def _described(
     _check_kind(tensors, kind)
     width = tensors.arrays[names.FC].shape[0]
     heads = require(merged, "num_attention_heads")
-    head_dim, kv_heads = _attention_sizes(tensors, heads, given(merged, "head_dim", None))
+    head_dim, kv_heads = _attention_sizes(tensors, heads, _head_dim(merged))
     tensors = unfused(tensors, heads * head_dim, kv_heads * head_dim)
     wide = kind == "eagle3"
     own_head = tensors.has(names.HEAD)
@@ -108,7 +108,7 @@ def _described(
     taps = tap_layers(merged, target.num_layers) if wide else ()
     _check_target(tensors, merged, target, taps)
     ids = _ids(tensors, vocab_size, target.vocab_size) if wide else None
-    max_positions = given(merged, "max_position_embeddings", 2048)
+    max_positions = require(merged, "max_position_embeddings", 2048)
     config = HeadConfig(
         kind=kind,
         hidden_size=width,
@@ -117,7 +117,7 @@ def _described(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        norm_epsilon=float(given(merged, "rms_norm_eps", 1e-6)),
+        norm_epsilon=number(merged, "rms_norm_eps", 1e-6),
         rope=rope(merged, max_positions),  # the head's own: an absent theta is 10000 whatever the target's
         vocab_size=vocab_size,
         taps=taps,
@@ -167,6 +167,10 @@ def _check_kind(tensors: HeadTensors, kind: Kind) -> None:
         )
 
 
+def _head_dim(merged: Mapping[str, Any]) -> int | None:
+    return require(merged, "head_dim") if "head_dim" in merged else None
+
+
 def _attention_sizes(tensors: HeadTensors, heads: int, head_dim: int | None) -> tuple[int, int]:
     """E and K. K is what the weights have: EAGLE-Qwen2-7B's config says 4, and they have 28."""
     columns = tensors.matrix(f"{names.O}.weight").shape[1]
@@ -211,6 +215,13 @@ def _check_target(tensors: HeadTensors, merged: Mapping[str, Any], target: Model
             f"config.json: vocab_size is {size}, and the target's is {target.vocab_size}; a head drafts only for the "
             "model that it was trained with"
         )
+    if not taps and tensors.has(names.EMBED):  # a copy of the target's, and the only sign of its vocabulary
+        wanted = (target.vocab_size, target.hidden_size)
+        if tensors.arrays[names.EMBED].shape != wanted:
+            raise CheckpointError(
+                f"{tensors.said(names.EMBED)} is not of the target's size: {list(wanted)}, its vocabulary and "
+                "hidden_size, is needed"
+            )
     if taps and width != target.hidden_size:
         for name, what in ((names.EMBED, "embedding"), (names.HEAD, "head")):
             if not tensors.has(name):
@@ -264,6 +275,13 @@ def _ids(tensors: HeadTensors, vocab_size: int, target_size: int) -> np.ndarray 
         before = np.flatnonzero(ids == ids[again])[0]
         raise CheckpointError(
             f"d2t leads draft ids {before} and {again} both to target id {ids[again]}; siblings of a tree must differ"
+        )
+    # Zeros of the right size, which some trainers leave in t2d, say nothing.
+    marks = mask[ids] if mask is not None and mask.dtype in (np.bool_, np.uint8) and mask.any() else own >= 0
+    if len(unmarked := np.flatnonzero(marks == 0)):
+        raise CheckpointError(
+            f"d2t leads draft id {unmarked[0]} to target id {ids[unmarked[0]]}, which t2d does not mark; d2t must "
+            "hold target id - draft id"
         )
     return None if vocab_size == target_size and np.array_equal(ids, own) else ids.astype(np.int32)
 

@@ -41,12 +41,12 @@ def model_config(hf_config: Mapping[str, Any], *, dtype: str = "auto", platform:
     refuse_unsupported(hf_config)
     heads = require(hf_config, "num_attention_heads")
     hidden = require(hf_config, "hidden_size")
-    kv_heads = given(hf_config, "num_key_value_heads", heads)
+    kv_heads = require(hf_config, "num_key_value_heads", heads)
     if heads % kv_heads:
         raise CheckpointError(
             f"config.json: num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})"
         )
-    max_positions = given(hf_config, "max_position_embeddings", 2048)
+    max_positions = require(hf_config, "max_position_embeddings", 2048)
     return ModelConfig(
         family=ARCHITECTURES[architecture],
         vocab_size=require(hf_config, "vocab_size"),
@@ -55,13 +55,13 @@ def model_config(hf_config: Mapping[str, Any], *, dtype: str = "auto", platform:
         num_layers=require(hf_config, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=given(hf_config, "head_dim", hidden // heads),
-        norm_epsilon=float(given(hf_config, "rms_norm_eps", 1e-6)),
+        head_dim=require(hf_config, "head_dim", hidden // heads),
+        norm_epsilon=number(hf_config, "rms_norm_eps", 1e-6),
         rope=rope(hf_config, max_positions),
         max_positions=max_positions,
-        tied_embeddings=bool(given(hf_config, "tie_word_embeddings", False)),
-        attention_bias=bool(given(hf_config, "attention_bias", False)),
-        mlp_bias=bool(given(hf_config, "mlp_bias", False)),
+        tied_embeddings=flag(hf_config, "tie_word_embeddings"),
+        attention_bias=flag(hf_config, "attention_bias"),
+        mlp_bias=flag(hf_config, "mlp_bias"),
         dtype=_dtype(hf_config, dtype, platform),
     )
 
@@ -91,7 +91,7 @@ def rope(hf_config: Mapping[str, Any], max_positions: int) -> RopeConfig:
     scaling: Mapping[str, Any] = hf_config.get(section) or {}
     if not isinstance(scaling, Mapping):
         raise CheckpointError(f"config.json: {section} is {scaling!r}; it must be an object or null")
-    theta = float(given(scaling, "rope_theta", given(hf_config, "rope_theta", 10000.0)))
+    theta = number(scaling, "rope_theta", number(hf_config, "rope_theta", 10000.0))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise CheckpointError(f"config.json: {section} has rope type {kind!r}; supported: {', '.join(ROPE_TYPES)}")
@@ -102,14 +102,14 @@ def rope(hf_config: Mapping[str, Any], max_positions: int) -> RopeConfig:
         if kind == "default":
             return RopeConfig(theta=theta)
         if kind == "linear":
-            return RopeConfig(theta=theta, scaling="linear", factor=float(scaling["factor"]))
+            return RopeConfig(theta=theta, scaling="linear", factor=number(scaling, "factor"))
         return RopeConfig(
             theta=theta,
             scaling="llama3",
-            factor=float(scaling["factor"]),
-            low_freq_factor=float(scaling["low_freq_factor"]),
-            high_freq_factor=float(scaling["high_freq_factor"]),
-            original_max_position=int(given(scaling, "original_max_position_embeddings", max_positions)),
+            factor=number(scaling, "factor"),
+            low_freq_factor=number(scaling, "low_freq_factor"),
+            high_freq_factor=number(scaling, "high_freq_factor"),
+            original_max_position=require(scaling, "original_max_position_embeddings", max_positions),
         )
     except KeyError as error:
         raise CheckpointError(f"config.json: {section} of type {kind} has no {error.args[0]!r}") from error
@@ -138,9 +138,32 @@ def given(section: Mapping[str, Any], key: str, default: Any) -> Any:
     return default if value is None else value
 
 
-def require(hf_config: Mapping[str, Any], key: str) -> int:
-    """The positive integer ``hf_config[key]``."""
-    value = hf_config.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"config.json: {key} is {value!r}; a positive integer is needed")
+def require(section: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """The positive integer ``section[key]``."""
+    value = given(section, key, default)
+    if type(value) is not int or value < 1:
+        raise CheckpointError(f"config.json: {key} is {value!r:.80}; a positive integer is needed")
+    return value
+
+
+def number(section: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """The positive number ``section[key]``.
+
+    Raises:
+      KeyError: it is absent and has no default.
+    """
+    value = given(section, key, default)
+    if value is None:
+        raise KeyError(key)
+    # JSON as Python reads it has Infinity and integers that no float holds.
+    if type(value) not in (int, float) or not 0 < value < 1e300:
+        raise CheckpointError(f"config.json: {key} is {value!r:.80}; a positive number is needed")
+    return float(value)
+
+
+def flag(section: Mapping[str, Any], key: str) -> bool:
+    """``section[key]``; absent is false."""
+    value = given(section, key, False)
+    if type(value) is not bool:
+        raise CheckpointError(f"config.json: {key} is {value!r:.80}; true or false is needed")
     return value

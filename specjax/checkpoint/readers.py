@@ -24,6 +24,7 @@ DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F64": np.dtype(np.float64),
 }
 # Never parameters: token ids and masks beside the weights of a draft head.
 INTEGERS: dict[str, np.dtype] = {
@@ -31,6 +32,9 @@ INTEGERS: dict[str, np.dtype] = {
     "I32": np.dtype(np.int32),
     "I16": np.dtype(np.int16),
     "I8": np.dtype(np.int8),
+    "U64": np.dtype(np.uint64),
+    "U32": np.dtype(np.uint32),
+    "U16": np.dtype(np.uint16),
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
@@ -56,13 +60,13 @@ class TensorEntry:
           integers: allow integers and bools too.
 
         Raises:
-          CheckpointError: the file stores it in a type that is not f32, f16 or bf16.
+          CheckpointError: the file stores it in a type that is not among these.
         """
         dtypes = DTYPES | INTEGERS if integers else DTYPES
         if self.dtype not in dtypes:
+            quantised = "" if integers else " (quantised checkpoints are not supported)"
             raise CheckpointError(
-                f"tensor {self.name} in {self.file} has type {self.dtype}; supported: {listed(dtypes)} "
-                "(quantised checkpoints are not supported)"
+                f"tensor {self.name} in {self.file} has type {self.dtype}; supported: {listed(dtypes)}{quantised}"
             )
         if self.start == self.stop:  # which cannot be mapped
             return np.empty(self.shape, dtypes[self.dtype])

@@ -148,7 +148,7 @@ def _values(file: Path) -> Any:
                 return json.loads(file.read_text(encoding="utf-8"))
     except CheckpointError:
         raise
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, RecursionError, MemoryError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}); download or make it again") from error
 
 

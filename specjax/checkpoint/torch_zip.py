@@ -60,6 +60,10 @@ class _Refused(Exception):
     """Carries a message to where the file's name is known."""
 
 
+class _Forbidden(_Refused):
+    """The pickle asks for what no checkpoint needs: nobody should be told how to load it anyway."""
+
+
 class _Dict(dict):
     """Stands in for OrderedDict; attributes, such as torch's ``_metadata``, are dropped."""
 
@@ -127,6 +131,11 @@ def read_torch_zip(file: Path) -> Any:
             program = source.program()
             _check_program(program)
             return _plain(_Unpickler(program, source).load(), {}, 0)
+    except _Forbidden as error:
+        raise CheckpointError(
+            f"{file} is refused: {error}. A file of tensors alone asks for nothing else; get one from its author, or "
+            "the same as safetensors"
+        ) from None
     except _Refused as error:
         raise CheckpointError(f"{file} is refused: {error}. {_conversion(file)}") from None
     except CheckpointError:
@@ -150,14 +159,14 @@ def write_torch_zip_list(file: Path, values: list[int]) -> None:
 def _conversion(file: Path) -> str:
     if file.suffix == ".pt":  # a token map, not a checkpoint
         return (
-            'Where torch is installed and the file is trusted, convert it once: python -c "import json, pathlib, '
+            'Where torch is installed, convert it once: python -c "import json, pathlib, '
             f"torch; pathlib.Path('{file.stem}.json').write_text(json.dumps(torch.as_tensor(torch.load('{file.name}', "
-            'weights_only=False)).tolist()))"'
+            'weights_only=True)).tolist()))"'
         )
     return (
-        'Where torch is installed and the file is trusted, convert it once: python -c "import torch; from '
+        'Where torch is installed, convert it once: python -c "import torch; from '
         "safetensors.torch import save_file; save_file({name: tensor.clone().contiguous() for name, tensor in "
-        f"torch.load('{file.name}', map_location='cpu').items()}}, 'model.safetensors')\""
+        f"torch.load('{file.name}', map_location='cpu', weights_only=True).items()}}, 'model.safetensors')\""
     )
 
 
@@ -263,7 +272,7 @@ class _Unpickler(pickle.Unpickler):
 
 def _check_name(full: str) -> None:
     if full not in _NAMES:
-        raise _Refused(
+        raise _Forbidden(
             f"its pickle asks for {full}, and what it may ask for is {listed(_NAMES - _STORAGE_NAMES)} and "
             f"torch.<type>Storage with type {', '.join(name.removesuffix('Storage') for name in STORAGES)}"
         )

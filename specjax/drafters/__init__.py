@@ -66,7 +66,11 @@ def _make_eagle(
     chosen = tree_shape(num_steps, eagle_topk, num_draft_tokens, automatic=automatic)
     if chosen.warning:
         logger.warning("%s", chosen.warning)
-    return eagle_drafter(target, head, chosen.shape, backend=backend, note=chosen.note)
+    return eagle_drafter(target, head, chosen.shape, backend=backend, asked=chosen.asked, note=chosen.note)
+
+
+def _make_ngram(target: Target | None, head: HeadConfig | None, backend: str | None, **flags: Any) -> Drafter:
+    return ngram_drafter(_ngram_config(**flags))._replace(asked="num_draft_tokens" in flags)
 
 
 TREE_FLAGS = frozenset({"num_steps", "eagle_topk", "num_draft_tokens"})
@@ -76,7 +80,7 @@ DRAFTERS: dict[str, Algorithm] = {
     "NGRAM": Algorithm(
         frozenset(field.name for field in fields(NgramConfig)),
         _ngram_config,
-        lambda target, head, backend, **flags: ngram_drafter(_ngram_config(**flags)),
+        _make_ngram,
     ),
     "EAGLE": Algorithm(TREE_FLAGS, _check_tree, _make_eagle, head="eagle", takes_token_map=True),
     "EAGLE3": Algorithm(TREE_FLAGS, _check_tree, _make_eagle, head="eagle3"),

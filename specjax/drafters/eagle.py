@@ -45,6 +45,7 @@ def eagle_drafter(
     shape: TreeShape,
     *,
     backend: str | None = None,
+    asked: bool = True,
     note: str = "",
 ) -> Drafter:
     """Drafts with a head whose parameters are `Params.draft`. [B, N] trees, all of whose nodes are valid unless the
@@ -52,6 +53,7 @@ def eagle_drafter(
 
     Args:
         backend: the attention implementation, as for the target; None = the default.
+        asked: whether the user chose the shape, so that every batch drafts; else those that it would slow do not.
 
     Raises:
         ValueError: the head does not fit the target.
@@ -95,6 +97,7 @@ def eagle_drafter(
         init=init,
         propose=propose,
         observe=observe,
+        asked=asked,
         note=note,
     )
 

@@ -13,6 +13,7 @@ LARGEST = 64
 
 FLAGS = {"num_steps": "--speculative-num-steps", "topk": "--speculative-eagle-topk",
          "draft_tokens": "--speculative-num-draft-tokens"}  # fmt: skip
+LEAST = {"num_steps": 1, "topk": 1, "draft_tokens": 2}
 LIMITS = {"num_steps": 64, "topk": 64, "draft_tokens": 512}
 """Far above what has been found useful anywhere; beyond, a compiler would take minutes over one step."""
 
@@ -21,6 +22,7 @@ class Shape(NamedTuple):
     """What `tree_shape` has decided, and why."""
 
     shape: TreeShape
+    asked: bool  # whether any number was given
     note: str  # for the log: the numbers, and whether they were given
     warning: str  # empty: none
 
@@ -45,10 +47,6 @@ class TreeShape:
                 f"{self.pool} candidates, so a tree of at most {self.pool + 1} tokens; ask for fewer draft tokens, or "
                 f"for more steps ({FLAGS['num_steps']}) or a larger top-k ({FLAGS['topk']})"
             )
-        if self.draft_tokens < 2:
-            raise ValueError(
-                f"{FLAGS['draft_tokens']} must be at least 2, the root and a draft; got {self.draft_tokens}"
-            )
 
     @property
     def pool(self) -> int:
@@ -67,8 +65,8 @@ def pool_size(steps: int, topk: int) -> int:
 
 def check_number(name: str, value: int | None) -> None:
     """Raises ValueError, naming the flag, for a number that no tree can have."""
-    if value is not None and not 1 <= value <= LIMITS[name]:
-        raise ValueError(f"{FLAGS[name]} must be from 1 to {LIMITS[name]}, got {value}")
+    if value is not None and not LEAST[name] <= value <= LIMITS[name]:
+        raise ValueError(f"{FLAGS[name]} must be from {LEAST[name]} to {LIMITS[name]}, got {value}")
 
 
 def tree_shape(
@@ -88,7 +86,7 @@ def tree_shape(
     if steps is None and topk is None and draft_tokens is None:
         steps, topk, draft_tokens = automatic
         shape = TreeShape(steps, topk, draft_tokens)
-        return Shape(shape, f"{_words(shape)} (automatic)", "")
+        return Shape(shape, False, f"{_words(shape)} (automatic)", "")
     given = steps, topk, draft_tokens
     topk = topk or 1
     if steps is None and topk == 1 and draft_tokens is not None:
@@ -114,7 +112,7 @@ def tree_shape(
         )
     shape = TreeShape(steps, topk, draft_tokens)
     how = "given" if None not in given else "what was not given was chosen"
-    return Shape(shape, f"{_words(shape)} ({how})", warning)
+    return Shape(shape, True, f"{_words(shape)} ({how})", warning)
 
 
 def _words(shape: TreeShape) -> str:

@@ -14,7 +14,7 @@ from specjax.config import ModelConfig
 from specjax.drafters.base import Drafter, Params
 from specjax.engine.config import EngineConfig
 from specjax.engine.request import Sequence
-from specjax.step import NO_DRAFT_LIMIT, NO_FORCED_TOKEN, PrefillInput, Row, StepInput, new_row
+from specjax.step import NO_DRAFT_LIMIT, NO_FORCED_TOKEN, PrefillInput, Row, StepInput, ladder, new_row
 
 BATCHES = (1, 4, 16, 48, 128, 256)
 
@@ -24,7 +24,8 @@ CHUNK = {"cpu": 512, "gpu": 2048}
 
 BLOCK_TOKENS = {"cpu": 64, "gpu": 1024}
 """Most tree nodes that a step checks over its whole batch. On a CPU checking 64 tokens costs six times as much as one,
-so large batches draft less (and the largest not at all); on a GPU verification is nearly free up to far more."""
+so large batches draft less (and the largest not at all) unless the user has chosen the trees' width; on a GPU
+verification is nearly free up to far more."""
 
 TABLE = 512
 """Pages in the small page table. A request that may hold no more than this needs no other."""
@@ -35,19 +36,21 @@ class Buckets:
     batches: tuple[int, ...]
     chunks: tuple[int, ...]
     tables: tuple[int, ...]
-    block_tokens: int
+    block_tokens: int | None  # None: however many
     ladder: bool = True  # whether a step may choose among several tree widths
 
     @classmethod
-    def build(cls, platform: str, *, rows: int, request_pages: int, chunk: int | None = None) -> Buckets:
-        """For R rows, and requests that may hold `request_pages` pages."""
+    def build(
+        cls, platform: str, *, rows: int, request_pages: int, chunk: int | None = None, asked: bool = False
+    ) -> Buckets:
+        """For R rows, and requests that may hold `request_pages` pages. `asked`: trees keep their width."""
         kind = "cpu" if platform == "cpu" else "gpu"
         largest = min(chunk or CHUNK[kind], CHUNK[kind])
         return cls(
             batches=(*(b for b in BATCHES if b < rows), rows),
             chunks=tuple(sorted({min(SMALL_CHUNK[kind], largest), largest})),
             tables=(request_pages,) if request_pages <= TABLE else (TABLE, request_pages),
-            block_tokens=BLOCK_TOKENS[kind],
+            block_tokens=None if asked else BLOCK_TOKENS[kind],
             ladder=kind == "cpu",  # on a GPU a wide tree costs what a narrow one costs, and choosing asks the host
         )
 
@@ -69,24 +72,41 @@ class Buckets:
         return [b for b in self.batches if b >= exact and self.tree_widths(b, widths) == same]
 
     def shrinking(self, count: int, widths: tuple[int, ...]) -> list[int]:
-        """Batch buckets of a run of `count` requests as it ends: one for each set of tree widths on the way down."""
-        needed = []
+        """Batch buckets of a run of `count` requests as it ends: one for each set of tree widths on the way down, and
+        all where a step's cost follows its nodes and nothing limits them."""
+        needed, each = [], self.block_tokens is None and self.ladder and len(widths) > 1
         while count:
             batch = self.batch(count)
             needed.append(batch)
             same = self.tree_widths(batch, widths)
-            count = max((b for b in self.batches if b < batch and self.tree_widths(b, widths) != same), default=0)
+            smaller = (b for b in self.batches if b < batch and (each or self.tree_widths(b, widths) != same))
+            count = max(smaller, default=0)
         return needed
 
     def tree_widths(self, batch: int, widths: tuple[int, ...]) -> tuple[int, ...]:
         """The rungs of a drafter's ladder that a batch may use: at most `block_tokens` nodes in all, and always 1. One
-        request alone may use what was asked for."""
-        fitting = tuple(w for w in widths if 1 in (w, batch) or w * batch <= self.block_tokens)
+        request alone may use them all."""
+        most = self.block_tokens
+        fitting = tuple(w for w in widths if most is None or 1 in (w, batch) or w * batch <= most)
         return fitting if self.ladder else fitting[-1:]
 
     def drafting(self, widths: tuple[int, ...]) -> int:
         """The most requests that still draft when they run together."""
         return max(batch for batch in self.batches if self.tree_widths(batch, widths) != (1,) or batch == 1)
+
+
+def speculation_note(drafter: Drafter, buckets: Buckets) -> str:
+    """What the log says of how an engine drafts."""
+    widths = ladder(drafter)
+    parts = [f"{drafter.name}, trees of up to {drafter.width} tokens"] if drafter.width > 1 else [drafter.name]
+    if drafter.note:
+        parts.append(drafter.note)
+    if len(widths) > 1 and (most := buckets.drafting(widths)) < buckets.batches[-1]:
+        parts.append(
+            f"more than {most} requests at once are decoded without drafts, which is faster here; trees whose numbers "
+            "are given by flags are always drafted"
+        )
+    return "; ".join(parts)
 
 
 def step_input(sequences: list[Sequence], batch: int, table: int, rows: int, pages: int) -> StepInput:

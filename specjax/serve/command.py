@@ -19,12 +19,11 @@ from tqdm import tqdm
 from specjax import flags
 from specjax.checkpoint import CheckpointError
 from specjax.engine import Engine
-from specjax.engine.batch import kv_bytes_per_token
+from specjax.engine.batch import kv_bytes_per_token, speculation_note
 from specjax.serve.app import create_app
 from specjax.serve.runner import Runner
 from specjax.serve.server import SIGNALS, PortError, Server, listen, url
 from specjax.settings import HelpFormatter, add_flags, parse
-from specjax.step import ladder
 
 logger = logging.getLogger("specjax.serve")
 
@@ -79,18 +78,8 @@ def load(settings: flags.Settings) -> Engine:
         engine.context_length,
         engine.config.max_running_requests,
     )
-    logger.info(
-        "Speculation: %s, trees of up to %d tokens, %.2f GB for the draft%s",
-        engine.drafter.name,
-        engine.drafter.width,
-        draft / 1e9,
-        f"; {engine.drafter.note}" if engine.drafter.note else "",
-    )
-    drafting = engine.buckets.drafting(ladder(engine.drafter))
-    if engine.drafter.width > 1 and drafting < engine.config.max_running_requests:
-        logger.info(
-            "Speculation: more than %d requests at once are decoded without drafts, which is faster here", drafting
-        )
+    note = speculation_note(engine.drafter, engine.buckets)
+    logger.info("Speculation: %s; %.2f GB for the draft", note, draft / 1e9)
     return engine
 
 
