@@ -260,7 +260,8 @@ def _from_toml(entry: _Entry, where: str, value: Any) -> Any:
         return tuple(value)
     if type(value) is entry.kind:
         return value
-    quotes = f'; write "{value}"' if entry.kind is str and type(value) in (int, float) else ""
+    number = type(value) in (int, float) and not entry.setting.digits
+    quotes = f'; write "{value}"' if entry.kind is str and number else ""
     raise SettingsError(f"{where} must be {KINDS[entry.kind]}, got {_shown(value)}{quotes}")
 
 

@@ -1,6 +1,8 @@
 """After any sequence of events the draft's cache is one built from scratch, but for the slots that DESIGN.md allows."""
 
 import functools
+from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +13,9 @@ from oracle import Sampling
 from toy_models import Runner, tiny_llama
 
 from specjax.config import HeadConfig, RopeConfig
-from specjax.drafters import Params, TreeShape, eagle_drafter, make_drafter
-from specjax.engine import SamplingParams
-from specjax.engine.batch import draft_bytes_per_token
+from specjax.drafters import Drafter, Params, TreeShape, eagle_drafter, make_drafter
+from specjax.engine import EngineConfig, SamplingParams
+from specjax.engine.batch import draft_bytes_per_token, pool_tokens
 from specjax.engine.request import Status
 from specjax.models.eagle_head import init_head_params
 
@@ -168,3 +170,23 @@ def test_what_a_token_takes_in_the_drafts_cache(kind, page_size):
     params = Params(toy().params, head(kind)[1])
     assert draft_bytes_per_token(drafter(kind), params, page_size) == 2 * 2 * 8 * 4
     assert draft_bytes_per_token(make_drafter("NGRAM"), params, page_size) == 0
+
+
+def test_the_pool_leaves_room_for_trees_that_were_asked_for(monkeypatch):
+    """A GPU of which half may be used: weights, then the pool; large trees' logits come out of the pool's share."""
+    model, params = toy().target.config, Params(toy().params)
+    device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 200_000_000, "bytes_in_use": 20_000_000})
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    config = EngineConfig(max_running_requests=64, page_size=16, mem_fraction=0.5)
+
+    def tokens(drafter: Drafter) -> int:
+        return pool_tokens(model, config, 1 << 30, "gpu", drafter, params)
+
+    automatic = make_drafter("NGRAM")._replace(width=64)
+    a_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 4
+    assert tokens(automatic) == 80_000_000 // a_token
+    logits = 2.5 * (64 * 64 - 1024) * model.vocab_size * 4
+    assert tokens(automatic._replace(asked=True)) == int(80_000_000 - logits) // a_token
+    wide, large = replace(model, vocab_size=1000), automatic._replace(asked=True, width=512)
+    with pytest.raises(ValueError, match=r"no memory is left .* 0\.02 of 0\.20 GB .*-static 0\.5 .*\(64\).*\(512\)"):
+        pool_tokens(wide, config, 1 << 30, "gpu", large, params)

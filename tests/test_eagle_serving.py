@@ -7,6 +7,7 @@ import functools
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Sequence as List
@@ -23,7 +24,7 @@ from tiny_checkpoints import save_llama
 from tiny_heads import save_head
 
 from specjax import flags, generate
-from specjax.drafters import make_drafter
+from specjax.drafters import check_flags, make_drafter
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.engine.loading import Loaded, load
 from specjax.serve import command
@@ -238,6 +239,14 @@ def test_targets_of_other_families_get_a_short_chain():
     assert drafter.note == "3 steps, top-k 1, 4 draft tokens (automatic)"
 
 
+def test_a_drafter_needs_both_models():
+    toy = pair_model()
+    with pytest.raises(ValueError, match="what is given is a head of kind 'eagle' and no target"):
+        make_drafter("EAGLE", head=small_head("eagle", toy))
+    with pytest.raises(ValueError, match=r"what is given is no head$"):
+        make_drafter("EAGLE3", target=toy.target)
+
+
 def test_a_chain_has_a_token_a_step_and_the_root(caplog):
     drafter = loaded("EAGLE", "eagle", num_steps=3, eagle_topk=1, num_draft_tokens=9).drafter
     assert (drafter.width, drafter.depth, drafter.name) == (4, 3, "EAGLE")
@@ -336,19 +345,32 @@ def test_a_head_for_an_algorithm_that_has_none(refused, name):
     [
         ((2, 2, 8), (f"{TREE[2]} is 8", "2 steps of top-k 2 give 6 candidates", "at most 7 tokens")),
         ((None, 2, 20), (f"{TREE[2]} is 20", "5 steps of top-k 2 give 18 candidates", "at most 19 tokens")),
-        ((2, 2, 1), (f"{TREE[2]} must be from 2 to 512", "got 1")),
-        ((None, None, 1), (f"{TREE[2]} must be from 2 to 512", "got 1")),
+        ((2, 2, 1), (f"{TREE[2]} must be an integer from 2 to 512", "got 1")),
+        ((None, None, 1), (f"{TREE[2]} must be an integer from 2 to 512", "got 1")),
         ((None, 1, 100), (f"{TREE[2]} must be from 2 to 65 for a chain", "got 100")),
-        ((0, None, None), (f"{TREE[0]} must be from 1 to 64", "got 0")),
-        ((None, -1, None), (f"{TREE[1]} must be from 1 to 64", "got -1")),
-        ((65, 1, 2), (f"{TREE[0]} must be from 1 to 64", "got 65")),
-        ((9, 9, 513), (f"{TREE[2]} must be from 2 to 512", "got 513")),
+        ((0, None, None), (f"{TREE[0]} must be an integer from 1 to 64", "got 0")),
+        ((None, -1, None), (f"{TREE[1]} must be an integer from 1 to 64", "got -1")),
+        ((65, 1, 2), (f"{TREE[0]} must be an integer from 1 to 64", "got 65")),
+        ((9, 9, 513), (f"{TREE[2]} must be an integer from 2 to 512", "got 513")),
     ],
 )
 def test_a_tree_that_cannot_be_is_refused_before_anything_is_read(refused, tree, parts):
     given = [part for flag, value in zip(TREE, tree, strict=True) if value is not None for part in (flag, value)]
     message = refused(ALGORITHM, "EAGLE", DRAFT, "/no/such/head", "--model", "/no/such/model", *given)
     assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"num_steps": 3.0}, f"{TREE[0]} must be an integer from 1 to 64, got 3.0"),
+        ({"num_steps": "3"}, f"{TREE[0]} must be an integer from 1 to 64, got '3'"),
+        ({"eagle_topk": True}, f"{TREE[1]} must be an integer from 1 to 64, got True"),
+    ],
+)
+def test_numbers_of_another_type_are_refused(numbers, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_flags("EAGLE", numbers)
 
 
 @pytest.mark.parametrize(("name", "dialect"), [("EAGLE", "eagle3"), ("EAGLE3", "eagle"), ("EAGLE3", "eagle-nobias")])

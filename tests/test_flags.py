@@ -148,8 +148,8 @@ def test_an_algorithm_gets_its_own_flags_and_others_are_named_in_a_warning(caplo
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--speculative-num-steps 0", "--speculative-num-steps must be from 1 to 64, got 0"),
-        ("--speculative-eagle-topk 65", "--speculative-eagle-topk must be from 1 to 64, got 65"),
+        ("--speculative-num-steps 0", "--speculative-num-steps must be an integer from 1 to 64, got 0"),
+        ("--speculative-eagle-topk 65", "--speculative-eagle-topk must be an integer from 1 to 64, got 65"),
         (
             "--speculative-num-steps 2 --speculative-eagle-topk 2 --speculative-num-draft-tokens 8",
             "--speculative-num-draft-tokens is 8, but 2 steps of top-k 2 give 6 candidates, so a tree of at most 7",

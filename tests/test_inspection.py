@@ -317,6 +317,13 @@ def test_show_trees_prints_every_step_before_the_summary(run):
         assert isinstance(first, str) and row["text"] == first + text
 
 
+def test_an_id_does_not_reach_the_terminal_as_it_is(run, monkeypatch):
+    monkeypatch.setitem(LINES[0], "id", "é\x1b[31m\n1: ")
+    rows, out = run("--show-trees")
+    assert rows[0]["id"] == "é\x1b[31m\n1: "
+    assert "\né\\x1b[31m\\n1: : " in out and "\x1b" not in out
+
+
 def test_show_trees_on_a_terminal_without_the_lines(run, monkeypatch):
     plain, _ = run()
     narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")

@@ -56,3 +56,11 @@ def test_the_example_prompts_are_the_ones_shown():
     for line in (ROOT / "examples" / "prompts.jsonl").read_text(encoding="utf-8").splitlines():
         assert json.loads(line)
         assert line in shown
+
+
+def test_no_table_is_cut_in_two():
+    """A row after an empty line is no row: it needs a head, with the line of dashes below it."""
+    lines = ["", *(ROOT / "README.md").read_text(encoding="utf-8").splitlines(), ""]
+    starts = [at for at, line in enumerate(lines) if line.startswith("|") and not lines[at - 1].startswith("|")]
+    assert len(starts) >= 2
+    assert all(set(lines[at + 1]) == set("|-") for at in starts)

@@ -141,6 +141,8 @@ def given(section: Mapping[str, Any], key: str, default: Any) -> Any:
 def require(section: Mapping[str, Any], key: str, default: int | None = None) -> int:
     """The positive integer ``section[key]``."""
     value = given(section, key, default)
+    if type(value) is float and value.is_integer():
+        value = int(value)
     if type(value) is not int or value < 1:
         raise CheckpointError(f"config.json: {key} is {value!r:.80}; a positive integer is needed")
     return value

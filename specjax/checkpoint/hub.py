@@ -37,6 +37,7 @@ def resolve(
       CheckpointError: nothing by that name, or not a model we can read.
     """
     cache = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    name = os.fspath(name)
     is_alias = name.lower() == BUILT_IN_MODEL
     path = Path(name).expanduser()
     if revision is not None and (is_alias or path.exists()):

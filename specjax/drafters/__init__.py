@@ -142,8 +142,9 @@ def make_drafter(
     check_flags(algorithm, flags)
     name, found = algorithm_named(algorithm)
     if found.head is not None and (target is None or head is None or head.kind != found.head):
-        given = "none" if head is None else f"one of kind {head.kind!r}"
-        raise ValueError(f"{name} needs a target and a draft head of kind {found.head!r}; the head given is {given}")
+        given = "no head" if head is None else f"a head of kind {head.kind!r}"
+        given += " and no target" if target is None else ""
+        raise ValueError(f"{name} needs a target and a draft head of kind {found.head!r}; what is given is {given}")
     return found.make(target, head, backend, **flags)
 
 

@@ -65,8 +65,8 @@ def pool_size(steps: int, topk: int) -> int:
 
 def check_number(name: str, value: int | None) -> None:
     """Raises ValueError, naming the flag, for a number that no tree can have."""
-    if value is not None and not LEAST[name] <= value <= LIMITS[name]:
-        raise ValueError(f"{FLAGS[name]} must be from {LEAST[name]} to {LIMITS[name]}, got {value}")
+    if value is not None and (type(value) is not int or not LEAST[name] <= value <= LIMITS[name]):
+        raise ValueError(f"{FLAGS[name]} must be an integer from {LEAST[name]} to {LIMITS[name]}, got {value!r:.80}")
 
 
 def tree_shape(

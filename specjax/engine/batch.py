@@ -190,6 +190,17 @@ def draft_bytes_per_token(drafter: Drafter, params: Params, page_size: int) -> i
     return (size(2) - size(1)) // page_size
 
 
+STEP_COPIES = 2.5
+"""Float32 arrays of [nodes, vocabulary] that a step holds at once: 2.1 to 2.3 in XLA's memory analysis."""
+
+
+def asked_bytes(model: ModelConfig, rows: int, drafter: Drafter) -> int:
+    """Bytes of temporaries that a full batch of trees takes beyond what `mem_fraction` leaves room for: only trees that
+    the user asked for can be so large."""
+    nodes = rows * drafter.width - BLOCK_TOKENS["gpu"] if drafter.asked else 0
+    return int(STEP_COPIES * max(nodes, 0) * model.vocab_size * 4)
+
+
 def pool_tokens(
     model: ModelConfig, config: EngineConfig, context_length: int, platform: str, drafter: Drafter, params: Params
 ) -> int:
@@ -201,5 +212,14 @@ def pool_tokens(
     if platform == "cpu" or "bytes_limit" not in stats:
         return min(wanted, DEFAULT_POOL_TOKENS)
     free = int(stats["bytes_limit"] * config.mem_fraction) - stats.get("bytes_in_use", 0)
+    free -= asked_bytes(model, config.max_running_requests, drafter)
     bytes_per_token = kv_bytes_per_token(model) + draft_bytes_per_token(drafter, params, config.page_size)
-    return max(min(wanted, free // bytes_per_token), config.page_size)
+    if free < bytes_per_token * config.page_size:
+        limit, used = stats["bytes_limit"] / 1e9, stats.get("bytes_in_use", 0) / 1e9
+        raise ValueError(
+            f"no memory is left for the KV pool: {used:.2f} of {limit:.2f} GB are taken, and "
+            f"--mem-fraction-static {config.mem_fraction:g} of it is for weights and pool; give a higher fraction, "
+            f"or fewer --max-running-requests ({config.max_running_requests}) or --speculative-num-draft-tokens "
+            f"({drafter.width})"
+        )
+    return min(wanted, free // bytes_per_token)
