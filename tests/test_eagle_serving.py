@@ -7,7 +7,6 @@ import functools
 import json
 import logging
 import os
-import re
 import shutil
 import subprocess
 import sys
