@@ -317,6 +317,15 @@ def test_members_that_lie_about_their_place(tmp_path):
 # Files that are something else.
 
 
+@pytest.mark.parametrize("name", ["$(touch harmed).bin", "x'); harm('.bin", "`harm`.pt", 'a".bin'])
+def test_advice_for_a_shell_holds_no_name_that_is_more_than_a_name(tmp_path, name):
+    file = tmp_path / name
+    torch.save({"a": torch.ones(2)}, file, _use_new_zipfile_serialization=False)
+    advice = refused(file).partition("convert it once: ")[2]
+    assert "torch.load('FILE'" in advice and "weights_only=True" in advice
+    assert "harm" not in advice and advice.count('"') == 2
+
+
 def test_legacy_format(tmp_path):
     file = saved(tmp_path, {"a": torch.ones(2)}, _use_new_zipfile_serialization=False)
     message = refused(file)

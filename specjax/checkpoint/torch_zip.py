@@ -157,17 +157,17 @@ def write_torch_zip_list(file: Path, values: list[int]) -> None:
 
 
 def _conversion(file: Path) -> str:
+    """A command for a shell, so with no name in it that a shell or Python would read as more than a name."""
+    plain = re.fullmatch(r"[\w .+-]+", file.name) is not None
+    name, stem = (file.name, file.stem) if plain else ("FILE", "FILE")
+    load = f"torch.load('{name}', map_location='cpu', weights_only=True)"
     if file.suffix == ".pt":  # a token map, not a checkpoint
-        return (
-            'Where torch is installed, convert it once: python -c "import json, pathlib, '
-            f"torch; pathlib.Path('{file.stem}.json').write_text(json.dumps(torch.as_tensor(torch.load('{file.name}', "
-            'weights_only=True)).tolist()))"'
-        )
-    return (
-        'Where torch is installed, convert it once: python -c "import torch; from '
-        "safetensors.torch import save_file; save_file({name: tensor.clone().contiguous() for name, tensor in "
-        f"torch.load('{file.name}', map_location='cpu', weights_only=True).items()}}, 'model.safetensors')\""
-    )
+        write = f"pathlib.Path('{stem}.json').write_text(json.dumps(torch.as_tensor({load}).tolist()))"
+        program = f"import json, pathlib, torch; {write}"
+    else:
+        state = f"{{name: tensor.clone().contiguous() for name, tensor in {load}.items()}}"
+        program = f"import torch; from safetensors.torch import save_file; save_file({state}, 'model.safetensors')"
+    return f'Where torch is installed, convert it once: python -c "{program}"'
 
 
 def _checked(file: Path) -> Path:
