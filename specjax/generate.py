@@ -150,8 +150,8 @@ def run(engine: Engine, lines: list[Line | BadLine], output: TextIO, *, progress
     with tqdm(total=len(submitted), desc="Generating", unit="req", disable=not progress or not submitted) as bar:
         while engine.unfinished:
             for sequence in engine.step():
-                name = repr(str(waiting[sequence.id][1].id))[1:-1]  # it may hold what a terminal would obey
                 for tree in sequence.trees[shown.get(sequence.id, 0) :]:
+                    name = repr(str(waiting[sequence.id][1].id))[1:-1]  # it may hold what a terminal would obey
                     tqdm.write(f"{name}: {render(tree, engine.tokenizer.decode)}\n", file=sys.stdout)
                 shown[sequence.id] = len(sequence.trees)
                 if sequence.status is not Status.FINISHED:

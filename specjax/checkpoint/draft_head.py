@@ -100,7 +100,8 @@ def _described(
     _check_kind(tensors, kind)
     width = tensors.arrays[names.FC].shape[0]
     heads = require(merged, "num_attention_heads")
-    head_dim, kv_heads = _attention_sizes(tensors, heads, _head_dim(merged))
+    said = require(merged, "head_dim") if "head_dim" in merged else None
+    head_dim, kv_heads = _attention_sizes(tensors, heads, said)
     tensors = unfused(tensors, heads * head_dim, kv_heads * head_dim)
     wide = kind == "eagle3"
     own_head = tensors.has(names.HEAD)
@@ -165,10 +166,6 @@ def _check_kind(tensors: HeadTensors, kind: Kind) -> None:
             f"this is a head for --speculative-algorithm {_ALGORITHMS[found]}, not {_ALGORITHMS[kind]} "
             f"({tensors.said(query)} reads {read // width} x {width}); change the flag, or give a head of that kind"
         )
-
-
-def _head_dim(merged: Mapping[str, Any]) -> int | None:
-    return require(merged, "head_dim") if "head_dim" in merged else None
 
 
 def _attention_sizes(tensors: HeadTensors, heads: int, head_dim: int | None) -> tuple[int, int]:
@@ -246,18 +243,18 @@ def _ids(tensors: HeadTensors, vocab_size: int, target_size: int) -> np.ndarray 
     if not tensors.has(names.HEAD) and offsets is not None:
         raise CheckpointError(f"{tensors.said(names.OFFSETS)} is there and lm_head.weight, which it maps, is not")
     own = np.arange(vocab_size)
+    # An integer t2d, as some trainers have in memory, is a map and not a mask.
+    marked = np.flatnonzero(mask) if mask is not None and mask.dtype in (np.bool_, np.uint8) else None
     if offsets is None:
         if vocab_size == target_size:
             return None
-        # An integer t2d, as some trainers have in memory, is a map and not a mask.
-        chosen = np.flatnonzero(mask) if mask is not None and mask.dtype in (np.bool_, np.uint8) else None
-        if chosen is None or len(chosen) != vocab_size:
-            mapped = f"and t2d marks {len(chosen)}" if chosen is not None else "and there is no t2d of bools"
+        if marked is None or len(marked) != vocab_size:
+            mapped = f"and t2d marks {len(marked)}" if marked is not None else "and there is no t2d of bools"
             raise CheckpointError(
                 f"{tensors.said(names.HEAD)} is for {vocab_size} tokens and the target has {target_size}; there is no "
                 f"d2t to say which they are, {mapped}"
             )
-        return chosen.astype(np.int32)
+        return marked.astype(np.int32)
     if offsets.shape != (vocab_size,) or offsets.dtype.kind not in "iu":
         raise CheckpointError(
             f"{tensors.said(names.OFFSETS)} ({offsets.dtype}) must have an integer for each row of "
@@ -277,8 +274,8 @@ def _ids(tensors: HeadTensors, vocab_size: int, target_size: int) -> np.ndarray 
             f"d2t leads draft ids {before} and {again} both to target id {ids[again]}; siblings of a tree must differ"
         )
     # Zeros of the right size, which some trainers leave in t2d, say nothing.
-    marks = mask[ids] if mask is not None and mask.dtype in (np.bool_, np.uint8) and mask.any() else own >= 0
-    if len(unmarked := np.flatnonzero(marks == 0)):
+    unmarked = own[~np.isin(ids, marked)] if marked is not None and len(marked) else own[:0]
+    if len(unmarked):
         raise CheckpointError(
             f"d2t leads draft id {unmarked[0]} to target id {ids[unmarked[0]]}, which t2d does not mark; d2t must "
             "hold target id - draft id"

@@ -60,7 +60,7 @@ class TensorEntry:
           integers: allow integers and bools too.
 
         Raises:
-          CheckpointError: the file stores it in a type that is not among these.
+          CheckpointError: the file stores it in another type than ``DTYPES`` (and ``INTEGERS``, if allowed) has.
         """
         dtypes = DTYPES | INTEGERS if integers else DTYPES
         if self.dtype not in dtypes:

@@ -91,7 +91,7 @@ def tree_shape(
     topk = topk or 1
     if steps is None and topk == 1 and draft_tokens is not None:
         longest = LIMITS["num_steps"] + 1
-        if not 2 <= draft_tokens <= longest:
+        if draft_tokens > longest:
             raise ValueError(
                 f"{FLAGS['draft_tokens']} must be from 2 to {longest} for a chain ({FLAGS['topk']} 1), "
                 f"got {draft_tokens}"

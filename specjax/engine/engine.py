@@ -81,8 +81,10 @@ class Engine:
         tokens = pool_tokens(target.config, config, self.context_length, self.platform, drafter, params)
         self.pool = PoolShape(max(tokens // config.page_size, 1), config.page_size)
         request_pages = min(-(-self.context_length // config.page_size), self.pool.pages)
-        sizes = {"rows": rows, "request_pages": request_pages, "chunk": config.chunked_prefill_size}
-        self.buckets = Buckets.build(self.platform, **sizes, asked=drafter.asked)
+        chunk = config.chunked_prefill_size
+        self.buckets = Buckets.build(
+            self.platform, rows=rows, request_pages=request_pages, chunk=chunk, asked=drafter.asked
+        )
         self.lookahead = (2 if config.overlap else 1) * (drafter.depth + 1)
         self.scheduler = self._new_scheduler()
         # Zeroing the pool takes seconds on a CPU, in which executables can be compiled for its shapes.
