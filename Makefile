@@ -6,8 +6,9 @@ STAMP  := $(VENV)/.installed
 SERVE_STAMP := $(VENV)/.installed-to-serve
 SMOKE_PYTHON ?= python3.12
 SMOKE_VENV   ?= .venv-smoke
+GPU_COMPILER ?= .gpu-compiler
 
-.PHONY: setup check test smoke serve clean
+.PHONY: setup check test smoke gpu-compile serve clean
 
 setup: $(STAMP)
 
@@ -25,14 +26,27 @@ check: setup
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# A part of the suite on another Python with the newest jax: `make smoke SMOKE_PYTHON=python3.12`.
+# A part of the suite on another Python with the newest jax, and what needs that Python: Triton's kernel, interpreted.
+# `make smoke SMOKE_PYTHON=python3.12`
 smoke: $(SMOKE_VENV)/.installed
-	$(SMOKE_VENV)/bin/python -m pytest tests/test_kernels.py tests/test_tree.py tests/test_verify.py tests/test_step.py
+	$(SMOKE_VENV)/bin/python -m pytest -n 2 --dist loadfile tests/test_triton_kernel.py tests/test_kernels.py tests/test_pallas_kernel.py tests/test_launch.py tests/test_tree.py tests/test_verify.py tests/test_step.py
 
 $(SMOKE_VENV)/.installed: pyproject.toml
 	@test -x $(SMOKE_VENV)/bin/python || $(SMOKE_PYTHON) -m venv $(SMOKE_VENV)
 	$(SMOKE_VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(SMOKE_VENV)/bin/python -m pip install --quiet --editable '.[smoke]'
+	$(SMOKE_VENV)/bin/python -m pip install --quiet --editable '.[smoke,triton]'
+	@touch $@
+
+# The kernel and whole steps, compiled for GPUs that are not there: counts, no times. The compiler (600 MB) goes into a
+# folder of its own, where it cannot change what `make test` sees.
+gpu-compile: setup $(GPU_COMPILER)/.installed
+	PYTHONPATH=$(GPU_COMPILER) $(BIN)/python -m pytest -n 2 -m gpu_compile tests/test_gpu_compile.py
+
+$(GPU_COMPILER)/.installed: pyproject.toml | setup
+	rm -rf $(GPU_COMPILER)
+	version=$$($(BIN)/python -c 'import jax; print(jax.__version__)') && \
+	$(BIN)/python -m pip install --quiet --no-deps --target $(GPU_COMPILER) \
+		jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version nvidia-cuda-nvcc-cu12
 	@touch $@
 
 # Without the tools of `make setup` (torch, for one, is only compared with). Flags: make serve SERVE_FLAGS='--port 8000'
@@ -46,4 +60,4 @@ $(SERVE_STAMP): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(SMOKE_VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SMOKE_VENV) $(GPU_COMPILER) build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -23,9 +23,7 @@ import re
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -37,10 +35,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
+from llama_shapes import eagle3_head, least_bytes, llama_8b, nbytes
 from records import finish, machine
+from thunks import counts, dump_options, read_dump
 
-from specjax import ModelConfig, Params, PoolShape, RopeConfig, StepInput, init_state, make_drafter, make_target
-from specjax.config import HeadConfig
+from specjax import Params, PoolShape, StepInput, init_state, make_drafter, make_target
 from specjax.drafters.shape import pool_size
 from specjax.models import FAMILIES
 from specjax.models.eagle_head import init_head_params
@@ -48,7 +47,6 @@ from specjax.step import StepConfig, check_phase, commit_phase, draft_phase, lad
 
 SPEC = Path(__file__).parent / "gpu" / "h200.txtpb"
 WHEELS = ("jax-cuda12-plugin", "jax-cuda12-pjrt")
-ROPE = RopeConfig(theta=500000.0, scaling="llama3", factor=8.0)
 IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL"
 """What XLA puts into CUDA graphs by default. A compiler option must name all of it; only XLA_FLAGS knows `+WHILE`."""
 
@@ -93,21 +91,6 @@ class Program(NamedTuple):
     state: Any  # what is donated, None: nothing
 
 
-def llama_8b(layers: int) -> ModelConfig:
-    return ModelConfig(
-        "llama", 128256, 4096, 14336, layers, 32, 8, 128, 1e-5, ROPE, 131072, tied_embeddings=False, dtype="bfloat16"
-    )
-
-
-def eagle3_head(target: ModelConfig) -> HeadConfig:
-    last = target.num_layers - 1
-    taps = (min(1, last), max(target.num_layers // 2 - 1, 0), max(last - 3, 0))
-    return HeadConfig(
-        "eagle3", 4096, 3 * 4096, 14336, 32, 8, 128, 1e-5, ROPE, 32000, taps=taps, own_head=True, mapped=True,
-        dtype="bfloat16",
-    )  # fmt: skip
-
-
 def programs(shapes: Shapes, place: Callable[[Any], Any], *, algorithm: str, with_ladder: bool) -> dict[str, Program]:
     """The step and its phases, as jitted functions and the shapes they are called with."""
     config = llama_8b(shapes.layers)
@@ -145,120 +128,18 @@ def programs(shapes: Shapes, place: Callable[[Any], Any], *, algorithm: str, wit
     }
 
 
-def nbytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-# What XLA writes down.
-
-CONTROL = ("kCommandBuffer", "kConditional", "kWhile")
-COPIES = ("kCopy", "kMemzero", "kMemset32BitValue", "kDeviceToDeviceCopy")
-
-
-@dataclass
-class Thunk:
-    kind: str
-    number: int
-    above: tuple[str, ...]  # kinds of the thunks it is part of, outermost first
-
-    @property
-    def in_graph(self) -> bool:
-        return "kCommandBuffer" in (*self.above, self.kind)
-
-    @property
-    def always(self) -> bool:
-        """Whether every call runs it, exactly once."""
-        return "kConditional" not in self.above and "kWhile" not in self.above
-
-
-def read_thunks(text: str) -> list[Thunk]:
-    """The thunk sequence: `<indentation><number>: <kind> ...`; what belongs to another is indented deeper."""
-    thunks, stack = [], []
-    for found in re.finditer(r"^( *)(?:\w+:)?( *)(\d+): (k\w+)", text, re.MULTILINE):
-        depth = len(found[1]) + len(found[2])
-        while stack and stack[-1][0] >= depth:
-            stack.pop()
-        thunks.append(Thunk(found[4], int(found[3]), tuple(kind for _, kind in stack)))
-        stack.append((depth, found[4]))
-    return thunks
-
-
-class Places:
-    """From a thunk's number to the line of ours that it comes from, by the tables at the head of an HLO text."""
-
-    def __init__(self, metadata: str, hlo: str) -> None:
-        pairs = re.findall(r'profile_annotation: "([^"]*)"\s+thunk_id: (\d+)', metadata)
-        self._names = {int(number): name for name, number in pairs}
-        self._hlo = hlo
-        self._files = self._table("FileNames", r'"(.*)"')
-        self._functions = self._table("FunctionNames", r'"(.*)"')
-        self._locations = self._table("FileLocations", r"\{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)")
-        self._frames = self._table("StackFrames", r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
-
-    def _table(self, title: str, row: str) -> dict[int, Any]:
-        part = re.search(rf"^{title}\n((?:\d+ .*\n)*)", self._hlo, re.MULTILINE)
-        found = re.findall(rf"^(\d+) {row}", part[1] if part else "", re.MULTILINE)
-        return {int(number): rest[0] if len(rest) == 1 else rest for number, *rest in found}
-
-    def of(self, thunk: Thunk) -> dict[str, Any]:
-        """The innermost line in specjax or its kernels, and the number of trips if it is a loop with a known one."""
-        name = self._names.get(thunk.number, "")
-        line = re.search(rf"^ *(?:ROOT )?%?{re.escape(name)} = .*$", self._hlo, re.MULTILINE)
-        if not name or line is None:
-            return {}
-        trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line[0])
-        found: dict[str, Any] = {"trips": int(trips[1])} if trips else {}
-        frame = re.search(r"stack_frame_id=(\d+)", line[0])
-        number = int(frame[1]) if frame else 0
-        while number in self._frames:
-            location, parent = self._frames[number]
-            file, function, at = self._locations[int(location)]
-            path = Path(self._files[int(file)])
-            package = next((part for part in ("specjax_kernels", "specjax") if part in path.parts), None)
-            if package:
-                inside = path.parts[path.parts.index(package) :]
-                return found | {"place": f"{'/'.join(inside)}:{at} {self._functions[int(function)]}"}
-            number = int(parent or 0) - 1  # the text counts parents from 1, 1 being none
-        return found
-
-
 def compiled(program: Program, options: dict[str, str]) -> dict[str, Any]:
     """Compiles one program and reads what came of it."""
     with tempfile.TemporaryDirectory(prefix="specjax-gpu-") as folder:
         start = time.perf_counter()
         lowered = program.jitted.trace(*program.arguments).lower()
-        executable = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True, **options})
+        executable = lowered.compile(compiler_options=dump_options(folder) | options)
         seconds = time.perf_counter() - start
-
-        def read(ending: str) -> str:
-            (file,) = Path(folder).glob(f"*{ending}")
-            return file.read_text()
-
-        thunks = read_thunks(read(".thunk_sequence_after_thunk_passes.txt"))
-        places = Places(read(".thunk_metadata.txt"), read("gpu_after_optimizations.txt"))
+        dump = read_dump(folder)
+    assert dump is not None, "the compiler wrote no thunk sequence"
     memory = executable.memory_analysis()
-    work = [thunk for thunk in thunks if thunk.kind not in CONTROL]
-    kernels = [thunk for thunk in work if thunk.kind not in COPIES]
-    outside = [thunk for thunk in thunks if not thunk.in_graph]
-    decisions = [thunk for thunk in thunks if thunk.kind in ("kConditional", "kWhile")]
-
-    def described(thunk: Thunk) -> dict[str, Any]:
-        within = sum(kind in ("kConditional", "kWhile") for kind in thunk.above)
-        return {"kind": thunk.kind[1:], "within": within, **places.of(thunk)}
-
-    record: dict[str, Any] = {
-        "options": options,
-        "graphs": sum(thunk.kind == "kCommandBuffer" for thunk in thunks),
-        "one_graph": [thunk.kind for thunk in thunks if not thunk.above] == ["kCommandBuffer"],
-        "kernels": len(kernels),
-        "kernels_every_call": sum(thunk.always for thunk in kernels),
-        "copies": len(work) - len(kernels),
-        "copies_every_call": sum(thunk.always for thunk in work) - sum(thunk.always for thunk in kernels),
-        "outside_graphs": dict(Counter(thunk.kind for thunk in outside)),
-        "kinds": dict(Counter(thunk.kind for thunk in thunks)),
-        # The host reads a branch's condition back, and a loop's before each trip unless it knows their number.
-        "host_decides": [described(thunk) for thunk in decisions if not thunk.in_graph],
-        "device_decides": [described(thunk) for thunk in decisions if thunk.in_graph],
+    record: dict[str, Any] = {"options": options} | counts(*dump)
+    record |= {
         "argument_bytes": memory.argument_size_in_bytes,
         "alias_bytes": memory.alias_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
@@ -280,16 +161,6 @@ def show(name: str, record: dict[str, Any]) -> None:
         f"alias {record['alias_bytes'] / 1e6:8.1f} MB   temporary {record['temp_bytes'] / 1e6:7.1f} MB",
         flush=True,
     )
-
-
-def least_bytes(shapes: Shapes) -> dict[str, float]:
-    """Weights that a step must read, each once a forward: what bounds it however few kernels there are."""
-    m, i, w, v = 4096, 14336, 32000, 128256
-    attention, mlp = (32 + 2 * 8) * 128, 3 * i
-    target = shapes.layers * (m * (attention + mlp) + 32 * 128 * m) + m * v
-    layer = 2 * m * attention + 32 * 128 * m + m * mlp
-    head = shapes.steps * (layer + m * w) + 3 * m * m  # levels 2 .. D and the observed tokens; D times the vocabulary
-    return {"target_bytes": 2 * target, "head_bytes": 2 * head}
 
 
 def bandwidth_of(spec: str) -> float | None:
@@ -330,12 +201,13 @@ def main() -> None:
     )  # fmt: skip
     wanted = machine("jaxlib", *WHEELS)
     wanted |= {"compiled_for": topology.devices[0].device_kind, "gpu_spec": spec.strip().splitlines()}
-    floor: dict[str, Any] = dict(least_bytes(shapes))
+    model = llama_8b(shapes.layers)
+    floor: dict[str, Any] = dict(least_bytes(model, eagle3_head(model), shapes.steps))
     if bandwidth := bandwidth_of(spec):
         floor["milliseconds_to_read_them"] = round(1e3 * sum(floor.values()) / bandwidth, 2)
     document = wanted | {
         "shapes": shapes._replace(pool=shapes.pool._asdict())._asdict(),
-        "taps": eagle3_head(llama_8b(shapes.layers)).taps,
+        "taps": eagle3_head(model).taps,
         "least": floor,
         "aim": {"graphs": 1, "kernels_per_layer": 12},
         "results": {},

@@ -1,64 +1,30 @@
 """Times `tree_attention` over the named shapes of `specjax_kernels.specs`.
 
     python benchmarks/kernels.py [--spec NAME ...] [--implementation xla reference] [--record]
+    python benchmarks/kernels.py --tune [--spec NAME ...] [--record]
 
 A call of one layer lasts microseconds, so what is timed is one program of `--layers` calls, each with its own pool,
 the queries of one made from the output of the one before: as in a decoder. Runs of all implementations alternate, the
 first ones are discarded, and the figure is the median. The ceiling is printed first: the bandwidth of a plain copy on
 this machine. The last line is one JSON document with every sample.
+
+`--tune` measures block sizes of the GPU kernel on this GPU instead, and writes the better ones to
+`kernels/specjax_kernels/launch_table.json` (see `tuner.py`).
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+from attention import program
 from records import finish, machine
-from specjax_kernels import IMPLEMENTATIONS, default_implementation, tree_attention
+from specjax_kernels import IMPLEMENTATIONS, default_implementation
+from specjax_kernels.launch import generation
 from specjax_kernels.specs import SPECS, Spec, named, tagged
-
-WARMUP = 3
-
-
-def seconds(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(call())
-    return time.perf_counter() - start
-
-
-def copy_bandwidth(megabytes: int = 256) -> float:
-    """Bytes moved per second (read and written, each counted) by ``x + 1`` in place on an array larger than caches."""
-    increment = jax.jit(lambda x: x + 1, donate_argnums=0)
-    array = jnp.zeros(megabytes * 2**18, jnp.float32)
-    samples = []
-    for _ in range(WARMUP + 7):
-        start = time.perf_counter()
-        array = increment(array).block_until_ready()
-        samples.append(time.perf_counter() - start)
-    return 2 * array.nbytes / statistics.median(samples[WARMUP:])
-
-
-def program(spec: Spec, implementation: str, layers: int) -> Callable[[], jax.Array]:
-    """One jitted call of `layers` chained attentions, with its inputs bound."""
-    args, options = spec.arguments()
-    q, k_block, v_block, k_pages, v_pages, *rest = args
-    pools = [(k_pages + 0, None if v_pages is None else v_pages + 0) for _ in range(layers)]
-    attend = functools.partial(tree_attention, **options, implementation=implementation)
-
-    @jax.jit
-    def run(q, k_block, v_block, pools, rest):
-        for k_pages, v_pages in pools:
-            out = attend(q, k_block, v_block, k_pages, v_pages, *rest)
-            q = q + jnp.pad(out, ((0, 0), (0, 0), (0, 0), (0, q.shape[-1] - out.shape[-1])))
-        return q
-
-    return lambda: run(q, k_block, v_block, pools, rest)
+from timing import WARMUP, copy_bandwidth, seconds
 
 
 def measure(spec: Spec, implementations: list[str], layers: int, runs: int, bandwidth: float) -> list[dict[str, Any]]:
@@ -93,27 +59,39 @@ def measure(spec: Spec, implementations: list[str], layers: int, runs: int, band
 
 
 def main() -> None:
-    written = [name for name, module in IMPLEMENTATIONS.items() if module]
     parser = argparse.ArgumentParser(description="Times tree_attention over named shapes.")
     parser.add_argument("--spec", nargs="+", metavar="NAME", help=f"out of: {', '.join(spec.name for spec in SPECS)}")
-    parser.add_argument("--implementation", nargs="+", choices=written, default=[default_implementation()])
+    parser.add_argument(
+        "--implementation", nargs="+", choices=list(IMPLEMENTATIONS), default=[default_implementation()]
+    )
     parser.add_argument("--layers", type=int, help="calls in one program (default: 30, or 4 for the large specs)")
     parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--tune", action="store_true", help="measure block sizes of the GPU kernel; write its table")
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/kernels-<device>-<date>.json")
     arguments = parser.parse_args()
 
     on_cpu = jax.default_backend() == "cpu"
+    if arguments.tune and generation() is None:
+        parser.error(f"--tune measures on an NVIDIA GPU, and JAX's default device here is {jax.devices()[0]}")
     bench = [spec for spec in tagged("bench") if not (on_cpu and "large" in spec.tags)]
     specs = [named(name) for name in arguments.spec] if arguments.spec else bench
+    document: dict[str, Any]
+    kind = "cpu" if on_cpu else jax.devices()[0].device_kind.lower().replace(" ", "-")
+    if arguments.tune:
+        from tuner import tune  # the kernel's module is not there on every machine
+
+        tuned = tune(specs, layers=arguments.layers or 4)
+        document = machine() | {"generation": generation(), "entries": tuned}
+        finish(f"tuned-{kind}", document, record=arguments.record)
+        return
     bandwidth = copy_bandwidth()
-    document: dict[str, Any] = machine() | {"copy_gigabytes_per_second": round(bandwidth / 1e9, 2), "results": []}
+    document = machine() | {"copy_gigabytes_per_second": round(bandwidth / 1e9, 2), "results": []}
     print(
         f"{document['device']}, {document['cpus']} CPUs, jax {jax.__version__}; a copy moves {bandwidth / 1e9:.1f} GB/s"
     )
     for spec in specs:
         layers = arguments.layers or (4 if "large" in spec.tags else 30)
         document["results"] += measure(spec, arguments.implementation, layers, arguments.runs, bandwidth)
-    kind = "cpu" if on_cpu else document["device"].lower().replace(" ", "-")
     finish(f"kernels-{kind}", document, record=arguments.record)
 
 

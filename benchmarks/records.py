@@ -22,12 +22,15 @@ def machine(*packages: str) -> dict[str, Any]:
     """This machine, these versions (jax and `packages`), this commit and command."""
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=RESULTS.parent)
+        try:
+            done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=RESULTS.parent)
+        except OSError:  # there is no git
+            return ""
         return done.stdout.strip()
 
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command(),
         "commit": git("rev-parse", "HEAD") or None,
         "modified": git("status", "--porcelain", "--", ":/specjax", ":/kernels").splitlines(),
         "versions": {"python": platform.python_version()} | {name: version(name) for name in ("jax", *packages)},
@@ -36,6 +39,11 @@ def machine(*packages: str) -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "load": [round(x, 2) for x in os.getloadavg()],
     }
+
+
+def command() -> str:
+    """How this program was started."""
+    return shlex.join(["python", *sys.argv])
 
 
 def finish(name: str, document: dict[str, Any], *, record: bool) -> None:

@@ -62,6 +62,8 @@ def init_cache(config: ModelConfig | HeadConfig, pool: PoolShape, *, layers: int
 
 def take_path(block: BlockKV, path: Int32[Array, "B J"]) -> BlockKV:
     """The block's rows at node indices `path`, in path order: [B, J, K, E] leaves."""
+    if block.keys[0].shape[1] == path.shape[1] == 1:
+        return block  # a path through one node; a gather would be a kernel a layer
 
     def take(leaf: Array) -> Array:
         return jnp.take_along_axis(leaf, path[:, :, None, None], axis=1)

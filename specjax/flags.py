@@ -9,10 +9,12 @@ import logging
 from dataclasses import dataclass, fields
 from typing import Any
 
+from specjax_kernels import IMPLEMENTATIONS
+
 from specjax.checkpoint import BUILT_IN_MODEL
 from specjax.drafters import AUTO, DRAFTERS, NgramConfig, algorithm_named, check_flags
 from specjax.engine import EngineConfig
-from specjax.engine.loading import HEAD_FLAGS
+from specjax.engine.loading import AUTO_ATTENTION, HEAD_FLAGS
 from specjax.settings import setting
 
 logger = logging.getLogger(__name__)
@@ -57,8 +59,12 @@ class EngineSettings:
         above=0,
         maximum=1,
     )
-    attention_backend: str | None = setting(
-        None, "tree attention; default: the device's best", choices=("xla", "reference")
+    attention_backend: str = setting(
+        AUTO_ATTENTION,
+        f"tree attention: {AUTO_ATTENTION} (pallas on an NVIDIA GPU, else xla), {', '.join(IMPLEMENTATIONS)}; "
+        "one asked for by name never falls back",
+        choices=(AUTO_ATTENTION, *IMPLEMENTATIONS),
+        metavar="NAME",
     )
     disable_overlap_schedule: bool = setting(False, "read each step before the next is dispatched")
     random_seed: int | None = setting(

@@ -30,6 +30,7 @@ from jaxtyping import Float, Float32, Int32, UInt32
 from specjax_kernels import CAUSAL, pack_bits
 
 from specjax.cache import BlockKV, commit, take_path
+from specjax.compiling import compiler_options
 from specjax.drafters.base import Context, Drafter, Observation, Params
 from specjax.models.protocol import Target
 from specjax.sampling import DrawInputs
@@ -147,7 +148,7 @@ def check_phase(
                 pack_bits(ancestor_mask(part)),
                 state.cache,
                 context.page_table,
-                context.prefix_length,
+                context.attended,
                 features=drafter.features,
             )
             logits = target.unembed(params.target, output.hidden)
@@ -287,7 +288,7 @@ def prefill_step(
         CAUSAL,
         state.cache,
         context.page_table,
-        context.prefix_length,
+        context.attended,
         features=drafter.features,
     )
     last = jnp.maximum(length - 1, 0)
@@ -333,10 +334,11 @@ def make_steps(
     widths = config.widths or ladder(drafter)
     config = StepConfig(widths, config.logprobs, config.trace)
     fixed = {"target": target, "drafter": drafter, "config": config}
+    jit = partial(jax.jit, compiler_options=compiler_options())
     return Steps(
-        admit=jax.jit(admit, donate_argnums=0),
-        prefill=jax.jit(partial(prefill_step, **fixed), donate_argnums=1),
-        speculate=jax.jit(partial(speculate_step, verify=verify, **fixed), donate_argnums=1),
+        admit=jit(admit, donate_argnums=0),
+        prefill=jit(partial(prefill_step, **fixed), donate_argnums=1),
+        speculate=jit(partial(speculate_step, verify=verify, **fixed), donate_argnums=1),
     )
 
 

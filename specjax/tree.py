@@ -76,18 +76,32 @@ def chain(
 
 
 def top_k_children(
-    scores: Float32[Array, "B k"], log_probs: Float32[Array, "B k W"], count: int
+    scores: Float32[Array, "B k"], log_probs: Float32[Array, "B k W"], count: int, *, normalised: bool = True
 ) -> tuple[Int32[Array, "B k {count}"], Float32[Array, "B k {count}"]]:
     """EAGLE-2's expansion: each beam node's `count` likeliest continuations and their cumulative scores.
 
     Ties go to the lower token id (`jax.lax.top_k`). Where the vocabulary has fewer than `count` tokens the rest score
     -inf and must not become nodes. Source: SafeAILab/EAGLE `topK_genrate`.
+
+    Args:
+        normalised: False: `log_probs` are logits, and only the best are made log-probabilities.
     """
     available = min(count, log_probs.shape[-1])
     best, tokens = jax.lax.top_k(log_probs, available)
+    if not normalised:
+        largest = best[:, :, :1]
+        best = best - largest - log_total(log_probs, largest)
     pad = ((0, 0), (0, 0), (0, count - available))
     best = jnp.pad(best, pad, constant_values=-jnp.inf)
     return jnp.pad(tokens.astype(jnp.int32), pad), scores[:, :, None] + best
+
+
+def log_total(logits: Float32[Array, "B k W"], largest: Float32[Array, "B k 1"]) -> Float32[Array, "B k 1"]:
+    """log of the sum of exp(logits - largest): what turns a difference to the largest logit into a log-probability.
+
+    For those who want few log-probabilities: `jax.nn.log_softmax` writes all W, and looks for the largest again.
+    """
+    return jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True))
 
 
 def next_beam(

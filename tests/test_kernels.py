@@ -6,6 +6,7 @@ import functools
 import inspect
 import pickle
 import re
+import types
 
 import hypothesis
 import hypothesis.strategies as st
@@ -19,6 +20,7 @@ from specjax_kernels.specs import SPECS, Spec, named, tagged
 
 # Largest absolute difference to the reference. The values are averages of standard normals, so below about 4; half a
 # unit in the last place there is 2**-7 in bfloat16 (8 bits) and 2**-10 in float16 (11 bits), doubled for two roundings.
+COMPARED = ("xla", "pallas")  # the latter interpreted, where there is no GPU
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2**-6, "float16": 2**-9}
 
 
@@ -44,6 +46,8 @@ def oracle(args, options) -> np.ndarray:
     window, softcap, v_width = options.get("window"), options.get("softcap"), options.get("v_width")
     out = np.zeros((B, N, H, v_width if v_block is None else v_block.shape[-1]))
     for b, i, h in np.ndindex(B, N, H):
+        if prefix_length[b] < 0:
+            continue
         head = h // (H // K)
         seen = []  # (position, key, value)
         for t in range(prefix_length[b]):
@@ -75,11 +79,22 @@ def test_implementations_agree(spec: Spec) -> None:
     expected = run(args, options, "reference")
     assert np.isfinite(expected).all()
     assert expected.shape == (spec.B, spec.N, spec.H, spec.v_width)
-    np.testing.assert_allclose(run(args, options, "xla"), expected, rtol=0, atol=TOLERANCE[spec.dtype])
+    for name in COMPARED:
+        np.testing.assert_allclose(run(args, options, name), expected, rtol=0, atol=TOLERANCE[spec.dtype], err_msg=name)
     assert tree_attention(*args, **options).dtype == spec.dtype
 
 
-SMALL = ("mixed-prefix", "page-size-5", "holes", "beam", "random-mask", "gqa-3", "latent-tree", "window-tree-holes")
+SMALL = (
+    "mixed-prefix",
+    "inactive-tree",
+    "page-size-5",
+    "holes",
+    "beam",
+    "random-mask",
+    "gqa-3",
+    "latent-tree",
+    "window-tree-holes",
+)
 
 
 @pytest.mark.parametrize("name", [*SMALL, "softcap-window-beam", "window-1"])
@@ -114,7 +129,7 @@ def test_random_tables_lengths_and_trees(data: st.DataObject) -> None:
     table = jnp.where(args[5] == spec.P, 2 * T + 3, args[5])
     args = (*args[:3], *pool, table, *args[6:])
     expected = oracle(args, options)
-    for implementation in ("reference", "xla"):
+    for implementation in ("reference", *COMPARED):
         out = _jitted(implementation, window)(*args)
         np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5, err_msg=implementation)
 
@@ -126,7 +141,7 @@ def _jitted(implementation: str, window: int | None):
 
 def test_a_row_that_sees_nothing_is_zero() -> None:
     args, options = named("random-mask").arguments()
-    for implementation in ("reference", "xla"):
+    for implementation in ("reference", *COMPARED):
         out = run((*args[:6], jnp.zeros_like(args[6]), *args[7:9], jnp.zeros_like(args[9])), options, implementation)
         assert (out == 0).all()
 
@@ -242,11 +257,34 @@ def test_wrong_arguments(change: dict, message: str) -> None:
         jax.eval_shape(lambda arrays: tree_attention(**arrays, **rest), arrays)  # At trace time.
 
 
-@pytest.mark.parametrize("name", ["pallas", "triton"])
-def test_an_implementation_asked_for_by_name_never_falls_back(name: str) -> None:
+def lacking(*_: object, **__: object) -> jax.Array:
+    raise NotImplementedError("not this combination")
+
+
+def test_an_implementation_asked_for_by_name_never_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default one does, to XLA, which has every combination."""
+    from specjax_kernels import api, pallas_triton
+
     args, options = named("decode").arguments()
-    with pytest.raises(NotImplementedError, match=f"'{name}' .* not written yet; there is reference, xla"):
-        tree_attention(*args, **options, implementation=name)
+    monkeypatch.setattr(pallas_triton, "tree_attention", lacking)
+    with pytest.raises(NotImplementedError, match="not this combination"):
+        tree_attention(*args, **options, implementation="pallas")
+    monkeypatch.setattr(api, "default_implementation", lambda: "pallas")
+    assert (np.asarray(tree_attention(*args, **options), np.float32) == run(args, options, "xla")).all()
+    monkeypatch.setattr(xla_path, "tree_attention", lacking)
+    with pytest.raises(NotImplementedError, match="not this combination"):
+        tree_attention(*args, **options)
+
+
+@pytest.mark.parametrize(
+    ("backend", "version", "expected"),
+    [("cpu", "", "xla"), ("gpu", "PJRT C API\ncuda 12090", "pallas"), ("gpu", "PJRT C API\nrocm 60200", "xla")],
+)
+def test_the_default_suits_the_device(monkeypatch, backend: str, version: str, expected: str) -> None:
+    client = types.SimpleNamespace(platform_version=version)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(client=client)])
+    assert default_implementation() == expected
 
 
 def test_table_of_implementations() -> None:

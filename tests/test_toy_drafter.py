@@ -182,7 +182,7 @@ LAYERS = [  # a module may import those of its own row and of the rows below
     {"drafters", "verify", "tree", "sampling"},
     {"models"},
     {"cache"},
-    {"types", "config", "settings"},
+    {"types", "config", "settings", "compiling"},
 ]
 
 

@@ -1,13 +1,21 @@
 """Tree attention over paged keys and values: one signature, several implementations, one definition."""
 
-from specjax_kernels.api import IMPLEMENTATIONS, default_implementation, tree_attention
+from specjax_kernels.api import (
+    IMPLEMENTATIONS,
+    INACTIVE,
+    default_implementation,
+    implementation_named,
+    tree_attention,
+)
 from specjax_kernels.masks import CAUSAL, Causal, pack_bits, unpack_bits
 
 __all__ = [
     "CAUSAL",
     "IMPLEMENTATIONS",
+    "INACTIVE",
     "Causal",
     "default_implementation",
+    "implementation_named",
     "pack_bits",
     "tree_attention",
     "unpack_bits",

@@ -10,30 +10,32 @@ import importlib
 from collections.abc import Callable
 from types import MappingProxyType
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
+from specjax_kernels.launch import on_nvidia
 from specjax_kernels.masks import Causal, words
 
 IMPLEMENTATIONS = MappingProxyType(
     {
         "reference": "specjax_kernels.reference",
         "xla": "specjax_kernels.xla",
-        # Names with a place but no code yet: asking for one raises NotImplementedError.
-        "pallas": None,
-        "triton": None,
+        "pallas": "specjax_kernels.pallas_triton",
+        "triton": "specjax_kernels.triton",
     }
 )
-"""Name -> module with a `tree_attention` of the signature below (without `implementation`), None = not written."""
+"""Name -> module with a `tree_attention` of the signature below, without `implementation`, and, if it does not run on
+every device, a `refuse()` that raises NotImplementedError where it cannot."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 
+INACTIVE = -1
+"""The prefix length of a row that takes no part."""
 
-def default_implementation(backend: str | None = None) -> str:
-    """The name that `implementation=None` stands for on a backend ("cpu", "gpu"; None: JAX's default one)."""
-    del backend  # One answer everywhere until a GPU kernel is measured to be faster.
-    return "xla"
+
+def default_implementation() -> str:
+    """What `implementation=None` tries first on JAX's default device: "pallas" on an NVIDIA GPU, "xla" elsewhere."""
+    return "pallas" if on_nvidia() else "xla"
 
 
 def tree_attention(
@@ -64,7 +66,8 @@ def tree_attention(
     - with a window w, of these only keys at positions > its own position - w (committed token t has position t).
 
     Softmax and accumulation are float32 for every dtype, float32 products use `jax.lax.Precision.HIGHEST`. What
-    lies in a slot that no query of the row sees (NaN included) has no influence. A query that sees nothing gets 0.
+    lies in a slot that no query of the row sees (NaN included) has no influence. A query that sees nothing gets 0. A
+    row with ``prefix_length[b] < 0`` (`INACTIVE`) takes no part: all its queries get 0, whatever the mask says.
 
     Args:
         q: [B, N, H, E], already rotated. float32, bfloat16 or float16; all arrays of keys and values have its dtype.
@@ -73,7 +76,7 @@ def tree_attention(
         k_pages: [P, S, K, E].
         v_pages: [P, S, K, Ev], or None.
         page_table: int32 [B, T].
-        prefix_length: int32 [B], at most T * S.
+        prefix_length: int32 [B], at most T * S; `INACTIVE` for a row that takes no part.
         q_positions: int32 [B, N]; read only with a window.
         block_positions: int32 [B, C]; read only with a window.
         mask: `CAUSAL` (key j visible to query j and later ones; C == N), or uint32 [B, N, ceil(C / 32)] as made by
@@ -82,7 +85,8 @@ def tree_attention(
         v_width: Ev when values are None; otherwise None, or Ev.
         window: keys seen by one query, itself included, or None for all.
         softcap: scores become ``softcap * tanh(scores / softcap)`` before the mask (Gemma 2), or None.
-        implementation: a key of `IMPLEMENTATIONS`; None: `default_implementation`. A name never falls back.
+        implementation: a key of `IMPLEMENTATIONS`, which never falls back. None: `default_implementation`, or "xla" for
+            what that one lacks.
 
     Returns:
         [B, N, H, Ev] in q's dtype.
@@ -98,34 +102,46 @@ def tree_attention(
         raise ValueError(f"window is the number of keys a query sees, at least 1 (or None), got {window}")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be positive (or None), got {softcap}")
-    return implementation_named(implementation)(
-        q,
-        k_block,
-        v_block,
-        k_pages,
-        v_pages,
-        page_table,
-        prefix_length,
-        q_positions,
-        block_positions,
-        mask,
-        scale=scale,
-        v_width=v_width if v_block is None else None,
-        window=window,
-        softcap=softcap,
-    )
+
+    def attend(name: str) -> Array:
+        return implementation_named(name)(
+            q,
+            k_block,
+            v_block,
+            k_pages,
+            v_pages,
+            page_table,
+            prefix_length,
+            q_positions,
+            block_positions,
+            mask,
+            scale=scale,
+            v_width=v_width if v_block is None else None,
+            window=window,
+            softcap=softcap,
+        )
+
+    if implementation is not None:
+        return attend(implementation)
+    try:
+        return attend(default_implementation())
+    except NotImplementedError:
+        return attend("xla")
 
 
-def implementation_named(name: str | None) -> Callable[..., Array]:
-    """The function behind a name, None for the default one. Raises as `tree_attention` does."""
-    name = default_implementation(jax.default_backend()) if name is None else name
+def implementation_named(name: str) -> Callable[..., Array]:
+    """The function behind a name.
+
+    Raises:
+        ValueError: there is no such name.
+        NotImplementedError: it cannot run here: another device, or a package that is missing or too old.
+    """
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"unknown implementation {name!r} of tree_attention; known: {', '.join(IMPLEMENTATIONS)}")
-    module = IMPLEMENTATIONS[name]
-    if module is None:
-        available = ", ".join(key for key, value in IMPLEMENTATIONS.items() if value)
-        raise NotImplementedError(f"implementation {name!r} of tree_attention is not written yet; there is {available}")
-    return importlib.import_module(module).tree_attention
+    module = importlib.import_module(IMPLEMENTATIONS[name])
+    if hasattr(module, "refuse"):
+        module.refuse()
+    return module.tree_attention
 
 
 def _check(

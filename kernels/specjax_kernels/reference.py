@@ -51,6 +51,7 @@ def tree_attention(
     else:
         in_block = unpack_bits(mask, C)
     visible = jnp.concatenate([committed, in_block], axis=2)  # [B, N, T*S + C]
+    visible &= (prefix_length >= 0)[:, None, None]
     if window is not None:
         positions = jnp.concatenate([jnp.broadcast_to(token, (B, T * S)), block_positions], axis=1)
         visible &= positions[:, None] > q_positions[:, :, None] - window

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
+from specjax_kernels.api import INACTIVE
 from specjax_kernels.masks import CAUSAL, pack_bits
 
 MaskKind = Literal["causal", "tree", "random"]
@@ -22,7 +23,7 @@ class Spec:
     """
 
     name: str
-    prefix: tuple[int, ...]  # [B]: committed tokens of each row
+    prefix: tuple[int, ...]  # [B]: committed tokens of each row, or INACTIVE
     N: int
     C: int
     H: int
@@ -55,7 +56,7 @@ class Spec:
     @property
     def bytes_read(self) -> int:
         """Bytes of keys and values that the operation has to read: committed and block, each once."""
-        tokens = sum(self.prefix) + self.B * self.C
+        tokens = sum(n + self.C for n in self.prefix if n != INACTIVE)
         width = self.E if self.latent else self.E + self.v_width
         return tokens * self.K * width * jnp.dtype(self.dtype).itemsize
 
@@ -63,7 +64,8 @@ class Spec:
         """Inputs for this spec, as (args, kwargs) of `tree_attention`.
 
         Pages are a random permutation of the pool; entries past a row's prefix are holes (P). With `poison` every slot
-        that must not be read holds NaN: other pages, slots beyond the prefix or before every query's window.
+        that must not be read holds NaN: other pages, slots beyond the prefix or before every query's window, block keys
+        that no query sees, and the whole block of an inactive row.
         """
         rng = np.random.default_rng(seed)
         B, N, C, K, P, S, T = self.B, self.N, self.C, self.K, self.P, self.S, self.T
@@ -90,8 +92,10 @@ class Spec:
                 token = index * S + np.arange(S)
                 unread[page] = (token < oldest) | (token >= length)
         if poison:
-            k_pages[unread] = np.nan
-            v_pages[unread] = np.nan
+            unseen = np.zeros((B, C), bool) if visible is None else ~visible.any(1)
+            unseen |= (prefix == INACTIVE)[:, None]
+            for array, where in ((k_pages, unread), (v_pages, unread), (k_block, unseen), (v_block, unseen)):
+                array[where] = np.nan
 
         dtype = jnp.dtype(self.dtype)
         mask = CAUSAL if visible is None else pack_bits(jnp.asarray(visible))
@@ -142,6 +146,12 @@ def _llama(name: str, prefix: tuple[int, ...], N: int, *, T: int = 256, C: int |
     return Spec(f"llama8b-{name}", prefix, N, C, H=32, K=8, E=128, T=T, **more)
 
 
+def _wide(name: str, prefix: tuple[int, ...], N: int, **more: Any) -> Spec:
+    """Other families' heads: 80 and 96 (Phi), 256 (Gemma), latent values (DeepSeek)."""
+    shape: dict[str, Any] = {"T": 128, "dtype": "bfloat16", "mask": "tree", "tags": ("bench", "large")}
+    return Spec(name, prefix, N, N, **(shape | more))
+
+
 def _odd(name: str, prefix: tuple[int, ...], **more: Any) -> Spec:
     shape: dict[str, Any] = {"N": 3, "C": 3, "H": 4, "K": 2, "E": 16, "T": 8, "S": 4}
     return Spec(name, prefix, tags=("test",), **(shape | more))
@@ -173,9 +183,22 @@ SPECS: tuple[Spec, ...] = (
     _llama("tree-64-8x", tuple(range(200, 1800, 200)), 64, mask="tree"),
     _llama("beam-8-of-64", (1000,), 8, C=64, mask="tree"),
     _llama("prefill-1024", (1024,), 1024),
+    _llama("prefill-2048-float16", (0,), 2048, dtype="float16"),
+    _llama("decode-131000", (131000,), 1, T=2048, S=64),
+    _llama("chain-8-32x-8000", (8000,) * 32, 8, T=128, S=64),
+    _llama("chain-8-64x-inactive", (1000, *(INACTIVE,) * 63), 8),
+    _llama("decode-window-softcap", (8000,), 1, T=512, window=4096, softcap=50.0),
+    _llama("tree-32-float32", (1000,), 32, mask="tree", dtype="float32"),
+    _wide("heads-80", (1000, 300), 8, H=32, K=32, E=80),
+    _wide("heads-96", (1000, 300), 8, H=32, K=32, E=96),
+    _wide("heads-256", (1000, 300), 8, H=16, K=8, E=256),
+    _wide("heads-256-float32", (1000, 300), 8, H=16, K=8, E=256, dtype="float32"),
+    _wide("heads-latent-576", (1000, 300), 8, H=16, K=1, E=576, Ev=512, latent=True),
     _odd("empty-prefix", (0, 0)),
     _odd("mixed-prefix", (0, 1, 17, 32)),
     _odd("page-boundary", (4, 8, 31, 32)),
+    _odd("inactive-rows", (9, INACTIVE, 30, INACTIVE)),
+    _odd("inactive-tree", (INACTIVE, 30), N=7, C=7, mask="tree"),
     _odd("page-size-1", (0, 5, 19), S=1, T=20),
     _odd("page-size-5", (3, 40, 11), S=5),
     _odd("one-page-table", (4, 2), T=1),

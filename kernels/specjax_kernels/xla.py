@@ -130,6 +130,7 @@ def tree_attention(
     )
 
     out = partial.mixed / jnp.where(partial.total > 0, partial.total, 1)
+    out = jnp.where((prefix_length >= 0)[:, None, None, None], out, 0)
     return out.reshape(B, K, N, G, width).transpose(0, 2, 1, 3, 4).reshape(B, N, H, width).astype(q.dtype)
 
 

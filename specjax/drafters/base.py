@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32, UInt32
+from specjax_kernels import INACTIVE
 
 from specjax.cache import PoolShape
 from specjax.sampling import SamplingRows
@@ -41,6 +43,11 @@ class Context(NamedTuple):
     active: Active
     salt: UInt32[Array, "B"]  # requests with different salts share nothing
     sampling: SamplingRows  # [B] rows: a drafter may look at the noise the target will use
+
+    @property
+    def attended(self) -> PerRequest:
+        """`prefix_length` for attention, which spends nothing on rows that take no part."""
+        return jnp.where(self.active, self.prefix_length, INACTIVE)
 
 
 class Observation(NamedTuple):

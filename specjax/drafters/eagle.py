@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Float32, Int32
@@ -31,7 +30,7 @@ from specjax.drafters.shape import TreeShape
 from specjax.models.blocks import KeyValue, Past
 from specjax.models.eagle_head import EagleHead, eagle_head
 from specjax.models.protocol import Target
-from specjax.tree import NO_PARENT, DraftTree, Pool, chain, next_beam, rerank, top_k_children
+from specjax.tree import NO_PARENT, DraftTree, Pool, chain, log_total, next_beam, rerank, top_k_children
 
 
 class EagleState(NamedTuple):
@@ -103,7 +102,7 @@ def eagle_drafter(
 
 
 def _past(cache: PagedCache, context: Context, before: KeyValue | None = None) -> Past:
-    return Past((cache.keys[0], cache.values[0]), context.page_table, context.prefix_length, before)
+    return Past((cache.keys[0], cache.values[0]), context.page_table, context.attended, before)
 
 
 class _Level(NamedTuple):
@@ -125,7 +124,7 @@ def _run(
     nodes: _Level,
     before: KeyValue | None,
 ) -> tuple[Float[Array, "B k M"], Float32[Array, "B k W"], KeyValue]:
-    """One forward of the head over a level: outputs, log-probabilities, and all block keys so far."""
+    """One forward of the head over a level: outputs, logits, and all block keys so far."""
     embedded = model.embed(params.target, params.draft, nodes.tokens)
     position = context.prefix_length[:, None] + (level - 1)
     positions = jnp.broadcast_to(position, nodes.tokens.shape)
@@ -133,11 +132,7 @@ def _run(
     out, block = model.forward(params.draft, embedded, nodes.features, positions, pack_bits(nodes.visible), past)
     if before is not None:
         block = (jnp.concatenate([before[0], block[0]], axis=1), jnp.concatenate([before[1], block[1]], axis=1))
-    return out, _log_probs(model, params, out), block
-
-
-def _log_probs(model: EagleHead, params: Params, out: Float[Array, "B k M"]) -> Float32[Array, "B k W"]:
-    return jax.nn.log_softmax(model.unembed(params.target, params.draft, out), axis=-1)
+    return out, model.unembed(params.target, params.draft, out), block
 
 
 def _grow_tree(
@@ -152,7 +147,8 @@ def _grow_tree(
     without asking the host."""
     k, batch = shape.topk, hidden.shape[0]
     root_score = jnp.zeros((batch, 1), jnp.float32)
-    drafts, scores = top_k_children(root_score, _log_probs(model, params, hidden[:, None]), k)
+    logits = model.unembed(params.target, params.draft, hidden[:, None])
+    drafts, scores = top_k_children(root_score, logits, k, normalised=False)
     tokens, scores = model.target_ids(params.draft, drafts[:, 0]), scores[:, 0]
     pool = [Pool(tokens, jnp.full_like(tokens, NO_PARENT), jnp.ones_like(tokens), scores)]
     own = jnp.broadcast_to(jnp.eye(k, dtype=bool), (batch, k, k))
@@ -161,8 +157,8 @@ def _grow_tree(
     nodes = _Level(tokens, scores, features, own, place)
     keys = None
     for level in range(1, shape.steps):
-        out, log_probs, keys = _run(model, params, cache, context, level, nodes, keys)
-        drafts, scores = top_k_children(nodes.scores, log_probs, k)
+        out, logits, keys = _run(model, params, cache, context, level, nodes, keys)
+        drafts, scores = top_k_children(nodes.scores, logits, k, normalised=False)
         tokens, scores = model.target_ids(params.draft, drafts).reshape(batch, -1), scores.reshape(batch, -1)
         parents = jnp.repeat(nodes.place, k, axis=1)
         first = sum(part.tokens.shape[1] for part in pool)
@@ -194,16 +190,16 @@ def _grow_chain(
     """The same for top-k 1, where there is nothing to choose from: the likeliest token, again and again."""
     batch = hidden.shape[0]
     score = jnp.zeros((batch, 1), jnp.float32)
-    out, log_probs = hidden[:, None], _log_probs(model, params, hidden[:, None])
+    out, logits = hidden[:, None], model.unembed(params.target, params.draft, hidden[:, None])
     keys, tokens, scores = None, [], []
     for level in range(1, shape.depth + 1):
-        draft = jnp.argmax(log_probs, axis=-1).astype(jnp.int32)
-        score = score + jnp.max(log_probs, axis=-1)
+        draft = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        score = score - log_total(logits, jnp.take_along_axis(logits, draft[:, :, None], axis=2))[:, :, 0]
         token = model.target_ids(params.draft, draft)
         tokens.append(token)
         scores.append(score)
         if level < shape.depth:
             nodes = _Level(token, score, out, jnp.ones((batch, 1, level), bool), jnp.zeros_like(token))
-            out, log_probs, keys = _run(model, params, cache, context, level, nodes, keys)
+            out, logits, keys = _run(model, params, cache, context, level, nodes, keys)
     length = jnp.full(batch, shape.depth, jnp.int32)
     return chain(context.root, jnp.concatenate(tokens, axis=1), length, jnp.concatenate(scores, axis=1))

@@ -17,6 +17,7 @@ from jax import Array
 from tqdm import tqdm
 
 from specjax.checkpoint.cache import default_cache_dir
+from specjax.compiling import compiler_options
 from specjax.drafters.base import Drafter, Params
 from specjax.engine.batch import Buckets
 from specjax.engine.phases import PhaseTimes, compile_in_phases
@@ -285,4 +286,5 @@ class Executables:
                 shapes = (params, state, inputs)
                 return compile_in_phases(**fixed, config=config, shapes=shapes, times=self.phase_times, finish=_finish)
             function = partial(_step, **fixed, config=config)
-        return jax.jit(function, donate_argnums=1).lower(params, state, inputs).compile()
+        jitted = jax.jit(function, donate_argnums=1, compiler_options=compiler_options())
+        return jitted.lower(params, state, inputs).compile()

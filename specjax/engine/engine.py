@@ -133,7 +133,7 @@ class Engine:
                 EAGLE and EAGLE3 draft_model_path (needed), num_steps, eagle_topk and token_map.
             tokenizer_path: a folder with another tokenizer than the model's own.
             chat_template: a file with another Jinja template than the tokenizer's own.
-            backend: the attention implementation; None = the default for the device.
+            backend: a `tree_attention` implementation; None or auto = what suits the device.
             compilation_cache: keep compiled programs on disk.
 
         Raises:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from specjax_kernels import implementation_named
 
 from specjax import checkpoint
 from specjax.checkpoint.mappings import EMBED_TENSOR
@@ -20,6 +21,9 @@ from specjax.models.eagle_head import with_token_map
 from specjax.models.protocol import Target
 
 logger = logging.getLogger(__name__)
+
+AUTO_ATTENTION = "auto"
+"""The attention implementation that suits the device."""
 
 HEAD_FLAGS = ("draft_model_path", "draft_model_revision", "token_map")
 """Flags of an algorithm with a draft head that say what is loaded; the others say how it drafts."""
@@ -58,6 +62,7 @@ def load(
     if found.head and "draft_model_path" not in from_files:
         raise ValueError(f"--speculative-algorithm {name} needs a draft head: --speculative-draft-model-path")
 
+    backend = attention_implementation(backend)
     files = checkpoint.resolve(model, revision=revision, progress=progress)
     config = checkpoint.model_config(files.config, dtype=dtype)
     if config.dtype == "float32":
@@ -88,6 +93,23 @@ def load(
     if not eos and isinstance(tokenizer.eos_token_id, int):
         eos = (tokenizer.eos_token_id,)
     return Loaded(target, Params(weights, draft), tokenizer, drafter, eos)
+
+
+def attention_implementation(name: str | None) -> str | None:
+    """The name that the models are made with; None: each call takes what suits the device.
+
+    Raises:
+        ValueError: there is no such implementation, or it cannot run here.
+    """
+    if name is None or name == AUTO_ATTENTION:
+        return None
+    try:
+        implementation_named(name)
+    except (ValueError, NotImplementedError) as error:
+        raise ValueError(f"--attention-backend {name}: {error}") from None
+    if name == "pallas" and jax.default_backend() == "cpu":
+        logger.warning("--attention-backend pallas: interpreted on this CPU, which is for tests and very slow")
+    return name
 
 
 def _token_map(

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from specjax.compiling import compiler_options
 from specjax.drafters.base import Drafter, Params
 from specjax.models.protocol import Target
 from specjax.step import DecodeState, StepConfig, StepInput, StepOutput, check_phase, commit_phase, draft_phase
@@ -54,9 +55,10 @@ def compile_in_phases(
     check = partial(check_phase, target=target, drafter=drafter, config=config)
     tree, _ = jax.eval_shape(propose, params, state, inputs)
     checked = jax.eval_shape(check, params, state, inputs, tree)
-    first_program = jax.jit(propose, donate_argnums=1).lower(params, state, inputs).compile()
-    second_program = jax.jit(check).lower(params, state, inputs, tree).compile()
-    third_program = jax.jit(last, donate_argnums=1).lower(params, state, inputs, tree, checked).compile()
+    jit = partial(jax.jit, compiler_options=compiler_options())
+    first_program = jit(propose, donate_argnums=1).lower(params, state, inputs).compile()
+    second_program = jit(check).lower(params, state, inputs, tree).compile()
+    third_program = jit(last, donate_argnums=1).lower(params, state, inputs, tree, checked).compile()
 
     def step(params: Params, state: DecodeState, inputs: StepInput) -> tuple[DecodeState, Any]:
         jax.block_until_ready(state)

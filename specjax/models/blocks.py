@@ -68,9 +68,11 @@ def attention(
     mixed = project(x, weights.qkv, precision=precision)
     if weights.qkv_bias is not None:
         mixed = mixed + weights.qkv_bias[None, None]
-    turned = rotate(mixed[..., : group + 1, :], *turn)
+    # All are turned and the values put back: as alike as that, XLA:GPU makes one kernel of keys and values.
+    is_value = (jnp.arange(group + 2) == group + 1)[None, None, None, :, None]
+    turned = jnp.where(is_value, mixed, rotate(mixed, *turn))
     query = turned[..., :group, :].reshape(*x.shape[:2], heads * group, head)
-    key, value = turned[..., group, :], mixed[..., group + 1, :]
+    key, value = turned[..., group, :], turned[..., group + 1, :]
     keys, values, block_positions = key, value, positions
     if past.before is not None:
         keys, values = (jnp.concatenate(pair, axis=1) for pair in zip(past.before, (key, value), strict=True))

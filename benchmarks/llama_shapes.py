@@ -1,0 +1,96 @@
+"""Llama-3.1-8B's shape, an EAGLE-3 head for it, random weights of any shape, and the least bytes that a step reads."""
+
+from __future__ import annotations
+
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax import ModelConfig, RopeConfig, make_target
+from specjax.config import HeadConfig
+from specjax.models import FAMILIES
+from specjax.models.eagle_head import init_head_params
+
+ROPE = RopeConfig(theta=500000.0, scaling="llama3", factor=8.0)
+
+
+def llama_8b(layers: int) -> ModelConfig:
+    return ModelConfig(
+        "llama", 128256, 4096, 14336, layers, 32, 8, 128, 1e-5, ROPE, 131072, tied_embeddings=False, dtype="bfloat16"
+    )
+
+
+def eagle3_head(target: ModelConfig, vocab_size: int = 32000) -> HeadConfig:
+    """As published heads are: the target's widths, three taps, a vocabulary of its own (at most the target's)."""
+    last = target.num_layers - 1
+    taps = (min(1, last), max(target.num_layers // 2 - 1, 0), max(last - 3, 0))
+    width = target.hidden_size
+    return HeadConfig(
+        "eagle3", width, 3 * width, target.intermediate_size, target.num_heads, target.num_kv_heads, target.head_dim,
+        target.norm_epsilon, target.rope, min(vocab_size, target.vocab_size), taps=taps, own_head=True, mapped=True,
+        dtype=target.dtype,
+    )  # fmt: skip
+
+
+def nbytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def least_bytes(target: ModelConfig, head: HeadConfig | None = None, steps: int = 0) -> dict[str, float]:
+    """Weights that a step must read, each once a forward: what bounds it however few kernels there are."""
+    m, v, size = target.hidden_size, target.vocab_size, jnp.dtype(target.dtype).itemsize
+    mlp = 3 * target.intermediate_size
+    attention = (target.num_heads + 2 * target.num_kv_heads) * target.head_dim
+    output = target.num_heads * target.head_dim * m
+    found = {"target_bytes": size * (target.num_layers * (m * (attention + mlp) + output) + m * v)}
+    if head is None:
+        return found
+    w = head.vocab_size
+    layer = 2 * m * attention + output + m * mlp
+    # levels 2 .. D and the observed tokens; D times the vocabulary
+    return found | {"head_bytes": size * (steps * (layer + m * w) + 3 * m * m)}
+
+
+def kv_bytes(config: ModelConfig | HeadConfig) -> int:
+    """Of one committed token, in all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
+
+
+def random_target(config: ModelConfig, seed: int = 0) -> Any:
+    """A target's normal weights, whose products keep their scale. They are made leaf by leaf where they will stay: of a
+    model of 16 GB no more is ever in memory than itself and one leaf."""
+    shapes = jax.eval_shape(partial(FAMILIES["llama"].init_params, config), jax.random.key(0))
+    return _fill(shapes, jax.random.key(seed))
+
+
+def random_head(head: HeadConfig, config: ModelConfig, seed: int = 1) -> Any:
+    """The same for a draft head of this target."""
+    shapes = jax.eval_shape(partial(init_head_params, head, make_target(config)), jax.random.key(0))
+    return _fill(shapes, jax.random.key(seed))
+
+
+def normal(shape: Any, key: jax.Array, scale: float = 1.0) -> jax.Array:
+    """A leaf of the shape and dtype of `shape`."""
+    return _normal(key, jnp.float32(scale), tuple(shape.shape), jnp.dtype(shape.dtype))
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _normal(key: jax.Array, scale: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jax.random.normal(key, shape, dtype) * scale.astype(dtype)
+
+
+def _fill(shapes: Any, key: jax.Array) -> Any:
+    def leaf(path: Any, shape: Any, index: int) -> jax.Array:
+        name = path[-1].key
+        if jnp.issubdtype(shape.dtype, jnp.integer):  # the ids of a head's vocabulary
+            return jnp.arange(shape.shape[0], dtype=shape.dtype)
+        if len(shape.shape) == 1:
+            return jnp.ones(shape.shape, shape.dtype)
+        inputs = {"embed": 1, "output": prod(shape.shape[:-1])}.get(name, shape.shape[0])
+        return normal(shape, jax.random.fold_in(key, index), inputs**-0.5)
+
+    paths, tree = jax.tree_util.tree_flatten_with_path(shapes)
+    return jax.tree.unflatten(tree, [leaf(path, shape, index) for index, (path, shape) in enumerate(paths)])

@@ -1,0 +1,186 @@
+"""Compiles the Pallas kernel to PTX, and that to machine code, for a GPU that is not there: what did the compiler make?
+
+    python benchmarks/ptx.py [--gpu h200 h100_sxm a100_sxm_80] [--spec NAME ...] [--record]
+
+For each spec: tensor-core and asynchronous-copy instructions in the PTX, and what NVIDIA's assembler says of registers
+and of values that did not fit in them (spilled to local memory, which is slow). Nothing is timed: only a device can.
+
+Needs the GPU compiler of the very version of jax and NVIDIA's assembler (`make gpu-compile` installs them into a folder
+of their own), without a driver or CUDA:
+
+    pip install --no-deps jax-cuda12-plugin==VERSION jax-cuda12-pjrt==VERSION nvidia-cuda-nvcc-cu12
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import re
+import subprocess
+import tempfile
+import time
+from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # before jax: what is compiled for is described, not found
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+from records import finish, machine
+from specjax_kernels import CAUSAL, tree_attention
+from specjax_kernels.specs import SPECS, Spec, named, tagged
+
+GPUS = Path(__file__).parent / "gpu"
+WHEELS = ("jax-cuda12-plugin", "jax-cuda12-pjrt")
+ASSEMBLER = "nvidia-cuda-nvcc-cu12"
+
+
+def missing() -> str | None:
+    """What lacks for compiling, None: nothing. The wheels must be of this jax."""
+    found = {}
+    for name in WHEELS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    if set(found.values()) == {jax.__version__}:
+        return None
+    told = ", ".join(f"{name} is {what}" for name, what in found.items())
+    wanted = " ".join(f"{name}=={jax.__version__}" for name in WHEELS)
+    return (
+        f"This needs the GPU compiler of jax {jax.__version__}; {told}. Into an environment of its own:\n"
+        f"    pip install --no-deps {wanted}"
+    )
+
+
+class Gpu(NamedTuple):
+    """A device to compile for, by its description in `benchmarks/gpu/`."""
+
+    name: str
+    kind: str
+    architecture: str  # as the assembler calls it
+    sharding: NamedSharding  # of every argument
+
+    @classmethod
+    def named(cls, name: str) -> Gpu:
+        return cls.described(GPUS / f"{name}.txtpb")
+
+    @classmethod
+    def described(cls, file: Path) -> Gpu:
+        spec = file.read_text()
+        topology = topologies.get_topology_desc(platform="cuda", target_config=spec, topology="1x1x1")
+        here = NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
+        capability = re.search(r"cuda_compute_capability \{\s*major: (\d+)(?:\s*minor: (\d+))?", spec)
+        assert capability is not None, f"{file} names no compute capability"
+        accelerated = "a" if "ACCELERATED_FEATURES" in spec else ""
+        number = f"sm_{capability[1]}{capability[2] or 0}{accelerated}"
+        return cls(file.stem, topology.devices[0].device_kind, number, here)
+
+    def place(self, tree: Any) -> Any:
+        """Shapes that live on this device."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding), tree)
+
+
+def arguments_of(spec: Spec) -> tuple[Any, ...]:
+    """The spec's arguments as shapes; nothing is made."""
+    dtype = jnp.dtype(spec.dtype)
+    B, N, C, K, T = spec.B, spec.N, spec.C, spec.K, spec.T
+
+    def struct(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    mask = CAUSAL if spec.mask == "causal" else struct(B, N, -(-C // 32), dtype=jnp.uint32)
+    values = (None, None)
+    if not spec.latent:
+        values = tuple(struct(*shape, K, spec.v_width, dtype=dtype) for shape in ((B, C), (spec.P, spec.S)))
+    return (
+        struct(B, N, spec.H, spec.E, dtype=dtype), struct(B, C, K, spec.E, dtype=dtype), values[0],
+        struct(spec.P, spec.S, K, spec.E, dtype=dtype), values[1],
+        struct(B, T), struct(B), struct(B, N), struct(B, C), mask,
+    )  # fmt: skip
+
+
+def assembler() -> Path | None:
+    """NVIDIA's `ptxas`, from its wheel."""
+    try:
+        files = distribution(ASSEMBLER).files or []
+    except PackageNotFoundError:
+        return None
+    return next((Path(str(file.locate())) for file in files if file.name == "ptxas"), None)
+
+
+def assembled(ptx: str, architecture: str, ptxas: Path) -> dict[str, dict[str, int]]:
+    """For each kernel of a PTX text: registers a thread, bytes spilled (stored and loaded), bytes of stack."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [str(ptxas), "-v", "--gpu-name", architecture, file.name, "-o", os.devnull]
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr}")
+    found = {}
+    for name, text in re.findall(
+        r"Compiling entry function '(\w+)'(.*?)(?=Compiling entry|\Z)", done.stderr, re.DOTALL
+    ):
+        numbers = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
+        registers = re.search(r"Used (\d+) registers", text)
+        assert numbers and registers, f"what does the assembler say of {name}?\n{done.stderr}"
+        stack, stores, loads = map(int, numbers.groups())
+        found[name] = {"registers": int(registers[1]), "spilled_bytes": stores + loads, "stack_bytes": stack}
+    return found
+
+
+def kernels_of(spec: Spec, gpu: Gpu, ptxas: Path | None) -> dict[str, dict[str, Any]]:
+    """What one call of `tree_attention` becomes on that GPU: kernel name -> counts."""
+    options: dict[str, Any] = {"scale": spec.E**-0.5, "window": spec.window, "softcap": spec.softcap}
+    options |= {"v_width": spec.v_width} if spec.latent else {}
+    attend = functools.partial(tree_attention, **options, implementation="pallas")
+    with tempfile.TemporaryDirectory(prefix="specjax-ptx-") as folder:
+        lowered = jax.jit(attend).trace(*gpu.place(arguments_of(spec))).lower()
+        lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        texts = [file.read_text() for file in Path(folder).glob("*.ptx")]
+    found: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        numbers = assembled(text, gpu.architecture, ptxas) if ptxas and ".entry" in text else {}
+        for name, body in re.findall(r"\.entry (\w+)\((.*?)(?=\.entry|\Z)", text, re.DOTALL):
+            found[name] = {
+                "mma": len(re.findall(r"\bmma\.sync", body)),
+                "wgmma": len(re.findall(r"\bwgmma\.mma_async", body)),
+                "async_copies": len(re.findall(r"\bcp\.async\.c[ag]", body)),
+                "local_memory": bool(re.search(r"\.local\b", body)),
+            } | numbers.get(name, {})  # fmt: skip
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compiles the GPU kernel without a GPU, and looks at the result.")
+    known = sorted(file.stem for file in GPUS.glob("*.txtpb"))
+    parser.add_argument("--gpu", nargs="+", choices=known, default=known)
+    parser.add_argument("--spec", nargs="+", metavar="NAME", help=f"out of: {', '.join(spec.name for spec in SPECS)}")
+    parser.add_argument("--record", action="store_true", help="write benchmarks/results/ptx-<date>.json")
+    arguments = parser.parse_args()
+    if problem := missing():
+        parser.exit(1, f"{problem}\n")
+    ptxas = assembler()
+    specs = [named(name) for name in arguments.spec] if arguments.spec else list(tagged("bench"))
+    document: dict[str, Any] = machine("jaxlib", *WHEELS) | {"assembler": ptxas and version(ASSEMBLER), "results": []}
+    for name in arguments.gpu:
+        gpu = Gpu.named(name)
+        print(f"{gpu.kind}, {gpu.architecture}")
+        for spec in specs:
+            start = time.perf_counter()
+            kernels = kernels_of(spec, gpu, ptxas)
+            seconds = round(time.perf_counter() - start, 1)
+            document["results"].append({"gpu": name, "spec": spec.name, "kernels": kernels, "seconds": seconds})
+            for kernel, counts in kernels.items():
+                shown = ", ".join(f"{key} {value}" for key, value in counts.items())
+                print(f"  {spec.name:30} {kernel:24} {shown}", flush=True)
+    finish("ptx", document, record=arguments.record)
+
+
+if __name__ == "__main__":
+    main()

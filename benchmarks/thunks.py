@@ -1,0 +1,132 @@
+"""What XLA says it will launch: the thunk sequence that it dumps while it compiles for a GPU.
+
+    executable = lowered.compile(compiler_options=dump_options(folder))
+    counts(*read_dump(folder))
+
+A command buffer is a CUDA graph; a loop or a branch outside of one is decided by the host, which waits for the device.
+Kernels are counted as thunks: a matrix product through cuBLAS is one, even where it runs as two.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+def dump_options(folder: str) -> dict[str, Any]:
+    """Compiler options with which a program's texts are written to `folder`."""
+    return {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+
+
+def read_dump(folder: str) -> tuple[list[Thunk], Places] | None:
+    """Of the largest program in `folder`, the one that was asked for. None: no GPU's program is there (it is a CPU's,
+    or came from a compilation cache)."""
+
+    def read(ending: str) -> str | None:
+        files = sorted(Path(folder).glob(f"*{ending}"), key=lambda file: file.stat().st_size)
+        return files[-1].read_text() if files else None
+
+    sequence = read(".thunk_sequence_after_thunk_passes.txt")
+    metadata, hlo = read(".thunk_metadata.txt"), read("gpu_after_optimizations.txt")
+    return None if sequence is None else (read_thunks(sequence), Places(metadata or "", hlo or ""))
+
+
+def counts(thunks: list[Thunk], places: Places) -> dict[str, Any]:
+    """Graphs, kernels and copies, and what is decided where. The number of `kernels_every_call` leaves out those inside
+    branches and loops."""
+    work = [thunk for thunk in thunks if thunk.kind not in CONTROL]
+    kernels = [thunk for thunk in work if thunk.kind not in COPIES]
+    outside = [thunk for thunk in thunks if not thunk.in_graph]
+    decisions = [thunk for thunk in thunks if thunk.kind in ("kConditional", "kWhile")]
+
+    def described(thunk: Thunk) -> dict[str, Any]:
+        within = sum(kind in ("kConditional", "kWhile") for kind in thunk.above)
+        return {"kind": thunk.kind[1:], "within": within, **places.of(thunk)}
+
+    return {
+        "graphs": sum(thunk.kind == "kCommandBuffer" for thunk in thunks),
+        "one_graph": [thunk.kind for thunk in thunks if not thunk.above] == ["kCommandBuffer"],
+        "kernels": len(kernels),
+        "kernels_every_call": sum(thunk.always for thunk in kernels),
+        "copies": len(work) - len(kernels),
+        "copies_every_call": sum(thunk.always for thunk in work) - sum(thunk.always for thunk in kernels),
+        "outside_graphs": dict(Counter(thunk.kind for thunk in outside)),
+        "kinds": dict(Counter(thunk.kind for thunk in thunks)),
+        # The host reads a branch's condition back, and a loop's before each trip unless it knows their number.
+        "host_decides": [described(thunk) for thunk in decisions if not thunk.in_graph],
+        "device_decides": [described(thunk) for thunk in decisions if thunk.in_graph],
+    }
+
+
+CONTROL = ("kCommandBuffer", "kConditional", "kWhile")
+COPIES = ("kCopy", "kMemzero", "kMemset32BitValue", "kDeviceToDeviceCopy")
+
+
+@dataclass
+class Thunk:
+    kind: str
+    number: int
+    above: tuple[str, ...]  # kinds of the thunks it is part of, outermost first
+
+    @property
+    def in_graph(self) -> bool:
+        return "kCommandBuffer" in (*self.above, self.kind)
+
+    @property
+    def always(self) -> bool:
+        """Whether every call runs it, exactly once."""
+        return "kConditional" not in self.above and "kWhile" not in self.above
+
+
+def read_thunks(text: str) -> list[Thunk]:
+    """The thunk sequence: `<indentation><number>: <kind> ...`; what belongs to another is indented deeper."""
+    thunks, stack = [], []
+    for found in re.finditer(r"^( *)(?:\w+:)?( *)(\d+): (k\w+)", text, re.MULTILINE):
+        depth = len(found[1]) + len(found[2])
+        while stack and stack[-1][0] >= depth:
+            stack.pop()
+        thunks.append(Thunk(found[4], int(found[3]), tuple(kind for _, kind in stack)))
+        stack.append((depth, found[4]))
+    return thunks
+
+
+class Places:
+    """From a thunk's number to the line of ours that it comes from, by the tables at the head of an HLO text."""
+
+    def __init__(self, metadata: str, hlo: str) -> None:
+        pairs = re.findall(r'profile_annotation: "([^"]*)"\s+thunk_id: (\d+)', metadata)
+        self._names = {int(number): name for name, number in pairs}
+        self._hlo = hlo
+        self._files = self._table("FileNames", r'"(.*)"')
+        self._functions = self._table("FunctionNames", r'"(.*)"')
+        self._locations = self._table("FileLocations", r"\{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)")
+        self._frames = self._table("StackFrames", r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
+
+    def _table(self, title: str, row: str) -> dict[int, Any]:
+        part = re.search(rf"^{title}\n((?:\d+ .*\n)*)", self._hlo, re.MULTILINE)
+        found = re.findall(rf"^(\d+) {row}", part[1] if part else "", re.MULTILINE)
+        return {int(number): rest[0] if len(rest) == 1 else rest for number, *rest in found}
+
+    def of(self, thunk: Thunk) -> dict[str, Any]:
+        """The innermost line in specjax or its kernels, and the number of trips if it is a loop with a known one."""
+        name = self._names.get(thunk.number, "")
+        line = re.search(rf"^ *(?:ROOT )?%?{re.escape(name)} = .*$", self._hlo, re.MULTILINE)
+        if not name or line is None:
+            return {}
+        trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line[0])
+        found: dict[str, Any] = {"trips": int(trips[1])} if trips else {}
+        frame = re.search(r"stack_frame_id=(\d+)", line[0])
+        number = int(frame[1]) if frame else 0
+        while number in self._frames:
+            location, parent = self._frames[number]
+            file, function, at = self._locations[int(location)]
+            path = Path(self._files[int(file)])
+            package = next((part for part in ("specjax_kernels", "specjax") if part in path.parts), None)
+            if package:
+                inside = path.parts[path.parts.index(package) :]
+                return found | {"place": f"{'/'.join(inside)}:{at} {self._functions[int(function)]}"}
+            number = int(parent or 0) - 1  # the text counts parents from 1, 1 being none
+        return found

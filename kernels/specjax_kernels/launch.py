@@ -1,0 +1,183 @@
+"""How the GPU kernels are cut into programs: block sizes, splits, warps and pipeline stages.
+
+A rule of thumb gives an answer for every shape; where somebody has measured, `launch_table.json` gives a better one.
+The table is small on purpose: one entry per GPU generation, dtype, head width and number of query rows, written by
+
+    python benchmarks/kernels.py --tune
+
+The number of splits is not in it. What is tuned is how many programs each multiprocessor should get; how many splits
+that takes follows from the batch and from the context that the page table can hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+TABLE = Path(__file__).parent / "launch_table.json"
+
+
+class Generation(NamedTuple):
+    multiprocessors: int  # of its largest common GPU
+    shared_memory: int  # bytes that one program may have
+
+
+GENERATIONS = {
+    "8.0": Generation(108, 163 * 1024),  # A100
+    "8.6": Generation(84, 99 * 1024),  # A10, RTX 3090
+    "8.9": Generation(128, 99 * 1024),  # L40, RTX 4090
+    "9.0": Generation(132, 227 * 1024),  # H100, H200
+    "10.0": Generation(148, 227 * 1024),  # B200
+    "12.0": Generation(170, 99 * 1024),  # RTX 5090
+}
+"""By compute capability."""
+
+UNKNOWN = Generation(132, 99 * 1024)
+"""Also what is assumed where a program is compiled for a GPU that is not there."""
+
+MOST_SPLITS = 64
+"""The combine reads all partial results of a query at once."""
+
+LEAST_SPLIT = 128
+"""Committed tokens below which a split is not worth its partial result."""
+
+IN_FLIGHT = 96 * 1024
+"""Bytes of key and value tiles that one program has in flight by the rule of thumb: on the larger GPUs two programs fit
+on a multiprocessor."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """What the table holds."""
+
+    rows: int  # query rows of one program: a power of two, 16 or more
+    tokens: int  # keys of one trip: a power of two, 16 or more
+    warps: int
+    stages: int  # tiles of keys and values in flight
+    programs: int  # wanted for each multiprocessor, by splitting the committed tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """`Blocks`, and the grid they make for one call."""
+
+    rows: int
+    tokens: int
+    warps: int
+    stages: int
+    tiles: int  # of query rows
+    splits: int  # of the committed tokens
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is no smaller."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def padded(width: int) -> int:
+    """The width of a tile that holds a head: loads take powers of two, tensor cores 16 or more."""
+    return max(16, power_of_two(width))
+
+
+def key(dtype: str, width: int, rows: int) -> str:
+    """The table's name for a dtype, a padded head width and a number of query rows (N * G) of one key/value head.
+
+    Rows are rounded to powers of two from 16 to 256; all wider blocks, prefills, are one entry.
+
+    >>> key("bfloat16", 128, 8 * 4)
+    'bfloat16 width 128 rows 32'
+    """
+    return f"{dtype} width {padded(width)} rows {min(256, max(16, power_of_two(rows)))}"
+
+
+def rule_of_thumb(dtype: str, width: int, rows: int, generation: str | None = None) -> Blocks:
+    """For a shape that nobody has measured. `width` is the larger one of key and value heads.
+
+    Exact float32 products do not run on tensor cores: their tiles live in registers, which 16 rows of them fill.
+    """
+    wide, half = padded(width), dtype != "float32"
+    if half:
+        most_rows, tokens = (64, 64) if wide <= 128 else (32, 32) if wide <= 256 else (16, 16)
+    else:
+        most_rows, tokens = 16, 32 if wide <= 64 else 16
+    tile = 2 * tokens * wide * (2 if half else 4)  # keys and values
+    fit = GENERATIONS.get(generation or "", UNKNOWN).shared_memory // tile
+    stages = max(1, min(fit, 4, max(2, IN_FLIGHT // tile)))  # one tile in flight is none: two, where they fit
+    block = min(most_rows, max(16, power_of_two(rows)))
+    return Blocks(block, tokens, 8 if wide > 256 else 4, stages, programs=4)
+
+
+@functools.cache
+def table() -> dict[str, dict[str, Blocks]]:
+    """The measured entries: generation -> `key` -> blocks. Empty where the file is missing.
+
+    Raises:
+        ValueError: the file is not what `write_table` writes, naming the entry.
+    """
+    if not TABLE.exists():
+        return {}
+    return {
+        generation: {name: _entry(f"{TABLE}: {generation}: {name}", value) for name, value in entries.items()}
+        for generation, entries in json.loads(TABLE.read_text()).items()
+    }
+
+
+def _entry(where: str, value: Any) -> Blocks:
+    names = [field.name for field in dataclasses.fields(Blocks)]
+    if not isinstance(value, dict) or set(value) != set(names) or not all(isinstance(x, int) for x in value.values()):
+        raise ValueError(f"{where} must give the whole numbers {', '.join(names)}, got {value}")
+    blocks = Blocks(**value)
+    for name in ("rows", "tokens"):
+        size = getattr(blocks, name)
+        if size < 16 or size != power_of_two(size):
+            raise ValueError(f"{where}: {name} must be a power of two from 16 on, got {size}")
+    if min(blocks.warps, blocks.stages, blocks.programs) < 1 or blocks.warps != power_of_two(blocks.warps):
+        raise ValueError(f"{where}: warps (a power of two), stages and programs must be at least 1, got {blocks}")
+    return blocks
+
+
+def write_table(generation: str, entries: dict[str, Blocks], file: Path = TABLE) -> None:
+    """Adds or replaces entries of one generation, and keeps the others."""
+    whole = json.loads(file.read_text()) if file.exists() else {}
+    measured = {name: dataclasses.asdict(blocks) for name, blocks in entries.items()}
+    whole[generation] = dict(sorted((whole.get(generation, {}) | measured).items()))
+    file.write_text(json.dumps(dict(sorted(whole.items())), indent=1) + "\n")
+    table.cache_clear()
+
+
+def on_nvidia() -> bool:
+    """Whether JAX's default device is an NVIDIA GPU. AMD's have the same backend, "gpu"."""
+    return jax.default_backend() == "gpu" and "cuda" in jax.devices()[0].client.platform_version.lower()
+
+
+def generation() -> str | None:
+    """The compute capability of JAX's default device ("9.0": Hopper), None: it is no NVIDIA GPU."""
+    return str(jax.devices()[0].compute_capability) if on_nvidia() else None
+
+
+def launch_for(dtype: str, width: int, rows: int, heads: int, context: int, *, blocks: Blocks | None = None) -> Launch:
+    """The grid of one call.
+
+    Args:
+        dtype: of the queries.
+        width: E or Ev, the larger one.
+        rows: query rows of one key/value head, N * G.
+        heads: key/value heads of the batch, B * K.
+        context: committed tokens that a page table can hold, T * S.
+        blocks: what to use instead of the table and the rule of thumb (the tuner's candidate).
+    """
+    device = generation()
+    if blocks is None:
+        measured = table().get(device or "", {}).get(key(dtype, width, rows))
+        blocks = measured or rule_of_thumb(dtype, width, rows, device)
+    tiles = math.ceil(rows / blocks.rows)
+    wanted = blocks.programs * GENERATIONS.get(device or "", UNKNOWN).multiprocessors
+    most = min(MOST_SPLITS, math.ceil(context / LEAST_SPLIT), max(1, wanted // (heads * tiles)))
+    splits = 1 << most.bit_length() - 1  # a power of two, rounded down
+    return Launch(blocks.rows, blocks.tokens, blocks.warps, blocks.stages, tiles, splits)

@@ -1,0 +1,284 @@
+"""`tree_attention` for NVIDIA GPUs, in Pallas: flash decoding over pages, the block in the same kernel.
+
+One program takes a tile of query rows of one key/value head and one split of that row's committed tokens, and keeps a
+running softmax over them. Query row r is query n = r // G of head k * G + r % G: the G heads that share keys read them
+once, and a tree's nodes fill the 16 rows that a tensor core wants. Split 0 also takes the block's own keys. With one
+split the program divides and is done; with several each writes its unfinished softmax (float32) and a second, small
+kernel combines them.
+
+    grid (B * K, tiles of N * G rows, splits)
+    split    0: [block keys 0 .. C)[committed  0 .. 128)     lengths of 300 in 3 splits: the shares follow the
+             1:                    [committed 128 .. 256)    tokens that are there, not those the page table could
+             2:                    [committed 256 .. 300)    hold; a split without a share reads and writes nothing
+
+Pallas's Triton backend is deprecated (jax 0.11) and will go: that is why it is used in this file alone. On a CPU the
+kernel runs in Pallas's interpreter, which is for tests.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from specjax_kernels.launch import Blocks, Launch, launch_for, on_nvidia, padded
+from specjax_kernels.masks import Causal
+
+warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+
+WIDEST = 1024
+"""Head width, padded, up to which a tile of keys fits."""
+
+MASKED = -1e30
+FLOOR = -1e20
+"""The least peak of a row: exp2(MASKED - FLOOR) is 0, so a row that sees nothing sums to 0."""
+
+LOG2_E = math.log2(math.e)
+"""The GPU's exponent has base 2: scores are kept in units of log 2."""
+
+
+class Shape(NamedTuple):
+    """Everything static about a call."""
+
+    N: int
+    C: int
+    K: int
+    G: int
+    E: int
+    Ev: int
+    P: int
+    S: int
+    T: int
+    latent: bool  # values are keys[..., :Ev]
+    causal: bool
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+class Softmax(NamedTuple):
+    """Over the keys seen so far, unfinished."""
+
+    peak: Array  # f32 [R], the largest score (times log2 e), FLOOR at least
+    total: Array  # f32 [R], sum of exp2(score - peak)
+    mixed: Array  # f32 [R, Ev padded], sum of exp2(score - peak) * value
+
+
+def tree_attention(
+    q: Array,
+    k_block: Array,
+    v_block: Array | None,
+    k_pages: Array,
+    v_pages: Array | None,
+    page_table: Array,
+    prefix_length: Array,
+    q_positions: Array,
+    block_positions: Array,
+    mask: Causal | Array,
+    *,
+    scale: float,
+    v_width: int | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    blocks: Blocks | None = None,
+) -> Array:
+    """See `specjax_kernels.tree_attention`, which checks the arguments. `blocks`: for the tuner."""
+    B, N, H, E = q.shape
+    P, S, K, _ = k_pages.shape
+    C, T, G = k_block.shape[1], page_table.shape[1], H // K
+    Ev = v_block.shape[-1] if v_block is not None else v_width
+    assert Ev is not None  # the caller has checked it
+    if padded(max(E, Ev)) > WIDEST:
+        raise NotImplementedError(f"implementation 'pallas' has head widths up to {WIDEST}, got E = {E}, Ev = {Ev}")
+    causal = isinstance(mask, Causal)
+    shape = Shape(N, C, K, G, E, Ev, P, S, T, v_block is None, causal, scale, window, softcap)
+    launch = launch_for(str(q.dtype), max(E, Ev), N * G, B * K, T * S, blocks=blocks)
+    bits = jnp.zeros((1, 1, 1), jnp.uint32) if isinstance(mask, Causal) else mask
+    arguments = [prefix_length, page_table, q_positions, block_positions, bits, q, k_block, k_pages]
+    if v_block is not None and v_pages is not None:
+        arguments += [v_block, v_pages]
+    # Lowered for one platform, only that platform's branch is there.
+    return jax.lax.platform_dependent(
+        *arguments,
+        cpu=functools.partial(_call, shape=shape, launch=launch, interpret=True),
+        default=functools.partial(_call, shape=shape, launch=launch, interpret=False),
+    )
+
+
+def refuse() -> None:
+    """Raises NotImplementedError on a device that is neither an NVIDIA GPU nor a CPU, which interprets."""
+    if jax.default_backend() != "cpu" and not on_nvidia():
+        raise NotImplementedError(
+            f"implementation 'pallas' of tree_attention runs on NVIDIA GPUs, and JAX's default device is "
+            f"{jax.devices()[0]}. Implementation 'xla' runs everywhere"
+        )
+
+
+def _call(*arguments: Array, shape: Shape, launch: Launch, interpret: bool) -> Array:
+    q = arguments[5]
+    B, N, H, _ = q.shape
+    K, G, Ev = shape.K, shape.G, shape.Ev
+    rows, splits, heads = launch.rows * launch.tiles, launch.splits, B * K
+    out = jax.ShapeDtypeStruct((B, N, H, Ev), q.dtype)
+    partial = jax.ShapeDtypeStruct((heads, splits, rows), jnp.float32)
+    mixed = jax.ShapeDtypeStruct((heads, splits, rows, Ev), jnp.float32)
+    attended = pl.pallas_call(
+        functools.partial(_attend, shape=shape, launch=launch),
+        grid=(heads, launch.tiles, splits),
+        out_shape=(out,) if splits == 1 else (partial, partial, mixed),
+        compiler_params=plgpu.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
+        interpret=interpret,
+        name="tree_attention",
+    )(*arguments)
+    if splits == 1:
+        return attended[0]
+    return pl.pallas_call(
+        functools.partial(_combine, shape=shape, splits=splits),
+        grid=(heads, N * G),
+        out_shape=out,
+        compiler_params=plgpu.CompilerParams(num_warps=max(1, min(8, splits * padded(Ev) // 1024)), num_stages=1),
+        interpret=interpret,
+        name="tree_attention_combine",
+    )(*attended)
+
+
+def _attend(prefix_ref, table_ref, q_position_ref, block_position_ref, bits_ref, q_ref, k_block_ref, k_ref, *refs: Any,
+            shape: Shape, launch: Launch) -> None:  # fmt: skip
+    """One program: a tile of rows of one key/value head over one split. `refs`: v_block, v (unless latent), outputs."""
+    N, C, K, G, E, Ev, P, S, T = shape[:9]
+    v_block_ref, v_ref = (k_block_ref, k_ref) if shape.latent else refs[:2]
+    outputs = refs if shape.latent else refs[2:]
+    b, k = pl.program_id(0) // K, pl.program_id(0) % K
+    split = pl.program_id(2)
+    length = prefix_ref[b]
+    active = length >= 0
+
+    row = pl.program_id(1) * launch.rows + _range(launch.rows)
+    node, head = row // G, k * G + row % G
+    is_row = (row < N * G) & active
+    column, v_column = _range(padded(E)), _range(padded(Ev))
+    at_query = q_ref.at[b, node[:, None], head[:, None], column[None, :]]
+    query = plgpu.load(at_query, mask=is_row[:, None] & (column < E)[None, :], other=0)
+    position, oldest = None, jnp.int32(0)
+    if shape.window is not None:
+        position = plgpu.load(q_position_ref.at[b, node], mask=is_row, other=0)
+        oldest = jnp.maximum(jnp.min(jnp.where(is_row, position, 2**30)) - shape.window + 1, 0)
+    precision = jax.lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
+
+    def product(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+        dims = (((contract[0],), (contract[1],)), ((), ()))
+        return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+    def add(before: Softmax, keys: Array, values: Array, visible: Array) -> Softmax:
+        """Keys [t, E padded] and values [t, Ev padded] that rows see where `visible` [R, t]."""
+        scores = product(query, keys, (1, 1))
+        if shape.softcap is None:
+            scores = scores * (shape.scale * LOG2_E)
+        else:
+            scores = _tanh(scores * (shape.scale / shape.softcap)) * (shape.softcap * LOG2_E)
+        scores = jnp.where(visible, scores, MASKED)
+        peak = jnp.maximum(before.peak, jnp.max(scores, axis=1))
+        weights = jnp.exp2(scores - peak[:, None])
+        decay = jnp.exp2(before.peak - peak)
+        mixed = before.mixed * decay[:, None] + product(weights.astype(values.dtype), values, (1, 0))
+        return Softmax(peak, before.total * decay + jnp.sum(weights, axis=1), mixed)
+
+    def block_trip(trip: Array, before: Softmax) -> Softmax:
+        key = trip * launch.tokens + _range(launch.tokens)
+        is_key = key < C
+        if shape.causal:
+            visible = key[None, :] <= node[:, None]
+        else:
+            at_bits = bits_ref.at[b, node[:, None], (key // 32)[None, :]]
+            bits = plgpu.load(at_bits, mask=is_row[:, None] & is_key[None, :], other=0)
+            visible = ((bits >> (key % 32).astype(jnp.uint32)[None, :]) & jnp.uint32(1)) != 0
+        visible = visible & is_row[:, None] & is_key[None, :]
+        if position is not None and shape.window is not None:
+            key_position = plgpu.load(block_position_ref.at[b, key], mask=is_key, other=0)
+            visible = visible & (key_position[None, :] > position[:, None] - shape.window)
+        # What nobody sees may be NaN, and NaN times a weight of 0 is NaN: not loaded.
+        seen = (jnp.max(visible.astype(jnp.int32), axis=0) > 0)[:, None]
+        keys = plgpu.load(k_block_ref.at[b, key[:, None], k, column[None, :]], mask=seen & (column < E)[None], other=0)
+        at_values = v_block_ref.at[b, key[:, None], k, v_column[None, :]]
+        return add(before, keys, plgpu.load(at_values, mask=seen & (v_column < Ev)[None], other=0), visible)
+
+    def page_trip(trip: Array, before: Softmax) -> Softmax:
+        token = begin + trip * launch.tokens + _range(launch.tokens)
+        page = plgpu.load(table_ref.at[b, token // S], mask=token < end, other=P)
+        there = (token < end) & (page >= 0) & (page < P)
+        slot = token % S
+        visible = is_row[:, None] & there[None, :]
+        if position is not None and shape.window is not None:
+            visible = visible & (token[None, :] > position[:, None] - shape.window)
+        at_keys = k_ref.at[page[:, None], slot[:, None], k, column[None, :]]
+        keys = plgpu.load(at_keys, mask=there[:, None] & (column < E)[None, :], other=0)
+        at_values = v_ref.at[page[:, None], slot[:, None], k, v_column[None, :]]
+        values = plgpu.load(at_values, mask=there[:, None] & (v_column < Ev)[None, :], other=0)
+        return add(before, keys, values, visible)
+
+    softmax = Softmax(
+        jnp.full((launch.rows,), FLOOR, jnp.float32),
+        jnp.zeros((launch.rows,), jnp.float32),
+        jnp.zeros((launch.rows, padded(Ev)), jnp.float32),
+    )
+    block_trips = jnp.int32(pl.cdiv(C, launch.tokens))
+    if shape.causal:
+        last_key = (pl.program_id(1) * launch.rows + launch.rows - 1) // G
+        block_trips = jnp.minimum(last_key // launch.tokens + 1, block_trips)
+    block_trips = block_trips * ((split == 0) & active).astype(jnp.int32)
+    softmax = jax.lax.fori_loop(jnp.int32(0), block_trips, block_trip, softmax)
+    # The split's share of the committed tokens, in whole trips.
+    length = jnp.minimum(length, T * S)
+    trips = pl.cdiv(jnp.maximum(length - oldest, 0), launch.tokens)
+    share = pl.cdiv(trips, launch.splits)
+    begin = oldest + split * share * launch.tokens
+    end = jnp.minimum(length, begin + share * launch.tokens)
+    page_trips = pl.cdiv(jnp.maximum(end - begin, 0), launch.tokens)
+    softmax = jax.lax.fori_loop(jnp.int32(0), page_trips, page_trip, softmax)
+
+    if launch.splits == 1:
+        out = _divide(softmax.mixed, softmax.total[:, None]).astype(query.dtype)
+        at_out = outputs[0].at[b, node[:, None], head[:, None], v_column[None, :]]
+        plgpu.store(at_out, out, mask=(row < N * G)[:, None] & (v_column < Ev)[None, :])
+        return
+    at_row = (pl.program_id(0), split, row)
+    plgpu.store(outputs[0].at[at_row], softmax.peak)
+    plgpu.store(outputs[1].at[at_row], softmax.total)
+    # A row that has seen nothing here leaves its place unwritten: the combine does not read it.
+    at_mixed = outputs[2].at[pl.program_id(0), split, row[:, None], v_column[None, :]]
+    plgpu.store(at_mixed, softmax.mixed, mask=(softmax.total > 0)[:, None] & (v_column < Ev)[None, :])
+
+
+def _combine(peak_ref, total_ref, mixed_ref, out_ref, *, shape: Shape, splits: int) -> None:
+    """One program: the splits of one query row."""
+    index, row = pl.program_id(0), pl.program_id(1)
+    split, v_column = _range(splits), _range(padded(shape.Ev))
+    peak = plgpu.load(peak_ref.at[index, split, row])
+    total = plgpu.load(total_ref.at[index, split, row])
+    there = (total > 0)[:, None] & (v_column < shape.Ev)[None, :]
+    mixed = plgpu.load(mixed_ref.at[index, split[:, None], row, v_column[None, :]], mask=there, other=0)
+    weight = jnp.exp2(peak - jnp.max(peak))
+    out = _divide(jnp.sum(mixed * weight[:, None], axis=0), jnp.sum(total * weight)).astype(out_ref.dtype)
+    b, head = index // shape.K, index % shape.K * shape.G + row % shape.G
+    plgpu.store(out_ref.at[b, row // shape.G, head, v_column], out, mask=v_column < shape.Ev)
+
+
+def _range(size: int) -> Array:
+    return jnp.arange(size, dtype=jnp.int32)
+
+
+def _divide(mixed: Array, total: Array) -> Array:
+    """0 where nothing was seen."""
+    return mixed / jnp.where(total > 0, total, 1.0)
+
+
+def _tanh(x: Array) -> Array:
+    """By the exponent, which needs no library on the device; exact to 1e-7, and 1 where it overflows."""
+    return 1 - 2 / (jnp.exp2(x * (2 * LOG2_E)) + 1)

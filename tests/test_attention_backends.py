@@ -1,0 +1,79 @@
+"""The attention implementations inside the engine: the text is the oracle's with each, and a name is refused early."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+from engine_helpers import check_idle, check_plain, make_engine
+from specjax_kernels import IMPLEMENTATIONS, pallas_triton, tree_attention
+from specjax_kernels.specs import named
+from toy_models import Toy, tiny_llama
+
+from specjax import make_target
+from specjax.config import HeadConfig
+from specjax.drafters import TreeShape, eagle_drafter
+from specjax.engine import SamplingParams
+from specjax.engine.loading import attention_implementation
+from specjax.models.eagle_head import init_head_params
+
+REQUESTS = [
+    ([1, 2, 3], {}),
+    ([7] * 11, {"temperature": 1.0, "seed": 3}),
+    ([40 % 31, 5], {"repetition_penalty": 1.4}),
+]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often the Pallas kernel was traced."""
+    traced, real = [], pallas_triton.tree_attention
+
+    def counted(*args, **options):
+        traced.append(args[0].shape)
+        return real(*args, **options)
+
+    monkeypatch.setattr(pallas_triton, "tree_attention", counted)
+    return traced
+
+
+@pytest.mark.parametrize("algorithm", ["NGRAM", "EAGLE3"])
+def test_the_pallas_kernel_writes_the_same_text(algorithm, calls):
+    """Interpreted. Prefill in chunks, trees, a draft's beam; three requests in four rows, so one is inactive."""
+    toy = tiny_llama(vocab_size=270, max_positions=128)
+    model = Toy(make_target(toy.target.config, backend="pallas"), toy.params, toy.logits)
+    drafter, draft, flags = algorithm, None, {"num_draft_tokens": 4, "max_match_window_size": 4, "capacity": 4096}
+    if algorithm == "EAGLE3":
+        c = toy.target.config
+        head = HeadConfig("eagle3", c.hidden_size, 2 * c.hidden_size, 24, 4, 2, 8, 1e-5, c.rope, 20, taps=(0, 1),
+                          own_head=True, mapped=True)  # fmt: skip
+        draft = init_head_params(head, model.target, jax.random.key(1))
+        drafter, flags = eagle_drafter(model.target, head, TreeShape(3, 2, 6), backend="pallas"), None
+    engine = make_engine(model, drafter, flags=flags, draft=draft)
+    params = [SamplingParams(max_new_tokens=12, ignore_eos=True, **more) for _, more in REQUESTS]
+    found = engine.generate([prompt for prompt, _ in REQUESTS], params)
+    assert calls, "the kernel ran"
+    for (prompt, _), wanted, completion in zip(REQUESTS, params, found, strict=True):
+        check_plain(model, prompt, wanted, completion)
+    check_idle(engine)
+
+
+def test_names_are_checked_before_anything_is_loaded(caplog):
+    assert attention_implementation(None) is attention_implementation("auto") is None
+    for name in ("reference", "xla"):
+        assert attention_implementation(name) == name
+    assert not caplog.records
+    assert attention_implementation("pallas") == "pallas"
+    assert "interpreted on this CPU" in caplog.text
+    with pytest.raises(ValueError, match=r"--attention-backend cuda: unknown .*reference, xla, pallas, triton"):
+        attention_implementation("cuda")
+    with pytest.raises(ValueError, match="--attention-backend triton: implementation 'triton' of tree_attention"):
+        attention_implementation("triton")  # another Python, no package, or no GPU
+
+
+def test_on_another_accelerator_pallas_is_refused_and_auto_is_not(monkeypatch):
+    args, options = named("decode").arguments()
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    with pytest.raises(NotImplementedError, match=r"'pallas' .* runs on NVIDIA GPUs"):
+        tree_attention(*args, **options, implementation="pallas")
+    assert tree_attention(*args, **options).shape == args[0].shape
+    assert set(IMPLEMENTATIONS) == {"reference", "xla", "pallas", "triton"}

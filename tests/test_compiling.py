@@ -1,0 +1,61 @@
+"""What XLA is told for an NVIDIA GPU: by whom it is overruled, and that the installed XLA understands it."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from specjax import compiling
+from specjax.compiling import NVIDIA_OPTIONS, compiler_options
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Makes this machine look as if it had a GPU; what is compiled is compiled for its CPU, which knows all options."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    compiling._known.cache_clear()
+
+    def become(version: str) -> None:
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        client = SimpleNamespace(platform_version=f"PJRT C API\n{version}")
+        monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(client=client)])
+
+    yield become
+    compiling._known.cache_clear()
+
+
+def test_a_cpu_is_told_nothing():
+    assert compiler_options() is None
+
+
+def test_another_gpu_is_told_nothing(on):
+    on("rocm 70100")
+    assert compiler_options() is None
+
+
+def test_the_installed_xla_understands_all_options(on):
+    on("cuda 12090")
+    assert compiler_options() == dict(NVIDIA_OPTIONS)
+
+
+def test_what_the_user_sets_wins(on, monkeypatch):
+    on("cuda 12090")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/x --xla_gpu_enable_command_buffer=FUSION")
+    assert compiler_options() is None
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+    assert compiler_options() == dict(NVIDIA_OPTIONS)
+
+
+@pytest.mark.parametrize("wrong", [{"xla_gpu_gone": "1"}, {"xla_gpu_enable_command_buffer": "FUSION,GONE"}])
+def test_an_option_that_xla_does_not_know_is_left_out_and_told_of(on, monkeypatch, caplog, wrong):
+    on("cuda 13000")
+    monkeypatch.setattr(compiling, "NVIDIA_OPTIONS", wrong | {"xla_gpu_graph_min_graph_size": "5"})
+    with caplog.at_level(logging.WARNING):
+        assert compiler_options() == {"xla_gpu_graph_min_graph_size": "5"}
+    assert next(iter(wrong)) in caplog.text
+    caplog.clear()
+    compiler_options()
+    assert not caplog.text, "once is enough"

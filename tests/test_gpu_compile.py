@@ -1,0 +1,130 @@
+"""What the GPU compiler makes of the kernel and of whole steps, for GPUs that are not there.
+
+A step of its own (`make gpu-compile`), for its 600 MB of compiler: without that, everything here is skipped. Nothing is
+run and nothing is timed.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+from specjax_kernels.specs import SPECS, named, tagged
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+GPUS = ("h200", "h100_sxm", "a100_sxm_80")
+PAGE_SIZE, PAGES, LAYERS, FEW = 64, 4096, 32, 4
+
+MODULES = ("gpu_compile", "llama_shapes", "ptx", "records", "thunks")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def benchmarks():
+    """The benchmarks' modules, as their scripts see them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        import ptx
+
+        if problem := ptx.missing():
+            pytest.skip(problem)
+        yield
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+pytestmark = pytest.mark.gpu_compile
+
+
+@functools.cache
+def gpu(name: str):
+    from ptx import Gpu
+
+    return Gpu.named(name)
+
+
+# The kernel
+
+FEW_SPECS = [named(name) for name in ("llama8b-decode-1000", "llama8b-tree-32", "llama8b-prefill-1024", "heads-256")]
+KERNELS = [("h200", spec) for spec in SPECS]
+KERNELS += [("a100_sxm_80", spec) for spec in tagged("bench")]
+KERNELS += [("h100_sxm", spec) for spec in FEW_SPECS]
+
+
+@pytest.mark.parametrize(("device", "spec"), KERNELS, ids=lambda x: getattr(x, "name", x))
+def test_kernels_use_what_the_gpu_has(device: str, spec) -> None:
+    """Tensor cores for half precision, tiles fetched ahead of their use, and no value spilled to memory."""
+    from ptx import assembler, kernels_of
+    from specjax_kernels.launch import launch_for
+
+    ptxas = assembler()
+    assert ptxas is not None, "make gpu-compile installs the assembler beside the compiler"
+    kernels = kernels_of(spec, gpu(device), ptxas)
+    launch = launch_for(
+        spec.dtype, max(spec.E, spec.v_width), spec.N * spec.H // spec.K, spec.B * spec.K, spec.T * spec.S
+    )
+    assert set(kernels) - {"tree_attention"} == ({"tree_attention_combine"} if launch.splits > 1 else set())
+    attend = kernels["tree_attention"]
+    assert (attend["mma"] + attend["wgmma"] > 0) == (spec.dtype != "float32")
+    assert (attend["async_copies"] > 0) == (launch.stages > 1)
+    if device != "a100_sxm_80" and launch.rows == 64:
+        assert attend["wgmma"] > 0, "a tile of 64 rows takes Hopper's own instruction"
+    for name, counts in kernels.items():
+        assert counts["spilled_bytes"] == counts["stack_bytes"] == 0, name
+        assert not counts["local_memory"], name
+        assert counts["registers"] <= 255
+
+
+# Whole steps of Llama-3.1-8B's shape
+
+TREES = {"plain": ("NONE", (2, 1, 3)), "chain": ("EAGLE3", (7, 1, 8)), "tree": ("EAGLE3", (5, 8, 32))}
+"""Name: algorithm, and its (steps, top-k, draft tokens)."""
+
+MOST_KERNELS = 12
+"""Of a further target layer. The naive layer had 23, the XLA attention's 20.5."""
+
+
+@functools.cache
+def step(device: str, shape: str, batch: int, layers: int) -> dict:
+    """Compiled as `make_steps` does it on a GPU."""
+    from gpu_compile import Shapes, compiled, programs
+
+    from specjax import PoolShape
+
+    algorithm, tree = TREES[shape]
+    shapes = Shapes(layers, *tree, batch, PAGE_SIZE, 8192, PoolShape(PAGES, PAGE_SIZE), "pallas")
+    chosen = programs(shapes, gpu(device).place, algorithm=algorithm, with_ladder=False)
+    return compiled(chosen["step"], graph_options())
+
+
+def graph_options() -> dict[str, str]:
+    from gpu_compile import OPTIONS
+
+    return OPTIONS["loops"]
+
+
+def check(record: dict) -> None:
+    assert record["one_graph"], record["outside_graphs"]
+    assert record["host_decides"] == []
+    assert record["all_state_aliased"]
+    one_layers_pages = PAGES * PAGE_SIZE * 8 * 128 * 2  # its keys alone
+    assert record["temp_bytes"] < one_layers_pages
+    assert record["target_pool_bytes"] >= 2 * FEW * one_layers_pages
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("shape", TREES)
+def test_a_step_is_one_graph_that_updates_the_pool_where_it_lies(shape: str, batch: int) -> None:
+    whole, few = step("h200", shape, batch, LAYERS), step("h200", shape, batch, FEW)
+    check(whole)
+    a_layer = (whole["kernels_every_call"] - few["kernels_every_call"]) / (LAYERS - FEW)
+    print(f"{shape}, batch {batch}: {a_layer} kernels a layer, {whole['kernels_every_call']} in all, "
+          f"{whole['copies_every_call']} copies, {whole['temp_bytes'] / 1e6:.1f} MB of temporaries")  # fmt: skip
+    assert a_layer <= MOST_KERNELS
+
+
+@pytest.mark.parametrize("device", GPUS[1:])
+@pytest.mark.parametrize(("shape", "batch"), [("plain", 8), ("tree", 1)])
+def test_so_it_is_on_other_gpus(device: str, shape: str, batch: int) -> None:
+    check(step(device, shape, batch, FEW))

@@ -1,0 +1,188 @@
+"""Block sizes of the GPU kernels: the rule of thumb, the table of what was measured, and the tuner that writes it."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from specjax_kernels import launch
+from specjax_kernels.launch import Blocks, launch_for, power_of_two, rule_of_thumb, write_table
+from specjax_kernels.specs import SPECS
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BLOCKS = Blocks(rows=16, tokens=32, warps=2, stages=5, programs=8)
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "TABLE", tmp_path / "launch_table.json")
+    launch.table.cache_clear()
+    yield tmp_path / "launch_table.json"
+    launch.table.cache_clear()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_every_spec_has_a_launch(spec, table):
+    rows = spec.N * spec.H // spec.K
+    found = launch_for(spec.dtype, max(spec.E, spec.v_width), rows, spec.B * spec.K, spec.T * spec.S)
+    assert found.tiles * found.rows >= rows > (found.tiles - 1) * found.rows
+    assert 1 <= found.splits <= min(launch.MOST_SPLITS, max(1, spec.T * spec.S / launch.LEAST_SPLIT))
+    for size in (found.rows, found.tokens, found.splits, found.warps):
+        assert size == power_of_two(size)
+    tile = 2 * found.tokens * launch.padded(max(spec.E, spec.v_width)) * (4 if spec.dtype == "float32" else 2)
+    assert tile * found.stages <= launch.UNKNOWN.shared_memory
+
+
+def test_splits_fill_the_device_and_no_more(table):
+    def splits(heads: int, context: int, rows: int = 8) -> int:
+        return launch_for("bfloat16", 128, rows, heads, context).splits
+
+    assert splits(8, 128) == 1  # nothing to divide
+    assert splits(8, 4096) == 32  # shares of 128 tokens
+    assert splits(8, 131072) == 64
+    assert splits(8 * 32, 131072) == 2  # a batch of 32 has programs enough
+    assert splits(8 * 64, 131072) == 1
+    assert splits(8, 131072, rows=8192) == 1  # as has a prefill
+
+
+def test_sizes_by_hand():
+    assert [launch.padded(width) for width in (8, 64, 80, 96, 128, 256, 576)] == [16, 64, 128, 128, 128, 256, 1024]
+    assert launch.key("bfloat16", 80, 3) == "bfloat16 width 128 rows 16"
+    assert launch.key("float32", 64, 9 * 16) == "float32 width 64 rows 256"
+    assert launch.key("float32", 64, 100_000) == "float32 width 64 rows 256"
+    assert rule_of_thumb("bfloat16", 128, 4).rows == 16
+    assert rule_of_thumb("bfloat16", 128, 8192).rows == 64
+    assert rule_of_thumb("float32", 128, 8192).rows == 16
+    # Two tiles of the widest latent heads fit a data centre's GPU, one a workstation's.
+    assert [rule_of_thumb("bfloat16", 576, 16, name).stages for name in ("9.0", "8.9", None)] == [2, 1, 1]
+
+
+def test_a_measured_entry_is_used_on_its_generation_alone(table, monkeypatch):
+    name = launch.key("bfloat16", 128, 4)
+    write_table("9.0", {name: BLOCKS}, table)
+    monkeypatch.setattr(launch, "generation", lambda: "9.0")
+    found = launch_for("bfloat16", 128, 4, 8, 131072)
+    assert (found.rows, found.tokens, found.warps, found.stages) == (16, 32, 2, 5)
+    assert launch_for("bfloat16", 128, 4, 64, 131072).splits == 16  # 8 programs for each of 132 multiprocessors
+    assert launch_for("float16", 128, 4, 8, 131072).tokens == 64
+    monkeypatch.setattr(launch, "generation", lambda: "8.0")
+    assert launch_for("bfloat16", 128, 4, 8, 131072).tokens == 64
+    assert launch_for("bfloat16", 128, 4, 8, 131072, blocks=BLOCKS).tokens == 32  # the tuner's word
+
+
+def test_writing_keeps_what_is_there(table):
+    write_table("9.0", {"a": BLOCKS, "b": BLOCKS}, table)
+    write_table("8.0", {"a": BLOCKS}, table)
+    other = Blocks(32, 64, 4, 2, 4)
+    write_table("9.0", {"b": other}, table)
+    assert launch.table() == {"8.0": {"a": BLOCKS}, "9.0": {"a": BLOCKS, "b": other}}
+    assert list(json.loads(table.read_text())) == ["8.0", "9.0"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"rows": 16}, "9.0: a must give the whole numbers rows, tokens, warps, stages, programs, got"),
+        (vars(BLOCKS) | {"rows": 24}, "rows must be a power of two from 16 on, got 24"),
+        (vars(BLOCKS) | {"tokens": 8}, "tokens must be a power of two from 16 on, got 8"),
+        (vars(BLOCKS) | {"warps": 3}, "warps .a power of two., stages and programs must be at least 1"),
+        (vars(BLOCKS) | {"stages": 0}, "must be at least 1"),
+        (vars(BLOCKS) | {"stages": 2.5}, "whole numbers"),
+    ],
+)
+def test_a_table_that_cannot_be_used(table, entry, message):
+    table.write_text(json.dumps({"9.0": {"a": entry}}))
+    with pytest.raises(ValueError, match=message):
+        launch.table()
+
+
+def test_the_table_that_ships_can_be_read():
+    launch.table.cache_clear()
+    for entries in launch.table().values():
+        assert all(isinstance(blocks, Blocks) for blocks in entries.values())
+
+
+# The tuner
+
+
+@pytest.fixture
+def tuner(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import tuner
+
+    yield tuner
+    for name in ("tuner", "attention", "timing"):
+        sys.modules.pop(name, None)
+
+
+def test_search_finds_the_fastest_by_single_changes(tuner):
+    """A cost with its least value two changes away, and candidates that do not run."""
+    start, best = Blocks(32, 32, 4, 2, 4), Blocks(32, 64, 4, 3, 4)
+    asked = []
+
+    def distance(blocks: Blocks) -> float:
+        return sum(abs(math.log2(getattr(blocks, name) / getattr(best, name))) for name in vars(best))
+
+    def score(blocks: Blocks) -> float:
+        asked.append(blocks)
+        return math.inf if blocks.rows == 64 else (1 + distance(blocks)) / (1 + distance(start))
+
+    found = tuner.search(start, score, lambda blocks, score: None)
+    assert found.blocks == best
+    assert found.score == pytest.approx(1 / (1 + distance(start)))
+    assert len(asked) == len(set(asked)), "each is measured once"
+    assert start not in asked
+
+
+def test_noise_changes_nothing(tuner):
+    start = Blocks(32, 32, 4, 2, 4)
+    assert tuner.search(start, lambda blocks: 0.99, lambda blocks, score: None).blocks == start
+
+
+def test_groups_share_an_entry(tuner):
+    groups = tuner.groups(SPECS)
+    assert sum(map(len, groups.values())) == len(SPECS)
+    names = {spec.name: name for name, members in groups.items() for spec in members}
+    assert names["llama8b-decode-1000"] == names["llama8b-decode-4000"] == "bfloat16 width 128 rows 16"
+    assert names["llama8b-chain-8"] == "bfloat16 width 128 rows 32"
+
+
+def test_a_bench_runs_and_refuses_wrong_results(tuner, monkeypatch):
+    """On the CPU: the kernel interpreted."""
+    from specjax_kernels.specs import named
+
+    bench = tuner.Bench([named("tree")], 2, runs=1, seconds=0.001)
+    start = Blocks(16, 16, 4, 2, 4)
+    score = bench.score(Blocks(32, 16, 4, 2, 4), start)
+    assert 0 < score < math.inf
+
+    right = tuner.pallas_triton.tree_attention
+
+    def wrong(*args, blocks, **options):
+        out = right(*args, blocks=blocks, **options)
+        return out if blocks == start else out + 1
+
+    monkeypatch.setattr(tuner.pallas_triton, "tree_attention", wrong)
+    assert bench.score(Blocks(32, 16, 4, 2, 4), start) == math.inf
+
+
+def test_tuning_without_a_gpu_is_refused():
+    done = subprocess.run([sys.executable, BENCHMARKS / "kernels.py", "--tune"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "--tune measures on an NVIDIA GPU" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("backend", "version", "expected"),
+    [("cpu", "", None), ("gpu", "PJRT C API\ncuda 12090", "9.0"), ("gpu", "PJRT C API\nrocm 60200", None)],
+)
+def test_the_generation_is_the_devices(monkeypatch, backend, version, expected):
+    device = types.SimpleNamespace(client=types.SimpleNamespace(platform_version=version), compute_capability="9.0")
+    monkeypatch.setattr(launch.jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(launch.jax, "devices", lambda: [device])
+    assert launch.generation() == expected
