@@ -161,7 +161,7 @@ def steps(report: Report, batch: int) -> None:
     """Plain and speculative steps of one batch, at each context."""
     plan = report.plan
     batch = min(batch, 2) if plan.tiny else batch
-    bandwidth = copy_bandwidth(16) if plan.tiny else copy_bandwidth(4096, 10)
+    bandwidth = copy_bandwidth(16 if plan.tiny else None)
     report.add("ceiling", copy_gigabytes_per_second=round(bandwidth / 1e9, 1))
     config, head, params = models(plan)
     params = jax.block_until_ready(params)

@@ -1,6 +1,6 @@
 """Compiles a speculative step for a GPU that is not there: is it one CUDA graph, is the cache updated where it lies?
 
-    python benchmarks/gpu_compile.py [--layers 32] [--batch 1] [--context 4096] [--backend xla] [--record]
+    python benchmarks/gpu_compile.py [--layers 32] [--batch 1] [--context 4096] [--backend pallas] [--record]
 
 Shapes are Llama-3.1-8B's with an EAGLE-3 head's; no array is made. XLA compiles for the device that a text file
 describes (`benchmarks/gpu/h200.txtpb`) and writes down what it would launch: the thunk sequence, which this reads. A
@@ -25,7 +25,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,42 +32,21 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # before jax: what is compiled for is descr
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec
 from llama_shapes import eagle3_head, least_bytes, llama_8b, nbytes
+from ptx import WHEELS, Gpu, described_device, missing
 from records import finish, machine
 from thunks import counts, dump_options, read_dump
 
 from specjax import Params, PoolShape, StepInput, init_state, make_drafter, make_target
+from specjax.compiling import NVIDIA_OPTIONS
 from specjax.drafters.shape import pool_size
 from specjax.models import FAMILIES
 from specjax.models.eagle_head import init_head_params
 from specjax.step import StepConfig, check_phase, commit_phase, draft_phase, ladder, speculate_step
 
 SPEC = Path(__file__).parent / "gpu" / "h200.txtpb"
-WHEELS = ("jax-cuda12-plugin", "jax-cuda12-pjrt")
-IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL"
-"""What XLA puts into CUDA graphs by default. A compiler option must name all of it; only XLA_FLAGS knows `+WHILE`."""
-
-OPTIONS: dict[str, dict[str, str]] = {
-    "default": {},
-    "loops": {"xla_gpu_enable_command_buffer": f"{IN_GRAPHS},WHILE"},
-}
-
-
-def need_compiler() -> None:
-    """Ends the program where the wheels are missing, or are for another jax."""
-    found = {}
-    for name in WHEELS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    if set(found.values()) != {jax.__version__}:
-        told = ", ".join(f"{name} is {what}" for name, what in found.items())
-        wanted = " ".join(f"{name}=={jax.__version__}" for name in WHEELS)
-        sys.exit(f"This needs the GPU compiler of jax {jax.__version__}; {told}. Into an environment of its own:\n"
-                 f"    pip install --no-deps {wanted}")  # fmt: skip
+OPTIONS: dict[str, dict[str, str]] = {"ours": dict(NVIDIA_OPTIONS), "default": {}}
+"""What the engine compiles with on an NVIDIA GPU, and XLA's own."""
 
 
 class Shapes(NamedTuple):
@@ -132,7 +110,8 @@ def compiled(program: Program, options: dict[str, str]) -> dict[str, Any]:
     """Compiles one program and reads what came of it."""
     with tempfile.TemporaryDirectory(prefix="specjax-gpu-") as folder:
         start = time.perf_counter()
-        lowered = program.jitted.trace(*program.arguments).lower()
+        with described_device(program.arguments):
+            lowered = program.jitted.trace(*program.arguments).lower()
         executable = lowered.compile(compiler_options=dump_options(folder) | options)
         seconds = time.perf_counter() - start
         dump = read_dump(folder)
@@ -178,20 +157,15 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--context", type=int, default=4096, help="tokens that a row's page table covers")
     parser.add_argument("--pages", type=int, help="of the pool (default: four times what the batch's tables hold)")
-    parser.add_argument("--backend", default="xla", help="attention implementation (default: xla)")
+    parser.add_argument("--backend", default="pallas", help="attention implementation (default: pallas)")
     parser.add_argument("--gpu-spec", type=Path, default=SPEC, help="a GpuTargetConfigProto as text")
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/gpu-compile-<date>.json")
     arguments = parser.parse_args()
     if arguments.layers < 4 or arguments.steps < 2:
         parser.error("at least 4 layers and 2 steps: what each further one costs is found by leaving some out")
-    need_compiler()
-
-    spec = arguments.gpu_spec.read_text()
-    topology = topologies.get_topology_desc(platform="cuda", target_config=spec, topology="1x1x1")
-    here = NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
-
-    def place(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), tree)
+    if problem := missing():
+        sys.exit(problem)
+    spec, gpu = arguments.gpu_spec.read_text(), Gpu.described(arguments.gpu_spec)
 
     table = -(-arguments.context // arguments.page_size)
     shapes = Shapes(
@@ -200,7 +174,7 @@ def main() -> None:
         PoolShape(arguments.pages or 4 * table * arguments.batch, arguments.page_size), arguments.backend,
     )  # fmt: skip
     wanted = machine("jaxlib", *WHEELS)
-    wanted |= {"compiled_for": topology.devices[0].device_kind, "gpu_spec": spec.strip().splitlines()}
+    wanted |= {"compiled_for": gpu.kind, "gpu_spec": spec.strip().splitlines()}
     model = llama_8b(shapes.layers)
     floor: dict[str, Any] = dict(least_bytes(model, eagle3_head(model), shapes.steps))
     if bandwidth := bandwidth_of(spec):
@@ -216,38 +190,40 @@ def main() -> None:
     print(f"weights that a step reads, each once a forward: {floor}")
 
     def run(
-        name: str, phase: str, options: str = "default", *, algorithm: str = "EAGLE3", with_ladder: bool = False,
+        name: str, phase: str, options: str = "ours", *, algorithm: str = "EAGLE3", with_ladder: bool = False,
         **changes: Any,
     ) -> dict[str, Any]:  # fmt: skip
-        chosen = programs(shapes._replace(**changes), place, algorithm=algorithm, with_ladder=with_ladder)
+        chosen = programs(shapes._replace(**changes), gpu.place, algorithm=algorithm, with_ladder=with_ladder)
         record = compiled(chosen[phase], OPTIONS[options])
         document["results"][name] = {"algorithm": algorithm, "ladder": with_ladder, **changes, **record}
         show(name, record)
         return record
 
-    run("step", "step", "loops")
-    by_phase = {phase: run(f"{phase} phase", phase, "loops") for phase in ("draft", "check", "commit")}
-    run("plain step", "step", "loops", algorithm="NONE")
+    whole = run("step", "step")
+    by_phase = {phase: run(f"{phase} phase", phase) for phase in ("draft", "check", "commit")}
+    run("plain step", "step", algorithm="NONE")
     # How it grows: one level and two layers fewer.
     small = min(shapes.draft_tokens, pool_size(shapes.steps - 1, shapes.topk) + 1)
-    flatter = run("draft phase, a level fewer", "draft", "loops", steps=shapes.steps - 1, draft_tokens=small)
-    lower = run("check phase, two layers fewer", "check", "loops", layers=shapes.layers - 2)
+    flatter = run("draft phase, a level fewer", "draft", steps=shapes.steps - 1, draft_tokens=small)
+    lower = run("check phase, two layers fewer", "check", layers=shapes.layers - 2)
+    shorter = run("step, two layers fewer", "step", layers=shapes.layers - 2)
     grows = {
         "draft_level": by_phase["draft"]["kernels_every_call"] - flatter["kernels_every_call"],
         "target_layer": (by_phase["check"]["kernels_every_call"] - lower["kernels_every_call"]) / 2,
+        "target_layer_of_a_step": (whole["kernels_every_call"] - shorter["kernels_every_call"]) / 2,  # commit included
     }
     document["kernels_for_each_further"] = grows
     print(f"kernels for each further: {grows}")
     # What breaks it up.
-    run("step, XLA's defaults", "step")
-    run("step, XLA's defaults, ladder", "step", with_ladder=True)
-    run("step, ladder", "step", "loops", with_ladder=True)
-    run("plain step, XLA's defaults", "step", algorithm="NONE")
-    run("draft phase, XLA's defaults", "draft")
+    run("step, XLA's defaults", "step", "default")
+    run("step, XLA's defaults, ladder", "step", "default", with_ladder=True)
+    run("step, ladder", "step", with_ladder=True)
+    run("plain step, XLA's defaults", "step", "default", algorithm="NONE")
+    run("draft phase, XLA's defaults", "draft", "default")
     other = "xla" if shapes.backend != "xla" else "reference"
-    run(f"step, {other}, XLA's defaults", "step", backend=other)
-    run(f"step, {other}", "step", "loops", backend=other)
-    run(f"draft phase, {other}, XLA's defaults", "draft", backend=other)
+    run(f"step, {other}, XLA's defaults", "step", "default", backend=other)
+    run(f"step, {other}", "step", backend=other)
+    run(f"draft phase, {other}, XLA's defaults", "draft", "default", backend=other)
     finish("gpu-compile", document, record=arguments.record)
 
 

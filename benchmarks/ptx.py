@@ -20,6 +20,7 @@ import re
 import subprocess
 import tempfile
 import time
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,6 +86,14 @@ class Gpu(NamedTuple):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding), tree)
 
 
+def described_device(arguments: Any) -> AbstractContextManager[Any]:
+    """Around lowering: from jax 0.11 on Pallas has to be told for which GPU, that of the arguments' shardings."""
+    if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11):
+        return nullcontext()
+    mesh = jax.tree.leaves(arguments)[0].sharding.mesh
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+
+
 def arguments_of(spec: Spec) -> tuple[Any, ...]:
     """The spec's arguments as shapes; nothing is made."""
     dtype = jnp.dtype(spec.dtype)
@@ -140,9 +149,13 @@ def kernels_of(spec: Spec, gpu: Gpu, ptxas: Path | None) -> dict[str, dict[str, 
     options |= {"v_width": spec.v_width} if spec.latent else {}
     attend = functools.partial(tree_attention, **options, implementation="pallas")
     with tempfile.TemporaryDirectory(prefix="specjax-ptx-") as folder:
-        lowered = jax.jit(attend).trace(*gpu.place(arguments_of(spec))).lower()
+        shapes = gpu.place(arguments_of(spec))
+        with described_device(shapes):
+            lowered = jax.jit(attend).trace(*shapes).lower()
         lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
         texts = [file.read_text() for file in Path(folder).glob("*.ptx")]
+    if not texts:
+        raise RuntimeError(f"XLA of jax {jax.__version__} wrote no PTX: that of 0.10.2 does, that of 0.11.2 does not")
     found: dict[str, dict[str, Any]] = {}
     for text in texts:
         numbers = assembled(text, gpu.architecture, ptxas) if ptxas and ".entry" in text else {}

@@ -14,7 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from specjax_kernels import CAUSAL, IMPLEMENTATIONS, default_implementation, pack_bits, tree_attention, unpack_bits
+from specjax_kernels import (
+    CAUSAL,
+    IMPLEMENTATIONS,
+    default_implementation,
+    pack_bits,
+    tree_attention,
+    tree_attention_packed,
+    unpack_bits,
+)
 from specjax_kernels import xla as xla_path
 from specjax_kernels.specs import SPECS, Spec, named, tagged
 
@@ -52,7 +60,7 @@ def oracle(args, options) -> np.ndarray:
         seen = []  # (position, key, value)
         for t in range(prefix_length[b]):
             page = page_table[b, t // S]
-            if page < P:
+            if 0 <= page < P:
                 key = k_pages[page, t % S, head]
                 seen.append((t, key, key[:v_width] if v_pages is None else v_pages[page, t % S, head]))
         for j in range(k_block.shape[1]):
@@ -126,7 +134,7 @@ def test_random_tables_lengths_and_trees(data: st.DataObject) -> None:
     )
     args, options = spec.arguments(data.draw(st.integers(0, 2**16), "seed"))
     pool = [jnp.pad(pages, ((0, 2 * T + 3 - spec.P), (0, 0), (0, 0), (0, 0))) for pages in args[3:5]]
-    table = jnp.where(args[5] == spec.P, 2 * T + 3, args[5])
+    table = jnp.where(args[5] >= spec.P, 2 * T + 3, args[5])
     args = (*args[:3], *pool, table, *args[6:])
     expected = oracle(args, options)
     for implementation in ("reference", *COMPARED):
@@ -164,6 +172,57 @@ def test_a_chunk_of_prefill_equals_its_rows_one_by_one() -> None:
         one = slice(i, i + 1)
         alone = attend(q[:, one], k_block[:, one], v_block[:, one], 6 + i)
         np.testing.assert_allclose(alone[:, 0], whole[:, i], rtol=0, atol=1e-5)
+
+
+def pack(q, key, value) -> jax.Array:
+    """The inverse of `unpack`."""
+    B, N, H, E = q.shape
+    K = key.shape[2]
+    return jnp.concatenate([q.reshape(B, N, K, H // K, E), key[:, :, :, None], value[:, :, :, None]], axis=3)
+
+
+PACKED = ("mixed-prefix", "inactive-tree", "tree-33", "gqa-1", "gqa-3", "width-80", "window-tree-holes", "bfloat16")
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_is_the_same(name: str) -> None:
+    args, options = named(name).arguments()
+    q, k_block, v_block, *pages, q_positions, _, mask = args
+    qkv = pack(q, k_block, v_block)
+    expected = run(args, options, "reference")
+    for implementation in ("reference", *COMPARED):
+        attend = functools.partial(tree_attention_packed, **options, implementation=implementation)
+        out = jax.jit(attend)(qkv, *pages, q_positions, mask)
+        assert out.dtype == q.dtype
+        out = np.asarray(out, np.float32)
+        atol = TOLERANCE[str(q.dtype)]
+        np.testing.assert_allclose(out, expected, rtol=0, atol=atol, err_msg=implementation)
+
+
+def test_wrong_packed_arguments() -> None:
+    (q, k_block, v_block, *pages, positions, _, mask), options = named("tree").arguments()
+    qkv = pack(q, k_block, v_block)
+    for wrong, message in (
+        (qkv[:, :, :, :2], r"qkv must be \[B, N, K, G \+ 2, E\] with G at least 1, got shape \(3, 7, 2, 2, 16\)"),
+        (qkv[:, :, 0], "qkv must be"),
+        (qkv[..., :8], "E is 8 in q but 16 in k_pages"),
+        (qkv[:, :, :1], "K is 1 in k_block but 2 in k_pages"),
+        (qkv.astype(jnp.bfloat16), "q is bfloat16, k_pages is float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tree_attention_packed(wrong, *pages, positions, mask, **options)
+    with pytest.raises(ValueError, match=r"window .* got 0"):
+        tree_attention_packed(qkv, *pages, positions, mask, **options | {"window": 0})
+
+
+@pytest.mark.parametrize("name", ["tree", "window-tree-holes", "softcap", "causal-33"])
+def test_64_bit_integers_change_nothing(name: str) -> None:
+    args, options = named(name).arguments()
+    expected = run(args, options, "reference")
+    with jax.enable_x64(True):
+        for implementation in ("reference", *COMPARED):
+            out = run(args, options, implementation)
+            np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5, err_msg=implementation)
 
 
 def test_two_runs_are_bitwise_equal() -> None:
@@ -243,6 +302,7 @@ NAMES = tuple(inspect.signature(tree_attention).parameters)[:10]
         ({"mask": jnp.zeros((2, 3, 2), jnp.uint32)}, r"= \(2, 3, 1\) for C = 3, got \(2, 3, 2\)"),
         ({"q": jnp.zeros((2, 1, 4, 16)), "q_positions": jnp.zeros((2, 1), jnp.int32)}, "C = 3 block keys and N = 1"),
         ({"window": 0}, "window .* got 0"),
+        ({"window": 2**31}, r"window .* from 1 to 2\*\*31 - 1 .* got 2147483648"),
         ({"softcap": 0.0}, "softcap must be positive .* got 0.0"),
         ({"implementation": "cuda"}, "'cuda' .* known: reference, xla, pallas, triton"),
     ],
@@ -276,15 +336,38 @@ def test_an_implementation_asked_for_by_name_never_falls_back(monkeypatch: pytes
         tree_attention(*args, **options)
 
 
+CUDA, ROCM = "PJRT C API\ncuda 12090", "PJRT C API\nrocm 60200"
+
+
 @pytest.mark.parametrize(
-    ("backend", "version", "expected"),
-    [("cpu", "", "xla"), ("gpu", "PJRT C API\ncuda 12090", "pallas"), ("gpu", "PJRT C API\nrocm 60200", "xla")],
+    ("backend", "version", "capability", "expected"),
+    [
+        ("cpu", "", None, "xla"),
+        ("gpu", CUDA, "9.0", "pallas"),
+        ("gpu", CUDA, "8.0", "pallas"),
+        ("gpu", CUDA, "12.0", "pallas"),
+        ("gpu", CUDA, "7.5", "xla"),  # Triton compiles for Ampere and up
+        ("gpu", ROCM, "gfx90a", "xla"),
+        ("tpu", "", None, "xla"),
+    ],
 )
-def test_the_default_suits_the_device(monkeypatch, backend: str, version: str, expected: str) -> None:
-    client = types.SimpleNamespace(platform_version=version)
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(client=client)])
-    assert default_implementation() == expected
+def test_the_default_suits_the_device(monkeypatch, backend: str, version: str, capability, expected: str) -> None:
+    """On the host of a GPU, too, a program for the host gets the host's."""
+    device = types.SimpleNamespace(
+        client=types.SimpleNamespace(platform_version=version), compute_capability=capability
+    )
+    args, options = named("decode").arguments()
+    plain = run(args, options, "xla")
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "default_backend", lambda: backend)
+        patch.setattr(jax, "devices", lambda: [device])
+        assert default_implementation() == expected
+        if expected == "xla" and backend != "cpu":
+            with pytest.raises(NotImplementedError, match=r"'pallas' .* of compute capability 8.0 .*Ampere"):
+                tree_attention(*args, **options, implementation="pallas")
+        lowered = jax.jit(functools.partial(tree_attention, **options)).trace(*args).lower(lowering_platforms=("cpu",))
+    assert "while" in lowered.as_text(), "XLA's path for a CPU is a loop over chunks"
+    assert (np.asarray(tree_attention(*args, **options)) == plain).all()
 
 
 def test_table_of_implementations() -> None:

@@ -193,7 +193,8 @@ def test_splits_agree(spec: Spec, splits: int) -> None:
 @interpreted
 def test_many_splits_of_a_wide_head() -> None:
     """The combine takes them in parts."""
-    agrees(*Spec("wide", (500,), N=1, C=1, H=2, K=1, E=1000, T=32, S=16).arguments(), (16, 16, 32))
+    wide = Spec("wide", (500,), N=1, C=1, H=2, K=1, E=500, T=32, S=16, dtype="bfloat16")
+    agrees(*wide.arguments(), (16, 16, 32))
 
 
 @interpreted
@@ -220,8 +221,8 @@ def test_a_length_beyond_the_table_reads_no_further() -> None:
 
 @interpreted
 def test_what_is_too_wide_is_refused() -> None:
-    args, options = Spec("wide", (4,), N=1, C=1, H=1, K=1, E=1100, T=1, S=4).arguments()
-    with pytest.raises(NotImplementedError, match="up to 1024, got E = 1100"):
+    args, options = Spec("wide", (4,), N=1, C=1, H=1, K=1, E=300, T=1, S=4).arguments()
+    with pytest.raises(NotImplementedError, match=r"up to 256 wide .* in float32, got E = 300"):
         run(args, options)
 
 
@@ -250,7 +251,7 @@ def test_random_shapes_lengths_and_splits(data: st.DataObject) -> None:
     # One pool size, so that the reference is compiled once a shape.
     room = ((0, 40 - spec.P), (0, 0), (0, 0), (0, 0))
     pool = [None if pages is None else jnp.pad(pages, room, constant_values=np.nan) for pages in args[3:5]]
-    agrees((*args[:3], *pool, jnp.where(args[5] == spec.P, 40, args[5]), *args[6:]), options, launch)
+    agrees((*args[:3], *pool, jnp.where(args[5] >= spec.P, 40, args[5]), *args[6:]), options, launch)
 
 
 # Lowered for a GPU that is not there. Triton compiles to PTX while lowering.

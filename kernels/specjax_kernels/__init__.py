@@ -6,6 +6,7 @@ from specjax_kernels.api import (
     default_implementation,
     implementation_named,
     tree_attention,
+    tree_attention_packed,
 )
 from specjax_kernels.masks import CAUSAL, Causal, pack_bits, unpack_bits
 
@@ -18,5 +19,6 @@ __all__ = [
     "implementation_named",
     "pack_bits",
     "tree_attention",
+    "tree_attention_packed",
     "unpack_bits",
 ]

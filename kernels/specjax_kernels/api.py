@@ -9,11 +9,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from types import MappingProxyType
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax_kernels.launch import on_nvidia
+from specjax_kernels.launch import has_kernels
 from specjax_kernels.masks import Causal, words
 
 IMPLEMENTATIONS = MappingProxyType(
@@ -34,8 +36,9 @@ INACTIVE = -1
 
 
 def default_implementation() -> str:
-    """What `implementation=None` tries first on JAX's default device: "pallas" on an NVIDIA GPU, "xla" elsewhere."""
-    return "pallas" if on_nvidia() else "xla"
+    """What `implementation=None` tries first on JAX's default device: "pallas" on an NVIDIA GPU from Ampere (compute
+    capability 8.0) on, "xla" elsewhere."""
+    return "pallas" if has_kernels() else "xla"
 
 
 def tree_attention(
@@ -65,7 +68,9 @@ def tree_attention(
     - block key j, if `mask` lets it;
     - with a window w, of these only keys at positions > its own position - w (committed token t has position t).
 
-    Softmax and accumulation are float32 for every dtype, float32 products use `jax.lax.Precision.HIGHEST`. What
+    Softmax and accumulation are float32 for every dtype, float32 products use `jax.lax.Precision.HIGHEST`. Scores are
+    taken to lie above -1e20. Only "reference" has a derivative. Under `jax.shard_map`, "pallas" needs
+    ``check_vma=False``. What
     lies in a slot that no query of the row sees (NaN included) has no influence. A query that sees nothing gets 0. A
     row with ``prefix_length[b] < 0`` (`INACTIVE`) takes no part: all its queries get 0, whatever the mask says.
 
@@ -98,10 +103,7 @@ def tree_attention(
     _check(
         q, k_block, v_block, k_pages, v_pages, page_table, prefix_length, q_positions, block_positions, mask, v_width
     )
-    if window is not None and window < 1:
-        raise ValueError(f"window is the number of keys a query sees, at least 1 (or None), got {window}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be positive (or None), got {softcap}")
+    _check_options(window, softcap)
 
     def attend(name: str) -> Array:
         return implementation_named(name)(
@@ -121,10 +123,72 @@ def tree_attention(
             softcap=softcap,
         )
 
+    return _first_that_can(attend, implementation)
+
+
+def tree_attention_packed(
+    qkv: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    prefix_length: Array,
+    positions: Array,
+    mask: Causal | Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    implementation: str | None = None,
+) -> Array:
+    """`tree_attention` of a block whose queries, keys and values are one array, as a projection gives them.
+
+    A kernel that reads them where they lie spares the three copies that `unpack` would be. An implementation without
+    such a kernel gets the copies.
+
+    Args:
+        qkv: [B, N, K, G + 2, E], rotated: the G query heads of a key/value head, its key, its value. C == N.
+        positions: int32 [B, N], of queries and block keys; read only with a window.
+
+    Returns:
+        [B, N, K * G, E] in qkv's dtype.
+
+    Raises:
+        As `tree_attention`.
+    """
+    if qkv.ndim != 5 or qkv.shape[3] < 3:
+        raise ValueError(f"qkv must be [B, N, K, G + 2, E] with G at least 1, got shape {qkv.shape}")
+    q, key, value = jax.eval_shape(unpack, qkv)
+    pages = (k_pages, v_pages, page_table, prefix_length)
+    _check(q, key, value, *pages, positions, positions, mask, None)
+    _check_options(window, softcap)
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+
+    def attend(name: str) -> Array:
+        implementation_named(name)  # which may refuse
+        module = importlib.import_module(IMPLEMENTATIONS[name])
+        if hasattr(module, "tree_attention_packed"):
+            return module.tree_attention_packed(qkv, *pages, positions, mask, **options)
+        return module.tree_attention(*unpack(qkv), *pages, positions, positions, mask, **options)
+
+    return _first_that_can(attend, implementation)
+
+
+def unpack(qkv: Array) -> tuple[Array, Array, Array]:
+    """[B, N, K, G + 2, E] -> queries [B, N, K * G, E], keys [B, N, K, E], values [B, N, K, E]."""
+    B, N, K, Q, E = qkv.shape
+    return qkv[:, :, :, : Q - 2].reshape(B, N, K * (Q - 2), E), qkv[:, :, :, Q - 2], qkv[:, :, :, Q - 1]
+
+
+def _first_that_can(attend: Callable[[str], Array], implementation: str | None) -> Array:
+    """What is asked for by name, or what suits the device, and what that one lacks, from XLA."""
     if implementation is not None:
         return attend(implementation)
+    name = default_implementation()
+    if name == "xla":
+        return attend(name)
     try:
-        return attend(default_implementation())
+        # A program for the host of such a device gets what suits a host.
+        return jax.lax.platform_dependent(cpu=lambda: attend("xla"), default=lambda: attend(name))
     except NotImplementedError:
         return attend("xla")
 
@@ -142,6 +206,13 @@ def implementation_named(name: str) -> Callable[..., Array]:
     if hasattr(module, "refuse"):
         module.refuse()
     return module.tree_attention
+
+
+def _check_options(window: int | None, softcap: float | None) -> None:
+    if window is not None and not 1 <= window < 2**31:
+        raise ValueError(f"window is the number of keys a query sees, from 1 to 2**31 - 1 (or None), got {window}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be positive (or None), got {softcap}")
 
 
 def _check(

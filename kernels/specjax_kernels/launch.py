@@ -44,6 +44,9 @@ UNKNOWN = Generation(132, 99 * 1024)
 MOST_SPLITS = 64
 """The combine reads all partial results of a query at once."""
 
+WIDEST = {"float32": (256, 256), "bfloat16": (1024, 512), "float16": (1024, 512)}
+"""Heads of keys and of values up to which a program's tiles fit in registers and shared memory."""
+
 LEAST_SPLIT = 128
 """Committed tokens below which a split is not worth its partial result."""
 
@@ -85,6 +88,14 @@ def padded(width: int) -> int:
     return max(16, power_of_two(width))
 
 
+def too_wide(dtype: str, E: int, Ev: int) -> str | None:
+    """What to say of heads that the kernels have no room for; None: they have."""
+    keys, values = WIDEST[dtype]
+    if keys >= E and Ev <= values:
+        return None
+    return f"heads up to {keys} wide for keys and {values} for values in {dtype}, got E = {E}, Ev = {Ev}"
+
+
 def key(dtype: str, width: int, rows: int) -> str:
     """The table's name for a dtype, a padded head width and a number of query rows (N * G) of one key/value head.
 
@@ -99,7 +110,8 @@ def key(dtype: str, width: int, rows: int) -> str:
 def rule_of_thumb(dtype: str, width: int, rows: int, generation: str | None = None) -> Blocks:
     """For a shape that nobody has measured. `width` is the larger one of key and value heads.
 
-    Exact float32 products do not run on tensor cores: their tiles live in registers, which 16 rows of them fill.
+    Exact float32 products do not run on tensor cores: their tiles live in registers, which 16 rows of them fill. A tile
+    of 64 rows takes 8 warps: with 4 its scores, values and masks do not fit in registers everywhere.
     """
     wide, half = padded(width), dtype != "float32"
     if half:
@@ -110,7 +122,7 @@ def rule_of_thumb(dtype: str, width: int, rows: int, generation: str | None = No
     fit = GENERATIONS.get(generation or "", UNKNOWN).shared_memory // tile
     stages = max(1, min(fit, 4, max(2, IN_FLIGHT // tile)))  # one tile in flight is none: two, where they fit
     block = min(most_rows, max(16, power_of_two(rows)))
-    return Blocks(block, tokens, 8 if wide > 256 else 4, stages, programs=4)
+    return Blocks(block, tokens, 8 if wide > 256 or block > 32 else 4, stages, programs=4)
 
 
 @functools.cache
@@ -159,6 +171,12 @@ def on_nvidia() -> bool:
 def generation() -> str | None:
     """The compute capability of JAX's default device ("9.0": Hopper), None: it is no NVIDIA GPU."""
     return str(jax.devices()[0].compute_capability) if on_nvidia() else None
+
+
+def has_kernels() -> bool:
+    """Whether Triton compiles for JAX's default device: an NVIDIA GPU, Ampere (8.0) or newer."""
+    capability = generation()
+    return capability is not None and int(capability.partition(".")[0]) >= 8
 
 
 def launch_for(dtype: str, width: int, rows: int, heads: int, context: int, *, blocks: Blocks | None = None) -> Launch:

@@ -7,9 +7,10 @@ split the program divides and is done; with several each writes its unfinished s
 kernel combines them.
 
     grid (B * K, tiles of N * G rows, splits)
-    split    0: [block keys 0 .. C)[committed  0 .. 128)     lengths of 300 in 3 splits: the shares follow the
-             1:                    [committed 128 .. 256)    tokens that are there, not those the page table could
-             2:                    [committed 256 .. 300)    hold; a split without a share reads and writes nothing
+    split    0: [block keys 0 .. C)[committed   0 .. 128)    a length of 300 in 4 splits, 64 tokens a trip: shares are
+             1:                    [committed 128 .. 256)    whole trips of the tokens that are there, not of those the
+             2:                    [committed 256 .. 300)    page table could hold; a split without a share reads none
+             3:                                              and writes an empty sum
 
 Pallas's Triton backend is deprecated (jax 0.11) and will go: that is why it is used in this file alone. On a CPU the
 kernel runs in Pallas's interpreter, which is for tests.
@@ -28,13 +29,10 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from specjax_kernels.launch import Blocks, Launch, launch_for, on_nvidia, padded
+from specjax_kernels.launch import Blocks, Launch, generation, has_kernels, launch_for, padded, too_wide
 from specjax_kernels.masks import Causal
 
 warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
-
-WIDEST = 1024
-"""Head width, padded, up to which a tile of keys fits."""
 
 MASKED = -1e30
 FLOOR = -1e20
@@ -57,6 +55,7 @@ class Shape(NamedTuple):
     S: int
     T: int
     latent: bool  # values are keys[..., :Ev]
+    packed: bool  # q, k_block and v_block are one array [B, N, K, G + 2, E]
     causal: bool
     scale: float
     window: int | None
@@ -90,20 +89,51 @@ def tree_attention(
     blocks: Blocks | None = None,
 ) -> Array:
     """See `specjax_kernels.tree_attention`, which checks the arguments. `blocks`: for the tuner."""
-    B, N, H, E = q.shape
+    N, H, E = q.shape[1:]
     P, S, K, _ = k_pages.shape
     C, T, G = k_block.shape[1], page_table.shape[1], H // K
     Ev = v_block.shape[-1] if v_block is not None else v_width
     assert Ev is not None  # the caller has checked it
-    if padded(max(E, Ev)) > WIDEST:
-        raise NotImplementedError(f"implementation 'pallas' has head widths up to {WIDEST}, got E = {E}, Ev = {Ev}")
     causal = isinstance(mask, Causal)
-    shape = Shape(N, C, K, G, E, Ev, P, S, T, v_block is None, causal, scale, window, softcap)
-    launch = launch_for(str(q.dtype), max(E, Ev), N * G, B * K, T * S, blocks=blocks)
-    bits = jnp.zeros((1, 1, 1), jnp.uint32) if isinstance(mask, Causal) else mask
-    arguments = [prefix_length, page_table, q_positions, block_positions, bits, q, k_block, k_pages]
+    shape = Shape(N, C, K, G, E, Ev, P, S, T, v_block is None, False, causal, scale, window, softcap)
+    arguments = [prefix_length, page_table, q_positions, block_positions, _bits(mask), q, k_block, k_pages]
     if v_block is not None and v_pages is not None:
         arguments += [v_block, v_pages]
+    return _launched(arguments, shape, blocks)
+
+
+def tree_attention_packed(
+    qkv: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    prefix_length: Array,
+    positions: Array,
+    mask: Causal | Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Array:
+    """See `specjax_kernels.tree_attention_packed`."""
+    _, N, K, Q, E = qkv.shape
+    P, S = k_pages.shape[:2]
+    causal, T = isinstance(mask, Causal), page_table.shape[1]
+    shape = Shape(N, N, K, Q - 2, E, E, P, S, T, False, True, causal, scale, window, softcap)
+    arguments = [prefix_length, page_table, positions, positions, _bits(mask), qkv, qkv, k_pages, qkv, v_pages]
+    return _launched(arguments, shape, None)
+
+
+def _bits(mask: Causal | Array) -> Array:
+    return jnp.zeros((1, 1, 1), jnp.uint32) if isinstance(mask, Causal) else mask
+
+
+def _launched(arguments: list[Array], shape: Shape, blocks: Blocks | None) -> Array:
+    """The kernels over `_attend`'s arguments."""
+    widest, (B, dtype) = max(shape.E, shape.Ev), (arguments[5].shape[0], arguments[5].dtype)
+    if problem := too_wide(str(dtype), shape.E, shape.Ev):
+        raise NotImplementedError(f"implementation 'pallas' has {problem}")
+    launch = launch_for(str(dtype), widest, shape.N * shape.G, B * shape.K, shape.T * shape.S, blocks=blocks)
     # Lowered for one platform, only that platform's branch is there.
     return jax.lax.platform_dependent(
         *arguments,
@@ -113,20 +143,20 @@ def tree_attention(
 
 
 def refuse() -> None:
-    """Raises NotImplementedError on a device that is neither an NVIDIA GPU nor a CPU, which interprets."""
-    if jax.default_backend() != "cpu" and not on_nvidia():
+    """Raises NotImplementedError on a device that Triton does not compile for, a CPU excepted, which interprets."""
+    if jax.default_backend() != "cpu" and not has_kernels():
+        capability = f" of compute capability {found}" if (found := generation()) else ""
         raise NotImplementedError(
-            f"implementation 'pallas' of tree_attention runs on NVIDIA GPUs, and JAX's default device is "
-            f"{jax.devices()[0]}. Implementation 'xla' runs everywhere"
+            "implementation 'pallas' of tree_attention runs on NVIDIA GPUs of compute capability 8.0 (Ampere) and up, "
+            f"and JAX's default device is {jax.devices()[0]}{capability}. Implementation 'xla' runs everywhere"
         )
 
 
 def _call(*arguments: Array, shape: Shape, launch: Launch, interpret: bool) -> Array:
-    q = arguments[5]
-    B, N, H, _ = q.shape
-    K, G, Ev = shape.K, shape.G, shape.Ev
+    B, dtype = arguments[5].shape[0], arguments[5].dtype
+    N, K, G, Ev = shape.N, shape.K, shape.G, shape.Ev
     rows, splits, heads = launch.rows * launch.tiles, launch.splits, B * K
-    out = jax.ShapeDtypeStruct((B, N, H, Ev), q.dtype)
+    out = jax.ShapeDtypeStruct((B, N, K * G, Ev), dtype)
     partial = jax.ShapeDtypeStruct((heads, splits, rows), jnp.float32)
     mixed = jax.ShapeDtypeStruct((heads, splits, rows, Ev), jnp.float32)
     attended = pl.pallas_call(
@@ -141,7 +171,7 @@ def _call(*arguments: Array, shape: Shape, launch: Launch, interpret: bool) -> A
         return attended[0]
     return pl.pallas_call(
         functools.partial(_combine, shape=shape, splits=splits),
-        grid=(heads, N * G),
+        grid=(heads * N * G,),
         out_shape=out,
         compiler_params=plgpu.CompilerParams(num_warps=max(1, min(8, splits * padded(Ev) // 1024)), num_stages=1),
         interpret=interpret,
@@ -164,7 +194,10 @@ def _attend(prefix_ref, table_ref, q_position_ref, block_position_ref, bits_ref,
     node, head = row // G, k * G + row % G
     is_row = (row < N * G) & active
     column, v_column = _range(padded(E)), _range(padded(Ev))
-    at_query = q_ref.at[b, node[:, None], head[:, None], column[None, :]]
+    if shape.packed:
+        at_query = q_ref.at[b, node[:, None], k, (row % G)[:, None], column[None, :]]
+    else:
+        at_query = q_ref.at[b, node[:, None], head[:, None], column[None, :]]
     query = plgpu.load(at_query, mask=is_row[:, None] & (column < E)[None, :], other=0)
     position, oldest = None, jnp.int32(0)
     if shape.window is not None:
@@ -205,8 +238,10 @@ def _attend(prefix_ref, table_ref, q_position_ref, block_position_ref, bits_ref,
             visible = visible & (key_position[None, :] > position[:, None] - shape.window)
         # What nobody sees may be NaN, and NaN times a weight of 0 is NaN: not loaded.
         seen = (jnp.max(visible.astype(jnp.int32), axis=0) > 0)[:, None]
-        keys = plgpu.load(k_block_ref.at[b, key[:, None], k, column[None, :]], mask=seen & (column < E)[None], other=0)
-        at_values = v_block_ref.at[b, key[:, None], k, v_column[None, :]]
+        in_keys, in_values = ((k, G), (k, G + 1)) if shape.packed else ((k,), (k,))
+        at_keys = k_block_ref.at[(b, key[:, None], *in_keys, column[None, :])]
+        keys = plgpu.load(at_keys, mask=seen & (column < E)[None], other=0)
+        at_values = v_block_ref.at[(b, key[:, None], *in_values, v_column[None, :])]
         return add(before, keys, plgpu.load(at_values, mask=seen & (v_column < Ev)[None], other=0), visible)
 
     def page_trip(trip: Array, before: Softmax) -> Softmax:
@@ -236,11 +271,11 @@ def _attend(prefix_ref, table_ref, q_position_ref, block_position_ref, bits_ref,
     softmax = jax.lax.fori_loop(jnp.int32(0), block_trips, block_trip, softmax)
     # The split's share of the committed tokens, in whole trips.
     length = jnp.minimum(length, T * S)
-    trips = pl.cdiv(jnp.maximum(length - oldest, 0), launch.tokens)
-    share = pl.cdiv(trips, launch.splits)
+    trips = _cdiv(jnp.maximum(length - oldest, 0), launch.tokens)
+    share = _cdiv(trips, launch.splits)
     begin = oldest + split * share * launch.tokens
     end = jnp.minimum(length, begin + share * launch.tokens)
-    page_trips = pl.cdiv(jnp.maximum(end - begin, 0), launch.tokens)
+    page_trips = _cdiv(jnp.maximum(end - begin, 0), launch.tokens)
     softmax = jax.lax.fori_loop(jnp.int32(0), page_trips, page_trip, softmax)
 
     if launch.splits == 1:
@@ -258,7 +293,8 @@ def _attend(prefix_ref, table_ref, q_position_ref, block_position_ref, bits_ref,
 
 def _combine(peak_ref, total_ref, mixed_ref, out_ref, *, shape: Shape, splits: int) -> None:
     """One program: the splits of one query row."""
-    index, row = pl.program_id(0), pl.program_id(1)
+    rows = shape.N * shape.G
+    index, row = pl.program_id(0) // rows, pl.program_id(0) % rows
     split, v_column = _range(splits), _range(padded(shape.Ev))
     peak = plgpu.load(peak_ref.at[index, split, row])
     total = plgpu.load(total_ref.at[index, split, row])
@@ -279,6 +315,16 @@ def _divide(mixed: Array, total: Array) -> Array:
     return mixed / jnp.where(total > 0, total, 1.0)
 
 
+def _cdiv(number: Array, by: int) -> Array:
+    """Rounded up. (`pl.cdiv` makes a 64-bit integer of `by` where those are enabled.)"""
+    return (number + (by - 1)) // by
+
+
 def _tanh(x: Array) -> Array:
-    """By the exponent, which needs no library on the device; exact to 1e-7, and 1 where it overflows."""
-    return 1 - 2 / (jnp.exp2(x * (2 * LOG2_E)) + 1)
+    """By the exponent, which needs no library on the device, and by the series near 0, where that would cancel. Within
+    2e-7 of the value everywhere."""
+    shrunk = jnp.exp2(jnp.abs(x) * (-2 * LOG2_E))
+    far = jnp.where(x < 0, -1.0, 1.0) * ((1 - shrunk) / (1 + shrunk))
+    square = x * x
+    series = 1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
+    return jnp.where(square < 0.09, x * series, far)

@@ -37,7 +37,9 @@ class Spec:
     dtype: str = "float32"
     window: int | None = None
     softcap: float | None = None
-    holes: bool = False  # some pages inside the prefix are holes, as a window leaves them
+    holes: bool = (
+        False  # some entries inside the prefix are holes, as a window leaves them: P, or another id of no page
+    )
     tags: tuple[str, ...] = ()  # "test": small enough for the suite; "bench": a shape people run
 
     @property
@@ -51,12 +53,13 @@ class Spec:
     @property
     def P(self) -> int:
         """Pages in the pool: those in use, and a few that belong to nobody."""
-        return sum(-(-n // self.S) for n in self.prefix) + 3
+        return sum(-(-max(n, 0) // self.S) for n in self.prefix) + 3
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of keys and values that the operation has to read: committed and block, each once."""
-        tokens = sum(n + self.C for n in self.prefix if n != INACTIVE)
+        """Bytes of keys and values that the operation has to read: committed and block, each once; holes counted."""
+        window = max(self.prefix) if self.window is None else self.window
+        tokens = sum(min(n, window) + self.C for n in self.prefix if n != INACTIVE)
         width = self.E if self.latent else self.E + self.v_width
         return tokens * self.K * width * jnp.dtype(self.dtype).itemsize
 
@@ -87,6 +90,7 @@ class Spec:
             for index in range(-(-length // S)):
                 page = free.pop()
                 if self.holes and index % 3 == 1:
+                    page_table[b, index] = (P, -1, P + 5, -(2**31), 2**31 - 1)[index // 3 % 5]
                     continue
                 page_table[b, index] = page
                 token = index * S + np.arange(S)
@@ -182,13 +186,17 @@ SPECS: tuple[Spec, ...] = (
     _llama("tree-32", (1000,), 32, mask="tree"),
     _llama("tree-64-8x", tuple(range(200, 1800, 200)), 64, mask="tree"),
     _llama("beam-8-of-64", (1000,), 8, C=64, mask="tree"),
+    _llama("beam-16-of-128", (1000,), 16, C=128, mask="tree"),
+    _llama("tree-64-window-softcap", (1000,), 64, C=100, mask="tree", window=500, softcap=50.0),
     _llama("prefill-1024", (1024,), 1024),
+    _llama("prefill-window-softcap", (1024,), 1024, window=500, softcap=50.0),
     _llama("prefill-2048-float16", (0,), 2048, dtype="float16"),
     _llama("decode-131000", (131000,), 1, T=2048, S=64),
     _llama("chain-8-32x-8000", (8000,) * 32, 8, T=128, S=64),
     _llama("chain-8-64x-inactive", (1000, *(INACTIVE,) * 63), 8),
     _llama("decode-window-softcap", (8000,), 1, T=512, window=4096, softcap=50.0),
     _llama("tree-32-float32", (1000,), 32, mask="tree", dtype="float32"),
+    _llama("beam-float32", (1000,), 64, C=128, mask="tree", dtype="float32", window=500, softcap=50.0),
     _wide("heads-80", (1000, 300), 8, H=32, K=32, E=80),
     _wide("heads-96", (1000, 300), 8, H=32, K=32, E=96),
     _wide("heads-256", (1000, 300), 8, H=16, K=8, E=256),
@@ -225,6 +233,8 @@ SPECS: tuple[Spec, ...] = (
     _odd("window-many-chunks", (100, 513), S=16, T=40, window=20),
     _odd("window-tree-holes", (9, 30), N=7, C=7, window=11, mask="tree", holes=True),
     _odd("softcap", (9, 30), softcap=2.0),
+    _odd("softcap-large", (9, 30), softcap=1000.0),
+    _odd("wild-holes", (60, 9, 56), T=16, holes=True, mask="tree"),
     _odd("softcap-window-beam", (9, 30), N=2, C=9, softcap=2.0, window=6, mask="tree"),
     _odd("causal-33", (9, 30), N=33, C=33),
     _odd("bfloat16", (9, 30), N=7, C=7, mask="tree", dtype="bfloat16"),

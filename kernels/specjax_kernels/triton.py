@@ -22,14 +22,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax_kernels.launch import Blocks, launch_for, padded
+from specjax_kernels.launch import Blocks, has_kernels, launch_for, padded, too_wide
 from specjax_kernels.masks import Causal, words
 from specjax_kernels.triton_interpreter import interpret
 from specjax_kernels.triton_kernels import attend, combine
 from specjax_kernels.triton_packages import INTERPRETED, UNMET, jax_triton
-
-WIDEST = 1024
-"""Head width, padded, up to which a tile of keys fits."""
 
 LOG2_E = math.log2(math.e)
 """The GPU's exponent has base 2: scores are kept in units of log 2."""
@@ -76,7 +73,7 @@ def tree_attention(
 
     Raises:
         NotImplementedError: the versions found do not do, there is no NVIDIA GPU to run on or lower for, or a head is
-            wider than `WIDEST`.
+            too wide.
     """
     refuse()
     B, N, H, E = q.shape
@@ -84,8 +81,8 @@ def tree_attention(
     C, T, G = k_block.shape[1], page_table.shape[1], H // K
     width = v_block.shape[-1] if v_block is not None else v_width
     assert width is not None  # the caller has checked it
-    if padded(max(E, width)) > WIDEST:
-        raise NotImplementedError(f"implementation 'triton' has head widths up to {WIDEST}, got E = {E}, Ev = {width}")
+    if problem := too_wide(str(q.dtype), E, width):
+        raise NotImplementedError(f"implementation 'triton' has {problem}")
     shape = Shape(
         N=N,
         C=C,
@@ -172,6 +169,11 @@ def refuse() -> None:
             "Without one it can be lowered, under jax.sharding.use_abstract_mesh of a mesh with "
             'abstract_device=AbstractDevice("NVIDIA H200", None, "cuda"), or run in Triton\'s interpreter '
             "(TRITON_INTERPRET=1 in the environment). Implementation 'xla' runs everywhere"
+        )
+    if device is None and not has_kernels():
+        raise NotImplementedError(
+            "implementation 'triton' of tree_attention runs on NVIDIA GPUs of compute capability 8.0 (Ampere) and up, "
+            f"and JAX's default device is {jax.devices()[0]}. Implementation 'xla' runs everywhere"
         )
     plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
     if not any(importlib.util.find_spec(plugin) for plugin in plugins):

@@ -34,10 +34,13 @@ def _add(
         query, keys, values = query.to(tl.float32), keys.to(tl.float32), values.to(tl.float32)
     scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * SCALE
     if SOFTCAP > 0:
-        # tanh by the exponent, which needs no library on the device. 2.885.. is 2 log2(e).
+        # tanh by the exponent, which needs no library on the device, and by the series near 0, where that would cancel.
+        # 2.885.. is 2 log2(e).
         shrunk = tl.exp2(tl.abs(scores) * -2.8853900817779268)
-        tangent = (1 - shrunk) / (1 + shrunk)
-        scores = tl.where(scores < 0, -tangent, tangent) * SOFTCAP
+        far = (1 - shrunk) / (1 + shrunk)
+        square = scores * scores
+        series = 1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
+        scores = tl.where(square < 0.09, scores * series, tl.where(scores < 0, -far, far)) * SOFTCAP
     scores = tl.where(visible, scores, -1e30)
     top = tl.maximum(peak, tl.max(scores, 1))
     weights = tl.exp2(scores - top[:, None])

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32
-from specjax_kernels import tree_attention
+from specjax_kernels import tree_attention, tree_attention_packed
 
 from specjax.models.layers import project, rotate
 from specjax.types import Hidden, PageTable, PerRequest, Positions
@@ -68,28 +68,20 @@ def attention(
     mixed = project(x, weights.qkv, precision=precision)
     if weights.qkv_bias is not None:
         mixed = mixed + weights.qkv_bias[None, None]
-    # All are turned and the values put back: as alike as that, XLA:GPU makes one kernel of keys and values.
+    # All are turned and the values put back: XLA:GPU makes one kernel of it, which writes what attention reads.
     is_value = (jnp.arange(group + 2) == group + 1)[None, None, None, :, None]
     turned = jnp.where(is_value, mixed, rotate(mixed, *turn))
-    query = turned[..., :group, :].reshape(*x.shape[:2], heads * group, head)
     key, value = turned[..., group, :], turned[..., group + 1, :]
-    keys, values, block_positions = key, value, positions
-    if past.before is not None:
+    pages = (*past.pages, past.page_table, past.prefix_length)
+    options: dict[str, Any] = {"scale": head**-0.5, "implementation": backend}
+    if past.before is None:
+        attended = tree_attention_packed(turned, *pages, positions, mask, **options)
+    else:
+        query = turned[..., :group, :].reshape(*x.shape[:2], heads * group, head)
         keys, values = (jnp.concatenate(pair, axis=1) for pair in zip(past.before, (key, value), strict=True))
         block_positions = jnp.zeros(keys.shape[:2], jnp.int32)  # read with a window only, which no such model has
-    attended = tree_attention(
-        query,
-        keys,
-        values,
-        *past.pages,
-        past.page_table,
-        past.prefix_length,
-        positions,
-        block_positions,
-        mask,
-        scale=head**-0.5,
-        implementation=backend,
-    ).reshape(*x.shape[:2], -1)
+        attended = tree_attention(query, keys, values, *pages, positions, block_positions, mask, **options)
+    attended = attended.reshape(*x.shape[:2], -1)
     # Reshaped by hand: a product over three axes makes XLA:CPU transpose the weight in every call.
     output = weights.output.reshape(heads * group * head, -1)
     added = project(attended, output, precision=precision)

@@ -49,14 +49,15 @@ def project(
 
 
 def rms_norm(x: Float[Array, "... M"], weight: Float[Array, "M"], epsilon: float) -> Float[Array, "... M"]:
-    """x / rms(x) * weight; the statistics in float32, the product in x's dtype (as Hugging Face's Llama does).
-
-    The mean of ``x * x + epsilon`` is that of ``x * x``, plus epsilon. Written so, nothing stands between the sum and
-    the root, and XLA:GPU makes one kernel of the norm of a single row too; arithmetic there made it two.
-    """
+    """x / rms(x) * weight; the statistics in float32, the product in x's dtype (as Hugging Face's Llama does)."""
     wide = x.astype(jnp.float32)
-    parts = (wide * wide + epsilon) * (1 / x.shape[-1])
-    scale = jax.lax.rsqrt(jnp.sum(parts, axis=-1, keepdims=True))
+    if x.size == x.shape[-1]:
+        # The same mean of one row, with nothing between the sum and the root: XLA:GPU needs that to make one kernel of
+        # a single row's norm, as it does of several rows' anyway. For those a CPU is slower this way.
+        mean = jnp.sum((wide * wide + epsilon) * (1 / x.shape[-1]), axis=-1, keepdims=True)
+    else:
+        mean = jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon
+    scale = jax.lax.rsqrt(mean)
     return jnp.expand_dims(weight, tuple(range(x.ndim - 1))) * (wide * scale).astype(x.dtype)
 
 
