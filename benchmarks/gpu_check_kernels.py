@@ -7,14 +7,18 @@ of the GPU's compilers, can hide in it. Whatever must not be read holds NaN.
 from __future__ import annotations
 
 import dataclasses
+import os
 import statistics
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from attention import chain, copies
+from attention import chain, enough_layers, enough_sets, inputs_of, rotating
 from gpu_check_report import Report, say
 from specjax_kernels import tree_attention
 from specjax_kernels.masks import Causal, unpack_bits
@@ -29,50 +33,122 @@ RELATIVE = {"float32": 2e-5, "bfloat16": 1e-2, "float16": 2e-3}
 ABSOLUTE = {"float32": 1e-4, "bfloat16": 2**-6, "float16": 2**-9}
 """Bounds on the largest difference: outputs are below 4, so two roundings, as in tests/test_kernels.py."""
 
-CACHES = 2**28
-"""Bytes of keys and values that are gone through before any is read again: several times a GPU's largest cache."""
+WORKERS = max(1, (os.cpu_count() or 2) // 2)
+"""Threads that compile. XLA takes several for one program too."""
+
+AHEAD = 2 * WORKERS
+"""Programs begun before their turn. Until it comes the inputs of their specs stay on the host, 2 GB of the largest."""
+
+
+class Job(NamedTuple):
+    """One spec in one dtype by one implementation, begun."""
+
+    spec: str
+    dtype: str
+    args: tuple[Any, ...]  # on the host, in float32
+    program: Future[Any]
+    expected: Future[dict[str, np.ndarray]]  # of each dtype
 
 
 def kernels(report: Report) -> None:
-    """Every spec, each dtype, each implementation."""
+    """Every spec and dtype by the first implementation, then by the others. Threads compile what comes next while one
+    is run and compared: hundreds of programs, one after the other, would take too long."""
     plan = report.plan
     specs = tagged("test")[::16] if plan.tiny else SPECS
-    checked = dict.fromkeys(plan.implementations, 0)
+    total = len(specs) * len(DTYPES)
+    known: dict[str, Future[dict[str, np.ndarray]]] = {}  # spec -> what is expected, of every implementation
     say(f"{'spec':28} {'dtype':9} {'implementation':14} {'relative':>9} {'largest':>9}  (bounds: {RELATIVE})")
+    pool = ThreadPoolExecutor(WORKERS)
+    try:
+        for index, name in enumerate(plan.implementations):
+            in_time = partial(report.in_time, check=index == 0)
+            tried = took = 0
+            for job in _ahead(_jobs(report, specs, name, in_time, pool, known), AHEAD):
+                if in_time(f"{job.spec} {job.dtype} {name}"):
+                    tried, took = tried + 1, took + _check(report, job, name)
+                else:
+                    job.program.cancel()
+            say(f"{name}: {took} of {total} checked")
+            report.check(took > 0 or tried < total, f"{name} took none of the specs")
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _ahead(jobs: Iterator[Job], number: int) -> Iterator[Job]:
+    """The same jobs, each when `number` more have begun."""
+    begun: deque[Job] = deque()
+    for job in jobs:
+        begun.append(job)
+        if len(begun) > number:
+            yield begun.popleft()
+    while begun:
+        yield begun.popleft()
+
+
+def _jobs(
+    report: Report,
+    specs: Sequence[Spec],
+    name: str,
+    in_time: Callable[[str], bool],
+    pool: ThreadPoolExecutor,
+    known: dict[str, Future[dict[str, np.ndarray]]],
+) -> Iterator[Job]:
+    """Begins an implementation's jobs, in order, while there is time. Tracing and lowering hold Python's lock, so they
+    are done here; XLA does not hold it."""
     for spec in specs:
-        with report.attempt(spec.name, check=True):
-            # Drawn once: the large ones take seconds.
-            with jax.default_device(_cpu()):
-                args, options = dataclasses.replace(spec, dtype="float32").arguments(plan.seed)
-            drawn = tuple(map(_on_host, args))
-            reference = jax.jit(partial(tree_attention, **options, implementation="reference"))
-            for dtype in DTYPES:
-                if report.in_time(f"{spec.name} {dtype}"):
-                    for name in _check(report, spec.name, dtype, _cast(drawn, dtype), options, reference):
-                        checked[name] += 1
-    for name, count in checked.items():
-        say(f"{name}: {count} of {len(specs) * len(DTYPES)} checked")
-        report.check(count > 0, f"{name} took none of the specs")
+        dtypes = [dtype for dtype in DTYPES if in_time(f"{spec.name} {dtype} {name}")]
+        drawn = None
+        with report.attempt(f"{spec.name} {name}", check=True):
+            drawn = _draw(spec, report.plan.seed) if dtypes else None  # once: the large ones take seconds
+        if drawn is None:
+            continue
+        args, options = drawn
+        if spec.name not in known:
+            known[spec.name] = pool.submit(_expected, args, options, dtypes)
+        run = jax.jit(partial(tree_attention, **options, implementation=name))
+        for dtype in dtypes:
+            yield Job(spec.name, dtype, args, _begin(run, _shapes(args, dtype), pool), known[spec.name])
 
 
-def _check(
-    report: Report, spec: str, dtype: str, args: tuple[Any, ...], options: dict[str, Any], reference: Any
-) -> list[str]:
-    """Checks one spec in one dtype; the names of the implementations that took it."""
+def _draw(spec: Spec, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     with jax.default_device(_cpu()):
-        expected = np.asarray(reference(*_cast(args, "float32")))
-    here, took = jax.device_put(args, jax.devices()[0]), []
-    for name in report.plan.implementations:
-        with report.attempt(f"{spec} {dtype} {name}", check=True):
-            run = jax.jit(partial(tree_attention, **options, implementation=name))
-            try:
-                first, second = np.asarray(run(*here)), np.asarray(run(*here))
-            except NotImplementedError as error:
-                report.note(f"{spec:28} {dtype:9} {name:14} refused: {error}")
-                continue
-            took.append(name)
-            same = bool((first == second).all())
-            _judge(report, (spec, dtype, name), first.astype(np.float32), expected, same)
+        args, options = dataclasses.replace(spec, dtype="float32").arguments(seed)
+    return tuple(map(_on_host, args)), options
+
+
+def _begin(run: Any, shapes: tuple[Any, ...], pool: ThreadPoolExecutor) -> Future[Any]:
+    """The program, when it is compiled. What is raised here is raised again when its turn comes."""
+    try:
+        return pool.submit(run.lower(*shapes).compile)
+    except Exception as error:
+        failed: Future[Any] = Future()
+        failed.set_exception(error)
+        return failed
+
+
+def _expected(args: tuple[Any, ...], options: dict[str, Any], dtypes: list[str]) -> dict[str, np.ndarray]:
+    """The definition's results, of inputs that are rounded to each dtype: small, and the same for every
+    implementation."""
+    reference = jax.jit(partial(tree_attention, **options, implementation="reference"))
+    with jax.default_device(_cpu()):
+        return {dtype: np.asarray(reference(*_cast(_cast(args, dtype), "float32"))) for dtype in dtypes}
+
+
+def _check(report: Report, job: Job, name: str) -> bool:
+    """Compares a job's result with what is expected. Whether the implementation took it."""
+    took = False
+    with report.attempt(f"{job.spec} {job.dtype} {name}", check=True):
+        try:
+            run = job.program.result()
+        except NotImplementedError as error:
+            if not str(error).startswith("implementation"):
+                raise  # JAX's own: something is missing that should be there
+            report.note(f"{job.spec:28} {job.dtype:9} {name:14} refused: {error}")
+            return False
+        here = jax.device_put(_cast(job.args, job.dtype), jax.devices()[0])
+        first, second = np.asarray(run(*here)), np.asarray(run(*here))
+        took, same = True, bool((first == second).all())
+        _judge(report, (job.spec, job.dtype, name), first.astype(np.float32), job.expected.result()[job.dtype], same)
     return took
 
 
@@ -109,12 +185,20 @@ def _on_host(x: Any) -> Any:
 
 def _cast(args: tuple[Any, ...], dtype: str) -> tuple[Any, ...]:
     """Floating-point arrays in another type, the others as they are."""
+    return tuple(x.astype(jnp.dtype(dtype), copy=False) if _is_float(x) else x for x in args)
 
-    def cast(x: Any) -> Any:
-        floats = isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
-        return x.astype(jnp.dtype(dtype)) if floats else x
 
-    return tuple(map(cast, args))
+def _shapes(args: tuple[Any, ...], dtype: str) -> tuple[Any, ...]:
+    """Of `_cast`."""
+
+    def shape(x: np.ndarray) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype) if _is_float(x) else x.dtype)
+
+    return jax.tree.map(shape, args)
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 # Times.
@@ -127,7 +211,7 @@ def attention(report: Report) -> None:
     if plan.tiny:
         specs, region_seconds, runs, bandwidth = (named("smollm2-tree-8"),), 0.01, 2, copy_bandwidth(16)
     else:
-        specs, region_seconds, runs, bandwidth = tagged("bench"), 0.02, 9, copy_bandwidth(4096, 10)
+        specs, region_seconds, runs, bandwidth = tagged("bench"), 0.02, 9, copy_bandwidth()
         # As they are served. Two specs that differ in nothing else are one; those that matter most come first.
         half = (dataclasses.replace(spec, dtype="bfloat16") for spec in specs)
         specs = {dataclasses.replace(spec, name="", tags=()): spec for spec in half}.values()
@@ -143,21 +227,14 @@ def attention(report: Report) -> None:
 
 
 def _time(report: Report, spec: Spec, bandwidth: float, region_seconds: float, runs: int) -> None:
-    # More where a layer is short, so that the host is not what is timed.
-    layers = 2 if report.plan.tiny else 4 if spec.bytes_read > 2**24 else 16
-    bytes_of_call = layers * spec.bytes_read
-    sets = 1 if report.plan.tiny else max(1, min(16, -(-CACHES // bytes_of_call)))
-    (q, k_block, v_block, k_pages, v_pages, *rest), options = spec.arguments(report.plan.seed)
-    pools = [copies(k_pages, v_pages, layers) for _ in range(sets)]
+    layers = 2 if report.plan.tiny else enough_layers(spec)
+    sets = 1 if report.plan.tiny else enough_sets(spec, layers)
+    args, options = spec.arguments(report.plan.seed)
+    q, v_block, mask = args[0], args[2], args[-1]
     calls: dict[str, Any] = {}
 
     def add(name: str, run: Any, inputs: list[Any]) -> None:
-        """Goes round the sets of inputs, so that no cache holds the next one."""
-        turn = iter(range(10**9))
-
-        def call() -> jax.Array:
-            return run(*inputs[next(turn) % len(inputs)])
-
+        call = rotating(run, inputs)
         with report.attempt(f"{spec.name} {name}"):
             try:
                 jax.block_until_ready(call())
@@ -165,11 +242,12 @@ def _time(report: Report, spec: Spec, bandwidth: float, region_seconds: float, r
             except NotImplementedError as error:
                 report.note(f"{spec.name:28} {name:14} refused: {error}")
 
+    inputs = inputs_of(args, layers, sets)
     for name in report.plan.implementations:
-        add(name, chain(name, options), [(q, k_block, v_block, pool, rest) for pool in pools])
+        add(name, chain(name, options), inputs)
     plain = v_block is not None and spec.window is None and spec.softcap is None and spec.v_width == spec.E
     if plain and min(spec.prefix) >= 0:  # all rows take part
-        dense = _dense_inputs(spec, rest[-1], layers, sets)
+        dense = _dense_inputs(spec, mask, layers, sets)
         for name in ("xla",) if report.plan.tiny else ("xla", "cudnn"):
             add(f"dense {name}", _dense_chain(name, options["scale"]), [(q, *one) for one in dense])
 

@@ -80,7 +80,7 @@ def _time(report: Report, model: Any, context: int, cache: str, device: str) -> 
     import torch
 
     plan = report.plan
-    short, long, runs = (2, 6, 2) if plan.tiny else (16, 80, 3)
+    short, long, runs = (1, 3, 1) if plan.tiny else (16, 80, 3)
     prompt = torch.randint(0, model.config.vocab_size, (1, context), device=device)
     options: dict[str, Any] = {"cache_implementation": "static"} if cache == "static" else {}
     if plan.tiny:

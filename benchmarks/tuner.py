@@ -2,8 +2,9 @@
 
 Specs that share an entry (dtype, head width, query rows) are tuned together. The search starts from what the kernel
 would use now and changes one field at a time, keeping what is faster, until no change is. A candidate's score is the
-geometric mean, over the specs, of its time over the start's. Candidates that do not compile (no room for their tiles)
-or differ from the reference are passed over. Entries are written as they are found: a search that is cut off loses one.
+geometric mean, over the specs, of its time over the start's. Candidates that do not run (no room for their tiles, say)
+or differ from the reference are passed over, and so is a start: the rule of thumb takes its place. Entries are written
+as they are found: a search that is cut off loses one.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from attention import chain_of, copies
+from attention import chain_of, enough_layers, enough_sets, inputs_of, rotating
 from specjax_kernels import launch, pallas_triton, tree_attention
 from specjax_kernels.launch import Blocks
 from specjax_kernels.specs import Spec
@@ -81,70 +83,112 @@ def groups(specs: Iterable[Spec]) -> dict[str, list[Spec]]:
 class Bench:
     """The specs of a group on the device, and what they take with given blocks."""
 
-    def __init__(self, specs: list[Spec], layers: int, *, runs: int, seconds: float) -> None:
+    def __init__(self, specs: list[Spec], layers: int | None, *, runs: int, seconds: float) -> None:
         self._runs, self._seconds = runs, seconds
-        self._specs = [(spec, *self._prepare(spec, layers)) for spec in specs]
-        self._calls: dict[tuple[int, Blocks], Callable[[], jax.Array] | None] = {}
+        self._specs = [(spec, *self._prepare(spec, layers or enough_layers(spec))) for spec in specs]
+        self._starts: dict[Blocks, list[Callable[[], jax.Array] | None]] = {}
 
     @staticmethod
-    def _prepare(spec: Spec, layers: int) -> tuple[Any, Any, Any, np.ndarray]:
+    def _prepare(spec: Spec, layers: int) -> tuple[Any, Any, list[tuple[Any, ...]], np.ndarray]:
         args, options = spec.arguments()
         expected = jax.jit(functools.partial(tree_attention, **options, implementation="reference"))(*args)
-        return args, options, copies(args[3], args[4], layers), np.asarray(expected, np.float32)
+        return args, options, inputs_of(args, layers, enough_sets(spec, layers)), np.asarray(expected, np.float32)
 
     def call(self, index: int, blocks: Blocks) -> Callable[[], jax.Array] | None:
-        """One spec's chain of layers with these blocks; None: it does not compile, or is wrong."""
-        spec, args, options, pools, expected = self._specs[index]
-        attend = functools.partial(pallas_triton.tree_attention, **options, blocks=blocks)
+        """One spec's chain of layers with these blocks; None: it does not run, or is wrong."""
+        spec, args, options, inputs, expected = self._specs[index]
+        attend = jax.jit(functools.partial(pallas_triton.tree_attention, **options, blocks=blocks))
         try:
-            out = np.asarray(jax.jit(attend)(*args).astype(jnp.float32))
-        except (jax.errors.JaxRuntimeError, ValueError) as error:
-            print(f"    {spec.name}: {blocks} does not run: {str(error).splitlines()[0][:120]}", flush=True)
+            out = np.asarray(attend(*args).astype(jnp.float32))
+            if not np.abs(out - expected).max() <= TOLERANCE[spec.dtype]:
+                print(f"    {spec.name}: {blocks} is wrong by {np.abs(out - expected).max():.2e}", flush=True)
+                return None
+            call = rotating(chain_of(attend), inputs)
+            jax.block_until_ready(call())
+        except Exception as error:  # compilers and drivers raise whatever they like
+            _tell(f"    {spec.name}: {blocks} does not run", error)
             return None
-        if not np.abs(out - expected).max() <= TOLERANCE[spec.dtype]:
-            print(f"    {spec.name}: {blocks} is wrong by {np.abs(out - expected).max():.2e}", flush=True)
-            return None
-        run, (q, k_block, v_block, _, _, *rest) = chain_of(attend), args
-        return lambda: run(q, k_block, v_block, pools, rest)
+        return call
+
+    def runs(self, start: Blocks) -> bool:
+        """Whether all specs run with these blocks, and are right: what others can be measured against."""
+        if start not in self._starts:
+            self._starts[start] = [self.call(index, start) for index in range(len(self._specs))]
+        return None not in self._starts[start]
 
     def score(self, blocks: Blocks, start: Blocks) -> float:
-        """Geometric mean over the specs of the time over the start's, both measured now, taking turns."""
+        """Geometric mean over the specs of the time over the start's, both measured now, taking turns. `start` runs."""
+        assert self.runs(start)
         logs = []
-        for index in range(len(self._specs)):
-            if (index, start) not in self._calls:
-                self._calls[index, start] = self.call(index, start)
-            calls = {"start": self._calls[index, start], "candidate": self.call(index, blocks)}
-            if calls["start"] is None:
-                raise RuntimeError(f"{self._specs[index][0].name}: the kernel is wrong as it is, with {start}")
-            if calls["candidate"] is None:
+        for index, (spec, *_) in enumerate(self._specs):
+            candidate = self.call(index, blocks)
+            if candidate is None:
                 return math.inf
-            found = interleaved(calls, runs=self._runs, region_seconds=self._seconds)  # pyright: ignore
+            calls: dict[str, Any] = {"start": self._starts[start][index], "candidate": candidate}
+            try:
+                found = interleaved(calls, runs=self._runs, region_seconds=self._seconds)
+            except Exception as error:
+                _tell(f"    {spec.name}: {blocks} cannot be timed", error)
+                return math.inf
             medians = {name: float(np.median([one.total for one in many])) for name, many in found.items()}
             logs.append(math.log(medians["candidate"] / medians["start"]))
         return math.exp(sum(logs) / len(logs))
 
 
-def tune(specs: list[Spec], *, layers: int, runs: int = 5, seconds: float = 0.02) -> list[dict[str, Any]]:
-    """Tunes each group of the specs and writes its entry. Returns what was tried, for the record."""
+def _tell(what: str, error: Exception) -> None:
+    """On one line, of which a compiler's message can have thousands."""
+    print(f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:120]}", flush=True)
+
+
+def tune(
+    specs: list[Spec], *, layers: int | None = None, runs: int = 5, seconds: float = 0.02, table: Path | None = None
+) -> list[dict[str, Any]]:
+    """Tunes each group of the specs and writes its entry, to `table` or to the package's own. Returns what was tried,
+    for the record: all that was found is in it, also what could not be written."""
     generation = launch.generation()
     assert generation is not None  # the caller has looked
-    records = []
+    file, records = table or launch.TABLE, []
     for name, members in groups(specs).items():
-        bench = Bench(members, layers, runs=runs, seconds=seconds)
-        width, rows = max(members[0].E, members[0].v_width), members[0].N * members[0].H // members[0].K
-        start = launch.table().get(generation, {}).get(name)
-        start = start or launch.rule_of_thumb(members[0].dtype, width, rows, generation)
-        print(f"{name}: {', '.join(spec.name for spec in members)}; from {start}", flush=True)
+        print(f"{name}: {', '.join(spec.name for spec in members)}", flush=True)
+        try:
+            bench = Bench(members, layers, runs=runs, seconds=seconds)
+        except Exception as error:
+            _tell(f"  {name}: skipped, cannot be prepared", error)
+            continue
+        start = _start(bench, name, members[0], generation)
+        if start is None:
+            print(f"  {name}: skipped, there is nothing to start from", flush=True)
+            continue
+        print(f"  from {start}", flush=True)
 
         def report(blocks: Blocks, score: float) -> None:
             print(f"    {score:6.3f}  {blocks}", flush=True)
 
-        score = functools.partial(bench.score, start=start)
-        found = search(start, score, report)
-        launch.write_table(generation, {name: found.blocks})
+        found = search(start, functools.partial(bench.score, start=start), report)
         print(f"  {found.blocks}: {found.score:.3f} of the time", flush=True)
-        tried = [{"blocks": vars(blocks), "score": score} for blocks, score in found.tried.items()]
+        scores = {blocks: score if math.isfinite(score) else None for blocks, score in found.tried.items()}  # JSON
+        tried = [{"blocks": vars(blocks), "score": score} for blocks, score in scores.items()]
         specs_of = [spec.name for spec in members]
         records.append({"entry": name, "specs": specs_of, "start": vars(start), "best": vars(found.blocks),
                         "score": found.score, "tried": tried})  # fmt: skip
+        try:
+            launch.write_table(generation, {name: found.blocks}, file)
+        except Exception as error:  # a folder of somebody else's, or what is there is no table
+            _tell(f"  {file} cannot be written (--table FILE writes elsewhere); the record has the entry", error)
     return records
+
+
+def _start(bench: Bench, name: str, spec: Spec, generation: str) -> Blocks | None:
+    """What the kernel would use now, or where that does not run or is wrong, the rule of thumb; None: nor does that."""
+    try:
+        entry = launch.table().get(generation, {}).get(name)
+    except Exception as error:
+        _tell("  the table cannot be used", error)
+        entry = None
+    if entry is not None:
+        if bench.runs(entry):
+            return entry
+        print(f"  {name}: the table's entry fails; the rule of thumb is tried instead", flush=True)
+    width, rows = max(spec.E, spec.v_width), spec.N * spec.H // spec.K
+    thumb = launch.rule_of_thumb(spec.dtype, width, rows, generation)
+    return thumb if bench.runs(thumb) else None

@@ -171,10 +171,209 @@ def test_a_bench_runs_and_refuses_wrong_results(tuner, monkeypatch):
     assert bench.score(Blocks(32, 16, 4, 2, 4), start) == math.inf
 
 
+@pytest.mark.parametrize("where", ["alone", "in a chain", "while it is timed"])
+@pytest.mark.parametrize("error", [KeyError("no\nroom"), MemoryError("x" * 5000), RuntimeError("")])
+def test_whatever_a_candidate_raises_it_is_passed_over(tuner, monkeypatch, capsys, where, error):
+    """On the CPU: the kernel interpreted. The start still runs."""
+    from specjax_kernels.specs import named
+
+    bench = tuner.Bench([named("decode")], 2, runs=1, seconds=0.001)
+    start, candidate = Blocks(16, 16, 4, 2, 4), Blocks(16, 16, 4, 2, 8)
+    assert bench.runs(start)
+
+    def fail(*args, **options):
+        raise error
+
+    patched = {
+        "alone": (tuner.pallas_triton, "tree_attention"),
+        "in a chain": (tuner, "chain_of"),
+        "while it is timed": (tuner, "interleaved"),
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(*patched[where], fail)
+        assert bench.score(candidate, start) == math.inf
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"    decode: {candidate} ") and type(error).__name__ in line and len(line) < 300
+    assert 0 < bench.score(candidate, start) < math.inf
+
+
+GROUPS = {"decode": "float32 width 16 rows 16", "causal-33": "float32 width 16 rows 128"}
+"""Specs that are tuned one after the other, each an entry of its own."""
+
+
+@pytest.fixture
+def tune(tuner, table, monkeypatch):
+    """(rightly tuned blocks, blocks that fail) -> what `tune` gives for `GROUPS`, nothing being run: 9 rows of time for
+    a candidate, but 3 for `best`."""
+    from specjax_kernels.specs import named
+    from timing import Region
+
+    monkeypatch.setattr(launch, "generation", lambda: "9.0")
+    monkeypatch.setattr(tuner.Bench, "_prepare", staticmethod(lambda spec, layers: (None, None, None, None)))
+
+    def run(best: Blocks, failing=lambda spec, blocks: False, **options):
+        def call(bench, index: int, blocks: Blocks):
+            return None if failing(bench._specs[index][0].name, blocks) else lambda: blocks
+
+        def interleaved(calls, *, runs, region_seconds):
+            return {name: [Region(3 if call() == best else 9, 0)] for name, call in calls.items()}
+
+        monkeypatch.setattr(tuner.Bench, "call", call)
+        monkeypatch.setattr(tuner, "interleaved", interleaved)
+        return tuner.tune([named(name) for name in GROUPS], **options)
+
+    return run
+
+
+def thumb_of(name: str) -> Blocks:
+    from specjax_kernels.specs import named
+
+    spec = named(name)
+    return rule_of_thumb(spec.dtype, spec.E, spec.N * spec.H // spec.K, "9.0")
+
+
+def test_tuning_starts_from_the_table(tune, table):
+    start, best = Blocks(32, 32, 2, 5, 8), Blocks(32, 64, 2, 5, 8)
+    write_table("9.0", dict.fromkeys(GROUPS.values(), start), table)
+    records = tune(best)
+    assert [(record["entry"], record["start"], record["best"]) for record in records] == [
+        (entry, vars(start), vars(best)) for entry in GROUPS.values()
+    ]
+    assert all(record["score"] == pytest.approx(1 / 3) for record in records)
+    assert launch.table() == {"9.0": dict.fromkeys(GROUPS.values(), best)}
+    json.dumps(records, allow_nan=False)
+
+
+def test_a_stale_entry_gives_way_to_the_rule_of_thumb(tune, table, capsys):
+    stale = Blocks(128, 128, 2, 5, 8)
+    write_table("9.0", dict.fromkeys(GROUPS.values(), stale), table)
+    records = tune(BLOCKS, lambda spec, blocks: spec == "decode" and blocks == stale)
+    assert [record["start"] for record in records] == [vars(thumb_of("decode")), vars(stale)]
+    (told,) = (line for line in capsys.readouterr().out.splitlines() if "rule of thumb is tried" in line)
+    assert told.strip().startswith(GROUPS["decode"])
+
+
+@pytest.mark.parametrize("text", ['{"9.0": {"a": {"rows": 24}}}', "[]", "{"])
+def test_a_table_that_cannot_be_read_gives_way_too(tune, table, text, capsys):
+    table.write_text(text)
+    records = tune(BLOCKS, table=table.parent / "other.json")
+    assert [record["start"] for record in records] == [vars(thumb_of(name)) for name in GROUPS]
+    assert capsys.readouterr().out.count("the table cannot be used") == 2
+
+
+def test_a_group_that_nothing_runs_is_skipped_and_the_others_are_not(tune, table, capsys):
+    records = tune(BLOCKS, lambda spec, blocks: spec == "decode")
+    assert [record["entry"] for record in records] == [GROUPS["causal-33"]]
+    assert list(launch.table()["9.0"]) == [GROUPS["causal-33"]]
+    assert f"{GROUPS['decode']}: skipped" in capsys.readouterr().out
+
+
+def test_a_group_that_cannot_be_prepared_is_skipped(tune, tuner, monkeypatch, capsys):
+    def prepare(spec, layers):
+        if spec.name == "decode":
+            raise MemoryError("out of memory")
+        return (None,) * 4
+
+    monkeypatch.setattr(tuner.Bench, "_prepare", staticmethod(prepare))
+    assert [record["entry"] for record in tune(BLOCKS)] == [GROUPS["causal-33"]]
+    assert f"{GROUPS['decode']}: skipped, cannot be prepared: MemoryError: out of memory" in capsys.readouterr().out
+
+
+def test_a_table_that_cannot_be_written_loses_nothing(tune, tmp_path, monkeypatch, capsys):
+    nowhere = tmp_path / "read-only" / "launch_table.json"
+    monkeypatch.setattr(launch, "TABLE", nowhere)
+    best = Blocks(16, 64, 4, 4, 4)
+    records = tune(best)
+    assert [(record["entry"], record["best"]) for record in records] == [(x, vars(best)) for x in GROUPS.values()]
+    out = capsys.readouterr().out
+    assert out.count(f"{nowhere} cannot be written") == 2 and "FileNotFoundError" in out and "--table" in out
+    other = tmp_path / "other.json"
+    assert tune(best, table=other) == records
+    assert json.loads(other.read_text()) == {"9.0": dict.fromkeys(GROUPS.values(), vars(best))}
+    assert "cannot be written" not in capsys.readouterr().out and not nowhere.exists()
+
+
 def test_tuning_without_a_gpu_is_refused():
     done = subprocess.run([sys.executable, BENCHMARKS / "kernels.py", "--tune"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "--tune measures on an NVIDIA GPU" in done.stderr
+
+
+# The benchmark
+
+
+@pytest.fixture
+def kernels(tuner, monkeypatch):
+    """`benchmarks/kernels.py`; the folder kernels/ is a package to Python, too."""
+    monkeypatch.delitem(sys.modules, "kernels", raising=False)
+    import kernels
+
+    yield kernels
+    for name in ("kernels", "records"):
+        sys.modules.pop(name, None)
+
+
+def test_the_table_to_write_is_the_tuners(kernels, tuner, monkeypatch, capsys):
+    asked = {}
+    monkeypatch.setattr(kernels, "generation", lambda: "9.0")
+    monkeypatch.setattr(tuner, "tune", lambda specs, **options: asked.update(options, specs=specs) or ["found"])
+    monkeypatch.setattr(sys, "argv", ["kernels.py", "--tune", "--spec", "decode", "--table", "here.json"])
+    kernels.main()
+    assert asked["table"] == Path("here.json") and [spec.name for spec in asked["specs"]] == ["decode"]
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["entries"] == ["found"]
+    monkeypatch.setattr(sys, "argv", ["kernels.py", "--table", "here.json"])
+    with pytest.raises(SystemExit, match="2"):
+        kernels.main()
+
+
+def test_on_a_gpu_no_cache_holds_the_pools(tuner, monkeypatch):
+    import attention
+
+    assert {attention.enough_sets(spec, 4) for spec in SPECS if spec.bytes_read} == {1}, "on a CPU"
+    monkeypatch.setattr(attention.jax, "default_backend", lambda: "gpu")
+    for spec in SPECS:
+        if "bench" in spec.tags:
+            layers = attention.enough_layers(spec)
+            assert layers * attention.enough_sets(spec, layers) * spec.bytes_read >= 4 * 60e6
+    seen = []
+    call = attention.rotating(lambda *inputs: seen.append(inputs), [(1, 2), (3, 4), (5, 6)])
+    for _ in range(5):
+        call()
+    assert seen == [(1, 2), (3, 4), (5, 6), (1, 2), (3, 4)]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_calls_are_timed_as_the_device_needs(kernels, monkeypatch, capsys, backend):
+    """One at a time on a CPU; on a GPU many together, over several sets of pools. (XLA's attention runs on both.)"""
+    import attention
+    from specjax_kernels.specs import named
+    from timing import Region
+
+    spec, used = named("decode"), set()
+    monkeypatch.setattr(attention, "CACHES", 3 * 2 * spec.bytes_read)
+    monkeypatch.setattr(kernels.jax, "default_backend", lambda: backend)
+    make_inputs = attention.inputs_of
+
+    def inputs_of(args, layers, sets):
+        inputs = make_inputs(args, layers, sets)
+        assert len({pool[0].unsafe_buffer_pointer() for each in inputs for pool in each[3]}) == layers * sets
+        return inputs
+
+    def seconds(call):
+        used.add("seconds")
+        return float(call().sum() * 0) + 1
+
+    def interleaved(calls, *, runs, region_seconds):
+        used.add("regions")
+        return {name: [Region(float(call().sum() * 0) + 1, 0)] * runs for name, call in calls.items()}
+
+    monkeypatch.setattr(attention, "inputs_of", inputs_of)
+    monkeypatch.setattr(kernels, "seconds", seconds)
+    monkeypatch.setattr(kernels, "interleaved", interleaved)
+    (record,) = kernels.measure(spec, ["xla"], 2, 5, 1e9)
+    assert used == {"seconds" if backend == "cpu" else "regions"}
+    assert record["sets"] == (1 if backend == "cpu" else 3)
+    assert record["samples"] == [500_000] * 5
 
 
 @pytest.mark.parametrize(

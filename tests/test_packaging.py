@@ -113,7 +113,8 @@ def test_one_version():
 def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert names == source_files() | DATA | {"specjax/py.typed", "specjax_kernels/py.typed"}
+    others = {"specjax/py.typed", "specjax_kernels/py.typed", "specjax_kernels/launch_table.json"}
+    assert names == source_files() | DATA | others
     assert "specjax/data/smollm2-token-map.npy" in names
     assert specjax.__version__ in wheel.name
 

@@ -142,9 +142,7 @@ def test_what_is_too_wide_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="up to 256 wide for keys and 256 for values in float32, got E = 300"):
         tree_attention(*args, **options, implementation="pallas")
     half, more = Spec("wide", (4,), N=1, C=1, H=1, K=1, E=520, T=1, S=4, dtype="bfloat16").arguments()
-    with pytest.raises(
-        NotImplementedError, match=r"1024 wide for keys and 512 for values in bfloat16, got .* Ev = 520"
-    ):
+    with pytest.raises(NotImplementedError, match=r"1024 wide for keys and 512 for values in bfloat16, got .*520"):
         tree_attention(*half, **more, implementation="pallas")
     assert np.isfinite(np.asarray(tree_attention(*args, **options, implementation="xla"))).all()
 
