@@ -33,8 +33,8 @@ RELATIVE = {"float32": 2e-5, "bfloat16": 1e-2, "float16": 2e-3}
 ABSOLUTE = {"float32": 1e-4, "bfloat16": 2**-6, "float16": 2**-9}
 """Bounds on the largest difference: outputs are below 4, so two roundings, as in tests/test_kernels.py."""
 
-WORKERS = max(1, (os.cpu_count() or 2) // 2)
-"""Threads that compile. XLA takes several for one program too."""
+WORKERS = max(1, min(8, (os.cpu_count() or 2) // 2))
+"""Threads that compile, XLA taking several for one program too. Bounded: a container may be told of all its host's."""
 
 AHEAD = 2 * WORKERS
 """Programs begun before their turn. Until it comes the inputs of their specs stay on the host, 2 GB of the largest."""
