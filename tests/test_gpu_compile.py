@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from specjax_kernels import api
 from specjax_kernels.specs import SPECS, named, tagged
 
 from specjax.compiling import NVIDIA_OPTIONS
@@ -89,14 +90,14 @@ product, down, add; and a scatter each for the keys and the values. The naive la
 
 
 @functools.cache
-def step(device: str, shape: str, batch: int, layers: int) -> dict:
+def step(device: str, shape: str, batch: int, layers: int, backend: str | None = "pallas") -> dict:
     """Compiled as `make_steps` does it on a GPU."""
     from gpu_compile import Shapes, compiled, programs
 
     from specjax import PoolShape
 
     algorithm, tree = TREES[shape]
-    shapes = Shapes(layers, *tree, batch, PAGE_SIZE, 8192, PoolShape(PAGES, PAGE_SIZE), "pallas")
+    shapes = Shapes(layers, *tree, batch, PAGE_SIZE, 8192, PoolShape(PAGES, PAGE_SIZE), backend)
     chosen = programs(shapes, gpu(device).place, algorithm=algorithm, with_ladder=False)
     return compiled(chosen["step"], dict(NVIDIA_OPTIONS))
 
@@ -119,6 +120,15 @@ def test_a_step_is_one_graph_that_updates_the_pool_where_it_lies(shape: str, bat
     print(f"{shape}, batch {batch}: {a_layer} kernels a layer, {whole['kernels_every_call']} in all, "
           f"{whole['copies_every_call']} copies, {whole['temp_bytes'] / 1e6:.1f} MB of temporaries")  # fmt: skip
     assert round(a_layer) <= FORWARD + COMMIT
+
+
+def test_the_default_is_the_same_program(monkeypatch) -> None:
+    """What suits the device is chosen where it is compiled for; nothing of the choice is left in the program."""
+    monkeypatch.setattr(api, "default_implementation", lambda: "pallas")
+    named, default = (step("h200", "plain", 1, FEW, backend) for backend in ("pallas", None))
+    check(default)
+    for key in ("kernels", "kernels_every_call", "kinds", "temp_bytes"):
+        assert default[key] == named[key], key
 
 
 @pytest.mark.parametrize("device", GPUS[1:])
