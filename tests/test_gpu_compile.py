@@ -10,6 +10,7 @@ import functools
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 from specjax_kernels import api
 from specjax_kernels.specs import SPECS, named, tagged
@@ -32,7 +33,11 @@ def benchmarks():
 
         if problem := ptx.missing():
             pytest.skip(problem)
+        # What is compiled for a GPU that is not there can be written to the cache and not read back.
+        cached = jax.config.jax_enable_compilation_cache
+        jax.config.update("jax_enable_compilation_cache", False)
         yield
+        jax.config.update("jax_enable_compilation_cache", cached)
     for name in MODULES:
         sys.modules.pop(name, None)
 
