@@ -20,6 +20,7 @@ import re
 from types import MappingProxyType
 
 import jax
+from specjax_kernels.launch import on_nvidia
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +34,7 @@ NVIDIA_OPTIONS = MappingProxyType({"xla_gpu_enable_command_buffer": f"{IN_GRAPHS
 
 def compiler_options() -> dict[str, str] | None:
     """For ``jax.jit(..., compiler_options=)`` of a step on JAX's default device. None, which means none, elsewhere."""
-    on_nvidia = jax.default_backend() == "gpu" and "cuda" in jax.devices()[0].client.platform_version.lower()
-    if not on_nvidia:
+    if not on_nvidia():
         return None
     given = re.findall(r"--(xla_\w+)", os.environ.get("XLA_FLAGS", ""))
     return {name: value for name, value in NVIDIA_OPTIONS.items() if name not in given and _known(name, value)} or None

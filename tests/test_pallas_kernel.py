@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_helpers import launched
 from specjax_kernels import INACTIVE, pallas_triton, tree_attention
-from specjax_kernels.launch import Launch
 from specjax_kernels.specs import Spec, named
 
 P = 40
@@ -21,15 +21,6 @@ P = 40
 def _strict_promotion():
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
-
-
-def launched(rows: int, tokens: int, splits: int):
-    """Stands in for `launch_for`: small shares, so that small tests have many."""
-
-    def launch_for(dtype, width, count, heads, context, *, blocks=None) -> Launch:
-        return Launch(rows, tokens, warps=4, stages=2, tiles=-(-count // rows), splits=splits)
-
-    return launch_for
 
 
 @functools.cache

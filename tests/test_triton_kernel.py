@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import specjax_kernels
+from kernel_helpers import launched
 from specjax_kernels import INACTIVE, reference, triton_packages
 from specjax_kernels import triton as triton_path
-from specjax_kernels.launch import Launch
 from specjax_kernels.specs import Spec, named, tagged
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2**-6, "float16": 2**-9}  # as in test_kernels.py
@@ -128,15 +128,6 @@ def test_the_interpreter_in_its_own_process() -> None:
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed and int(passed[1]) > 2 * len(tagged("test")), done.stdout[-2000:]
     print(done.stdout.splitlines()[-1])
-
-
-def launched(rows: int, tokens: int, splits: int):
-    """Stands in for `launch_for`: small shares, so that small tests have many."""
-
-    def launch_for(dtype, width, count, heads, context, *, blocks=None) -> Launch:
-        return Launch(rows, tokens, warps=4, stages=2, tiles=-(-count // rows), splits=splits)
-
-    return launch_for
 
 
 @functools.cache

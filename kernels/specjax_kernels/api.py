@@ -70,9 +70,9 @@ def tree_attention(
 
     Softmax and accumulation are float32 for every dtype, float32 products use `jax.lax.Precision.HIGHEST`. Scores are
     taken to lie above -1e20. Only "reference" has a derivative. Under `jax.shard_map`, "pallas" needs
-    ``check_vma=False``. What
-    lies in a slot that no query of the row sees (NaN included) has no influence. A query that sees nothing gets 0. A
-    row with ``prefix_length[b] < 0`` (`INACTIVE`) takes no part: all its queries get 0, whatever the mask says.
+    ``check_vma=False``. What lies in a slot that no query of the row sees (NaN included) has no influence. A query that
+    sees nothing gets 0. A row with ``prefix_length[b] < 0`` (`INACTIVE`) takes no part: all its queries get 0, whatever
+    the mask says.
 
     Args:
         q: [B, N, H, E], already rotated. float32, bfloat16 or float16; all arrays of keys and values have its dtype.
@@ -164,8 +164,7 @@ def tree_attention_packed(
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
 
     def attend(name: str) -> Array:
-        implementation_named(name)  # which may refuse
-        module = importlib.import_module(IMPLEMENTATIONS[name])
+        module = _module(name)
         if hasattr(module, "tree_attention_packed"):
             return module.tree_attention_packed(qkv, *pages, positions, mask, **options)
         return module.tree_attention(*unpack(qkv), *pages, positions, positions, mask, **options)
@@ -200,12 +199,16 @@ def implementation_named(name: str) -> Callable[..., Array]:
         ValueError: there is no such name.
         NotImplementedError: it cannot run here: another device, or a package that is missing or too old.
     """
+    return _module(name).tree_attention
+
+
+def _module(name: str) -> Any:
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"unknown implementation {name!r} of tree_attention; known: {', '.join(IMPLEMENTATIONS)}")
     module = importlib.import_module(IMPLEMENTATIONS[name])
     if hasattr(module, "refuse"):
         module.refuse()
-    return module.tree_attention
+    return module
 
 
 def _check_options(window: int | None, softcap: float | None) -> None:
