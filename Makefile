@@ -51,7 +51,7 @@ $(GPU_COMPILER)/.installed: pyproject.toml | setup
 
 # Without the tools of `make setup` (torch, for one, is only compared with). Flags: make serve SERVE_FLAGS='--port 8000'
 serve: $(SERVE_STAMP)
-	@$(BIN)/python -m specjax.serve --config configs/smollm2-135m-instruct-ngram.toml $(SERVE_FLAGS)
+	@$(BIN)/python -m specjax.serve --config configs/smollm2-135m-instruct-eagle3.toml $(SERVE_FLAGS)
 
 $(SERVE_STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

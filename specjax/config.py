@@ -56,12 +56,13 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """An EAGLE draft head: one decoder layer that reads the target's features and the next token's embedding.
+    """A draft head: one decoder layer that reads the target's features and the next token's embedding.
 
-    `eagle` is EAGLE-1 and EAGLE-2 (the same weights serve both). What a checkpoint holds decides, not its name.
+    `eagle` is EAGLE-1 and EAGLE-2 (the same weights serve both), `mtp` a MiMo multi-token prediction layer. What a
+    checkpoint holds decides, not its name.
     """
 
-    kind: Literal["eagle", "eagle3"]
+    kind: Literal["eagle", "eagle3", "mtp"]
     hidden_size: int  # M of the head
     feature_size: int  # F: width of the features it reads; M of the target, for eagle3 times the number of taps
     intermediate_size: int  # I

@@ -12,7 +12,16 @@ from typing import Any
 from specjax_kernels import IMPLEMENTATIONS
 
 from specjax.checkpoint import BUILT_IN_MODEL
-from specjax.drafters import AUTO, DRAFTERS, NgramConfig, algorithm_named, check_flags
+from specjax.drafters import (
+    AUTO,
+    DRAFTERS,
+    NgramConfig,
+    algorithm_named,
+    automatic_choices,
+    check_automatic,
+    check_flags,
+    is_automatic,
+)
 from specjax.engine import EngineConfig
 from specjax.engine.loading import AUTO_ATTENTION, HEAD_FLAGS
 from specjax.settings import setting
@@ -43,7 +52,9 @@ class ModelSettings:
 class EngineSettings:
     """How many requests run at once, and in how much memory."""
 
-    max_running_requests: int = setting(EngineConfig.max_running_requests, "requests that share a batch", minimum=1)
+    max_running_requests: int | None = setting(
+        EngineConfig.max_running_requests, "requests that share a batch", minimum=1
+    )
     max_total_tokens: int | None = setting(None, "tokens in the KV pool; default: fits the device", minimum=1)
     context_length: int | None = setting(
         None, "tokens of prompt and output; at most, and by default, the model's", minimum=1
@@ -77,12 +88,13 @@ class SpeculativeSettings:
     """Changes the speed, never the text."""
 
     speculative_algorithm: str = setting(
-        AUTO, f"{AUTO} (what suits the model), {', '.join(DRAFTERS)}",
+        AUTO, f"{AUTO} (the draft head that comes with specjax for the model, else NGRAM), {', '.join(DRAFTERS)}",
         choices=(AUTO, *DRAFTERS), parse=str.upper, metavar="NAME",
     )  # fmt: skip
     speculative_draft_model_path: str | None = setting(
         None,
-        "EAGLE, EAGLE3: the draft head, a local folder or hub id",
+        "EAGLE, EAGLE3: the draft head, a local folder or hub id; default: the one that comes with specjax for the "
+        "model, if there is one",
         names=("--speculative-draft-model",),
         metavar="MODEL",
     )
@@ -90,7 +102,8 @@ class SpeculativeSettings:
     speculative_num_steps: int | None = setting(
         None,
         "EAGLE, EAGLE3: levels of the draft tree, each a forward of the head; default of this, the top-k and the draft "
-        "tokens where none is given: 5, 4, 8 for Llama, else 3, 1, 4",
+        "tokens where none is given: what was measured to suit a head that comes with specjax, else 5, 4, 8 for Llama, "
+        "3, 1, 4 for others",
     )
     speculative_eagle_topk: int | None = setting(
         None, "EAGLE, EAGLE3: nodes of a level that are expanded, and children of each; default, if others are given: 1"
@@ -100,6 +113,12 @@ class SpeculativeSettings:
         "nodes of a draft tree, the root included; default: for EAGLE steps + 1, with a top-k the smaller of "
         "1 + steps * top-k and 64; for NGRAM 12; on a CPU 8 where the match is strong, else 1; where neither this nor "
         "the steps nor the top-k is given, batches so large that drafting would slow them do not draft",
+    )
+    speculative_draft_p_min: float | None = setting(
+        None,
+        "EAGLE, EAGLE3, MTP: a draft is proposed only if the product of the head's probabilities along its path is at "
+        "least this; from 0 (all are) to below 1; default: what was measured to suit a head that comes with specjax, "
+        "else 0",
     )
     speculative_token_map: str | None = setting(
         None,
@@ -185,7 +204,7 @@ def engine_arguments(settings: Settings) -> dict[str, Any]:
         "algorithm_flags": drafting,
         "backend": engine.attention_backend,
         "config": EngineConfig(
-            max_running_requests=engine.max_running_requests,
+            max_running_requests=engine.max_running_requests or EngineConfig.max_running_requests,
             page_size=engine.page_size,
             max_total_tokens=engine.max_total_tokens,
             context_length=engine.context_length,
@@ -200,17 +219,24 @@ def engine_arguments(settings: Settings) -> dict[str, Any]:
 def _algorithm_flags(settings: SpeculativeSettings) -> tuple[str, dict[str, Any]]:
     """The algorithm and those of the flags that are its own, checked. Says which others were given for nothing.
 
+    What AUTO means is known when the model is. Until then its flags are all that were given for what it may mean: only
+    those, because a default of one algorithm says nothing to another.
+
     Raises:
         ValueError: a value is out of range, or a draft head is named for an algorithm that has none.
     """
+    automatic = is_automatic(settings.speculative_algorithm)
     name, found = algorithm_named(settings.speculative_algorithm)
+    own = frozenset[str]().union(*(each.flags for each in automatic_choices().values())) if automatic else found.flags
+    of_files = {"token_map"} if automatic else {*HEAD_FLAGS} if found.head else set()
+    name = AUTO if automatic else name
     taken, idle = {}, []
     for field in fields(settings):
         value = getattr(settings, field.name)
         short = field.name.removeprefix("speculative_").removeprefix("ngram_")
-        if short == "algorithm" or value is None:
+        if short == "algorithm" or value is None or (automatic and value == field.default):
             continue
-        if short in found.flags or (found.head and short in HEAD_FLAGS):
+        if short in own or short in of_files:
             taken[short] = value
         elif short == "draft_model_path":
             heads = " or ".join(key for key, other in DRAFTERS.items() if other.head)
@@ -221,5 +247,9 @@ def _algorithm_flags(settings: SpeculativeSettings) -> tuple[str, dict[str, Any]
             idle.append(f"--{field.name.replace('_', '-')}")
     if idle:
         logger.warning("no effect with --speculative-algorithm %s: %s", name, ", ".join(idle))
-    check_flags(name, {key: value for key, value in taken.items() if key in found.flags})
+    drafting = {key: value for key, value in taken.items() if key in own}
+    if automatic:
+        check_automatic(drafting)
+    else:
+        check_flags(name, drafting)
     return settings.speculative_algorithm, taken

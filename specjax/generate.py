@@ -15,9 +15,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TextIO
 
 from tqdm import tqdm
@@ -32,12 +33,16 @@ from specjax.inspection import render
 
 PROMPT_FIELDS = ("prompt", "messages", "input_ids")
 
+AHEAD = 256
+"""Lines that are read ahead of the answers: a file of a million prompts need not be tokenised before the first."""
+
 
 class Line(NamedTuple):
     number: int  # 1-based, in the file
     id: Any
     prompt: Any
     sampling: SamplingParams
+    row: Mapping[str, Any] = MappingProxyType({})  # what else its result is made of
 
 
 class BadLine(NamedTuple):
@@ -45,26 +50,46 @@ class BadLine(NamedTuple):
     reason: str
 
 
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """The JSON object of a line.
+
+    Raises:
+        ValueError: it is none, or holds what can be neither tokenised nor written.
+    """
+    text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+    row = json.loads(text)
+    json.dumps(row, ensure_ascii=False).encode()  # half a surrogate can be neither tokenised nor written
+    if not isinstance(row, dict):
+        raise ValueError(f"a line must be a JSON object, got {text.strip()!r:.60}")
+    return row
+
+
+def prompt_field(row: Mapping[str, Any], allowed: tuple[str, ...] = PROMPT_FIELDS) -> str:
+    """The one of the fields that holds the row's prompt, which has the field's form.
+
+    Raises:
+        ValueError: none or several are there, or it has another form.
+    """
+    given = [name for name in allowed if name in row]
+    if len(given) != 1:
+        found = "none" if not given else " and ".join(given)
+        raise ValueError(f"a line needs exactly one of {', '.join(allowed)}; it has {found}")
+    prompt = row[given[0]]
+    wanted = {"prompt": (str, "a string"), "messages": (list, "a list"), "input_ids": (list, "a list of token ids")}
+    kind, what = wanted[given[0]]
+    if not isinstance(prompt, kind) or not prompt:
+        raise ValueError(f"{given[0]} must be {what} that is not empty, got {prompt!r:.60}")
+    inner = {"messages": (dict, "objects"), "input_ids": (int, "integers")}.get(given[0])
+    if inner and not all(isinstance(item, inner[0]) and not isinstance(item, bool) for item in prompt):
+        raise ValueError(f"{given[0]} must hold {inner[1]}, got {prompt!r:.60}")
+    return given[0]
+
+
 def parse_line(number: int, text: str | bytes, defaults: Mapping[str, Any], count: int) -> Line | BadLine:
     """One line of input. `count` is its index among the lines: line i of a run uses seed + i."""
     try:
-        text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
-        row = json.loads(text)
-        json.dumps(row, ensure_ascii=False).encode()  # half a surrogate can be neither tokenised nor written
-        if not isinstance(row, dict):
-            raise ValueError(f"a line must be a JSON object, got {text.strip()!r:.60}")
-        given = [name for name in PROMPT_FIELDS if name in row]
-        if len(given) != 1:
-            found = "none" if not given else " and ".join(given)
-            raise ValueError(f"a line needs exactly one of {', '.join(PROMPT_FIELDS)}; it has {found}")
-        prompt = row[given[0]]
-        wanted = {"prompt": (str, "a string"), "messages": (list, "a list"), "input_ids": (list, "a list of token ids")}
-        kind, what = wanted[given[0]]
-        if not isinstance(prompt, kind) or not prompt:
-            raise ValueError(f"{given[0]} must be {what} that is not empty, got {prompt!r:.60}")
-        inner = {"messages": (dict, "objects"), "input_ids": (int, "integers")}.get(given[0])
-        if inner and not all(isinstance(item, inner[0]) and not isinstance(item, bool) for item in prompt):
-            raise ValueError(f"{given[0]} must hold {inner[1]}, got {prompt!r:.60}")
+        row = parse_object(text)
+        prompt = row[prompt_field(row)]
         sampling = {name: value for name, value in row.items() if name not in (*PROMPT_FIELDS, "id")}
         merged = dict(defaults) | sampling
         if "seed" not in sampling and merged.get("seed") is not None:
@@ -118,10 +143,26 @@ class Writer:
             self._next += 1
 
 
-def run(engine: Engine, lines: list[Line | BadLine], output: TextIO, *, progress: bool = True) -> dict[str, Any]:
-    """Completes the lines; bad ones are reported on stderr and the rest runs. Returns the summary."""
+def run(
+    engine: Engine,
+    lines: Iterable[Line | BadLine | None],
+    output: TextIO,
+    *,
+    progress: bool = True,
+    total: int | None = None,
+    describe: Callable[[Line, Completion], dict[str, Any] | None] = result,
+) -> dict[str, Any]:
+    """Completes the lines, which are read as the engine gets to them. Returns the summary.
+
+    Args:
+        lines: bad ones are reported on stderr and the rest runs; None is a line that is left out on purpose.
+        total: how many lines there are, for the progress bar; None: as many as `lines` can tell.
+        describe: what is written of a line that is done; None counts as failed.
+    """
     writer, waiting, failures = Writer(output), {}, 0
-    submitted: list[Sequence] = []
+    source = enumerate(lines)
+    most = max(AHEAD, 2 * engine.config.max_running_requests)
+    settled = submitted = 0  # lines that are done with, and those that became requests
 
     def bad(index: int, number: int, reason: str) -> None:
         nonlocal failures
@@ -129,25 +170,35 @@ def run(engine: Engine, lines: list[Line | BadLine], output: TextIO, *, progress
         tqdm.write(f"line {number}: {reason}", file=sys.stderr)
         writer.put(index, None)
 
-    for index, line in enumerate(lines):
-        if isinstance(line, BadLine):
-            bad(index, line.number, line.reason)
-            continue
-        try:
-            sequence = engine.add(line.prompt, line.sampling)
-        except ValueError as error:
-            bad(index, line.number, str(error))
-            continue
-        waiting[sequence.id] = (index, line)
-        submitted.append(sequence)
+    def feed() -> Iterator[Sequence]:
+        """Fills the engine's queue."""
+        nonlocal settled, submitted
+        while len(waiting) < most and (item := next(source, None)) is not None:
+            index, line = item
+            if isinstance(line, Line):
+                try:
+                    sequence = engine.add(line.prompt, line.sampling)
+                except ValueError as error:
+                    line = BadLine(line.number, str(error))
+                else:
+                    waiting[sequence.id] = (index, line)
+                    submitted += 1
+                    yield sequence
+                    continue
+            settled += 1
+            if line is None:
+                writer.put(index, None)
+            else:
+                bad(index, line.number, line.reason)
 
-    engine.warm_up(engine.first_keys(submitted), progress=progress)
+    engine.warm_up(engine.first_keys(list(feed())), progress=progress)
     tokens, steps, drafted = 0, 0, 0
     shown: dict[str, int] = {}  # trees printed, by request
     times = engine.executables.phase_times
     before = PhaseTimes() if times is None else replace(times)
+    total = len(lines) if total is None and isinstance(lines, Sized) else total
     started = time.perf_counter()
-    with tqdm(total=len(submitted), desc="Generating", unit="req", disable=not progress or not submitted) as bar:
+    with tqdm(total=total, desc="Generating", unit="req", disable=not progress or not submitted) as bar:
         while engine.unfinished:
             for sequence in engine.step():
                 for tree in sequence.trees[shown.get(sequence.id, 0) :]:
@@ -156,18 +207,25 @@ def run(engine: Engine, lines: list[Line | BadLine], output: TextIO, *, progress
                 shown[sequence.id] = len(sequence.trees)
                 if sequence.status is not Status.FINISHED:
                     continue
+                del shown[sequence.id]
                 index, line = waiting.pop(sequence.id)
                 done = completion(sequence)
                 tokens += done.completion_tokens
                 steps += done.spec_verify_ct
                 drafted += sequence.drafted_tokens
-                writer.put(index, result(line, done))
-                bar.update()
+                settled += 1
+                if (row := describe(line, done)) is None:
+                    bad(index, line.number, f"the request failed: {done.finish_reason}")
+                else:
+                    writer.put(index, row)
                 accept = drafted / steps if steps else 1.0
                 bar.set_postfix_str(f"accept {accept:.2f}, {tokens / (time.perf_counter() - started):.1f} tok/s")
+            for _ in feed():
+                pass
+            bar.update(settled - bar.n)
     seconds = time.perf_counter() - started
     return {
-        "requests": len(submitted),
+        "requests": submitted,
         "failed": failures,
         "completion_tokens": tokens,
         "seconds": round(seconds, 3),

@@ -1,4 +1,4 @@
-"""EAGLE once more, slowly: the draft head and EAGLE-2's tree, after reference/ALGORITHMS.md and reference/FORMATS.md.
+"""EAGLE and MTP once more, slowly: draft heads and EAGLE-2's tree, after reference/ALGORITHMS.md and FORMATS.md.
 
 Plain Python and numpy, one item, one head and one node at a time, no cache: every node of a tree is computed from the
 committed tokens anew. Nothing here imports jax or specjax.
@@ -37,7 +37,7 @@ LogProbsFn = Callable[[TokenPath], Sequence[float] | np.ndarray]  # of the token
 class HeadSpec:
     """What the tensors do not say themselves."""
 
-    kind: str  # "eagle" (EAGLE-1 and EAGLE-2) or "eagle3"
+    kind: str  # "eagle" (EAGLE-1 and EAGLE-2), "eagle3" or "mtp" (MiMo's)
     num_heads: int
     head_dim: int
     eps: float = 1e-6
@@ -46,7 +46,7 @@ class HeadSpec:
 
     @property
     def layer(self) -> str:
-        return {"eagle": "layers.0", "eagle3": "midlayer"}[self.kind]
+        return {"eagle": "layers.0", "eagle3": "midlayer", "mtp": "model.mtp_layers.0"}[self.kind]
 
 
 def linear(tensors: Tensors, name: str, x: np.ndarray) -> np.ndarray:
@@ -97,6 +97,11 @@ def head_forward(
         e, f = np.asarray(embedding, dtype), np.asarray(feature, dtype)
         if spec.kind == "eagle":  # no norm before attention
             x = residual = linear(tensors, "fc", np.concatenate([e, f]))
+        elif spec.kind == "mtp":  # the feature first; an item at position 0 has no embedding
+            e = rms(tensors, f"{spec.layer}.token_layernorm", e if position else np.zeros_like(e), spec.eps)
+            f = rms(tensors, f"{spec.layer}.hidden_layernorm", f, spec.eps)
+            residual = linear(tensors, f"{spec.layer}.input_proj", np.concatenate([f, e]))
+            x = rms(tensors, f"{spec.layer}.input_layernorm", residual, spec.eps)
         else:
             g = f if again else linear(tensors, "fc", f)
             normed = rms(tensors, f"{spec.layer}.hidden_norm", g, spec.eps)
@@ -125,7 +130,8 @@ def head_forward(
         a = residual + linear(tensors, f"{at}.o_proj", np.concatenate(heads))
         x = rms(tensors, f"{spec.layer}.post_attention_layernorm", a, spec.eps)
         gate, up = (linear(tensors, f"{spec.layer}.mlp.{name}_proj", x) for name in ("gate", "up"))
-        outs.append(a + linear(tensors, f"{spec.layer}.mlp.down_proj", gate / (1 + np.exp(-gate)) * up))
+        out = a + linear(tensors, f"{spec.layer}.mlp.down_proj", gate / (1 + np.exp(-gate)) * up)
+        outs.append(rms(tensors, f"{spec.layer}.final_layernorm", out, spec.eps) if spec.kind == "mtp" else out)
     return np.stack(outs)
 
 
@@ -138,9 +144,10 @@ def draft_logits(
 ) -> np.ndarray:
     """[W]: logits of one item over the draft's own ids. `target_head` is [V, M].
 
-    EAGLE has no norm after its layer; with a token map (FR-Spec) it scores only the map's rows of the target's head.
+    EAGLE has no norm after its layer, MTP's is part of it; with a token map (FR-Spec) both score only the map's rows of
+    the target's head.
     """
-    if spec.kind == "eagle":
+    if spec.kind != "eagle3":
         rows = target_head if token_map is None else target_head[list(token_map)]
         return rows.astype(out.dtype) @ out
     rows = tensors.get("lm_head.weight", target_head)
@@ -149,7 +156,7 @@ def draft_logits(
 
 def target_ids(tensors: Tensors, spec: HeadSpec, vocab_size: int, token_map: Sequence[int] | None = None) -> np.ndarray:
     """[W]: the target's id of each of the draft's. EAGLE-3 heads bring their own map, as offsets."""
-    if spec.kind == "eagle":
+    if spec.kind != "eagle3":
         return np.arange(vocab_size) if token_map is None else np.asarray(token_map, int)
     size = tensors["lm_head.weight"].shape[0] if "lm_head.weight" in tensors else vocab_size
     return np.arange(size) + np.asarray(tensors.get("d2t", 0), int)
@@ -231,6 +238,7 @@ def grow_tree(
     *,
     prefix_length: int = 0,
     target_ids: Sequence[int] | np.ndarray | None = None,
+    least: float = 0.0,
 ) -> DraftTree:
     """EAGLE-2's tree of `width` nodes, the root included, from log-probabilities alone.
 
@@ -240,6 +248,7 @@ def grow_tree(
     Args:
         log_probs: path below the root -> log-probabilities [W] of the next token, in the draft's ids.
         target_ids: [W], the target's id of each; None: the same.
+        least: nodes of a lower probability are taken out of the finished tree; how close one was counts in `gap`.
 
     Raises:
         ValueError: more nodes than the pool can ever hold.
@@ -270,6 +279,10 @@ def grow_tree(
             beam = [new[i] for i in gaps.best([np.float32(pool[j].score) for j in new], topk, ordered=True)]
             beams.append(beam)
     chosen = sorted(gaps.best([np.float32(candidate.score) for candidate in pool], width - 1, ordered=False))
+    if least:
+        apart = [abs(pool[i].score - math.log(least)) for i in chosen]
+        gaps.gap, gaps.order_gap = min([gaps.gap, *apart]), min([gaps.order_gap, *apart])
+        chosen = [i for i in chosen if pool[i].score >= math.log(least)]
 
     node_of = {NO_PARENT: 0} | {index: node for node, index in enumerate(chosen, 1)}
     missing = width - 1 - len(chosen)
@@ -310,6 +323,7 @@ def draft_tree(
     topk: int,
     width: int,
     token_map: Sequence[int] | None = None,
+    least: float = 0.0,
     dtype: type = np.float32,
 ) -> DraftTree:
     """What the head proposes after `tokens` (committed, x_0..x_{n-1}) and `root` (x_n).
@@ -319,7 +333,7 @@ def draft_tree(
     ancestors and itself. The parent of a level-1 node is the last slot.
 
     Args:
-        features: [n, F], the target's: after its final norm for EAGLE, the taps side by side for EAGLE-3.
+        features: [n, F], the target's: after its final norm for EAGLE and MTP, the taps side by side for EAGLE-3.
         embedding, head: [V, M]; the target's, as far as the draft has none of its own.
     """
     n = len(tokens)
@@ -352,6 +366,7 @@ def draft_tree(
         width,
         prefix_length=n,
         target_ids=ids,
+        least=least,
     )
 
 
@@ -392,7 +407,7 @@ class Case:
     prefix_length: int = 0
     target_ids: tuple[int, ...] | None = None  # [W]
 
-    def grow(self) -> DraftTree:
+    def grow(self, least: float = 0.0) -> DraftTree:
         return grow_tree(
             lambda path: self.log_probs[path[-1] if path else self.root],
             self.root,
@@ -401,6 +416,7 @@ class Case:
             self.width,
             prefix_length=self.prefix_length,
             target_ids=self.target_ids,
+            least=least,
         )
 
 

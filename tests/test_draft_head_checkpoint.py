@@ -44,14 +44,15 @@ def read(folder: Path, kind: str, **options: Any):
 
 def assert_leaves(params: dict[str, Any], raw: dict[str, np.ndarray], kind: str, kv_heads: int = 2) -> None:
     """Row by row, as the leaves are documented: E = 8, 4 query heads, query head h = k*G + g."""
-    layer = "midlayer." if kind == "eagle3" else "layers.0."
+    layer = {"eagle": "layers.0.", "eagle3": "midlayer.", "mtp": "model.mtp_layers.0."}[kind]
+    fc = f"{layer}input_proj.weight" if kind == "mtp" else "fc.weight"
 
     def equal(ours: Any, theirs: np.ndarray) -> None:
         np.testing.assert_array_equal(np.float32(ours), np.float32(theirs))
 
-    equal(params["fc"].T, raw["fc.weight"])
-    if kind == "eagle":
-        equal(params["fc"][:16, 3], raw["fc.weight"][3, :16])  # the embedding first
+    equal(params["fc"].T, raw[fc])
+    if kind != "eagle3":
+        equal(params["fc"][:16, 3], raw[fc][3, :16])  # what comes first in the file: for MTP the feature
     groups = 4 // kv_heads
     assert params["qkv"].shape == ((32 if kind == "eagle3" else 16), kv_heads, groups + 2, 8)
     for h in range(4):
@@ -70,10 +71,12 @@ def assert_leaves(params: dict[str, Any], raw: dict[str, np.ndarray], kind: str,
     equal(params["gate_up"][:, 1].T, raw[f"{layer}mlp.up_proj.weight"])
     equal(params["down"].T, raw[f"{layer}mlp.down_proj.weight"])
     equal(params["mlp_norm"], raw[f"{layer}post_attention_layernorm.weight"])
+    mtp = kind == "mtp"
     for leaf, name in (
-        ("embedding_norm", "midlayer.input_layernorm.weight"),
-        ("feature_norm", "midlayer.hidden_norm.weight"),
-        ("final_norm", "norm.weight"),
+        ("embedding_norm", f"{layer}token_layernorm.weight" if mtp else "midlayer.input_layernorm.weight"),
+        ("feature_norm", f"{layer}hidden_layernorm.weight" if mtp else "midlayer.hidden_norm.weight"),
+        ("attention_norm", f"{layer}input_layernorm.weight" if mtp else "none"),
+        ("final_norm", f"{layer}final_layernorm.weight" if mtp else "norm.weight"),
         ("fc_bias", "fc.bias"),
     ):
         assert (leaf in params) == (name in raw)
@@ -100,7 +103,7 @@ def test_every_dialect_in_every_format(tmp_path, dialect, format):
     assert (config.kind, config.hidden_size, config.intermediate_size) == (kind, 16, 24)
     assert (config.num_heads, config.num_kv_heads, config.head_dim, config.norm_epsilon) == (4, 2, 8, 1e-5)
     assert config.fc_bias == ("fc_bias" in params) == (dialect in ("eagle", "eagle-qwen2"))
-    assert config.attention_bias == ("qkv_bias" in params) == (dialect == "eagle-qwen2")
+    assert config.attention_bias == ("qkv_bias" in params) == (dialect in ("eagle-qwen2", "mtp"))
     assert not config.output_bias and not config.mlp_bias
     assert config.norm_before_residual == (dialect == "eagle3-norm-before-residual")
     own = dialect in ("eagle3-own-embedding", "eagle3-speculators")
@@ -117,6 +120,7 @@ def test_every_dialect_in_every_format(tmp_path, dialect, format):
         assert params["ids"].tolist() == np.flatnonzero(raw["t2d"]).tolist()
     # The head's own base, 10000 if absent, and never the target's 7.
     theta = 500000.0 if dialect in ("eagle-nobias", "eagle-speculators", "eagle3-speculators") else 10000.0
+    theta = 640000.0 if kind == "mtp" else theta
     assert config.rope == RopeConfig(theta=theta)
 
 
@@ -328,6 +332,13 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "no fc": ("eagle3", {"tensors": {"fc.weight": None}}, {}, r"missing tensors: fc\.weight; the files hold d2t"),
     "no norm": ("eagle3", {"tensors": {"norm.weight": None, "midlayer.hidden_norm.weight": None}}, {},
                 r"missing tensors: midlayer\.hidden_norm\.weight, norm\.weight"),
+    "mtp norm": ("mtp", {"tensors": {"model.mtp_layers.0.final_layernorm.weight": None}}, {},
+                 r"missing tensors: model\.mtp_layers\.0\.final_layernorm\.weight$"),
+    "mtp extra": ("mtp", {"tensors": {"model.mtp_layers.0.self_attn.q_norm.weight": np.ones(8, np.float32)}}, {},
+                  r"no place in MTP heads: model\.mtp_layers\.0\.self_attn\.q_norm\.weight \[8\]"),
+    "mtp layers": ("mtp", {"tensors": {"model.mtp_layers.1.input_proj.weight": np.ones((16, 32), np.float32)}}, {},
+                   "it has 2 decoder layers; heads of 1 layer"),
+    "mtp target": ("mtp", {}, {"hidden_size": 20}, r"input_proj\.weight \[16, 32\] is for a target of hidden_size 16"),
     "no down": ("eagle3", {"tensors": {"midlayer.mlp.down_proj.weight": None}}, {}, r"missing tensors: .*down_proj"),
     "one bias": ("eagle", {"tensors": {"layers.0.self_attn.q_proj.bias": np.ones(32, np.float32)}}, {},
                  r"missing tensors: .*k_proj\.bias, .*v_proj\.bias"),
@@ -402,13 +413,15 @@ def test_refusals(tmp_path, case, monkeypatch):
     assert str(caught.value).startswith(f"--speculative-draft-model-path {tmp_path}: ")
 
 
-@pytest.mark.parametrize("dialect", ["eagle", "eagle3", "eagle3-fused"])
-def test_the_other_kind_is_refused_with_its_flag(tmp_path, dialect):
+@pytest.mark.parametrize("dialect", ["eagle", "eagle3", "eagle3-fused", "mtp"])
+def test_the_other_kinds_are_refused_with_their_flag(tmp_path, dialect):
     kind = DIALECTS[dialect]
     save_head(tmp_path, kind, dialect=dialect)
-    works, given = ("EAGLE", "EAGLE3") if kind == "eagle" else ("EAGLE3", "EAGLE")
-    with pytest.raises(CheckpointError, match=rf"for --speculative-algorithm {works}, not {given} \("):
-        read(tmp_path, "eagle3" if kind == "eagle" else "eagle")
+    for other in {"eagle", "eagle3", "mtp"} - {kind}:
+        with pytest.raises(
+            CheckpointError, match=rf"for --speculative-algorithm {kind.upper()}, not {other.upper()} \("
+        ):
+            read(tmp_path, other)
 
 
 # Files and names.

@@ -18,7 +18,7 @@ from toy_models import Runner, tiny_llama
 from specjax.cache import PoolShape
 from specjax.checkpoint import load_head
 from specjax.config import HeadConfig, RopeConfig
-from specjax.drafters import Context, Observation, Params, TreeShape, eagle_drafter
+from specjax.drafters import Confidence, Context, Observation, Params, TreeShape, eagle_drafter
 from specjax.models.eagle_head import init_head_params, with_token_map
 from specjax.sampling import sampling_row
 from specjax.step import StepConfig
@@ -63,9 +63,10 @@ def heads(tmp_path_factory):
 class Driven:
     """A drafter without a target: tokens and features are made up, and fed in pieces of any length."""
 
-    def __init__(self, toy, config, params, shape, *, rows=3, page_size=4, pages_a_row=8, seed=0):
+    def __init__(self, toy, config, params, shape, *, rows=3, page_size=4, pages_a_row=8, seed=0, confidence=None):
         self.toy, self.rows, self.rng = toy, rows, np.random.default_rng(seed)
-        self.drafter = eagle_drafter(toy.target, config, TreeShape(*shape))
+        self.confidence = confidence or Confidence()
+        self.drafter = eagle_drafter(toy.target, config, TreeShape(*shape), confidence=self.confidence)
         self.params = Params(toy.params, params)
         pool = PoolShape(rows * pages_a_row + 2, page_size)
         self.state = self.drafter.init(self.params, rows + 1, pool)
@@ -161,6 +162,7 @@ def expected_tree(driven: Driven, row: int, raw, spec, shape, token_map=None) ->
         topk=topk,
         width=width,
         token_map=token_map,
+        least=driven.confidence.least,
     )
 
 
@@ -198,6 +200,22 @@ def test_every_shape_drafts_the_oracles_trees(heads, dialect, page_size, shape):
     driven.feed((6, 1, 5), 8)
     driven.feed((1, 2, 0), 3)
     assert compare(driven, raw, spec, shape) >= 1
+
+
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("shape", [(4, 1, 5), (3, 4, 9)], ids=str)
+def test_nodes_below_a_probability_are_not_there(heads, shape, skips):
+    """They are those of the whole tree that the oracle takes out, whether levels are computed for nothing or not."""
+    raw, config, params, spec = heads("eagle3")
+    clear, sizes = 0, set()
+    for least in (0.02, 0.15, 0.5):
+        driven = Driven(target(), config, params, shape, confidence=Confidence(least, skips))
+        for lengths, width in EVENTS[:3]:
+            driven.feed(lengths, width)
+            clear += compare(driven, raw, spec, shape)
+            sizes |= set(driven.trees().valid.sum(axis=1).tolist())
+    assert clear >= 18, "of 27"
+    assert {1, 2} <= sizes and max(sizes) > 2, sizes
 
 
 @pytest.mark.parametrize("size", [3, 17])
@@ -268,6 +286,26 @@ def test_golden_trees(case, expected):
         assert [place[node] for node in found.parents[row, live].tolist()] == expected["parents"][:count]
         assert found.depth[row, live].tolist() == expected["depth"][:count]
         np.testing.assert_allclose(found.scores[row, live], expected["scores"][:count], atol=ERROR)
+
+
+@pytest.mark.parametrize("name", ["worked", "chain", "certain", "few tokens", "5 4 8", "5 8 32", "mapped"])
+def test_golden_trees_are_cut(name):
+    case = next(case for case, _ in GOLDEN if case.name == name)
+    config, params, toy = table_head(case.log_probs, case.target_ids)
+    sizes = []
+    for least in (1e-6, 0.04, 0.22, 0.9):
+        expected = case.grow(least)
+        driven = Driven(
+            toy, config, params, (case.steps, case.topk, case.width), rows=2, page_size=2,
+            confidence=Confidence(least, skips=True),
+        )  # fmt: skip
+        driven.tokens[:, 3] = case.root
+        driven.feed((3, 3), 4)
+        found = driven.trees()
+        for row in range(2):
+            check_tree(found, row, expected)
+        sizes.append(expected.size)
+    assert sizes == sorted(sizes, reverse=True) and (len(set(sizes)) > 1 or name == "certain")
 
 
 # The whole step: what the head sees of a real target.

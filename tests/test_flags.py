@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from specjax import flags, generate, settings
+from specjax.drafters import DRAFTERS
 from specjax.engine import EngineConfig
 
-SHIPPED = Path(__file__).parents[1] / "configs" / "smollm2-135m-instruct-ngram.toml"
+CONFIGS = Path(__file__).parents[1] / "configs"
+SHIPPED = CONFIGS / "smollm2-135m-instruct-eagle3.toml"
+NGRAM = CONFIGS / "smollm2-135m-instruct-ngram.toml"
 DEFAULTS = flags.Settings()
 TABLES = ("model", "engine", "speculative", "server")
 
@@ -129,10 +132,10 @@ def test_an_algorithm_gets_its_own_flags_and_others_are_named_in_a_warning(caplo
     assert drafting(*head) == {"draft_model_path": "h"}
     assert drafting(
         *head, "--speculative-num-steps", 3, "--speculative-eagle-topk", 2, "--speculative-num-draft-tokens", 6,
-        "--speculative-token-map", "8192", "--speculative-draft-model-revision", "r",
+        "--speculative-token-map", "8192", "--speculative-draft-model-revision", "r", "--speculative-draft-p-min", 0.4,
     ) == {
         "draft_model_path": "h", "num_steps": 3, "eagle_topk": 2, "num_draft_tokens": 6, "token_map": "8192",
-        "draft_model_revision": "r",
+        "draft_model_revision": "r", "draft_p_min": 0.4,
     }  # fmt: skip
     assert not caplog.records
     assert (
@@ -149,6 +152,10 @@ def test_an_algorithm_gets_its_own_flags_and_others_are_named_in_a_warning(caplo
     ("argv", "message"),
     [
         ("--speculative-num-steps 0", "--speculative-num-steps must be an integer from 1 to 64, got 0"),
+        (
+            "--speculative-draft-p-min 1",
+            "--speculative-draft-p-min must be a number from 0 to below 1, got 1.0",
+        ),
         ("--speculative-eagle-topk 65", "--speculative-eagle-topk must be an integer from 1 to 64, got 65"),
         (
             "--speculative-num-steps 2 --speculative-eagle-topk 2 --speculative-num-draft-tokens 8",
@@ -159,6 +166,56 @@ def test_an_algorithm_gets_its_own_flags_and_others_are_named_in_a_warning(caplo
 def test_trees_that_cannot_be_are_refused_before_anything_is_loaded(argv, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         drafting("--speculative-algorithm", "eagle3", "--speculative-draft-model-path", "h", *argv.split())
+
+
+def test_what_auto_may_mean_gets_the_flags_that_were_given_for_it(caplog):
+    """Defaults stay away: those of one algorithm would be flags of another that nobody gave."""
+    assert flags.engine_arguments(DEFAULTS)["algorithm"] == "AUTO"
+    assert drafting() == {}
+    given = ("--speculative-num-steps", 3, "--speculative-ngram-capacity", 4096, "--speculative-token-map", "64")
+    assert drafting(*given, "--speculative-ngram-min-bfs-breadth", 1) == {
+        "num_steps": 3, "capacity": 4096, "token_map": "64"
+    }  # fmt: skip
+    assert not caplog.records, "which of these has an effect is not known yet"
+    assert drafting("--speculative-draft-model-revision", "r") == {}
+    (record,) = caplog.records
+    assert record.getMessage() == "no effect with --speculative-algorithm AUTO: --speculative-draft-model-revision"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--speculative-num-steps 0", "--speculative-num-steps must be an integer from 1 to 64, got 0"),
+        ("--speculative-ngram-capacity 3", "--speculative-ngram-capacity must be"),
+        ("--speculative-num-draft-tokens 1", "--speculative-num-draft-tokens must be from 2"),
+        ("--speculative-draft-p-min -1", "--speculative-draft-p-min must be a number from 0 to below 1, got -1.0"),
+    ],
+)
+def test_what_nothing_that_auto_may_mean_can_work_with_is_refused(argv, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        drafting(*argv.split())
+
+
+def test_the_least_probability_of_a_draft(toml, caplog):
+    """0 is a value of its own: it undoes what a head that comes with specjax brings."""
+    file = toml("[speculative]\nspeculative-draft-p-min = 0.35\n")
+    assert drafting("--config", file) == {"draft_p_min": 0.35}
+    assert drafting("--config", file, "--speculative-draft-p-min", 0) == {"draft_p_min": 0.0}
+    head = ("--speculative-algorithm", "mtp", "--speculative-draft-model", "h")
+    assert drafting("--config", file, *head) == {"draft_model_path": "h", "draft_p_min": 0.35}
+    assert drafting(*head) == {"draft_model_path": "h"}
+    assert not caplog.records
+    for name in ("NGRAM", "NONE"):
+        assert "draft_p_min" not in drafting("--speculative-algorithm", name, "--speculative-draft-p-min", 0.5)
+        assert caplog.records.pop().getMessage() == (
+            f"no effect with --speculative-algorithm {name}: --speculative-draft-p-min"
+        )
+
+
+def test_a_value_that_one_of_them_can_work_with_waits_for_the_model():
+    """A tree of n-grams has at most 64 nodes, EAGLE's may have more."""
+    wide = ("--speculative-eagle-topk", 8, "--speculative-num-draft-tokens", 100)
+    assert drafting(*wide) == {"eagle_topk": 8, "num_draft_tokens": 100}
 
 
 def test_a_head_is_no_use_to_an_algorithm_without_one():
@@ -172,7 +229,7 @@ def test_a_head_is_no_use_to_an_algorithm_without_one():
     [
         (
             "--speculative-algorithm eagle9",
-            "--speculative-algorithm must be one of AUTO, NONE, NGRAM, EAGLE, EAGLE3, got 'eagle9'",
+            f"--speculative-algorithm must be one of {', '.join(('AUTO', *DRAFTERS))}, got 'eagle9'",
         ),
         ("--dtype float64", "--dtype must be one of auto, float32, bfloat16, float16, got 'float64'"),
         ("--page-size 0", "--page-size must be at least 1, got 0"),
@@ -220,7 +277,7 @@ def test_generate_takes_the_servers_file_and_ends_before_it_loads_anything(toml,
     assert (seen["model"], seen["config"].page_size, seen["config"].max_running_requests) == ("n", 4, 8)
 
 
-# The file that we ship.
+# The files that we ship.
 
 
 @pytest.mark.parametrize("defaults", [DEFAULTS, generate.DEFAULTS], ids=["server", "generate"])
@@ -228,8 +285,15 @@ def test_the_shipped_file_changes_nothing(defaults):
     assert ours("--config", SHIPPED, defaults=defaults) == defaults
 
 
-def test_the_shipped_file_holds_every_key_with_a_comment_and_uncommented_is_valid(toml):
-    lines = SHIPPED.read_text(encoding="utf-8").splitlines()
+@pytest.mark.parametrize("defaults", [DEFAULTS, generate.DEFAULTS], ids=["server", "generate"])
+def test_the_file_of_ngrams_changes_the_algorithm(defaults):
+    changed = replace(defaults, speculative=replace(defaults.speculative, speculative_algorithm="NGRAM"))
+    assert ours("--config", NGRAM, defaults=defaults) == changed
+
+
+@pytest.mark.parametrize("file", [SHIPPED, NGRAM], ids=["eagle3", "ngram"])
+def test_a_shipped_file_holds_every_key_with_a_comment_and_uncommented_is_valid(file, toml):
+    lines = file.read_text(encoding="utf-8").splitlines()
     held, table = set(), ""
     for i, line in enumerate(lines):
         if match := re.fullmatch(r"\[(\w+)\]", line):

@@ -23,7 +23,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SOURCES = {"specjax": ROOT / "specjax", "specjax_kernels": ROOT / "kernels" / "specjax_kernels"}
 
 
-DATA = {f"specjax/data/{file.name}" for file in (ROOT / "specjax" / "data").iterdir()}
+DATA = {
+    f"specjax/{file.relative_to(ROOT / 'specjax').as_posix()}"
+    for file in (ROOT / "specjax" / "data").rglob("*")
+    if file.is_file()
+}
 
 
 def source_files(suffix: str = ".py") -> set[str]:

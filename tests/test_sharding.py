@@ -209,7 +209,7 @@ def test_every_leaf_is_in_the_table():
 def test_every_leaf_of_a_head_is_in_its_table():
     target, seen = make_target(ModelConfig(**CONFIG, tied_embeddings=True, rope=RopeConfig())), {"pages"}
     plain = {"kind": "eagle", "feature_size": 32, "taps": (), "own_embedding": False}
-    for changes in ({}, plain):
+    for changes in ({}, plain, {**plain, "kind": "mtp"}):
         config = HeadConfig(**HEAD | changes, rope=RopeConfig())
         init = functools.partial(eagle_head.init_head_params, config, target)
         for name, leaf in jax.eval_shape(init, jax.random.key(0)).items():

@@ -21,6 +21,8 @@ DIALECTS: dict[str, str] = {
     "eagle3-full-vocabulary": "eagle3",
     "eagle3-norm-before-residual": "eagle3",
     "eagle3-own-embedding": "eagle3",
+    "mtp": "mtp",
+    "mtp-nobias": "mtp",
 }
 """Dialect -> kind."""
 
@@ -53,7 +55,7 @@ def save_head(
 
     Args:
       folder: made if need be; gets config.json and the weights.
-      kind: eagle or eagle3.
+      kind: eagle, eagle3 or mtp.
       dialect: of ``DIALECTS``; ``kind`` itself if None.
       format: safetensors, bin, sharded safetensors or sharded bin; if None, what the dialect is published in.
       seed: of the weights.
@@ -97,10 +99,10 @@ def _random(kind: str, dialect: str, size: Mapping[str, int], rng: np.random.Gen
     q, kv = size["heads"] * e, size["kv_heads"] * e
     vocab, target = size["target_vocab_size"], size["target_hidden_size"]
     wide = kind == "eagle3"
-    layer = "midlayer." if wide else "layers.0."
+    layer = {"eagle": "layers.0.", "eagle3": "midlayer.", "mtp": "model.mtp_layers.0."}[kind]
     read = 2 * m if wide else m
     shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (m, size["taps"] * target if wide else 2 * m),
+        f"{layer}input_proj.weight" if kind == "mtp" else "fc.weight": (m, size["taps"] * target if wide else 2 * m),
         f"{layer}self_attn.q_proj.weight": (q, read),
         f"{layer}self_attn.k_proj.weight": (kv, read),
         f"{layer}self_attn.v_proj.weight": (kv, read),
@@ -114,9 +116,12 @@ def _random(kind: str, dialect: str, size: Mapping[str, int], rng: np.random.Gen
         shapes |= {f"{layer}{norm}.weight": (m,) for norm in ("input_layernorm", "hidden_norm")}
         words = vocab if dialect == "eagle3-full-vocabulary" else size["draft_vocab_size"]
         shapes |= {"norm.weight": (m,), "lm_head.weight": (words, m)}
+    if kind == "mtp":
+        norms = ("token_layernorm", "hidden_layernorm", "input_layernorm", "final_layernorm")
+        shapes |= {f"{layer}{norm}.weight": (m,) for norm in norms}
     if dialect in ("eagle", "eagle-qwen2"):
         shapes["fc.bias"] = (m,)
-    if dialect == "eagle-qwen2":
+    if dialect in ("eagle-qwen2", "mtp"):
         shapes |= {f"{layer}self_attn.{part}_proj.bias": (rows,) for part, rows in zip("qkv", (q, kv, kv), strict=True)}
     if dialect in ("eagle", "eagle-nobias", "eagle-qwen2", "eagle3-own-embedding", "eagle3-speculators"):
         shapes["embed_tokens.weight"] = (vocab, m)
@@ -182,6 +187,9 @@ def _config(dialect: str, size: Mapping[str, int], dtype: str) -> dict[str, Any]
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": dtype, **layer}
     if dialect == "eagle-nobias":
         config |= {"bias": False, "rope_theta": 500000.0}
+    if DIALECTS[dialect] == "mtp":
+        config |= {"architectures": ["MiMoMTP"], "model_type": "mimo", "num_nextn_predict_layers": 1}
+        config |= {"attention_bias": dialect == "mtp", "head_dim": size["head_dim"], "rope_theta": 640000.0}
     if DIALECTS[dialect] == "eagle3":
         config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": size["draft_vocab_size"]}
     if dialect == "eagle3-full-vocabulary":

@@ -1,5 +1,5 @@
 """Models on disk: a name to files, a config.json to a ``ModelConfig``, tensors to the parameter tree, a tokenizer;
-and what drafts for them: EAGLE heads and token maps.
+and what drafts for them: EAGLE heads, those that ship among them, and token maps.
 
 Never imports torch or the engine. jax, transformers, gguf and the hub's client are imported by the functions that
 need them, so importing this package is cheap.
@@ -12,17 +12,21 @@ from specjax.checkpoint.files import ModelFiles, stop_token_ids
 from specjax.checkpoint.hf_config import model_config
 from specjax.checkpoint.hub import resolve
 from specjax.checkpoint.load import load_params, load_tokenizer
+from specjax.checkpoint.shipped import ShippedHead, may_have_head, shipped_head
 from specjax.checkpoint.token_map import read_token_map
 
 __all__ = [
     "BUILT_IN_MODEL",
     "CheckpointError",
     "ModelFiles",
+    "ShippedHead",
     "load_head",
     "load_params",
     "load_tokenizer",
+    "may_have_head",
     "model_config",
     "read_token_map",
     "resolve",
+    "shipped_head",
     "stop_token_ids",
 ]

@@ -1,4 +1,4 @@
-"""EAGLE, EAGLE-2 and EAGLE-3 draft heads: a name to a ``HeadConfig`` and the head's parameters.
+"""EAGLE, EAGLE-2, EAGLE-3 and MTP draft heads: a name to a ``HeadConfig`` and the head's parameters.
 
 What the tensors show decides, and everything is checked against the target before anything large is read: a head
 that does not belong to the target would only be slow, never wrong, and so nobody would notice. Knows nothing of how a
@@ -28,8 +28,8 @@ from specjax.checkpoint.torch_zip import read_torch_zip
 from specjax.config import HeadConfig, ModelConfig
 
 FLAG = "--speculative-draft-model-path"
-Kind = Literal["eagle", "eagle3"]
-_ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3"}
+Kind = Literal["eagle", "eagle3", "mtp"]
+_ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "mtp": "MTP"}
 _PARAMETER_DTYPES = frozenset(DTYPES.values())
 # Two roundings to half precision of one number differ by less.
 _RELATIVE, _ABSOLUTE = 1e-2, 1e-4
@@ -50,7 +50,8 @@ def load_head(
     Args:
       name: a folder or a hub id.
       target: the model that it drafts for; parameters are cast to ``target.dtype``.
-      kind: what the head must be; ``eagle`` is EAGLE-1 and EAGLE-2.
+      kind: what the head must be; ``eagle`` is EAGLE-1 and EAGLE-2, ``mtp`` a layer as MiMo has it, in a folder of its
+        own.
       revision: branch, tag or commit of a hub id.
       progress: show bars on stderr.
       put: moves one finished leaf to the device; ``jax.device_put`` if None.
@@ -60,7 +61,8 @@ def load_head(
     Returns:
       The head's description, and ``fc [2M or F, M]``, ``qkv [M or 2M, K, G+2, E]``, ``output [K, G, E, M]``,
       ``mlp_norm [M]``, ``gate_up [M, 2, I]``, ``down [I, M]``. The rows of ``fc`` and ``qkv`` that read the embedding
-      come first. EAGLE-3 has ``embedding_norm``, ``feature_norm`` and ``final_norm`` ``[M]``. As the description says:
+      come first, in MTP's ``fc`` last. EAGLE-3 has ``embedding_norm``, ``feature_norm`` and ``final_norm`` ``[M]``, MTP
+      these and ``attention_norm [M]``. As the description says:
       ``fc_bias [M]``, ``qkv_bias [K, G+2, E]``, ``output_bias [M]``, ``gate_up_bias [2, I]``, ``down_bias [M]``,
       ``embed [V, M]``, ``head [M, W]``, and ``ids`` int32 ``[W]``, the target's id of each of the head's.
 
@@ -151,11 +153,12 @@ def _read(files: tuple[Path, ...]) -> dict[str, np.ndarray]:
 
 
 def _check_kind(tensors: HeadTensors, kind: Kind) -> None:
-    """EAGLE-3's q reads the embedding and the feature, EAGLE's what fc made of the two."""
+    """EAGLE-3's q reads the embedding and the feature, the others' what fc made of the two; MTP norms both first."""
     query = f"{names.QKV if tensors.has(f'{names.QKV}.weight') else names.Q}.weight"
     tensors.need(names.FC, query)
     width, read = tensors.matrix(names.FC).shape[0], tensors.matrix(query).shape[1]
-    found = {width: "eagle", 2 * width: "eagle3"}.get(read)
+    narrow = "mtp" if tensors.has(names.TOKEN_NORM) else "eagle"
+    found = {width: narrow, 2 * width: "eagle3"}.get(read)
     if found is None:
         raise CheckpointError(
             f"{tensors.said(query)} reads {read} numbers, and {tensors.said(names.FC)} gives {width}; a head of EAGLE "
@@ -285,7 +288,8 @@ def _ids(tensors: HeadTensors, vocab_size: int, target_size: int) -> np.ndarray 
 
 def _check(tensors: HeadTensors, table: list[Any], config: HeadConfig) -> None:
     """Refuse missing and misshapen tensors, those with no place, and those that are no floats; names as in the file."""
-    renamed = [replace(part, tensor=tensors.names.get(part.tensor, part.tensor)) for part in table]
+    said = {part.tensor: tensors.names.get(part.tensor, names.file_name(config.kind, part.tensor)) for part in table}
+    renamed = [replace(part, tensor=said[part.tensor]) for part in table]
     shapes = {tensors.names[name]: array.shape for name, array in tensors.arrays.items()}
     missing, wrong = misfits(shapes, renamed)
     unread = {names.MASK, names.OFFSETS} if config.kind == "eagle3" else {names.EMBED}

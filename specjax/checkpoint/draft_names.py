@@ -2,7 +2,8 @@
 
 Tables, as in ``mappings``, whose rules for a decoder layer are used again here. Names are first brought to one form,
 that of the published EAGLE-3 heads (``fc``, ``midlayer``, ``norm``, ``lm_head``, ``embed_tokens``, ``d2t``, ``t2d``),
-and fused projections are cut into views. Knows nothing of files, configs or the target.
+and fused projections are cut into views. The same tables serve to write a head. Knows nothing of files, configs or the
+target.
 """
 
 from __future__ import annotations
@@ -31,12 +32,22 @@ QKV = f"{LAYER}self_attn.qkv_proj"
 GATE, UP, GATE_UP, DOWN = (f"{LAYER}mlp.{part}_proj" for part in ("gate", "up", "gate_up", "down"))
 FC, EMBED, HEAD = "fc.weight", "embed_tokens.weight", "lm_head.weight"
 OFFSETS, MASK = "d2t", "t2d"
+TOKEN_NORM = f"{LAYER}token_layernorm.weight"  # only MTP layers have it
 
 # speculators' converter renamed EAGLE-1's fc and layers.0; its EAGLE-3 heads and NeMo's have layers.0.
-_RENAMED = ((r"model\.", ""), (r"layers\.0\.", LAYER), (r"transformer\.", LAYER), (r"fusion_fc\.", "fc."))
+# MiMo has its MTP layer's two halves, what comes before the decoder layer and the layer itself, under one prefix.
+_RENAMED = (
+    (r"model\.", ""), (r"layers\.0\.", LAYER), (r"transformer\.", LAYER), (r"fusion_fc\.", "fc."),
+    (r"mtp_layers\.0\.input_proj\.", "fc."), (r"mtp_layers\.0\.", LAYER),
+)  # fmt: skip
+_WRITTEN = {
+    "eagle": ((LAYER, "layers.0."),),
+    "eagle3": (),
+    "mtp": (("fc.", "model.mtp_layers.0.input_proj."), (LAYER, "model.mtp_layers.0.")),
+}
 _IGNORED = re.compile(re.escape(LAYER) + r"self_attn\.rotary_emb\.inv_freq|rotary_emb\.inv_freq")
 
-# J is the input of q, k and v: M for EAGLE, 2M for EAGLE-3. F is the input of fc, W the draft vocabulary.
+# J is the input of q, k and v: 2M for EAGLE-3, else M. F is the input of fc, W the draft vocabulary.
 HEAD_LEAVES = LEAVES | {
     "fc": "F M",
     "fc_bias": "M",
@@ -47,10 +58,20 @@ HEAD_LEAVES = LEAVES | {
 }
 _FC = Rule(FC, "M F", "fc", "FM")
 _FC_BIAS = Rule("fc.bias", "M", "fc_bias", "M")
-_NORMS = (
-    Rule(f"{LAYER}input_layernorm.weight", "M", "embedding_norm", "M"),
-    Rule(f"{LAYER}hidden_norm.weight", "M", "feature_norm", "M"),
-)
+_NORMS = {
+    "eagle": (),
+    "eagle3": (
+        Rule(f"{LAYER}input_layernorm.weight", "M", "embedding_norm", "M"),
+        Rule(f"{LAYER}hidden_norm.weight", "M", "feature_norm", "M"),
+        Rule("norm.weight", "M", "final_norm", "M"),
+    ),
+    "mtp": (
+        Rule(TOKEN_NORM, "M", "embedding_norm", "M"),
+        Rule(f"{LAYER}hidden_layernorm.weight", "M", "feature_norm", "M"),
+        Rule(f"{LAYER}input_layernorm.weight", "M", "attention_norm", "M"),
+        Rule(f"{LAYER}final_layernorm.weight", "M", "final_norm", "M"),
+    ),
+}
 _QKV = tuple(
     replace(rule, tensor=LAYER + rule.tensor, split=rule.split.replace("M", "J"), order=rule.order.replace("M", "J"))
     for rule in LAYER_RULES
@@ -60,7 +81,6 @@ _AFTER_QKV = tuple(
     replace(rule, tensor=LAYER + rule.tensor) for rule in LAYER_RULES if rule.leaf not in ("qkv", "attention_norm")
 )
 _BIASES = tuple(replace(rule, tensor=LAYER + rule.tensor) for rule in ATTENTION_BIAS_RULES + MLP_BIAS_RULES)
-_FINAL_NORM = Rule("norm.weight", "M", "final_norm", "M")
 _EMBED = Rule(EMBED, "V M", "embed", "VM")
 _HEAD = Rule(HEAD, "W M", "head", "MW")
 
@@ -106,7 +126,7 @@ def common_names(tensors: Mapping[str, np.ndarray]) -> HeadTensors:
     Raises:
       CheckpointError: there are several layers, or two tensors of one meaning.
     """
-    layers = {int(found[1]) for name in tensors if (found := re.match(r"(?:model\.)?layers\.(\d+)\.", name))}
+    layers = {int(found[1]) for name in tensors if (found := re.match(r"(?:model\.)?(?:mtp_)?layers\.(\d+)\.", name))}
     if len(layers) > 1:
         raise CheckpointError(f"it has {len(layers)} decoder layers; heads of 1 layer are supported")
     arrays: dict[str, np.ndarray] = {}
@@ -120,6 +140,14 @@ def common_names(tensors: Mapping[str, np.ndarray]) -> HeadTensors:
         if not _IGNORED.fullmatch(name):
             arrays[name], names[name] = array, given
     return HeadTensors(arrays, names)
+
+
+def file_name(kind: str, name: str) -> str:
+    """The common name ``name`` as heads of that kind are published; ``common_names`` leads back."""
+    for common, published in _WRITTEN[kind]:
+        if name.startswith(common):
+            return published + name.removeprefix(common)
+    return name
 
 
 def unfused(tensors: HeadTensors, query_rows: int, kv_rows: int) -> HeadTensors:
@@ -141,7 +169,7 @@ def unfused(tensors: HeadTensors, query_rows: int, kv_rows: int) -> HeadTensors:
 def head_placements(config: HeadConfig, target_vocab_size: int) -> list[Placement]:
     """Every tensor that a head of this description must hold, ``ids`` apart, in the order of its parameters."""
     wide = config.kind == "eagle3"
-    rules = [_FC, *([_FC_BIAS] if config.fc_bias else []), *(_NORMS if wide else ()), *_QKV, *_AFTER_QKV]
+    rules = [_FC, *([_FC_BIAS] if config.fc_bias else []), *_NORMS[config.kind], *_QKV, *_AFTER_QKV]
     present = {
         "qkv_bias": config.attention_bias,
         "output_bias": config.output_bias,
@@ -149,7 +177,6 @@ def head_placements(config: HeadConfig, target_vocab_size: int) -> list[Placemen
         "down_bias": config.mlp_bias,
     }
     rules += [rule for rule in _BIASES if present[rule.leaf]]
-    rules += [_FINAL_NORM] if wide else []
     rules += [_EMBED] if config.own_embedding else []
     rules += [_HEAD] if config.own_head else []
     sizes = {
@@ -166,3 +193,8 @@ def head_placements(config: HeadConfig, target_vocab_size: int) -> list[Placemen
         "2": 2,
     }
     return [placement(rule, "", (), sizes, HEAD_LEAVES) for rule in rules]
+
+
+def taken(part: Placement, leaf: np.ndarray) -> np.ndarray:
+    """The tensor ``[part.shape]`` that ``part.place`` would write into ``leaf [part.leaf_shape]``: its inverse."""
+    return leaf[part.part].transpose(np.argsort(part.axes)).reshape(part.shape)

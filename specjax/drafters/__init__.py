@@ -11,7 +11,7 @@ import jax
 
 from specjax.config import HeadConfig
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
-from specjax.drafters.eagle import eagle_drafter
+from specjax.drafters.eagle import Confidence, eagle_drafter
 from specjax.drafters.ngram import NgramConfig, ngram_config, ngram_drafter
 from specjax.drafters.none import none_drafter
 from specjax.drafters.shape import TreeShape, tree_shape
@@ -31,7 +31,8 @@ class Algorithm:
     Attributes:
         flags: keyword arguments that `check` and `make` take.
         check: refuses wrong flags; needs nothing else, so it can be called before anything is loaded.
-        make: (target, head, backend, **flags) -> Drafter. Target and head may be None where `head` is.
+        make: (target, head, backend, **flags) -> Drafter. Target and head may be None where `head` is. Where it is not,
+            `automatic` may be a flag, too: the tree where no number is given.
         head: the kind of draft head that it needs a checkpoint of; None: it needs none.
         takes_token_map: whether its vocabulary may be reduced (FR-Spec); False: a head brings its own.
     """
@@ -39,7 +40,7 @@ class Algorithm:
     flags: frozenset[str]
     check: Callable[..., Any]
     make: Callable[..., Drafter]
-    head: Literal["eagle", "eagle3"] | None = None
+    head: Literal["eagle", "eagle3", "mtp"] | None = None
     takes_token_map: bool = False
 
 
@@ -47,11 +48,19 @@ def _ngram_config(**flags: Any) -> NgramConfig:
     return ngram_config(jax.default_backend(), **flags)
 
 
-def _check_tree(
-    num_steps: int | None = None, eagle_topk: int | None = None, num_draft_tokens: int | None = None
+def _check_eagle(
+    num_steps: int | None = None,
+    eagle_topk: int | None = None,
+    num_draft_tokens: int | None = None,
+    draft_p_min: float = 0.0,
 ) -> None:
     """What is wrong for every target; only one with fewer automatic steps can find more wrong."""
+    _confidence(draft_p_min)
     tree_shape(num_steps, eagle_topk, num_draft_tokens, automatic=max(OTHER_TREE, *AUTOMATIC_TREES.values()))
+
+
+def _confidence(draft_p_min: float) -> Confidence:
+    return Confidence(draft_p_min, skips=jax.default_backend() == "cpu")
 
 
 def _make_eagle(
@@ -61,19 +70,24 @@ def _make_eagle(
     num_steps: int | None = None,
     eagle_topk: int | None = None,
     num_draft_tokens: int | None = None,
+    draft_p_min: float = 0.0,
+    automatic: tuple[int, int, int] | None = None,
 ) -> Drafter:
-    automatic = AUTOMATIC_TREES.get(target.config.family, OTHER_TREE)
+    automatic = automatic or AUTOMATIC_TREES.get(target.config.family, OTHER_TREE)
     chosen = tree_shape(num_steps, eagle_topk, num_draft_tokens, automatic=automatic)
     if chosen.warning:
         logger.warning("%s", chosen.warning)
-    return eagle_drafter(target, head, chosen.shape, backend=backend, asked=chosen.asked, note=chosen.note)
+    confidence = _confidence(draft_p_min)
+    return eagle_drafter(
+        target, head, chosen.shape, confidence=confidence, backend=backend, asked=chosen.asked, note=chosen.note
+    )
 
 
 def _make_ngram(target: Target | None, head: HeadConfig | None, backend: str | None, **flags: Any) -> Drafter:
     return ngram_drafter(_ngram_config(**flags))._replace(asked="num_draft_tokens" in flags)
 
 
-TREE_FLAGS = frozenset({"num_steps", "eagle_topk", "num_draft_tokens"})
+EAGLE_FLAGS = frozenset({"num_steps", "eagle_topk", "num_draft_tokens", "draft_p_min"})
 
 DRAFTERS: dict[str, Algorithm] = {
     "NONE": Algorithm(frozenset(), dict, lambda target, head, backend: none_drafter()),
@@ -82,23 +96,34 @@ DRAFTERS: dict[str, Algorithm] = {
         _ngram_config,
         _make_ngram,
     ),
-    "EAGLE": Algorithm(TREE_FLAGS, _check_tree, _make_eagle, head="eagle", takes_token_map=True),
-    "EAGLE3": Algorithm(TREE_FLAGS, _check_tree, _make_eagle, head="eagle3"),
+    "EAGLE": Algorithm(EAGLE_FLAGS, _check_eagle, _make_eagle, head="eagle", takes_token_map=True),
+    "EAGLE3": Algorithm(EAGLE_FLAGS, _check_eagle, _make_eagle, head="eagle3"),
+    "MTP": Algorithm(EAGLE_FLAGS, _check_eagle, _make_eagle, head="mtp", takes_token_map=True),
 }
 """Algorithm name to what makes its drafter."""
 
 AUTO = "AUTO"
 DEFAULT = "NGRAM"
-"""What AUTO means for a model without a draft head or layers of its own."""
+"""What AUTO means for a model for which no draft head ships."""
 
 
-def algorithm_named(name: str) -> tuple[str, Algorithm]:
+def is_automatic(name: str) -> bool:
+    """Whether the model decides which algorithm the name stands for."""
+    return name.upper() == AUTO
+
+
+def algorithm_named(name: str, *, shipped: str | None = None) -> tuple[str, Algorithm]:
     """The algorithm of a name in any case, and the name that it has in the table.
+
+    Args:
+        shipped: the kind of the draft head that ships for the model, which AUTO then means.
 
     Raises:
         ValueError: there is none; names all.
     """
-    found = DEFAULT if name.upper() == AUTO else name.upper()
+    found = name.upper()
+    if is_automatic(name):
+        found = next((key for key, other in DRAFTERS.items() if shipped and other.head == shipped), DEFAULT)
     if found not in DRAFTERS:
         raise ValueError(
             f"no speculative algorithm {name!r} (--speculative-algorithm); there are: {AUTO}, {', '.join(DRAFTERS)}"
@@ -120,6 +145,42 @@ def check_flags(algorithm: str, flags: Mapping[str, Any]) -> None:
     found.check(**flags)
 
 
+def check_automatic(flags: Mapping[str, Any]) -> None:
+    """Refuses what is wrong whatever AUTO comes to mean: a flag that nothing has that it may mean, or a value that none
+    of those that have the flag can work with.
+
+    Raises:
+        ValueError: see above.
+    """
+    known = frozenset[str]().union(*(found.flags for found in automatic_choices().values()))
+    if unknown := sorted(set(flags) - known):
+        raise ValueError(
+            f"--speculative-algorithm {AUTO} has no flag {unknown[0]!r}; it has: {', '.join(sorted(known))}"
+        )
+    refusals: list[ValueError] = []
+    concerned = [(name, found) for name, found in automatic_choices().items() if found.flags & set(flags)]
+    for name, found in concerned:
+        try:
+            check_flags(name, {key: value for key, value in flags.items() if key in found.flags})
+        except ValueError as error:
+            refusals.append(error)
+    if refusals and len(refusals) == len(concerned):
+        raise refusals[-1]
+
+
+def automatic_choices() -> dict[str, Algorithm]:
+    """What AUTO may mean, the last of them where nothing better is there."""
+    names = dict.fromkeys([*(name for name, found in DRAFTERS.items() if found.head), DEFAULT])
+    return {name: DRAFTERS[name] for name in names}
+
+
+def flag_named(name: str) -> str:
+    """The command's flag, `--speculative-num-steps`, of an algorithm's, `num_steps`."""
+    owners = [key for key, found in DRAFTERS.items() if name in found.flags]
+    prefix = "ngram-" if owners == ["NGRAM"] else ""
+    return f"--speculative-{prefix}{name.replace('_', '-')}"
+
+
 def make_drafter(
     algorithm: str,
     flags: Mapping[str, Any] | None = None,
@@ -127,6 +188,7 @@ def make_drafter(
     target: Target | None = None,
     head: HeadConfig | None = None,
     backend: str | None = None,
+    automatic: tuple[int, int, int] | None = None,
 ) -> Drafter:
     """The drafter of an algorithm's name, in any case.
 
@@ -134,6 +196,8 @@ def make_drafter(
         flags: the algorithm's, by their names without the prefix `--speculative-` (and `ngram-`).
         target, head: for EAGLE and EAGLE3; the head's parameters go into `Params.draft`.
         backend: the head's attention implementation.
+        automatic: steps, top-k and draft tokens of the head's tree where the flags have none of the three; None: the
+            target's family decides.
 
     Raises:
         ValueError: no such algorithm, a flag that it does not have, or no head of the kind that it needs.
@@ -145,13 +209,15 @@ def make_drafter(
         given = "no head" if head is None else f"a head of kind {head.kind!r}"
         given += " and no target" if target is None else ""
         raise ValueError(f"{name} needs a target and a draft head of kind {found.head!r}; what is given is {given}")
-    return found.make(target, head, backend, **flags)
+    tree = {} if automatic is None or found.head is None else {"automatic": automatic}
+    return found.make(target, head, backend, **flags, **tree)
 
 
 __all__ = [
     "AUTO",
     "DRAFTERS",
     "Algorithm",
+    "Confidence",
     "Context",
     "DraftState",
     "Drafter",
@@ -160,8 +226,12 @@ __all__ = [
     "Params",
     "TreeShape",
     "algorithm_named",
+    "automatic_choices",
+    "check_automatic",
     "check_flags",
     "eagle_drafter",
+    "flag_named",
+    "is_automatic",
     "make_drafter",
     "ngram_config",
     "ngram_drafter",

@@ -13,9 +13,22 @@ import numpy as np
 from specjax_kernels import implementation_named
 
 from specjax import checkpoint
+from specjax.checkpoint import ShippedHead
 from specjax.checkpoint.mappings import EMBED_TENSOR
 from specjax.checkpoint.readers import read_headers
-from specjax.drafters import Algorithm, Drafter, Params, algorithm_named, check_flags, make_drafter
+from specjax.config import ModelConfig
+from specjax.drafters import (
+    AUTO,
+    Algorithm,
+    Drafter,
+    Params,
+    algorithm_named,
+    check_automatic,
+    check_flags,
+    flag_named,
+    is_automatic,
+    make_drafter,
+)
 from specjax.models import make_target
 from specjax.models.eagle_head import with_token_map
 from specjax.models.protocol import Target
@@ -27,6 +40,9 @@ AUTO_ATTENTION = "auto"
 
 HEAD_FLAGS = ("draft_model_path", "draft_model_revision", "token_map")
 """Flags of an algorithm with a draft head that say what is loaded; the others say how it drafts."""
+
+TREE = ("num_steps", "eagle_topk", "num_draft_tokens")
+"""The flags that a head's tree is made of."""
 
 
 class Loaded(NamedTuple):
@@ -55,16 +71,11 @@ def load(
         CheckpointError: a model cannot be found or read, or the draft head does not fit the target. ValueError: a flag
             is wrong.
     """
-    name, found = algorithm_named(algorithm)
-    flags = dict(algorithm_flags or {})
-    from_files = {key: flags.pop(key) for key in HEAD_FLAGS if flags.get(key) is not None and found.head}
-    check_flags(name, flags)
-    if found.head and "draft_model_path" not in from_files:
-        raise ValueError(f"--speculative-algorithm {name} needs a draft head: --speculative-draft-model-path")
-
+    asked = _asked(algorithm, algorithm_flags or {}, model)
     backend = attention_implementation(backend)
     files = checkpoint.resolve(model, revision=revision, progress=progress)
     config = checkpoint.model_config(files.config, dtype=dtype)
+    name, found, flags, from_files, tree, shipped = _chosen(asked, files, config)
     if config.dtype == "float32":
         # The default on recent GPUs is TF32; float32 is promised.
         jax.config.update("jax_default_matmul_precision", "highest")
@@ -88,11 +99,92 @@ def load(
         tokenizer = reading.result()
     if head is not None and draft is not None and ids is not None:
         head, draft = with_token_map(head, draft, target, weights, ids)
-    drafter = make_drafter(name, flags, target=target, head=head, backend=backend)
+    drafter = make_drafter(name, flags, target=target, head=head, backend=backend, automatic=tree)
+    if shipped is not None:
+        drafter = drafter._replace(note=f"{drafter.note}; the head {shipped.name}, which comes with specjax")
     eos = checkpoint.stop_token_ids(files)
     if not eos and isinstance(tokenizer.eos_token_id, int):
         eos = (tokenizer.eos_token_id,)
     return Loaded(target, Params(weights, draft), tokenizer, drafter, eos)
+
+
+class _Asked(NamedTuple):
+    """What is known before the model is."""
+
+    algorithm: str
+    flags: dict[str, Any]  # how it drafts
+    from_files: dict[str, Any]  # HEAD_FLAGS
+
+
+class _Chosen(NamedTuple):
+    """What it comes to."""
+
+    name: str
+    found: Algorithm
+    flags: dict[str, Any]
+    from_files: dict[str, Any]
+    tree: tuple[int, int, int] | None  # where no number is given; None: the target's family decides
+    shipped: ShippedHead | None  # the head that is loaded, if it is ours
+
+
+def _asked(algorithm: str, given: Mapping[str, Any], model: str) -> _Asked:
+    """Refuses whatever is wrong for every model, and a head that is missing, before anything is fetched.
+
+    Raises:
+        ValueError: no such algorithm; a flag that it does not have, or a value out of range; no draft head.
+    """
+    name, found = algorithm_named(algorithm)
+    automatic = is_automatic(algorithm)
+    names = ("token_map",) if automatic else HEAD_FLAGS if found.head else ()
+    flags = {key: value for key, value in given.items() if key not in HEAD_FLAGS or value is not None}
+    from_files = {key: flags.pop(key) for key in names if key in flags}
+    if automatic:
+        check_automatic(flags)
+    else:
+        check_flags(name, flags)
+        if found.head and "draft_model_path" not in from_files and not checkpoint.may_have_head(model, found.head):
+            raise ValueError(_no_head(name))
+    return _Asked(algorithm, flags, from_files)
+
+
+def _chosen(asked: _Asked, files: checkpoint.ModelFiles, config: ModelConfig) -> _Chosen:
+    """The algorithm for this model. AUTO is the draft head that ships for it, else n-grams; an algorithm that needs a
+    head and is given none drafts with the one that ships. A warning names the flags that AUTO's choice does not have.
+
+    Raises:
+        ValueError: a value is out of the range of what AUTO chose, or there is no draft head.
+    """
+    automatic, path = is_automatic(asked.algorithm), asked.from_files.get("draft_model_path")
+    shipped = checkpoint.shipped_head(files, config) if path is None else None
+    name, found = algorithm_named(asked.algorithm, shipped=None if shipped is None else shipped.kind)
+    if shipped is None or shipped.kind != found.head:
+        shipped = None
+        if found.head and path is None:
+            raise ValueError(_no_head(name))
+    flags, from_files = dict(asked.flags), dict(asked.from_files)
+    if automatic:
+        idle = [key for key in flags if key not in found.flags]
+        idle_files = [] if found.head else list(from_files)
+        flags = {key: value for key, value in flags.items() if key in found.flags}
+        from_files = {key: value for key, value in from_files.items() if key not in idle_files}
+        if idle or idle_files:
+            names = ", ".join(flag_named(key) for key in (*idle, *idle_files))
+            logger.warning("no effect with --speculative-algorithm %s, which %s chose: %s", name, AUTO, names)
+    if shipped is None:
+        check_flags(name, flags)
+        return _Chosen(name, found, flags, from_files, None, None)
+    serving = shipped.serving("cpu" if jax.default_backend() == "cpu" else "gpu")
+    numbers = [serving.pop(key, None) for key in TREE]
+    if None in numbers and numbers != [None] * len(TREE):
+        raise ValueError(f"{shipped.folder}/serving.toml has {numbers} for {', '.join(TREE)}; all three are needed")
+    flags = serving | flags
+    check_flags(name, flags)
+    tree = None if None in numbers else (numbers[0], numbers[1], numbers[2])
+    return _Chosen(name, found, flags, from_files | {"draft_model_path": str(shipped.folder)}, tree, shipped)
+
+
+def _no_head(name: str) -> str:
+    return f"--speculative-algorithm {name} needs a draft head: --speculative-draft-model-path"
 
 
 def attention_implementation(name: str | None) -> str | None:

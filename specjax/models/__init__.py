@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from specjax.config import ModelConfig
 from specjax.models import llama
+from specjax.models.blocks import Backend
 from specjax.models.protocol import ForwardOutput, Target
 
 
@@ -21,8 +22,8 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def make_target(config: ModelConfig, *, backend: str | None = None) -> Target:
-    """The target of a config's family.
+def make_target(config: ModelConfig, *, backend: Backend = None) -> Target:
+    """The target of a config's family. `backend`: see `specjax.models.blocks.Backend`.
 
     Raises:
         ValueError: no such family.

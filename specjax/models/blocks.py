@@ -6,7 +6,8 @@ names and no modules.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,10 @@ from specjax.types import Hidden, PageTable, PerRequest, Positions
 
 KeyValue = tuple[Array, Array]
 """Keys and values, [B, N, K, E] each."""
+
+Backend: TypeAlias = str | Callable[..., Array] | None
+"""How a block attends: a `tree_attention` implementation, None = the default, or a function of one's own,
+(turned queries, keys and values [B, N, K, G + 2, E], past, positions, mask) -> [B, N, H, E]; training has one."""
 
 
 class AttentionWeights(NamedTuple):
@@ -55,7 +60,7 @@ def attention(
     past: Past,
     *,
     precision: jax.lax.Precision,
-    backend: str | None,
+    backend: Backend,
 ) -> tuple[Float[Array, "B N M2"], KeyValue]:
     """What attention adds to the residual stream, and the block's own keys and values.
 
@@ -74,7 +79,9 @@ def attention(
     key, value = turned[..., group, :], turned[..., group + 1, :]
     pages = (*past.pages, past.page_table, past.prefix_length)
     options: dict[str, Any] = {"scale": head**-0.5, "implementation": backend}
-    if past.before is None:
+    if callable(backend):
+        attended = backend(turned, past, positions, mask)
+    elif past.before is None:
         attended = tree_attention_packed(turned, *pages, positions, mask, **options)
     else:
         query = turned[..., :group, :].reshape(*x.shape[:2], heads * group, head)

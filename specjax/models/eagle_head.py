@@ -1,22 +1,26 @@
-"""EAGLE's draft heads: one decoder layer that continues the target's features. Linen, used functionally.
+"""Draft heads, EAGLE's and MTP: one decoder layer that continues the target's features. Linen, used functionally.
 
 Slot t of a head reads the target's feature f_t and the embedding of token x_{t+1}, stands at RoPE position t, and
 predicts x_{t+2}; deeper in a tree the feature is the head's own output at the parent. The three kinds:
 
     eagle    x = fc(e, f)          out = x + attention(x)            + mlp(norm(.))    logits = target's head(out)
     eagle3   g = fc(taps), or out  out = g + attention(norm(e), norm(g)) + mlp(norm(.))    logits = head(norm(out))
+    mtp      x = fc(norm(f), norm(e))  out = norm(x + attention(norm(x)) + mlp(norm(.)))   logits = target's head(out)
 
-(EAGLE-1 and EAGLE-2 are one head; they differ in their trees.) In both `out` is the next feature, un-normed. An eagle
-head reads the target's hidden state after its final norm, eagle3 the outputs of some of its layers ("taps").
+(EAGLE-1 and EAGLE-2 are one head; they differ in their trees.) `out` is the next feature: un-normed in the first two,
+after the final norm in mtp. Eagle and mtp heads read the target's hidden state after its final norm, eagle3 the
+outputs of some of its layers ("taps").
 
 Parameters are a flat dict, laid out [in, out...]:
 
-    fc [2 M or F, M]  fc_bias [M]  embedding_norm, feature_norm [M] (eagle3)  qkv [M or 2 M, K, G + 2, E]
-    qkv_bias [K, G + 2, E]  output [K, G, E, M]  output_bias [M]  mlp_norm [M]  gate_up [M, 2, I]  gate_up_bias [2, I]
-    down [I, M]  down_bias [M]  final_norm [M] (eagle3)  embed [V, M], head [M, W]: its own, if it has them
+    fc [2 M or F, M]  fc_bias [M]  embedding_norm, feature_norm [M] (eagle3, mtp)  attention_norm [M] (mtp)
+    qkv [M or 2 M, K, G + 2, E]  qkv_bias [K, G + 2, E]  output [K, G, E, M]  output_bias [M]  mlp_norm [M]
+    gate_up [M, 2, I]  gate_up_bias [2, I]  down [I, M]  down_bias [M]  final_norm [M] (eagle3, mtp)
+    embed [V, M], head [M, W]: its own, if it has them
     ids int32 [W]: the target's token ids of its vocabulary, if that is another one
 
-Where two things are concatenated the embedding comes first. Source: SafeAILab/EAGLE `cnets1.py`, `cnets.py`.
+Where two things are concatenated the embedding comes first, but in mtp the feature. Source: SafeAILab/EAGLE
+`cnets1.py`, `cnets.py`; for mtp sgl-project/sglang and vllm-project/vllm `mimo_mtp.py`.
 """
 
 from __future__ import annotations
@@ -32,8 +36,8 @@ from jax import Array
 from jaxtyping import Float, Float32, Int32
 
 from specjax.config import HeadConfig
-from specjax.models.blocks import AttentionWeights, KeyValue, MlpWeights, Past, attention, gated_mlp
-from specjax.models.layers import precision_of, project, rms_norm, rotations
+from specjax.models.blocks import AttentionWeights, Backend, KeyValue, MlpWeights, Past, attention, gated_mlp
+from specjax.models.layers import logits, precision_of, project, rms_norm, rotations
 from specjax.models.protocol import Target
 from specjax.types import Hidden, Params, Positions, Tokens
 
@@ -42,6 +46,7 @@ LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
     "fc_bias": (None,),
     "embedding_norm": (None,),
     "feature_norm": (None,),
+    "attention_norm": (None,),
     "qkv": (None, "kv_heads", None, None),
     "qkv_bias": ("kv_heads", None, None),
     "output": ("kv_heads", None, None, None),
@@ -63,12 +68,12 @@ LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
 class _Head(nn.Module):
     config: HeadConfig
     vocabulary: int  # V, of the target
-    backend: str | None = None
+    backend: Backend = None
 
     def setup(self) -> None:
         c = self.config
         width, mlp, heads, group, head = c.hidden_size, c.intermediate_size, c.num_kv_heads, c.group_size, c.head_dim
-        dtype, third = jnp.dtype(c.dtype), c.kind == "eagle3"
+        dtype, third, normed = jnp.dtype(c.dtype), c.kind == "eagle3", c.kind != "eagle"
         init, ones, zeros = nn.initializers.normal(0.02), nn.initializers.ones, nn.initializers.zeros
 
         def norm(name: str, there: bool = True) -> Array | None:
@@ -79,7 +84,8 @@ class _Head(nn.Module):
 
         self.fc = self.param("fc", init, (c.feature_size if third else 2 * width, width), dtype)
         self.fc_bias = bias("fc_bias", c.fc_bias, width)
-        self.embedding_norm, self.feature_norm = norm("embedding_norm", third), norm("feature_norm", third)
+        self.embedding_norm, self.feature_norm = norm("embedding_norm", normed), norm("feature_norm", normed)
+        self.attention_norm = norm("attention_norm", c.kind == "mtp")
         self.attention_weights = AttentionWeights(
             qkv=self.param("qkv", init, (2 * width if third else width, heads, group + 2, head), dtype),
             qkv_bias=bias("qkv_bias", c.attention_bias, heads, group + 2, head),
@@ -93,7 +99,7 @@ class _Head(nn.Module):
             down=self.param("down", init, (mlp, width), dtype),
             down_bias=bias("down_bias", c.mlp_bias, width),
         )
-        self.final_norm = norm("final_norm", third)
+        self.final_norm = norm("final_norm", normed)
         if c.own_embedding:
             self.embedding = self.param("embed", init, (self.vocabulary, width), dtype)
         if c.own_head:
@@ -105,9 +111,7 @@ class _Head(nn.Module):
         return self.embedding.at[tokens].get(mode="clip")
 
     def fuse(self, features: Float[Array, "B N F"]) -> Hidden:
-        if self.config.kind == "eagle":
-            return features
-        return self._through_fc(features)
+        return self._through_fc(features) if self.config.kind == "eagle3" else features
 
     def _through_fc(self, x: Array) -> Hidden:
         out = project(x, self.fc, precision=precision_of(self.config.dtype))
@@ -118,26 +122,38 @@ class _Head(nn.Module):
     ) -> tuple[Hidden, KeyValue]:
         c = self.config
         precision = precision_of(c.dtype)
-        if self.embedding_norm is None or self.feature_norm is None:
-            x = residual = self._through_fc(jnp.concatenate([embedded, feature], axis=-1))
-        else:
-            normed = rms_norm(feature, self.feature_norm, c.norm_epsilon)
-            residual = normed if c.norm_before_residual else feature
-            x = jnp.concatenate([rms_norm(embedded, self.embedding_norm, c.norm_epsilon), normed], axis=-1)
+        x, residual = self._inputs(embedded, feature, positions)
         turn = rotations(c.rope, c.head_dim, positions)
         added, block = attention(
             x, self.attention_weights, turn, positions, mask, past, precision=precision, backend=self.backend
         )
         x = residual + added
-        normed = rms_norm(x, cast(Array, self.mlp_norm), c.norm_epsilon)
-        return x + gated_mlp(normed, self.mlp_weights, precision=precision), block
+        out = x + gated_mlp(self._norm(x, self.mlp_norm), self.mlp_weights, precision=precision)
+        return self._norm(out, self.final_norm) if c.kind == "mtp" else out, block
+
+    def _inputs(self, embedded: Hidden, feature: Hidden, positions: Positions) -> tuple[Array, Hidden]:
+        """What q, k and v read, [B, N, M or 2 M], and the residual."""
+        if self.config.kind == "eagle":
+            x = self._through_fc(jnp.concatenate([embedded, feature], axis=-1))
+            return x, x
+        normed = self._norm(feature, self.feature_norm)
+        if self.config.kind == "eagle3":
+            x = jnp.concatenate([self._norm(embedded, self.embedding_norm), normed], axis=-1)
+            return x, normed if self.config.norm_before_residual else feature
+        # As SGLang and vLLM serve such layers: their positions are the slots', too, so slot 0 is made of f_0 alone. It
+        # matters beyond that slot, since every later one attends to its key and value.
+        embedded = jnp.where((positions == 0)[..., None], jnp.zeros_like(embedded), embedded)
+        x = self._through_fc(jnp.concatenate([normed, self._norm(embedded, self.embedding_norm)], axis=-1))
+        return self._norm(x, self.attention_norm), x
+
+    def _norm(self, x: Hidden, weight: Array | None) -> Hidden:
+        return rms_norm(x, cast(Array, weight), self.config.norm_epsilon)
 
     def normed(self, out: Hidden) -> Hidden:
-        return out if self.final_norm is None else rms_norm(out, self.final_norm, self.config.norm_epsilon)
+        return self._norm(out, self.final_norm) if self.config.kind == "eagle3" else out
 
     def unembed(self, normed: Hidden) -> Float32[Array, "B N W"]:
-        precision = precision_of(self.config.dtype)
-        return jnp.einsum("bnm,mw->bnw", normed, self.head, precision=precision, preferred_element_type=jnp.float32)
+        return logits(normed, self.head)
 
 
 class EagleHead(NamedTuple):
@@ -158,8 +174,8 @@ class EagleHead(NamedTuple):
     target_ids: Callable[[Params, Array], Array]
 
 
-def eagle_head(config: HeadConfig, target: Target, *, backend: str | None = None) -> EagleHead:
-    """The functions of a head for one target.
+def eagle_head(config: HeadConfig, target: Target, *, backend: Backend = None) -> EagleHead:
+    """The functions of a head for one target. `backend`: see `specjax.models.blocks.Backend`.
 
     Raises:
         ValueError: they do not fit together.
@@ -204,7 +220,7 @@ def check_fit(config: HeadConfig, target: Target) -> None:
     deep = [tap for tap in config.taps if not 0 <= tap < model.num_layers]
     if deep:
         raise ValueError(f"the head reads the output of layer {deep[0]}, the target has {model.num_layers} layers")
-    shares = config.kind == "eagle" or not (config.own_embedding and config.own_head)
+    shares = config.kind != "eagle3" or not (config.own_embedding and config.own_head)
     if shares and config.hidden_size != model.hidden_size:
         raise ValueError(
             f"the head's hidden size is {config.hidden_size}, the target's, whose embedding or head it uses, is "

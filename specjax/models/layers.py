@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,9 +44,44 @@ def project(
         return sum(sums[1:], start=sums[0])[None, None]
 
     one_row = x.shape[0] * x.shape[1] == 1
+    if x.dtype != jnp.float32 and not one_row:
+        return jax.lax.platform_dependent(x, weight, cpu=_rounded_once, default=plain)
     if not one_row or weight.shape[0] % PARTS or x.dtype != jnp.float32:
         return plain(x, weight)
     return jax.lax.platform_dependent(x, weight, cpu=in_parts, default=plain)
+
+
+def _rounded_once(x: Float[Array, "B N M"], weight: Float[Array, "M *out"]) -> Float[Array, "B N *out"]:
+    """The product with a float32 result, rounded: what `plain` gives, by way of XLA:CPU's fast one."""
+    out = logits(x, weight.reshape(weight.shape[0], -1)).astype(x.dtype)
+    return out.reshape(*x.shape[:2], *weight.shape[1:])
+
+
+@jax.custom_vjp
+def logits(x: Float[Array, "B N M"], weight: Float[Array, "M W"]) -> Float32[Array, "B N W"]:
+    """x times weight, in float32 whatever their dtype.
+
+    Its derivatives are products in the dtype of x and weight, with float32 sums: those of the float32 result would cost
+    a training step twice as much.
+    """
+    precision = precision_of(str(x.dtype))
+    return jnp.einsum("bnm,mw->bnw", x, weight, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _logits_forward(x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
+    return logits(x, weight), (x, weight)
+
+
+def _logits_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    x, weight = saved
+    gradient = gradient.astype(x.dtype)
+    options: Any = {"precision": precision_of(str(x.dtype)), "preferred_element_type": jnp.float32}
+    to_x = jnp.einsum("bnw,mw->bnm", gradient, weight, **options)
+    to_weight = jnp.einsum("bnm,bnw->mw", x, gradient, **options)
+    return to_x.astype(x.dtype), to_weight.astype(weight.dtype)
+
+
+logits.defvjp(_logits_forward, _logits_backward)
 
 
 def rms_norm(x: Float[Array, "... M"], weight: Float[Array, "M"], epsilon: float) -> Float[Array, "... M"]:

@@ -23,7 +23,7 @@ from jaxtyping import Float, Int32
 
 from specjax.cache import BlockKV, PagedCache
 from specjax.config import ModelConfig
-from specjax.models.blocks import AttentionWeights, MlpWeights, Past, attention, gated_mlp
+from specjax.models.blocks import AttentionWeights, Backend, MlpWeights, Past, attention, gated_mlp
 from specjax.models.layers import precision_of, rms_norm, rotations
 from specjax.models.protocol import ForwardOutput, Target
 from specjax.types import Hidden, PageTable, Params, PerRequest, Positions, Tokens
@@ -51,7 +51,7 @@ class Layer(nn.Module):
     """One decoder layer: attention and a gated MLP, each on a normalised copy of the residual stream."""
 
     config: ModelConfig
-    backend: str | None
+    backend: Backend
 
     @nn.compact
     def __call__(
@@ -108,7 +108,7 @@ class Llama(nn.Module):
     """`embed`, `forward`, `unembed` over one set of parameters; see `specjax.models.protocol`."""
 
     config: ModelConfig
-    backend: str | None = None
+    backend: Backend = None
 
     def setup(self) -> None:
         c = self.config
@@ -175,8 +175,8 @@ class Llama(nn.Module):
         return self.unembed(output.hidden)
 
 
-def llama_target(config: ModelConfig, *, backend: str | None = None) -> Target:
-    """The family's three functions for one config. `backend`: a `tree_attention` implementation, None = the default."""
+def llama_target(config: ModelConfig, *, backend: Backend = None) -> Target:
+    """The family's three functions for one config. `backend`: see `specjax.models.blocks.Backend`."""
     module = Llama(config, backend)
 
     def embed(params: Params, tokens: Tokens) -> Hidden:

@@ -1,0 +1,130 @@
+"""The draft heads that come with specjax: which model each is for, and how it drafts best.
+
+A head lies in ``specjax/data/heads/NAME``: ``config.json`` and ``model.safetensors`` as any EAGLE head has them, and
+``serving.toml``, the trees that were measured to serve it best. A row of ``HEADS`` whose folder is not there counts
+for nothing, so that a source tree without the weights still runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+
+from specjax.checkpoint.builtin import BUILT_IN_MODEL
+from specjax.checkpoint.errors import CheckpointError
+from specjax.checkpoint.files import SINGLE_NAME, ModelFiles
+from specjax.checkpoint.readers import read_headers
+from specjax.config import ModelConfig
+
+FOLDER = Path(__file__).parents[1] / "data" / "heads"
+FINAL_NORM = "model.norm.weight"
+DEVICES = ("cpu", "gpu")
+
+
+@dataclass(frozen=True)
+class ShippedHead:
+    """A head and the model that it was trained with.
+
+    Attributes:
+      name: of its folder.
+      kind: of the head.
+      model: the model's name: the alias, or the last part of its hub id, in lower case.
+      norm: sha256 of the final norm's weight as bfloat16, little-endian, which tells the model by content.
+      sizes: fields of the model's ``ModelConfig``.
+    """
+
+    name: str
+    kind: Literal["eagle", "eagle3"]
+    model: str
+    norm: str
+    sizes: Mapping[str, int]
+
+    @property
+    def folder(self) -> Path:
+        return FOLDER / self.name
+
+    @property
+    def is_there(self) -> bool:
+        return all((self.folder / file).is_file() for file in ("config.json", SINGLE_NAME))
+
+    def is_named(self, name: str) -> bool:
+        """Whether a model's name ends as this model's does: the alias, a hub id, or a folder that is called so."""
+        return Path(name).name.lower() == self.model
+
+    def serving(self, device: str) -> dict[str, Any]:
+        """What ``serving.toml`` has for a kind of device: flags by their names without ``speculative``. May be empty.
+
+        Raises:
+          CheckpointError: the file is not TOML, or holds something else than a table for each kind of device.
+        """
+        file = self.folder / "serving.toml"
+        if not file.is_file():
+            return {}
+        try:
+            tables = tomllib.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+        if not set(tables) <= set(DEVICES) or not all(isinstance(table, dict) for table in tables.values()):
+            raise CheckpointError(f"{file} has {', '.join(tables)}; it may hold the tables {', '.join(DEVICES)}")
+        return {key.replace("-", "_"): value for key, value in tables.get(device, {}).items()}
+
+
+HEADS: tuple[ShippedHead, ...] = (
+    ShippedHead(
+        name="smollm2-135m-instruct-eagle3",
+        kind="eagle3",
+        model=BUILT_IN_MODEL,
+        # The norms of the GGUF are float32 and hold bfloat16's values, as every conversion of this model has them.
+        norm="b1c3b88d13d30d192c39ca32dfc07aa9f333844fccae2e5b34d3f3572dd6c5f4",
+        sizes={
+            "vocab_size": 49152,
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_layers": 30,
+            "num_heads": 9,
+            "num_kv_heads": 3,
+            "head_dim": 64,
+        },
+    ),
+)
+"""The first that fits a model is its head."""
+
+
+def shipped_head(files: ModelFiles, config: ModelConfig) -> ShippedHead | None:
+    """The head that ships for a model; None if there is none.
+
+    The model must have the sizes, and either the name or the content of the one that the head was trained with. The
+    content is that of the final norm: 4-bit and 16-bit files of one model have it in common to the bit, other trainings
+    of the same architecture do not, and reading it takes no time. The name is for a fine-tune that was given the same
+    one, and for files whose norm was rounded otherwise. Where either leads to a model that is not quite the head's (an
+    adapter merged into it leaves the norm as it was), fewer drafts are accepted; the text cannot be wrong.
+    """
+    for head in HEADS:
+        if any(getattr(config, name) != size for name, size in head.sizes.items()) or not head.is_there:
+            continue
+        if head.is_named(files.name) or final_norm(files) == head.norm:
+            return head
+    return None
+
+
+def may_have_head(model: str, kind: str) -> bool:
+    """Whether ``shipped_head`` can find one of that kind, judged by the model's name alone: a hub id says what it is,
+    and what lies on this disk can be looked at without a download."""
+    there = [head for head in HEADS if head.kind == kind and head.is_there]
+    return bool(there) and (Path(model).expanduser().exists() or any(head.is_named(model) for head in there))
+
+
+def final_norm(files: ModelFiles) -> str | None:
+    """What ``ShippedHead.norm`` is compared with; None for a model without that tensor."""
+    entry = read_headers(files.weights).get(FINAL_NORM)
+    if entry is None:
+        return None
+    rounded = np.asarray(entry.read()).astype(ml_dtypes.bfloat16)
+    return hashlib.sha256(rounded.view(np.uint16).astype("<u2").tobytes()).hexdigest()

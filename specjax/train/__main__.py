@@ -1,0 +1,58 @@
+"""`python -m specjax.train`: trains a draft head (EAGLE-3, EAGLE-1/2 or an MTP layer) for a target.
+
+    python -m specjax.train --config configs/train/smollm2-135m-instruct-eagle3.toml
+
+The target is frozen and runs beside the head; nothing but text is needed. The same command goes on where the last one
+stopped: a killed run loses at most the steps since its last checkpoint. In --output are then
+
+    checkpoints/     to resume from
+    metrics.jsonl    loss, accuracy by round, tokens a second; accept length where the engine measured it
+    best/, head/     the best head that was measured, and the last one: for --speculative-draft-model-path
+    curves.png       (with matplotlib)
+
+The last line of stdout is one JSON object. Exit status: 0 done, 2 it cannot start or go on, 130
+interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+
+from specjax import settings
+from specjax.train.options import TrainOptions
+from specjax.train.run import train
+
+DEFAULTS = TrainOptions()
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m specjax.train",
+        description="Train a draft head for a target: EAGLE-3, EAGLE-1/2 or an MTP layer.",
+        epilog=(__doc__ or "").split("\n\n", 2)[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    settings.add_flags(parser, DEFAULTS)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    _, options = settings.parse(build_parser(), argv, DEFAULTS)
+    command = shlex.join(["python", "-m", "specjax.train", *(sys.argv[1:] if argv is None else argv)])
+    try:
+        summary = train(options, command=command)
+    except (ValueError, NotImplementedError, OSError) as error:
+        print(f"specjax.train: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("specjax.train: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    print(json.dumps(summary))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

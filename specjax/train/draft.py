@@ -1,0 +1,198 @@
+"""The head that a run trains: its description, its first weights, its vocabulary, and what it minimises."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Float32, Int32
+
+from specjax.checkpoint import load_head
+from specjax.config import HeadConfig, ModelConfig
+from specjax.models.eagle_head import init_head_params
+from specjax.models.protocol import Target
+from specjax.train.options import ALL_TOKENS, DraftSettings, LossSettings
+from specjax.train.packing import Rows
+from specjax.train.unroll import Objective
+from specjax.train.vocab import token_map
+from specjax.types import Params
+
+Kind = Literal["eagle", "eagle3", "mtp"]
+KIND: dict[str, Kind] = {"EAGLE3": "eagle3", "EAGLE": "eagle", "MTP": "mtp"}
+
+
+SOFTENED = 0.3
+"""A layer that knows nothing yet must not be as sure of it as the target would be. On SmolLM2 a third of the target's
+scale begins at a loss near that of a uniform guess, and learns in 60,000 tokens what takes 100,000 with all of it."""
+
+
+DEFAULTS: dict[str, Objective] = {
+    "EAGLE3": Objective("cross_entropy", tuple(0.8**j for j in range(7))),
+    "EAGLE": Objective("cross_entropy", (0.1,), regression=1.0, noise=0.2),
+    "MTP": Objective("token", (0.51, 0.31, 0.18)),
+}
+"""By kind, as their authors train them."""
+
+
+def default_taps(layers: int) -> tuple[int, ...]:
+    """Outputs low, middle and high, as EAGLE-3 has them: the inputs of layers 2, L // 2 and L - 3. Of a target with
+    fewer than 7 layers, where these are not three: the first, the middle and the last.
+
+    Raises:
+        ValueError: it has no three layers.
+    """
+    if layers < 3:
+        raise ValueError(f"the target has {layers} layers, and --taps are three by default; give --taps")
+    return (1, layers // 2 - 1, layers - 4) if layers >= 7 else (0, (layers - 1) // 2, layers - 1)
+
+
+def head_config(settings: DraftSettings, target: ModelConfig, ends: Sequence[int] = ()) -> HeadConfig:
+    """The description of a new head: as wide as its target. `ends` are in its vocabulary, whatever its size.
+
+    Raises:
+        ValueError: a setting does not fit the kind or the target; names the flag.
+    """
+    kind = KIND[settings.draft]
+    third = kind == "eagle3"
+    if not third and (settings.draft_vocab_size != ALL_TOKENS or settings.taps):
+        name = "--taps" if settings.taps else "--draft-vocab-size"
+        raise ValueError(
+            f"{name} is for --draft EAGLE3; a head of {settings.draft} reads and gives what its target does"
+        )
+    if settings.draft_vocab_size > target.vocab_size:
+        raise ValueError(
+            f"--draft-vocab-size {settings.draft_vocab_size} is more than the target's {target.vocab_size}"
+        )
+    if 0 < settings.draft_vocab_size < len(set(ends)):
+        raise ValueError(
+            f"--draft-vocab-size {settings.draft_vocab_size} has no room for the model's {len(set(ends))} end tokens"
+        )
+    taps = _taps(settings.taps, target.num_layers) if third else ()
+    size = settings.draft_vocab_size or target.vocab_size
+    return HeadConfig(
+        kind,
+        hidden_size=target.hidden_size,
+        feature_size=target.hidden_size * (len(taps) or 1),
+        intermediate_size=settings.draft_intermediate_size or target.intermediate_size,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        norm_epsilon=target.norm_epsilon,
+        rope=target.rope,
+        vocab_size=size if third else target.vocab_size,
+        taps=taps,
+        own_head=third,
+        mapped=third and size < target.vocab_size,
+        # Engines that read such heads expect them: SGLang a bias of an EAGLE head's fc, vLLM and it those of MiMo's.
+        fc_bias=kind == "eagle",
+        attention_bias=kind == "mtp",
+    )
+
+
+def from_head(settings: DraftSettings, target: ModelConfig) -> tuple[HeadConfig, dict[str, Any]]:
+    """The head of --init-from, float32.
+
+    Raises:
+        CheckpointError: it cannot be read, or is of another kind or target.
+        ValueError: a setting says otherwise than the head; names the flag.
+    """
+    assert settings.init_from is not None
+    head, params = load_head(settings.init_from, replace(target, dtype="float32"), kind=KIND[settings.draft])
+    for flag, given, there in (
+        ("--draft-vocab-size", settings.draft_vocab_size, head.vocab_size),
+        ("--draft-intermediate-size", settings.draft_intermediate_size or 0, head.intermediate_size),
+        ("--taps", " ".join(settings.taps), " ".join(map(str, head.taps))),
+    ):
+        if given and given != there:
+            raise ValueError(f"{flag} {given} is not that of --init-from {settings.init_from}, {there}; leave it out")
+    return head, dict(params)
+
+
+def _taps(given: Sequence[str], layers: int) -> tuple[int, ...]:
+    if not given:
+        return default_taps(layers)
+    if not all(text.isdecimal() and int(text) < layers for text in given) or len(set(given)) < len(given):
+        raise ValueError(f"--taps must be different layers from 0 to {layers - 1}, got {' '.join(given)}")
+    return tuple(int(text) for text in given)
+
+
+def draft_ids(rows: Rows, size: int, vocabulary: int, ends: Sequence[int]) -> Int32[np.ndarray, "W"]:
+    """The `size` most frequent tokens under the loss mask, ascending; the end tokens are always among them."""
+    counts = np.bincount(rows.tokens[rows.loss], minlength=vocabulary)
+    return np.sort(token_map(counts.astype(np.int64), size, sorted(ends))).astype(np.int32)
+
+
+def coverage(rows: Rows, ids: Int32[np.ndarray, "W"]) -> float:
+    """The share of tokens under the loss mask that are among the ids."""
+    tokens = rows.tokens[rows.loss]
+    return float(np.isin(tokens, ids).mean()) if tokens.size else 0.0
+
+
+def new_params(
+    config: HeadConfig, target: Target, target_params: Params, ids: np.ndarray | None, *, init: str, seed: int
+) -> Params:
+    """First weights, float32. `fc` is for features of unit size, see `feature_scale`.
+
+    `target`: what comes after an EAGLE-3 head's layer, its final norm and its language model head, is the target's, the
+    norm `SOFTENED`.
+    """
+    params: dict[str, Any] = dict(init_head_params(config, target, jax.random.key(seed)))
+    width = params["fc"].shape[0]
+    params["fc"] = params["fc"] * (0.02**-1 * width**-0.5)  # from a deviation of 0.02 to one that keeps the size
+    if ids is not None:
+        params["ids"] = jnp.asarray(ids)
+    if init == "target" and config.own_head:
+        basis = jnp.eye(config.hidden_size, dtype=jnp.dtype(target.config.dtype))[None]
+        params["head"] = target.unembed(target_params, basis, params.get("ids"))[0]
+        params["final_norm"] = target_params["final_norm"] * SOFTENED
+    return {name: leaf if name == "ids" else leaf.astype(jnp.float32) for name, leaf in params.items()}
+
+
+def feature_scale(features: Float[np.ndarray, "B N F"], segments: Int32[np.ndarray, "B N"]) -> Float32[np.ndarray, "F"]:
+    """What brings each of the target's features to about unit size: 1 over its typical magnitude.
+
+    Residual streams hold a few enormous channels and tokens, and grow with depth. A step of the optimiser moves all of
+    fc's weights by about as much, so without this nearly all of what a step changes is what those channels say. It is
+    part of fc where a head is exported. The median: the enormous tokens are few.
+    """
+    shown = np.abs(features[segments > 0].astype(np.float32))
+    typical = np.median(shown, axis=0) * 1.4826  # of a normal distribution this is the deviation
+    floor = max(float(np.median(typical)) * 1e-3, 1e-6)
+    return (1 / np.maximum(typical, floor)).astype(np.float32)
+
+
+def objective(kind: str, settings: LossSettings) -> Objective:
+    """What is minimised, with the kind's defaults where nothing is said.
+
+    Raises:
+        ValueError: as many weights as rounds are needed.
+    """
+    default = DEFAULTS[kind]
+    try:
+        weights = tuple(float(text) for text in settings.round_weights)
+    except ValueError:
+        raise ValueError(f"--round-weights must be numbers, got {' '.join(settings.round_weights)}") from None
+    if any(not 0 <= weight < float("inf") for weight in weights):
+        raise ValueError(f"--round-weights must be at least 0, got {' '.join(settings.round_weights)}")
+    if weights and not any(weights):
+        raise ValueError("--round-weights must not all be 0: nothing would be learnt")
+    rounds = settings.rounds or len(weights) or len(default.weights)
+    if not weights:
+        usual = list(default.weights)
+        usual = usual[:rounds] if len(usual) > 1 else []
+        weights = (*usual, *(default.weights[0] * 0.8**j for j in range(len(usual), rounds)))
+    if len(weights) != rounds:
+        raise ValueError(f"--round-weights gives {len(weights)} weights for {rounds} --rounds; give one each")
+    scale = 1.0 if settings.loss_weight is None else settings.loss_weight / default.weights[0]
+    regression, noise = settings.regression_weight, settings.feature_noise
+    return Objective(
+        loss=settings.loss or default.loss,
+        weights=tuple(weight * scale for weight in weights),
+        regression=default.regression if regression is None else regression,
+        noise=default.noise if noise is None else noise,
+        temperature=settings.teacher_temperature,
+    )

@@ -1,0 +1,262 @@
+"""A trained draft head as a folder that engines read: config.json, model.safetensors and a model card.
+
+The names and layouts of the tensors are those of the published heads, from the tables that reading uses; what the
+config says is what the engines look at:
+
+- SGLang, `models/llama_eagle3.py` and `llama_eagle.py`: the class by `architectures`; `target_hidden_size`, the width
+  of each of the three features; `draft_vocab_size`, null for the target's head; d2t as offsets; no embedding; `bias`,
+  of fc, which EAGLE-3 lacks where nothing is said (EAGLE's always has one there). The target's side reads
+  `eagle_config.eagle_aux_hidden_state_layer_ids`, where id j is the output of layer j.
+- vLLM, `models/llama_eagle3.py`: the same, and `norm_before_residual` and `eagle_config.use_aux_hidden_state`. Its
+  model runner reads the layers at the top level, where id j is the input of layer j, before those of `eagle_config`,
+  which it does not shift; so both are written. It adds `Eagle` before the architecture of an EAGLE-1 head: give it
+  `LlamaForCausalLM` instead.
+- both, `models/mimo_mtp.py`: `model.mtp_layers.0.*`. Their decoder layer is Qwen2's, with biases of q, k and v; a head
+  without them is only for engines that decide by the tensors, as ours does. The `model_type` qwen2 is the one of this
+  layer that transformers knows.
+
+Sources: sgl-project/sglang 03d5a77, 034b3be, 0564b52 and `set_eagle3_layers_to_capture`; vllm-project/vllm 00bd149,
+0bb55d6 and `_get_eagle3_aux_layers_from_config`; SafeAILab/EAGLE `cnets.py` and `cnets1.py`, whose fc has a bias
+where nothing is said.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specjax.checkpoint import CheckpointError
+from specjax.checkpoint.draft_config import TAPS_KEY
+from specjax.checkpoint.draft_names import MASK, OFFSETS, file_name, head_placements, taken
+from specjax.checkpoint.errors import listed
+from specjax.checkpoint.files import SINGLE_NAME
+from specjax.checkpoint.load import HOST_DTYPES
+from specjax.checkpoint.readers import DTYPES, INTEGERS
+from specjax.config import HeadConfig, ModelConfig, RopeConfig
+
+CONFIG_NAME, CARD_NAME = "config.json", "README.md"
+ARCHITECTURES = {"eagle": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3", "mtp": "MiMoMTP"}
+
+
+def export_head(
+    folder: Path | str,
+    config: HeadConfig,
+    params: Mapping[str, Any],
+    target: ModelConfig,
+    *,
+    target_name: str,
+    card: str,
+    extra: Mapping[str, Any] = {},
+    dtype: str = "bfloat16",
+    license: str = "apache-2.0",
+) -> Path:
+    """Write a head. Everything is written beside `folder` first, which is then replaced: it is always a whole one.
+
+    Args:
+        folder: made if need be; an export that is there is replaced.
+        params: as `specjax.models.eagle_head` lays them out, of any float type, on any device; rounded once.
+        target: the model that the head drafts for.
+        target_name: of that model, for the card; a hub id makes it a link.
+        card: Markdown, the model card below its front matter.
+        extra: more keys of config.json, which must not be among those written anyway.
+        dtype: of the parameters as written: bfloat16, float16 or float32.
+        license: of the head, as the hub spells it.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: the parameters are not those of such a head or not finite in `dtype`; a key of `extra` is taken.
+        CheckpointError: the folder cannot be written, or holds other things than an export.
+    """
+    tensors = head_tensors(config, params, target, dtype)
+    described = head_description(config, target, dtype)
+    if both := described.keys() & extra.keys():
+        raise ValueError(f"extra has the keys {listed(both)}, which config.json has anyway")
+    front = {
+        "license": license,
+        "base_model": target_name,
+        "library_name": "specjax",
+        "tags": ["speculative-decoding", "draft-model", config.kind, "jax"],
+    }
+    # JSON is YAML, and quotes what must be quoted.
+    matter = "\n".join(f"{key}: {json.dumps(value)}" for key, value in front.items())
+    with _replacing(Path(folder)) as partial:
+        _write(partial / CONFIG_NAME, [json.dumps({**described, **extra}, indent=2).encode() + b"\n"])
+        _write(partial / CARD_NAME, [f"---\n{matter}\n---\n\n{card.strip()}\n".encode()])
+        _write(partial / SINGLE_NAME, _safetensors(tensors))
+    return Path(folder)
+
+
+def head_tensors(
+    config: HeadConfig, params: Mapping[str, Any], target: ModelConfig, dtype: str = "bfloat16"
+) -> dict[str, np.ndarray]:
+    """The tensors by the names in the file: parameters as `dtype`, `d2t` int64 [W] and `t2d` bool [V].
+
+    Raises:
+        ValueError: as `export_head` says.
+    """
+    if dtype not in HOST_DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; a head can be written as: {', '.join(HOST_DTYPES)}")
+    if config.mapped and config.kind != "eagle3":
+        raise ValueError(
+            f"{config.kind} heads with a vocabulary of their own have no format; write it as it is without a token map"
+        )
+    table = head_placements(config, target.vocab_size)
+    shapes = {part.leaf[0]: part.leaf_shape for part in table}
+    if config.mapped:
+        shapes["ids"] = (config.vocab_size,)
+    if wrong := sorted(shapes.keys() ^ params.keys()):
+        raise ValueError(f"{config.kind} heads have the parameters {listed(shapes)}; missing or more: {listed(wrong)}")
+    leaves: dict[str, np.ndarray] = {}
+    for name, shape in shapes.items():
+        leaf = np.asarray(params[name])
+        if leaf.shape != shape:
+            raise ValueError(f"parameter {name} is {list(leaf.shape)}; the head's description implies {list(shape)}")
+        if name != "ids":
+            with np.errstate(over="ignore"):  # found below
+                leaf = leaf.astype(HOST_DTYPES[dtype])
+            if not np.isfinite(leaf.astype(np.float32)).all():
+                raise ValueError(f"parameter {name} has numbers that are not finite in {dtype}; the training diverged")
+        leaves[name] = leaf
+    tensors = {file_name(config.kind, part.tensor): taken(part, leaves[part.leaf[0]]) for part in table}
+    if config.mapped:
+        ids = leaves["ids"].astype(np.int64)
+        tensors[OFFSETS] = ids - np.arange(len(ids))
+        tensors[MASK] = np.isin(np.arange(target.vocab_size), ids)
+    return tensors
+
+
+def head_description(config: HeadConfig, target: ModelConfig, dtype: str = "bfloat16") -> dict[str, Any]:
+    """config.json of a head. Nothing is left to a default that engines could disagree on, the rope's base above all."""
+    described: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[config.kind]],
+        "model_type": "qwen2" if config.kind == "mtp" else "llama",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_epsilon,
+        "rope_theta": config.rope.theta,
+        "rope_scaling": _rope_scaling(config.rope),
+        "max_position_embeddings": target.max_positions,
+        "vocab_size": target.vocab_size,
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+    }
+    if config.kind == "mtp":
+        return described | {"num_nextn_predict_layers": 1}
+    # What an absent key means differs between the kinds.
+    if config.fc_bias != (config.kind == "eagle"):
+        described["bias"] = config.fc_bias
+    if config.kind == "eagle3":
+        described |= {
+            "draft_vocab_size": config.vocab_size if config.own_head else None,
+            "target_hidden_size": target.hidden_size,
+            "norm_before_residual": config.norm_before_residual,
+            "eagle_config": {TAPS_KEY: list(config.taps), "use_aux_hidden_state": True},
+            TAPS_KEY: [tap + 1 for tap in config.taps],
+        }
+    return described
+
+
+def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
+    if rope.scaling == "none":
+        return None
+    if rope.scaling == "linear":
+        return {"rope_type": "linear", "factor": rope.factor}
+    return {
+        "rope_type": "llama3",
+        "factor": rope.factor,
+        "low_freq_factor": rope.low_freq_factor,
+        "high_freq_factor": rope.high_freq_factor,
+        "original_max_position_embeddings": rope.original_max_position,
+    }
+
+
+# Files.
+
+
+def _safetensors(tensors: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryview]:
+    """The file's bytes, piece by piece; see `specjax.checkpoint.readers` for the format."""
+    names = {dtype: name for name, dtype in (DTYPES | INTEGERS).items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
+    # The widest first, so that each tensor begins at a multiple of its own width.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    offset = 0
+    for name, tensor in ordered:
+        header[name] = {
+            "dtype": names[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
+        offset += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the data must start at a multiple of 8
+    yield len(text).to_bytes(8, "little") + text
+    for _, tensor in ordered:
+        # As bytes: numpy has no buffer of bfloat16.
+        yield np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
+
+
+def _write(file: Path, pieces: Iterator[bytes | memoryview] | list[bytes]) -> None:
+    """To the disk itself: some file systems say only then that they are full."""
+    with file.open("wb") as stream:
+        for piece in pieces:
+            stream.write(piece)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+@contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """An empty folder to fill, which becomes `folder` when the block ends without an error.
+
+    Between two renames, for an instant, there is none; one that is killed there leaves the old one beside, and the next
+    export puts it back first.
+    """
+    place = folder.resolve()  # what a link leads to
+    ours = {CONFIG_NAME, CARD_NAME, SINGLE_NAME}
+    partial, before = (place.with_name(f".{place.name}.{name}") for name in ("partial", "before"))
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if before.exists() and not place.exists():
+            before.rename(place)
+        for left in (partial, before):
+            shutil.rmtree(left, ignore_errors=True)
+        if place.exists() and (others := {file.name for file in place.iterdir()} - ours):
+            raise CheckpointError(
+                f"{folder} holds {listed(others)}, which is no part of an exported head and would be lost; choose "
+                "another folder, or move that away"
+            )
+        partial.mkdir()
+        try:
+            yield partial
+            if place.exists():
+                place.rename(before)
+            try:
+                partial.rename(place)
+            except OSError:
+                if before.exists():
+                    before.rename(place)
+                raise
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        shutil.rmtree(before, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write a draft head to {folder} ({error}); free some space or choose another folder"
+        ) from error

@@ -1,0 +1,80 @@
+"""How many sequences of a known length fit this machine at once."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from specjax import checkpoint
+from specjax.checkpoint.readers import read_headers
+from specjax.config import ModelConfig
+from specjax.engine.batch import STEP_COPIES, kv_bytes_per_token
+from specjax.flags import Settings
+
+LARGEST = {"cpu": 64, "gpu": 256}
+"""Most sequences at once where memory is no limit. A CPU's forward costs in proportion to its rows from 64 on."""
+
+CPU_FRACTION = 0.5
+"""Share of a CPU's free memory that a run takes: it shares the machine."""
+
+
+def batch_for(settings: Settings, tokens: int, lines: int, *, progress: bool = True) -> Settings:
+    """The settings with a batch, a pool and a context for sequences of `tokens` tokens, where they name none.
+
+    The pool holds all rows at full length, so that nothing is ever retracted.
+
+    Raises:
+        CheckpointError: there is no such model. ValueError: it has no room for `tokens`.
+    """
+    engine = settings.engine
+    files = checkpoint.resolve(settings.model.model, revision=settings.model.revision, progress=progress)
+    config = checkpoint.model_config(files.config, dtype=settings.model.dtype)
+    context = engine.context_length or config.max_positions
+    if tokens > context:
+        raise ValueError(
+            f"--max-prompt-tokens and --max-new-tokens come to {tokens} tokens, and the context is {context}"
+        )
+    context = engine.context_length or tokens
+    row = -(-tokens // engine.page_size) * engine.page_size
+    rows = engine.max_running_requests
+    if rows is None:
+        free = free_bytes(engine.mem_fraction_static) - weight_bytes(files, config)
+        rows = rows_that_fit(config, row, free)
+        if engine.max_total_tokens is not None:
+            rows = min(rows, engine.max_total_tokens // row)
+        rows = max(min(rows, lines), 1)
+    pool = engine.max_total_tokens or rows * row
+    return replace(
+        settings,
+        engine=replace(engine, max_running_requests=rows, max_total_tokens=pool, context_length=context),
+    )
+
+
+def rows_that_fit(config: ModelConfig, tokens: int, free: int) -> int:
+    """Sequences of `tokens` tokens in `free` bytes: their keys and values, and a step's logits. May be 0."""
+    each = tokens * kv_bytes_per_token(config) + int(STEP_COPIES * 4 * config.vocab_size)
+    return max(min(free // each, LARGEST["cpu" if jax.default_backend() == "cpu" else "gpu"]), 0)
+
+
+def weight_bytes(files: checkpoint.ModelFiles, config: ModelConfig) -> int:
+    """What the parameters take."""
+    numbers = sum(prod(entry.shape) for entry in read_headers(files.weights).values())
+    return numbers * jnp.dtype(config.dtype).itemsize
+
+
+def free_bytes(mem_fraction: float) -> int:
+    """Bytes of the device that a run may take."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if jax.default_backend() != "cpu" and "bytes_limit" in stats:
+        return int(stats["bytes_limit"] * mem_fraction) - stats.get("bytes_in_use", 0)
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # not Linux: what is free is not known, what there is is
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(free * CPU_FRACTION)

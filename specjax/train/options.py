@@ -1,0 +1,153 @@
+"""What a training run can be told: the flags of `python -m specjax.train` and the keys of its TOML file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specjax.flags import ModelSettings
+from specjax.settings import setting
+from specjax.train.data import LOSS_ON
+from specjax.train.features import MODES
+from specjax.train.losses import LOSSES
+from specjax.train.optimizer import OPTIMIZERS, SCHEDULES
+
+KINDS = ("EAGLE3", "EAGLE", "MTP")
+INITS = ("target", "random")
+ALL_TOKENS = 0
+MOST_BETA = 0.999999
+"""1 would divide by zero."""
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """What is learnt from."""
+
+    data: tuple[str, ...] = setting((), "JSONL (.gz) of messages, prompt + response, text or token ids", metavar="FILE")
+    text_data: tuple[str, ...] = setting(
+        (), "JSONL (.gz) whose every token is learnt, also what the target did not write: a prompt or text field",
+        metavar="FILE",
+    )  # fmt: skip
+    loss_on: str = setting("assistant", "tokens of --data that are learnt", choices=LOSS_ON)
+    text_examples: int = setting(0, "examples of --text-data that are used, drawn by the seed; 0 = all", minimum=0)
+    row_length: int = setting(512, "tokens in a packed row; longer examples are cut", minimum=8)
+    held_back: int | None = setting(
+        None, "examples of --data that are kept for measuring, and not learnt; default: 64, at most half", minimum=0
+    )
+    data_seed: int = setting(0, "decides packing, order and what is held back", minimum=0)
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """The head that is trained."""
+
+    draft: str = setting("EAGLE3", "kind of head", choices=KINDS, parse=str.upper)
+    init_from: str | None = setting(
+        None, "a head's folder or hub id to go on from; default: a new one", metavar="MODEL"
+    )
+    init: str = setting(
+        "target", "EAGLE3: target = a new head has the target's rows of the language model head", choices=INITS
+    )
+    draft_vocab_size: int = setting(
+        ALL_TOKENS,
+        "EAGLE3: tokens the head can propose, the most frequent ones under the loss mask; 0 = all",
+        minimum=0,
+    )
+    taps: tuple[str, ...] = setting(
+        (), "EAGLE3: layers, from 0, whose outputs it reads; default: 1, L // 2 - 1 and L - 4", metavar="LAYER"
+    )
+    draft_intermediate_size: int | None = setting(None, "width of its MLP; default: the target's", minimum=1)
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """What is minimised. Defaults by kind: EAGLE3 cross_entropy in 7 rounds of weight 0.8^j; EAGLE 0.1 cross_entropy +
+    1.0 regression in one round, noise 0.2; MTP token in 3 rounds of weight 0.51, 0.31, 0.18."""
+
+    loss: str | None = setting(None, "of each round; see the text above", choices=tuple(LOSSES), metavar="NAME")
+    rounds: int | None = setting(None, "times that the head reads its own output (training-time test)", minimum=1)
+    round_weights: tuple[str, ...] = setting((), "of the rounds' losses", metavar="X")
+    regression_weight: float | None = setting(None, "of the distance to the target's next feature", minimum=0)
+    loss_weight: float | None = setting(None, "of the loss beside the regression", minimum=0)
+    feature_noise: float | None = setting(None, "uniform noise on the features: width at 512 tokens a row", minimum=0)
+    teacher_temperature: float = setting(1.0, "of the target's distribution", above=0)
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """How it is minimised."""
+
+    optimizer: str = setting("adamw", "muon: for the matrices, with adamw for the rest", choices=OPTIMIZERS)
+    learning_rate: float = setting(1e-4, "its peak", above=0)
+    schedule: str = setting("cosine", "after the warm-up", choices=SCHEDULES)
+    final_learning_rate: float = setting(0.0, "at the last step, as a share of the peak", minimum=0, maximum=1)
+    warmup_steps: int = setting(100, "in which the rate rises from 0", minimum=0)
+    beta1: float = setting(0.9, "Adam's", minimum=0, maximum=MOST_BETA)
+    beta2: float = setting(0.95, "Adam's", minimum=0, maximum=MOST_BETA)
+    weight_decay: float = setting(0.0, "of matrices", minimum=0)
+    clip_norm: float = setting(0.5, "largest norm of the gradient; 0 = any", minimum=0)
+    clip_value: float = setting(0.0, "largest element of the gradient; 0 = any", minimum=0)
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How long, where to, and how often something is told."""
+
+    output: str = setting("runs/draft", "folder of the run; one with the same settings is resumed", metavar="FOLDER")
+    steps: int = setting(1000, "updates", minimum=1)
+    batch_size: int = setting(8, "rows of a forward, over all devices", minimum=1)
+    accumulate: int = setting(1, "forwards whose gradients make one update", minimum=1)
+    compute_dtype: str = setting(
+        "bfloat16", "of both models' products; weights are float32", choices=("bfloat16", "float32")
+    )
+    features: str = setting(
+        "none", "none = the target runs in every step; memory, disk = its features are kept for further epochs",
+        choices=MODES,
+    )  # fmt: skip
+    feature_folder: str | None = setting(
+        None, "where --features disk keeps them, for all runs of the same data; default: in --output", metavar="FOLDER"
+    )
+    train_seed: int = setting(0, "of new weights and of the noise", minimum=0)
+    checkpoint_every: int = setting(200, "steps", minimum=1)
+    keep_checkpoints: int = setting(2, "the newest ones", minimum=1)
+    log_every: int = setting(10, "steps between two lines of metrics.jsonl", minimum=1)
+    stop_after: float = setting(0.0, "minutes after which the run saves and ends, to be resumed; 0 = never", minimum=0)
+
+
+@dataclass(frozen=True)
+class MeasureSettings:
+    """The engine decodes held-back prompts with the head as it is."""
+
+    measure_every: int = setting(500, "steps; also at the end; 0 = only then", minimum=0)
+    measure_prompts: int = setting(16, "held-back prompts; 0 = never measure", minimum=0)
+    measure_tokens: int = setting(96, "to generate for each, greedily", minimum=2)
+    measure_steps: int = setting(5, "drafts of a chain", minimum=1, maximum=64)
+
+
+@dataclass(frozen=True)
+class ExportSettings:
+    """The head in the Hugging Face layout."""
+
+    export: str | None = setting(None, "folder; default: head/ in --output", metavar="FOLDER")
+    export_dtype: str = setting("bfloat16", "of its tensors", choices=("bfloat16", "float16", "float32"))
+    license: str = setting("apache-2.0", "that the model card names", metavar="NAME")
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The tables of a file."""
+
+    model: ModelSettings = ModelSettings()  # noqa: RUF009 - frozen
+    data: DataSettings = DataSettings()
+    draft: DraftSettings = DraftSettings()
+    loss: LossSettings = LossSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    run: RunSettings = RunSettings()
+    measure: MeasureSettings = MeasureSettings()
+    export: ExportSettings = ExportSettings()
+
+
+REPORTING = frozenset(
+    {"output", "feature_folder", "checkpoint_every", "keep_checkpoints", "log_every", "stop_after", "measure_every",
+     "measure_prompts", "measure_tokens", "measure_steps", "export", "export_dtype", "license"}
+)  # fmt: skip
+"""Settings that do not change what is computed: a run may be resumed with others."""

@@ -1,0 +1,133 @@
+"""Token sequences of any length to rows of one length, and the order in which training reads the rows.
+
+Knows neither tokenizers nor models. Whatever is drawn here depends on the seed alone: not on the machine, on numpy's
+version or on what was drawn before, so that a run that is resumed anywhere reads on as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int32, Int64
+
+PACK, SPLIT, EPOCHS = range(3)
+"""What a permutation is for: one seed must not give the same one for two purposes."""
+
+
+class Example(NamedTuple):
+    """Tokens that are read together, from position 0."""
+
+    tokens: Int32[np.ndarray, "n"]
+    loss: Bool[np.ndarray, "n"]  # written by the target: to be predicted
+
+
+class Rows(NamedTuple):
+    """Examples side by side in rows of N tokens.
+
+    Two examples, abc and de of which the answers are bc and e, in rows of 6:
+
+        tokens     a b c d e 0
+        positions  0 1 2 0 1 0
+        segments   1 1 1 2 2 0
+        loss       F T T F T F
+
+    A token may look at, and be predicted from, tokens of its own segment alone. Padding has segment 0.
+    """
+
+    tokens: Int32[np.ndarray, "r N"]
+    positions: Int32[np.ndarray, "r N"]  # in its own example
+    segments: Int32[np.ndarray, "r N"]  # 1, 2, .. from left to right
+    loss: Bool[np.ndarray, "r N"]
+
+
+def pack(examples: Sequence[Example], length: int, seed: int) -> Rows:
+    """Every example, whole, in one of as few rows as first-fit finds; the seed says in which order they come.
+
+    Raises:
+      ValueError: an example is empty or longer than a row.
+    """
+    for number, example in enumerate(examples):
+        if not 1 <= len(example.tokens) <= length:
+            raise ValueError(f"example {number} has {len(example.tokens)} tokens; a row holds 1 to {length}")
+    order = _permutation(seed, PACK, 0, len(examples))
+    rows = _first_fit([len(examples[i].tokens) for i in order], length)
+    shape = (max(rows, default=-1) + 1, length)
+    packed = Rows(
+        np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
+    )
+    used, parts = [0] * shape[0], [0] * shape[0]
+    for i, row in zip(order, rows, strict=True):
+        tokens, loss = examples[i]
+        there = row, slice(used[row], used[row] + len(tokens))
+        used[row] += len(tokens)
+        parts[row] += 1
+        packed.tokens[there], packed.loss[there] = tokens, loss
+        packed.positions[there], packed.segments[there] = np.arange(len(tokens), dtype=np.int32), parts[row]
+    return packed
+
+
+def _first_fit(sizes: Sequence[int], length: int) -> list[int]:
+    """For each size the first row, from 0, that still has room for it.
+
+    A binary tree over the rows holds at each node the most room below it: the first row is found from the root.
+    """
+    leaves = 1 << max(len(sizes) - 1, 0).bit_length()
+    room = [length] * (2 * leaves)  # the root is 1, the children of i are 2i and 2i + 1, row j is leaves + j
+    rows = []
+    for size in sizes:
+        node = 1
+        while node < leaves:
+            node = 2 * node + (room[2 * node] < size)
+        rows.append(node - leaves)
+        room[node] -= size
+        while node := node // 2:
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return rows
+
+
+def split(examples: Sequence[Example], held_back: int, seed: int) -> tuple[list[Example], list[Example]]:
+    """What to train on and `held_back` examples not to, drawn by the seed. Both keep their order.
+
+    Raises:
+      ValueError: nothing would be left to train on.
+    """
+    if not 0 <= held_back < max(len(examples), 1):
+        raise ValueError(
+            f"of {len(examples)} examples, 0 to {max(len(examples) - 1, 0)} can be held back, got {held_back}"
+        )
+    kept_out = set(_permutation(seed, SPLIT, 0, len(examples))[:held_back].tolist())
+    train = [example for i, example in enumerate(examples) if i not in kept_out]
+    return train, [examples[i] for i in sorted(kept_out)]
+
+
+def batch_rows(step: int, count: int, batch: int, seed: int) -> Int64[np.ndarray, "b"]:
+    """The rows, of 0 to count - 1, of a batch. Each epoch has all of them, in another order.
+
+    With 3 rows in batches of 2, step 1 is the last row of epoch 0 and the first of epoch 1.
+
+    Args:
+      step: from 0, since the training began.
+
+    Raises:
+      ValueError: there are no rows, or a batch of none is asked for.
+    """
+    if step < 0 or count < 1 or batch < 1:
+        raise ValueError(f"a batch needs a step from 0, a row and a size, got step {step}, {count} rows, size {batch}")
+    first, end = step * batch, (step + 1) * batch
+    epochs = range(first // count, (end - 1) // count + 1)
+    rows = np.concatenate([_permutation(seed, EPOCHS, epoch, count) for epoch in epochs])
+    return rows[first - epochs[0] * count :][:batch]
+
+
+@functools.lru_cache(maxsize=4)
+def _permutation(seed: int, purpose: int, number: int, count: int) -> Int64[np.ndarray, "n"]:
+    """Of 0 to count - 1. By sorting raw draws: only those are the same in every version of numpy (NEP 19)."""
+    if seed < 0:
+        raise ValueError(f"a seed must be at least 0, got {seed}")
+    draws = np.random.PCG64(np.random.SeedSequence([seed, purpose, number])).random_raw(count)
+    order = np.argsort(draws, kind="stable")
+    order.flags.writeable = False  # it is cached
+    return order

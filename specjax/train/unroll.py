@@ -1,0 +1,147 @@
+"""Training-time test: a head reads its own output for several rounds, as it will in a tree, and each round has a loss.
+
+    tokens              x0 x1 x2 x3 x4          slot t of round j: feature g, embedding of x_{t+1+j}, position t + j;
+    round 0   slot 1    (f1, x2) -> x3          it predicts x_{t+2+j}, for which the teacher is the target's
+    round 1   slot 1    (out, x3) -> x4         distribution at t + 1 + j
+
+A slot counts in round j where x_{t+2+j} is of the same example, has a loss of its own, and the target's likeliest token
+there is one that the draft has. So neither shifts nor masks cross from one example of a packed row to the next. Serves
+every kind of head; what differs (rounds, losses, weights) is in the `Objective`. Sources: EAGLE-3 (arXiv 2503.01840)
+and SafeAILab/EAGLE `traineagle3`; EAGLE-1's regression is round 0 with noise; FastMTP (arXiv 2509.18362) is three
+rounds.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Float32, Int32
+
+from specjax.models.blocks import Past
+from specjax.models.eagle_head import EagleHead
+from specjax.models.protocol import Target
+from specjax.train.attention import packed_mask
+from specjax.train.losses import LOSSES, feature_regression
+from specjax.types import Params
+
+NO_ID = -1
+"""A token that the draft's vocabulary does not have."""
+
+
+class Batch(NamedTuple):
+    """Packed rows. Segment 0 is padding; positions count from 0 in each example."""
+
+    tokens: Int32[Array, "B N"]
+    positions: Int32[Array, "B N"]
+    segments: Int32[Array, "B N"]
+    loss: Bool[Array, "B N"]
+
+
+class Teacher(NamedTuple):
+    """What the frozen target says of a batch."""
+
+    features: Float[Array, "B N F"]  # what the head reads
+    hidden: Float[Array, "B N M"]  # after the final norm: gives logits
+    top: Int32[Array, "B N"]  # the likeliest next token, over the whole vocabulary
+
+
+class Objective(NamedTuple):
+    """Static; the rounds are `len(weights)`."""
+
+    loss: str  # a key of LOSSES
+    weights: tuple[float, ...]  # of the rounds
+    regression: float = 0.0  # weight of the distance to the target's next feature
+    noise: float = 0.0  # features get U(-1/2, 1/2) times this times 512 / row length
+    temperature: float = 1.0  # of the teacher's distribution
+
+
+class Sums(NamedTuple):
+    """Sums over the slots that count, by round; divided by `counted` they are means."""
+
+    loss: Float32[Array, "J"]
+    matched: Float32[Array, "J"]  # the head's likeliest token is the target's
+    counted: Float32[Array, "J"]
+    asked: Float32[Array, "J"]  # slots with a loss, those included whose answer the draft's vocabulary lacks
+
+
+def unroll(
+    head: EagleHead,
+    target: Target,
+    params: Params,
+    target_params: Params,
+    batch: Batch,
+    teacher: Teacher,
+    objective: Objective,
+    key: Array | None,
+) -> tuple[Array, Sums]:
+    """The weighted sum of the rounds' losses over all slots, and what to report.
+
+    Args:
+        head: made with `packed_attention` as its backend.
+        params, target_params: in the dtype to compute in; logits and losses are float32.
+        key: for the noise; None: none.
+    """
+    config = head.config
+    features = teacher.features
+    if objective.noise and key is not None:
+        spread = objective.noise * 512 / batch.tokens.shape[1]
+        features = features + ((jax.random.uniform(key, features.shape) - 0.5) * spread).astype(features.dtype)
+    ids = params["ids"] if config.mapped else None
+    logits = target.unembed(target_params, teacher.hidden, ids) / objective.temperature
+    wanted = jax.lax.stop_gradient(jax.nn.softmax(logits))
+    known = _to_draft(target, ids)
+    labels, best = known[batch.tokens], known[teacher.top]
+
+    mask = packed_mask(batch.segments)
+    feature, before = head.fuse(params, features), None
+    sums, total = [], jnp.float32(0)
+    for j, weight in enumerate(objective.weights):
+        embedded = head.embed(target_params, params, _ahead(batch.tokens, 1 + j))
+        feature, block = head.forward(params, embedded, feature, batch.positions + j, mask, _no_pages(batch, before))
+        before = block if before is None else _joined(before, block)
+        found = head.unembed(target_params, params, feature)
+        asked = _counts(batch, 2 + j)
+        answer, label, likeliest = _ahead(wanted, 1 + j), _ahead(labels, 2 + j), _ahead(best, 1 + j)
+        known_answer = (likeliest != NO_ID) & ((label != NO_ID) | (objective.loss != "token"))
+        counts = (asked & known_answer).astype(jnp.float32)
+        losses = LOSSES[objective.loss](found, answer, label)
+        if objective.regression:
+            losses = losses + objective.regression * feature_regression(feature, _ahead(teacher.hidden, 1 + j))
+        loss = jnp.sum(counts * losses)
+        matched = jnp.sum(asked & (jnp.argmax(found, axis=-1) == likeliest), dtype=jnp.float32)
+        sums.append((loss, matched, counts.sum(), asked.sum(dtype=jnp.float32)))
+        total = total + weight * loss
+    return total, Sums(*(jnp.stack(parts) for parts in zip(*sums, strict=True)))
+
+
+def _ahead(x: Array, by: int) -> Array:
+    """[b, t] -> x[b, t + by], zeros (False) behind the end."""
+    return jnp.pad(x[:, by:], ((0, 0), (0, min(by, x.shape[1])), *((0, 0),) * (x.ndim - 2)))
+
+
+def _counts(batch: Batch, by: int) -> Bool[Array, "B N"]:
+    """Whether slot t's answer, the token `by` further, is of its example and has a loss."""
+    same = (_ahead(batch.segments, by) == batch.segments) & (batch.segments > 0)
+    return same & _ahead(batch.loss, by)
+
+
+def _to_draft(target: Target, ids: Int32[Array, "W"] | None) -> Int32[Array, "V"]:
+    """The target's token to the draft's id of it, NO_ID where it has none."""
+    size = target.config.vocab_size
+    if ids is None:
+        return jnp.arange(size, dtype=jnp.int32)
+    return jnp.full(size, NO_ID, jnp.int32).at[ids].set(jnp.arange(ids.shape[0], dtype=jnp.int32))
+
+
+def _joined(before: tuple[Array, Array], block: tuple[Array, Array]) -> tuple[Array, Array]:
+    return jnp.concatenate([before[0], block[0]], axis=1), jnp.concatenate([before[1], block[1]], axis=1)
+
+
+def _no_pages(batch: Batch, before: tuple[Array, Array] | None) -> Past:
+    """Nothing is committed in training: rows begin at position 0."""
+    empty = jnp.zeros((1, 1, 1, 1), jnp.float32)
+    rows = batch.tokens.shape[0]
+    return Past((empty, empty), jnp.zeros((rows, 1), jnp.int32), jnp.zeros(rows, jnp.int32), before)

@@ -1,0 +1,597 @@
+"""Training examples out of JSONL: masks against chats written out by hand, packing and order by definition."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_helpers import END, VOCABULARY, tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specjax.checkpoint import BUILT_IN_MODEL, load_tokenizer, resolve
+from specjax.engine import prompt
+from specjax.train import data
+from specjax.train.data import Example, Loaded, batch_rows, load_examples, pack, split
+
+SELFGEN = Path("/work/shared/data/selfgen.jsonl.gz")
+USER = {"role": "user", "content": "hello 12"}
+SAID = {"role": "assistant", "content": "hell the"}
+# It trims, and from the second turn on it leaves out what the assistant thought.
+FORGETS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}(hm){% endif %}{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPACED = (
+    "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}a: {% endif %}"
+)
+
+
+def with_template(template: str | None):
+    changed = copy.deepcopy(tokenizer())
+    changed.chat_template = template
+    return changed
+
+
+def ids(text: str) -> list[int]:
+    return tokenizer().backend_tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def chat(*turns: str) -> str:
+    """ChatML. `u:` and so on; ⟦ ⟧ are around what carries loss."""
+    names = {"u": "user", "a": "assistant", "s": "system"}
+    found = ""
+    for turn in turns:
+        said = turn[2:]
+        end = f"⟦{said}<|im_end|>⟧" if turn[0] == "a" else f"{said}<|im_end|>"
+        found += f"<|im_start|>{names[turn[0]]}\n{end}\n"
+    return found
+
+
+def unmark(text: str) -> tuple[list[int], list[bool]]:
+    """Ids and losses of a text in which ⟦ ⟧ are around what the target wrote, up to the last of that.
+
+    Each part is tokenised by itself: a prompt ends where the target begins.
+    """
+    parts = [part for piece in text.split("⟦") for part in piece.split("⟧")]
+    tokens: list[int] = []
+    loss: list[bool] = []
+    for number, part in enumerate(parts):
+        tokens += ids(part)
+        loss += [number % 2 == 1] * len(ids(part))
+    last = max(i for i, each in enumerate(loss) if each) + 1
+    return tokens[:last], loss[:last]
+
+
+@pytest.fixture
+def load(tmp_path):
+    """load(rows, ...) -> Loaded. A row that is bytes is the line itself."""
+
+    def call(rows, *, name="rows.jsonl", like=None, **options) -> Loaded:
+        lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+        content = b"".join(line + b"\n" for line in lines)
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+        options = {"max_length": 512} | options
+        return load_examples([str(tmp_path / name)], like or tokenizer(), VOCABULARY, **options)
+
+    return call
+
+
+def only(loaded: Loaded) -> tuple[list[int], list[bool]]:
+    assert not loaded.bad
+    (example,) = loaded.examples
+    assert example.tokens.dtype == np.int32 and example.loss.dtype == bool
+    return example.tokens.tolist(), example.loss.tolist()
+
+
+# Masks.
+
+CHATS = {
+    "one turn": ([USER, SAID], chat("u:hello 12", "a:hell the")),
+    "with a system message": (
+        [{"role": "system", "content": "the"}, USER, SAID],
+        chat("s:the", "u:hello 12", "a:hell the"),
+    ),
+    "developer is system": (
+        [{"role": "developer", "content": "the"}, USER, SAID],
+        chat("s:the", "u:hello 12", "a:hell the"),
+    ),
+    "several turns": (
+        [USER, SAID, {"role": "user", "content": "é🙂"}, {"role": "assistant", "content": " 12\n"}],
+        chat("u:hello 12", "a:hell the", "u:é🙂", "a: 12\n"),
+    ),
+    "the tail is dropped": ([USER, SAID, USER], chat("u:hello 12", "a:hell the")),
+    "two answers": ([USER, SAID, SAID], chat("u:hello 12", "a:hell the", "a:hell the")),
+    "parts of text": (
+        [USER, {"role": "assistant", "content": [{"type": "text", "text": "he"}, {"type": "text", "text": "ll"}]}],
+        chat("u:hello 12", "a:hell"),
+    ),
+    "a question that holds the answer": (
+        [{"role": "user", "content": "hell the<|im_end|>\n"}, SAID],
+        chat("u:hell the<|im_end|>\n", "a:hell the"),
+    ),
+    "an answer that looks like a header": (
+        [USER, {"role": "assistant", "content": "assistant\nuser\n"}],
+        chat("u:hello 12", "a:assistant\nuser\n"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("messages", "text"), CHATS.values(), ids=CHATS)
+def test_the_loss_is_on_what_assistants_say(load, messages, text):
+    tokens, loss = only(load([{"messages": messages}]))
+    assert (tokens, loss) == unmark(text)
+    assert tokens[-1] == END and loss[-1], "the end of the last answer, and not the line end behind it"
+
+
+def test_the_prompt_is_that_of_the_server(load):
+    messages = [USER, SAID, {"role": "user", "content": "the the"}, {"role": "assistant", "content": "\nl"}]
+    tokens, loss = only(load([{"messages": messages}]))
+    last = len(loss) - loss[::-1].index(False)
+    assert tokens[:last] == prompt.encode(messages[:3], tokenizer(), VOCABULARY)
+
+
+def test_prompt_and_response_are_a_chat(load):
+    row = {"prompt": "hello 12", "response": "hell the", "prompt_ids": [7], "response_ids": [8]}
+    assert only(load([row])) == unmark(chat("u:hello 12", "a:hell the")), "text wins over ids"
+    asked = {"prompt": [{"role": "system", "content": "the"}, USER], "response": "hell the"}
+    assert only(load([asked])) == unmark(chat("s:the", "u:hello 12", "a:hell the"))
+
+
+BROKEN_OFF = {
+    "its ids say so": ({"response_ids": ids("hell the")}, True),
+    "its ids end": ({"response_ids": [*ids("hell the"), END]}, False),
+    "ids of another tokenizer": ({"response_ids": [5, 6, 10**6]}, False),
+    "nothing says so": ({}, False),
+    "its reason says so": ({"finish_reason": "length"}, True),
+    "its reason is an object": ({"finish_reason": {"type": "length", "length": 3}}, True),
+    "its reason is another": ({"finish_reason": "stop"}, False),
+    "its reason comes before its ids": ({"finish_reason": "stop", "response_ids": ids("hell the")}, False),
+}
+
+
+@pytest.mark.parametrize(("fields", "is_cut"), BROKEN_OFF.values(), ids=BROKEN_OFF)
+def test_an_answer_that_is_broken_off_has_no_end(load, fields, is_cut):
+    text = chat("u:hello 12", "a:hell the")
+    wanted = unmark(text.replace("the<|im_end|>⟧", "the⟧") if is_cut else text)
+    assert only(load([{"prompt": "hello 12", "response": "hell the"} | fields])) == wanted
+
+
+def test_only_the_last_answer_of_messages_is_broken_off(load):
+    last = {"role": "assistant", "content": "the e "}
+    found = only(load([{"messages": [USER, SAID, USER, last], "finish_reason": "length"}]))
+    assert found == unmark(chat("u:hello 12", "a:hell the", "u:hello 12") + "<|im_start|>assistant\n⟦the e ⟧")
+
+
+IDS = {
+    "prompt_ids, response_ids": ({"prompt_ids": [5, 6], "response_ids": [7, 8]}, [5, 6, 7, 8], "0011"),
+    "input_ids, output_ids": ({"input_ids": [5], "output_ids": [7, 8]}, [5, 7, 8], "011"),
+    "no prompt": ({"prompt_ids": [], "response_ids": [7, 8]}, [7, 8], "11"),
+    "tokens": ({"tokens": [5, 6, 7]}, [5, 6, 7], "111"),
+    "input_ids": ({"input_ids": [5, 6, 7]}, [5, 6, 7], "111"),
+    "a mask": ({"tokens": [5, 6, 7, 8, 9], "loss_mask": [0, 1, 0, 1, 0]}, [5, 6, 7, 8], "0101"),
+    "a mask of booleans": ({"input_ids": [5, 6], "loss_mask": [False, True]}, [5, 6], "01"),
+    "text": ({"text": "hello"}, ids("hello"), "1" * len(ids("hello"))),
+    "text before ids": ({"text": "hello", "input_ids": [5]}, ids("hello"), "1" * len(ids("hello"))),
+    "a prompt alone": ({"prompt": "the 12", "response": None}, ids("the 12"), "1" * len(ids("the 12"))),
+}
+
+
+@pytest.mark.parametrize(("row", "tokens", "loss"), IDS.values(), ids=IDS)
+def test_ids_and_text(load, row, tokens, loss):
+    assert only(load([row])) == (tokens, [each == "1" for each in loss])
+
+
+def test_loss_on_all_is_on_every_token(load):
+    rows = [{"messages": [USER, SAID, USER]}, {"prompt_ids": [5], "response_ids": [6]}]
+    rows += [{"tokens": [5, 6, 7], "loss_mask": [0, 1, 0]}, {"messages": [USER]}]
+    loaded = load(rows, loss_on="all")
+    assert not loaded.bad and all(example.loss.all() for example in loaded.examples)
+    text = chat("u:hello 12", "a:hell the", "u:hello 12").replace("⟦", "").replace("⟧", "")
+    assert [example.tokens.tolist() for example in loaded.examples[:3]] == [ids(text), [5, 6], [5, 6, 7]]
+
+
+def test_text_starts_as_a_prompt_of_text_does(load):
+    """Without its first token, a target that was trained with one computes features of no use."""
+    from tokenizers import processors
+
+    like = copy.deepcopy(tokenizer())
+    like.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    assert only(load([{"text": "the"}], like=like))[0] == [0, *ids("the")]
+    assert only(load([{"messages": [USER, SAID]}], like=like)) == unmark(chat("u:hello 12", "a:hell the"))
+
+
+# Templates.
+
+
+def test_a_token_ends_where_the_prompt_ends(load):
+    """`a: ` and `the` together would be one token across: the server's prompt ends in the space."""
+    messages = [USER, {"role": "assistant", "content": "the 12"}] * 2
+    found = only(load([{"messages": messages}], like=with_template(SPACED)))
+    turn = "u: hello 12<|im_end|>a: ⟦the 12<|im_end|>⟧"
+    assert found == unmark(turn * 2)
+    assert ids("a: the") != ids("a: ") + ids("the"), "or this test says nothing"
+
+
+def test_spaces_belong_to_whom_they_are_of(load):
+    """Byte-level tokenizers may report a token of spaces as lying behind them."""
+    from tokenizers import processors
+
+    like = with_template("{% for m in messages %}{{ m.role[0] }}   {{ m.content }}<|im_end|>{% endfor %}"
+                         "{% if add_generation_prompt %}a   {% endif %}")  # fmt: skip
+    like.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    found = only(load([{"messages": [USER, {"role": "assistant", "content": "12"}]}], like=like))
+    assert found == unmark("u   hello 12<|im_end|>a   ⟦12<|im_end|>⟧")
+
+
+def test_a_turn_that_the_template_rewrites_has_no_loss(load):
+    loaded = load([{"messages": [USER, SAID, USER, SAID]}], like=with_template(FORGETS))
+    plain = chat("u:hello 12", "a:hell the", "u:hello 12").replace("⟦", "").replace("⟧", "")
+    assert only(loaded) == unmark(plain + "<|im_start|>assistant\n⟦(hm)hell the<|im_end|>⟧")
+    assert loaded.turns_without_loss == 1
+
+
+def test_a_broken_off_answer_that_is_trimmed(load):
+    row = {"messages": [USER, {"role": "assistant", "content": " e\n"}], "finish_reason": "length"}
+    found = only(load([row], like=with_template(FORGETS)))
+    assert found == unmark(chat("u:hello 12") + "<|im_start|>assistant\n⟦(hm)e⟧")
+
+
+def test_a_broken_off_answer_before_a_space_of_the_template(load):
+    template = "{% for m in messages %}{{ m.role[0] }}: {{ m.content | trim }} <|im_end|>{% endfor %}"
+    like = with_template(template + "{% if add_generation_prompt %}a:{% endif %}")
+    found = only(load([{"messages": [USER, SAID], "finish_reason": "length"}], like=like))
+    assert found == unmark("u: hello 12 <|im_end|>a:⟦ hell the⟧")
+
+
+def test_what_follows_the_last_answer_is_not_seen_by_the_template(load):
+    loaded = load([{"messages": [USER, SAID, USER]}, {"messages": [USER, SAID]}], like=with_template(FORGETS))
+    one, other = loaded.examples
+    assert one.tokens.tolist() == other.tokens.tolist() and one.loss.tolist() == other.loss.tolist()
+
+
+TEMPLATES = {
+    "none": (None, "no chat template"),
+    "refuses": ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+    "broken": ("{% for %}", "refused"),
+    "no prefix": ("{{ messages | length }}{{ messages[-1].content }}", "in another way"),
+}
+
+
+@pytest.mark.parametrize(("template", "reason"), TEMPLATES.values(), ids=TEMPLATES)
+def test_a_template_that_gives_no_place_for_the_loss(load, template, reason):
+    loaded = load([{"messages": [USER, SAID]}, {"text": "the"}], like=with_template(template))
+    assert len(loaded.examples) == 1 and len(loaded.bad) == 1
+    assert loaded.bad[0].number == 1 and reason in loaded.bad[0].reason
+
+
+def test_arguments_of_tools_reach_the_template_as_an_object(load):
+    template = (
+        "{% for m in messages %}{{ m.role[0] }}{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}"
+        "{% endfor %}{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 12}'}}
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert only(load([{"messages": messages}], like=with_template(template))) == unmark(
+        "uhello 12<|im_end|>a⟦12<|im_end|>⟧"
+    )
+
+
+# Lines that cannot be used.
+
+BAD = {
+    "not JSON": (b"{", "the line is not JSON"),
+    "two objects": (b"{} {}", "the line is not JSON"),
+    "not UTF-8": (b'{"text": "\xff"}', "utf-8"),
+    "not an object": ([1, 2], "must be a JSON object, got [1, 2]"),
+    "text alone": ("hello", "must be a JSON object, got 'hello'"),
+    "no field": ({"question": "a", "answer": None}, "it has question, answer"),
+    "no field at all": ({}, "it has none"),
+    "a response alone": ({"response": "the"}, "none of the fields"),
+    "too deep": (b'{"text": ' + b"[" * 10**5, "recursion"),
+    "half a surrogate": (b'{"text": "\\ud800"}', "surrogates"),
+    "half a surrogate in a role": (
+        b'{"messages": [{"role": "\\ud800", "content": ""}, {"role": "assistant", "content": "a"}]}',
+        "surrogates",
+    ),
+    "half a surrogate in a name": (b'{"\\ud800": 1}', "it has \\ud800"),
+    "id too large": ({"tokens": [1, VOCABULARY]}, f"id {VOCABULARY}; ids of this model are 0 to {VOCABULARY - 1}"),
+    "id too small": ({"prompt_ids": [1], "response_ids": [2, -1]}, "the id -1"),
+    "id of any size": ({"tokens": [1, 10**30]}, "the id 1000"),
+    "ids that are numbers": ({"tokens": [1, 2.0]}, "tokens must be a list of ids"),
+    "ids that are booleans": ({"tokens": [1, True]}, "tokens must be a list of ids"),
+    "ids that are text": ({"input_ids": "the"}, "input_ids must be a list of ids, got 'the'"),
+    "no ids": ({"tokens": []}, "empty"),
+    "one id": ({"tokens": [5]}, "only the first token"),
+    "no text": ({"text": ""}, "text is empty"),
+    "a number": ({"text": 5}, "text must be a text, got 5"),
+    "no response": ({"prompt": "a", "response": ""}, "response is empty"),
+    "no response ids": ({"prompt_ids": [5, 6], "response_ids": []}, "none of its 2 tokens"),
+    "a mask that is short": ({"tokens": [5, 6], "loss_mask": [1]}, "2 of 0 and 1"),
+    "a mask of others": ({"tokens": [5, 6], "loss_mask": [1, 2]}, "2 of 0 and 1"),
+    "a mask that is none": ({"tokens": [5, 6], "loss_mask": "01"}, "2 of 0 and 1"),
+    "a mask of nothing": ({"tokens": [5, 6], "loss_mask": [0, 0]}, "none of its 2 tokens"),
+    "no messages": ({"messages": []}, "messages must be a list of messages"),
+    "no list": ({"messages": "the"}, "messages must be a list of messages"),
+    "a message that is none": ({"messages": [USER, "hello"]}, "messages[1] must be an object"),
+    "no role": ({"messages": [USER, {"content": "a"}]}, "messages[1] must be an object with role"),
+    "no content": ({"messages": [USER, {"role": "assistant"}]}, "messages[1].content must be a text, got None"),
+    "an image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}, SAID]}, "messages[0].content"),
+    "nobody answers": ({"messages": [USER]}, "no message has the role assistant; there are user"),
+    "arguments": (
+        {"messages": [USER, SAID | {"tool_calls": [{"function": {"arguments": "{"}}]}]},
+        "messages[1].tool_calls: the arguments is not JSON",
+    ),
+    "the answer is too far away": (
+        {"prompt": "l " * 600, "response": "the"},
+        "none of its first 512 tokens is to be predicted",
+    ),
+    "far away in ids": ({"prompt_ids": [5] * 512, "response_ids": [6]}, "none of its first 512 tokens"),
+}
+
+
+@pytest.mark.parametrize(("row", "reason"), BAD.values(), ids=BAD)
+def test_a_bad_line_is_named_and_the_others_are_used(load, tmp_path, row, reason):
+    loaded = load([{"text": "hello"}, b"", row, {"text": "the the"}])
+    assert [example.tokens.tolist() for example in loaded.examples] == [ids("hello"), ids("the the")]
+    ((path, number, found),) = loaded.bad
+    assert (path, number, loaded.lines) == (str(tmp_path / "rows.jsonl"), 3, 3)
+    assert reason in found and "\n" not in found and len(found) <= 400 and found.encode()
+
+
+def test_bad_lines_come_in_order_and_five_are_shown(load, capsys):
+    """Those that are found while reading and those that are found later, as too short."""
+    loaded = load([{"tokens": [5]}, b"x", {"tokens": [5]}, {"text": "hello"}] + [b"{"] * 4)
+    assert [line.number for line in loaded.bad] == [1, 2, 3, 5, 6, 7, 8] and loaded.lines == 8
+    data.report(loaded.bad)
+    shown = capsys.readouterr().err.splitlines()
+    assert len(shown) == 6 and shown[-1] == "and 2 more bad lines"
+    assert "rows.jsonl, line 2: the line is not JSON" in shown[1]
+
+
+def test_half_a_gzip_file_is_read_as_far_as_it_goes(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [json.dumps({"tokens": rng.integers(0, VOCABULARY, 50).tolist()}) for _ in range(200)]
+    packed = gzip.compress("\n".join(rows).encode())
+    (tmp_path / "half.jsonl.gz").write_bytes(packed[: len(packed) // 2])
+    loaded = load_examples([str(tmp_path / "half.jsonl.gz")], tokenizer(), VOCABULARY, max_length=64)
+    assert 0 < len(loaded.examples) < 200 and "cannot be read on" in loaded.bad[-1].reason
+
+
+def test_gzip_stdin_and_several_files(load, tmp_path, monkeypatch):
+    row = {"text": "hello"}
+    assert only(load([row], name="rows.jsonl.gz")) == only(load([row]))
+    stream = io.BufferedReader(io.BytesIO(b'{"text": "the the"}\nx\n'))  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(stream))
+    loaded = load_examples([str(tmp_path / "rows.jsonl"), "-"], tokenizer(), VOCABULARY, max_length=64)
+    assert [example.tokens.tolist() for example in loaded.examples] == [ids("hello"), ids("the the")]
+    assert [(line.path, line.number) for line in loaded.bad] == [("stdin", 2)] and loaded.lines == 3
+
+
+def test_long_ones_are_cut_and_counted(load):
+    rows = [{"tokens": [5] * 9}, {"tokens": [6] * 8}, {"prompt_ids": [7] * 6, "response_ids": [8] * 6}]
+    rows += [{"tokens": [9] * 12, "loss_mask": [1] * 8 + [0] * 4}, {"text": "l " * 10**5}]
+    loaded = load(rows, max_length=8)
+    assert [len(example.tokens) for example in loaded.examples] == [8] * 5
+    assert loaded.examples[2].loss.tolist() == [False] * 6 + [True] * 2
+    assert loaded.examples[4].tokens.tolist() == ids("l l l l ")[:8]
+    assert loaded.truncated == 3, "what is behind the last answer is no loss"
+
+
+def test_batches_do_not_show(load, monkeypatch):
+    rows = [{"text": "hello " * n} if n % 3 else {"messages": [USER, SAID] * n} for n in range(1, 40)]
+    rows += [{"tokens": [5, 6]}, {"text": ""}] * 5
+    monkeypatch.setattr(data, "BATCH", 64)
+    few = load(rows)
+    monkeypatch.undo()
+    many = load(rows)
+    assert few[1:] == many[1:]
+    for one, other in zip(few.examples, many.examples, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_array_equal(one.loss, other.loss)
+
+
+def test_lengths_that_the_tokenizer_was_saved_with_do_not_count(load):
+    like = copy.deepcopy(tokenizer())
+    like.backend_tokenizer.enable_truncation(4)
+    like.backend_tokenizer.enable_padding(length=100)
+    assert only(load([{"messages": [USER, SAID]}], like=like)) == unmark(chat("u:hello 12", "a:hell the"))
+    assert only(load([{"text": "hello the 12 hello"}], like=like))[0] == ids("hello the 12 hello")
+    assert like.backend_tokenizer.truncation and like.backend_tokenizer.padding, "it is the caller's"
+
+
+def test_wrong_arguments(load, tmp_path):
+    with pytest.raises(ValueError, match=r"loss_on must be one of assistant, all, got 'user'"):
+        load([], loss_on="user")
+    with pytest.raises(ValueError, match=r"max_length must be at least 2, got 1"):
+        load([], max_length=1)
+    with pytest.raises(OSError, match=r"absent"):
+        load_examples([str(tmp_path / "absent.jsonl")], tokenizer(), VOCABULARY, max_length=8)
+
+
+# Packing.
+
+LENGTH = 12
+
+
+def numbered(sizes: list[int]) -> list[Example]:
+    """Examples whose tokens are all different, with losses of all kinds."""
+    found, first = [], 1
+    for size in sizes:
+        tokens = np.arange(first, first + size, dtype=np.int32)
+        found.append(Example(tokens, tokens * 7 % 3 == 0))
+        first += size
+    return found
+
+
+SIZES = st.lists(st.integers(1, LENGTH), max_size=40)
+SEEDS = st.integers(0, 2**64)
+
+
+@given(SIZES, SEEDS)
+def test_packing_keeps_every_example_whole(sizes, seed):
+    examples = numbered(sizes)
+    rows = pack(examples, LENGTH, seed)
+    assert {field.shape for field in rows} == {(len(rows.tokens), LENGTH)}
+    assert all(field.dtype == np.int32 for field in rows[:3]) and rows.loss.dtype == bool
+    by_first = {int(example.tokens[0]): example for example in examples}
+    for tokens, positions, segments, loss in zip(*rows, strict=True):
+        used = int((segments > 0).sum())
+        assert used and not any(field[used:].any() for field in (tokens, positions, segments, loss)), "padding is last"
+        count = int(segments.max())
+        assert segments[:used].tolist() == sorted(segments[:used].tolist())
+        for segment in range(1, count + 1):
+            here = segments == segment
+            example = by_first.pop(int(tokens[here][0]))
+            assert tokens[here].tolist() == example.tokens.tolist()
+            assert loss[here].tolist() == example.loss.tolist()
+            assert positions[here].tolist() == list(range(len(example.tokens)))
+    assert not by_first, "nothing is lost"
+
+
+@given(SIZES, SEEDS)
+def test_packing_is_first_fit(sizes, seed):
+    """What begins a row did not fit into any row before it."""
+    rows = pack(numbered(sizes), LENGTH, seed)
+    used = (rows.segments > 0).sum(1)
+    assert all(used[i] + used[j] > LENGTH for j in range(len(used)) for i in range(j))
+
+
+def test_first_fit_by_hand():
+    from specjax.train.packing import _first_fit
+
+    assert _first_fit([6, 5, 4, 3, 6, 2, 10], 10) == [0, 1, 0, 1, 2, 1, 3]
+    assert _first_fit([], 10) == [] and _first_fit([10], 10) == [0]
+
+
+@given(SIZES.filter(lambda sizes: len(set(sizes)) > 6), SEEDS)
+def test_the_seed_decides_the_packing(sizes, seed):
+    one, again = (pack(numbered(sizes), LENGTH, seed) for _ in range(2))
+    assert all(np.array_equal(a, b) for a, b in zip(one, again, strict=True))
+    others = [pack(numbered(sizes), LENGTH, seed + more).tokens.tolist() for more in (1, 2, 3)]
+    assert any(other != one.tokens.tolist() for other in others)
+
+
+@pytest.mark.parametrize("size", [0, LENGTH + 1])
+def test_what_cannot_be_packed(size):
+    with pytest.raises(ValueError, match=f"example 1 has {size} tokens; a row holds 1 to {LENGTH}"):
+        pack([*numbered([3]), Example(np.zeros(size, np.int32), np.zeros(size, bool))], LENGTH, 0)
+
+
+def test_many_are_packed_at_once():
+    """In seconds, where a search through all rows would need minutes."""
+    sizes = np.random.default_rng(0).integers(1, 400, 100_000)
+    examples = [Example(np.ones(size, np.int32), np.ones(size, bool)) for size in sizes]
+    rows = pack(examples, 512, 0)
+    assert rows.tokens.sum() == sizes.sum() and (rows.segments > 0).mean() > 0.95
+
+
+@given(st.integers(1, 30), SEEDS, st.data())
+def test_what_is_held_back(count, seed, drawn):
+    examples = numbered([1] * count)
+    held_back = drawn.draw(st.integers(0, count - 1))
+    train, held = split(examples, held_back, seed)
+    firsts = [[int(example.tokens[0]) for example in part] for part in (train, held)]
+    assert len(held) == held_back and sorted(firsts[0] + firsts[1]) == list(range(1, count + 1))
+    assert firsts[0] == sorted(firsts[0]) and firsts[1] == sorted(firsts[1])
+    assert [int(example.tokens[0]) for example in split(examples, held_back, seed)[1]] == firsts[1]
+
+
+def test_splits():
+    examples = numbered([1] * 100)
+    assert len({tuple(int(e.tokens[0]) for e in split(examples, 10, seed)[1]) for seed in range(20)}) == 20
+    assert split([], 0, 0) == ([], [])
+    for wrong in (100, -1):
+        with pytest.raises(ValueError, match=f"0 to 99 can be held back, got {wrong}"):
+            split(examples, wrong, 0)
+
+
+# Order.
+
+
+@given(st.integers(1, 20), st.integers(1, 50), SEEDS)
+def test_every_epoch_is_a_permutation(count, batch, seed):
+    steps = 3 * count  # whatever the batch, whole epochs
+    order = np.concatenate([batch_rows(step, count, batch, seed) for step in range(steps)])
+    assert order.dtype == np.int64 and len(order) == steps * batch
+    for epoch in order.reshape(-1, count):
+        assert sorted(epoch.tolist()) == list(range(count))
+    alone = batch_rows(steps - 1, count, batch, seed)
+    assert alone.tolist() == order[-batch:].tolist(), "whatever was asked for before"
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    orders = [tuple(batch_rows(epoch, 50, 50, seed).tolist()) for epoch in range(20) for seed in range(20)]
+    assert len(set(orders)) == 400
+    far = batch_rows(10**12, 7, 3, 0)
+    assert len(far) == 3
+
+
+def test_the_order_is_the_same_everywhere():
+    """By definition: sorting the raw draws of PCG64, seeded with the seed, the purpose and the epoch."""
+    found = batch_rows(0, 4, 6, 5).tolist()
+    first, second = (
+        np.argsort(np.random.PCG64(np.random.SeedSequence([5, 2, epoch])).random_raw(4)).tolist() for epoch in (0, 1)
+    )
+    assert found == first + second[:2]
+
+
+def test_the_same_bytes_give_the_same_rows_in_any_process(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"messages": [USER, SAID] * n}) + "\n" for n in range(1, 9)))
+    code = (
+        "import hashlib, sys\nfrom engine_helpers import tokenizer, VOCABULARY\nfrom specjax.train.data import *\n"
+        "loaded = load_examples([sys.argv[1]], tokenizer(), VOCABULARY, max_length=128)\n"
+        "rows = pack(loaded.examples, 128, 3)\n"
+        "print(hashlib.sha256(b''.join(field.tobytes() for field in rows)).hexdigest())"
+    )
+    outs = set()
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        environment["PYTHONPATH"] = ":".join(sys.path)
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(file)], env=environment, capture_output=True, text=True, check=True
+        )
+        outs.add(done.stdout)
+    assert len(outs) == 1 and len(outs.pop().strip()) == 64
+
+
+@pytest.mark.parametrize(("step", "count", "batch", "seed"), [(-1, 5, 1, 0), (0, 0, 1, 0), (0, 5, 0, 0), (0, 5, 1, -1)])
+def test_an_order_that_cannot_be(step, count, batch, seed):
+    with pytest.raises(ValueError, match=r"a batch needs|a seed must be at least 0"):
+        batch_rows(step, count, batch, seed)
+
+
+# The built-in model.
+
+
+@pytest.mark.real_model
+@pytest.mark.skipif(not SELFGEN.exists(), reason="the answers of the built-in model are not here")
+def test_what_the_built_in_model_wrote_is_read_as_it_was_written():
+    """Prompts, ends and their absence against the ids that the engine recorded."""
+    like = load_tokenizer(resolve(BUILT_IN_MODEL))
+    loaded = load_examples([str(SELFGEN)], like, 49152, max_length=4096)
+    with gzip.open(SELFGEN) as file:
+        rows = [json.loads(line) for line in file]
+    assert not loaded.bad and loaded.lines == len(rows) == len(loaded.examples)
+    same = 0
+    for row, (tokens, loss) in zip(rows, loaded.examples, strict=True):
+        start = int(np.flatnonzero(loss)[0])
+        assert tokens[:start].tolist() == prompt.encode([{"role": "user", "content": row["prompt"]}], like, 49152)
+        same += tokens[:start].tolist() == row["prompt_ids"]
+        assert loss[start:].all()
+        assert (tokens[-1] == 2) == (row["response_ids"][-1] == 2)
+        assert like.decode(tokens[start:]) == like.decode(row["response_ids"])
+    assert same > 0.98 * len(rows), "the others hold other tokens of the same text"

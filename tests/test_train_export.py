@@ -1,0 +1,401 @@
+"""Exported heads: the documented tensors and config, the same parameters when read again, and never half a folder."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from eagle_oracle import HeadSpec, draft_logits, head_forward, target_ids
+from safetensors.numpy import load_file
+from specjax_kernels import CAUSAL
+from toy_models import tiny_llama
+
+from specjax.checkpoint import CheckpointError, load_head
+from specjax.checkpoint.draft_names import common_names
+from specjax.config import HeadConfig, RopeConfig
+from specjax.models.blocks import Past
+from specjax.models.eagle_head import eagle_head, init_head_params
+from specjax.train.export import export_head, head_description, head_tensors
+
+SHARED: dict[str, Any] = {
+    "hidden_size": 16, "feature_size": 16, "intermediate_size": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
+    "norm_epsilon": 1e-5, "rope": RopeConfig(theta=777.0), "vocab_size": 31,
+}  # fmt: skip
+THIRD = {"feature_size": 48, "taps": (1, 2, 5), "own_head": True}
+BIASES = {"attention_bias": True, "output_bias": True, "mlp_bias": True}
+LLAMA3 = RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 32)
+HEADS: dict[str, HeadConfig] = {
+    "eagle3": HeadConfig("eagle3", **SHARED | THIRD | {"vocab_size": 11, "mapped": True}),
+    "eagle3 unmapped": HeadConfig("eagle3", **SHARED | THIRD | {"norm_before_residual": True}),
+    "eagle3 biases": HeadConfig("eagle3", **SHARED | THIRD | BIASES | {"rope": LLAMA3, "fc_bias": True}),
+    "eagle3 own embedding": HeadConfig(
+        "eagle3", **SHARED | THIRD | {"own_embedding": True, "rope": RopeConfig(9.0, "linear", 2.0)}
+    ),
+    "eagle3 target's head": HeadConfig("eagle3", **SHARED | THIRD | {"own_head": False}),
+    "eagle": HeadConfig("eagle", **SHARED | {"fc_bias": True}),
+    "eagle nobias": HeadConfig("eagle", **SHARED),
+    "eagle biases": HeadConfig("eagle", **SHARED | BIASES | {"fc_bias": True, "num_kv_heads": 4}),
+    "mtp": HeadConfig("mtp", **SHARED | {"attention_bias": True}),
+    "mtp nobias": HeadConfig("mtp", **SHARED),
+}
+
+
+@functools.cache
+def target():
+    return tiny_llama(3, num_layers=7)
+
+
+@functools.cache
+def params_of(name: str) -> dict[str, np.ndarray]:
+    """Random, norms and biases too; the map is neither sorted nor the first tokens."""
+    config, rng = HEADS[name], np.random.default_rng(len(name))
+    params = init_head_params(config, target().target, jax.random.key(0))
+    found = {leaf: rng.normal(0.5, 0.4, array.shape).astype(np.float32) for leaf, array in params.items()}
+    if config.mapped:
+        found["ids"] = rng.permutation(31)[: config.vocab_size].astype(np.int32)
+    return found
+
+
+def export(folder: Path, name: str, **options: Any) -> Path:
+    options = {"target_name": "some/target", "card": "# A head"} | options
+    return export_head(folder, HEADS[name], params_of(name), target().target.config, **options)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+# What is read again.
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", HEADS)
+def test_what_is_written_is_read(tmp_path, name, dtype):
+    """Bit for bit in float32, rounded once in half precision, description and all."""
+    folder = export(tmp_path / "head", name, dtype=dtype)
+    config, params = load_head(str(folder), target().target.config, kind=HEADS[name].kind, progress=False)
+    assert config == HEADS[name]
+    narrow = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}[dtype]
+    expected = {leaf: array if leaf == "ids" else array.astype(narrow) for leaf, array in params_of(name).items()}
+    assert params.keys() == expected.keys()
+    for leaf, array in expected.items():
+        np.testing.assert_array_equal(np.asarray(params[leaf]), array.astype(params[leaf].dtype), err_msg=leaf)
+
+
+def test_parameters_may_be_on_a_device_and_narrow(tmp_path):
+    halves = {name: jnp.asarray(leaf, None if name == "ids" else jnp.bfloat16) for name, leaf in
+              params_of("eagle3").items()}  # fmt: skip
+    given = HEADS["eagle3"], halves, target().target.config
+    folder = export_head(tmp_path / "head", *given, target_name="t", card="", dtype="float32")
+    assert load_file(folder / "model.safetensors")["fc.weight"].dtype == np.float32
+    _, params = load_head(str(folder), target().target.config, kind="eagle3", progress=False)
+    for name, leaf in halves.items():
+        np.testing.assert_array_equal(np.asarray(params[name], np.float32), np.asarray(leaf, np.float32))
+
+
+# The files, as FORMATS.md and the engines have them.
+
+ATTENTION = {"q_proj.weight": (32, 16), "k_proj.weight": (16, 16), "v_proj.weight": (16, 16), "o_proj.weight": (16, 32)}
+MLP = {"gate_proj.weight": (24, 16), "up_proj.weight": (24, 16), "down_proj.weight": (16, 24)}
+KEYS: dict[str, dict[str, tuple[int, ...]]] = {
+    "eagle3": {
+        "fc.weight": (16, 48),
+        "midlayer.input_layernorm.weight": (16,),
+        "midlayer.hidden_norm.weight": (16,),
+        "midlayer.self_attn.q_proj.weight": (32, 32),
+        "midlayer.self_attn.k_proj.weight": (16, 32),
+        "midlayer.self_attn.v_proj.weight": (16, 32),
+        "midlayer.self_attn.o_proj.weight": (16, 32),
+        "midlayer.post_attention_layernorm.weight": (16,),
+        **{f"midlayer.mlp.{name}": shape for name, shape in MLP.items()},
+        "norm.weight": (16,),
+        "lm_head.weight": (11, 16),
+        "d2t": (11,),
+        "t2d": (31,),
+    },
+    "eagle": {
+        "fc.weight": (16, 32),
+        "fc.bias": (16,),
+        **{f"layers.0.self_attn.{name}": shape for name, shape in ATTENTION.items()},
+        "layers.0.post_attention_layernorm.weight": (16,),
+        **{f"layers.0.mlp.{name}": shape for name, shape in MLP.items()},
+    },
+    "mtp": {
+        "model.mtp_layers.0.token_layernorm.weight": (16,),
+        "model.mtp_layers.0.hidden_layernorm.weight": (16,),
+        "model.mtp_layers.0.input_proj.weight": (16, 32),
+        "model.mtp_layers.0.input_layernorm.weight": (16,),
+        **{f"model.mtp_layers.0.self_attn.{name}": shape for name, shape in ATTENTION.items()},
+        "model.mtp_layers.0.self_attn.q_proj.bias": (32,),
+        "model.mtp_layers.0.self_attn.k_proj.bias": (16,),
+        "model.mtp_layers.0.self_attn.v_proj.bias": (16,),
+        "model.mtp_layers.0.post_attention_layernorm.weight": (16,),
+        **{f"model.mtp_layers.0.mlp.{name}": shape for name, shape in MLP.items()},
+        "model.mtp_layers.0.final_layernorm.weight": (16,),
+    },
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_the_tensors_are_the_documented_ones(tmp_path, name):
+    folder = export(tmp_path / "head", name)
+    assert sorted(content(folder)) == ["README.md", "config.json", "model.safetensors"]
+    tensors = load_file(folder / "model.safetensors")
+    assert {key: tensor.shape for key, tensor in tensors.items()} == KEYS[name]
+    narrow = {key for key, tensor in tensors.items() if tensor.dtype == ml_dtypes.bfloat16}
+    assert narrow == KEYS[name].keys() - {"d2t", "t2d"}
+
+
+def test_the_map_is_offsets_and_a_mask(tmp_path):
+    tensors = load_file(export(tmp_path / "head", "eagle3") / "model.safetensors")
+    ids = params_of("eagle3")["ids"]
+    assert tensors["d2t"].dtype == np.int64 and tensors["t2d"].dtype == np.bool_
+    assert [i + offset for i, offset in enumerate(tensors["d2t"].tolist())] == ids.tolist()
+    assert np.flatnonzero(tensors["t2d"]).tolist() == sorted(ids.tolist())
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_names_lead_there_and_back(name):
+    tensors = head_tensors(HEADS[name], params_of(name), target().target.config)
+    table = common_names(tensors)
+    assert sorted(table.names.values()) == sorted(tensors)
+    assert not any(name.startswith(("mtp", "layers")) for name in table.arrays)
+
+
+COMMON = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 777.0,
+    "rope_scaling": None, "max_position_embeddings": 256, "vocab_size": 31, "attention_bias": False, "mlp_bias": False,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def test_configs(tmp_path):
+    model = target().target.config
+    assert head_description(HEADS["eagle3"], model) == COMMON | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "draft_vocab_size": 11,
+        "target_hidden_size": 16,
+        "norm_before_residual": False,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 5], "use_aux_hidden_state": True},
+        "eagle_aux_hidden_state_layer_ids": [2, 3, 6],
+    }
+    assert head_description(HEADS["eagle"], model, "float16") == COMMON | {
+        "architectures": ["LlamaForCausalLMEagle"],
+        "model_type": "llama",
+        "torch_dtype": "float16",
+    }
+    assert head_description(HEADS["eagle nobias"], model)["bias"] is False
+    assert head_description(HEADS["eagle3 biases"], model)["bias"] is True
+    assert head_description(HEADS["eagle3 target's head"], model)["draft_vocab_size"] is None
+    assert head_description(HEADS["mtp"], model) == COMMON | {
+        "architectures": ["MiMoMTP"],
+        "model_type": "qwen2",
+        "attention_bias": True,
+        "num_nextn_predict_layers": 1,
+    }
+    folder = export(tmp_path / "head", "eagle3", extra={"specjax": {"steps": 3}})
+    written = json.loads((folder / "config.json").read_text())
+    assert written == head_description(HEADS["eagle3"], model) | {"specjax": {"steps": 3}}
+    with pytest.raises(ValueError, match="extra has the keys rope_theta, vocab_size, which"):
+        export(tmp_path / "head", "eagle3", extra={"vocab_size": 1, "rope_theta": 1.0})
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle3 biases", "eagle", "mtp"])
+def test_transformers_reads_the_config(tmp_path, name):
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(export(tmp_path / "head", name), local_files_only=True)
+    assert (config.hidden_size, config.num_key_value_heads, config.head_dim, config.vocab_size) == (16, 2, 8, 31)
+    rope = config.rope_parameters
+    assert rope["rope_theta"] == HEADS[name].rope.theta
+    assert rope["rope_type"] == ("llama3" if name == "eagle3 biases" else "default")
+
+
+def test_card(tmp_path):
+    card = "# A head\n\nWhat it does.\n"
+    text = (export(tmp_path / "head", "eagle3", card=card, license="mit") / "README.md").read_text()
+    assert text.startswith('---\nlicense: "mit"\nbase_model: "some/target"\nlibrary_name: "specjax"\ntags: [')
+    assert '"speculative-decoding"' in text and '"eagle3"' in text
+    assert text.endswith("]\n---\n\n# A head\n\nWhat it does.\n")
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle3 unmapped", "eagle", "mtp", "mtp nobias"])
+def test_the_oracle_computes_the_same_from_the_file(tmp_path, name):
+    """One forward over six slots from position 0 on, by numpy and plain loops."""
+    config, toy, rng = HEADS[name], target(), np.random.default_rng(1)
+    tensors = load_file(export(tmp_path / "head", name, dtype="float32") / "model.safetensors")
+    spec = HeadSpec(config.kind, 4, 8, 1e-5, 777.0, config.norm_before_residual)
+    tokens, features = rng.integers(0, 31, 6), rng.normal(0, 1, (6, config.feature_size)).astype(np.float32)
+    visible = [set(range(item + 1)) for item in range(6)]
+    embedding, rows = np.asarray(toy.params["embed"]), np.asarray(toy.params["head"]).T
+    expected = head_forward(tensors, spec, embedding[tokens], features, list(range(6)), visible, [False] * 6)
+
+    head, params = eagle_head(config, toy.target, backend="reference"), jax.tree.map(jnp.asarray, params_of(name))
+    empty = jnp.zeros((1, 1, config.num_kv_heads, config.head_dim))
+    past = Past((empty, empty), jnp.ones((1, 1), jnp.int32), jnp.zeros(1, jnp.int32))
+    positions = jnp.arange(6, dtype=jnp.int32)[None]
+    embedded = head.embed(toy.params, params, jnp.asarray(tokens[None], jnp.int32))
+    out, _ = head.forward(params, embedded, head.fuse(params, jnp.asarray(features[None])), positions, CAUSAL, past)
+    np.testing.assert_allclose(out[0], expected, atol=2e-4, rtol=1e-4)
+    logits = head.unembed(toy.params, params, out)
+    wanted = np.stack([draft_logits(tensors, spec, item, rows) for item in expected])
+    np.testing.assert_allclose(logits[0], wanted, atol=1e-3, rtol=1e-4)
+    ours = head.target_ids(params, jnp.arange(config.vocab_size, dtype=jnp.int32))
+    assert np.asarray(ours).tolist() == target_ids(tensors, spec, 31).tolist()
+
+
+# What is refused.
+
+
+def test_parameters_that_are_not_such_a_head(tmp_path):
+    def refusal(name: str, changes: dict[str, Any], dtype: str = "bfloat16") -> str:
+        params = {leaf: array for leaf, array in (params_of(name) | changes).items() if array is not None}
+        with pytest.raises(ValueError, match=r"head|parameter") as caught:
+            export_head(
+                tmp_path / "head", HEADS[name], params, target().target.config, target_name="t", card="", dtype=dtype
+            )
+        assert not list(tmp_path.iterdir())
+        return str(caught.value)
+
+    assert refusal("eagle", {"fc_bias": None}).endswith("missing or more: fc_bias")
+    assert refusal("eagle", {"embed": np.zeros(1)}).endswith("missing or more: embed")
+    assert refusal("eagle3", {"ids": None}).endswith("missing or more: ids")
+    message = refusal("mtp", {"mlp_norm": np.zeros(15)})
+    assert message == "parameter mlp_norm is [15]; the head's description implies [16]"
+    assert "down has numbers that are not finite in bfloat16" in refusal("eagle", {"down": np.full((24, 16), np.nan)})
+    assert "down has numbers that are not finite in float16" in refusal(
+        "eagle", {"down": np.full((24, 16), 1e6)}, "float16"
+    )
+    assert refusal("eagle", {}, "int8") == "dtype is 'int8'; a head can be written as: float32, float16, bfloat16"
+    mapped = HeadConfig("eagle", **SHARED | {"own_head": True, "mapped": True})
+    with pytest.raises(ValueError, match="eagle heads with a vocabulary of their own have no format"):
+        head_tensors(mapped, {}, target().target.config)
+
+
+# Never half a folder.
+
+
+def test_an_export_replaces_the_one_before(tmp_path):
+    export(tmp_path / "head", "eagle3")
+    (tmp_path / "link").symlink_to(tmp_path / "head")
+    assert export(tmp_path / "link", "mtp") == tmp_path / "link"
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["head", "link"]
+    assert json.loads((tmp_path / "head" / "config.json").read_text())["architectures"] == ["MiMoMTP"]
+    (tmp_path / "empty").mkdir()
+    export(tmp_path / "empty", "eagle")
+    export(tmp_path / "new" / "deep" / "head", "eagle")
+
+
+@pytest.mark.parametrize("full", [1, 2, 3])
+def test_a_full_disk_leaves_the_old_head(tmp_path, monkeypatch, full):
+    folder = export(tmp_path / "head", "eagle3")
+    before, calls, real = content(folder), [], os.fsync
+
+    def fsync(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(
+        CheckpointError,
+        match=r"cannot write a draft head to .*head \(.*No space left.*free some space or choose another",
+    ):
+        export(folder, "eagle")
+    assert content(folder) == before
+    assert [file.name for file in tmp_path.iterdir()] == ["head"]
+
+
+def test_a_failed_rename_leaves_the_old_head(tmp_path, monkeypatch):
+    folder = export(tmp_path / "head", "eagle3")
+    before, real = content(folder), Path.rename
+
+    def rename(self: Path, goal: Path) -> Path:
+        if self.name == ".head.partial":
+            raise OSError(errno.EIO, "no")
+        return real(self, goal)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(CheckpointError, match="cannot write a draft head"):
+        export(folder, "eagle")
+    assert content(folder) == before and [file.name for file in tmp_path.iterdir()] == ["head"]
+
+
+KILLED = """
+import os, signal, sys
+import numpy as np
+from specjax.config import HeadConfig, ModelConfig, RopeConfig
+from specjax.checkpoint.draft_names import head_placements
+from specjax.train import export
+head = HeadConfig("eagle", 16, 16, 24, 4, 2, 8, 1e-5, RopeConfig(), 31)
+model = ModelConfig("llama", 31, 16, 24, 7, 4, 2, 8, 1e-5, RopeConfig(), 64, False)
+params = {part.leaf[0]: np.zeros(part.leaf_shape, np.float32) for part in head_placements(head, 31)}
+calls = []
+def fsync(descriptor):
+    calls.append(1)
+    if len(calls) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+os.fsync = fsync
+export.export_head(sys.argv[1], head, params, model, target_name="t", card="")
+"""
+
+
+def test_a_kill_leaves_the_old_head_and_the_next_export_tidies_up(tmp_path):
+    folder = export(tmp_path / "head", "eagle3")
+    before = content(folder)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(folder)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert content(folder) == before
+    assert (tmp_path / ".head.partial").is_dir()
+    # The same, killed between the two renames.
+    folder.rename(tmp_path / ".head.before")
+    params, model = params_of("eagle") | {"down": np.zeros((24, 16), np.float32)}, target().target.config
+    export_head(folder, HEADS["eagle"], params, model, target_name="t", card="")
+    assert [file.name for file in tmp_path.iterdir()] == ["head"]
+
+
+def test_one_killed_between_the_renames_is_put_back_first(tmp_path, monkeypatch):
+    folder = export(tmp_path / "head", "eagle3")
+    before = content(folder)
+    folder.rename(tmp_path / ".head.before")
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(CheckpointError, match="full"):
+        export(folder, "eagle")
+    assert content(folder) == before
+
+
+def test_a_folder_with_other_things_is_not_replaced(tmp_path):
+    folder = export(tmp_path / "head", "eagle3")
+    (folder / "checkpoints").mkdir()
+    with pytest.raises(
+        CheckpointError, match=r"head holds checkpoints, which is no part of an exported head and would"
+    ):
+        export(folder, "eagle")
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle3"]
+
+
+def test_places_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("kept")
+    for place in ("file", "file/head"):
+        with pytest.raises(
+            CheckpointError, match=rf"cannot write a draft head to {re.escape(str(tmp_path / place))} \("
+        ):
+            export(tmp_path / place, "eagle")
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]

@@ -1,0 +1,428 @@
+"""`python -m specjax.train.generate` on a tiny random Llama: its answers, and runs that are cut off and resumed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_helpers import END, TEMPLATE, VOCABULARY, decode, tokenizer
+from tiny_checkpoints import save_llama
+
+from specjax import checkpoint, flags
+from specjax.engine import Engine, EngineConfig, SamplingParams
+from specjax.train import generate, memory
+
+FIELDS = ["source", "temperature", "prompt", "response", "prompt_ids", "response_ids", "finish_reason", "seed"]
+QUICK = ["--max-new-tokens", "8", "--max-prompt-tokens", "64", "--chunked-prefill-size", "16",
+         "--max-running-requests", "4", "--no-progress"]  # fmt: skip
+PROMPTS = [{"source": f"s{i % 3}", "prompt": "the " * (i % 4) + f"hell {i}"} for i in range(12)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    save_llama(folder, vocab_size=VOCABULARY, num_hidden_layers=1, initializer_range=0.3, eos_token_id=END)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+ENGINES: dict[str, Engine] = {}
+
+
+@pytest.fixture(autouse=True)
+def engines(monkeypatch):
+    """Commands with the same arguments share an engine: each compiles for seconds, and a finished one is idle."""
+    load = Engine.from_pretrained
+
+    def shared(**arguments: Any) -> Engine:
+        key = repr(sorted(arguments.items()))
+        if key not in ENGINES:
+            ENGINES[key] = load(**arguments)
+        return ENGINES[key]
+
+    monkeypatch.setattr(generate.Engine, "from_pretrained", shared)
+
+
+class Files:
+    """One input and one output, and the command over them."""
+
+    def __init__(self, folder: Path, model: str, capsys: pytest.CaptureFixture) -> None:
+        self.source, self.target, self.model, self._capsys = folder / "in.jsonl", folder / "out.jsonl", model, capsys
+        self.meta = folder / "out.jsonl.meta.json"
+
+    def write(self, lines: list[Any]) -> None:
+        text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+        self.source.write_text(text)
+
+    def argv(self, *flags: Any) -> list[str]:
+        files = ["--model", self.model, "--input", self.source, "--output", self.target]
+        return [str(part) for part in [*files, *QUICK, *flags]]
+
+    def __call__(self, *flags: Any, lines: list[Any] | None = None) -> tuple[int, dict[str, Any] | None, str]:
+        """Status, summary, stderr."""
+        if lines is not None:
+            self.write(lines)
+        self._capsys.readouterr()
+        status = generate.main(self.argv(*flags))
+        printed = self._capsys.readouterr()
+        return status, json.loads(printed.out.splitlines()[-1]) if printed.out else None, printed.err
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.target.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture
+def files(tmp_path, model, capsys) -> Files:
+    return Files(tmp_path, model, capsys)
+
+
+# The answers.
+
+
+def test_what_is_written(files):
+    conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    lines = [*PROMPTS, {"messages": [*conversation, {"role": "user", "content": "é"}], "source": "two turns"}]
+    lines += [{"prompt": "no source", "id": 7}]
+    status, summary, err = files(lines=lines)
+    assert (status, err) == (0, "")
+    assert summary is not None and (summary["requests"], summary["failed"], summary["too_long"]) == (14, 0, 0)
+    assert summary["algorithm"] == "NONE"
+    rows = files.rows
+    assert [row.get("prompt", row.get("messages")) for row in rows] == [
+        line.get("prompt", line.get("messages")) for line in lines
+    ], "in input order"
+    assert [list(row) for row in rows[:12]] == [FIELDS] * 12
+    assert list(rows[12]) == [*FIELDS[:2], "messages", *FIELDS[3:]]
+    assert list(rows[13]) == FIELDS[1:]
+    assert [row["source"] for row in rows[:12]] == [line["source"] for line in PROMPTS]
+    rendered = f"<|im_start|>user\n{PROMPTS[0]['prompt']}<|im_end|>\n<|im_start|>assistant\n"
+    assert rows[0]["prompt_ids"] == tokenizer()(rendered)["input_ids"]
+    for row in rows:
+        stopped = row["finish_reason"]["type"] == "stop"
+        assert (row["response_ids"][-1] == END) is stopped
+        assert len(row["response_ids"]) == 8 or stopped
+        assert row["response"] == decode(row["response_ids"])
+    assert [row["seed"] for row in rows] == list(range(14))
+    assert summary["completion_tokens"] == sum(len(row["response_ids"]) for row in rows)
+
+
+def test_an_answer_is_what_the_engine_gives_alone(files):
+    files("--seed", 5, lines=PROMPTS)
+    engine = Engine.from_pretrained(
+        model=files.model,
+        algorithm="NONE",
+        progress=False,
+        config=EngineConfig(max_running_requests=1, context_length=72),
+    )
+    for row in files.rows:
+        params = SamplingParams(max_new_tokens=8, temperature=row["temperature"], seed=row["seed"])
+        assert engine.generate(row["prompt_ids"], params).output_ids == row["response_ids"]
+
+
+def test_without_a_chat_template_a_prompt_is_text(files, tmp_path, model):
+    plain = tokenizer().__class__.from_pretrained(model)
+    assert plain.chat_template == TEMPLATE
+    plain.chat_template = None
+    plain.save_pretrained(tmp_path / "tokenizer")
+    status, _, _ = files("--tokenizer-path", tmp_path / "tokenizer", lines=[{"prompt": "the hell"}])
+    assert status == 0
+    assert files.rows[0]["prompt_ids"] == tokenizer()("the hell")["input_ids"]
+
+
+def test_temperatures_are_drawn_by_line(files):
+    lines = [{"prompt": str(i)} for i in range(60)]
+    files("--temperatures", "0.0 1.5=3", "--max-new-tokens", 2, lines=lines)
+    first = [(row["prompt"], row["temperature"], row["response_ids"]) for row in files.rows]
+    counts = Counter(temperature for _, temperature, _ in first)
+    assert set(counts) == {0.0, 1.5}
+    assert 30 <= counts[1.5] <= 57, "three in four"
+    files("--overwrite", "--temperatures", "0", "1.5=3", "--max-new-tokens", 2, lines=lines[:10])
+    assert [(row["prompt"], row["temperature"], row["response_ids"]) for row in files.rows] == first[:10]
+    files("--overwrite", "--shuffle", "--temperatures", "0", "1.5=3", "--max-new-tokens", 2, lines=lines)
+    shuffled = [(row["prompt"], row["temperature"], row["response_ids"]) for row in files.rows]
+    assert shuffled != first and sorted(shuffled) == sorted(first), "a line's answer does not depend on its place"
+    files("--overwrite", "--seed", 1, "--temperatures", "0", "1.5=3", "--max-new-tokens", 2, lines=lines)
+    assert [row["temperature"] for row in files.rows] != [temperature for _, temperature, _ in first]
+
+
+@pytest.mark.parametrize(
+    ("given", "temperatures", "shares"),
+    [
+        (["0.0 0.8"], (0.0, 0.8), (1.0, 1.0)),
+        (["0", "0.8=2", "1=0.5"], (0.0, 0.8, 1.0), (1.0, 2.0, 0.5)),
+        (["1"], (1.0,), (1.0,)),
+    ],
+)
+def test_mixtures(given, temperatures, shares):
+    assert generate.parse_mixture(given) == (temperatures, shares)
+
+
+@pytest.mark.parametrize("given", ["hot", "-1", "0.8=", "0.8=0", "0.8=-1", "0.8=inf", "nan", "0 0.0", " ", "1=2=3"])
+def test_wrong_mixtures(given):
+    with pytest.raises(ValueError, match="--temperatures"):
+        generate.parse_mixture([given])
+
+
+def test_long_prompts_are_skipped_and_bad_lines_named(files):
+    long = {"prompt": "x" * 70}
+    lines = [PROMPTS[0], long, "", "{", {"prompt": ""}, {"prompt": "a", "messages": []}, {"input_ids": [5]}, PROMPTS[1]]
+    status, summary, err = files(lines=lines)
+    assert summary is not None
+    assert (status, summary["requests"], summary["failed"], summary["too_long"]) == (1, 2, 4, 1)
+    assert [re.match(r"line (\d+): ", line)[1] for line in err.splitlines()] == ["4", "5", "6", "7"]
+    assert [row["seed"] for row in files.rows] == [0, 6], "blank lines have no place, others keep theirs"
+    assert files(lines=[long])[0] == 2, "another input"
+    assert files("--overwrite", lines=[long])[0] == 0
+
+
+def test_a_gzipped_file_that_breaks_off_is_used_as_far_as_it_goes(files):
+    packed = gzip.compress("".join(json.dumps(line) + "\n" for line in PROMPTS).encode() * 300)
+    files.source.write_bytes(packed[: len(packed) // 2])
+    status, _, err = files("--count", 3)
+    assert (status, err, len(files.rows)) == (0, "", 3)
+    lines, _ = generate.read_input(str(files.source))
+    assert "cannot be read on from here" in lines[-1].problem
+
+
+# Runs that are cut off, and go on.
+
+
+@pytest.fixture
+def whole(files) -> bytes:
+    """The output of a run that nothing disturbed; what it left is gone."""
+    lines = [PROMPTS[0], "{", {"prompt": "x" * 70}, *PROMPTS[1:], {"prompt": "y" * 70}]
+    files("--shuffle", lines=lines)
+    data = files.target.read_bytes()
+    assert data.count(b"\n") == 12
+    return data
+
+
+@pytest.mark.parametrize("kept", [0, 5, 11, 12])
+@pytest.mark.parametrize("torn", [0, 40, -1])
+def test_a_file_that_was_cut_anywhere_becomes_what_it_was(files, whole, kept, torn):
+    lines = whole.splitlines(keepends=True)
+    tail = lines[kept][:torn] if torn and kept < len(lines) else b""
+    files.target.write_bytes(b"".join(lines[:kept]) + tail)
+    status, summary, _ = files("--shuffle")
+    assert status in (0, 1) and summary is not None
+    assert files.target.read_bytes() == whole
+    assert summary["requests"] == 12 - kept, "no more than what was missing"
+
+
+def test_a_run_goes_on_with_another_batch_and_algorithm(files, whole):
+    files.target.write_bytes(b"".join(whole.splitlines(keepends=True)[:6]))
+    _, summary, _ = files(
+        "--shuffle", "--max-running-requests", 2, "--speculative-algorithm", "ngram", "--page-size", 4,
+        "--speculative-num-draft-tokens", 4, "--speculative-ngram-capacity", 4096,
+    )  # fmt: skip
+    assert summary is not None and summary["algorithm"] == "NGRAM"
+    assert files.target.read_bytes() == whole
+
+
+def test_count_can_grow(files, whole):
+    files.target.unlink()
+    for count, most in ((4, 4), (9, 9), (2, 9), (15, 15)):
+        files("--shuffle", "--count", count)
+        assert len(files.rows) <= most
+        assert whole.startswith(files.target.read_bytes())
+    assert files.target.read_bytes() == whole
+
+
+def test_a_run_that_is_done_loads_nothing(files, monkeypatch):
+    files(lines=PROMPTS)
+    monkeypatch.setattr(Engine, "from_pretrained", lambda **_: pytest.fail("a model was loaded"))
+    status, summary, _ = files()
+    assert (status, summary) == (0, {"resumed_after": 12, "requests": 0, "failed": 0, "too_long": 0})
+
+
+def test_killed_and_resumed(files, tmp_path):
+    """kill -9 in the middle, twice; the file becomes that of a run that nobody disturbed, to the bit."""
+    lines = [{"source": "s", "prompt": f"{i} the hell"} for i in range(400)]
+    flags = ["--max-new-tokens", "20", "--temperatures", "0.0 1.0"]
+    files(*flags, lines=lines)
+    undisturbed = files.target.read_bytes()
+    files.target.unlink()
+    files.meta.unlink()
+    command = [sys.executable, "-m", "specjax.train.generate", *files.argv(*flags)]
+    sizes = []
+    for _ in range(2):
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            start, limit = len(sizes and files.target.read_bytes()), time.monotonic() + 240
+            while process.poll() is None and time.monotonic() < limit:
+                if files.target.exists() and files.target.stat().st_size > start + 2000:
+                    break
+                time.sleep(0.002)
+            os.kill(process.pid, signal.SIGKILL)
+            assert process.wait() == -signal.SIGKILL, "it was done before it was killed: give it more lines"
+        sizes.append(files.target.stat().st_size)
+    assert 0 < sizes[0] < sizes[1] < len(undisturbed)
+    status, summary, _ = files(*flags)
+    assert status == 0 and summary is not None and summary["resumed_after"] > 0
+    assert files.target.read_bytes() == undisturbed
+
+
+# What is refused: one line, status 2, and the file stays as it is.
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--max-new-tokens", "9"], "max_new_tokens was 8, is 9"),
+        (["--max-prompt-tokens", "30"], "max_prompt_tokens was 64, is 30"),
+        (["--seed", "1"], "seed was 0, is 1"),
+        (["--shuffle"], "shuffle was False, is True"),
+        (["--temperatures", "0 0.8=2"], "temperatures was '0=1 0.8=1', is '0=1 0.8=2'"),
+        (["--dtype", "bfloat16"], "dtype was 'auto on cpu', is 'bfloat16'"),
+        (["--tokenizer-path", "elsewhere"], "tokenizer_path was None, is 'elsewhere'"),
+    ],
+)
+def test_another_configuration_is_refused(files, given, message):
+    files("--count", 2, lines=PROMPTS[:4])
+    before = files.target.read_bytes()
+    status, summary, err = files(*given)
+    assert (status, summary) == (2, None)
+    (line,) = err.splitlines()
+    assert message in line and "--overwrite" in line
+    assert files.target.read_bytes() == before
+
+
+def test_another_input_is_refused_and_overwritten_if_asked(files):
+    files(lines=PROMPTS[:3])
+    status, _, err = files(lines=PROMPTS[3:5])
+    assert status == 2 and "input_sha256 was" in err
+    assert files("--overwrite")[0] == 0
+    assert [row["prompt"] for row in files.rows] == [line["prompt"] for line in PROMPTS[3:5]]
+    assert files()[0] == 0, "the description was replaced, too"
+
+
+@pytest.mark.parametrize("text", ["a text without an end", "one line\n", '{"prompt": "a"}\n'])
+def test_a_file_of_something_else_is_kept(files, text):
+    files.target.write_text(text)
+    status, _, err = files(lines=PROMPTS[:1])
+    assert status == 2 and "does not say how it was made" in err
+    assert files.target.read_text() == text
+
+
+def test_a_last_line_of_something_else(files):
+    files(lines=PROMPTS[:2])
+    for text, message in (("zeros\n", "ends with a line that is not from this command"),
+                          ('{"seed": 77}\n', "ends with an answer to a line that --input does not have")):  # fmt: skip
+        before = files.target.read_text() + text
+        files.target.write_text(before)
+        status, _, err = files()
+        assert status == 2 and message in err
+        assert files.target.read_text() == before
+
+
+def test_two_runs_do_not_write_one_file(files):
+    files(lines=PROMPTS[:3])
+    lines = files.target.read_text().splitlines(keepends=True)
+    files.target.write_text("".join(lines[:2]))
+    with files.target.open("a") as other:
+        generate.hold(other)
+        status, _, err = files()
+        assert status == 2 and "is being written by another run" in err
+    assert files.target.read_text() == "".join(lines[:2])
+    assert files()[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--count", "0"], "--count must be at least 1, got 0"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
+        (["--max-new-tokens", "100"], "come to 164 tokens, and the context is 128"),
+        (["--context-length", "40"], "come to 72 tokens, and the context is 40"),
+        (["--temperatures", "hot"], "--temperatures takes T or T=SHARE"),
+        (["--seed", str(2**64)], "seed must be"),
+        (["--input", "-"], "--input must be a file"),
+        (["--input", "/no/such/file"], "/no/such/file"),
+        (["--output", "/no/such/folder/out"], "cannot be written"),
+        (["--model", "/no/such/model"], "/no/such/model"),
+        (["--speculative-algorithm", "eagle3"], "needs a draft head"),
+    ],
+)
+def test_what_cannot_start(files, given, message):
+    status, summary, err = files(*given, lines=PROMPTS[:1])
+    assert (status, summary) == (2, None)
+    (line,) = err.splitlines()
+    assert line.startswith("specjax.train.generate: ") and message in line
+    assert not files.target.exists()
+
+
+def test_the_input_is_no_output(files):
+    files.write(PROMPTS[:1])
+    status, _, err = files("--output", files.source)
+    assert status == 2 and "is the input file" in err
+
+
+def test_an_interrupt(files, monkeypatch):
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "step", interrupt)
+    status, _, err = files("--page-size", 8, lines=PROMPTS[:1])  # an engine that no other test has
+    assert (status, err) == (130, "specjax.train.generate: interrupted; the same command goes on from here\n")
+
+
+def test_the_progress_bar_shows_the_speed(files, capsys):
+    files.write(PROMPTS)
+    assert generate.main([part for part in files.argv() if part != "--no-progress"]) == 0
+    shown = capsys.readouterr().err
+    assert re.search(r"12/12 .*tok/s", shown)
+    assert "12 lines; 4 at once; speculation: NONE" in shown
+
+
+# How large the batch is.
+
+
+def chosen(model: str, **engine: Any) -> flags.EngineSettings:
+    defaults = {"max_running_requests": None, "page_size": 16} | engine
+    settings = flags.Settings(model=flags.ModelSettings(model), engine=flags.EngineSettings(**defaults))
+    return memory.batch_for(settings, 48, 1000, progress=False).engine
+
+
+def test_the_batch_is_what_the_memory_allows(model, monkeypatch):
+    files = checkpoint.resolve(model)
+    config = checkpoint.model_config(files.config)
+    row = 48 * 2 * 1 * 2 * 8 * 4 + int(2.5 * 4 * VOCABULARY)  # K and V, a layer, two heads of 8, float32; logits
+    weights = memory.weight_bytes(files, config)
+    for free, rows in ((weights + 7 * row, 7), (weights + 7 * row - 1, 6), (weights, 1), (0, 1), (10**12, 64)):
+        monkeypatch.setattr(memory, "free_bytes", lambda _, free=free: free)
+        found = chosen(model)
+        assert (found.max_running_requests, found.max_total_tokens, found.context_length) == (rows, rows * 48, 48)
+
+
+def test_what_is_given_stays(model):
+    found = chosen(model, max_running_requests=5)
+    assert (found.max_running_requests, found.max_total_tokens) == (5, 240)
+    found = chosen(model, max_total_tokens=100, context_length=64)
+    assert (found.max_running_requests, found.max_total_tokens, found.context_length) == (2, 100, 64)
+    settings = flags.Settings(model=flags.ModelSettings(model), engine=flags.EngineSettings(max_running_requests=None))
+    assert memory.batch_for(settings, 48, 3, progress=False).engine.max_running_requests == 3, "no more than lines"
+
+
+def test_free_memory_is_some():
+    assert 10**8 < memory.free_bytes(0.85) < 10**14
+
+
+def test_help_lists_every_flag(capsys):
+    with pytest.raises(SystemExit) as end:
+        generate.main(["--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    for action in generate.build_parser()._actions:
+        assert action.help
+        assert all(option in text for option in action.option_strings)
+    assert "None" not in text

@@ -1,0 +1,372 @@
+"""Whole runs on a tiny target: what comes out, what a kill loses (nothing), what is refused and leaves all as is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from engine_helpers import END, tokenizer
+from train_helpers import arguments, save_data, save_model, start
+
+from specjax import Engine, SamplingParams
+from specjax.train import inputs
+from specjax.train.__main__ import main
+from specjax.train.checkpoints import read_metrics
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_model(tmp_path_factory.mktemp("target") / "model")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return save_data(tmp_path_factory.mktemp("data") / "data.jsonl")
+
+
+@pytest.fixture
+def train(model, data, tmp_path, capfd):
+    """train(**flags) -> status, the summary, stderr; in `output`, by default run/."""
+
+    def call(output: str = "run", **changes: Any):
+        capfd.readouterr()
+        status = main(arguments(model, changes.pop("data", data), tmp_path / output, **changes))
+        printed = capfd.readouterr()
+        return status, json.loads(printed.out.splitlines()[-1]) if printed.out else None, printed.err
+
+    return call
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without the one number that a clock makes."""
+    return [{name: value for name, value in row.items() if name != "tokens_per_second"} for row in read_metrics(folder)]
+
+
+def arrays(folder: Path, step: int) -> list[np.ndarray]:
+    """Every leaf of a checkpoint."""
+    with ocp.CheckpointManager((folder / "checkpoints").absolute()) as manager:
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(manager.restore(step, args=ocp.args.StandardRestore()))]
+
+
+def check_same(folder: Path, other: Path, step: int = 6) -> None:
+    """Bit for bit."""
+    assert lines(folder) == lines(other)
+    for one, two in zip(arrays(folder, step), arrays(other, step), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+# What comes out.
+
+KINDS: dict[str, dict[str, Any]] = {
+    "EAGLE3 mapped": {"draft": "EAGLE3", "draft_vocab_size": 30},
+    "EAGLE3": {"draft": "EAGLE3", "accumulate": 2},
+    "EAGLE": {"draft": "EAGLE", "rounds": None},
+    "MTP": {"draft": "MTP", "optimizer": "muon", "compute_dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_whole_run(train, model, data, tmp_path, kind):
+    measure = {"measure_prompts": 2, "measure_tokens": 6, "measure_steps": 2, "measure_every": 4}
+    status, summary, err = train(**KINDS[kind] | measure)
+    assert status == 0, err
+    folder = tmp_path / "run"
+    assert (summary["step"], summary["steps"], summary["head"]) == (6, 6, str(folder / "head"))
+    rows = read_metrics(folder)
+    trained, measured = [row for row in rows if "loss" in row], [row for row in rows if "accept_length" in row]
+    assert [row["step"] for row in trained] == [2, 3, 4, 6]
+    assert [row["step"] for row in measured] == [4, 6]
+    for row in trained:
+        rounds = 1 if kind == "EAGLE" else 2
+        assert len(row["matched"]) == len(row["losses"]) == rounds
+        assert np.isfinite(row["loss"]) and row["tokens_per_second"] > 0 and row["learning_rate"] > 0
+    assert 1 <= measured[-1]["accept_length"] == summary["accept_length"] <= 3
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "loss" in err and "tok/s" in err and "accept length" in err
+    assert "step 6" in (folder / "head" / "README.md").read_text()
+
+    algorithm = kind.split()[0]
+    if algorithm == "MTP":
+        return  # served through tests/test_mtp.py's own drafter
+    config = {"max_running_requests": 2, "max_total_tokens": 512, "context_length": 96}
+    plain = engine(model, "NONE", config)
+    drafted = engine(
+        model, algorithm, config, draft_model_path=str(folder / "head"), num_steps=2, eagle_topk=1, num_draft_tokens=3
+    )
+    wanted = SamplingParams(max_new_tokens=12, temperature=0.0)
+    prompts = ["the hello", "12 end cat"]
+    found = [each.generate(prompts, wanted) for each in (plain, drafted)]
+    assert [one.output_ids for one in found[0]] == [one.output_ids for one in found[1]]
+    if "mapped" in kind:
+        ids = np.flatnonzero(offsets(folder / "head")[1])
+        counted = Counter(token for row in held_in(data) for token in row)
+        assert len(ids) == 30 and END in ids
+        others = [t for t in sorted(range(265), key=lambda t: (-counted[t], t)) if t != END]
+        assert set(ids) <= {*others[:40], END}
+        assert {token for token, _ in counted.most_common(8)} <= set(ids)
+
+
+def engine(model: Path, algorithm: str, config: dict[str, Any], **flags: Any) -> Engine:
+    from specjax.engine import EngineConfig
+
+    return Engine.from_pretrained(
+        str(model), algorithm=algorithm, algorithm_flags=flags or None, config=EngineConfig(**config)
+    )
+
+
+def offsets(head: Path) -> tuple[np.ndarray, np.ndarray]:
+    from safetensors.numpy import load_file
+
+    tensors = load_file(head / "model.safetensors")
+    d2t, t2d = tensors["d2t"], tensors["t2d"]
+    assert (np.arange(len(d2t)) + d2t).tolist() == np.flatnonzero(t2d).tolist()
+    return d2t, t2d
+
+
+def held_in(data: Path) -> list[list[int]]:
+    """Ids of the responses, with the end that the template puts there."""
+    core = tokenizer().backend_tokenizer
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    return [[*core.encode(row["response"], add_special_tokens=False).ids, END] for row in rows]
+
+
+# Killed and resumed.
+
+ONLY_SAVE = """
+import os, signal, sys
+from specjax.train import checkpoints, run
+from specjax.train.__main__ import main
+moment, step = sys.argv.pop(1).split(":")
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+save, log = checkpoints.RunFolder.save, checkpoints.RunFolder.log
+def patched_save(self, state):
+    if moment == "during" and int(state.step) == int(step):
+        import threading, time, pathlib
+        def watch():
+            while True:  # orbax writes beside, and renames
+                if any("tmp" in file.name for file in (self.folder / "checkpoints").iterdir()):
+                    kill()
+        threading.Thread(target=watch, daemon=True).start()
+    save(self, state)
+    if moment == "after" and int(state.step) == int(step):
+        kill()
+def patched_log(self, row):
+    log(self, row)
+    if moment == "logged" and row["step"] == int(step):
+        kill()
+checkpoints.RunFolder.save, checkpoints.RunFolder.log = patched_save, patched_log
+sys.exit(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def whole(model, data, tmp_path_factory):
+    """whole(features) -> the folder of a run that nothing interrupted."""
+    made: dict[str, Path] = {}
+
+    def get(features: str) -> Path:
+        if features not in made:
+            made[features] = tmp_path_factory.mktemp("whole") / "run"
+            assert main(arguments(model, data, made[features], features=features)) == 0
+        return made[features]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("features", "moment"),
+    [("none", "after:2"), ("none", "logged:3"), ("none", "during:4"), ("memory", "logged:3"), ("disk", "during:2")],
+)
+def test_a_killed_run_goes_on_bit_for_bit(train, whole, model, data, tmp_path, features, moment):
+    process = start([moment, *arguments(model, data, tmp_path / "run", features=features)], ONLY_SAVE)
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == -signal.SIGKILL, err
+    assert not (tmp_path / "run" / "head").exists()
+    status, _, err = train(features=features)
+    assert status == 0, err
+    assert ("Resuming" in err) == (moment != "during:2")
+    check_same(whole(features), tmp_path / "run")
+    head = "head/model.safetensors"
+    assert (tmp_path / "run" / head).read_bytes() == (whole(features) / head).read_bytes()
+
+
+def test_a_measurement_that_a_kill_prevented_is_made(train, tmp_path):
+    """Between the checkpoint of a step and its measurement."""
+    measure = {"measure_prompts": 2, "measure_tokens": 6, "measure_steps": 2, "measure_every": 0}
+    assert train(**measure)[0] == 0
+    there = lines(tmp_path / "run")
+    file = tmp_path / "run" / "metrics.jsonl"
+    kept = [line for line in file.read_text().splitlines() if "accept_length" not in line]
+    file.write_text("\n".join([*kept, '{"st']))
+    status, summary, _ = train(**measure)
+    assert (status, lines(tmp_path / "run")) == (0, there)
+    assert summary["accept_length"] == there[-1]["accept_length"]
+
+
+def test_ctrl_c_and_stop_after(train, whole, model, data, tmp_path):
+    program = "import os, signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n" + ONLY_SAVE
+    program = program.replace("SIGKILL", "SIGINT")
+    process = start(["logged:3", *arguments(model, data, tmp_path / "run")], program)
+    out, err = process.communicate(timeout=200)
+    assert (process.returncode, out) == (130, ""), err
+    assert "interrupted; the same command goes on" in err and "Traceback" not in err
+    status, summary, err = train(stop_after=1e-9)
+    assert (status, summary["step"], summary["head"]) == (0, 3, None), err
+    status, summary, _ = train()
+    assert (status, summary["step"]) == (0, 6)
+    for one, two in zip(arrays(whole("none"), 6), arrays(tmp_path / "run", 6), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def test_features_train_alike(whole):
+    """Not in bits: in `none` the target's forward is compiled into the step."""
+    runs = [arrays(whole(features), 6) for features in ("none", "memory", "disk")]
+    for one, two, three in zip(*runs, strict=True):
+        np.testing.assert_array_equal(two, three)
+        np.testing.assert_allclose(one, two, rtol=0.02, atol=2e-3)
+
+
+# What is refused.
+
+
+def test_other_settings_are_refused(train, whole, tmp_path):
+    shutil.copytree(whole("none"), tmp_path / "run")
+    before = content(tmp_path / "run")
+    for changes, flag in (
+        ({"steps": 7}, "--steps was 6 and is 7"),
+        ({"learning_rate": 0.5}, "--learning-rate was 0.01 and is 0.5"),
+        ({"held_back": 5}, "--held-back was 4 and is 5"),
+        ({"taps": ("0", "1", "2")}, "--taps was"),
+    ):
+        status, summary, err = train(**changes)
+        assert (status, summary) == (2, None)
+        last = err.strip().splitlines()[-1]
+        assert flag in last and "another --output to start anew" in last
+        assert content(tmp_path / "run") == before
+    status, summary, _ = train(checkpoint_every=1, log_every=1, license="mit", export=str(tmp_path / "out"))
+    assert (status, summary["head"]) == (0, str(tmp_path / "out"))
+
+
+def test_settings_of_a_run_without_a_checkpoint_may_change(train, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text('{"steps": 77}')
+    assert train(steps=1, checkpoint_every=1)[0] == 0
+
+
+def test_a_damaged_checkpoint(train, whole, tmp_path):
+    shutil.copytree(whole("none"), tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoints" / "6"
+    for file in newest.rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    status, _, err = train()
+    assert status == 2
+    assert f"the checkpoint of step 6 in {tmp_path / 'run' / 'checkpoints'} cannot be read" in err
+    shutil.rmtree(newest)
+    assert train()[0] == 0
+    check_same(whole("none"), tmp_path / "run")
+
+
+FULL = """
+import resource, signal, sys
+from specjax.train import checkpoints
+from specjax.train.__main__ import main
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+save = checkpoints.RunFolder.save
+def patched(self, state):
+    if int(state.step) == 4:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    save(self, state)
+checkpoints.RunFolder.save = patched
+sys.exit(main())
+"""
+
+
+def test_a_full_disk(train, whole, model, data, tmp_path):
+    process = start(arguments(model, data, tmp_path / "run"), FULL)
+    out, err = process.communicate(timeout=200)
+    assert (process.returncode, out) == (2, ""), err
+    # Orbax's threads tell of it, too, and may have the last word.
+    mine = next((line for line in err.splitlines() if line.startswith("specjax.train: ")), "")
+    assert "the checkpoint of step 4 cannot be written" in mine and "that of step 2 is whole" in mine, err
+    status, _, err = train()
+    assert status == 0 and "at step 2 of 6" in err
+    check_same(whole("none"), tmp_path / "run")
+
+
+def test_a_disk_with_too_little_room(train, whole, tmp_path, monkeypatch):
+    shutil.copytree(whole("none"), tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "6")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
+    status, _, err = train()
+    assert status == 2 and len(err.strip().splitlines()[-1]) < 400
+    assert "0.0 MB are free" in err.strip().splitlines()[-1] and "that of step 4 is whole" in err
+    monkeypatch.undo()
+    assert train()[0] == 0
+    check_same(whole("none"), tmp_path / "run")
+
+
+def test_two_processes_do_not_share_a_folder(train, model, data, tmp_path):
+    from specjax.train.checkpoints import RunFolder
+
+    with RunFolder(tmp_path / "run", {}, keep=1):
+        status, _, err = train()
+    assert status == 2 and "is in use by another process" in err
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rounds": 3, "round_weights": ("1",)}, "--round-weights gives 1 weights for 3 --rounds"),
+        ({"taps": ("9",)}, "--taps must be different layers"),
+        ({"draft_vocab_size": 266}, "--draft-vocab-size 266 is more than"),
+        ({"draft": "EAGLE", "draft_vocab_size": 9}, "--draft-vocab-size is for"),
+        ({"held_back": 24}, "--held-back 24 must be less than the 24 usable examples of --data"),
+        ({"data": None}, "nothing to learn from: give --data or --text-data"),
+        ({"data": "missing.jsonl"}, "missing.jsonl"),
+        ({"init_from": "/no/such/head"}, "/no/such/head"),
+        ({"export": "/dev/null/head"}, "--export /dev/null/head cannot be written"),
+        ({"output": "/proc/nowhere"}, "--output /proc/nowhere cannot be used"),
+    ],
+    ids=str,
+)
+def test_wrong_values_are_refused_before_the_weights_are_read(train, tmp_path, monkeypatch, changes, expected):
+    def read(*_: object, **__: object) -> None:
+        raise AssertionError("the weights are read")
+
+    monkeypatch.setattr(inputs.checkpoint, "load_params", read)
+    status, summary, err = train(**changes)
+    assert (status, summary) == (2, None)
+    assert expected in err.strip().splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_batches_that_do_not_divide_and_empty_data(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(inputs.jax, "local_device_count", lambda: 4)
+    assert "--batch-size 2 cannot be spread over 4 devices" in train()[2]
+    monkeypatch.undo()
+    (tmp_path / "bad.jsonl").write_text('{"text": ""}\nnot json\n')
+    status, _, err = train(data=tmp_path / "bad.jsonl", held_back=0)
+    assert status == 2 and "hold no example to learn from" in err
+
+
+def test_a_folder_that_is_no_run(train, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine.txt").write_text("text")
+    status, _, err = train()
+    assert status == 2 and "it is no run; give another folder" in err
+    assert content(tmp_path / "run") == {"mine.txt": b"text"}

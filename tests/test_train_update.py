@@ -1,0 +1,219 @@
+"""One optimiser step: sums over parts and devices, master weights, schedule, clipping, decay, two optimisers."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from toy_models import tiny_llama
+from train_helpers import environment
+
+from specjax.models.eagle_head import eagle_head
+from specjax.train import draft
+from specjax.train.attention import packed_attention
+from specjax.train.optimizer import make_optimizer, schedule
+from specjax.train.options import DraftSettings, LossSettings
+from specjax.train.packing import Example, Rows, pack
+from specjax.train.teacher import teach, training_target
+from specjax.train.unroll import Batch
+from specjax.train.update import TrainState, make_update, split_params
+
+PLAIN: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "weight_decay": 0.0, "clip_norm": 0.5, "clip_value": 0.0}
+
+
+@functools.cache
+def toy():
+    return tiny_llama(3, num_layers=4)
+
+
+@functools.cache
+def rows(count: int = 4, length: int = 24) -> Rows:
+    """Rows with another number of tokens that count in each, so that a mean of means is not the mean."""
+    rng = np.random.default_rng(0)
+    examples = []
+    for i in range(count):
+        loss = np.zeros(length - i, bool)
+        loss[4 + 3 * i :] = True
+        examples.append(Example(rng.integers(0, 31, length - i).astype(np.int32), loss))
+    return pack(examples, length, 0)
+
+
+def trainer(optimizer: str = "adamw", rate: float = 1e-2, dtype: str = "float32", kind: str = "EAGLE3", **changes: Any):
+    """(first state, update)."""
+    config = toy().target.config
+    target = training_target(config, dtype)
+    settings = replace(draft.head_config(DraftSettings(draft=kind), config), dtype=dtype)
+    head = eagle_head(settings, target, backend=packed_attention)
+    params = draft.new_params(settings, toy().target, toy().params, None, init="target", seed=0)
+    weights, frozen = split_params(params)
+    chain = make_optimizer(optimizer, optax.constant_schedule(rate), **PLAIN | changes)
+    with jax.numpy_dtype_promotion("standard"):
+        state = TrainState(jnp.int32(0), weights, chain.init(weights))
+    objective = draft.objective(kind, LossSettings(rounds=2, feature_noise=0.0))
+    update = make_update(head, target, objective, chain, frozen, seed=0, teach=teach(target, settings.taps or "final"))
+    return state, update
+
+
+def batch(parts: int, size: int) -> Batch:
+    found: list[Any] = [jnp.asarray(part.reshape(parts, size, *part.shape[1:])) for part in rows()]
+    return Batch(*found)
+
+
+def target_params(dtype: str = "float32"):
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), toy().params)
+
+
+def distance(one, other) -> float:
+    """Largest difference of a leaf, as a share of its largest element."""
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return max(
+        float(np.abs(np.asarray(a) - np.asarray(b)).max() / (np.abs(np.asarray(a)).max() + 1e-9)) for a, b in pairs
+    )
+
+
+@pytest.mark.parametrize("kind", ["EAGLE3", "EAGLE"])
+def test_parts_add_up_to_the_batch(kind):
+    found = {}
+    for shape in ((1, 4), (2, 2), (4, 1)):
+        # Plain gradient descent in effect: Adam would hide a gradient that is scaled.
+        state, update = trainer(kind=kind, clip_norm=0.0)
+        state, metrics = update(state, target_params(), batch(*shape), None)
+        found[shape] = (state.optimizer, metrics.loss, metrics.sums, metrics.gradient_norm)
+    assert float(found[1, 4][3]) > 1e-3
+    for shape in ((2, 2), (4, 1)):
+        assert distance(found[1, 4], found[shape]) < 1e-4
+
+
+DEVICES = """
+import json, sys
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+import test_train_update as t
+from specjax.train.update import everywhere, spread
+
+def leaves(tree):
+    return [np.asarray(leaf, np.float64).ravel().tolist() for leaf in jax.tree.leaves(tree)]
+
+found = []
+for count in (1, 2):
+    mesh = Mesh(np.array(jax.devices()[:count]), ("data",))
+    state, update = t.trainer(clip_norm=0.0)
+    state, weights = everywhere(mesh, state), everywhere(mesh, t.target_params())
+    for _ in range(2):
+        given = spread(mesh, jax.tree.map(np.asarray, t.batch(2, 2)))
+        state, metrics = update(state, weights, given, None)
+    placed = {str(leaf.sharding.is_fully_replicated) for leaf in jax.tree.leaves(state)}
+    counts = {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(state)}
+    found.append([leaves((state.params, metrics)), sorted(placed), sorted(counts)])
+print(json.dumps(found))
+"""
+
+
+def test_two_devices_are_as_one(tmp_path):
+    from pathlib import Path
+
+    settings = environment()
+    settings |= {"PYTHONPATH": f"{settings['PYTHONPATH']}:{Path(__file__).parent}"}
+    done = subprocess.run(
+        [sys.executable, "-c", DEVICES], capture_output=True, text=True, env=settings, cwd=tmp_path, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    (one, _, _), (two, whole, devices) = json.loads(done.stdout.splitlines()[-1])
+    assert (whole, devices) == (["True"], [2]), "the state is on both, whole"
+    for a, b in zip(one, two, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-5)
+
+
+def test_master_weights_are_float32():
+    """Sixty updates, each too small for bfloat16 to hold, move the weights."""
+    state, update = trainer(rate=2e-5, dtype="bfloat16")
+    before = {name: np.asarray(leaf).copy() for name, leaf in state.params.items()}
+    for _ in range(20):
+        state, _ = update(state, target_params("bfloat16"), batch(1, 4), None)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"float32"}
+    moments = [leaf for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim]
+    assert {leaf.dtype.name for leaf in moments} == {"float32"}
+    moved = np.asarray(state.params["final_norm"]) - before["final_norm"]
+    assert 1e-5 < np.abs(moved).max() < 1e-3
+    rounded = jnp.asarray(state.params["final_norm"]).astype(jnp.bfloat16).astype(jnp.float32)
+    assert np.abs(np.asarray(rounded) - np.asarray(state.params["final_norm"])).max() > 0
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 10])
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
+def test_schedule(name, warmup):
+    peak, steps, final = 0.5, 50, 0.1
+    with jax.numpy_dtype_promotion("standard"):
+        rate = schedule(name, peak, steps=steps, warmup=warmup, final=final)
+        found = [float(np.asarray(rate(step))) for step in range(steps + 1)]
+    for step, value in enumerate(found):
+        share = (step - warmup) / (steps - warmup)
+        down = {"cosine": (1 + math.cos(math.pi * share)) / 2, "linear": 1 - share, "constant": 1.0}[name]
+        low = final if name != "constant" else 0.0
+        expected = peak * (step + 1) / warmup if step < warmup else peak * (low + (1 - low) * down)
+        assert value == pytest.approx(expected, rel=1e-5), step
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_loss_falls(optimizer):
+    state, update = trainer(optimizer, rate=3e-3)
+    losses = []
+    for _ in range(30):
+        state, metrics = update(state, target_params(), batch(1, 4), None)
+        losses.append(float(metrics.loss))
+    assert np.mean(losses[-3:]) < losses[0] - 0.25, losses
+
+
+def descend(**changes: Any):
+    """The first update of known gradients: what Adam's first moment got of them, over 1 - beta1."""
+    chain = make_optimizer("adamw", optax.constant_schedule(1.0), **PLAIN | changes)
+    params = {"fc": jnp.ones((2, 2)), "norm": jnp.ones(2), "fc_bias": jnp.ones(2)}
+    gradient = {"fc": jnp.array([[3.0, 0.0], [0.0, 0.0]]), "norm": jnp.array([0.0, 4.0]), "fc_bias": jnp.zeros(2)}
+    with jax.numpy_dtype_promotion("standard"):
+        change, state = chain.update(gradient, chain.init(params), params)
+    first = next(each for each in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(each, "mu"))
+    return change, jax.tree.map(lambda mu: mu / (1 - 0.9), first.mu)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"clip_norm": 0.0}, (3.0, 4.0)),
+        ({"clip_norm": 10.0}, (3.0, 4.0)),
+        ({"clip_norm": 1.0}, (0.6, 0.8)),
+        ({"clip_norm": 0.0, "clip_value": 3.5}, (3.0, 3.5)),
+        ({"clip_norm": 1.0, "clip_value": 0.7}, (0.6, 0.7)),
+    ],
+)
+def test_clipping(changes, expected):
+    _, seen = descend(**changes)
+    assert (float(seen["fc"][0, 0]), float(seen["norm"][1])) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_only_matrices_decay(optimizer):
+    chains = [
+        make_optimizer(optimizer, optax.constant_schedule(0.1), **PLAIN | {"weight_decay": w}) for w in (0.0, 0.5)
+    ]
+    params = {name: jnp.asarray(leaf, jnp.float32) for name, leaf in trainer()[0].params.items()}
+    params |= {"fc_bias": jnp.ones(16), "qkv_bias": jnp.ones((2, 4, 8))}
+    gradient = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.01, jnp.float32), params)
+    with jax.numpy_dtype_promotion("standard"):
+        plain, decayed = (chain.update(gradient, chain.init(params), params)[0] for chain in chains)
+    moved = {name for name in params if not np.allclose(plain[name], decayed[name], atol=1e-7)}
+    matrices = {"fc", "qkv", "output", "gate_up", "down"} | ({"head"} if optimizer == "adamw" else set())
+    assert moved == matrices
+    np.testing.assert_allclose(decayed["fc"] - plain["fc"], -0.1 * 0.5 * params["fc"], atol=1e-6)
