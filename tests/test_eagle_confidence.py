@@ -48,7 +48,7 @@ def test_no_text_changes(shape, least):
     for (prompt, request), result in zip(requests, found, strict=True):
         assert result.tokens == oracle.generate_plain(toy.logits, prompt, request).tokens
     counts = [count for result in found for count in result.emitted]
-    assert 1 in counts and max(counts) > 2, "drafts were made, but not always"
+    assert 1 in counts and max(counts) > (2 if least < 0.5 else 1), "drafts were made, but not always"
 
 
 # What is computed.

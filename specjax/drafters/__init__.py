@@ -11,7 +11,7 @@ import jax
 
 from specjax.config import HeadConfig
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
-from specjax.drafters.eagle import Confidence, eagle_drafter
+from specjax.drafters.eagle import Confidence, eagle_drafter, probability
 from specjax.drafters.ngram import NgramConfig, ngram_config, ngram_drafter
 from specjax.drafters.none import none_drafter
 from specjax.drafters.shape import TreeShape, tree_shape
@@ -52,15 +52,15 @@ def _check_eagle(
     num_steps: int | None = None,
     eagle_topk: int | None = None,
     num_draft_tokens: int | None = None,
-    draft_p_min: float = 0.0,
+    draft_p_min: Any = 0.0,
 ) -> None:
     """What is wrong for every target; only one with fewer automatic steps can find more wrong."""
     _confidence(draft_p_min)
     tree_shape(num_steps, eagle_topk, num_draft_tokens, automatic=max(OTHER_TREE, *AUTOMATIC_TREES.values()))
 
 
-def _confidence(draft_p_min: float) -> Confidence:
-    return Confidence(draft_p_min, skips=jax.default_backend() == "cpu")
+def _confidence(draft_p_min: Any) -> Confidence:
+    return Confidence(probability(draft_p_min), skips=jax.default_backend() == "cpu")
 
 
 def _make_eagle(
@@ -70,7 +70,7 @@ def _make_eagle(
     num_steps: int | None = None,
     eagle_topk: int | None = None,
     num_draft_tokens: int | None = None,
-    draft_p_min: float = 0.0,
+    draft_p_min: Any = 0.0,
     automatic: tuple[int, int, int] | None = None,
 ) -> Drafter:
     automatic = automatic or AUTOMATIC_TREES.get(target.config.family, OTHER_TREE)

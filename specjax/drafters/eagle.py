@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,8 +68,7 @@ class Confidence:
     skips: bool = False
 
     def __post_init__(self) -> None:
-        if type(self.least) not in (int, float) or not 0 <= self.least < 1:
-            raise ValueError(f"--speculative-draft-p-min must be a number from 0 to below 1, got {self.least!r:.80}")
+        probability(self.least)
 
     @property
     def note(self) -> str:
@@ -91,6 +90,13 @@ class Confidence:
             return zeros._replace(scores=jnp.full_like(zeros.scores, -jnp.inf))
 
         return jax.lax.cond(jnp.any(scores > -jnp.inf), run, nothing)
+
+
+def probability(given: Any) -> float:
+    """Raises ValueError for what cannot be `Confidence.least`; a file may have anything."""
+    if type(given) not in (int, float) or not 0 <= given < 1:
+        raise ValueError(f"--speculative-draft-p-min must be a number from 0 to below 1, got {given!r:.80}")
+    return float(given)
 
 
 def eagle_drafter(
