@@ -1,4 +1,4 @@
-"""`project`: the product of one row, which a CPU takes in parts, is the plain product in every respect but speed."""
+"""`project`: the product of one row, which a CPU takes in parts, and of a few, is the plain product in every respect but speed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.models.layers import PARTS, project
+from specjax.models.layers import FEW_ROWS, PARTS, project
 
 HIGHEST = jax.lax.Precision.HIGHEST
 SHAPES = {
@@ -17,6 +17,8 @@ SHAPES = {
     "a width that does not split": ((1, 1, 90), (90, 64)),
     "two rows": ((1, 2, 96), (96, 64)),
     "two requests": ((2, 1, 96), (96, 64)),
+    "three rows": ((1, 3, 96), (96, 2, 32)),
+    "four rows": ((2, 2, 96), (96, 64)),
 }
 
 
@@ -26,10 +28,11 @@ def lowered(x: tuple[int, ...], weight: tuple[int, ...], platform: str, dtype=jn
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
-def in_parts(text: str) -> bool:
-    """The product has a batch of `PARTS`; either way there is one, and none for another platform beside it."""
-    assert text.count("dot_general") == 1
-    return f"tensor<{PARTS}x" in text
+def in_parts(text: str, rows: int) -> bool:
+    """A product for each row has a batch of `PARTS`, or there is one; none for another platform beside it."""
+    found = f"tensor<{PARTS}x" in text
+    assert text.count("dot_general") == (rows if found else 1)
+    return found
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -45,20 +48,30 @@ def test_it_is_the_product(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_only_one_row_on_a_cpu_is_taken_in_parts(shape):
+def test_only_a_few_rows_on_a_cpu_are_taken_in_parts(shape):
     x, weight = SHAPES[shape]
-    assert in_parts(lowered(x, weight, "cpu")) == (x[:2] == (1, 1) and weight[0] % PARTS == 0)
-    assert not in_parts(lowered(x, weight, "cuda"))
-    assert not in_parts(lowered(x, weight, "cpu", jnp.bfloat16)), "each part would be rounded"
+    rows = x[0] * x[1]
+    assert in_parts(lowered(x, weight, "cpu"), rows) == (rows <= FEW_ROWS and weight[0] % PARTS == 0)
+    assert not in_parts(lowered(x, weight, "cuda"), rows)
+    assert not in_parts(lowered(x, weight, "cpu", jnp.bfloat16), rows), "each part would be rounded"
 
 
-@pytest.mark.parametrize("shape", [name for name, (x, _) in SHAPES.items() if x[:2] == (1, 1)])
+def test_a_few_rows_are_bit_for_bit_the_rows_alone():
+    """A token that is checked beside drafts gets the very numbers that it gets alone."""
+    rng = np.random.default_rng(2)
+    x, weight = rng.standard_normal((1, FEW_ROWS, 96), np.float32), rng.standard_normal((96, 2, 32), np.float32)
+    product = jax.jit(lambda x, w: project(x, w, precision=HIGHEST))
+    alone = np.concatenate([np.asarray(product(x[:, i : i + 1], weight)) for i in range(FEW_ROWS)], axis=1)
+    np.testing.assert_array_equal(np.asarray(product(x, weight)), alone)
+
+
+@pytest.mark.parametrize("shape", [name for name, (x, _) in SHAPES.items() if x[0] * x[1] <= FEW_ROWS])
 def test_the_weight_is_not_copied(shape):
     x_shape, w_shape = SHAPES[shape]
     shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in (x_shape, w_shape)]
     compiled = jax.jit(lambda x, w: project(x, w, precision=HIGHEST)).lower(*shapes).compile()
     assert "conditional" not in compiled.as_text(), "nothing is decided while it runs"
-    output = 4 * int(np.prod(w_shape[1:]))
+    output = 4 * int(np.prod(w_shape[1:])) * x_shape[0] * x_shape[1]
     temporary = compiled.memory_analysis().temp_size_in_bytes
     assert temporary <= (PARTS + 1) * output + 4096, "the parts of the result, at most"
     assert temporary < 4 * np.prod(w_shape) / 4

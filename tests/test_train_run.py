@@ -13,13 +13,15 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from engine_helpers import END, tokenizer
+from engine_helpers import END, VOCABULARY, tokenizer
+from toy_models import tiny_llama
 from train_helpers import arguments, save_data, save_model, start
 
 from specjax import Engine, SamplingParams
 from specjax.train import inputs
 from specjax.train.__main__ import main
 from specjax.train.checkpoints import read_metrics
+from specjax.train.options import DataSettings, TrainOptions
 
 
 @pytest.fixture(scope="module")
@@ -338,6 +340,7 @@ def test_two_processes_do_not_share_a_folder(train, model, data, tmp_path):
         ({"held_back": 24}, "--held-back 24 must be less than the 24 usable examples of --data"),
         ({"data": None}, "nothing to learn from: give --data or --text-data"),
         ({"data": "missing.jsonl"}, "missing.jsonl"),
+        ({"text_data": "missing.jsonl"}, "missing.jsonl"),
         ({"init_from": "/no/such/head"}, "/no/such/head"),
         ({"export": "/dev/null/head"}, "--export /dev/null/head cannot be written"),
         ({"output": "/proc/nowhere"}, "--output /proc/nowhere cannot be used"),
@@ -353,6 +356,30 @@ def test_wrong_values_are_refused_before_the_weights_are_read(train, tmp_path, m
     assert (status, summary) == (2, None)
     assert expected in err.strip().splitlines()[-1]
     assert not (tmp_path / "run").exists()
+
+
+def test_later_texts_are_others(tmp_path):
+    """--text-skip leaves out what --text-examples had, and nothing else."""
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"text {i} of these"}) + "\n" for i in range(40)))
+    config = tiny_llama(vocab_size=VOCABULARY).target.config
+
+    def used(**settings: Any) -> set[bytes]:
+        given = DataSettings(text_data=(str(texts),), data_seed=3, row_length=64, **settings)
+        rows, _, facts = inputs.read_data(TrainOptions(data=given), tokenizer(), config)
+        found = {
+            tokens[segments == segment].tobytes()
+            for tokens, segments in zip(rows.tokens, rows.segments, strict=True)
+            for segment in range(1, segments.max() + 1)
+        }
+        assert facts["texts"] == facts["examples"] == len(found)
+        return found
+
+    everything, first, rest = used(), used(text_examples=15), used(text_skip=15)
+    assert len(everything) == 40 and len(first) == 15 and first | rest == everything and not first & rest
+    assert used(text_skip=15, text_examples=10) < rest
+    with pytest.raises(ValueError, match="--text-skip 40 leaves none of the 40 examples of --text-data"):
+        used(text_skip=40)
 
 
 def test_batches_that_do_not_divide_and_empty_data(train, tmp_path, monkeypatch):

@@ -71,6 +71,10 @@ def read_data(options: TrainOptions, tokenizer: Any, target: ModelConfig) -> tup
     held = min(HELD_BACK, there // 2) if held is None else min(held, there)
     kept, held_back = split(answers.examples, held, given.data_seed)
     drawn = texts.examples
+    if given.text_skip:
+        if given.text_skip >= len(drawn):
+            raise ValueError(f"--text-skip {given.text_skip} leaves none of the {len(drawn)} examples of --text-data")
+        drawn, _ = split(drawn, given.text_skip, given.data_seed)
     if given.text_examples and given.text_examples < len(drawn):
         _, drawn = split(drawn, given.text_examples, given.data_seed)
     examples = [*kept, *drawn]

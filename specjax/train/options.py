@@ -29,6 +29,9 @@ class DataSettings:
     )  # fmt: skip
     loss_on: str = setting("assistant", "tokens of --data that are learnt", choices=LOSS_ON)
     text_examples: int = setting(0, "examples of --text-data that are used, drawn by the seed; 0 = all", minimum=0)
+    text_skip: int = setting(
+        0, "leave out the examples that --text-examples with this number draws: an earlier run had them", minimum=0
+    )
     row_length: int = setting(512, "tokens in a packed row; longer examples are cut", minimum=8)
     held_back: int | None = setting(
         None, "examples of --data that are kept for measuring, and not learnt; default: 64, at most half", minimum=0
