@@ -8,6 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+HeadKind = Literal["eagle", "eagle3", "mtp"]
+HEAD_ALGORITHMS: dict[HeadKind, str] = {"eagle3": "EAGLE3", "eagle": "EAGLE", "mtp": "MTP"}
+"""What a head of each kind is served and trained by."""
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -62,7 +66,7 @@ class HeadConfig:
     checkpoint holds decides, not its name.
     """
 
-    kind: Literal["eagle", "eagle3", "mtp"]
+    kind: HeadKind
     hidden_size: int  # M of the head
     feature_size: int  # F: width of the features it reads; M of the target, for eagle3 times the number of taps
     intermediate_size: int  # I

@@ -1,4 +1,4 @@
-"""`project`: the product of one row, which a CPU takes in parts, and of a few, is the plain product in every respect but speed."""
+"""`project`: the product of a few rows, which a CPU takes in parts, is the plain product in every respect but speed."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from tiny_checkpoints import save_llama
 from specjax import checkpoint, flags
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.train import generate, memory
+from specjax.train.files import hold
 
 FIELDS = ["source", "temperature", "prompt", "response", "prompt_ids", "response_ids", "finish_reason", "seed"]
 QUICK = ["--max-new-tokens", "8", "--max-prompt-tokens", "64", "--chunked-prefill-size", "16",
@@ -330,7 +331,7 @@ def test_two_runs_do_not_write_one_file(files):
     lines = files.target.read_text().splitlines(keepends=True)
     files.target.write_text("".join(lines[:2]))
     with files.target.open("a") as other:
-        generate.hold(other)
+        assert hold(other.fileno())
         status, _, err = files()
         assert status == 2 and "is being written by another run" in err
     assert files.target.read_text() == "".join(lines[:2])

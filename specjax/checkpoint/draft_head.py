@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -25,11 +25,9 @@ from specjax.checkpoint.load import HOST_DTYPES, fill, misfits
 from specjax.checkpoint.progress import bar
 from specjax.checkpoint.readers import DTYPES, read_headers
 from specjax.checkpoint.torch_zip import read_torch_zip
-from specjax.config import HeadConfig, ModelConfig
+from specjax.config import HEAD_ALGORITHMS, HeadConfig, HeadKind, ModelConfig
 
 FLAG = "--speculative-draft-model-path"
-Kind = Literal["eagle", "eagle3", "mtp"]
-_ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "mtp": "MTP"}
 _PARAMETER_DTYPES = frozenset(DTYPES.values())
 # Two roundings to half precision of one number differ by less.
 _RELATIVE, _ABSOLUTE = 1e-2, 1e-4
@@ -39,7 +37,7 @@ def load_head(
     name: str,
     target: ModelConfig,
     *,
-    kind: Kind,
+    kind: HeadKind,
     revision: str | None = None,
     progress: bool = True,
     put: Callable[[np.ndarray], Any] | None = None,
@@ -92,7 +90,7 @@ def load_head(
 
 
 def _described(
-    name: str, folder: Path, target: ModelConfig, kind: Kind
+    name: str, folder: Path, target: ModelConfig, kind: HeadKind
 ) -> tuple[HeadTensors, HeadConfig, np.ndarray | None]:
     """The head's tensors, its description, and the ids of its vocabulary unless they are the target's."""
     if not (folder / "config.json").is_file():
@@ -152,13 +150,14 @@ def _read(files: tuple[Path, ...]) -> dict[str, np.ndarray]:
     return tensors
 
 
-def _check_kind(tensors: HeadTensors, kind: Kind) -> None:
+def _check_kind(tensors: HeadTensors, kind: HeadKind) -> None:
     """EAGLE-3's q reads the embedding and the feature, the others' what fc made of the two; MTP norms both first."""
     query = f"{names.QKV if tensors.has(f'{names.QKV}.weight') else names.Q}.weight"
     tensors.need(names.FC, query)
     width, read = tensors.matrix(names.FC).shape[0], tensors.matrix(query).shape[1]
-    narrow = "mtp" if tensors.has(names.TOKEN_NORM) else "eagle"
-    found = {width: narrow, 2 * width: "eagle3"}.get(read)
+    narrow: HeadKind = "mtp" if tensors.has(names.TOKEN_NORM) else "eagle"
+    kinds: dict[int, HeadKind] = {width: narrow, 2 * width: "eagle3"}
+    found = kinds.get(read)
     if found is None:
         raise CheckpointError(
             f"{tensors.said(query)} reads {read} numbers, and {tensors.said(names.FC)} gives {width}; a head of EAGLE "
@@ -166,7 +165,7 @@ def _check_kind(tensors: HeadTensors, kind: Kind) -> None:
         )
     if found != kind:
         raise CheckpointError(
-            f"this is a head for --speculative-algorithm {_ALGORITHMS[found]}, not {_ALGORITHMS[kind]} "
+            f"this is a head for --speculative-algorithm {HEAD_ALGORITHMS[found]}, not {HEAD_ALGORITHMS[kind]} "
             f"({tensors.said(query)} reads {read // width} x {width}); change the flag, or give a head of that kind"
         )
 

@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -21,7 +21,7 @@ from specjax.checkpoint.builtin import BUILT_IN_MODEL
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import SINGLE_NAME, ModelFiles
 from specjax.checkpoint.readers import read_headers
-from specjax.config import ModelConfig
+from specjax.config import HeadKind, ModelConfig
 
 FOLDER = Path(__file__).parents[1] / "data" / "heads"
 FINAL_NORM = "model.norm.weight"
@@ -41,7 +41,7 @@ class ShippedHead:
     """
 
     name: str
-    kind: Literal["eagle", "eagle3"]
+    kind: HeadKind
     model: str
     norm: str
     sizes: Mapping[str, int]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
-from specjax.config import HeadConfig
+from specjax.config import HeadConfig, HeadKind
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
 from specjax.drafters.eagle import Confidence, eagle_drafter, probability
 from specjax.drafters.ngram import NgramConfig, ngram_config, ngram_drafter
@@ -40,7 +40,7 @@ class Algorithm:
     flags: frozenset[str]
     check: Callable[..., Any]
     make: Callable[..., Drafter]
-    head: Literal["eagle", "eagle3", "mtp"] | None = None
+    head: HeadKind | None = None
     takes_token_map: bool = False
 
 

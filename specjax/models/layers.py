@@ -18,8 +18,8 @@ PARTS = 4
 """Into which a CPU splits the product of one row. On 2 cores 2, 3 and 8 parts are slower."""
 
 FEW_ROWS = 3
-"""Up to which a CPU takes row by row: the weight of one row's product is still in the cache for the next one's. Two rows
-take three quarters of the time of the plain product, three four fifths, four as long."""
+"""Up to which a CPU takes row by row: the weight of one row's product is still in the cache for the next one's. Of the
+plain product's time two rows take three quarters, three four fifths, four all of it."""
 
 
 def precision_of(dtype: str) -> jax.lax.Precision:

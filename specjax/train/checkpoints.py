@@ -10,7 +10,6 @@ A checkpoint is written beside and renamed, so a run that is killed, or whose di
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -23,6 +22,7 @@ from typing import Any, TextIO, cast
 import jax
 import orbax.checkpoint as ocp
 
+from specjax.train.files import hold, write_whole
 from specjax.train.update import TrainState
 
 
@@ -157,23 +157,12 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def write_whole(file: Path, text: str) -> None:
-    """Replaces a file, or leaves it as it was."""
-    draft = file.with_name(file.name + ".part")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, file)
-
-
 def _lock(folder: Path) -> int:
     """An open descriptor that no other process can have. Killed processes lose it too."""
     descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not hold(descriptor):
         os.close(descriptor)
-        raise RunError(f"--output {folder} is in use by another process; wait for it or give another folder") from None
-    except OSError:  # a file system without locks
-        pass
+        raise RunError(f"--output {folder} is in use by another process; wait for it or give another folder")
     return descriptor
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float, Float32, Int32
 
 from specjax.checkpoint import load_head
-from specjax.config import HeadConfig, ModelConfig
+from specjax.config import HEAD_ALGORITHMS, HeadConfig, HeadKind, ModelConfig
 from specjax.models.eagle_head import init_head_params
 from specjax.models.protocol import Target
 from specjax.train.options import ALL_TOKENS, DraftSettings, LossSettings
@@ -21,8 +21,7 @@ from specjax.train.unroll import Objective
 from specjax.train.vocab import token_map
 from specjax.types import Params
 
-Kind = Literal["eagle", "eagle3", "mtp"]
-KIND: dict[str, Kind] = {"EAGLE3": "eagle3", "EAGLE": "eagle", "MTP": "mtp"}
+KIND: dict[str, HeadKind] = {algorithm: kind for kind, algorithm in HEAD_ALGORITHMS.items()}
 
 
 SOFTENED = 0.3

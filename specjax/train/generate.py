@@ -25,7 +25,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import jax
 from tqdm import tqdm
@@ -37,6 +37,7 @@ from specjax.engine.batch import speculation_note
 from specjax.engine.request import later_seed
 from specjax.generate import BadLine, Line, parse_object, prompt_field, run
 from specjax.train import corpus
+from specjax.train.files import hold, write_whole
 from specjax.train.memory import batch_for
 
 FIELDS = ("prompt", "messages")
@@ -161,22 +162,6 @@ def check_resumable(output: Path, wanted: Mapping[str, Any]) -> None:
 
 def meta_file(output: Path) -> Path:
     return output.with_name(f"{output.name}.meta.json")
-
-
-def hold(file: TextIO) -> None:
-    """Keeps other runs of this command from the file until it is closed, where the system can.
-
-    Raises:
-        ValueError: one has it.
-    """
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"--output {file.name} is being written by another run") from None
 
 
 def remaining(order: list[Raw], found: Progress, seed: int, output: Path) -> list[Raw]:
@@ -339,13 +324,12 @@ def generate(args: argparse.Namespace, chosen: flags.Settings) -> dict[str, Any]
         )
     prompts = Prompts(engine, left, mixture, args)
     with output.open("a", encoding="utf-8", newline="\n") as file:  # nothing of an old file is lost before here
-        hold(file)
+        if not hold(file.fileno()):
+            raise ValueError(f"--output {output} is being written by another run")
         if not args.overwrite and progress_of(output) != found:
             raise ValueError(f"--output {output} has been written by another run meanwhile")
         file.truncate(found.size)
-        draft = meta_file(output).with_suffix(".tmp")
-        draft.write_text(json.dumps(wanted, indent=1) + "\n", encoding="utf-8")
-        draft.replace(meta_file(output))
+        write_whole(meta_file(output), json.dumps(wanted, indent=1) + "\n")
         summary = run(engine, prompts, file, progress=progress, total=len(left), describe=answer)
     return {"resumed_after": done, "too_long": prompts.too_long, **summary}
 

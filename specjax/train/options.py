@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specjax.config import HEAD_ALGORITHMS
 from specjax.flags import ModelSettings
 from specjax.settings import setting
 from specjax.train.data import LOSS_ON
@@ -11,7 +12,7 @@ from specjax.train.features import MODES
 from specjax.train.losses import LOSSES
 from specjax.train.optimizer import OPTIMIZERS, SCHEDULES
 
-KINDS = ("EAGLE3", "EAGLE", "MTP")
+KINDS = tuple(HEAD_ALGORITHMS.values())
 INITS = ("target", "random")
 ALL_TOKENS = 0
 MOST_BETA = 0.999999
