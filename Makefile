@@ -8,7 +8,7 @@ SMOKE_PYTHON ?= python3.12
 SMOKE_VENV   ?= .venv-smoke
 GPU_COMPILER ?= .gpu-compiler
 
-.PHONY: setup check test smoke gpu-compile serve clean
+.PHONY: setup check test smoke gpu-compile serve head clean
 
 setup: $(STAMP)
 
@@ -58,6 +58,12 @@ $(SERVE_STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --progress-bar on --editable .
 	@touch $@
+
+# The draft head that ships, out of ../shared/data, in the two parts it was trained in. Hours on a CPU; goes on where it
+# was stopped.
+head: setup
+	$(BIN)/python -m specjax.train --config configs/train/smollm2-135m-instruct-eagle3-start.toml
+	$(BIN)/python -m specjax.train --config configs/train/smollm2-135m-instruct-eagle3.toml
 
 clean:
 	rm -rf $(VENV) $(SMOKE_VENV) $(GPU_COMPILER) build *.egg-info .pytest_cache .ruff_cache .hypothesis
