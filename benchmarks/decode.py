@@ -2,10 +2,10 @@
 
     python benchmarks/decode.py [--data ../shared/data/eval] [--sets mt_bench eagle_sum] [--limit 10] [--record]
 
-Contenders: `none` and `ngram` are the engine; `transformers` is its greedy `generate`, `lookup` the same with
-prompt-lookup (10 tokens), each in float32 and bfloat16. Every contender completes every prompt, one after another and
-in an order that rotates, so that whatever else the machine does hits all of them. Each emits exactly `--max-new-tokens`
-tokens. Between sets the drafter forgets what it has seen.
+Contenders: `none`, `auto` (how the model is served by default) and `ngram` are the engine; `transformers` is its greedy
+`generate`, `lookup` the same with prompt-lookup (10 tokens), each in float32 and bfloat16. Every contender completes
+every prompt, one after another and in an order that rotates, so that whatever else the machine does hits all of them.
+Each emits exactly `--max-new-tokens` tokens. Between sets the drafter forgets what it has seen.
 
 The ceiling comes first: decoding reads every weight once a forward, so the bandwidth of the memory bounds forwards per
 second. A contender's share is the weights it reads per second while decoding, over that bandwidth (which is measured
@@ -16,9 +16,9 @@ again after each set, as neighbours on a shared machine change it; the best coun
     accept       tokens / forward, without the prompt's
     step         ms from news to news: median, 20th and 80th percentile
 
-Ratios are against greedy transformers in whichever type is faster on that set, and of `ngram` to `none`. Texts are
-compared too: a matrix product's last bits depend on its shape, so texts may part where the two best logits lie closer
-than `NEAR` in float32. The last line is one JSON document with every run.
+Ratios are against greedy transformers in whichever type is faster on that set, and of the drafting engines to `none`.
+Texts are compared too: a matrix product's last bits depend on its shape, so texts may part where the two best logits
+lie closer than `NEAR` in float32. The last line is one JSON document with every run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from transformers import AutoModelForCausalLM
 
 from specjax import Engine, EngineConfig, SamplingParams, checkpoint
 
-ENGINE = {"none": "NONE", "ngram": "NGRAM"}
+ENGINE = {"none": "NONE", "auto": "AUTO", "ngram": "NGRAM"}
 TRANSFORMERS = ("transformers-float32", "transformers-bfloat16")
 LOOKUP = ("lookup-float32", "lookup-bfloat16")
 CONTENDERS = (*ENGINE, *TRANSFORMERS, *LOOKUP)
@@ -231,7 +231,12 @@ def ratios(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
         return max((n for n in names if n in rows), key=lambda n: rows[n]["tokens_per_second"], default=None)
 
     greedy, lookup = fastest(TRANSFORMERS), fastest(LOOKUP)
-    pairs = [(ours, greedy) for ours in (*ENGINE, lookup)] + [("ngram", lookup), ("ngram", "none")]
+    pairs = [(ours, greedy) for ours in (*ENGINE, lookup)] + [
+        ("ngram", lookup),
+        ("ngram", "none"),
+        ("auto", "none"),
+        ("auto", "ngram"),
+    ]
     return {f"{a} / {b}": ratio(rows[a], rows[b]) for a, b in pairs if a in rows and b in rows}
 
 
@@ -331,7 +336,7 @@ def main() -> None:
         table = {one: summary(runs[one], contenders[one], max(bandwidths)) for one in contenders}
         result = {"set": name, "prompts": len(prompts), "prompt_tokens": sum(map(len, prompts.values()))}
         result |= {"contenders": table, "ratios": ratios(table), "texts": {}}
-        pairs = [("ngram", "none"), *((ours, TRANSFORMERS[0]) for ours in ENGINE)]
+        pairs = [("ngram", "none"), ("auto", "none"), *((ours, TRANSFORMERS[0]) for ours in ENGINE)]
         for a, b in pairs:
             if a in runs and b in runs and config.dtype == "float32":
                 found = [same_texts(runs[a][id], runs[b][id], prompts[id], oracle) for id in prompts]

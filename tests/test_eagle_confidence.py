@@ -96,7 +96,8 @@ def test_levels_that_nobody_needs_are_skipped_and_the_step_is_as_wide_as_its_tre
     runner.admit(0, [1, 2, 3], Sampling(max_tokens=60, temperature=1.0, seed=5))
     runner.prefill([[1, 2, 3]])
     jax.effects_barrier()
-    assert ladder(drafter_of(shape, 0.3)) == (1, 2, width)
+    rungs = ladder(drafter_of(shape, 0.3))
+    assert rungs == (1, 2, 3, width)
     deepest, widths = set(), set()
     for _ in range(24):
         seen.head.clear(), seen.target.clear()
@@ -106,10 +107,10 @@ def test_levels_that_nobody_needs_are_skipped_and_the_step_is_as_wide_as_its_tre
         depth, count = int(tree.depth.max()), int(tree.valid.sum())
         # With room in the tree for all that is likely enough, the deepest node is the deepest candidate.
         assert sorted(seen.head) == [topk] * min(depth, steps - 1) + [steps + 1], (depth, count)
-        assert seen.target == [next(w for w in (1, 2, width) if w >= count)]
+        assert seen.target == [next(w for w in rungs if w >= count)]
         deepest.add(depth)
         widths.add(seen.target[0])
-    assert widths == {1, 2, width} and {0, 1, 2} <= deepest, (widths, deepest)
+    assert {1, 2, width} <= widths and {0, 1, 2} <= deepest, (widths, deepest)
 
 
 def test_a_level_that_one_request_needs_is_computed_and_idle_entries_need_none(monkeypatch):
@@ -149,10 +150,10 @@ def test_only_where_it_saves_time_is_anything_decided(shape):
 
 @pytest.mark.parametrize(
     ("shape", "widths"),
-    [((1, 1, 2), (1, 2)), ((2, 1, 3), (1, 2, 3)), ((8, 1, 9), (1, 2, 9)), ((5, 4, 8), (1, 2, 8)),
-     ((1, 5, 6), (1, 2, 6)), ((5, 8, 32), (1, 8, 32)), ((6, 8, 64), (1, 16, 64))],
+    [((1, 1, 2), (1, 2)), ((2, 1, 3), (1, 2, 3)), ((3, 1, 4), (1, 2, 3, 4)), ((8, 1, 9), (1, 2, 3, 9)),
+     ((5, 4, 8), (1, 2, 3, 8)), ((5, 8, 32), (1, 2, 3, 8, 32)), ((6, 8, 64), (1, 2, 3, 16, 64))],
 )  # fmt: skip
-def test_the_ladder_has_a_narrow_rung(shape, widths):
+def test_the_ladder_has_narrow_rungs(shape, widths):
     assert ladder(drafter_of(shape, 0.5)) == widths
     assert ladder(drafter_of(shape, 0.5, skips=False)) == ladder(drafter_of(shape, 0.0)) == (1, shape[2])
     cpu, gpu = (Buckets.build(platform, rows=4, request_pages=8, asked=True) for platform in ("cpu", "gpu"))
@@ -171,7 +172,7 @@ def test_the_platform_decides_whether_levels_are_skipped(monkeypatch, kind, plat
     flags = {"num_steps": 3, "draft_p_min": 0.25}
     drafter = make_drafter(kind.upper(), flags, target=toy.target, head=small_head(kind, toy))
     assert drafter.note.endswith(" was chosen); only drafts of a probability of at least 0.25")
-    assert drafter.widths == ((2,) if platform == "cpu" else ())
+    assert drafter.widths == ((2, 3) if platform == "cpu" else ())
     plain = make_drafter(kind.upper(), flags | {"draft_p_min": 0}, target=toy.target, head=small_head(kind, toy))
     assert plain.widths == () and plain.note.endswith(" was chosen)")
 

@@ -37,6 +37,7 @@ from specjax.drafters.base import Context, Drafter, DraftState, Observation, Par
 from specjax.drafters.shape import TreeShape
 from specjax.models.blocks import KeyValue, Past
 from specjax.models.eagle_head import EagleHead, eagle_head
+from specjax.models.layers import FEW_ROWS
 from specjax.models.protocol import Target
 from specjax.tree import NO_PARENT, DraftTree, Pool, chain, log_total, next_beam, rerank, top_k_children
 
@@ -167,8 +168,9 @@ def eagle_drafter(
 
 
 def _between(width: int) -> tuple[int, ...]:
-    """The rung for a batch whose trees have few nodes: a quarter of the places, and at least the root and a draft."""
-    return (max(2, width // 4),) if width > 2 else ()
+    """The rungs for batches whose trees have few nodes: a quarter of the places, and the few rows that a CPU multiplies
+    for less than several (`specjax.models.layers.FEW_ROWS`)."""
+    return tuple(rung for rung in sorted({*range(2, FEW_ROWS + 1), width // 4}) if 2 <= rung < width)
 
 
 def _past(cache: PagedCache, context: Context, before: KeyValue | None = None) -> Past:

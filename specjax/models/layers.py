@@ -77,6 +77,8 @@ def logits(x: Float[Array, "B N M"], weight: Float[Array, "M W"]) -> Float32[Arr
     a training step twice as much.
     """
     precision = precision_of(str(x.dtype))
+    if x.dtype == jnp.float32:
+        return project(x, weight, precision=precision)
     return jnp.einsum("bnm,mw->bnw", x, weight, precision=precision, preferred_element_type=jnp.float32)
 
 
