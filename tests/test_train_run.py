@@ -382,6 +382,17 @@ def test_later_texts_are_others(tmp_path):
         used(text_skip=40)
 
 
+def test_a_run_that_cannot_be_measured_says_so(train, data, caplog):
+    def warned(output: str, measure_prompts: int) -> bool:
+        caplog.clear()
+        given = {"data": None, "text_data": data, "held_back": None, "steps": 1, "measure_prompts": measure_prompts}
+        status, summary, _ = train(output, **given)
+        assert status == 0 and summary["accept_length"] is None
+        return "no accept length will be measured" in caplog.text
+
+    assert warned("one", 2) and not warned("other", 0)
+
+
 def test_batches_that_do_not_divide_and_empty_data(train, tmp_path, monkeypatch):
     monkeypatch.setattr(inputs.jax, "local_device_count", lambda: 4)
     assert "--batch-size 2 cannot be spread over 4 devices" in train()[2]

@@ -298,6 +298,10 @@ def train(options: TrainOptions, *, command: str) -> dict[str, Any]:
     """
     use_compilation_cache()
     inputs = prepare(options)
+    if options.measure.measure_prompts and not any(prompt_of(example) for example in inputs.held_back):
+        logger.warning(
+            "no accept length will be measured: --held-back keeps no example of --data that has a prompt and an answer"
+        )
     with RunFolder(Path(options.run.output), identity(options, inputs), keep=options.run.keep_checkpoints) as folder:
         print(", ".join(f"{name} {value}" for name, value in inputs.facts.items()), file=sys.stderr)
         return Trainer(options, load(options, inputs), folder, command=command).run()
