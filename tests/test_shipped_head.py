@@ -354,9 +354,7 @@ def test_the_built_in_model_is_the_one_in_the_table():
 
 @pytest.mark.parametrize("head", shipped.HEADS, ids=lambda head: head.name)
 def test_what_ships_is_whole(head):
-    """The folder, once it is there: small enough for a wheel, with a tree for each kind of device."""
-    if not head.folder.exists():
-        pytest.skip(f"{head.folder} is not there yet")
+    """Small enough for a wheel, with a tree for each kind of device."""
     assert head.is_there and (head.folder / "README.md").is_file()
     assert sum(file.stat().st_size for file in head.folder.iterdir()) <= 40e6
     assert set(tomllib.loads((head.folder / "serving.toml").read_text())) == set(shipped.DEVICES)
@@ -365,3 +363,26 @@ def test_what_ships_is_whole(head):
         numbers = [serving[name] for name in TREE]
         assert not tree_shape(*numbers, automatic=(1, 1, 2)).warning
         check_flags("EAGLE3", serving)
+
+
+@pytest.mark.real_model
+def test_the_shipped_head_drafts_for_the_built_in_model_and_changes_nothing():
+    """Prompts of nobody's evaluation. A head that learnt nothing, or reads features in another order than it was
+    trained with, is accepted once in a hundred drafts; a broken depth shows as a chain that is hardly ever longer."""
+    prompts = [
+        [{"role": "user", "content": text}]
+        for text in ("How do I boil an egg?", "Write a short letter to my landlord about a broken window.", "Why do cats purr?")
+    ]
+    sampling = SamplingParams(temperature=0, max_new_tokens=64, ignore_eos=True)
+    config = EngineConfig(max_running_requests=4, max_total_tokens=1024, chunked_prefill_size=64)
+    chain = {"num_steps": 3, "eagle_topk": 1, "num_draft_tokens": 4}
+    texts = {}
+    for name, flags_given in {"NONE": {}, "AUTO": {}, "EAGLE3": chain}.items():
+        engine = Engine.from_pretrained(algorithm=name, algorithm_flags=flags_given, config=config, progress=False)
+        assert engine.drafter.name == ("NONE" if name == "NONE" else "EAGLE3")
+        done = engine.generate(prompts, sampling)
+        texts[name] = [completion.output_ids for completion in done]
+        if name == "EAGLE3":
+            emitted = sum(len(completion.output_ids) - 1 for completion in done)
+            assert emitted / sum(completion.spec_verify_ct for completion in done) > 1.4
+    assert texts["AUTO"] == texts["EAGLE3"] == texts["NONE"]
