@@ -371,7 +371,11 @@ def test_the_shipped_head_drafts_for_the_built_in_model_and_changes_nothing():
     trained with, is accepted once in a hundred drafts; a broken depth shows as a chain that is hardly ever longer."""
     prompts = [
         [{"role": "user", "content": text}]
-        for text in ("How do I boil an egg?", "Write a short letter to my landlord about a broken window.", "Why do cats purr?")
+        for text in (
+            "How do I boil an egg?",
+            "Write a short letter to my landlord about a broken window.",
+            "Why do cats purr?",
+        )
     ]
     sampling = SamplingParams(temperature=0, max_new_tokens=64, ignore_eos=True)
     config = EngineConfig(max_running_requests=4, max_total_tokens=1024, chunked_prefill_size=64)
