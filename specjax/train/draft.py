@@ -21,7 +21,7 @@ from specjax.train.unroll import Objective
 from specjax.train.vocab import token_map
 from specjax.types import Params
 
-KIND: dict[str, HeadKind] = {algorithm: kind for kind, algorithm in HEAD_ALGORITHMS.items()}
+KIND: dict[str, HeadKind] = {name: kind for kind, name in HEAD_ALGORITHMS.items()}
 
 
 SOFTENED = 0.3
