@@ -151,7 +151,8 @@ def test_only_where_it_saves_time_is_anything_decided(shape):
 @pytest.mark.parametrize(
     ("shape", "widths"),
     [((1, 1, 2), (1, 2)), ((2, 1, 3), (1, 2, 3)), ((3, 1, 4), (1, 2, 3, 4)), ((8, 1, 9), (1, 2, 3, 9)),
-     ((5, 4, 8), (1, 2, 3, 8)), ((1, 5, 6), (1, 2, 3, 6)), ((5, 8, 32), (1, 2, 3, 8, 32)), ((6, 8, 64), (1, 2, 3, 16, 64))],
+     ((5, 4, 8), (1, 2, 3, 8)), ((1, 5, 6), (1, 2, 3, 6)), ((5, 8, 32), (1, 2, 3, 8, 32)),
+     ((6, 8, 64), (1, 2, 3, 16, 64))],
 )  # fmt: skip
 def test_the_ladder_has_narrow_rungs(shape, widths):
     assert ladder(drafter_of(shape, 0.5)) == widths
