@@ -10,16 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Float, Float32
+from specjax_kernels import few_rows
 
 from specjax.config import RopeConfig
 from specjax.types import Positions
 
 PARTS = 4
-"""Into which a CPU splits the product of one row. On 2 cores 2, 3 and 8 parts are slower."""
+"""Into which a CPU without `specjax_kernels.few_rows` splits the product of one row. On 2 cores 2, 3 and 8 parts are
+slower."""
 
 FEW_ROWS = 3
-"""Up to which a CPU takes row by row: the weight of one row's product is still in the cache for the next one's. Of the
-plain product's time two rows take three quarters, three four fifths, four all of it."""
+"""Up to which such a CPU takes row by row: the weight of one row's product is still in the cache for the next one's. Of
+the plain product's time two rows take three quarters, three four fifths, four all of it."""
 
 
 def precision_of(dtype: str) -> jax.lax.Precision:
@@ -32,11 +34,12 @@ def project(
 ) -> Float[Array, "B N *out"]:
     """x times weight, over the weight's first axis.
 
-    XLA:CPU does not use all cores for the product of one row and a matrix, but it does for a batch of them. So there
-    the sum over M is taken in `PARTS` parts, which are the batch: a step of one token, most of which is reading
-    weights, takes a tenth less time. The weight is read where it lies; the plain product of several rows copies it
-    first, so up to `FEW_ROWS` are taken one by one. Other platforms, and half precision, which would round each part,
-    get the plain product.
+    In float32 a CPU's product of a few rows is that of `specjax_kernels.few_rows`, which takes as long as reading the
+    weight, where it can be called. Where it cannot: XLA:CPU does not use all cores for the product of one row and a
+    matrix, but it does for a batch of them. So the sum over M is taken in `PARTS` parts, which are the batch, and as
+    the plain product of several rows copies the weight first, up to `FEW_ROWS` are taken one by one. Either way a row
+    gets the same numbers alone and beside others. Other platforms, and half precision, which would round each part, get
+    the plain product.
     """
 
     def plain(x: Array, weight: Array) -> Array:
@@ -53,12 +56,20 @@ def project(
         rows = [of_row(row) for row in x.reshape(-1, PARTS, parts.shape[1])]
         return jnp.stack(rows).reshape(*x.shape[:2], *weight.shape[1:])
 
+    def by_kernel(x: Array, weight: Array) -> Array:
+        product = few_rows.few_rows(x.reshape(-1, x.shape[2]), weight.reshape(weight.shape[0], -1))
+        return product.reshape(*x.shape[:2], *weight.shape[1:])
+
     rows = x.shape[0] * x.shape[1]
     if x.dtype != jnp.float32:
         return (
             plain(x, weight) if rows == 1 else jax.lax.platform_dependent(x, weight, cpu=_rounded_once, default=plain)
         )
-    if rows > FEW_ROWS or weight.shape[0] % PARTS:
+    depth, columns = weight.shape[0], math.prod(weight.shape[1:])
+    # A process that computes on an accelerator is not made to wait for a CPU's kernel to be compiled.
+    if jax.default_backend() == "cpu" and few_rows.takes(rows, depth, columns, x.dtype):
+        return jax.lax.platform_dependent(x, weight, cpu=by_kernel, default=plain)
+    if not 0 < rows <= FEW_ROWS or depth % PARTS:
         return plain(x, weight)
     return jax.lax.platform_dependent(x, weight, cpu=in_parts, default=plain)
 
