@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from specjax_kernels import few_rows
+from specjax_kernels import cpu_product
 
 from specjax.models.layers import FEW_ROWS, PARTS, project
 
@@ -24,7 +24,7 @@ SHAPES = {
     "seven rows": ((1, 7, 64), (64, 3, 5, 16)),
     "eight rows": ((2, 4, 96), (96, 33)),
     "nine rows": ((3, 3, 96), (96, 64)),
-    "wider than a tile": ((1, 2, 96), (96, 2, few_rows.WIDE - 7)),
+    "wider than a tile": ((1, 2, 96), (96, 2, cpu_product.WIDE - 7)),
     "no rows": ((0, 3, 16), (16, 8)),
 }
 
@@ -33,9 +33,9 @@ SHAPES = {
 def kernel(request, monkeypatch) -> bool:
     """Whether the kernel for a few rows can be called. It can where the tests run: Numba is a dependency."""
     if request.param == "kernel":
-        assert few_rows.unmet() is None
+        assert cpu_product.unmet() is None
         return True
-    monkeypatch.setattr(few_rows, "unmet", lambda: "as where Numba is not installed")
+    monkeypatch.setattr(cpu_product, "unmet", lambda transposed=False: "as where Numba is not installed")
     return False
 
 
@@ -69,7 +69,7 @@ def test_it_is_the_product(kernel, shape):
 def test_only_a_few_rows_on_a_cpu_are_taken_otherwise(kernel, shape):
     x, weight = SHAPES[shape]
     rows, depth = x[0] * x[1], weight[0]
-    if kernel and rows <= few_rows.MOST_ROWS and depth % few_rows.DEEP == 0:
+    if kernel and rows <= cpu_product.MOST_ROWS and depth % cpu_product.DEEP == 0:
         expected = "kernel"
     else:
         expected = "parts" if rows <= FEW_ROWS and depth % PARTS == 0 else "plain"
@@ -81,7 +81,7 @@ def test_only_a_few_rows_on_a_cpu_are_taken_otherwise(kernel, shape):
 
 def test_a_process_that_computes_on_an_accelerator_does_not_compile_the_kernel(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(few_rows, "unmet", lambda: pytest.fail("asked for"))
+    monkeypatch.setattr(cpu_product, "unmet", lambda transposed=False: pytest.fail("asked for"))
     assert how(lowered((1, 1, 96), (96, 64), "cuda"), 1) == "plain"
     assert how(lowered((1, 1, 96), (96, 64), "cpu"), 1) == "parts"
 
@@ -90,7 +90,7 @@ def test_a_process_that_computes_on_an_accelerator_does_not_compile_the_kernel(m
 def test_a_few_rows_are_bit_for_bit_the_rows_alone(kernel, weight):
     """A token that is checked beside drafts gets the very numbers that it gets alone."""
     rng = np.random.default_rng(2)
-    most = few_rows.MOST_ROWS if kernel else FEW_ROWS
+    most = cpu_product.MOST_ROWS if kernel else FEW_ROWS
     x, weight = rng.standard_normal((1, most, weight[0]), np.float32), rng.standard_normal(weight, np.float32)
     product = jax.jit(lambda x, w: project(x, w, precision=HIGHEST))
     alone = np.concatenate([np.asarray(product(x[:, i : i + 1], weight)) for i in range(most)], axis=1)
@@ -98,7 +98,7 @@ def test_a_few_rows_are_bit_for_bit_the_rows_alone(kernel, weight):
         np.testing.assert_array_equal(np.asarray(product(x[:, :rows], weight)), alone[:, :rows])
 
 
-@pytest.mark.parametrize("shape", [name for name, (x, _) in SHAPES.items() if 0 < x[0] * x[1] <= few_rows.MOST_ROWS])
+@pytest.mark.parametrize("shape", [name for name, (x, _) in SHAPES.items() if 0 < x[0] * x[1] <= cpu_product.MOST_ROWS])
 def test_the_weight_is_not_copied(kernel, shape):
     x_shape, w_shape = SHAPES[shape]
     rows, depth = x_shape[0] * x_shape[1], w_shape[0]
@@ -109,7 +109,7 @@ def test_the_weight_is_not_copied(kernel, shape):
     assert "conditional" not in compiled.as_text(), "nothing is decided while it runs"
     output = 4 * int(np.prod(w_shape[1:])) * rows
     temporary = compiled.memory_analysis().temp_size_in_bytes
-    parts = few_rows.parts_of(depth, output // rows // 4) if kernel else PARTS
+    parts = cpu_product.parts_of(depth, output // rows // 4) if kernel else PARTS
     assert temporary <= (max(parts, PARTS) + 1) * output + 4096, "the parts of the result, at most"
     if rows <= FEW_ROWS:
         assert temporary < 4 * np.prod(w_shape) / 4

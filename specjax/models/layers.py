@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Float, Float32
-from specjax_kernels import few_rows
+from specjax_kernels import cpu_product
 
 from specjax.config import RopeConfig
 from specjax.types import Positions
 
 PARTS = 4
-"""Into which a CPU without `specjax_kernels.few_rows` splits the product of one row. On 2 cores 2, 3 and 8 parts are
+"""Into which a CPU without `specjax_kernels.cpu_product` splits the product of one row. On 2 cores 2, 3 and 8 parts are
 slower."""
 
 FEW_ROWS = 3
@@ -34,7 +34,7 @@ def project(
 ) -> Float[Array, "B N *out"]:
     """x times weight, over the weight's first axis.
 
-    In float32 a CPU's product of a few rows is that of `specjax_kernels.few_rows`, which takes as long as reading the
+    In float32 a CPU's product of a few rows is that of `specjax_kernels.cpu_product`, which takes as long as reading the
     weight, where it can be called. Where it cannot: XLA:CPU does not use all cores for the product of one row and a
     matrix, but it does for a batch of them. So the sum over M is taken in `PARTS` parts, which are the batch, and as
     the plain product of several rows copies the weight first, up to `FEW_ROWS` are taken one by one. Either way a row
@@ -57,7 +57,7 @@ def project(
         return jnp.stack(rows).reshape(*x.shape[:2], *weight.shape[1:])
 
     def by_kernel(x: Array, weight: Array) -> Array:
-        product = few_rows.few_rows(x.reshape(-1, x.shape[2]), weight.reshape(weight.shape[0], -1))
+        product = cpu_product.few_rows(x.reshape(-1, x.shape[2]), weight.reshape(weight.shape[0], -1))
         return product.reshape(*x.shape[:2], *weight.shape[1:])
 
     rows = x.shape[0] * x.shape[1]
@@ -66,8 +66,7 @@ def project(
             plain(x, weight) if rows == 1 else jax.lax.platform_dependent(x, weight, cpu=_rounded_once, default=plain)
         )
     depth, columns = weight.shape[0], math.prod(weight.shape[1:])
-    # A process that computes on an accelerator is not made to wait for a CPU's kernel to be compiled.
-    if jax.default_backend() == "cpu" and few_rows.takes(rows, depth, columns, x.dtype):
+    if cpu_product.takes(rows, depth, columns, x.dtype):
         return jax.lax.platform_dependent(x, weight, cpu=by_kernel, default=plain)
     if not 0 < rows <= FEW_ROWS or depth % PARTS:
         return plain(x, weight)
@@ -78,6 +77,22 @@ def _rounded_once(x: Float[Array, "B N M"], weight: Float[Array, "M *out"]) -> F
     """The product with a float32 result, rounded: what `plain` gives, by way of XLA:CPU's fast one."""
     out = logits(x, weight.reshape(weight.shape[0], -1)).astype(x.dtype)
     return out.reshape(*x.shape[:2], *weight.shape[1:])
+
+
+def similarities(x: Float[Array, "... M"], rows: Float[Array, "W M"]) -> Float32[Array, "... W"]:
+    """The products of every x with every one of the rows, in float32: `logits` for an embedding that is also the output
+    layer."""
+
+    def plain(x: Array, rows: Array) -> Array:
+        precision = precision_of(str(x.dtype))
+        return jnp.einsum("...m,wm->...w", x, rows, precision=precision, preferred_element_type=jnp.float32)
+
+    def by_kernel(x: Array, rows: Array) -> Array:
+        return cpu_product.few_rows_dot(x.reshape(-1, x.shape[-1]), rows).reshape(*x.shape[:-1], -1)
+
+    if cpu_product.takes(math.prod(x.shape[:-1]), x.shape[-1], rows.shape[0], x.dtype, transposed=True):
+        return jax.lax.platform_dependent(x, rows, cpu=by_kernel, default=plain)
+    return plain(x, rows)
 
 
 @jax.custom_vjp

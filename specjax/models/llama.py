@@ -24,7 +24,7 @@ from jaxtyping import Float, Int32
 from specjax.cache import BlockKV, PagedCache
 from specjax.config import ModelConfig
 from specjax.models.blocks import AttentionWeights, Backend, MlpWeights, Past, attention, gated_mlp
-from specjax.models.layers import precision_of, rms_norm, rotations
+from specjax.models.layers import logits, precision_of, rms_norm, rotations, similarities
 from specjax.models.protocol import ForwardOutput, Target
 from specjax.types import Hidden, PageTable, Params, PerRequest, Positions, Tokens
 
@@ -158,12 +158,10 @@ class Llama(nn.Module):
         return ForwardOutput(hidden, jnp.concatenate([by_layer[i] for i in features], axis=-1), block)
 
     def unembed(self, hidden: Float[Array, "... M"], ids: Int32[Array, "W"] | None = None) -> Float[Array, "... W"]:
-        precision = precision_of(self.config.dtype)
         if self.config.tied_embeddings:
-            rows = self.embedding if ids is None else self.embedding[ids]
-            return jnp.einsum("...m,vm->...v", hidden, rows, precision=precision, preferred_element_type=jnp.float32)
+            return similarities(hidden, self.embedding if ids is None else self.embedding[ids])
         head = self.head if ids is None else self.head[:, ids]
-        return jnp.einsum("...m,mv->...v", hidden, head, precision=precision, preferred_element_type=jnp.float32)
+        return logits(hidden.reshape(1, -1, hidden.shape[-1]), head).reshape(*hidden.shape[:-1], -1)
 
     def __call__(self, tokens: Tokens, cache: PagedCache, page_table: PageTable) -> Array:
         """Touches every parameter once; `init_params` uses it."""

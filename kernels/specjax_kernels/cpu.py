@@ -1,0 +1,224 @@
+"""Kernels for a CPU: functions compiled by Numba, called by XLA, their work shared among XLA's threads.
+
+A kernel is two functions of the addresses that XLA hands over: how many tiles a call has, and the work of one tile.
+Whoever is free takes the next tile: the thread that XLA calls takes part, so that nothing waits for a thread that does
+not come, and a helper that comes when all is done just leaves. XLA's foreign function interface is that of
+`xla/ffi/api/c_api.h` in jaxlib's `include`; its structures are read here as words of 8 bytes at an address.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import inspect
+import logging
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+_LOG = logging.getLogger(__name__)
+
+# A call's state, in words. Whoever leaves last frees it.
+_NEXT, _DONE, _HOLDERS, _TILES, _TILE, _CALL, _ARGUMENTS = range(7)
+_WORDS = _ARGUMENTS + 5
+
+
+class Tools(NamedTuple):
+    """What kernels are written with, beyond Numba's own."""
+
+    compiled: Callable[..., Any]  # `numba.njit` with fastmath flags, of a function that tests may have wrapped
+    inlined: Callable[..., Any]  # the same, compiled with its caller, in the caller's arithmetic
+    words: Any  # address -> int64 pointer
+    floats: Any  # address -> float32 pointer
+    integers: Any  # address -> int32 pointer
+    bits: Any  # float32 -> the int32 of the same bits
+    float_of: Any  # and back
+    argument: Any  # (call, i) -> address of the i-th argument's data
+    argument_size: Any  # (call, i, axis) -> its size there
+    result: Any  # (call, i) -> address of the i-th result's data
+    result_size: Any  # (call, i, axis) -> its size there
+
+
+@functools.cache
+def register(name: str, build: Callable[[Tools], tuple[Any, Any]]) -> str | None:
+    """Compiles a kernel and tells XLA of it, once in a process.
+
+    Args:
+        name: for `jax.ffi.ffi_call`.
+        build: gives two functions that Numba can compile: tiles(call) -> int, and tile(call, index) -> 0.
+
+    Returns:
+        Why that cannot be done here, once also as a warning; None: it is done.
+    """
+    try:
+        tools, share_out = _workshop()
+        handler = share_out(*build(tools))
+        function = ctypes.cast(handler.address, ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p))
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
+    except Exception as error:
+        # Numba may be absent, or not know this Python or processor: XLA does the work then, slower.
+        reason = f"the CPU kernel {name} cannot be made here: {type(error).__name__}: {error}"
+        _LOG.warning("%s. XLA's own operations are used instead; decoding is slower", reason)
+        return reason
+    return None
+
+
+@functools.cache
+def _workshop() -> tuple[Tools, Callable[[Any, Any], Any]]:
+    """The tools, and the function that makes a handler, XLA_FFI_Error* (XLA_FFI_CallFrame*), of a kernel's two."""
+    numba: Any = importlib.import_module("numba")
+    importlib.import_module("numba.extending")
+    carray, types = numba.carray, numba.types
+    words, floats, integers, bits, float_of, add, load, call = _instructions(numba)
+
+    def compiled(*, fastmath: frozenset[str], **options: Any) -> Any:
+        # Unwrapped: the tests wrap every function of the package to check its arguments.
+        options |= {"fastmath": set(fastmath), "error_model": "numpy"}
+        return lambda function: numba.njit(**options)(inspect.unwrap(function))
+
+    def entry(signature: Any) -> Any:
+        return lambda function: numba.cfunc(signature, error_model="numpy")(inspect.unwrap(function))
+
+    inlined = functools.partial(compiled, fastmath=frozenset(), inline="always")
+
+    def buffers_at(field: int) -> tuple[Any, Any]:
+        """Of the arguments or results: the words of the i-th XLA_FFI_Buffer, as its data and a size."""
+
+        @inlined()
+        def buffer(frame: int, index: int) -> Any:
+            buffers = carray(words(carray(words(frame), (field + 1,))[field]), (index + 1,))
+            return carray(words(buffers[index]), (6,))
+
+        @inlined()
+        def data(frame: int, index: int) -> int:
+            return buffer(frame, index)[3]
+
+        @inlined()
+        def size(frame: int, index: int, axis: int) -> int:
+            return carray(words(buffer(frame, index)[5]), (axis + 1,))[axis]
+
+        return data, size
+
+    libc = ctypes.CDLL(None)
+    allocate, free = (ctypes.cast(function, ctypes.c_void_p).value for function in (libc.malloc, libc.free))
+    schedule_field, destroy_field, version = _interface()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    one, two = types.int64(types.int64), types.int64(types.int64, types.int64)
+
+    @entry(one)
+    def work(state: int) -> int:
+        """Take tiles until there are none left, then leave."""
+        s = carray(words(state), (_WORDS,))
+        while True:
+            taken = add(state + 8 * _NEXT, 1)
+            if taken >= s[_TILES]:
+                break
+            call(s[_TILE], s[_CALL], taken)
+            add(state + 8 * _DONE, 1)
+        if add(state + 8 * _HOLDERS, -1) == 1:
+            call(free, state, 0)
+        return 0
+
+    work_address = work.address
+    kept: list[Any] = [work]
+
+    def share_out(tiles: Any, tile: Any) -> Any:
+        of_tile = entry(two)(tile)
+        tile_address = of_tile.address
+        tiles = inlined()(tiles)
+
+        @entry(one)
+        def handle(frame: int) -> int:
+            f = carray(words(frame), (22,))
+            if f[1] != 0:  # an extension that asks for the version of the interface
+                extension = carray(words(f[1]), (4,))
+                carray(words(extension[3]), (4,))[3] = version
+                return 0
+            count = tiles(frame)
+            state = call(allocate, 8 * _WORDS, 0)
+            s = carray(words(state), (_WORDS,))
+            helpers = max(0, min(cores, count) - 1)
+            s[_NEXT], s[_DONE], s[_HOLDERS], s[_TILES] = 0, 0, helpers + 2, count
+            s[_TILE], s[_CALL] = tile_address, frame
+            for _ in range(helpers):
+                s[_ARGUMENTS], s[_ARGUMENTS + 1], s[_ARGUMENTS + 2] = 40, 0, f[3]
+                s[_ARGUMENTS + 3], s[_ARGUMENTS + 4] = work_address, state
+                failed = call(carray(words(f[2] + 8 * schedule_field), (1,))[0], state + 8 * _ARGUMENTS, 0)
+                if failed != 0:  # there is no pool of threads: this one does it all
+                    s[_ARGUMENTS], s[_ARGUMENTS + 1], s[_ARGUMENTS + 2] = 24, 0, failed
+                    call(carray(words(f[2] + 8 * destroy_field), (1,))[0], state + 8 * _ARGUMENTS, 0)
+                    add(state + 8 * _HOLDERS, -1)
+            call(work_address, state, 0)
+            while load(state + 8 * _DONE) < count:  # a helper that took a tile is at work on it
+                pass
+            if add(state + 8 * _HOLDERS, -1) == 1:
+                call(free, state, 0)
+            return 0
+
+        kept.extend([of_tile, handle])  # what XLA calls must not be collected
+        return handle
+
+    tools = Tools(compiled, inlined, words, floats, integers, bits, float_of, *buffers_at(9), *buffers_at(14))
+    return tools, share_out
+
+
+def _instructions(numba: Any) -> tuple[Any, ...]:
+    """What Numba lacks: an address as a pointer, a float's bits, atomic addition and loading, a call by address."""
+    ir: Any = importlib.import_module("llvmlite.ir")
+    word, types = ir.IntType(64), numba.types
+    pointer = word.as_pointer()
+
+    def cast(name: str, given: Any, kind: Any) -> Any:
+        def typed(context, value):  # noqa: ANN001, ANN202 - Numba reads the names of the arguments
+            def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+                return getattr(builder, name)(values[0], context.get_value_type(signature.return_type))
+
+            return kind(given), generate
+
+        return numba.extending.intrinsic(inspect.unwrap(typed))
+
+    def added(context, at, amount):  # noqa: ANN001, ANN202
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            return builder.atomic_rmw("add", builder.inttoptr(values[0], pointer), values[1], "seq_cst")
+
+        return types.int64(types.int64, types.int64), generate
+
+    def loaded(context, at):  # noqa: ANN001, ANN202
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            return builder.load_atomic(builder.inttoptr(values[0], pointer), "seq_cst", 8)
+
+        return types.int64(types.int64), generate
+
+    def called(context, function, first, second):  # noqa: ANN001, ANN202
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            kind = ir.FunctionType(word, [word, word]).as_pointer()
+            return builder.call(builder.inttoptr(values[0], kind), values[1:])
+
+        return types.int64(types.int64, types.int64, types.int64), generate
+
+    return (
+        cast("inttoptr", types.int64, types.CPointer(types.int64)),
+        cast("inttoptr", types.int64, types.CPointer(types.float32)),
+        cast("inttoptr", types.int64, types.CPointer(types.int32)),
+        cast("bitcast", types.float32, types.int32),
+        cast("bitcast", types.int32, types.float32),
+        *(numba.extending.intrinsic(inspect.unwrap(typed)) for typed in (added, loaded, called)),
+    )
+
+
+def _interface() -> tuple[int, int, int]:
+    """Words into XLA_FFI_Api of the functions that are called, and its version as XLA_FFI_Api_Version has it."""
+    header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
+    functions = re.findall(r"_XLA_FFI_API_STRUCT_FIELD\(XLA_FFI_(\w+)\)", header)
+    numbers = [re.search(rf"#define XLA_FFI_API_{name} (\d+)", header) for name in ("MAJOR", "MINOR")]
+    major, minor = (int(found[1]) for found in numbers if found)
+    if major != 0:
+        raise RuntimeError(f"jaxlib's foreign function interface has version {major}.{minor}; 0 is known here")
+    before = 6  # its size, extensions, version (3) and internal functions
+    schedule, destroy = (before + functions.index(name) for name in ("ThreadPool_Schedule", "Error_Destroy"))
+    return schedule, destroy, major | minor << 32
