@@ -59,11 +59,12 @@ $(SERVE_STAMP): pyproject.toml
 	$(BIN)/python -m pip install --progress-bar on --editable .
 	@touch $@
 
-# The draft head that ships, out of ../shared/data, in the two parts it was trained in. Hours on a CPU; goes on where it
-# was stopped.
+# The draft head that ships, out of ../shared/data, in the three parts it was trained in. Hours on a CPU; goes on where
+# it was stopped.
 head: setup
-	$(BIN)/python -m specjax.train --config configs/train/smollm2-135m-instruct-eagle3-start.toml
-	$(BIN)/python -m specjax.train --config configs/train/smollm2-135m-instruct-eagle3.toml
+	for part in 1 2 3; do \
+		$(BIN)/python -m specjax.train --config configs/train/smollm2-135m-instruct-eagle3-$$part.toml || exit; \
+	done
 
 clean:
 	rm -rf $(VENV) $(SMOKE_VENV) $(GPU_COMPILER) build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -83,7 +83,8 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0, help="of every request, where it is sampled")
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results/accept_length-<date>.json")
+    parser.add_argument("--record", nargs="?", const="", metavar="LABEL",
+                        help="write benchmarks/results/accept_length-<date>[-LABEL].json")  # fmt: skip
     defaults = flags.Settings(engine=flags.EngineSettings(max_running_requests=1))
     settings.add_flags(parser, defaults, ("model", "engine", "speculative"))
     parser.add_argument(

@@ -46,11 +46,13 @@ def command() -> str:
     return shlex.join(["python", *sys.argv])
 
 
-def finish(name: str, document: dict[str, Any], *, record: bool) -> None:
-    """Prints a document as one JSON line, the last of the output; with `record` also writes it under results/."""
-    if record:
+def finish(name: str, document: dict[str, Any], *, record: bool | str | None) -> None:
+    """Prints a document as one JSON line, the last of the output; with `record` also writes it under results/: a day's
+    one of this name or, where `record` is a label, of this name and label."""
+    if record is not None and record is not False:
         RESULTS.mkdir(exist_ok=True)
-        file = RESULTS / f"{name}-{document['date'][:10]}.json"
+        label = f"-{record}" if isinstance(record, str) and record else ""
+        file = RESULTS / f"{name}-{document['date'][:10]}{label}.json"
         file.write_text(json.dumps(document, indent=1) + "\n")
         print(f"wrote {file}")
     print(json.dumps(document))

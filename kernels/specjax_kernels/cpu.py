@@ -15,6 +15,7 @@ import inspect
 import logging
 import os
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,8 +32,9 @@ _WORDS = _ARGUMENTS + 5
 class Tools(NamedTuple):
     """What kernels are written with, beyond Numba's own."""
 
-    compiled: Callable[..., Any]  # `numba.njit` with fastmath flags, of a function that tests may have wrapped
-    inlined: Callable[..., Any]  # the same, compiled with its caller, in the caller's arithmetic
+    inlined: Callable[[Any], Any]  # of a function: compiled as a part of its callers
+    reordered: Callable[[Any], Any]  # of a function whose sums may be taken in any order: for loops over one sum
+    carray: Any  # `numba.carray`: (pointer, shape) -> array
     words: Any  # address -> int64 pointer
     floats: Any  # address -> float32 pointer
     integers: Any  # address -> int32 pointer
@@ -44,7 +46,10 @@ class Tools(NamedTuple):
     result_size: Any  # (call, i, axis) -> its size there
 
 
-@functools.cache
+_LOCK = threading.Lock()
+_REGISTERED: dict[str, str | None] = {}
+
+
 def register(name: str, build: Callable[[Tools], tuple[Any, Any]]) -> str | None:
     """Compiles a kernel and tells XLA of it, once in a process.
 
@@ -55,6 +60,13 @@ def register(name: str, build: Callable[[Tools], tuple[Any, Any]]) -> str | None
     Returns:
         Why that cannot be done here, once also as a warning; None: it is done.
     """
+    with _LOCK:  # programs are traced in several threads
+        if name not in _REGISTERED:
+            _REGISTERED[name] = _register(name, build)
+    return _REGISTERED[name]
+
+
+def _register(name: str, build: Callable[[Tools], tuple[Any, ...]]) -> str | None:
     try:
         tools, share_out = _workshop()
         handler = share_out(*build(tools))
@@ -76,29 +88,33 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], Any]]:
     carray, types = numba.carray, numba.types
     words, floats, integers, bits, float_of, add, load, call = _instructions(numba)
 
-    def compiled(*, fastmath: frozenset[str], **options: Any) -> Any:
-        # Unwrapped: the tests wrap every function of the package to check its arguments.
-        options |= {"fastmath": set(fastmath), "error_model": "numpy"}
-        return lambda function: numba.njit(**options)(inspect.unwrap(function))
+    # Products and sums may be fused, but are taken in the order in which they are written.
+    options: dict[str, Any] = {"fastmath": {"contract"}, "error_model": "numpy"}
+
+    # Unwrapped: the tests wrap every function of the package to check its arguments.
+    def inlined(function: Any) -> Any:
+        return numba.njit(inline="always", **options)(inspect.unwrap(function))
+
+    def reordered(function: Any) -> Any:
+        flags = options["fastmath"] | {"reassoc"}
+        return numba.njit(**options | {"fastmath": flags})(inspect.unwrap(function))
 
     def entry(signature: Any) -> Any:
-        return lambda function: numba.cfunc(signature, error_model="numpy")(inspect.unwrap(function))
-
-    inlined = functools.partial(compiled, fastmath=frozenset(), inline="always")
+        return lambda function: numba.cfunc(signature, **options)(inspect.unwrap(function))
 
     def buffers_at(field: int) -> tuple[Any, Any]:
         """Of the arguments or results: the words of the i-th XLA_FFI_Buffer, as its data and a size."""
 
-        @inlined()
+        @inlined
         def buffer(frame: int, index: int) -> Any:
             buffers = carray(words(carray(words(frame), (field + 1,))[field]), (index + 1,))
             return carray(words(buffers[index]), (6,))
 
-        @inlined()
+        @inlined
         def data(frame: int, index: int) -> int:
             return buffer(frame, index)[3]
 
-        @inlined()
+        @inlined
         def size(frame: int, index: int, axis: int) -> int:
             return carray(words(buffer(frame, index)[5]), (axis + 1,))[axis]
 
@@ -130,7 +146,7 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], Any]]:
     def share_out(tiles: Any, tile: Any) -> Any:
         of_tile = entry(two)(tile)
         tile_address = of_tile.address
-        tiles = inlined()(tiles)
+        tiles = inlined(tiles)
 
         @entry(one)
         def handle(frame: int) -> int:
@@ -163,7 +179,7 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], Any]]:
         kept.extend([of_tile, handle])  # what XLA calls must not be collected
         return handle
 
-    tools = Tools(compiled, inlined, words, floats, integers, bits, float_of, *buffers_at(9), *buffers_at(14))
+    tools = Tools(inlined, reordered, carray, words, floats, integers, bits, float_of, *buffers_at(9), *buffers_at(14))
     return tools, share_out
 
 
@@ -174,7 +190,7 @@ def _instructions(numba: Any) -> tuple[Any, ...]:
     pointer = word.as_pointer()
 
     def cast(name: str, given: Any, kind: Any) -> Any:
-        def typed(context, value):  # noqa: ANN001, ANN202 - Numba reads the names of the arguments
+        def typed(context, value):
             def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
                 return getattr(builder, name)(values[0], context.get_value_type(signature.return_type))
 
@@ -182,19 +198,19 @@ def _instructions(numba: Any) -> tuple[Any, ...]:
 
         return numba.extending.intrinsic(inspect.unwrap(typed))
 
-    def added(context, at, amount):  # noqa: ANN001, ANN202
+    def added(context, at, amount):
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             return builder.atomic_rmw("add", builder.inttoptr(values[0], pointer), values[1], "seq_cst")
 
         return types.int64(types.int64, types.int64), generate
 
-    def loaded(context, at):  # noqa: ANN001, ANN202
+    def loaded(context, at):
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             return builder.load_atomic(builder.inttoptr(values[0], pointer), "seq_cst", 8)
 
         return types.int64(types.int64), generate
 
-    def called(context, function, first, second):  # noqa: ANN001, ANN202
+    def called(context, function, first, second):
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             kind = ir.FunctionType(word, [word, word]).as_pointer()
             return builder.call(builder.inttoptr(values[0], kind), values[1:])

@@ -34,12 +34,17 @@ def unmet() -> str | None:
     return register("specjax_tree_attention", _attention)
 
 
-def takes(new: int, block: int, *pools: Array) -> bool:
-    """Whether `attend` is made for so many new tokens and block keys, with such pools, and can be called here.
+def takes(new: int, block: int, *arrays: Array | None) -> bool:
+    """Whether `attend` is made for so many new tokens and block keys, in such arrays (None: values that are the keys'
+    are not), and can be called here.
 
     A process that computes on an accelerator is not made to wait for a CPU's kernel to be compiled.
     """
-    fits = 0 < new <= MOST_TOKENS and 0 < block <= CHUNK and all(pool.dtype == jnp.float32 for pool in pools)
+    fits = (
+        0 < new <= MOST_TOKENS
+        and 0 < block <= CHUNK
+        and all(array is not None and array.dtype == jnp.float32 for array in arrays)
+    )
     return fits and jax.default_backend() == "cpu" and unmet() is None
 
 
@@ -69,25 +74,23 @@ def attend(
 
 def _attention(tools: Tools) -> tuple[Any, Any]:
     """Arguments and results are those of `attend`; the second result is for the scores of a chunk."""
-    from numba import carray
-
-    floats, integers, bits, float_of = tools.floats, tools.integers, tools.bits, tools.float_of
+    carray, floats, integers, bits, float_of = tools.carray, tools.floats, tools.integers, tools.bits, tools.float_of
     argument, size, result = tools.argument, tools.argument_size, tools.result
 
-    @tools.compiled(fastmath=frozenset({"contract", "reassoc"}))
+    @tools.reordered
     def dot(first: int, second: int, width: int) -> Any:
         x, y, total = carray(floats(first), (width,)), carray(floats(second), (width,)), np.float32(0)
         for i in range(width):
             total += x[i] * y[i]
         return total
 
-    @tools.compiled(fastmath=frozenset({"contract"}))
+    @tools.inlined
     def add_scaled(to: int, scale: Any, of: int, width: int) -> None:
         x, y = carray(floats(to), (width,)), carray(floats(of), (width,))
         for i in range(width):
             x[i] += scale * y[i]
 
-    @tools.compiled(fastmath=frozenset({"contract"}))
+    @tools.inlined
     def exponentials(at: int, less: Any, count: int) -> Any:
         """exp(x - less) of each x at an address, in place, and their sum. Within 2 units in the last place: the
         polynomial of Cephes' expf. Written for vectors: Numba calls the C library once for each."""
@@ -112,7 +115,7 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
             total += x[i]
         return total
 
-    @tools.inlined()
+    @tools.inlined
     def tiles(call: int) -> int:
         return size(call, 0, 0) * size(call, 0, 1)
 
@@ -123,6 +126,8 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
         request, head = index // heads, index % heads
         group = rows // new
         queries = argument(call, 0) + _FLOAT * index * rows * width
+        block_keys, block_values = argument(call, 1), argument(call, 2)
+        page_keys, page_values = argument(call, 3), argument(call, 4)
         out = result(call, 0) + _FLOAT * index * rows * wide
         scores = result(call, 1) + _FLOAT * index * rows * CHUNK
         table = carray(integers(argument(call, 5) + 4 * request * table_width), (table_width,))
@@ -149,10 +154,10 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
                         page = table[(start + token) // slots]
                         place = (page * slots + (start + token) % slots) * heads + head
                         seen = 0 <= page < pages
-                        key = argument(call, 3) + _FLOAT * width * place
+                        key = page_keys + _FLOAT * width * place
                     else:
                         seen = visible[(row // group) * block + token] != 0
-                        key = argument(call, 1) + _FLOAT * width * ((request * block + token) * heads + head)
+                        key = block_keys + _FLOAT * width * ((request * block + token) * heads + head)
                     chunk[token] = dot(queries + _FLOAT * row * width, key, width) if seen else np.float32(MASKED)
                     highest = max(highest, chunk[token])
                 if highest > peak:
@@ -167,9 +172,9 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
                         continue
                     if paged:
                         place = (table[(start + token) // slots] * slots + (start + token) % slots) * heads + head
-                        value = argument(call, 4) + _FLOAT * wide * place
+                        value = page_values + _FLOAT * wide * place
                     else:
-                        value = argument(call, 2) + _FLOAT * wide * ((request * block + token) * heads + head)
+                        value = block_values + _FLOAT * wide * ((request * block + token) * heads + head)
                     add_scaled(mine, chunk[token], value, wide)
                 if not paged:
                     break

@@ -131,20 +131,23 @@ def _source_of_sums(rows: int) -> str:
 
 def _products(tools: Tools) -> tuple[Any, Any]:
     """`few_rows`: a tile is a part of the sums of some columns. (x [N, M], matrix [M, O]) -> sums [parts, N, O]."""
-    from numba import carray
-
-    floats, argument, size, result = tools.floats, tools.argument, tools.argument_size, tools.result
+    carray, floats, argument, size, result = (
+        tools.carray,
+        tools.floats,
+        tools.argument,
+        tools.argument_size,
+        tools.result,
+    )
 
     def sums_of(rows: int) -> Any:
         scope: dict[str, Any] = {"carray": carray, "floats": floats}
         exec(_source_of_sums(rows), scope)
-        # No reassociation: the sums are taken in the order that is written, whatever the number of rows.
-        return tools.compiled(fastmath=frozenset({"contract"}))(scope["add"])
+        return tools.inlined(scope["add"])
 
     add1, add2, add3, add4 = (sums_of(rows) for rows in range(1, TOGETHER + 1))
-    parts_for = tools.compiled(fastmath=frozenset())(parts_of)
+    parts_for = tools.inlined(parts_of)
 
-    @tools.inlined()
+    @tools.inlined
     def tiles_across(columns: int) -> int:
         return (columns + WIDE - 1) // WIDE
 
@@ -182,12 +185,16 @@ def _products(tools: Tools) -> tuple[Any, Any]:
 
 def _dots(tools: Tools) -> tuple[Any, Any]:
     """`few_rows_dot`: a tile is some rows of the matrix. (x [N padded, M], matrix [O, M]) -> [N, O]."""
-    from numba import carray
-
-    floats, argument, size, result = tools.floats, tools.argument, tools.argument_size, tools.result
+    carray, floats, argument, size, result = (
+        tools.carray,
+        tools.floats,
+        tools.argument,
+        tools.argument_size,
+        tools.result,
+    )
     result_size = tools.result_size
 
-    @tools.compiled(fastmath=frozenset({"contract", "reassoc"}))
+    @tools.reordered
     def dots(x: int, matrix: int, depth: int) -> Any:
         weights, x0 = carray(floats(matrix), (depth,)), carray(floats(x), (depth,))
         x1 = carray(floats(x + _FLOAT * depth), (depth,))

@@ -14,7 +14,7 @@ alone is computed outside of it, where all layers of a model share it.
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,16 +63,14 @@ def tree_attention(
     softcap: float | None = None,
 ) -> Array:
     """See `specjax_kernels.tree_attention`, which checks the arguments."""
-    options = {"mask": mask, "scale": scale, "v_width": v_width, "window": window, "softcap": softcap}
-    arrays = (q, k_block, v_block, k_pages, v_pages, page_table, prefix_length, q_positions, block_positions)
-    plain = window is None and softcap is None and v_block is not None and v_pages is not None
-    if not plain or not cpu_attention.takes(q.shape[1], k_block.shape[1], q, k_block, v_block, k_pages, v_pages):
+    options: dict[str, Any] = {"mask": mask, "scale": scale, "v_width": v_width, "window": window, "softcap": softcap}
+    floats = (q, k_block, v_block, k_pages, v_pages)
+    arrays = (*floats, page_table, prefix_length, q_positions, block_positions)
+    if window is not None or softcap is not None or not cpu_attention.takes(q.shape[1], k_block.shape[1], *floats):
         return _by_operations(*arrays, **options)
-
-    def by_kernel(*arrays: Array) -> Array:
-        return _by_kernel(*arrays[:7], mask, scale=scale)
-
-    return jax.lax.platform_dependent(*arrays, cpu=by_kernel, default=partial(_by_operations, **options))
+    return jax.lax.platform_dependent(
+        *arrays, cpu=partial(_by_kernel, mask=mask, scale=scale), default=partial(_by_operations, **options)
+    )
 
 
 def _by_kernel(
@@ -83,8 +81,10 @@ def _by_kernel(
     v_pages: Array,
     page_table: Array,
     prefix_length: Array,
-    mask: Causal | Array,
+    q_positions: Array,
+    block_positions: Array,
     *,
+    mask: Causal | Array,
     scale: float,
 ) -> Array:
     """The same by `specjax_kernels.cpu_attention`."""

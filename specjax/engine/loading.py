@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from specjax_kernels import implementation_named
+from specjax_kernels import cpu_attention, cpu_product, implementation_named
 
 from specjax import checkpoint
 from specjax.checkpoint import ShippedHead
@@ -79,6 +80,7 @@ def load(
     if config.dtype == "float32":
         # The default on recent GPUs is TF32; float32 is promised.
         jax.config.update("jax_default_matmul_precision", "highest")
+    _prepare_kernels(config.dtype)
     target = make_target(config, backend=backend)
     with ThreadPoolExecutor(1) as beside:  # importing what reads tokenizers takes as long as the weights
         reading = beside.submit(
@@ -106,6 +108,19 @@ def load(
     if not eos and isinstance(tokenizer.eos_token_id, int):
         eos = (tokenizer.eos_token_id,)
     return Loaded(target, Params(weights, draft), tokenizer, drafter, eos)
+
+
+def _prepare_kernels(dtype: str) -> None:
+    """Has a CPU's kernels compiled, which takes seconds, while the weights are read. Who traces a program that calls
+    one waits for it."""
+    if dtype == "float32" and jax.default_backend() == "cpu":
+
+        def prepare() -> None:
+            cpu_product.unmet()
+            cpu_attention.unmet()
+            cpu_product.unmet(transposed=True)
+
+        threading.Thread(target=prepare, name="specjax-kernels", daemon=True).start()
 
 
 class _Asked(NamedTuple):

@@ -34,8 +34,8 @@ def project(
 ) -> Float[Array, "B N *out"]:
     """x times weight, over the weight's first axis.
 
-    In float32 a CPU's product of a few rows is that of `specjax_kernels.cpu_product`, which takes as long as reading the
-    weight, where it can be called. Where it cannot: XLA:CPU does not use all cores for the product of one row and a
+    In float32 a CPU's product of a few rows is that of `specjax_kernels.cpu_product`, where it can be called: it takes
+    as long as reading the weight. Where it cannot: XLA:CPU does not use all cores for the product of one row and a
     matrix, but it does for a batch of them. So the sum over M is taken in `PARTS` parts, which are the batch, and as
     the plain product of several rows copies the weight first, up to `FEW_ROWS` are taken one by one. Either way a row
     gets the same numbers alone and beside others. Other platforms, and half precision, which would round each part, get

@@ -1,6 +1,6 @@
 """`python -m specjax.train`: trains a draft head (EAGLE-3, EAGLE-1/2 or an MTP layer) for a target.
 
-    python -m specjax.train --config configs/train/smollm2-135m-instruct-eagle3.toml
+    python -m specjax.train --config configs/train/smollm2-135m-instruct-eagle3-1.toml
 
 The target is frozen and runs beside the head; nothing but text is needed. The same command goes on where the last one
 stopped: a killed run loses at most the steps since its last checkpoint. In --output are then

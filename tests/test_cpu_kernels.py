@@ -1,0 +1,154 @@
+"""`specjax_kernels.cpu`: kernels that XLA:CPU calls share their work among threads, and do without what is missing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from specjax_kernels import cpu, cpu_attention, cpu_product
+
+
+def random(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def test_they_can_be_called_where_the_tests_run():
+    assert cpu_product.unmet() is None and cpu_product.unmet(transposed=True) is None and cpu_attention.unmet() is None
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 5, 8])
+@pytest.mark.parametrize(("depth", "columns"), [(8, 1), (576, 960), (40, 4103), (16, 9001), (136, 700)])
+def test_the_products_are_the_exact_ones(rows, depth, columns, transposed):
+    """Depths with several parts and with one, columns with several tiles and with a part of one."""
+    x, matrix = random(rows, depth), random(depth, columns, seed=1)
+    product, given = (cpu_product.few_rows_dot, matrix.T.copy()) if transposed else (cpu_product.few_rows, matrix)
+    assert cpu_product.takes(rows, depth, columns, x.dtype, transposed=transposed)
+    found = np.asarray(jax.jit(product)(x, given))
+    exact = x.astype(np.float64) @ matrix.astype(np.float64)
+    np.testing.assert_allclose(found, exact, rtol=0, atol=2e-6 * np.sqrt(depth))
+    alone = [np.asarray(jax.jit(product)(x[i : i + 1], given)) for i in range(rows)]
+    np.testing.assert_array_equal(found, np.concatenate(alone))
+
+
+def test_what_they_do_not_take():
+    takes = cpu_product.takes
+    assert takes(8, 16, 9, jnp.float32) and not takes(9, 16, 9, jnp.float32) and not takes(0, 16, 9, jnp.float32)
+    assert not takes(1, 12, 9, jnp.float32) and takes(1, 12, 9, jnp.float32, transposed=True)
+    assert not takes(1, 16, 9, jnp.bfloat16) and not takes(1, 16, 0, jnp.float32)
+    assert cpu_product.parts_of(576, 960) == 8 and cpu_product.parts_of(1536, 576) == 8
+    assert cpu_product.parts_of(576, 2 * cpu_product.WIDE) == 4 and cpu_product.parts_of(576, 49152) == 1
+    assert cpu_product.parts_of(40, 10) == 5 and cpu_product.parts_of(12, 10) == 0
+
+
+@pytest.mark.parametrize("name", ["few_rows", "few_rows_dot"])
+def test_derivatives_and_batches_are_those_of_the_product(name):
+    product = getattr(cpu_product, name)
+    plain = (lambda x, matrix: x @ matrix) if name == "few_rows" else (lambda x, matrix: x @ matrix.T)
+    x, matrix = jnp.asarray(random(3, 16)), jnp.asarray(random(*((16, 5) if name == "few_rows" else (5, 16)), seed=1))
+
+    def loss(function):
+        return lambda x, matrix: jnp.sin(function(x, matrix)).sum()
+
+    for one, other in zip(
+        jax.grad(loss(product), argnums=(0, 1))(x, matrix),
+        jax.grad(loss(plain), argnums=(0, 1))(x, matrix),
+        strict=True,
+    ):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-4, atol=1e-5)
+    many = jnp.asarray(random(4, 3, 16, seed=2))
+    found = jax.jit(jax.vmap(product, in_axes=(0, None)))(many, matrix)
+    np.testing.assert_allclose(np.asarray(found), np.asarray(plain(many, matrix)), rtol=1e-5, atol=1e-5)
+
+
+def test_many_threads_may_call_at_once():
+    """More callers than threads that could help: nobody waits for a helper that does not come."""
+    x, matrix = random(4, 96), random(96, 5000, seed=1)
+    product = jax.jit(cpu_product.few_rows)
+    expected = np.asarray(product(x, matrix))
+
+    def call(_: int) -> bool:
+        return all((np.asarray(product(x, matrix)) == expected).all() for _ in range(20))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(call, range(24)))
+
+
+def run_alone(program: str) -> str:
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="a process is bound to a core through it")
+def test_one_core_is_enough():
+    said = run_alone("""
+        import os
+        os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+        import jax, numpy as np
+        from specjax_kernels import cpu_product
+        assert cpu_product.unmet() is None
+        x, matrix = np.full((3, 16), 2, np.float32), np.ones((16, 9000), np.float32)
+        assert (np.asarray(jax.jit(cpu_product.few_rows)(x, matrix)) == 32).all()
+        print("right")
+    """)
+    assert "right" in said
+
+
+def test_without_numba_xla_does_the_work_and_says_so_once():
+    said = run_alone("""
+        import sys
+        sys.modules["numba"] = None
+        import jax, jax.numpy as jnp, numpy as np
+        from specjax.models.layers import project, similarities
+        from specjax_kernels import CAUSAL, cpu_attention, tree_attention
+        x, matrix = np.full((1, 2, 16), 2, np.float32), np.ones((16, 9), np.float32)
+        for _ in range(2):
+            out = jax.jit(lambda x, w: project(x, w, precision=jax.lax.Precision.HIGHEST))(x, matrix)
+            assert (np.asarray(out) == 32).all() and out.shape == (1, 2, 9)
+            assert (np.asarray(jax.jit(similarities)(x, matrix.T.copy())) == 32).all()
+        block, pages = jnp.ones((1, 2, 1, 8), jnp.float32), jnp.full((2, 4, 1, 8), 3, jnp.float32)
+        at = jnp.zeros((1, 2), jnp.int32)
+        out = tree_attention(block, block, block, pages, pages, jnp.zeros((1, 1), jnp.int32), jnp.full(1, 4, jnp.int32),
+                             at, at, CAUSAL, scale=0.0, implementation="xla")
+        assert np.allclose(np.asarray(out)[0, :, 0, 0], [13 / 5, 14 / 6]), out
+        print("right")
+    """)
+    assert "right" in said
+    for name in ("specjax_few_rows cannot", "specjax_few_rows_dot cannot", "specjax_tree_attention cannot"):
+        assert said.count(name) == 1
+    assert "numba" in said and "decoding is slower" in said
+
+
+def test_a_kernel_that_cannot_be_made_is_a_reason(caplog):
+    def build(tools):
+        def tiles(call):
+            return undefined_here
+
+        return tiles, tiles
+
+    with caplog.at_level(logging.WARNING):
+        reason = cpu.register("specjax_test_of_a_failure", build)
+        assert reason == cpu.register("specjax_test_of_a_failure", build)
+    assert "specjax_test_of_a_failure cannot be made here" in reason and "undefined_here" in reason
+    assert len(caplog.records) == 1
+
+
+def test_another_interface_than_the_known_one_is_refused(tmp_path, monkeypatch):
+    header = tmp_path / "xla" / "ffi" / "api" / "c_api.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("#define XLA_FFI_API_MAJOR 1\n#define XLA_FFI_API_MINOR 0\n")
+    monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"version 1\.0; 0 is known"):
+        cpu._interface()
