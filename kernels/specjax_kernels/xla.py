@@ -73,21 +73,9 @@ def tree_attention(
     )
 
 
-def _by_kernel(
-    q: Array,
-    k_block: Array,
-    v_block: Array,
-    k_pages: Array,
-    v_pages: Array,
-    page_table: Array,
-    prefix_length: Array,
-    q_positions: Array,
-    block_positions: Array,
-    *,
-    mask: Causal | Array,
-    scale: float,
-) -> Array:
+def _by_kernel(*arrays: Any, mask: Causal | Array, scale: float) -> Array:
     """The same by `specjax_kernels.cpu_attention`."""
+    q, k_block, v_block, k_pages, v_pages, page_table, prefix_length, _, _ = arrays
     B, N, H, E = q.shape
     C, K, width = k_block.shape[1], k_block.shape[2], v_block.shape[3]
     rows = (q * scale).reshape(B, N, K, H // K, E).transpose(0, 2, 1, 3, 4).reshape(B, K, -1, E)
@@ -98,22 +86,10 @@ def _by_kernel(
 
 
 def _by_operations(
-    q: Array,
-    k_block: Array,
-    v_block: Array | None,
-    k_pages: Array,
-    v_pages: Array | None,
-    page_table: Array,
-    prefix_length: Array,
-    q_positions: Array,
-    block_positions: Array,
-    *,
-    mask: Causal | Array,
-    scale: float,
-    v_width: int | None,
-    window: int | None,
-    softcap: float | None,
+    *arrays: Any, mask: Causal | Array, scale: float, v_width: int | None, window: int | None, softcap: float | None
 ) -> Array:
+    """The same by XLA's operations."""
+    q, k_block, v_block, k_pages, v_pages, page_table, prefix_length, q_positions, block_positions = arrays
     B, N, H, E = q.shape
     P, S, K, _ = k_pages.shape
     C, T, G = k_block.shape[1], page_table.shape[1], H // K
