@@ -29,7 +29,7 @@ test: setup
 # A part of the suite on another Python with the newest jax, and what needs that Python: Triton's kernel, interpreted.
 # `make smoke SMOKE_PYTHON=python3.12`
 smoke: $(SMOKE_VENV)/.installed
-	$(SMOKE_VENV)/bin/python -m pytest -n 2 --dist loadfile tests/test_triton_kernel.py tests/test_kernels.py tests/test_pallas_kernel.py tests/test_launch.py tests/test_tree.py tests/test_verify.py tests/test_step.py
+	$(SMOKE_VENV)/bin/python -m pytest -n 2 --dist loadfile tests/test_triton_kernel.py tests/test_kernels.py tests/test_cpu_kernels.py tests/test_projection.py tests/test_pallas_kernel.py tests/test_launch.py tests/test_tree.py tests/test_verify.py tests/test_step.py
 
 $(SMOKE_VENV)/.installed: pyproject.toml
 	@test -x $(SMOKE_VENV)/bin/python || $(SMOKE_PYTHON) -m venv $(SMOKE_VENV)

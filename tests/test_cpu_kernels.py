@@ -134,9 +134,12 @@ def test_without_numba_xla_does_the_work_and_says_so_once():
 def test_a_kernel_that_cannot_be_made_is_a_reason(caplog):
     def build(tools):
         def tiles(call):
-            return undefined_here
+            return undefined_here  # noqa: F821
 
-        return tiles, tiles
+        def tile(call, index):
+            return undefined_here  # noqa: F821
+
+        return tiles, tile
 
     with caplog.at_level(logging.WARNING):
         reason = cpu.register("specjax_test_of_a_failure", build)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import pickle
 import re
 import types
+from collections.abc import Iterator
 
 import hypothesis
 import hypothesis.strategies as st
@@ -56,12 +58,18 @@ def way(request) -> str:
     return request.param
 
 
-def run(args, options, implementation: str) -> np.ndarray:
+@contextlib.contextmanager
+def taking(implementation: str) -> Iterator[str]:
+    """The name to give `tree_attention` for one of `COMPARED`, while a program is traced."""
     with pytest.MonkeyPatch.context() as patch:
         if implementation == "operations":
             patch.setattr(cpu_attention, "unmet", lambda: OPERATIONS)
-            implementation = "xla"
-        function = functools.partial(tree_attention, **options, implementation=implementation)
+        yield "xla" if implementation == "operations" else implementation
+
+
+def run(args, options, implementation: str) -> np.ndarray:
+    with taking(implementation) as name:
+        function = functools.partial(tree_attention, **options, implementation=name)
         return np.asarray(jax.jit(function)(*args), np.float32)
 
 
@@ -160,13 +168,14 @@ def test_random_tables_lengths_and_trees(data: st.DataObject) -> None:
     args = (*args[:3], *pool, table, *args[6:])
     expected = oracle(args, options)
     for implementation in ("reference", *COMPARED):
-        out = _jitted(implementation, window)(*args)
+        with taking(implementation) as name:
+            out = _jitted(implementation, name, window)(*args)
         np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5, err_msg=implementation)
 
 
 @functools.cache
-def _jitted(implementation: str, window: int | None):
-    return jax.jit(functools.partial(tree_attention, scale=8**-0.5, window=window, implementation=implementation))
+def _jitted(_: str, name: str, window: int | None):
+    return jax.jit(functools.partial(tree_attention, scale=8**-0.5, window=window, implementation=name))
 
 
 def test_a_row_that_sees_nothing_is_zero() -> None:
@@ -213,8 +222,9 @@ def test_packed_is_the_same(name: str) -> None:
     qkv = pack(q, k_block, v_block)
     expected = run(args, options, "reference")
     for implementation in ("reference", *COMPARED):
-        attend = functools.partial(tree_attention_packed, **options, implementation=implementation)
-        out = jax.jit(attend)(qkv, *pages, q_positions, mask)
+        with taking(implementation) as name:
+            attend = functools.partial(tree_attention_packed, **options, implementation=name)
+            out = jax.jit(attend)(qkv, *pages, q_positions, mask)
         assert out.dtype == q.dtype
         out = np.asarray(out, np.float32)
         atol = TOLERANCE[str(q.dtype)]
@@ -566,7 +576,8 @@ def test_the_cpus_kernel_keeps_large_scores_and_clears_what_nobody_sees() -> Non
     q, *others = args
     args = (q * 300, *others[:8], jnp.zeros_like(pack_bits(jnp.zeros((2, 3, 3), bool))))
     found = run(args, options, "xla")
-    np.testing.assert_allclose(found, run(args, options, "operations"), rtol=0, atol=1e-5)
+    # A score of a thousand is known to 6e-5, and so is the logarithm of its weight.
+    np.testing.assert_allclose(found, run(args, options, "operations"), rtol=0, atol=5e-4)
     assert np.isfinite(found).all() and (found[1] == 0).all() and (found[0] != 0).any()
 
 
