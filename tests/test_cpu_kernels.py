@@ -134,10 +134,10 @@ def test_without_numba_xla_does_the_work_and_says_so_once():
 def test_a_kernel_that_cannot_be_made_is_a_reason(caplog):
     def build(tools):
         def tiles(call):
-            return undefined_here  # noqa: F821
+            return undefined_here
 
         def tile(call, index):
-            return undefined_here  # noqa: F821
+            return undefined_here
 
         return tiles, tile
 
