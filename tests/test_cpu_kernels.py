@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from specjax_kernels import cpu, cpu_attention, cpu_product
+from specjax_kernels import CAUSAL, cpu, cpu_attention, cpu_product, tree_attention
+
+from specjax.models.layers import project, similarities
 
 
 def random(*shape: int, seed: int = 0) -> np.ndarray:
@@ -43,10 +45,57 @@ def test_what_they_do_not_take():
     takes = cpu_product.takes
     assert takes(8, 16, 9, jnp.float32) and not takes(9, 16, 9, jnp.float32) and not takes(0, 16, 9, jnp.float32)
     assert not takes(1, 12, 9, jnp.float32) and takes(1, 12, 9, jnp.float32, transposed=True)
-    assert not takes(1, 16, 9, jnp.bfloat16) and not takes(1, 16, 0, jnp.float32)
+    assert not takes(1, 16, 9, jnp.bfloat16) and not takes(1, 16, 0, jnp.float32) and not takes(1, 0, 9, jnp.float32)
+    assert not takes(1, 16, 9, jnp.float32, jnp.bfloat16) and not takes(1, 0, 9, jnp.float32, transposed=True)
     assert cpu_product.parts_of(576, 960) == 8 and cpu_product.parts_of(1536, 576) == 8
     assert cpu_product.parts_of(576, 2 * cpu_product.WIDE) == 4 and cpu_product.parts_of(576, 49152) == 1
     assert cpu_product.parts_of(40, 10) == 5 and cpu_product.parts_of(12, 10) == 0
+
+
+def test_weights_of_another_dtype_are_promoted_as_ever():
+    x, weight = jnp.ones((1, 2, 16), jnp.float32), jnp.full((16, 9), 2, jnp.bfloat16)
+    with jax.numpy_dtype_promotion("standard"):
+        assert (np.asarray(project(x, weight, precision=jax.lax.Precision.HIGHEST)) == 32).all()
+        assert (np.asarray(similarities(x, weight.T)) == 32).all()
+
+
+@pytest.mark.parametrize("broken", ["query", "committed key", "block key", "committed value"])
+def test_what_is_not_a_number_is_not_hidden(broken):
+    """An overflow in a model must not come out as fluent text."""
+    q, block, pages = jnp.ones((1, 2, 2, 8)), jnp.ones((1, 2, 1, 8)), jnp.ones((2, 4, 1, 8))
+    nan = {"query": (q.at[0, 1].set(jnp.nan), block, pages, pages), "block key": (q, block * jnp.nan, pages, pages),
+           "committed key": (q, block, pages.at[0, 2].set(jnp.nan), pages),
+           "committed value": (q, block, pages, pages.at[0, 2].set(jnp.nan))}[broken]  # fmt: skip
+    q, keys, k_pages, v_pages = (x.astype(jnp.float32) for x in nan)
+    at, table, length = jnp.zeros((1, 2), jnp.int32), jnp.zeros((1, 1), jnp.int32), jnp.full(1, 4, jnp.int32)
+    given = (q, keys, block.astype(jnp.float32), k_pages, v_pages, table, length, at, at, CAUSAL)
+    found, expected = (
+        np.isnan(np.asarray(tree_attention(*given, scale=0.5, implementation=name))) for name in ("xla", "reference")
+    )
+    assert expected.any() and (found == expected).all()
+
+
+def test_several_devices_get_what_can_be_split():
+    """A call's arrays would be gathered whole on each of them; and a mapped program would not be traced."""
+    said = run_alone("""
+        import os
+        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+        import jax, jax.numpy as jnp, numpy as np
+        from jax.sharding import NamedSharding, PartitionSpec as P
+        from specjax.models.layers import project, similarities
+        mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+        x, weight = jnp.ones((2, 2, 16)), jnp.full((16, 8), 3.0)
+        run = lambda x, w: project(x, w, precision=jax.lax.Precision.HIGHEST)
+        split = jax.device_put(weight, NamedSharding(mesh, P(None, "d")))
+        compiled = jax.jit(run).lower(x, split).compile()
+        assert "all-gather" not in compiled.as_text() and (np.asarray(compiled(x, split)) == 48).all()
+        mapped = jax.shard_map(run, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
+        assert (np.asarray(jax.jit(mapped)(x, weight)) == 48).all()
+        mapped = jax.shard_map(similarities, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
+        assert (np.asarray(jax.jit(mapped)(x, weight.T)) == 48).all()
+        print("right")
+    """)
+    assert "right" in said
 
 
 @pytest.mark.parametrize("name", ["few_rows", "few_rows_dot"])

@@ -46,6 +46,12 @@ class Tools(NamedTuple):
     result_size: Any  # (call, i, axis) -> its size there
 
 
+def callable_here() -> bool:
+    """Whether this process computes on one CPU device. On an accelerator's host nobody is to wait for a CPU's kernel to
+    be compiled; and of several devices' arrays XLA would gather the whole for a call, which it cannot split."""
+    return jax.default_backend() == "cpu" and jax.local_device_count() == 1
+
+
 _LOCK = threading.Lock()
 _REGISTERED: dict[str, str | None] = {}
 
@@ -151,9 +157,11 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], Any]]:
         @entry(one)
         def handle(frame: int) -> int:
             f = carray(words(frame), (22,))
-            if f[1] != 0:  # an extension that asks for the version of the interface
-                extension = carray(words(f[1]), (4,))
-                carray(words(extension[3]), (4,))[3] = version
+            extension = f[1]
+            if (
+                extension != 0 and carray(words(extension), (4,))[1] & 0xFFFFFFFF == 1
+            ):  # asks for the interface's version
+                carray(words(carray(words(extension), (4,))[3]), (4,))[3] = version
                 return 0
             count = tiles(frame)
             state = call(allocate, 8 * _WORDS, 0)
@@ -161,14 +169,15 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], Any]]:
             helpers = max(0, min(cores, count) - 1)
             s[_NEXT], s[_DONE], s[_HOLDERS], s[_TILES] = 0, 0, helpers + 2, count
             s[_TILE], s[_CALL] = tile_address, frame
-            for _ in range(helpers):
+            for scheduled in range(helpers):
                 s[_ARGUMENTS], s[_ARGUMENTS + 1], s[_ARGUMENTS + 2] = 40, 0, f[3]
                 s[_ARGUMENTS + 3], s[_ARGUMENTS + 4] = work_address, state
                 failed = call(carray(words(f[2] + 8 * schedule_field), (1,))[0], state + 8 * _ARGUMENTS, 0)
                 if failed != 0:  # there is no pool of threads: this one does it all
                     s[_ARGUMENTS], s[_ARGUMENTS + 1], s[_ARGUMENTS + 2] = 24, 0, failed
                     call(carray(words(f[2] + 8 * destroy_field), (1,))[0], state + 8 * _ARGUMENTS, 0)
-                    add(state + 8 * _HOLDERS, -1)
+                    add(state + 8 * _HOLDERS, scheduled - helpers)
+                    break
             call(work_address, state, 0)
             while load(state + 8 * _DONE) < count:  # a helper that took a tile is at work on it
                 pass

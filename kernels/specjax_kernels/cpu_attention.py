@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float32, Int32
 
-from specjax_kernels.cpu import Tools, register
+from specjax_kernels.cpu import Tools, callable_here, register
 
 MOST_TOKENS = 16
 """New tokens of a request up to which it is used: a prefill's products are XLA's, which has blocks for them."""
@@ -36,16 +36,13 @@ def unmet() -> str | None:
 
 def takes(new: int, block: int, *arrays: Array | None) -> bool:
     """Whether `attend` is made for so many new tokens and block keys, in such arrays (None: values that are the keys'
-    are not), and can be called here.
-
-    A process that computes on an accelerator is not made to wait for a CPU's kernel to be compiled.
-    """
+    are not), and can be called in this process."""
     fits = (
         0 < new <= MOST_TOKENS
         and 0 < block <= CHUNK
         and all(array is not None and array.dtype == jnp.float32 for array in arrays)
     )
-    return fits and jax.default_backend() == "cpu" and unmet() is None
+    return fits and callable_here() and unmet() is None
 
 
 def attend(
@@ -109,7 +106,8 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
             power = power * rest + np.float32(5.0000001201e-1)
             power = power * rest * rest + rest + np.float32(1)
             two_to = float_of(np.int32((bits(turns) - np.int32(0x4B400000) + np.int32(127)) << np.int32(23)))
-            x[i] = power * two_to if x[i] > np.float32(MASKED * 0.5) else np.float32(0)
+            shown = power * two_to if x[i] == x[i] else x[i]  # what is not a number stays so
+            x[i] = np.float32(0) if x[i] <= np.float32(MASKED * 0.5) else shown
         total = np.float32(0)
         for i in range(count):
             total += x[i]
@@ -179,7 +177,7 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
                 if not paged:
                     break
                 start += count
-            if total > 0:
+            if not total <= 0:
                 for i in range(wide):
                     mixed[row * wide + i] /= total
         return 0

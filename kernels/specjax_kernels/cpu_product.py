@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float32
 
-from specjax_kernels.cpu import Tools, register
+from specjax_kernels.cpu import Tools, callable_here, register
 
 MOST_ROWS = 8
 """Up to which XLA's own product takes longer (measured: 8 rows, all of SmolLM2-135M's layers)."""
@@ -46,7 +46,7 @@ def parts_of(depth: int, columns: int) -> int:
 
     With the tiles of the columns these are what the threads share out.
     """
-    if columns == 0:
+    if columns == 0 or depth == 0:
         return 0
     parts = max(1, PARTS // ((columns + WIDE - 1) // WIDE))
     while parts and depth % (parts * DEEP):
@@ -59,14 +59,12 @@ def unmet(transposed: bool = False) -> str | None:
     return register("specjax_few_rows_dot", _dots) if transposed else register("specjax_few_rows", _products)
 
 
-def takes(rows: int, depth: int, columns: int, dtype: Any, *, transposed: bool = False) -> bool:
-    """Whether `few_rows` (or, transposed, `few_rows_dot`) is made for such a product and can be called here.
-
-    A process that computes on an accelerator is not made to wait for a CPU's kernel to be compiled.
-    """
-    fits = 0 < rows <= MOST_ROWS and dtype == jnp.float32
+def takes(rows: int, depth: int, columns: int, *dtypes: Any, transposed: bool = False) -> bool:
+    """Whether `few_rows` (or, transposed, `few_rows_dot`) is made for such a product, of arrays of such dtypes, and can
+    be called in this process."""
+    fits = 0 < rows <= MOST_ROWS and all(dtype == jnp.float32 for dtype in dtypes)
     fits = fits and (columns > 0 < depth if transposed else parts_of(depth, columns) > 0)
-    return fits and jax.default_backend() == "cpu" and unmet(transposed) is None
+    return fits and callable_here() and unmet(transposed) is None
 
 
 @jax.custom_jvp

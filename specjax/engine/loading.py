@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from specjax_kernels import cpu_attention, cpu_product, implementation_named
+from specjax_kernels.cpu import callable_here
 
 from specjax import checkpoint
 from specjax.checkpoint import ShippedHead
@@ -113,7 +114,7 @@ def load(
 def _prepare_kernels(dtype: str) -> None:
     """Has a CPU's kernels compiled, which takes seconds, while the weights are read. Who traces a program that calls
     one waits for it."""
-    if dtype == "float32" and jax.default_backend() == "cpu":
+    if dtype == "float32" and callable_here():
 
         def prepare() -> None:
             cpu_product.unmet()

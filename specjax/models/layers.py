@@ -66,7 +66,7 @@ def project(
             plain(x, weight) if rows == 1 else jax.lax.platform_dependent(x, weight, cpu=_rounded_once, default=plain)
         )
     depth, columns = weight.shape[0], math.prod(weight.shape[1:])
-    if cpu_product.takes(rows, depth, columns, x.dtype):
+    if cpu_product.takes(rows, depth, columns, x.dtype, weight.dtype):
         return jax.lax.platform_dependent(x, weight, cpu=by_kernel, default=plain)
     if not 0 < rows <= FEW_ROWS or depth % PARTS:
         return plain(x, weight)
@@ -90,7 +90,7 @@ def similarities(x: Float[Array, "... M"], rows: Float[Array, "W M"]) -> Float32
     def by_kernel(x: Array, rows: Array) -> Array:
         return cpu_product.few_rows_dot(x.reshape(-1, x.shape[-1]), rows).reshape(*x.shape[:-1], -1)
 
-    if cpu_product.takes(math.prod(x.shape[:-1]), x.shape[-1], rows.shape[0], x.dtype, transposed=True):
+    if cpu_product.takes(math.prod(x.shape[:-1]), *rows.shape[::-1], x.dtype, rows.dtype, transposed=True):
         return jax.lax.platform_dependent(x, rows, cpu=by_kernel, default=plain)
     return plain(x, rows)
 
