@@ -388,5 +388,5 @@ def test_the_shipped_head_drafts_for_the_built_in_model_and_changes_nothing():
         texts[name] = [completion.output_ids for completion in done]
         if name == "EAGLE3":
             emitted = sum(len(completion.output_ids) - 1 for completion in done)
-            assert emitted / sum(completion.spec_verify_ct for completion in done) > 1.2
+            assert emitted / sum(completion.spec_verify_ct for completion in done) > 1.4
     assert texts["AUTO"] == texts["EAGLE3"] == texts["NONE"]

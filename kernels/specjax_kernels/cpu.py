@@ -72,7 +72,7 @@ def register(name: str, build: Callable[[Tools], tuple[Any, Any]]) -> str | None
     return _REGISTERED[name]
 
 
-def _register(name: str, build: Callable[[Tools], tuple[Any, ...]]) -> str | None:
+def _register(name: str, build: Callable[[Tools], tuple[Any, Any]]) -> str | None:
     try:
         tools, share_out = _workshop()
         handler = share_out(*build(tools))

@@ -127,15 +127,14 @@ def _source_of_sums(rows: int) -> str:
     return "\n".join(lines)
 
 
+def _common(tools: Tools) -> tuple[Any, ...]:
+    """The tools of both kernels. As names: Numba takes functions from those around it, and no fields."""
+    return tools.carray, tools.floats, tools.argument, tools.argument_size, tools.result
+
+
 def _products(tools: Tools) -> tuple[Any, Any]:
     """`few_rows`: a tile is a part of the sums of some columns. (x [N, M], matrix [M, O]) -> sums [parts, N, O]."""
-    carray, floats, argument, size, result = (
-        tools.carray,
-        tools.floats,
-        tools.argument,
-        tools.argument_size,
-        tools.result,
-    )
+    carray, floats, argument, size, result = _common(tools)
 
     def sums_of(rows: int) -> Any:
         scope: dict[str, Any] = {"carray": carray, "floats": floats}
@@ -183,13 +182,7 @@ def _products(tools: Tools) -> tuple[Any, Any]:
 
 def _dots(tools: Tools) -> tuple[Any, Any]:
     """`few_rows_dot`: a tile is some rows of the matrix. (x [N padded, M], matrix [O, M]) -> [N, O]."""
-    carray, floats, argument, size, result = (
-        tools.carray,
-        tools.floats,
-        tools.argument,
-        tools.argument_size,
-        tools.result,
-    )
+    carray, floats, argument, size, result = _common(tools)
     result_size = tools.result_size
 
     @tools.reordered
