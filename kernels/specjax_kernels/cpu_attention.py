@@ -2,7 +2,7 @@
 
 XLA:CPU makes some twenty small operations of each trip over the committed pages, among them copies of the keys and
 values, and a step has a loop of them for every layer. Here the keys and values are read where they lie in the pages. A
-tile is one request's query heads that share one head of keys and values.
+tile is up to four of a request's query rows that share one head of keys and values.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from jax import Array
 from jaxtyping import Float32, Int32
 
 from specjax_kernels.cpu import Tools, callable_here, register
+from specjax_kernels.cpu_product import DEEP, TOGETHER, dots_of, sums_of
 
 MOST_TOKENS = 16
 """New tokens of a request up to which it is used: a prefill's products are XLA's, which has blocks for them."""
@@ -63,23 +64,20 @@ def attend(
 
     A row that sees nothing is 0; so is one of a request whose prefix_length is negative.
     """
+    # Always whole groups of rows: then there is one loop, and one order of its sums.
+    padded = jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % TOGETHER), (0, 0)))
     out = jax.ShapeDtypeStruct((*rows.shape[:3], v_block.shape[3]), jnp.float32)
-    scores = jax.ShapeDtypeStruct((*rows.shape[:3], CHUNK), jnp.float32)
-    call = jax.ffi.ffi_call("specjax_tree_attention", (out, scores), vmap_method="sequential")
-    return call(rows, k_block, v_block, k_pages, v_pages, page_table, prefix_length, visible)[0]
+    scratch = jax.ShapeDtypeStruct((*padded.shape[:3], CHUNK + 2 + v_block.shape[3]), jnp.float32)
+    call = jax.ffi.ffi_call("specjax_tree_attention", (out, scratch), vmap_method="sequential")
+    return call(padded, k_block, v_block, k_pages, v_pages, page_table, prefix_length, visible)[0]
 
 
 def _attention(tools: Tools) -> tuple[Any, Any]:
-    """Arguments and results are those of `attend`; the second result is for the scores of a chunk."""
+    """Arguments and results are those of `attend`. The second result is, for each row, a chunk's scores, their peak and
+    their total so far, and the values mixed so far."""
     carray, floats, integers, bits, float_of = tools.carray, tools.floats, tools.integers, tools.bits, tools.float_of
-    argument, size, result = tools.argument, tools.argument_size, tools.result
-
-    @tools.reordered
-    def dot(first: int, second: int, width: int) -> Any:
-        x, y, total = carray(floats(first), (width,)), carray(floats(second), (width,)), np.float32(0)
-        for i in range(width):
-            total += x[i] * y[i]
-        return total
+    argument, size, result, result_size = tools.argument, tools.argument_size, tools.result, tools.result_size
+    dots, add_values = dots_of(tools), sums_of(tools, TOGETHER)
 
     @tools.inlined
     def add_scaled(to: int, scale: Any, of: int, width: int) -> None:
@@ -114,72 +112,110 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
         return total
 
     @tools.inlined
+    def highest_of(at: int, count: int) -> Any:
+        """The largest of some scores; four at a time, since one comparison would wait for the one before."""
+        x = carray(floats(at), (count,))
+        first = second = third = fourth = np.float32(FLOOR)
+        for i in range(0, count - 3, 4):
+            first, second = max(first, x[i]), max(second, x[i + 1])
+            third, fourth = max(third, x[i + 2]), max(fourth, x[i + 3])
+        for i in range(count // 4 * 4, count):
+            first = max(first, x[i])
+        return max(max(first, second), max(third, fourth))
+
+    @tools.inlined
     def tiles(call: int) -> int:
-        return size(call, 0, 0) * size(call, 0, 1)
+        return size(call, 0, 0) * size(call, 0, 1) * (size(call, 0, 2) // TOGETHER)
 
     def tile(call: int, index: int) -> int:
-        heads, rows, width = size(call, 0, 1), size(call, 0, 2), size(call, 0, 3)
-        block, wide = size(call, 2, 1), size(call, 2, 3)
+        heads, padded, width = size(call, 0, 1), size(call, 0, 2), size(call, 0, 3)
+        block, wide, rows = size(call, 2, 1), size(call, 2, 3), result_size(call, 0, 2)
         pages, slots, table_width, new = size(call, 3, 0), size(call, 3, 1), size(call, 5, 1), size(call, 7, 1)
-        request, head = index // heads, index % heads
-        group = rows // new
-        queries = argument(call, 0) + _FLOAT * index * rows * width
-        block_keys, block_values = argument(call, 1), argument(call, 2)
-        page_keys, page_values = argument(call, 3), argument(call, 4)
-        out = result(call, 0) + _FLOAT * index * rows * wide
-        scores = result(call, 1) + _FLOAT * index * rows * CHUNK
+        group, groups = rows // new, padded // TOGETHER
+        pair, first_row = index // groups, index % groups * TOGETHER  # a pair of a request and a head
+        request, head = pair // heads, pair % heads
+        queries = argument(call, 0) + _FLOAT * (pair * padded + first_row) * width
+        apart = CHUNK + 2 + wide
+        scratch = result(call, 1) + _FLOAT * (pair * padded + first_row) * apart
+        state = carray(floats(scratch), (TOGETHER * apart,))
+        own_rows = min(TOGETHER, rows - first_row)
+        out = carray(floats(result(call, 0) + _FLOAT * (pair * rows + first_row) * wide), (own_rows * wide,))
         table = carray(integers(argument(call, 5) + 4 * request * table_width), (table_width,))
         committed = carray(integers(argument(call, 6)), (request + 1,))[request]
         visible = carray(integers(argument(call, 7) + 4 * request * new * block), (new * block,))
-        mixed = carray(floats(out), (rows * wide,))
-        for i in range(rows * wide):
-            mixed[i] = 0
         if committed < 0:
+            for i in range(own_rows * wide):
+                out[i] = 0
             return 0
         committed = min(committed, slots * table_width)
-        for row in range(rows):
-            peak, total = np.float32(FLOOR), np.float32(0)
-            mine, weights = out + _FLOAT * row * wide, scores + _FLOAT * row * CHUNK
-            chunk = carray(floats(weights), (CHUNK,))
-            start = 0
-            while True:
-                # Chunks of committed tokens, which are the same whatever the block; the block is the last one.
-                paged = start < committed
-                count = min(CHUNK, committed - start) if paged else block
-                highest = np.float32(FLOOR)
-                for token in range(count):
+        for row in range(TOGETHER):
+            state[row * apart + CHUNK] = FLOOR
+            for i in range(CHUNK + 1, apart):
+                state[row * apart + i] = 0
+        start = 0
+        while True:
+            # Chunks of committed tokens, which are the same whatever the block; the block is the last one.
+            paged = start < committed
+            count = min(CHUNK, committed - start) if paged else block
+            keys, values = argument(call, 3 if paged else 1), argument(call, 4 if paged else 2)
+            for step in range(2):  # the scores of all tokens, then their values
+                token = 0
+                while token < count:
+                    # A run: tokens that lie in one page, or the block.
+                    run, place = count, request * block
                     if paged:
+                        slot = (start + token) % slots
                         page = table[(start + token) // slots]
-                        place = (page * slots + (start + token) % slots) * heads + head
-                        seen = 0 <= page < pages
-                        key = page_keys + _FLOAT * width * place
-                    else:
-                        seen = visible[(row // group) * block + token] != 0
-                        key = block_keys + _FLOAT * width * ((request * block + token) * heads + head)
-                    chunk[token] = dot(queries + _FLOAT * row * width, key, width) if seen else np.float32(MASKED)
-                    highest = max(highest, chunk[token])
-                if highest > peak:
-                    decay = np.float32(np.exp(peak - highest))
-                    total *= decay
-                    for i in range(wide):
-                        mixed[row * wide + i] *= decay
-                    peak = highest
-                total += exponentials(weights, peak, count)
-                for token in range(count):
-                    if chunk[token] == 0:  # what nobody sees may hold anything
-                        continue
-                    if paged:
-                        place = (table[(start + token) // slots] * slots + (start + token) % slots) * heads + head
-                        value = page_values + _FLOAT * wide * place
-                    else:
-                        value = block_values + _FLOAT * wide * ((request * block + token) * heads + head)
-                    add_scaled(mine, chunk[token], value, wide)
-                if not paged:
+                        run = min(slots - slot, count - token)
+                        place = page * slots + slot if 0 <= page < pages else -1
+                    if step == 0:
+                        for i in range(token, token + run):
+                            score0 = score1 = score2 = score3 = np.float32(MASKED)
+                            if place >= 0:
+                                key = keys + _FLOAT * width * ((place + i - token) * heads + head)
+                                score0, score1, score2, score3 = dots(queries, key, width)
+                            state[i], state[apart + i] = score0, score1
+                            state[2 * apart + i], state[3 * apart + i] = score2, score3
+                    elif place >= 0:
+                        done = 0
+                        while paged and done + DEEP <= run:
+                            value = values + _FLOAT * wide * ((place + done) * heads + head)
+                            to = scratch + _FLOAT * (CHUNK + 2)
+                            add_values(
+                                scratch + _FLOAT * (token + done), apart, value, wide * heads, to, apart, wide
+                            )
+                            done += DEEP
+                        for i in range(done, run):
+                            value = values + _FLOAT * wide * ((place + i) * heads + head)
+                            for row in range(TOGETHER):
+                                weight = state[row * apart + token + i]
+                                if weight != 0:  # what nobody sees may hold anything
+                                    add_scaled(scratch + _FLOAT * (row * apart + CHUNK + 2), weight, value, wide)
+                    token += run
+                if step == 1:
                     break
-                start += count
-            if not total <= 0:
-                for i in range(wide):
-                    mixed[row * wide + i] /= total
+                for row in range(TOGETHER):
+                    at = row * apart
+                    if not paged:
+                        query = min((first_row + row) // group, new - 1)
+                        for i in range(block):
+                            if visible[query * block + i] == 0:
+                                state[at + i] = MASKED
+                    highest = highest_of(scratch + _FLOAT * at, count)
+                    if highest > state[at + CHUNK]:
+                        decay = np.float32(np.exp(state[at + CHUNK] - highest))
+                        for i in range(CHUNK + 1, apart):
+                            state[at + i] *= decay
+                        state[at + CHUNK] = highest
+                    state[at + CHUNK + 1] += exponentials(scratch + _FLOAT * at, state[at + CHUNK], count)
+            if not paged:
+                break
+            start += count
+        for row in range(own_rows):
+            total = state[row * apart + CHUNK + 1]
+            for i in range(wide):
+                mixed = state[row * apart + CHUNK + 2 + i]
+                out[row * wide + i] = mixed if total <= 0 else mixed / total
         return 0
 
     return tiles, tile

@@ -108,17 +108,22 @@ def _few_rows_dot_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array
     return few_rows_dot(x, matrix), _exactly(dx, matrix.T) + _exactly(x, dmatrix.T)
 
 
+def _common(tools: Tools) -> tuple[Any, ...]:
+    """The tools of both kernels. As names: Numba takes functions from those around it, and no fields."""
+    return tools.carray, tools.floats, tools.argument, tools.argument_size, tools.result
+
+
 def _source_of_sums(rows: int) -> str:
     """Source of a loop over one tile: so many rows of x times `DEEP` rows of the matrix, added to the sums.
 
     Written out, since Numba has no arrays that live in registers.
     """
-    lines = ["def add(x, matrix, out, depth, columns, width):"]
+    lines = ["def add(x, x_apart, matrix, apart, out, out_apart, width):"]
     for row in range(rows):
-        lines += [f"    out{row} = carray(floats({_FLOAT} * {row} * columns + out), (width,))"]
-        lines += [f"    row{row} = carray(floats({_FLOAT} * {row} * depth + x), ({DEEP},))"]
+        lines += [f"    out{row} = carray(floats({_FLOAT} * {row} * out_apart + out), (width,))"]
+        lines += [f"    row{row} = carray(floats({_FLOAT} * {row} * x_apart + x), ({DEEP},))"]
         lines += [f"    x{row}_{m} = row{row}[{m}]" for m in range(DEEP)]
-    lines += [f"    matrix{m} = carray(floats({_FLOAT} * {m} * columns + matrix), (width,))" for m in range(DEEP)]
+    lines += [f"    matrix{m} = carray(floats({_FLOAT} * {m} * apart + matrix), (width,))" for m in range(DEEP)]
     lines += ["    for column in range(width):"]
     lines += [f"        weight{m} = matrix{m}[column]" for m in range(DEEP)]
     for row in range(rows):
@@ -127,21 +132,42 @@ def _source_of_sums(rows: int) -> str:
     return "\n".join(lines)
 
 
-def _common(tools: Tools) -> tuple[Any, ...]:
-    """The tools of both kernels. As names: Numba takes functions from those around it, and no fields."""
-    return tools.carray, tools.floats, tools.argument, tools.argument_size, tools.result
+def sums_of(tools: Tools, rows: int) -> Any:
+    """For kernels: add(x, x_apart, matrix, apart, out, out_apart, width) adds to `width` columns of as many rows of
+    sums the products of rows of x, `DEEP` numbers each, and `DEEP` rows of a matrix. Addresses, and floats from one row
+    to the next."""
+    scope: dict[str, Any] = {"carray": tools.carray, "floats": tools.floats}
+    exec(_source_of_sums(rows), scope)
+    return tools.inlined(scope["add"])
+
+
+def dots_of(tools: Tools) -> Any:
+    """For kernels: dots(x, other, depth) gives the products of `TOGETHER` rows of x, which follow each other, and
+    another row. Addresses, and the floats of a row."""
+    carray, floats = tools.carray, tools.floats
+
+    @tools.reordered
+    def dots(x: int, other: int, depth: int) -> Any:
+        weights, x0 = carray(floats(other), (depth,)), carray(floats(x), (depth,))
+        x1 = carray(floats(x + _FLOAT * depth), (depth,))
+        x2 = carray(floats(x + _FLOAT * 2 * depth), (depth,))
+        x3 = carray(floats(x + _FLOAT * 3 * depth), (depth,))
+        sum0 = sum1 = sum2 = sum3 = np.float32(0)
+        for m in range(depth):
+            weight = weights[m]
+            sum0 += x0[m] * weight
+            sum1 += x1[m] * weight
+            sum2 += x2[m] * weight
+            sum3 += x3[m] * weight
+        return sum0, sum1, sum2, sum3
+
+    return dots
 
 
 def _products(tools: Tools) -> tuple[Any, Any]:
     """`few_rows`: a tile is a part of the sums of some columns. (x [N, M], matrix [M, O]) -> sums [parts, N, O]."""
     carray, floats, argument, size, result = _common(tools)
-
-    def sums_of(rows: int) -> Any:
-        scope: dict[str, Any] = {"carray": carray, "floats": floats}
-        exec(_source_of_sums(rows), scope)
-        return tools.inlined(scope["add"])
-
-    add1, add2, add3, add4 = (sums_of(rows) for rows in range(1, TOGETHER + 1))
+    add1, add2, add3, add4 = (sums_of(tools, rows) for rows in range(1, TOGETHER + 1))
     parts_for = tools.inlined(parts_of)
 
     @tools.inlined
@@ -168,13 +194,13 @@ def _products(tools: Tools) -> tuple[Any, Any]:
                 x = argument(call, 0) + _FLOAT * (row * depth + m)
                 to, left = out + _FLOAT * row * columns, rows - row
                 if left >= 4:
-                    add4(x, matrix, to, depth, columns, width)
+                    add4(x, depth, matrix, columns, to, columns, width)
                 elif left == 3:
-                    add3(x, matrix, to, depth, columns, width)
+                    add3(x, depth, matrix, columns, to, columns, width)
                 elif left == 2:
-                    add2(x, matrix, to, depth, columns, width)
+                    add2(x, depth, matrix, columns, to, columns, width)
                 else:
-                    add1(x, matrix, to, depth, columns, width)
+                    add1(x, depth, matrix, columns, to, columns, width)
         return 0
 
     return tiles, tile
@@ -183,22 +209,7 @@ def _products(tools: Tools) -> tuple[Any, Any]:
 def _dots(tools: Tools) -> tuple[Any, Any]:
     """`few_rows_dot`: a tile is some rows of the matrix. (x [N padded, M], matrix [O, M]) -> [N, O]."""
     carray, floats, argument, size, result = _common(tools)
-    result_size = tools.result_size
-
-    @tools.reordered
-    def dots(x: int, matrix: int, depth: int) -> Any:
-        weights, x0 = carray(floats(matrix), (depth,)), carray(floats(x), (depth,))
-        x1 = carray(floats(x + _FLOAT * depth), (depth,))
-        x2 = carray(floats(x + _FLOAT * 2 * depth), (depth,))
-        x3 = carray(floats(x + _FLOAT * 3 * depth), (depth,))
-        sum0 = sum1 = sum2 = sum3 = np.float32(0)
-        for m in range(depth):
-            weight = weights[m]
-            sum0 += x0[m] * weight
-            sum1 += x1[m] * weight
-            sum2 += x2[m] * weight
-            sum3 += x3[m] * weight
-        return sum0, sum1, sum2, sum3
+    result_size, dots = tools.result_size, dots_of(tools)
 
     def tiles(call: int) -> int:
         return (size(call, 1, 0) + ROWS_OF_A_TILE - 1) // ROWS_OF_A_TILE
