@@ -89,7 +89,8 @@ def top_k_children(
     available = min(count, log_probs.shape[-1])
     best, tokens = jax.lax.top_k(log_probs, available)
     if not normalised:
-        largest = best[:, :, :1]
+        # Not `best[:, :, :1]`: XLA:CPU would no longer see a top-k in a slice of it, and sort the vocabulary.
+        largest = jnp.max(best, axis=-1, keepdims=True)
         best = best - largest - log_total(log_probs, largest)
     pad = ((0, 0), (0, 0), (0, count - available))
     best = jnp.pad(best, pad, constant_values=-jnp.inf)
