@@ -1,12 +1,13 @@
 """Requests at once, with drafts and without: how many tree nodes a step should check over its whole batch.
 
-    python benchmarks/batch.py [--requests 4 16] [--nodes 8 64] [--algorithm AUTO] [--rounds 3] [--record]
+    python benchmarks/batch.py [--requests 4 16] [--nodes 4 8 64] [--algorithm AUTO] [--rounds 3] [--record]
 
-`--nodes` are values of `BLOCK_TOKENS` (specjax/engine/batch.py) to try: the most tree nodes of a step. For each number of
-requests every contender and the engine without drafts complete the same prompts of MT-bench, all together, one after
-another and in an order that rotates; a first round, in which programs are compiled, does not count. Each request emits
-exactly `--max-new-tokens` tokens. Printed: tokens / second end to end (the median of the rounds), the ratio to the engine
-without drafts, accept length. The last line is one JSON document.
+`--nodes` are values of `BLOCK_TOKENS` (specjax/engine/batch.py) to try: the most tree nodes of a step. For each number
+of requests every contender and the engine without drafts complete the same prompts of MT-bench, all together, one
+after another and in an order that rotates; between rounds the drafters forget what they have seen. A first round, in
+which programs are compiled, does not count. Each request emits exactly `--max-new-tokens` tokens. Printed: tokens /
+second end to end (the median of the rounds), the ratio to the engine without drafts, accept length. The last line is
+one JSON document.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ NONE = "none"
 
 def build(model: str, algorithm: str, nodes: int | None, requests: int) -> Engine:
     if nodes is not None:
-        batch.BLOCK_TOKENS["cpu" if jax.default_backend() == "cpu" else "gpu"] = nodes
+        for most in (batch.BLOCK_TOKENS, batch.HEAD_BLOCK_TOKENS):
+            most["cpu" if jax.default_backend() == "cpu" else "gpu"] = nodes
     config = EngineConfig(max_running_requests=requests, max_total_tokens=1024 * requests)
     return Engine.from_pretrained(model, algorithm=algorithm, config=config)
 
 
 def complete(engine: Engine, prompts: list[list[int]], count: int) -> tuple[float, float, list[list[int]]]:
     """Tokens / second, accept length, and the texts."""
+    assert engine.flush_cache(), "a round must not remember the one before"
     started = time.perf_counter()
     done = engine.generate(prompts, SamplingParams(max_new_tokens=count, ignore_eos=True))
     seconds = time.perf_counter() - started
@@ -50,7 +53,7 @@ def main() -> None:
     parser.add_argument("--model", default=checkpoint.BUILT_IN_MODEL, help="alias, local folder or hub id")
     parser.add_argument("--algorithm", default="AUTO")
     parser.add_argument("--requests", type=int, nargs="+", default=[4, 16])
-    parser.add_argument("--nodes", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[4, 8, 64])
     parser.add_argument("--data", type=Path, default=Path("../shared/data/eval"), help="folder of SET.jsonl files")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)

@@ -155,9 +155,10 @@ def test_only_where_it_saves_time_is_anything_decided(shape):
      ((6, 8, 64), (1, 2, 3, 16, 64))],
 )  # fmt: skip
 def test_the_ladder_has_narrow_rungs(shape, widths):
-    assert ladder(drafter_of(shape, 0.5)) == widths
+    drafter = drafter_of(shape, 0.5)
+    assert drafter.asked and ladder(drafter) == widths
     assert ladder(drafter_of(shape, 0.5, skips=False)) == ladder(drafter_of(shape, 0.0)) == (1, shape[2])
-    cpu, gpu = (Buckets.build(platform, rows=4, request_pages=8, asked=True) for platform in ("cpu", "gpu"))
+    cpu, gpu = (Buckets.build(platform, drafter, rows=4, request_pages=8) for platform in ("cpu", "gpu"))
     assert cpu.tree_widths(1, widths) == widths
     assert gpu.tree_widths(4, (1, shape[2])) == (shape[2],)
 

@@ -23,8 +23,9 @@ from engine_helpers import (
     wanted,
 )
 
+from specjax import make_drafter
 from specjax.engine import Engine, EngineConfig, SamplingParams, StreamChunk
-from specjax.engine.batch import BLOCK_TOKENS, CHUNK, SMALL_CHUNK, Buckets, prefill_input
+from specjax.engine.batch import BLOCK_TOKENS, CHUNK, HEAD_BLOCK_TOKENS, SMALL_CHUNK, Buckets, prefill_input
 from specjax.engine.compiled import Key
 from specjax.engine.request import completion
 
@@ -567,7 +568,8 @@ def test_requests_do_not_wait_for_a_compiler_where_a_larger_batch_is_ready():
 @pytest.mark.parametrize("rows", [1, 3, 4, 16, 47, 48, 100])
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_buckets_hold_whatever_may_come(rows, platform):
-    buckets = Buckets.build(platform, rows=rows, request_pages=700)
+    ngrams = make_drafter("NGRAM")
+    buckets = Buckets.build(platform, ngrams, rows=rows, request_pages=700)
     assert buckets.batches == tuple(sorted(set(buckets.batches))) and buckets.batches[-1] == rows
     assert len(buckets.batches) + len(buckets.chunks) < 16
     for count in range(1, rows + 1):
@@ -583,7 +585,11 @@ def test_buckets_hold_whatever_may_come(rows, platform):
     if rows == 100:
         assert buckets.drafting((1, 60)) == {"cpu": 1, "gpu": 16}[platform]
         assert buckets.drafting((1,)) == 1
-    asked = Buckets.build(platform, rows=rows, request_pages=700, asked=True)
+    heads = Buckets.build(platform, ngrams._replace(features="final"), rows=rows, request_pages=700)
+    for batch in heads.batches:
+        fitting = [w for w in (1, 2, 4) if 1 in (w, batch) or w * batch <= HEAD_BLOCK_TOKENS[platform]]
+        assert list(heads.tree_widths(batch, (1, 2, 4))) == (fitting if platform == "cpu" else fitting[-1:])
+    asked = Buckets.build(platform, ngrams._replace(asked=True), rows=rows, request_pages=700)
     for batch in asked.batches:
         assert asked.tree_widths(batch, (1, 4, 60))[-1] == 60, "what the user asked for holds at any batch size"
     assert asked.drafting((1, 60)) == rows
@@ -593,7 +599,7 @@ def test_buckets_hold_whatever_may_come(rows, platform):
 
 @pytest.mark.parametrize("chunk", [None, 8, 64, 100, 512, 10_000])
 def test_chunks_cover_a_prompt_once(chunk):
-    buckets = Buckets.build("cpu", rows=4, request_pages=2000, chunk=chunk)
+    buckets = Buckets.build("cpu", make_drafter("NONE"), rows=4, request_pages=2000, chunk=chunk)
     assert buckets.chunks[-1] <= CHUNK["cpu"] and (chunk is None or buckets.chunks[-1] <= chunk)
     assert buckets.chunks[0] <= SMALL_CHUNK["cpu"]
     engine = shared_engine("NONE")

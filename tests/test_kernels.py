@@ -560,10 +560,11 @@ def test_where_the_cpus_kernel_is_called(shape: str, monkeypatch: pytest.MonkeyP
     assert calls("cpu") == 0, "a process that computes on an accelerator is not made to compile it"
 
 
+@pytest.mark.parametrize("page_size", [16, 5, 24])
 @pytest.mark.parametrize("more", [0, 1, 127, 128, 129, 300])
-def test_the_cpus_kernel_gives_a_row_the_same_numbers_beside_others(more: int) -> None:
-    """The root of a tree: bit for bit what it gets alone, wherever the chunks of committed tokens end."""
-    spec = Spec("beside", (more, 40), N=7, C=7, H=6, K=2, E=24, T=32, mask="tree")
+def test_the_cpus_kernel_gives_a_row_the_same_numbers_beside_others(more: int, page_size: int) -> None:
+    """The root of a tree: bit for bit what it gets alone, wherever the chunks of committed tokens and the pages end."""
+    spec = Spec("beside", (more, 40), N=7, C=7, H=6, K=2, E=24, T=64, S=page_size, mask="tree")
     args, options = spec.arguments()
     q, k_block, v_block, *pools, table, length, at, block_at, _ = args
     alone = (q[:, :1], k_block[:, :1], v_block[:, :1], *pools, table, length, at[:, :1], block_at[:, :1], CAUSAL)

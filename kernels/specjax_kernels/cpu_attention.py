@@ -181,9 +181,7 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
                         while paged and done + DEEP <= run:
                             value = values + _FLOAT * wide * ((place + done) * heads + head)
                             to = scratch + _FLOAT * (CHUNK + 2)
-                            add_values(
-                                scratch + _FLOAT * (token + done), apart, value, wide * heads, to, apart, wide
-                            )
+                            add_values(scratch + _FLOAT * (token + done), apart, value, wide * heads, to, apart, wide)
                             done += DEEP
                         for i in range(done, run):
                             value = values + _FLOAT * wide * ((place + i) * heads + head)

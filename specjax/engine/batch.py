@@ -27,6 +27,10 @@ BLOCK_TOKENS = {"cpu": 64, "gpu": 1024}
 so large batches draft less (and the largest not at all) unless the user has chosen the trees' width; on a GPU
 verification is nearly free up to far more."""
 
+HEAD_BLOCK_TOKENS = BLOCK_TOKENS | {"cpu": 4}
+"""The same where a draft head drafts, which always has something to propose. On a CPU checking 4 tokens costs a third
+more than one, and 8 twice as much: several requests at once are faster without (benchmarks/batch.py)."""
+
 TABLE = 512
 """Pages in the small page table. A request that may hold no more than this needs no other."""
 
@@ -41,16 +45,17 @@ class Buckets:
 
     @classmethod
     def build(
-        cls, platform: str, *, rows: int, request_pages: int, chunk: int | None = None, asked: bool = False
+        cls, platform: str, drafter: Drafter, *, rows: int, request_pages: int, chunk: int | None = None
     ) -> Buckets:
-        """For R rows, and requests that may hold `request_pages` pages. `asked`: trees keep their width."""
+        """For R rows, and requests that may hold `request_pages` pages. Trees that were asked for keep their width."""
         kind = "cpu" if platform == "cpu" else "gpu"
+        most = (BLOCK_TOKENS if drafter.features is None else HEAD_BLOCK_TOKENS)[kind]
         largest = min(chunk or CHUNK[kind], CHUNK[kind])
         return cls(
             batches=(*(b for b in BATCHES if b < rows), rows),
             chunks=tuple(sorted({min(SMALL_CHUNK[kind], largest), largest})),
             tables=(request_pages,) if request_pages <= TABLE else (TABLE, request_pages),
-            block_tokens=None if asked else BLOCK_TOKENS[kind],
+            block_tokens=None if drafter.asked else most,
             ladder=kind == "cpu",  # on a GPU a wide tree costs what a narrow one costs, and choosing asks the host
         )
 

@@ -82,9 +82,7 @@ class Engine:
         self.pool = PoolShape(max(tokens // config.page_size, 1), config.page_size)
         request_pages = min(-(-self.context_length // config.page_size), self.pool.pages)
         chunk = config.chunked_prefill_size
-        self.buckets = Buckets.build(
-            self.platform, rows=rows, request_pages=request_pages, chunk=chunk, asked=drafter.asked
-        )
+        self.buckets = Buckets.build(self.platform, drafter, rows=rows, request_pages=request_pages, chunk=chunk)
         self.lookahead = (2 if config.overlap else 1) * (drafter.depth + 1)
         self.scheduler = self._new_scheduler()
         # Zeroing the pool takes seconds on a CPU, in which executables can be compiled for its shapes.
