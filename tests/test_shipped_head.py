@@ -378,7 +378,8 @@ def test_the_shipped_head_drafts_for_the_built_in_model_and_changes_nothing():
         )
     ]
     sampling = SamplingParams(temperature=0.0, max_new_tokens=64, ignore_eos=True)
-    config = EngineConfig(max_running_requests=4, max_total_tokens=1024, chunked_prefill_size=64)
+    # One at a time: on a CPU the automatic tree is not for several requests.
+    config = EngineConfig(max_running_requests=1, max_total_tokens=256, chunked_prefill_size=64)
     chain = {"num_steps": 3, "eagle_topk": 1, "num_draft_tokens": 4}
     texts = {}
     for name, flags_given in {"NONE": {}, "AUTO": {}, "EAGLE3": chain}.items():
@@ -386,7 +387,7 @@ def test_the_shipped_head_drafts_for_the_built_in_model_and_changes_nothing():
         assert engine.drafter.name == ("NONE" if name == "NONE" else "EAGLE3")
         done = engine.generate(prompts, sampling)
         texts[name] = [completion.output_ids for completion in done]
-        if name == "EAGLE3":
+        if name != "NONE":
             emitted = sum(len(completion.output_ids) - 1 for completion in done)
-            assert emitted / sum(completion.spec_verify_ct for completion in done) > 1.4
+            assert emitted / sum(completion.spec_verify_ct for completion in done) > 1.4, name
     assert texts["AUTO"] == texts["EAGLE3"] == texts["NONE"]

@@ -107,9 +107,10 @@ def speculation_note(drafter: Drafter, buckets: Buckets) -> str:
     if drafter.note:
         parts.append(drafter.note)
     if len(widths) > 1 and (most := buckets.drafting(widths)) < buckets.batches[-1]:
+        many = "several" if most == 1 else f"more than {most}"
         parts.append(
-            f"more than {most} requests at once are decoded without drafts, which is faster here; trees whose numbers "
-            "are given by flags are always drafted"
+            f"{many} requests at once are decoded without drafts, which is faster here; trees whose numbers are given "
+            "by flags are always drafted"
         )
     return "; ".join(parts)
 
