@@ -58,9 +58,16 @@ def finish(name: str, document: dict[str, Any], *, record: bool | str | None) ->
     print(json.dumps(document))
 
 
+VECTORS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
+
+
 def _processor() -> str:
-    """The CPU's name, where Linux tells it."""
+    """The CPU's name, where Linux tells it, and its vector instructions: rented machines of one name differ in them."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+
+    def first(*names: str) -> str:
+        return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")
+
+    vectors = [name for name in VECTORS if name in first("flags", "Features").split()]
+    return " ".join([first("model name") or platform.processor(), *vectors])
