@@ -1,13 +1,13 @@
 """Requests at once, with drafts and without: how many tree nodes a step should check over its whole batch.
 
-    python benchmarks/batch.py [--requests 4 16] [--nodes 4 8 64] [--algorithm AUTO] [--rounds 3] [--record]
+    python benchmarks/batch.py [--requests 4 16] [--nodes 1 16 64] [--algorithm AUTO] [--rounds 3] [--record]
 
-`--nodes` are values of `BLOCK_TOKENS` (specjax/engine/batch.py) to try: the most tree nodes of a step. For each number
-of requests every contender and the engine without drafts complete the same prompts of MT-bench, all together, one
-after another and in an order that rotates; between rounds the drafters forget what they have seen. A first round, in
-which programs are compiled, does not count. Each request emits exactly `--max-new-tokens` tokens. Printed: tokens /
-second end to end (the median of the rounds), the ratio to the engine without drafts, accept length. The last line is
-one JSON document.
+`--nodes` are values of `BLOCK_TOKENS` and `HEAD_BLOCK_TOKENS` (specjax/engine/batch.py) to try: the most tree nodes of
+a step; 1 drafts for nobody. For each number of requests every contender and the engine without drafts complete the same
+prompts of MT-bench, all together, one after another and in an order that rotates; between rounds the drafters forget
+what they have seen. A first round, in which programs are compiled, does not count. Each request emits exactly
+`--max-new-tokens` tokens. Printed: tokens / second end to end (the median of the rounds), the ratio to the engine
+without drafts, accept length. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def build(model: str, algorithm: str, nodes: int | None, requests: int) -> Engin
 
 def complete(engine: Engine, prompts: list[list[int]], count: int) -> tuple[float, float, list[list[int]]]:
     """Tokens / second, accept length, and the texts."""
-    assert engine.flush_cache(), "a round must not remember the one before"
+    if not engine.flush_cache():  # a round must not remember the one before
+        raise RuntimeError("requests of the round before still run")
     started = time.perf_counter()
     done = engine.generate(prompts, SamplingParams(max_new_tokens=count, ignore_eos=True))
     seconds = time.perf_counter() - started
@@ -53,16 +54,18 @@ def main() -> None:
     parser.add_argument("--model", default=checkpoint.BUILT_IN_MODEL, help="alias, local folder or hub id")
     parser.add_argument("--algorithm", default="AUTO")
     parser.add_argument("--requests", type=int, nargs="+", default=[4, 16])
-    parser.add_argument("--nodes", type=int, nargs="+", default=[4, 8, 64])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--data", type=Path, default=Path("../shared/data/eval"), help="folder of SET.jsonl files")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/batch-<date>.json")
     args = parser.parse_args()
+    rows = read_prompts(args.data / "mt_bench.jsonl", None)
+    if not 1 <= min(args.requests) <= max(args.requests) <= len(rows) or args.max_new_tokens < 2:
+        parser.error(f"--requests from 1 to {len(rows)}, the prompts there are, and --max-new-tokens from 2 on")
 
     document = machine("jaxlib", "flax")
     document |= {"model": args.model, "algorithm": args.algorithm, "max_new_tokens": args.max_new_tokens, "runs": []}
-    rows = read_prompts(args.data / "mt_bench.jsonl", None)
     print(f"{'requests':>8} {'nodes':>6}{'tok/s':>8}{'to none':>9}{'accept':>8}{'same':>6}")
     for requests in args.requests:
         wanted = {NONE: ("NONE", None)} | {str(nodes): (args.algorithm, nodes) for nodes in args.nodes}

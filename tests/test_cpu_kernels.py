@@ -75,6 +75,23 @@ def test_what_is_not_a_number_is_not_hidden(broken):
     assert expected.any() and (found == expected).all()
 
 
+@pytest.mark.parametrize(("slots", "committed", "token"), [(16, 16, 3), (5, 15, 3), (16, 15, 14), (4, 4, None)])
+def test_nor_where_its_weight_is_next_to_nothing(slots, committed, token):
+    """A value with a score of -200: of a token in a group of eight, in a page without such, after one, or in the block
+    (token None)."""
+    q, block, pages = jnp.ones((1, 2, 1, 8)), jnp.zeros((1, 2, 1, 8)), jnp.zeros((4, slots, 1, 8))
+    keys, values, k_pages, v_pages = block, block, pages, pages
+    if token is None:
+        keys, values = keys.at[0, 0].set(-25.0), values.at[0, 0].set(jnp.nan)
+    else:
+        at = token // slots, token % slots
+        k_pages, v_pages = k_pages.at[at].set(-25.0), v_pages.at[at].set(jnp.nan)
+    at, table, length = jnp.zeros((1, 2), jnp.int32), jnp.arange(4)[None], jnp.full(1, committed, jnp.int32)
+    given = (q, keys, values, k_pages, v_pages, table, length, at, at, CAUSAL)
+    for name in ("xla", "reference"):
+        assert np.isnan(np.asarray(tree_attention(*given, scale=1.0, implementation=name))).all(), name
+
+
 def test_several_devices_get_what_can_be_split():
     """A call's arrays would be gathered whole on each of them; and a mapped program would not be traced."""
     said = run_alone("""

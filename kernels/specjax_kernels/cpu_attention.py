@@ -186,8 +186,9 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
                         for i in range(done, run):
                             value = values + _FLOAT * wide * ((place + i) * heads + head)
                             for row in range(TOGETHER):
-                                weight = state[row * apart + token + i]
-                                if weight != 0:  # what nobody sees may hold anything
+                                query = min((first_row + row) // group, new - 1)
+                                if paged or visible[query * block + i] != 0:  # what nobody sees may hold anything
+                                    weight = state[row * apart + token + i]
                                     add_scaled(scratch + _FLOAT * (row * apart + CHUNK + 2), weight, value, wide)
                     token += run
                 if step == 1:

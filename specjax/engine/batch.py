@@ -27,9 +27,9 @@ BLOCK_TOKENS = {"cpu": 64, "gpu": 1024}
 so large batches draft less (and the largest not at all) unless the user has chosen the trees' width; on a GPU
 verification is nearly free up to far more."""
 
-HEAD_BLOCK_TOKENS = BLOCK_TOKENS | {"cpu": 4}
-"""The same where a draft head drafts, which always has something to propose. On a CPU checking 4 tokens costs a third
-more than one, and 8 twice as much: several requests at once are faster without (benchmarks/batch.py)."""
+HEAD_BLOCK_TOKENS = BLOCK_TOKENS | {"cpu": 1}
+"""The same where a draft head drafts (a drafter that reads features), which always has something to propose and takes
+time itself: on a CPU for one request alone. Measured by benchmarks/batch.py; benchmarks/results/ has the record."""
 
 TABLE = 512
 """Pages in the small page table. A request that may hold no more than this needs no other."""
