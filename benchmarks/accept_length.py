@@ -28,6 +28,11 @@ def read_prompts(file: Path, count: int | None) -> list[tuple[str, str]]:
     return [(row["id"], row["turns"][0]) for row in rows[:count]]
 
 
+def spread(rows: list[tuple[str, str]], count: int) -> list[tuple[str, str]]:
+    """`count` of the rows from the whole file: sets are ordered by category."""
+    return [rows[i * len(rows) // count] for i in range(min(count, len(rows)))] if count else rows
+
+
 def run_set(engine: Engine, name: str, prompts: list[tuple[str, str]], sampling: SamplingParams) -> dict[str, Any]:
     messages = [[{"role": "user", "content": text}] for _, text in prompts]
     done: dict[int, Completion] = {}
@@ -80,6 +85,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of SET.jsonl files with `id` and `turns`")
     parser.add_argument("--sets", nargs="+", required=True, metavar="SET")
     parser.add_argument("--limit", type=int, help="lines of each set; default: all")
+    parser.add_argument("--spread", action="store_true", help="take them from the whole set and not from its beginning")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0, help="of every request, where it is sampled")
@@ -93,7 +99,10 @@ def main() -> None:
     )  # fmt: skip
     args, chosen = settings.parse(parser, None, defaults)
 
-    prompts = {name: read_prompts(args.data / f"{name}.jsonl", args.limit) for name in args.sets}
+    whole = {name: read_prompts(args.data / f"{name}.jsonl", None) for name in args.sets}
+    prompts = {
+        name: spread(rows, args.limit or 0) if args.spread else rows[: args.limit] for name, rows in whole.items()
+    }
     sampling = SamplingParams(max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed)
     document = machine("jaxlib", "flax")
     engine = Engine.from_pretrained(**flags.engine_arguments(chosen))

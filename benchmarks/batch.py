@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from accept_length import read_prompts
+from accept_length import read_prompts, spread
 from records import finish, machine
-from tree import spread
 
 from specjax import Engine, EngineConfig, SamplingParams, checkpoint
 from specjax.engine import batch

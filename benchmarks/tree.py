@@ -16,7 +16,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from accept_length import read_prompts
+from accept_length import read_prompts, spread
 from decode import Contender, engine_contender, measure, ratio, same_texts, summary
 from records import finish, machine
 
@@ -31,11 +31,6 @@ def tree_flags(text: str) -> dict[str, Any]:
     steps, topk, tokens, least = text.split(",")
     flags: dict[str, Any] = {"num_steps": int(steps), "eagle_topk": int(topk), "num_draft_tokens": int(tokens)}
     return flags | {"draft_p_min": float(least)}
-
-
-def spread(rows: list[tuple[str, str]], count: int) -> list[tuple[str, str]]:
-    """`count` of the rows from the whole file: sets are ordered by category."""
-    return [rows[i * len(rows) // count] for i in range(min(count, len(rows)))] if count else rows
 
 
 def main() -> None:
