@@ -1,4 +1,4 @@
-"""The built-in model against transformers, in float32: its logits, and its greedy text with and without drafts.
+"""The built-in model against transformers: its logits, and its greedy text with and without drafts, in float32.
 
 `benchmarks/compare_transformers.py` is the same comparison on whole sets of prompts.
 """
@@ -20,7 +20,11 @@ from specjax.drafters import make_drafter
 
 pytestmark = pytest.mark.real_model
 
-TOLERANCE = 2e-4
+ROUNDING = 5
+"""How many times as far from the exact (float64) logits as transformers' float32 ones ours may be. Both round, and how
+much depends on the processor. Some rows (the 10th, of "assistant named") magnify what is rounded before them: one order
+of the products' sums gives a largest difference of 0.00006 there, another 0.00028; transformers' own is 0.00009."""
+
 NEAR = 1e-3
 """A gap between transformers' two best logits below which the texts may part."""
 
@@ -43,6 +47,7 @@ class Greedy(NamedTuple):
     tokens: list[int]
     gaps: list[float]
     logits: np.ndarray  # [X, V] of prompt and tokens in one forward
+    exact: np.ndarray  # the same in float64
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +56,10 @@ def oracle() -> Any:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    return AutoModelForCausalLM.from_pretrained(resolve(BUILT_IN_MODEL).folder, dtype=torch.float32).eval()
+    folder = resolve(BUILT_IN_MODEL).folder
+    return [
+        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval() for dtype in (torch.float32, torch.float64)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +68,7 @@ def expected(oracle) -> list[Greedy]:
     import torch
     from transformers import AutoTokenizer
 
+    model, exactly = oracle
     tokenizer = AutoTokenizer.from_pretrained(resolve(BUILT_IN_MODEL).folder)
     found = []
     for text in PROMPTS:
@@ -68,12 +77,12 @@ def expected(oracle) -> list[Greedy]:
         prompt = tokenizer(rendered, add_special_tokens=False, return_tensors="pt")
         options = {"do_sample": False, "max_new_tokens": MAX_NEW_TOKENS}
         with torch.inference_mode():
-            done = oracle.generate(**prompt, **options, return_dict_in_generate=True, output_logits=True)
-            logits = oracle(done.sequences).logits[0].numpy()
+            done = model.generate(**prompt, **options, return_dict_in_generate=True, output_logits=True)
+            logits, exact = (of(done.sequences).logits[0].numpy() for of in (model, exactly))
         best = torch.cat(done.logits).topk(2).values
         count = prompt["input_ids"].shape[1]
         tokens = done.sequences[0].tolist()
-        found.append(Greedy(tokens[:count], tokens[count:], (best[:, 0] - best[:, 1]).tolist(), logits))
+        found.append(Greedy(tokens[:count], tokens[count:], (best[:, 0] - best[:, 1]).tolist(), logits, exact))
     return found
 
 
@@ -102,7 +111,7 @@ def test_greedy_text_is_that_of_transformers(algorithm, plain, expected):
     engine.check_integrity()
 
 
-def test_logits_are_those_of_transformers(plain, expected):
+def test_logits_are_as_near_to_the_exact_ones_as_those_of_transformers(plain, expected):
     target, params = plain.target, plain.params.target
     cache = init_cache(target.config, PoolShape(1, 1))
 
@@ -119,5 +128,7 @@ def test_logits_are_those_of_transformers(plain, expected):
         tokens = np.zeros((1, width), np.int32)
         tokens[0, :count] = reference.prompt + reference.tokens
         found = np.asarray(logits(params, jnp.asarray(tokens)))[:count]
-        print(f"{count} tokens: largest difference {np.abs(found - reference.logits).max():.1e}")
-        np.testing.assert_allclose(found, reference.logits, rtol=0, atol=TOLERANCE)
+        ours, theirs = (np.abs(of - reference.exact) for of in (found, reference.logits))
+        print(f"{count} tokens: at most {ours.max():.1e} from the exact logits, transformers {theirs.max():.1e}")
+        assert ours.max() <= min(ROUNDING * theirs.max(), NEAR)
+        assert np.square(ours).mean() <= ROUNDING**2 * np.square(theirs).mean()
