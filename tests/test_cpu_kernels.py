@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import logging
 import os
 import subprocess
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from specjax_kernels import CAUSAL, cpu, cpu_attention, cpu_product, tree_attention
+from specjax_kernels import CAUSAL, cpu, cpu_attention, cpu_code, cpu_product, tree_attention
 
 from specjax.models.layers import project, similarities
 
@@ -212,6 +215,100 @@ def test_a_kernel_that_cannot_be_made_is_a_reason(caplog):
         assert reason == cpu.register("specjax_test_of_a_failure", build)
     assert "specjax_test_of_a_failure cannot be made here" in reason and "undefined_here" in reason
     assert len(caplog.records) == 1
+
+
+COUNT = """
+    import pathlib, sys
+    import jax, jax.numpy as jnp, numpy as np
+    {before}
+    from specjax_kernels import cpu_code, cpu_product
+    cpu_code.keep_in(pathlib.Path({folder!r}))
+    reason = cpu_product.unmet(transposed=True)
+    assert reason is None, reason
+    out = jax.jit(cpu_product.few_rows_dot)(np.full((2, 16), 2, np.float32), np.ones((700, 16), np.float32))
+    assert (np.asarray(out) == 32).all()
+    print("numba" if sys.modules.get("numba") else "no numba")
+"""
+
+
+def test_a_kernel_is_compiled_once_and_then_needs_no_numba(tmp_path):
+    folder = tmp_path / "new" / "kernels"
+    assert run_alone(COUNT.format(folder=str(folder), before="")).strip() == "numba"
+    (file,) = folder.iterdir()
+    whole = file.read_bytes()
+    without = COUNT.format(folder=str(folder), before="sys.modules['numba'] = None")
+    assert run_alone(without).strip() == "no numba"
+
+    for damaged in (whole[:-1], whole[:20], b"", whole[:-1] + bytes([whole[-1] ^ 1])):
+        file.write_bytes(damaged)
+        with pytest.raises(AssertionError, match="numba"):  # it must compile, and cannot
+            run_alone(without)
+    said = run_alone(COUNT.format(folder=str(folder), before=""))
+    assert "is damaged" in said and "numba" in said.split()
+    assert run_alone(without).strip() == "no numba" and list(folder.iterdir()) == [file]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Where machine code is kept meanwhile."""
+    before = cpu_code._kept_in
+    cpu_code.keep_in(tmp_path / "kernels")
+    yield tmp_path / "kernels"
+    cpu_code.keep_in(before)
+
+
+def test_what_machine_code_is_kept_under(folder, monkeypatch):
+    """Its name, the sources that made it, the versions of what compiled it, and the processor."""
+    import llvmlite.binding
+
+    found: list[str] = []
+
+    def times(name: str = "a", build: Any = run_alone) -> int:
+        found.clear()
+
+        def compiled() -> bytes:
+            found.append("compiled")
+            return b"machine code"
+
+        assert cpu_code.kept(name, build, compiled) == b"machine code"
+        return len(found)
+
+    assert (times(), times()) == (1, 0)
+    assert (times("b"), times("b")) == (1, 0)
+    assert (times(build=json.dumps), times(build=json.dumps)) == (1, 0)
+    version = importlib.metadata.version
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.metadata, "version", lambda name: version(name) + "1" * (name == "numba"))
+        assert (times(), times()) == (1, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(llvmlite.binding, "get_host_cpu_name", lambda: "another")
+        assert (times(), times()) == (1, 0)
+    assert times() == 0
+    cpu_code.keep_in(None)
+    assert (times(), times()) == (1, 1)
+
+
+def test_a_folder_that_cannot_be_written_costs_the_next_start(folder, caplog):
+    folder.write_text("a file in the way")
+    with caplog.at_level(logging.WARNING):
+        assert cpu_code.kept("a", run_alone, lambda: b"machine code") == b"machine code"
+    assert "the next start compiles the kernel again" in caplog.text
+
+
+def test_code_that_may_raise_is_refused():
+    def build(tools):
+        def tiles(call):
+            return 1
+
+        def tile(call, index):
+            if index > 3:
+                raise ValueError("here is no Python to raise it in")
+            return 0
+
+        return tiles, tile
+
+    reason = cpu.register("specjax_test_of_what_raises", build)
+    assert reason is not None and "as code does that may raise or allocates" in reason
 
 
 def test_another_interface_than_the_known_one_is_refused(tmp_path, monkeypatch):

@@ -4,6 +4,9 @@ A kernel is two functions of the addresses that XLA hands over: how many tiles a
 Whoever is free takes the next tile: the thread that XLA calls takes part, so that nothing waits for a thread that does
 not come, and a helper that comes when all is done just leaves. XLA's foreign function interface is that of
 `xla/ffi/api/c_api.h` in jaxlib's `include`; its structures are read here as words of 8 bytes at an address.
+
+The machine code knows no address of this process: what it needs of one stands in a table. So it can be kept
+(`cpu_code`).
 """
 
 from __future__ import annotations
@@ -16,17 +19,23 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+
+from specjax_kernels import cpu_code
 
 _LOG = logging.getLogger(__name__)
 
 # A call's state, in words. Whoever leaves last frees it.
 _NEXT, _DONE, _HOLDERS, _TILES, _TILE, _CALL, _ARGUMENTS = range(7)
 _WORDS = _ARGUMENTS + 5
+
+# The table: addresses of functions, how many threads may share a call, and XLA's interface (`_interface`).
+_WORK, _OF_TILE, _ALLOCATE, _FREE, _CORES, _SCHEDULE, _DESTROY, _VERSION = range(8)
+_SYMBOLS = "specjax_handle", "specjax_work", "specjax_tile"
 
 
 class Tools(NamedTuple):
@@ -74,9 +83,9 @@ def register(name: str, build: Callable[[Tools], tuple[Any, Any]]) -> str | None
 
 def _register(name: str, build: Callable[[Tools], tuple[Any, Any]]) -> str | None:
     try:
-        tools, share_out = _workshop()
-        handler = share_out(*build(tools))
-        function = ctypes.cast(handler.address, ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p))
+        code = cpu_code.kept(name, build, lambda: _compile(build))
+        address = cpu_code.load(code, _SYMBOLS, _table)["specjax_handle"]
+        function = ctypes.cast(address, ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p))
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
     except Exception as error:
         # Numba may be absent, or not know this Python or processor: XLA does the work then, slower.
@@ -86,13 +95,27 @@ def _register(name: str, build: Callable[[Tools], tuple[Any, Any]]) -> str | Non
     return None
 
 
+def _table(addresses: Mapping[str, int]) -> list[int]:
+    libc = ctypes.CDLL(None)
+    allocate, free = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (libc.malloc, libc.free))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return [addresses["specjax_work"], addresses["specjax_tile"], allocate, free, cores, *_interface()]
+
+
+def _compile(build: Callable[[Tools], tuple[Any, Any]]) -> bytes:
+    tools, compiled = _workshop()
+    functions = zip(_SYMBOLS, compiled(*build(tools)), strict=True)
+    return cpu_code.link({symbol: (function.inspect_llvm(), function.native_name) for symbol, function in functions})
+
+
 @functools.cache
-def _workshop() -> tuple[Tools, Callable[[Any, Any], Any]]:
-    """The tools, and the function that makes a handler, XLA_FFI_Error* (XLA_FFI_CallFrame*), of a kernel's two."""
+def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]]]:
+    """The tools, and what makes of a kernel's two functions the three of `_SYMBOLS`. The first is a handler:
+    XLA_FFI_Error* (XLA_FFI_CallFrame*)."""
     numba: Any = importlib.import_module("numba")
     importlib.import_module("numba.extending")
     carray, types = numba.carray, numba.types
-    words, floats, integers, bits, float_of, add, load, call = _instructions(numba)
+    words, floats, integers, bits, float_of, add, load, call, entry_of = _instructions(numba)
 
     # Products and sums may be fused, but are taken in the order in which they are written.
     options: dict[str, Any] = {"fastmath": {"contract"}, "error_model": "numpy"}
@@ -126,10 +149,6 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], Any]]:
 
         return data, size
 
-    libc = ctypes.CDLL(None)
-    allocate, free = (ctypes.cast(function, ctypes.c_void_p).value for function in (libc.malloc, libc.free))
-    schedule_field, destroy_field, version = _interface()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     one, two = types.int64(types.int64), types.int64(types.int64, types.int64)
 
     @entry(one)
@@ -143,57 +162,51 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], Any]]:
             call(s[_TILE], s[_CALL], taken)
             add(state + 8 * _DONE, 1)
         if add(state + 8 * _HOLDERS, -1) == 1:
-            call(free, state, 0)
+            call(entry_of(_FREE), state, 0)
         return 0
 
-    work_address = work.address
-    kept: list[Any] = [work]
-
-    def share_out(tiles: Any, tile: Any) -> Any:
-        of_tile = entry(two)(tile)
-        tile_address = of_tile.address
+    def compiled(tiles: Any, tile: Any) -> tuple[Any, ...]:
         tiles = inlined(tiles)
 
         @entry(one)
         def handle(frame: int) -> int:
             f = carray(words(frame), (22,))
             extension = f[1]
-            if (
-                extension != 0 and carray(words(extension), (4,))[1] & 0xFFFFFFFF == 1
-            ):  # asks for the interface's version
-                carray(words(carray(words(extension), (4,))[3]), (4,))[3] = version
+            if extension != 0 and carray(words(extension), (4,))[1] & 0xFFFFFFFF == 1:
+                # Asks for the interface's version.
+                carray(words(carray(words(extension), (4,))[3]), (4,))[3] = entry_of(_VERSION)
                 return 0
             count = tiles(frame)
-            state = call(allocate, 8 * _WORDS, 0)
+            state = call(entry_of(_ALLOCATE), 8 * _WORDS, 0)
             s = carray(words(state), (_WORDS,))
-            helpers = max(0, min(cores, count) - 1)
+            helpers = max(0, min(entry_of(_CORES), count) - 1)
             s[_NEXT], s[_DONE], s[_HOLDERS], s[_TILES] = 0, 0, helpers + 2, count
-            s[_TILE], s[_CALL] = tile_address, frame
+            s[_TILE], s[_CALL] = entry_of(_OF_TILE), frame
             for scheduled in range(helpers):
                 s[_ARGUMENTS], s[_ARGUMENTS + 1], s[_ARGUMENTS + 2] = 40, 0, f[3]
-                s[_ARGUMENTS + 3], s[_ARGUMENTS + 4] = work_address, state
-                failed = call(carray(words(f[2] + 8 * schedule_field), (1,))[0], state + 8 * _ARGUMENTS, 0)
+                s[_ARGUMENTS + 3], s[_ARGUMENTS + 4] = entry_of(_WORK), state
+                failed = call(carray(words(f[2] + 8 * entry_of(_SCHEDULE)), (1,))[0], state + 8 * _ARGUMENTS, 0)
                 if failed != 0:  # there is no pool of threads: this one does it all
                     s[_ARGUMENTS], s[_ARGUMENTS + 1], s[_ARGUMENTS + 2] = 24, 0, failed
-                    call(carray(words(f[2] + 8 * destroy_field), (1,))[0], state + 8 * _ARGUMENTS, 0)
+                    call(carray(words(f[2] + 8 * entry_of(_DESTROY)), (1,))[0], state + 8 * _ARGUMENTS, 0)
                     add(state + 8 * _HOLDERS, scheduled - helpers)
                     break
-            call(work_address, state, 0)
+            call(entry_of(_WORK), state, 0)
             while load(state + 8 * _DONE) < count:  # a helper that took a tile is at work on it
                 pass
             if add(state + 8 * _HOLDERS, -1) == 1:
-                call(free, state, 0)
+                call(entry_of(_FREE), state, 0)
             return 0
 
-        kept.extend([of_tile, handle])  # what XLA calls must not be collected
-        return handle
+        return handle, work, entry(two)(tile)
 
     tools = Tools(inlined, reordered, carray, words, floats, integers, bits, float_of, *buffers_at(9), *buffers_at(14))
-    return tools, share_out
+    return tools, compiled
 
 
 def _instructions(numba: Any) -> tuple[Any, ...]:
-    """What Numba lacks: an address as a pointer, a float's bits, atomic addition and loading, a call by address."""
+    """What Numba lacks: an address as a pointer, a float's bits, atomic addition and loading, a call by address, a word
+    of the table."""
     ir: Any = importlib.import_module("llvmlite.ir")
     word, types = ir.IntType(64), numba.types
     pointer = word.as_pointer()
@@ -226,18 +239,29 @@ def _instructions(numba: Any) -> tuple[Any, ...]:
 
         return types.int64(types.int64, types.int64, types.int64), generate
 
+    def entry(context, index):
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            table = builder.module.globals.get(cpu_code.TABLE)
+            if table is None:
+                table = ir.GlobalVariable(builder.module, ir.ArrayType(word, _VERSION + 1), cpu_code.TABLE)
+                table.linkage, table.initializer = "weak", table.value_type(None)  # weak: it may come to hold more
+            return builder.load(builder.gep(table, [word(0), values[0]]))
+
+        return types.int64(types.int64), generate
+
     return (
         cast("inttoptr", types.int64, types.CPointer(types.int64)),
         cast("inttoptr", types.int64, types.CPointer(types.float32)),
         cast("inttoptr", types.int64, types.CPointer(types.int32)),
         cast("bitcast", types.float32, types.int32),
         cast("bitcast", types.int32, types.float32),
-        *(numba.extending.intrinsic(inspect.unwrap(typed)) for typed in (added, loaded, called)),
+        *(numba.extending.intrinsic(inspect.unwrap(typed)) for typed in (added, loaded, called, entry)),
     )
 
 
 def _interface() -> tuple[int, int, int]:
-    """Words into XLA_FFI_Api of the functions that are called, and its version as XLA_FFI_Api_Version has it."""
+    """The last words of the table: where in XLA_FFI_Api the functions stand that are called, in words, and its version
+    as XLA_FFI_Api_Version has it."""
     header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
     functions = re.findall(r"_XLA_FFI_API_STRUCT_FIELD\(XLA_FFI_(\w+)\)", header)
     numbers = [re.search(rf"#define XLA_FFI_API_{name} (\d+)", header) for name in ("MAJOR", "MINOR")]

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from specjax_kernels import cpu_code
 from tqdm import tqdm
 
 from specjax.checkpoint.cache import default_cache_dir
@@ -51,7 +52,12 @@ class Key(NamedTuple):
 
 
 def use_compilation_cache(folder: Path | None = None) -> None:
-    """Keeps compiled programs on disk, so that a second start compiles nothing. Respects JAX's own settings."""
+    """Keeps compiled programs on disk, so that a second start compiles nothing. Respects JAX's own settings.
+
+    Args:
+        folder: of the programs; those that run on a CPU call kernels, which are always kept in `default_cache_dir`.
+    """
+    cpu_code.keep_in(default_cache_dir() / "kernels")
     if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(folder or default_cache_dir() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

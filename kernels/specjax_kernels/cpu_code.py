@@ -1,0 +1,141 @@
+"""A CPU kernel's machine code: linked from what Numba compiled, kept in a file, loaded without Numba.
+
+Numba takes seconds for a kernel, and two to be imported. Its own cache does not serve functions made by functions. So
+the code becomes an object file here, as a compiler would write one; LLVM, by way of llvmlite, loads it in milliseconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib
+import importlib.metadata
+import inspect
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_LOG = logging.getLogger(__name__)
+
+TABLE = "specjax_table"
+"""Symbol of the words that compiled code reads and `load` fills in: what is known in each process only."""
+
+_FROM_PYTHON = ("Py", "_Py", "numba_", "NRT_")
+
+_kept_in: Path | None = None
+_loaded: list[Any] = []  # what XLA calls must not be collected
+
+
+def keep_in(folder: Path | None) -> None:
+    """From now on machine code is kept in this folder, by processor and by the versions of all that made it, and found
+    there by later processes. None: nowhere."""
+    global _kept_in
+    _kept_in = folder
+
+
+def kept(name: str, build: Callable[..., Any], compile: Callable[[], bytes]) -> bytes:
+    """The kernel's object file: out of the folder, else compiled and put there.
+
+    Args:
+        build: what the kernel is made by; the file that holds its source is a part of what the code is kept under.
+    """
+    folder = _kept_in
+    if folder is None:
+        return compile()
+    file = folder / f"{name}-{_version(build)}.o"
+    try:
+        digest, code = (content := file.read_bytes())[:32], content[32:]
+        if hashlib.sha256(code).digest() == digest:
+            return code
+        _LOG.warning("%s is damaged; the kernel is compiled again", file)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        _LOG.warning("%s cannot be read (%s); the kernel is compiled again", file, error)
+    code = compile()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=file.name, delete=False) as partial:
+            try:
+                partial.write(hashlib.sha256(code).digest() + code)
+                partial.close()
+                os.replace(partial.name, file)  # whole or not at all, whoever else writes it
+            except BaseException:
+                os.unlink(partial.name)
+                raise
+    except OSError as error:
+        _LOG.warning("%s cannot be written (%s); the next start compiles the kernel again", file, error)
+    return code
+
+
+def _version(build: Callable[..., Any]) -> str:
+    """Of all that the machine code depends on."""
+    llvm = importlib.import_module("llvmlite.binding")
+    sources = {*Path(__file__).parent.glob("cpu*.py"), Path(inspect.getfile(inspect.unwrap(build)))}
+    parts = [source.read_bytes() for source in sorted(sources)]
+    parts += [importlib.metadata.version(package).encode() for package in ("numba", "llvmlite")]
+    parts += [text.encode() for text in (llvm.get_process_triple(), llvm.get_host_cpu_name(), _features(llvm))]
+    return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:32]
+
+
+def link(functions: Mapping[str, tuple[str, str]]) -> bytes:
+    """An object file of functions that call nothing of Python's.
+
+    Args:
+        functions: by the symbol that each gets: its module as LLVM's text, and its symbol there.
+
+    Raises:
+        RuntimeError: they need Python after all: one may raise, or allocates an array.
+    """
+    llvm = importlib.import_module("llvmlite.binding")
+    machine = _machine(llvm)
+    whole = llvm.parse_assembly("")
+    for symbol, (text, before) in functions.items():
+        module = llvm.parse_assembly(text)
+        module.get_function(before).name = symbol
+        whole.link_in(module)
+    # Hidden from outside, functions are known to be called from here alone: LLVM sees that none of them fails, and
+    # leaves out what Numba does then.
+    for value in (*whole.functions, *whole.global_variables):
+        if not value.is_declaration and value.name not in (*functions, TABLE):
+            value.linkage = "internal"
+    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+    passes.getModulePassManager().run(whole, passes)
+    needed = [value.name for value in (*whole.functions, *whole.global_variables) if value.is_declaration]
+    if unknown := sorted(name for name in needed if name.startswith(_FROM_PYTHON)):
+        raise RuntimeError(f"compiled, it needs {', '.join(unknown)}, as code does that may raise or allocates")
+    return machine.emit_object(whole)
+
+
+def load(code: bytes, symbols: Sequence[str], table: Callable[[Mapping[str, int]], Sequence[int]]) -> dict[str, int]:
+    """The addresses of its functions, for as long as the process lives.
+
+    Args:
+        table: what the words at `TABLE` shall be, by those addresses.
+    """
+    llvm = importlib.import_module("llvmlite.binding")
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine(llvm))
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    _loaded.append(engine)
+    addresses = {symbol: engine.get_function_address(symbol) for symbol in symbols}
+    words = table(addresses)
+    (ctypes.c_int64 * len(words)).from_address(engine.get_global_value_address(TABLE))[:] = words
+    return addresses
+
+
+def _machine(llvm: Any) -> Any:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    target = llvm.Target.from_triple(llvm.get_process_triple())
+    return target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=_features(llvm), opt=3, jit=True)
+
+
+def _features(llvm: Any) -> str:
+    try:
+        return llvm.get_host_cpu_features().flatten()
+    except RuntimeError:  # not known for this kind of processor
+        return ""
