@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -248,10 +249,62 @@ def test_a_kernel_is_compiled_once_and_then_needs_no_numba(tmp_path):
     assert run_alone(without).strip() == "no numba" and list(folder.iterdir()) == [file]
 
 
+PREPARE = """
+    import pathlib, sys
+    import jax, jax.numpy as jnp, numpy as np
+    from specjax_kernels import cpu_attention, cpu_code, cpu_kernels, cpu_product
+    cpu_code.keep_in(pathlib.Path({folder!r}))
+    {before}
+    cpu_kernels.prepare()
+    assert (cpu_product.unmet(), cpu_product.unmet(transposed=True), cpu_attention.unmet()) == (None, None, None)
+    out = jax.jit(cpu_product.few_rows)(np.full((3, 16), 2, np.float32), np.ones((16, 900), np.float32))
+    assert (np.asarray(out) == 32).all()
+    print("numba" if "numba" in sys.modules else "no numba")
+"""
+
+
+def test_kernels_are_compiled_beside_the_loading_of_a_model(tmp_path):
+    """By a process of its own; by this one where that cannot be had; by none where they are kept."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert run_alone(PREPARE.format(folder=str(first), before="")).strip() == "no numba"
+    fails = "sys.executable = '/bin/false'"
+    assert run_alone(PREPARE.format(folder=str(second), before=fails)).strip() == "numba"
+    assert len(list(first.iterdir())) == 3
+    assert sorted(file.name for file in first.iterdir()) == sorted(file.name for file in second.iterdir())
+    assert run_alone(PREPARE.format(folder=str(first), before=fails)).strip() == "no numba"
+
+
+def test_who_asks_for_a_kernel_waits_for_that_one():
+    """While a thread registers several, one after another; an error in what it waits for leaves nobody waiting."""
+
+    def build(tools: Any) -> Any:
+        raise RuntimeError("said of each")
+
+    def wait(name: str) -> None:
+        if name == "specjax_test_a":
+            started.set()
+            assert go_on.wait(60)
+        if name == "specjax_test_c":
+            raise KeyboardInterrupt
+
+    started, go_on = threading.Event(), threading.Event()
+    kernels = [(f"specjax_test_{letter}", build) for letter in "abcd"]
+    with ThreadPoolExecutor(3) as pool:
+        all_of_them = pool.submit(cpu.register_in_turn, kernels, wait)
+        assert started.wait(60)
+        asked = [pool.submit(cpu.register, *kernels[i]) for i in (0, 1)]
+        assert not any(future.done() for future in asked)
+        go_on.set()
+        assert all("cannot be made here" in (future.result(60) or "") for future in asked)
+        with pytest.raises(KeyboardInterrupt):
+            all_of_them.result(60)
+        assert all("cannot be made here" in (pool.submit(cpu.register, *k).result(60) or "") for k in kernels)
+
+
 @pytest.fixture
 def folder(tmp_path):
     """Where machine code is kept meanwhile."""
-    before = cpu_code._kept_in
+    before = cpu_code.folder()
     cpu_code.keep_in(tmp_path / "kernels")
     yield tmp_path / "kernels"
     cpu_code.keep_in(before)

@@ -1,6 +1,7 @@
 """The engine over table models: texts are those of plain decoding, whatever runs beside them, and nothing is lost."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import oracle
@@ -26,7 +27,7 @@ from engine_helpers import (
 from specjax import make_drafter
 from specjax.engine import Engine, EngineConfig, SamplingParams, StreamChunk
 from specjax.engine.batch import BLOCK_TOKENS, CHUNK, HEAD_BLOCK_TOKENS, SMALL_CHUNK, Buckets, prefill_input
-from specjax.engine.compiled import Key
+from specjax.engine.compiled import Executables, Key
 from specjax.engine.request import completion
 
 ALGORITHMS = ("NONE", "NGRAM")
@@ -633,6 +634,25 @@ def test_all_executables_can_be_compiled_ahead(capsys):
     assert "Compiling" in capsys.readouterr().err
     engine.warm_up(progress=True)
     assert capsys.readouterr().err == "", "nothing left to compile, so no bar"
+
+
+@pytest.mark.parametrize("kind", ["step", "prefill"])
+def test_what_fails_while_compiling_ahead_is_told(kind, monkeypatch):
+    """Whichever of the two threads has it."""
+    engine = make_engine(toy(), warm=False, max_running_requests=2)
+    compile = Executables._compile
+
+    def fails(self: Executables, key: Key) -> Any:
+        if key.kind == kind:
+            raise MemoryError(f"none left for a {key.kind}")
+        return compile(self, key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Executables, "_compile", fails)
+        with pytest.raises(MemoryError, match=f"none left for a {kind}"):
+            engine.warm_up(progress=False)
+    engine.warm_up(progress=False)
+    assert engine.executables.compiled() == set(engine.executables.all_keys())
 
 
 def test_texts_of_bytes_are_whole_characters():

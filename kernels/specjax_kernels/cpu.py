@@ -19,9 +19,10 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
@@ -61,27 +62,48 @@ def callable_here() -> bool:
     return jax.default_backend() == "cpu" and jax.local_device_count() == 1
 
 
+Build: TypeAlias = Callable[[Tools], tuple[Any, Any]]
+"""Gives the two functions of a kernel, such that Numba can compile them: tiles(call) -> int, tile(call, index) -> 0."""
+
 _LOCK = threading.Lock()
-_REGISTERED: dict[str, str | None] = {}
+_REGISTERED: dict[str, Future[str | None]] = {}
 
 
-def register(name: str, build: Callable[[Tools], tuple[Any, Any]]) -> str | None:
-    """Compiles a kernel and tells XLA of it, once in a process.
+def register(name: str, build: Build) -> str | None:
+    """Compiles a kernel and tells XLA of it, once in a process: programs are traced in several threads.
 
     Args:
         name: for `jax.ffi.ffi_call`.
-        build: gives two functions that Numba can compile: tiles(call) -> int, and tile(call, index) -> 0.
 
     Returns:
         Why that cannot be done here, once also as a warning; None: it is done.
     """
-    with _LOCK:  # programs are traced in several threads
-        if name not in _REGISTERED:
-            _REGISTERED[name] = _register(name, build)
-    return _REGISTERED[name]
+    register_in_turn([(name, build)])
+    return _REGISTERED[name].result()
 
 
-def _register(name: str, build: Callable[[Tools], tuple[Any, Any]]) -> str | None:
+def register_in_turn(kernels: Iterable[tuple[str, Build]], wait: Callable[[str], None] | None = None) -> None:
+    """`register` for each that nobody has asked for yet; who asks for one from now on waits for it, and not for those
+    that come after it.
+
+    Args:
+        wait: called with the name of each before it is compiled.
+    """
+    with _LOCK:
+        mine = [kernel for kernel in kernels if kernel[0] not in _REGISTERED]
+        _REGISTERED.update((name, Future()) for name, _ in mine)
+    try:
+        for name, build in mine:
+            if wait is not None:
+                wait(name)
+            _REGISTERED[name].set_result(_register(name, build))
+    finally:  # an error while waiting leaves nobody else waiting
+        for name, build in mine:
+            if not _REGISTERED[name].done():
+                _REGISTERED[name].set_result(_register(name, build))
+
+
+def _register(name: str, build: Build) -> str | None:
     try:
         code = cpu_code.kept(name, build, lambda: _compile(build))
         address = cpu_code.load(code, _SYMBOLS, _table)["specjax_handle"]
@@ -102,7 +124,7 @@ def _table(addresses: Mapping[str, int]) -> list[int]:
     return [addresses["specjax_work"], addresses["specjax_tile"], allocate, free, cores, *_interface()]
 
 
-def _compile(build: Callable[[Tools], tuple[Any, Any]]) -> bytes:
+def _compile(build: Build) -> bytes:
     tools, compiled = _workshop()
     functions = zip(_SYMBOLS, compiled(*build(tools)), strict=True)
     return cpu_code.link({symbol: (function.inspect_llvm(), function.native_name) for symbol, function in functions})

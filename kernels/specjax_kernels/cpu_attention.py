@@ -28,11 +28,12 @@ MASKED, FLOOR = -1e30, -1e20
 """As in `specjax_kernels.xla`: a score that does not count, and the least peak of a row."""
 
 _FLOAT = 4
+_NAME = "specjax_tree_attention"
 
 
 def unmet() -> str | None:
     """Why the kernel cannot be called in this process; None: it can. The first call compiles it (a second or two)."""
-    return register("specjax_tree_attention", _attention)
+    return register(_NAME, _attention)
 
 
 def takes(new: int, block: int, *arrays: Array | None) -> bool:
@@ -68,7 +69,7 @@ def attend(
     padded = jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % TOGETHER), (0, 0)))
     out = jax.ShapeDtypeStruct((*rows.shape[:3], v_block.shape[3]), jnp.float32)
     scratch = jax.ShapeDtypeStruct((*padded.shape[:3], CHUNK + 2 + v_block.shape[3]), jnp.float32)
-    call = jax.ffi.ffi_call("specjax_tree_attention", (out, scratch), vmap_method="sequential")
+    call = jax.ffi.ffi_call(_NAME, (out, scratch), vmap_method="sequential")
     return call(padded, k_block, v_block, k_pages, v_pages, page_table, prefix_length, visible)[0]
 
 
@@ -218,3 +219,7 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
         return 0
 
     return tiles, tile
+
+
+KERNELS = ((_NAME, _attention),)
+"""For `register`."""

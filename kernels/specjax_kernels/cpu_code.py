@@ -25,15 +25,20 @@ TABLE = "specjax_table"
 
 _FROM_PYTHON = ("Py", "_Py", "numba_", "NRT_")
 
-_kept_in: Path | None = None
+_folder: Path | None = None
 _loaded: list[Any] = []  # what XLA calls must not be collected
 
 
-def keep_in(folder: Path | None) -> None:
+def keep_in(place: Path | None) -> None:
     """From now on machine code is kept in this folder, by processor and by the versions of all that made it, and found
     there by later processes. None: nowhere."""
-    global _kept_in
-    _kept_in = folder
+    global _folder
+    _folder = place
+
+
+def folder() -> Path | None:
+    """Where machine code is kept."""
+    return _folder
 
 
 def kept(name: str, build: Callable[..., Any], compile: Callable[[], bytes]) -> bytes:
@@ -42,10 +47,9 @@ def kept(name: str, build: Callable[..., Any], compile: Callable[[], bytes]) -> 
     Args:
         build: what the kernel is made by; the file that holds its source is a part of what the code is kept under.
     """
-    folder = _kept_in
-    if folder is None:
+    file = file_of(name, build)
+    if file is None:
         return compile()
-    file = folder / f"{name}-{_version(build)}.o"
     try:
         digest, code = (content := file.read_bytes())[:32], content[32:]
         if hashlib.sha256(code).digest() == digest:
@@ -57,8 +61,8 @@ def kept(name: str, build: Callable[..., Any], compile: Callable[[], bytes]) -> 
         _LOG.warning("%s cannot be read (%s); the kernel is compiled again", file, error)
     code = compile()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=file.name, delete=False) as partial:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=file.name, delete=False) as partial:
             try:
                 partial.write(hashlib.sha256(code).digest() + code)
                 partial.close()
@@ -69,6 +73,11 @@ def kept(name: str, build: Callable[..., Any], compile: Callable[[], bytes]) -> 
     except OSError as error:
         _LOG.warning("%s cannot be written (%s); the next start compiles the kernel again", file, error)
     return code
+
+
+def file_of(name: str, build: Callable[..., Any]) -> Path | None:
+    """Where a kernel is kept, or will be."""
+    return None if _folder is None else _folder / f"{name}-{_version(build)}.o"
 
 
 def _version(build: Callable[..., Any]) -> str:

@@ -39,6 +39,7 @@ ROWS_OF_A_TILE = 512
 """Of a transposed matrix."""
 
 _FLOAT = 4
+_PRODUCT, _DOT = "specjax_few_rows", "specjax_few_rows_dot"
 
 
 def parts_of(depth: int, columns: int) -> int:
@@ -56,7 +57,7 @@ def parts_of(depth: int, columns: int) -> int:
 
 def unmet(transposed: bool = False) -> str | None:
     """Why a kernel cannot be called in this process; None: it can. The first call compiles it (a second or two)."""
-    return register("specjax_few_rows_dot", _dots) if transposed else register("specjax_few_rows", _products)
+    return register(_DOT, _dots) if transposed else register(_PRODUCT, _products)
 
 
 def takes(rows: int, depth: int, columns: int, *dtypes: Any, transposed: bool = False) -> bool:
@@ -79,7 +80,7 @@ def few_rows(x: Float32[Array, "N M"], matrix: Float32[Array, "M O"]) -> Float32
     """
     (rows, depth), columns = x.shape, matrix.shape[1]
     result = jax.ShapeDtypeStruct((parts_of(depth, columns), rows, columns), jnp.float32)
-    sums = jax.ffi.ffi_call("specjax_few_rows", result, vmap_method="sequential")(x, matrix)
+    sums = jax.ffi.ffi_call(_PRODUCT, result, vmap_method="sequential")(x, matrix)
     # Added one by one: that becomes a part of what follows, where a reduction would be an operation of its own.
     return sum(sums[1:], start=sums[0])
 
@@ -90,7 +91,7 @@ def few_rows_dot(x: Float32[Array, "N M"], matrix: Float32[Array, "O M"]) -> Flo
     # Always whole groups of rows: then there is one loop, and one order of its sums.
     padded = jnp.pad(x, ((0, -x.shape[0] % TOGETHER), (0, 0)))
     result = jax.ShapeDtypeStruct((x.shape[0], matrix.shape[0]), jnp.float32)
-    return jax.ffi.ffi_call("specjax_few_rows_dot", result, vmap_method="sequential")(padded, matrix)
+    return jax.ffi.ffi_call(_DOT, result, vmap_method="sequential")(padded, matrix)
 
 
 _exactly = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
@@ -233,3 +234,7 @@ def _dots(tools: Tools) -> tuple[Any, Any]:
         return 0
 
     return tiles, tile
+
+
+KERNELS = (_DOT, _dots), (_PRODUCT, _products)
+"""For `register`. The first serves a prefill, too."""

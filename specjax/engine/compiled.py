@@ -218,10 +218,34 @@ class Executables:
         """Compiles these and what every request needs, with a progress bar on stderr."""
         _ = self.admit
         missing = [key for key in keys if key not in self.compiled()]
-        bar = tqdm(missing, desc="Compiling", unit="bucket", disable=not progress or not missing)
-        for key in bar:
-            bar.set_postfix_str(f"{key.kind} {key.width}")
-            self.get(key)
+        # Steps take longest. Threads share the iterator: each key goes to one of them.
+        left = iter(sorted(missing, key=lambda key: key.kind != "step"))
+        failed: list[BaseException] = []
+        bar = tqdm(total=len(missing), desc="Compiling", unit="bucket", disable=not progress or not missing)
+
+        def work() -> None:
+            try:
+                for key in left:
+                    if failed:
+                        return
+                    bar.set_postfix_str(f"{key.kind} {key.width}")
+                    self.get(key)
+                    bar.update()
+            except BaseException as error:
+                failed.append(error)
+
+        # While XLA compiles one program on a CPU, or reads it from the disk, Python traces the next. XLA:GPU times
+        # candidates on the device, where nothing else may run then.
+        beside = threading.Thread(target=work, name="specjax-compile-2", daemon=True)
+        two = jax.default_backend() == "cpu" and len(missing) > 1
+        with bar:
+            if two:
+                beside.start()
+            work()
+            if two and not failed:
+                beside.join()
+        if failed:
+            raise failed[0]
 
     def warm_up_behind(self, keys: Iterable[Key], *, progress: bool = True) -> threading.Thread:
         """Compiles these one by one in a thread of its own, which `close` ends."""

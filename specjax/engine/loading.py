@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from specjax_kernels import cpu_attention, cpu_product, implementation_named
+from specjax_kernels import cpu_kernels, implementation_named
 from specjax_kernels.cpu import callable_here
 
 from specjax import checkpoint
@@ -112,16 +112,9 @@ def load(
 
 
 def _prepare_kernels(dtype: str) -> None:
-    """Has a CPU's kernels compiled, which takes seconds, while the weights are read. Who traces a program that calls
-    one waits for it."""
+    """Has a CPU's kernels compiled, which takes seconds the first time, while the weights are read."""
     if dtype == "float32" and callable_here():
-
-        def prepare() -> None:
-            cpu_product.unmet()
-            cpu_attention.unmet()
-            cpu_product.unmet(transposed=True)
-
-        threading.Thread(target=prepare, name="specjax-kernels", daemon=True).start()
+        threading.Thread(target=cpu_kernels.prepare, name="specjax-kernels", daemon=True).start()
 
 
 class _Asked(NamedTuple):
