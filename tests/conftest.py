@@ -19,6 +19,8 @@ jaxtyping.install_import_hook(["specjax", "specjax_kernels"], "beartype.beartype
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 _cache = Path(tempfile.gettempdir()) / f"specjax-test-cache-{os.getuid()}-jax-{jax.__version__}"
+_cache.mkdir(mode=0o700, exist_ok=True)
+assert _cache.stat().st_uid == os.getuid(), f"{_cache} holds programs that will be run, and is somebody else's"
 jax.config.update("jax_compilation_cache_dir", str(_cache))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -242,7 +243,7 @@ def test_a_kernel_is_compiled_once_and_then_needs_no_numba(tmp_path):
 
     for damaged in (whole[:-1], whole[:20], b"", whole[:-1] + bytes([whole[-1] ^ 1])):
         file.write_bytes(damaged)
-        with pytest.raises(AssertionError, match="numba"):  # it must compile, and cannot
+        with pytest.raises(AssertionError, match="import of numba halted"):  # it must compile, and cannot
             run_alone(without)
     said = run_alone(COUNT.format(folder=str(folder), before=""))
     assert "is damaged" in said and "numba" in said.split()
@@ -275,30 +276,60 @@ def test_kernels_are_compiled_beside_the_loading_of_a_model(tmp_path):
 
 
 def test_who_asks_for_a_kernel_waits_for_that_one():
-    """While a thread registers several, one after another; an error in what it waits for leaves nobody waiting."""
+    """While a thread registers several, one after another."""
 
     def build(tools: Any) -> Any:
         raise RuntimeError("said of each")
 
     def wait(name: str) -> None:
-        if name == "specjax_test_a":
+        if name == "specjax_test_b":
+            assert go_on.wait(60)
+
+    go_on = threading.Event()
+    kernels = [(f"specjax_test_{letter}", build) for letter in "abc"]
+    with ThreadPoolExecutor(3) as pool:
+        all_of_them = pool.submit(cpu.register_in_turn, kernels, wait)
+        while "specjax_test_c" not in cpu._REGISTERED:
+            time.sleep(0.001)
+        for_a, for_b = (pool.submit(cpu.register, *kernels[i]) for i in (0, 1))
+        assert "said of each" in (for_a.result(60) or ""), "it comes before the one that is waited for"
+        assert not for_b.done() and not all_of_them.done()
+        go_on.set()
+        assert "said of each" in (for_b.result(60) or "")
+        all_of_them.result(60)
+    assert "said of each" in (cpu.register(*kernels[2]) or "")
+
+
+def test_what_interrupts_registering_leaves_nobody_waiting():
+    def build(tools: Any) -> Any:
+        raise RuntimeError("said of each")
+
+    def wait(name: str) -> None:
+        if name == "specjax_test_e":
             started.set()
             assert go_on.wait(60)
-        if name == "specjax_test_c":
             raise KeyboardInterrupt
 
     started, go_on = threading.Event(), threading.Event()
-    kernels = [(f"specjax_test_{letter}", build) for letter in "abcd"]
+    kernels = [(f"specjax_test_{letter}", build) for letter in "def"]
     with ThreadPoolExecutor(3) as pool:
         all_of_them = pool.submit(cpu.register_in_turn, kernels, wait)
         assert started.wait(60)
-        asked = [pool.submit(cpu.register, *kernels[i]) for i in (0, 1)]
-        assert not any(future.done() for future in asked)
+        waiting = cpu._REGISTERED["specjax_test_f"]
         go_on.set()
-        assert all("cannot be made here" in (future.result(60) or "") for future in asked)
-        with pytest.raises(KeyboardInterrupt):
-            all_of_them.result(60)
-        assert all("cannot be made here" in (pool.submit(cpu.register, *k).result(60) or "") for k in kernels)
+        for future in (all_of_them, waiting):
+            with pytest.raises(KeyboardInterrupt):
+                future.result(60)
+    for kernel in kernels:  # tried again
+        assert "said of each" in (cpu.register(*kernel) or "")
+
+
+def test_a_process_that_does_not_end_is_not_waited_for(tmp_path):
+    hangs = tmp_path / "hangs"
+    hangs.write_text("#!/bin/sh\nexec sleep 600\n")
+    hangs.chmod(0o755)
+    before = f"sys.executable, cpu_kernels.PATIENCE = {str(hangs)!r}, 1.0"
+    assert run_alone(PREPARE.format(folder=str(tmp_path / "kernels"), before=before)).strip() == "numba"
 
 
 @pytest.fixture
@@ -334,18 +365,25 @@ def test_what_machine_code_is_kept_under(folder, monkeypatch):
         patch.setattr(importlib.metadata, "version", lambda name: version(name) + "1" * (name == "numba"))
         assert (times(), times()) == (1, 0)
     with monkeypatch.context() as patch:
+        patch.setenv("NUMBA_OPT", "1")
+        assert (times(), times()) == (1, 0)
+    with monkeypatch.context() as patch:
         patch.setattr(llvmlite.binding, "get_host_cpu_name", lambda: "another")
         assert (times(), times()) == (1, 0)
     assert times() == 0
+    assert sorted(folder.glob("new-*")) == []
     cpu_code.keep_in(None)
     assert (times(), times()) == (1, 1)
 
 
 def test_a_folder_that_cannot_be_written_costs_the_next_start(folder, caplog):
     folder.write_text("a file in the way")
+    assert not cpu_code.can_keep()
     with caplog.at_level(logging.WARNING):
-        assert cpu_code.kept("a", run_alone, lambda: b"machine code") == b"machine code"
-    assert "the next start compiles the kernel again" in caplog.text
+        for name in "ab":
+            assert cpu_code.kept(name, run_alone, lambda: b"machine code") == b"machine code"
+    (record,) = caplog.records
+    assert "the next start compiles the CPU's kernels again" in record.message
 
 
 def test_code_that_may_raise_is_refused():

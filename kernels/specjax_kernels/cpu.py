@@ -70,7 +70,8 @@ _REGISTERED: dict[str, Future[str | None]] = {}
 
 
 def register(name: str, build: Build) -> str | None:
-    """Compiles a kernel and tells XLA of it, once in a process: programs are traced in several threads.
+    """Compiles a kernel, or loads what was kept, and tells XLA of it, once in a process: programs are traced in several
+    threads.
 
     Args:
         name: for `jax.ffi.ffi_call`.
@@ -79,7 +80,9 @@ def register(name: str, build: Build) -> str | None:
         Why that cannot be done here, once also as a warning; None: it is done.
     """
     register_in_turn([(name, build)])
-    return _REGISTERED[name].result()
+    with _LOCK:
+        future = _REGISTERED[name]
+    return future.result()
 
 
 def register_in_turn(kernels: Iterable[tuple[str, Build]], wait: Callable[[str], None] | None = None) -> None:
@@ -97,16 +100,23 @@ def register_in_turn(kernels: Iterable[tuple[str, Build]], wait: Callable[[str],
             if wait is not None:
                 wait(name)
             _REGISTERED[name].set_result(_register(name, build))
-    finally:  # an error while waiting leaves nobody else waiting
-        for name, build in mine:
-            if not _REGISTERED[name].done():
-                _REGISTERED[name].set_result(_register(name, build))
+    except BaseException as error:  # Ctrl-C: nobody else waits for ever, and a later call tries again
+        with _LOCK:
+            left = [_REGISTERED.pop(name) for name, _ in mine if not _REGISTERED[name].done()]
+        for future in left:
+            future.set_exception(error)
+        raise
 
 
 def _register(name: str, build: Build) -> str | None:
     try:
+        outside = known_outside()  # before seconds are spent on compiling
         code = cpu_code.kept(name, build, lambda: _compile(build))
-        address = cpu_code.load(code, _SYMBOLS, _table)["specjax_handle"]
+
+        def table(addresses: Mapping[str, int]) -> list[int]:
+            return [addresses["specjax_work"], addresses["specjax_tile"], *outside]
+
+        address = cpu_code.load(code, _SYMBOLS, table)["specjax_handle"]
         function = ctypes.cast(address, ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p))
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
     except Exception as error:
@@ -117,11 +127,16 @@ def _register(name: str, build: Build) -> str | None:
     return None
 
 
-def _table(addresses: Mapping[str, int]) -> list[int]:
+def known_outside() -> list[int]:
+    """The table from `_ALLOCATE` on.
+
+    Raises:
+        Exception: of several kinds; kernels cannot be called here.
+    """
     libc = ctypes.CDLL(None)
     allocate, free = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (libc.malloc, libc.free))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return [addresses["specjax_work"], addresses["specjax_tile"], allocate, free, cores, *_interface()]
+    return [allocate, free, cores, *_interface()]
 
 
 def _compile(build: Build) -> bytes:

@@ -32,7 +32,8 @@ _NAME = "specjax_tree_attention"
 
 
 def unmet() -> str | None:
-    """Why the kernel cannot be called in this process; None: it can. The first call compiles it (a second or two)."""
+    """Why the kernel cannot be called in this process; None: it can. The first call loads it, or
+    compiles it, which takes seconds."""
     return register(_NAME, _attention)
 
 
@@ -125,6 +126,36 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
         return max(max(first, second), max(third, fourth))
 
     @tools.inlined
+    def run_at(token: int, left: int, table: Any, slots: int, pages: int) -> Any:
+        """How many of `left` committed tokens, from this one on, lie next to each other, and where: in one page; -1: in
+        none that exists."""
+        page, slot = table[token // slots], token % slots
+        return min(slots - slot, left), page * slots + slot if 0 <= page < pages else -1
+
+    @tools.inlined
+    def score(queries: int, key: int, apart: int, width: int, state: Any, row: int, first: int, run: int) -> None:
+        """Scores of a run of tokens, whose keys are `apart` floats from each other, for each row of queries; `row`: the
+        floats from one row's state to the next's. Without keys (address 0) they do not count."""
+        for i in range(run):
+            score0 = score1 = score2 = score3 = np.float32(MASKED)
+            if key != 0:
+                score0, score1, score2, score3 = dots(queries, key + _FLOAT * apart * i, width)
+            state[first + i], state[row + first + i] = score0, score1
+            state[2 * row + first + i], state[3 * row + first + i] = score2, score3
+
+    @tools.inlined
+    def mix(weights: int, value: int, apart: int, width: int, mixed: int, row: int, run: int) -> None:
+        """Adds to each row's mixed values those of a run of tokens, times their weights."""
+        done = 0
+        while done + DEEP <= run:
+            add_values(weights + _FLOAT * done, row, value + _FLOAT * apart * done, apart, mixed, row, width)
+            done += DEEP
+        for i in range(done, run):
+            for index in range(TOGETHER):
+                weight = carray(floats(weights + _FLOAT * row * index), (run,))[i]
+                add_scaled(mixed + _FLOAT * row * index, weight, value + _FLOAT * apart * i, width)
+
+    @tools.inlined
     def tiles(call: int) -> int:
         return size(call, 0, 0) * size(call, 0, 1) * (size(call, 0, 2) // TOGETHER)
 
@@ -153,64 +184,52 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
             state[row * apart + CHUNK] = FLOOR
             for i in range(CHUNK + 1, apart):
                 state[row * apart + i] = 0
+        mixed = scratch + _FLOAT * (CHUNK + 2)
         start = 0
         while True:
             # Chunks of committed tokens, which are the same whatever the block; the block is the last one.
             paged = start < committed
             count = min(CHUNK, committed - start) if paged else block
-            keys, values = argument(call, 3 if paged else 1), argument(call, 4 if paged else 2)
-            for step in range(2):  # the scores of all tokens, then their values
-                token = 0
-                while token < count:
-                    # A run: tokens that lie in one page, or the block.
-                    run, place = count, request * block
-                    if paged:
-                        slot = (start + token) % slots
-                        page = table[(start + token) // slots]
-                        run = min(slots - slot, count - token)
-                        place = page * slots + slot if 0 <= page < pages else -1
-                    if step == 0:
-                        for i in range(token, token + run):
-                            score0 = score1 = score2 = score3 = np.float32(MASKED)
-                            if place >= 0:
-                                key = keys + _FLOAT * width * ((place + i - token) * heads + head)
-                                score0, score1, score2, score3 = dots(queries, key, width)
-                            state[i], state[apart + i] = score0, score1
-                            state[2 * apart + i], state[3 * apart + i] = score2, score3
-                    elif place >= 0:
-                        done = 0
-                        while paged and done + DEEP <= run:
-                            value = values + _FLOAT * wide * ((place + done) * heads + head)
-                            to = scratch + _FLOAT * (CHUNK + 2)
-                            add_values(scratch + _FLOAT * (token + done), apart, value, wide * heads, to, apart, wide)
-                            done += DEEP
-                        for i in range(done, run):
-                            value = values + _FLOAT * wide * ((place + i) * heads + head)
-                            for row in range(TOGETHER):
-                                query = min((first_row + row) // group, new - 1)
-                                if paged or visible[query * block + i] != 0:  # what nobody sees may hold anything
-                                    weight = state[row * apart + token + i]
-                                    add_scaled(scratch + _FLOAT * (row * apart + CHUNK + 2), weight, value, wide)
-                    token += run
-                if step == 1:
-                    break
-                for row in range(TOGETHER):
-                    at = row * apart
-                    if not paged:
-                        query = min((first_row + row) // group, new - 1)
-                        for i in range(block):
-                            if visible[query * block + i] == 0:
-                                state[at + i] = MASKED
-                    highest = highest_of(scratch + _FLOAT * at, count)
-                    if highest > state[at + CHUNK]:
-                        decay = np.float32(np.exp(state[at + CHUNK] - highest))
-                        for i in range(CHUNK + 1, apart):
-                            state[at + i] *= decay
-                        state[at + CHUNK] = highest
-                    state[at + CHUNK + 1] += exponentials(scratch + _FLOAT * at, state[at + CHUNK], count)
+            keys = argument(call, 3 if paged else 1) + _FLOAT * width * head
+            values = argument(call, 4 if paged else 2) + _FLOAT * wide * head
+            token = 0
+            while token < count:
+                run, place = count, request * block
+                if paged:
+                    run, place = run_at(start + token, count - token, table, slots, pages)
+                key = keys + _FLOAT * width * heads * place if place >= 0 else 0
+                score(queries, key, width * heads, width, state, apart, token, run)
+                token += run
+            for row in range(TOGETHER):
+                at = row * apart
+                if not paged:
+                    query = min((first_row + row) // group, new - 1)
+                    for i in range(block):
+                        if visible[query * block + i] == 0:
+                            state[at + i] = MASKED
+                highest = highest_of(scratch + _FLOAT * at, count)
+                if highest > state[at + CHUNK]:
+                    decay = np.float32(np.exp(state[at + CHUNK] - highest))
+                    for i in range(CHUNK + 1, apart):
+                        state[at + i] *= decay
+                    state[at + CHUNK] = highest
+                state[at + CHUNK + 1] += exponentials(scratch + _FLOAT * at, state[at + CHUNK], count)
             if not paged:
                 break
+            token = 0
+            while token < count:
+                run, place = run_at(start + token, count - token, table, slots, pages)
+                if place >= 0:
+                    value = values + _FLOAT * wide * heads * place
+                    mix(scratch + _FLOAT * token, value, wide * heads, wide, mixed, apart, run)
+                token += run
             start += count
+        for i in range(block):
+            value = values + _FLOAT * wide * heads * (request * block + i)
+            for row in range(TOGETHER):
+                query = min((first_row + row) // group, new - 1)
+                if visible[query * block + i] != 0:  # what nobody sees may hold anything
+                    add_scaled(mixed + _FLOAT * row * apart, state[row * apart + i], value, wide)
         for row in range(own_rows):
             total = state[row * apart + CHUNK + 1]
             for i in range(wide):

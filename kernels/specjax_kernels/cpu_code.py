@@ -14,7 +14,8 @@ import inspect
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,16 @@ _LOG = logging.getLogger(__name__)
 TABLE = "specjax_table"
 """Symbol of the words that compiled code reads and `load` fills in: what is known in each process only."""
 
-_FROM_PYTHON = ("Py", "_Py", "numba_", "NRT_")
+_IN_THE_C_LIBRARY = ("expf", "memcpy", "memmove", "memset")
+"""What machine code may call besides itself: in every process, whatever it has imported."""
 
 _folder: Path | None = None
 _loaded: list[Any] = []  # what XLA calls must not be collected
 
 
 def keep_in(place: Path | None) -> None:
-    """From now on machine code is kept in this folder, by processor and by the versions of all that made it, and found
-    there by later processes. None: nowhere."""
+    """From now on machine code is kept in this folder, by processor, versions and settings of all that made it, and
+    found there by later processes. None: nowhere."""
     global _folder
     _folder = place
 
@@ -51,53 +53,79 @@ def kept(name: str, build: Callable[..., Any], compile: Callable[[], bytes]) -> 
     if file is None:
         return compile()
     try:
-        digest, code = (content := file.read_bytes())[:32], content[32:]
+        content = file.read_bytes()
+        digest, code = content[:32], content[32:]
         if hashlib.sha256(code).digest() == digest:
             return code
         _LOG.warning("%s is damaged; the kernel is compiled again", file)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as error:
         _LOG.warning("%s cannot be read (%s); the kernel is compiled again", file, error)
     code = compile()
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=file.name, delete=False) as partial:
-            try:
-                partial.write(hashlib.sha256(code).digest() + code)
-                partial.close()
-                os.replace(partial.name, file)  # whole or not at all, whoever else writes it
-            except BaseException:
-                os.unlink(partial.name)
-                raise
+        with _new_file(file.parent) as partial:
+            partial.write(hashlib.sha256(code).digest() + code)
+            partial.close()
+            os.chmod(partial.name, 0o644)
+            os.replace(partial.name, file)  # whole or not at all, whoever else writes it
     except OSError as error:
-        _LOG.warning("%s cannot be written (%s); the next start compiles the kernel again", file, error)
+        _LOG.warning("%s cannot be written (%s); the next start compiles the CPU's kernels again", file, error)
+        keep_in(None)
     return code
 
 
+def can_keep() -> bool:
+    """Whether files can be written into the folder."""
+    try:
+        with _new_file(_folder):
+            return True
+    except OSError:
+        return False
+
+
+@contextmanager
+def _new_file(folder: Path | None) -> Iterator[Any]:
+    """An open file of another name than all others, which is gone afterwards unless it was renamed."""
+    if folder is None:
+        raise FileNotFoundError("machine code is kept nowhere")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="new-", delete=False) as file:
+        try:
+            yield file
+        finally:
+            Path(file.name).unlink(missing_ok=True)
+
+
 def file_of(name: str, build: Callable[..., Any]) -> Path | None:
-    """Where a kernel is kept, or will be."""
-    return None if _folder is None else _folder / f"{name}-{_version(build)}.o"
+    """Where a kernel is kept, or will be. None: nowhere, also if it cannot be told what it is made of."""
+    if _folder is None:
+        return None
+    try:
+        return _folder / f"{name}-{_version(build)}.o"
+    except (ImportError, OSError, TypeError):  # no Numba or LLVM; sources that are no files
+        return None
 
 
 def _version(build: Callable[..., Any]) -> str:
-    """Of all that the machine code depends on."""
+    """Of all that the machine code depends on, but for a `.numba_config.yaml`, which only Numba knows how to find."""
     llvm = importlib.import_module("llvmlite.binding")
     sources = {*Path(__file__).parent.glob("cpu*.py"), Path(inspect.getfile(inspect.unwrap(build)))}
     parts = [source.read_bytes() for source in sorted(sources)]
     parts += [importlib.metadata.version(package).encode() for package in ("numba", "llvmlite")]
+    parts += [f"{name}={os.environ[name]}".encode() for name in sorted(os.environ) if name.startswith("NUMBA_")]
     parts += [text.encode() for text in (llvm.get_process_triple(), llvm.get_host_cpu_name(), _features(llvm))]
     return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:32]
 
 
 def link(functions: Mapping[str, tuple[str, str]]) -> bytes:
-    """An object file of functions that call nothing of Python's.
+    """An object file of functions that call nothing but each other and some of the C library's.
 
     Args:
         functions: by the symbol that each gets: its module as LLVM's text, and its symbol there.
 
     Raises:
-        RuntimeError: they need Python after all: one may raise, or allocates an array.
+        RuntimeError: they do: one may raise, say, or allocates an array.
     """
     llvm = importlib.import_module("llvmlite.binding")
     machine = _machine(llvm)
@@ -114,7 +142,8 @@ def link(functions: Mapping[str, tuple[str, str]]) -> bytes:
     passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
     passes.getModulePassManager().run(whole, passes)
     needed = [value.name for value in (*whole.functions, *whole.global_variables) if value.is_declaration]
-    if unknown := sorted(name for name in needed if name.startswith(_FROM_PYTHON)):
+    unknown = sorted({name for name in needed if not name.startswith("llvm.")} - {*_IN_THE_C_LIBRARY})
+    if unknown:
         raise RuntimeError(f"compiled, it needs {', '.join(unknown)}, as code does that may raise or allocates")
     return machine.emit_object(whole)
 

@@ -56,7 +56,8 @@ def parts_of(depth: int, columns: int) -> int:
 
 
 def unmet(transposed: bool = False) -> str | None:
-    """Why a kernel cannot be called in this process; None: it can. The first call compiles it (a second or two)."""
+    """Why a kernel cannot be called in this process; None: it can. The first call loads it, or
+    compiles it, which takes seconds."""
     return register(_DOT, _dots) if transposed else register(_PRODUCT, _products)
 
 

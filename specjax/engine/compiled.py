@@ -215,7 +215,8 @@ class Executables:
             return {key for key, future in self._futures.items() if future.done()}
 
     def warm_up(self, keys: Iterable[Key], *, progress: bool = True) -> None:
-        """Compiles these and what every request needs, with a progress bar on stderr."""
+        """Compiles these and what every request needs, with a progress bar on stderr. On a CPU a second thread helps,
+        to which JAX's settings by `with` do not apply."""
         _ = self.admit
         missing = [key for key in keys if key not in self.compiled()]
         # Steps take longest. Threads share the iterator: each key goes to one of them.
@@ -234,15 +235,15 @@ class Executables:
             except BaseException as error:
                 failed.append(error)
 
-        # While XLA compiles one program on a CPU, or reads it from the disk, Python traces the next. XLA:GPU times
-        # candidates on the device, where nothing else may run then.
+        # While XLA compiles one program on a CPU, or reads it from the disk, Python traces the next. (XLA:GPU times
+        # candidates on the device, where nothing else may run then.)
         beside = threading.Thread(target=work, name="specjax-compile-2", daemon=True)
         two = jax.default_backend() == "cpu" and len(missing) > 1
         with bar:
             if two:
                 beside.start()
             work()
-            if two and not failed:
+            if two and not any(isinstance(error, KeyboardInterrupt) for error in failed):
                 beside.join()
         if failed:
             raise failed[0]
