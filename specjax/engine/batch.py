@@ -29,8 +29,7 @@ verification is nearly free up to far more."""
 
 HEAD_BLOCK_TOKENS = BLOCK_TOKENS | {"cpu": 1}
 """The same where a draft head drafts (a drafter that reads features), which always has something to propose and takes
-time itself: on a CPU for one request alone. Four at once had 0.76 of the speed without drafts with 8 nodes a step, 0.61
-with 64 (benchmarks/batch.py on 2 cores)."""
+time itself: on a CPU for one request alone (benchmarks/batch.py compares)."""
 
 TABLE = 512
 """Pages in the small page table. A request that may hold no more than this needs no other."""
