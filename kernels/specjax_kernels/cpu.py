@@ -19,7 +19,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -79,22 +79,26 @@ def register(name: str, build: Build) -> str | None:
     Returns:
         Why that cannot be done here, once also as a warning; None: it is done.
     """
-    register_in_turn([(name, build)])
-    with _LOCK:
-        future = _REGISTERED[name]
+    (future,) = register_in_turn([(name, build)])
     return future.result()
 
 
-def register_in_turn(kernels: Iterable[tuple[str, Build]], wait: Callable[[str], None] | None = None) -> None:
+def register_in_turn(
+    kernels: Sequence[tuple[str, Build]], wait: Callable[[str], None] | None = None
+) -> list[Future[str | None]]:
     """`register` for each that nobody has asked for yet; who asks for one from now on waits for it, and not for those
     that come after it.
 
     Args:
         wait: called with the name of each before it is compiled.
+
+    Returns:
+        What `register` returns for each, or will: others may be at it.
     """
     with _LOCK:
         mine = [kernel for kernel in kernels if kernel[0] not in _REGISTERED]
         _REGISTERED.update((name, Future()) for name, _ in mine)
+        futures = [_REGISTERED[name] for name, _ in kernels]
     try:
         for name, build in mine:
             if wait is not None:
@@ -106,6 +110,7 @@ def register_in_turn(kernels: Iterable[tuple[str, Build]], wait: Callable[[str],
         for future in left:
             future.set_exception(error)
         raise
+    return futures
 
 
 def _register(name: str, build: Build) -> str | None:

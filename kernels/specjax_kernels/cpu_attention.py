@@ -233,8 +233,8 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
         for row in range(own_rows):
             total = state[row * apart + CHUNK + 1]
             for i in range(wide):
-                mixed = state[row * apart + CHUNK + 2 + i]
-                out[row * wide + i] = mixed if total <= 0 else mixed / total
+                value_mixed = state[row * apart + CHUNK + 2 + i]
+                out[row * wide + i] = value_mixed if total <= 0 else value_mixed / total
         return 0
 
     return tiles, tile
