@@ -29,7 +29,8 @@ verification is nearly free up to far more."""
 
 HEAD_BLOCK_TOKENS = BLOCK_TOKENS | {"cpu": 1}
 """The same where a draft head drafts (a drafter that reads features), which always has something to propose and takes
-time itself: on a CPU for one request alone (benchmarks/batch.py compares)."""
+time itself: on a CPU for one request alone. Four at once had half the speed without drafts with four nodes each
+(benchmarks/results/batch-2026-11-22.json, 2 cores)."""
 
 TABLE = 512
 """Pages in the small page table. A request that may hold no more than this needs no other."""
