@@ -138,7 +138,12 @@ class Executables:
         self._coming: set[Key] = set()  # what `warm_up_behind` still has to do
         self._asked: set[Key] = set()
         self._closed = threading.Event()
+        self._waiting: set[int] = set()  # threads that wait for a compiler in `get`
         self._lock = threading.Lock()
+
+    def is_waiting(self, thread: int | None) -> bool:
+        """Whether the thread with this `ident` waits for a program to be compiled."""
+        return thread in self._waiting
 
     @cached_property
     def admit(self) -> Callable[[DecodeState, Any, Row], DecodeState]:
@@ -180,18 +185,30 @@ class Executables:
         return [*keys, *(Key("step", width, table) for width in widths)]
 
     def get(self, key: Key) -> Callable[..., tuple[DecodeState, Output]]:
+        """The program of a key; compiles it, or waits for the thread that does.
+
+        Raises:
+            Exception: whatever the compiler raised.
+        """
         with self._lock:
             mine = key not in self._futures
             future = self._futures.setdefault(key, Future())
-        if mine:
-            try:
-                future.set_result(self._compile(key))
-            except BaseException as error:
-                with self._lock:
-                    del self._futures[key]
-                future.set_exception(error)
-                raise
-        return future.result()
+        if future.done():
+            return future.result()
+        thread = threading.get_ident()
+        self._waiting.add(thread)
+        try:
+            if mine:
+                try:
+                    future.set_result(self._compile(key))
+                except BaseException as error:
+                    with self._lock:
+                        del self._futures[key]
+                    future.set_exception(error)
+                    raise
+            return future.result()
+        finally:
+            self._waiting.discard(thread)
 
     def has(self, key: Key) -> bool:
         """False: a variant for log-probabilities that is being compiled behind, so that other requests go on.

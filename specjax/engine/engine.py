@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -66,9 +67,11 @@ class Engine:
         *,
         config: EngineConfig = DEFAULT_CONFIG,
         eos_ids: tuple[int, ...] = (),
+        sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.target, self.params, self.tokenizer, self.drafter = target, params, tokenizer, drafter
         self.config, self.eos_ids = config, eos_ids
+        self.sampling_defaults = sampling_defaults
         self.vocab_size = target.config.vocab_size
         self.context_length = config.context_length or target.config.max_positions
         if self.context_length > target.config.max_positions:
@@ -165,6 +168,14 @@ class Engine:
     def _new_state(self) -> DecodeState:
         rows = self.config.max_running_requests
         return init_state(self.params, self.target, self.drafter, rows=rows, pool=self.pool)
+
+    def wait_until_allocated(self) -> None:
+        """Block until the KV pool and the rows of the state are in memory.
+
+        Raises:
+            Exception: the allocation failed.
+        """
+        jax.block_until_ready(self.state)
 
     # Requests
 

@@ -17,6 +17,9 @@ from specjax.state import TOP_LOGPROBS, Logprobs
 
 MAX_STOP_STRINGS = 16
 
+MAX_SALT = 256
+"""Characters of a `cache_salt`."""
+
 FAILED_TEXT = "the request failed while its text was made"
 """Why a request ended whose tokens could not be made into text."""
 
@@ -60,6 +63,7 @@ class SamplingParams:
     no_stop_trim: bool = False  # keep the stop string in the text
     speculate: bool = True  # False: plain decoding for this request
     logprobs: int | None = None  # log-probabilities of the tokens, and of this many likeliest ones at each
+    cache_salt: str | None = None  # requests with different salts share no n-gram memory
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"):
@@ -98,6 +102,9 @@ class SamplingParams:
         top = self.logprobs
         if top is not None and (isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= TOP_LOGPROBS):
             raise ParameterError("logprobs", f"must be an integer from 0 to {TOP_LOGPROBS}, got {top!r}")
+        salt = self.cache_salt
+        if salt is not None and (not isinstance(salt, str) or not 0 < len(salt) <= MAX_SALT):
+            raise ParameterError("cache_salt", f"must be a string of 1 to {MAX_SALT} characters, got {salt!r:.60}")
         seed = self.seed
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63):
             raise ParameterError("seed", f"must be an integer of 64 bits, got {seed!r:.60}")
