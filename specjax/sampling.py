@@ -159,10 +159,44 @@ def mask_forbidden(logits: Float32[Array, "V"], allowed: UInt32[Array, "W"]) -> 
     return jnp.where(bit == 1, logits, _TINY)
 
 
+def threefry2x32(
+    key: tuple[UInt32[Array, "*k"], UInt32[Array, "*k"]], counter: tuple[UInt32[Array, "*c"], UInt32[Array, "*c"]]
+) -> tuple[UInt32[Array, "*c"], UInt32[Array, "*c"]]:
+    """Threefry-2x32 with 20 rounds: 64 random bits for each 64-bit counter. `key` broadcasts against `counter`.
+
+    Written out, because the bits of `jax.random` depend on flags of JAX that a user may set. Source: Salmon et al.,
+    "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+    """
+    keys = (key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
+    x, y = counter[0] + keys[0], counter[1] + keys[1]
+    for turn in range(5):
+        for distance in ((13, 15, 26, 6), (17, 29, 16, 24))[turn % 2]:
+            x = x + y
+            y = (y << distance | y >> (32 - distance)) ^ x
+        x = x + keys[(turn + 1) % 3]
+        y = y + keys[(turn + 2) % 3] + jnp.uint32(turn + 1)
+    return x, y
+
+
 def gumbel_noise(seed: UInt32[Array, "2"], position: Int32[Array, ""], vocab_size: int) -> Float32[Array, "V"]:
-    """Noise for the token that will stand at `position`: threefry2x32 keyed by the seed's two words."""
-    key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
-    return jax.random.gumbel(key, (vocab_size,), jnp.float32)
+    """Standard Gumbel noise for the token that will stand at `position`, from the seed's two words.
+
+    The smallest probabilities need the largest noise. A uniform number on the usual lattice of 2^-23 ends it at 15.9,
+    so tokens of probability 1e-8 would never be drawn. Here an exponential variate -log(1 - x) is made of an x of 48
+    bits. float32 holds x with full relative precision near 0, and 1 - x near 1, so each half of the range uses the
+    smaller of the two; the noise lies between -3.6 and 34.
+    """
+    zero = jnp.zeros((), jnp.uint32)
+    key = threefry2x32((seed[0], seed[1]), (zero, position.astype(jnp.uint32)))
+    ids = jnp.arange(vocab_size, dtype=jnp.uint32)
+    high, low = threefry2x32(key, (jnp.zeros_like(ids), ids))
+    upper = high >= jnp.uint32(1 << 31)  # x >= 1/2: its bits are inverted to those of 1 - x
+    high, low = jnp.where(upper, ~high, high), jnp.where(upper, ~low, low)
+    # 24 bits each: float32 holds them exactly, and a signed conversion is one instruction.
+    coarse = (high >> 8).astype(jnp.int32).astype(jnp.float32)
+    fine = ((high & 0xFF) << 16 | low >> 16).astype(jnp.int32).astype(jnp.float32)
+    smaller = coarse * 2.0**-24 + (fine + 0.5) * 2.0**-48
+    return -jnp.log(-jnp.where(upper, jnp.log(smaller), jnp.log1p(-smaller)))
 
 
 def _ascending_bits(values: Float32[Array, "V"]) -> UInt32[Array, "V"]:

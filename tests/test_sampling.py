@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import pathlib
 
 import hypothesis.strategies as st
@@ -17,7 +18,7 @@ from oracle import Sampling
 from toy_models import SEEDS, history, sampling_rows, some_sampling
 
 from specjax import sampling
-from specjax.sampling import DrawInputs
+from specjax.sampling import DrawInputs, History
 
 BATCH, VOCABULARY = 8, 37
 NEAR = 1e-4  # draws closer than this may differ in float32
@@ -44,9 +45,82 @@ def pack_allowed(allowed):
 def test_noise(seed):
     words = jnp.asarray(sampling.seed_words(seed))
     assert tuple(np.asarray(words).tolist()) == oracle.key_words(seed)
-    for position in (0, 5, 100_000):
+    for position in (0, 5, 100_000, 2**31 - 1):
         found = sampling.gumbel_noise(words, jnp.int32(position), VOCABULARY)
         np.testing.assert_allclose(found, oracle.noise(seed, position, VOCABULARY), rtol=1e-6, atol=1e-6)
+
+
+def test_noise_does_not_depend_on_flags_of_jax():
+    words = jnp.asarray(sampling.seed_words(11))
+    expected = oracle.noise(11, 3, VOCABULARY)
+    for flag, value in (
+        ("jax_threefry_partitionable", False),
+        ("jax_default_prng_impl", "rbg"),
+        ("jax_enable_x64", True),
+        ("jax_high_dynamic_range_gumbel", True),
+    ):
+        before = jax.config.values[flag]
+        jax.config.update(flag, value)
+        try:
+            found = jax.jit(sampling.gumbel_noise, static_argnums=2)(words, jnp.int32(3), VOCABULARY)
+        finally:
+            jax.config.update(flag, before)
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6, err_msg=flag)
+
+
+def test_the_tail_of_the_noise_is_fine():
+    """Of 2**24 values, the 64 or so that belong to probabilities below 2**-18 all differ, and follow their law."""
+    noise = jax.jit(jax.vmap(sampling.gumbel_noise, in_axes=(None, 0, None)), static_argnums=2)
+    words = jnp.asarray(sampling.seed_words(1))
+    found = np.asarray(noise(words, jnp.arange(64, dtype=jnp.int32), 2**18)).ravel()
+    assert np.isfinite(found).all()
+    exponential = np.exp(-found.astype(np.float64))
+    rare = exponential[exponential < 2**-18]
+    assert 30 < len(rare) < 100
+    assert len(np.unique(rare)) == len(rare)
+    assert scipy.stats.kstest(rare * 2**18, "uniform").pvalue > 1e-3
+    assert scipy.stats.kstest(exponential[: 2**16], "expon").pvalue > 1e-3
+    largest = np.argmax(found)
+    position, token = divmod(int(largest), 2**18)
+    np.testing.assert_allclose(found[largest], oracle.noise(1, position, 2**18)[token], rtol=1e-6)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def draws_of(logits, count):
+    """Tokens that `draw` draws at temperature 1 from one law at `count` positions, 32 at a time."""
+    rows = sampling_rows([Sampling(temperature=1.0, seed=5)] * 32, logits.shape[0])
+    past = History(jnp.zeros((1, logits.shape[0]), bool), jnp.zeros((1, logits.shape[0]), jnp.int32))
+    inputs = DrawInputs(rows, past, jnp.zeros(32, jnp.int32), jnp.ones(32, bool))
+    stacked, before = jnp.broadcast_to(logits, (32, logits.shape[0])), jnp.zeros(32, jnp.int32)
+
+    def some(start):
+        position = start + jnp.arange(32, dtype=jnp.int32)
+        return sampling.draw(stacked, inputs, position, before, jnp.full((32, 1), -1, jnp.int32))
+
+    return jax.lax.map(some, jnp.arange(0, count, 32, dtype=jnp.int32)).reshape(-1)
+
+
+def test_the_law_of_128k_tokens_that_are_all_unlikely():
+    """Probabilities from 1e-8 to 1e-4, by half decades."""
+    vocab, count = 131_072, 2048
+    law = 10 ** np.random.default_rng(2).uniform(-4, 0, vocab)
+    law /= law.sum()
+    drawn = np.asarray(draws_of(jnp.asarray(np.log(law), jnp.float32), count))
+    bins = np.clip(np.floor(2 * np.log10(law / law.max())).astype(int), -6, -1)
+    expected = np.array([law[bins == b].sum() for b in range(-6, 0)]) * count
+    observed = np.array([(bins[drawn] == b).sum() for b in range(-6, 0)])
+    assert scipy.stats.chisquare(observed, expected).pvalue > 1e-3
+
+
+def test_tokens_of_probability_2e_8_are_drawn():
+    """131,071 of them beside one likely token: 2.6 draws in a thousand. With noise that ends at 15.9 there is none."""
+    vocab, count = 131_072, 3072
+    law = np.full(vocab, 2e-8)
+    law[77] = 1 - law[1:].sum()
+    drawn = np.asarray(draws_of(jnp.asarray(np.log(law), jnp.float32), count))
+    rare = int((drawn != 77).sum())
+    assert scipy.stats.binomtest(rare, count, 1 - law[77]).pvalue > 1e-3
 
 
 def test_a_row_holds_eight_stop_ids_and_1024_biases():
