@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float32, Int32, UInt32
+from jaxtyping import Bool, Int32, UInt32
 
 from specjax.cache import PagedCache, PoolShape, init_cache
 from specjax.drafters.base import Drafter, DraftState, Params
@@ -20,14 +20,15 @@ from specjax.models.protocol import Target
 from specjax.sampling import History, SamplingRows, sampling_row
 from specjax.tree import DraftTree
 from specjax.types import Active, PageTable, PerRequest
+from specjax.verify import TOP_LOGPROBS as TOP_LOGPROBS
+from specjax.verify import Logprobs
 
-RUNS, STOPPED, FULL = 0, 1, 2
-"""`StepOutput.finish`: the request goes on; it drew a stop id; it reached its limit of new tokens."""
+RUNS, STOPPED, FULL, NOT_FINITE = 0, 1, 2, 3
+"""`StepOutput.finish`: the request goes on; it drew a stop id; it reached its limit of new tokens; the target's logits
+hold NaN or infinity, so that nothing can be drawn from them."""
 
 NO_FORCED_TOKEN = -1
 """`PrefillInput.next_token`: draw it."""
-
-TOP_LOGPROBS = 20
 
 NO_DRAFT_LIMIT = 1 << 20
 """`Row.draft_limit` of a row that takes whatever the drafter proposes."""
@@ -41,6 +42,7 @@ class Row(NamedTuple):
     limit: Int32[Array, "R"]  # most tokens to emit
     draft_limit: Int32[Array, "R"]  # most draft nodes a step; 0: no speculation for this row
     salt: UInt32[Array, "R"]
+    logprobs: Bool[Array, "R"]  # whether log-probabilities are wanted
     sampling: SamplingRows
     history: History
 
@@ -72,14 +74,6 @@ class PrefillInput(NamedTuple):
     next_token: PerRequest  # NO_FORCED_TOKEN, the next prompt token, or a resumed request's last token
 
 
-class Logprobs(NamedTuple):
-    """Of the raw log-softmax, along the path."""
-
-    drawn: Float32[Array, "B J"]
-    top: Float32[Array, "B J 20"]
-    top_ids: Int32[Array, "B J 20"]
-
-
 class Trace(NamedTuple):
     """What the draft proposed, what the target drew, what was accepted."""
 
@@ -93,8 +87,8 @@ class StepOutput(NamedTuple):
     tokens: Int32[Array, "B J"]  # J = D + 1; the first `emitted` count
     emitted: PerRequest
     accepted: PerRequest  # drafts among the emitted
-    finish: PerRequest  # RUNS, STOPPED or FULL
-    logprobs: Logprobs | None
+    finish: PerRequest  # RUNS, STOPPED, FULL or NOT_FINITE
+    logprobs: Logprobs
     trace: Trace | None
 
 
@@ -115,6 +109,7 @@ def init_state(params: Params, target: Target, drafter: Drafter, *, rows: int, p
             limit=zeros(),
             draft_limit=zeros(),
             salt=jnp.zeros(rows, jnp.uint32),
+            logprobs=jnp.zeros(rows, bool),
             # Copies: a donated tree must not hold one buffer twice.
             sampling=jax.tree.map(jnp.array, sampling),
             history=History(jnp.zeros((rows, vocab), bool), jnp.zeros((rows, vocab), jnp.int32)),
@@ -133,6 +128,7 @@ def new_row(
     draft_limit: int = NO_DRAFT_LIMIT,
     salt: int = 0,
     prefix_length: int = 0,
+    logprobs: bool = False,
     **sampling: Any,
 ) -> Row:
     """A request's row for `admit`, as numpy arrays without a leading axis.
@@ -141,6 +137,8 @@ def new_row(
         limit: most tokens to emit, `output` included.
         prompt, output: tokens that penalties count; `output` only for a resumed request.
         draft_limit: most draft nodes a step may check for it; 0 = no speculation.
+        salt: requests with different salts share no n-gram memory.
+        logprobs: whether steps compute log-probabilities for it.
         sampling: as in `sampling_row`; greedy by default.
     """
     in_prompt = np.zeros(vocab_size, bool)
@@ -153,6 +151,7 @@ def new_row(
         "limit": np.int32(limit),
         "draft_limit": np.int32(draft_limit),
         "salt": np.uint32(salt),
+        "logprobs": np.bool_(logprobs),
         "sampling": sampling_row(vocab_size, **sampling),
         "history": History(*cast(Any, (in_prompt, counts))),
     }

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Float32, Int32, UInt32
+from jaxtyping import Bool, Float, Int32, UInt32
 from specjax_kernels import CAUSAL, pack_bits
 
 from specjax.cache import BlockKV, commit, take_path
@@ -38,9 +38,9 @@ from specjax.state import (
     FULL,
     NO_DRAFT_LIMIT,
     NO_FORCED_TOKEN,
+    NOT_FINITE,
     RUNS,
     STOPPED,
-    TOP_LOGPROBS,
     DecodeState,
     Logprobs,
     PrefillInput,
@@ -52,12 +52,13 @@ from specjax.state import (
     init_state,
     new_row,
 )
-from specjax.tree import DraftTree, ancestor_mask, keep_nodes, narrow, root_only
+from specjax.tree import DraftTree, ancestor_mask, best_nodes, narrow, root_only
 from specjax.types import Active, PageTable, PerRequest
-from specjax.verify import Verdict, verify_tree
+from specjax.verify import Verdict, finite_logits, pad_levels, path_logprobs, verify_tree
 
 __all__ = [
     "FULL",
+    "NOT_FINITE",
     "NO_DRAFT_LIMIT",
     "NO_FORCED_TOKEN",
     "RUNS",
@@ -90,8 +91,9 @@ __all__ = [
 class StepConfig:
     """Static choices of a step. Variants that a plain step does not pay for are off."""
 
-    widths: tuple[int, ...] = ()  # static tree widths, ascending; () = the drafter's. Further nodes are cut off
-    logprobs: bool = False
+    widths: tuple[
+        int, ...
+    ] = ()  # static tree widths, ascending; () = the drafter's. Of wider trees the best nodes count
     trace: bool = False
 
 
@@ -101,19 +103,22 @@ class Checked(NamedTuple):
     verdict: Verdict
     block: BlockKV  # of the path's nodes
     features: Float[Array, "B J F"] | None
-    logprobs: Logprobs | None
+    finite: Bool[Array, "B J"]  # the logits at the path's nodes hold no NaN and no +inf
+    logprobs: Logprobs
 
 
 def draft_phase(
     params: Params, state: DecodeState, inputs: StepInput, *, drafter: Drafter, config: StepConfig = StepConfig()
 ) -> tuple[DraftTree, DecodeState]:
-    """The drafter's trees for the batch: [B, N] nodes, node 0 the root. Where `config` has no room for drafts, [B, 1]:
-    the drafter is not asked."""
+    """The drafter's trees for the batch: [B, N] nodes, node 0 the root, N the largest of `config`'s widths. Of a tree
+    that has more nodes, or more than a row's `draft_limit`, those with the best scores are left. Where `config` has no
+    room for drafts, the drafter is not called."""
     batch = _gather(state, inputs.slots, inputs.page_table, inputs.active)
     if config.widths == (1,):
         return root_only(batch.context.root), state
     tree, draft = drafter.propose(params, state.draft, batch.context)
-    tree = keep_nodes(tree, jnp.where(batch.context.active, batch.row.draft_limit + 1, 1))
+    most = max(config.widths, default=tree.width)
+    tree = best_nodes(tree, jnp.where(batch.context.active, batch.row.draft_limit + 1, 1), most)
     return tree, state._replace(draft=draft)
 
 
@@ -133,6 +138,11 @@ def check_phase(
     batch = _gather(state, inputs.slots, inputs.page_table, inputs.active)
     context, row = batch.context, batch.row
     depth = drafter.depth
+    widths = config.widths or (tree.width,)
+    if not 1 <= widths[0] <= widths[-1] <= max(drafter.width, tree.width) or list(widths) != sorted(set(widths)):
+        raise ValueError(f"StepConfig.widths must ascend, from 1 to the drafter's width {drafter.width}: {widths}")
+    tree = _fitted(tree, config)
+    wants_logprobs = jnp.any(row.logprobs & context.active)
 
     def at_width(width: int) -> Callable[[], Checked]:
         """The forward and the walk for trees of at most `width` nodes; everything returned is as long as the path."""
@@ -161,26 +171,24 @@ def check_phase(
                 depth=levels,
                 allowed=None if allowed is None else allowed[:, :width],
             )
-            path = _pad(verdict.path, depth + 1, 0)
+            path = pad_levels(verdict.path, depth + 1, 0)
             features = output.features
+            finite = jnp.take_along_axis(finite_logits(logits), verdict.path, axis=1)
             return Checked(
                 verdict=Verdict(
                     path,
                     verdict.accepted,
-                    _pad(verdict.tokens, depth + 1, -1),
-                    _pad(verdict.drawn, tree.width, -1),
+                    pad_levels(verdict.tokens, depth + 1, -1),
+                    pad_levels(verdict.drawn, tree.width, -1),
                 ),
                 block=take_path(output.block, path),
                 features=None if features is None else jnp.take_along_axis(features, path[:, :, None], axis=1),
-                logprobs=_logprobs(logits, path, verdict) if config.logprobs else None,
+                finite=pad_levels(finite, depth + 1, True),
+                logprobs=path_logprobs(logits, path, verdict, wants_logprobs),
             )
 
         return run
 
-    widths = config.widths or (tree.width,)
-    if not 1 <= widths[0] <= widths[-1] <= tree.width or list(widths) != sorted(set(widths)):
-        raise ValueError(f"StepConfig.widths must ascend, from 1 to the drafter's width {tree.width}: {widths}")
-    tree = keep_nodes(tree, jnp.full_like(context.root, widths[-1]))
     if len(widths) == 1:
         return at_width(widths[0])()
     needed = jnp.max(jnp.sum(tree.valid, axis=1))
@@ -201,15 +209,14 @@ def commit_phase(
     """Commits and emits what survived, and tells the drafter."""
     batch = _gather(state, inputs.slots, inputs.page_table, inputs.active)
     context, row, verdict = batch.context, batch.row, checked.verdict
-    emitted, finish = _truncate(verdict.tokens, verdict.accepted, row, context.active)
+    tree = _fitted(tree, config)
+    emitted, finish = _truncate(verdict.tokens, verdict.accepted, row, context.active, checked.finite)
     cache = commit(state.cache, checked.block, context.page_table, context.prefix_length, emitted)
     path_tokens = jnp.take_along_axis(tree.tokens, verdict.path, axis=1)
     observation = Observation(path_tokens, verdict.tokens, checked.features, emitted)
     draft = drafter.observe(params, state.draft, context, observation)
     state = _emit(state._replace(cache=cache, draft=draft), batch, verdict.tokens, emitted, emitted, finish)
     accepted = jnp.maximum(emitted - 1, 0)
-    if config.widths:
-        tree = keep_nodes(tree, jnp.full_like(context.root, config.widths[-1]))
     trace = Trace(tree, verdict.drawn, verdict.path, verdict.accepted) if config.trace else None
     return state, StepOutput(verdict.tokens, emitted, accepted, finish, checked.logprobs, trace)
 
@@ -301,17 +308,20 @@ def prefill_step(
     verdict = verify_tree(tail, logits, draws, context.prefix_length + last, row.generated, depth=0)
     drawn = verdict.tokens
     token = jnp.where(wants_draw, drawn[:, 0], inputs.next_token)
-    # `commit` and `observe` must wait for the forward's reads (see `commit`); a forced token alone would not.
-    committed = jnp.where(drawn[:, 0] >= -1, length, 0)
+    # The last token attends to all others of the chunk, so one that is not finite shows in its logits, drawn or not.
+    # `commit` and `observe` also wait for the forward's reads this way (see `commit`).
+    finite = finite_logits(logits)
+    committed = jnp.where(finite[:, 0], length, 0)
 
-    emitted, finish = _truncate(token[:, None], jnp.zeros_like(length), row, wants_draw)
+    emitted, finish = _truncate(token[:, None], jnp.zeros_like(length), row, wants_draw, finite)
+    finish = jnp.where(context.active & ~finite[:, 0], NOT_FINITE, finish)
     cache = commit(state.cache, output.block, context.page_table, context.prefix_length, committed)
     shifted = jnp.roll(inputs.tokens, -1, axis=1)
     next_tokens = jnp.where(offset == last[:, None], token[:, None], shifted)
     observation = Observation(inputs.tokens, next_tokens, output.features, committed)
     draft = drafter.observe(params, state.draft, context, observation)
     state = _emit(state._replace(cache=cache, draft=draft), batch, token[:, None], emitted, committed, finish)
-    logprobs = _logprobs(logits, verdict.path, verdict) if config.logprobs else None
+    logprobs = path_logprobs(logits, verdict.path, verdict, jnp.any(row.logprobs & wants_draw))
     return state, StepOutput(token[:, None], emitted, jnp.zeros_like(emitted), finish, logprobs, None)
 
 
@@ -332,7 +342,7 @@ def make_steps(
 ) -> Steps:
     """Jits the step functions. They compile once for each batch bucket, chunk width and page-table width."""
     widths = config.widths or ladder(drafter)
-    config = StepConfig(widths, config.logprobs, config.trace)
+    config = StepConfig(widths, config.trace)
     fixed = {"target": target, "drafter": drafter, "config": config}
     jit = partial(jax.jit, compiler_options=compiler_options())
     return Steps(
@@ -373,21 +383,32 @@ def _gather(state: DecodeState, slots: PerRequest, page_table: PageTable, active
     return _Batch(context, row, DrawInputs(row.sampling, row.history, slots, active))
 
 
+def _fitted(tree: DraftTree, config: StepConfig) -> DraftTree:
+    """A tree that fits `config`'s widths: as `draft_phase` gives it, or cut to the best nodes."""
+    widest = max(config.widths, default=tree.width)
+    if tree.width <= widest:
+        return tree
+    return best_nodes(tree, jnp.full(tree.tokens.shape[:1], widest, jnp.int32), widest)
+
+
 def _truncate(
-    tokens: Int32[Array, "B J"], accepted: PerRequest, row: Row, active: Active
+    tokens: Int32[Array, "B J"], accepted: PerRequest, row: Row, active: Active, finite: Bool[Array, "B J"]
 ) -> tuple[PerRequest, PerRequest]:
     """How many of the drawn tokens are emitted, and why the request ends, if it does.
 
-    e = min(accepted + 1, index of the first stop id + 1, tokens left). A stop id is emitted and counted.
+    e = min(accepted + 1, index of the first stop id + 1, tokens left, index of the first node whose logits are not
+    finite). A stop id is emitted and counted; a token drawn from logits that are not finite is not.
     """
     width = tokens.shape[1]
     is_stop = jnp.any(tokens[:, :, None] == row.sampling.stop_ids[:, None, :], axis=2) & (tokens >= 0)
     first_stop = jnp.where(jnp.any(is_stop, axis=1), jnp.argmax(is_stop, axis=1).astype(jnp.int32), width)
+    broken = jnp.where(jnp.all(finite, axis=1), width, jnp.argmin(finite, axis=1).astype(jnp.int32))
     left = row.limit - row.generated
-    emitted = jnp.minimum(jnp.minimum(accepted + 1, first_stop + 1), left)
-    emitted = jnp.where(active, jnp.maximum(emitted, 0), 0)
+    wanted = jnp.minimum(jnp.minimum(accepted + 1, first_stop + 1), left)
+    emitted = jnp.where(active, jnp.maximum(jnp.minimum(wanted, broken), 0), 0)
     stopped = first_stop + 1 <= emitted
     finish = jnp.where(stopped, STOPPED, jnp.where(emitted >= left, FULL, RUNS))
+    finish = jnp.where(broken < wanted, NOT_FINITE, finish)
     return emitted, jnp.where(active, finish, RUNS).astype(jnp.int32)
 
 
@@ -421,15 +442,3 @@ def _emit(
         root=put(state.root, root),
         finished=put(state.finished, finish != RUNS),
     )
-
-
-def _logprobs(logits: Float32[Array, "B N V"], path: Int32[Array, "B J"], verdict: Verdict) -> Logprobs:
-    logp = jax.nn.log_softmax(jnp.take_along_axis(logits, path[:, :, None], axis=1), axis=-1)
-    ids = _pad(verdict.tokens, path.shape[1], -1)
-    drawn = jnp.take_along_axis(logp, jnp.maximum(ids, 0)[:, :, None], axis=2)[:, :, 0]
-    top, top_ids = jax.lax.top_k(logp, min(TOP_LOGPROBS, logp.shape[-1]))
-    return Logprobs(drawn, top, top_ids.astype(jnp.int32))
-
-
-def _pad(values: Int32[Array, "B _"], width: int, fill: int) -> Int32[Array, "B {width}"]:
-    return jnp.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=fill)

@@ -155,15 +155,46 @@ def rerank(root: PerRequest, pool: Pool, width: int) -> DraftTree:
     )
 
 
-def keep_nodes(tree: DraftTree, count: PerRequest) -> DraftTree:
-    """The tree with only its first ``count[b]`` nodes valid (at least the root); closed, as parents come first."""
-    valid = tree.valid & (jnp.arange(tree.width)[None, :] < jnp.maximum(count, 1)[:, None])
+def best_nodes(tree: DraftTree, count: PerRequest, width: int | None = None) -> DraftTree:
+    """The root and the best of the other nodes, ``count[b]`` in all (at least the root), in their order.
+
+    Scores never grow along a path, and at a tie the lower index (the parent) wins, so the best are closed under
+    parents, as in `rerank`. Where a drafter breaks that rule, a node whose parent is not kept becomes invalid.
+
+    Args:
+        tree: [B, N].
+        count: nodes to keep in each request's tree.
+        width: of the result, [B, width]; None: N. No more nodes than that are kept.
+
+    Example: nodes root, a (-2.0), b (-0.1), c (-0.2, child of b), count 3 -> root, b, c.
+    """
+    width = tree.width if width is None else min(width, tree.width)
+    index = jnp.arange(tree.width, dtype=jnp.int32)
+    scores = jnp.where(tree.valid, tree.scores, -jnp.inf).at[:, 0].set(jnp.inf)
+    mine, other = scores[:, :, None], scores[:, None, :]
+    # Counted, not sorted: [B, N, N] comparisons are one small kernel.
+    rank = jnp.sum((other > mine) | ((other == mine) & (index[None, :] < index[:, None])[None]), axis=2)
+    kept = tree.valid & (rank < jnp.clip(count, 1, width)[:, None])
+    parent = jnp.maximum(tree.parents, 0)
+    kept &= jnp.take_along_axis(kept, parent, axis=1)
+    place = (jnp.cumsum(kept, axis=1) - 1).astype(jnp.int32)
+    parents = jnp.where(tree.parents == NO_PARENT, NO_PARENT, jnp.take_along_axis(place, parent, axis=1))
+    # goes[b, w, i]: node i goes to place w.
+    goes = kept[:, None, :] & (place[:, None, :] == index[None, :width, None])
+    there = jnp.any(goes, axis=2)
+
+    def move(values: Array) -> Array:
+        return jnp.sum(jnp.where(goes, values[:, None, :], 0), axis=2, dtype=values.dtype)
+
+    depth, parents = move(tree.depth), jnp.where(there, move(parents), NO_PARENT)
+    above = jnp.take_along_axis(depth, jnp.maximum(parents, 0), axis=1)
+    valid = there & ((parents == NO_PARENT) | (depth == above + 1))
     return DraftTree(
-        tokens=jnp.where(valid, tree.tokens, NO_TOKEN),
-        parents=jnp.where(valid, tree.parents, NO_PARENT),
-        depth=jnp.where(valid, tree.depth, 0),
+        tokens=jnp.where(valid, move(tree.tokens), NO_TOKEN),
+        parents=jnp.where(valid, parents, NO_PARENT),
+        depth=jnp.where(valid, depth, 0),
         valid=valid,
-        scores=jnp.where(valid, tree.scores, -jnp.inf),
+        scores=jnp.where(valid, move(tree.scores), -jnp.inf),
     )
 
 

@@ -15,11 +15,22 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Int32, UInt32
+from jaxtyping import Bool, Float32, Int32, Shaped, UInt32
 
 from specjax.sampling import DrawInputs, draw, is_plain
 from specjax.tree import NO_TOKEN, DraftTree, ancestor_mask
 from specjax.types import Active, Logits, PerRequest
+
+TOP_LOGPROBS = 20
+"""Likeliest tokens whose log-probabilities a step gives."""
+
+
+class Logprobs(NamedTuple):
+    """Of the raw log-softmax, along the path. Zeros in a step in which no row wants them."""
+
+    drawn: Float32[Array, "B J"]
+    top: Float32[Array, "B J 20"]
+    top_ids: Int32[Array, "B J 20"]
 
 
 class Verdict(NamedTuple):
@@ -82,6 +93,44 @@ def find_verdict(tree: DraftTree, drawn: Int32[Array, "B N"], ancestors: Array, 
     tokens = jnp.take_along_axis(drawn, path, axis=1)
     tokens = jnp.where(level[None, :] <= count[:, None], tokens, NO_TOKEN)
     return Verdict(path, count, tokens, drawn)
+
+
+def finite_logits(logits: Float32[Array, "B N V"]) -> Bool[Array, "B N"]:
+    """Whether logits can be drawn from: no NaN, no +inf, and not all -inf.
+
+    The largest tells: argmax finds a NaN before any number. `verify_tree` needs the same argmax, so it is not computed
+    twice.
+    """
+    largest = jnp.argmax(logits, axis=-1)[:, :, None]
+    return jnp.isfinite(jnp.take_along_axis(logits, largest, axis=2)[:, :, 0])
+
+
+def path_logprobs(
+    logits: Float32[Array, "B N V"], path: Int32[Array, "B J"], verdict: Verdict, wanted: Bool[Array, ""]
+) -> Logprobs:
+    """Along the path; computed only where some row asks for them, else zeros."""
+    batch, levels = path.shape
+    top = min(TOP_LOGPROBS, logits.shape[-1])
+
+    def found() -> Logprobs:
+        raw = jnp.take_along_axis(logits, path[:, :, None], axis=1)
+        total = jax.nn.logsumexp(raw, axis=-1, keepdims=True)
+        ids = jnp.maximum(pad_levels(verdict.tokens, levels, -1), 0)
+        best, best_ids = jax.lax.top_k(raw, top)
+        drawn = jnp.take_along_axis(raw, ids[:, :, None], axis=2) - total
+        return Logprobs(drawn[:, :, 0], best - total, best_ids.astype(jnp.int32))
+
+    def nothing() -> Logprobs:
+        zeros = jnp.zeros((batch, levels), jnp.float32)
+        tops = jnp.zeros((batch, levels, top), jnp.float32)
+        return Logprobs(zeros, tops, tops.astype(jnp.int32))
+
+    return jax.lax.cond(wanted, found, nothing)
+
+
+def pad_levels(values: Shaped[Array, "B _"], width: int, fill: int) -> Shaped[Array, "B {width}"]:
+    """More columns, filled with one value."""
+    return jnp.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=fill)
 
 
 class _Walk(NamedTuple):

@@ -1,4 +1,4 @@
-"""The compiled variants with logprobs and a trace, against direct forwards of a tiny Llama and against themselves."""
+"""Log-probabilities and the trace, against direct forwards of a tiny Llama and against themselves."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from toy_models import Runner, as_tree, listed_drafter, random_tree, tiny_llama
 
 from specjax import PoolShape, StepConfig, init_cache
 from specjax.drafters import NgramConfig, ngram_drafter, none_drafter
-from specjax.step import TOP_LOGPROBS
 from specjax.tree import NO_TOKEN
+from specjax.verify import TOP_LOGPROBS
 
 WIDTH, DEPTH = 6, 4
-CONFIG = {"logprobs": True, "trace": True}
 SMALL = NgramConfig(num_draft_tokens=WIDTH, max_match_window_size=3, branch_length=DEPTH, capacity=1024)
 LISTED = [random_tree(0, WIDTH, 31, np.random.default_rng(seed), DEPTH) for seed in range(11)]
 DRAFTERS = {
@@ -68,9 +67,9 @@ def check_logprobs(found, row: int, index: int, token: int, expected: np.ndarray
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_logprobs_and_trace_of_every_step(drafter):
-    runner = Runner(toy(), DRAFTERS[drafter](), config=StepConfig(**CONFIG))
+    runner = Runner(toy(), DRAFTERS[drafter](), config=StepConfig(trace=True))
     for slot, (prompt, request) in enumerate(REQUESTS):
-        runner.admit(slot, prompt, request)
+        runner.admit(slot, prompt, request, logprobs=True)
     prompts = [prompt for prompt, _ in REQUESTS]
     first = runner.prefill(prompts)
     assert first.trace is None
@@ -114,14 +113,21 @@ def test_logprobs_and_trace_of_every_step(drafter):
 
 def test_they_change_no_token():
     plain, reporting = (
-        Runner(toy(), DRAFTERS["listed"](), config=StepConfig(**config)).generate(REQUESTS) for config in ({}, CONFIG)
+        Runner(toy(), DRAFTERS["listed"](), config=StepConfig(trace=asked)).generate(REQUESTS, logprobs=asked)
+        for asked in (False, True)
     )
     assert plain == reporting
 
 
-def test_a_plain_step_has_neither():
+def test_they_are_computed_only_where_a_row_wants_them():
+    """For the whole batch then: a row that does not want them costs nothing to ignore."""
     runner = Runner(toy(), none_drafter())
-    runner.admit(0, *REQUESTS[0])
-    first = runner.prefill([REQUESTS[0][0]])
-    output = runner.step([True, False, False])
-    assert (first.logprobs, first.trace, output.logprobs, output.trace) == (None, None, None, None)
+    for slot, (prompt, request) in enumerate(REQUESTS):
+        runner.admit(slot, prompt, request, logprobs=slot == 1)
+    prompts = [prompt for prompt, _ in REQUESTS]
+    first = runner.prefill(prompts)
+    assert (first.logprobs.drawn[1] < 0).all()
+    assert (runner.step([True, True, False]).logprobs.drawn[1] < 0).all()
+    without = runner.step([True, False, False])
+    assert without.emitted[0] == 1 and without.trace is None
+    assert not any(np.any(leaf) for leaf in without.logprobs)

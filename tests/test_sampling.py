@@ -88,17 +88,17 @@ def test_the_tail_of_the_noise_is_fine():
 
 @functools.partial(jax.jit, static_argnums=1)
 def draws_of(logits, count):
-    """Tokens that `draw` draws at temperature 1 from one law at `count` positions, 32 at a time."""
-    rows = sampling_rows([Sampling(temperature=1.0, seed=5)] * 32, logits.shape[0])
+    """Tokens that `draw` draws at temperature 1 from one law at `count` positions, 4 at a time."""
+    rows = sampling_rows([Sampling(temperature=1.0, seed=5)] * 4, logits.shape[0])
     past = History(jnp.zeros((1, logits.shape[0]), bool), jnp.zeros((1, logits.shape[0]), jnp.int32))
-    inputs = DrawInputs(rows, past, jnp.zeros(32, jnp.int32), jnp.ones(32, bool))
-    stacked, before = jnp.broadcast_to(logits, (32, logits.shape[0])), jnp.zeros(32, jnp.int32)
+    inputs = DrawInputs(rows, past, jnp.zeros(4, jnp.int32), jnp.ones(4, bool))
+    stacked, before = jnp.broadcast_to(logits, (4, logits.shape[0])), jnp.zeros(4, jnp.int32)
 
     def some(start):
-        position = start + jnp.arange(32, dtype=jnp.int32)
-        return sampling.draw(stacked, inputs, position, before, jnp.full((32, 1), -1, jnp.int32))
+        position = start + jnp.arange(4, dtype=jnp.int32)
+        return sampling.draw(stacked, inputs, position, before, jnp.full((4, 1), -1, jnp.int32))
 
-    return jax.lax.map(some, jnp.arange(0, count, 32, dtype=jnp.int32)).reshape(-1)
+    return jax.lax.map(some, jnp.arange(0, count, 4, dtype=jnp.int32)).reshape(-1)
 
 
 def test_the_law_of_128k_tokens_that_are_all_unlikely():

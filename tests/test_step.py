@@ -26,7 +26,7 @@ from toy_models import (
 from specjax.config import RopeConfig
 from specjax.drafters.ngram import NgramConfig, ngram_drafter
 from specjax.drafters.none import none_drafter
-from specjax.step import PrefillInput, StepConfig, draft_phase, verify_phase
+from specjax.step import NOT_FINITE, PrefillInput, StepConfig, draft_phase, verify_phase
 
 WIDTH, DEPTH, VOCABULARY = 6, 4, 7
 LISTED = [random_tree(0, WIDTH, VOCABULARY, np.random.default_rng(seed), DEPTH) for seed in range(11)]
@@ -300,10 +300,107 @@ def test_a_draft_limit_bounds_the_drafts_of_its_row():
         assert counter().generate([([0], Sampling(max_tokens=13))], draft_limit=limit)[0].emitted == emitted
 
 
+BROKEN_ROW = {"nan": np.nan, "inf": np.inf, "all -inf": -np.inf}
+
+
+@functools.cache
+def broken_runner(what, drafter):
+    """One of 13 rows of logits cannot be drawn from. Some -inf among finite logits is nothing unusual."""
+    table = random_table(4)
+    table[3, 1:] = -np.inf
+    if what == "all -inf":
+        table[5] = -np.inf
+    else:
+        table[5, 4] = BROKEN_ROW[what]
+    return Runner(table_model(table), DRAFTERS[drafter]())
+
+
+@pytest.mark.parametrize("drafter", ["none", "listed"])
+@pytest.mark.parametrize("what", BROKEN_ROW)
+def test_logits_that_are_not_finite_end_their_request_alone(what, drafter):
+    """Each request has the tokens up to the row that cannot be drawn from, and the others go on."""
+    runner = broken_runner(what, drafter)
+    requests = [
+        ([1, 2, 3], Sampling(max_tokens=20)),
+        ([4, 4], Sampling(max_tokens=20, temperature=1.0, seed=7, top_p=0.95)),
+        ([6, 1], Sampling(max_tokens=20, temperature=0.7, seed=9, frequency_penalty=0.3)),
+    ]
+    healthy = table_model(np.nan_to_num(np.asarray(runner.toy.params["table"]), nan=0.0, posinf=0.0, neginf=-1e30))
+    ends = []
+    for slot, (prompt, request) in enumerate(requests):
+        runner.admit(slot, prompt, request)
+    first = runner.prefill([prompt for prompt, _ in requests])
+    found = [list(first.tokens[row, : first.emitted[row]]) for row in range(3)]
+    finish = first.finish[:3].tolist()
+    while not all(finish):
+        output = runner.step([end == 0 for end in finish])
+        for row in (row for row in range(3) if finish[row] == 0):
+            found[row] += output.tokens[row, : output.emitted[row]].tolist()
+            finish[row] = int(output.finish[row])
+    for (prompt, request), tokens, end in zip(requests, found, finish, strict=True):
+        text = list(prompt)
+        for token in tokens:
+            assert np.isfinite(runner.toy.logits(text).max())
+            text.append(int(token))
+        broken = not np.isfinite(runner.toy.logits(text).max())
+        assert end == (NOT_FINITE if len(tokens) < 20 else LENGTH)
+        assert broken or len(tokens) == 20
+        expected = oracle.generate_plain(healthy.logits, prompt, request)
+        assert [int(token) for token in tokens] == expected.tokens[: len(tokens)]
+        ends.append(end)
+    assert NOT_FINITE in ends
+
+
+@pytest.mark.parametrize("where", ["prompt", "chunk", "output"])
+def test_what_is_not_finite_never_reaches_a_page(where):
+    """A NaN in an embedding, met in the last chunk of a prompt, in an earlier one, or as a drawn token."""
+    toy = tiny_llama()
+    embed = toy.params["embed"].at[5].set(jnp.nan)
+    runner = Runner(toy._replace(params=toy.params | {"embed": embed}), none_drafter(), chunk=4)
+    prompts = {"prompt": [1, 2, 5], "chunk": [1, 5, 2, 3, 1, 2], "output": [1, 2]}
+    bias = {5: 100.0} if where == "output" else {}
+    runner.admit(0, prompts[where], Sampling(max_tokens=8, bias=bias))
+    runner.admit(1, [3, 3, 1], Sampling(max_tokens=8))
+    first = runner.prefill([prompts[where], [3, 3, 1]])
+    expected = NOT_FINITE if where != "output" else RUNNING
+    if where != "chunk":  # there the row had ended before its last chunk
+        assert (first.finish[0], first.emitted[0]) == (expected, int(where == "output"))
+    other = [int(first.tokens[1, 0])]
+    for _ in range(4):
+        output = runner.step([where == "output", True, False])
+        other += output.tokens[1, : output.emitted[1]].tolist()
+        assert output.finish[0] in (NOT_FINITE, RUNNING)
+        assert output.emitted[0] == 0
+    assert bool(runner.state.finished[0])
+    assert other == oracle.generate_plain(toy.logits, [3, 3, 1], Sampling(max_tokens=8)).tokens[:5]
+    assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(runner.state.cache))
+
+
+def test_a_narrow_width_checks_the_best_nodes():
+    """A drafter's path that it is sure of comes after shallow nodes; a step of four nodes takes the path."""
+    table = random_table(0)
+    toy = table_model(table)
+    text = [1, 2]
+    for _ in range(5):
+        text.append(int(np.argmax(toy.logits(text))))
+    a, b, c = text[3:6]
+    wrong = [t for t in range(7) if t != a][:3]
+    tokens = (text[2], *wrong, a, b, c)
+    tree = Tree(tokens, (-1, 0, 0, 0, 0, 4, 5), (0.0, -5.0, -5.1, -5.2, -0.1, -0.2, -0.3))
+    for widths, emitted in (((4,), 4), ((1, 4), 4), ((1, 7), 4), ((2,), 2)):
+        runner = Runner(toy, listed_drafter([tree] * 11, 7, 3), config=StepConfig(widths, trace=True))
+        runner.admit(0, text[:2], Sampling(max_tokens=8))
+        runner.prefill([text[:2]])
+        output = runner.step([True, False, False])
+        assert output.emitted[0] == emitted, widths
+        assert output.tokens[0, :emitted].tolist() == text[3 : 3 + emitted]
+        assert output.trace.tree.tokens.shape[1] == widths[-1]
+
+
 def test_logprobs_and_trace():
-    runner = Runner(TABLES["last two"](), DRAFTERS["listed"](), config=StepConfig(logprobs=True, trace=True))
+    runner = Runner(TABLES["last two"](), DRAFTERS["listed"](), config=StepConfig(trace=True))
     prompt, request = [1, 2, 3], Sampling(max_tokens=30, temperature=1.0, seed=4, bias={2: 1.0})
-    runner.admit(0, prompt, request)
+    runner.admit(0, prompt, request, logprobs=True)
     text = [*prompt, int(runner.prefill([prompt]).tokens[0, 0])]
     for _ in range(6):
         output = runner.step([True, False, False])

@@ -89,14 +89,49 @@ def test_chain_of_any_valid_length():
         assert (np.asarray(tree.scores)[row, row + 1 :] == -np.inf).all()
 
 
-@given(batches(), st.integers(0, WIDTH + 1))
-def test_keeping_the_first_nodes(batch, count):
-    tree = trees.keep_nodes(as_arrays(batch, WIDTH), jnp.full(3, count, jnp.int32))
+def with_falling_scores(tree, rng):
+    """The same nodes with cumulative scores, tied now and then."""
+    scores = [0.0]
+    for parent in tree.parents[1:]:
+        scores.append(scores[parent] - float(rng.choice([0.0, 0.25, 0.5, 2.0])))
+    return Tree(tree.tokens, tree.parents, tuple(scores))
+
+
+def best_by_sorting(tree, count):
+    """The oracle: the root and the nodes that come first by (score descending, index), put back in their order."""
+    order = sorted(range(1, len(tree.tokens)), key=lambda i: (-tree.scores[i], i))
+    kept = [0, *sorted(order[: max(count, 1) - 1])]
+    parents = [NO_PARENT, *(kept.index(tree.parents[i]) for i in kept[1:])]
+    return Tree(tuple(tree.tokens[i] for i in kept), tuple(parents), tuple(tree.scores[i] for i in kept))
+
+
+@given(batches(), st.integers(0, 2**32), st.integers(0, WIDTH + 1), st.integers(1, WIDTH + 1))
+def test_keeping_the_best_nodes(batch, seed, count, width):
+    batch = [with_falling_scores(tree, np.random.default_rng(seed + i)) for i, tree in enumerate(batch)]
+    counts = [count, max(count - 1, 0), WIDTH]
+    tree = best_nodes(as_arrays(batch, WIDTH), jnp.asarray(counts, jnp.int32), width)
+    assert tree.width == min(width, WIDTH)
     check_derived(tree)
     for row, before in enumerate(batch):
-        size = min(max(count, 1), len(before.tokens))
-        assert as_tree(tree, row).tokens == before.tokens[:size]
-        assert as_tree(tree, row).parents == before.parents[:size]
+        assert as_tree(tree, row) == best_by_sorting(before, min(counts[row], width))
+
+
+best_nodes = jax.jit(trees.best_nodes, static_argnums=2)
+
+
+def test_the_best_path_wins_over_shallow_nodes():
+    """Three shallow nodes in pool order, and a path that the drafter is sure of: a cut to four keeps the path."""
+    tree = Tree((9, 1, 2, 3, 4, 5), (-1, 0, 0, 0, 2, 4), (0.0, -5.0, -0.1, -4.0, -0.2, -0.3))
+    cut = best_nodes(as_arrays([tree], 6), jnp.array([6], jnp.int32), 4)
+    assert as_tree(cut, 0) == Tree((9, 2, 4, 5), (-1, 0, 1, 2), tuple(np.float32([0, -0.1, -0.2, -0.3]).tolist()))
+
+
+def test_a_node_whose_parent_is_not_kept_is_not_kept():
+    """Scores that grow along a path are a drafter's error, which must not hang a node on another parent."""
+    tree = Tree((9, 1, 2, 3), (-1, 0, 1, 0), (0.0, -5.0, -0.1, -0.2))
+    cut = best_nodes(as_arrays([tree], 4), jnp.array([3], jnp.int32), 4)
+    assert np.asarray(cut.valid)[0].sum() == 2
+    assert sorted(np.asarray(cut.tokens)[0].tolist()) == [-1, -1, 3, 9]
 
 
 @given(batches())

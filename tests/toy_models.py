@@ -151,7 +151,10 @@ def random_tree(root: int, width: int, vocab: int, rng: np.random.Generator, dep
 
 
 def as_arrays(trees: Sequence[Tree], width: int) -> DraftTree:
-    """[B, width] arrays; what a tree lacks is invalid."""
+    """[B, width] arrays; what a tree lacks is invalid. Trees without scores have minus the depth."""
+
+    def scores(tree):
+        return tree.scores or [-float(depth) for depth in oracle.depths(tree)]
 
     def pad(rows, fill, dtype):
         return jnp.asarray(np.array([[*row, *[fill] * (width - len(row))] for row in rows], dtype))
@@ -161,7 +164,7 @@ def as_arrays(trees: Sequence[Tree], width: int) -> DraftTree:
         parents=pad([t.parents for t in trees], NO_PARENT, np.int32),
         depth=pad([oracle.depths(t) for t in trees], 0, np.int32),
         valid=pad([[True] * len(t.tokens) for t in trees], False, bool),
-        scores=pad([[-float(d) for d in oracle.depths(t)] for t in trees], -np.inf, np.float32),
+        scores=pad([scores(t) for t in trees], -np.inf, np.float32),
     )
 
 
