@@ -613,7 +613,8 @@ def test_chunks_cover_a_prompt_once(chunk):
         sequence.prompt, sequence.slot, sequence.pages = prompt, 2, [4, 5]
         taken, after = [], []
         while sequence.prefilled < length:
-            inputs = prefill_input(sequence, buckets, engine.pool.pages)
+            width = buckets.chunk(length - sequence.prefilled)
+            inputs = prefill_input(sequence, width, buckets.table(2), engine.pool.pages)
             count = int(inputs.length[0])
             assert 1 <= count <= inputs.tokens.shape[1] and inputs.tokens.shape[1] in buckets.chunks
             taken += inputs.tokens[0, :count].tolist()

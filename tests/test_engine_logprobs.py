@@ -13,7 +13,6 @@ from engine_helpers import GREEDY, check_idle, make_engine, outcome, shared_engi
 from server_helpers import MODEL, SECONDS, running
 
 from specjax.engine import SamplingParams
-from specjax.engine.compiled import Key
 from specjax.serve.tokens import TokenNames, byte_of_letter
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -71,8 +70,6 @@ def test_asking_changes_no_text_and_only_who_asks_gets_them():
 
 def test_they_survive_a_retraction():
     engine = make_engine(toy(), "NONE", max_total_tokens=80)
-    table = engine.buckets.tables[-1]  # ahead: while they compile behind, the oldest runs alone
-    engine.warm_up([Key("prefill", 8, table, True), Key("step", 4, table, True)], progress=False)
     prompts = ["hello", "other"]
     params = SamplingParams(max_new_tokens=60, logprobs=1)
     for prompt, done in zip(prompts, engine.generate(prompts, params), strict=True):

@@ -339,28 +339,15 @@ def test_a_command_that_fails_ends_nothing(server):
     assert server.complete(max_tokens=1).status_code == 200
 
 
-def test_a_variant_that_must_be_compiled_holds_up_nobody_else(monkeypatch):
-    """Requests for log-probabilities wait for their programs; the others go on."""
+def test_the_first_request_for_log_probabilities_compiles_nothing():
+    """They are a part of every step, so that who asks for them first does not wait for a compiler."""
     engine = make_engine(toy(), max_running_requests=2)
-    compile_ = engine.executables._compile
-    let_go = threading.Event()
-
-    def slow(key):
-        if key.logprobs:
-            assert let_go.wait(SECONDS)
-        return compile_(key)
-
-    monkeypatch.setattr(engine.executables, "_compile", slow)
-    with running(engine) as server, connection(server) as sock:
-        sock.sendall(request(COMPLETE, {"prompt": "hello", "max_tokens": 5, "temperature": 0, "logprobs": 1}))
-        wait_until(lambda: engine.executables.coming)
-        plain = server.complete("hello", max_tokens=5, temperature=0).json()["choices"][0]["text"]
-        assert server.runner.unfinished == 1
-        let_go.set()
-        answer = b""
-        while b"token_logprobs" not in answer:
-            answer += sock.recv(65536)
-        assert json.dumps(plain).encode() in answer
+    with running(engine) as server:
+        plain = server.complete("hello", max_tokens=5, temperature=0).json()["choices"][0]
+        compiled = engine.executables.compiled()
+        asked = server.complete("hello", max_tokens=5, temperature=0, logprobs=1).json()["choices"][0]
+        assert engine.executables.compiled() == compiled
+        assert asked["text"] == plain["text"] and len(asked["logprobs"]["tokens"]) == 5
 
 
 def test_a_text_far_too_long_is_not_tokenised(server):

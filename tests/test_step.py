@@ -388,7 +388,7 @@ def test_a_narrow_width_checks_the_best_nodes():
     tokens = (text[2], *wrong, a, b, c)
     tree = Tree(tokens, (-1, 0, 0, 0, 0, 4, 5), (0.0, -5.0, -5.1, -5.2, -0.1, -0.2, -0.3))
     for widths, emitted in (((4,), 4), ((1, 4), 4), ((1, 7), 4), ((2,), 2)):
-        runner = Runner(toy, listed_drafter([tree] * 11, 7, 3), config=StepConfig(widths, trace=True))
+        runner = Runner(toy, listed_drafter([tree] * 11, 7, 3, scored=True), config=StepConfig(widths, trace=True))
         runner.admit(0, text[:2], Sampling(max_tokens=8))
         runner.prefill([text[:2]])
         output = runner.step([True, False, False])

@@ -109,7 +109,7 @@ def best_by_sorting(tree, count):
 def test_keeping_the_best_nodes(batch, seed, count, width):
     batch = [with_falling_scores(tree, np.random.default_rng(seed + i)) for i, tree in enumerate(batch)]
     counts = [count, max(count - 1, 0), WIDTH]
-    tree = best_nodes(as_arrays(batch, WIDTH), jnp.asarray(counts, jnp.int32), width)
+    tree = best_nodes(as_arrays(batch, WIDTH, scored=True), jnp.asarray(counts, jnp.int32), width)
     assert tree.width == min(width, WIDTH)
     check_derived(tree)
     for row, before in enumerate(batch):
@@ -122,14 +122,14 @@ best_nodes = jax.jit(trees.best_nodes, static_argnums=2)
 def test_the_best_path_wins_over_shallow_nodes():
     """Three shallow nodes in pool order, and a path that the drafter is sure of: a cut to four keeps the path."""
     tree = Tree((9, 1, 2, 3, 4, 5), (-1, 0, 0, 0, 2, 4), (0.0, -5.0, -0.1, -4.0, -0.2, -0.3))
-    cut = best_nodes(as_arrays([tree], 6), jnp.array([6], jnp.int32), 4)
+    cut = best_nodes(as_arrays([tree], 6, scored=True), jnp.array([6], jnp.int32), 4)
     assert as_tree(cut, 0) == Tree((9, 2, 4, 5), (-1, 0, 1, 2), tuple(np.float32([0, -0.1, -0.2, -0.3]).tolist()))
 
 
 def test_a_node_whose_parent_is_not_kept_is_not_kept():
     """Scores that grow along a path are a drafter's error, which must not hang a node on another parent."""
     tree = Tree((9, 1, 2, 3), (-1, 0, 1, 0), (0.0, -5.0, -0.1, -0.2))
-    cut = best_nodes(as_arrays([tree], 4), jnp.array([3], jnp.int32), 4)
+    cut = best_nodes(as_arrays([tree], 4, scored=True), jnp.array([3], jnp.int32), 4)
     assert np.asarray(cut.valid)[0].sum() == 2
     assert sorted(np.asarray(cut.tokens)[0].tolist()) == [-1, -1, 3, 9]
 

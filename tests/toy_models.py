@@ -150,11 +150,11 @@ def random_tree(root: int, width: int, vocab: int, rng: np.random.Generator, dep
     return Tree(tuple(tokens), tuple(parents))
 
 
-def as_arrays(trees: Sequence[Tree], width: int) -> DraftTree:
-    """[B, width] arrays; what a tree lacks is invalid. Trees without scores have minus the depth."""
+def as_arrays(trees: Sequence[Tree], width: int, *, scored: bool = False) -> DraftTree:
+    """[B, width] arrays; what a tree lacks is invalid. Scores are the trees' own, or minus the depth."""
 
     def scores(tree):
-        return tree.scores or [-float(depth) for depth in oracle.depths(tree)]
+        return tree.scores if scored else [-float(depth) for depth in oracle.depths(tree)]
 
     def pad(rows, fill, dtype):
         return jnp.asarray(np.array([[*row, *[fill] * (width - len(row))] for row in rows], dtype))
@@ -182,12 +182,12 @@ class Seen(NamedTuple):
     times: Array
 
 
-def listed_drafter(trees: Sequence[Tree], width: int, depth: int, *, length: int = 128, widths=()):
+def listed_drafter(trees: Sequence[Tree], width: int, depth: int, *, length: int = 128, widths=(), scored=False):
     """Proposes tree ``prefix_length % len(trees)`` with the root replaced, and writes down what it observes.
 
     So the tree depends on the request's own progress alone, and ``trees[n % len(trees)]`` is the oracle's proposal.
     """
-    listed = as_arrays(trees, width)
+    listed = as_arrays(trees, width, scored=scored)
 
     def init(params, count, pool):
         del params, pool

@@ -66,10 +66,19 @@ class Buckets:
     def table(self, pages: int) -> int:
         return next(t for t in self.tables if t >= pages)
 
+    def tables_for(self, pages: int) -> tuple[int, ...]:
+        """Page-table widths that hold `pages` pages, the smallest first."""
+        return tuple(t for t in self.tables if t >= pages)
+
     def chunk(self, tokens: int) -> int:
         """The width for the next chunk of `tokens` remaining ones: the large one only if most of it is used."""
         small, large = self.chunks[0], self.chunks[-1]
         return large if tokens > large - small else small
+
+    def chunks_for(self, tokens: int) -> tuple[int, ...]:
+        """Chunk widths for `tokens` remaining ones, the best first."""
+        best = self.chunk(tokens)
+        return best, *(width for width in self.chunks if width != best)
 
     def substitutes(self, count: int, widths: tuple[int, ...]) -> list[int]:
         """Batch buckets that serve `count` requests as well, the smallest first: larger, with the same tree widths."""
@@ -127,19 +136,18 @@ def step_input(sequences: list[Sequence], batch: int, table: int, rows: int, pag
     return StepInput(*inputs)  # numpy until it reaches the device
 
 
-def prefill_input(sequence: Sequence, buckets: Buckets, pages: int) -> PrefillInput:
-    """The next chunk of a sequence's context. The last one draws, unless the sequence is a resumed one."""
+def prefill_input(sequence: Sequence, width: int, table: int, pages: int) -> PrefillInput:
+    """The next chunk of a sequence's context, in `width` tokens and `table` pages. The last one draws, unless the
+    sequence is a resumed one."""
     context = sequence.context
-    left = len(context) - sequence.prefilled
-    width = buckets.chunk(left)
-    length = min(left, width)
+    length = min(len(context) - sequence.prefilled, width)
     end = sequence.prefilled + length
     tokens = np.zeros((1, width), np.int32)
     tokens[0, :length] = context[sequence.prefilled : end]
     after = context[end] if end < len(context) else sequence.forced_token
     inputs: dict[str, Any] = {
         "slots": np.array([sequence.slot], np.int32),
-        "page_table": _page_table([sequence], 1, buckets.table(len(sequence.pages)), pages),
+        "page_table": _page_table([sequence], 1, table, pages),
         "active": np.ones(1, bool),
         "tokens": tokens,
         "length": np.array([length], np.int32),
@@ -157,6 +165,7 @@ def admission_row(sequence: Sequence, vocab_size: int) -> Row:
         prompt=sequence.prompt,
         output=sequence.output,
         draft_limit=NO_DRAFT_LIMIT if params.speculate else 0,
+        logprobs=params.logprobs is not None,
         temperature=params.temperature,
         top_k=min(params.top_k, vocab_size),
         top_p=params.top_p,

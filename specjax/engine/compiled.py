@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import cached_property, partial
 from pathlib import Path
@@ -48,7 +49,11 @@ class Key(NamedTuple):
     kind: str  # "step" or "prefill"
     width: int
     table: int
-    logprobs: bool = False  # variants that only requests for log-probabilities need
+
+    def __str__(self) -> str:
+        what = "a step of" if self.kind == "step" else "a prefill of"
+        unit = "requests" if self.kind == "step" else "tokens"
+        return f"{what} {self.width} {unit} with {self.table} pages each"
 
 
 def use_compilation_cache(folder: Path | None = None) -> None:
@@ -73,24 +78,30 @@ class Read(NamedTuple):
 
 
 def _packed(output: StepOutput) -> Array:
-    """[B, 2 + J] int32, with log-probabilities [B, 2 + J + (1 + 2 * top) * J]: one array, so that a step costs one copy
-    to the host."""
-    parts = [output.emitted[:, None], output.finish[:, None], output.tokens]
-    if (found := output.logprobs) is not None:
-        rows = output.tokens.shape[0]
-        floats = [found.drawn, found.top.reshape(rows, -1)]
-        parts += [jax.lax.bitcast_convert_type(part, jnp.int32) for part in floats]
-        parts.append(found.top_ids.reshape(rows, -1))
-    return jnp.concatenate(parts, axis=1)
+    """[B, 2 + J] int32: one array, so that a step costs one copy to the host."""
+    return jnp.concatenate([output.emitted[:, None], output.finish[:, None], output.tokens], axis=1)
 
 
-def unpack(packed: np.ndarray, top: int | None) -> Read:
-    """The reverse of what the step did. `top`: how many alternatives a token has; None: no log-probabilities."""
-    emitted, finish, rest = packed[:, 0], packed[:, 1], packed[:, 2:]
+def _packed_logprobs(found: Logprobs) -> Array:
+    """[B, (1 + 2 * top) * J] int32, copied to the host only where a request wants them."""
+    rows = found.drawn.shape[0]
+    floats = [found.drawn, found.top.reshape(rows, -1)]
+    bits = [jax.lax.bitcast_convert_type(part, jnp.int32) for part in floats]
+    return jnp.concatenate([*bits, found.top_ids.reshape(rows, -1)], axis=1)
+
+
+def read_output(output: Output, top: int | None) -> Read:
+    """A step's output on the host.
+
+    Args:
+        top: alternatives of a token in the log-probabilities; None: those are not copied.
+    """
+    packed = np.asarray(output.packed)
+    emitted, finish, tokens = packed[:, 0], packed[:, 1], packed[:, 2:]
     if top is None:
-        return Read(rest, emitted, finish, None)
-    width = rest.shape[1] // (2 + 2 * top)
-    tokens, drawn, best, ids = np.split(rest, np.cumsum([width, width, width * top]), axis=1)
+        return Read(tokens, emitted, finish, None)
+    width = tokens.shape[1]
+    drawn, best, ids = np.split(np.asarray(output.logprobs), np.cumsum([width, width * top]), axis=1)
     shape = (-1, width, top)
     found: Any = (drawn.view(np.float32), best.view(np.float32).reshape(shape), ids.reshape(shape))
     return Read(tokens, emitted, finish, Logprobs(*found))
@@ -100,11 +111,12 @@ class Output(NamedTuple):
     """Of a step or a prefill, on the device."""
 
     packed: Array
+    logprobs: Array
     trace: Trace | None
 
 
 def _finish(output: StepOutput) -> Output:
-    return Output(_packed(output), output.trace)
+    return Output(_packed(output), _packed_logprobs(output.logprobs), output.trace)
 
 
 def _step(params: Params, state: DecodeState, inputs: StepInput, **fixed: Any) -> tuple[DecodeState, Output]:
@@ -117,8 +129,20 @@ def _prefill(params: Params, state: DecodeState, inputs: PrefillInput, **fixed: 
     return state, _finish(output)
 
 
+class Unavailable(RuntimeError):
+    """No executable that could run some requests can be compiled or has room to run."""
+
+
 class Executables:
-    """Compiles on demand, and at most once. Safe to call from several threads."""
+    """Compiles on demand, and at most once. Safe to call from several threads.
+
+    A key whose compilation fails, or that runs out of memory, is remembered and logged once; `first_usable` then takes
+    another size.
+
+    Attributes:
+        turn: held while a program is launched and, on a GPU, while one is compiled: XLA times candidates on the device,
+            where nothing else may run meanwhile.
+    """
 
     def __init__(
         self,
@@ -135,11 +159,13 @@ class Executables:
         self.phase_times = PhaseTimes() if time_phases else None
         self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
         self._futures: dict[Key, Future[Any]] = {}
+        self._failed: dict[Key, BaseException] = {}
         self._coming: set[Key] = set()  # what `warm_up_behind` still has to do
-        self._asked: set[Key] = set()
         self._closed = threading.Event()
         self._waiting: set[int] = set()  # threads that wait for a compiler in `get`
         self._lock = threading.Lock()
+        self.turn = threading.RLock()
+        self._exclusive = jax.default_backend() != "cpu"
 
     def is_waiting(self, thread: int | None) -> bool:
         """Whether the thread with this `ident` waits for a program to be compiled."""
@@ -151,7 +177,8 @@ class Executables:
         state = self.state_shapes
         row = jax.tree.map(lambda rows: jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype), state.rows)
         slot = jax.ShapeDtypeStruct((), np.int32)
-        return jax.jit(admit, donate_argnums=0).lower(state, slot, row).compile()
+        with self.turn:
+            return jax.jit(admit, donate_argnums=0).lower(state, slot, row).compile()
 
     @property
     def state_shapes(self) -> DecodeState:
@@ -184,13 +211,34 @@ class Executables:
         widths = self._buckets.shrinking(min(count, rows), ladder(self._drafter))
         return [*keys, *(Key("step", width, table) for width in widths)]
 
+    def step_keys(self, count: int, table: int) -> Iterator[Key]:
+        """Programs that can serve `count` requests, the best first.
+
+        The smallest batch that fits and is compiled: an idle row costs less than waiting for a compiler. But not one
+        that would draft less: at the end of a wide run the last requests speculate. While a larger batch compiles
+        behind, the largest that is there serves them in parts. Then what must be compiled first, and where no batch
+        that fits can be had, smaller ones.
+        """
+        compiled, least = self.compiled(), table
+        for table in self._buckets.tables_for(least):
+            fitting = [Key("step", batch, table) for batch in self._buckets.substitutes(count, ladder(self._drafter))]
+            others = [Key("step", batch, table) for batch in self._buckets.batches]
+            larger = [key for key in others if key.width >= count and key not in fitting]
+            smaller = [key for key in others[::-1] if key.width < count]
+            yield from (key for key in fitting if key in compiled)
+            if self.is_coming(fitting[0]):
+                yield from (key for key in smaller if key in compiled)
+            yield from (*fitting, *larger, *smaller)
+
     def get(self, key: Key) -> Callable[..., tuple[DecodeState, Output]]:
         """The program of a key; compiles it, or waits for the thread that does.
 
         Raises:
-            Exception: whatever the compiler raised.
+            Exception: whatever the compiler raised, now or the first time.
         """
         with self._lock:
+            if key in self._failed:
+                raise self._failed[key]
             mine = key not in self._futures
             future = self._futures.setdefault(key, Future())
         if future.done():
@@ -204,37 +252,68 @@ class Executables:
                 except BaseException as error:
                     with self._lock:
                         del self._futures[key]
+                    if isinstance(error, Exception):
+                        self.fail(key, error)
                     future.set_exception(error)
                     raise
             return future.result()
         finally:
             self._waiting.discard(thread)
 
-    def has(self, key: Key) -> bool:
-        """False: a variant for log-probabilities that is being compiled behind, so that other requests go on.
-
-        Plain executables are waited for: nobody could go on without.
-        """
+    def fail(self, key: Key, error: BaseException) -> None:
+        """Remembers that a key cannot be used, and logs it the first time."""
         with self._lock:
-            future = self._futures.get(key)
-            if not key.logprobs or (future is not None and future.done()):
-                return True
-            if key in self._coming:
-                return False
-            if key in self._asked:  # it has failed: whoever calls `get` is told why
-                return True
-            self._asked.add(key)
-        self.warm_up_behind([key], progress=False)
-        return False
+            known = key in self._failed
+            self._failed[key] = error
+        if not known:
+            problem = str(error).strip().partition("\n")[0] or type(error).__name__
+            logger.error("There will be no program for %s, other sizes are used instead: %.500s", key, problem)
+            logger.debug("%s", key, exc_info=error)
+
+    def fail_from(self, key: Key, error: BaseException) -> None:
+        """`fail` for a program that ran out of memory, and for all that need more."""
+        for other in {key, *self.all_keys()}:
+            if other.kind == key.kind and other.width >= key.width and other.table >= key.table:
+                self.fail(other, error)
+
+    def has_failed(self, key: Key) -> bool:
+        return key in self._failed
+
+    def first_usable(self, keys: Iterable[Key]) -> tuple[Key, Callable[..., tuple[DecodeState, Output]]]:
+        """The program of the first of these keys that has one; compiles it where needed.
+
+        Raises:
+            Unavailable: none can be had.
+        """
+        problem = "there is none"
+        for key in keys:
+            try:
+                return key, self.get(key)
+            except Exception as error:  # logged by `fail`
+                problem = f"{key}: {str(error).strip().partition(chr(10))[0]:.300}"
+        raise Unavailable(f"no size of batch can run ({problem})")
 
     def compiled(self) -> set[Key]:
         with self._lock:
             return {key for key, future in self._futures.items() if future.done()}
 
-    def warm_up(self, keys: Iterable[Key], *, progress: bool = True) -> None:
+    def warm_up(self, keys: Iterable[Key], *, progress: bool = True, strict: bool = True) -> None:
         """Compiles these and what every request needs, with a progress bar on stderr. On a CPU a second thread helps,
-        to which JAX's settings by `with` do not apply."""
+        to which JAX's settings by `with` do not apply.
+
+        Args:
+            strict: stop at the first failure, also of a key that failed before, and raise it. False: leave out what
+                fails.
+
+        Raises:
+            Unavailable: not `strict`, and all programs of a kind have failed.
+        """
         _ = self.admit
+        keys = list(keys)
+        if strict:
+            with self._lock:
+                for key in keys:
+                    self._failed.pop(key, None)
         missing = [key for key in keys if key not in self.compiled()]
         # Steps take longest. Threads share the iterator: each key goes to one of them.
         left = iter(sorted(missing, key=lambda key: key.kind != "step"))
@@ -247,7 +326,11 @@ class Executables:
                     if failed:
                         return
                     bar.set_postfix_str(f"{key.kind} {key.width}")
-                    self.get(key)
+                    try:
+                        self.get(key)
+                    except Exception:
+                        if strict:
+                            raise
                     bar.update()
             except BaseException as error:
                 failed.append(error)
@@ -255,7 +338,7 @@ class Executables:
         # While XLA compiles one program on a CPU, or reads it from the disk, Python traces the next. (XLA:GPU times
         # candidates on the device, where nothing else may run then.)
         beside = threading.Thread(target=work, name="specjax-compile-2", daemon=True)
-        two = jax.default_backend() == "cpu" and len(missing) > 1
+        two = not self._exclusive and len(missing) > 1
         with bar:
             if two:
                 beside.start()
@@ -264,11 +347,13 @@ class Executables:
                 beside.join()
         if failed:
             raise failed[0]
+        for kind in {key.kind for key in keys}:
+            self.first_usable(sorted((key for key in keys if key.kind == kind), key=self.has_failed))
 
     def warm_up_behind(self, keys: Iterable[Key], *, progress: bool = True) -> threading.Thread:
-        """Compiles these one by one in a thread of its own, which `close` ends."""
+        """Compiles these one by one in a thread of its own, which `close` ends. Leaves out what fails."""
         with self._lock:
-            missing = [key for key in keys if key not in self._futures]
+            missing = [key for key in keys if key not in self._futures and key not in self._failed]
             self._coming.update(missing)
 
         def run() -> None:
@@ -277,11 +362,10 @@ class Executables:
                     for key in bar:
                         bar.set_postfix_str(f"{key.kind} {key.width}")
                         if not self._closed.is_set():
-                            self.get(key)
+                            with contextlib.suppress(Exception):  # logged by `fail`
+                                self.get(key)
                         with self._lock:
                             self._coming.discard(key)
-            except Exception:
-                logger.exception("compiling ahead failed: what is missing is compiled when it is needed")
             finally:
                 with self._lock:
                     self._coming.difference_update(missing)
@@ -324,15 +408,19 @@ class Executables:
                 length=ints(1),
                 next_token=ints(1),
             )
-            function = partial(_prefill, **fixed, config=StepConfig(logprobs=key.logprobs))
+            function = partial(_prefill, **fixed, config=StepConfig())
         else:
             batch = key.width
             inputs = StepInput(ints(batch), ints(batch, key.table), flags(batch))
             widths = self._buckets.tree_widths(batch, ladder(self._drafter))
-            config = StepConfig(widths, key.logprobs, self._trace)
+            config = StepConfig(widths, self._trace)
             if self.phase_times is not None:
                 shapes = (params, state, inputs)
                 return compile_in_phases(**fixed, config=config, shapes=shapes, times=self.phase_times, finish=_finish)
             function = partial(_step, **fixed, config=config)
-        jitted = jax.jit(function, donate_argnums=1, compiler_options=compiler_options())
-        return jitted.lower(params, state, inputs).compile()
+        lowered = jax.jit(function, donate_argnums=1, compiler_options=compiler_options()).lower(params, state, inputs)
+        if not self._exclusive:
+            return lowered.compile()
+        with self.turn:
+            jax.block_until_ready(jnp.zeros(()) + 1)  # after all that has been launched
+            return lowered.compile()

@@ -14,11 +14,9 @@ from __future__ import annotations
 import logging
 import random
 import threading
-import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as List
-from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -29,19 +27,22 @@ from specjax import checkpoint
 from specjax.cache import PoolShape
 from specjax.drafters import Drafter, Params
 from specjax.engine.batch import Buckets, admission_row, pool_tokens, prefill_input, step_input
-from specjax.engine.compiled import Executables, Key, Output, unpack, use_compilation_cache
-from specjax.engine.config import EngineConfig
+from specjax.engine.compiled import Executables, Key, Output, read_output, use_compilation_cache
+from specjax.engine.config import EngineConfig, check_config
 from specjax.engine.counters import Counters
+from specjax.engine.device import Device, OutOfMemory, classified
+from specjax.engine.generation import complete
+from specjax.engine.generation import stream as stream_chunks
 from specjax.engine.intake import Intake, with_sampling
-from specjax.engine.loading import load
-from specjax.engine.news import StreamChunk, take_news
+from specjax.engine.loading import check_algorithm_flags, load
 from specjax.engine.prompt import Prompt
-from specjax.engine.request import FAILED_TEXT, SamplingParams, Sequence, Status, completion, raw_logprobs
+from specjax.engine.request import FAILED_TEXT, SamplingParams, Sequence, Status, raw_logprobs
 from specjax.engine.scheduler import Scheduler
+from specjax.engine.turns import FairLock
 from specjax.inspection import step_tree
 from specjax.models.protocol import Target
-from specjax.state import TOP_LOGPROBS
-from specjax.step import FULL, STOPPED, DecodeState, init_state, ladder
+from specjax.step import FULL, NOT_FINITE, STOPPED, DecodeState, init_state
+from specjax.verify import TOP_LOGPROBS
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +50,19 @@ DEFAULT_CONFIG = EngineConfig()
 
 
 class _InFlight(NamedTuple):
+    key: Key
     output: Output
     sequences: list[Sequence]
-    lengths: list[int] | None  # of a prefill: tokens committed after it; None: a decode step
-    logprobs: bool
 
 
 class Engine:
-    """Continuous batching over one target and one drafter. Not thread-safe: one thread calls `step`."""
+    """Continuous batching over one target and one drafter.
+
+    Several threads may use it: their requests share batches, and each call waits for the step under way.
+
+    Attributes:
+        lock: held by whatever changes requests or the device's state.
+    """
 
     def __init__(
         self,
@@ -69,6 +75,8 @@ class Engine:
         eos_ids: tuple[int, ...] = (),
         sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
+        check_config(config)
+        self.lock = FairLock()
         self.target, self.params, self.tokenizer, self.drafter = target, params, tokenizer, drafter
         self.config, self.eos_ids = config, eos_ids
         self.sampling_defaults = sampling_defaults
@@ -88,13 +96,10 @@ class Engine:
         self.buckets = Buckets.build(self.platform, drafter, rows=rows, request_pages=request_pages, chunk=chunk)
         self.lookahead = (2 if config.overlap else 1) * (drafter.depth + 1)
         self.scheduler = self._new_scheduler()
-        # Zeroing the pool takes seconds on a CPU, in which executables can be compiled for its shapes.
         shapes = jax.eval_shape(self._new_state)
-        beside = ThreadPoolExecutor(1)
-        self._state = beside.submit(self._new_state)
-        beside.shutdown(wait=False)  # its thread ends with that
         variants = {"trace": config.trace, "time_phases": config.time_phases}
         self.executables = Executables(target, drafter, self.buckets, params, shapes, **variants)
+        self.device = Device(params, self._new_state, self.executables.turn)
         self.counters = Counters()
         self._in_flight: deque[_InFlight] = deque()
         self._by_id: dict[str, Sequence] = {}
@@ -138,8 +143,12 @@ class Engine:
             compilation_cache: keep compiled programs on disk.
 
         Raises:
-            CheckpointError: the model cannot be found or read. ValueError: a flag is wrong.
+            CheckpointError: the model cannot be found or read.
+            ValueError: a flag is wrong.
+            TypeError: an argument is of the wrong type.
         """
+        check_config(config)
+        check_algorithm_flags(algorithm_flags)
         if compilation_cache:
             use_compilation_cache()
         loaded = load(
@@ -158,16 +167,18 @@ class Engine:
     @property
     def state(self) -> DecodeState:
         """What lives on the device; donated to each step, which gives the next."""
-        return self._state.result()
-
-    @state.setter
-    def state(self, state: DecodeState) -> None:
-        self._state = Future()
-        self._state.set_result(state)
+        return self.device.state
 
     def _new_state(self) -> DecodeState:
         rows = self.config.max_running_requests
         return init_state(self.params, self.target, self.drafter, rows=rows, pool=self.pool)
+
+    def _start_over(self) -> None:
+        """All that runs waits again, and goes on later with the same text: what has not been read is drawn again."""
+        self._in_flight.clear()
+        self.scheduler.retract_all()
+        if self.device.poisoned:
+            self.device.renew()
 
     def wait_until_allocated(self) -> None:
         """Block until the KV pool and the rows of the state are in memory.
@@ -193,10 +204,11 @@ class Engine:
         Raises:
             ValueError: a request with this id is waiting or running.
         """
-        if sequence.id in self._by_id:
-            raise ValueError(f"a request with id {sequence.id!r} is running")
-        self.scheduler.add(sequence)
-        self._by_id[sequence.id] = sequence
+        with self.lock:
+            if sequence.id in self._by_id:
+                raise ValueError(f"a request with id {sequence.id!r} is running")
+            self.scheduler.add(sequence)
+            self._by_id[sequence.id] = sequence
         return sequence
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -208,24 +220,34 @@ class Engine:
 
         `message` is what its finish reason tells, where the fault is ours.
         """
-        sequence = self._by_id.get(id)
-        if sequence is None:
-            return False
-        sequence.abort(message)
-        self._finish(sequence)
-        return True
+        with self.lock:
+            sequence = self._by_id.get(id)
+            return sequence is not None and self.end(sequence, message)
 
-    def reset(self, message: str) -> list[Sequence]:
-        """After a step that failed: ends all requests, with `message` as the reason, and starts from an empty state."""
-        ended = list(self._by_id.values())
-        for sequence in ended:
+    def end(self, sequence: Sequence, message: str | None = None) -> bool:
+        """As `abort`, for this very sequence: another with the same id goes on. False: it has ended, or never ran."""
+        with self.lock:
+            if self._by_id.get(sequence.id) is not sequence:
+                return False
             sequence.abort(message)
             self._finish(sequence)
-        self._in_flight.clear()
-        self._unreported.clear()
-        self._state = Future()  # the old one goes before the new one is allocated
-        self.state = self._new_state()
-        return ended
+            return True
+
+    def reset(self, message: str) -> list[Sequence]:
+        """After a step that failed: ends all requests, with `message` as the reason, and starts from an empty state.
+
+        Raises:
+            Exception: no state could be allocated. The requests have ended all the same; the next step tries again.
+        """
+        with self.lock:
+            ended = list(self._by_id.values())
+            for sequence in ended:
+                sequence.abort(message)
+                self._finish(sequence)
+            self._in_flight.clear()
+            self._unreported.clear()
+            self.device.renew()
+            return ended
 
     def find(self, id: str) -> Sequence | None:
         """The request with this id, while it waits or runs."""
@@ -238,32 +260,40 @@ class Engine:
         return self.scheduler.unfinished or bool(self._in_flight)
 
     def step(self) -> list[Sequence]:
-        """One iteration. Returns the sequences that have new tokens or have finished."""
-        launched = self._launch_prefill() + self._launch_decode()
-        news = {sequence.id: sequence for sequence in self._unreported}
-        self._unreported.clear()
-        if not launched and not self._in_flight and not news:
-            time.sleep(0.005)  # all wait for a program that is compiled behind
-        keep = launched if self.config.overlap else 0
-        while len(self._in_flight) > keep:
-            for sequence in self._collect():
-                news[sequence.id] = sequence
-        return list(news.values())
+        """One iteration. Returns the sequences that have new tokens or have finished.
+
+        A batch that runs out of memory is not tried again: its requests go on in smaller ones.
+        """
+        with self.lock:
+            if self.device.lost:  # an interrupt came between two donations, or an allocation failed
+                self._start_over()
+            try:
+                launched = self._launch_prefill() + self._launch_decode()
+                news = {sequence.id: sequence for sequence in self._unreported}
+                self._unreported.clear()
+                keep = launched if self.config.overlap else 0
+                while len(self._in_flight) > keep:
+                    for sequence in self._collect():
+                        news[sequence.id] = sequence
+                return list(news.values())
+            except OutOfMemory as error:
+                self.executables.fail_from(error.key, error.error)
+                self._start_over()
+                return []
 
     def _launch_prefill(self) -> int:
         for sequence in self.scheduler.admit():
-            self.state = self.executables.admit(
-                self.state, np.int32(cast(int, sequence.slot)), admission_row(sequence, self.vocab_size)
-            )
-        for sequence in self.scheduler.prefilling():
-            inputs = prefill_input(sequence, self.buckets, self.pool.pages)
-            key = Key("prefill", inputs.tokens.shape[1], inputs.page_table.shape[1], sequence.wants_logprobs)
-            if self.executables.has(key):
-                break
-        else:
+            slot = np.int32(cast(int, sequence.slot))
+            self.device.update(self.executables.admit, slot, admission_row(sequence, self.vocab_size))
+        sequence = next(iter(self.scheduler.prefilling()), None)
+        if sequence is None:
             return 0
+        left, pages = len(sequence.context) - sequence.prefilled, len(sequence.pages)
+        tables, chunks = self.buckets.tables_for(pages), self.buckets.chunks_for(left)
+        key, program = self.executables.first_usable(Key("prefill", c, t) for t in tables for c in chunks)
+        inputs = prefill_input(sequence, key.width, key.table, self.pool.pages)
+        self._in_flight.append(_InFlight(key, self.device.run(key, program, inputs), [sequence]))
         length = int(inputs.length[0])
-        self.state, output = self.executables.get(key)(self.params, self.state, inputs)
         self.counters.prefilled_sequences += sequence.prefilled == 0
         self.counters.prefilled_tokens += length
         sequence.prefilled += length
@@ -271,73 +301,61 @@ class Engine:
             # The device knows the first token; the host may learn it later.
             sequence.status = Status.RUNNING
             sequence.committed = sequence.prefilled
-        self._in_flight.append(_InFlight(output, [sequence], [sequence.prefilled], key.logprobs))
         return 1
 
     def _launch_decode(self) -> int:
+        """Decodes one step for each running request: in one batch, or in several where a large one is not to be had."""
+        left, launched = self._reserved(), 0
+        while left:
+            table = self.buckets.table(max(len(sequence.pages) for sequence in left))
+            key, program = self.executables.first_usable(self.executables.step_keys(len(left), table))
+            part, left = left[: key.width], left[key.width :]
+            inputs = step_input(part, key.width, key.table, self.config.max_running_requests, self.pool.pages)
+            self._in_flight.append(_InFlight(key, self.device.run(key, program, inputs), part))
+            self.counters.steps += 1
+            launched += 1
+        return launched
+
+    def _reserved(self) -> list[Sequence]:
+        """The running requests, with pages for all that they may commit; retracts some where pages run out."""
         while True:
             running = self.scheduler.running()
-            if not running:
-                return 0
-            if self.scheduler.reserve(running):
-                break
+            if not running or self.scheduler.reserve(running):
+                return running
             # Retract only what has been read: its output must be complete, and reading may free pages.
             if self._in_flight:
                 while self._in_flight:
                     self._unreported.extend(self._collect())
                 continue
             self.scheduler.retract_youngest()
-        table = self.buckets.table(max(len(sequence.pages) for sequence in running))
-        logprobs = any(sequence.wants_logprobs for sequence in running)
-        batch = self._batch_bucket(len(running), table, logprobs)
-        there = self.executables.has(Key("step", batch, table, logprobs))
-        plain = [sequence for sequence in running if not sequence.wants_logprobs]
-        if logprobs and plain and (batch < len(running) or not there):  # others do not wait for that compiler
-            running, logprobs = plain, False
-            batch = self._batch_bucket(len(running), table, logprobs)
-        elif not there:
-            return 0
-        running = running[:batch]
-        inputs = step_input(running, batch, table, self.config.max_running_requests, self.pool.pages)
-        self.state, output = self.executables.get(Key("step", batch, table, logprobs))(self.params, self.state, inputs)
-        self._in_flight.append(_InFlight(output, running, None, logprobs))
-        self.counters.steps += 1
-        return 1
-
-    def _batch_bucket(self, count: int, table: int, logprobs: bool) -> int:
-        """The smallest bucket that fits and is compiled: an idle row costs less than waiting for a compiler.
-
-        But not one that would draft less: at the end of a wide run the last requests speculate. While the larger
-        buckets compile behind, the oldest requests go on in the largest that is there.
-        """
-        widths = {key.width for key in self.executables.compiled() if key == Key("step", key.width, table, logprobs)}
-        fitting = self.buckets.substitutes(count, ladder(self.drafter))
-        found = next((width for width in fitting if width in widths), None)
-        if found is None and widths and self.executables.is_coming(Key("step", fitting[0], table, logprobs)):
-            found = max((width for width in widths if width < count), default=None)
-        return found or fitting[0]
 
     def _collect(self) -> list[Sequence]:
-        """Reads the oldest step in flight: its one copy to the host."""
+        """Reads the oldest step in flight: its one copy to the host, or two where log-probabilities are wanted."""
         flight = self._in_flight.popleft()
-        read = unpack(np.asarray(flight.output.packed), self._top if flight.logprobs else None)
+        wanted = any(sequence.wants_logprobs for sequence in flight.sequences)
+        try:
+            read = read_output(flight.output, self._top if wanted else None)
+        except jax.errors.JaxRuntimeError as error:
+            raise classified(error, flight.key) from error
         news = []
         for i, sequence in enumerate(flight.sequences):
             emitted, finish = int(read.emitted[i]), int(read.finish[i])
-            if sequence.status is Status.FINISHED or emitted == 0:
+            if sequence.status is Status.FINISHED or (emitted == 0 and finish != NOT_FINITE):
                 continue
+            kept = emitted
             try:
                 kept = sequence.accept(read.tokens[i, :emitted].tolist(), finish == STOPPED, finish == FULL)
                 if sequence.params.logprobs is not None and read.logprobs is not None:
                     sequence.logprobs += raw_logprobs(read.logprobs, i, kept, sequence.params.logprobs)
                 if flight.output.trace is not None:
                     sequence.trees.append(step_tree(flight.output.trace, i, read.tokens[i, :kept]))
+                if finish == NOT_FINITE and sequence.finish_reason is None:
+                    sequence.break_off()
             except Exception:  # of its text; the others go on
                 logger.exception("request %s failed", sequence.id)
                 sequence.abort(FAILED_TEXT)
-                kept = emitted
             self.counters.generated += kept
-            if flight.lengths is None:
+            if flight.key.kind == "step" and emitted:
                 sequence.verify_steps += 1
                 sequence.histogram[kept - 1] += 1
                 sequence.committed += emitted
@@ -358,9 +376,10 @@ class Engine:
     def device_name(self) -> str:
         return jax.devices()[0].device_kind
 
-    def warm_up(self, keys: Iterable[Key] | None = None, *, progress: bool = True) -> None:
-        """Compiles executables ahead of their first use: all, or those given."""
-        self.executables.warm_up(self.executables.all_keys() if keys is None else keys, progress=progress)
+    def warm_up(self, keys: Iterable[Key] | None = None, *, progress: bool = True, strict: bool = True) -> None:
+        """Compiles executables ahead of their first use: all, or those given. See `Executables.warm_up`."""
+        chosen = self.executables.all_keys() if keys is None else keys
+        self.executables.warm_up(chosen, progress=progress, strict=strict)
 
     def warm_up_behind(self, *, progress: bool = True) -> threading.Thread:
         """Compiles what is left while requests run; until it is there they share smaller batches."""
@@ -376,13 +395,14 @@ class Engine:
 
     def flush_cache(self) -> bool:
         """Forgets what requests have left behind (the drafter's memory). False, and nothing done, while one runs."""
-        if self.scheduler.unfinished:
-            return False
-        while self._in_flight:  # steps dispatched ahead for requests that have ended
-            self._collect()
-        fresh = self.drafter.init(self.params, self.config.max_running_requests, self.pool)
-        self.state = self.state._replace(draft=fresh)
-        return True
+        with self.lock:
+            if self.scheduler.unfinished:
+                return False
+            while self._in_flight:  # steps dispatched ahead for requests that have ended
+                self._collect()
+            fresh = self.drafter.init(self.params, self.config.max_running_requests, self.pool)
+            self.device.state = self.state._replace(draft=fresh)
+            return True
 
     def check_integrity(self) -> None:
         """Counts every page and slot.
@@ -390,8 +410,9 @@ class Engine:
         Raises:
             AssertionError: one is lost, held twice, or held by nobody.
         """
-        self.scheduler.check_integrity()
-        assert set(self._by_id.values()) == {*self.scheduler.waiting, *self.scheduler.active}
+        with self.lock:
+            self.scheduler.check_integrity()
+            assert set(self._by_id.values()) == {*self.scheduler.waiting, *self.scheduler.active}
 
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(
@@ -427,32 +448,6 @@ class Engine:
         single, pairs = with_sampling(prompts, sampling)
         sequences = [self.intake.sequence(prompt, params) for prompt, params in pairs]
         if stream:
-            return self._stream(sequences)
-        try:
-            for sequence in sequences:
-                self.enqueue(sequence)
-            while any(s.status is not Status.FINISHED for s in sequences):
-                self.step()
-        finally:  # an interrupt must not leave requests behind
-            for sequence in sequences:
-                self.abort(sequence.id)
-        done = [completion(sequence) for sequence in sequences]
+            return stream_chunks(self, sequences)
+        done = complete(self, sequences)
         return done[0] if single else done
-
-    def _stream(self, sequences: list[Sequence]) -> Iterator[StreamChunk]:
-        """Looks at its own sequences, not at what `step` reports: others may step the engine between two chunks."""
-        left = dict(enumerate(self.enqueue(sequence) for sequence in sequences))
-        try:
-            while left:
-                for index, sequence in list(left.items()):
-                    chunk = take_news(sequence, index)
-                    if chunk is None:
-                        continue
-                    if chunk.completion:
-                        del left[index]
-                    yield chunk
-                if left:
-                    self.step()
-        finally:  # the caller may stop listening
-            for sequence in left.values():
-                self.abort(sequence.id)

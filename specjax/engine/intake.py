@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -118,8 +118,14 @@ def with_sampling(
     """What `Engine.generate` takes: whether it is one prompt, and each prompt with its parameters.
 
     Raises:
+        TypeError: `prompts` is no prompt, and nothing that holds prompts.
         ValueError: not one for each, or a parameter is wrong.
     """
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        raise TypeError(
+            "prompts must be a string, a list of token ids, a list of messages, or a list of these, "
+            f"got {prompts!r:.60}"
+        )
     single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int | np.integer | Mapping))
     batch = [prompts] if single else list(prompts)
     if isinstance(sampling, list | tuple):

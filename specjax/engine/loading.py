@@ -43,6 +43,9 @@ AUTO_ATTENTION = "auto"
 HEAD_FLAGS = ("draft_model_path", "draft_model_revision", "token_map")
 """Flags of an algorithm with a draft head that say what is loaded; the others say how it drafts."""
 
+TEXT_FLAGS = (*HEAD_FLAGS, "match_type")
+"""Flags whose values are text."""
+
 TREE = ("num_steps", "eagle_topk", "num_draft_tokens")
 """The flags that a head's tree is made of."""
 
@@ -109,6 +112,21 @@ def load(
     if not eos and isinstance(tokenizer.eos_token_id, int):
         eos = (tokenizer.eos_token_id,)
     return Loaded(target, Params(weights, draft), tokenizer, drafter, eos)
+
+
+def check_algorithm_flags(flags: object) -> None:
+    """Refuses what is no mapping from names to values, and text where an algorithm wants a number.
+
+    Raises:
+        TypeError: see above; names the argument of `Engine.from_pretrained`.
+    """
+    if flags is None:
+        return
+    if not isinstance(flags, Mapping):
+        raise TypeError(f"algorithm_flags must be a dict such as {{'num_draft_tokens': 8}}, got {flags!r:.80}")
+    for name, value in flags.items():
+        if isinstance(value, str) and name not in TEXT_FLAGS:
+            raise TypeError(f"algorithm_flags[{name!r}] must be a number, got {value!r:.60}")
 
 
 def _prepare_kernels(dtype: str) -> None:

@@ -13,12 +13,15 @@ from typing import Any, NamedTuple
 from specjax.engine.text import TextStream
 from specjax.inspection import StepTree
 from specjax.sampling import BIAS_ENTRIES
-from specjax.state import TOP_LOGPROBS, Logprobs
+from specjax.verify import TOP_LOGPROBS, Logprobs
 
 MAX_STOP_STRINGS = 16
 
 MAX_SALT = 256
 """Characters of a `cache_salt`."""
+
+NOT_FINITE_TEXT = "the model's logits are not finite (NaN or infinity) after {count} tokens of output"
+"""Why a request ended from whose logits nothing can be drawn."""
 
 FAILED_TEXT = "the request failed while its text was made"
 """Why a request ended whose tokens could not be made into text."""
@@ -265,6 +268,10 @@ class Sequence:
         self.finish_reason = FinishReason("abort", message=message)
         if message is None:  # what failed may be the text itself
             self.stream.finish()
+
+    def break_off(self) -> None:
+        """Ends it because the model gives no logits that a token could be drawn from. Keeps its text so far."""
+        self._finish(FinishReason("abort", message=NOT_FINITE_TEXT.format(count=len(self.output))))
 
     def _finish(self, reason: FinishReason) -> None:
         self.stream.finish()

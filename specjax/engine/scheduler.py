@@ -72,13 +72,14 @@ class Scheduler:
 
         Only when no step is in flight: what it emitted must have been read.
         """
-        sequence = self.active[-1]
         assert len(self.active) > 1, "one request alone always fits: Engine.add refuses those that do not"
-        self._leave(sequence)
-        sequence.status = Status.WAITING
-        self.waiting.appendleft(sequence)
         self.retractions += 1
-        return sequence
+        return self._retract()
+
+    def retract_all(self) -> None:
+        """Sends all back to the queue, in order of arrival. What was not read of their output is drawn again."""
+        while self.active:
+            self._retract()
 
     def finish(self, sequence: Sequence) -> None:
         """Slot and pages back, whatever the sequence was doing. Steps in flight run before any that reuse them."""
@@ -99,6 +100,13 @@ class Scheduler:
         assert len(set(slots)) == len(slots), f"two sequences share a slot: {slots}"
         assert not set(slots) & set(self._slots), "a slot is free and taken"
         assert all(s.slot is None and not s.pages for s in self.waiting), "a waiting sequence holds a slot or pages"
+
+    def _retract(self) -> Sequence:
+        sequence = self.active[-1]
+        self._leave(sequence)
+        sequence.status = Status.WAITING
+        self.waiting.appendleft(sequence)
+        return sequence
 
     def _leave(self, sequence: Sequence) -> None:
         self.allocator.release(sequence.pages)

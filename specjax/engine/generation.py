@@ -1,0 +1,86 @@
+"""Completing prompts with an engine that others may use at the same time, from this thread or another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from specjax.engine.news import StreamChunk, take_news
+from specjax.engine.request import Completion, Sequence, Status, completion
+
+if TYPE_CHECKING:
+    from specjax.engine.engine import Engine
+
+ENGINE_FAILED = "the engine failed while the request ran, and was reset"
+"""Why a request ended that another caller's failed step took with it."""
+
+
+class EngineError(RuntimeError):
+    """A step failed. The requests that ran have ended; the engine can be used again unless the message denies it."""
+
+
+def complete(engine: Engine, sequences: list[Sequence]) -> list[Completion]:
+    """Runs these to their end.
+
+    Raises:
+        ValueError: a request with one of their ids is running.
+        EngineError: a step failed, in this thread or another.
+    """
+    try:
+        for sequence in sequences:
+            engine.enqueue(sequence)
+        while any(sequence.status is not Status.FINISHED for sequence in sequences):
+            advance(engine)
+    finally:  # an interrupt must not leave requests behind
+        for sequence in sequences:
+            engine.end(sequence)
+    return [_done(sequence) for sequence in sequences]
+
+
+def stream(engine: Engine, sequences: list[Sequence]) -> Iterator[StreamChunk]:
+    """Their text as it comes. Looks at its own sequences, not at what `step` reports: others may step the engine
+    between two chunks."""
+    left = dict(enumerate(sequences))
+    try:
+        for sequence in sequences:
+            engine.enqueue(sequence)
+        while left:
+            for index, sequence in list(left.items()):
+                with engine.lock:
+                    chunk = take_news(sequence, index)
+                if chunk is None:
+                    continue
+                if chunk.completion:
+                    _done(sequence)
+                    del left[index]
+                yield chunk
+            if left:
+                advance(engine)
+    finally:  # the caller may stop listening
+        for sequence in left.values():
+            engine.end(sequence)
+
+
+def advance(engine: Engine) -> None:
+    """One step. After a failed one the engine starts from an empty state.
+
+    Raises:
+        EngineError: the step failed.
+    """
+    try:
+        engine.step()
+    except Exception as error:
+        try:
+            engine.reset(ENGINE_FAILED)
+        except Exception as second:
+            raise EngineError(
+                f"the engine failed ({error}), and no new state could be allocated ({second}): make a new engine"
+            ) from error
+        raise EngineError(f"the engine failed and was reset; it can be used again: {error}") from error
+
+
+def _done(sequence: Sequence) -> Completion:
+    reason = sequence.finish_reason
+    if reason is not None and reason.message == ENGINE_FAILED:
+        raise EngineError(ENGINE_FAILED)
+    return completion(sequence)

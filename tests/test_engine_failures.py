@@ -1,0 +1,371 @@
+"""What fails below the engine: programs that do not compile or have no room, a state that is lost, several threads."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine_helpers import GREEDY, check_idle, check_plain, drain, make_engine, outcome, shared_engine, toy
+from toy_models import random_table, table_model
+
+from specjax.engine import Engine, SamplingParams
+from specjax.engine.compiled import Key, Unavailable
+from specjax.engine.generation import EngineError
+from specjax.engine.turns import FairLock
+
+PROMPTS = [[70 + i, 71, 72] for i in range(4)]
+PARAMS = SamplingParams(max_new_tokens=12)
+
+
+def check_all(engine: Engine, prompts: Any = PROMPTS, params: SamplingParams = PARAMS) -> None:
+    for prompt, done in zip(prompts, engine.generate(prompts, params), strict=True):
+        check_plain(toy(), prompt, params, done)
+    check_idle(engine)
+
+
+@pytest.fixture
+def engine():
+    """Batches of 1 and 4, chunks of 4 and 8, nothing compiled."""
+    return make_engine(toy(), warm=False, chunked_prefill_size=8)
+
+
+def failing(monkeypatch, engine: Engine, wanted: Any) -> list[Key]:
+    """Makes compiling fail where `wanted(key)`; lists what was tried."""
+    compile_, tried = engine.executables._compile, []
+
+    def attempt(key: Key) -> Any:
+        tried.append(key)
+        if wanted(key):
+            raise RuntimeError(f"no registers left for {key.width}")
+        return compile_(key)
+
+    monkeypatch.setattr(engine.executables, "_compile", attempt)
+    return tried
+
+
+@pytest.mark.parametrize("broken", [4, 1])
+def test_a_bucket_that_does_not_compile_is_left_out(broken, monkeypatch, caplog, engine):
+    """Its requests run in a smaller one, one after the other, or in a larger one; it is tried and logged once."""
+    tried = failing(monkeypatch, engine, lambda key: key.kind == "step" and key.width == broken)
+    prompts = PROMPTS if broken == 4 else PROMPTS[:1]
+    with caplog.at_level(logging.ERROR, logger="specjax"):
+        for _ in range(3):
+            check_all(engine, prompts)
+    assert sorted(key.width for key in tried if key.kind == "step") == [1, 4]
+    assert len([r for r in caplog.records if "no registers left" in r.getMessage()]) == 1
+    assert f"a step of {broken} requests" in caplog.text
+
+
+def test_a_chunk_that_does_not_compile_is_left_out(monkeypatch):
+    engine = make_engine(toy(), warm=False, chunked_prefill_size=512, context_length=1024)
+    assert engine.buckets.chunks == (64, 512)
+    tried = failing(monkeypatch, engine, lambda key: key == Key("prefill", 512, key.table))
+    prompt = [70 + i % 9 for i in range(500)]
+    check_all(engine, [prompt])
+    assert [key.width for key in tried if key.kind == "prefill"] == [512, 64]
+
+
+def test_where_nothing_compiles_the_request_is_told_why(monkeypatch, engine):
+    failing(monkeypatch, engine, lambda key: key.kind == "step")
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"no size of batch can run .* no registers left") as caught:
+            engine.generate(PROMPTS[0], PARAMS)
+        assert isinstance(caught.value.__cause__, Unavailable)
+        check_idle(engine)
+
+
+def test_compiling_behind_goes_on_after_a_failure(monkeypatch, engine):
+    failing(monkeypatch, engine, lambda key: key == Key("step", 1, key.table))
+    engine.warm_up_behind(progress=False).join(60)
+    assert engine.executables.coming == 0
+    assert engine.executables.compiled() == {k for k in engine.executables.all_keys() if k != Key("step", 1, k.table)}
+    engine.warm_up(progress=False, strict=False)
+    with pytest.raises(RuntimeError, match="no registers left for 1"):
+        engine.warm_up(progress=False)
+
+
+def test_warming_up_fails_where_nothing_is_left_to_run(monkeypatch, engine):
+    failing(monkeypatch, engine, lambda key: key.kind == "step")
+    with pytest.raises(Unavailable, match="no registers left"):
+        engine.warm_up(progress=False, strict=False)
+
+
+def no_room(program: Any, spoil: Any) -> Any:
+    def run(params: Any, state: Any, inputs: Any) -> Any:
+        spoil(state)
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 7 GiB")
+
+    return run
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("kind", ["step", "prefill"])
+def test_a_batch_that_runs_out_of_memory_is_split(kind, lost, monkeypatch, caplog, engine):
+    """Whether or not the state was lost with it, every request has its text, and the size is not tried again."""
+    engine.warm_up(progress=False)
+    largest = 4 if kind == "step" else engine.buckets.chunks[-1]
+    programs = engine.executables.get
+    tries = []
+
+    def get(key: Key) -> Any:
+        program = programs(key)
+        if (key.kind, key.width) != (kind, largest):
+            return program
+        tries.append(key)
+        return no_room(program, lambda state: jax.tree.map(lambda leaf: leaf.delete(), state) if lost else None)
+
+    monkeypatch.setattr(engine.executables, "get", get)
+    prompts = [[70 + i, *range(71, 90)] for i in range(4)] if kind == "prefill" else PROMPTS
+    if kind == "prefill" and engine.buckets.chunks[0] == largest:
+        with pytest.raises(EngineError):
+            engine.generate(prompts, PARAMS)
+        return
+    with caplog.at_level(logging.ERROR, logger="specjax"):
+        check_all(engine, prompts)
+        check_all(engine, prompts)
+    assert len(tries) == 1
+    assert sum("RESOURCE_EXHAUSTED" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_running_out_of_memory_in_the_middle_keeps_the_text(monkeypatch):
+    """With sampling, steps in flight, and tokens that were read before."""
+    engine = make_engine(toy(), "NONE")
+    engine.warm_up(progress=False)
+    params = [SamplingParams(max_new_tokens=30, temperature=0.9, seed=i, frequency_penalty=0.2) for i in range(3)]
+    expected = [outcome(done) for done in engine.generate(PROMPTS[:3], params)]
+    run, calls = engine.device.run, 0
+
+    def sometimes(key: Key, program: Any, inputs: Any) -> Any:
+        nonlocal calls
+        large = key.kind == "step" and key.width == 4
+        calls += large
+        return run(key, no_room(program, lambda state: None) if large and calls == 7 else program, inputs)
+
+    monkeypatch.setattr(engine.device, "run", sometimes)
+    assert [outcome(done) for done in engine.generate(PROMPTS[:3], params)] == expected
+    assert calls == 7 and engine.executables.has_failed(Key("step", 4, engine.buckets.tables[-1]))
+    check_idle(engine)
+
+
+def test_requests_that_are_split_advance_together(monkeypatch, engine):
+    failing(monkeypatch, engine, lambda key: key == Key("step", 4, key.table))
+    sequences = [engine.add(prompt, SamplingParams(max_new_tokens=40)) for prompt in PROMPTS]
+    while any(len(sequence.output) < 5 for sequence in sequences):
+        engine.step()
+        engine.check_integrity()
+    lengths = [len(sequence.output) for sequence in sequences]
+    assert max(lengths) - min(lengths) <= 8, "the oldest does not run to its end first"
+    assert len(drain(engine)) == 4
+
+
+# The state.
+
+
+def test_the_pool_is_waited_for(monkeypatch):
+    begun, go_on = threading.Event(), threading.Event()
+    new_state = Engine._new_state
+
+    def slow(self: Engine) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            assert go_on.wait(60)
+        return new_state(self)
+
+    monkeypatch.setattr(Engine, "_new_state", slow)
+    engine = make_engine(toy(), warm=False)
+    assert begun.wait(60)
+    waiter = threading.Thread(target=engine.wait_until_allocated)
+    waiter.start()
+    assert waiter.is_alive()
+    go_on.set()
+    waiter.join(60)
+    assert not waiter.is_alive()
+    check_all(engine)
+
+
+def test_an_allocation_that_fails_is_told_and_tried_again(monkeypatch):
+    def fails(self: Engine) -> Any:
+        raise MemoryError("no room for the pool")
+
+    engine = make_engine(toy(), warm=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.device, "_new_state", lambda: fails(engine))
+        with pytest.raises(MemoryError):
+            engine.reset("gone")
+        for _ in range(2):
+            with pytest.raises(MemoryError, match="no room for the pool"):
+                engine.wait_until_allocated()  # an error at once, not a wait for ever
+        with pytest.raises(EngineError, match="make a new engine"):
+            engine.generate(PROMPTS[0], PARAMS)
+    check_all(engine)
+
+
+def test_after_a_failed_step_generate_works_again(monkeypatch):
+    engine = make_engine(toy(), "NONE")
+    run, calls = engine.device.run, 0
+
+    def breaks(key: Key, program: Any, inputs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            jax.tree.map(lambda leaf: leaf.delete(), engine.state)
+            raise ValueError("a bug")
+        return run(key, program, inputs)
+
+    monkeypatch.setattr(engine.device, "run", breaks)
+    with pytest.raises(EngineError, match="was reset; it can be used again: a bug"):
+        engine.generate(PROMPTS, PARAMS)
+    check_idle(engine)
+    check_all(engine)
+
+
+def test_an_interrupt_between_two_donations_loses_nothing(monkeypatch):
+    """The state is gone with the step that was interrupted: what runs begins again, with the same text."""
+    engine = make_engine(toy(), "NONE")
+    run, calls = engine.device.run, 0
+
+    def interrupted(key: Key, program: Any, inputs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 6:
+            jax.tree.map(lambda leaf: leaf.delete(), engine.state)
+            raise KeyboardInterrupt
+        return run(key, program, inputs)
+
+    monkeypatch.setattr(engine.device, "run", interrupted)
+    other = engine.add(PROMPTS[1], PARAMS)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS[0], PARAMS)
+    done = drain(engine)
+    check_plain(toy(), PROMPTS[1], PARAMS, done[other.id])
+    check_all(engine)
+
+
+# Several callers.
+
+
+def test_generate_ends_only_its_own_requests():
+    engine = shared_engine("NONE")
+    number = next(engine.intake._numbers)
+    mine = engine.add(PROMPTS[0], SamplingParams(max_new_tokens=40), id=f"request-{number + 2}")
+    with pytest.raises(ValueError, match="is running"):
+        engine.generate(PROMPTS[1], PARAMS)  # draws the number that the id above has
+    assert engine.find(mine.id) is mine
+    assert not engine.end(engine.intake.sequence(PROMPTS[2], PARAMS, id=mine.id))
+    done = drain(engine)
+    check_plain(toy(), PROMPTS[0], SamplingParams(max_new_tokens=40), done[mine.id])
+    check_idle(engine)
+
+
+def test_threads_share_an_engine():
+    engine = shared_engine("NGRAM")
+    prompts = [[80 + i, 71, 72, 71, 72] for i in range(6)]
+    params = SamplingParams(max_new_tokens=20)
+    expected = {i: outcome(engine.generate(prompt, params)) for i, prompt in enumerate(prompts)}
+    found: dict[int, Any] = {}
+
+    def work(i: int) -> None:
+        if i % 2:
+            found[i] = outcome(engine.generate(prompts[i], params))
+        else:
+            *_, last = engine.generate(prompts[i], params, stream=True)
+            found[i] = outcome(last.completion)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert found == expected
+    check_idle(engine)
+
+
+def test_a_fair_lock_is_handed_over():
+    lock, order, asking = FairLock(), [], threading.Event()
+
+    def other() -> None:
+        asking.set()
+        with lock:
+            order.append("other")
+
+    thread = threading.Thread(target=other)
+    with lock, lock:
+        thread.start()
+        assert asking.wait(60)
+        while not lock._door.locked():  # it stands in the door
+            pass
+        order.append("first")
+    with lock:
+        order.append("again")
+    thread.join(60)
+    assert order == ["first", "other", "again"]
+
+
+# Logits that are not finite.
+
+
+def test_a_request_whose_logits_are_not_finite_ends_alone():
+    """The row of logits after an 11 holds a NaN; the token 11 is drawn by bias, or comes in a prompt."""
+    table = np.asarray(random_table(3, rows=265, vocab=265))
+    table[11] = np.nan
+    engine = make_engine(table_model(jnp.asarray(table), window=1), "NONE")
+    healthy = SamplingParams(max_new_tokens=10, logit_bias={11: -100.0})
+    found = engine.generate(
+        [[5, 6], [5, 6], [7, 11], [8]],
+        [healthy, SamplingParams(max_new_tokens=10, logit_bias={11: 100.0}, logprobs=1), healthy, healthy],
+    )
+    assert [done.finish_reason["type"] for done in found] == ["length", "abort", "abort", "length"]
+    assert found[1].output_ids == [11] and len(found[1].logprobs) == 1
+    assert (
+        found[1].finish_reason["message"]
+        == "the model's logits are not finite (NaN or infinity) after 1 tokens of output"
+    )
+    assert found[2].output_ids == [] and "after 0 tokens" in found[2].finish_reason["message"]
+    assert found[0].output_ids == engine.generate([5, 6], healthy).output_ids
+    check_idle(engine)
+
+
+# Arguments of the wrong type.
+
+WRONG_TYPES = """
+from specjax import Engine, EngineConfig
+
+def refused(call, *words):
+    try:
+        call()
+    except TypeError as error:
+        assert all(word in str(error) for word in words), error
+    else:
+        raise AssertionError(words)
+
+load = lambda **arguments: lambda: Engine.from_pretrained("no such model", **arguments)
+refused(load(config={"page_size": 8}), "config must be an EngineConfig, got dict; write EngineConfig(**config)")
+refused(load(config=None), "config must be an EngineConfig, got NoneType")
+refused(load(algorithm_flags={"topk": "8"}), "algorithm_flags['topk'] must be a number, got '8'")
+refused(load(algorithm_flags="num_draft_tokens=8"), "algorithm_flags must be a dict", "'num_draft_tokens=8'")
+for name in ("max_running_requests", "page_size", "max_total_tokens", "context_length", "chunked_prefill_size"):
+    for value in ("16", 16.0, True):
+        refused(lambda: EngineConfig(**{name: value}), f"{name} must be an integer", f"got {value!r}")
+refused(lambda: EngineConfig(mem_fraction="0.5"), "mem_fraction must be a number, got '0.5'")
+refused(lambda: EngineConfig(overlap="no"), "overlap must be True or False, got 'no'")
+refused(lambda: EngineConfig(random_seed="1"), "random_seed must be an integer or None, got '1'")
+"""
+
+
+def test_arguments_of_the_wrong_type_are_named_as_in_python():
+    """In a process of its own: here the checked annotations would refuse them first."""
+    done = subprocess.run([sys.executable, "-c", WRONG_TYPES], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("prompts", [None, 5, 2.5, {"role": "user", "content": "hello"}, object()])
+def test_what_is_no_prompt_is_refused(prompts):
+    with pytest.raises(TypeError, match="prompts must be a string, "):
+        shared_engine("NONE").generate(prompts, GREEDY)
