@@ -145,6 +145,11 @@ class SpeculativeSettings:
     speculative_ngram_strong_match_size: int = setting(
         NgramConfig.strong_match_size, "tokens from which on a match is strong"
     )
+    speculative_ngram_isolate: bool = setting(
+        False,
+        "NGRAM: no request drafts from what another has said, so that nobody's timing tells of others' texts; requests "
+        "with the same cache_salt still share",
+    )
     speculative_ngram_match_type: str = setting(
         NgramConfig.match_type,
         "which continuations come first: the most recent, or those that most matches agree on",
@@ -211,6 +216,7 @@ def engine_arguments(settings: Settings) -> dict[str, Any]:
             chunked_prefill_size=engine.chunked_prefill_size,
             mem_fraction=engine.mem_fraction_static,
             overlap=not engine.disable_overlap_schedule,
+            isolate_ngrams=settings.speculative.speculative_ngram_isolate,
             random_seed=engine.random_seed,
         ),
     }
@@ -234,7 +240,7 @@ def _algorithm_flags(settings: SpeculativeSettings) -> tuple[str, dict[str, Any]
     for field in fields(settings):
         value = getattr(settings, field.name)
         short = field.name.removeprefix("speculative_").removeprefix("ngram_")
-        if short == "algorithm" or value is None or (automatic and value == field.default):
+        if short in ("algorithm", "isolate") or value is None or (automatic and value == field.default):
             continue
         if short in own or short in of_files:
             taken[short] = value

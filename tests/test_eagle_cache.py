@@ -190,3 +190,13 @@ def test_the_pool_leaves_room_for_trees_that_were_asked_for(monkeypatch):
     wide, large = replace(model, vocab_size=1000), automatic._replace(asked=True, width=512)
     with pytest.raises(ValueError, match=r"no memory is left .* 0\.02 of 0\.20 GB .*-static 0\.5 .*\(64\).*\(512\)"):
         pool_tokens(wide, config, 1 << 30, "gpu", large, params)
+    # A size that is given must leave room for the same trees.
+    given = replace(config, max_total_tokens=100_000_000 // a_token)
+    assert pool_tokens(model, given, 1 << 30, "gpu", automatic, params) == given.max_total_tokens
+    with pytest.raises(
+        ValueError, match=r"--max-total-tokens \d+ takes 0\.10 GB .*trees 0\.32 GB, but 0\.18 GB are free"
+    ):
+        pool_tokens(wide, given, 1 << 30, "gpu", large, params)
+    too_many = replace(config, max_total_tokens=200_000_000 // a_token)
+    with pytest.raises(ValueError, match=r"takes 0\.20 GB .*trees 0\.00 GB, but 0\.18 GB are free; give fewer tokens"):
+        pool_tokens(model, too_many, 1 << 30, "gpu", automatic, params)

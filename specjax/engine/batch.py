@@ -166,6 +166,7 @@ def admission_row(sequence: Sequence, vocab_size: int) -> Row:
         output=sequence.output,
         draft_limit=NO_DRAFT_LIMIT if params.speculate else 0,
         logprobs=params.logprobs is not None,
+        salt=sequence.salt,
         temperature=params.temperature,
         top_k=min(params.top_k, vocab_size),
         top_p=params.top_p,
@@ -220,16 +221,28 @@ def asked_bytes(model: ModelConfig, rows: int, drafter: Drafter) -> int:
 def pool_tokens(
     model: ModelConfig, config: EngineConfig, context_length: int, platform: str, drafter: Drafter, params: Params
 ) -> int:
-    """Tokens that the pool should hold: what is asked for, else as many as all rows can use, or as fit."""
-    if config.max_total_tokens is not None:
-        return config.max_total_tokens
+    """Tokens that the pool should hold: what is asked for, else as many as all rows can use, or as fit.
+
+    Raises:
+        ValueError: they, or the temporaries of trees that were asked for, do not fit the device.
+    """
+    given = config.max_total_tokens
     wanted = config.max_running_requests * context_length
     stats = jax.local_devices()[0].memory_stats() or {}
     if platform == "cpu" or "bytes_limit" not in stats:
-        return min(wanted, DEFAULT_POOL_TOKENS)
-    free = int(stats["bytes_limit"] * config.mem_fraction) - stats.get("bytes_in_use", 0)
-    free -= asked_bytes(model, config.max_running_requests, drafter)
+        return given or min(wanted, DEFAULT_POOL_TOKENS)
+    trees = asked_bytes(model, config.max_running_requests, drafter)
     bytes_per_token = kv_bytes_per_token(model) + draft_bytes_per_token(drafter, params, config.page_size)
+    if given is not None:
+        room = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+        if given * bytes_per_token + trees > room:
+            raise ValueError(
+                f"--max-total-tokens {given} takes {given * bytes_per_token / 1e9:.2f} GB and a full batch's trees "
+                f"{trees / 1e9:.2f} GB, but {room / 1e9:.2f} GB are free; give fewer tokens, --max-running-requests "
+                f"({config.max_running_requests}) or --speculative-num-draft-tokens ({drafter.width})"
+            )
+        return given
+    free = int(stats["bytes_limit"] * config.mem_fraction) - stats.get("bytes_in_use", 0) - trees
     if free < bytes_per_token * config.page_size:
         limit, used = stats["bytes_limit"] / 1e9, stats.get("bytes_in_use", 0) / 1e9
         raise ValueError(

@@ -16,10 +16,11 @@ class EngineConfig:
     overlap: bool = True  # dispatch a step before the last one is read
     trace: bool = False  # keep each step's tree, in `Completion.trees`
     time_phases: bool = False  # measure drafting, verifying and committing; slower, since each is waited for
+    isolate_ngrams: bool = False  # no request drafts from what another has said, unless both have one `cache_salt`
     random_seed: int | None = None  # from which requests without a seed draw theirs; None: from the system
 
     def __post_init__(self) -> None:
-        for name in ("overlap", "trace", "time_phases"):
+        for name in ("overlap", "trace", "time_phases", "isolate_ngrams"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r:.60}")
         if isinstance(self.mem_fraction, bool) or not isinstance(self.mem_fraction, int | float):

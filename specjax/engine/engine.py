@@ -37,6 +37,7 @@ from specjax.engine.intake import Intake, with_sampling
 from specjax.engine.loading import check_algorithm_flags, load
 from specjax.engine.prompt import Prompt
 from specjax.engine.request import FAILED_TEXT, SamplingParams, Sequence, Status, raw_logprobs
+from specjax.engine.salts import Salts
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.turns import FairLock
 from specjax.inspection import step_tree
@@ -95,12 +96,14 @@ class Engine:
         chunk = config.chunked_prefill_size
         self.buckets = Buckets.build(self.platform, drafter, rows=rows, request_pages=request_pages, chunk=chunk)
         self.lookahead = (2 if config.overlap else 1) * (drafter.depth + 1)
-        self.scheduler = self._new_scheduler()
+        pages, size = self.pool
+        self.scheduler = Scheduler(rows=rows, pages=pages, page_size=size, lookahead=self.lookahead)
         shapes = jax.eval_shape(self._new_state)
         variants = {"trace": config.trace, "time_phases": config.time_phases}
         self.executables = Executables(target, drafter, self.buckets, params, shapes, **variants)
         self.device = Device(params, self._new_state, self.executables.turn)
         self.counters = Counters()
+        self._salts = Salts(isolate=config.isolate_ngrams)
         self._in_flight: deque[_InFlight] = deque()
         self._by_id: dict[str, Sequence] = {}
         self.intake = Intake(
@@ -207,6 +210,7 @@ class Engine:
         with self.lock:
             if sequence.id in self._by_id:
                 raise ValueError(f"a request with id {sequence.id!r} is running")
+            sequence.salt = self._salts(sequence.params.cache_salt)
             self.scheduler.add(sequence)
             self._by_id[sequence.id] = sequence
         return sequence
@@ -413,14 +417,6 @@ class Engine:
         with self.lock:
             self.scheduler.check_integrity()
             assert set(self._by_id.values()) == {*self.scheduler.waiting, *self.scheduler.active}
-
-    def _new_scheduler(self) -> Scheduler:
-        return Scheduler(
-            rows=self.config.max_running_requests,
-            pages=self.pool.pages,
-            page_size=self.pool.page_size,
-            lookahead=self.lookahead,
-        )
 
     # Generation
 

@@ -220,6 +220,7 @@ class Sequence:
     status: Status = Status.WAITING
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
+    salt: int = 0  # sequences with different salts share no n-gram memory; set when it is queued
     prefilled: int = 0  # tokens whose prefill was dispatched
     committed: int = 0  # tokens known to be in pages: the last length read
     verify_steps: int = 0
