@@ -121,11 +121,7 @@ def with_sampling(
         TypeError: `prompts` is no prompt, and nothing that holds prompts.
         ValueError: not one for each, or a parameter is wrong.
     """
-    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
-        raise TypeError(
-            "prompts must be a string, a list of token ids, a list of messages, or a list of these, "
-            f"got {prompts!r:.60}"
-        )
+    _check_prompts(prompts)
     single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int | np.integer | Mapping))
     batch = [prompts] if single else list(prompts)
     if isinstance(sampling, list | tuple):
@@ -136,3 +132,11 @@ def with_sampling(
     if len(each) != len(batch):
         raise ValueError(f"{len(batch)} prompts, but {len(each)} sampling parameters")
     return single, list(zip(batch, each, strict=True))
+
+
+def _check_prompts(prompts: object) -> None:
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        raise TypeError(
+            "prompts must be a string, a list of token ids, a list of messages, or a list of these, "
+            f"got {prompts!r:.60}"
+        )

@@ -1,0 +1,145 @@
+"""The speed of two source trees against each other, one request at a time, taking turns in one run.
+
+    git worktree add ../before REV
+    python benchmarks/before_after.py --before ../before --data FOLDER [--algorithms NONE AUTO] [--limit 20] [--record]
+
+Each tree and algorithm has a process of its own, in which an engine of that tree waits for prompts; one works at a
+time, in rotating order. Greedy, `--max-new-tokens` each. The ratio of an algorithm is that of the times of the same
+prompt, after by before: the median over all prompts and rounds, with the interval that holds the median with 95%
+(binomial). Texts of both trees are compared. The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parents[1]
+
+
+def work(algorithm: str, tokens: int) -> None:
+    """Reads prompts, one JSON object a line, and answers with seconds and token ids."""
+    from specjax import Engine, EngineConfig, SamplingParams
+
+    engine = Engine.from_pretrained(algorithm=algorithm, config=EngineConfig(max_running_requests=1), progress=False)
+    engine.warm_up(engine.single_request_keys(), progress=False)
+    params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+    print(json.dumps({"ready": engine.drafter.name}), flush=True)
+    for line in sys.stdin:
+        begun = time.perf_counter()
+        done = engine.generate(json.loads(line)["messages"], params)
+        seconds = time.perf_counter() - begun
+        print(json.dumps({"seconds": seconds, "ids": done.output_ids}), flush=True)
+
+
+class Worker:
+    def __init__(self, tree: Path, algorithm: str, tokens: int) -> None:
+        command = [sys.executable, __file__, "--work", algorithm, "--max-new-tokens", str(tokens)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), str(tree / "kernels")])}
+        self._process = subprocess.Popen(
+            command, env=environment, cwd=tree, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.drafter = self._read()["ready"]
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self._process.args} ended with {self._process.wait()}")
+        return json.loads(line)
+
+    def run(self, messages: list[dict[str, str]]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"messages": messages}) + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def interval(ratios: list[float]) -> tuple[float, float]:
+    """Order statistics around the median that hold it with 95%."""
+    count, ordered = len(ratios), sorted(ratios)
+    reach = int(0.98 * count**0.5) + 1
+    return ordered[max(count // 2 - reach, 0)], ordered[min(count // 2 + reach, count - 1)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    parser.add_argument("--before", type=Path, metavar="FOLDER", help="a source tree; after is the one of this file")
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="has mt_bench.jsonl")
+    parser.add_argument("--algorithms", nargs="+", default=["NONE", "AUTO"])
+    parser.add_argument("--limit", type=int, default=20, help="prompts")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--record", action="store_true", help="write benchmarks/results/before-after-DATE.json")
+    parser.add_argument("--work", metavar="ALGORITHM", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work is not None:
+        work(args.work, args.max_new_tokens)
+        return
+    if args.before is None or args.data is None:
+        parser.error("--before and --data are needed")
+    from records import finish, machine
+
+    lines = (args.data / "mt_bench.jsonl").read_text().splitlines()[: args.limit]
+    prompts = [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines]
+    trees = {"before": args.before.resolve(), "after": HERE}
+    workers = {
+        (name, algorithm): Worker(tree, algorithm, args.max_new_tokens)
+        for algorithm in args.algorithms
+        for name, tree in trees.items()
+    }
+    keys = list(workers)
+    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in keys}
+    equal = dict.fromkeys(args.algorithms, 0)
+    for turn in range(args.rounds):
+        for at, messages in enumerate(prompts):
+            shift = (turn * len(prompts) + at) % len(keys)
+            found = {key: workers[key].run(messages) for key in (*keys[shift:], *keys[:shift])}
+            for key in keys:
+                seconds[key].append(found[key]["seconds"])
+            for algorithm in args.algorithms:
+                equal[algorithm] += found["before", algorithm]["ids"] == found["after", algorithm]["ids"]
+    rows = []
+    for algorithm in args.algorithms:
+        pairs = zip(seconds["before", algorithm], seconds["after", algorithm], strict=True)
+        ratios = [after / before for before, after in pairs]
+        low, high = interval(ratios)
+        speeds = {name: args.max_new_tokens * len(ratios) / sum(seconds[name, algorithm]) for name in trees}
+        rows.append(
+            {
+                "algorithm": algorithm,
+                "drafter": workers["after", algorithm].drafter,
+                "time_after_by_before": statistics.median(ratios),
+                "interval": [low, high],
+                "tokens_per_second": speeds,
+                "equal_texts": equal[algorithm],
+                "texts": len(ratios),
+                "seconds": {name: seconds[name, algorithm] for name in trees},
+            }
+        )
+        ratio = statistics.median(ratios)
+        print(
+            f"{algorithm}: {speeds['before']:.1f} tok/s before, {speeds['after']:.1f} after; time after / before "
+            f"{ratio:.4f} ({low:.3f} to {high:.3f}); {equal[algorithm]} of {len(ratios)} texts equal"
+        )
+    for worker in workers.values():
+        worker.close()
+    before = subprocess.run(["git", "rev-parse", "HEAD"], cwd=args.before, capture_output=True, text=True)
+    document = machine("jaxlib") | {"before": before.stdout.strip(), "rows": rows}
+    finish("before-after", document, record=args.record)
+
+
+if __name__ == "__main__":
+    main()
