@@ -17,6 +17,9 @@ from specjax.verify import TOP_LOGPROBS, Logprobs
 
 MAX_STOP_STRINGS = 16
 
+MAX_STOP_LENGTH = 1024
+"""Characters of a stop string."""
+
 MAX_SALT = 256
 """Characters of a `cache_salt`."""
 
@@ -137,6 +140,8 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
         raise ParameterError("stop", f"must be a string or a list of non-empty strings, got {stop!r:.60}")
     if len(stops) > MAX_STOP_STRINGS:
         raise ParameterError("stop", f"has {len(stops)} strings; at most {MAX_STOP_STRINGS} are supported")
+    if (longest := max(map(len, stops), default=0)) > MAX_STOP_LENGTH:
+        raise ParameterError("stop", f"has a string of {longest} characters; at most {MAX_STOP_LENGTH} are supported")
     return tuple(stops)
 
 

@@ -1,88 +1,104 @@
-"""Token ids to text as they come: whole characters only, stop strings found across tokens and steps."""
+"""The text of a request's output as it comes: whole characters only, stop strings found across tokens and steps."""
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
-REPLACEMENT = "\ufffd"
-"""What a decoder puts where bytes are no character (yet)."""
+from specjax.engine.decoding import decoding
 
 
 class TextStream:
     """The text of one request's output.
 
-    `text` holds finished characters. `push` takes one token and says whether a stop string is now complete; `settled`
-    is how much of the text can no longer become part of one, so it may be sent.
+    `text` holds final characters. `push` takes one token and says whether a stop string is now complete; `settled` is
+    how much of the text can no longer become part of one, so it may be sent. At the end, and up to its stop string,
+    `text` is `tokenizer.decode` of the tokens, less an incomplete character at the very end.
+
+    Work is linear in the tokens, the characters and the number of stop strings, however long these are.
     """
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...], *, skip_special_tokens: bool, keep_stop: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._stop = stop
+        self._tokens = decoding(tokenizer).stream(skip_special_tokens=skip_special_tokens)
+        self._stops = [_StopString(each) for each in dict.fromkeys(stop)]
         self._keep_stop = keep_stop
-        self._longest = max(map(len, stop), default=0)
-        # Decoding depends on what stands before (a leading space, bytes of one character), so tokens are decoded
-        # together with the last ones that were whole: `_window[: _whole]`.
-        self._window: list[int] = []
-        self._whole = 0
         self.text = ""
         self.ends: list[int] = []  # characters found when each token had been pushed
         self.matched: str | None = None
 
     def push(self, token: int) -> bool:
         """Adds a token. True: a stop string is complete, and `text` ends before it (or after, if it is kept)."""
-        found = self._push(token)
+        found = self._add(self._tokens.push(token))
         self.ends.append(len(self.text))
         return found
 
     def piece(self, index: int) -> str:
         """The part of `text` that a token brought: all pieces joined are the text. A character of several tokens comes
-        with its last one, and what a stop string has cut off is nobody's."""
+        with its last one, what was held back with the token that settled it, and what a stop string has cut off is
+        nobody's."""
         if index >= len(self.ends):
             return ""
         return self.text[self.ends[index - 1] if index else 0 : self.ends[index]]
 
-    def _push(self, token: int) -> bool:
-        self._window.append(token)
-        before, now = self._decode(self._window[: self._whole]), self._decode(self._window)
-        if now == before:  # a special token that is skipped: no reason to decode it again and again
-            self._window.pop()
-            return False
-        if now.endswith(REPLACEMENT) or len(now) <= len(before):
-            return False
-        self._window, self._whole = self._window[self._whole :], len(self._window) - self._whole
-        return self._add(now[len(before) :])
-
     def finish(self) -> None:
-        """No more tokens: what is left of an unfinished character becomes U+FFFD, as a plain decode has it."""
-        if self._whole < len(self._window) and self.matched is None:
-            before = self._decode(self._window[: self._whole])
-            self._add(self._decode(self._window)[len(before) :])
-            self._whole = len(self._window)
+        """No more tokens: adds what was held back. Bytes that are only the beginning of a character are left out."""
+        if self.matched is None:
+            self._add(self._tokens.finish())
             if self.ends:
                 self.ends[-1] = len(self.text)
-
-    def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip) if tokens else ""
 
     @property
     def settled(self) -> int:
         """Characters of `text` that no later token can turn into a stop string. All, once one has been found."""
-        if self.matched is not None or not self._stop:
+        if self.matched is not None:
             return len(self.text)
-        for held in range(min(self._longest - 1, len(self.text)), 0, -1):
-            tail = self.text[-held:]
-            if any(stop.startswith(tail) for stop in self._stop):
-                return len(self.text) - held
-        return len(self.text)
+        return len(self.text) - max((stop.begun for stop in self._stops), default=0)
 
     def _add(self, piece: str) -> bool:
-        searched = max(len(self.text) - self._longest + 1, 0)
-        self.text += piece
-        hits = [(self.text.find(stop, searched), stop) for stop in self._stop]
-        hits = [(at, stop) for at, stop in hits if at >= 0]
+        before = len(self.text)
+        # The only reference: CPython then extends the string in place instead of copying it.
+        text, self.text = self.text, ""
+        text += piece
+        self.text = text
+        hits = [(before + end - len(stop.text), stop.text) for stop in self._stops if (end := stop.feed(piece))]
         if not hits:
             return False
         at, self.matched = min(hits, key=lambda hit: (hit[0], -len(hit[1])))
         self.text = self.text[: at + len(self.matched) if self._keep_stop else at]
         return True
+
+
+class _StopString:
+    """Looks for one string in text that comes in pieces (Knuth, Morris and Pratt): no character is read twice.
+
+    `begun` is how many characters of it the text ends with. `_shorter[n]` is the next smaller such number if the text
+    ends with the first n characters: of "aabaa" it is 0, 0, 1, 0, 1, 2 for n from 0 to 5.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.begun = 0
+        self._shorter = array("l", [0, 0])
+        length = 0
+        for character in text[1:]:
+            while length and text[length] != character:
+                length = self._shorter[length]
+            length += text[length] == character
+            self._shorter.append(length)
+
+    def feed(self, piece: str) -> int:
+        """Reads on. Returns the characters of `piece` up to the end of the string, or 0: it is not complete."""
+        text, begun, at = self.text, self.begun, 0
+        while at < len(piece):
+            if not begun:  # most often
+                at = piece.find(text[0], at)
+                if at < 0:
+                    break
+            while begun and text[begun] != piece[at]:
+                begun = self._shorter[begun]
+            begun += text[begun] == piece[at]
+            at += 1
+            if begun == len(text):
+                return at
+        self.begun = begun
+        return 0

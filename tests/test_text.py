@@ -1,0 +1,251 @@
+"""Text as it streams against a plain decode, over every kind of decoder that a fast tokenizer may have."""
+
+from __future__ import annotations
+
+import functools
+from typing import SupportsIndex
+
+import pytest
+from engine_helpers import END, VOCABULARY, byte_ids, tokenizer
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from specjax.engine.decoding import _Chain, _Windowed, decoding
+from specjax.engine.text import TextStream, _StopString
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+WORDS = [
+    "<unk>", "<s>", "</s>", "▁", "▁▁", "▁Sure", "Sure", "!", "▁!", ".", "▁.", "'", "▁'", "s", "▁'s", "n't", "▁n't",
+    "▁a", "a", "é", "漢", "##b", "b</w>", "</w>", "\ufffd", "\u200d", "▁a▁", " ", "  x ", "Ġa", "x</w>y</w>",
+]  # fmt: skip
+NAMES = [*WORDS, *BYTES, "<extra>"]
+SPECIALS = [AddedToken(name, special=True, normalized=False) for name in WORDS[:3]]
+
+REPLACE, STRIP = decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)
+LLAMA = decoders.Sequence([REPLACE, decoders.ByteFallback(), decoders.Fuse(), STRIP])
+DECODERS = {
+    "byte level": decoders.ByteLevel(),
+    "always": decoders.Metaspace(prepend_scheme="always"),
+    "first": decoders.Metaspace(prepend_scheme="first"),
+    "never": decoders.Metaspace(prepend_scheme="never"),
+    "llama": LLAMA,
+    "gemma": decoders.Sequence([REPLACE, decoders.ByteFallback(), decoders.Fuse()]),
+    "bytes first": decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
+    "bytes alone": decoders.ByteFallback(),
+    "joined": decoders.Sequence(
+        [decoders.Fuse(), decoders.Metaspace(), decoders.Replace("Sure!", "?"), decoders.Strip(" ", 2, 2)]
+    ),
+    "nested": decoders.Sequence([decoders.Sequence([REPLACE, decoders.Fuse()]), decoders.Strip("!", 0, 3)]),
+    "separate": decoders.Sequence([decoders.Replace(Regex("[▁']"), " "), decoders.Strip(" ", 1, 0)]),
+    "stripped bytes": decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 1)]),
+    "wordpiece": decoders.WordPiece(),
+    "suffix": decoders.BPEDecoder(),
+    "none": None,
+}
+
+
+@functools.cache
+def made(decoder: str, model: str = "bpe", clean: bool = False) -> PreTrainedTokenizerFast:
+    if model == "bpe":
+        ids = {name: i for i, name in enumerate(NAMES[:-1])}
+        core = Tokenizer(models.BPE(ids, [], byte_fallback=True, unk_token="<unk>"))
+    else:
+        scores = [(name, -float(i)) for i, name in enumerate(NAMES[:-1])]
+        core = Tokenizer(models.Unigram(scores, 0, byte_fallback=True))
+    core.add_special_tokens(SPECIALS)
+    core.add_tokens([AddedToken("<extra>", special=False, normalized=False)])
+    if DECODERS[decoder] is not None:
+        core.decoder = DECODERS[decoder]
+    made = PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=clean)
+    made.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = clean
+    return made
+
+
+KINDS = [*((name, "bpe", False) for name in DECODERS), *((name, "unigram", False) for name in ("first", "bytes first"))]
+KINDS += [("llama", "bpe", True), ("first", "unigram", True), ("none", "unigram", True)]
+
+
+def ids_of(*names: str) -> list[int]:
+    return [NAMES.index(name) for name in names]
+
+
+IDS = st.lists(st.one_of(st.integers(0, len(NAMES)), st.integers(0, len(WORDS) - 1)), max_size=14)
+BYTE_IDS = st.text(st.sampled_from("aé漢🙂\n"), max_size=4).map(lambda s: [len(WORDS) + byte for byte in s.encode()])
+MIXED = st.lists(st.one_of(IDS, BYTE_IDS), max_size=4).map(lambda parts: [token for part in parts for token in part])
+
+
+@pytest.mark.parametrize(("decoder", "model", "clean"), KINDS)
+@settings(max_examples=80)
+@given(ids=MIXED, skip=st.booleans())
+@example(ids_of("▁", "▁Sure", "!"), True)
+@example(ids_of("<s>", "▁", "</s>", "▁Sure", "<0x20>", "!"), True)
+@example(ids_of("<0x0A>", "<0xF0>", "a"), True)  # half an emoji turns the newline into U+FFFD
+@example(ids_of("<0xE6>", "</s>", "<0xBC>", "<0xA2>", "<0xA2>"), True)
+@example(ids_of("a", "▁", "!", "▁", "▁"), False)
+@example(ids_of("Sure", "!", "a", "!", "!"), False)
+@example(ids_of("Sure", "!", "a", "Ġa", "▁", " ", "▁", "▁"), False)
+@example([len(NAMES), *ids_of("▁Sure")], False)  # an id without a token
+def test_the_stream_is_a_plain_decode(decoder, model, clean, ids, skip):
+    known = made(decoder, model, clean)
+    stream = decoding(known).stream(skip_special_tokens=skip)
+    assert isinstance(stream, _Chain), "decoded by windows"
+    text = "".join(map(stream.push, ids)) + stream.finish(keep_incomplete=True)
+    try:
+        expected = known.decode(ids, skip_special_tokens=skip)
+    except BaseException as error:  # the library's stripping panics at texts shorter than what it strips
+        assume(type(error).__name__ != "PanicException")
+        raise
+    assert text == expected
+
+
+def complete(data: bytes) -> bytes:
+    """Without the beginning of a character at the end."""
+    for count in (1, 2, 3):
+        try:
+            data[-count:].decode()
+        except UnicodeDecodeError as error:
+            if error.reason == "unexpected end of data" and error.start == 0:
+                return data[:-count]
+    return data
+
+
+@settings(max_examples=200)
+@given(MIXED)
+@example(ids_of("a", "<0xC3>", "<0xA9>", "<0xE6>", "<0xBC>"))
+@example(ids_of("a", "<0xFF>", "<0xE6>"))
+@example(ids_of("a", "<0xE6>", "</s>"))
+def test_an_incomplete_character_at_the_end_is_left_out_of_a_byte_fallback(ids):
+    known = made("llama")
+    stream = TextStream(known, (), skip_special_tokens=True, keep_stop=False)
+    shown = ""
+    for token in ids:
+        stream.push(token)
+        assert stream.text.startswith(shown)
+        shown = stream.text
+    stream.finish()
+    seen = [token for token in ids if 3 <= token < len(NAMES)]
+    run = bytearray()
+    for token in reversed(seen):
+        if not len(WORDS) <= token < len(WORDS) + 256:
+            break
+        run.insert(0, token - len(WORDS))
+    kept = len(seen) - (len(run) - len(complete(bytes(run))))
+    assert stream.text == known.decode(seen[:kept], skip_special_tokens=True)
+    assert "".join(stream.piece(i) for i in range(len(ids))) == stream.text
+
+
+@settings(max_examples=200)
+@given(st.lists(st.integers(3, VOCABULARY - 7), max_size=12))
+@example(byte_ids(b"a\xf0\x9f"))
+@example(byte_ids(b"\xed\xa0\x80\xc3"))
+@example(byte_ids(b"\xf4\x90\xe6\xbc"))
+def test_an_incomplete_character_at_the_end_is_left_out_of_byte_level(ids):
+    letters = {token: byte for byte, token in enumerate(byte_ids(bytes(range(256))))}
+    stream = TextStream(tokenizer(), (), skip_special_tokens=True, keep_stop=False)
+    for token in [*ids, END]:
+        stream.push(token)
+    stream.finish()
+    assert stream.text == complete(bytes(letters[token] for token in ids)).decode(errors="replace")
+    assert "".join(stream.piece(i) for i in range(len(ids) + 1)) == stream.text
+
+
+def test_text_of_whole_characters_is_not_held_back():
+    stream = TextStream(made("llama"), (), skip_special_tokens=True, keep_stop=False)
+    shown = []
+    for token in ids_of("▁Sure", "<s>", "!", "<0xC3>", "<0xA9>", "a", "▁"):
+        stream.push(token)
+        shown.append(stream.text)
+    assert shown == ["Sure", "Sure", "Sure!", "Sure!", "Sure!", "Sure!éa", "Sure!éa "]
+
+
+class Counted:
+    """Not a fast tokenizer, and counts the tokens it decodes."""
+
+    def __init__(self) -> None:
+        self.inner, self.decoded = tokenizer(), 0
+        self.all_special_ids = self.inner.all_special_ids
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        self.decoded += len(ids)
+        return self.inner.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize("ids", [byte_ids("漢🙂a".encode()) * 100, [END] * 2000, byte_ids(b"\x80") * 2000])
+def test_windows_of_tokens_do_linear_work(ids):
+    """What a decoder of no known kind gets."""
+    known = Counted()
+    stream = decoding(known).stream(skip_special_tokens=True)
+    assert isinstance(stream, _Windowed)
+    text = "".join(map(stream.push, ids)) + stream.finish(keep_incomplete=True)
+    assert text == tokenizer().decode(ids, skip_special_tokens=True)
+    assert known.decoded < 20 * len(ids)
+
+
+def test_a_decoder_that_cannot_be_streamed_is_decoded_by_windows(caplog):
+    core = Tokenizer(models.BPE({name: i for i, name in enumerate(NAMES)}, []))
+    core.decoder = decoders.Sequence([REPLACE, decoders.Fuse(), decoders.ByteFallback()])
+    known = PreTrainedTokenizerFast(tokenizer_object=core)
+    stream = decoding(known).stream(skip_special_tokens=True)
+    assert "ByteFallback after tokens are joined" in caplog.text
+    ids = ids_of("▁Sure", "▁", "!", "a")
+    assert "".join(map(stream.push, ids)) + stream.finish() == " Sure !a"
+
+
+def test_a_changed_tokenizer_is_looked_at_again():
+    core = Tokenizer(models.BPE({name: i for i, name in enumerate(NAMES)}, []))
+    core.decoder = decoders.Metaspace()
+    known = PreTrainedTokenizerFast(tokenizer_object=core)
+    ids = ids_of("▁Sure", "<extra>", "▁a")
+    for change in (lambda: None, lambda: core.add_special_tokens(["<extra>"])):
+        change()
+        known = PreTrainedTokenizerFast(tokenizer_object=core)
+        stream = decoding(known).stream(skip_special_tokens=True)
+        assert "".join(map(stream.push, ids)) == known.decode(ids, skip_special_tokens=True)
+
+
+class CountedText(str):
+    """Counts the characters that are looked at."""
+
+    looked = 0
+
+    def __getitem__(self, key: SupportsIndex | slice) -> str:
+        self.looked += 1
+        return super().__getitem__(key)
+
+
+@pytest.mark.parametrize("stop", ["a" * 1000 + "b", "ab" * 500 + "c", "b" * 1000])
+def test_a_long_stop_string_looks_at_no_character_often(stop):
+    found, text = _StopString(stop), CountedText("ab" * 100 + "a" * 3000)
+    assert not found.feed(text)
+    assert text.looked < 4 * len(text)
+
+
+def test_long_stop_strings_hold_back_their_beginnings():
+    stops = tuple("a" * (1000 + i) + "b" for i in range(16))
+    stream = TextStream(tokenizer(), stops, skip_special_tokens=True, keep_stop=False)
+    a, b = byte_ids(b"ab")
+    for _ in range(1100):
+        assert not stream.push(a)
+        assert stream.settled == max(0, len(stream.text) - 1015)
+    assert stream.push(b)
+    assert (stream.matched, len(stream.text)) == (stops[-1], 1100 - 1015)
+
+
+STOPS = st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4)
+
+
+@settings(max_examples=300)
+@given(STOPS, st.lists(st.text("ab", max_size=5), max_size=8))
+def test_stop_strings_in_pieces_of_any_length(stop, pieces):
+    """The first piece that completes one ends it: the earliest start wins, then the longest."""
+    found, text = [_StopString(each) for each in stop], ""
+    for piece in pieces:
+        text += piece
+        ends = [each.feed(piece) for each in found]
+        assert ends == [max(0, text.find(each) + len(each) - len(text) + len(piece)) * (each in text) for each in stop]
+        if any(ends):
+            return
+        held = [max(n for n in range(len(each)) if text.endswith(each[:n])) for each in stop]
+        assert [each.begun for each in found] == held
