@@ -40,6 +40,8 @@ INTEGERS: dict[str, np.dtype] = {
 }
 # The largest header the safetensors library accepts; a longer one is a file of another kind.
 _MAX_HEADER = 100_000_000
+# numpy's limit.
+_MAX_AXES = 64
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,10 @@ class TensorEntry:
 def read_header(file: Path) -> dict[str, TensorEntry]:
     """The tensors of one safetensors file, checked against the file's size.
 
+    Refuses what the safetensors library refuses: the tensors' bytes must fill the file without gaps or overlaps.
+
     Raises:
-      CheckpointError: not a safetensors file, or a truncated one.
+      CheckpointError: not a safetensors file, a damaged or a truncated one.
     """
     try:
         size = file.stat().st_size
@@ -86,28 +90,81 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
             length = int.from_bytes(stream.read(8), "little")
             if not 2 <= length <= min(_MAX_HEADER, size - 8):
                 raise ValueError(f"a header of {length} bytes in a file of {size} bytes")
-            header: dict[str, Any] = json.loads(stream.read(length))
-        header.pop("__metadata__", None)
-        entries = {}
-        for name, entry in header.items():
-            start, stop = (8 + length + offset for offset in entry["data_offsets"])
-            entries[name] = TensorEntry(name, file, entry["dtype"], tuple(entry["shape"]), start, stop)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            # Decoded here: `json` would guess UTF-16 from the bytes.
+            header = json.loads(
+                stream.read(length).decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant
+            )
+        if not isinstance(header, dict):
+            raise ValueError(f"its header is {header!r:.60}, not an object")
+        metadata = header.pop("__metadata__", None)
+        if not isinstance(metadata or {}, dict) or not all(isinstance(text, str) for text in (metadata or {}).values()):
+            raise ValueError(f"__metadata__ is {metadata!r:.60}, not an object of strings")
+        entries = {name: _entry(name, value, file, 8 + length) for name, value in header.items()}
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{file} is not a readable safetensors file ({error}); download or copy it again"
         ) from error
-    known = DTYPES | INTEGERS
-    for entry in entries.values():
-        if entry.dtype in known and prod(entry.shape) * known[entry.dtype].itemsize != entry.stop - entry.start:
+    end = 8 + length
+    for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.stop)):
+        if entry.start != end:
             raise CheckpointError(
-                f"{file} is damaged: {entry.name} has shape {entry.shape} but {entry.stop - entry.start} bytes"
+                f"{file} is damaged: {entry.name!r:.80} begins at byte {entry.start}, and what is before it ends at "
+                f"{end}; download or copy it again"
             )
-    end = max((entry.stop for entry in entries.values()), default=8 + length)
-    if end > size:
+        end = entry.stop
+    if end != size:
+        what = "truncated" if end > size else "damaged"
         raise CheckpointError(
-            f"{file} is truncated: its header describes {end} bytes, it has {size}; download or copy it again"
+            f"{file} is {what}: its header describes {end} bytes, it has {size}; download or copy it again"
         )
     return entries
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in found if names.count(name) > 1)!r:.60} is in its header twice")
+    return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"its header has {name}")
+
+
+def _entry(name: str, value: Any, file: Path, data: int) -> TensorEntry:
+    """One tensor of a header; its data begin at byte ``data`` of the file.
+
+    Raises:
+      ValueError: it is malformed.
+    """
+    name.encode()  # half a surrogate could not be shown
+    if not isinstance(value, dict):
+        raise ValueError(f"{name!r:.60} is {value!r:.60}, not an object")
+    dtype = value.get("dtype")
+    if not isinstance(dtype, str):
+        raise ValueError(f"{name!r:.60} has dtype {dtype!r:.60}, not a string")
+    shape = _counts(name, value, "shape")
+    if len(shape) > _MAX_AXES:
+        raise ValueError(f"{name!r:.60} has a shape of {len(shape)} axes; at most {_MAX_AXES} are supported")
+    offsets = _counts(name, value, "data_offsets")
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"{name!r:.60} has data_offsets {offsets!r:.60}, not a beginning and an end")
+    start, stop = (data + offset for offset in offsets)
+    item = (DTYPES | INTEGERS).get(dtype)
+    if item is not None:
+        if prod(shape) * item.itemsize != stop - start:
+            raise ValueError(f"{name!r:.60} has shape {shape} of {dtype}, but {stop - start} bytes")
+        if prod(filter(None, shape)) * item.itemsize >= 2**63:  # no array has such a shape, empty or not
+            raise ValueError(f"{name!r:.60} has shape {shape!r:.60}, which is too large")
+    return TensorEntry(name, file, dtype, tuple(shape), start, stop)
+
+
+def _counts(name: str, entry: Mapping[str, Any], key: str) -> list[int]:
+    value = entry.get(key)
+    if not isinstance(value, list) or not all(type(each) is int and each >= 0 for each in value):
+        raise ValueError(f"{name!r:.60} has {key} {value!r:.60}, not a list of integers of at least 0")
+    return value
 
 
 def read_headers(files: Iterable[Path]) -> dict[str, TensorEntry]:

@@ -1,0 +1,166 @@
+"""Damaged headers of safetensors files: a CheckpointError, or the tensors that the safetensors library reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
+
+from specjax.checkpoint import CheckpointError
+from specjax.checkpoint.readers import read_header
+
+TENSORS = {
+    "a": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "b": np.arange(4, dtype=np.float16),
+    "c": np.ones((0, 5), "f4"),
+}
+HEADER = {
+    "__metadata__": {"format": "pt"},
+    "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+    "b": {"dtype": "F16", "shape": [4], "data_offsets": [24, 32]},
+    "c": {"dtype": "F32", "shape": [0, 5], "data_offsets": [32, 32]},
+}
+DATA = b"".join(tensor.tobytes() for tensor in TENSORS.values())
+
+ODD = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 40), st.sampled_from([2**31, 2**63, 2**64, 10**30, -(10**30)]),
+    st.floats(), st.text(max_size=3), st.sampled_from(["F32", "F16", "BF16", "I64", "BOOL", "F8_E4M3", "\ud800"]),
+    st.lists(st.one_of(st.integers(-1, 40), st.booleans(), st.floats(), st.none()), max_size=4),
+    st.dictionaries(st.text(max_size=2), st.integers(0, 3), max_size=2),
+)  # fmt: skip
+
+
+@st.composite
+def headers(draw) -> str:
+    """The header with one to three of its parts replaced, removed or added."""
+    header = json.loads(json.dumps(HEADER))
+    for _ in range(draw(st.integers(1, 3))):
+        name = draw(st.sampled_from([*HEADER, "d", "\ud800"]))
+        entry = header.get(name)
+        key = draw(st.sampled_from(["dtype", "shape", "data_offsets", "more"]))
+        kind = draw(st.sampled_from(["entry", "no entry", "key", "no key", "item"]))
+        if kind == "no entry":
+            header.pop(name, None)
+        elif kind == "entry" or not isinstance(entry, dict):
+            header[name] = draw(st.one_of(ODD, st.sampled_from([HEADER["a"], HEADER["b"], HEADER["c"]])))
+        elif kind == "no key":
+            entry.pop(key, None)
+        elif kind == "item" and isinstance(entry.get(key), list) and entry[key]:
+            entry[key][draw(st.integers(0, len(entry[key]) - 1))] = draw(ODD)
+        else:
+            entry[key] = draw(ODD)
+    return json.dumps(header)
+
+
+def write(folder: Path, header: bytes, data: bytes = DATA) -> Path:
+    file = folder / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data)
+    return file
+
+
+def check(file: Path) -> None:
+    try:
+        found = {name: entry.read(integers=True) for name, entry in read_header(file).items()}
+    except CheckpointError as error:
+        message = str(error)
+        message.encode()
+        if str(file) not in message:
+            raise
+        return
+    with safe_open(file, "np") as opened:
+        assert set(opened.keys()) == set(found)
+        for name, tensor in found.items():
+            if str(tensor.dtype) == "bfloat16":
+                continue
+            expected = opened.get_tensor(name)
+            assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape)
+            assert tensor.tobytes() == expected.tobytes()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("headers")
+
+
+def test_a_whole_file(folder):
+    file = write(folder, json.dumps(HEADER).encode())
+    check(file)
+    assert {name: entry.read().tolist() for name, entry in read_header(file).items()} == {
+        name: tensor.tolist() for name, tensor in TENSORS.items()
+    }
+
+
+@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
+@given(headers())
+def test_changed_parts(folder, header):
+    check(write(folder, header.encode()))
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=4), st.integers(0, 400), st.integers(0, 4))
+def test_changed_bytes(folder, data, at, removed):
+    text = json.dumps(HEADER).encode()
+    check(write(folder, text[:at] + data + text[at + removed :]))
+
+
+@settings(max_examples=100)
+@given(st.binary(max_size=60))
+@example(b"")
+@example((2**63).to_bytes(8, "little") + b"{}")
+@example(b"\x02" + bytes(7) + b"{}")
+def test_any_bytes(folder, data):
+    file = folder / "any.safetensors"
+    file.write_bytes(data)
+    check(file)
+
+
+def changed(name: str, **parts) -> bytes:
+    return json.dumps(HEADER | {name: HEADER[name] | parts}).encode()
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    {
+        "negative offset": (changed("a", data_offsets=[-24, 0]), "data_offsets"),
+        "reversed": (changed("a", data_offsets=[24, 0]), "a beginning and an end"),
+        "three offsets": (changed("a", data_offsets=[0, 24, 32]), "a beginning and an end"),
+        "huge offset": (changed("b", data_offsets=[24, 10**30]), "bytes"),
+        "bool offset": (changed("c", data_offsets=[32, True]), "data_offsets"),
+        "float size": (changed("a", shape=[2.0, 3]), "shape"),
+        "negative sizes": (changed("a", shape=[-2, -3]), "shape"),
+        "text as shape": (changed("a", shape="23"), "shape"),
+        "many axes": (changed("a", shape=[2, 3] + [1] * 70), "axes"),
+        "huge empty": (changed("c", shape=[0, 2**62]), "too large"),
+        "dtype": (changed("a", dtype=["F32"]), "dtype"),
+        "overlap": (changed("b", data_offsets=[20, 28]), "'b' begins at"),
+        "gap": (json.dumps({"b": HEADER["b"]}).encode(), "'b' begins at"),
+        "rest": (json.dumps({"a": HEADER["a"]}).encode(), "damaged"),
+        "beyond": (changed("c", shape=[40, 5], data_offsets=[32, 832]), "truncated"),
+        "twice": (b'{"a": {}, "a": {}}', "twice"),
+        "twice inside": (b'{"a": {"dtype": "F32", "dtype": "F16", "shape": [], "data_offsets": [0, 2]}}', "twice"),
+        "list": (b"[1, 2]", "not an object"),
+        "entry": (b'{"a": [1]}', "not an object"),
+        "metadata": (b'{"__metadata__": {"a": 1}}', "__metadata__"),
+        "not UTF-8": (b'{"\xff": {}}', "utf-8"),
+        "UTF-16": ("{}".encode("utf-16"), "utf-8"),
+        "deep": (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "recursion"),
+        "NaN": (b'{"a": NaN}', "NaN"),
+        "surrogate": (rb'{"\ud800": {}}', "surrogates"),
+        "digits": (b'{"a": ' + b"9" * 5000 + b"}", "digits"),
+    }.values(),
+)  # fmt: skip
+def test_what_is_wrong_is_said(folder, header, message):
+    with pytest.raises(CheckpointError, match=message):
+        read_header(write(folder, header))
+
+
+def test_the_library_refuses_the_same_layouts(folder):
+    """Gaps, overlaps and a rest are no invention of ours."""
+    for header in (changed("b", data_offsets=[20, 28]), json.dumps({"a": HEADER["a"]}).encode()):
+        with pytest.raises(SafetensorError), safe_open(write(folder, header), "np"):
+            pass
