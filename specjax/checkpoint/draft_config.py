@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.hf_config import flag, refuse_unsupported
+from specjax.checkpoint.hf_config import ROPE_SECTIONS, flag, refuse_unsupported
 
 TAPS_KEY = "eagle_aux_hidden_state_layer_ids"
 _LAYER_KEY = "transformer_layer_config"
@@ -26,7 +26,11 @@ def layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
     nested = config.get(_LAYER_KEY) or {}
     if not isinstance(nested, Mapping):
         raise CheckpointError(f"config.json: {_LAYER_KEY} is {nested!r:.80}; an object is needed")
-    merged = {key: value for part in (config, nested) for key, value in part.items() if value is not None}
+    # The layer's own rotary embedding as a whole: parts of the other's would contradict it.
+    ropes = ("rope_theta", *ROPE_SECTIONS)
+    hidden = ropes if any(nested.get(key) is not None for key in ropes) else ()
+    outer = {key: value for key, value in config.items() if key not in hidden}
+    merged = {key: value for part in (outer, nested) for key, value in part.items() if value is not None}
     # Qwen2 configs carry a window that is switched off.
     if not merged.get("use_sliding_window", True):
         merged.pop("sliding_window", None)

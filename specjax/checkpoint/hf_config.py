@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from specjax.checkpoint.errors import CheckpointError, listed
@@ -17,6 +18,8 @@ ABSENT_MEANS: dict[str, dict[str, Any]] = {
 }
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", "linear", "llama3")
+# Where transformers 5 and 4 say it.
+ROPE_SECTIONS = ("rope_parameters", "rope_scaling")
 
 
 def model_config(hf_config: Mapping[str, Any], *, dtype: str = "auto", platform: str | None = None) -> ModelConfig:
@@ -36,6 +39,12 @@ def model_config(hf_config: Mapping[str, Any], *, dtype: str = "auto", platform:
     if architecture is None:
         raise CheckpointError(
             f"config.json: architectures is {architectures or 'absent'}; supported: {listed(ARCHITECTURES)}"
+        )
+    if code := hf_config.get("auto_map"):
+        named = listed(code) if isinstance(code, Mapping) else f"{code!r:.80}"
+        raise CheckpointError(
+            f"config.json: auto_map ({named}) says that the model is computed by Python code of its own, which is not "
+            f"run here and may differ from {architecture}; remove the key if the code is that of transformers"
         )
     hf_config = ABSENT_MEANS[architecture] | dict(hf_config)
     refuse_unsupported(hf_config)
@@ -85,34 +94,75 @@ def refuse_unsupported(hf_config: Mapping[str, Any]) -> None:
 
 
 def rope(hf_config: Mapping[str, Any], max_positions: int) -> RopeConfig:
-    """The rotary embedding that ``hf_config`` describes; ``max_positions`` is what llama3 scaling starts from."""
-    # transformers 5 keeps everything in rope_parameters; 4 has rope_theta beside an optional rope_scaling.
-    section = "rope_parameters" if hf_config.get("rope_parameters") else "rope_scaling"
-    scaling: Mapping[str, Any] = hf_config.get(section) or {}
-    if not isinstance(scaling, Mapping):
-        raise CheckpointError(f"config.json: {section} is {scaling!r}; it must be an object or null")
-    theta = number(scaling, "rope_theta", number(hf_config, "rope_theta", 10000.0))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in ROPE_TYPES:
-        raise CheckpointError(f"config.json: {section} has rope type {kind!r}; supported: {', '.join(ROPE_TYPES)}")
-    partial = scaling.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise CheckpointError(f"config.json: partial_rotary_factor is {partial}; supported: 1.0")
+    """The rotary embedding that ``hf_config`` describes; ``max_positions`` is what llama3 scaling starts from.
+
+    transformers 5 keeps everything in ``rope_parameters``; 4 has ``rope_theta`` beside an optional ``rope_scaling``.
+    Where several of the three are there, each must be supported, and they must agree.
+
+    Raises:
+      CheckpointError: they do not, or one of them is malformed or not supported.
+    """
+    sections = {key: hf_config[key] for key in ROPE_SECTIONS if hf_config.get(key) not in (None, {})}
+    scalings = {key: _scaling(key, section, max_positions) for key, section in sections.items()}
+    if len(set(scalings.values())) > 1:
+        raise _disagreement({key: dict(section) for key, section in sections.items()})
+    thetas = {
+        name: number(holder, "rope_theta")
+        for name, holder in {
+            "rope_theta": hf_config,
+            **{f"{key}.rope_theta": sections[key] for key in sections},
+        }.items()
+        if holder.get("rope_theta") is not None
+    }
+    if len(set(thetas.values())) > 1:
+        raise _disagreement(thetas)
+    for holder in (hf_config, *sections.values()):
+        if (partial := given(holder, "partial_rotary_factor", 1)) != 1:
+            raise CheckpointError(f"config.json: partial_rotary_factor is {partial!r:.80}; supported: 1.0")
+    scaling = next(iter(scalings.values()), RopeConfig())
+    return replace(scaling, theta=next(iter(thetas.values()), 10000.0))
+
+
+def _disagreement(said: Mapping[str, Any]) -> CheckpointError:
+    values = " and ".join(f"{key} is {value!r:.200}" for key, value in said.items())
+    return CheckpointError(f"config.json: {values}; they must mean the same, or only one of them may be there")
+
+
+def _scaling(name: str, section: Any, max_positions: int) -> RopeConfig:
+    """How the section ``name`` stretches the rotary embedding; its theta is left out."""
+    if not isinstance(section, Mapping):
+        raise CheckpointError(f"config.json: {name} is {section!r:.80}; it must be an object or null")
+    if by_layer := [key for key, value in section.items() if isinstance(value, Mapping)]:
+        raise CheckpointError(
+            f"config.json: {name} is given by layer type ({listed(by_layer)}); supported: one for all layers"
+        )
+    kinds = [section[key] for key in ("rope_type", "type") if section.get(key) is not None]
+    for kind in kinds:
+        if kind not in ROPE_TYPES:
+            raise CheckpointError(f"config.json: {name} has rope type {kind!r:.80}; supported: {', '.join(ROPE_TYPES)}")
+    if len(set(kinds)) > 1:
+        raise CheckpointError(f"config.json: {name} has rope_type {kinds[0]!r} and type {kinds[1]!r}; give one of them")
+    if not kinds and (factor := given(section, "factor", 1)) != 1:
+        raise CheckpointError(
+            f"config.json: {name} has factor {factor!r:.80} and no rope_type; give one of: {', '.join(ROPE_TYPES)}"
+        )
+    kind = kinds[0] if kinds else "default"
     try:
         if kind == "default":
-            return RopeConfig(theta=theta)
+            return RopeConfig()
         if kind == "linear":
-            return RopeConfig(theta=theta, scaling="linear", factor=number(scaling, "factor"))
-        return RopeConfig(
-            theta=theta,
-            scaling="llama3",
-            factor=number(scaling, "factor"),
-            low_freq_factor=number(scaling, "low_freq_factor"),
-            high_freq_factor=number(scaling, "high_freq_factor"),
-            original_max_position=require(scaling, "original_max_position_embeddings", max_positions),
-        )
+            found = RopeConfig(scaling="linear", factor=number(section, "factor"))
+        else:
+            found = RopeConfig(
+                scaling="llama3",
+                factor=number(section, "factor"),
+                low_freq_factor=number(section, "low_freq_factor"),
+                high_freq_factor=number(section, "high_freq_factor"),
+                original_max_position=require(section, "original_max_position_embeddings", max_positions),
+            )
     except KeyError as error:
-        raise CheckpointError(f"config.json: {section} of type {kind} has no {error.args[0]!r}") from error
+        raise CheckpointError(f"config.json: {name} of type {kind} has no {error.args[0]!r}") from error
+    return RopeConfig() if found.factor == 1 else found
 
 
 def _dtype(hf_config: Mapping[str, Any], dtype: str, platform: str | None) -> str:
