@@ -204,12 +204,17 @@ def test_tolerated_extras(tmp_path):
 
 
 def test_tying_is_settled_by_the_tensors(tmp_path):
-    """As transformers 5: no head in the file is tied; a head that differs is not, whatever the flag says."""
+    """Without a flag, no head in the file is tied; a head that differs is not, whatever the flag says."""
     tensors = save_llama(tmp_path, tie_word_embeddings=True)
     config_file = tmp_path / "config.json"
     config = json.loads(config_file.read_text())
-    config_file.write_text(json.dumps({**config, "tie_word_embeddings": False}))
-    assert read(tmp_path)[1].tied_embeddings
+    for absent in ({"tie_word_embeddings": None}, {}):
+        config_file.write_text(json.dumps({k: v for k, v in config.items() if k != "tie_word_embeddings"} | absent))
+        assert read(tmp_path)[1].tied_embeddings
+    for wrong in (False, "no", 0):
+        config_file.write_text(json.dumps({**config, "tie_word_embeddings": wrong}))
+        with pytest.raises(CheckpointError, match=f"tie_word_embeddings is {wrong!r}, and there is no lm_head.weight"):
+            read(tmp_path)
     config_file.write_text(json.dumps({**config, "tie_word_embeddings": True}))
     head = tensors["model.embed_tokens.weight"] + 1
     rewrite(tmp_path, lambda stored: stored.update({"lm_head.weight": head}))
@@ -286,6 +291,11 @@ def test_hub_download_asks_for_what_is_needed(tmp_path, monkeypatch):
 
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], **SIZES}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+THETA = {"rope_theta": 7.0}
 
 
 def test_config_defaults_and_both_rope_styles():
@@ -304,6 +314,25 @@ def test_config_defaults_and_both_rope_styles():
 
 
 @pytest.mark.parametrize(
+    ("twice", "once"),
+    [
+        ({"rope_parameters": LLAMA3, "rope_scaling": LLAMA3, "rope_theta": 7}, {"rope_scaling": LLAMA3 | THETA}),
+        ({"rope_parameters": LLAMA3 | THETA, "rope_scaling": LLAMA3}, {"rope_scaling": LLAMA3, "rope_theta": 7}),
+        ({"rope_scaling": LLAMA3 | {"type": "llama3"}, "rope_parameters": {}}, {"rope_parameters": LLAMA3}),
+        ({"rope_parameters": {"rope_theta": 7, "rope_type": "default"}, "rope_scaling": None}, {"rope_theta": 7.0}),
+        ({"rope_parameters": {"rope_theta": 7}, "rope_theta": 7.0}, {"rope_theta": 7.0}),
+        ({"rope_scaling": {"type": "linear", "factor": 1.0}, "rope_parameters": {"rope_type": "default"}}, {}),
+        ({"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+         {"rope_scaling": {"type": "linear", "factor": 2}}),
+        ({"auto_map": {}}, {}),
+    ],
+    ids=lambda value: str(value)[:40],
+)  # fmt: skip
+def test_config_that_says_a_thing_twice(twice, once):
+    assert model_config(CONFIG | twice) == model_config(CONFIG | once)
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM.*LlamaForCausalLM"),
@@ -317,6 +346,40 @@ def test_config_defaults_and_both_rope_styles():
         ({"num_key_value_heads": 3}, r"\(4\) must be a multiple of num_key_value_heads \(3\)"),
         ({"hidden_size": None}, "hidden_size is None"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        (
+            {"rope_parameters": LLAMA3, "rope_scaling": LLAMA3 | {"factor": 2}},
+            r"rope_parameters is .* and rope_scaling is",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default"}, "rope_scaling": LLAMA3},
+            r"rope_parameters is .* and rope_scaling",
+        ),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn"}}, "rope_scaling has .*'yarn'"),
+        ({"rope_parameters": {"rope_type": "yarn"}, "rope_scaling": LLAMA3}, "rope_parameters has .*'yarn'"),
+        (
+            {"rope_parameters": LLAMA3 | {"rope_theta": 7}, "rope_theta": 8},
+            "theta is 8.0 and rope_parameters.rope_theta is 7.0",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 7.0}, "rope_scaling": {"rope_theta": 8.0}},
+            "rope_scaling.rope_theta is 8.0",
+        ),
+        ({"rope_parameters": {"rope_theta": 7.0}, "rope_theta": "7"}, "rope_theta is '7'; a positive number"),
+        (
+            {"rope_parameters": {"full_attention": LLAMA3, "sliding_attention": {}}},
+            "rope_parameters is given by layer type",
+        ),
+        ({"rope_scaling": {"full_attention": LLAMA3}}, r"rope_scaling is given by layer type \(full_attention\)"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "type": "default", "factor": 2.0}},
+            "rope_type 'linear' and type 'def",
+        ),
+        ({"rope_scaling": {"factor": 2.0}}, "factor 2.0 and no rope_type"),
+        ({"rope_scaling": {"rope_type": ["linear"]}}, "rope type"),
+        ({"rope_scaling": [1]}, "rope_scaling is .*must be an object"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, r"auto_map \(AutoModelForCausalLM\)"),
+        ({"auto_map": ["x"]}, "auto_map"),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -39,31 +39,28 @@ class ModelFiles:
 def read_folder(name: str, folder: Path) -> ModelFiles:
     """The model in ``folder``: config.json and safetensors, single or sharded.
 
-    ``tie_word_embeddings`` is settled here, the way transformers does it: no ``lm_head.weight`` means tied,
-    whatever the flag; a flag that says tied beside an ``lm_head.weight`` that differs from the embedding means untied.
+    ``tie_word_embeddings`` is settled here. Where the key is absent, no ``lm_head.weight`` means tied: with
+    transformers' default for the key, false, the model would have no output matrix at all. A flag that says tied beside
+    an ``lm_head.weight`` that differs from the embedding means untied, as in transformers.
 
     Raises:
-      CheckpointError: no config.json, no safetensors, a shard missing or damaged.
+      CheckpointError: no config.json, no safetensors, a shard missing or damaged, or a flag that says untied beside
+        weights without an ``lm_head.weight``.
     """
     config = dict(read_json(folder / "config.json", name))
     weights = find_weights(name, folder)
     tensors = read_headers(weights)
     head, embed = tensors.get(HEAD_TENSOR), tensors.get(EMBED_TENSOR)
     if head is None and embed is not None:
+        if (tied := config.get("tie_word_embeddings")) is not None and tied is not True:
+            raise CheckpointError(
+                f"{folder / 'config.json'}: tie_word_embeddings is {tied!r:.80}, and there is no {HEAD_TENSOR}; write "
+                "true if the output matrix is the embedding, or copy the weights again: a shard may be missing"
+            )
         config["tie_word_embeddings"] = True
     elif head is not None and embed is not None and config.get("tie_word_embeddings"):
         config["tie_word_embeddings"] = same_content(head, embed)
     return ModelFiles(name, folder, config, weights)
-
-
-def stop_token_ids(files: ModelFiles) -> tuple[int, ...]:
-    """The ids that end a text: ``eos_token_id`` of generation_config.json, else of config.json; may be empty."""
-    file = files.folder / "generation_config.json"
-    generation = read_json(file, files.name) if file.is_file() else {}
-    value = generation.get("eos_token_id", files.config.get("eos_token_id"))
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)
 
 
 def read_json(file: Path, name: str) -> Mapping[str, Any]:
@@ -79,7 +76,7 @@ def read_json(file: Path, name: str) -> Mapping[str, Any]:
             f"{file.parent} (given as {name!r}) has no {file.name}; a model folder needs config.json, tokenizer files "
             f"and {SINGLE_NAME} (or shards with {INDEX_NAME}), as transformers' save_pretrained writes them"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read as JSON ({error}); copy or download it again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} holds a {type(value).__name__}, not a JSON object; copy or download it again")
@@ -120,7 +117,10 @@ def find_weights(name: str, folder: Path, *, torch_too: bool = False) -> tuple[P
 
 def _shards(index: Path, name: str) -> tuple[Path, ...]:
     folder = index.parent
-    shards = set(read_json(index, name).get("weight_map", {}).values())
+    weight_map = read_json(index, name).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CheckpointError(f"{index}: weight_map is {weight_map!r:.80}; an object of file names is needed")
+    shards = set(weight_map.values())
     outside = {shard for shard in shards if Path(shard).name != shard}
     if outside or not shards:
         raise CheckpointError(

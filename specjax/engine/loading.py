@@ -108,9 +108,7 @@ def load(
     drafter = make_drafter(name, flags, target=target, head=head, backend=backend, automatic=tree)
     if shipped is not None:
         drafter = drafter._replace(note=f"{drafter.note}; the head {shipped.name}, which comes with specjax")
-    eos = checkpoint.stop_token_ids(files)
-    if not eos and isinstance(tokenizer.eos_token_id, int):
-        eos = (tokenizer.eos_token_id,)
+    eos = checkpoint.stop_token_ids(files, tokenizer, config.vocab_size)
     return Loaded(target, Params(weights, draft), tokenizer, drafter, eos)
 
 

@@ -115,8 +115,7 @@ def prepare(options: TrainOptions) -> Inputs:
     config = checkpoint.model_config(files.config, dtype=model.dtype)
     template = model.chat_template
     tokenizer = checkpoint.load_tokenizer(files, folder=model.tokenizer_path, chat_template=template)
-    end: Any = tokenizer.eos_token_id
-    eos = tuple(checkpoint.stop_token_ids(files)) or (() if end is None else (end,))
+    eos = checkpoint.stop_token_ids(files, tokenizer, config.vocab_size)
     params: dict[str, Any] | None = None
     if wanted.init_from is None:
         head = draft.head_config(wanted, config, eos)

@@ -282,8 +282,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     vocabulary = max(tokenizer.get_vocab().values()) + 1
     size = min(DEFAULT_SIZE, vocabulary) if args.size is None else args.size
     # A stop id that the tokenizer does not have is a config's of another tokenizer: nothing could read it.
-    named = [*stop_token_ids(files), tokenizer.eos_token_id]
-    ends = sorted({token for token in named if isinstance(token, int) and token < vocabulary})
+    ends = sorted(token for token in stop_token_ids(files, tokenizer) if token < vocabulary)
     if size > vocabulary:
         raise ValueError(f"--size {size} is more than the {vocabulary} ids of the tokenizer {args.tokenizer}")
     if size < len(ends):

@@ -1,0 +1,127 @@
+"""What generation_config.json says: the ids that end a text, and how a model's publisher samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from specjax.checkpoint import CheckpointError, ModelFiles, sampling_defaults, stop_token_ids
+from specjax.checkpoint.generation import NEUTRAL
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A model's files with this config.json and generation_config.json."""
+
+    def made(config: dict[str, Any], generation: Any = None) -> ModelFiles:
+        if generation is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        return ModelFiles("it", Path(tmp_path), config, ())
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "own", "expected"),
+    [
+        ({}, None, None, ()),
+        ({}, None, 7, (7,)),
+        ({"eos_token_id": 2}, None, None, (2,)),
+        ({"eos_token_id": 2}, {}, 7, (2, 7)),
+        ({"eos_token_id": 2}, {"eos_token_id": None}, None, (2,)),
+        ({"eos_token_id": 2}, {"eos_token_id": [4, 2, 4]}, 7, (4, 2, 7)),
+        ({"eos_token_id": [2, 3]}, {"eos_token_id": 0}, 2, (0, 2, 3)),
+        ({"eos_token_id": []}, {"eos_token_id": []}, None, ()),
+        ({}, {}, 300, ()),
+    ],
+)
+def test_a_text_ends_at_any_of_them(model, config, generation, own, expected):
+    files = model(config, generation)
+    assert stop_token_ids(files, SimpleNamespace(eos_token_id=own), 300) == expected
+    assert set(stop_token_ids(files)) == set(expected) - ({own} - set(stop_token_ids(files)))
+
+
+@pytest.mark.parametrize("value", ["2", True, -1, 300, 2.0, [2, "3"], [False], [None], {"a": 1}, [[2]], 10**30])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_wrong_end_ids_are_named(model, name, value):
+    wrong = {"eos_token_id": value}
+    files = model(wrong) if name == "config.json" else model({}, wrong)
+    with pytest.raises(CheckpointError, match=rf"/{name}: eos_token_id is .*from 0 to 299"):
+        stop_token_ids(files, None, 300)
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        (None, {}),
+        ({}, {}),
+        ({"temperature": 0.2, "top_p": 0.9}, {"temperature": 0.2, "top_p": 0.9}),
+        ({"temperature": 1, "top_k": 50, "do_sample": True}, {"temperature": 1.0, "top_k": 50}),
+        ({"top_k": 0, "min_p": 0, "repetition_penalty": 1.1}, {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.1}),
+        ({"top_k": 40.0, "temperature": None, "max_length": 4096, "use_cache": False}, {"top_k": 40}),
+        ({"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.2, "do_sample": False},
+         {"temperature": 0.0, "repetition_penalty": 1.2}),
+        ({"top_k": 5, "num_beams": 1, "length_penalty": 0.5, "transformers_version": "5.0"}, {"top_k": 5}),
+    ],
+)  # fmt: skip
+def test_how_the_publisher_samples(model, generation, expected):
+    found = sampling_defaults(model({}, generation))
+    assert found == expected
+    assert all(type(value) is type(expected[key]) for key, value in found.items())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("temperature", value) for value in ("0.6", True, -0.1, 1e5, float("nan"), float("inf"), [1], 10**400)),
+        *(("top_p", value) for value in (0, 1.1, -1, "1", False)),
+        *(("top_k", value) for value in (-2, 1.5, "5", True, 2**31)),
+        *(("min_p", value) for value in (-0.1, 1.5, {})),
+        *(("repetition_penalty", value) for value in (0, -1, 2.5, "1")),
+        ("do_sample", "yes"),
+        ("do_sample", 1),
+    ],
+)
+def test_values_out_of_range_are_named(model, key, value):
+    with pytest.raises(CheckpointError, match=rf"generation_config.json: {key} is .* needed"):
+        sampling_defaults(model({}, {key: value}))
+
+
+CHANGES = {
+    "suppress_tokens": [5], "begin_suppress_tokens": [220, 50256], "forced_bos_token_id": 0, "forced_eos_token_id": 2,
+    "bad_words_ids": [[3]], "no_repeat_ngram_size": 3, "sequence_bias": [[[3], 1.0]], "min_length": 5,
+    "min_new_tokens": True, "num_beams": 4, "typical_p": 0.9, "guidance_scale": 1.5, "penalty_alpha": 0.6,
+    "stop_strings": ["end"], "watermarking_config": {"a": 1}, "epsilon_cutoff": 3e-4, "token_healing": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), CHANGES.items())
+def test_what_would_change_the_text_is_refused_by_name(model, tmp_path, key, value):
+    with pytest.raises(CheckpointError, match=rf"generation_config.json: {key} is .*--sampling-defaults openai"):
+        sampling_defaults(model({}, {key: value}))
+    (tmp_path / "generation_config.json").unlink()
+    with pytest.raises(CheckpointError, match=rf"/config.json: {key} is "):
+        sampling_defaults(model({key: value}))
+    assert sampling_defaults(model({key: value}, {"top_k": 3})) == {"top_k": 3}, (
+        "transformers reads only one of the two"
+    )
+
+
+def test_neutral_values_pass(model):
+    assert sampling_defaults(model({}, dict.fromkeys(NEUTRAL))) == {}
+    for neutral in zip(*([*values, *values][:2] for values in NEUTRAL.values() if values), strict=True):
+        generation = dict(zip([key for key, values in NEUTRAL.items() if values], neutral, strict=True))
+        assert sampling_defaults(model({}, generation)) == {}
+    assert sampling_defaults(model({}, {"no_repeat_ngram_size": 0.0, "typical_p": 1})) == {}
+
+
+def test_transformers_own_defaults_pass(model):
+    from transformers import GenerationConfig
+
+    assert sampling_defaults(model({}, GenerationConfig().to_dict())) == {}
+    full = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.0, "typical_p": 1.0, "num_beams": 1}
+    assert sampling_defaults(model({}, full)) == {key: full[key] for key in list(full)[:4]}
