@@ -23,7 +23,7 @@ from specjax.drafters import (
     is_automatic,
 )
 from specjax.engine import EngineConfig
-from specjax.engine.loading import AUTO_ATTENTION, HEAD_FLAGS
+from specjax.engine.loading import AUTO_ATTENTION, FROM_MODEL, HEAD_FLAGS, SAMPLING_DEFAULTS
 from specjax.settings import setting
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,13 @@ class ModelSettings:
     tokenizer_path: str | None = setting(None, "a folder with a tokenizer; default: the model's", metavar="FOLDER")
     chat_template: str | None = setting(
         None, "a file with a Jinja template of chat messages; default: the tokenizer's", metavar="FILE"
+    )
+    sampling_defaults: str = setting(
+        FROM_MODEL,
+        "how to draw where a request does not say: model = the temperature, top_p, top_k, min_p and repetition_penalty "
+        "of the model's generation_config.json; openai = leave these unread, as the protocol has it: temperature 1",
+        choices=SAMPLING_DEFAULTS,
+        parse=str.lower,
     )
     dtype: str = setting(
         "auto",
@@ -204,6 +211,7 @@ def engine_arguments(settings: Settings) -> dict[str, Any]:
         "revision": model.revision,
         "tokenizer_path": model.tokenizer_path,
         "chat_template": model.chat_template,
+        "sampling_defaults": model.sampling_defaults,
         "dtype": model.dtype,
         "algorithm": algorithm,
         "algorithm_flags": drafting,

@@ -241,15 +241,17 @@ def run(
 DEFAULTS = flags.Settings(engine=flags.EngineSettings(max_running_requests=8))
 TABLES = ("model", "engine", "speculative")
 
+OF_MODEL = "default: the model's (--sampling-defaults)"
 SAMPLING_HELP = {
     "max_new_tokens": "most tokens to generate",
-    "temperature": "0 = greedy",
-    "top_p": "nucleus: the likeliest tokens that sum to this probability",
-    "top_k": "only the k likeliest tokens; -1 = off",
-    "min_p": "drop tokens less likely than this share of the likeliest one",
+    "temperature": f"0 = greedy; {OF_MODEL}, else 0",
+    "top_p": f"nucleus: the likeliest tokens that sum to this probability; {OF_MODEL}, else 1",
+    "top_k": f"only the k likeliest tokens, -1 = off; {OF_MODEL}, else off",
+    "min_p": f"drop tokens less likely than this share of the likeliest one; {OF_MODEL}, else 0",
     "frequency_penalty": "-2 to 2, for each time a token was generated",
     "presence_penalty": "-2 to 2, once for a token that was generated",
-    "repetition_penalty": "above 0 to 2; divides the logits of tokens in prompt or output; 1 = off",
+    "repetition_penalty": "above 0 to 2; divides the logits of tokens in prompt or output, 1 = off; "
+    f"{OF_MODEL}, else off",
     "min_new_tokens": "stop ids cannot be drawn before this many tokens",
     "seed": "line i of the input uses seed + i, unless it has its own",
 }
@@ -280,7 +282,8 @@ def build_parser() -> argparse.ArgumentParser:
     defaults = {field.name: field.default for field in fields(SamplingParams)} | {"seed": 0}
     for name, text in SAMPLING_HELP.items():
         kind = float if isinstance(defaults[name], float) else int
-        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, default=defaults[name], help=text)
+        shown = None if OF_MODEL in text else defaults[name]
+        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, default=shown, help=text)
     sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop string; may be repeated")
     sampling.add_argument(
         "--stop-token-ids", type=int, nargs="+", default=[], metavar="ID", help="further tokens that end a completion"
@@ -289,23 +292,24 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def sampling_defaults(args: argparse.Namespace) -> dict[str, Any]:
+def sampling_given(args: argparse.Namespace) -> dict[str, Any]:
+    """What the flags say; those that are not given and whose default is the model's are left out."""
     names = (*SAMPLING_HELP, "stop", "stop_token_ids", "ignore_eos")
-    return {name: getattr(args, name) for name in names}
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
 def main(argv: list[str] | None = None) -> int:
     args, chosen = settings.parse(build_parser(), argv, DEFAULTS)
     progress = not args.no_progress
     try:
-        defaults = sampling_defaults(args)
-        SamplingParams.from_mapping(defaults)
+        given = sampling_given(args)
+        SamplingParams.from_mapping(given)
         arguments = flags.engine_arguments(chosen)
         if args.input == "-":
-            lines = list(read_lines(getattr(sys.stdin, "buffer", sys.stdin), defaults))
+            texts: list[str | bytes] = list(getattr(sys.stdin, "buffer", sys.stdin))
         else:
             with Path(args.input).open("rb") as file:
-                lines = list(read_lines(file, defaults))
+                texts = list(file)
         target = Path(args.output)
         if args.input != "-" and target.exists() and target.samefile(args.input):
             raise ValueError(f"--output {args.output} is the input file")
@@ -317,6 +321,7 @@ def main(argv: list[str] | None = None) -> int:
         engine = Engine.from_pretrained(**arguments, progress=progress)
         if progress:
             print(f"Speculation: {speculation_note(engine.drafter, engine.buckets)}", file=sys.stderr)
+        lines = list(read_lines(texts, {**engine.sampling_defaults, **given}))
         with target.open("w", encoding="utf-8") as output:  # only now: a run that cannot start keeps the old file
             summary = run(engine, lines, output, progress=progress)
     except (CheckpointError, ValueError, NotImplementedError, OSError) as error:

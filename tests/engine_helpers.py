@@ -75,6 +75,14 @@ def decode(ids: List[int], *, skip: bool = True) -> str:
     return text
 
 
+def shown(ids: List[int]) -> str:
+    """The text of an output that has ended: a decode, less an incomplete character at its end, which is one that a
+    further byte goes on with."""
+    text = decode(ids)
+    goes_on = any(len(decode([*ids, *byte_ids(bytes([byte]))])) == len(text) for byte in (0x80, 0x90, 0xA0))
+    return text[:-1] if goes_on else text
+
+
 @functools.cache
 def toy(seed: int = 0, rows: int = 61, end: float = 0.0) -> Toy:
     """A table model over the tokenizer's vocabulary that mostly writes letters. `end`: what the end token gains."""
@@ -142,7 +150,7 @@ def check_plain(model: Toy, prompt: List[int], params: SamplingParams, found: Co
     assert found.output_ids == expected.tokens
     stopped = expected.finish == oracle.STOP
     assert found.finish_reason["type"] == ("stop" if stopped else "length")
-    assert found.text == decode(expected.tokens[:-1] if stopped else expected.tokens)
+    assert found.text == shown(expected.tokens[:-1] if stopped else expected.tokens)
 
 
 def check_idle(engine: Engine) -> None:

@@ -17,6 +17,7 @@ from specjax.checkpoint import (
     load_tokenizer,
     model_config,
     resolve,
+    sampling_defaults,
     stop_token_ids,
 )
 from specjax.checkpoint.cache import default_cache_dir
@@ -71,7 +72,8 @@ def test_config(files):
 def test_special_ids_and_chat_template(files):
     tokenizer = load_tokenizer(files)
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
-    assert stop_token_ids(files) == (2,)
+    assert stop_token_ids(files, tokenizer) == (2,)
+    assert sampling_defaults(files) == {"temperature": 0.2, "top_p": 0.9}
     assert len(tokenizer) == 49152
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi!"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -414,7 +414,8 @@ def test_gguf_equals_its_source(tmp_path, changes):
     assert_same_weights(params, tensors, config, head="lm_head.weight" in tensors)
     source = read(tmp_path / "source")[2]
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), params, source))
-    assert checkpoint.stop_token_ids(files) == (2,)
+    assert checkpoint.stop_token_ids(files, load_tokenizer(files)) == (2,)
+    assert checkpoint.sampling_defaults(files) == {}, "a GGUF does not say how its publisher samples"
 
 
 def test_gguf_quantised(tmp_path):

@@ -20,6 +20,7 @@ from engine_helpers import (
     make_engine,
     outcome,
     shared_engine,
+    shown,
     tokenizer,
     toy,
     wanted,
@@ -29,6 +30,7 @@ from specjax import make_drafter
 from specjax.engine import Engine, EngineConfig, SamplingParams, StreamChunk
 from specjax.engine.batch import BLOCK_TOKENS, CHUNK, HEAD_BLOCK_TOKENS, SMALL_CHUNK, Buckets, prefill_input
 from specjax.engine.compiled import Executables, Key
+from specjax.engine.intake import with_sampling
 from specjax.engine.request import completion
 
 ALGORITHMS = ("NONE", "NGRAM")
@@ -131,7 +133,7 @@ def test_a_limit_inside_an_accepted_run():
     for limit in range(30, 42):
         done = engine.generate(prompt, SamplingParams(max_new_tokens=limit))
         assert done.output_ids == full.output_ids[:limit]
-        assert done.text == decode(full.output_ids[:limit])
+        assert done.text == shown(full.output_ids[:limit])
         assert done.finish_reason == {"type": "length", "length": limit}
 
 
@@ -667,7 +669,7 @@ def test_texts_of_bytes_are_whole_characters():
     chunks = list(engine.generate([5], SamplingParams(logit_bias=bias, **params), stream=True))
     done = chunks[-1].completion
     assert set(done.output_ids) == {first, second}
-    assert done.text == decode(done.output_ids) == "".join(c.text for c in chunks)
+    assert done.text == shown(done.output_ids) == "".join(c.text for c in chunks)
     assert "é" in done.text
 
 
@@ -697,3 +699,18 @@ def test_an_interrupted_generate_leaves_nothing_behind(monkeypatch):
         engine.generate([70, 71], SamplingParams(max_new_tokens=4))
     assert not engine.scheduler.unfinished
     engine.check_integrity()
+
+
+def test_the_models_sampling_is_the_default_of_fields_by_name(monkeypatch):
+    """What a request does not name is the model's; a whole `SamplingParams` is taken as it is."""
+    engine, prompt = shared_engine("NONE"), [70, 71, 72]
+    monkeypatch.setattr(engine, "sampling_defaults", {"temperature": 0.9, "top_k": 20})
+    short = {"max_new_tokens": 12, "seed": 3}
+    drawn = engine.generate(prompt, SamplingParams(temperature=0.9, top_k=20, **short)).output_ids
+    greedy = engine.generate(prompt, SamplingParams(**short)).output_ids
+    assert drawn != greedy
+    assert engine.generate(prompt, short).output_ids == drawn
+    assert engine.generate(prompt, short | {"temperature": 0.0}).output_ids == greedy
+    found = engine.generate([prompt] * 3, [short, SamplingParams(**short), short | {"temperature": 0.0}])
+    assert [done.output_ids for done in found] == [drawn, greedy, greedy]
+    assert with_sampling(prompt, None, engine.sampling_defaults)[1][0][1] == SamplingParams(temperature=0.9, top_k=20)

@@ -101,6 +101,7 @@ def test_engine_arguments():
     """Every setting but the server's reaches `Engine.from_pretrained`."""
     found = flags.engine_arguments(ours(
         "--model-path", "m", "--revision", "r", "--tokenizer-path", "t", "--chat-template", "c", "--dtype", "bfloat16",
+        "--sampling-defaults", "OpenAI",
         "--max-running-requests", 2, "--max-total-tokens", 64, "--context-length", 32, "--page-size", 4,
         "--chunked-prefill-size", 8, "--mem-fraction", 0.5, "--attention-backend", "xla", "--disable-overlap-schedule",
         "--random-seed", -5, "--speculative-algorithm", "ngram", "--speculative-num-draft-tokens", 6,
@@ -118,7 +119,7 @@ def test_engine_arguments():
     )  # fmt: skip
     assert found == {
         "model": "m", "revision": "r", "tokenizer_path": "t", "chat_template": "c", "dtype": "bfloat16",
-        "algorithm": "NGRAM", "backend": "xla", "config": config,
+        "algorithm": "NGRAM", "backend": "xla", "config": config, "sampling_defaults": "openai",
     }  # fmt: skip
     assert "num_draft_tokens" not in flags.engine_arguments(DEFAULTS)["algorithm_flags"], "the drafter's choice"
 

@@ -2,17 +2,18 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import jax
 import pytest
-from engine_helpers import VOCABULARY, byte_ids, decode, tokenizer
+from engine_helpers import VOCABULARY, byte_ids, decode, shown, tokenizer
 from tiny_checkpoints import save_llama
 
 import specjax
-from specjax import generate, settings
+from specjax import SamplingParams, generate, settings
 
 FIELDS = [
     "id", "text", "output_ids", "prompt_tokens", "completion_tokens", "finish_reason", "spec_verify_ct",
@@ -89,7 +90,7 @@ def test_prompts_of_three_kinds(run):
         assert sum(bins) == row["spec_verify_ct"]
         assert sum(n * (drafts + 1) for drafts, n in enumerate(bins)) == row["completion_tokens"] - 1
         if row["finish_reason"]["type"] == "length":
-            assert row["text"] == decode(row["output_ids"])
+            assert row["text"] == shown(row["output_ids"])
     assert list(summary) == SUMMARY
     assert (summary["requests"], summary["failed"], summary["algorithm"]) == (4, 0, "NGRAM")
     assert isinstance(summary["device"], str) and summary["device"]
@@ -429,9 +430,38 @@ def test_defaults():
     """What the issue promises."""
     argv = ["--input", "a", "--output", "b"]
     args, chosen = settings.parse(generate.build_parser(), argv, generate.DEFAULTS)
-    assert (args.max_new_tokens, args.temperature, args.seed) == (128, 0.0, 0)
+    assert (args.max_new_tokens, args.seed) == (128, 0)
+    assert SamplingParams.from_mapping(generate.sampling_given(args)) == SamplingParams(seed=0), "greedy"
+    of_model = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
+    assert not of_model & set(generate.sampling_given(args)), "these are the model's"
+    args = generate.build_parser().parse_args([*argv, "--temperature", "0", "--top-k", "-1"])
+    assert generate.sampling_given(args).items() >= {"temperature": 0.0, "top_k": -1}.items(), "flags win"
     assert (chosen.model.model, chosen.model.dtype) == ("smollm2-135m-instruct", "auto")
     assert (chosen.speculative.speculative_algorithm, chosen.engine.max_running_requests) == ("AUTO", 8)
+
+
+def test_the_models_sampling_is_the_default(run, model, tmp_path):
+    """The line's own values win over the flags, these over the model's; all of it can be left out."""
+    folder = tmp_path / "sampled"
+    shutil.copytree(model, folder)
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"temperature": 0.9, "top_k": 30, "do_sample": True}))
+    greedy, drawn = {"temperature": 0.0}, {"temperature": 0.9, "top_k": 30}
+    lines = [GOOD | {"seed": 3} | own for own in ({}, greedy, drawn)]
+
+    def texts(*flags):
+        return [row["output_ids"] for row in run(lines, "--model", folder, *flags)[1]]
+
+    ours, cold, hot = texts()
+    assert ours == hot != cold
+    assert texts("--sampling-defaults", "openai") == [cold, cold, hot]
+    file.write_text(json.dumps({"suppress_tokens": [5]}))
+    assert (
+        generate.main(
+            ["--model", str(folder), "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "none")]
+        )
+        == 2
+    )
 
 
 def test_a_config_file(run, tmp_path):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_helpers import END, TEMPLATE, VOCABULARY, decode, tokenizer
+from engine_helpers import END, TEMPLATE, VOCABULARY, shown, tokenizer
 from tiny_checkpoints import save_llama
 
 from specjax import checkpoint, flags
@@ -113,7 +113,7 @@ def test_what_is_written(files):
         stopped = row["finish_reason"]["type"] == "stop"
         assert (row["response_ids"][-1] == END) is stopped
         assert len(row["response_ids"]) == 8 or stopped
-        assert row["response"] == decode(row["response_ids"])
+        assert row["response"] == shown(row["response_ids"])
     assert [row["seed"] for row in rows] == list(range(14))
     assert summary["completion_tokens"] == sum(len(row["response_ids"]) for row in rows)
 

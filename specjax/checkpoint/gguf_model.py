@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from math import pi
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,7 +59,14 @@ NEUTRAL = {
 FILE_DTYPES = {0: "float32", 1: "float16"}
 
 
-def convert(file: Path, folder: Path, *, progress: bool, label: str | None = None) -> None:
+def convert(
+    file: Path,
+    folder: Path,
+    *,
+    progress: bool,
+    label: str | None = None,
+    generation: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
     """Write config.json, generation_config.json, the tokenizer and model.safetensors into ``folder``.
 
     Args:
@@ -66,6 +74,7 @@ def convert(file: Path, folder: Path, *, progress: bool, label: str | None = Non
       folder: exists, empty.
       progress: show a bar on stderr.
       label: what error messages call the file; its path if None.
+      generation: further keys of generation_config.json: a GGUF does not say how its publisher samples.
 
     Raises:
       CheckpointError: not a GGUF file, or a model or tokenizer that is not supported.
@@ -82,7 +91,7 @@ def convert(file: Path, folder: Path, *, progress: bool, label: str | None = Non
         "pad_token_id": special.get("padding_token_id"),
     }
     _write_json(folder / "config.json", config | ids)
-    _write_json(folder / "generation_config.json", {"_from_model_config": True} | ids)
+    _write_json(folder / "generation_config.json", {"_from_model_config": True} | ids | dict(generation))
     _write_weights(config, tensors, folder / "model.safetensors", label, progress)
 
 

@@ -128,6 +128,7 @@ class Engine:
         revision: str | None = None,
         tokenizer_path: str | None = None,
         chat_template: str | None = None,
+        sampling_defaults: str = "model",
         backend: str | None = None,
         config: EngineConfig = DEFAULT_CONFIG,
         compilation_cache: bool = True,
@@ -142,6 +143,8 @@ class Engine:
                 EAGLE and EAGLE3 draft_model_path (needed), num_steps, eagle_topk and token_map.
             tokenizer_path: a folder with another tokenizer than the model's own.
             chat_template: a file with another Jinja template than the tokenizer's own.
+            sampling_defaults: model: what generation_config.json says of sampling becomes `engine.sampling_defaults`,
+                the values of what a request does not give; openai: it is left unread.
             backend: a `tree_attention` implementation; None or auto = what suits the device.
             compilation_cache: keep compiled programs on disk.
 
@@ -162,6 +165,7 @@ class Engine:
             revision=revision,
             tokenizer_path=tokenizer_path,
             chat_template=chat_template,
+            sampling_defaults=sampling_defaults,
             backend=backend,
             progress=progress,
         )
@@ -423,7 +427,7 @@ class Engine:
     def generate(
         self,
         prompts: Any,
-        sampling: SamplingParams | Mapping[str, Any] | List[SamplingParams] | None = None,
+        sampling: SamplingParams | Mapping[str, Any] | List[SamplingParams | Mapping[str, Any] | None] | None = None,
         *,
         stream: bool = False,
     ) -> Any:
@@ -431,7 +435,8 @@ class Engine:
 
         Args:
             prompts: a string, a list of token ids or a list of messages; or a list of any of these.
-            sampling: one for all (or its fields by name), or one for each.
+            sampling: one for all, or one for each. Of fields by name, and of None, the others are the model's
+                (`sampling_defaults`), else those of `SamplingParams`, which as an object is taken as it is.
             stream: yield `StreamChunk`s as tokens come, instead of returning when all are done. The requests start
                 with the first chunk that is asked for.
 
@@ -441,7 +446,7 @@ class Engine:
         Raises:
             ValueError: a prompt or a parameter is wrong; nothing has been started then.
         """
-        single, pairs = with_sampling(prompts, sampling)
+        single, pairs = with_sampling(prompts, sampling, self.sampling_defaults)
         sequences = [self.intake.sequence(prompt, params) for prompt, params in pairs]
         if stream:
             return stream_chunks(self, sequences)

@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -113,9 +114,13 @@ class Intake:
 
 
 def with_sampling(
-    prompts: Any, sampling: SamplingParams | Mapping[str, Any] | List[SamplingParams] | None
+    prompts: Any,
+    sampling: SamplingParams | Mapping[str, Any] | List[SamplingParams | Mapping[str, Any] | None] | None,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[bool, list[tuple[Prompt, SamplingParams]]]:
     """What `Engine.generate` takes: whether it is one prompt, and each prompt with its parameters.
+
+    `defaults` are filled in under fields that are given by name, and where nothing is given.
 
     Raises:
         TypeError: `prompts` is no prompt, and nothing that holds prompts.
@@ -124,11 +129,16 @@ def with_sampling(
     _check_prompts(prompts)
     single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int | np.integer | Mapping))
     batch = [prompts] if single else list(prompts)
+
+    def filled(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
+        if given is None or isinstance(given, Mapping):
+            return SamplingParams.from_mapping({**defaults, **(given or {})})
+        return given
+
     if isinstance(sampling, list | tuple):
-        each = list(sampling)
+        each = [filled(given) for given in sampling]
     else:
-        one = SamplingParams.from_mapping(sampling) if isinstance(sampling, Mapping) else sampling
-        each = [cast(SamplingParams, one or SamplingParams())] * len(batch)
+        each = [filled(cast(Any, sampling))] * len(batch)
     if len(each) != len(batch):
         raise ValueError(f"{len(batch)} prompts, but {len(each)} sampling parameters")
     return single, list(zip(batch, each, strict=True))

@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 AUTO_ATTENTION = "auto"
 """The attention implementation that suits the device."""
 
+FROM_MODEL, FROM_PROTOCOL = SAMPLING_DEFAULTS = ("model", "openai")
+"""Where the values of `SamplingParams` come from that a request does not give."""
+
 HEAD_FLAGS = ("draft_model_path", "draft_model_revision", "token_map")
 """Flags of an algorithm with a draft head that say what is loaded; the others say how it drafts."""
 
@@ -56,6 +59,7 @@ class Loaded(NamedTuple):
     tokenizer: Any
     drafter: Drafter
     eos_ids: tuple[int, ...]
+    sampling_defaults: Mapping[str, Any]  # of `SamplingParams`, where a request does not say
 
 
 def load(
@@ -67,6 +71,7 @@ def load(
     revision: str | None,
     tokenizer_path: str | None,
     chat_template: str | None,
+    sampling_defaults: str,
     backend: str | None,
     progress: bool,
 ) -> Loaded:
@@ -76,10 +81,16 @@ def load(
         CheckpointError: a model cannot be found or read, or the draft head does not fit the target. ValueError: a flag
             is wrong.
     """
+    if sampling_defaults not in SAMPLING_DEFAULTS:
+        known = ", ".join(SAMPLING_DEFAULTS)
+        raise ValueError(f"--sampling-defaults {sampling_defaults!r:.60} is not one of: {known}")
     asked = _asked(algorithm, algorithm_flags or {}, model)
     backend = attention_implementation(backend)
     files = checkpoint.resolve(model, revision=revision, progress=progress)
     config = checkpoint.model_config(files.config, dtype=dtype)
+    # Before the weights, which may take minutes.
+    checkpoint.stop_token_ids(files, vocab_size=config.vocab_size)
+    sampled = checkpoint.sampling_defaults(files) if sampling_defaults == FROM_MODEL else {}
     name, found, flags, from_files, tree, shipped = _chosen(asked, files, config)
     if config.dtype == "float32":
         # The default on recent GPUs is TF32; float32 is promised.
@@ -109,7 +120,7 @@ def load(
     if shipped is not None:
         drafter = drafter._replace(note=f"{drafter.note}; the head {shipped.name}, which comes with specjax")
     eos = checkpoint.stop_token_ids(files, tokenizer, config.vocab_size)
-    return Loaded(target, Params(weights, draft), tokenizer, drafter, eos)
+    return Loaded(target, Params(weights, draft), tokenizer, drafter, eos, sampled)
 
 
 def check_algorithm_flags(flags: object) -> None:
