@@ -79,9 +79,7 @@ def shares(histogram: list[int]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Accept length on sets of prompts.", formatter_class=settings.HelpFormatter
-    )
+    parser = settings.Parser(description="Accept length on sets of prompts.", formatter_class=settings.HelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of SET.jsonl files with `id` and `turns`")
     parser.add_argument("--sets", nargs="+", required=True, metavar="SET")
     parser.add_argument("--limit", type=int, help="lines of each set; default: all")

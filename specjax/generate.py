@@ -258,7 +258,7 @@ SAMPLING_HELP = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = settings.Parser(
         prog="python -m specjax.generate",
         description="Complete the prompts of a JSONL file, decoding speculatively. The text is the model's own.",
         formatter_class=settings.HelpFormatter,

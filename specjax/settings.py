@@ -166,6 +166,31 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
 
+class Parser(argparse.ArgumentParser):
+    """Takes flags written in full only, and says what an unknown one may have meant.
+
+    argparse takes any beginning of a flag for it, so that a typing error would work until another flag is added.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
+    def parse_args(self, *args: Any, **options: Any) -> Any:
+        found, unknown = self.parse_known_args(*args, **options)
+        if unknown:
+            known = [name.removeprefix("--") for action in self._actions for name in action.option_strings]
+            meant = [_meant(text.partition("=")[0].strip("-"), known) for text in unknown if text.startswith("-")]
+            advice = "".join(f"; did you mean --{name}?" for name in dict.fromkeys(meant) if name)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{advice}")
+        return found
+
+
+def _meant(flag: str, known: Sequence[str]) -> str | None:
+    """The flag that another may be short for or mean; None: none is near."""
+    longer = [name for name in known if name.startswith(flag) and flag]
+    return longer[0] if len(longer) == 1 else next(iter(_similar(flag, known)), None)
+
+
 def add_flags(parser: argparse.ArgumentParser, defaults: Dataclass, tables: Sequence[str] | None = None) -> None:
     """Adds `--config` and the flags of the tables that this command uses, by default all.
 

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import importlib
 import re
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
@@ -317,3 +318,24 @@ def test_a_shipped_file_holds_every_key_with_a_comment_and_uncommented_is_valid(
 def test_a_number_of_tokens_of_the_map_needs_no_quotes_in_a_file(given, toml):
     found = ours("--config", toml(f"[speculative]\nspeculative-token-map = {given}\n"))
     assert found.speculative.speculative_token_map == "8192"
+
+
+@pytest.mark.parametrize("command", ["serve.command", "generate", "train.__main__", "train.generate", "train.vocab"])
+def test_no_command_takes_the_beginning_of_a_flag_for_it(command, capsys):
+    module = importlib.import_module(f"specjax.{command}")
+    short = "--tokeniz" if command == "train.vocab" else "--mode"
+    with pytest.raises(SystemExit) as end:
+        module.main([short, "x", "--input", "a", "--output", "b"])
+    assert end.value.code == 2
+    assert short in capsys.readouterr().err
+    if command not in ("train.__main__", "train.vocab"):
+        with pytest.raises(SystemExit):
+            module.main(["--input", "a", "--output", "b", "--speculative-num-step", "3"])
+        assert "--speculative-num-step 3; did you mean --speculative-num-steps?" in capsys.readouterr().err
+
+
+def test_every_parser_takes_whole_flags_only():
+    """Also those that are written later."""
+    package = Path(flags.__file__).parent
+    sources = {file: file.read_text(encoding="utf-8") for file in package.rglob("*.py")}
+    assert [file.name for file, text in sources.items() if "argparse.ArgumentParser(" in text] == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import logging
@@ -23,7 +22,7 @@ from specjax.engine.batch import kv_bytes_per_token, speculation_note
 from specjax.serve.app import create_app
 from specjax.serve.runner import Runner
 from specjax.serve.server import SIGNALS, PortError, Server, listen, url
-from specjax.settings import HelpFormatter, add_flags, parse
+from specjax.settings import HelpFormatter, Parser, add_flags, parse
 
 logger = logging.getLogger("specjax.serve")
 
@@ -84,9 +83,7 @@ def load(settings: flags.Settings) -> Engine:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m specjax.serve", description=DESCRIPTION, formatter_class=HelpFormatter
-    )
+    parser = Parser(prog="python -m specjax.serve", description=DESCRIPTION, formatter_class=HelpFormatter)
     add_flags(parser, flags.Settings())
     _, settings = parse(parser, argv, flags.Settings())
     server = settings.server

@@ -29,7 +29,7 @@ DEFAULTS = TrainOptions()
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = settings.Parser(
         prog="python -m specjax.train",
         description="Train a draft head for a target: EAGLE-3, EAGLE-1/2 or an MTP layer.",
         epilog=(__doc__ or "").split("\n\n", 2)[2],

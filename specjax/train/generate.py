@@ -234,7 +234,7 @@ def answer(line: Line, done: Completion) -> dict[str, Any] | None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = settings.Parser(
         prog="python -m specjax.train.generate",
         description="Let a model answer prompts, for a draft to be trained on. The same command resumes a run.",
         formatter_class=settings.HelpFormatter,

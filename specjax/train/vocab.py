@@ -236,7 +236,7 @@ def tokenizer_files(name: str, *, progress: bool) -> ModelFiles:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = settings.Parser(
         prog="python -m specjax.train.vocab",
         description="Count the tokens of a corpus and write the most frequent ids: a map for a small draft vocabulary.",
         epilog="What is counted of a JSONL line without --field: "
