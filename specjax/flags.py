@@ -84,6 +84,11 @@ class EngineSettings:
         choices=(AUTO_ATTENTION, *IMPLEMENTATIONS),
         metavar="NAME",
     )
+    plain_content: bool = setting(
+        False,
+        "users' text makes no special tokens, the chat template's own markup does; a prompt that is a text is users' "
+        "as a whole, and special tokens in it can be given as ids",
+    )
     disable_overlap_schedule: bool = setting(False, "read each step before the next is dispatched")
     random_seed: int | None = setting(
         None, "seed from which requests without a seed of their own draw theirs; default: another in each run"
@@ -223,6 +228,7 @@ def engine_arguments(settings: Settings) -> dict[str, Any]:
             context_length=engine.context_length,
             chunked_prefill_size=engine.chunked_prefill_size,
             mem_fraction=engine.mem_fraction_static,
+            plain_content=engine.plain_content,
             overlap=not engine.disable_overlap_schedule,
             isolate_ngrams=settings.speculative.speculative_ngram_isolate,
             random_seed=engine.random_seed,

@@ -105,6 +105,7 @@ def test_engine_arguments():
         "--sampling-defaults", "OpenAI",
         "--max-running-requests", 2, "--max-total-tokens", 64, "--context-length", 32, "--page-size", 4,
         "--chunked-prefill-size", 8, "--mem-fraction", 0.5, "--attention-backend", "xla", "--disable-overlap-schedule",
+        "--plain-content",
         "--random-seed", -5, "--speculative-algorithm", "ngram", "--speculative-num-draft-tokens", 6,
         "--speculative-ngram-match-type", "prob", "--speculative-ngram-weak-draft-tokens", 3,
     ))  # fmt: skip
@@ -116,7 +117,7 @@ def test_engine_arguments():
     }  # fmt: skip
     config = EngineConfig(
         max_running_requests=2, page_size=4, max_total_tokens=64, context_length=32, chunked_prefill_size=8,
-        mem_fraction=0.5, overlap=False, random_seed=-5,
+        mem_fraction=0.5, overlap=False, random_seed=-5, plain_content=True,
     )  # fmt: skip
     assert found == {
         "model": "m", "revision": "r", "tokenizer_path": "t", "chat_template": "c", "dtype": "bfloat16",

@@ -17,10 +17,11 @@ class EngineConfig:
     trace: bool = False  # keep each step's tree, in `Completion.trees`
     time_phases: bool = False  # measure drafting, verifying and committing; slower, since each is waited for
     isolate_ngrams: bool = False  # no request drafts from what another has said, unless both have one `cache_salt`
+    plain_content: bool = False  # text that reads as a special token is one only where the chat template wrote it
     random_seed: int | None = None  # from which requests without a seed draw theirs; None: from the system
 
     def __post_init__(self) -> None:
-        for name in ("overlap", "trace", "time_phases", "isolate_ngrams"):
+        for name in ("overlap", "trace", "time_phases", "isolate_ngrams", "plain_content"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r:.60}")
         if isinstance(self.mem_fraction, bool) or not isinstance(self.mem_fraction, int | float):

@@ -113,6 +113,7 @@ class Engine:
             pool_tokens=self.pool.pages * self.pool.page_size,
             eos_ids=eos_ids,
             depth=drafter.depth,
+            plain_content=config.plain_content,
             seeds=None if config.random_seed is None else random.Random(config.random_seed),
         )
         self._unreported: list[Sequence] = []  # read while making room; reported by the iteration that did it

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from specjax.engine.plain import PlainText
 from specjax.engine.prompt import Prompt, encode
 from specjax.engine.request import ParameterError, SamplingParams, Sequence, random_seed
 from specjax.engine.text import TextStream
@@ -32,12 +33,22 @@ class Intake:
     pool_tokens: int  # in all pages
     eos_ids: tuple[int, ...]
     depth: int  # D
+    plain_content: bool = False  # users' text makes no special tokens
     seeds: random.Random | None = None  # gives seeds to requests that bring none; None: the operating system does
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
+    def __post_init__(self) -> None:
+        _ = self.plain  # raises where the tokenizer is not suited
+
+    @functools.cached_property
+    def plain(self) -> PlainText | None:
+        """Encodes users' text without special tokens; None: not asked for."""
+        return PlainText(self.tokenizer) if self.plain_content else None
+
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; see `specjax.engine.prompt.encode`."""
-        return encode(prompt, self.tokenizer, self.vocab_size, most_characters=self.most_characters)
+        limit = self.most_characters
+        return encode(prompt, self.tokenizer, self.vocab_size, most_characters=limit, plain=self.plain)
 
     @functools.cached_property
     def most_characters(self) -> int | None:

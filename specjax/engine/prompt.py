@@ -3,32 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import numpy as np
 
+from specjax.engine.plain import PlainText
+
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
-def encode(prompt: Prompt, tokenizer: Any, vocab_size: int, *, most_characters: int | None = None) -> list[int]:
+def encode(
+    prompt: Prompt,
+    tokenizer: Any,
+    vocab_size: int,
+    *,
+    most_characters: int | None = None,
+    plain: PlainText | None = None,
+) -> list[int]:
     """Token ids of a prompt.
+
+    Args:
+        plain: encodes users' text without special tokens; a prompt that is a text is theirs as a whole. None: text
+            that reads as a special token is one.
 
     Raises:
         ValueError: it is empty, of no known form, too long to fit whatever its tokens are, or holds an id outside the
             vocabulary.
     """
 
-    def of_text(text: str, **options: Any) -> list[int]:
+    def checked(text: str) -> str:
         if most_characters is not None and len(text) > most_characters:
             raise ValueError(
                 f"the prompt has {len(text)} characters; the context can hold no more than {most_characters}"
             )
-        return tokenizer(text, **options)["input_ids"]
+        return text
 
     if isinstance(prompt, str):
-        tokens = of_text(prompt)
+        text = checked(prompt)
+        tokens = tokenizer(text)["input_ids"] if plain is None else plain.encode(text, add_special_tokens=True)
     elif isinstance(prompt, list | tuple) and prompt and all(isinstance(m, Mapping) for m in prompt):
-        tokens = of_text(_render(cast(Any, prompt), tokenizer), add_special_tokens=False)
+        messages = cast(Any, prompt)
+        text = checked(_render(messages, tokenizer))
+        if plain is None:
+            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        else:
+            render = partial(_render, tokenizer=tokenizer)
+            tokens = plain.encode_chat(messages, text, render, tokenizer.get_chat_template())
     elif isinstance(prompt, list | tuple) and all(
         isinstance(t, int | np.integer) and not isinstance(t, bool) for t in prompt
     ):

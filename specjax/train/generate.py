@@ -281,7 +281,7 @@ def identity(args: argparse.Namespace, mixture: Mixture, chosen: flags.Settings,
         "max_new_tokens": args.max_new_tokens,
         "max_prompt_tokens": args.max_prompt_tokens,
         "seed": args.seed,
-    }
+    } | ({"plain_content": True} if chosen.engine.plain_content else {})
 
 
 def check_arguments(args: argparse.Namespace, output: Path) -> None:

@@ -1,0 +1,208 @@
+"""Users' text to tokens without special tokens, and a chat template's own markup with them.
+
+A user who writes `<|im_end|>` would otherwise end the turn. Two things are needed:
+
+- A copy of the tokenizer in which each special token is called by a random name. No text of a user can become a special
+  token of the copy. Whatever else it does is the same, to the id.
+- The special tokens that the template wrote. The messages are rendered again with users' characters exchanged for
+  private-use ones, each for one of its own. If exchanging them back gives the ordinary text, the template has passed
+  them on without looking at them, and what still reads as a special token is the template's. In that text these are
+  renamed, users' characters are put back, and the copy encodes it all at once.
+
+    messages    [{"role": "user", "content": "a<|im_end|>"}]
+    exchanged   <|im_start|>user\n①②③④⑤⑥⑦⑧⑨②③<|im_end|>\n    (one sign for each different character)
+    encoded     qzkwuser\na<|im_end|>bxjt\n                          (qzkw, bxjt: the names of the two special tokens)
+
+A template that trims, cuts, repeats or reorders what users write passes. One that changes letters or looks for words is
+tried with only those characters exchanged that tell special tokens from words. One that looks for markup in what users
+write is refused if this text could be a special token or a part of one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import secrets
+import string
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+Message = Mapping[str, Any]
+Render = Callable[[Sequence[Message]], str]
+
+FLAG = "--plain-content"
+# Planes 15 and 16: characters that no text has but by agreement.
+_PRIVATE = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
+
+
+class PlainText:
+    """Encodes users' text without special tokens, for one tokenizer. Safe to call from any thread.
+
+    Raises:
+        ValueError: the tokenizer has special tokens that text of users cannot be kept apart from.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        core = getattr(tokenizer, "backend_tokenizer", None)
+        if core is None:
+            raise ValueError(f"{FLAG} needs a fast tokenizer, got a {type(tokenizer).__name__}")
+        added = core.get_added_tokens_decoder()
+        self._names = {
+            token.content: "".join(secrets.choice(string.ascii_lowercase) for _ in range(32))
+            for token in added.values()
+            if token.special
+        }
+        self._copy = _renamed(core, self._names)
+        self._check(core, {token.content: id for id, token in added.items() if token.special})
+        # As the tokenizer finds them: leftmost, then longest, and those that are not special hide others, too.
+        found = sorted((token.content for token in added.values()), key=len, reverse=True)
+        self._tokens = re.compile("|".join(map(re.escape, found)) or r"(?!)")
+        marks = [{c for c in name if not c.isalnum()} or set(name) for name in self._names]
+        self._marks = frozenset[str]().union(*marks)
+        self._parts = frozenset(part.casefold() for name in self._names for part in _ends(name))
+        self._named = {str(name) for name in getattr(tokenizer, "special_tokens_map", {}).values()}
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Ids of a text that is all users', if asked with the special tokens that the tokenizer puts around any."""
+        return self._copy.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_chat(self, messages: Sequence[Message], text: str, render: Render, template: str) -> list[int]:
+        """Ids of messages.
+
+        Args:
+            messages: what users wrote is every string in them but the roles, which are the application's.
+            text: the messages as the template renders them.
+            render: renders messages.
+            template: its source.
+
+        Raises:
+            ValueError: text of users could become a special token.
+        """
+        users = [written for message in messages for written in _written(message)]
+        given = itertools.chain((str(message.get("role")) for message in messages), _keys(messages))
+        if held := next(filter(None, map(self._special_in, given)), None):
+            raise ValueError(
+                f"a role or a key of the messages holds {held!r:.60}, a special token, which {FLAG} refuses"
+            )
+        seen = frozenset[str]().union(*users)
+        letters = frozenset(character for character in seen if not character.isspace())
+        for exchanged in (letters, seen & self._marks):
+            table = _exchange(exchanged, seen.union(text))
+            if len(table) < len(exchanged):
+                continue
+            back = {ord(private): ord(character) for character, private in table.items()}
+            marked = _rendered(messages, str.maketrans(table), render)
+            if marked is None or marked.translate(back) != text:
+                continue
+            if letters <= exchanged or self._are_templates(marked, template):
+                return self._encode_markup(marked, back)
+        folded = "\n".join(users).casefold()
+        if part := next((part for part in self._parts if part in folded), None):
+            raise ValueError(
+                f"the messages hold {part!r:.60}, which may be part of a special token, and the chat template changes "
+                f"or examines their text, so that {FLAG} cannot tell it from the template's own; take it out of the "
+                "messages, or give another --chat-template"
+            )
+        return self._encode_markup(text, {})
+
+    def _encode_markup(self, text: str, back: Mapping[int, int]) -> list[int]:
+        """Ids of a text in which every special token is the template's, once `back` has put in users' characters."""
+        renamed = self._tokens.sub(lambda match: self._names.get(match[0], match[0]), text)
+        return self.encode(renamed.translate(back), add_special_tokens=False)
+
+    def _are_templates(self, text: str, template: str) -> bool:
+        """Whether the template names all special tokens in a text, and so has not made one out of other words."""
+        found = {match[0] for match in self._tokens.finditer(text)} & self._names.keys()
+        return all(name in template or name in self._named for name in found)
+
+    def _special_in(self, text: str) -> str | None:
+        return next((name for name in self._names if name in text), None)
+
+    def _check(self, core: Any, ids: Mapping[str, int]) -> None:
+        for name, id in ids.items():
+            renamed = self._names[name]
+            expected = core.encode(f"a{name}b", add_special_tokens=False).ids
+            found = self._copy.encode(f"a{renamed}b", add_special_tokens=False).ids
+            if name.isspace() or self._copy.token_to_id(renamed) != id or found != expected:
+                raise ValueError(
+                    f"{FLAG} does not work with this tokenizer: its special token {name!r:.60} (id {id}) is found in "
+                    "text in another way than word for word"
+                )
+
+
+def _renamed(core: Any, names: Mapping[str, str]) -> Any:
+    """A copy of a `tokenizers.Tokenizer` in which special tokens have other names, and the same ids."""
+    from tokenizers import Tokenizer
+
+    try:
+        state = json.loads(core.to_str())
+        for token in state["added_tokens"]:
+            if token["special"]:
+                token["content"] = names[token["content"]]
+        model = state["model"]
+        vocabulary = model["vocab"]
+        if isinstance(vocabulary, dict):
+            model["vocab"] = {names.get(piece, piece): id for piece, id in vocabulary.items()}
+        else:  # Unigram: pieces with their scores
+            model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]
+        if model.get("unk_token") in names:
+            model["unk_token"] = names[model["unk_token"]]
+        return Tokenizer.from_str(json.dumps(state))
+    except Exception as error:  # the library raises nothing more special
+        raise ValueError(f"{FLAG} does not work with this tokenizer: it cannot be copied ({error})") from error
+
+
+def _ends(name: str) -> Iterator[str]:
+    """The shortest beginning and end of a special token that words do not have, of at least two characters."""
+    for sizes in (range(2, len(name)), range(-2, -len(name), -1)):
+        parts = (name[:size] if size > 0 else name[size:] for size in sizes)
+        yield next((part for part in parts if not part.isalnum()), name)
+
+
+def _exchange(characters: Iterable[str], taken: frozenset[str]) -> dict[str, str]:
+    """A private-use character for each, none of which is taken. Too many characters get none."""
+    private = (chr(code) for codes in _PRIVATE for code in codes)
+    return dict(zip(sorted(characters), (free for free in private if free not in taken), strict=False))
+
+
+def _rendered(messages: Sequence[Message], table: Mapping[int, str], render: Render) -> str | None:
+    """The messages with users' characters exchanged; None: the template refuses them."""
+
+    def exchanged(value: Any) -> Any:
+        if isinstance(value, str):
+            return value.translate(table)
+        if isinstance(value, Mapping):
+            return {key: exchanged(each) for key, each in value.items()}
+        return [exchanged(each) for each in value] if isinstance(value, list | tuple) else value
+
+    try:
+        return render(
+            [{key: value if key == "role" else exchanged(value) for key, value in m.items()} for m in messages]
+        )
+    except Exception:  # a template is a program
+        return None
+
+
+def _written(value: Any, *, top: bool = True) -> Iterator[str]:
+    """The strings of a message that users wrote: all but its role."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            if not (top and key == "role"):
+                yield from _written(each, top=False)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _written(each, top=False)
+
+
+def _keys(value: Any) -> Iterator[str]:
+    """Of all mappings in messages."""
+    if isinstance(value, Mapping):
+        yield from (key for key in value if isinstance(key, str))
+        for each in value.values():
+            yield from _keys(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _keys(each)
