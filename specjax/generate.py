@@ -218,6 +218,9 @@ def run(
                     bad(index, line.number, f"the request failed: {done.finish_reason}")
                 else:
                     writer.put(index, row)
+                    if done.finish_reason["type"] == "abort":
+                        failures += 1
+                        tqdm.write(f"line {line.number}: {done.finish_reason.get('message')}", file=sys.stderr)
                 accept = drafted / steps if steps else 1.0
                 bar.set_postfix_str(f"accept {accept:.2f}, {tokens / (time.perf_counter() - started):.1f} tok/s")
             for _ in feed():

@@ -17,7 +17,9 @@ from toy_models import random_table, table_model
 
 from specjax.engine import Engine, SamplingParams
 from specjax.engine.compiled import Key, Unavailable
+from specjax.engine.device import OutOfMemory
 from specjax.engine.generation import EngineError
+from specjax.engine.request import completion
 from specjax.engine.turns import FairLock
 
 PROMPTS = [[70 + i, 71, 72] for i in range(4)]
@@ -154,6 +156,27 @@ def test_running_out_of_memory_in_the_middle_keeps_the_text(monkeypatch):
     check_idle(engine)
 
 
+def test_what_ended_in_the_iteration_that_ran_out_of_memory_is_reported(monkeypatch):
+    """The step in flight is read after the launch of the next; here its reading fails after another's has ended."""
+    engine = make_engine(toy(), "NONE")
+    first = engine.add(PROMPTS[0], SamplingParams(max_new_tokens=2))
+    second = engine.add(PROMPTS[1], SamplingParams(max_new_tokens=9))
+    collect, reported = engine._collect, []
+
+    def fails(self: Any = None) -> Any:
+        if first.finish_reason is not None and second.finish_reason is None and not engine.executables.has_failed(key):
+            raise OutOfMemory(key, MemoryError("late"))
+        return collect()
+
+    key = Key("step", 4, engine.buckets.tables[-1])
+    monkeypatch.setattr(engine, "_collect", fails)
+    while engine.unfinished:
+        reported += engine.step()
+    assert {s.id for s in reported if s.finish_reason is not None} == {first.id, second.id}
+    assert engine.executables.has_failed(key)
+    check_plain(toy(), PROMPTS[1], SamplingParams(max_new_tokens=9), completion(second))
+
+
 def test_requests_that_are_split_advance_together(monkeypatch, engine):
     failing(monkeypatch, engine, lambda key: key == Key("step", 4, key.table))
     sequences = [engine.add(prompt, SamplingParams(max_new_tokens=40)) for prompt in PROMPTS]
@@ -163,6 +186,39 @@ def test_requests_that_are_split_advance_together(monkeypatch, engine):
     lengths = [len(sequence.output) for sequence in sequences]
     assert max(lengths) - min(lengths) <= 8, "the oldest does not run to its end first"
     assert len(drain(engine)) == 4
+
+
+def test_on_a_gpu_nothing_runs_while_xla_compiles(monkeypatch, engine):
+    """XLA times candidates on the device there: compiling behind and steps take turns."""
+    monkeypatch.setattr(engine.executables, "_exclusive", True)
+    compile_, programs = jax.stages.Lowered.compile, engine.executables.get
+    compiling, compiled = threading.Event(), []
+
+    def slow(self: Any, *args: Any, **options: Any) -> Any:
+        compiling.set()
+        try:
+            return compile_(self, *args, **options)
+        finally:
+            compiled.append(threading.current_thread().name)
+            compiling.clear()
+
+    def get(key: Key) -> Any:
+        program = programs(key)
+
+        def run(*args: Any) -> Any:
+            assert not compiling.is_set()
+            return program(*args)
+
+        return run
+
+    engine.generate(PROMPTS[0], SamplingParams(max_new_tokens=2))
+    monkeypatch.setattr(jax.stages.Lowered, "compile", slow)
+    monkeypatch.setattr(engine.executables, "get", get)
+    behind = engine.warm_up_behind(progress=False)
+    check_all(engine, [PROMPTS[0]] * 2, SamplingParams(max_new_tokens=60))
+    behind.join(60)
+    assert "specjax-compile" in compiled
+    assert engine.executables.compiled() == set(engine.executables.all_keys())
 
 
 # The state.

@@ -116,7 +116,7 @@ class Engine:
             plain_content=config.plain_content,
             seeds=None if config.random_seed is None else random.Random(config.random_seed),
         )
-        self._unreported: list[Sequence] = []  # read while making room; reported by the iteration that did it
+        self._unreported: list[Sequence] = []  # read in this iteration
 
     @classmethod
     def from_pretrained(
@@ -189,11 +189,7 @@ class Engine:
             self.device.renew()
 
     def wait_until_allocated(self) -> None:
-        """Block until the KV pool and the rows of the state are in memory.
-
-        Raises:
-            Exception: the allocation failed.
-        """
+        """Blocks until the KV pool and the rows of the state are in memory; raises what made the allocation fail."""
         jax.block_until_ready(self.state)
 
     # Requests
@@ -278,17 +274,14 @@ class Engine:
                 self._start_over()
             try:
                 launched = self._launch_prefill() + self._launch_decode()
-                news = {sequence.id: sequence for sequence in self._unreported}
-                self._unreported.clear()
-                keep = launched if self.config.overlap else 0
-                while len(self._in_flight) > keep:
-                    for sequence in self._collect():
-                        news[sequence.id] = sequence
-                return list(news.values())
+                while len(self._in_flight) > (launched if self.config.overlap else 0):
+                    self._unreported.extend(self._collect())
             except OutOfMemory as error:
                 self.executables.fail_from(error.key, error.error)
                 self._start_over()
-                return []
+            news = {sequence.id: sequence for sequence in self._unreported}
+            self._unreported.clear()
+            return list(news.values())
 
     def _launch_prefill(self) -> int:
         for sequence in self.scheduler.admit():
