@@ -6,13 +6,16 @@ import functools
 from typing import SupportsIndex
 
 import pytest
-from engine_helpers import END, VOCABULARY, byte_ids, tokenizer
+from engine_helpers import END, VOCABULARY, byte_ids, idle_sequence, tokenizer
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from specjax.engine import FinishReason, SamplingParams
 from specjax.engine.decoding import _Chain, _Windowed, decoding
+from specjax.engine.news import take_news
+from specjax.engine.request import RawLogprob, Status
 from specjax.engine.text import TextStream, _StopString
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -158,6 +161,34 @@ def test_text_of_whole_characters_is_not_held_back():
         stream.push(token)
         shown.append(stream.text)
     assert shown == ["Sure", "Sure", "Sure!", "Sure!", "Sure!", "Sure!éa", "Sure!éa "]
+
+
+@pytest.mark.parametrize("end", ["stop", "length"])
+def test_log_probabilities_that_stream_hold_all_the_text(end):
+    """The pieces of tokens that were sent stay as they were, also where the end adds text that was held back."""
+    stream = TextStream(made("llama"), (), skip_special_tokens=True, keep_stop=False)
+    sequence = idle_sequence(SamplingParams(logprobs=0), stream=stream)
+    steps = [ids_of("▁Sure", "<0xC3>", "<0xA9>"), ids_of("</s>", "<0xC3>"), ids_of("<0xA9>"), ids_of("</s>")]
+    steps = steps if end == "stop" else steps[:-1]
+    chunks = []
+    for i, tokens in enumerate(steps):
+        last = i == len(steps) - 1
+        kept = sequence.accept(tokens, end == "stop" and last, end == "length" and last)
+        sequence.logprobs += [RawLogprob(-1.0, ())] * kept
+        sequence.status = Status.FINISHED if last else Status.RUNNING
+        chunks.append(take_news(sequence, 0))
+    assert "".join(chunk.text for chunk in chunks if chunk) == sequence.stream.text == "Sureéé"
+    entries = [entry for chunk in chunks if chunk for entry in chunk.logprobs]
+    assert "".join(entry.text for entry in entries) == "Sureéé"
+    assert [entry.token for entry in entries] == sequence.output
+
+
+def test_a_stop_string_in_text_that_was_held_back():
+    """It comes before the stop token that ends the sequence."""
+    stream = TextStream(made("llama"), ("é",), skip_special_tokens=True, keep_stop=False)
+    sequence = idle_sequence(stream=stream)
+    sequence.accept(ids_of("a", "<0xC3>", "<0xA9>", "</s>"), True, False)
+    assert (sequence.stream.text, sequence.finish_reason) == ("a", FinishReason("stop", "é"))
 
 
 class Counted:

@@ -281,7 +281,7 @@ class Sequence:
 
     def _finish(self, reason: FinishReason) -> None:
         self.stream.finish()
-        if self.stream.matched is not None and reason.type == "length":
+        if self.stream.matched is not None:  # in text that was held back, so before a stop token or the limit
             reason = FinishReason("stop", self.stream.matched)
         self.finish_reason = reason
 

@@ -40,6 +40,11 @@ class TextStream:
             return ""
         return self.text[self.ends[index - 1] if index else 0 : self.ends[index]]
 
+    @property
+    def told(self) -> int:
+        """Tokens whose pieces are final. What is held back is the last one's, if no other follows."""
+        return len(self.ends) - (self.matched is None and self._tokens.holds)
+
     def finish(self) -> None:
         """No more tokens: adds what was held back. Bytes that are only the beginning of a character are left out."""
         if self.matched is None:
