@@ -190,7 +190,12 @@ class ServerSettings:
     shutdown_timeout: float = setting(
         30.0, "seconds that running requests may go on after SIGTERM or Ctrl-C", minimum=0
     )
-    watchdog_timeout: float = setting(300.0, "seconds; a step that takes longer turns /health to 503", above=0)
+    watchdog_timeout: float = setting(
+        300.0,
+        "seconds; if a step of the engine takes longer, compiling aside, it is stuck: all requests end with a 503 and "
+        "the process with status 1, so that a supervisor starts it again",
+        above=0,
+    )
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ from specjax.flags import ServerSettings
 from specjax.serve.answers import Answer, GenerateAnswer, OpenAIAnswer, event
 from specjax.serve.errors import ApiError, bad_request, error_body, unavailable
 from specjax.serve.gate import Gate, check_state, error_response
+from specjax.serve.listener import SEND_AGAIN, Listener
 from specjax.serve.protocol import Body, ChatBody, CompletionBody, GenerateBody, Task, read_body
-from specjax.serve.runner import FAILED_STEP, SHUT_DOWN, Listener, QueueFull, Runner, describe
+from specjax.serve.runner import QueueFull, Runner, describe
 from specjax.serve.tokens import TokenNames
 
 logger = logging.getLogger("specjax.serve")
@@ -271,7 +272,7 @@ def _failure(completion: Completion) -> ApiError | None:
     if reason["type"] != "abort":
         return None
     message = reason.get("message", "the request was aborted")
-    if message in (FAILED_STEP, SHUT_DOWN):
+    if message in SEND_AGAIN:
         return unavailable(message, retry_after=1)
     return ApiError(500, message)  # it would fail again
 

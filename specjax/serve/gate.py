@@ -83,8 +83,6 @@ def check_state(runner: Runner) -> None:
         raise unavailable("the server is shutting down", retry_after=30)
     if runner.state is State.FAILED:
         raise unavailable("the engine has failed; see the server's log", retry_after=60)
-    if (seconds := runner.stalled) is not None:
-        raise unavailable(f"the engine has stalled: its step takes {seconds:.0f} s", retry_after=60)
 
 
 def error_response(error: ApiError) -> JSONResponse:

@@ -8,26 +8,27 @@ get their news through their own event loop, one wake-up for each step.
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import logging
+import sys
 import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, InvalidStateError
 from enum import Enum
+from types import TracebackType
 from typing import Any, TypeVar
 
 from specjax.engine import Engine, StreamChunk
 from specjax.engine.news import take_news
 from specjax.engine.request import Sequence, Status
+from specjax.serve.listener import ENGINE_GONE, ENGINE_STUCK, FAILED_REQUEST, FAILED_STEP, Listener, tell
 from specjax.serve.report import Report
+from specjax.serve.watchdog import Watchdog
 
 logger = logging.getLogger("specjax.serve")
-
-FAILED_STEP = "the engine failed and was reset; the request can be sent again"
-FAILED_REQUEST = "the request failed; the server's log has the reason"
-SHUT_DOWN = "the server is shutting down"
 
 Result = TypeVar("Result")
 
@@ -43,27 +44,36 @@ class QueueFull(Exception):
     """Too many requests wait already."""
 
 
-class Listener:
-    """Where one request's news arrive, in its event loop."""
+class EngineStuck(RuntimeError):
+    """A step or a command did not end within `--watchdog-timeout`."""
 
-    def __init__(self, sequences: list[Sequence]) -> None:
-        self.sequences = sequences
-        self.loop = asyncio.get_running_loop()
-        self.queue: asyncio.Queue[StreamChunk | None] = asyncio.Queue()
 
-    def close(self) -> None:
-        """Nobody is interested any more: `chunks` ends."""
-        self.queue.put_nowait(None)
+class Reservation:
+    """Places in the queue for a request that is not tokenised yet. Leaving the block gives back what is not used."""
 
-    async def chunks(self) -> AsyncIterator[StreamChunk]:
-        """News until every sequence has finished, or `close`."""
-        left = len(self.sequences)
-        while left:
-            chunk = await self.queue.get()
-            if chunk is None:
-                return
-            left -= chunk.completion is not None
-            yield chunk
+    def __init__(self, runner: Runner, count: int) -> None:
+        self._runner, self._count = runner, count
+
+    def submit(self, listener: Listener) -> None:
+        """Queues the request's sequences in these places.
+
+        Raises:
+            ValueError: an id is in use.
+        """
+        self._runner._submit(listener, self)
+
+    def take(self) -> int:
+        """The places, which are no longer this reservation's. With the runner's lock held."""
+        count, self._count = self._count, 0
+        return count
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._runner._release(self)
 
 
 class Runner(threading.Thread):
@@ -96,7 +106,11 @@ class Runner(threading.Thread):
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._stop_requested = False
-        self._step_began: float | None = None
+        self._ended: str | None = None  # why no request is taken any more
+        self._reserved = 0  # places of requests that are being tokenised
+        self._calls: set[Future[Any]] = set()  # what `call` has promised
+        # For the watchdog: whether anything is under way, and a number that changes with each step and command.
+        self._busy, self._beat = False, 0
         # Who waits for a sequence, and its index there. By identity: an id may be used again once its answer is known.
         self._places: dict[Sequence, tuple[Listener, int]] = {}
 
@@ -116,11 +130,9 @@ class Runner(threading.Thread):
         return len(self._places)
 
     @property
-    def stalled(self) -> float | None:
-        """Seconds that the step under way has taken, if that is more than the watchdog allows."""
-        began = self._step_began
-        seconds = 0.0 if began is None else time.monotonic() - began
-        return seconds if seconds > self._watchdog_timeout else None
+    def pending(self) -> int:
+        """Sequences that are being tokenised, waiting or running."""
+        return len(self._places) + self._reserved
 
     # From any thread
 
@@ -129,6 +141,18 @@ class Runner(threading.Thread):
         """Most sequences that may run or wait."""
         return self.engine.config.max_running_requests + self._max_queued
 
+    def reserve(self, count: int) -> Reservation:
+        """Places for `count` sequences that are yet to be made, so that the queue's limit counts them, too.
+
+        Raises:
+            QueueFull: too many wait already.
+        """
+        with self._wake:
+            if self.pending + count > self.capacity:
+                raise QueueFull(f"{self.pending} requests run or wait; at most {self.capacity} may")
+            self._reserved += count
+        return Reservation(self, count)
+
     def submit(self, listener: Listener) -> None:
         """Queues a request's sequences. Its news go to the listener.
 
@@ -136,17 +160,28 @@ class Runner(threading.Thread):
             QueueFull: too many wait already.
             ValueError: an id is in use.
         """
+        with self.reserve(len(listener.sequences)) as places:
+            places.submit(listener)
+
+    def _submit(self, listener: Listener, places: Reservation) -> None:
         with self._wake:
-            if len(self._places) + len(listener.sequences) > self.capacity:
-                raise QueueFull(f"{len(self._places)} requests run or wait; at most {self.capacity} may")
+            if self._ended is not None:
+                count = len(listener.sequences)
+                tell((listener, listener.aborted(index, self._ended)) for index in range(count))
+                return
             taken = {sequence.id for sequence in list(self._places)}
             for sequence in listener.sequences:
                 if sequence.id in taken:
                     raise ValueError(f"a request with id {sequence.id!r} is running")
                 taken.add(sequence.id)
+            self._reserved -= places.take()
             for index, sequence in enumerate(listener.sequences):
                 self._places[sequence] = (listener, index)
             self._command(lambda: self._enqueue(listener))
+
+    def _release(self, places: Reservation) -> None:
+        with self._wake:
+            self._reserved -= places.take()
 
     def abort(self, sequences: Iterable[Sequence]) -> None:
         """Ends these, if they still run; their pages come back before the next step."""
@@ -156,17 +191,26 @@ class Runner(threading.Thread):
                 self._command(lambda: self._abort(left))
 
     def call(self, function: Callable[[Engine], Result]) -> Future[Result]:
-        """Runs a function on the engine, between two steps."""
+        """Runs a function on the engine, between two steps. Fails with a RuntimeError if the engine ends before."""
         future: Future[Result] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
-                future.set_result(function(self.engine))
+                result = function(self.engine)
             except Exception as error:
-                future.set_exception(error)
+                _settle(future, error=error)
+            else:
+                _settle(future, result)
 
         with self._wake:
+            if self._ended is not None:
+                future.set_exception(RuntimeError(self._ended))
+                return future
+            self._calls.add(future)
             self._command(run)
+        future.add_done_callback(self._calls.discard)
         return future
 
     def drain(self) -> None:
@@ -185,6 +229,27 @@ class Runner(threading.Thread):
         with self._wake:
             self._command(run)
 
+    def end_all(self, message: str, failure: BaseException | None = None) -> None:
+        """Ends all that runs or waits, with `message` as the reason, and takes nothing more. The engine is done with.
+
+        Unlike `abort_all` this does not need the engine's thread, which may be stuck in a step for ever: it is left
+        behind. With `failure` the state becomes FAILED.
+        """
+        with self._wake:
+            self._ended = message
+            self._stop_requested = True
+            places, self._places = self._places, {}
+            calls = list(self._calls)
+            self._commands.clear()
+            self._wake.notify_all()
+        tell((listener, listener.aborted(index, message)) for listener, index in places.values())
+        for future in calls:
+            _settle(future, error=RuntimeError(message))
+        if failure is not None:
+            if self.failure is None:
+                self.failure = failure
+            self._change(State.FAILED)
+
     def stop(self, timeout: float | None = None) -> bool:
         """Ends the thread after the step under way, and the compiling behind. True: both have ended."""
         with self._wake:
@@ -198,22 +263,27 @@ class Runner(threading.Thread):
     # In this thread
 
     def run(self) -> None:
+        watchdog = Watchdog(
+            timeout=self._watchdog_timeout,
+            beat=lambda: self._beat if self._busy else None,
+            excused=lambda: self.engine.executables.is_waiting(self.ident),
+            act=self._give_up,
+        )
         try:
             self._engine = self._make_engine()
             if self._warm_up:
                 self._engine.warm_up(self._engine.single_request_keys(), progress=self._progress)
+            _allocate(self._engine)
+            if self._warm_up:
                 self._behind = self._engine.warm_up_behind(progress=self._progress)
             self.ready_at = time.time()
             self._change(State.READY)
+            watchdog.start()
             self._loop(Report(self._engine, interval=self._log_interval))
         except BaseException as error:
-            self.failure = error
-            self._change(State.FAILED)
-            for sequence in (running := list(self._places)):
-                sequence.abort(FAILED_STEP)
-                sequence.status = Status.FINISHED
-            self._deliver(running)
+            self.end_all(ENGINE_GONE, failure=error)
         finally:
+            watchdog.stop()
             if self._engine is not None:
                 self._engine.executables.close()
 
@@ -221,30 +291,40 @@ class Runner(threading.Thread):
         engine = self.engine
         while True:
             with self._wake:
+                self._busy = False
                 while not (self._commands or engine.unfinished or self._stop_requested):
                     self._wake.wait()
                 if self._stop_requested:
                     return
                 commands = list(self._commands)
                 self._commands.clear()
+                self._busy, self._beat = True, self._beat + 1
             for command in commands:
+                self._beat += 1
                 try:
                     command()
                 except Exception:  # one request's trouble
                     logger.exception("A command to the engine failed")
             if not engine.unfinished:
                 continue
-            self._step_began = time.monotonic()
+            self._beat += 1
             try:
                 news = engine.step()
             except Exception:
                 logger.exception("A step failed: all running requests end, the engine starts anew")
                 engine.reset(FAILED_STEP)
-                news = list(self._places)  # also those that had ended in this step
-            finally:
-                self._step_began = None
+                with self._wake:
+                    news = list(self._places)  # also those that had ended in this step
             self._deliver(news)
             report.after_step()
+
+    def _give_up(self, seconds: float) -> None:
+        """The watchdog's: this thread is stuck."""
+        frame = sys._current_frames().get(self.ident or 0)
+        where = "".join(traceback.format_stack(frame)) if frame is not None else "  unknown\n"
+        problem = f"a step or command has not ended for {seconds:.0f} s (--watchdog-timeout {self._watchdog_timeout:g})"
+        logger.error("The engine is stuck, all requests end: %s. Its thread is at:\n%s", problem, where)
+        self.end_all(ENGINE_STUCK, failure=EngineStuck(problem))
 
     def _enqueue(self, listener: Listener) -> None:
         for sequence in listener.sequences:
@@ -270,24 +350,28 @@ class Runner(threading.Thread):
             sequence.status = Status.FINISHED
 
     def _deliver(self, news: Iterable[Sequence]) -> None:
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Listener, StreamChunk]]] = {}
-        for sequence in news:
-            if sequence not in self._places:
-                continue
-            finished = sequence.status is Status.FINISHED
-            if not finished and len(sequence.output) - sequence.sent_tokens < self._stream_interval:
-                continue
-            listener, index = self._places[sequence]
-            if finished:
-                del self._places[sequence]
-            chunk = take_news(sequence, index)
-            if chunk is not None:
-                by_loop.setdefault(listener.loop, []).append((listener, chunk))
-        for loop, items in by_loop.items():
+        found: list[tuple[Sequence, Listener, int]] = []
+        with self._wake:
+            for sequence in news:
+                if (place := self._places.get(sequence)) is None:
+                    continue
+                finished = sequence.status is Status.FINISHED
+                if not finished and len(sequence.output) - sequence.sent_tokens < self._stream_interval:
+                    continue
+                if finished:
+                    del self._places[sequence]
+                found.append((sequence, *place))
+        chunks: list[tuple[Listener, StreamChunk]] = []
+        for sequence, listener, index in found:
             try:
-                loop.call_soon_threadsafe(_put, items)
-            except RuntimeError:  # the loop is closed: nobody is there
-                continue
+                chunk = take_news(sequence, index)
+            except Exception:  # of its text; the others go on
+                logger.exception("request %s failed", sequence.id)
+                self._abort([sequence])
+                chunk = listener.aborted(index, FAILED_REQUEST)
+            if chunk is not None:
+                chunks.append((listener, chunk))
+        tell(chunks)
 
     def _command(self, command: Callable[[], None]) -> None:
         """With `_wake` held."""
@@ -300,9 +384,28 @@ class Runner(threading.Thread):
         self.on_change()
 
 
-def _put(items: list[tuple[Listener, StreamChunk]]) -> None:
-    for listener, chunk in items:
-        listener.queue.put_nowait(chunk)
+def _settle(future: Future[Any], result: Any = None, *, error: BaseException | None = None) -> None:
+    """Unless it is done: the watchdog and the engine's thread may both know an end."""
+    with contextlib.suppress(InvalidStateError):
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+
+def _allocate(engine: Engine) -> None:
+    """Waits for the KV pool, so that READY means that there is one.
+
+    Raises:
+        RuntimeError: there is not enough memory.
+    """
+    try:
+        engine.wait_until_allocated()
+    except Exception as error:
+        raise RuntimeError(
+            f"the KV pool of {engine.intake.pool_tokens} tokens (--max-total-tokens) and the state of "
+            f"{engine.config.max_running_requests} requests (--max-running-requests) could not be allocated: {error}"
+        ) from error
 
 
 def describe(engine: Engine, model: str) -> dict[str, Any]:

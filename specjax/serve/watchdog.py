@@ -1,0 +1,62 @@
+"""Notices a thread that is stuck. Knows nothing of engines: only a number that changes while there is progress."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+LONGEST_LOOK = 1.0
+"""Most seconds between two looks."""
+
+
+class Watchdog(threading.Thread):
+    """Calls `act` once, with the seconds, when something has been under way for longer than `timeout` seconds.
+
+    Args:
+        timeout: seconds without progress.
+        beat: a number that is another after each progress; None while nothing is under way.
+        excused: whether what is under way may take its time, because it waits for a compiler.
+        act: called from this thread, which ends after it.
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout: float,
+        beat: Callable[[], int | None],
+        excused: Callable[[], bool],
+        act: Callable[[float], None],
+    ) -> None:
+        super().__init__(name="specjax-watchdog", daemon=True)
+        self._beat, self._excused, self._act = beat, excused, act
+        self._timeout, self._interval = timeout, min(LONGEST_LOOK, timeout / 8)
+        self._seen: int | None = None
+        self._stuck = 0.0
+        self._stopped = threading.Event()
+
+    def look(self, elapsed: float) -> float | None:
+        """One look, `elapsed` seconds after the last. Returns the seconds without progress if they are too many.
+
+        Only time in which this thread could look counts: a process that was suspended for an hour is not stuck.
+        """
+        beat = self._beat()
+        if beat is None or beat != self._seen or self._excused():
+            self._seen, self._stuck = beat, 0.0
+            return None
+        self._stuck += min(elapsed, 2 * self._interval)
+        return self._stuck if self._stuck > self._timeout else None
+
+    def run(self) -> None:
+        last = time.monotonic()
+        while not self._stopped.wait(self._interval):
+            now = time.monotonic()
+            seconds = self.look(now - last)
+            last = now
+            if seconds is not None:
+                self._act(seconds)
+                return
+
+    def stop(self) -> None:
+        """It looks no more. From any thread, also before `start`."""
+        self._stopped.set()
