@@ -196,6 +196,15 @@ class ServerSettings:
         "the process with status 1, so that a supervisor starts it again",
         above=0,
     )
+    receive_timeout: float = setting(
+        60.0,
+        "seconds that a client may pause while it sends a request, and in which the headers must be complete; ten "
+        "times as long for the whole request; one that takes longer gets a 408",
+        above=0,
+    )
+    max_connections: int = setting(
+        1000, "connections at once; a request on a further one gets a 503, except for /health", minimum=1
+    )
 
 
 @dataclass(frozen=True)

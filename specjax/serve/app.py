@@ -8,7 +8,6 @@ import functools
 import logging
 import secrets
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -27,6 +26,7 @@ from specjax.serve.gate import Gate, check_state, error_response
 from specjax.serve.listener import SEND_AGAIN, Listener
 from specjax.serve.protocol import Body, ChatBody, CompletionBody, GenerateBody, Task, read_body
 from specjax.serve.runner import QueueFull, Runner, describe
+from specjax.serve.tokenising import Tokenising, work
 from specjax.serve.tokens import TokenNames
 
 logger = logging.getLogger("specjax.serve")
@@ -43,31 +43,36 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
         summary="Speculative decoding for JAX, behind OpenAI's interface.",
         redirect_slashes=False,  # the address would be made of the Host header, which anyone may set
     )
-    # One thread: tokenising a long prompt must not hold up the streams, and tokenisers do not like several threads.
-    tokenising = ThreadPoolExecutor(1, thread_name_prefix="specjax-tokenise")
+    tokenising = Tokenising()
 
     async def begin(request: Request, task: Task, id: str) -> Listener:
-        """Tokenises and queues."""
+        """Tokenises and queues. The request has its places in the queue from here on, however short its wait is."""
         count = len(task.prompts) * task.n
         if count > runner.capacity:
             param = "n" if task.n > 1 else task.prompt_field
             raise bad_request(f"{count} choices in one request; this server takes {runner.capacity}", param)
-        made = asyncio.get_running_loop().run_in_executor(tokenising, task.sequences, runner.engine.intake, id)
-        gone = asyncio.create_task(until_gone(request.receive))
-        await asyncio.wait({made, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not made.done():  # the client has left, perhaps to try again
-            made.cancel()
-            raise ClientDisconnect
-        gone.cancel()
-        sequences = made.result()
-        check_state(runner)
-        listener = Listener(sequences)
         try:
-            runner.submit(listener)
+            places = runner.reserve(count)
         except QueueFull as error:
             raise unavailable(f"the queue is full: {error}", retry_after=1) from error
-        except ValueError as error:
-            raise bad_request(str(error), "rid") from error
+        with places:
+            job = tokenising.submit(work(task.prompts, task.n), task.sequences, runner.engine.intake, id)
+            made = asyncio.wrap_future(job)
+            gone = asyncio.create_task(until_gone(request.receive))
+            try:
+                await asyncio.wait({made, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if not made.done():  # the client has left, perhaps to try again
+                    raise ClientDisconnect
+            finally:
+                gone.cancel()
+                made.cancel()
+            sequences = made.result()
+            check_state(runner)
+            listener = Listener(sequences)
+            try:
+                places.submit(listener)
+            except ValueError as error:
+                raise bad_request(str(error), "rid") from error
         return listener
 
     @functools.cache
@@ -176,7 +181,7 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
     async def broken(request: Request, error: Exception) -> Response:
         return JSONResponse(error_body(500, "internal error; the server's log has it"), 500)
 
-    app.add_middleware(Gate, runner=runner, api_key=settings.api_key)
+    app.add_middleware(Gate, runner=runner, api_key=settings.api_key, receive_timeout=settings.receive_timeout)
     return app
 
 

@@ -103,7 +103,14 @@ def main(argv: list[str] | None = None) -> int:
         watchdog_timeout=server.watchdog_timeout,
     )
     app = create_app(runner, server, model=name)
-    failure = Server(app, runner, sock, shutdown_timeout=server.shutdown_timeout).run()
+    failure = Server(
+        app,
+        runner,
+        sock,
+        shutdown_timeout=server.shutdown_timeout,
+        receive_timeout=server.receive_timeout,
+        max_connections=server.max_connections,
+    ).run()
     wrong = isinstance(failure, USERS_ERRORS) and not runner.loaded
     if wrong:
         print(f"specjax.serve: {failure}", file=sys.stderr)

@@ -37,5 +37,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
-def unavailable(message: str, *, retry_after: int) -> ApiError:
-    return ApiError(503, message, code="unavailable", headers={"Retry-After": str(retry_after)})
+def unavailable(message: str, *, retry_after: int, close: bool = False) -> ApiError:
+    """`close`: the connection ends with this answer."""
+    headers = {"Retry-After": str(retry_after)} | ({"Connection": "close"} if close else {})
+    return ApiError(503, message, code="unavailable", headers=headers)

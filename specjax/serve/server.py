@@ -1,6 +1,6 @@
 """A process that serves: its socket, uvicorn, signals, and an end without loose ends.
 
-bind -> listen, load behind (503 meanwhile) -> ready -> SIGTERM or Ctrl-C: drain -> exit 0
+bind -> listen, load behind (503 meanwhile) -> ready -> SIGTERM or Ctrl-C: drain (503 meanwhile) -> exit 0
                                                         once more: exit at once
 """
 
@@ -17,7 +17,9 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
-from specjax.serve.runner import SHUT_DOWN, Runner, State
+from specjax.serve.connection import connection_class, is_answering
+from specjax.serve.listener import SHUT_DOWN
+from specjax.serve.runner import Runner, State
 
 logger = logging.getLogger("specjax.serve")
 
@@ -25,6 +27,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 FORCED_GRACE = 5.0
 """Seconds in which aborted requests may tell their clients, before connections are cut."""
+
+ENGINE_GRACE = 1.0
+"""Seconds in which the engine may abort its requests, before that is done without it."""
 
 
 class PortError(Exception):
@@ -72,10 +77,21 @@ class _Uvicorn(uvicorn.Server):
 class Server:
     """Serves an app until a signal comes, or until the engine fails."""
 
-    def __init__(self, app: ASGIApp, runner: Runner, sock: socket.socket, *, shutdown_timeout: float) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        runner: Runner,
+        sock: socket.socket,
+        *,
+        shutdown_timeout: float,
+        receive_timeout: float = 60.0,
+        max_connections: int = 1000,
+    ) -> None:
         self._runner, self._sock, self._timeout = runner, sock, shutdown_timeout
         config = uvicorn.Config(
             app,
+            http=connection_class(receive_timeout=receive_timeout, max_connections=max_connections),
+            ws="none",
             log_config=None,
             access_log=False,  # the gate's lines have the request's id
             lifespan="off",
@@ -96,7 +112,8 @@ class Server:
             loop.add_signal_handler(number, self._signalled, number)
 
         def changed() -> None:
-            loop.call_soon_threadsafe(self._changed)
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and so does the process
+                loop.call_soon_threadsafe(self._changed)
 
         self._runner.on_change = changed
         self._runner.start()
@@ -108,8 +125,8 @@ class Server:
                 loop.remove_signal_handler(number)
 
     def _changed(self) -> None:
-        if self._runner.state is State.FAILED:
-            self._uvicorn.should_exit = True
+        if self._runner.failure is not None:
+            self._exit(FORCED_GRACE)
         elif self._runner.state is State.READY:
             logger.info("The server is fired up and ready to roll! %s", url(self._sock))
 
@@ -118,7 +135,7 @@ class Server:
         if self._draining is not None:
             logger.warning("%s again: stopping at once", name)
             self._draining.cancel()
-            self._uvicorn.force_exit = True
+            self._uvicorn.force_exit = self._uvicorn.should_exit = True
             return
         loaded = self._runner.state is State.READY
         running = self._runner.unfinished if loaded else 0
@@ -126,16 +143,30 @@ class Server:
         if running:
             logger.info("%d requests may go on for %g s; once more stops at once", running, self._timeout)
         self._runner.drain()
-        self._uvicorn.should_exit = True
         self._draining = asyncio.ensure_future(self._drain(loaded))
 
     async def _drain(self, loaded: bool) -> None:
-        """Running requests may finish; then they are ended, with an error that their clients see."""
-        if not loaded:
-            return
+        """Running requests may finish; then they are ended, with an error that their clients see.
+
+        Meanwhile the socket still listens, so that whoever comes is told to go elsewhere instead of being refused.
+        """
         deadline = asyncio.get_running_loop().time() + self._timeout
-        while self._runner.unfinished and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.05)
-        if self._runner.unfinished:
-            logger.warning("%d requests did not finish in time", self._runner.unfinished)
+        if loaded and not await self._quiet(deadline):
+            logger.warning("%d requests did not finish in time", self._runner.pending)
             self._runner.abort_all(SHUT_DOWN)
+            if not await self._quiet(deadline + ENGINE_GRACE):
+                self._runner.end_all(SHUT_DOWN)
+        self._exit(max(deadline - asyncio.get_running_loop().time(), 0) + FORCED_GRACE)
+
+    async def _quiet(self, deadline: float) -> bool:
+        """Waits until nothing runs and all answers that have begun are written. False: not by the deadline."""
+        while self._runner.pending or any(map(is_answering, list(self._uvicorn.server_state.connections))):
+            if asyncio.get_running_loop().time() >= deadline:
+                return not self._runner.pending
+            await asyncio.sleep(0.05)
+        return True
+
+    def _exit(self, seconds: float) -> None:
+        """No more connections; those that there are may go on for so many seconds."""
+        self._uvicorn.config.timeout_graceful_shutdown = int(seconds) + 1
+        self._uvicorn.should_exit = True
