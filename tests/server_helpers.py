@@ -33,6 +33,7 @@ class Running:
     base: str
     engine: Engine
     runner: Runner
+    server: InThread
 
     def client(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.base, timeout=SECONDS, **options)
@@ -58,6 +59,18 @@ class Running:
         """Until nothing runs; then every page and slot must be back."""
         wait_until(lambda: not self.runner.unfinished and not self.engine.unfinished)
         self.runner.call(check_idle).result(SECONDS)
+
+
+def answer_of(sock: socket.socket) -> tuple[int, dict[str, str], Any]:
+    """Status, headers and JSON of what a raw connection gets until its end."""
+    data = b""
+    while part := sock.recv(65536):
+        data += part
+    head, _, body = data.partition(b"\r\n\r\n")
+    first, *lines = head.decode().split("\r\n")
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    assert int(headers["content-length"]) == len(body), data
+    return int(first.split()[1]), headers, json.loads(body)
 
 
 def parse_events(data: bytes) -> list[Any]:
@@ -99,11 +112,12 @@ def running(
         watchdog_timeout=settings.watchdog_timeout,
         warm_up=False,
     )
-    server = _InThread(create_app(runner, settings, model=model), runner, sock)
+    limits = {"receive_timeout": settings.receive_timeout, "max_connections": settings.max_connections}
+    server = InThread(create_app(runner, settings, model=model), runner, sock, **limits)
     server.start()
     if load is None:
         wait_until(lambda: runner.state is State.READY)
-    served = Running(url(sock), engine, runner)
+    served = Running(url(sock), engine, runner, server)
     try:
         yield served
         if idle_at_end:
@@ -113,16 +127,30 @@ def running(
         assert runner.stop(SECONDS)
 
 
-class _InThread(Server):
+class InThread(Server):
     """Signals go to the main thread, so this one is told by hand."""
 
-    def __init__(self, app: Any, runner: Runner, sock: socket.socket) -> None:
-        super().__init__(app, runner, sock, shutdown_timeout=1.0)
+    def __init__(self, app: Any, runner: Runner, sock: socket.socket, **limits: Any) -> None:
+        super().__init__(app, runner, sock, shutdown_timeout=1.0, **limits)
         self._thread = threading.Thread(target=asyncio.run, args=(self._main(),), daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._runner.start()
         await self._uvicorn.serve(sockets=[self._sock])
+
+    def signal(self, number: int) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._signalled, number)
+
+    @property
+    def connections(self) -> int:
+        return len(self._uvicorn.server_state.connections)
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
 
     def start(self) -> None:
         self._thread.start()

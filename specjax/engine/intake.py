@@ -22,6 +22,17 @@ from specjax.engine.request import ParameterError, SamplingParams, Sequence, ran
 from specjax.engine.text import TextStream
 from specjax.sampling import STOP_IDS
 
+SHRINKS = 4
+"""Characters of a text for one of its normalised form. NFC and NFKC make one of at most 4. Normalisers that remove
+characters (spaces, accents, control characters) know no limit: a text that is too long by this count is refused, even
+if they would remove so much of it that the rest fits."""
+
+DENSE = 8
+"""Characters a token from which on a text is tokenised piece by piece, to find early that it does not fit."""
+
+MARGIN = 64
+"""Tokens by which the start of a text, cut anywhere, may exceed its share of the whole text's."""
+
 
 @dataclass(frozen=True)
 class Intake:
@@ -46,20 +57,51 @@ class Intake:
         return PlainText(self.tokenizer) if self.plain_content else None
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt; see `specjax.engine.prompt.encode`."""
-        limit = self.most_characters
-        return encode(prompt, self.tokenizer, self.vocab_size, most_characters=limit, plain=self.plain)
+        """Token ids of a prompt; see `specjax.engine.prompt.encode`. Little is done for one that is far too long."""
+        if isinstance(prompt, list | tuple) and prompt:
+            messages = isinstance(prompt[0], Mapping)
+            if messages:
+                self._check_characters(sum(map(_characters, prompt)), SHRINKS)  # a template may leave some out
+            if len(prompt) > self.context_length:
+                what = "messages" if messages else "tokens"
+                raise ValueError(f"the prompt has {len(prompt)} {what}, but the context is {self.context_length}")
+        return encode(prompt, self.tokenizer, self.vocab_size, check=self.check_text, plain=self.plain)
+
+    def check_text(self, text: str) -> None:
+        """Refuses a text that cannot fit the context, before all of it is tokenised.
+
+        A text with few characters a token is tokenised as a whole at once. Otherwise its start is, then a start four
+        times as long: a text of many megabytes costs no more than a few times what fits.
+
+        Raises:
+            ValueError: it is too long.
+        """
+        self._check_characters(len(text), 1)
+        size = DENSE * self.context_length
+        while size < len(text):
+            count = len(self.tokenizer(text[:size], add_special_tokens=False)["input_ids"])
+            if count > self.context_length + MARGIN:
+                raise ValueError(
+                    f"the prompt has {len(text)} characters, of which the first {size} alone make {count} tokens, "
+                    f"but the context is {self.context_length}"
+                )
+            size *= 4
+
+    def _check_characters(self, count: int, factor: int) -> None:
+        most = self.most_characters * factor
+        if count > most:
+            raise ValueError(f"the prompt has {count} characters; the context can hold no more than {most}")
 
     @functools.cached_property
-    def most_characters(self) -> int | None:
-        """No text that is longer can fit the context, so it need not be tokenised. None: not known.
+    def most_characters(self) -> int:
+        """Most characters of a text that may fit the context; what is longer need not be tokenised.
 
-        Where text is not normalised, a token stands for no more characters than it is written with.
+        Where text is not normalised, a token stands for no more characters than it is written with; see `SHRINKS` for
+        where it is.
         """
         core = getattr(self.tokenizer, "backend_tokenizer", None)
-        if core is None or core.normalizer is not None:
-            return None
-        return self.context_length * max(map(len, self.tokenizer.get_vocab()))
+        shrinks = SHRINKS if core is None or core.normalizer is not None else 1
+        return self.context_length * max(map(len, self.tokenizer.get_vocab())) * shrinks
 
     def sequence(self, prompt: Prompt, sampling: SamplingParams, *, id: str | None = None) -> Sequence:
         """A sequence that will fit.
@@ -161,3 +203,8 @@ def _check_prompts(prompts: object) -> None:
             "prompts must be a string, a list of token ids, a list of messages, or a list of these, "
             f"got {prompts!r:.60}"
         )
+
+
+def _characters(message: Any) -> int:
+    """Of all strings of a message."""
+    return sum(len(value) for value in message.values() if isinstance(value, str))

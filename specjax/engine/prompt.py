@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, cast
 
@@ -18,12 +18,13 @@ def encode(
     tokenizer: Any,
     vocab_size: int,
     *,
-    most_characters: int | None = None,
+    check: Callable[[str], None] = lambda text: None,
     plain: PlainText | None = None,
 ) -> list[int]:
     """Token ids of a prompt.
 
     Args:
+        check: sees a text before it is tokenised, and raises a ValueError to refuse it.
         plain: encodes users' text without special tokens; a prompt that is a text is theirs as a whole. None: text
             that reads as a special token is one.
 
@@ -32,19 +33,14 @@ def encode(
             vocabulary.
     """
 
-    def checked(text: str) -> str:
-        if most_characters is not None and len(text) > most_characters:
-            raise ValueError(
-                f"the prompt has {len(text)} characters; the context can hold no more than {most_characters}"
-            )
-        return text
-
     if isinstance(prompt, str):
-        text = checked(prompt)
+        text = prompt
+        check(text)
         tokens = tokenizer(text)["input_ids"] if plain is None else plain.encode(text, add_special_tokens=True)
     elif isinstance(prompt, list | tuple) and prompt and all(isinstance(m, Mapping) for m in prompt):
         messages = cast(Any, prompt)
-        text = checked(_render(messages, tokenizer))
+        text = _render(messages, tokenizer)
+        check(text)
         if plain is None:
             tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
         else:
