@@ -1,0 +1,109 @@
+"""Prompts that are far too long: refused before they are tokenised, whatever the tokenizer does with text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from engine_helpers import MERGES, SPECIAL, TEMPLATE, VOCABULARY, byte_ids
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from specjax.engine import SamplingParams
+from specjax.engine.intake import DENSE, SHRINKS, Intake
+
+CONTEXT = 128
+LONGEST = len("<|endoftext|>")
+
+NORMALIZERS: dict[str, Any] = {
+    "none": lambda: None,
+    "nfc": normalizers.NFC,
+    "sentencepiece": lambda: normalizers.Sequence([normalizers.Prepend("_"), normalizers.Replace(" ", "_")]),
+    "spaces": lambda: normalizers.Replace(Regex(" +"), " "),
+    "accents": lambda: normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()]),
+    "bert": normalizers.BertNormalizer,
+}
+
+
+class Counted(PreTrainedTokenizerFast):
+    """Counts the characters that are tokenised."""
+
+    seen = 0
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        self.seen += len(text)
+        return super().__call__(text, **options)
+
+
+def intake(normalizer: str = "none") -> Intake:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*SPECIAL, *letters, *(a + b for a, b in MERGES)]
+    core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, list(MERGES)))
+    if found := NORMALIZERS[normalizer]():
+        core.normalizer = found
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(list(SPECIAL))
+    tokenizer = Counted(tokenizer_object=core, eos_token=SPECIAL[2], chat_template=TEMPLATE)
+    return Intake(tokenizer, VOCABULARY, CONTEXT, 1024, (), 0)
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+@pytest.mark.parametrize("size", [2_000, 200_000, 5_000_000])
+def test_long_texts_are_refused_before_they_are_tokenised(normalizer, size):
+    ours = intake(normalizer)
+    with pytest.raises(ValueError, match=f"{size} characters.*context") as caught:
+        ours.sequence("x" * size, SamplingParams())
+    assert ours.tokenizer.seen <= DENSE * CONTEXT
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+def test_what_fits_is_taken(normalizer):
+    assert len(intake(normalizer).encode("x" * (CONTEXT - 1))) >= CONTEXT - 1
+
+
+def test_dense_texts_fit():
+    """Thirteen characters a token: more than are tokenised at once."""
+    text = "<|endoftext|>" * 100
+    assert len(text) > DENSE * CONTEXT
+    assert intake().encode(text) == [0] * 100
+    with pytest.raises(ValueError, match="100000"):
+        intake().encode(text[:1299] + "x" * 98_701)
+
+
+def test_normalised_texts_may_be_longer():
+    """Sixty spaces become one. A text that is SHRINKS times too long is refused, though it would fit."""
+    ours = intake("spaces")
+    assert len(ours.encode(("x" + " " * 60) * 50)) <= CONTEXT
+    assert ours.most_characters == SHRINKS * LONGEST * CONTEXT
+    with pytest.raises(ValueError, match="can hold no more"):
+        ours.encode("x" + " " * ours.most_characters)
+
+
+def test_long_messages_are_refused_before_they_are_rendered(monkeypatch):
+    ours = intake()
+    monkeypatch.setattr(type(ours.tokenizer), "apply_chat_template", lambda *_, **__: pytest.fail("rendered"))
+    many = [{"role": "user", "content": ""}] * (CONTEXT + 1)
+    large = [{"role": "user", "content": "x" * 5_000}, {"role": "user", "content": "y" * 5_000}]
+    for messages, said in ((many, "129 messages, but the context is 128"), (large, "characters; the context")):
+        with pytest.raises(ValueError, match=said):
+            ours.encode(messages)
+    assert not ours.tokenizer.seen
+
+
+def test_rendered_messages_are_limited():
+    ours = intake()
+    with pytest.raises(ValueError, match="characters, of which the first 1024 alone make"):
+        ours.encode([{"role": "user", "content": "x" * 1_500}])
+    assert ours.tokenizer.seen <= DENSE * CONTEXT
+
+
+def test_long_lists_of_tokens_are_refused_before_they_are_looked_at():
+    class Ids(list):
+        def __iter__(self):
+            pytest.fail("looked at")
+
+    with pytest.raises(ValueError, match="the prompt has 129 tokens, but the context is 128"):
+        intake().encode(Ids(byte_ids(b"x") * 129))
+    assert len(intake().encode(byte_ids(b"x") * 128)) == 128
