@@ -16,6 +16,7 @@ from server_helpers import SECONDS, Running, answer_of, running, slow_down, wait
 from specjax.flags import ServerSettings
 from specjax.serve import connection, gate
 from specjax.serve.listener import SHUT_DOWN
+from specjax.serve.server import allow_files
 
 COMPLETE = "/v1/completions"
 BODY = json.dumps({"prompt": "hello", "max_tokens": 2}).encode()
@@ -243,6 +244,16 @@ def test_bodies_share_a_limit(server, monkeypatch):
 
         wait_until(refused)
     wait_until(lambda: server.complete("x", max_tokens=1).status_code == 200)
+
+
+def test_limit_of_open_files(monkeypatch):
+    resource = pytest.importorskip("resource")
+    found = []
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: found.append(limits))
+    for limits, connections in (((256, 4096), 1000), ((256, 1000), 2000), ((4096, 4096), 1000), ((256, -1), 1000)):
+        monkeypatch.setattr(resource, "getrlimit", lambda which, limits=limits: limits)
+        allow_files(connections)
+    assert found == [(1256, 4096), (1000, 1000), (1256, -1)]
 
 
 # While it stops.

@@ -147,10 +147,9 @@ def test_waiting_for_the_compiler_is_not_stuck(monkeypatch):
     monkeypatch.setattr(engine.executables, "_compile", slow)
     _ = engine.executables.admit
     with running(engine) as server:
-        watchdog = next(each for each in threading.enumerate() if isinstance(each, Watchdog) and each.is_alive())
         answer = in_background(server.complete, **BODY)
         wait_until(lambda: engine.executables.is_waiting(server.runner.ident))
-        assert not any(watchdog.look(1000.0) for _ in range(1000))
+        assert not any(server.runner._watchdog.look(1000.0) for _ in range(1000))
         let_go.set()
         assert answer.result(SECONDS).status_code == 200
 

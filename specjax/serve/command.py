@@ -21,7 +21,7 @@ from specjax.engine import Engine
 from specjax.engine.batch import kv_bytes_per_token, speculation_note
 from specjax.serve.app import create_app
 from specjax.serve.runner import Runner
-from specjax.serve.server import SIGNALS, PortError, Server, listen, url
+from specjax.serve.server import SIGNALS, PortError, Server, allow_files, listen, url
 from specjax.settings import HelpFormatter, Parser, add_flags, parse
 
 logger = logging.getLogger("specjax.serve")
@@ -94,6 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     except PortError as error:
         print(f"specjax.serve: {error}", file=sys.stderr)
         return 2
+    allow_files(2 * server.max_connections)  # from twice as many on they are cut
     logger.info("Listening on %s; requests get a 503 until the model is loaded", url(sock))
     runner = Runner(
         lambda: load(settings),

@@ -94,7 +94,9 @@ class Runner(threading.Thread):
         self.state = State.LOADING
         self.failure: BaseException | None = None
         self.ready_at = time.time()
-        self.on_change: Callable[[], None] = lambda: None  # called from this thread when `state` has changed
+        self.on_change: Callable[[], None] = lambda: (
+            None
+        )  # called when `state` has changed, from this thread or the watchdog's
         self._make_engine = make_engine
         self._max_queued = max_queued_requests
         self._stream_interval = stream_interval
@@ -111,6 +113,12 @@ class Runner(threading.Thread):
         self._calls: set[Future[Any]] = set()  # what `call` has promised
         # For the watchdog: whether anything is under way, and a number that changes with each step and command.
         self._busy, self._beat = False, 0
+        self._watchdog = Watchdog(
+            timeout=watchdog_timeout,
+            beat=lambda: self._beat if self._busy else None,
+            excused=lambda: self.engine.executables.is_waiting(self.ident),
+            act=self._give_up,
+        )
         # Who waits for a sequence, and its index there. By identity: an id may be used again once its answer is known.
         self._places: dict[Sequence, tuple[Listener, int]] = {}
 
@@ -263,12 +271,6 @@ class Runner(threading.Thread):
     # In this thread
 
     def run(self) -> None:
-        watchdog = Watchdog(
-            timeout=self._watchdog_timeout,
-            beat=lambda: self._beat if self._busy else None,
-            excused=lambda: self.engine.executables.is_waiting(self.ident),
-            act=self._give_up,
-        )
         try:
             self._engine = self._make_engine()
             if self._warm_up:
@@ -277,13 +279,13 @@ class Runner(threading.Thread):
             if self._warm_up:
                 self._behind = self._engine.warm_up_behind(progress=self._progress)
             self.ready_at = time.time()
+            self._watchdog.start()
             self._change(State.READY)
-            watchdog.start()
             self._loop(Report(self._engine, interval=self._log_interval))
         except BaseException as error:
             self.end_all(ENGINE_GONE, failure=error)
         finally:
-            watchdog.stop()
+            self._watchdog.stop()
             if self._engine is not None:
                 self._engine.executables.close()
 

@@ -14,6 +14,11 @@ import signal
 import socket
 from collections.abc import Iterator
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
 import uvicorn
 from starlette.types import ASGIApp
 
@@ -30,6 +35,10 @@ FORCED_GRACE = 5.0
 
 ENGINE_GRACE = 1.0
 """Seconds in which the engine may abort its requests, before that is done without it."""
+
+
+OTHER_FILES = 256
+"""Open files of a server that are no connections."""
 
 
 class PortError(Exception):
@@ -60,6 +69,19 @@ def listen(host: str, port: int) -> socket.socket:
         hint = "; stop what listens there, or choose another --port (0 = any free one)" if taken else ""
         raise PortError(f"--host {host} --port {port}: {error.strerror}{hint}") from error
     return sock
+
+
+def allow_files(connections: int) -> None:
+    """Raises this process's limit of open files, as far as it may, so that so many connections have room."""
+    if resource is None:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + OTHER_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # it is the user's limit, and a server with a lower one works
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def url(sock: socket.socket) -> str:
