@@ -40,6 +40,8 @@ QUICK = [
     "--speculative-ngram-max-match-window-size", "4", "--speculative-ngram-capacity", "4096",
     "--chunked-prefill-size", "16",
 ]  # fmt: skip
+ALL_COMPILED = "Compiling behind: 100%"
+"""Until then two requests may take turns, and one may end before the other begins."""
 LONG = {"prompt": "a", "max_tokens": 3500, "ignore_eos": True}
 """Seconds of decoding: far more than it takes to send a signal."""
 
@@ -360,6 +362,7 @@ def streaming(process: Process, **body: Any) -> Iterator[Iterator[bytes]]:
 
 def test_sigterm_lets_requests_finish(launch, model):
     server = launch("--model", model, "--port", 0, "--shutdown-timeout", SECONDS).wait_ready()
+    server.wait_for(ALL_COMPILED)
     whole = Background(lambda: complete(server, max_tokens=1500))
     with streaming(server, max_tokens=2000, stream_options={"include_usage": True}) as stream:
         server.wait_for("Decode batch. #running-req: 2")
@@ -367,10 +370,12 @@ def test_sigterm_lets_requests_finish(launch, model):
         server.wait_for("SIGTERM: shutting down")
         refusals = []
         with contextlib.suppress(httpx.TransportError):
-            while True:  # until connections are refused
-                refusals.append(complete(server).status_code)
+            while True:  # until the end
+                refusals.append(complete(server))
+                time.sleep(0.05)
         events = parse_events(b"".join(stream))
-    assert set(refusals) <= {503}
+    assert refusals and {answer.status_code for answer in refusals} == {503}
+    assert all(int(answer.headers["Retry-After"]) > 0 for answer in refusals)
     assert events[-2]["choices"][0]["finish_reason"] == "length"
     assert events[-1]["usage"]["completion_tokens"] == 2000
     assert whole.result.json()["usage"]["completion_tokens"] == 1500
@@ -392,7 +397,7 @@ def unread(process: Process) -> socket.socket:
 def test_what_does_not_finish_in_time_is_told_so(launch, model):
     long_name = "x" * 5000  # stands in each event: what is not read piles up
     server = launch("--model", model, "--port", 0, "--shutdown-timeout", 1, "--served-model-name", long_name)
-    server.wait_ready()
+    server.wait_ready().wait_for(ALL_COMPILED)
     with unread(server), streaming(server) as stream:
         server.wait_for("#running-req: 2")
         whole = Background(lambda: complete(server))

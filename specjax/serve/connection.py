@@ -11,6 +11,7 @@ end when the server stops. While the app reads a body, `specjax.serve.gate` limi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http
 import json
 import sys
@@ -193,8 +194,9 @@ class _Guarded:
         log_answer(scope, status, id)
         self._refused = True
         self.flow.resume_reading()
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
+        with contextlib.suppress(OSError):  # the client has left
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
         self.loop.call_later(LINGER, self.transport.abort)
 
 
