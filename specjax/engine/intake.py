@@ -18,7 +18,7 @@ import numpy as np
 
 from specjax.engine.plain import PlainText
 from specjax.engine.prompt import Prompt, encode
-from specjax.engine.request import ParameterError, SamplingParams, Sequence, random_seed
+from specjax.engine.request import GENERATED_SEEDS, ParameterError, SamplingParams, Sequence, random_seed
 from specjax.engine.text import TextStream
 from specjax.sampling import STOP_IDS
 
@@ -163,7 +163,7 @@ class Intake:
         return wanted if wanted is not None else min(room, self.pool_tokens - prompt + 1)
 
     def _seed(self) -> int:
-        return random_seed() if self.seeds is None else self.seeds.getrandbits(63)
+        return random_seed() if self.seeds is None else self.seeds.randrange(GENERATED_SEEDS)
 
 
 def with_sampling(

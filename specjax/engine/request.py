@@ -26,6 +26,10 @@ MAX_SALT = 256
 NOT_FINITE_TEXT = "the model's logits are not finite (NaN or infinity) after {count} tokens of output"
 """Why a request ended from whose logits nothing can be drawn."""
 
+GENERATED_SEEDS = 2**53 - 2**10
+"""Seeds that are drawn for requests without one lie below this: every language reads them from JSON exactly, and so the
+seeds of further choices, `seed + i`."""
+
 FAILED_TEXT = "the request failed while its text was made"
 """Why a request ended whose tokens could not be made into text."""
 
@@ -347,7 +351,7 @@ def later_seed(seed: int, count: int) -> int:
 
 
 def random_seed() -> int:
-    return secrets.randbits(63)
+    return secrets.randbelow(GENERATED_SEEDS)
 
 
 def raw_logprobs(found: Logprobs, row: int, count: int, top: int) -> list[RawLogprob]:
