@@ -205,6 +205,14 @@ class ServerSettings:
     max_connections: int = setting(
         1000, "connections at once; a request on a further one gets a 503, except for /health", minimum=1
     )
+    strict_fields: bool = setting(
+        False, "refuse requests with fields that the server does not know; else they are ignored, and named in the "
+        "answer's header X-Specjax-Ignored-Fields",
+    )  # fmt: skip
+    incremental_streaming_output: bool = setting(
+        False, "streams of /generate: each event holds only the new text and tokens, not all so far",
+        names=("--stream-output",),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

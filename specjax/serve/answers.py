@@ -154,15 +154,22 @@ class OpenAIAnswer:
 
 @dataclass
 class GenerateAnswer:
-    """The answer to `/generate`. Events carry the text and tokens so far, as SGLang's do."""
+    """The answer to `/generate`. Events carry the text and tokens so far, as SGLang's do.
+
+    With `incremental` each event carries only what is new: joined, their texts and tokens are the whole's. SGLang's
+    `--incremental-streaming-output`; without it n tokens cost n^2 / 2 ids.
+    """
 
     width: int
     many: bool  # a batch, or n > 1: a list of results, and events with an index
     ids: list[str]
     prompt_tokens: list[int]
+    incremental: bool = False
+    names: TokenNames | None = None  # puts the texts of tokens into their log-probabilities
     started: float = field(default_factory=time.perf_counter)
     _texts: dict[int, str] = field(default_factory=dict)
     _tokens: dict[int, list[int]] = field(default_factory=dict)
+    _counts: dict[int, int] = field(default_factory=dict)  # of the tokens sent
 
     def whole(self, done: list[Completion]) -> Any:
         results = [self._result(completion) for completion in done]
@@ -173,12 +180,18 @@ class GenerateAnswer:
         if chunk.completion is not None:
             body = self._result(chunk.completion)
         else:
-            text = self._texts[index] = self._texts.get(index, "") + chunk.text
-            tokens = self._tokens.setdefault(index, [])
-            tokens += chunk.output_ids
+            self._counts[index] = self._counts.get(index, 0) + len(chunk.output_ids)
             meta = {"id": self.ids[index], "finish_reason": None, "prompt_tokens": self.prompt_tokens[index]}
-            meta |= {"completion_tokens": len(tokens), "cached_tokens": 0}
-            body = {"text": text, "output_ids": tokens, "meta_info": meta}
+            meta |= {"completion_tokens": self._counts[index], "cached_tokens": 0}
+            body = {"text": chunk.text, "output_ids": chunk.output_ids, "meta_info": meta}
+            if not self.incremental:
+                body["text"] = self._texts[index] = self._texts.get(index, "") + chunk.text
+                body["output_ids"] = self._tokens.setdefault(index, [])
+                body["output_ids"] += chunk.output_ids
+        if self.incremental:
+            body |= {"text": chunk.text, "output_ids": chunk.output_ids}
+            if chunk.logprobs or "output_token_logprobs" in body["meta_info"]:
+                body["meta_info"] |= generate_logprobs(chunk.logprobs, self.names)
         return [event(body | ({"index": index} if self.many else {}))]
 
     def last_events(self) -> list[bytes]:
@@ -196,7 +209,7 @@ class GenerateAnswer:
         }
         meta |= speculative([done], self.width)
         if done.logprobs is not None:
-            meta |= generate_logprobs(done.logprobs)
+            meta |= generate_logprobs(done.logprobs, self.names)
         return {"text": done.text, "output_ids": done.output_ids, "meta_info": meta}
 
 

@@ -7,8 +7,9 @@ import contextlib
 import functools
 import logging
 import secrets
-from collections.abc import AsyncIterator
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -16,16 +17,20 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specjax.engine import Completion
 from specjax.flags import ServerSettings
-from specjax.serve.answers import Answer, GenerateAnswer, OpenAIAnswer, event
+from specjax.serve.answers import Answer, GenerateAnswer, OpenAIAnswer, event, fingerprint
 from specjax.serve.errors import ApiError, bad_request, error_body, unavailable
+from specjax.serve.fields import Ignored
 from specjax.serve.gate import Gate, check_state, error_response
+from specjax.serve.json_body import INLINE_BYTES, receive_body
 from specjax.serve.listener import SEND_AGAIN, Listener
-from specjax.serve.protocol import Body, ChatBody, CompletionBody, GenerateBody, Task, read_body
+from specjax.serve.openapi import document
+from specjax.serve.protocol import DEFAULT_MODEL, AnyRequest, ChatBody, CompletionBody, GenerateBody, read_request
 from specjax.serve.runner import QueueFull, Runner, describe
+from specjax.serve.task import Rules, Task
 from specjax.serve.tokenising import Tokenising, work
 from specjax.serve.tokens import TokenNames
 
@@ -33,17 +38,28 @@ logger = logging.getLogger("specjax.serve")
 
 CLIENT_GONE = 499  # nginx's number for it; nobody reads it
 
-AnyBody = TypeVar("AnyBody", bound=Body)
+READ = ["GET", "HEAD"]
 
 
 def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastAPI:
     """The ASGI application over a runner that is loading or ready. `model` is the name it serves."""
-    app = FastAPI(
-        title="specjax",
-        summary="Speculative decoding for JAX, behind OpenAI's interface.",
-        redirect_slashes=False,  # the address would be made of the Host header, which anyone may set
-    )
+    app = FastAPI(title="specjax", redirect_slashes=False)  # the address would be made of the Host header
     tokenising = Tokenising()
+
+    # One thread: a large body is parsed with Python's lock held, and two at once would take twice the memory.
+    parsing = ThreadPoolExecutor(1, thread_name_prefix="specjax-parse")
+
+    def rules() -> Rules:
+        engine = runner.engine
+        return Rules(
+            model, runner.capacity, engine.context_length, engine.sampling_defaults, strict=settings.strict_fields
+        )
+
+    async def read(request: Request, kind: type[AnyRequest]) -> tuple[AnyRequest, Task, Ignored]:
+        data = await receive_body(request)
+        if len(data) <= INLINE_BYTES:
+            return read_request(kind, data, rules())
+        return await asyncio.get_running_loop().run_in_executor(parsing, read_request, kind, data, rules())
 
     async def begin(request: Request, task: Task, id: str) -> Listener:
         """Tokenises and queues. The request has its places in the queue from here on, however short its wait is."""
@@ -80,15 +96,14 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
         return TokenNames(runner.engine.tokenizer)
 
     def check_model(name: str | None) -> None:
-        if name is not None and name != model:
-            problem = f"no model {name!r} here; this server has {model!r}"
+        if name not in (None, DEFAULT_MODEL, model):
+            problem = f"no model {name!r:.80} here; this server has {model!r}"
             raise ApiError(404, problem, param="model", code="model_not_found")
 
     async def openai(request: Request, kind: type[ChatBody] | type[CompletionBody], id: str) -> Response:
-        body = await read(request, kind)
-        check_model(body.model)
-        task = body.task()
+        body, task, ignored = await read(request, kind)
         chat = isinstance(body, ChatBody)
+        ignored.log(id)
         listener = await begin(request, task, id)
         echo = [] if chat or not body.echo else [_as_text(runner, prompt) for prompt in task.prompts]
         answer = OpenAIAnswer(
@@ -100,44 +115,45 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
             names=names(),
             logprobs=task.sampling[0].logprobs is not None,
             metrics=bool(body.return_speculative_metrics),
-            include_usage=body.wants_usage,
+            include_usage=body.wants_usage(),
             echo=echo,
         )
-        return await respond(request, runner, listener, answer, stream=bool(body.stream))
+        return await respond(request, runner, listener, answer, stream=bool(body.stream), headers=ignored.headers)
 
-    @app.post("/v1/chat/completions", openapi_extra=_schema(ChatBody))
+    @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         return await openai(request, ChatBody, f"chatcmpl-{secrets.token_hex(12)}")
 
-    @app.post("/v1/completions", openapi_extra=_schema(CompletionBody))
+    @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await openai(request, CompletionBody, f"cmpl-{secrets.token_hex(12)}")
 
-    # The first answers; one route for both methods, so that the Allow header is right. The second is for /docs.
-    @app.post("/generate", openapi_extra=_schema(GenerateBody))
-    @app.api_route("/generate", methods=["POST", "PUT"], include_in_schema=False)
+    @app.api_route("/generate", methods=["POST", "PUT"])
     async def generate(request: Request) -> Response:
-        body = await read(request, GenerateBody)
-        task = body.task()
-        listener = await begin(request, task, secrets.token_hex(16))
+        body, task, ignored = await read(request, GenerateBody)
+        id = secrets.token_hex(16)
+        ignored.log(id)
+        listener = await begin(request, task, id)
         answer = GenerateAnswer(
             width=runner.engine.drafter.width,
             many=body.is_batch or task.n > 1,
             ids=[sequence.id for sequence in listener.sequences],
             prompt_tokens=[len(sequence.prompt) for sequence in listener.sequences],
+            incremental=settings.incremental_streaming_output,
+            names=names() if body.return_text_in_logprobs else None,
         )
-        return await respond(request, runner, listener, answer, stream=bool(body.stream))
+        return await respond(request, runner, listener, answer, stream=bool(body.stream), headers=ignored.headers)
 
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=READ)
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_model_card(runner, model)]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.api_route("/v1/models/{name:path}", methods=READ)
     async def one_model(name: str) -> dict[str, Any]:
         check_model(name)
         return _model_card(runner, model)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=READ)
     async def health() -> Response:
         try:
             check_state(runner)
@@ -145,13 +161,12 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
             return error_response(error)
         return JSONResponse({"status": "ok"})
 
-    @app.get("/get_model_info")
-    @app.get("/model_info")
+    @app.api_route("/get_model_info", methods=READ)
+    @app.api_route("/model_info", methods=READ)
     async def model_info() -> dict[str, Any]:
         return describe(runner.engine, model)
 
-    @app.post("/flush_cache")
-    @app.api_route("/flush_cache", methods=["GET", "POST"], include_in_schema=False)
+    @app.api_route("/flush_cache", methods=[*READ, "POST"])
     async def flush_cache() -> Response:
         done = await asyncio.wrap_future(runner.call(lambda engine: engine.flush_cache()))
         if not done:
@@ -181,25 +196,36 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
     async def broken(request: Request, error: Exception) -> Response:
         return JSONResponse(error_body(500, "internal error; the server's log has it"), 500)
 
+    @functools.cache
+    def described() -> dict[str, Any]:
+        has_key = settings.api_key is not None
+        return document(rules(), vocab_size=runner.engine.vocab_size, has_key=has_key, version=fingerprint())
+
+    app.openapi = described  # type: ignore[method-assign]
     app.add_middleware(Gate, runner=runner, api_key=settings.api_key, receive_timeout=settings.receive_timeout)
+    app.add_middleware(HeadWithoutBody)
     return app
 
 
-async def read(request: Request, kind: type[AnyBody]) -> AnyBody:
-    """The body of a request.
+class HeadWithoutBody:
+    """Answers HEAD with the headers of GET. uvicorn cuts the body off, other ASGI servers may not."""
 
-    Raises:
-        ApiError: 415 unless it is sent as JSON (a web page may send any other type to a local server unasked), or 400.
-    """
-    sent_as = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if sent_as != "application/json" and not (sent_as.startswith("application/") and sent_as.endswith("+json")):
-        raise ApiError(415, f"the body must be sent as Content-Type: application/json, got {sent_as or 'none'!r}")
-    return read_body(kind, await request.body())
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_headers(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        head = scope["type"] == "http" and scope["method"] == "HEAD"
+        await self._app(scope, receive, send_headers if head else send)
 
 
-async def respond(request: Request, runner: Runner, listener: Listener, answer: Answer, *, stream: bool) -> Response:
+async def respond(
+    request: Request, runner: Runner, listener: Listener, answer: Answer, *, stream: bool, headers: Mapping[str, str]
+) -> Response:
     if stream:
-        return EventStream(runner, listener, answer)
+        return EventStream(runner, listener, answer, headers)
     async with _while_connected(request.receive, runner, listener):
         done: dict[int, Completion] = {}
         async for chunk in listener.chunks():
@@ -211,7 +237,7 @@ async def respond(request: Request, runner: Runner, listener: Listener, answer: 
     for completion in completions:
         if failure := _failure(completion):
             raise failure
-    return JSONResponse(answer.whole(completions))
+    return JSONResponse(answer.whole(completions), headers=dict(headers))
 
 
 class EventStream(Response):
@@ -219,10 +245,10 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, runner: Runner, listener: Listener, answer: Answer) -> None:
+    def __init__(self, runner: Runner, listener: Listener, answer: Answer, headers: Mapping[str, str]) -> None:
         self.status_code, self.background, self.body = 200, None, b""
         self._runner, self._listener, self._answer = runner, listener, answer
-        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -295,8 +321,3 @@ def _model_card(runner: Runner, model: str) -> dict[str, Any]:
         "root": model,
         "max_model_len": runner.engine.context_length,
     }
-
-
-def _schema(kind: type[Body]) -> dict[str, Any]:
-    """For the page at /docs: the body is read by hand, so that every refusal has OpenAI's form."""
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}

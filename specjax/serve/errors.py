@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
+
+SHOWN = 60
+"""Most characters of a client's value that a message repeats."""
 
 
 class ApiError(Exception):
@@ -41,3 +46,25 @@ def unavailable(message: str, *, retry_after: int, close: bool = False) -> ApiEr
     """`close`: the connection ends with this answer."""
     headers = {"Retry-After": str(retry_after)} | ({"Connection": "close"} if close else {})
     return ApiError(503, message, code="unavailable", headers=headers)
+
+
+class _Short(reprlib.Repr):
+    """Looks at the first items only: the repr of a million tokens is made before it is cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother, self.maxlong = 3, SHOWN, SHOWN, SHOWN
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:  # the base class sorts all keys
+        if level <= 0:
+            return "{...}"
+        shown = [f"{self.repr1(key, level - 1)}: {self.repr1(x[key], level - 1)}" for key in islice(x, self.maxdict)]
+        return "{" + ", ".join([*shown, *(["..."] if len(x) > self.maxdict else [])]) + "}"
+
+
+_SHORT = _Short()
+
+
+def shown(value: Any) -> str:
+    """A client's value for an error message: at most `SHOWN` characters, made in constant time."""
+    return _SHORT.repr(value)[:SHOWN]

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from specjax.serve.errors import ApiError, bad_request
+from specjax.serve.errors import ApiError, bad_request, shown
+from specjax.serve.fields import Ignored, Values, asks_for_nothing
+from specjax.serve.json_body import Budget, parse_json
+
+MAX_MESSAGES = 2**14
+"""Messages of a chat, parts of a message."""
+
+MAX_CALLS = 2**10
+"""Tool calls of a message."""
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """To the roles that templates know: `developer` is OpenAI's newer word for `system`."""
@@ -14,86 +21,109 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 PASSED_ON = ("name", "tool_calls", "tool_call_id")
 """Further fields that a template may use."""
 
-HARMLESS: dict[str, tuple[Any, ...]] = {"refusal": (), "annotations": ([],), "audio": (), "function_call": ()}
-"""Fields of an answer that a client sends back, with the values that say nothing (null always does)."""
+UNSUPPORTED: dict[str, Values] = {
+    "refusal": ("",), "audio": (), "function_call": (), "reasoning": ("",), "reasoning_content": ("",), "tools": ([],),
+    "prefix": (False,), "partial": (False,),
+}  # fmt: skip
+"""Fields that a template might put into the prompt, with the values that say nothing (null always does)."""
+
+HARMLESS = ("annotations",)
+"""Fields of an answer that a client sends back."""
 
 
-def read_messages(messages: Any) -> list[dict[str, Any]]:
+def read_messages(messages: Any, ignored: Ignored) -> list[dict[str, Any]]:
     """The messages of a chat, each with a role and a string as content.
 
     Raises:
         ApiError: it is not a list of messages, or one holds what a text model cannot read.
     """
     if not isinstance(messages, list) or not messages:
-        raise bad_request(f"messages must be a list that is not empty, got {messages!r:.60}", "messages")
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+        raise bad_request(f"messages must be a list that is not empty, got {shown(messages)}", "messages")
+    if len(messages) > MAX_MESSAGES:
+        raise _wrong(f"{len(messages)} messages; at most {MAX_MESSAGES} are read")
+    arguments = Budget()
+    return [_message(message, f"messages[{index}]", ignored, arguments) for index, message in enumerate(messages)]
 
 
-def _message(message: Any, where: str) -> dict[str, Any]:
+def _message(message: Any, where: str, ignored: Ignored, budget: Budget) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise _wrong(f"{where} must be an object with role and content, got {message!r:.60}")
+        raise _wrong(f"{where} must be an object with role and content, got {shown(message)}")
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise _wrong(f"{where}.role must be one of {', '.join(ROLES)}, got {role!r:.60}")
+        raise _wrong(f"{where}.role must be one of {', '.join(ROLES)}, got {shown(role)}")
     for name, value in message.items():
-        says_nothing = name in HARMLESS and value in (None, *HARMLESS[name])
-        if name not in ("role", "content", *PASSED_ON) and not says_nothing:
-            raise _wrong(f"{where} holds {name!r}, which is not supported")
-    calls = message.get("tool_calls")
+        if name in UNSUPPORTED:
+            if not asks_for_nothing(value, UNSUPPORTED[name]):
+                raise _wrong(f"{where}.{name} is not supported, got {shown(value)}")
+        elif name not in ("role", "content", *PASSED_ON, *HARMLESS):
+            ignored.add(name, "messages[].", "messages")
+    calls = _list(message.get("tool_calls"), where)
     read: dict[str, Any] = {
         "role": ROLES[role],
-        "content": _content(message.get("content"), f"{where}.content", bool(calls)),
+        "content": _content(message.get("content"), f"{where}.content", bool(calls), ignored),
     }
     for name in ("name", "tool_call_id"):
         if (value := message.get(name)) is not None:
             if not isinstance(value, str):
-                raise _wrong(f"{where}.{name} must be a string, got {value!r:.60}")
+                raise _wrong(f"{where}.{name} must be a string, got {shown(value)}")
             read[name] = value
     if calls:
         if role != "assistant":
             raise _wrong(f"{where}.tool_calls belong to the assistant, not to {role}")
-        read["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(_list(calls, where))]
+        read["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]", budget) for i, call in enumerate(calls)]
     return read
 
 
-def _content(content: Any, where: str, has_calls: bool) -> str:
+def _content(content: Any, where: str, has_calls: bool, ignored: Ignored) -> str:
     if isinstance(content, str):
         return content
     if content is None and has_calls:
         return ""
     if not isinstance(content, list) or not content:
         allowed = "a string, a list of text parts, or null beside tool_calls"
-        raise _wrong(f"{where} must be {allowed}, got {content!r:.60}")
+        raise _wrong(f"{where} must be {allowed}, got {shown(content)}")
+    if len(content) > MAX_MESSAGES:
+        raise _wrong(f"{where} has {len(content)} parts; at most {MAX_MESSAGES} are read")
     texts = []
     for index, part in enumerate(content):
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise _wrong(f'{where}[{index}] must be {{"type": "text", "text": ...}}: this model reads text only')
-        if extra := sorted(set(part) - {"type", "text"}):
-            raise _wrong(f"{where}[{index}] holds {extra[0]!r}, which is not supported")
+        for name in part:
+            if name not in ("type", "text"):
+                ignored.add(name, "messages[].content[].", "messages")
         texts.append(part["text"])
     return "".join(texts)
 
 
-def _call(call: Any, where: str) -> dict[str, Any]:
+def _call(call: Any, where: str, budget: Budget) -> dict[str, Any]:
     """Templates want the arguments as an object; OpenAI sends them as a string of JSON."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise _wrong(f"{where} must be an object with a function that has a name")
-    arguments = function.get("arguments", "{}")
+    arguments = function.get("arguments")
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        arguments = {}  # of a function that takes none
     if isinstance(arguments, str):
+        said = arguments
         try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            raise _wrong(f"{where}.function.arguments is not valid JSON: {arguments!r:.60}") from None
+            arguments = parse_json(said.encode(), budget)
+        except ApiError as error:
+            if error.status != 400:
+                raise
+            raise _wrong(f"{where}.function.arguments is not valid JSON: {shown(said)}") from None
     if not isinstance(arguments, Mapping):
-        raise _wrong(f"{where}.function.arguments must be an object, got {arguments!r:.60}")
+        raise _wrong(f"{where}.function.arguments must be an object, got {shown(arguments)}")
     return dict(call) | {"function": dict(function) | {"arguments": arguments}}
 
 
-def _list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise _wrong(f"{where}.tool_calls must be a list, got {value!r:.60}")
-    return value
+def _list(calls: Any, where: str) -> list[Any]:
+    if calls is None:
+        return []
+    if not isinstance(calls, list):
+        raise _wrong(f"{where}.tool_calls must be a list, got {shown(calls)}")
+    if len(calls) > MAX_CALLS:
+        raise _wrong(f"{where} has {len(calls)} tool calls; at most {MAX_CALLS} are read")
+    return calls
 
 
 def _wrong(message: str) -> ApiError:

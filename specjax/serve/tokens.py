@@ -9,6 +9,9 @@ from typing import Any
 
 from specjax.engine.request import TokenLogprob
 
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON has no word for; vLLM's number."""
+
 
 class TokenNames:
     """A token's text and bytes, for answers that speak of single tokens."""
@@ -45,7 +48,7 @@ def chat_logprobs(found: Iterable[TokenLogprob], names: TokenNames) -> dict[str,
     """One entry a token; their `token`s joined are the content."""
 
     def entry(token: int, text: str, logprob: float) -> dict[str, Any]:
-        return {"token": text, "logprob": logprob, "bytes": names.bytes(token)}
+        return {"token": text, "logprob": _finite(logprob), "bytes": names.bytes(token)}
 
     content = []
     for one in found:
@@ -58,19 +61,27 @@ def completion_logprobs(found: Iterable[TokenLogprob], names: TokenNames, offset
     """`offset`: characters of the choice's text before these tokens. The token that was drawn is always in the top."""
     lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for one in found:
-        top = {names.text(token): logprob for token, logprob in one.top}
+        top = {names.text(token): _finite(logprob) for token, logprob in one.top}
         lists["tokens"].append(one.text)
-        lists["token_logprobs"].append(one.logprob)
-        lists["top_logprobs"].append(top | {names.text(one.token): one.logprob})
+        lists["token_logprobs"].append(_finite(one.logprob))
+        lists["top_logprobs"].append(top | {names.text(one.token): _finite(one.logprob)})
         lists["text_offset"].append(offset)
         offset += len(one.text)
     return lists
 
 
-def generate_logprobs(found: Iterable[TokenLogprob]) -> dict[str, Any]:
-    """SGLang's: (log-probability, id, text or null)."""
+def generate_logprobs(found: Iterable[TokenLogprob], names: TokenNames | None) -> dict[str, Any]:
+    """SGLang's: (log-probability, id, text or null). Texts are those of single tokens; None: without."""
+
+    def entry(token: int, logprob: float) -> list[Any]:
+        return [_finite(logprob), token, None if names is None else names.text(token)]
+
     found = list(found)
     return {
-        "output_token_logprobs": [[one.logprob, one.token, None] for one in found],
-        "output_top_logprobs": [[[logprob, token, None] for token, logprob in one.top] for one in found],
+        "output_token_logprobs": [entry(one.token, one.logprob) for one in found],
+        "output_top_logprobs": [[entry(token, logprob) for token, logprob in one.top] for one in found],
     }
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)

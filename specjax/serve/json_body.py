@@ -1,0 +1,101 @@
+"""The JSON of request bodies, within limits that hold before any of it becomes objects.
+
+The parser holds Python's global lock, and a value of two bytes (`[]`) becomes an object of 64. So the values are
+counted first, with numpy and in pieces: one body can neither fill the memory nor stop the other requests.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pydantic_core
+from starlette.requests import Request
+
+from specjax.serve.errors import ApiError, bad_request
+
+MAX_VALUES = 2**20
+"""Most values of a body (numbers, strings, objects, ...): as many as a batch of prompts may hold token ids."""
+
+MAX_NODES = 2**17
+"""Most lists, objects and members of objects in a body, together. They cost more than numbers do."""
+
+INLINE_BYTES = 2**14
+"""Bodies up to this many bytes are read on the event loop: a thread would take longer."""
+
+_PIECE = 2**20
+
+
+async def receive_body(request: Request) -> bytearray:
+    """The bytes of a body that is sent as JSON, held once.
+
+    Raises:
+        ApiError: 415 unless it is sent as JSON (a web page may send any other type to a local server unasked).
+    """
+    sent_as = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if sent_as != "application/json" and not (sent_as.startswith("application/") and sent_as.endswith("+json")):
+        raise ApiError(415, f"the body must be sent as Content-Type: application/json, got {sent_as or 'none'!r:.80}")
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+    return data
+
+
+class Budget:
+    """The JSON values that one request may still hold."""
+
+    def __init__(self) -> None:
+        self._values = self._nodes = 0
+
+    def take(self, data: bytes | bytearray) -> None:
+        """Counts the values of one more text.
+
+        Raises:
+            ApiError: 413, there are more than a request may hold.
+        """
+        values, nodes = count_values(data)
+        self._values += values
+        self._nodes += nodes
+        if self._values > MAX_VALUES or self._nodes > MAX_NODES:
+            raise ApiError(
+                413,
+                f"the body holds {self._values} JSON values, {self._nodes} of them lists, objects or members of "
+                f"objects; at most {MAX_VALUES} and {MAX_NODES} are read",
+                code="body_too_large",
+            )
+
+
+def parse_json(data: bytes | bytearray, budget: Budget) -> object:
+    """The value that a text of JSON stands for. Infinity and NaN are let through: fields refuse them by name.
+
+    Raises:
+        ApiError: 413, more values than a request may hold; 400, no JSON, or nested too deeply.
+    """
+    budget.take(data)
+    try:
+        return pydantic_core.from_json(data, cache_strings="keys")
+    except ValueError as error:
+        raise bad_request(f"the body is not valid JSON: {error}") from error
+
+
+def count_values(data: bytes | bytearray) -> tuple[int, int]:
+    """(values, nodes): the most values of a JSON text, and its lists, objects and members. No text is parsed.
+
+    What stands in strings does not count. Of a text that is no JSON the counts hold up to its first error, where the
+    parser stops, too.
+    """
+    commas = brackets = colons = 0
+    inside, left = np.uint8(0), b""
+    for start in range(0, len(data), _PIECE):
+        piece = left + bytes(data[start : start + _PIECE])
+        # An escape that the next piece completes goes there.
+        left = b"\\" if (len(piece) - len(piece.rstrip(b"\\"))) % 2 else b""
+        piece = piece[: len(piece) - len(left)].replace(b"\\\\", b"").replace(b'\\"', b"")
+        if not piece:
+            continue
+        letters = np.frombuffer(piece, np.uint8)
+        string = np.bitwise_xor.accumulate((letters == ord('"')).view(np.uint8)) ^ inside
+        inside = string[-1]
+        outside = letters * (string ^ 1)  # 0 in strings
+        commas += int(np.count_nonzero(outside == ord(",")))
+        colons += int(np.count_nonzero(outside == ord(":")))
+        brackets += int(np.count_nonzero((outside == ord("[")) | (outside == ord("{"))))
+    return commas + brackets + 1, brackets + colons

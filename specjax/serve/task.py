@@ -1,0 +1,116 @@
+"""What a request asks of the engine: its prompts, how many choices of each, and how they are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from specjax.engine.intake import Intake
+from specjax.engine.prompt import Prompt
+from specjax.engine.request import ParameterError, SamplingParams, Sequence, later_seed
+from specjax.serve.errors import ApiError, bad_request, shown
+
+MAX_SAID = 400
+"""Characters of a refusal: a number may have thousands of digits."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What requests are read against: what is served, and how."""
+
+    model: str
+    capacity: int  # choices that may run or wait
+    context_length: int
+    defaults: Mapping[str, Any]  # of sampling parameters, by the names of `SamplingParams`
+    strict: bool = False  # refuse unknown fields
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a request asks of the engine: n sequences for each prompt."""
+
+    prompts: list[Prompt]
+    sampling: list[SamplingParams]  # one for each prompt
+    n: int = 1
+    names: tuple[tuple[str, str], ...] = ()  # our parameter names to the request's
+    prompt_field: str = "prompt"
+    ids: list[str] | None = None  # one for each prompt
+    most: int | None = None  # new tokens where the request does not say; fewer if there is no room
+
+    def sequences(self, intake: Intake, id: str) -> list[Sequence]:
+        """Tokenises, and makes the choices in order: prompt * n + i. Choice i of a prompt has the seed + i.
+
+        Raises:
+            ApiError: a prompt or parameter that the model or the engine cannot take.
+        """
+        made = []
+        try:
+            for index, (prompt, sampling) in enumerate(zip(self.prompts, self.sampling, strict=True)):
+                name = self.ids[index] if self.ids else f"{id}-{index}"
+                first = intake.sequence(prompt, sampling, id=name)
+                made.append(first)
+                for i in range(1, self.n):
+                    choice = replace(sampling, seed=later_seed(first.seed, i))
+                    made.append(intake.sequence(first.prompt, choice, id=f"{name}-{i}"))
+                if self.most is not None and sampling.max_new_tokens is None:
+                    for sequence in made[-self.n :]:
+                        sequence.limit = min(sequence.limit, self.most)
+                    if sampling.min_new_tokens > first.limit:
+                        raise ParameterError(
+                            "min_new_tokens",
+                            f"must be at most max_new_tokens (here {first.limit}), got {sampling.min_new_tokens}",
+                        )
+        except ParameterError as error:
+            raise refusal(error, dict(self.names)) from error
+        except ValueError as error:
+            code = "context_length_exceeded" if "context" in str(error) else None
+            raise bad_request(str(error)[:MAX_SAID], self.prompt_field, code) from error
+        return made
+
+
+def refusal(error: ParameterError, names: Mapping[str, str] = {}) -> ApiError:
+    error = error.renamed(names)
+    return bad_request(
+        str(error)[:MAX_SAID], error.name, "context_length_exceeded" if "the context" in error.problem else None
+    )
+
+
+def check_capacity(choices: int, prompts: int, rules: Rules, field: str) -> None:
+    if (count := choices * prompts) > rules.capacity:
+        raise bad_request(
+            f"{count} choices in one request; this server takes {rules.capacity}", "n" if choices > 1 else field
+        )
+
+
+def read_prompts(prompt: Any, field: str, choices: int, rules: Rules) -> list[Prompt]:
+    """A string, a list of strings, token ids, or a list of lists of token ids.
+
+    Their number is checked before they are looked at, and so is the length of each list of ids.
+
+    Raises:
+        ApiError: anything else, nothing, or more than the server takes.
+    """
+
+    def ids(value: Any) -> bool:
+        if not isinstance(value, list):
+            return False
+        if len(value) > rules.context_length:
+            problem = f"the prompt has {len(value)} tokens, but the context is {rules.context_length}"
+            raise bad_request(problem, field, "context_length_exceeded")
+        return not set(map(type, value)) - {int}
+
+    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and type(prompt[0]) is int):
+        prompts: list[Any] = [prompt]
+    else:
+        prompts = prompt if isinstance(prompt, list) else []
+    check_capacity(choices, len(prompts), rules, field)
+    if prompt in ("", []) or (prompts and not all(prompts) and all(isinstance(p, str | list) for p in prompts)):
+        raise bad_request(f"{field} is empty: there is nothing to continue", field)
+    if not prompts or not (all(isinstance(p, str) for p in prompts) or all(ids(p) for p in prompts)):
+        raise bad_request(
+            f"{field} must be a string, a list of strings, a list of token ids or a list of such lists, "
+            f"got {shown(prompt)}",
+            field,
+        )
+    return cast(list[Prompt], prompts)
