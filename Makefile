@@ -7,8 +7,9 @@ SERVE_STAMP := $(VENV)/.installed-to-serve
 SMOKE_PYTHON ?= python3.12
 SMOKE_VENV   ?= .venv-smoke
 GPU_COMPILER ?= .gpu-compiler
+SCHEMATHESIS ?= .schemathesis
 
-.PHONY: setup check test smoke gpu-compile serve head clean
+.PHONY: setup check test smoke gpu-compile schemathesis serve head clean
 
 setup: $(STAMP)
 
@@ -49,6 +50,15 @@ $(GPU_COMPILER)/.installed: pyproject.toml | setup
 		jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version nvidia-cuda-nvcc-cu12
 	@touch $@
 
+# The server against its own OpenAPI document, with generated requests: minutes. `make schemathesis FUZZ='--examples 500'`
+schemathesis: setup $(SCHEMATHESIS)/.installed
+	$(BIN)/python benchmarks/api_fuzz.py --schemathesis $(SCHEMATHESIS)/bin/st $(FUZZ)
+
+$(SCHEMATHESIS)/.installed: Makefile
+	@test -x $(SCHEMATHESIS)/bin/python || $(PYTHON) -m venv $(SCHEMATHESIS)
+	$(SCHEMATHESIS)/bin/python -m pip install --quiet schemathesis==4.32.5
+	@touch $@
+
 # Without the tools of `make setup` (torch, for one, is only compared with). Flags: make serve SERVE_FLAGS='--port 8000'
 serve: $(SERVE_STAMP)
 	@$(BIN)/python -m specjax.serve --config configs/smollm2-135m-instruct-eagle3.toml $(SERVE_FLAGS)
@@ -67,4 +77,4 @@ head: setup
 	done
 
 clean:
-	rm -rf $(VENV) $(SMOKE_VENV) $(GPU_COMPILER) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SMOKE_VENV) $(GPU_COMPILER) $(SCHEMATHESIS) build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -110,7 +110,7 @@ def test_both_refuse(server: Running, path, case):
 
 
 PART = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
-CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{"}}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": [1]}}
 MESSAGES: dict[str, Any] = {
     "null": None, "empty": [], "no list": "hello", "object": {"role": "user", "content": "x"}, "number": [123],
     "nothing": [{}], "no content": [{"role": "user"}], "null content": [{"role": "user", "content": None}],

@@ -52,7 +52,12 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
     def rules() -> Rules:
         engine = runner.engine
         return Rules(
-            model, runner.capacity, engine.context_length, engine.sampling_defaults, strict=settings.strict_fields
+            model,
+            runner.capacity,
+            engine.context_length,
+            min(engine.context_length - 1, engine.intake.pool_tokens),
+            engine.sampling_defaults,
+            strict=settings.strict_fields,
         )
 
     async def read(request: Request, kind: type[AnyRequest]) -> tuple[AnyRequest, Task, Ignored]:

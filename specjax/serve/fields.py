@@ -69,7 +69,7 @@ class Ignored:
         """Percent-encoded, so that no name can break out of the header."""
         if not self._names:
             return {}
-        names = [quote(name, safe="[]", errors="replace") for name in self._names]
+        names = [quote(name, safe="[]", errors="replace") or '""' for name in self._names]
         return {IGNORED_HEADER: ", ".join([*names, *(["..."] if self._more else [])])}
 
     def log(self, id: str) -> None:
@@ -90,13 +90,22 @@ def _at_most(most: int, what: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def whole_numbers(values: list[Any]) -> list[Any]:
+    """The same with 2.0 as 2: JSON does not tell them apart. What is no whole number stays."""
+    if float in set(map(type, values)):
+        return [_whole(value) for value in values]
+    return values
+
+
 def _token_ids(value: Any) -> Any:
     """One error for the first wrong item."""
-    if isinstance(value, list):
-        for index, token in enumerate(value):
-            if type(token) is not int:
-                said = f"item {index} should be a valid integer, got {shown(token)}"
-                raise PydanticCustomError("int_type", "{said}", {"said": said})
+    if not isinstance(value, list):
+        return value
+    value = whole_numbers(value)
+    for index, token in enumerate(value):
+        if type(token) is not int:
+            said = f"item {index} should be a valid integer, got {shown(token)}"
+            raise PydanticCustomError("int_type", "{said}", {"said": said})
     return value
 
 

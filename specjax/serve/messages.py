@@ -96,23 +96,26 @@ def _content(content: Any, where: str, has_calls: bool, ignored: Ignored) -> str
 
 
 def _call(call: Any, where: str, budget: Budget) -> dict[str, Any]:
-    """Templates want the arguments as an object; OpenAI sends them as a string of JSON."""
+    """Templates want the arguments as an object; OpenAI sends them as a string of JSON, written by a model.
+
+    A string that is no object after all is passed on as it is: the conversation it is part of must not end with it.
+    """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise _wrong(f"{where} must be an object with a function that has a name")
     arguments = function.get("arguments")
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         arguments = {}  # of a function that takes none
-    if isinstance(arguments, str):
-        said = arguments
+    elif isinstance(arguments, str):
         try:
-            arguments = parse_json(said.encode(), budget)
+            found = parse_json(arguments.encode(), budget)
         except ApiError as error:
             if error.status != 400:
                 raise
-            raise _wrong(f"{where}.function.arguments is not valid JSON: {shown(said)}") from None
-    if not isinstance(arguments, Mapping):
-        raise _wrong(f"{where}.function.arguments must be an object, got {shown(arguments)}")
+            found = None
+        arguments = found if isinstance(found, Mapping) else arguments
+    elif not isinstance(arguments, Mapping):
+        raise _wrong(f"{where}.function.arguments must be an object or a string, got {shown(arguments)}")
     return dict(call) | {"function": dict(function) | {"arguments": arguments}}
 
 

@@ -111,7 +111,7 @@ class _Paths:
         found["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference(body)}}}
         done = found["responses"]["200"]
         events = "Server-sent events, if `stream` is true: each one line of JSON after `data: `; the last is `[DONE]`."
-        done["content"]["text/event-stream"] = {"schema": {"type": "string", "description": events}}
+        done["content"]["text/event-stream"] = {"schema": {"description": events}}
         done["headers"] = done["headers"] | {
             IGNORED_HEADER: {"schema": {"type": "string"}, "description": "Fields of the request without effect."}
         }

@@ -207,6 +207,10 @@ class ChatBody(OpenAIBody):
         check_capacity(self.choices, 1, rules, "messages")
         messages = read_messages(self.messages, ignored)
         most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if None not in (self.max_completion_tokens, self.max_tokens) and not 1 <= self.max_tokens <= rules.room:
+            # It has no effect, but is no less wrong.
+            problem = f"max_tokens must be from 1 to {rules.room} in a context of {rules.context_length}"
+            raise bad_request(f"{problem}, got {shown(self.max_tokens)}", "max_tokens")
         if not 0 <= (top := self.top_logprobs or 0) <= TOP_LOGPROBS:
             raise bad_request(f"top_logprobs must be from 0 to {TOP_LOGPROBS}, got {shown(top)}", "top_logprobs")
         if top and not self.logprobs:
@@ -339,10 +343,12 @@ class GenerateBody(Body):
         if self.rid is None:
             return None
         ids = self.rid if isinstance(self.rid, list) else [self.rid]
-        if len(ids) != count:
+        if isinstance(self.rid, list) and len(ids) != count:
             raise bad_request(f"rid needs one name of its own for each of the {count} prompts", "rid")
         if not all(isinstance(id, str) and 0 < len(id) <= MAX_ID for id in ids):
             raise bad_request(f"rid must be a string of 1 to {MAX_ID} characters, or a list of them", "rid")
+        if len(ids) < count:
+            return [f"{self.rid}_{index}" for index in range(count)]  # as SGLang makes them
         if len(set(ids)) != count:
             raise bad_request(f"rid needs one name of its own for each of the {count} prompts", "rid")
         return ids

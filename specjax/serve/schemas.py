@@ -88,7 +88,7 @@ class _Requests:
         self._rules = rules
         self._token: Schema = {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}
         self._token_key = f"^(?:-?0+|0*(?:{numbers_to(vocab_size - 1)}))$"
-        self._room = rules.context_length - 1  # tokens beside one other
+        self._room = rules.room
 
     def all(self) -> dict[str, Schema]:
         return {
@@ -205,8 +205,9 @@ class _Requests:
         properties: dict[str, Schema] = {
             "text": any_of(*self._texts(), NULL),
             "input_ids": any_of(*self._ids(), NULL),
-            "sampling_params": any_of(params, list_of(params, 1, self._rules.capacity), NULL),
-            "rid": any_of(name, list_of(name, 1, self._rules.capacity), NULL, about="Names of the requests."),
+            # A schema cannot tie the length of one list to that of another.
+            "sampling_params": any_of(params, NULL, about="With a list of prompts also a list, one for each."),
+            "rid": any_of(name, NULL, about="Names prompt i of a list rid_i. With a list also a list of names."),
             "stream": FLAG,
             "return_logprob": FLAG,
             "top_logprobs_num": integer(0, TOP_LOGPROBS, "Needs `return_logprob`."),
@@ -242,10 +243,7 @@ class _Requests:
             "required": ["role"],
             "anyOf": [has(content={"type": ["string", "array"]}), has(tool_calls={"type": "array", "minItems": 1})],
         }  # fmt: skip
-        arguments = any_of(
-            {"type": "string", "contentMediaType": "application/json"}, {"type": "object"}, NULL,
-            about="A JSON object, or the text of one.",
-        )  # fmt: skip
+        arguments: Schema = {"type": ["string", "object", "null"], "description": "An object, or its JSON text."}
         function: Schema = {
             "type": "object", "properties": {"name": {"type": "string"}, "arguments": arguments}, "required": ["name"],
         }  # fmt: skip

@@ -10,6 +10,7 @@ from specjax.engine.intake import Intake
 from specjax.engine.prompt import Prompt
 from specjax.engine.request import ParameterError, SamplingParams, Sequence, later_seed
 from specjax.serve.errors import ApiError, bad_request, shown
+from specjax.serve.fields import whole_numbers
 
 MAX_SAID = 400
 """Characters of a refusal: a number may have thousands of digits."""
@@ -22,6 +23,7 @@ class Rules:
     model: str
     capacity: int  # choices that may run or wait
     context_length: int
+    room: int  # most tokens beside one other
     defaults: Mapping[str, Any]  # of sampling parameters, by the names of `SamplingParams`
     strict: bool = False  # refuse unknown fields
 
@@ -92,22 +94,26 @@ def read_prompts(prompt: Any, field: str, choices: int, rules: Rules) -> list[Pr
         ApiError: anything else, nothing, or more than the server takes.
     """
 
-    def ids(value: Any) -> bool:
+    def ids(value: Any) -> Any:
         if not isinstance(value, list):
-            return False
+            return value
         if len(value) > rules.context_length:
             problem = f"the prompt has {len(value)} tokens, but the context is {rules.context_length}"
             raise bad_request(problem, field, "context_length_exceeded")
-        return not set(map(type, value)) - {int}
+        return whole_numbers(value)
 
-    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and type(prompt[0]) is int):
+    def are_ids(value: Any) -> bool:
+        return isinstance(value, list) and not set(map(type, value)) - {int}
+
+    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and type(prompt[0]) in (int, float)):
         prompts: list[Any] = [prompt]
     else:
         prompts = prompt if isinstance(prompt, list) else []
     check_capacity(choices, len(prompts), rules, field)
+    prompts = list(map(ids, prompts))
     if prompt in ("", []) or (prompts and not all(prompts) and all(isinstance(p, str | list) for p in prompts)):
         raise bad_request(f"{field} is empty: there is nothing to continue", field)
-    if not prompts or not (all(isinstance(p, str) for p in prompts) or all(ids(p) for p in prompts)):
+    if not prompts or not (all(isinstance(p, str) for p in prompts) or all(map(are_ids, prompts))):
         raise bad_request(
             f"{field} must be a string, a list of strings, a list of token ids or a list of such lists, "
             f"got {shown(prompt)}",

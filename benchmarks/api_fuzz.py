@@ -1,0 +1,115 @@
+"""The server against its own OpenAPI document: schemathesis, positive and negative, all checks.
+
+    make schemathesis
+    python benchmarks/api_fuzz.py --schemathesis .schemathesis/bin/st [--examples 200] [--model MODEL]
+
+Starts `python -m specjax.serve` three times: as it is, with an API key, and with --strict-fields. Without --model
+the target is a random Llama of one layer, so that thousands of requests take minutes. Fails if there is a finding. The
+last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+KEY = "open-sesame"
+RUNS = {"open": [], "key": ["--api-key", KEY], "strict": ["--strict-fields"]}
+SMALL = [
+    "--context-length", "1024", "--max-running-requests", "16", "--speculative-algorithm", "NGRAM",
+    "--speculative-num-draft-tokens", "4", "--speculative-ngram-capacity", "4096",
+]  # fmt: skip
+SECONDS = 600.0
+"""Most that a start or a request may take."""
+
+
+def tiny_model(folder: Path) -> Path:
+    """A random Llama that stops soon, with a byte-level tokenizer and a chat template."""
+    sys.path.insert(0, str(TESTS))
+    from engine_helpers import VOCABULARY, tokenizer
+    from tiny_checkpoints import save_llama
+
+    save_llama(
+        folder, vocab_size=VOCABULARY, num_hidden_layers=1, eos_token_id=2, max_position_embeddings=1024,
+    )  # fmt: skip
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def server(model: str, flags: list[str]) -> Iterator[str]:
+    """The address of a server that is ready and has compiled what log-probabilities need."""
+    command = [sys.executable, "-m", "specjax.serve", "--model", model, "--port", "0", *SMALL, *flags]
+    with tempfile.NamedTemporaryFile() as log:
+        process = subprocess.Popen([*command, "--served-model-name", "fuzzed"], stderr=log)
+        try:
+            base = _address(process, Path(log.name))
+            with httpx.Client(base_url=base, timeout=SECONDS, headers={"Authorization": f"Bearer {KEY}"}) as client:
+                while client.get("/health").status_code != 200:
+                    assert process.poll() is None, Path(log.name).read_text()
+                    time.sleep(0.5)
+                client.post("/v1/completions", json={"prompt": "a", "logprobs": 1, "temperature": 1}).raise_for_status()
+            yield base
+            assert process.poll() is None, "the server has ended"
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def _address(process: subprocess.Popen, log: Path) -> str:
+    while True:
+        if found := re.search(r"Listening on (http://\S+);", log.read_text()):
+            return found[1]
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.1)
+
+
+def run(schemathesis: str, base: str, examples: int) -> dict[str, object]:
+    """What schemathesis says of one server; its report goes to stdout."""
+    command = [schemathesis, "run", f"{base}/openapi.json", "--checks", "all", "--mode", "all"]
+    command += ["--max-examples", str(examples), "--continue-on-failure", "--request-timeout", str(SECONDS)]
+    command += ["--max-response-time", str(SECONDS), "--header", f"Authorization: Bearer {KEY}"]
+    environment = os.environ | {"PYTHONPATH": "", "NO_COLOR": "1"}
+    started = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    print(done.stdout, flush=True)
+    cases = re.search(r"(\d+) generated", done.stdout)
+    return {
+        "status": done.returncode,
+        "cases": int(cases[1]) if cases else 0,
+        "summary": done.stdout.strip().splitlines()[-1].strip("= "),
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schemathesis", default="st", help="its command")
+    parser.add_argument("--examples", type=int, default=100, help="of each operation")
+    parser.add_argument("--model", help="default: a tiny random one")
+    parser.add_argument("--runs", nargs="*", choices=RUNS, default=list(RUNS))
+    args = parser.parse_args()
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = args.model or str(tiny_model(Path(folder)))
+        for name in args.runs:
+            with server(model, RUNS[name]) as base:
+                results[name] = run(args.schemathesis, base, args.examples)
+    print(json.dumps({"examples": args.examples, "model": args.model or "tiny", "runs": results}))
+    return max(1 if result["status"] else 0 for result in results.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
