@@ -8,6 +8,7 @@ import random
 from typing import Any
 
 import pytest
+from body_helpers import CHAT, COMPLETE, GENERATE, HELLO, RULES, STRICT
 from engine_helpers import make_engine, shared_engine, tokenizer, toy
 from server_helpers import Running, running
 
@@ -23,15 +24,12 @@ from specjax.serve.protocol import ChatBody, CompletionBody, GenerateBody, read_
 from specjax.serve.task import Rules, Task
 from specjax.serve.tokens import TokenNames, generate_logprobs
 
-HELLO = [{"role": "user", "content": "hello"}]
-CHAT, COMPLETE, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 LEAST: dict[type, dict[str, Any]] = {
     ChatBody: {"messages": HELLO},
     CompletionBody: {"prompt": "x"},
     GenerateBody: {"text": "x"},
 }
 KINDS = list(LEAST)
-RULES = Rules("toy", 516, 128, 127, {})
 
 
 def task(kind: type, *, rules: Rules = RULES, **given: Any) -> Task:
@@ -97,10 +95,9 @@ SGLANG_DEFAULTS = {
     ],
 )
 def test_defaults_pass_even_strictly(kind, given, alone):
-    strict = Rules("toy", 516, 128, 127, {}, strict=True)
     expected = task(kind)
     for one in [{name: value} for name, value in given.items()] if alone else [given]:
-        assert task(kind, rules=strict, **one) == expected, one
+        assert task(kind, rules=STRICT, **one) == expected, one
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -218,7 +215,7 @@ def test_unknown_fields_are_named_or_with_strict_fields_refused(case):
     kind, given, name = UNKNOWN[case]
     ignored = read_request(kind, json.dumps(LEAST[kind] | given).encode(), RULES)[2]
     assert ignored.headers == {IGNORED_HEADER: name}
-    error = refused(kind, rules=Rules("toy", 516, 128, 127, {}, strict=True), **given)
+    error = refused(kind, rules=STRICT, **given)
     assert error.code == "unknown_field" and name.rpartition(".")[2] in str(error)
 
 

@@ -132,8 +132,8 @@ FORMAT: dict[str, Values] = {
 
 DRAWING: dict[str, Values] = {
     "allowed_token_ids": (), "bad_words": ([],), "logits_processors": ([],), "custom_logit_processor": (),
-    "custom_params": ({},), "stop_regex": ([], ""), "use_beam_search": (False,), "length_penalty": (1, 1.0),
-    "early_stopping": (False,), "typical_p": (1, 1.0), "mirostat": (0,), "no_repeat_ngram_size": (0,),
+    "custom_params": ({},), "stop_regex": ([], ""), "use_beam_search": (False,), "length_penalty": (1,),
+    "early_stopping": (False,), "typical_p": (1,), "mirostat": (0,), "no_repeat_ngram_size": (0,),
     "repetition_detection": (), "thinking_token_budget": (-1,), "max_thinking_tokens": (-1,), "watermarking": (False,),
     "include_stop_str_in_output": (False,), "spaces_between_special_tokens": (True,), "lora_path": ("",),
     "lora_id": ("",), "lora_request": (), "best_of": (1,), "speculate": (True,),
@@ -170,7 +170,9 @@ def asks_for_nothing(value: Any, harmless: Values) -> bool:
     """Whether a value is null or one of these. Null members of an object count as absent."""
     if isinstance(value, dict):
         value = {name: member for name, member in value.items() if member is not None}
-    return value is None or any(value == other and type(value) is type(other) for other in harmless)
+    return value is None or any(
+        value == other and isinstance(value, bool) == isinstance(other, bool) for other in harmless
+    )
 
 
 class Body(BaseModel):

@@ -1,0 +1,43 @@
+"""Request bodies without a server: the least of each kind, values at the edges, and what becomes of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from specjax.serve.errors import ApiError
+from specjax.serve.protocol import ChatBody, CompletionBody, GenerateBody, read_request
+from specjax.serve.task import Rules, Task
+
+CHAT, COMPLETE, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+HELLO = [{"role": "user", "content": "hello"}]
+LEAST: dict[str, dict[str, Any]] = {CHAT: {"messages": HELLO}, COMPLETE: {"prompt": "x"}, GENERATE: {"text": "x"}}
+KINDS: dict[str, type] = {CHAT: ChatBody, COMPLETE: CompletionBody, GENERATE: GenerateBody}
+RULES = Rules("toy", 516, 128, 127, {})
+STRICT = Rules("toy", 516, 128, 127, {}, strict=True)
+
+EDGES: list[Any] = [
+    None, True, False, 0, -1, 1, 2, 3.0, 2.5, 127, 128, 129, 2**31, 2**53, 2**63 - 1, 2**63, 10**400, 1e-320, 1e4,
+    1e308, -0.0, -2, -100, -101, "", "x", "x" * 256, "x" * 300, "default", "auto", "\x00", [], {}, [[]], [None], [0],
+    [264], [265], [5, 6.0], [0] * 127, [0] * 200, [[0], [1]], [[0], "a"], ["a", "b"], [""], ["a"] * 17, [1] * 1025,
+    {"5": 1e-320}, {"-0": 1}, {"264": 100}, {"265": 1}, {"1_0": 1}, {"5": 101}, {"include_usage": True},
+    {"type": "text"}, [{"role": "user", "content": []}], [{"role": "assistant", "content": None}],
+    [{"role": "system", "content": [{"type": "text", "text": ""}], "name": "n", "tool_calls": []}],
+    [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+]  # fmt: skip
+"""Members of requests at, just inside and just outside of what some field allows."""
+
+
+def task(path: str, body: Any, rules: Rules = RULES) -> Task:
+    return read_request(KINDS[path], json.dumps(body).encode(), rules)[1]
+
+
+def refusal(path: str, body: Any, intake: Any = None, rules: Rules = RULES) -> ApiError | None:
+    """What a body is refused with; with an `intake` up to the sequences that an engine would run."""
+    try:
+        found = task(path, body, rules)
+        if intake is not None:
+            found.sequences(intake, "r")
+    except ApiError as error:
+        return error
+    return None

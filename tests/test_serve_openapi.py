@@ -1,0 +1,174 @@
+"""`/openapi.json` says what the server does: no more, no less."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+from body_helpers import CHAT, COMPLETE, EDGES, GENERATE, KINDS, LEAST, RULES, STRICT, refusal
+from engine_helpers import VOCABULARY, shared_engine
+from server_helpers import running
+
+from specjax.flags import ServerSettings
+from specjax.serve.errors import ApiError
+from specjax.serve.openapi import document
+from specjax.serve.protocol import SamplingBody, StreamOptions
+from specjax.serve.schemas import numbers_to
+from specjax.serve.task import Rules
+
+NAMES = {CHAT: "ChatRequest", COMPLETE: "CompletionRequest", GENERATE: "GenerateRequest"}
+
+
+def described(rules: Rules = RULES, has_key: bool = False) -> dict[str, Any]:
+    return document(rules, vocab_size=VOCABULARY, has_key=has_key, version="1")
+
+
+def validator(name: str, rules: Rules = RULES) -> Any:
+    """Of a component, in the dialect of OpenAPI 3.1."""
+    schemas = described(rules)["components"]["schemas"]
+    text = json.dumps(schemas | {"$ref": f"#/components/schemas/{name}"}).replace("#/components/schemas/", "#/$defs/")
+    found = json.loads(text)
+    return jsonschema.Draft202012Validator({"$ref": found.pop("$ref"), "$defs": found})
+
+
+def every(value: Any, name: str) -> list[Any]:
+    """The values of all members of that name."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    own = [value[name]] if isinstance(value, dict) and name in value else []
+    return own + [found for each in inner for found in every(each, name)]
+
+
+@pytest.mark.parametrize("rules", [RULES, STRICT], ids=["lenient", "strict"])
+def test_every_reference_leads_somewhere(rules):
+    found = described(rules)
+    schemas = found["components"]["schemas"]
+    references = [each for each in every(found, "$ref") if isinstance(each, str)]
+    assert references and {each.removeprefix("#/components/schemas/") for each in references} == set(schemas)
+    for schema in schemas.values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+    assert not every(found, "$defs")
+
+
+def test_operations_are_complete():
+    found = described(has_key=True)
+    operations = [(path, method, each) for path, item in found["paths"].items() for method, each in item.items()]
+    operations = [each for each in operations if each[1] != "parameters"]
+    ids = [operation["operationId"] for _, _, operation in operations]
+    assert len(ids) == len(set(ids)) == 17
+    for path, method, operation in operations:
+        responses = operation["responses"]
+        assert {"200", "413", "503"} <= set(responses) and ("401" in responses) == (path != "/health")
+        assert "Retry-After" in responses["503"]["headers"]
+        assert (method == "head") != ("content" in responses["200"])
+        if "requestBody" in operation:
+            assert {"400", "401", "413", "415", "500", "503"} <= set(responses)
+            assert set(responses["200"]["content"]) == {"application/json", "text/event-stream"}
+    assert found["security"] and found["paths"]["/health"]["get"]["security"] == []
+    assert "security" not in described() and "securitySchemes" not in described()["components"]
+
+
+@pytest.mark.parametrize("path", KINDS)
+def test_the_schema_has_the_fields_that_the_server_knows(path):
+    schemas = described()["components"]["schemas"]
+    kinds = {NAMES[path]: KINDS[path], "SamplingParams": SamplingBody, "StreamOptions": StreamOptions}
+    for name, kind in kinds.items():
+        assert set(schemas[name]["properties"]) == {*kind.model_fields, *kind.unsupported, *kind.elsewhere}
+
+
+def agree(valid: bool, error: ApiError | None) -> bool:
+    """The document names what a schema cannot say: what fits the context, and least against most new tokens."""
+    between = error is not None and (
+        error.code == "context_length_exceeded" or error.param in ("min_tokens", "min_new_tokens")
+    )
+    return valid == (error is None) or (valid and between)
+
+
+@pytest.mark.parametrize("path", KINDS)
+def test_the_schema_allows_what_the_server_takes(path):
+    """Each field at its edges, up to the sequences that the engine would run."""
+    intake, valid = shared_engine("NGRAM").intake, validator(NAMES[path])
+    names = [*KINDS[path].model_fields, *KINDS[path].unsupported, *KINDS[path].elsewhere, "unknown"]
+    changes = [{name: value} for name in names for value in EDGES]
+    changes += [{"stream": True, "stream_options": value} for value in EDGES]
+    if path == GENERATE:
+        changes = [change for change in changes if "text" not in change] + [
+            {"sampling_params": {name: value}} for name in SamplingBody.model_fields for value in EDGES
+        ]
+    both = checked = 0
+    for change in changes:
+        body = LEAST[path] | change
+        error = refusal(path, body, intake)
+        if isinstance(change.get("sampling_params", change.get("rid")), list):
+            continue  # a schema cannot tie the length of one list to that of another
+        assert agree(valid.is_valid(body), error), (change, str(error))
+        checked += 1
+        both += error is None
+    assert checked > both > 200
+
+
+def test_either_text_or_input_ids():
+    valid = validator("GenerateRequest")
+    for value in EDGES:
+        for body in ({"text": value}, {"input_ids": value}, {"text": "x", "input_ids": value}):
+            error = refusal(GENERATE, body, shared_engine("NGRAM").intake)
+            assert agree(valid.is_valid(body), error), (body, str(error))
+
+
+@pytest.mark.parametrize("path", KINDS)
+def test_strict_fields_are_in_the_schema(path):
+    for body in (LEAST[path] | {"unknown": 1}, LEAST[path] | {"stream_options": {"x": 1}, "stream": True}):
+        assert validator(NAMES[path]).is_valid(body) == (refusal(path, body) is None)
+        assert not validator(NAMES[path], STRICT).is_valid(body) and refusal(path, body, rules=STRICT)
+    assert validator(NAMES[path], STRICT).is_valid(LEAST[path])
+
+
+@pytest.mark.parametrize("last", [0, 5, 9, 10, 11, 99, 100, 264, 1000, 49151])
+def test_a_pattern_for_the_numbers_up_to_one(last):
+    pattern = re.compile(numbers_to(last))
+    for number in [*range(min(last, 2000) + 1), *range(max(last - 1200, 0), last + 1200)]:
+        assert bool(pattern.fullmatch(str(number))) == (number <= last)
+    assert not any(map(pattern.fullmatch, ("00", "01", "", "-0", "1x")))
+
+
+def test_answers_have_the_form_that_is_documented():
+    with running(shared_engine("NGRAM"), ServerSettings(api_key="key")) as server:
+        headers = {"Authorization": "Bearer key"}
+        with server.client(headers=headers) as client:
+            found = client.get("/openapi.json").json()
+            assert found["openapi"].startswith("3.1") and found["components"]["securitySchemes"]
+            answers = {
+                "ChatCompletion": client.post(CHAT, json=LEAST[CHAT] | {"max_tokens": 2, "n": 2}),
+                "Completion": client.post(
+                    COMPLETE, json=LEAST[COMPLETE] | {"max_tokens": 2, "return_speculative_metrics": True}
+                ),
+                "GenerateAnswer": client.post(GENERATE, json=LEAST[GENERATE]),
+                "ModelList": client.get("/v1/models"),
+                "Model": client.get("/v1/models/toy"),
+                "ModelInfo": client.get("/model_info"),
+                "Health": client.get("/health"),
+                "Success": client.post("/flush_cache"),
+            }
+            for name, answer in answers.items():
+                assert answer.status_code == 200, (name, answer.text)
+                validator(name).validate(answer.json())
+            for refused in (client.post(CHAT, json={}), client.get("/nothing"), client.put(CHAT, json={})):
+                validator("Error").validate(refused.json())
+
+
+def test_head_is_get_without_a_body():
+    with running(shared_engine("NGRAM")) as server, server.client() as client:
+        paths = ("/health", "/v1/models", "/v1/models/toy", "/get_model_info", "/model_info", "/openapi.json", "/docs")
+        for path in paths:
+            got, head = client.get(path), client.head(path)
+            assert (head.status_code, head.content) == (200, b""), path
+            assert head.headers["content-length"] == got.headers["content-length"]
+            assert head.headers["content-type"] == got.headers["content-type"] and head.headers["x-request-id"]
+        assert client.head("/v1/models/other").status_code == 404 and client.head("/nothing").content == b""
+        refused = client.head(CHAT)
+        assert refused.status_code == 405 and refused.headers["allow"] == "POST" and refused.content == b""
+        server.runner.drain()
+        assert client.head("/health").status_code == 503
+        server.runner.state = type(server.runner.state).READY
