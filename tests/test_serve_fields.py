@@ -163,6 +163,12 @@ def test_cache_salt(kind):
     assert refused(GenerateBody, sampling_params={"cache_salt": "x"})
 
 
+def test_max_tokens_is_checked_where_it_has_no_effect():
+    assert task(ChatBody, max_tokens=127, max_completion_tokens=5).sampling[0].max_new_tokens == 5
+    for wrong in (0, -1, 128, 10**30):
+        assert refused(ChatBody, max_tokens=wrong, max_completion_tokens=5).param == "max_tokens"
+
+
 def test_rid_of_a_batch_is_made_from_one_name():
     assert task(GenerateBody, text=["a", "b"], rid="r").ids == ["r_0", "r_1"]
 

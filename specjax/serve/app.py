@@ -110,7 +110,13 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
         chat = isinstance(body, ChatBody)
         ignored.log(id)
         listener = await begin(request, task, id)
-        echo = [] if chat or not body.echo else [_as_text(runner, prompt) for prompt in task.prompts]
+        echo: list[str] = []
+        if isinstance(body, CompletionBody) and body.echo:
+            try:  # a batch of token ids takes a while
+                echo = await asyncio.get_running_loop().run_in_executor(parsing, _as_texts, runner, task.prompts)
+            except BaseException:
+                runner.abort(listener.sequences)
+                raise
         answer = OpenAIAnswer(
             id=id,
             model=model,
@@ -313,8 +319,9 @@ def _failure(completion: Completion) -> ApiError | None:
     return ApiError(500, message)  # it would fail again
 
 
-def _as_text(runner: Runner, prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else runner.engine.tokenizer.decode(prompt)
+def _as_texts(runner: Runner, prompts: list[Any]) -> list[str]:
+    decode = runner.engine.tokenizer.decode
+    return [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]
 
 
 def _model_card(runner: Runner, model: str) -> dict[str, Any]:

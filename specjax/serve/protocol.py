@@ -207,10 +207,11 @@ class ChatBody(OpenAIBody):
         check_capacity(self.choices, 1, rules, "messages")
         messages = read_messages(self.messages, ignored)
         most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        if None not in (self.max_completion_tokens, self.max_tokens) and not 1 <= self.max_tokens <= rules.room:
+        other = self.max_tokens
+        if self.max_completion_tokens is not None and other is not None and not 1 <= other <= rules.room:
             # It has no effect, but is no less wrong.
             problem = f"max_tokens must be from 1 to {rules.room} in a context of {rules.context_length}"
-            raise bad_request(f"{problem}, got {shown(self.max_tokens)}", "max_tokens")
+            raise bad_request(f"{problem}, got {shown(other)}", "max_tokens")
         if not 0 <= (top := self.top_logprobs or 0) <= TOP_LOGPROBS:
             raise bad_request(f"top_logprobs must be from 0 to {TOP_LOGPROBS}, got {shown(top)}", "top_logprobs")
         if top and not self.logprobs:
