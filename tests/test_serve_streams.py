@@ -9,10 +9,13 @@ import socket
 import threading
 
 import httpx
+import jax.numpy as jnp
+import numpy as np
 import openai
 import pytest
 from engine_helpers import make_engine, outcome, shared_engine, toy
 from server_helpers import MODEL, SECONDS, Running, parse_events, running, slow_down, wait_until
+from toy_models import random_table, table_model
 
 from specjax.engine import SamplingParams
 from specjax.flags import ServerSettings
@@ -339,6 +342,31 @@ def test_the_first_request_for_log_probabilities_compiles_nothing():
         asked = server.complete("hello", max_tokens=5, temperature=0, logprobs=1).json()["choices"][0]
         assert engine.executables.compiled() == compiled
         assert asked["text"] == plain["text"] and len(asked["logprobs"]["tokens"]) == 5
+
+
+def test_logits_that_are_not_finite_are_a_500_of_their_request_alone():
+    """The row of logits after an 11 holds a NaN. Whole, as a stream, and with others beside it."""
+    table = np.asarray(random_table(3, rows=265, vocab=265))
+    table[11] = np.nan
+    engine = make_engine(table_model(jnp.asarray(table), window=1), "NONE", max_running_requests=2)
+    with running(engine) as server:
+        others = [threading.Thread(target=server.complete, args=([5, 6],), kwargs={"max_tokens": 60}) for _ in range(2)]
+        for thread in others:
+            thread.start()
+        refused = server.complete([7, 11], max_tokens=5)
+        assert refused.status_code == 500
+        assert "logits are not finite (NaN or infinity) after 0 tokens" in refused.json()["error"]["message"]
+        body = {"prompt": [5, 6], "max_tokens": 5, "stream": True, "temperature": 0, "logit_bias": {"11": 100}}
+        with server.client() as client:
+            lines = client.post(COMPLETE, json=body).text.split("\n\n")
+        assert (
+            "after 1 tokens"
+            in json.loads([line for line in lines if line][-1].removeprefix("data: "))["error"]["message"]
+        )
+        done = server.complete([5, 6], max_tokens=5, temperature=0, logit_bias={"11": -100})
+        assert done.status_code == 200 and done.json()["usage"]["completion_tokens"] == 5
+        for thread in others:
+            thread.join(SECONDS)
 
 
 def test_a_text_far_too_long_is_not_tokenised(server):

@@ -165,11 +165,12 @@ class Executables:
         self._waiting: set[int] = set()  # threads that wait for a compiler in `get`
         self._lock = threading.Lock()
         self.turn = threading.RLock()
+        self._compiling = False  # holds `turn`
         self._exclusive = jax.default_backend() != "cpu"
 
     def is_waiting(self, thread: int | None) -> bool:
-        """Whether the thread with this `ident` waits for a program to be compiled."""
-        return thread in self._waiting
+        """Whether the thread with this `ident` waits for a program to be compiled, or, on a GPU, any is compiled."""
+        return thread in self._waiting or self._compiling
 
     @cached_property
     def admit(self) -> Callable[[DecodeState, Any, Row], DecodeState]:
@@ -422,5 +423,9 @@ class Executables:
         if not self._exclusive:
             return lowered.compile()
         with self.turn:
-            jax.block_until_ready(jnp.zeros(()) + 1)  # after all that has been launched
-            return lowered.compile()
+            self._compiling = True
+            try:
+                jax.block_until_ready(jnp.zeros(()) + 1)  # after all that has been launched
+                return lowered.compile()
+            finally:
+                self._compiling = False

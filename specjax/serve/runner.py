@@ -94,9 +94,8 @@ class Runner(threading.Thread):
         self.state = State.LOADING
         self.failure: BaseException | None = None
         self.ready_at = time.time()
-        self.on_change: Callable[[], None] = lambda: (
-            None
-        )  # called when `state` has changed, from this thread or the watchdog's
+        # Called when `state` has changed, from this thread or the watchdog's.
+        self.on_change: Callable[[], None] = lambda: None
         self._make_engine = make_engine
         self._max_queued = max_queued_requests
         self._stream_interval = stream_interval
@@ -274,7 +273,7 @@ class Runner(threading.Thread):
         try:
             self._engine = self._make_engine()
             if self._warm_up:
-                self._engine.warm_up(self._engine.single_request_keys(), progress=self._progress)
+                self._engine.warm_up(self._engine.single_request_keys(), progress=self._progress, strict=False)
             _allocate(self._engine)
             if self._warm_up:
                 self._behind = self._engine.warm_up_behind(progress=self._progress)
