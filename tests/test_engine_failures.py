@@ -391,7 +391,9 @@ def test_a_request_whose_logits_are_not_finite_ends_alone():
 # Arguments of the wrong type.
 
 WRONG_TYPES = """
+import numpy as np
 from specjax import Engine, EngineConfig
+from specjax.engine.intake import with_sampling
 
 def refused(call, *words):
     try:
@@ -409,6 +411,9 @@ refused(load(algorithm_flags="num_draft_tokens=8"), "algorithm_flags must be a d
 for name in ("max_running_requests", "page_size", "max_total_tokens", "context_length", "chunked_prefill_size"):
     for value in ("16", 16.0, True):
         refused(lambda: EngineConfig(**{name: value}), f"{name} must be an integer", f"got {value!r}")
+for sampling in (5, "greedy", [5], ["temperature"]):
+    refused(lambda: with_sampling(["hello"], sampling), "sampling must be a SamplingParams, a dict of its fields")
+assert with_sampling(np.array([1, 2]), None)[0] and not with_sampling((text for text in "ab"), None)[0]
 refused(lambda: EngineConfig(mem_fraction="0.5"), "mem_fraction must be a number, got '0.5'")
 refused(lambda: EngineConfig(overlap="no"), "overlap must be True or False, got 'no'")
 refused(lambda: EngineConfig(random_seed="1"), "random_seed must be an integer or None, got '1'")

@@ -176,22 +176,28 @@ def with_sampling(
     `defaults` are filled in under fields that are given by name, and where nothing is given.
 
     Raises:
-        TypeError: `prompts` is no prompt, and nothing that holds prompts.
+        TypeError: `prompts` is no prompt, and nothing that holds prompts; `sampling` is something else than it may be.
         ValueError: not one for each, or a parameter is wrong.
     """
     _check_prompts(prompts)
-    single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int | np.integer | Mapping))
-    batch = [prompts] if single else list(prompts)
+    items = [prompts] if isinstance(prompts, str) else list(prompts)
+    single = isinstance(prompts, str) or (bool(items) and isinstance(items[0], int | np.integer | Mapping))
+    batch: list[Any] = [prompts if isinstance(prompts, str) else items] if single else items
 
-    def filled(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
+    def filled(given: Any) -> SamplingParams:
         if given is None or isinstance(given, Mapping):
             return SamplingParams.from_mapping({**defaults, **(given or {})})
+        if not isinstance(given, SamplingParams):
+            raise TypeError(
+                "sampling must be a SamplingParams, a dict of its fields, or a list with one for each, "
+                f"got {given!r:.60}"
+            )
         return given
 
     if isinstance(sampling, list | tuple):
         each = [filled(given) for given in sampling]
     else:
-        each = [filled(cast(Any, sampling))] * len(batch)
+        each = [filled(sampling)] * len(batch)
     if len(each) != len(batch):
         raise ValueError(f"{len(batch)} prompts, but {len(each)} sampling parameters")
     return single, list(zip(batch, each, strict=True))
