@@ -29,6 +29,9 @@ BIAS_ENTRIES = 1024
 
 MIN_TEMPERATURE = 1e-6
 
+MIN_REPETITION_PENALTY = 1e-20
+"""Smaller ones mean the same: float32 would make them 0, and the logits infinite."""
+
 NO_STOP = -1
 """An unused stop id. Equal to no token."""
 
@@ -103,7 +106,7 @@ def sampling_row(
         "top_k": np.int32(top_k),
         "top_p": np.float32(top_p),
         "min_p": np.float32(min_p),
-        "repetition_penalty": np.float32(repetition_penalty),
+        "repetition_penalty": np.float32(max(repetition_penalty, MIN_REPETITION_PENALTY)),
         "frequency_penalty": np.float32(frequency_penalty),
         "presence_penalty": np.float32(presence_penalty),
         "min_tokens": np.int32(min_tokens),

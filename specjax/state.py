@@ -20,7 +20,6 @@ from specjax.models.protocol import Target
 from specjax.sampling import History, SamplingRows, sampling_row
 from specjax.tree import DraftTree
 from specjax.types import Active, PageTable, PerRequest
-from specjax.verify import TOP_LOGPROBS as TOP_LOGPROBS
 from specjax.verify import Logprobs
 
 RUNS, STOPPED, FULL, NOT_FINITE = 0, 1, 2, 3

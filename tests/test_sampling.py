@@ -139,6 +139,13 @@ def edit(logits, row, in_prompt, counts, emitted):
     return sampling.mask_stops(logits, row, emitted)
 
 
+def test_a_tiny_repetition_penalty_makes_no_infinite_logits():
+    row = jax.tree.map(jnp.asarray, sampling.sampling_row(3, repetition_penalty=5e-324))
+    seen, counts = jnp.array([True, True, False]), jnp.zeros(3, jnp.int32)
+    found = edit(jnp.array([30.0, 0.0, 1.0]), row, seen, counts, jnp.int32(0))
+    assert np.isfinite(np.asarray(found)).all() and int(jnp.argmax(found)) == 0
+
+
 @given(rngs)
 def test_editing_logits(rng):
     request = some_sampling(rng, VOCABULARY)

@@ -28,7 +28,7 @@ from specjax.serve.fields import (
 from specjax.serve.json_body import Budget, parse_json
 from specjax.serve.messages import read_messages
 from specjax.serve.task import Rules, Task, check_capacity, read_prompts, refusal
-from specjax.state import TOP_LOGPROBS
+from specjax.verify import TOP_LOGPROBS
 
 MAX_CHOICES = 128
 """Most choices of a prompt (`n`)."""
@@ -47,12 +47,6 @@ MAX_ID = 256
 
 DEFAULT_MODEL = "default"
 """SGLang's clients call whatever model there is by this name."""
-
-LEAST_REPETITION_PENALTY = 1e-20
-"""Smaller ones mean the same: they are raised to this, since float32 would make them 0 and the logits infinite."""
-
-MAX_TOP_K = 2**31 - 1
-"""More than any vocabulary: larger ones mean the same."""
 
 
 class StreamOptions(Body):
@@ -102,10 +96,8 @@ class SamplingFields(Body):
                 raise bad_request(problem[:200], "sampling_seed")
             own["seed"] = self.sampling_seed
             names = {**names, "seed": "sampling_seed"}
-        if self.top_k is not None:
-            own["top_k"] = -1 if self.top_k == 0 else min(self.top_k, MAX_TOP_K)
-        if self.repetition_penalty is not None and self.repetition_penalty > 0:
-            own["repetition_penalty"] = max(self.repetition_penalty, LEAST_REPETITION_PENALTY)
+        if self.top_k == 0:
+            own["top_k"] = -1
         stop = self.stop
         if isinstance(stop, list) and len(stop) > MAX_STOP_STRINGS:
             raise bad_request(f"stop has {len(stop)} strings; at most {MAX_STOP_STRINGS} are supported", "stop")

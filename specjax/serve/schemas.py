@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-from specjax.engine.request import MAX_SALT, MAX_STOP_STRINGS, MAX_TEMPERATURE
+from specjax.engine.request import MAX_SALT, MAX_STOP_LENGTH, MAX_STOP_STRINGS, MAX_TEMPERATURE
 from specjax.sampling import BIAS_ENTRIES
 from specjax.serve.fields import MAX_METADATA, MAX_STOP_IDS, Body, Values
 from specjax.serve.json_body import MAX_NODES, MAX_VALUES
@@ -27,7 +27,7 @@ from specjax.serve.protocol import (
     StreamOptions,
 )
 from specjax.serve.task import Rules
-from specjax.state import TOP_LOGPROBS
+from specjax.verify import TOP_LOGPROBS
 
 __all__ = ["MAX_NODES", "MAX_VALUES", "Schema", "components", "reference"]
 
@@ -122,7 +122,7 @@ class _Requests:
         return found
 
     def _sampling(self) -> dict[str, Schema]:
-        stop = text(1)
+        stop = text(1, MAX_STOP_LENGTH)
         seed = integer(-(2**63), 2**63 - 1, "The answer names the one that was used; generated ones are below 2^53.")
         return {
             "n": integer(1, MAX_CHOICES, "Choices of each prompt; choice i has the seed + i."),
