@@ -224,6 +224,32 @@ def test_a_decoder_that_cannot_be_streamed_is_decoded_by_windows(caplog):
     assert "".join(map(stream.push, ids)) + stream.finish() == " Sure !a"
 
 
+def test_a_decode_of_its_own_is_used(monkeypatch, caplog):
+    core = Tokenizer(models.BPE({name: i for i, name in enumerate(NAMES)}, []))
+    core.decoder = decoders.Metaspace()
+    known = PreTrainedTokenizerFast(tokenizer_object=core)
+    plain = known.decode
+    assert isinstance(decoding(known).stream(skip_special_tokens=True), _Chain)
+    monkeypatch.setattr(known, "decode", lambda ids, **options: plain(ids, **options).upper())
+    stream = decoding(known).stream(skip_special_tokens=True)
+    ids = ids_of("▁Sure", "!", "▁a")
+    assert "".join(map(stream.push, ids)) + stream.finish() == "SURE! A"
+    assert "decode() of its own" in caplog.text
+
+
+def test_bytes_that_are_no_character_wait_for_one():
+    stream = decoding(tokenizer()).stream(skip_special_tokens=True)
+    assert [stream.push(token) for token in byte_ids(b"a\x98\xf0\xf0a\xff")] == [
+        "a",
+        "",
+        "",
+        "",
+        "\ufffd" * 3 + "a",
+        "",
+    ]
+    assert stream.holds and stream.finish() == "\ufffd"
+
+
 def test_a_changed_tokenizer_is_looked_at_again():
     core = Tokenizer(models.BPE({name: i for i, name in enumerate(NAMES)}, []))
     core.decoder = decoders.Metaspace()

@@ -88,12 +88,19 @@ class _Last(_Map):
 
 
 class _ByteLevel:
-    """Characters that stand for bytes (GPT-2's table); a token with others stands for its own bytes."""
+    """Characters that stand for bytes (GPT-2's table); a token with others stands for its own bytes.
 
-    holds = False  # an incomplete character is left out
+    Held back: an incomplete character, which is left out at the end, and U+FFFD until another character follows, so
+    that a client that shows text as it comes shows as few as there can be.
+    """
 
     def __init__(self) -> None:
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
+        self._replaced = 0  # U+FFFD that are held back
+
+    @property
+    def holds(self) -> bool:
+        return self._replaced > 0
 
     def push(self, token: str) -> Iterable[str]:
         table = _byte_table()
@@ -101,10 +108,17 @@ class _ByteLevel:
             data = bytes([table[character] for character in token])
         except KeyError:
             data = token.encode()
-        return (self._bytes.decode(data),)
+        text = self._bytes.decode(data)
+        shown = text.rstrip(REPLACEMENT)
+        before, self._replaced = self._replaced, len(text) - len(shown)
+        if not shown:
+            self._replaced += before
+            return ()
+        return (REPLACEMENT * before + shown,)
 
     def end(self, keep_incomplete: bool) -> Iterable[str]:
-        return (self._bytes.decode(b"", final=True),) if keep_incomplete else ()
+        rest = self._bytes.decode(b"", final=True) if keep_incomplete else ""
+        return (REPLACEMENT * self._replaced + rest,)
 
 
 class _ByteFallback:

@@ -61,6 +61,11 @@ class Decoding:
         self._steps: list[Callable[[], Step]] | None = None
         if core is None:
             return
+        if not _decodes_as_the_library(tokenizer):
+            logger.warning(
+                "%s has a decode() of its own: text is decoded by windows of tokens", type(tokenizer).__name__
+            )
+            return
         self._name = core.id_to_token
         self._special = frozenset(each.content for each in core.get_added_tokens_decoder().values() if each.special)
         try:
@@ -101,7 +106,16 @@ def decoding(tokenizer: Any) -> Decoding:
     if core is None:
         return Decoding(tokenizer)
     decoder = None if core.decoder is None else core.decoder.__getstate__()
-    return _decoding(tokenizer, decoder, core.get_vocab_size(), cleans(tokenizer))
+    own = _decodes_as_the_library(tokenizer)
+    return _decoding(tokenizer, decoder, core.get_vocab_size(), cleans(tokenizer), own)
+
+
+def _decodes_as_the_library(tokenizer: Any) -> bool:
+    """Whether its text is what its decoder makes: no class or user has put other code in the way."""
+    from transformers import PreTrainedTokenizerFast as Plain
+
+    kind, own = type(tokenizer), vars(tokenizer)
+    return all(getattr(kind, name) is getattr(Plain, name) and name not in own for name in ("decode", "_decode"))
 
 
 @functools.lru_cache(maxsize=8)
