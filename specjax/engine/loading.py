@@ -71,9 +71,9 @@ def load(
     revision: str | None,
     tokenizer_path: str | None,
     chat_template: str | None,
-    sampling_defaults: str,
     backend: str | None,
     progress: bool,
+    sampling_defaults: str = FROM_MODEL,
 ) -> Loaded:
     """The target, its tokenizer and the drafter, with the parameters of both models. See `Engine.from_pretrained`.
 
