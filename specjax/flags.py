@@ -41,13 +41,6 @@ class ModelSettings:
     chat_template: str | None = setting(
         None, "a file with a Jinja template of chat messages; default: the tokenizer's", metavar="FILE"
     )
-    sampling_defaults: str = setting(
-        FROM_MODEL,
-        "how to draw where a request does not say: model = the temperature, top_p, top_k, min_p and repetition_penalty "
-        "of the model's generation_config.json; openai = leave these unread, as the protocol has it: temperature 1",
-        choices=SAMPLING_DEFAULTS,
-        parse=str.lower,
-    )
     dtype: str = setting(
         "auto",
         "auto = float32 on a CPU, the checkpoint's on a GPU",
@@ -90,6 +83,13 @@ class EngineSettings:
         "as a whole, and special tokens in it can be given as ids",
     )
     disable_overlap_schedule: bool = setting(False, "read each step before the next is dispatched")
+    sampling_defaults: str = setting(
+        FROM_MODEL,
+        "how to draw where a request does not say: model = the temperature, top_p, top_k, min_p and repetition_penalty "
+        "of the model's generation_config.json; openai = leave these unread, as the protocol has it: temperature 1",
+        choices=SAMPLING_DEFAULTS,
+        parse=str.lower,
+    )
     random_seed: int | None = setting(
         None, "seed from which requests without a seed of their own draw theirs; default: another in each run"
     )
@@ -238,7 +238,7 @@ def engine_arguments(settings: Settings) -> dict[str, Any]:
         "revision": model.revision,
         "tokenizer_path": model.tokenizer_path,
         "chat_template": model.chat_template,
-        "sampling_defaults": model.sampling_defaults,
+        "sampling_defaults": engine.sampling_defaults,
         "dtype": model.dtype,
         "algorithm": algorithm,
         "algorithm_flags": drafting,

@@ -179,8 +179,9 @@ class Parser(argparse.ArgumentParser):
         found, unknown = self.parse_known_args(*args, **options)
         if unknown:
             known = [name.removeprefix("--") for action in self._actions for name in action.option_strings]
-            meant = [_meant(text.partition("=")[0].strip("-"), known) for text in unknown if text.startswith("-")]
-            advice = "".join(f"; did you mean --{name}?" for name in dict.fromkeys(meant) if name)
+            flags = dict.fromkeys(text.partition("=")[0] for text in unknown if text.startswith("-"))
+            meant = {flag: _meant(flag.strip("-"), known) for flag in flags}
+            advice = "".join(f"; {flag}: did you mean --{name}?" for flag, name in meant.items() if name)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{advice}")
         return found
 

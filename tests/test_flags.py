@@ -332,7 +332,7 @@ def test_no_command_takes_the_beginning_of_a_flag_for_it(command, capsys):
     if command not in ("train.__main__", "train.vocab"):
         with pytest.raises(SystemExit):
             module.main(["--input", "a", "--output", "b", "--speculative-num-step", "3"])
-        assert "--speculative-num-step 3; did you mean --speculative-num-steps?" in capsys.readouterr().err
+        assert "; --speculative-num-step: did you mean --speculative-num-steps?" in capsys.readouterr().err
 
 
 def test_every_parser_takes_whole_flags_only():
