@@ -281,9 +281,12 @@ def test_files_that_cannot_be_read(tmp_path):
         ("--names a d", "--names must be one of a, b, c, got ['a', 'd']"),
         ("--fast=true", "argument --fast/--no-fast: ignored explicit argument 'true'"),
         ("--colour red", "unrecognized arguments: --colour red"),
-        ("--coun 3", "unrecognized arguments: --coun 3; did you mean --count?"),
-        ("--count 3 --safe_mod=1", "unrecognized arguments: --safe_mod=1; did you mean --safe-mode?"),
-        ("--wrod a --Fast b", "unrecognized arguments: --wrod a --Fast b; did you mean --word?; did you mean --fast?"),
+        ("--coun 3", "unrecognized arguments: --coun 3; --coun: did you mean --count?"),
+        ("--count 3 --safe_mod=1", "unrecognized arguments: --safe_mod=1; --safe_mod: did you mean --safe-mode?"),
+        (
+            "--wrod a --Fast b",
+            "unrecognized arguments: --wrod a --Fast b; --wrod: did you mean --word?; --Fast: did you mean --fast?",
+        ),
         ("--count", "argument --count: expected one argument"),
     ],
 )
