@@ -141,6 +141,11 @@ def check_phase(
     widths = config.widths or (tree.width,)
     if not 1 <= widths[0] <= widths[-1] <= max(drafter.width, tree.width) or list(widths) != sorted(set(widths)):
         raise ValueError(f"StepConfig.widths must ascend, from 1 to the drafter's width {drafter.width}: {widths}")
+    if allowed is not None and tree.width > widths[-1]:
+        raise ValueError(
+            f"a grammar's bits belong to the {tree.width} nodes of a tree that is cut to {widths[-1]}: take the tree "
+            "from draft_phase with the same config, which cuts it before"
+        )
     tree = _fitted(tree, config)
     wants_logprobs = jnp.any(row.logprobs & context.active)
 

@@ -159,7 +159,8 @@ def best_nodes(tree: DraftTree, count: PerRequest, width: int | None = None) -> 
     """The root and the best of the other nodes, ``count[b]`` in all (at least the root), in their order.
 
     Scores never grow along a path, and at a tie the lower index (the parent) wins, so the best are closed under
-    parents, as in `rerank`. Where a drafter breaks that rule, a node whose parent is not kept becomes invalid.
+    parents, as in `rerank`. Where a drafter breaks that rule, what is left may still be verified, but need not be the
+    best; a node whose place is wrong becomes invalid.
 
     Args:
         tree: [B, N].

@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 import threading
+import traceback
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from engine_helpers import GREEDY, check_idle, check_plain, drain, make_engine, 
 from toy_models import random_table, table_model
 
 from specjax.engine import Engine, SamplingParams
+from specjax.engine import engine as engine_module
 from specjax.engine.compiled import Key, Unavailable
 from specjax.engine.device import OutOfMemory
 from specjax.engine.generation import EngineError
@@ -302,6 +304,93 @@ def test_an_interrupt_between_two_donations_loses_nothing(monkeypatch):
     done = drain(engine)
     check_plain(toy(), PROMPTS[1], PARAMS, done[other.id])
     check_all(engine)
+
+
+@pytest.mark.parametrize("where", ["reading", "admitting", "launched"])
+def test_an_interrupt_anywhere_corrupts_no_other_request(where, monkeypatch):
+    """While a step is read, between slot and row, and between launch and note: the others' texts stay whole."""
+    engine = make_engine(toy(), "NONE")
+    params = SamplingParams(max_new_tokens=20, temperature=0.8, seed=4)
+    expected = outcome(engine.generate(PROMPTS[1], params))
+    calls = 0
+
+    def interrupted(function: Any, count: int, *, after: bool = False) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == count:
+                if after:
+                    function(*args, **options)
+                raise KeyboardInterrupt
+            return function(*args, **options)
+
+        return run
+
+    if where == "reading":
+        monkeypatch.setattr(engine_module, "read_output", interrupted(engine_module.read_output, 6))
+    elif where == "admitting":
+        monkeypatch.setattr(engine.device, "update", interrupted(engine.device.update, 2))
+    else:
+        monkeypatch.setattr(engine.device, "run", interrupted(engine.device.run, 7, after=True))
+    other = engine.add(PROMPTS[1], params)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS[0], SamplingParams(max_new_tokens=20))
+    assert outcome(drain(engine)[other.id]) == expected
+    check_idle(engine)
+
+
+def test_memory_that_comes_back_is_used_again(monkeypatch):
+    """One failure of the smallest program is not remembered: nothing could run ever after."""
+    engine = make_engine(toy(), "NONE")
+    run = engine.device.run
+    monkeypatch.setattr(engine.device, "run", lambda key, program, inputs: run(key, no_room(program, str), inputs))
+    with pytest.raises(EngineError, match=r"no memory for a prefill of 8 tokens .* nothing smaller"):
+        engine.generate(PROMPTS[0], PARAMS)
+    monkeypatch.undo()
+    check_all(engine)
+
+
+def test_what_failed_keeps_nothing_alive(monkeypatch, engine):
+    """Each step asks for the larger batch first, and is told again that it failed."""
+    failing(monkeypatch, engine, lambda key: key == Key("step", 4, key.table))
+    engine.generate(PROMPTS, SamplingParams(max_new_tokens=3))
+    key = Key("step", 4, engine.buckets.tables[-1])
+    lengths = []
+    for _ in range(3):
+        with pytest.raises(Unavailable) as caught:
+            engine.executables.get(key)
+        lengths.append(len(traceback.extract_tb(caught.value.__traceback__)))
+    assert len(set(lengths)) == 1, "an exception that is raised again grows by a frame each time"
+
+
+def test_an_interrupted_compilation_is_no_interrupt_of_others(monkeypatch, engine):
+    key, begun, go_on = engine.single_request_keys()[0], threading.Event(), threading.Event()
+
+    def interrupted(key: Key) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.executables, "_compile", interrupted)
+    found: list[BaseException] = []
+
+    def compile_first() -> None:
+        try:
+            engine.executables.get(key)
+        except BaseException as error:
+            found.append(error)
+
+    first = threading.Thread(target=compile_first)
+    first.start()
+    assert begun.wait(60)
+    waiting = threading.Thread(target=compile_first)
+    waiting.start()
+    while not engine.executables.is_waiting(waiting.ident):
+        pass
+    go_on.set()
+    first.join(60), waiting.join(60)
+    assert sorted(type(error).__name__ for error in found) == ["KeyboardInterrupt", "RuntimeError"]
+    assert not engine.executables.has_failed(key)
 
 
 # Several callers.

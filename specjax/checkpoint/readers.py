@@ -97,7 +97,8 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         if not isinstance(header, dict):
             raise ValueError(f"its header is {header!r:.60}, not an object")
         metadata = header.pop("__metadata__", None)
-        if not isinstance(metadata or {}, dict) or not all(isinstance(text, str) for text in (metadata or {}).values()):
+        metadata = {} if metadata is None else metadata
+        if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
             raise ValueError(f"__metadata__ is {metadata!r:.60}, not an object of strings")
         entries = {name: _entry(name, value, file, 8 + length) for name, value in header.items()}
     except (OSError, ValueError, RecursionError) as error:

@@ -159,7 +159,7 @@ class Executables:
         self.phase_times = PhaseTimes() if time_phases else None
         self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
         self._futures: dict[Key, Future[Any]] = {}
-        self._failed: dict[Key, BaseException] = {}
+        self._failed: dict[Key, str] = {}  # what was wrong; an exception would keep its frames alive
         self._coming: set[Key] = set()  # what `warm_up_behind` still has to do
         self._closed = threading.Event()
         self._waiting: set[int] = set()  # threads that wait for a compiler in `get`
@@ -235,11 +235,12 @@ class Executables:
         """The program of a key; compiles it, or waits for the thread that does.
 
         Raises:
-            Exception: whatever the compiler raised, now or the first time.
+            Unavailable: the key has failed before.
+            Exception: whatever the compiler raised.
         """
         with self._lock:
             if key in self._failed:
-                raise self._failed[key]
+                raise Unavailable(f"{key}: {self._failed[key]}")
             mine = key not in self._futures
             future = self._futures.setdefault(key, Future())
         if future.done():
@@ -255,7 +256,9 @@ class Executables:
                         del self._futures[key]
                     if isinstance(error, Exception):
                         self.fail(key, error)
-                    future.set_exception(error)
+                        future.set_exception(error)
+                    else:  # an interrupt is this thread's alone
+                        future.set_exception(RuntimeError(f"compiling {key} was interrupted"))
                     raise
             return future.result()
         finally:
@@ -263,19 +266,26 @@ class Executables:
 
     def fail(self, key: Key, error: BaseException) -> None:
         """Remembers that a key cannot be used, and logs it the first time."""
+        problem = _first_line(error)
         with self._lock:
             known = key in self._failed
-            self._failed[key] = error
+            self._failed[key] = problem
         if not known:
-            problem = str(error).strip().partition("\n")[0] or type(error).__name__
-            logger.error("There will be no program for %s, other sizes are used instead: %.500s", key, problem)
+            logger.error("There will be no program for %s, other sizes are used instead: %s", key, problem)
             logger.debug("%s", key, exc_info=error)
 
     def fail_from(self, key: Key, error: BaseException) -> None:
-        """`fail` for a program that ran out of memory, and for all that need more."""
-        for other in {key, *self.all_keys()}:
-            if other.kind == key.kind and other.width >= key.width and other.table >= key.table:
-                self.fail(other, error)
+        """`fail` for a program that ran out of memory, and for all that need more.
+
+        Raises:
+            Unavailable: there is none that needs less. Nothing is remembered then: memory may come back.
+        """
+        alike = [other for other in {key, *self.all_keys()} if other.kind == key.kind]
+        larger = [other for other in alike if other.width >= key.width and other.table >= key.table]
+        if all(other in larger or self.has_failed(other) for other in alike):
+            raise Unavailable(f"no memory for {key}, and there is nothing smaller: {_first_line(error)}") from error
+        for other in larger:
+            self.fail(other, error)
 
     def has_failed(self, key: Key) -> bool:
         return key in self._failed
@@ -288,10 +298,13 @@ class Executables:
         """
         problem = "there is none"
         for key in keys:
+            if (known := self._failed.get(key)) is not None:
+                problem = f"{key}: {known}"
+                continue
             try:
                 return key, self.get(key)
             except Exception as error:  # logged by `fail`
-                problem = f"{key}: {str(error).strip().partition(chr(10))[0]:.300}"
+                problem = f"{key}: {_first_line(error)}"
         raise Unavailable(f"no size of batch can run ({problem})")
 
     def compiled(self) -> set[Key]:
@@ -417,15 +430,21 @@ class Executables:
             config = StepConfig(widths, self._trace)
             if self.phase_times is not None:
                 shapes = (params, state, inputs)
-                return compile_in_phases(**fixed, config=config, shapes=shapes, times=self.phase_times, finish=_finish)
+                with self.turn:
+                    fixed |= {"config": config, "shapes": shapes, "finish": _finish}
+                    return compile_in_phases(**fixed, times=self.phase_times)
             function = partial(_step, **fixed, config=config)
         lowered = jax.jit(function, donate_argnums=1, compiler_options=compiler_options()).lower(params, state, inputs)
         if not self._exclusive:
             return lowered.compile()
         with self.turn:
+            jax.block_until_ready(jnp.zeros(()) + 1)  # after all that has been launched; it may be stuck
             self._compiling = True
             try:
-                jax.block_until_ready(jnp.zeros(()) + 1)  # after all that has been launched
                 return lowered.compile()
             finally:
                 self._compiling = False
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().partition("\n")[0] or type(error).__name__)[:500]

@@ -45,8 +45,9 @@ class Device:
 
     @state.setter
     def state(self, state: DecodeState) -> None:
-        self._state = Future()
-        self._state.set_result(state)
+        future: Future[DecodeState] = Future()
+        future.set_result(state)
+        self._state = future  # at last: after an interrupt before, the state that was given away counts as lost
 
     def renew(self) -> None:
         """An empty state in place of the old one, which goes first.
@@ -54,11 +55,16 @@ class Device:
         Raises:
             Exception: it cannot be allocated. `state` raises the same from now on, until `renew` succeeds.
         """
-        self._state = Future()
+        gone: Future[DecodeState] = Future()
+        gone.set_exception(RuntimeError("there is no state"))
+        self._state = gone
         try:
-            self._state.set_result(jax.block_until_ready(self._new_state()))
-        except BaseException as error:
-            self._state.set_exception(error)
+            with self._turn:
+                self.state = jax.block_until_ready(self._new_state())
+        except Exception as error:
+            failed: Future[DecodeState] = Future()
+            failed.set_exception(error)
+            self._state = failed
             raise
 
     @property

@@ -11,11 +11,11 @@ written by one dispatched later.
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import random
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -36,16 +36,14 @@ from specjax.engine.generation import stream as stream_chunks
 from specjax.engine.intake import Intake, with_sampling
 from specjax.engine.loading import check_algorithm_flags, load
 from specjax.engine.prompt import Prompt
-from specjax.engine.request import FAILED_TEXT, SamplingParams, Sequence, Status, raw_logprobs
+from specjax.engine.reading import take
+from specjax.engine.request import SamplingParams, Sequence, Status
 from specjax.engine.salts import Salts
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.turns import FairLock
-from specjax.inspection import step_tree
 from specjax.models.protocol import Target
-from specjax.step import FULL, NOT_FINITE, STOPPED, DecodeState, init_state
+from specjax.step import NOT_FINITE, DecodeState, init_state
 from specjax.verify import TOP_LOGPROBS
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_CONFIG = EngineConfig()
 
@@ -57,9 +55,7 @@ class _InFlight(NamedTuple):
 
 
 class Engine:
-    """Continuous batching over one target and one drafter.
-
-    Several threads may use it: their requests share batches, and each call waits for the step under way.
+    """Continuous batching over one target and one drafter. Several threads may use it: their requests share batches.
 
     Attributes:
         lock: held by whatever changes requests or the device's state.
@@ -105,6 +101,7 @@ class Engine:
         self.counters = Counters()
         self._salts = Salts(isolate=config.isolate_ngrams)
         self._in_flight: deque[_InFlight] = deque()
+        self._at_odds = False  # `_guarded` has not come to its end
         self._by_id: dict[str, Sequence] = {}
         self.intake = Intake(
             tokenizer=tokenizer,
@@ -252,6 +249,7 @@ class Engine:
             self._in_flight.clear()
             self._unreported.clear()
             self.device.renew()
+            self._at_odds = False
             return ended
 
     def find(self, id: str) -> Sequence | None:
@@ -264,21 +262,34 @@ class Engine:
     def unfinished(self) -> bool:
         return self.scheduler.unfinished or bool(self._in_flight)
 
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Around whatever changes the device's state and what is in flight.
+
+        What does not get to its end leaves the two at odds, and the next call starts over. A program that runs out of
+        memory is given up, with all larger ones.
+        """
+        with self.lock:
+            if self._at_odds or self.device.lost:
+                self._start_over()
+            self._at_odds = True
+            try:
+                yield
+            except OutOfMemory as error:
+                self.executables.fail_from(error.key, error.error)
+                self._start_over()
+            self._at_odds = False
+
     def step(self) -> list[Sequence]:
         """One iteration. Returns the sequences that have new tokens or have finished.
 
         A batch that runs out of memory is not tried again: its requests go on in smaller ones.
         """
         with self.lock:
-            if self.device.lost:  # an interrupt came between two donations, or an allocation failed
-                self._start_over()
-            try:
+            with self._guarded():
                 launched = self._launch_prefill() + self._launch_decode()
                 while len(self._in_flight) > (launched if self.config.overlap else 0):
                     self._unreported.extend(self._collect())
-            except OutOfMemory as error:
-                self.executables.fail_from(error.key, error.error)
-                self._start_over()
             news = {sequence.id: sequence for sequence in self._unreported}
             self._unreported.clear()
             return list(news.values())
@@ -341,21 +352,10 @@ class Engine:
             raise classified(error, flight.key) from error
         news = []
         for i, sequence in enumerate(flight.sequences):
-            emitted, finish = int(read.emitted[i]), int(read.finish[i])
-            if sequence.status is Status.FINISHED or (emitted == 0 and finish != NOT_FINITE):
+            emitted = int(read.emitted[i])
+            if sequence.status is Status.FINISHED or (emitted == 0 and read.finish[i] != NOT_FINITE):
                 continue
-            kept = emitted
-            try:
-                kept = sequence.accept(read.tokens[i, :emitted].tolist(), finish == STOPPED, finish == FULL)
-                if sequence.params.logprobs is not None and read.logprobs is not None:
-                    sequence.logprobs += raw_logprobs(read.logprobs, i, kept, sequence.params.logprobs)
-                if flight.output.trace is not None:
-                    sequence.trees.append(step_tree(flight.output.trace, i, read.tokens[i, :kept]))
-                if finish == NOT_FINITE and sequence.finish_reason is None:
-                    sequence.break_off()
-            except Exception:  # of its text; the others go on
-                logger.exception("request %s failed", sequence.id)
-                sequence.abort(FAILED_TEXT)
+            kept = take(sequence, read, flight.output, i)
             self.counters.generated += kept
             if flight.key.kind == "step" and emitted:
                 sequence.verify_steps += 1
@@ -392,7 +392,7 @@ class Engine:
         return self.executables.single_request_keys()
 
     def first_keys(self, sequences: Iterable[Sequence]) -> list[Key]:
-        """Executables that these sequences will certainly need, if they are all that runs."""
+        """Executables that these sequences will need, if they are all that runs."""
         return self.executables.first_keys(sequences, self.pool.page_size, self.config.max_running_requests)
 
     def flush_cache(self) -> bool:
@@ -400,10 +400,11 @@ class Engine:
         with self.lock:
             if self.scheduler.unfinished:
                 return False
-            while self._in_flight:  # steps dispatched ahead for requests that have ended
-                self._collect()
-            fresh = self.drafter.init(self.params, self.config.max_running_requests, self.pool)
-            self.device.state = self.state._replace(draft=fresh)
+            with self._guarded():
+                while self._in_flight:  # steps dispatched ahead for requests that have ended
+                    self._collect()
+            rows = self.config.max_running_requests
+            self.device.update(lambda state: state._replace(draft=self.drafter.init(self.params, rows, self.pool)))
             return True
 
     def check_integrity(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from specjax.engine.request import Completion, Sequence, Status, completion
 if TYPE_CHECKING:
     from specjax.engine.engine import Engine
 
-ENGINE_FAILED = "the engine failed while the request ran, and was reset"
+ENGINE_FAILED = "the engine failed while the request ran"
 """Why a request ended that another caller's failed step took with it."""
 
 
@@ -70,6 +71,7 @@ def advance(engine: Engine) -> None:
     try:
         engine.step()
     except Exception as error:
+        forget_frames(error)
         try:
             engine.reset(ENGINE_FAILED)
         except Exception as second:
@@ -77,6 +79,14 @@ def advance(engine: Engine) -> None:
                 f"the engine failed ({error}), and no new state could be allocated ({second}): make a new engine"
             ) from error
         raise EngineError(f"the engine failed and was reset; it can be used again: {error}") from error
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Drops the local variables of the frames that an error came through. They may hold the old state, and with it the
+    memory that a new one needs."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _done(sequence: Sequence) -> Completion:

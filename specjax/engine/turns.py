@@ -1,4 +1,4 @@
-"""A lock that threads get in the order in which they ask."""
+"""A lock that one thread cannot keep from another by asking again and again."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from types import TracebackType
 
 
 class FairLock:
-    """Reentrant. Python's own locks may be taken again by the thread that has just released them, so that one thread
-    that works in a loop keeps all others out."""
+    """Reentrant, and given to a thread that waits before the one that has just released it.
+
+    Python's own locks may be taken again at once by that thread, so that one that works in a loop keeps all others out.
+    """
 
     def __init__(self) -> None:
         self._door, self._lock = threading.Lock(), threading.RLock()
@@ -21,10 +23,12 @@ class FairLock:
             return
         with self._door:  # whoever waits for the lock stands in the door
             self._lock.acquire()
-        self._owner, self._depth = threading.get_ident(), 1
+            self._owner, self._depth = threading.get_ident(), 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        self._depth -= 1
-        if not self._depth:
-            self._owner = None
-        self._lock.release()
+        try:
+            self._depth -= 1
+            if not self._depth:
+                self._owner = None
+        finally:
+            self._lock.release()

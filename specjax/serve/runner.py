@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from specjax.engine import Engine, StreamChunk
+from specjax.engine.generation import forget_frames
 from specjax.engine.news import take_news
 from specjax.engine.request import Sequence, Status
 from specjax.serve.listener import ENGINE_GONE, ENGINE_STUCK, FAILED_REQUEST, FAILED_STEP, Listener, tell
@@ -311,8 +312,9 @@ class Runner(threading.Thread):
             self._beat += 1
             try:
                 news = engine.step()
-            except Exception:
+            except Exception as error:
                 logger.exception("A step failed: all running requests end, the engine starts anew")
+                forget_frames(error)
                 engine.reset(FAILED_STEP)
                 with self._wake:
                     news = list(self._places)  # also those that had ended in this step
