@@ -103,7 +103,7 @@ class _ByteLevel:
         return self._replaced > 0
 
     def push(self, token: str) -> Iterable[str]:
-        table = _byte_table()
+        table = byte_of_letter()
         try:
             data = bytes([table[character] for character in token])
         except KeyError:
@@ -213,8 +213,8 @@ def _incomplete(data: bytes | bytearray) -> int:
 
 
 @functools.cache
-def _byte_table() -> dict[str, int]:
-    """GPT-2's: printable bytes are themselves, the others follow from U+0100."""
+def byte_of_letter() -> dict[str, int]:
+    """GPT-2's alphabet of bytes: printable ones are themselves, the others follow from U+0100."""
     kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in kept]
     return {chr(byte): byte for byte in kept} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from specjax.engine.decoders import byte_of_letter
 from specjax.engine.request import TokenLogprob
 
 LEAST_LOGPROB = -9999.0
@@ -34,14 +35,6 @@ class TokenNames:
             if all(letter in byte_of_letter() for letter in written):
                 return [byte_of_letter()[letter] for letter in written]
         return list(text.encode())
-
-
-@functools.cache
-def byte_of_letter() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes are themselves, the others follow from U+0100."""
-    kept = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in kept]
-    return {chr(byte): byte for byte in kept} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def chat_logprobs(found: Iterable[TokenLogprob], names: TokenNames) -> dict[str, Any]:
