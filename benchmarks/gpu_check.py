@@ -91,7 +91,7 @@ def flags() -> argparse.ArgumentParser:
                         "(default: 1024 8192)")  # fmt: skip
     parser.add_argument("--trees", nargs="+", type=tree, metavar="D,K,N", help="of steps: steps, top-k, draft tokens "
                         f"(default: {' '.join(TREES)})")  # fmt: skip
-    parser.add_argument("--ladder", action="store_true", help="lossless, steps and memory: steps may choose a "
+    parser.add_argument("--several-widths", action="store_true", help="lossless, steps and memory: steps may choose a "
                         "narrower tree on the device (default: one width, as the engine on a GPU)")  # fmt: skip
     parser.add_argument("--layers", type=int, help="of the 8B shape (default: 32)")
     parser.add_argument("--page-size", type=int, default=16, help="tokens of a page in lossless, steps and memory "
@@ -121,7 +121,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         page_size=arguments.page_size,
         contexts=tuple(arguments.context or ((24,) if tiny else (1024, 8192))),
         trees=tuple(arguments.trees or map(tree, ("2,2,5",) if tiny else TREES)),
-        ladder=arguments.ladder,
+        several_widths=arguments.several_widths,
     )
 
 

@@ -159,7 +159,9 @@ def _compare(
     def generate(algorithm: str, flags: dict[str, int]) -> list[Text]:
         with _exact(dtype):
             drafter = make_drafter(algorithm, flags, target=target, head=head, backend=implementation)
-            return _generate(target, params, drafter, case.prompts, tokens, page_size, ladder=report.plan.ladder)
+            return _generate(
+                target, params, drafter, case.prompts, tokens, page_size, several_widths=report.plan.several_widths
+            )
 
     with ThreadPoolExecutor(len(drafts)) as pool:  # nearly all the time is XLA's, which compiles them side by side
         begun = {label: pool.submit(generate, *draft) for label, draft in drafts.items()}
@@ -207,7 +209,7 @@ def _generate(
     tokens: int,
     page_size: int,
     *,
-    ladder: bool,
+    several_widths: bool,
 ) -> list[Text]:
     """Greedy, all prompts in one batch, the steps called as the engine calls them. Pages lie anywhere, and hold another
     request's leftovers."""
@@ -216,7 +218,7 @@ def _generate(
     pool = PoolShape(rows * width + 1, page_size)
     table = np.random.default_rng(0).permutation(pool.pages)[: rows * width].reshape(rows, width).astype(np.int32)
     # On a GPU the engine, too, compiles one width for a batch.
-    steps = make_steps(target, drafter, config=StepConfig() if ladder else StepConfig((drafter.width,)))
+    steps = make_steps(target, drafter, config=StepConfig() if several_widths else StepConfig((drafter.width,)))
     state = init_state(params, target, drafter, rows=rows, pool=pool)
     keys = jax.random.split(jax.random.key(9), 2 * target.config.num_layers)
     leaves, tree = jax.tree.flatten(state.cache)

@@ -31,7 +31,7 @@ class Plan(NamedTuple):
     page_size: int
     contexts: tuple[int, ...]
     trees: tuple[tuple[int, int, int], ...]
-    ladder: bool
+    several_widths: bool
 
 
 @dataclass

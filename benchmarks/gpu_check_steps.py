@@ -113,7 +113,7 @@ class Bench:
     def compile(self, tree: Tree | None, backend: str) -> tuple[Any, dict[str, Any]]:
         """A step as `make_steps` jits it, and what the compiler says of it."""
         drafter = self.drafter(tree, backend)
-        config = StepConfig() if self.plan.ladder else StepConfig((drafter.width,))
+        config = StepConfig() if self.plan.several_widths else StepConfig((drafter.width,))
         jitted = make_steps(make_target(self.config, backend=backend), drafter, config=config).speculate
         state = self.fill()
         state = state if tree is not None else state._replace(draft=())
@@ -238,7 +238,7 @@ def _tell(
         "context": bench.context,
         "implementation": implementation,
         "tree": tree,
-        "ladder": bench.plan.ladder,
+        "several_widths": bench.plan.several_widths,
         "milliseconds": round(1e3 * median, 4),
         "host_milliseconds": round(1e3 * host, 4),
         "ratio_to_plain": None if ratio is None else round(ratio, 4),

@@ -42,7 +42,7 @@ from specjax.compiling import NVIDIA_OPTIONS
 from specjax.drafters.shape import pool_size
 from specjax.models import FAMILIES
 from specjax.models.eagle_head import init_head_params
-from specjax.step import StepConfig, check_phase, commit_phase, draft_phase, ladder, speculate_step
+from specjax.step import StepConfig, check_phase, commit_phase, draft_phase, speculate_step, tree_widths
 
 SPEC = Path(__file__).parent / "gpu" / "h200.txtpb"
 OPTIONS: dict[str, dict[str, str]] = {"ours": dict(NVIDIA_OPTIONS), "default": {}}
@@ -69,7 +69,9 @@ class Program(NamedTuple):
     state: Any  # what is donated, None: nothing
 
 
-def programs(shapes: Shapes, place: Callable[[Any], Any], *, algorithm: str, with_ladder: bool) -> dict[str, Program]:
+def programs(
+    shapes: Shapes, place: Callable[[Any], Any], *, algorithm: str, several_widths: bool
+) -> dict[str, Program]:
     """The step and its phases, as jitted functions and the shapes they are called with."""
     config = llama_8b(shapes.layers)
     target, head = make_target(config, backend=shapes.backend), eagle3_head(config)
@@ -91,7 +93,7 @@ def programs(shapes: Shapes, place: Callable[[Any], Any], *, algorithm: str, wit
     fields = (((), jnp.int32), ((table,), jnp.int32), ((), jnp.bool_))
     inputs = place(StepInput(*(jax.ShapeDtypeStruct((shapes.batch, *shape), kind) for shape, kind in fields)))
 
-    step = StepConfig(ladder(drafter) if with_ladder else (drafter.width,))
+    step = StepConfig(tree_widths(drafter) if several_widths else (drafter.width,))
     whole = partial(speculate_step, target=target, drafter=drafter, config=step)
     draft = partial(draft_phase, drafter=drafter, config=step)
     check = partial(check_phase, target=target, drafter=drafter, config=step)
@@ -181,7 +183,7 @@ def main() -> None:
         floor["milliseconds_to_read_them"] = round(1e3 * sum(floor.values()) / bandwidth, 2)
     document = wanted | {
         "shapes": shapes._replace(pool=shapes.pool._asdict())._asdict(),
-        "taps": eagle3_head(model).taps,
+        "aux_layers": eagle3_head(model).aux_layers,
         "least": floor,
         "aim": {"graphs": 1, "kernels_per_layer": 12},
         "results": {},
@@ -190,12 +192,12 @@ def main() -> None:
     print(f"weights that a step reads, each once a forward: {floor}")
 
     def run(
-        name: str, phase: str, options: str = "ours", *, algorithm: str = "EAGLE3", with_ladder: bool = False,
+        name: str, phase: str, options: str = "ours", *, algorithm: str = "EAGLE3", several_widths: bool = False,
         **changes: Any,
     ) -> dict[str, Any]:  # fmt: skip
-        chosen = programs(shapes._replace(**changes), gpu.place, algorithm=algorithm, with_ladder=with_ladder)
+        chosen = programs(shapes._replace(**changes), gpu.place, algorithm=algorithm, several_widths=several_widths)
         record = compiled(chosen[phase], OPTIONS[options])
-        document["results"][name] = {"algorithm": algorithm, "ladder": with_ladder, **changes, **record}
+        document["results"][name] = {"algorithm": algorithm, "several_widths": several_widths, **changes, **record}
         show(name, record)
         return record
 
@@ -216,8 +218,8 @@ def main() -> None:
     print(f"kernels for each further: {grows}")
     # What breaks it up.
     run("step, XLA's defaults", "step", "default")
-    run("step, XLA's defaults, ladder", "step", "default", with_ladder=True)
-    run("step, ladder", "step", with_ladder=True)
+    run("step, XLA's defaults, widths", "step", "default", several_widths=True)
+    run("step, widths", "step", several_widths=True)
     run("plain step, XLA's defaults", "step", "default", algorithm="NONE")
     run("draft phase, XLA's defaults", "draft", "default")
     other = "xla" if shapes.backend != "xla" else "reference"

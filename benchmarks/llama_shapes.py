@@ -24,14 +24,14 @@ def llama_8b(layers: int) -> ModelConfig:
 
 
 def eagle3_head(target: ModelConfig, vocab_size: int = 32000) -> HeadConfig:
-    """As published heads are: the target's widths, three taps, a vocabulary of its own (at most the target's)."""
+    """As published heads are: the target's widths, three auxiliary layers, a draft vocabulary (at most V)."""
     last = target.num_layers - 1
-    taps = (min(1, last), max(target.num_layers // 2 - 1, 0), max(last - 3, 0))
+    aux_layers = (min(1, last), max(target.num_layers // 2 - 1, 0), max(last - 3, 0))
     width = target.hidden_size
     return HeadConfig(
         "eagle3", width, 3 * width, target.intermediate_size, target.num_heads, target.num_kv_heads, target.head_dim,
-        target.norm_epsilon, target.rope, min(vocab_size, target.vocab_size), taps=taps, own_head=True, mapped=True,
-        dtype=target.dtype,
+        target.norm_epsilon, target.rope, min(vocab_size, target.vocab_size),
+        aux_layers=aux_layers, own_head=True, mapped=True, dtype=target.dtype,
     )  # fmt: skip
 
 

@@ -83,7 +83,7 @@ def main() -> None:
         jnp.asarray(rng.integers(0, head_config.vocab_size, shape), jnp.int32), jnp.asarray(positions),
         jnp.ones(shape, jnp.int32), jnp.ones(shape, bool),
     )  # fmt: skip
-    teacher_of = teach(target, head_config.taps)
+    teacher_of = teach(target, head_config.aux_layers)
     forward = jax.jit(teacher_of)
     one = jax.tree.map(lambda x: x[0], batch)
     kept = jax.tree.map(lambda x: x[None], forward(params, one))

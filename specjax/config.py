@@ -68,7 +68,9 @@ class HeadConfig:
 
     kind: HeadKind
     hidden_size: int  # M of the head
-    feature_size: int  # F: width of the features it reads; M of the target, for eagle3 times the number of taps
+    feature_size: (
+        int  # F: width of the features it reads; M of the target, for eagle3 times the number of auxiliary layers
+    )
     intermediate_size: int  # I
     num_heads: int  # H
     num_kv_heads: int  # K, from the shape of k_proj: some configs give the target's
@@ -76,7 +78,7 @@ class HeadConfig:
     norm_epsilon: float
     rope: RopeConfig
     vocab_size: int  # W: tokens that it can propose
-    taps: tuple[int, ...] = ()  # eagle3: the target's layers, 0-based, whose outputs are its features
+    aux_layers: tuple[int, ...] = ()  # eagle3: the target's layers, 0-based, whose outputs are its features
     own_embedding: bool = False  # False: the target's
     own_head: bool = False  # False: the target's
     mapped: bool = False  # its token ids are not the target's; parameter `ids` [W] leads from one to the other

@@ -78,11 +78,11 @@ __all__ = [
     "commit_phase",
     "draft_phase",
     "init_state",
-    "ladder",
     "make_steps",
     "new_row",
     "prefill_step",
     "speculate_step",
+    "tree_widths",
     "verify_phase",
 ]
 
@@ -197,8 +197,8 @@ def check_phase(
     if len(widths) == 1:
         return at_width(widths[0])()
     needed = jnp.max(jnp.sum(tree.valid, axis=1))
-    rung = jnp.sum(needed > jnp.array(widths[:-1]))
-    return jax.lax.switch(rung, [at_width(width) for width in widths])
+    chosen = jnp.sum(needed > jnp.array(widths[:-1]))
+    return jax.lax.switch(chosen, [at_width(width) for width in widths])
 
 
 def commit_phase(
@@ -346,7 +346,7 @@ def make_steps(
     config: StepConfig = StepConfig(),
 ) -> Steps:
     """Jits the step functions. They compile once for each batch bucket, chunk width and page-table width."""
-    widths = config.widths or ladder(drafter)
+    widths = config.widths or tree_widths(drafter)
     config = StepConfig(widths, config.trace)
     fixed = {"target": target, "drafter": drafter, "config": config}
     jit = partial(jax.jit, compiler_options=compiler_options())
@@ -357,7 +357,7 @@ def make_steps(
     )
 
 
-def ladder(drafter: Drafter) -> tuple[int, ...]:
+def tree_widths(drafter: Drafter) -> tuple[int, ...]:
     """The static widths of a drafter's step: 1 (nothing to check), its own, and at most one between."""
     return tuple(sorted({1, *drafter.widths, drafter.width}))
 

@@ -63,7 +63,7 @@ def small_head(kind: str, toy: Toy, **changes: Any) -> HeadConfig:
         "hidden_size": width, "feature_size": width, "intermediate_size": 96, "num_heads": 4, "num_kv_heads": 2,
         "head_dim": 8, "norm_epsilon": 1e-5, "rope": RopeConfig(), "vocab_size": toy.vocab,
     }  # fmt: skip
-    third = {"taps": (0,), "own_head": True} if kind == "eagle3" else {}
+    third = {"aux_layers": (0,), "own_head": True} if kind == "eagle3" else {}
     return HeadConfig(kind, **fields | third | changes)
 
 

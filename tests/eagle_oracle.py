@@ -333,7 +333,7 @@ def draft_tree(
     ancestors and itself. The parent of a level-1 node is the last slot.
 
     Args:
-        features: [n, F], the target's: after its final norm for EAGLE and MTP, the taps side by side for EAGLE-3.
+        features: [n, F], the target's: after its final norm; for EAGLE-3 the auxiliary layers side by side.
         embedding, head: [V, M]; the target's, as far as the draft has none of its own.
     """
     n = len(tokens)
@@ -383,13 +383,17 @@ def expected_accepted(tree: DraftTree, target_probs: Callable[[TokenPath], Seque
     return total
 
 
-def llama_features(params: Mapping, config, tokens: Sequence[int], taps: Sequence[int] | None = None) -> np.ndarray:
-    """[n, F], float32: the outputs of layers `taps` (0-based) side by side, or for None the final norm's output.
+def llama_features(
+    params: Mapping, config, tokens: Sequence[int], aux_layers: Sequence[int] | None = None
+) -> np.ndarray:
+    """[n, F], float32: the outputs of layers `aux_layers` (0-based) side by side, or for None the final norm's output.
 
     `params` and `config` are the target's, as in `oracle.llama_states`.
     """
     states = oracle.llama_states(params, config, tokens)
-    return (states[-1] if taps is None else np.concatenate([states[i + 1] for i in taps], axis=-1)).astype(np.float32)
+    return (states[-1] if aux_layers is None else np.concatenate([states[i + 1] for i in aux_layers], axis=-1)).astype(
+        np.float32
+    )
 
 
 # Golden trees. The draft is a table: log-probabilities given the last token, so that a tree can be checked by eye.

@@ -28,7 +28,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 NGRAM = {"num_draft_tokens": 4, "max_match_window_size": 4, "capacity": 4096}
-"""Small, and with two rungs instead of three: each rung is seconds of compilation."""
+"""Small, and with two widths instead of three: each width is seconds of compilation."""
 
 FLAGS = {"NONE": None, "NGRAM": NGRAM}
 

@@ -44,7 +44,7 @@ def test_the_pallas_kernel_writes_the_same_text(algorithm, calls):
     drafter, draft, flags = algorithm, None, {"num_draft_tokens": 4, "max_match_window_size": 4, "capacity": 4096}
     if algorithm == "EAGLE3":
         c = toy.target.config
-        head = HeadConfig("eagle3", c.hidden_size, 2 * c.hidden_size, 24, 4, 2, 8, 1e-5, c.rope, 20, taps=(0, 1),
+        head = HeadConfig("eagle3", c.hidden_size, 2 * c.hidden_size, 24, 4, 2, 8, 1e-5, c.rope, 20, aux_layers=(0, 1),
                           own_head=True, mapped=True)  # fmt: skip
         draft = init_head_params(head, model.target, jax.random.key(1))
         drafter, flags = eagle_drafter(model.target, head, TreeShape(3, 2, 6), backend="pallas"), None

@@ -17,7 +17,7 @@ import pytest
 from tiny_heads import DIALECTS, SIZES, save_head
 
 from specjax.checkpoint import CheckpointError, draft_head, hub, load_head
-from specjax.checkpoint.draft_config import tap_layers
+from specjax.checkpoint.draft_config import aux_layer_ids
 from specjax.config import ModelConfig, RopeConfig
 
 FORMATS = ("safetensors", "bin", "sharded safetensors", "sharded bin")
@@ -112,7 +112,7 @@ def test_every_dialect_in_every_format(tmp_path, dialect, format):
     mapped = kind == "eagle3" and dialect != "eagle3-full-vocabulary"
     assert config.mapped == ("ids" in params) == mapped
     assert config.vocab_size == (11 if mapped else 31)
-    assert config.taps == ((1, 3, 4) if kind == "eagle3" else ())
+    assert config.aux_layers == ((1, 3, 4) if kind == "eagle3" else ())
     assert config.feature_size == (48 if kind == "eagle3" else 16)
     if mapped:
         assert params["ids"].dtype == jnp.int32
@@ -279,23 +279,23 @@ def test_a_head_narrower_than_its_target(tmp_path):
 # Taps.
 
 
-def test_taps(tmp_path):
-    for layers, taps in ((7, (1, 2, 3)), (8, (1, 3, 4)), (30, (1, 14, 26)), (32, (1, 15, 28))):
-        assert tap_layers({}, layers) == taps
-        assert tap_layers({"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, layers) == taps
+def test_aux_layers(tmp_path):
+    for layers, aux_layers in ((7, (1, 2, 3)), (8, (1, 3, 4)), (30, (1, 14, 26)), (32, (1, 15, 28))):
+        assert aux_layer_ids({}, layers) == aux_layers
+        assert aux_layer_ids({"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, layers) == aux_layers
     key = "eagle_aux_hidden_state_layer_ids"
-    assert tap_layers({"eagle_config": {key: [2, 5, 7]}}, 8) == (2, 5, 7)
-    assert tap_layers({key: [2, 16, 29]}, 32) == (1, 15, 28)  # vLLM's inputs: the same layers as the default
-    assert tap_layers({key: [24, 30, 36]}, 36) == (23, 29, 35)
-    assert tap_layers({key: [1, 46, 90]}, 94) == (1, 46, 90)  # copied by speculators' converter
-    assert tap_layers({key: [2, 4, 5], "eagle_config": {key: [0, 3]}}, 8) == (0, 3)
-    save_head(tmp_path, "eagle3", config={"eagle_config": {key: [0, 7]}}, taps=2)
+    assert aux_layer_ids({"eagle_config": {key: [2, 5, 7]}}, 8) == (2, 5, 7)
+    assert aux_layer_ids({key: [2, 16, 29]}, 32) == (1, 15, 28)  # vLLM's inputs: the same layers as the default
+    assert aux_layer_ids({key: [24, 30, 36]}, 36) == (23, 29, 35)
+    assert aux_layer_ids({key: [1, 46, 90]}, 94) == (1, 46, 90)  # copied by speculators' converter
+    assert aux_layer_ids({key: [2, 4, 5], "eagle_config": {key: [0, 3]}}, 8) == (0, 3)
+    save_head(tmp_path, "eagle3", config={"eagle_config": {key: [0, 7]}}, aux_layers=2)
     config, params = read(tmp_path, "eagle3")
-    assert config.taps == (0, 7) and params["fc"].shape == (32, 16)
+    assert config.aux_layers == (0, 7) and params["fc"].shape == (32, 16)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 4, 6])
-def test_targets_too_small_for_the_default_taps(tmp_path, layers):
+def test_targets_too_small_for_the_default_aux_layers(tmp_path, layers):
     save_head(tmp_path, "eagle3")
     with pytest.raises(
         CheckpointError, match=rf"absent, and its default for a target of {layers} layers is \[1, .*give"
@@ -358,13 +358,13 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "hidden_size": ("eagle3", {"config": {"hidden_size": 32}}, {}, r"hidden_size is 32, and fc\.weight \[16, 48\]"),
     "vocab_size": ("eagle", {"config": {"vocab_size": 40}}, {}, "vocab_size is 40, and the target's is 31"),
     "other target": ("eagle", {}, {"hidden_size": 20}, r"hidden_size 16, and the target has 20: \[20, 40\] is needed"),
-    "taps": ("eagle3", {"taps": 4}, {}, r"reads 64 features, and the target gives 48: 3 taps \(layers 1, 3, 4\)"),
+    "aux_layers": ("eagle3", {"aux_layers": 4}, {}, r"and the target gives 48: 3 auxiliary layers \(1, 3, 4\)"),
     "wide target": ("eagle3", {}, {"hidden_size": 20}, "reads 48 features, and the target gives 60"),
-    "tap id": ("eagle3", {"config": {"eagle_config": {KEY: [1, 3, 8]}}}, {},
+    "layer id": ("eagle3", {"config": {"eagle_config": {KEY: [1, 3, 8]}}}, {},
                r"eagle_config\.eagle_aux_\w+ is \[1, 3, 8\], .* layers \[1, 3, 8\]; different layers .* 0\.\.7"),
-    "tap of vllm": ("eagle3", {"config": {KEY: [0, 3, 4]}}, {}, r"is \[0, 3, 4\], .* layers \[-1, 2, 3\]"),
-    "taps twice": ("eagle3", {"config": {"eagle_config": {KEY: [1, 1, 4]}}}, {}, r"layers \[1, 1, 4\]; different"),
-    "tap kind": ("eagle3", {"config": {KEY: ["2", "3", "4"]}}, {}, "a list of integers is needed"),
+    "layer of vllm": ("eagle3", {"config": {KEY: [0, 3, 4]}}, {}, r"is \[0, 3, 4\], .* layers \[-1, 2, 3\]"),
+    "layers twice": ("eagle3", {"config": {"eagle_config": {KEY: [1, 1, 4]}}}, {}, r"layers \[1, 1, 4\]; different"),
+    "layer type": ("eagle3", {"config": {KEY: ["2", "3", "4"]}}, {}, "a list of integers is needed"),
     "no embedding": ("eagle3", {"target_hidden_size": 20}, {"hidden_size": 20},
                      r"no embed_tokens\.weight, and the target's embedding is 20 wide, the draft head 16"),
     "no head": ("eagle3", {"dialect": "eagle3-own-embedding", "target_hidden_size": 20,

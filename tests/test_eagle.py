@@ -32,7 +32,7 @@ ERROR = 1e-4
 
 @functools.cache
 def target():
-    """Seven layers, so that there are three taps; the features' values make no difference to these tests."""
+    """Seven layers, so that there are three auxiliary layers; the features' values make no difference here."""
     return tiny_llama(3, num_layers=7)
 
 
@@ -331,8 +331,8 @@ def test_the_step_gives_the_head_what_the_oracle_gives_it(heads, dialect, shape)
         before = [list(text) for text in texts]
         output = runner.step([True, True])
         for row, text in enumerate(before):
-            taps = None if spec.kind == "eagle" else config.taps
-            features = llama_features(on_host, toy.target.config, text[:-1], taps)
+            aux_layers = None if spec.kind == "eagle" else config.aux_layers
+            features = llama_features(on_host, toy.target.config, text[:-1], aux_layers)
             embedding = raw["embed_tokens.weight"] if config.own_embedding else on_host["embed"]
             expected = draft_tree(
                 raw, spec, text[:-1], text[-1], features, embedding=embedding, head=on_host["head"].T,
@@ -353,7 +353,7 @@ def test_heads_that_do_not_fit_are_refused_by_hand_too(heads):
     model, shape = target().target, TreeShape(1, 1, 2)
     for changes, message in {
         "feature_size=32": "features of width 32, the target gives 48",
-        "taps=(1, 2, 7)": "output of layer 7, the target has 7 layers",
+        "aux_layers=(1, 2, 7)": "output of layer 7, the target has 7 layers",
         "hidden_size=24": "hidden size is 24, the target's, whose embedding or head it uses, is 16",
         "own_head=False": "needs its own rows",
         "own_head=False, mapped=False": "vocabulary has 11 tokens, the target's 31",

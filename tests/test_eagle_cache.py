@@ -30,8 +30,8 @@ def toy():
 
 @functools.cache
 def head(kind: str):
-    taps = (0, 1) if kind == "eagle3" else ()
-    config = HeadConfig(kind, 16, 16 * (len(taps) or 1), 24, 4, 2, 8, 1e-5, RopeConfig(), 31, taps)
+    aux_layers = (0, 1) if kind == "eagle3" else ()
+    config = HeadConfig(kind, 16, 16 * (len(aux_layers) or 1), 24, 4, 2, 8, 1e-5, RopeConfig(), 31, aux_layers)
     params = dict(init_head_params(config, toy().target, jax.random.key(2)))
     params = {name: leaf * 15 if leaf.ndim > 1 else leaf for name, leaf in params.items()}
     return config, params
@@ -186,8 +186,8 @@ def test_the_pool_leaves_room_for_trees_that_were_asked_for(monkeypatch):
     a_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 4
     assert tokens(automatic) == 80_000_000 // a_token
     logits = 2.5 * (64 * 64 - 1024) * model.vocab_size * 4
-    assert tokens(automatic._replace(asked=True)) == int(80_000_000 - logits) // a_token
-    wide, large = replace(model, vocab_size=1000), automatic._replace(asked=True, width=512)
+    assert tokens(automatic._replace(explicit_width=True)) == int(80_000_000 - logits) // a_token
+    wide, large = replace(model, vocab_size=1000), automatic._replace(explicit_width=True, width=512)
     with pytest.raises(ValueError, match=r"no memory is left .* 0\.02 of 0\.20 GB .*-static 0\.5 .*\(64\).*\(512\)"):
         pool_tokens(wide, config, 1 << 30, "gpu", large, params)
     # A size that is given must leave room for the same trees.

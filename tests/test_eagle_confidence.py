@@ -14,7 +14,7 @@ from toy_models import Runner
 
 from specjax.drafters import Confidence, TreeShape, eagle, eagle_drafter, make_drafter
 from specjax.engine.batch import Buckets
-from specjax.step import StepConfig, _gather, ladder
+from specjax.step import StepConfig, _gather, tree_widths
 
 CHAIN, TREE = (4, 1, 5), (3, 3, 8)
 
@@ -83,7 +83,7 @@ def counted(monkeypatch, shape, confidence, *, rows=1, **step) -> tuple[Runner, 
     monkeypatch.setattr(eagle, "eagle_head", telling)
     toy = toy._replace(target=toy.target._replace(forward=tells(toy.target.forward, "target")))
     drafter = eagle_drafter(toy.target, head()[0], TreeShape(*shape), confidence=confidence)
-    config = StepConfig(ladder(drafter), trace=True)
+    config = StepConfig(tree_widths(drafter), trace=True)
     return Runner(toy, drafter, rows=rows, draft=head()[1], config=config, pages_a_row=32, **step), seen
 
 
@@ -96,8 +96,8 @@ def test_levels_that_nobody_needs_are_skipped_and_the_step_is_as_wide_as_its_tre
     runner.admit(0, [1, 2, 3], Sampling(max_tokens=60, temperature=1.0, seed=11))
     runner.prefill([[1, 2, 3]])
     jax.effects_barrier()
-    rungs = ladder(drafter_of(shape, 0.15))
-    assert rungs == (1, 2, 3, width)
+    widths = tree_widths(drafter_of(shape, 0.15))
+    assert widths == (1, 2, 3, width)
     deepest, widths = set(), set()
     for _ in range(24):
         seen.head.clear(), seen.target.clear()
@@ -107,10 +107,10 @@ def test_levels_that_nobody_needs_are_skipped_and_the_step_is_as_wide_as_its_tre
         depth, count = int(tree.depth.max()), int(tree.valid.sum())
         # With room in the tree for all that is likely enough, the deepest node is the deepest candidate.
         assert sorted(seen.head) == [topk] * min(depth, steps - 1) + [steps + 1], (depth, count)
-        assert seen.target == [next(w for w in rungs if w >= count)]
+        assert seen.target == [next(w for w in widths if w >= count)]
         deepest.add(depth)
         widths.add(seen.target[0])
-    assert widths == set(rungs) and {0, 1, 2} <= deepest, (widths, deepest)
+    assert widths == set(widths) and {0, 1, 2} <= deepest, (widths, deepest)
 
 
 def test_a_level_that_one_request_needs_is_computed_and_idle_entries_need_none(monkeypatch):
@@ -145,7 +145,7 @@ def test_only_where_it_saves_time_is_anything_decided(shape):
     assert decisions(Confidence(0.3, skips=True)) == of_attention + shape[0] - 1
 
 
-# The ladder.
+# Tree widths.
 
 
 @pytest.mark.parametrize(
@@ -154,10 +154,10 @@ def test_only_where_it_saves_time_is_anything_decided(shape):
      ((5, 4, 8), (1, 2, 3, 8)), ((1, 5, 6), (1, 2, 3, 6)), ((5, 8, 32), (1, 2, 3, 8, 32)),
      ((6, 8, 64), (1, 2, 3, 16, 64))],
 )  # fmt: skip
-def test_the_ladder_has_narrow_rungs(shape, widths):
+def test_narrow_tree_widths(shape, widths):
     drafter = drafter_of(shape, 0.5)
-    assert drafter.asked and ladder(drafter) == widths
-    assert ladder(drafter_of(shape, 0.5, skips=False)) == ladder(drafter_of(shape, 0.0)) == (1, shape[2])
+    assert drafter.explicit_width and tree_widths(drafter) == widths
+    assert tree_widths(drafter_of(shape, 0.5, skips=False)) == tree_widths(drafter_of(shape, 0.0)) == (1, shape[2])
     cpu, gpu = (Buckets.build(platform, drafter, rows=4, request_pages=8) for platform in ("cpu", "gpu"))
     assert cpu.tree_widths(1, widths) == widths
     assert gpu.tree_widths(4, (1, shape[2])) == (shape[2],)

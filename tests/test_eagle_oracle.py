@@ -353,7 +353,7 @@ def test_logits_and_ids():
 # The head against transformers.
 
 
-def random_head(rng, spec, *, hidden=12, inner=20, kv_heads=2, taps=3, vocab=9, bias=False):
+def random_head(rng, spec, *, hidden=12, inner=20, kv_heads=2, aux_layers=3, vocab=9, bias=False):
     """A head of random weights; for eagle3 with a draft vocabulary of every other token."""
     wide = 2 * hidden if spec.kind == "eagle3" else hidden
     query, kv, layer = spec.num_heads * spec.head_dim, kv_heads * spec.head_dim, spec.layer
@@ -361,7 +361,7 @@ def random_head(rng, spec, *, hidden=12, inner=20, kv_heads=2, taps=3, vocab=9, 
     shapes = {f"{layer}.self_attn.{name}_proj.weight": shape for name, shape in shapes.items()}
     shapes |= {f"{layer}.mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
     shapes |= {f"{layer}.mlp.down_proj.weight": (hidden, inner)}
-    shapes["fc.weight"] = (hidden, taps * hidden if spec.kind == "eagle3" else 2 * hidden)
+    shapes["fc.weight"] = (hidden, aux_layers * hidden if spec.kind == "eagle3" else 2 * hidden)
     if bias:
         shapes |= {
             f"{layer}.self_attn.{name}_proj.bias": (size,) for name, size in zip("qkv", (query, kv, kv), strict=True)
@@ -571,10 +571,10 @@ def test_features_of_a_llama():
     final = eagle.llama_features(params, config, tokens)
     assert final.dtype == np.float32 and final.shape == (4, config.hidden_size)
     np.testing.assert_allclose(final @ params["head"], oracle.llama_logits(params, config, tokens), atol=1e-4)
-    taps = eagle.llama_features(params, config, tokens, taps=(1, 0))
+    aux_layers = eagle.llama_features(params, config, tokens, aux_layers=(1, 0))
     states = oracle.llama_states(params, config, tokens)
-    np.testing.assert_allclose(taps, np.concatenate([states[2], states[1]], axis=1), rtol=1e-6)
-    last = oracle.rms_norm(taps[:, : config.hidden_size], params["final_norm"], config.norm_epsilon)
+    np.testing.assert_allclose(aux_layers, np.concatenate([states[2], states[1]], axis=1), rtol=1e-6)
+    last = oracle.rms_norm(aux_layers[:, : config.hidden_size], params["final_norm"], config.norm_epsilon)
     np.testing.assert_allclose(last, final, atol=1e-5)
 
 

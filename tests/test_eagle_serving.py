@@ -43,7 +43,7 @@ MASK = np.isin(np.arange(VOCABULARY), LETTERS)
 
 @functools.cache
 def folder() -> Path:
-    """A target of seven layers, the fewest that have EAGLE-3's default taps, with a tokenizer."""
+    """A target of seven layers, the fewest that have EAGLE-3's default auxiliary layers, with a tokenizer."""
     made = Path(tempfile.mkdtemp(prefix="specjax-eagle-"))
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 7, "vocab_size": VOCABULARY}
     save_llama(made / "model", **sizes, initializer_range=0.3, eos_token_id=2)
@@ -399,7 +399,12 @@ def test_a_head_of_the_other_kind_names_the_flag_that_works(refused, name, diale
             ("reads 72 features", "the target gives 48", "hidden_size 16"),
         ),
         ("EAGLE3", "eagle3", {"hidden_size": 24}, ("embedding is 16 wide", "the draft head 24")),
-        ("EAGLE3", "eagle3", {"taps": 2}, ("reads 32 features", "the target gives 48: 3 taps (layers 1, 2, 3)")),
+        (
+            "EAGLE3",
+            "eagle3",
+            {"aux_layers": 2},
+            ("reads 32 features", "the target gives 48: 3 auxiliary layers (1, 2, 3)"),
+        ),
         ("EAGLE3", "eagle3", {"target_vocab_size": 300}, ("vocab_size is 300", f"the target's is {VOCABULARY}")),
     ],
 )

@@ -593,7 +593,7 @@ def test_buckets_hold_whatever_may_come(rows, platform):
     for batch in heads.batches:
         fitting = [w for w in (1, 2, 4) if 1 in (w, batch) or w * batch <= HEAD_BLOCK_TOKENS[platform]]
         assert list(heads.tree_widths(batch, (1, 2, 4))) == (fitting if platform == "cpu" else fitting[-1:])
-    asked = Buckets.build(platform, ngrams._replace(asked=True), rows=rows, request_pages=700)
+    asked = Buckets.build(platform, ngrams._replace(explicit_width=True), rows=rows, request_pages=700)
     for batch in asked.batches:
         assert asked.tree_widths(batch, (1, 4, 60))[-1] == 60, "what the user asked for holds at any batch size"
     assert asked.drafting((1, 60)) == rows
@@ -676,7 +676,7 @@ def test_texts_of_bytes_are_whole_characters():
 def test_the_last_requests_of_a_wide_run_speculate():
     """A batch of 20 is too wide to draft for on a CPU; the one request that is left at its end is not."""
     engine = make_engine(toy(), "NGRAM", warm=False, max_running_requests=20, max_total_tokens=4096)
-    assert not engine.drafter.asked
+    assert not engine.drafter.explicit_width
     params = [SamplingParams(max_new_tokens=110 if i == 19 else 70) for i in range(20)]
     done = engine.generate([[70, 71, 72] * 3] * 20, params)
     assert engine.buckets.tree_widths(20, (1, 4, 8)) == (1,)

@@ -103,7 +103,7 @@ def step(device: str, shape: str, batch: int, layers: int, backend: str | None =
 
     algorithm, tree = TREES[shape]
     shapes = Shapes(layers, *tree, batch, PAGE_SIZE, 8192, PoolShape(PAGES, PAGE_SIZE), backend)
-    chosen = programs(shapes, gpu(device).place, algorithm=algorithm, with_ladder=False)
+    chosen = programs(shapes, gpu(device).place, algorithm=algorithm, several_widths=False)
     return compiled(chosen["step"], dict(NVIDIA_OPTIONS))
 
 

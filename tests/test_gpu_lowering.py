@@ -15,7 +15,7 @@ from specjax.config import HeadConfig
 from specjax.models import make_target
 from specjax.models.eagle_head import init_head_params
 from specjax.models.llama import init_params
-from specjax.step import StepConfig, check_phase, commit_phase, draft_phase, ladder, speculate_step
+from specjax.step import StepConfig, check_phase, commit_phase, draft_phase, speculate_step, tree_widths
 
 ROWS, BATCH, TABLE, POOL = 2, 2, 4, PoolShape(pages=4096, page_size=4)
 TREES = {"tree": (3, 2, 6), "chain": (3, 1, 4)}
@@ -40,7 +40,7 @@ def tiny(kind: str, shape: str, widths: tuple[int, ...] = ()):
     """A target, a drafter, their jitted phases and the shapes of what they are called with: no weights are made."""
     config = ModelConfig("llama", 31, 16, 24, 2, 4, 2, 8, 1e-5, RopeConfig(), 256, tied_embeddings=False)
     target = make_target(config)
-    third = {"vocab_size": 11, "taps": (0, 1), "own_head": True, "mapped": True}
+    third = {"vocab_size": 11, "aux_layers": (0, 1), "own_head": True, "mapped": True}
     feature, changes = (32, third) if kind == "eagle3" else (16, {"vocab_size": 31})
     head = HeadConfig(kind, 16, feature, 24, 4, 2, 8, 1e-5, RopeConfig(), **changes)
     names = ("num_steps", "eagle_topk", "num_draft_tokens")
@@ -54,7 +54,7 @@ def tiny(kind: str, shape: str, widths: tuple[int, ...] = ()):
     state = jax.eval_shape(partial(init_state, target=target, drafter=drafter, rows=ROWS, pool=POOL), params)
     shapes = (((BATCH,), jnp.int32), ((BATCH, TABLE), jnp.int32), ((BATCH,), jnp.bool_))
     inputs = StepInput(*(jax.ShapeDtypeStruct(*each) for each in shapes))
-    fixed = {"drafter": drafter, "config": StepConfig(widths or ladder(drafter))}
+    fixed = {"drafter": drafter, "config": StepConfig(widths or tree_widths(drafter))}
     draft = partial(draft_phase, **fixed)
     check = partial(check_phase, target=target, **fixed)
     tree, _ = jax.eval_shape(draft, params, state, inputs)

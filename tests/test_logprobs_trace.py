@@ -79,11 +79,11 @@ def test_logprobs_and_trace_of_every_step(drafter):
         check_logprobs(first.logprobs, row, 0, token, raw_logprobs(prompt)[-1])
         texts.append([*prompt, token])
 
-    running, accepted, rungs = [True, True], [], set()
+    running, accepted, widths = [True, True], [], set()
     while any(running):
         output = runner.step([*running, False])
         trace, active = output.trace, running
-        rungs.add(max(int(trace.tree.valid[row].sum()) for row in range(3)))
+        widths.add(max(int(trace.tree.valid[row].sum()) for row in range(3)))
         for row in (row for row in range(2) if active[row]):
             count, text = int(output.emitted[row]), texts[row]
             tree, drawn = as_tree(trace.tree, row), trace.drawn[row].tolist()
@@ -108,7 +108,7 @@ def test_logprobs_and_trace_of_every_step(drafter):
     assert [len(text) - len(prompt) for text, prompt in zip(texts, prompts, strict=True)] == [30, 30]
     assert (max(accepted) > 0) == (drafter != "none")
     if drafter == "ngram":
-        assert 1 in rungs and max(rungs) > 1  # the narrow step reports too
+        assert 1 in widths and max(widths) > 1  # the narrow step reports too
 
 
 def test_they_change_no_token():

@@ -28,7 +28,7 @@ HEAD = {
 }  # fmt: skip
 KINDS = {
     "EAGLE": HeadConfig("eagle", **HEAD),
-    "EAGLE3": HeadConfig("eagle3", **HEAD | {"taps": (0, 1), "feature_size": 64, "own_head": True}),
+    "EAGLE3": HeadConfig("eagle3", **HEAD | {"aux_layers": (0, 1), "feature_size": 64, "own_head": True}),
 }
 CHAIN, TREE = {"num_steps": 3}, {"num_steps": 3, "eagle_topk": 3, "num_draft_tokens": 10}
 

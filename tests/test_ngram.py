@@ -18,7 +18,7 @@ from specjax.cache import PoolShape
 from specjax.drafters.base import Context, Observation, Params
 from specjax.drafters.ngram import NgramConfig, ngram_config, ngram_drafter
 from specjax.sampling import sampling_row
-from specjax.step import ladder
+from specjax.step import tree_widths
 
 ROWS, CHUNK = 3, 6
 SALTS = (0, 0xDEADBEEF)  # 0 and 1 would do, but their windows share buckets
@@ -433,12 +433,12 @@ def test_a_cpu_drafts_from_strong_matches_alone():
     assert sizes(ngram_config("gpu", weak_draft_tokens=1, strong_match_size=2)) == (1, 12, 12)
 
 
-def test_the_ladder_has_a_width_between():
+def test_a_tree_width_between():
     """For a batch that is too large for N nodes a row."""
     widths = {ngram_config("cpu"): (1, 4, 8), ngram_config("cpu", weak_draft_tokens=3): (1, 3, 8)}
     widths |= {ngram_config("gpu"): (1, 4, 12), ngram_config("cpu", num_draft_tokens=2): (1, 2)}
     for config, expected in widths.items():
-        assert ladder(ngram_drafter(config)) == expected
+        assert tree_widths(ngram_drafter(config)) == expected
 
 
 def test_breadth_bounds_the_children_of_a_node():

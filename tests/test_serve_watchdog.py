@@ -210,14 +210,14 @@ def test_reset_that_fails_ends_requests_and_commands(monkeypatch):
 
 
 def test_text_that_fails_ends_its_request_alone(monkeypatch):
-    take = runner.take_news
+    take = runner.take_delta
 
     def fail(sequence, index):
         if len(sequence.prompt) == 3:
             raise RuntimeError("no such text")
         return take(sequence, index)
 
-    monkeypatch.setattr(runner, "take_news", fail)
+    monkeypatch.setattr(runner, "take_delta", fail)
     with running(shared_engine("NONE")) as server:
         for stream in (False, True):
             broken = server.post("/v1/completions", BODY | {"prompt": [70, 71, 72], "stream": stream, "max_tokens": 50})
@@ -232,7 +232,7 @@ from specjax.serve import command
 
 engine = make_engine(toy(), warm=False)
 engine.warm_up = lambda *args, **options: None
-engine.warm_up_behind = lambda **options: threading.current_thread()
+engine.warm_up_in_background = lambda **options: threading.current_thread()
 def hang(*args):
     threading.Event().wait()
 def fail():

@@ -34,7 +34,8 @@ CONFIG = {
 # Every leaf that a head can have. Its four tokens hold the three that the greedy request can draw.
 HEAD = {
     "kind": "eagle3", "hidden_size": 32, "feature_size": 64, "intermediate_size": 48, "num_heads": 4,
-    "num_kv_heads": 2, "head_dim": 8, "norm_epsilon": 1e-5, "vocab_size": 4, "taps": (0, 1), "own_embedding": True,
+    "num_kv_heads": 2, "head_dim": 8, "norm_epsilon": 1e-5, "vocab_size": 4, "aux_layers": (0, 1),
+    "own_embedding": True,
     "own_head": True, "mapped": True, "fc_bias": True, "attention_bias": True, "output_bias": True, "mlp_bias": True,
 }  # fmt: skip
 TREE = {"num_steps": 2, "eagle_topk": 4, "num_draft_tokens": 21}
@@ -57,14 +58,14 @@ from specjax import (
 from specjax.config import HeadConfig
 from specjax.models import FAMILIES
 from specjax.models.eagle_head import LOGICAL_AXES, init_head_params
-from specjax.step import StepConfig, admit, ladder
+from specjax.step import StepConfig, admit, tree_widths
 
 ROWS, PAGES, SIZE, TABLE, CHUNK, STEPS = 2, 512, 8, 8, 16, 12
 tied, algorithm, flags, head = json.loads(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]), json.loads(sys.argv[5])
 config = ModelConfig(**json.loads(sys.argv[1]), tied_embeddings=tied, rope=RopeConfig(theta=100.0))
 family = FAMILIES[config.family]
 if head is not None:
-    head = HeadConfig(**head | {"taps": tuple(head["taps"])}, rope=RopeConfig(theta=100.0))
+    head = HeadConfig(**head | {"aux_layers": tuple(head["aux_layers"])}, rope=RopeConfig(theta=100.0))
 mesh = Mesh(np.array(jax.devices()), ("tensor",))
 
 
@@ -105,7 +106,7 @@ def run(sharded):
             shardings = shardings._replace(draft=shardings.draft._replace(cache=pages))
         state = jax.device_put(state, shardings)
         kept = {"out_shardings": (shardings, None)}
-    fixed = {"target": target, "drafter": drafter, "config": StepConfig(ladder(drafter))}
+    fixed = {"target": target, "drafter": drafter, "config": StepConfig(tree_widths(drafter))}
     prefill = jax.jit(lambda p, s, i: prefill_step(p, s, i, **fixed), donate_argnums=1, **kept)
     speculate = jax.jit(lambda p, s, i: speculate_step(p, s, i, **fixed), donate_argnums=1, **kept)
     place = {"out_shardings": shardings} if sharded else {}
@@ -208,7 +209,7 @@ def test_every_leaf_is_in_the_table():
 
 def test_every_leaf_of_a_head_is_in_its_table():
     target, seen = make_target(ModelConfig(**CONFIG, tied_embeddings=True, rope=RopeConfig())), {"pages"}
-    plain = {"kind": "eagle", "feature_size": 32, "taps": (), "own_embedding": False}
+    plain = {"kind": "eagle", "feature_size": 32, "aux_layers": (), "own_embedding": False}
     for changes in ({}, plain, {**plain, "kind": "mtp"}):
         config = HeadConfig(**HEAD | changes, rope=RopeConfig())
         init = functools.partial(eagle_head.init_head_params, config, target)

@@ -29,7 +29,7 @@ from specjax.engine.loading import TREE, Loaded, load
 from specjax.serve import command
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 7, "vocab_size": VOCABULARY}
-"""Seven layers are the fewest that have EAGLE-3's default taps."""
+"""Seven layers are the fewest that have EAGLE-3's default auxiliary layers."""
 LETTERS = byte_ids(b"aei")
 """What the head proposes."""
 SERVING = """
@@ -165,7 +165,7 @@ def test_the_head_drafts_unless_another_algorithm_is_asked_for(row, made, algori
     found = loaded(made / "model", algorithm)
     assert found.drafter.name == "EAGLE3"
     assert found.drafter.note == NOTE
-    assert not found.drafter.asked, "batches that drafting would slow do without"
+    assert not found.drafter.explicit_width, "batches that drafting would slow do without"
     np.testing.assert_array_equal(found.params.draft["ids"], LETTERS)
     assert loaded(made / "model", "NONE").drafter.name == "NONE"
     assert loaded(made / "model", "NGRAM").drafter.name == "NGRAM"
@@ -207,7 +207,7 @@ def test_numbers_of_a_tree_are_the_heads(row, made, given, tree, caplog):
     """Those that are not given follow the rules of any EAGLE tree; the automatic steps are the measured ones."""
     drafter = loaded(made / "model", **given).drafter
     assert drafter.note.startswith(f"{tree[0]} steps, top-k {tree[1]}, {tree[2]} draft tokens (")
-    assert drafter.asked
+    assert drafter.explicit_width
     assert not caplog.records
 
 

@@ -35,7 +35,7 @@ NEAR_TABLE, NEAR_LLAMA = 1e-4, 1e-3
 DRAFTERS = {
     "none": none_drafter,
     "listed": lambda: listed_drafter(LISTED, WIDTH, DEPTH),
-    "ladder": lambda: listed_drafter(LISTED, WIDTH, DEPTH, widths=(3,)),
+    "widths": lambda: listed_drafter(LISTED, WIDTH, DEPTH, widths=(3,)),
     "ngram": lambda: ngram_drafter(NgramConfig(num_draft_tokens=5, max_match_window_size=3, capacity=1024)),
 }
 TABLES = {
@@ -97,7 +97,7 @@ def test_steps_emit_what_the_oracles_steps_emit(rng):
 
 def test_drafts_are_accepted_in_those_tests():
     requests = [([1, 2, 3], Sampling(max_tokens=30)), ([4], Sampling(max_tokens=30, temperature=1.0, seed=3))]
-    for drafter in ("listed", "ladder", "ngram"):
+    for drafter in ("listed", "widths", "ngram"):
         emitted = [n for result in table_runner("last two", drafter).generate(requests) for n in result.emitted]
         assert np.mean(emitted) > 1.2
         assert max(emitted) > 2
@@ -447,7 +447,7 @@ def test_the_halves_with_a_grammar_between_them():
 
 
 def test_one_trace_for_a_bucket():
-    runner = Runner(TABLES["last two"](), DRAFTERS["ladder"]())
+    runner = Runner(TABLES["last two"](), DRAFTERS["widths"]())
     for seed in range(3):
         runner.generate(some_requests(np.random.default_rng(seed)))
         if seed == 0:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specjax.engine import FinishReason, SamplingParams
 from specjax.engine.decoding import _Chain, _Windowed, decoding
-from specjax.engine.news import take_news
+from specjax.engine.deltas import take_delta
 from specjax.engine.request import RawLogprob, Status
 from specjax.engine.text import TextStream, _StopString
 
@@ -176,7 +176,7 @@ def test_log_probabilities_that_stream_hold_all_the_text(end):
         kept = sequence.accept(tokens, end == "stop" and last, end == "length" and last)
         sequence.logprobs += [RawLogprob(-1.0, ())] * kept
         sequence.status = Status.FINISHED if last else Status.RUNNING
-        chunks.append(take_news(sequence, 0))
+        chunks.append(take_delta(sequence, 0))
     assert "".join(chunk.text for chunk in chunks if chunk) == sequence.stream.text == "Sureéé"
     entries = [entry for chunk in chunks if chunk for entry in chunk.logprobs]
     assert "".join(entry.text for entry in entries) == "Sureéé"

@@ -65,12 +65,12 @@ def config(**changes):
     ("given", "expected"),
     [
         (DraftSettings(draft="EAGLE", draft_vocab_size=4), "--draft-vocab-size is for --draft EAGLE3"),
-        (DraftSettings(draft="MTP", taps=("1",)), "--taps is for --draft EAGLE3"),
+        (DraftSettings(draft="MTP", aux_layers=("1",)), "--aux-layers is for --draft EAGLE3"),
         (DraftSettings(draft_vocab_size=32), "--draft-vocab-size 32 is more than the target's 31"),
         (DraftSettings(draft_vocab_size=1), "--draft-vocab-size 1 has no room for the model's 2 end tokens"),
-        (DraftSettings(taps=("8",)), "--taps must be different layers from 0 to 7, got 8"),
-        (DraftSettings(taps=("1", "1")), "--taps must be different layers from 0 to 7, got 1 1"),
-        (DraftSettings(taps=("x",)), "--taps must be different layers from 0 to 7, got x"),
+        (DraftSettings(aux_layers=("8",)), "--aux-layers must be different layers from 0 to 7, got 8"),
+        (DraftSettings(aux_layers=("1", "1")), "--aux-layers must be different layers from 0 to 7, got 1 1"),
+        (DraftSettings(aux_layers=("x",)), "--aux-layers must be different layers from 0 to 7, got x"),
     ],
 )
 def test_a_head_that_does_not_fit(given, expected):
@@ -79,12 +79,14 @@ def test_a_head_that_does_not_fit(given, expected):
 
 
 def test_heads_that_fit():
-    assert draft.head_config(DraftSettings(), config(), (2,)).taps == (1, 3, 4)
-    found = draft.head_config(DraftSettings(taps=("7", "0"), draft_vocab_size=2), config(), (2, 5))
-    assert (found.taps, found.feature_size, found.vocab_size, found.mapped) == ((7, 0), 32, 2, True)
+    assert draft.head_config(DraftSettings(), config(), (2,)).aux_layers == (1, 3, 4)
+    found = draft.head_config(DraftSettings(aux_layers=("7", "0"), draft_vocab_size=2), config(), (2, 5))
+    assert (found.aux_layers, found.feature_size, found.vocab_size, found.mapped) == ((7, 0), 32, 2, True)
     assert not draft.head_config(DraftSettings(draft_vocab_size=31), config()).mapped
-    assert draft.head_config(DraftSettings(), replace(config(), num_layers=4)).taps == (0, 1, 3)
-    with pytest.raises(ValueError, match="the target has 2 layers, and --taps are three by default; give --taps"):
+    assert draft.head_config(DraftSettings(), replace(config(), num_layers=4)).aux_layers == (0, 1, 3)
+    with pytest.raises(
+        ValueError, match="the target has 2 layers, and --aux-layers are three by default; give --aux-layers"
+    ):
         draft.head_config(DraftSettings(), replace(config(), num_layers=2))
 
 
@@ -130,7 +132,7 @@ def exported(folder, **changes):
 
 
 def test_a_head_goes_on_from_an_export(tmp_path):
-    target, described, params = exported(tmp_path / "head", draft_vocab_size=3, taps=("0", "2"))
+    target, described, params = exported(tmp_path / "head", draft_vocab_size=3, aux_layers=("0", "2"))
     found, weights = draft.from_head(DraftSettings(init_from=str(tmp_path / "head")), target)
     assert replace(found, dtype=described.dtype) == described
     assert weights.keys() == params.keys()
@@ -143,12 +145,12 @@ def test_a_head_goes_on_from_an_export(tmp_path):
     ("flag", "changes"),
     [
         ("--draft-vocab-size 9", {"draft_vocab_size": 9}),
-        ("--taps 1 2", {"taps": ("1", "2")}),
+        ("--aux-layers 1 2", {"aux_layers": ("1", "2")}),
         ("--draft-intermediate-size 7", {"draft_intermediate_size": 7}),
     ],
 )
 def test_settings_that_are_not_those_of_the_head(tmp_path, flag, changes):
-    target, _, _ = exported(tmp_path / "head", draft_vocab_size=3, taps=("0", "2"))
+    target, _, _ = exported(tmp_path / "head", draft_vocab_size=3, aux_layers=("0", "2"))
     with pytest.raises(ValueError, match=f"{flag} is not that of --init-from .*leave it out"):
         draft.from_head(DraftSettings(init_from=str(tmp_path / "head"), **changes), target)
 

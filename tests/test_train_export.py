@@ -34,7 +34,7 @@ SHARED: dict[str, Any] = {
     "hidden_size": 16, "feature_size": 16, "intermediate_size": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
     "norm_epsilon": 1e-5, "rope": RopeConfig(theta=777.0), "vocab_size": 31,
 }  # fmt: skip
-THIRD = {"feature_size": 48, "taps": (1, 2, 5), "own_head": True}
+THIRD = {"feature_size": 48, "aux_layers": (1, 2, 5), "own_head": True}
 BIASES = {"attention_bias": True, "output_bias": True, "mlp_bias": True}
 LLAMA3 = RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 32)
 HEADS: dict[str, HeadConfig] = {

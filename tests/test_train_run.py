@@ -251,7 +251,7 @@ def test_other_settings_are_refused(train, whole, tmp_path):
         ({"steps": 7}, "--steps was 6 and is 7"),
         ({"learning_rate": 0.5}, "--learning-rate was 0.01 and is 0.5"),
         ({"held_back": 5}, "--held-back was 4 and is 5"),
-        ({"taps": ("0", "1", "2")}, "--taps was"),
+        ({"aux_layers": ("0", "1", "2")}, "--aux-layers was"),
     ):
         status, summary, err = train(**changes)
         assert (status, summary) == (2, None)
@@ -334,7 +334,7 @@ def test_two_processes_do_not_share_a_folder(train, model, data, tmp_path):
     ("changes", "expected"),
     [
         ({"rounds": 3, "round_weights": ("1",)}, "--round-weights gives 1 weights for 3 --rounds"),
-        ({"taps": ("9",)}, "--taps must be different layers"),
+        ({"aux_layers": ("9",)}, "--aux-layers must be different layers"),
         ({"draft_vocab_size": 266}, "--draft-vocab-size 266 is more than"),
         ({"draft": "EAGLE", "draft_vocab_size": 9}, "--draft-vocab-size is for"),
         ({"held_back": 24}, "--held-back 24 must be less than the 24 usable examples of --data"),

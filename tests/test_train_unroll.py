@@ -34,7 +34,7 @@ def head_for(kind: str) -> HeadConfig:
         base,  # type: ignore[arg-type]
         hidden_size=M, feature_size=3 * M if third else M, intermediate_size=24, num_heads=4, num_kv_heads=2,
         head_dim=8, norm_epsilon=1e-5, rope=RopeConfig(theta=700.0), vocab_size=W if mapped else V,
-        taps=(0, 1, 3) if third else (), own_head=third, mapped=mapped,
+        aux_layers=(0, 1, 3) if third else (), own_head=third, mapped=mapped,
     )  # fmt: skip
 
 

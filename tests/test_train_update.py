@@ -60,7 +60,9 @@ def trainer(optimizer: str = "adamw", rate: float = 1e-2, dtype: str = "float32"
     with jax.numpy_dtype_promotion("standard"):
         state = TrainState(jnp.int32(0), weights, chain.init(weights))
     objective = draft.objective(kind, LossSettings(rounds=2, feature_noise=0.0))
-    update = make_update(head, target, objective, chain, frozen, seed=0, teach=teach(target, settings.taps or "final"))
+    update = make_update(
+        head, target, objective, chain, frozen, seed=0, teach=teach(target, settings.aux_layers or "final")
+    )
     return state, update
 
 

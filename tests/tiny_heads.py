@@ -29,7 +29,7 @@ DIALECTS: dict[str, str] = {
 SIZES: dict[str, int] = {
     "target_hidden_size": 16,
     "target_vocab_size": 31,
-    "taps": 3,
+    "aux_layers": 3,
     "hidden_size": 16,
     "intermediate_size": 24,
     "heads": 4,
@@ -102,7 +102,10 @@ def _random(kind: str, dialect: str, size: Mapping[str, int], rng: np.random.Gen
     layer = {"eagle": "layers.0.", "eagle3": "midlayer.", "mtp": "model.mtp_layers.0."}[kind]
     read = 2 * m if wide else m
     shapes: dict[str, tuple[int, ...]] = {
-        f"{layer}input_proj.weight" if kind == "mtp" else "fc.weight": (m, size["taps"] * target if wide else 2 * m),
+        f"{layer}input_proj.weight" if kind == "mtp" else "fc.weight": (
+            m,
+            size["aux_layers"] * target if wide else 2 * m,
+        ),
         f"{layer}self_attn.q_proj.weight": (q, read),
         f"{layer}self_attn.k_proj.weight": (kv, read),
         f"{layer}self_attn.v_proj.weight": (kv, read),

@@ -1,4 +1,4 @@
-"""What a draft head's config.json says that its tensors cannot: norms' epsilon, rope, heads, taps, flags.
+"""What a draft head's config.json says that its tensors cannot: norms' epsilon, rope, heads, auxiliary layers, flags.
 
 Knows nothing of tensors. ``speculators`` and NeMo nest the layer's own settings in ``transformer_layer_config``.
 """
@@ -11,7 +11,7 @@ from typing import Any
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.hf_config import ROPE_SECTIONS, flag, refuse_unsupported
 
-TAPS_KEY = "eagle_aux_hidden_state_layer_ids"
+AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 _LAYER_KEY = "transformer_layer_config"
 # EAGLE-3.1 and NVIDIA's variants. norm_output has no tensor of its own: it feeds the head with normed outputs.
 _UNSUPPORTED = ("fc_norm", "norm_before_fc", "norm_output")
@@ -49,7 +49,7 @@ def norm_before_residual(merged: Mapping[str, Any]) -> bool:
     return flag(merged, "norm_before_residual")
 
 
-def tap_layers(merged: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+def aux_layer_ids(merged: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """The target's layers, 0-based, whose outputs the head reads, in its order.
 
     Two conventions are in use. In ``eagle_config``, id j is the output of layer j. At the top level, where speculators
@@ -65,32 +65,32 @@ def tap_layers(merged: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     Raises:
       CheckpointError: no layers of that target, or given as something else than a list of integers.
     """
-    nested, top = _eagle_config(merged).get(TAPS_KEY), merged.get(TAPS_KEY)
+    nested, top = _eagle_config(merged).get(AUX_LAYERS_KEY), merged.get(AUX_LAYERS_KEY)
     ids = nested or top
     if not ids:
-        return _default_taps(num_layers)
-    where = f"eagle_config.{TAPS_KEY}" if nested else TAPS_KEY
+        return _default_aux_layers(num_layers)
+    where = f"eagle_config.{AUX_LAYERS_KEY}" if nested else AUX_LAYERS_KEY
     if not isinstance(ids, Sequence) or not all(type(value) is int for value in ids):
         raise CheckpointError(f"config.json: {where} is {ids!r}; a list of integers is needed")
     shift = 0 if nested or ids[0] == 1 else 1
-    taps = tuple(value - shift for value in ids)
-    if len(set(taps)) != len(taps) or not all(0 <= tap < num_layers for tap in taps):
+    aux_layers = tuple(value - shift for value in ids)
+    if len(set(aux_layers)) != len(aux_layers) or not all(0 <= layer < num_layers for layer in aux_layers):
         raise CheckpointError(
-            f"config.json: {where} is {list(ids)}, read as the outputs of layers {list(taps)}; different layers "
+            f"config.json: {where} is {list(ids)}, read as the outputs of layers {list(aux_layers)}; different layers "
             f"of the target's, 0..{num_layers - 1}, are needed. In eagle_config, id j is the output of layer j; at the "
             "top level it is the output of layer j - 1, unless the first id is 1"
         )
-    return taps
+    return aux_layers
 
 
-def _default_taps(num_layers: int) -> tuple[int, ...]:
-    taps = (1, num_layers // 2 - 1, num_layers - 4)
-    if min(taps) < 0 or len(set(taps)) < len(taps):
+def _default_aux_layers(num_layers: int) -> tuple[int, ...]:
+    aux_layers = (1, num_layers // 2 - 1, num_layers - 4)
+    if min(aux_layers) < 0 or len(set(aux_layers)) < len(aux_layers):
         raise CheckpointError(
-            f"config.json: eagle_config.{TAPS_KEY} is absent, and its default for a target of {num_layers} layers is "
-            f"{list(taps)}, which are not three different layers; give the ids there"
+            f"config.json: eagle_config.{AUX_LAYERS_KEY} is absent, for {num_layers} layers the default "
+            f"is {list(aux_layers)}, which are not three different layers; give the ids there"
         )
-    return taps
+    return aux_layers
 
 
 def _eagle_config(merged: Mapping[str, Any]) -> Mapping[str, Any]:

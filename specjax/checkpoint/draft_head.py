@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from specjax.checkpoint import draft_names as names
-from specjax.checkpoint.draft_config import layer_config, norm_before_residual, tap_layers
+from specjax.checkpoint.draft_config import aux_layer_ids, layer_config, norm_before_residual
 from specjax.checkpoint.draft_names import HeadTensors, common_names, head_placements, unfused
 from specjax.checkpoint.errors import CheckpointError, listed
 from specjax.checkpoint.files import find_weights, read_json
@@ -106,14 +106,14 @@ def _described(
     wide = kind == "eagle3"
     own_head = tensors.has(names.HEAD)
     vocab_size = tensors.matrix(names.HEAD).shape[0] if own_head else target.vocab_size
-    taps = tap_layers(merged, target.num_layers) if wide else ()
-    _check_target(tensors, merged, target, taps)
+    aux_layers = aux_layer_ids(merged, target.num_layers) if wide else ()
+    _check_target(tensors, merged, target, aux_layers)
     ids = _ids(tensors, vocab_size, target.vocab_size) if wide else None
     max_positions = require(merged, "max_position_embeddings", 2048)
     config = HeadConfig(
         kind=kind,
         hidden_size=width,
-        feature_size=len(taps) * target.hidden_size if wide else target.hidden_size,
+        feature_size=len(aux_layers) * target.hidden_size if wide else target.hidden_size,
         intermediate_size=tensors.matrix(f"{names.DOWN}.weight").shape[1],
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -121,7 +121,7 @@ def _described(
         norm_epsilon=number(merged, "rms_norm_eps", 1e-6),
         rope=rope(merged, max_positions),  # the head's own: an absent theta is 10000 whatever the target's
         vocab_size=vocab_size,
-        taps=taps,
+        aux_layers=aux_layers,
         own_embedding=wide and tensors.has(names.EMBED),
         own_head=own_head,
         mapped=ids is not None,
@@ -193,14 +193,16 @@ def _attention_sizes(tensors: HeadTensors, heads: int, head_dim: int | None) -> 
     return size, kv_heads
 
 
-def _check_target(tensors: HeadTensors, merged: Mapping[str, Any], target: ModelConfig, taps: tuple[int, ...]) -> None:
+def _check_target(
+    tensors: HeadTensors, merged: Mapping[str, Any], target: ModelConfig, aux_layers: tuple[int, ...]
+) -> None:
     width, read = tensors.arrays[names.FC].shape
     fc = tensors.said(names.FC)
-    if taps:
-        if read != len(taps) * target.hidden_size:
+    if aux_layers:
+        if read != len(aux_layers) * target.hidden_size:
             raise CheckpointError(
-                f"{fc} reads {read} features, and the target gives {len(taps) * target.hidden_size}: {len(taps)} taps "
-                f"(layers {listed(taps)}) of hidden_size {target.hidden_size}"
+                f"{fc} reads {read} features, and the target gives {len(aux_layers) * target.hidden_size}: "
+                f"{len(aux_layers)} auxiliary layers ({listed(aux_layers)}) of hidden_size {target.hidden_size}"
             )
     elif (width, read) != (target.hidden_size, 2 * target.hidden_size):
         raise CheckpointError(
@@ -214,20 +216,20 @@ def _check_target(tensors: HeadTensors, merged: Mapping[str, Any], target: Model
             f"config.json: vocab_size is {size}, and the target's is {target.vocab_size}; a head drafts only for the "
             "model that it was trained with"
         )
-    if not taps and tensors.has(names.EMBED):  # a copy of the target's, and the only sign of its vocabulary
+    if not aux_layers and tensors.has(names.EMBED):  # a copy of the target's, and the only sign of its vocabulary
         wanted = (target.vocab_size, target.hidden_size)
         if tensors.arrays[names.EMBED].shape != wanted:
             raise CheckpointError(
                 f"{tensors.said(names.EMBED)} is not of the target's size: {list(wanted)}, its vocabulary and "
                 "hidden_size, is needed"
             )
-    if taps and width != target.hidden_size:
+    if aux_layers and width != target.hidden_size:
         for name, what in ((names.EMBED, "embedding"), (names.HEAD, "head")):
             if not tensors.has(name):
                 raise CheckpointError(
                     f"it has no {name}, and the target's {what} is {target.hidden_size} wide, the draft head {width}"
                 )
-    if not taps and tensors.has(names.HEAD) and tensors.arrays[names.HEAD].shape[0] != target.vocab_size:
+    if not aux_layers and tensors.has(names.HEAD) and tensors.arrays[names.HEAD].shape[0] != target.vocab_size:
         raise CheckpointError(
             f"{tensors.said(names.HEAD)} is for {tensors.arrays[names.HEAD].shape[0]} tokens, and the target has "
             f"{target.vocab_size}"

@@ -79,12 +79,18 @@ def _make_eagle(
         logger.warning("%s", chosen.warning)
     confidence = _confidence(draft_p_min)
     return eagle_drafter(
-        target, head, chosen.shape, confidence=confidence, backend=backend, asked=chosen.asked, note=chosen.note
+        target,
+        head,
+        chosen.shape,
+        confidence=confidence,
+        backend=backend,
+        explicit_width=chosen.explicit_width,
+        note=chosen.note,
     )
 
 
 def _make_ngram(target: Target | None, head: HeadConfig | None, backend: str | None, **flags: Any) -> Drafter:
-    return ngram_drafter(_ngram_config(**flags))._replace(asked="num_draft_tokens" in flags)
+    return ngram_drafter(_ngram_config(**flags))._replace(explicit_width="num_draft_tokens" in flags)
 
 
 EAGLE_FLAGS = frozenset({"num_steps", "eagle_topk", "num_draft_tokens", "draft_p_min"})

@@ -73,5 +73,5 @@ class Drafter(NamedTuple):
     propose: Callable[[Params, DraftState, Context], tuple[DraftTree, DraftState]]
     observe: Callable[[Params, DraftState, Context, Observation], DraftState]
     widths: tuple[int, ...] = ()  # smaller static widths worth compiling (1 is always there)
-    asked: bool = False  # the user chose the width: no batch is too large for it
+    explicit_width: bool = False  # the user chose the width: no batch is too large for it
     note: str = ""  # for the log: what a user may want to know of it

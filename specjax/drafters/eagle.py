@@ -107,7 +107,7 @@ def eagle_drafter(
     *,
     confidence: Confidence = Confidence(),
     backend: str | None = None,
-    asked: bool = True,
+    explicit_width: bool = True,
     note: str = "",
 ) -> Drafter:
     """Drafts with a head whose parameters are `Params.draft`. [B, N] trees, all of whose nodes are valid unless the
@@ -116,7 +116,7 @@ def eagle_drafter(
     Args:
         confidence: how sure.
         backend: the attention implementation, as for the target; None = the default.
-        asked: whether the user chose the shape, so that every batch drafts; else those that it would slow do not.
+        explicit_width: the user chose the tree: every batch drafts, also where that is slower.
 
     Raises:
         ValueError: the head does not fit the target.
@@ -154,7 +154,7 @@ def eagle_drafter(
 
     return Drafter(
         head.kind.upper(),
-        features=head.taps if head.kind == "eagle3" else "final",
+        features=head.aux_layers if head.kind == "eagle3" else "final",
         width=shape.draft_tokens,
         depth=shape.depth,
         init=init,
@@ -162,15 +162,15 @@ def eagle_drafter(
         observe=observe,
         # Trees differ in size only where drafts are left out, and a narrow step pays only where one may be chosen.
         widths=_between(shape.draft_tokens) if confidence.least and confidence.skips else (),
-        asked=asked,
+        explicit_width=explicit_width,
         note=note + confidence.note,
     )
 
 
 def _between(width: int) -> tuple[int, ...]:
-    """The rungs for batches whose trees have few nodes: a quarter of the places, and the few rows that a CPU multiplies
-    for less than several (`specjax.models.layers.FEW_ROWS`)."""
-    return tuple(rung for rung in sorted({*range(2, FEW_ROWS + 1), width // 4}) if 2 <= rung < width)
+    """Narrower tree widths, for batches whose trees have few nodes: a quarter of the width, and the few rows that a CPU
+    multiplies for less than several (`specjax.models.layers.FEW_ROWS`)."""
+    return tuple(w for w in sorted({*range(2, FEW_ROWS + 1), width // 4}) if 2 <= w < width)
 
 
 def _past(cache: PagedCache, context: Context, before: KeyValue | None = None) -> Past:

@@ -22,7 +22,7 @@ class Shape(NamedTuple):
     """What `tree_shape` has decided, and why."""
 
     shape: TreeShape
-    asked: bool  # whether any number was given
+    explicit_width: bool  # whether any number was given
     note: str  # for the log: the numbers, and whether they were given
     warning: str  # empty: none
 

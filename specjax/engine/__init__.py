@@ -1,7 +1,7 @@
 """The engine: requests in, text out. Host side, plain Python; see `specjax.engine.engine`."""
 
+from specjax.engine.deltas import StreamChunk
 from specjax.engine.engine import Engine, EngineConfig
-from specjax.engine.news import StreamChunk
 from specjax.engine.request import Completion, FinishReason, SamplingParams
 
 __all__ = ["Completion", "Engine", "EngineConfig", "FinishReason", "SamplingParams", "StreamChunk"]

@@ -14,7 +14,7 @@ from specjax.config import ModelConfig
 from specjax.drafters.base import Drafter, Params
 from specjax.engine.config import EngineConfig
 from specjax.engine.request import Sequence
-from specjax.step import NO_DRAFT_LIMIT, NO_FORCED_TOKEN, PrefillInput, Row, StepInput, ladder, new_row
+from specjax.step import NO_DRAFT_LIMIT, NO_FORCED_TOKEN, PrefillInput, Row, StepInput, new_row, tree_widths
 
 BATCHES = (1, 4, 16, 48, 128, 256)
 
@@ -42,7 +42,7 @@ class Buckets:
     chunks: tuple[int, ...]
     tables: tuple[int, ...]
     block_tokens: int | None  # None: however many
-    ladder: bool = True  # whether a step may choose among several tree widths
+    several_widths: bool = True  # whether a step may choose among several tree widths
 
     @classmethod
     def build(
@@ -56,8 +56,9 @@ class Buckets:
             batches=(*(b for b in BATCHES if b < rows), rows),
             chunks=tuple(sorted({min(SMALL_CHUNK[kind], largest), largest})),
             tables=(request_pages,) if request_pages <= TABLE else (TABLE, request_pages),
-            block_tokens=None if drafter.asked else most,
-            ladder=kind == "cpu",  # on a GPU a wide tree costs what a narrow one costs, and choosing asks the host
+            block_tokens=None if drafter.explicit_width else most,
+            several_widths=kind
+            == "cpu",  # on a GPU a wide tree costs what a narrow one costs, and choosing asks the host
         )
 
     def batch(self, count: int) -> int:
@@ -89,7 +90,7 @@ class Buckets:
     def shrinking(self, count: int, widths: tuple[int, ...]) -> list[int]:
         """Batch buckets of a run of `count` requests as it ends: one for each set of tree widths on the way down, and
         all where a step's cost follows its nodes and nothing limits them."""
-        needed, each = [], self.block_tokens is None and self.ladder and len(widths) > 1
+        needed, each = [], self.block_tokens is None and self.several_widths and len(widths) > 1
         while count:
             batch = self.batch(count)
             needed.append(batch)
@@ -99,11 +100,11 @@ class Buckets:
         return needed
 
     def tree_widths(self, batch: int, widths: tuple[int, ...]) -> tuple[int, ...]:
-        """The rungs of a drafter's ladder that a batch may use: at most `block_tokens` nodes in all, and always 1. One
+        """The tree widths of a drafter that a batch may use: at most `block_tokens` nodes in all, and always 1. One
         request alone may use them all."""
         most = self.block_tokens
         fitting = tuple(w for w in widths if most is None or 1 in (w, batch) or w * batch <= most)
-        return fitting if self.ladder else fitting[-1:]
+        return fitting if self.several_widths else fitting[-1:]
 
     def drafting(self, widths: tuple[int, ...]) -> int:
         """The most requests that still draft when they run together."""
@@ -112,7 +113,7 @@ class Buckets:
 
 def speculation_note(drafter: Drafter, buckets: Buckets) -> str:
     """What the log says of how an engine drafts."""
-    widths = ladder(drafter)
+    widths = tree_widths(drafter)
     parts = [f"{drafter.name}, trees of up to {drafter.width} tokens"] if drafter.width > 1 else [drafter.name]
     if drafter.note:
         parts.append(drafter.note)
@@ -214,7 +215,7 @@ STEP_COPIES = 2.5
 def asked_bytes(model: ModelConfig, rows: int, drafter: Drafter) -> int:
     """Bytes of temporaries that a full batch of trees takes beyond what `mem_fraction` leaves room for: only trees that
     the user asked for can be so large."""
-    nodes = rows * drafter.width - BLOCK_TOKENS["gpu"] if drafter.asked else 0
+    nodes = rows * drafter.width - BLOCK_TOKENS["gpu"] if drafter.explicit_width else 0
     return int(STEP_COPIES * max(nodes, 0) * model.vocab_size * 4)
 
 

@@ -35,9 +35,9 @@ from specjax.step import (
     StepOutput,
     Trace,
     admit,
-    ladder,
     prefill_step,
     speculate_step,
+    tree_widths,
 )
 
 logger = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ class Executables:
         self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
         self._futures: dict[Key, Future[Any]] = {}
         self._failed: dict[Key, str] = {}  # what was wrong; an exception would keep its frames alive
-        self._coming: set[Key] = set()  # what `warm_up_behind` still has to do
+        self._pending: set[Key] = set()  # what `warm_up_in_background` still has to do
         self._closed = threading.Event()
         self._waiting: set[int] = set()  # threads that wait for a compiler in `get`
         self._lock = threading.Lock()
@@ -209,7 +209,7 @@ class Executables:
                 keys[Key("prefill", width, table)] = None
                 left -= width
             count += 1
-        widths = self._buckets.shrinking(min(count, rows), ladder(self._drafter))
+        widths = self._buckets.shrinking(min(count, rows), tree_widths(self._drafter))
         return [*keys, *(Key("step", width, table) for width in widths)]
 
     def step_keys(self, count: int, table: int) -> Iterator[Key]:
@@ -222,12 +222,14 @@ class Executables:
         """
         compiled, least = self.compiled(), table
         for table in self._buckets.tables_for(least):
-            fitting = [Key("step", batch, table) for batch in self._buckets.substitutes(count, ladder(self._drafter))]
+            fitting = [
+                Key("step", batch, table) for batch in self._buckets.substitutes(count, tree_widths(self._drafter))
+            ]
             others = [Key("step", batch, table) for batch in self._buckets.batches]
             larger = [key for key in others if key.width >= count and key not in fitting]
             smaller = [key for key in others[::-1] if key.width < count]
             yield from (key for key in fitting if key in compiled)
-            if self.is_coming(fitting[0]):
+            if self.is_pending(fitting[0]):
                 yield from (key for key in smaller if key in compiled)
             yield from (*fitting, *larger, *smaller)
 
@@ -364,11 +366,11 @@ class Executables:
         for kind in {key.kind for key in keys}:
             self.first_usable(sorted((key for key in keys if key.kind == kind), key=self.has_failed))
 
-    def warm_up_behind(self, keys: Iterable[Key], *, progress: bool = True) -> threading.Thread:
+    def warm_up_in_background(self, keys: Iterable[Key], *, progress: bool = True) -> threading.Thread:
         """Compiles these one by one in a thread of its own, which `close` ends. Leaves out what fails."""
         with self._lock:
             missing = [key for key in keys if key not in self._futures and key not in self._failed]
-            self._coming.update(missing)
+            self._pending.update(missing)
 
         def run() -> None:
             try:
@@ -379,25 +381,25 @@ class Executables:
                             with contextlib.suppress(Exception):  # logged by `fail`
                                 self.get(key)
                         with self._lock:
-                            self._coming.discard(key)
+                            self._pending.discard(key)
             finally:
                 with self._lock:
-                    self._coming.difference_update(missing)
+                    self._pending.difference_update(missing)
 
         thread = threading.Thread(target=run, name="specjax-compile", daemon=True)
         thread.start()
         return thread
 
-    def is_coming(self, key: Key) -> bool:
+    def is_pending(self, key: Key) -> bool:
         """It is not there yet, but will be without anyone waiting for it."""
         with self._lock:
-            return key in self._coming
+            return key in self._pending
 
     @property
-    def coming(self) -> int:
+    def pending(self) -> int:
         """Executables that are still compiled behind."""
         with self._lock:
-            return len(self._coming)
+            return len(self._pending)
 
     def close(self) -> None:
         """No more compiling behind, after the program that is being compiled."""
@@ -426,7 +428,7 @@ class Executables:
         else:
             batch = key.width
             inputs = StepInput(ints(batch), ints(batch, key.table), flags(batch))
-            widths = self._buckets.tree_widths(batch, ladder(self._drafter))
+            widths = self._buckets.tree_widths(batch, tree_widths(self._drafter))
             config = StepConfig(widths, self._trace)
             if self.phase_times is not None:
                 shapes = (params, state, inputs)

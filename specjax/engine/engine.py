@@ -383,9 +383,9 @@ class Engine:
         chosen = self.executables.all_keys() if keys is None else keys
         self.executables.warm_up(chosen, progress=progress, strict=strict)
 
-    def warm_up_behind(self, *, progress: bool = True) -> threading.Thread:
+    def warm_up_in_background(self, *, progress: bool = True) -> threading.Thread:
         """Compiles what is left while requests run; until it is there they share smaller batches."""
-        return self.executables.warm_up_behind(self.executables.all_keys(), progress=progress)
+        return self.executables.warm_up_in_background(self.executables.all_keys(), progress=progress)
 
     def single_request_keys(self) -> list[Key]:
         """Executables that one request at a time needs."""

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from specjax.engine.news import StreamChunk, take_news
+from specjax.engine.deltas import StreamChunk, take_delta
 from specjax.engine.request import Completion, Sequence, Status, completion
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def stream(engine: Engine, sequences: list[Sequence]) -> Iterator[StreamChunk]:
         while left:
             for index, sequence in list(left.items()):
                 with engine.lock:
-                    chunk = take_news(sequence, index)
+                    chunk = take_delta(sequence, index)
                 if chunk is None:
                     continue
                 if chunk.completion:

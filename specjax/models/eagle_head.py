@@ -4,12 +4,12 @@ Slot t of a head reads the target's feature f_t and the embedding of token x_{t+
 predicts x_{t+2}; deeper in a tree the feature is the head's own output at the parent. The three kinds:
 
     eagle    x = fc(e, f)          out = x + attention(x)            + mlp(norm(.))    logits = target's head(out)
-    eagle3   g = fc(taps), or out  out = g + attention(norm(e), norm(g)) + mlp(norm(.))    logits = head(norm(out))
+    eagle3   g = fc(f), or out  out = g + attention(norm(e), norm(g)) + mlp(norm(.))    logits = head(norm(out))
     mtp      x = fc(norm(f), norm(e))  out = norm(x + attention(norm(x)) + mlp(norm(.)))   logits = target's head(out)
 
 (EAGLE-1 and EAGLE-2 are one head; they differ in their trees.) `out` is the next feature: un-normed in the first two,
 after the final norm in mtp. Eagle and mtp heads read the target's hidden state after its final norm, eagle3 the
-outputs of some of its layers ("taps").
+outputs of some of its layers (auxiliary layers).
 
 Parameters are a flat dict, laid out [in, out...]:
 
@@ -39,7 +39,7 @@ from specjax.config import HeadConfig
 from specjax.models.blocks import AttentionWeights, Backend, KeyValue, MlpWeights, Past, attention, gated_mlp
 from specjax.models.layers import logits, precision_of, project, rms_norm, rotations
 from specjax.models.protocol import Target
-from specjax.types import Hidden, Params, Positions, Tokens
+from specjax.types import Hidden, Positions, Tokens, Weights
 
 LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
     "fc": (None, None),
@@ -167,11 +167,11 @@ class EagleHead(NamedTuple):
     """
 
     config: HeadConfig
-    embed: Callable[[Params, Params, Tokens], Hidden]
-    fuse: Callable[[Params, Array], Hidden]
+    embed: Callable[[Weights, Weights, Tokens], Hidden]
+    fuse: Callable[[Weights, Array], Hidden]
     forward: Callable[..., tuple[Hidden, KeyValue]]
-    unembed: Callable[[Params, Params, Hidden], Array]
-    target_ids: Callable[[Params, Array], Array]
+    unembed: Callable[[Weights, Weights, Hidden], Array]
+    target_ids: Callable[[Weights, Array], Array]
 
 
 def eagle_head(config: HeadConfig, target: Target, *, backend: Backend = None) -> EagleHead:
@@ -183,25 +183,25 @@ def eagle_head(config: HeadConfig, target: Target, *, backend: Backend = None) -
     check_fit(config, target)
     module = _Head(config, target.config.vocab_size, backend)
 
-    def apply(params: Params, method: str, *arguments: Any) -> Any:
+    def apply(params: Weights, method: str, *arguments: Any) -> Any:
         return module.apply({"params": params}, *arguments, method=method)
 
-    def embed(target_params: Params, params: Params, tokens: Tokens) -> Hidden:
+    def embed(target_params: Weights, params: Weights, tokens: Tokens) -> Hidden:
         return apply(params, "embed", tokens) if config.own_embedding else target.embed(target_params, tokens)
 
-    def fuse(params: Params, features: Array) -> Hidden:
+    def fuse(params: Weights, features: Array) -> Hidden:
         return apply(params, "fuse", features)
 
     def forward(
-        params: Params, embedded: Hidden, feature: Hidden, positions: Positions, mask: Any, past: Past
+        params: Weights, embedded: Hidden, feature: Hidden, positions: Positions, mask: Any, past: Past
     ) -> tuple[Hidden, KeyValue]:
         return apply(params, "forward", embedded, feature, positions, mask, past)
 
-    def unembed(target_params: Params, params: Params, out: Hidden) -> Array:
+    def unembed(target_params: Weights, params: Weights, out: Hidden) -> Array:
         normed = apply(params, "normed", out)
         return apply(params, "unembed", normed) if config.own_head else target.unembed(target_params, normed)
 
-    def target_ids(params: Params, ids: Int32[Array, "..."]) -> Int32[Array, "..."]:
+    def target_ids(params: Weights, ids: Int32[Array, "..."]) -> Int32[Array, "..."]:
         return params["ids"][ids] if config.mapped else ids
 
     return EagleHead(config, embed, fuse, forward, unembed, target_ids)
@@ -214,10 +214,10 @@ def check_fit(config: HeadConfig, target: Target) -> None:
         ValueError: names both values.
     """
     model = target.config
-    wanted = model.hidden_size * (len(config.taps) if config.kind == "eagle3" else 1)
+    wanted = model.hidden_size * (len(config.aux_layers) if config.kind == "eagle3" else 1)
     if config.feature_size != wanted:
         raise ValueError(f"the head reads features of width {config.feature_size}, the target gives {wanted}")
-    deep = [tap for tap in config.taps if not 0 <= tap < model.num_layers]
+    deep = [layer for layer in config.aux_layers if not 0 <= layer < model.num_layers]
     if deep:
         raise ValueError(f"the head reads the output of layer {deep[0]}, the target has {model.num_layers} layers")
     shares = config.kind != "eagle3" or not (config.own_embedding and config.own_head)
@@ -232,7 +232,7 @@ def check_fit(config: HeadConfig, target: Target) -> None:
         raise ValueError("a head with a vocabulary of its own needs its own rows of the language model head")
 
 
-def init_head_params(config: HeadConfig, target: Target, key: Array) -> Params:
+def init_head_params(config: HeadConfig, target: Target, key: Array) -> Weights:
     """Random parameters (normal, 0.02; the map, if there is one, leads to the first W tokens)."""
     check_fit(config, target)
     module = _Head(config, target.config.vocab_size)
@@ -240,12 +240,12 @@ def init_head_params(config: HeadConfig, target: Target, key: Array) -> Params:
     def touch(module: _Head) -> Array:
         return module.fc
 
-    return cast(Params, module.init(key, method=touch)["params"])
+    return cast(Weights, module.init(key, method=touch)["params"])
 
 
 def with_token_map(
-    config: HeadConfig, params: Params, target: Target, target_params: Params, ids: np.ndarray
-) -> tuple[HeadConfig, Params]:
+    config: HeadConfig, params: Weights, target: Target, target_params: Weights, ids: np.ndarray
+) -> tuple[HeadConfig, Weights]:
     """FR-Spec: the head proposes the tokens `ids` only, so that its largest matrix has W columns instead of V.
 
     The columns are copied once: gathering them in each call would read and write them all. Lossless, as any draft is.

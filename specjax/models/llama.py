@@ -26,7 +26,7 @@ from specjax.config import ModelConfig
 from specjax.models.blocks import AttentionWeights, Backend, MlpWeights, Past, attention, gated_mlp
 from specjax.models.layers import logits, precision_of, rms_norm, rotations, similarities
 from specjax.models.protocol import ForwardOutput, Target
-from specjax.types import Hidden, PageTable, Params, PerRequest, Positions, Tokens
+from specjax.types import Hidden, PageTable, PerRequest, Positions, Tokens, Weights
 
 LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
     "embed": ("vocab", None),
@@ -137,7 +137,7 @@ class Llama(nn.Module):
         c = self.config
         cos, sin = rotations(c.rope, c.head_dim, positions)
         run_layer = _traced_once(Layer(c, self.backend, parent=None))
-        taps, keys, values = [], [], []
+        aux_layers, keys, values = [], [], []
         for i, layer in enumerate(self.layers):
             context = (cos, sin, positions, mask, (cache.keys[i], cache.values[i]), page_table, prefix_length)
             if self.is_initializing():
@@ -147,14 +147,14 @@ class Llama(nn.Module):
             keys.append(key)
             values.append(value)
             if isinstance(features, tuple) and i in features:
-                taps.append((i, x))
+                aux_layers.append((i, x))
         hidden = rms_norm(x, self.final_norm, c.norm_epsilon)
         block = BlockKV(tuple(keys), tuple(values))
         if features is None:
             return ForwardOutput(hidden, None, block)
         if features == "final":
             return ForwardOutput(hidden, hidden, block)
-        by_layer = dict(taps)
+        by_layer = dict(aux_layers)
         return ForwardOutput(hidden, jnp.concatenate([by_layer[i] for i in features], axis=-1), block)
 
     def unembed(self, hidden: Float[Array, "... M"], ids: Int32[Array, "W"] | None = None) -> Float[Array, "... W"]:
@@ -177,19 +177,19 @@ def llama_target(config: ModelConfig, *, backend: Backend = None) -> Target:
     """The family's three functions for one config. `backend`: see `specjax.models.blocks.Backend`."""
     module = Llama(config, backend)
 
-    def embed(params: Params, tokens: Tokens) -> Hidden:
+    def embed(params: Weights, tokens: Tokens) -> Hidden:
         return cast(Array, module.apply({"params": params}, tokens, method="embed"))
 
-    def forward(params: Params, *arguments: Any, features: Any = None) -> ForwardOutput:
+    def forward(params: Weights, *arguments: Any, features: Any = None) -> ForwardOutput:
         return cast(ForwardOutput, module.apply({"params": params}, *arguments, features=features, method="forward"))
 
-    def unembed(params: Params, hidden: Array, ids: Array | None = None) -> Array:
+    def unembed(params: Weights, hidden: Array, ids: Array | None = None) -> Array:
         return cast(Array, module.apply({"params": params}, hidden, ids, method="unembed"))
 
     return Target(config, embed, forward, unembed)
 
 
-def init_params(config: ModelConfig, key: Array) -> Params:
+def init_params(config: ModelConfig, key: Array) -> Weights:
     """Random parameters (normal, 0.02), for tests and benchmarks."""
     from specjax.cache import PoolShape, init_cache
 

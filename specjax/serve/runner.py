@@ -22,8 +22,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from specjax.engine import Engine, StreamChunk
+from specjax.engine.deltas import take_delta
 from specjax.engine.generation import forget_frames
-from specjax.engine.news import take_news
 from specjax.engine.request import Sequence, Status
 from specjax.serve.listener import ENGINE_GONE, ENGINE_STUCK, FAILED_REQUEST, FAILED_STEP, Listener, tell
 from specjax.serve.report import Report
@@ -277,7 +277,7 @@ class Runner(threading.Thread):
                 self._engine.warm_up(self._engine.single_request_keys(), progress=self._progress, strict=False)
             _allocate(self._engine)
             if self._warm_up:
-                self._behind = self._engine.warm_up_behind(progress=self._progress)
+                self._behind = self._engine.warm_up_in_background(progress=self._progress)
             self.ready_at = time.time()
             self._watchdog.start()
             self._change(State.READY)
@@ -367,7 +367,7 @@ class Runner(threading.Thread):
         chunks: list[tuple[Listener, StreamChunk]] = []
         for sequence, listener, index in found:
             try:
-                chunk = take_news(sequence, index)
+                chunk = take_delta(sequence, index)
             except Exception:  # of its text; the others go on
                 logger.exception("request %s failed", sequence.id)
                 self._abort([sequence])
@@ -426,5 +426,5 @@ def describe(engine: Engine, model: str) -> dict[str, Any]:
         "speculative_algorithm": engine.drafter.name,
         "speculative_num_draft_tokens": engine.drafter.width,
         "device": engine.device_name,
-        "compiling": engine.executables.coming,  # buckets that are still compiled behind
+        "compiling": engine.executables.pending,  # buckets that are still compiled behind
     }

@@ -29,7 +29,7 @@ def model_card(
         "",
         f"Proposes tokens for {target}, which checks them: it changes the speed of decoding and never the text.",
         f"One decoder layer of width {head.hidden_size}, a vocabulary of {head.vocab_size} tokens"
-        + (f", reading the outputs of layers {', '.join(map(str, head.taps))}." if head.taps else "."),
+        + (f", reading the outputs of layers {', '.join(map(str, head.aux_layers))}." if head.aux_layers else "."),
         "Trained with specjax (`python -m specjax.train`); in the layout that specjax, SGLang and vLLM read.",
         "",
         "## Data",

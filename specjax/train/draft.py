@@ -19,7 +19,7 @@ from specjax.train.options import ALL_TOKENS, DraftSettings, LossSettings
 from specjax.train.packing import Rows
 from specjax.train.unroll import Objective
 from specjax.train.vocab import token_map
-from specjax.types import Params
+from specjax.types import Weights
 
 KIND: dict[str, HeadKind] = {name: kind for kind, name in HEAD_ALGORITHMS.items()}
 
@@ -37,7 +37,7 @@ DEFAULTS: dict[str, Objective] = {
 """By kind, as their authors train them."""
 
 
-def default_taps(layers: int) -> tuple[int, ...]:
+def default_aux_layers(layers: int) -> tuple[int, ...]:
     """Outputs low, middle and high, as EAGLE-3 has them: the inputs of layers 2, L // 2 and L - 3. Of a target with
     fewer than 7 layers, where these are not three: the first, the middle and the last.
 
@@ -45,7 +45,7 @@ def default_taps(layers: int) -> tuple[int, ...]:
         ValueError: it has no three layers.
     """
     if layers < 3:
-        raise ValueError(f"the target has {layers} layers, and --taps are three by default; give --taps")
+        raise ValueError(f"the target has {layers} layers, and --aux-layers are three by default; give --aux-layers")
     return (1, layers // 2 - 1, layers - 4) if layers >= 7 else (0, (layers - 1) // 2, layers - 1)
 
 
@@ -57,8 +57,8 @@ def head_config(settings: DraftSettings, target: ModelConfig, ends: Sequence[int
     """
     kind = KIND[settings.draft]
     third = kind == "eagle3"
-    if not third and (settings.draft_vocab_size != ALL_TOKENS or settings.taps):
-        name = "--taps" if settings.taps else "--draft-vocab-size"
+    if not third and (settings.draft_vocab_size != ALL_TOKENS or settings.aux_layers):
+        name = "--aux-layers" if settings.aux_layers else "--draft-vocab-size"
         raise ValueError(
             f"{name} is for --draft EAGLE3; a head of {settings.draft} reads and gives what its target does"
         )
@@ -70,12 +70,12 @@ def head_config(settings: DraftSettings, target: ModelConfig, ends: Sequence[int
         raise ValueError(
             f"--draft-vocab-size {settings.draft_vocab_size} has no room for the model's {len(set(ends))} end tokens"
         )
-    taps = _taps(settings.taps, target.num_layers) if third else ()
+    aux_layers = _aux_layers(settings.aux_layers, target.num_layers) if third else ()
     size = settings.draft_vocab_size or target.vocab_size
     return HeadConfig(
         kind,
         hidden_size=target.hidden_size,
-        feature_size=target.hidden_size * (len(taps) or 1),
+        feature_size=target.hidden_size * (len(aux_layers) or 1),
         intermediate_size=settings.draft_intermediate_size or target.intermediate_size,
         num_heads=target.num_heads,
         num_kv_heads=target.num_kv_heads,
@@ -83,7 +83,7 @@ def head_config(settings: DraftSettings, target: ModelConfig, ends: Sequence[int
         norm_epsilon=target.norm_epsilon,
         rope=target.rope,
         vocab_size=size if third else target.vocab_size,
-        taps=taps,
+        aux_layers=aux_layers,
         own_head=third,
         mapped=third and size < target.vocab_size,
         # Engines that read such heads expect them: SGLang a bias of an EAGLE head's fc, vLLM and it those of MiMo's.
@@ -104,18 +104,18 @@ def from_head(settings: DraftSettings, target: ModelConfig) -> tuple[HeadConfig,
     for flag, given, there in (
         ("--draft-vocab-size", settings.draft_vocab_size, head.vocab_size),
         ("--draft-intermediate-size", settings.draft_intermediate_size or 0, head.intermediate_size),
-        ("--taps", " ".join(settings.taps), " ".join(map(str, head.taps))),
+        ("--aux-layers", " ".join(settings.aux_layers), " ".join(map(str, head.aux_layers))),
     ):
         if given and given != there:
             raise ValueError(f"{flag} {given} is not that of --init-from {settings.init_from}, {there}; leave it out")
     return head, dict(params)
 
 
-def _taps(given: Sequence[str], layers: int) -> tuple[int, ...]:
+def _aux_layers(given: Sequence[str], layers: int) -> tuple[int, ...]:
     if not given:
-        return default_taps(layers)
+        return default_aux_layers(layers)
     if not all(text.isdecimal() and int(text) < layers for text in given) or len(set(given)) < len(given):
-        raise ValueError(f"--taps must be different layers from 0 to {layers - 1}, got {' '.join(given)}")
+        raise ValueError(f"--aux-layers must be different layers from 0 to {layers - 1}, got {' '.join(given)}")
     return tuple(int(text) for text in given)
 
 
@@ -132,8 +132,8 @@ def coverage(rows: Rows, ids: Int32[np.ndarray, "W"]) -> float:
 
 
 def new_params(
-    config: HeadConfig, target: Target, target_params: Params, ids: np.ndarray | None, *, init: str, seed: int
-) -> Params:
+    config: HeadConfig, target: Target, target_params: Weights, ids: np.ndarray | None, *, init: str, seed: int
+) -> Weights:
     """First weights, float32. `fc` is for features of unit size, see `feature_scale`.
 
     `target`: what comes after an EAGLE-3 head's layer, its final norm and its language model head, is the target's, the

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from specjax.checkpoint import CheckpointError
-from specjax.checkpoint.draft_config import TAPS_KEY
+from specjax.checkpoint.draft_config import AUX_LAYERS_KEY
 from specjax.checkpoint.draft_names import MASK, OFFSETS, file_name, head_placements, taken
 from specjax.checkpoint.errors import listed
 from specjax.checkpoint.files import SINGLE_NAME
@@ -166,8 +166,8 @@ def head_description(config: HeadConfig, target: ModelConfig, dtype: str = "bflo
             "draft_vocab_size": config.vocab_size if config.own_head else None,
             "target_hidden_size": target.hidden_size,
             "norm_before_residual": config.norm_before_residual,
-            "eagle_config": {TAPS_KEY: list(config.taps), "use_aux_hidden_state": True},
-            TAPS_KEY: [tap + 1 for tap in config.taps],
+            "eagle_config": {AUX_LAYERS_KEY: list(config.aux_layers), "use_aux_hidden_state": True},
+            AUX_LAYERS_KEY: [layer + 1 for layer in config.aux_layers],
         }
     return described
 

@@ -16,7 +16,7 @@ from specjax.drafters import Params, TreeShape, eagle_drafter
 from specjax.engine import Engine, SamplingParams
 from specjax.engine.config import EngineConfig
 from specjax.models.protocol import Target
-from specjax.types import Params as HeadParams
+from specjax.types import Weights as HeadParams
 
 
 class Measured(NamedTuple):

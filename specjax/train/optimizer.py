@@ -7,7 +7,7 @@ from typing import Any
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
-from specjax.types import Params
+from specjax.types import Weights
 
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "linear", "constant")
@@ -53,7 +53,7 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Clips by global norm, then by value (0: not at all). Only matrices decay; under Muon, those that it handles."""
 
-    def matrices(params: Params) -> dict[str, bool]:
+    def matrices(params: Weights) -> dict[str, bool]:
         return {name: leaf.ndim > 1 and not name.endswith("bias") for name, leaf in params.items()}
 
     if name == "adamw":

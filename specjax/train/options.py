@@ -56,7 +56,7 @@ class DraftSettings:
         "EAGLE3: tokens the head can propose, the most frequent ones under the loss mask; 0 = all",
         minimum=0,
     )
-    taps: tuple[str, ...] = setting(
+    aux_layers: tuple[str, ...] = setting(
         (), "EAGLE3: layers, from 0, whose outputs it reads; default: 1, L // 2 - 1 and L - 4", metavar="LAYER"
     )
     draft_intermediate_size: int | None = setting(None, "width of its MLP; default: the target's", minimum=1)

@@ -50,7 +50,7 @@ class Trainer:
         self.target = training_target(loaded.config, dtype)
         self.head_config = replace(loaded.head, dtype=dtype)
         head = eagle_head(self.head_config, self.target, backend=packed_attention)
-        wanted: Any = self.head_config.taps if self.head_config.kind == "eagle3" else "final"
+        wanted: Any = self.head_config.aux_layers if self.head_config.kind == "eagle3" else "final"
         self.teach = teach(self.target, wanted)
         self._teach_rows = jax.jit(self.teach)
         self.target_params = everywhere(self.mesh, jax.tree.map(lambda leaf: leaf.astype(dtype), loaded.target_params))
@@ -90,13 +90,13 @@ class Trainer:
     def _feature_store(self) -> FeatureStore:
         run, config = self.options.run, self.loaded.config
         folder = Path(run.feature_folder) if run.feature_folder else Path(run.output) / "features"
-        taps, files = self.head_config.taps, [(file, file.stat()) for file in self.loaded.files.weights]
+        aux_layers, files = self.head_config.aux_layers, [(file, file.stat()) for file in self.loaded.files.weights]
         stamps = [(file.name, found.st_size, found.st_mtime_ns) for file, found in files]
         return FeatureStore(
             self._on_rows, self.loaded.rows, mode=run.features, folder=folder,
             widths=(self.head_config.feature_size, config.hidden_size), dtype=run.compute_dtype,
             batch=run.batch_size, seed=self.options.data.data_seed,
-            identity=f"{self.options.model.model} {stamps} {config.dtype} {taps}",
+            identity=f"{self.options.model.model} {stamps} {config.dtype} {aux_layers}",
         )  # fmt: skip
 
     def _feature_scale(self) -> Any:

@@ -15,7 +15,7 @@ from specjax.models import make_target
 from specjax.models.protocol import Target
 from specjax.train.attention import packed_attention, packed_mask
 from specjax.train.unroll import Batch, Teacher
-from specjax.types import Params
+from specjax.types import Weights
 
 CHUNK = 512
 """Tokens whose logits over the whole vocabulary exist at one time."""
@@ -26,10 +26,10 @@ def training_target(config: ModelConfig, dtype: str) -> Target:
     return make_target(replace(config, dtype=dtype), backend=packed_attention)
 
 
-def teach(target: Target, features: tuple[int, ...] | str) -> Callable[[Params, Batch], Teacher]:
+def teach(target: Target, features: tuple[int, ...] | str) -> Callable[[Weights, Batch], Teacher]:
     """(target parameters, batch) -> Teacher, for `jax.jit`."""
 
-    def run(params: Params, batch: Batch) -> Teacher:
+    def run(params: Weights, batch: Batch) -> Teacher:
         rows = batch.tokens.shape[0]
         empty = jnp.zeros((1, 1, 1, 1), jnp.float32)  # `packed_attention` reads no pages
         layers = target.config.num_layers
@@ -51,7 +51,7 @@ def teach(target: Target, features: tuple[int, ...] | str) -> Callable[[Params, 
     return run
 
 
-def _likeliest(target: Target, params: Params, hidden: Array) -> Array:
+def _likeliest(target: Target, params: Weights, hidden: Array) -> Array:
     """argmax of the logits, a chunk of tokens at a time: all of them at once may be gigabytes."""
     rows, length, width = hidden.shape
     flat = hidden.reshape(rows * length, width)

@@ -25,7 +25,7 @@ from specjax.models.eagle_head import EagleHead
 from specjax.models.protocol import Target
 from specjax.train.attention import packed_mask
 from specjax.train.losses import LOSSES, feature_regression
-from specjax.types import Params
+from specjax.types import Weights
 
 NO_ID = -1
 """A token that the draft's vocabulary does not have."""
@@ -70,8 +70,8 @@ class Sums(NamedTuple):
 def unroll(
     head: EagleHead,
     target: Target,
-    params: Params,
-    target_params: Params,
+    params: Weights,
+    target_params: Weights,
     batch: Batch,
     teacher: Teacher,
     objective: Objective,

@@ -20,7 +20,7 @@ from jaxtyping import Float32, Int32
 from specjax.models.eagle_head import EagleHead
 from specjax.models.protocol import Target
 from specjax.train.unroll import Batch, Objective, Sums, Teacher, unroll
-from specjax.types import Params
+from specjax.types import Weights
 
 FROZEN = ("ids",)
 """Leaves of a head that are no weights."""
@@ -30,7 +30,7 @@ class TrainState(NamedTuple):
     """All that a run is resumed from, besides its settings: the data follow from the step."""
 
     step: Int32[Array, ""]  # updates done
-    params: Params  # float32 master weights
+    params: Weights  # float32 master weights
     optimizer: Any
 
 
@@ -40,11 +40,11 @@ class Metrics(NamedTuple):
     gradient_norm: Float32[Array, ""]
 
 
-Teach = Callable[[Params, Batch], Teacher]
+Teach = Callable[[Weights, Batch], Teacher]
 Update = Callable[..., tuple[TrainState, Metrics]]
 
 
-def split_params(params: Params) -> tuple[Params, Params]:
+def split_params(params: Weights) -> tuple[Weights, Weights]:
     """The weights, as float32 copies that may be donated, and the leaves that are none."""
     weights = {name: jnp.array(leaf, jnp.float32, copy=True) for name, leaf in params.items() if name not in FROZEN}
     return weights, {name: leaf for name, leaf in params.items() if name in FROZEN}
@@ -55,7 +55,7 @@ def make_update(
     target: Target,
     objective: Objective,
     optimizer: optax.GradientTransformation,
-    frozen: Params,
+    frozen: Weights,
     *,
     seed: int,
     teach: Teach | None,
@@ -70,11 +70,13 @@ def make_update(
     """
     dtype = jnp.dtype(head.config.dtype)
 
-    def loss(weights: Params, target_params: Params, batch: Batch, teacher: Teacher, key: Array) -> tuple[Array, Sums]:
+    def loss(
+        weights: Weights, target_params: Weights, batch: Batch, teacher: Teacher, key: Array
+    ) -> tuple[Array, Sums]:
         params = {name: leaf.astype(dtype) for name, leaf in weights.items()} | dict(frozen)
         return unroll(head, target, params, target_params, batch, teacher, objective, key)
 
-    def part(weights: Params, target_params: Params, batch: Batch, teacher: Teacher | None, key: Array) -> Any:
+    def part(weights: Weights, target_params: Weights, batch: Batch, teacher: Teacher | None, key: Array) -> Any:
         if teacher is None:
             assert teach is not None
             teacher = jax.lax.stop_gradient(teach(target_params, batch))
@@ -84,7 +86,7 @@ def make_update(
         return total, sums, gradient
 
     def update(
-        state: TrainState, target_params: Params, batch: Batch, teacher: Teacher | None
+        state: TrainState, target_params: Weights, batch: Batch, teacher: Teacher | None
     ) -> tuple[TrainState, Metrics]:
         parts = batch.tokens.shape[0]
         keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), state.step), parts)
@@ -103,7 +105,7 @@ def make_update(
         slots = jnp.maximum(sums.counted[0], 1.0)
         gradient = jax.tree.map(lambda g: g / slots, gradient)
         change, optimizer_state = optimizer.update(gradient, state.optimizer, state.params)
-        params = cast(Params, optax.apply_updates(dict(state.params), change))
+        params = cast(Weights, optax.apply_updates(dict(state.params), change))
         metrics = Metrics(total / slots, sums, optax.tree.norm(gradient))
         return TrainState(state.step + 1, params, optimizer_state), metrics
 

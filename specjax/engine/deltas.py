@@ -17,7 +17,7 @@ class StreamChunk(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens whose text is all sent, if asked for
 
 
-def take_news(sequence: Sequence, index: int) -> StreamChunk | None:
+def take_delta(sequence: Sequence, index: int) -> StreamChunk | None:
     """Text that a streaming caller has not had yet, with all tokens so far; None: nothing to show."""
     finished = sequence.status is Status.FINISHED
     settled = len(sequence.stream.text) if finished else sequence.stream.settled
