@@ -69,7 +69,7 @@ $(SERVE_STAMP): pyproject.toml
 	$(BIN)/python -m pip install --progress-bar on --editable .
 	@touch $@
 
-# The draft head that ships, out of ../shared/data, in the three parts it was trained in. Hours on a CPU; goes on where
+# The draft head that ships, out of data/, in the three parts it was trained in. Hours on a CPU; goes on where
 # it was stopped.
 head: setup
 	for part in 1 2 3; do \

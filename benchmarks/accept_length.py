@@ -1,6 +1,6 @@
 """Accept length and speed of an algorithm on sets of prompts.
 
-    python benchmarks/accept_length.py --data ../shared/data/eval --sets gsm8k mt_bench --algorithm NGRAM [--record]
+    python benchmarks/accept_length.py --data benchmarks/data --sets gsm8k mt_bench --algorithm NGRAM [--record]
 
 Accept length = tokens that verification emitted / verification forwards: the bonus token counts, the token that prefill
 draws does not, so plain decoding is exactly 1. The histogram is the share of forwards by drafts accepted and emitted;
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from records import finish, machine
+from records import DATA, finish, machine
 from tqdm import tqdm
 
 from specjax import Completion, Engine, SamplingParams, flags, settings
@@ -80,7 +80,7 @@ def shares(histogram: list[int]) -> str:
 
 def main() -> None:
     parser = settings.Parser(description="Accept length on sets of prompts.", formatter_class=settings.HelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder of SET.jsonl files with `id` and `turns`")
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of SET.jsonl files with `id` and `turns`")
     parser.add_argument("--sets", nargs="+", required=True, metavar="SET")
     parser.add_argument("--limit", type=int, help="lines of each set; default: all")
     parser.add_argument("--spread", action="store_true", help="take them from the whole set and not from its beginning")

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 from accept_length import read_prompts, spread
-from records import finish, machine
+from records import DATA, finish, machine
 
 from specjax import Engine, EngineConfig, SamplingParams, checkpoint
 from specjax.engine import batch
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--algorithm", default="AUTO")
     parser.add_argument("--requests", type=int, nargs="+", default=[4, 16])
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--data", type=Path, default=Path("../shared/data/eval"), help="folder of SET.jsonl files")
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of SET.jsonl files")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/batch-<date>.json")

@@ -77,7 +77,9 @@ def interval(ratios: list[float]) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("--before", type=Path, metavar="FOLDER", help="a source tree; after is the one of this file")
-    parser.add_argument("--data", type=Path, metavar="FOLDER", help="has mt_bench.jsonl")
+    parser.add_argument(
+        "--data", type=Path, default=Path(__file__).parent / "data", metavar="FOLDER", help="has mt_bench.jsonl"
+    )
     parser.add_argument("--algorithms", nargs="+", default=["NONE", "AUTO"])
     parser.add_argument("--limit", type=int, default=20, help="prompts")
     parser.add_argument("--rounds", type=int, default=2)

@@ -1,6 +1,6 @@
 """Greedy text of the engine against transformers', token for token, in float32.
 
-    python benchmarks/compare_transformers.py --prompts ../shared/data/eval/mt_bench.jsonl --algorithm NONE NGRAM
+    python benchmarks/compare_transformers.py --prompts benchmarks/data/mt_bench.jsonl --algorithm NONE NGRAM
 
 A matrix product's last bits depend on how many rows it has, so where transformers' two best logits lie closer than
 `NEAR` the texts may part. Each parting is printed with that gap; what we emitted from there on is then judged by one
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accept_length import read_prompts
-from records import finish, machine
+from records import DATA, finish, machine
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -83,7 +83,10 @@ def compare(oracle: Oracle, reference: Reference, tokens: list[int]) -> dict[str
 def main() -> int:
     parser = argparse.ArgumentParser(description="Greedy text of the engine against transformers', in float32.")
     parser.add_argument(
-        "--prompts", type=Path, required=True, help="JSONL with `id` and `turns`; the first turn is used"
+        "--prompts",
+        type=Path,
+        default=DATA / "mt_bench.jsonl",
+        help="JSONL with `id` and `turns`; the first turn is used",
     )
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--max-new-tokens", type=int, default=96)

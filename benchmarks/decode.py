@@ -1,6 +1,6 @@
 """One request at a time: the engine, with and without speculation, and transformers on the same weights.
 
-    python benchmarks/decode.py [--data ../shared/data/eval] [--sets mt_bench eagle_sum] [--limit 10] [--record]
+    python benchmarks/decode.py [--data benchmarks/data] [--sets mt_bench eagle_sum] [--limit 10] [--record]
 
 Contenders: `none`, `auto` (how the model is served by default) and `ngram` are the engine; `transformers` is its greedy
 `generate`, `lookup` the same with prompt-lookup (10 tokens), each in float32 and bfloat16. Every contender completes
@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from accept_length import read_prompts
 from compare_transformers import NEAR
-from records import finish, machine
+from records import DATA, finish, machine
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
@@ -302,7 +302,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default=checkpoint.BUILT_IN_MODEL, help="alias, local folder or hub id")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="the engine's")
-    parser.add_argument("--data", type=Path, default=Path("../shared/data/eval"), help="folder of SET.jsonl files")
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of SET.jsonl files")
     parser.add_argument("--sets", nargs="+", default=["mt_bench", "eagle_sum"], metavar="SET")
     parser.add_argument("--limit", type=int, default=10, help="prompts of each set")
     parser.add_argument("--max-new-tokens", type=int, default=128)

@@ -17,6 +17,9 @@ import jax
 
 RESULTS = Path(__file__).parent / "results"
 
+DATA = Path(__file__).parent / "data"
+"""Evaluation prompts: SET.jsonl files, one object with `id`, `category` and `turns` a line."""
+
 
 def machine(*packages: str) -> dict[str, Any]:
     """This machine, these versions (jax and `packages`), this commit and command."""

@@ -29,7 +29,7 @@ from typing import Any
 
 import httpx
 import openai
-from records import finish, machine
+from records import DATA, finish, machine
 
 from specjax import checkpoint
 
@@ -131,7 +131,7 @@ def gap_at_parting(client: openai.OpenAI, messages: Any, tokens: int, other: str
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=Path, default=Path("../shared/data/eval/mt_bench.jsonl"))
+    parser.add_argument("--prompts", type=Path, default=DATA / "mt_bench.jsonl")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5, help="of server against generate")

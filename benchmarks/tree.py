@@ -18,7 +18,7 @@ from typing import Any
 
 from accept_length import read_prompts, spread
 from decode import Contender, engine_contender, measure, ratio, same_texts, summary
-from records import finish, machine
+from records import DATA, finish, machine
 
 from specjax import Engine, EngineConfig, checkpoint
 
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--head", help="folder or hub id; default: the one that comes with specjax for the model")
     parser.add_argument("--trees", nargs="+", default=["1,1,2,0.3", "2,1,3,0.4", "3,1,4,0.4"], metavar="TREE")
     parser.add_argument("--ngram", action="store_true", help="n-grams too")
-    parser.add_argument("--data", type=Path, default=Path("../shared/data/eval"), help="folder of SET.jsonl files")
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of SET.jsonl files")
     parser.add_argument("--set", default="mt_bench")
     parser.add_argument("--limit", type=int, default=10, help="prompts, spread over the set; 0 = all")
     parser.add_argument("--max-new-tokens", type=int, default=128)

@@ -22,7 +22,7 @@ from specjax.engine import prompt
 from specjax.train import data
 from specjax.train.data import Example, Loaded, batch_rows, load_examples, pack, split
 
-SELFGEN = Path("/work/shared/data/selfgen.jsonl.gz")
+SELFGEN = Path(__file__).parents[1] / "data" / "selfgen.jsonl.gz"
 USER = {"role": "user", "content": "hello 12"}
 SAID = {"role": "assistant", "content": "hell the"}
 # It trims, and from the second turn on it leaves out what the assistant thought.
@@ -578,7 +578,6 @@ def test_an_order_that_cannot_be(step, count, batch, seed):
 
 
 @pytest.mark.real_model
-@pytest.mark.skipif(not SELFGEN.exists(), reason="the answers of the built-in model are not here")
 def test_what_the_built_in_model_wrote_is_read_as_it_was_written():
     """Prompts, ends and their absence against the ids that the engine recorded."""
     like = load_tokenizer(resolve(BUILT_IN_MODEL))
