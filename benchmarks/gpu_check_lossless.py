@@ -274,7 +274,7 @@ def _judge_of(case: Case, weights: Any) -> Any:
     config = dataclasses.replace(case.config, dtype="float32")
     target = make_target(config, backend="reference")
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights)
-    cache = init_cache(config, PoolShape(1, 1))
+    cache = init_cache(target.pages, PoolShape(1, 1))
     longest = max(map(len, case.prompts))
 
     @jax.jit

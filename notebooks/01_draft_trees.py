@@ -52,7 +52,7 @@ from specjax import Engine, EngineConfig, Params, PoolShape, SamplingParams, ini
 from specjax.config import HeadConfig
 from specjax.drawing import draw_steps, draw_tree
 from specjax.inspection import render
-from specjax.models.blocks import Past
+from specjax.models.blocks import Past, key_value_spec
 from specjax.models.eagle_head import eagle_head, init_head_params
 
 MODEL = "smollm2-135m-instruct"  # the built-in model; a folder or a hub id will do, too
@@ -209,13 +209,13 @@ def learn_by_heart(shape: HeadConfig, draft: dict, texts: list[list[int]], steps
 
     @jax.jit
     def features_of(params):
-        cache = init_cache(target.config, PoolShape(pages=1, page_size=1))
+        cache = init_cache(target.pages, PoolShape(pages=1, page_size=1))
         x = target.embed(params, tokens)
         return target.forward(params, x, positions, CAUSAL, cache, zero[:, None], zero, features="final").features
 
     head = eagle_head(shape, target, backend="reference")  # the implementation that can be differentiated
-    cache = init_cache(shape, PoolShape(pages=1, page_size=1), layers=1)
-    past = Past((cache.keys[0], cache.values[0]), zero[:, None], zero)
+    cache = init_cache(key_value_spec(shape), PoolShape(pages=1, page_size=1))
+    past = Past(cache, zero[:, None], zero)
     words = jnp.unique(tokens)  # enough of the vocabulary for a toy, and a hundred times faster
 
     def loss(draft, params, features, key):

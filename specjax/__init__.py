@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specjax.cache import PagedCache, PoolShape, commit, init_cache
+    from specjax.cache import PageSpec, PoolShape, commit, init_cache
     from specjax.config import HeadConfig, ModelConfig, RopeConfig
     from specjax.drafters import DRAFTERS, Drafter, Params, TreeShape, eagle_drafter, make_drafter
     from specjax.engine import Completion, Engine, EngineConfig, SamplingParams, StreamChunk
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from specjax.verify import verify_tree
 
 _NAMES = {
-    "specjax.cache": ("PagedCache", "PoolShape", "commit", "init_cache"),
+    "specjax.cache": ("PageSpec", "PoolShape", "commit", "init_cache"),
     "specjax.config": ("HeadConfig", "ModelConfig", "RopeConfig"),
     "specjax.drafters": ("DRAFTERS", "Drafter", "Params", "TreeShape", "eagle_drafter", "make_drafter"),
     "specjax.engine": ("Completion", "Engine", "EngineConfig", "SamplingParams", "StreamChunk"),
@@ -78,7 +78,7 @@ __all__ = [
     "EngineConfig",
     "HeadConfig",
     "ModelConfig",
-    "PagedCache",
+    "PageSpec",
     "Params",
     "PoolShape",
     "PrefillInput",

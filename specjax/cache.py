@@ -1,20 +1,34 @@
-"""The paged key/value cache: a donated pytree of pages that hold committed tokens only.
+"""The paged cache: a donated tree of pages that hold what the layers keep of committed tokens.
 
-A forward *reads* pages and returns its block's keys and values; `commit` alone writes them, after verification has
-said which tokens survive. So a rejected token never touches a page, there is nothing to roll back or compact, and a
-page shared by several requests cannot be dirtied. Knows nothing of trees, drafts or requests.
+A cache is any pytree of *page leaves* [P, S, ...]: P pages of S tokens, and of each token an array of any shape and
+dtype, such as a key, a latent or a scale. A *block* is a pytree of the same structure with [B, N, ...] leaves: N new
+tokens of each of B requests. Which leaves there are is the model's business (`PageSpec`); everything here is a
+`jax.tree.map`.
+
+A forward reads pages and returns its block. `commit` alone writes pages, after verification has decided which tokens
+survive. A rejected token therefore never touches a page, there is nothing to roll back or compact, and a page shared by
+several requests cannot be dirtied. Knows nothing of trees, drafts or requests.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
+import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int32
+from jaxtyping import Int32
 
-from specjax.config import HeadConfig, ModelConfig
 from specjax.types import PageTable, PerRequest
+
+Cache: TypeAlias = Any
+"""A pytree of page leaves [P, S, ...]."""
+
+Block: TypeAlias = Any
+"""A pytree of the cache's structure, with leaves [B, N, ...]: what the layers keep of N new tokens per request."""
 
 
 class PoolShape(NamedTuple):
@@ -24,73 +38,87 @@ class PoolShape(NamedTuple):
     page_size: int  # S
 
 
-class PagedCache(NamedTuple):
-    """Keys and values of committed tokens: separate leaves per layer, since indexing a stacked array copies it."""
+@dataclass(frozen=True)
+class PageSpec:
+    """One array that a layer keeps of each token. A pytree of these describes a cache.
 
-    keys: tuple[Float[Array, "P S K E"], ...]
-    values: tuple[Float[Array, "P S K E"], ...]
+    Attributes:
+        shape: of one token's array; the page leaf has [P, S, *shape].
+        dtype: a name that numpy knows, or bfloat16.
+        axes: the logical axis of each dimension of `shape`, which a mesh may split; None: never split.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    axes: tuple[str | None, ...]
 
     @property
-    def page_size(self) -> int:
-        return self.keys[0].shape[1]
-
-    @property
-    def pages(self) -> int:
-        return self.keys[0].shape[0]
+    def page_axes(self) -> tuple[str | None, ...]:
+        """Logical axes of the page leaf: pages and slots are never split."""
+        return (None, None, *self.axes)
 
 
-class BlockKV(NamedTuple):
-    """Keys and values of the block that a forward read, not committed yet. One leaf per layer."""
-
-    keys: tuple[Float[Array, "B N K E"], ...]
-    values: tuple[Float[Array, "B N K E"], ...]
-
-
-def init_cache(config: ModelConfig | HeadConfig, pool: PoolShape, *, layers: int | None = None) -> PagedCache:
-    """An empty pool of `pool.pages` pages for `layers` layers (default: all of the model's), in the model's dtype.
+def init_cache(specs: Any, pool: PoolShape) -> Cache:
+    """An empty pool of P pages: a zeroed leaf [P, S, *shape] for each `PageSpec` of the pytree `specs`.
 
     Zeros, not uninitialised memory: a masked slot has weight 0, and 0 times a NaN is NaN.
     """
-    shape = (pool.pages, pool.page_size, config.num_kv_heads, config.head_dim)
-    count = config.num_layers if layers is None else layers
-    dtype = jnp.dtype(config.dtype)
-    return PagedCache(
-        keys=tuple(jnp.zeros(shape, dtype) for _ in range(count)),
-        values=tuple(jnp.zeros(shape, dtype) for _ in range(count)),
-    )
+    return jax.tree.map(lambda spec: jnp.zeros((*pool, *spec.shape), jnp.dtype(spec.dtype)), specs)
 
 
-def take_path(block: BlockKV, path: Int32[Array, "B J"]) -> BlockKV:
-    """The block's rows at node indices `path`, in path order: [B, J, K, E] leaves."""
-    if block.keys[0].shape[1] == path.shape[1] == 1:
-        return block  # a path through one node; a gather would be a kernel a layer
+def pool_shape(cache: Cache) -> PoolShape:
+    """The pool's size, which all leaves share."""
+    return PoolShape(*jax.tree.leaves(cache)[0].shape[:2])
+
+
+def bytes_per_token(init: Callable[[PoolShape], Any], page_size: int = 1) -> int:
+    """Bytes that one token takes in the tree that ``init(pool)`` allocates: its growth with a page, shared out."""
+
+    def size(pages: int) -> int:
+        leaves = jax.tree.leaves(jax.eval_shape(lambda: init(PoolShape(pages, page_size))))
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+    return (size(2) - size(1)) // page_size
+
+
+def take_path(block: Block, path: Int32[Array, "B J"]) -> Block:
+    """The block's rows at node indices `path`, in path order: [B, J, ...] leaves."""
 
     def take(leaf: Array) -> Array:
-        return jnp.take_along_axis(leaf, path[:, :, None, None], axis=1)
+        if leaf.shape[1] == path.shape[1] == 1:
+            return leaf  # a path through one node; a gather would be a kernel a layer
+        return jnp.take_along_axis(leaf, path.reshape(*path.shape, *[1] * (leaf.ndim - 2)), axis=1)
 
-    return BlockKV(tuple(map(take, block.keys)), tuple(map(take, block.values)))
+    return jax.tree.map(take, block)
 
 
 def commit(
-    cache: PagedCache, block: BlockKV, page_table: PageTable, start: PerRequest, length: PerRequest
-) -> PagedCache:
+    cache: Cache, block: Block, page_table: PageTable, start: PerRequest, length: PerRequest, *, after: Any
+) -> Cache:
     """Writes the first `length[b]` rows of request b's block at positions start[b], start[b] + 1, ...
 
     Args:
-        block: rows in the order of their positions (see `take_path`), [B, J, K, E] leaves.
+        cache: [P, S, ...] leaves.
+        block: rows in the order of their positions (see `take_path`), [B, J, ...] leaves.
         page_table: request b's token t lives in page ``page_table[b, t // S]``, slot ``t % S``. A hole holds P.
-        length: 0 writes nothing. **Must depend on what the forward computed** from this cache (a verdict, a drawn
-            token): XLA:CPU copies the whole pool when a write might be scheduled before a read.
+        length: 0 writes nothing.
+        after: arrays with a leading B that were computed from everything that reads `cache`, such as a forward's
+            output; their values do not matter. The writes wait for them: XLA:CPU copies the whole pool where a write
+            might be scheduled before a read.
 
     Worked example: S = 4, start = 6, length = 3, table row [9, 2, 5]: the rows go to (page 2, slot 2), (2, 3), (5, 0).
     """
-    size, count = cache.page_size, cache.pages
-    batch, width = block.keys[0].shape[:2]
+    count, size = pool_shape(cache)
+    batch, width = jax.tree.leaves(block)[0].shape[:2]
     offset = jnp.arange(width, dtype=jnp.int32)[None, :]
     position = start[:, None] + offset
     column = jnp.minimum(position // size, page_table.shape[1] - 1)
     page = jnp.take_along_axis(page_table, column, axis=1)
     write = (offset < length[:, None]) & (position < page_table.shape[1] * size) & (page < count)
+    for leaf in jax.tree.leaves(after):
+        # No page is negative, but no compiler knows that, so the write depends on `after`. (XLA:CPU ignores
+        # `optimization_barrier` here.) One number a request is read, and fused into the index computation.
+        write &= (page >= 0) | ~leaf.reshape(batch, -1)[:, :1].astype(bool)
     # A write that must not happen gets an index past the end, a distinct one each (-1 would wrap to the last page).
     nowhere = count + jnp.arange(batch * width, dtype=jnp.int32).reshape(batch, width)
     page, slot = jnp.where(write, page, nowhere), position % size
@@ -98,7 +126,4 @@ def commit(
     def put(pages: Array, rows: Array) -> Array:
         return pages.at[page, slot].set(rows, mode="drop", unique_indices=True)
 
-    return PagedCache(
-        tuple(put(pages, rows) for pages, rows in zip(cache.keys, block.keys, strict=True)),
-        tuple(put(pages, rows) for pages, rows in zip(cache.values, block.values, strict=True)),
-    )
+    return jax.tree.map(put, cache, block)

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int32, UInt32
 
-from specjax.cache import PagedCache, PoolShape, init_cache
+from specjax.cache import Cache, PoolShape, init_cache
 from specjax.drafters.base import Drafter, DraftState, Params
 from specjax.models.protocol import Target
 from specjax.sampling import History, SamplingRows, sampling_row
@@ -49,7 +49,8 @@ class Row(NamedTuple):
 class DecodeState(NamedTuple):
     """Everything on the device, one donated pytree."""
 
-    cache: PagedCache
+    cache: Cache  # `Target.pages`, of P pages
+    tokens: Int32[Array, "P S"] | None  # of committed tokens, in the same pages; None: the drafter does not read them
     draft: DraftState
     rows: Row
     root: Int32[Array, "R"]  # the last emitted token, at position prefix_length
@@ -100,7 +101,8 @@ def init_state(params: Params, target: Target, drafter: Drafter, *, rows: int, p
         return jnp.zeros(rows, jnp.int32)
 
     return DecodeState(
-        cache=init_cache(target.config, pool),
+        cache=init_cache(target.pages, pool),
+        tokens=jnp.zeros(pool, jnp.int32) if drafter.reads_tokens else None,
         draft=drafter.init(params, rows, pool),
         rows=Row(
             prefix_length=zeros(),

@@ -29,7 +29,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int32, UInt32
 from specjax_kernels import CAUSAL, pack_bits
 
-from specjax.cache import BlockKV, commit, take_path
+from specjax.cache import Block, commit, take_path
 from specjax.compiling import compiler_options
 from specjax.drafters.base import Context, Drafter, Observation, Params
 from specjax.models.protocol import Target
@@ -101,7 +101,7 @@ class Checked(NamedTuple):
     """What the target's forward and the walk found. All is as long as the path: J = D + 1, the accepted ones count."""
 
     verdict: Verdict
-    block: BlockKV  # of the path's nodes
+    block: Block  # of the path's nodes
     features: Float[Array, "B J F"] | None
     finite: Bool[Array, "B J"]  # the logits at the path's nodes hold no NaN and no +inf
     logprobs: Logprobs
@@ -216,11 +216,11 @@ def commit_phase(
     context, row, verdict = batch.context, batch.row, checked.verdict
     tree = _fitted(tree, config)
     emitted, finish = _truncate(verdict.tokens, verdict.accepted, row, context.active, checked.finite)
-    cache = commit(state.cache, checked.block, context.page_table, context.prefix_length, emitted)
     path_tokens = jnp.take_along_axis(tree.tokens, verdict.path, axis=1)
+    state, context = _commit(state, context, checked.block, path_tokens, emitted, after=checked.finite)
     observation = Observation(path_tokens, verdict.tokens, checked.features, emitted)
-    draft = drafter.observe(params, state.draft, context, observation)
-    state = _emit(state._replace(cache=cache, draft=draft), batch, verdict.tokens, emitted, emitted, finish)
+    state = state._replace(draft=drafter.observe(params, state.draft, context, observation))
+    state = _emit(state, batch, verdict.tokens, emitted, emitted, finish)
     accepted = jnp.maximum(emitted - 1, 0)
     trace = Trace(tree, verdict.drawn, verdict.path, verdict.accepted) if config.trace else None
     return state, StepOutput(verdict.tokens, emitted, accepted, finish, checked.logprobs, trace)
@@ -314,18 +314,17 @@ def prefill_step(
     drawn = verdict.tokens
     token = jnp.where(wants_draw, drawn[:, 0], inputs.next_token)
     # The last token attends to all others of the chunk, so one that is not finite shows in its logits, drawn or not.
-    # `commit` and `observe` also wait for the forward's reads this way (see `commit`).
     finite = finite_logits(logits)
     committed = jnp.where(finite[:, 0], length, 0)
 
     emitted, finish = _truncate(token[:, None], jnp.zeros_like(length), row, wants_draw, finite)
     finish = jnp.where(context.active & ~finite[:, 0], NOT_FINITE, finish)
-    cache = commit(state.cache, output.block, context.page_table, context.prefix_length, committed)
+    state, context = _commit(state, context, output.block, inputs.tokens, committed, after=logits)
     shifted = jnp.roll(inputs.tokens, -1, axis=1)
     next_tokens = jnp.where(offset == last[:, None], token[:, None], shifted)
     observation = Observation(inputs.tokens, next_tokens, output.features, committed)
-    draft = drafter.observe(params, state.draft, context, observation)
-    state = _emit(state._replace(cache=cache, draft=draft), batch, token[:, None], emitted, committed, finish)
+    state = state._replace(draft=drafter.observe(params, state.draft, context, observation))
+    state = _emit(state, batch, token[:, None], emitted, committed, finish)
     logprobs = path_logprobs(logits, verdict.path, verdict, jnp.any(row.logprobs & wants_draw))
     return state, StepOutput(token[:, None], emitted, jnp.zeros_like(emitted), finish, logprobs, None)
 
@@ -384,8 +383,19 @@ def _gather(state: DecodeState, slots: PerRequest, page_table: PageTable, active
         active=active,
         salt=row.salt,
         sampling=row.sampling,
+        tokens=state.tokens,
     )
     return _Batch(context, row, DrawInputs(row.sampling, row.history, slots, active))
+
+
+def _commit(
+    state: DecodeState, context: Context, block: Block, tokens: Int32[Array, "B J"], length: PerRequest, *, after: Any
+) -> tuple[DecodeState, Context]:
+    """Writes the first `length[b]` tokens of each request, and what the layers keep of them, to the pages."""
+    pages = state.cache, state.tokens
+    kept = block, None if state.tokens is None else tokens
+    cache, known = commit(pages, kept, context.page_table, context.prefix_length, length, after=after)
+    return state._replace(cache=cache, tokens=known), context._replace(tokens=known)
 
 
 def _fitted(tree: DraftTree, config: StepConfig) -> DraftTree:

@@ -22,7 +22,7 @@ from toy_models import Toy, table_model
 from specjax.config import HeadConfig, ModelConfig, RopeConfig
 from specjax.models.blocks import Past
 from specjax.models.eagle_head import EagleHead, eagle_head, init_head_params
-from specjax.models.protocol import ForwardOutput, Target
+from specjax.models.protocol import ForwardOutput
 
 
 @functools.cache
@@ -54,7 +54,8 @@ def pair_model(seed: int = 0, vocab: int = 48) -> Toy:
         before = tokens[-2] if len(tokens) > 1 else 0
         return weights[tokens[-1]] + weights[vocab + before]
 
-    return Toy(Target(config, embed, forward, unembed), {"head": jnp.asarray(weights)}, logits)
+    target = base.target._replace(config=config, embed=embed, forward=forward, unembed=unembed)
+    return Toy(target, {"head": jnp.asarray(weights)}, logits)
 
 
 def small_head(kind: str, toy: Toy, **changes: Any) -> HeadConfig:
@@ -130,10 +131,9 @@ def _losses(head: EagleHead, toy: Toy, params: Any, tokens: Any, unrolled: int) 
 
 
 def _toy_cache() -> Any:
-    from specjax.cache import PagedCache
+    from specjax.cache import PoolShape, init_cache
 
-    empty = jnp.zeros((1, 1, 1, 1), jnp.float32)
-    return PagedCache((empty,), (empty,))
+    return init_cache(pair_model().target.pages, PoolShape(1, 1))
 
 
 def _table(count: int) -> jax.Array:

@@ -12,10 +12,11 @@ from engine_helpers import check_idle, check_plain, make_engine
 from oracle import Sampling
 from toy_models import Runner, tiny_llama
 
+from specjax.cache import bytes_per_token
 from specjax.config import HeadConfig, RopeConfig
 from specjax.drafters import Drafter, Params, TreeShape, eagle_drafter, make_drafter
 from specjax.engine import EngineConfig, SamplingParams
-from specjax.engine.batch import draft_bytes_per_token, pool_tokens
+from specjax.engine.batch import pool_tokens
 from specjax.engine.request import Status
 from specjax.models.eagle_head import init_head_params
 
@@ -49,9 +50,7 @@ def fresh_runner(kind: str) -> Runner:
 
 def slots(draft, table: np.ndarray, count: int) -> np.ndarray:
     """The keys and values of a row's first `count` slots, [count, 2 * K * E]."""
-    both = [
-        np.asarray(leaf)[table].reshape(-1, *leaf.shape[2:]) for leaf in (draft.cache.keys[0], draft.cache.values[0])
-    ]
+    both = [np.asarray(leaf)[table].reshape(-1, *leaf.shape[2:]) for leaf in draft.cache]
     return np.concatenate([part[:count].reshape(count, -1) for part in both], axis=1)
 
 
@@ -168,33 +167,39 @@ def test_a_page_list_that_is_reused(kind, same_next):
 def test_what_a_token_takes_in_the_drafts_cache(kind, page_size):
     """Keys and values of one layer with 2 heads of 8, float32. Drafters without pages take nothing."""
     params = Params(toy().params, head(kind)[1])
-    assert draft_bytes_per_token(drafter(kind), params, page_size) == 2 * 2 * 8 * 4
-    assert draft_bytes_per_token(make_drafter("NGRAM"), params, page_size) == 0
+
+    def taken(drafter: Drafter) -> int:
+        return bytes_per_token(lambda pool: drafter.init(params, 1, pool), page_size)
+
+    assert taken(drafter(kind)) == 2 * 2 * 8 * 4
+    assert taken(make_drafter("NGRAM")) == 0
 
 
 def test_the_pool_leaves_room_for_trees_that_were_asked_for(monkeypatch):
     """A GPU of which half may be used: weights, then the pool; large trees' logits come out of the pool's share."""
-    model, params = toy().target.config, Params(toy().params)
+    target, params = toy().target, Params(toy().params)
+    model = target.config
     device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 200_000_000, "bytes_in_use": 20_000_000})
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     config = EngineConfig(max_running_requests=64, page_size=16, mem_fraction=0.5)
 
     def tokens(drafter: Drafter) -> int:
-        return pool_tokens(model, config, 1 << 30, "gpu", drafter, params)
+        return pool_tokens(target, config, 1 << 30, "gpu", drafter, params)
 
     automatic = make_drafter("NGRAM")._replace(width=64)
     a_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 4
     assert tokens(automatic) == 80_000_000 // a_token
     logits = 2.5 * (64 * 64 - 1024) * model.vocab_size * 4
     assert tokens(automatic._replace(explicit_width=True)) == int(80_000_000 - logits) // a_token
-    wide, large = replace(model, vocab_size=1000), automatic._replace(explicit_width=True, width=512)
+    wide = target._replace(config=replace(model, vocab_size=1000))
+    large = automatic._replace(explicit_width=True, width=512)
     with pytest.raises(ValueError, match=r"no memory is left .* 0\.02 of 0\.20 GB .*-static 0\.5 .*\(64\).*\(512\)"):
         pool_tokens(wide, config, 1 << 30, "gpu", large, params)
     # A size that is given must leave room for the same trees.
     given = replace(config, max_total_tokens=100_000_000 // a_token)
-    assert pool_tokens(model, given, 1 << 30, "gpu", automatic, params) == given.max_total_tokens
+    assert pool_tokens(target, given, 1 << 30, "gpu", automatic, params) == given.max_total_tokens
     with pytest.raises(ValueError, match=r"--max-total-tokens \d+ takes 0\.10 GB .* 0\.32 GB, but 0\.18 GB are free"):
         pool_tokens(wide, given, 1 << 30, "gpu", large, params)
     too_many = replace(config, max_total_tokens=200_000_000 // a_token)
     with pytest.raises(ValueError, match=r"takes 0\.20 GB .*trees 0\.00 GB, but 0\.18 GB are free; give fewer tokens"):
-        pool_tokens(model, too_many, 1 << 30, "gpu", automatic, params)
+        pool_tokens(target, too_many, 1 << 30, "gpu", automatic, params)

@@ -50,7 +50,7 @@ def raw_logprobs(tokens: list[int]) -> np.ndarray:
 @functools.partial(jax.jit, static_argnums=0)
 def _forward(target, params, tokens):
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    cache, zero = init_cache(target.config, PoolShape(1, 1)), jnp.zeros(1, jnp.int32)
+    cache, zero = init_cache(target.pages, PoolShape(1, 1)), jnp.zeros(1, jnp.int32)
     output = target.forward(params, target.embed(params, tokens), positions, CAUSAL, cache, zero[None], zero)
     return target.unembed(params, output.hidden)
 

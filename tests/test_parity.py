@@ -15,7 +15,7 @@ from specjax_kernels import CAUSAL, pack_bits
 from tiny_checkpoints import save_llama
 from toy_models import as_arrays, random_tree
 
-from specjax.cache import BlockKV, PoolShape, commit, init_cache, take_path
+from specjax.cache import Block, PoolShape, commit, init_cache, take_path
 from specjax.checkpoint import load_params, model_config, resolve
 from specjax.config import ModelConfig, RopeConfig
 from specjax.models import Target, make_target
@@ -98,12 +98,12 @@ class Reader:
     def __init__(self, config: ModelConfig, target: Target, params: Any, *, page_size: int = 4, rows: int = 2) -> None:
         self.target, self.params = target, params
         pages = 2 * 32 + 1
-        self.cache = init_cache(config, PoolShape(pages, page_size))
+        self.cache = init_cache(target.pages, PoolShape(pages, page_size))
         order = np.random.default_rng(0).permutation(pages)[:64]
         self.table = jnp.asarray(order.reshape(2, 32)[:rows].astype(np.int32))
         self.length = jnp.zeros(rows, jnp.int32)
 
-    def look(self, tokens: np.ndarray, depth=None, mask=CAUSAL) -> tuple[np.ndarray, BlockKV]:
+    def look(self, tokens: np.ndarray, depth=None, mask=CAUSAL) -> tuple[np.ndarray, Block]:
         """Logits of a block after what is committed; commits nothing."""
         tokens = jnp.asarray(tokens, jnp.int32)
         if depth is None:
@@ -111,9 +111,9 @@ class Reader:
         logits, block = _forward(self.target, self.params, tokens, depth, mask, self.cache, self.table, self.length)
         return np.asarray(logits), block
 
-    def keep(self, block: BlockKV, count: list[int]) -> None:
+    def keep(self, block: Block, count: list[int]) -> None:
         added = jnp.asarray(count, jnp.int32)
-        self.cache = commit(self.cache, block, self.table, self.length, added)
+        self.cache = commit(self.cache, block, self.table, self.length, added, after=())
         self.length = self.length + added
 
     def read(self, texts: list[np.ndarray], width: int) -> list[np.ndarray]:

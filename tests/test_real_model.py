@@ -119,7 +119,7 @@ def test_greedy_text_is_that_of_transformers(algorithm, plain, expected):
 
 def test_logits_are_as_near_to_those_in_float64_as_transformers_own(plain, expected):
     target, params = plain.target, plain.params.target
-    cache = init_cache(target.config, PoolShape(1, 1))
+    cache = init_cache(target.pages, PoolShape(1, 1))
 
     @jax.jit
     def logits(params, tokens):

@@ -57,6 +57,7 @@ from specjax import (
 )
 from specjax.config import HeadConfig
 from specjax.models import FAMILIES
+from specjax.models.blocks import key_value_spec
 from specjax.models.eagle_head import LOGICAL_AXES, init_head_params
 from specjax.step import StepConfig, admit, tree_widths
 
@@ -72,6 +73,10 @@ mesh = Mesh(np.array(jax.devices()), ("tensor",))
 def split(name, table=family.logical_axes):
     """A leaf's sharding: every logical axis goes to the one axis of the mesh."""
     return NamedSharding(mesh, PartitionSpec(*("tensor" if axis else None for axis in table[name])))
+
+
+def pages(spec):
+    return NamedSharding(mesh, PartitionSpec(*("tensor" if axis else None for axis in spec.page_axes)))
 
 
 def run(sharded):
@@ -99,11 +104,10 @@ def run(sharded):
     if sharded:
         everywhere = NamedSharding(mesh, PartitionSpec())
         shardings = jax.tree.map(lambda leaf: everywhere, state)
-        pages = jax.tree.map(lambda leaf: split("pages"), state.cache)
-        shardings = shardings._replace(cache=pages)
+        shardings = shardings._replace(cache=jax.tree.map(pages, target.pages))
         if head is not None:
-            pages = jax.tree.map(lambda leaf: split("pages", LOGICAL_AXES), state.draft.cache)
-            shardings = shardings._replace(draft=shardings.draft._replace(cache=pages))
+            draft_pages = jax.tree.map(pages, key_value_spec(head))
+            shardings = shardings._replace(draft=shardings.draft._replace(cache=draft_pages))
         state = jax.device_put(state, shardings)
         kept = {"out_shardings": (shardings, None)}
     fixed = {"target": target, "drafter": drafter, "config": StepConfig(tree_widths(drafter))}
@@ -144,7 +148,7 @@ def run(sharded):
     for path, leaf in jax.tree_util.tree_leaves_with_path((weights, state.cache)):
         name = path[-1].key if hasattr(path[-1], "key") else "pages"
         shares[name] = leaf.addressable_shards[0].data.nbytes / leaf.nbytes
-    drafts = {} if head is None else {**draft, "pages": state.draft.cache.keys[0]}
+    drafts = {} if head is None else {**draft, "pages": state.draft.cache.key}
     for name, leaf in drafts.items():
         shares[f"draft {name}"] = leaf.addressable_shards[0].data.nbytes / leaf.nbytes
     return {"texts": texts, "emitted": emitted, "memory": memory, "shares": shares}
@@ -188,6 +192,7 @@ def test_two_devices_draw_the_same_tokens(algorithm, flags, tied, tmp_path):
     axes = dict(FAMILIES["llama"].logical_axes)
     axes |= {f"draft {name}": names for name, names in eagle_head.LOGICAL_AXES.items()}
     assert alone["shares"] == dict.fromkeys(alone["shares"], 1.0)
+    axes |= dict.fromkeys(("pages", "draft pages"), ("kv_heads",))
     assert split["shares"] == {name: 0.5 if any(axes[name]) else 1.0 for name in alone["shares"]}
     for pool, aliased, temporary in split["memory"].values():
         assert aliased >= pool
@@ -196,7 +201,7 @@ def test_two_devices_draw_the_same_tokens(algorithm, flags, tied, tmp_path):
 
 def test_every_leaf_is_in_the_table():
     """And has as many axes there as in the model; nothing in the table is of no model."""
-    family, seen = FAMILIES["llama"], {"pages"}
+    family, seen = FAMILIES["llama"], set()
     for tied in (True, False):
         config = ModelConfig(**CONFIG, tied_embeddings=tied, rope=RopeConfig())
         for path, leaf in jax.tree_util.tree_leaves_with_path(family.init_params(config, jax.random.key(0))):
@@ -208,7 +213,7 @@ def test_every_leaf_is_in_the_table():
 
 
 def test_every_leaf_of_a_head_is_in_its_table():
-    target, seen = make_target(ModelConfig(**CONFIG, tied_embeddings=True, rope=RopeConfig())), {"pages"}
+    target, seen = make_target(ModelConfig(**CONFIG, tied_embeddings=True, rope=RopeConfig())), set()
     plain = {"kind": "eagle", "feature_size": 32, "aux_layers": (), "own_embedding": False}
     for changes in ({}, plain, {**plain, "kind": "mtp"}):
         config = HeadConfig(**HEAD | changes, rope=RopeConfig())

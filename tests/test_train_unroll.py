@@ -203,7 +203,7 @@ def reference(tokens: np.ndarray, features: Any) -> tuple[np.ndarray, np.ndarray
     from specjax_kernels import CAUSAL
 
     target, params = make_target(TARGET), init_params(TARGET, jax.random.key(0))
-    cache = init_cache(TARGET, PoolShape(1, 4))
+    cache = init_cache(target.pages, PoolShape(1, 4))
     row = jnp.asarray(tokens)[None]
     positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
     output = target.forward(

@@ -21,7 +21,7 @@ from oracle import NO_PARENT, Sampling, Tree
 from specjax_kernels import CAUSAL
 from specjax_kernels.masks import unpack_bits
 
-from specjax.cache import BlockKV, PoolShape
+from specjax.cache import PageSpec, PoolShape, pool_shape
 from specjax.config import ModelConfig, RopeConfig
 from specjax.drafters.base import Drafter, Params
 from specjax.models import make_target
@@ -76,8 +76,8 @@ def table_model(table: np.ndarray, window: int = 2, stride: int = 5) -> Toy:
             visible = jnp.broadcast_to(jnp.tri(width, dtype=bool), (x.shape[0], width, width))
         else:
             visible = unpack_bits(mask, width)
-        safe = jnp.minimum(page_table, cache.pages - 1)
-        held = [leaf[safe].reshape(x.shape[0], -1).astype(jnp.int32) for leaf in (cache.keys[0], cache.values[0])]
+        safe = jnp.minimum(page_table, pool_shape(cache).pages - 1)
+        held = [leaf[safe].reshape(x.shape[0], -1).astype(jnp.int32) for leaf in cache]
         index = jnp.arange(held[0].shape[1], dtype=jnp.int32)[None, :]
         committed = index < prefix_length[:, None]
         misplaced = jnp.sum(committed & (held[1] != index), axis=1)
@@ -91,7 +91,7 @@ def table_model(table: np.ndarray, window: int = 2, stride: int = 5) -> Toy:
         hidden = jax.nn.one_hot((total + 3 * misplaced[:, None]) % rows, rows, dtype=jnp.float32)
         block = [leaf.astype(jnp.float32)[:, :, None, None] for leaf in (token, positions)]
         wanted = {None: None, "final": hidden}.get(features, hidden)
-        return ForwardOutput(hidden, wanted, BlockKV((block[0],), (block[1],)))
+        return ForwardOutput(hidden, wanted, tuple(block))
 
     def unembed(params, hidden, ids=None):
         logits = params["table"][jnp.argmax(hidden, axis=-1)]
@@ -100,7 +100,9 @@ def table_model(table: np.ndarray, window: int = 2, stride: int = 5) -> Toy:
     def logits(tokens):
         return table[table_row(tokens, window, rows, stride)]
 
-    return Toy(Target(config, embed, forward, unembed), {"table": jnp.asarray(table)}, logits)
+    # It keeps a token's id and its position.
+    pages = (PageSpec((1, 1), "float32", (None, None)),) * 2
+    return Toy(Target(config, embed, forward, unembed, pages), {"table": jnp.asarray(table)}, logits)
 
 
 # A tiny Llama, judged by the oracle's.
@@ -354,5 +356,5 @@ class Runner:
 
     def committed(self, row: int, layer: int = 0) -> np.ndarray:
         """A row's key slots in order, [T * S, K, E]."""
-        keys = np.asarray(self.state.cache.keys[layer])
+        keys = np.asarray(jax.tree.leaves(self.state.cache[layer])[0])
         return keys[self.table[row]].reshape(-1, *keys.shape[2:])

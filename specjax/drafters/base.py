@@ -16,7 +16,7 @@ from specjax_kernels import INACTIVE
 
 from specjax.cache import PoolShape
 from specjax.sampling import SamplingRows
-from specjax.tree import DraftTree
+from specjax.tree import NO_TOKEN, DraftTree
 from specjax.types import Active, PageTable, PerRequest
 
 Features: TypeAlias = tuple[int, ...] | Literal["final"] | None
@@ -43,11 +43,46 @@ class Context(NamedTuple):
     active: Active
     salt: UInt32[Array, "B"]  # requests with different salts share nothing
     sampling: SamplingRows  # [B] rows: a drafter may look at the noise the target will use
+    tokens: Int32[Array, "P S"] | None = None  # pages of committed tokens, for drafters with `reads_tokens`
 
     @property
     def attended(self) -> PerRequest:
         """`prefix_length` for attention, which spends nothing on rows that take no part."""
         return jnp.where(self.active, self.prefix_length, INACTIVE)
+
+    @property
+    def room(self) -> int:
+        """T * S: the most tokens that a request's pages can hold here. Static, and not the same in every call."""
+        return self.page_table.shape[1] * self._pages().shape[1]
+
+    def committed(self, positions: Int32[Array, "#B X"]) -> Int32[Array, "B X"]:
+        """The tokens at these positions of each request's text; NO_TOKEN outside 0 .. `prefix_length` - 1.
+
+        Example: ``context.committed(jnp.arange(context.room, dtype=jnp.int32)[None, :])`` is the whole text.
+
+        Raises:
+            ValueError: the drafter does not say `reads_tokens`.
+        """
+        pages = self._pages()
+        count, size = pages.shape
+        inside = (positions >= 0) & (positions < self.prefix_length[:, None])
+        positions = jnp.where(inside, positions, 0)
+        page = jnp.take_along_axis(self.page_table, positions // size, axis=1)
+        return jnp.where(inside, pages[jnp.minimum(page, count - 1), positions % size], NO_TOKEN)
+
+    def suffix(self, width: int) -> Int32[Array, "B {width}"]:
+        """The last `width` tokens of each text, the root last; NO_TOKEN where the text is shorter. For `propose`.
+
+        Raises:
+            ValueError: the drafter does not say `reads_tokens`.
+        """
+        before = self.prefix_length[:, None] + jnp.arange(1 - width, 0, dtype=jnp.int32)[None, :]
+        return jnp.concatenate([self.committed(before), self.root[:, None]], axis=1)
+
+    def _pages(self) -> Int32[Array, "P S"]:
+        if self.tokens is None:
+            raise ValueError("this drafter reads committed tokens: return Drafter(..., reads_tokens=True)")
+        return self.tokens
 
 
 class Observation(NamedTuple):
@@ -74,4 +109,5 @@ class Drafter(NamedTuple):
     observe: Callable[[Params, DraftState, Context, Observation], DraftState]
     widths: tuple[int, ...] = ()  # smaller static widths worth compiling (1 is always there)
     explicit_width: bool = False  # the user chose the width: no batch is too large for it
+    reads_tokens: bool = False  # whether it calls `Context.committed` or `Context.suffix`
     note: str = ""  # for the log: what a user may want to know of it

@@ -31,11 +31,11 @@ from jax import Array
 from jaxtyping import Bool, Float, Float32, Int32
 from specjax_kernels import CAUSAL, pack_bits
 
-from specjax.cache import BlockKV, PagedCache, PoolShape, commit, init_cache
+from specjax.cache import PoolShape, commit, init_cache
 from specjax.config import HeadConfig
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
 from specjax.drafters.shape import TreeShape
-from specjax.models.blocks import KeyValue, Past
+from specjax.models.blocks import KeyValue, Past, joined, key_value_spec
 from specjax.models.eagle_head import EagleHead, eagle_head
 from specjax.models.layers import FEW_ROWS
 from specjax.models.protocol import Target
@@ -43,7 +43,7 @@ from specjax.tree import NO_PARENT, DraftTree, Pool, chain, log_total, next_beam
 
 
 class EagleState(NamedTuple):
-    cache: PagedCache  # the head's one layer, over the target's pages
+    cache: KeyValue  # [P, S, K, E]: the head's one layer, in the target's pages
     hidden: Float[Array, "R M"]  # the head's output at the row's last slot: predicts what follows the root
 
 
@@ -126,7 +126,7 @@ def eagle_drafter(
     def init(params: Params, rows: int, pool: PoolShape) -> DraftState:
         del params
         hidden = jnp.zeros((rows, head.hidden_size), jnp.dtype(head.dtype))
-        return EagleState(init_cache(head, pool, layers=1), hidden)
+        return EagleState(init_cache(key_value_spec(head), pool), hidden)
 
     def propose(params: Params, state: EagleState, context: Context) -> tuple[DraftTree, DraftState]:
         rows = state.hidden.shape[0]
@@ -143,11 +143,9 @@ def eagle_drafter(
         feature = model.fuse(params.draft, seen.features)
         out, block = model.forward(params.draft, embedded, feature, positions, CAUSAL, _past(state.cache, context))
         last = jnp.take_along_axis(out, jnp.maximum(seen.length - 1, 0)[:, None, None], axis=1)[:, 0]
-        # `commit` must wait for the forward's reads of the pages; the comparison is false for no number.
-        length = jnp.where(last[:, 0] <= jnp.inf, seen.length, 0)
-        cache = commit(
-            state.cache, BlockKV((block[0],), (block[1],)), context.page_table, context.prefix_length, length
-        )
+        # A NaN in a page would spread to the requests that hold the page later.
+        length = jnp.where(jnp.isnan(last[:, 0]), 0, seen.length)
+        cache = commit(state.cache, block, context.page_table, context.prefix_length, length, after=last)
         nowhere = rows + jnp.arange(length.shape[0], dtype=jnp.int32)
         row = jnp.where(seen.length > 0, context.slots, nowhere)
         return EagleState(cache, state.hidden.at[row].set(last, mode="drop", unique_indices=True))
@@ -173,8 +171,8 @@ def _between(width: int) -> tuple[int, ...]:
     return tuple(w for w in sorted({*range(2, FEW_ROWS + 1), width // 4}) if 2 <= w < width)
 
 
-def _past(cache: PagedCache, context: Context, before: KeyValue | None = None) -> Past:
-    return Past((cache.keys[0], cache.values[0]), context.page_table, context.attended, before)
+def _past(cache: KeyValue, context: Context, before: KeyValue | None = None) -> Past:
+    return Past(cache, context.page_table, context.attended, before)
 
 
 class _Level(NamedTuple):
@@ -190,7 +188,7 @@ class _Level(NamedTuple):
 def _run(
     model: EagleHead,
     params: Params,
-    cache: PagedCache,
+    cache: KeyValue,
     context: Context,
     level: int,
     nodes: _Level,
@@ -202,9 +200,7 @@ def _run(
     positions = jnp.broadcast_to(position, nodes.tokens.shape)
     past = _past(cache, context, before)
     out, block = model.forward(params.draft, embedded, nodes.features, positions, pack_bits(nodes.visible), past)
-    if before is not None:
-        block = (jnp.concatenate([before[0], block[0]], axis=1), jnp.concatenate([before[1], block[1]], axis=1))
-    return out, model.unembed(params.target, params.draft, out), block
+    return out, model.unembed(params.target, params.draft, out), joined(before, block)
 
 
 class _Expanded(NamedTuple):
@@ -219,7 +215,7 @@ class _Expanded(NamedTuple):
 def _grow_tree(
     model: EagleHead,
     params: Params,
-    cache: PagedCache,
+    cache: KeyValue,
     context: Context,
     hidden: Float[Array, "B M"],
     shape: TreeShape,
@@ -269,7 +265,7 @@ def _grow_tree(
 def _grow_chain(
     model: EagleHead,
     params: Params,
-    cache: PagedCache,
+    cache: KeyValue,
     context: Context,
     hidden: Float[Array, "B M"],
     shape: TreeShape,

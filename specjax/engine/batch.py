@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from specjax.cache import PoolShape
+from specjax.cache import bytes_per_token
 from specjax.config import ModelConfig
 from specjax.drafters.base import Drafter, Params
 from specjax.engine.config import EngineConfig
 from specjax.engine.request import Sequence
-from specjax.step import NO_DRAFT_LIMIT, NO_FORCED_TOKEN, PrefillInput, Row, StepInput, new_row, tree_widths
+from specjax.models.protocol import Target
+from specjax.step import NO_DRAFT_LIMIT, NO_FORCED_TOKEN, PrefillInput, Row, StepInput, init_state, new_row, tree_widths
 
 BATCHES = (1, 4, 16, 48, 128, 256)
 
@@ -189,23 +189,8 @@ def _page_table(sequences: list[Sequence], batch: int, width: int, pages: int) -
     return table
 
 
-def kv_bytes_per_token(config: ModelConfig) -> int:
-    """Bytes that one token's keys and values take."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
-
-
 DEFAULT_POOL_TOKENS = 32_768
 """Of the pool on a CPU, where memory is shared with everything else."""
-
-
-def draft_bytes_per_token(drafter: Drafter, params: Params, page_size: int) -> int:
-    """Bytes that one token takes in the drafter's own cache: what its state grows by with a page, shared out."""
-
-    def size(pages: int) -> int:
-        state = jax.eval_shape(lambda params: drafter.init(params, 1, PoolShape(pages, page_size)), params)
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-
-    return (size(2) - size(1)) // page_size
 
 
 STEP_COPIES = 2.5
@@ -220,31 +205,31 @@ def asked_bytes(model: ModelConfig, rows: int, drafter: Drafter) -> int:
 
 
 def pool_tokens(
-    model: ModelConfig, config: EngineConfig, context_length: int, platform: str, drafter: Drafter, params: Params
+    target: Target, config: EngineConfig, context_length: int, platform: str, drafter: Drafter, params: Params
 ) -> int:
     """Tokens that the pool should hold: what is asked for, else as many as all rows can use, or as fit.
 
     Raises:
         ValueError: they, or the temporaries of trees that were asked for, do not fit the device.
     """
-    given = config.max_total_tokens
+    model, given = target.config, config.max_total_tokens
     wanted = config.max_running_requests * context_length
     stats = jax.local_devices()[0].memory_stats() or {}
     if platform == "cpu" or "bytes_limit" not in stats:
         return given or min(wanted, DEFAULT_POOL_TOKENS)
     trees = asked_bytes(model, config.max_running_requests, drafter)
-    bytes_per_token = kv_bytes_per_token(model) + draft_bytes_per_token(drafter, params, config.page_size)
+    each = bytes_per_token(lambda pool: init_state(params, target, drafter, rows=1, pool=pool), config.page_size)
     if given is not None:
         room = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-        if given * bytes_per_token + trees > room:
+        if given * each + trees > room:
             raise ValueError(
-                f"--max-total-tokens {given} takes {given * bytes_per_token / 1e9:.2f} GB and a full batch's trees "
+                f"--max-total-tokens {given} takes {given * each / 1e9:.2f} GB and a full batch's trees "
                 f"{trees / 1e9:.2f} GB, but {room / 1e9:.2f} GB are free; give fewer tokens, --max-running-requests "
                 f"({config.max_running_requests}) or --speculative-num-draft-tokens ({drafter.width})"
             )
         return given
     free = int(stats["bytes_limit"] * config.mem_fraction) - stats.get("bytes_in_use", 0) - trees
-    if free < bytes_per_token * config.page_size:
+    if free < each * config.page_size:
         limit, used = stats["bytes_limit"] / 1e9, stats.get("bytes_in_use", 0) / 1e9
         raise ValueError(
             f"no memory is left for the KV pool: {used:.2f} of {limit:.2f} GB are taken, and "
@@ -252,4 +237,4 @@ def pool_tokens(
             f"or fewer --max-running-requests ({config.max_running_requests}) or --speculative-num-draft-tokens "
             f"({drafter.width})"
         )
-    return min(wanted, free // bytes_per_token)
+    return min(wanted, free // each)

@@ -86,7 +86,7 @@ class Engine:
         self._top = min(TOP_LOGPROBS, self.vocab_size)
         self.platform = jax.default_backend()
         rows = config.max_running_requests
-        tokens = pool_tokens(target.config, config, self.context_length, self.platform, drafter, params)
+        tokens = pool_tokens(target, config, self.context_length, self.platform, drafter, params)
         self.pool = PoolShape(max(tokens // config.page_size, 1), config.page_size)
         request_pages = min(-(-self.context_length // config.page_size), self.pool.pages)
         chunk = config.chunked_prefill_size

@@ -7,7 +7,7 @@ names and no modules.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +15,35 @@ from jax import Array
 from jaxtyping import Float, Float32
 from specjax_kernels import tree_attention, tree_attention_packed
 
+from specjax.cache import PageSpec
+from specjax.config import HeadConfig, ModelConfig
 from specjax.models.layers import project, rotate
 from specjax.types import Hidden, PageTable, PerRequest, Positions
 
-KeyValue = tuple[Array, Array]
-"""Keys and values, [B, N, K, E] each."""
+
+class KeyValue(NamedTuple):
+    """What attention keeps of tokens: two page leaves [P, S, K, E], or two block leaves [B, N, K, E]."""
+
+    key: Array
+    value: Array
+
+
+def key_value_spec(config: ModelConfig | HeadConfig) -> KeyValue:
+    """What one layer of this model or head keeps of a token: two `PageSpec`s."""
+    spec = PageSpec((config.num_kv_heads, config.head_dim), config.dtype, ("kv_heads", None))
+    return KeyValue(*cast(Any, (spec, spec)))
+
 
 Backend: TypeAlias = str | Callable[..., Array] | None
 """How a block attends: a `tree_attention` implementation, None = the default, or a function of one's own,
 (turned queries, keys and values [B, N, K, G + 2, E], past, positions, mask) -> [B, N, H, E]; training has one."""
+
+
+def joined(before: KeyValue | None, block: KeyValue) -> KeyValue:
+    """Block keys and values one after another, [B, C, K, E]; None: nothing comes before."""
+    if before is None:
+        return block
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), before, block)
 
 
 class AttentionWeights(NamedTuple):
@@ -48,7 +68,7 @@ class Past(NamedTuple):
     pages: KeyValue  # [P, S, K, E]: committed tokens
     page_table: PageTable
     prefix_length: PerRequest
-    before: KeyValue | None = None  # [B, C - N, K, E]: earlier block keys, not committed (a draft's upper levels)
+    before: KeyValue | None = None  # [B, C - N, K, E]: a draft's upper levels, not committed
 
 
 def attention(
@@ -77,7 +97,7 @@ def attention(
     is_value = (jnp.arange(group + 2) == group + 1)[None, None, None, :, None]
     turned = jnp.where(is_value, mixed, rotate(mixed, *turn))
     key, value = turned[..., group, :], turned[..., group + 1, :]
-    pages = (*past.pages, past.page_table, past.prefix_length)
+    pages = (past.pages.key, past.pages.value, past.page_table, past.prefix_length)
     options: dict[str, Any] = {"scale": head**-0.5, "implementation": backend}
     if callable(backend):
         attended = backend(turned, past, positions, mask)
@@ -85,7 +105,7 @@ def attention(
         attended = tree_attention_packed(turned, *pages, positions, mask, **options)
     else:
         query = turned[..., :group, :].reshape(*x.shape[:2], heads * group, head)
-        keys, values = (jnp.concatenate(pair, axis=1) for pair in zip(past.before, (key, value), strict=True))
+        keys, values = joined(past.before, KeyValue(key, value))
         block_positions = jnp.zeros(keys.shape[:2], jnp.int32)  # read with a window only, which no such model has
         attended = tree_attention(query, keys, values, *pages, positions, block_positions, mask, **options)
     attended = attended.reshape(*x.shape[:2], -1)
@@ -94,7 +114,7 @@ def attention(
     added = project(attended, output, precision=precision)
     if weights.output_bias is not None:
         added = added + weights.output_bias[None, None]
-    return added, (key, value)
+    return added, KeyValue(key, value)
 
 
 def gated_mlp(x: Hidden, weights: MlpWeights, *, precision: jax.lax.Precision) -> Hidden:

@@ -60,7 +60,6 @@ LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
     "embed": ("vocab", None),
     "head": (None, "vocab"),
     "ids": (None,),
-    "pages": (None, None, "kv_heads", None),
 }
 """Leaf name to logical axes: which axis a tensor-parallel mesh splits."""
 

@@ -21,9 +21,18 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
-from specjax.cache import BlockKV, PagedCache
+from specjax.cache import Cache
 from specjax.config import ModelConfig
-from specjax.models.blocks import AttentionWeights, Backend, MlpWeights, Past, attention, gated_mlp
+from specjax.models.blocks import (
+    AttentionWeights,
+    Backend,
+    KeyValue,
+    MlpWeights,
+    Past,
+    attention,
+    gated_mlp,
+    key_value_spec,
+)
 from specjax.models.layers import logits, precision_of, rms_norm, rotations, similarities
 from specjax.models.protocol import ForwardOutput, Target
 from specjax.types import Hidden, PageTable, PerRequest, Positions, Tokens, Weights
@@ -42,7 +51,6 @@ LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
     "gate_up_bias": (None, "mlp"),
     "down": ("mlp", None),
     "down_bias": (None,),
-    "pages": (None, None, "kv_heads", None),
 }
 """Leaf name to logical axes: which axis a tensor-parallel mesh splits."""
 
@@ -61,10 +69,10 @@ class Layer(nn.Module):
         sin: Array,
         positions: Positions,
         mask: Any,
-        pages: tuple[Array, Array],
+        pages: KeyValue,
         page_table: PageTable,
         prefix_length: PerRequest,
-    ) -> tuple[Hidden, tuple[Array, Array]]:
+    ) -> tuple[Hidden, KeyValue]:
         c = self.config
         width, mlp, heads, group, head = c.hidden_size, c.intermediate_size, c.num_kv_heads, c.group_size, c.head_dim
         dtype, precision = jnp.dtype(c.dtype), precision_of(c.dtype)
@@ -129,7 +137,7 @@ class Llama(nn.Module):
         x: Hidden,
         positions: Positions,
         mask: Any,
-        cache: PagedCache,
+        cache: Cache,
         page_table: PageTable,
         prefix_length: PerRequest,
         features: tuple[int, ...] | str | None = None,
@@ -137,19 +145,18 @@ class Llama(nn.Module):
         c = self.config
         cos, sin = rotations(c.rope, c.head_dim, positions)
         run_layer = _traced_once(Layer(c, self.backend, parent=None))
-        aux_layers, keys, values = [], [], []
+        aux_layers, blocks = [], []
         for i, layer in enumerate(self.layers):
-            context = (cos, sin, positions, mask, (cache.keys[i], cache.values[i]), page_table, prefix_length)
+            context = (cos, sin, positions, mask, cache[i], page_table, prefix_length)
             if self.is_initializing():
-                x, (key, value) = layer(x, *context)
+                x, kept = layer(x, *context)
             else:
-                x, (key, value) = run_layer(layer.variables, x, *context)
-            keys.append(key)
-            values.append(value)
+                x, kept = run_layer(layer.variables, x, *context)
+            blocks.append(kept)
             if isinstance(features, tuple) and i in features:
                 aux_layers.append((i, x))
         hidden = rms_norm(x, self.final_norm, c.norm_epsilon)
-        block = BlockKV(tuple(keys), tuple(values))
+        block = tuple(blocks)
         if features is None:
             return ForwardOutput(hidden, None, block)
         if features == "final":
@@ -163,7 +170,7 @@ class Llama(nn.Module):
         head = self.head if ids is None else self.head[:, ids]
         return logits(hidden.reshape(1, -1, hidden.shape[-1]), head).reshape(*hidden.shape[:-1], -1)
 
-    def __call__(self, tokens: Tokens, cache: PagedCache, page_table: PageTable) -> Array:
+    def __call__(self, tokens: Tokens, cache: Cache, page_table: PageTable) -> Array:
         """Touches every parameter once; `init_params` uses it."""
         from specjax_kernels import CAUSAL
 
@@ -186,13 +193,13 @@ def llama_target(config: ModelConfig, *, backend: Backend = None) -> Target:
     def unembed(params: Weights, hidden: Array, ids: Array | None = None) -> Array:
         return cast(Array, module.apply({"params": params}, hidden, ids, method="unembed"))
 
-    return Target(config, embed, forward, unembed)
+    return Target(config, embed, forward, unembed, pages=(key_value_spec(config),) * config.num_layers)
 
 
 def init_params(config: ModelConfig, key: Array) -> Weights:
     """Random parameters (normal, 0.02), for tests and benchmarks."""
     from specjax.cache import PoolShape, init_cache
 
-    cache = init_cache(config, PoolShape(1, 1))
+    cache = init_cache((key_value_spec(config),) * config.num_layers, PoolShape(1, 1))
     tokens, table = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32)
     return jax.jit(Llama(config).init)(key, tokens, cache, table)["params"]

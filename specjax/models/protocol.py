@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from jax import Array
 from jaxtyping import Float
 
-from specjax.cache import BlockKV
+from specjax.cache import Block
 from specjax.config import ModelConfig
 from specjax.types import Hidden
 
@@ -21,7 +21,7 @@ from specjax.types import Hidden
 class ForwardOutput(NamedTuple):
     hidden: Hidden  # after the final norm
     features: Float[Array, "B N F"] | None  # what `features` asked for
-    block: BlockKV
+    block: Block  # what the layers keep of the block's tokens: leaves [B, N, ...]
 
 
 class Target(NamedTuple):
@@ -38,3 +38,4 @@ class Target(NamedTuple):
     embed: Callable[..., Any]
     forward: Callable[..., ForwardOutput]
     unembed: Callable[..., Any]
+    pages: Any  # a pytree of `specjax.cache.PageSpec`: what the layers keep of each token

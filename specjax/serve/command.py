@@ -11,14 +11,16 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 
 import jax
 from tqdm import tqdm
 
 from specjax import flags
+from specjax.cache import bytes_per_token, init_cache
 from specjax.checkpoint import CheckpointError
 from specjax.engine import Engine
-from specjax.engine.batch import kv_bytes_per_token, speculation_note
+from specjax.engine.batch import speculation_note
 from specjax.serve.app import create_app
 from specjax.serve.runner import Runner
 from specjax.serve.server import SIGNALS, PortError, Server, allow_files, listen, url
@@ -73,7 +75,7 @@ def load(settings: flags.Settings) -> Engine:
         "KV pool: %d tokens in pages of %d, %.2f GB for the target; context %d tokens, %d requests at once",
         tokens,
         engine.pool.page_size,
-        tokens * kv_bytes_per_token(config) / 1e9,
+        tokens * bytes_per_token(partial(init_cache, engine.target.pages)) / 1e9,
         engine.context_length,
         engine.config.max_running_requests,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -11,10 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from specjax import checkpoint
+from specjax.cache import bytes_per_token, init_cache
 from specjax.checkpoint.readers import read_headers
 from specjax.config import ModelConfig
-from specjax.engine.batch import STEP_COPIES, kv_bytes_per_token
+from specjax.engine.batch import STEP_COPIES
 from specjax.flags import Settings
+from specjax.models import make_target
 
 LARGEST = {"cpu": 64, "gpu": 256}
 """Most sequences at once where memory is no limit. A CPU's forward costs in proportion to its rows from 64 on."""
@@ -57,7 +60,8 @@ def batch_for(settings: Settings, tokens: int, lines: int, *, progress: bool = T
 
 def rows_that_fit(config: ModelConfig, tokens: int, free: int) -> int:
     """Sequences of `tokens` tokens in `free` bytes: their keys and values, and a step's logits. May be 0."""
-    each = tokens * kv_bytes_per_token(config) + int(STEP_COPIES * 4 * config.vocab_size)
+    kept = bytes_per_token(partial(init_cache, make_target(config).pages))
+    each = tokens * kept + int(STEP_COPIES * 4 * config.vocab_size)
     return max(min(free // each, LARGEST["cpu" if jax.default_backend() == "cpu" else "gpu"]), 0)
 
 

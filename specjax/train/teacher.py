@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax.cache import PagedCache
+from specjax.cache import PoolShape, init_cache
 from specjax.config import ModelConfig
 from specjax.models import make_target
 from specjax.models.protocol import Target
@@ -31,9 +31,7 @@ def teach(target: Target, features: tuple[int, ...] | str) -> Callable[[Weights,
 
     def run(params: Weights, batch: Batch) -> Teacher:
         rows = batch.tokens.shape[0]
-        empty = jnp.zeros((1, 1, 1, 1), jnp.float32)  # `packed_attention` reads no pages
-        layers = target.config.num_layers
-        cache = PagedCache((empty,) * layers, (empty,) * layers)
+        cache = init_cache(target.pages, PoolShape(1, 1))  # `packed_attention` reads no pages
         table, start = jnp.zeros((rows, 1), jnp.int32), jnp.zeros(rows, jnp.int32)
         output = target.forward(
             params,

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Float32, Int32
 
-from specjax.models.blocks import Past
+from specjax.models.blocks import KeyValue, Past, joined
 from specjax.models.eagle_head import EagleHead
 from specjax.models.protocol import Target
 from specjax.train.attention import packed_mask
@@ -101,7 +101,7 @@ def unroll(
     for j, weight in enumerate(objective.weights):
         embedded = head.embed(target_params, params, _ahead(batch.tokens, 1 + j))
         feature, block = head.forward(params, embedded, feature, batch.positions + j, mask, _no_pages(batch, before))
-        before = block if before is None else _joined(before, block)
+        before = joined(before, block)
         found = head.unembed(target_params, params, feature)
         asked = _counts(batch, 2 + j)
         answer, label, likeliest = _ahead(wanted, 1 + j), _ahead(labels, 2 + j), _ahead(best, 1 + j)
@@ -136,12 +136,8 @@ def _to_draft(target: Target, ids: Int32[Array, "W"] | None) -> Int32[Array, "V"
     return jnp.full(size, NO_ID, jnp.int32).at[ids].set(jnp.arange(ids.shape[0], dtype=jnp.int32))
 
 
-def _joined(before: tuple[Array, Array], block: tuple[Array, Array]) -> tuple[Array, Array]:
-    return jnp.concatenate([before[0], block[0]], axis=1), jnp.concatenate([before[1], block[1]], axis=1)
-
-
-def _no_pages(batch: Batch, before: tuple[Array, Array] | None) -> Past:
+def _no_pages(batch: Batch, before: KeyValue | None) -> Past:
     """Nothing is committed in training: rows begin at position 0."""
     empty = jnp.zeros((1, 1, 1, 1), jnp.float32)
     rows = batch.tokens.shape[0]
-    return Past((empty, empty), jnp.zeros((rows, 1), jnp.int32), jnp.zeros(rows, jnp.int32), before)
+    return Past(KeyValue(empty, empty), jnp.zeros((rows, 1), jnp.int32), jnp.zeros(rows, jnp.int32), before)

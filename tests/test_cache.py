@@ -1,0 +1,96 @@
+"""A cache of leaves that no model of ours has: any width, any dtype. And what a write waits for."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.cache import PageSpec, PoolShape, bytes_per_token, commit, init_cache, pool_shape, take_path
+from specjax.drafters.base import Context
+from specjax.sampling import sampling_row
+from specjax.tree import NO_TOKEN
+
+SPECS = (
+    {"latent": PageSpec((7,), "bfloat16", (None,)), "scale": PageSpec((), "float16", ())},
+    {"codes": PageSpec((3, 2), "int8", ("kv_heads", None))},
+)
+POOL = PoolShape(pages=10, page_size=4)
+
+
+def block(batch: int, width: int) -> object:
+    """Every number differs from its neighbours'."""
+
+    def fill(spec: PageSpec) -> jax.Array:
+        count = batch * width * int(np.prod(spec.shape, dtype=int))
+        return (1 + jnp.arange(count) % 120).astype(spec.dtype).reshape(batch, width, *spec.shape)
+
+    return jax.tree.map(fill, SPECS)
+
+
+def test_pages_hold_whatever_a_layer_keeps():
+    cache = init_cache(SPECS, POOL)
+    assert pool_shape(cache) == POOL
+    assert cache[0]["latent"].shape == (10, 4, 7) and cache[0]["latent"].dtype == jnp.bfloat16
+    assert SPECS[1]["codes"].page_axes == (None, None, "kv_heads", None)
+    assert bytes_per_token(lambda pool: init_cache(SPECS, pool)) == 7 * 2 + 2 + 6
+
+
+def test_a_path_is_committed_in_order():
+    """The worked example of `commit`: S = 4, start = 6, length = 3, table [9, 2, 5]; another request writes nothing."""
+    nodes, path = block(2, 5), jnp.array([[0, 2, 4, 0], [0, 1, 0, 0]], jnp.int32)
+    rows = take_path(nodes, path)
+    table = jnp.array([[9, 2, 5], [3, 10, 10]], jnp.int32)
+    start, length = jnp.array([6, 1], jnp.int32), jnp.array([3, 0], jnp.int32)
+    cache = commit(init_cache(SPECS, POOL), rows, table, start, length, after=())
+    for leaf, source in zip(jax.tree.leaves(cache), jax.tree.leaves(nodes), strict=True):
+        leaf, source = np.array(leaf, np.float32), np.array(source, np.float32)
+        for place, node in {(2, 2): 0, (2, 3): 2, (5, 0): 4}.items():
+            np.testing.assert_array_equal(leaf[place], source[0, node])
+            leaf[place] = 0
+        assert not leaf.any()
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "int32", "bool"])
+def test_a_write_waits_for_what_was_read(dtype):
+    """XLA:CPU copies the pool for a write that nothing makes wait: `after` does, whatever the arrays' dtype."""
+    specs = tuple(PageSpec((64,), "float32", (None,)) for _ in range(3))
+    pool = PoolShape(pages=512, page_size=16)
+
+    def step(cache, table, start, length):
+        x, rows = jnp.ones((2, 64), jnp.float32), []
+        for pages in cache:  # what a layer keeps is known before it reads its pages
+            rows.append(x[:, None])
+            held = pages[table].reshape(2, -1, 64)
+            x = jnp.tanh(jnp.einsum("bt,btm->bm", jax.nn.softmax(jnp.einsum("bm,btm->bt", x, held)), held) + x)
+        after = () if dtype is None else (x > 0).astype(dtype)
+        return commit(cache, tuple(rows), table, start, length, after=after), x
+
+    shapes = (
+        jax.eval_shape(lambda: init_cache(specs, pool)), jax.ShapeDtypeStruct((2, 8), jnp.int32),
+        *[jax.ShapeDtypeStruct((2,), jnp.int32)] * 2,
+    )  # fmt: skip
+    memory = jax.jit(step, donate_argnums=0).lower(*shapes).compile().memory_analysis()
+    leaf = 512 * 16 * 64 * 4
+    assert memory.alias_size_in_bytes == 3 * leaf
+    assert (memory.temp_size_in_bytes >= leaf) == (dtype is None), memory.temp_size_in_bytes
+
+
+def test_a_drafter_reads_committed_tokens():
+    pages = jnp.full(POOL, 99, jnp.int32)
+    table, length = jnp.array([[9, 2, 10], [3, 10, 10]], jnp.int32), jnp.array([6, 1], jnp.int32)
+    text = jnp.array([[10, 11, 12, 13, 14, 15], [20, 0, 0, 0, 0, 0]], jnp.int32)
+    pages = commit(pages, text, table, jnp.zeros(2, jnp.int32), length, after=())
+    row = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), sampling_row(31))
+    slots = jnp.arange(2, dtype=jnp.int32)
+    salt = jnp.zeros(2, jnp.uint32)
+    context = Context(slots, length, table, jnp.array([16, 21], jnp.int32), jnp.ones(2, bool), salt, row, pages)
+    assert context.room == 12
+    everything = context.committed(jnp.arange(-1, context.room, dtype=jnp.int32)[None, :])
+    none = NO_TOKEN
+    assert everything.tolist() == [[none, *range(10, 16), *[none] * 6], [none, 20, *[none] * 11]]
+    assert context.suffix(3).tolist() == [[14, 15, 16], [none, 20, 21]]
+    assert context.suffix(1).tolist() == [[16], [21]]
+    with pytest.raises(ValueError, match="reads_tokens=True"):
+        context._replace(tokens=None).suffix(2)
