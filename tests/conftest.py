@@ -1,12 +1,28 @@
-"""Annotations are tests: every function of ours is checked by jaxtyping and beartype while the suite runs."""
+"""What every test shares: checked annotations, cheap compilation, bounded memory.
+
+Annotations are tests: every function of ours is checked by jaxtyping and beartype while the suite runs.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
+import resource
+import sys
 import tempfile
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# The suite spends its time on compiling toy programs, which these settings make four times cheaper. Subprocesses inherit
+# them. With XLA_FLAGS in the environment, even an empty one, XLA's own settings apply: `make test-all` does that.
+CHEAP_TO_COMPILE = (
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
+os.environ.setdefault("XLA_FLAGS", " ".join(CHEAP_TO_COMPILE))
 
 import hypothesis
 import jax
@@ -32,6 +48,29 @@ hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("default"), derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
+MOST_MEMORY = 3e9
+"""Bytes of resident memory that a test process may reach."""
+
+SLOWEST_FIRST = (
+    "test_train_run.py",
+    "test_eagle_confidence.py",
+    "test_serve_process.py",
+    "test_eagle.py",
+    "test_kernels.py",
+    "test_eagle_serving.py",
+    "test_step.py",
+    "test_pallas_kernel.py",
+    "test_train_update.py",
+    "test_shipped_head.py",
+    "test_generate.py",
+    "test_cpu_kernels.py",
+    "test_inspection.py",
+    "test_train_generate.py",
+    "test_engine.py",
+    "test_parity.py",
+)
+"""Files that take long, so that none of them is left to one worker at the end."""
+
 
 @pytest.fixture
 def getkey():
@@ -44,3 +83,69 @@ def getkey():
         return taken
 
     return take
+
+
+# Memory.
+
+
+def _trim() -> None:
+    """Return freed memory to the system: glibc keeps most of what compilation had."""
+    gc.collect()
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs(request: pytest.FixtureRequest):
+    """Free a module's programs and cached engines at its end."""
+    yield
+    for value in vars(request.module).values():
+        if getattr(value, "__module__", None) == request.module.__name__ and hasattr(value, "cache_clear"):
+            value.cache_clear()
+    jax.clear_caches()
+    _trim()
+
+
+def _peak() -> float:
+    """Largest resident memory of this process so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+_peaks: dict[str, float] = {}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error) -> None:
+    if found := getattr(node, "workeroutput", {}).get("peak"):
+        _peaks[node.gateway.id] = found
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session) -> None:
+    """A worker reports its peak; the main process fails where one was too large."""
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output["peak"] = _peak()
+        return
+    _peaks.setdefault("main", _peak())
+    if max(_peaks.values()) > MOST_MEMORY and session.exitstatus == 0:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    shown = ", ".join(f"{name} {peak / 1e9:.1f} GB" for name, peak in sorted(_peaks.items()))
+    terminalreporter.write_line(f"peak memory: {shown} (at most {MOST_MEMORY / 1e9:.0f} GB)")
+
+
+# Order.
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items) -> None:
+    order = {name: place for place, name in enumerate(SLOWEST_FIRST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()

@@ -1,12 +1,14 @@
 """What the GPU compiler makes of the kernel and of whole steps, for GPUs that are not there.
 
 A step of its own (`make gpu-compile`), for its 600 MB of compiler: without that, everything here is skipped. Nothing is
-run and nothing is timed.
+run and nothing is timed. What is marked `slow` repeats a case for another GPU or with more layers
+(`make gpu-compile-all`).
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from specjax.compiling import NVIDIA_OPTIONS
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 GPUS = ("h200", "h100_sxm", "a100_sxm_80")
-PAGE_SIZE, PAGES, LAYERS, FEW = 64, 4096, 32, 4
+PAGE_SIZE, PAGES, FEW, MORE, ALL = 64, 4096, 4, 6, 32
 
 MODULES = ("gpu_compile", "llama_shapes", "ptx", "records", "thunks")
 
@@ -33,6 +35,8 @@ def benchmarks():
 
         if problem := ptx.missing():
             pytest.skip(problem)
+        if os.environ.get("XLA_FLAGS"):
+            pytest.skip("XLA_FLAGS of the suite hold for the GPU compiler too; `make gpu-compile` leaves them empty")
         # What is compiled for a GPU that is not there can be written to the cache and not read back.
         cached = jax.config.jax_enable_compilation_cache
         jax.config.update("jax_enable_compilation_cache", False)
@@ -43,6 +47,7 @@ def benchmarks():
 
 
 pytestmark = pytest.mark.gpu_compile
+slow = pytest.mark.slow
 
 
 @functools.cache
@@ -55,9 +60,10 @@ def gpu(name: str):
 # The kernel
 
 FEW_SPECS = [named(name) for name in ("llama8b-decode-1000", "llama8b-tree-32", "llama8b-prefill-1024", "heads-256")]
-KERNELS = [("h200", spec) for spec in SPECS]
-KERNELS += [("a100_sxm_80", spec) for spec in tagged("bench")]
-KERNELS += [("h100_sxm", spec) for spec in FEW_SPECS]
+QUICK = {*FEW_SPECS, *tagged("bench")}
+KERNELS = [pytest.param("h200", spec, marks=() if spec in QUICK else slow) for spec in SPECS]
+KERNELS += [pytest.param("a100_sxm_80", spec, marks=slow) for spec in tagged("bench")]
+KERNELS += [pytest.param("h100_sxm", spec, marks=slow) for spec in FEW_SPECS]
 
 
 @pytest.mark.parametrize(("device", "spec"), KERNELS, ids=lambda x: getattr(x, "name", x))
@@ -116,14 +122,15 @@ def check(record: dict) -> None:
     assert record["target_pool_bytes"] >= 2 * FEW * one_layers_pages
 
 
+@pytest.mark.parametrize("layers", [MORE, pytest.param(ALL, marks=slow)])
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("shape", TREES)
-def test_a_step_is_one_graph_that_updates_the_pool_where_it_lies(shape: str, batch: int) -> None:
-    whole, few = step("h200", shape, batch, LAYERS), step("h200", shape, batch, FEW)
-    check(whole)
-    a_layer = (whole["kernels_every_call"] - few["kernels_every_call"]) / (LAYERS - FEW)
-    print(f"{shape}, batch {batch}: {a_layer} kernels a layer, {whole['kernels_every_call']} in all, "
-          f"{whole['copies_every_call']} copies, {whole['temp_bytes'] / 1e6:.1f} MB of temporaries")  # fmt: skip
+def test_a_step_is_one_graph_that_updates_the_pool_where_it_lies(shape: str, batch: int, layers: int) -> None:
+    more, few = step("h200", shape, batch, layers), step("h200", shape, batch, FEW)
+    check(more)
+    a_layer = (more["kernels_every_call"] - few["kernels_every_call"]) / (layers - FEW)
+    print(f"{shape}, batch {batch}: {a_layer} kernels a layer, {more['kernels_every_call']} in all, "
+          f"{more['copies_every_call']} copies, {more['temp_bytes'] / 1e6:.1f} MB of temporaries")  # fmt: skip
     assert round(a_layer) <= FORWARD + COMMIT
 
 
@@ -136,6 +143,7 @@ def test_the_default_is_the_same_program(monkeypatch) -> None:
         assert default[key] == named[key], key
 
 
+@slow
 @pytest.mark.parametrize("device", GPUS[1:])
 @pytest.mark.parametrize(("shape", "batch"), [("plain", 8), ("tree", 1)])
 def test_so_it_is_on_other_gpus(device: str, shape: str, batch: int) -> None:
