@@ -9,7 +9,7 @@ SMOKE_VENV   ?= .venv-smoke
 GPU_COMPILER ?= .gpu-compiler
 SCHEMATHESIS ?= .schemathesis
 
-.PHONY: setup check test smoke gpu-compile schemathesis serve head clean
+.PHONY: setup check test test-all smoke gpu-compile gpu-compile-all schemathesis serve head clean
 
 setup: $(STAMP)
 
@@ -24,13 +24,26 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
-test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+# On every change CI runs .ci/run, at most 25 minutes on 2 cores: check, smoke, test, gpu-compile.
+# Before a release: make test-all.
 
-# A part of the suite on another Python with the newest jax, and what needs that Python: Triton's kernel, interpreted.
+# At most 10 minutes on 2 cores from a clean cache. Prints the 20 slowest tests and the peak memory of each process.
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
+
+test: setup
+	$(PYTEST) -m "not slow and not gpu_compile"
+
+# Everything there is, with XLA's own settings: tests that repeat a case (marked `slow`), the other Python, the GPUs, the
+# generated requests. More than an hour.
+test-all: setup
+	XLA_FLAGS= $(PYTEST) -m "not gpu_compile"
+	$(MAKE) smoke gpu-compile-all schemathesis
+
+# Another Python with the newest jax: every module is imported, the kernels run, Triton's in its interpreter.
 # `make smoke SMOKE_PYTHON=python3.12`
 smoke: $(SMOKE_VENV)/.installed
-	$(SMOKE_VENV)/bin/python -m pytest -n 2 --dist loadfile tests/test_triton_kernel.py tests/test_kernels.py tests/test_cpu_kernels.py tests/test_projection.py tests/test_pallas_kernel.py tests/test_launch.py tests/test_tree.py tests/test_verify.py tests/test_step.py
+	$(SMOKE_VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not slow" \
+		tests/test_imports.py tests/test_triton_kernel.py tests/test_kernels.py tests/test_pallas_kernel.py
 
 $(SMOKE_VENV)/.installed: pyproject.toml
 	@test -x $(SMOKE_VENV)/bin/python || $(SMOKE_PYTHON) -m venv $(SMOKE_VENV)
@@ -39,9 +52,15 @@ $(SMOKE_VENV)/.installed: pyproject.toml
 	@touch $@
 
 # The kernel and whole steps, compiled for GPUs that are not there: counts, no times. The compiler (600 MB) goes into a
-# folder of its own, where it cannot change what `make test` sees.
+# folder of its own, where it cannot change what `make test` sees. One GPU and few layers; all three and 32 layers:
+# `make gpu-compile-all`. The suite's XLA_FLAGS would hold for the GPU's compiler, too: they are left empty.
+GPU_PYTEST = PYTHONPATH=$(GPU_COMPILER) XLA_FLAGS= $(BIN)/python -m pytest -n 2 --durations=20 tests/test_gpu_compile.py
+
 gpu-compile: setup $(GPU_COMPILER)/.installed
-	PYTHONPATH=$(GPU_COMPILER) $(BIN)/python -m pytest -n 2 -m gpu_compile tests/test_gpu_compile.py
+	$(GPU_PYTEST) -m "gpu_compile and not slow"
+
+gpu-compile-all: setup $(GPU_COMPILER)/.installed
+	$(GPU_PYTEST) -m gpu_compile
 
 $(GPU_COMPILER)/.installed: pyproject.toml | setup
 	rm -rf $(GPU_COMPILER)
