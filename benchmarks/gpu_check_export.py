@@ -13,7 +13,7 @@ from gpu_check_lossless import PROMPTS_FILE
 from safetensors.numpy import save_file
 
 from specjax import checkpoint
-from specjax.checkpoint.readers import read_headers
+from specjax.checkpoint.weights import read_headers
 
 QUESTIONS = (
     "What is the capital of France?",

@@ -38,7 +38,7 @@ from specjax import (
     make_target,
     new_row,
 )
-from specjax.checkpoint.cache import default_cache_dir
+from specjax.checkpoint.files import default_cache_dir
 from specjax.drafters import Drafter
 from specjax.models.protocol import Target
 

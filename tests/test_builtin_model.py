@@ -20,7 +20,7 @@ from specjax.checkpoint import (
     sampling_defaults,
     stop_token_ids,
 )
-from specjax.checkpoint.cache import default_cache_dir
+from specjax.checkpoint.files import default_cache_dir
 
 pytestmark = pytest.mark.real_model
 

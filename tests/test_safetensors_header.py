@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from specjax.checkpoint import CheckpointError
-from specjax.checkpoint.readers import read_header
+from specjax.checkpoint.weights import read_header
 
 TENSORS = {
     "a": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -126,41 +126,34 @@ def changed(name: str, **parts) -> bytes:
 @pytest.mark.parametrize(
     ("header", "message"),
     {
-        "negative offset": (changed("a", data_offsets=[-24, 0]), "data_offsets"),
-        "reversed": (changed("a", data_offsets=[24, 0]), "a beginning and an end"),
-        "three offsets": (changed("a", data_offsets=[0, 24, 32]), "a beginning and an end"),
-        "huge offset": (changed("b", data_offsets=[24, 10**30]), "bytes"),
-        "bool offset": (changed("c", data_offsets=[32, True]), "data_offsets"),
-        "float size": (changed("a", shape=[2.0, 3]), "shape"),
-        "negative sizes": (changed("a", shape=[-2, -3]), "shape"),
-        "text as shape": (changed("a", shape="23"), "shape"),
-        "many axes": (changed("a", shape=[2, 3] + [1] * 70), "axes"),
-        "huge empty": (changed("c", shape=[0, 2**62]), "too large"),
-        "dtype": (changed("a", dtype=["F32"]), "dtype"),
-        "overlap": (changed("b", data_offsets=[20, 28]), "'b' begins at"),
-        "gap": (json.dumps({"b": HEADER["b"]}).encode(), "'b' begins at"),
-        "rest": (json.dumps({"a": HEADER["a"]}).encode(), "damaged"),
-        "beyond": (changed("c", shape=[40, 5], data_offsets=[32, 832]), "truncated"),
-        "twice": (b'{"a": {}, "a": {}}', "twice"),
-        "twice inside": (b'{"a": {"dtype": "F32", "dtype": "F16", "shape": [], "data_offsets": [0, 2]}}', "twice"),
-        "list": (b"[1, 2]", "not an object"),
-        "entry": (b'{"a": [1]}', "not an object"),
-        "metadata": (b'{"__metadata__": {"a": 1}}', "__metadata__"),
+        "negative offset": (changed("a", data_offsets=[-24, 0]), "integer `-24`"),
+        "reversed": (changed("a", data_offsets=[24, 0]), "invalid offset for tensor `a`"),
+        "three offsets": (changed("a", data_offsets=[0, 24, 32]), "invalid length 3, expected 2"),
+        "huge offset": (changed("b", data_offsets=[24, 10**30]), "`1e\\+30`"),
+        "bool offset": (changed("c", data_offsets=[32, True]), "boolean `true`"),
+        "float size": (changed("a", shape=[2.0, 3]), "floating point `2.0`"),
+        "negative sizes": (changed("a", shape=[-2, -3]), "integer `-2`"),
+        "text as shape": (changed("a", shape="23"), "string \"23\""),
+        "many axes": (changed("a", shape=[2, 3] + [1] * 70), "maximum supported dimension"),
+        "huge empty": (changed("c", shape=[0, 2**62]), "too large|too big|cannot be read"),
+        "dtype": (changed("a", dtype=["F32"]), "expected string"),
+        "overlap": (changed("b", data_offsets=[20, 28]), "invalid offset for tensor `b`"),
+        "gap": (json.dumps({"b": HEADER["b"]}).encode(), "invalid offset for tensor `b`"),
+        "rest": (json.dumps({"a": HEADER["a"]}).encode(), "not fully covered"),
+        "beyond": (changed("c", shape=[40, 5], data_offsets=[32, 832]), "not fully covered"),
+        "twice": ((text := json.dumps(HEADER))[:-1].encode() + b", " + text[text.index('"c"') :].encode(), "twice"),
+        "twice inside": (b'{"a": {"dtype": "F32", "dtype": "F16", "shape": []}}', "duplicate field"),
+        "list": (b"[1, 2]", "sequence"),
+        "entry": (b'{"a": [1]}', "integer `1`"),
+        "metadata": (b'{"__metadata__": {"a": 1}}', "integer `1`, expected a string"),
         "not UTF-8": (b'{"\xff": {}}', "utf-8"),
         "UTF-16": ("{}".encode("utf-16"), "utf-8"),
         "deep": (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "recursion"),
-        "NaN": (b'{"a": NaN}', "NaN"),
-        "surrogate": (rb'{"\ud800": {}}', "surrogates"),
-        "digits": (b'{"a": ' + b"9" * 5000 + b"}", "digits"),
+        "NaN": (b'{"a": NaN}', "invalid JSON"),
+        "surrogate": (rb'{"\ud800": {}}', "hex escape"),
+        "digits": (b'{"a": ' + b"9" * 5000 + b"}", "out of range"),
     }.values(),
 )  # fmt: skip
 def test_what_is_wrong_is_said(folder, header, message):
     with pytest.raises(CheckpointError, match=message):
-        read_header(write(folder, header))
-
-
-def test_the_library_refuses_the_same_layouts(folder):
-    """Gaps, overlaps and a rest are no invention of ours."""
-    for header in (changed("b", data_offsets=[20, 28]), json.dumps({"a": HEADER["a"]}).encode()):
-        with pytest.raises(SafetensorError), safe_open(write(folder, header), "np"):
-            pass
+        [entry.read() for entry in read_header(write(folder, header)).values()]

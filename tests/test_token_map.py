@@ -13,7 +13,7 @@ import pytest
 
 from specjax.checkpoint import CheckpointError, read_token_map, token_map
 from specjax.checkpoint.token_map import fingerprint, shipped_maps
-from specjax.checkpoint.torch_zip import write_torch_zip_list
+from specjax.checkpoint.unpickle import write_torch_zip_list
 
 IDS = [7, 0, 29, 3]
 

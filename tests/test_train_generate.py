@@ -19,9 +19,9 @@ from engine_helpers import END, TEMPLATE, VOCABULARY, shown, tokenizer
 from tiny_checkpoints import save_llama
 
 from specjax import checkpoint, flags
+from specjax.checkpoint.files import try_lock
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.train import generate, memory
-from specjax.train.files import hold
 
 FIELDS = ["source", "temperature", "prompt", "response", "prompt_ids", "response_ids", "finish_reason", "seed"]
 QUICK = ["--max-new-tokens", "8", "--max-prompt-tokens", "64", "--chunked-prefill-size", "16",
@@ -330,8 +330,9 @@ def test_two_runs_do_not_write_one_file(files):
     files(lines=PROMPTS[:3])
     lines = files.target.read_text().splitlines(keepends=True)
     files.target.write_text("".join(lines[:2]))
-    with files.target.open("a") as other:
-        assert hold(other.fileno())
+    lock = try_lock(files.target.with_name(f".{files.target.name}.lock"))
+    assert lock
+    with lock:
         status, _, err = files()
         assert status == 2 and "is being written by another run" in err
     assert files.target.read_text() == "".join(lines[:2])

@@ -8,7 +8,7 @@ need them, so importing this package is cheap.
 from specjax.checkpoint.builtin import BUILT_IN_MODEL
 from specjax.checkpoint.draft_head import load_head
 from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.files import ModelFiles
+from specjax.checkpoint.folder import ModelFiles
 from specjax.checkpoint.generation import sampling_defaults, stop_token_ids
 from specjax.checkpoint.hf_config import model_config
 from specjax.checkpoint.hub import resolve

@@ -16,8 +16,8 @@ import zipfile
 from pathlib import Path
 
 from specjax.checkpoint import gguf_model
-from specjax.checkpoint.cache import build_once, locked, sha256, writing
 from specjax.checkpoint.errors import CheckpointError
+from specjax.checkpoint.files import build_once, locked, sha256, writing
 from specjax.checkpoint.progress import bar
 
 BUILT_IN_MODEL = "smollm2-135m-instruct"

@@ -18,13 +18,13 @@ from specjax.checkpoint import draft_names as names
 from specjax.checkpoint.draft_config import aux_layer_ids, layer_config, norm_before_residual
 from specjax.checkpoint.draft_names import HeadTensors, common_names, head_placements, unfused
 from specjax.checkpoint.errors import CheckpointError, listed
-from specjax.checkpoint.files import find_weights, read_json
+from specjax.checkpoint.folder import find_weights, read_json
 from specjax.checkpoint.hf_config import given, number, require, rope
 from specjax.checkpoint.hub import resolve_head
 from specjax.checkpoint.load import HOST_DTYPES, fill, misfits
 from specjax.checkpoint.progress import bar
-from specjax.checkpoint.readers import DTYPES, read_headers
-from specjax.checkpoint.torch_zip import read_torch_zip
+from specjax.checkpoint.unpickle import read_torch_zip
+from specjax.checkpoint.weights import DTYPES, read_headers
 from specjax.config import HEAD_ALGORITHMS, HeadConfig, HeadKind, ModelConfig
 
 FLAG = "--speculative-draft-model-path"
@@ -142,7 +142,9 @@ def _read(files: tuple[Path, ...]) -> dict[str, np.ndarray]:
     tensors: dict[str, np.ndarray] = {}
     for file in files:
         state = read_torch_zip(file)
-        if not isinstance(state, dict) or not all(isinstance(value, np.ndarray) for value in state.values()):
+        if not isinstance(state, dict) or not all(
+            isinstance(name, str) and isinstance(value, np.ndarray) for name, value in state.items()
+        ):
             raise CheckpointError(f"{file} does not hold a state dict, names with a tensor each; save one there")
         if twice := state.keys() & tensors.keys():
             raise CheckpointError(f"tensors {listed(twice)} are in {file} and in another shard; keep one of the two")

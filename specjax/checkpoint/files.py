@@ -1,132 +1,190 @@
-"""What a resolved model is: a folder in the Hugging Face layout, checked before anything large is read."""
+"""Writing files: each is replaced as a whole or left as it was, and locks keep processes apart.
+
+Any process may be killed at any time, so nothing is written under its final name: a file or folder is filled under
+another name and then renamed. A file can also be cut short later (a full disk, a copy that stopped), so a folder in
+the cache counts only while its files have the sizes that were noted when it was built.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from specjax.checkpoint.errors import CheckpointError, listed
-from specjax.checkpoint.mappings import EMBED_TENSOR, HEAD_TENSOR
-from specjax.checkpoint.readers import read_headers, same_content
+from specjax.checkpoint.errors import CheckpointError
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
-# Only draft heads are read from these.
-TORCH_INDEX_NAME = "pytorch_model.bin.index.json"
-TORCH_SINGLE_NAME = "pytorch_model.bin"
+if TYPE_CHECKING:
+    from filelock import AcquireReturnProxy
+
+logger = logging.getLogger(__name__)
+
+MARKER = ".specjax-complete.json"
 
 
-@dataclass(frozen=True)
-class ModelFiles:
-    """A model on disk.
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """Yield a path to write; it becomes ``file`` when the block ends without an error, and is removed otherwise.
 
-    Attributes:
-      name: as the user gave it.
-      folder: config.json, tokenizer files and weights.
-      config: the parsed config.json; ``tie_word_embeddings`` says what the weights say (see ``read_folder``).
-      weights: the safetensors shards.
+    A symbolic link stays one: the file that it leads to is replaced.
     """
-
-    name: str
-    folder: Path
-    config: Mapping[str, Any] = field(compare=False)
-    weights: tuple[Path, ...]
-
-
-def read_folder(name: str, folder: Path) -> ModelFiles:
-    """The model in ``folder``: config.json and safetensors, single or sharded.
-
-    ``tie_word_embeddings`` is settled here. Where the key is absent, no ``lm_head.weight`` means tied: with
-    transformers' default for the key, false, the model would have no output matrix at all. A flag that says tied beside
-    an ``lm_head.weight`` that differs from the embedding means untied, as in transformers.
-
-    Raises:
-      CheckpointError: no config.json, no safetensors, a shard missing or damaged, or a flag that says untied beside
-        weights without an ``lm_head.weight``.
-    """
-    config = dict(read_json(folder / "config.json", name))
-    weights = find_weights(name, folder)
-    tensors = read_headers(weights)
-    head, embed = tensors.get(HEAD_TENSOR), tensors.get(EMBED_TENSOR)
-    if head is None and embed is not None:
-        if (tied := config.get("tie_word_embeddings")) is not None and tied is not True:
-            raise CheckpointError(
-                f"{folder / 'config.json'}: tie_word_embeddings is {tied!r:.80}, and there is no {HEAD_TENSOR}; write "
-                "true if the output matrix is the embedding, or copy the weights again: a shard may be missing"
-            )
-        config["tie_word_embeddings"] = True
-    elif head is not None and embed is not None and config.get("tie_word_embeddings"):
-        config["tie_word_embeddings"] = same_content(head, embed)
-    return ModelFiles(name, folder, config, weights)
-
-
-def read_json(file: Path, name: str) -> Mapping[str, Any]:
-    """A JSON object from ``file``, of the model ``name``.
-
-    Raises:
-      CheckpointError: the file is absent or is not a JSON object.
-    """
+    target = file.resolve()
+    draft = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{file.parent} (given as {name!r}) has no {file.name}; a model folder needs config.json, tokenizer files "
-            f"and {SINGLE_NAME} (or shards with {INDEX_NAME}), as transformers' save_pretrained writes them"
-        ) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read as JSON ({error}); copy or download it again") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file} holds a {type(value).__name__}, not a JSON object; copy or download it again")
-    return value
+        yield draft
+        _sync(draft)
+        draft.replace(target)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
-def find_weights(name: str, folder: Path, *, torch_too: bool = False) -> tuple[Path, ...]:
-    """The files that hold the weights in ``folder``: safetensors if there are any, else torch's if ``torch_too``.
+def _sync(file: Path) -> None:
+    """Some file systems report only here that they are full."""
+    if file.is_file():
+        with file.open("r+b") as stream:
+            os.fsync(stream.fileno())
+
+
+def write_text(file: Path, text: str) -> None:
+    """Replace ``file`` by ``text`` in UTF-8."""
+    with replacing(file) as draft:
+        draft.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder to fill; it becomes ``folder`` when the block ends without an error.
+
+    One process at a time. ``folder`` is absent for an instant between two renames; if the process is killed there, the
+    next call restores the old folder first.
+    """
+    target = folder.resolve()
+    draft, old = (target.with_name(f".{target.name}.{state}") for state in ("partial", "before"))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if old.exists() and not target.exists():
+        old.rename(target)
+    for left in (draft, old):
+        shutil.rmtree(left, ignore_errors=True)
+    draft.mkdir()
+    try:
+        yield draft
+        for file in draft.rglob("*"):
+            _sync(file)
+        if target.exists():
+            target.rename(old)
+        try:
+            draft.rename(target)
+        except OSError:
+            if old.exists():
+                old.rename(target)
+            raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def try_lock(file: Path) -> AcquireReturnProxy | None:
+    """Take the lock ``file``; None if another process has it.
+
+    Leaving the result's context, or the end of the process, frees the lock; the file stays.
+    """
+    from filelock import FileLock, Timeout
+
+    try:
+        return FileLock(file).acquire(timeout=0)
+    except Timeout:
+        return None
+
+
+@contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Hold the lock ``file``; log it if another process makes this one wait."""
+    from filelock import FileLock
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if (lock := try_lock(file)) is None:
+        logger.warning("waiting for another process that is preparing the same model (lock: %s)", file)
+        lock = FileLock(file).acquire()
+    with lock:
+        yield
+
+
+def default_cache_dir() -> Path:
+    """``$SPECJAX_CACHE``, else ``$XDG_CACHE_HOME/specjax``, else ``~/.cache/specjax``."""
+    if own := os.environ.get("SPECJAX_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "specjax"
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether ``folder`` holds every file it was built with, at its full size."""
+    try:
+        sizes = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
+    """Return ``folder``, first building it if it is absent or damaged.
+
+    Args:
+      folder: final place; its parent is created.
+      build: fills an empty folder given to it. If it raises, nothing is kept.
 
     Raises:
-      CheckpointError: there are none, or a shard is missing.
+      CheckpointError: the cache cannot be written, or whatever ``build`` raises.
     """
-    layouts = [(INDEX_NAME, SINGLE_NAME)] + [(TORCH_INDEX_NAME, TORCH_SINGLE_NAME)] * torch_too
-    for index, single in layouts:
-        if (folder / index).is_file():
-            return _shards(folder / index, name)
-        if (folder / single).is_file():
-            return (folder / single,)
-    if torch_too:
-        present = {file.name for file in folder.iterdir() if file.is_file()}
-        wanted = ", ".join(file for pair in layouts for file in reversed(pair))
-        raise CheckpointError(
-            f"{folder} (given as {name!r}) has none of: {wanted}; it has {listed(present) or 'no files'}"
-        )
-    present = [
-        file.name for pattern in ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf") for file in folder.glob(pattern)
-    ]
-    hint = f"; it has {listed(present)}" if present else ""
-    if any(file.endswith(".gguf") for file in present):
-        hint += ". Give the path of the .gguf file itself"
-    elif any(file.endswith((".bin", ".pt", ".pth")) for file in present):
-        hint += (
-            ". Convert once, where torch is installed: AutoModelForCausalLM.from_pretrained(folder)"
-            ".save_pretrained(new_folder), and the same for AutoTokenizer"
-        )
-    raise CheckpointError(f"{folder} (given as {name!r}) has neither {SINGLE_NAME} nor {INDEX_NAME}{hint}")
+    if is_complete(folder):
+        return folder
+    with writing(folder), locked(folder.with_name(folder.name + ".lock")):
+        if is_complete(folder):  # another process built it while this one waited
+            return folder
+        if folder.exists():
+            logger.warning("%s is incomplete or damaged; building it again", folder)
+        with replacing_folder(folder) as draft:
+            build(draft)
+            sizes = {file.name: file.stat().st_size for file in sorted(draft.iterdir())}
+            (draft / MARKER).write_text(json.dumps(sizes, indent=1), encoding="utf-8")
+    return folder
 
 
-def _shards(index: Path, name: str) -> tuple[Path, ...]:
-    folder = index.parent
-    weight_map = read_json(index, name).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise CheckpointError(f"{index}: weight_map is {weight_map!r:.80}; an object of file names is needed")
-    shards = set(weight_map.values())
-    outside = {shard for shard in shards if Path(shard).name != shard}
-    if outside or not shards:
+@contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """Turn an ``OSError`` into a ``CheckpointError`` that says how to place the cache elsewhere."""
+    try:
+        yield
+    except OSError as error:
         raise CheckpointError(
-            f"{index}: weight_map must name files of its own folder, got: {listed(outside) or 'none'}"
-        )
-    missing = {shard for shard in shards if not (folder / shard).is_file()}
-    if missing:
-        raise CheckpointError(f"{folder} lacks shards that {index.name} lists: {listed(missing)}; copy them there")
-    return tuple(folder / shard for shard in sorted(shards))
+            f"cannot write {target} ({error}); free some space or name another folder with the environment variable "
+            "SPECJAX_CACHE or the argument cache_dir"
+        ) from error
+
+
+def sha256(file: Path) -> str:
+    """Hex digest of a file."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def cached_sha256(file: Path, cache_dir: Path) -> str:
+    """``sha256(file)``, remembered by path, size and modification time: hashing 5 GB takes many seconds."""
+    stat = file.stat()
+    stamp = [str(file), stat.st_size, stat.st_mtime_ns]
+    note = cache_dir / "hashes" / (hashlib.sha256(str(file).encode()).hexdigest()[:24] + ".json")
+    try:
+        *known, digest = json.loads(note.read_text(encoding="utf-8"))
+        if known == stamp:
+            return digest
+    except (OSError, ValueError, TypeError):
+        pass
+    digest = sha256(file)
+    with writing(note):
+        note.parent.mkdir(parents=True, exist_ok=True)
+        write_text(note, json.dumps([*stamp, digest]))
+    return digest

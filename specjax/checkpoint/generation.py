@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.files import ModelFiles, read_json
+from specjax.checkpoint.folder import ModelFiles, read_json
 
 GENERATION_NAME = "generation_config.json"
 OPENAI_FLAG = "--sampling-defaults openai"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from math import pi
+from math import pi, prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from specjax.checkpoint.gguf_tokenizer import write_tokenizer
 from specjax.checkpoint.hf_config import model_config
 from specjax.checkpoint.mappings import placements
 from specjax.checkpoint.progress import bar
-from specjax.checkpoint.readers import SafetensorsWriter
+from specjax.checkpoint.weights import save_shards
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
@@ -92,7 +92,7 @@ def convert(
     }
     _write_json(folder / "config.json", config | ids)
     _write_json(folder / "generation_config.json", {"_from_model_config": True} | ids | dict(generation))
-    _write_weights(config, tensors, folder / "model.safetensors", label, progress)
+    _write_weights(config, tensors, folder, label, progress)
 
 
 class _Metadata(Mapping[str, Any]):
@@ -261,7 +261,7 @@ def _source_name(name: str) -> str:
 
 
 def _write_weights(
-    config: Mapping[str, Any], tensors: Mapping[str, ReaderTensor], file: Path, label: str, progress: bool
+    config: Mapping[str, Any], tensors: Mapping[str, ReaderTensor], folder: Path, label: str, progress: bool
 ) -> None:
     from gguf import dequantize
 
@@ -277,24 +277,26 @@ def _write_weights(
         )
     heads = {"q_proj": model.num_heads, "k_proj": model.num_kv_heads}
     shapes = {placement.tensor: placement.shape for placement in table}
-    total = sum(4 * int(np.prod(shape)) for shape in shapes.values())
-    with SafetensorsWriter(file, shapes) as writer, bar(f"Converting {label}", total, progress) as written:
-        for name, shape in shapes.items():
-            source = tensors[sources[name]]
-            try:
-                values = dequantize(source.data, source.tensor_type)
-            except NotImplementedError as error:
-                raise CheckpointError(
-                    f"{label}: {source.name} has type {source.tensor_type.name}, which gguf cannot decode"
-                ) from error
-            if values.shape != shape:
-                raise CheckpointError(
-                    f"{label}: {source.name} is {list(values.shape)}, the metadata implies {list(shape)}"
-                )
-            if rotated := heads.get(name.split(".")[-2]):
-                values = unpermute(values, rotated)
-            writer.write(name, values)
-            written.update(values.size * 4)
+
+    def read(name: str) -> np.ndarray:
+        source = tensors[sources[name]]
+        try:
+            values = dequantize(source.data, source.tensor_type)
+        except NotImplementedError as error:
+            raise CheckpointError(
+                f"{label}: {source.name} has type {source.tensor_type.name}, which gguf cannot decode"
+            ) from error
+        if values.shape != shapes[name]:
+            raise CheckpointError(
+                f"{label}: {source.name} is {list(values.shape)}, the metadata implies {list(shapes[name])}"
+            )
+        if rotated := heads.get(name.split(".")[-2]):
+            values = unpermute(values, rotated)
+        written.update(values.size * 4)
+        return values
+
+    with bar(f"Converting {label}", sum(4 * prod(shape) for shape in shapes.values()), progress) as written:
+        save_shards(folder, shapes, read)
 
 
 def _write_json(file: Path, value: Mapping[str, Any]) -> None:

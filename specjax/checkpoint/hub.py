@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from specjax.checkpoint.builtin import BUILT_IN_MODEL, built_in_folder
-from specjax.checkpoint.cache import build_once, cached_sha256, default_cache_dir
 from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.files import ModelFiles, read_folder
+from specjax.checkpoint.files import build_once, cached_sha256, default_cache_dir
+from specjax.checkpoint.folder import ModelFiles, read_folder
 
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "vocab*", "merges.txt"]
 HEAD_PATTERNS = ["*.json", "*.safetensors"]

@@ -12,10 +12,10 @@ import ml_dtypes
 import numpy as np
 
 from specjax.checkpoint.errors import CheckpointError, listed
-from specjax.checkpoint.files import ModelFiles, read_json
+from specjax.checkpoint.folder import ModelFiles, read_json
 from specjax.checkpoint.mappings import Placement, is_ignored, placements
 from specjax.checkpoint.progress import bar
-from specjax.checkpoint.readers import TensorEntry, read_headers
+from specjax.checkpoint.weights import TensorEntry, read_headers
 from specjax.config import ModelConfig
 
 if TYPE_CHECKING:

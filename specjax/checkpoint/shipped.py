@@ -19,8 +19,8 @@ import numpy as np
 
 from specjax.checkpoint.builtin import BUILT_IN_MODEL
 from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.files import SINGLE_NAME, ModelFiles
-from specjax.checkpoint.readers import read_headers
+from specjax.checkpoint.folder import ModelFiles
+from specjax.checkpoint.weights import SINGLE_NAME, read_headers
 from specjax.config import HeadKind, ModelConfig
 
 FOLDER = Path(__file__).parents[1] / "data" / "heads"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
@@ -20,8 +21,8 @@ import numpy as np
 
 from specjax.checkpoint.errors import CheckpointError, listed
 from specjax.checkpoint.hub import download
-from specjax.checkpoint.readers import read_header
-from specjax.checkpoint.torch_zip import read_torch_zip
+from specjax.checkpoint.unpickle import read_torch_zip
+from specjax.checkpoint.weights import read_header
 
 FLAG = "--speculative-token-map"
 FORMATS = (".pt", ".safetensors", ".npy", ".json")
@@ -157,7 +158,7 @@ def _checked(values: Any, vocab_size: int) -> np.ndarray:
         # One by one: numpy would make numbers of bools and floats of large integers.
         for index, value in enumerate(values):
             if type(value) is not int:
-                raise CheckpointError(f"entry {index} is {value!r}, not an integer")
+                raise CheckpointError(f"entry {index} is {reprlib.repr(value)}, not an integer")
             _check_range(index, value, vocab_size)
         values = np.array(values, np.int64)
     if not isinstance(values, np.ndarray):

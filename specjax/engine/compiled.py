@@ -18,7 +18,7 @@ from jax import Array
 from specjax_kernels import cpu_code
 from tqdm import tqdm
 
-from specjax.checkpoint.cache import default_cache_dir
+from specjax.checkpoint.files import default_cache_dir
 from specjax.compiling import compiler_options
 from specjax.drafters.base import Drafter, Params
 from specjax.engine.batch import Buckets

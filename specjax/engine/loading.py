@@ -17,7 +17,7 @@ from specjax_kernels.cpu import callable_here
 from specjax import checkpoint
 from specjax.checkpoint import ShippedHead
 from specjax.checkpoint.mappings import EMBED_TENSOR
-from specjax.checkpoint.readers import read_headers
+from specjax.checkpoint.weights import read_headers
 from specjax.config import ModelConfig
 from specjax.drafters import (
     AUTO,

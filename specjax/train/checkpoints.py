@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,8 +21,10 @@ from typing import Any, TextIO, cast
 import jax
 import orbax.checkpoint as ocp
 
-from specjax.train.files import hold, write_whole
+from specjax.checkpoint.files import try_lock, write_text
 from specjax.train.update import TrainState
+
+LOCK = ".lock"
 
 
 class RunError(ValueError):
@@ -48,21 +49,24 @@ class RunFolder:
         file = folder / "run.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(folder)
+            lock = try_lock(folder / LOCK)
         except OSError as error:
             raise RunError(f"--output {folder} cannot be used: {error.strerror or error}") from None
+        if lock is None:
+            raise RunError(f"--output {folder} is in use by another process; wait for it or give another folder")
+        self._lock = lock.lock
         try:
-            if not file.exists() and any(folder.iterdir()):
+            if not file.exists() and {entry.name for entry in folder.iterdir()} - {LOCK}:
                 raise RunError(f"--output {folder} holds files, and no run.json: it is no run; give another folder")
             if file.exists() and _has_checkpoint(folder):
                 _compare(json.loads(file.read_text(encoding="utf-8")), wanted, folder)
             else:
-                write_whole(file, json.dumps(wanted, indent=2) + "\n")
+                write_text(file, json.dumps(wanted, indent=2) + "\n")
             logging.getLogger("absl").setLevel(logging.WARNING)  # orbax tells of each file
             options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
             self._manager = ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options)
         except BaseException as error:
-            os.close(self._lock)
+            self._lock.release()
             if not isinstance(error, (OSError, json.JSONDecodeError)):
                 raise
             reason = getattr(error, "strerror", None) or error
@@ -73,7 +77,7 @@ class RunFolder:
 
     def __exit__(self, *_: object) -> None:
         self._manager.close()
-        os.close(self._lock)
+        self._lock.release()
 
     @property
     def latest(self) -> int | None:
@@ -125,7 +129,7 @@ class RunFolder:
         file = self.folder / "metrics.jsonl"
         kept = [line for line in read_metrics(self.folder) if line["step"] <= step]
         try:
-            write_whole(file, "".join(json.dumps(line) + "\n" for line in kept))
+            write_text(file, "".join(json.dumps(line) + "\n" for line in kept))
             self._metrics = file.open("a", encoding="utf-8")
         except OSError as error:
             raise RunError(f"{file} cannot be written: {error.strerror or error}") from None
@@ -155,15 +159,6 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             continue
     return found
-
-
-def _lock(folder: Path) -> int:
-    """An open descriptor that no other process can have. Killed processes lose it too."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    if not hold(descriptor):
-        os.close(descriptor)
-        raise RunError(f"--output {folder} is in use by another process; wait for it or give another folder")
-    return descriptor
 
 
 def _has_checkpoint(folder: Path) -> bool:

@@ -23,10 +23,7 @@ where nothing is said.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +33,9 @@ from specjax.checkpoint import CheckpointError
 from specjax.checkpoint.draft_config import AUX_LAYERS_KEY
 from specjax.checkpoint.draft_names import MASK, OFFSETS, file_name, head_placements, taken
 from specjax.checkpoint.errors import listed
-from specjax.checkpoint.files import SINGLE_NAME
+from specjax.checkpoint.files import replacing_folder
 from specjax.checkpoint.load import HOST_DTYPES
-from specjax.checkpoint.readers import DTYPES, INTEGERS
+from specjax.checkpoint.weights import SINGLE_NAME, save_tensors
 from specjax.config import HeadConfig, ModelConfig, RopeConfig
 
 CONFIG_NAME, CARD_NAME = "config.json", "README.md"
@@ -88,11 +85,24 @@ def export_head(
     }
     # JSON is YAML, and quotes what must be quoted.
     matter = "\n".join(f"{key}: {json.dumps(value)}" for key, value in front.items())
-    with _replacing(Path(folder)) as partial:
-        _write(partial / CONFIG_NAME, [json.dumps({**described, **extra}, indent=2).encode() + b"\n"])
-        _write(partial / CARD_NAME, [f"---\n{matter}\n---\n\n{card.strip()}\n".encode()])
-        _write(partial / SINGLE_NAME, _safetensors(tensors))
-    return Path(folder)
+    folder = Path(folder)
+    try:
+        if folder.exists() and (
+            others := {file.name for file in folder.iterdir()} - {CONFIG_NAME, CARD_NAME, SINGLE_NAME}
+        ):
+            raise CheckpointError(
+                f"{folder} holds {listed(others)}, which is no part of an exported head and would be lost; choose "
+                "another folder, or move that away"
+            )
+        with replacing_folder(folder) as draft:
+            (draft / CONFIG_NAME).write_text(json.dumps({**described, **extra}, indent=2) + "\n", encoding="utf-8")
+            (draft / CARD_NAME).write_text(f"---\n{matter}\n---\n\n{card.strip()}\n", encoding="utf-8")
+            save_tensors(draft / SINGLE_NAME, tensors)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write a draft head to {folder} ({error}); free some space or choose another folder"
+        ) from error
+    return folder
 
 
 def head_tensors(
@@ -184,79 +194,3 @@ def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
         "high_freq_factor": rope.high_freq_factor,
         "original_max_position_embeddings": rope.original_max_position,
     }
-
-
-# Files.
-
-
-def _safetensors(tensors: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryview]:
-    """The file's bytes, piece by piece; see `specjax.checkpoint.readers` for the format."""
-    names = {dtype: name for name, dtype in (DTYPES | INTEGERS).items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
-    # The widest first, so that each tensor begins at a multiple of its own width.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
-    offset = 0
-    for name, tensor in ordered:
-        header[name] = {
-            "dtype": names[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + tensor.nbytes],
-        }
-        offset += tensor.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the data must start at a multiple of 8
-    yield len(text).to_bytes(8, "little") + text
-    for _, tensor in ordered:
-        # As bytes: numpy has no buffer of bfloat16.
-        yield np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
-
-
-def _write(file: Path, pieces: Iterator[bytes | memoryview] | list[bytes]) -> None:
-    """To the disk itself: some file systems say only then that they are full."""
-    with file.open("wb") as stream:
-        for piece in pieces:
-            stream.write(piece)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-@contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
-    """An empty folder to fill, which becomes `folder` when the block ends without an error.
-
-    Between two renames, for an instant, there is none; one that is killed there leaves the old one beside, and the next
-    export puts it back first.
-    """
-    place = folder.resolve()  # what a link leads to
-    ours = {CONFIG_NAME, CARD_NAME, SINGLE_NAME}
-    partial, before = (place.with_name(f".{place.name}.{name}") for name in ("partial", "before"))
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        if before.exists() and not place.exists():
-            before.rename(place)
-        for left in (partial, before):
-            shutil.rmtree(left, ignore_errors=True)
-        if place.exists() and (others := {file.name for file in place.iterdir()} - ours):
-            raise CheckpointError(
-                f"{folder} holds {listed(others)}, which is no part of an exported head and would be lost; choose "
-                "another folder, or move that away"
-            )
-        partial.mkdir()
-        try:
-            yield partial
-            if place.exists():
-                place.rename(before)
-            try:
-                partial.rename(place)
-            except OSError:
-                if before.exists():
-                    before.rename(place)
-                raise
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        shutil.rmtree(before, ignore_errors=True)
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write a draft head to {folder} ({error}); free some space or choose another folder"
-        ) from error

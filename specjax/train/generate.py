@@ -32,12 +32,12 @@ from tqdm import tqdm
 
 from specjax import flags, settings
 from specjax.checkpoint import CheckpointError
+from specjax.checkpoint.files import try_lock, write_text
 from specjax.engine import Completion, Engine, SamplingParams
 from specjax.engine.batch import speculation_note
 from specjax.engine.request import later_seed
 from specjax.generate import BadLine, Line, parse_object, prompt_field, run
 from specjax.train import corpus
-from specjax.train.files import hold, write_whole
 from specjax.train.memory import batch_for
 
 FIELDS = ("prompt", "messages")
@@ -323,13 +323,13 @@ def generate(args: argparse.Namespace, chosen: flags.Settings) -> dict[str, Any]
             file=sys.stderr,
         )
     prompts = Prompts(engine, left, mixture, args)
-    with output.open("a", encoding="utf-8", newline="\n") as file:  # nothing of an old file is lost before here
-        if not hold(file.fileno()):
-            raise ValueError(f"--output {output} is being written by another run")
+    if (lock := try_lock(output.with_name(f".{output.name}.lock"))) is None:
+        raise ValueError(f"--output {output} is being written by another run")
+    with lock, output.open("a", encoding="utf-8", newline="\n") as file:  # nothing of an old file is lost before here
         if not args.overwrite and progress_of(output) != found:
             raise ValueError(f"--output {output} has been written by another run meanwhile")
         file.truncate(found.size)
-        write_whole(meta_file(output), json.dumps(wanted, indent=1) + "\n")
+        write_text(meta_file(output), json.dumps(wanted, indent=1) + "\n")
         summary = run(engine, prompts, file, progress=progress, total=len(left), describe=answer)
     return {"resumed_after": done, "too_long": prompts.too_long, **summary}
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from specjax import checkpoint
-from specjax.checkpoint.files import SINGLE_NAME
+from specjax.checkpoint.weights import SINGLE_NAME
 from specjax.config import HeadConfig, ModelConfig
 from specjax.models import make_target
 from specjax.train import draft

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from specjax import checkpoint
 from specjax.cache import bytes_per_token, init_cache
-from specjax.checkpoint.readers import read_headers
+from specjax.checkpoint.weights import read_headers
 from specjax.config import ModelConfig
 from specjax.engine.batch import STEP_COPIES
 from specjax.flags import Settings

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from specjax.checkpoint.files import replacing
 from specjax.train.checkpoints import read_metrics
 
 logger = logging.getLogger(__name__)
@@ -40,5 +41,6 @@ def plot(folder: Path) -> Path | None:
     accept.plot([tokens[row["step"]] for row in measured], [row["accept_length"] for row in measured], marker="o")
     accept.set(title="accept length in the engine, held back", xlabel="tokens seen")
     file = folder / "curves.png"
-    figure.savefig(file, dpi=120)
+    with replacing(file) as draft:
+        figure.savefig(draft, dpi=120)
     return file

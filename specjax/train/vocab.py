@@ -23,12 +23,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,8 +39,10 @@ from tqdm import tqdm
 
 from specjax import settings
 from specjax.checkpoint import BUILT_IN_MODEL, CheckpointError, ModelFiles, load_tokenizer, resolve, stop_token_ids
-from specjax.checkpoint.files import read_json
+from specjax.checkpoint.files import replacing
+from specjax.checkpoint.folder import read_json
 from specjax.checkpoint.hub import download
+from specjax.checkpoint.weights import save_tensors
 from specjax.train.corpus import BLOCK, FIELD_GROUPS, Source, contents, parse_fields, parse_sources, pieces, read
 
 TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer*", "vocab*", "merges.txt"]
@@ -154,15 +156,13 @@ def coverage(counts: Counts, sizes: Iterable[int], ends: Iterable[int]) -> dict[
 
 
 def _write_pt(file: Path, ids: list[int], vocabulary: int) -> None:
-    from specjax.checkpoint.torch_zip import write_torch_zip_list
+    from specjax.checkpoint.unpickle import write_torch_zip_list
 
     write_torch_zip_list(file, ids)
 
 
 def _write_safetensors(file: Path, ids: list[int], vocabulary: int) -> None:
-    from safetensors.numpy import save
-
-    file.write_bytes(save({"token_map": np.asarray(ids, np.int32)}))  # its save_file makes files of mode 600
+    save_tensors(file, {"token_map": np.asarray(ids, np.int32)})
 
 
 def _write_npy(file: Path, ids: list[int], vocabulary: int) -> None:
@@ -179,16 +179,10 @@ WRITERS = {".pt": _write_pt, ".safetensors": _write_safetensors, ".npy": _write_
 
 def write(outputs: list[Path], ids: list[int], vocabulary: int) -> None:
     """Every file, or, if one cannot be written, none: a reader never sees half a map."""
-    # Of a link, the file that it stands for is replaced.
-    drafts = {file: file.resolve().with_name(f".{file.stem}.{os.getpid()}{file.suffix}") for file in outputs}
-    try:
-        for file, draft in drafts.items():
-            WRITERS[file.suffix](draft, ids, vocabulary)
-        for file, draft in drafts.items():
-            draft.replace(file.resolve())
-    finally:
-        for draft in drafts.values():
-            draft.unlink(missing_ok=True)
+    with ExitStack() as stack:
+        drafts = [stack.enter_context(replacing(file)) for file in outputs]
+        for draft in drafts:
+            WRITERS[draft.suffix](draft, ids, vocabulary)
 
 
 # The command line.

@@ -1,0 +1,248 @@
+"""Reading what ``torch.save`` writes (``.bin``, ``.pt``) without torch, and without running what the file says.
+
+A pickle is a program. Here it can use the instructions of ``_OPCODES``, four functions and the storage types; all
+else is refused by name. The pure-Python unpickler of the standard library is used: its table of instructions can be
+replaced, and its memory is bounded by the pickle's length.
+
+The format: a zip of ``<prefix>/data.pkl``, the pickle, and ``<prefix>/data/<key>``, one uncompressed member for each
+storage; tensors are (storage, offset, sizes, strides). The CRC of storages is not checked: that would read a file of
+gigabytes twice.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+import re
+import reprlib
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from specjax.checkpoint.errors import CheckpointError, listed
+
+STORAGES: dict[str, np.dtype] = {
+    f"torch.{name}Storage": np.dtype(kind)
+    for name, kind in {
+        "Double": "<f8", "Float": "<f4", "Half": "<f2", "BFloat16": ml_dtypes.bfloat16,
+        "Long": "<i8", "Int": "<i4", "Short": "<i2", "Char": "i1", "Byte": "u1", "Bool": "?",
+    }.items()
+}  # fmt: skip
+# What torch.save and pickle write for dicts, lists, numbers, strings and tensors, protocols 2 to 5.
+_OPCODES = re.compile(
+    "PROTO|FRAME|STOP|MARK|EMPTY_(DICT|LIST|TUPLE)|TUPLE[123]?|SETITEMS?|APPENDS?|(LONG_)?BIN(PUT|GET)|MEMOIZE|"
+    "BININT[12]?|LONG1|BINFLOAT|NEWTRUE|NEWFALSE|NONE|(SHORT_)?BINUNICODE|(STACK_)?GLOBAL|REDUCE|BINPERSID|BUILD"
+)
+_NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
+_TENSOR, _PARAMETER = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter"
+_FUNCTIONS = ("collections.OrderedDict", "torch.Size", _TENSOR, _PARAMETER)
+# A state dict's pickle takes some 200 bytes a tensor, a token map's 5 a token.
+_MAX_PICKLE = 64 << 20
+# torch never compresses; more than this in memory is more likely a bomb than a checkpoint.
+_MAX_COMPRESSED = 1 << 30
+_MAX_RANK = 32
+
+
+class _Refused(Exception):
+    """Carries a message to where the file's name is known."""
+
+
+def read_torch_zip(file: Path) -> object:
+    """The object that ``torch.save`` wrote to ``file``.
+
+    Returns:
+      Dicts, lists, tuples, numbers and strings as they are; tensors (and parameters) as numpy arrays, read-only views
+      of the mapped file, bfloat16 as ``ml_dtypes.bfloat16``. Containers may be nested deeply and hold themselves.
+
+    Raises:
+      CheckpointError: the file is not such a zip, is damaged, or asks for anything else.
+    """
+    with file.open("rb") as stream:
+        start = stream.read(16)
+    if start.startswith(b"version https://"):
+        raise CheckpointError(f"{file} is a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`")
+    if start.startswith(b"\x80"):
+        raise CheckpointError(
+            f"{file} is refused: it has the format that torch.save wrote before version 1.6, one pickle without a zip. "
+            + _conversion(file)
+        )
+    if not start.startswith(b"PK\x03\x04"):
+        raise CheckpointError(
+            f"{file} is not a file of torch.save: it starts with {start[:8]!r} and not with b'PK\\x03\\x04'; download "
+            "or copy it again"
+        )
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return _Unpickler(file, archive).load()
+    except _Refused as error:
+        raise CheckpointError(
+            f"{file} is refused: {error}. A file of tensors alone asks for nothing else; get one from its author, or "
+            "the same as safetensors"
+        ) from None
+    except Exception as error:  # a damaged pickle or zip can end in nearly any of them
+        raise CheckpointError(
+            f"{file} is damaged or not a file of torch.save ({error!r:.300}); download or copy it again"
+        ) from error
+
+
+def write_torch_zip_list(file: Path, values: list[int]) -> None:
+    """Write ``values`` as ``torch.save`` would: ``torch.load(file, weights_only=True)`` gives the list back."""
+    members = {"data.pkl": pickle.dumps(values, protocol=2), "byteorder": b"little", "version": b"3\n"}
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in members.items():
+            # A fixed date, so that the same list gives the same bytes.
+            archive.writestr(zipfile.ZipInfo(f"archive/{name}", (1980, 1, 1, 0, 0, 0)), content)
+
+
+def _conversion(file: Path) -> str:
+    """A command for a shell, so with no name in it that a shell or Python would read as more than a name."""
+    name = file.name if re.fullmatch(r"[\w .+-]+", file.name) else "FILE"
+    load = f"torch.load('{name}', map_location='cpu', weights_only=True)"
+    if file.suffix == ".pt":  # a token map, not a checkpoint
+        write = f"pathlib.Path('token_map.json').write_text(json.dumps(torch.as_tensor({load}).tolist()))"
+        program = f"import json, pathlib, torch; {write}"
+    else:
+        state = f"{{name: tensor.clone().contiguous() for name, tensor in {load}.items()}}"
+        program = f"import torch; from safetensors.torch import save_file; save_file({state}, 'model.safetensors')"
+    return f'Where torch is installed, convert it once: python -c "{program}"'
+
+
+@dataclass(frozen=True)
+class _Name:
+    """A name of the allow-list: a storage type, or a function that the pickle may call."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class _Storage:
+    key: str
+    array: np.ndarray
+
+
+def _tensor(storage: _Storage, offset: object, size: Sequence[object], stride: Sequence[object]) -> np.ndarray:
+    """``torch._utils._rebuild_tensor_v2``: a view of a storage, never reaching outside it."""
+    sizes, steps = ([n for n in part if type(n) is int and n >= 0] for part in (size, stride))
+    if type(offset) is not int or offset < 0 or len(sizes) != len(size) or len(steps) != len(stride):
+        raise _Refused("it has a tensor whose offset, size or stride is of the wrong kind")
+    if len(sizes) != len(steps) or len(sizes) > _MAX_RANK:
+        raise _Refused(f"it has a tensor of size {sizes[:8]} and stride {steps[:8]}")
+    array = storage.array
+    if 0 in sizes:
+        return np.empty(sizes, array.dtype)
+    last = offset + sum((count - 1) * step for count, step in zip(sizes, steps, strict=True))
+    if last >= len(array):
+        raise _Refused(
+            f"a tensor of size {sizes}, stride {steps} and offset {offset} reaches element {last} of storage "
+            f"{storage.key}, which has {len(array)}"
+        )
+    in_bytes = [step * array.itemsize for step in steps]
+    return np.lib.stride_tricks.as_strided(array[offset:], sizes, in_bytes, writeable=False)
+
+
+class _Instructions(dict[int, Callable[..., None]]):
+    def __missing__(self, code: int) -> Callable[..., None]:
+        raise _Refused(f"its pickle uses the instruction {_NAMES.get(code, code)}, which no state dict needs")
+
+
+def _reduce(unpickler: _Unpickler) -> None:
+    """REDUCE: calls what is a name here, with arguments of the right kinds."""
+    given, function = unpickler.stack.pop(), unpickler.stack.pop()
+    name = function.name if isinstance(function, _Name) else type(function).__name__
+    match given:
+        case () if name == "collections.OrderedDict":
+            result: object = {}
+        case (tuple() | list() as sizes,) if name == "torch.Size":
+            result = list(sizes)
+        case (np.ndarray() as result, *_) if name == _PARAMETER:
+            pass
+        case (_Storage() as held, offset, tuple() | list() as size, tuple() | list() as stride, _, _, *metadata) if (
+            name == _TENSOR and not any(metadata)
+        ):
+            result = _tensor(held, offset, size, stride)
+        case _:
+            raise _Refused(f"it calls {name} with arguments of the wrong kinds")
+    unpickler.stack.append(result)
+
+
+def _build(unpickler: _Unpickler) -> None:
+    """BUILD, which torch writes for the ``_metadata`` of a module's state dict: drops the attributes."""
+    unpickler.stack.pop()
+    if type(target := unpickler.stack[-1]) is not dict:
+        raise _Refused(f"it sets attributes of a {type(target).__name__.strip('_').lower()}")
+
+
+class _Unpickler(pickle._Unpickler):
+    stack: list[object]
+    dispatch = _Instructions(
+        {code: pickle._Unpickler.dispatch[code] for code, name in _NAMES.items() if _OPCODES.fullmatch(name)}
+        | {ord("R"): _reduce, ord("b"): _build}
+    )
+
+    def __init__(self, file: Path, archive: zipfile.ZipFile) -> None:
+        self._file, self._archive = file, archive
+        names = archive.namelist()
+        if len(set(names)) != len(names):
+            raise _Refused("two of its members have one name")
+        if sum(info.file_size for info in archive.infolist() if info.compress_type) > _MAX_COMPRESSED:
+            raise _Refused(f"its compressed members take more than {_MAX_COMPRESSED} bytes")
+        pickles = [name for name in names if re.fullmatch(r"[^/\\]+/data\.pkl", name)]
+        if len(pickles) != 1:
+            raise _Refused(f"it has {len(pickles)} members <name>/data.pkl, and one is needed")
+        self._prefix = pickles[0].removesuffix("data.pkl")
+        self._arrays: dict[str, np.ndarray] = {}
+        if f"{self._prefix}byteorder" in names and (order := self._read("byteorder", 16)) != b"little":
+            raise _Refused(f"its byte order is {order.decode(errors='replace')!r}; only 'little' is read")
+        super().__init__(io.BytesIO(self._read("data.pkl", _MAX_PICKLE)))
+
+    def find_class(self, module: str, name: str) -> object:
+        full = f"{module}.{name}"
+        if full not in (*_FUNCTIONS, *STORAGES):
+            raise _Refused(
+                f"its pickle asks for {full}, and what it may ask for is {listed(_FUNCTIONS)} and torch.<type>Storage "
+                f"with type {', '.join(kind[6:-7] for kind in STORAGES)}"
+            )
+        return _Name(full)
+
+    def persistent_load(self, pid: object) -> _Storage:
+        match pid:
+            case ("storage", _Name(kind), str(key), _, int(size)) if kind in STORAGES:
+                if not re.fullmatch(r"[0-9A-Za-z_]+", key) or size < 0:
+                    raise _Refused(f"it has a storage with key {key[:40]!r} and {size} elements")
+                return _Storage(key, self._storage(key, STORAGES[kind], size))
+        raise _Refused(f"it refers to something that is not a storage: {reprlib.repr(pid)}")
+
+    def _storage(self, key: str, dtype: np.dtype, size: int) -> np.ndarray:
+        """Storage ``key``, ``size`` elements of ``dtype``; the same array each time."""
+        if size == 0:
+            return np.empty(0, dtype)
+        name = f"{self._prefix}data/{key}"
+        if name not in self._archive.namelist():
+            raise _Refused(f"it has no member {name}")
+        info = self._archive.getinfo(name)
+        if size * dtype.itemsize != info.file_size:
+            raise _Refused(f"{name} has {info.file_size} bytes, and {size} elements of {dtype} take another number")
+        if key not in self._arrays:
+            with self._archive.open(info) as stream:  # checks that the member is there
+                if info.compress_type != zipfile.ZIP_STORED:
+                    self._arrays[key] = np.frombuffer(stream.read(), dtype)
+        if key not in self._arrays:
+            with self._file.open("rb") as stream:
+                stream.seek(info.header_offset + 26)
+                lengths = np.frombuffer(stream.read(4), "<u2")  # of the name, and of the padding before the data
+            # One mapping per storage: its pages can be reclaimed as soon as the caller has copied them.
+            start = info.header_offset + 30 + int(lengths.sum())
+            self._arrays[key] = np.memmap(self._file, dtype, "r", start, (size,))
+        if self._arrays[key].dtype != dtype:
+            raise _Refused(f"{name} is used as {self._arrays[key].dtype} and as {dtype}")
+        return self._arrays[key]
+
+    def _read(self, name: str, limit: int) -> bytes:
+        if (size := self._archive.getinfo(self._prefix + name).file_size) > limit:
+            raise _Refused(f"{name} has {size} bytes, at most {limit} are read")
+        return self._archive.read(self._prefix + name)
