@@ -151,7 +151,7 @@ def data(tmp_path, monkeypatch) -> Path:
     (folder / "tiny.json").write_text(json.dumps({"fingerprint": mark, "file": "tiny-token-map.npy", "model": "x"}))
     (folder / "README.md").write_text("about")
     (folder / "other.json").write_text("[]")
-    monkeypatch.setattr(token_map, "_data_folder", lambda: folder)
+    monkeypatch.setattr(token_map, "FOLDER", folder)
     return folder
 
 
@@ -176,13 +176,13 @@ def test_numbers_need_the_vocabulary_of_the_map(data):
 
 
 def test_no_maps_at_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(token_map, "_data_folder", lambda: tmp_path / "absent")
+    monkeypatch.setattr(token_map, "FOLDER", tmp_path / "absent")
     assert shipped_maps() == ()
     assert "(there is none)" in refused("2", tokens=lambda: TOKENS)
 
 
 def test_the_data_folder_is_the_packages():
-    assert str(token_map._data_folder()).endswith("specjax/data")
+    assert str(token_map.FOLDER).endswith("specjax/data")
     for found in shipped_maps():
         ids = found.ids()
         assert re.fullmatch("[0-9a-f]{64}", found.fingerprint)

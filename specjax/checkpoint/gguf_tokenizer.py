@@ -8,7 +8,7 @@ rule gives other tokens and no error.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,6 @@ _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
 @dataclass(frozen=True)
@@ -47,27 +46,13 @@ class WordRule:
     nfc: bool = False
 
 
-_GPT2 = WordRule()
-_DIGITS = WordRule(single_digits=True)
-_LLAMA3_RULE = WordRule(_LLAMA3, whole_words=True, add_bos=True)
-_QWEN2_RULE = WordRule(_QWEN2, nfc=True)
-
 # tokenizer.ggml.pre
 WORD_RULES: dict[str, WordRule] = {
-    "gpt-2": _GPT2,
-    "olmo": _GPT2,
-    "phi-2": _GPT2,
-    "smollm": _DIGITS,
-    "starcoder": _DIGITS,
-    "refact": _DIGITS,
-    "codeshell": _DIGITS,
-    "llama3": _LLAMA3_RULE,
-    "llama-v3": _LLAMA3_RULE,
-    "llama-bpe": _LLAMA3_RULE,
-    "dbrx": WordRule(_LLAMA3),
-    "smaug-bpe": WordRule(_LLAMA3),
-    "qwen2": _QWEN2_RULE,
-    "deepseek-r1-qwen": _QWEN2_RULE,
+    **dict.fromkeys(("gpt-2", "olmo", "phi-2"), WordRule()),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell"), WordRule(single_digits=True)),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe"), WordRule(_LLAMA3, whole_words=True, add_bos=True)),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), WordRule(_LLAMA3)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), WordRule(_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"), nfc=True)),
 }
 
 _SPECIAL_KEYS = {
@@ -94,14 +79,9 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path, label: str) -> di
       CheckpointError: a tokenizer model or word rule that is not in the tables.
     """
     tokens: list[str] = metadata.get("tokenizer.ggml.tokens") or []
-    special: dict[str, Any] = {}
-    for key in _SPECIAL_KEYS.values():
-        token_id = metadata.get(f"tokenizer.ggml.{key}")
-        if token_id is not None and token_id < len(tokens):
-            special[key] = int(token_id)
-    tokenizer = build_tokenizer(metadata, label)
-    tokenizer.save(str(folder / "tokenizer.json"))
-
+    found = {key: metadata.get(f"tokenizer.ggml.{key}") for key in _SPECIAL_KEYS.values()}
+    special: dict[str, Any] = {key: int(i) for key, i in found.items() if i is not None and i < len(tokens)}
+    build_tokenizer(metadata, label).save(str(folder / "tokenizer.json"))
     names = {name: tokens[special[key]] for name, key in _SPECIAL_KEYS.items() if key in special}
     config: dict[str, Any] = {
         # The class that takes tokenizer.json as it is; a model's own class would rebuild parts of it.
@@ -138,7 +118,6 @@ def build_tokenizer(metadata: Mapping[str, Any], label: str) -> Tokenizer:
         )
     tokenizer, add_bos = builders[kind](metadata, label)
     _add_template(tokenizer, metadata, add_bos)
-
     types = metadata.get("tokenizer.ggml.token_type") or []
     kinds = list(zip(metadata["tokenizer.ggml.tokens"], types, strict=False))
     # The unknown token of a SentencePiece vocabulary is special there too.
@@ -187,61 +166,59 @@ def _sentence_piece(metadata: Mapping[str, Any], label: str) -> tuple[Tokenizer,
             f"{'absent' if scores is None else f'{len(scores)} long'}. Use the Hugging Face folder of this model"
         )
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
-    model = models.BPE(
-        vocab=vocabulary,
-        merges=_merges(tokens, scores),
-        unk_token=tokens[unknown],
-        fuse_unk=True,
-        byte_fallback=True,
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocabulary,
+            merges=_merges(tokens, scores),
+            unk_token=tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
     )
-    tokenizer = Tokenizer(model)
     space = "\u2581"
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
-    steps: list[Any] = [normalizers.Prepend(space)] if prefix else []
-    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", space)])
-    end: list[Any] = [decoders.Strip(" ", 1, 0)] if prefix else []
+    before = [normalizers.Prepend(space)] if prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", space)])
+    after = [decoders.Strip(" ", 1, 0)] if prefix else []
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse(), *end]
+        [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse(), *after]
     )
     return tokenizer, True
 
 
-def _merges(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
+def _merges(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
     """The merges that a SentencePiece vocabulary implies.
 
     SentencePiece joins, of all neighbours that are a token together, those with the best score. That is BPE with
     every way to split a token into two tokens as a merge, best score first.
     """
     ids = {token: i for i, token in enumerate(tokens)}
-    found = []
-    for token, score in zip(tokens, scores, strict=True):
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in ids and right in ids:
-                found.append((-score, ids[token], ids[left], left, right))
-    return [(left, right) for *_, left, right in sorted(found)]
+    splits = (
+        (-score, ids[token], ids[left], left, right)
+        for token, score in zip(tokens, scores, strict=True)
+        for left, right in ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        if left in ids and right in ids
+    )
+    return [(left, right) for *_, left, right in sorted(splits)]
 
 
 def _add_template(tokenizer: Tokenizer, metadata: Mapping[str, Any], add_bos: bool) -> None:
     """Add bos and eos around a text if the file, or else its kind of tokenizer, says so."""
     from tokenizers import processors
 
+    def added(key: str, default: bool) -> list[int]:
+        token = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        return [token] if token is not None and metadata.get(f"tokenizer.ggml.add_{key}_token", default) else []
+
     tokens = metadata["tokenizer.ggml.tokens"]
-    ids = {key: metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos")}
-    wanted = {
-        "bos": metadata.get("tokenizer.ggml.add_bos_token", add_bos),
-        "eos": metadata.get("tokenizer.ggml.add_eos_token", False),
-    }
-    used = {key: ids[key] for key in ("bos", "eos") if wanted[key] and ids[key] is not None}
-    byte_level: Any = processors.ByteLevel(trim_offsets=True)
-    steps: list[Any] = [byte_level] if metadata["tokenizer.ggml.model"] == "gpt2" else []
-    if used:
-        before = [tokens[used["bos"]]] if "bos" in used else []
-        after = [tokens[used["eos"]]] if "eos" in used else []
+    bos, eos = added("bos", add_bos), added("eos", False)
+    before, after = [tokens[i] for i in bos], [tokens[i] for i in eos]
+    steps: list[Any] = [processors.ByteLevel(trim_offsets=True)] if metadata["tokenizer.ggml.model"] == "gpt2" else []
+    if bos or eos:
         template = processors.TemplateProcessing(
             single=[*before, "$A", *after],
             pair=[*before, "$A", *after, *before, "$B", *after],
-            special_tokens=[(tokens[i], i) for i in used.values()],
+            special_tokens=[(tokens[i], i) for i in bos + eos],
         )
         steps.append(template)
     if steps:

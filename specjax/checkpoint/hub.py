@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 from specjax.checkpoint.builtin import BUILT_IN_MODEL, built_in_folder
@@ -16,6 +16,10 @@ HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "vocab*", "m
 HEAD_PATTERNS = ["*.json", "*.safetensors"]
 # Subfolders hold other formats of the same weights, and so do Mistral's consolidated files.
 HUB_IGNORED = ["*/*", "consolidated*"]
+_CHOICES = (
+    f"give {BUILT_IN_MODEL!r}, a .gguf file, a folder with config.json and safetensors, or a hub id such as "
+    "'HuggingFaceTB/SmolLM2-135M-Instruct'"
+)
 
 
 def resolve(
@@ -49,10 +53,19 @@ def resolve(
     if path.is_file():
         return read_folder(name, _converted(path, cache, progress))
     if _is_path(name):
-        raise CheckpointError(
-            f"the model {name!r} looks like a path, and there is no such file or folder; {_choices()}"
-        )
-    return read_folder(name, _snapshot(name, revision, cache / "hub" if cache_dir is not None else None, progress))
+        raise CheckpointError(f"the model {name!r} looks like a path, and there is no such file or folder; {_CHOICES}")
+    at = f" at revision {revision!r}" if revision else ""
+    folder = download(
+        name,
+        f"no model {name!r}{at}. Tried: the alias {BUILT_IN_MODEL!r} (another name); the local path {path} (absent); "
+        "the Hugging Face hub",
+        patterns=HUB_PATTERNS,
+        revision=revision,
+        cache=cache / "hub" if cache_dir is not None else None,
+        progress=progress,
+        advice=f". {_CHOICES}",
+    )
+    return read_folder(name, folder)
 
 
 def resolve_head(name: str, *, revision: str | None = None, progress: bool = True) -> Path:
@@ -74,28 +87,29 @@ def resolve_head(name: str, *, revision: str | None = None, progress: bool = Tru
             "weights, or a hub id such as 'yuhuili/EAGLE3-LLaMA3.1-Instruct-8B'"
         )
 
-    def explain(reason: str) -> str:
-        return f"there is no local folder {path}, and the Hugging Face hub gave no draft head {name!r} ({reason})"
-
-    folder = download(name, None, HEAD_PATTERNS, revision, None, progress, explain)
+    problem = f"there is no local folder {path}, and the Hugging Face hub gave no draft head {name!r}"
+    folder = download(name, problem, patterns=HEAD_PATTERNS, revision=revision, progress=progress)
     if not any(folder.glob("*.safetensors")):
-        folder = download(name, None, [*HEAD_PATTERNS, "*.bin"], revision, None, progress, explain)
+        patterns = [*HEAD_PATTERNS, "*.bin"]
+        folder = download(name, problem, patterns=patterns, revision=revision, progress=progress)
     return folder
 
 
 def download(
     repository: str,
-    file: str | None,
-    patterns: list[str],
-    revision: str | None,
-    cache: Path | None,
+    problem: str,
+    *,
+    file: str | None = None,
+    patterns: Sequence[str] = (),
+    revision: str | None = None,
+    cache: Path | None = None,
     progress: bool,
-    explain: Callable[[str], str],
+    advice: str = "",
 ) -> Path:
     """Fetch from the hub: one ``file``, or the folder of all files that match ``patterns``.
 
     Raises:
-      CheckpointError: of any failure, with what ``explain`` makes of its reason.
+      CheckpointError: on any failure; ``problem``, the reason in brackets, and ``advice``.
     """
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.utils import disable_progress_bars
@@ -105,20 +119,20 @@ def download(
     try:
         if file is not None:
             return Path(hf_hub_download(repository, file, revision=revision, cache_dir=cache))
-        folder = snapshot_download(
-            repository, revision=revision, cache_dir=cache, allow_patterns=patterns, ignore_patterns=HUB_IGNORED
+        found = snapshot_download(
+            repository, revision=revision, cache_dir=cache, allow_patterns=list(patterns), ignore_patterns=HUB_IGNORED
         )
     except Exception as error:  # the client raises its own, httpx's and the system's errors: all mean "not there"
         reason = " ".join(str(error).split())[:300]
-        raise CheckpointError(explain(f"{type(error).__name__}: {reason}")) from error
-    return Path(folder)
+        raise CheckpointError(f"{problem} ({type(error).__name__}: {reason}){advice}") from error
+    return Path(found)
 
 
 def _converted(file: Path, cache: Path, progress: bool) -> Path:
     from specjax.checkpoint import gguf_model
 
     if file.suffix.lower() != ".gguf":
-        raise CheckpointError(f"the model {str(file)!r} is a file and not a .gguf; {_choices()}")
+        raise CheckpointError(f"the model {str(file)!r} is a file and not a .gguf; {_CHOICES}")
     # By content, so that a file that was replaced is converted again and one that was moved is not.
     digest = cached_sha256(file.resolve(), cache)
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem)[:60]
@@ -126,24 +140,5 @@ def _converted(file: Path, cache: Path, progress: bool) -> Path:
     return build_once(folder, lambda target: gguf_model.convert(file, target, progress=progress))
 
 
-def _snapshot(name: str, revision: str | None, cache: Path | None, progress: bool) -> Path:
-    at = f" at revision {revision!r}" if revision else ""
-
-    def explain(reason: str) -> str:
-        return (
-            f"no model {name!r}{at}. Tried: the alias {BUILT_IN_MODEL!r} (another name); the local path "
-            f"{Path(name).expanduser()} (absent); the Hugging Face hub ({reason}). {_choices()}"
-        )
-
-    return download(name, None, HUB_PATTERNS, revision, cache, progress, explain)
-
-
 def _is_path(name: str) -> bool:
     return name.startswith((".", "~", os.sep)) or name.count("/") > 1 or name.lower().endswith(".gguf")
-
-
-def _choices() -> str:
-    return (
-        f"give {BUILT_IN_MODEL!r}, a .gguf file, a folder with config.json and safetensors, or a hub id such as "
-        "'HuggingFaceTB/SmolLM2-135M-Instruct'"
-    )

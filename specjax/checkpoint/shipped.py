@@ -83,15 +83,8 @@ HEADS: tuple[ShippedHead, ...] = (
         model=BUILT_IN_MODEL,
         # The norms of the GGUF are float32 and hold bfloat16's values, as every conversion of this model has them.
         norm="b1c3b88d13d30d192c39ca32dfc07aa9f333844fccae2e5b34d3f3572dd6c5f4",
-        sizes={
-            "vocab_size": 49152,
-            "hidden_size": 576,
-            "intermediate_size": 1536,
-            "num_layers": 30,
-            "num_heads": 9,
-            "num_kv_heads": 3,
-            "head_dim": 64,
-        },
+        sizes={"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_layers": 30}
+        | {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
     ),
 )
 """The first that fits a model is its head."""

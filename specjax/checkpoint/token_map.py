@@ -12,10 +12,7 @@ import re
 import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,6 +21,7 @@ from specjax.checkpoint.hub import download
 from specjax.checkpoint.unpickle import read_torch_zip
 from specjax.checkpoint.weights import read_header
 
+FOLDER = Path(__file__).parents[1] / "data"
 FLAG = "--speculative-token-map"
 FORMATS = (".pt", ".safetensors", ".npy", ".json")
 
@@ -40,12 +38,11 @@ class ShippedMap:
 
     name: str
     fingerprint: str
-    file: Traversable
+    file: Path
 
     def ids(self) -> np.ndarray:
         """All ids of the map."""
-        with self.file.open("rb") as stream:
-            return np.load(stream, allow_pickle=False)
+        return np.load(self.file, allow_pickle=False)
 
 
 def fingerprint(tokens: list[str]) -> str:
@@ -55,17 +52,12 @@ def fingerprint(tokens: list[str]) -> str:
 
 def shipped_maps() -> tuple[ShippedMap, ...]:
     """The maps that come with specjax."""
-    folder = _data_folder()
-    if not folder.is_dir():
-        return ()
-    found = []
-    for file in sorted(folder.iterdir(), key=lambda entry: entry.name):
-        if file.name.endswith(".json"):
-            about = json.loads(file.read_text(encoding="utf-8"))
-            if isinstance(about, dict) and {"fingerprint", "file"} <= about.keys():
-                name = file.name.removesuffix(".json")
-                found.append(ShippedMap(name, about["fingerprint"], folder.joinpath(about["file"])))
-    return tuple(found)
+    found = ((file, json.loads(file.read_text(encoding="utf-8"))) for file in sorted(FOLDER.glob("*.json")))
+    return tuple(
+        ShippedMap(file.stem, about["fingerprint"], FOLDER / about["file"])
+        for file, about in found
+        if isinstance(about, dict) and {"fingerprint", "file"} <= about.keys()
+    )
 
 
 def read_token_map(given: str, *, vocab_size: int, tokens: Callable[[], list[str]] | None = None) -> np.ndarray:
@@ -86,10 +78,6 @@ def read_token_map(given: str, *, vocab_size: int, tokens: Callable[[], list[str
         return _checked(_shipped(int(given), tokens) if is_number else _values(_found(given)), vocab_size)
     except CheckpointError as error:
         raise CheckpointError(f"{FLAG} {given}: {error}") from error
-
-
-def _data_folder() -> Traversable:
-    return files("specjax").joinpath("data")
 
 
 def _shipped(count: int, tokens: Callable[[], list[str]] | None) -> np.ndarray:
@@ -122,14 +110,11 @@ def _found(given: str) -> Path:
         raise CheckpointError("there is no such file; give one, or one on the hub as repository/file")
     split = 1 if len(parts) == 2 else 2
     repository, file = "/".join(parts[:split]), "/".join(parts[split:])
-
-    def explain(reason: str) -> str:
-        return f"there is no such file, and the Hugging Face hub gave no {file} of {repository!r} ({reason})"
-
-    return download(repository, file, [], None, None, False, explain)
+    problem = f"there is no such file, and the Hugging Face hub gave no {file} of {repository!r}"
+    return download(repository, problem, file=file, progress=False)
 
 
-def _values(file: Path) -> Any:
+def _values(file: Path) -> object:
     """What ``file`` holds, unchecked."""
     try:
         match file.suffix.lower():
@@ -153,7 +138,7 @@ def _values(file: Path) -> Any:
         raise CheckpointError(f"{file} cannot be read ({error}); download or make it again") from error
 
 
-def _checked(values: Any, vocab_size: int) -> np.ndarray:
+def _checked(values: object, vocab_size: int) -> np.ndarray:
     if isinstance(values, list):
         # One by one: numpy would make numbers of bools and floats of large integers.
         for index, value in enumerate(values):

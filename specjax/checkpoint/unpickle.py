@@ -104,7 +104,9 @@ def _conversion(file: Path) -> str:
     name = file.name if re.fullmatch(r"[\w .+-]+", file.name) else "FILE"
     load = f"torch.load('{name}', map_location='cpu', weights_only=True)"
     if file.suffix == ".pt":  # a token map, not a checkpoint
-        write = f"pathlib.Path('token_map.json').write_text(json.dumps(torch.as_tensor({load}).tolist()))"
+        write = (
+            f"pathlib.Path('{name.removesuffix('.pt')}.json').write_text(json.dumps(torch.as_tensor({load}).tolist()))"
+        )
         program = f"import json, pathlib, torch; {write}"
     else:
         state = f"{{name: tensor.clone().contiguous() for name, tensor in {load}.items()}}"

@@ -215,14 +215,13 @@ def tokenizer_files(name: str, *, progress: bool) -> ModelFiles:
     folder = Path(name).expanduser()
     is_hub_id = re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) and not folder.exists()
     if is_hub_id:  # `resolve` would fetch the weights too
-
-        def explain(reason: str) -> str:
-            return (
-                f"no tokenizer {name!r}: there is no such folder, and the Hugging Face hub gave none ({reason}); give "
-                f"{BUILT_IN_MODEL!r}, a .gguf file, a folder or a hub id"
-            )
-
-        folder = download(name, None, TOKENIZER_FILES, None, None, progress, explain)
+        folder = download(
+            name,
+            f"no tokenizer {name!r}: there is no such folder, and the Hugging Face hub gave none",
+            patterns=TOKENIZER_FILES,
+            progress=progress,
+            advice=f"; give {BUILT_IN_MODEL!r}, a .gguf file, a folder or a hub id",
+        )
     elif name.lower() == BUILT_IN_MODEL or not folder.is_dir():
         return resolve(name, progress=progress)
     config = folder / "config.json"
