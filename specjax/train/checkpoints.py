@@ -49,6 +49,8 @@ class RunFolder:
         file = folder / "run.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            if not file.exists() and {entry.name for entry in folder.iterdir()} - {LOCK}:
+                raise RunError(f"--output {folder} holds files, and no run.json: it is no run; give another folder")
             lock = try_lock(folder / LOCK)
         except OSError as error:
             raise RunError(f"--output {folder} cannot be used: {error.strerror or error}") from None
@@ -56,8 +58,6 @@ class RunFolder:
             raise RunError(f"--output {folder} is in use by another process; wait for it or give another folder")
         self._lock = lock.lock
         try:
-            if not file.exists() and {entry.name for entry in folder.iterdir()} - {LOCK}:
-                raise RunError(f"--output {folder} holds files, and no run.json: it is no run; give another folder")
             if file.exists() and _has_checkpoint(folder):
                 _compare(json.loads(file.read_text(encoding="utf-8")), wanted, folder)
             else:
