@@ -19,7 +19,8 @@ from typing import Any
 from records import DATA, finish, machine
 from tqdm import tqdm
 
-from specjax import Completion, Engine, SamplingParams, flags, settings
+from specjax import Completion, SamplingParams, settings
+from specjax.cli import flags
 
 
 def read_prompts(file: Path, count: int | None) -> list[tuple[str, str]]:
@@ -103,7 +104,7 @@ def main() -> None:
     }
     sampling = SamplingParams(max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed)
     document = machine("jaxlib", "flax")
-    engine = Engine.from_pretrained(**flags.engine_arguments(chosen))
+    engine = flags.make_engine(chosen)
     at_once = chosen.engine.max_running_requests
     engine.warm_up(engine.single_request_keys() if at_once == 1 else None)
     document |= {"model": chosen.model.model, "algorithm": engine.drafter.name, "dtype": engine.target.config.dtype}

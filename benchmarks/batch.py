@@ -33,7 +33,7 @@ def build(model: str, algorithm: str, nodes: int | None, requests: int) -> Engin
         for most in (batch.BLOCK_TOKENS, batch.HEAD_BLOCK_TOKENS):
             most["cpu" if jax.default_backend() == "cpu" else "gpu"] = nodes
     config = EngineConfig(max_running_requests=requests, max_total_tokens=1024 * requests)
-    return Engine.from_pretrained(model, algorithm=algorithm, config=config)
+    return Engine.from_pretrained(model, draft=algorithm, config=config)
 
 
 def complete(engine: Engine, prompts: list[list[int]], count: int) -> tuple[float, float, list[list[int]]]:

@@ -28,7 +28,7 @@ def work(algorithm: str, tokens: int) -> None:
     """Reads prompts, one JSON object a line, and answers with seconds and token ids."""
     from specjax import Engine, EngineConfig, SamplingParams
 
-    engine = Engine.from_pretrained(algorithm=algorithm, config=EngineConfig(max_running_requests=1), progress=False)
+    engine = Engine.from_pretrained(draft=algorithm, config=EngineConfig(max_running_requests=1), progress=False)
     engine.warm_up(engine.single_request_keys(), progress=False)
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
     print(json.dumps({"ready": engine.drafter.name}), flush=True)

@@ -265,7 +265,7 @@ def build(args: argparse.Namespace) -> tuple[dict[str, Contender], Engine, Any]:
     for name in args.contenders:
         if name in ENGINE:
             config = EngineConfig(max_running_requests=1)
-            engine = Engine.from_pretrained(args.model, dtype=args.dtype, algorithm=ENGINE[name], config=config)
+            engine = Engine.from_pretrained(args.model, dtype=args.dtype, draft=ENGINE[name], config=config)
             engine.warm_up(engine.single_request_keys())
             contenders[name] = engine_contender(engine)
             continue

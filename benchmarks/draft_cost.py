@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from records import finish, machine
 
-from specjax import Engine, EngineConfig, Params, SamplingParams, checkpoint, make_drafter, make_target
+from specjax import Eagle, Engine, EngineConfig, Params, SamplingParams, checkpoint, make_drafter, make_target
 from specjax.config import HeadConfig, ModelConfig
 from specjax.engine.phases import PhaseTimes
 from specjax.models.eagle_head import init_head_params, with_token_map
@@ -76,12 +76,12 @@ def main() -> None:
 
     engines: dict[tuple[str, int], Engine] = {}
     for tree in args.trees:
-        flags = dict(zip(("num_steps", "eagle_topk", "num_draft_tokens"), map(int, tree.split(",")), strict=True))
+        options = Eagle(None, None, *map(int, tree.split(",")))
         for count in args.maps:
             mapped, params = (
                 with_token_map(head, draft, target, weights, np.asarray(ranked[:count])) if count else (head, draft)
             )
-            drafter = make_drafter("EAGLE", flags, target=target, head=mapped)
+            drafter = make_drafter(options, target=target, head=mapped)
             engines[tree, count] = Engine(
                 target, Params(weights, params), tokenizer, drafter,
                 config=EngineConfig(1, max_total_tokens=1024, context_length=512, time_phases=True),

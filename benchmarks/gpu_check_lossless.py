@@ -40,6 +40,7 @@ from specjax import (
 )
 from specjax.checkpoint.files import default_cache_dir
 from specjax.drafters import Drafter
+from specjax.drafters.options import options_of
 from specjax.models.protocol import Target
 
 NEAR = 1e-3
@@ -54,13 +55,13 @@ PROMPTS_FILE = "gpu_check_prompts.json"
 DRAFTS: dict[str, tuple[str, dict[str, int]]] = {
     "NONE": ("NONE", {}),
     "NGRAM": ("NGRAM", {}),
-    "EAGLE3 chain": ("EAGLE3", {"num_steps": 3, "eagle_topk": 1, "num_draft_tokens": 4}),
-    "EAGLE3 tree": ("EAGLE3", {"num_steps": 5, "eagle_topk": 8, "num_draft_tokens": 32}),
+    "EAGLE3 chain": ("EAGLE3", {"steps": 3, "topk": 1, "nodes": 4}),
+    "EAGLE3 tree": ("EAGLE3", {"steps": 5, "topk": 8, "nodes": 32}),
 }
 TINY_DRAFTS: dict[str, tuple[str, dict[str, int]]] = {
     "NONE": ("NONE", {}),
-    "NGRAM": ("NGRAM", {"capacity": 1024, "num_draft_tokens": 4}),
-    "EAGLE3 tree": ("EAGLE3", {"num_steps": 2, "eagle_topk": 3, "num_draft_tokens": 9}),
+    "NGRAM": ("NGRAM", {"capacity": 1024, "nodes": 4}),
+    "EAGLE3 tree": ("EAGLE3", {"steps": 2, "topk": 3, "nodes": 9}),
 }
 
 
@@ -156,9 +157,9 @@ def _compare(
     texts: dict[str, list[Text]] = {}
     drafts = TINY_DRAFTS if report.plan.tiny else DRAFTS
 
-    def generate(algorithm: str, flags: dict[str, int]) -> list[Text]:
+    def generate(algorithm: str, options: dict[str, int]) -> list[Text]:
         with _exact(dtype):
-            drafter = make_drafter(algorithm, flags, target=target, head=head, backend=implementation)
+            drafter = make_drafter(options_of(algorithm, **options), target=target, head=head, backend=implementation)
             return _generate(
                 target, params, drafter, case.prompts, tokens, page_size, several_widths=report.plan.several_widths
             )

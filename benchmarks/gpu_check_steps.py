@@ -24,6 +24,7 @@ from thunks import counts, dump_options, read_dump
 from timing import WARMUP, Region, copy_bandwidth, region
 
 from specjax import (
+    Eagle3,
     ModelConfig,
     Params,
     PoolShape,
@@ -75,10 +76,10 @@ class Bench:
     def drafter(self, tree: Tree | None, backend: str | None = None) -> Any:
         if tree is None:
             return make_drafter("NONE")
-        names = ("num_steps", "eagle_topk", "num_draft_tokens")
+        names = ("steps", "topk", "nodes")
         target = make_target(self.config, backend=backend)
         return make_drafter(
-            "EAGLE3", dict(zip(names, tree, strict=True)), target=target, head=self.head, backend=backend
+            Eagle3(**dict(zip(names, tree, strict=True))), target=target, head=self.head, backend=backend
         )
 
     def fill(self) -> DecodeState:

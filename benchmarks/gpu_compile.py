@@ -39,7 +39,8 @@ from thunks import counts, dump_options, read_dump
 
 from specjax import Params, PoolShape, StepInput, init_state, make_drafter, make_target
 from specjax.compiling import NVIDIA_OPTIONS
-from specjax.drafters.shape import pool_size
+from specjax.drafters.options import options_of
+from specjax.drafters.shape import candidates
 from specjax.models import FAMILIES
 from specjax.models.eagle_head import init_head_params
 from specjax.step import StepConfig, check_phase, commit_phase, draft_phase, speculate_step, tree_widths
@@ -78,8 +79,8 @@ def programs(
     if algorithm == "NONE":
         drafter = make_drafter("NONE")
     else:
-        tree = {"num_steps": shapes.steps, "eagle_topk": shapes.topk, "num_draft_tokens": shapes.draft_tokens}
-        drafter = make_drafter(algorithm, tree, target=target, head=head, backend=shapes.backend)
+        tree = options_of(algorithm, steps=shapes.steps, topk=shapes.topk, nodes=shapes.draft_tokens)
+        drafter = make_drafter(tree, target=target, head=head, backend=shapes.backend)
 
     def init(key: jax.Array) -> Params:
         weights = FAMILIES["llama"].init_params(config, key)
@@ -205,7 +206,7 @@ def main() -> None:
     by_phase = {phase: run(f"{phase} phase", phase) for phase in ("draft", "check", "commit")}
     run("plain step", "step", algorithm="NONE")
     # How it grows: one level and two layers fewer.
-    small = min(shapes.draft_tokens, pool_size(shapes.steps - 1, shapes.topk) + 1)
+    small = min(shapes.draft_tokens, candidates(shapes.steps - 1, shapes.topk) + 1)
     flatter = run("draft phase, a level fewer", "draft", steps=shapes.steps - 1, draft_tokens=small)
     lower = run("check phase, two layers fewer", "check", layers=shapes.layers - 2)
     shorter = run("step, two layers fewer", "step", layers=shapes.layers - 2)

@@ -14,23 +14,24 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from accept_length import read_prompts, spread
 from decode import Contender, engine_contender, measure, ratio, same_texts, summary
 from records import DATA, finish, machine
 
-from specjax import Engine, EngineConfig, checkpoint
+from specjax import Engine, EngineConfig, Ngram, NoDraft, checkpoint
+from specjax.drafters import DraftOptions
+from specjax.drafters.options import options_of
 
 NONE, NGRAM = "none", "ngram"
 CONFIG = EngineConfig(max_running_requests=1, max_total_tokens=4096)
 
 
-def tree_flags(text: str) -> dict[str, Any]:
-    """'3,1,4,0.4' -> the flags of the algorithm."""
-    steps, topk, tokens, least = text.split(",")
-    flags: dict[str, Any] = {"num_steps": int(steps), "eagle_topk": int(topk), "num_draft_tokens": int(tokens)}
-    return flags | {"draft_p_min": float(least)}
+def options(algorithm: str, head: str | None, tree: str) -> DraftOptions:
+    """Options of an algorithm with a draft head and a tree such as '3,1,4,0.4'."""
+    steps, topk, nodes, least = tree.split(",")
+    numbers = {"steps": int(steps), "topk": int(topk), "nodes": int(nodes), "min_probability": float(least)}
+    return options_of(algorithm, path=head, **numbers)
 
 
 def main() -> None:
@@ -50,16 +51,15 @@ def main() -> None:
     rows = spread(read_prompts(args.data / f"{args.set}.jsonl", None), args.limit)
     document = machine("jaxlib", "flax")
     document |= {"model": args.model, "head": args.head, "set": args.set, "prompts": len(rows)}
-    head = {} if args.head is None else {"draft_model_path": args.head}
-    wanted = {NONE: ("NONE", {})} | ({NGRAM: ("NGRAM", {})} if args.ngram else {})
-    wanted |= {tree: (args.algorithm, head | tree_flags(tree)) for tree in args.trees}
+    wanted: dict[str, DraftOptions] = {NONE: NoDraft()} | ({NGRAM: Ngram()} if args.ngram else {})
+    wanted |= {tree: options(args.algorithm, args.head, tree) for tree in args.trees}
 
     contenders: dict[str, Contender] = {}
-    for name, (algorithm, flags) in wanted.items():
-        engine = Engine.from_pretrained(args.model, algorithm=algorithm, algorithm_flags=flags, config=CONFIG)
+    for name, draft in wanted.items():
+        engine = Engine.from_pretrained(args.model, draft=draft, config=CONFIG)
         engine.warm_up(engine.single_request_keys())
         contenders[name] = engine_contender(engine)
-        print(f"{name}: {engine.drafter.note or algorithm}", flush=True)
+        print(f"{name}: {engine.drafter.note or draft.algorithm}", flush=True)
     prompts = {id: engine.encode([{"role": "user", "content": text}]) for id, text in rows}
     for contender in contenders.values():
         contender.run(next(iter(prompts.values())), 16)

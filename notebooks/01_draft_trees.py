@@ -48,7 +48,7 @@ import numpy as np
 import optax
 from specjax_kernels import CAUSAL
 
-from specjax import Engine, EngineConfig, Params, PoolShape, SamplingParams, init_cache, make_drafter
+from specjax import Eagle, Engine, EngineConfig, Ngram, Params, PoolShape, SamplingParams, init_cache, make_drafter
 from specjax.config import HeadConfig
 from specjax.drawing import draw_steps, draw_tree
 from specjax.inspection import render
@@ -67,7 +67,7 @@ LENGTH, LESSONS, LEVELS = (40, 15, 3) if TINY else (128, 60, 5)
 
 # %%
 config = EngineConfig(max_running_requests=1 if TINY else 4, context_length=512, trace=True)
-ngram = {"num_draft_tokens": 8, "max_match_window_size": 6, "capacity": 16384}
+ngram = Ngram(nodes=8, max_match=6, capacity=16384)
 
 
 def tiny_engine() -> Engine:
@@ -88,13 +88,10 @@ def tiny_engine() -> Engine:
     shape |= {"num_kv_heads": 2, "head_dim": 16, "norm_epsilon": 1e-5, "rope": RopeConfig(), "max_positions": 512}
     target = make_target(ModelConfig("llama", **shape, tied_embeddings=False))
     weights = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, init_params(target.config, jax.random.key(0)))
-    return Engine(target, Params(weights), tokenizer, make_drafter("NGRAM", ngram), config=config)
+    return Engine(target, Params(weights), tokenizer, make_drafter(ngram), config=config)
 
 
-if TINY:
-    engine = tiny_engine()
-else:
-    engine = Engine.from_pretrained(MODEL, algorithm="NGRAM", algorithm_flags=ngram, config=config)
+engine = tiny_engine() if TINY else Engine.from_pretrained(MODEL, draft=ngram, config=config)
 target, tokenizer = engine.target, engine.tokenizer
 
 
@@ -258,8 +255,7 @@ else:
 # the tree. We ask for a story that the head has seen, and for one that it has not.
 
 # %%
-flags = {"num_steps": LEVELS, "eagle_topk": 4, "num_draft_tokens": 16}
-drafter = make_drafter("EAGLE", flags, target=target, head=shape)
+drafter = make_drafter(Eagle(steps=LEVELS, topk=4, nodes=16), target=target, head=shape)
 eagle = Engine(
     target,
     Params(engine.params.target, draft),

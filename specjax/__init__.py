@@ -11,7 +11,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specjax.cache import PageSpec, PoolShape, commit, init_cache
     from specjax.config import HeadConfig, ModelConfig, RopeConfig
-    from specjax.drafters import DRAFTERS, Drafter, Params, TreeShape, eagle_drafter, make_drafter
+    from specjax.drafters import (
+        DRAFTERS,
+        Auto,
+        Drafter,
+        Eagle,
+        Eagle3,
+        Mtp,
+        Ngram,
+        NoDraft,
+        Params,
+        TreeShape,
+        eagle_drafter,
+        make_drafter,
+    )
     from specjax.engine import Completion, Engine, EngineConfig, SamplingParams, StreamChunk
     from specjax.inspection import StepTree, render, step_trees
     from specjax.models import make_target
@@ -39,7 +52,20 @@ if TYPE_CHECKING:
 _NAMES = {
     "specjax.cache": ("PageSpec", "PoolShape", "commit", "init_cache"),
     "specjax.config": ("HeadConfig", "ModelConfig", "RopeConfig"),
-    "specjax.drafters": ("DRAFTERS", "Drafter", "Params", "TreeShape", "eagle_drafter", "make_drafter"),
+    "specjax.drafters": (
+        "DRAFTERS",
+        "Auto",
+        "Drafter",
+        "Eagle",
+        "Eagle3",
+        "Mtp",
+        "Ngram",
+        "NoDraft",
+        "Params",
+        "TreeShape",
+        "eagle_drafter",
+        "make_drafter",
+    ),
     "specjax.engine": ("Completion", "Engine", "EngineConfig", "SamplingParams", "StreamChunk"),
     "specjax.inspection": ("StepTree", "render", "step_trees"),
     "specjax.models": ("make_target",),
@@ -70,14 +96,20 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DRAFTERS",
+    "Auto",
     "Completion",
     "DecodeState",
     "DraftTree",
     "Drafter",
+    "Eagle",
+    "Eagle3",
     "Engine",
     "EngineConfig",
     "HeadConfig",
     "ModelConfig",
+    "Mtp",
+    "Ngram",
+    "NoDraft",
     "PageSpec",
     "Params",
     "PoolShape",

@@ -3,7 +3,7 @@
     @dataclass(frozen=True)
     class CacheSettings:
         '''What --help says above the flags.'''
-        page_size: int = setting(16, "tokens in a page", minimum=1)     # --page-size; page-size in [cache]
+        block_size: int = setting(16, "tokens in a block", minimum=1)   # --block-size; block-size in [cache]
 
     @dataclass(frozen=True)
     class Settings:
@@ -13,7 +13,7 @@
     args, settings = parse(parser, argv, Settings())
 
 A flag wins over the file, the file over the default. Commands that use different tables can share a file: each checks
-all of it. The instance that is passed in holds the defaults, so that a command can have defaults of its own.
+all of it. The instance passed in holds the defaults, so a command can have defaults of its own.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ import re
 import tomllib
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, get_args, get_type_hints, runtime_checkable
+from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
+
+from specjax.limits import ANY, Dataclass, Number, Range
 
 KINDS: dict[type, str] = {
     int: "an integer",
@@ -43,42 +45,20 @@ class SettingsError(ValueError):
     """A value that cannot be used, or a file that cannot be read. Says where it was set and what would work."""
 
 
-@runtime_checkable
-class Dataclass(Protocol):
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-
-
 S = TypeVar("S", bound=Dataclass)
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What `setting` notes in a field's metadata."""
+class Setting(NamedTuple):
+    """What `setting` stores in a field's metadata."""
 
     help: str
     names: tuple[str, ...]
     choices: tuple[str, ...]
     parse: Callable[[Any], Any] | None
     metavar: str | None
-    minimum: float | int | None
-    above: float | int | None
-    maximum: float | int | None
+    range: Range
     digits: bool
-
-    @property
-    def range(self) -> str:
-        """As an error puts it: `from 0 to 65535`. Empty: any number."""
-        if self.minimum is not None and self.maximum is not None:
-            return f"from {self.minimum} to {self.maximum}"
-        limits = {"at least": self.minimum, "above": self.above, "at most": self.maximum}
-        return " and ".join(f"{words} {limit}" for words, limit in limits.items() if limit is not None)
-
-    def holds(self, number: float | int) -> bool:
-        return (
-            (self.minimum is None or number >= self.minimum)
-            and (self.above is None or number > self.above)
-            and (self.maximum is None or number <= self.maximum)
-        )
+    sets: str
 
 
 def setting(
@@ -89,28 +69,37 @@ def setting(
     choices: Sequence[str] = (),
     parse: Callable[[Any], Any] | None = None,
     metavar: str | None = None,
-    minimum: float | int | None = None,
-    above: float | int | None = None,
-    maximum: float | int | None = None,
+    minimum: Number | None = None,
+    above: Number | None = None,
+    maximum: Number | None = None,
+    range: Range = ANY,
     secret: bool = False,
     digits: bool = False,
+    sets: str = "",
 ) -> Any:
-    """A field of a frozen dataclass that is also a flag, named as the field is: `page_size` is `--page-size`.
+    """A field of a frozen dataclass that is also a flag, named as the field is: `block_size` is `--block-size`.
 
-    The annotation says what values it takes: int, float, str, bool or tuple[str, ...], or one of these or None. None
-    stands for "not set" and can only be a default.
+    The annotation gives the type: int, float, str, bool or tuple[str, ...], or one of these or None. None means "not
+    set" and can only be a default.
 
     Args:
         names: further flags for it (`--model-path`).
         choices: the only strings allowed.
         parse: brings a value into the form that is kept (`str.upper`), before it is compared with `choices`. May raise
             a ValueError that says what would work.
-        minimum: least number; `above` excludes the bound itself.
-        secret: left out of the dataclass's repr, which may be logged.
-        digits: of a string that may be a number: TOML may have it without quotes.
+        minimum: smallest number; `above` excludes the bound itself. `range` gives all bounds at once.
+        secret: omitted from the dataclass's repr, which may be logged.
+        digits: for a string that may be a number: TOML may have it without quotes.
+        sets: the option of the library that it sets, where that has another name.
     """
-    noted = Setting(help, names, tuple(choices), parse, metavar, minimum, above, maximum, digits)
+    limits = range if range != ANY else Range(minimum, maximum, above)
+    noted = Setting(help, names, tuple(choices), parse, metavar, limits, digits, sets)
     return field(default=default, repr=not secret, metadata={"setting": noted})
+
+
+def place_of(settings: Dataclass, name: str) -> str:
+    """Where the value of a field was set, as an error names it: a flag, or a file and its key."""
+    return vars(settings).get("_places", {}).get(name, f"--{_dashed(name)}")
 
 
 class _Entry(NamedTuple):
@@ -167,9 +156,9 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes flags written in full only, and says what an unknown one may have meant.
+    """Accepts only flags written in full, and suggests flags for unknown ones.
 
-    argparse takes any beginning of a flag for it, so that a typing error would work until another flag is added.
+    argparse accepts any prefix of a flag, so that a typing error would work until another flag is added.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -248,16 +237,18 @@ def read(args: argparse.Namespace, defaults: S) -> S:
     """
     entries = _entries(defaults)
     path = getattr(args, "config", None)
-    values = {} if path is None else _read_file(path, entries, [table.name for table in fields(defaults)])
+    found = {} if path is None else _read_file(path, entries, [table.name for table in fields(defaults)])
     for entry in entries.values():
         if entry.name in vars(args):
             flag = f"--{entry.key}"
-            values[entry.name] = _checked(entry, flag, _from_text(entry, flag, getattr(args, entry.name)))
+            found[entry.name] = (flag, _checked(entry, flag, _from_text(entry, flag, getattr(args, entry.name))))
     groups = {}
     for table in fields(defaults):
         group = getattr(defaults, table.name)
-        groups[table.name] = replace(group, **{f.name: values[f.name] for f in fields(group) if f.name in values})
-    return replace(defaults, **groups)
+        groups[table.name] = replace(group, **{f.name: found[f.name][1] for f in fields(group) if f.name in found})
+    settings = replace(defaults, **groups)
+    vars(settings)["_places"] = {name: place for name, (place, _) in found.items()}  # no field: the values are equal
+    return settings
 
 
 # Values. `where` is how an error names what it is about: a flag, or a file and a key.
@@ -308,8 +299,8 @@ def _checked(entry: _Entry, where: str, given: Any) -> Any:
         raise SettingsError(f"{where} must be a finite number, got {_shown(given)}")
     if entry.kind is int and not -(2**63) <= value < 2**63:
         raise SettingsError(f"{where} must be an integer of 64 bits, got {_shown(given)}")
-    if entry.kind in (int, float) and not note.holds(value):
-        raise SettingsError(f"{where} must be {note.range}, got {_shown(given)}")
+    if entry.kind in (int, float) and not note.range.holds(value):
+        raise SettingsError(f"{where} must be {note.range.words}, got {_shown(given)}")
     return value
 
 
@@ -330,11 +321,10 @@ def _shown(value: Any) -> str:
 # The file.
 
 
-def _read_file(path: str, entries: Mapping[str, _Entry], tables: Sequence[str]) -> dict[str, Any]:
-    """The values it sets, by field."""
+def _read_file(path: str, entries: Mapping[str, _Entry], tables: Sequence[str]) -> dict[str, tuple[str, Any]]:
+    """Field to the place that sets it and the value."""
     file = f"--config {path}"
-    found: dict[str, str] = {}  # field to the place that set it
-    values: dict[str, Any] = {}
+    found: dict[str, tuple[str, Any]] = {}
     for table, key, value in _items(_document(path), file, entries, tables):
         place = f"[{table}] {_named(key)}" if table else _named(key)
         entry = entries.get(_dashed(key))
@@ -342,11 +332,11 @@ def _read_file(path: str, entries: Mapping[str, _Entry], tables: Sequence[str]) 
             raise SettingsError(f"{file}: unknown key {place}; {_advice(table, key, entries)}")
         if table not in (None, entry.table):
             raise SettingsError(f"{file}: {place} belongs in [{entry.table}]")
+        where = f"{file}: {place}"
         if entry.name in found:
-            raise SettingsError(f"{file}: {found[entry.name]} and {place} are the same setting, --{entry.key}")
-        found[entry.name] = place
-        values[entry.name] = _checked(entry, f"{file}: {place}", _from_toml(entry, f"{file}: {place}", value))
-    return values
+            raise SettingsError(f"{found[entry.name][0]} and {place} are the same setting, --{entry.key}")
+        found[entry.name] = (where, _checked(entry, where, _from_toml(entry, where, value)))
+    return found
 
 
 def _document(path: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from collections.abc import Sequence as List
 from typing import Any
 
@@ -13,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from toy_models import Toy, table_model
 from transformers import PreTrainedTokenizerFast
 
-from specjax.drafters import Drafter, make_drafter
+from specjax.drafters import Drafter, DraftOptions, Ngram, NoDraft, make_drafter
 from specjax.drafters.base import Params
 from specjax.engine import Completion, Engine, EngineConfig, SamplingParams
 from specjax.engine.compiled import Key
@@ -27,10 +26,10 @@ TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-NGRAM = {"num_draft_tokens": 4, "max_match_window_size": 4, "capacity": 4096}
+NGRAM = Ngram(nodes=4, max_match=4, capacity=4096)
 """Small, and with two widths instead of three: each width is seconds of compilation."""
 
-FLAGS = {"NONE": None, "NGRAM": NGRAM}
+DRAFTS = {"NONE": NoDraft(), "NGRAM": NGRAM}
 
 NEAR = 1e-3
 """A draw whose gap is below this may go either way (DESIGN.md, Floating point)."""
@@ -95,17 +94,16 @@ def toy(seed: int = 0, rows: int = 61, end: float = 0.0) -> Toy:
 
 def make_engine(
     model: Toy,
-    drafter: Drafter | str = "NONE",
+    drafter: Drafter | DraftOptions | str = "NONE",
     *,
     eos=(),
-    flags: Mapping | None = None,
     warm=True,
     draft: Any = None,
     **config: Any,
 ) -> Engine:
-    """Four rows, small pages, several chunks a prompt. `flags` are the drafter's, `draft` its parameters; `config` is
+    """Four rows, small pages, several chunks a prompt. `draft` are the drafter's parameters; `config` is
     the engine's."""
-    drafter = make_drafter(drafter, flags) if isinstance(drafter, str) else drafter
+    drafter = drafter if isinstance(drafter, Drafter) else make_drafter(drafter)
     settings = {"max_running_requests": 4, "page_size": 4, "max_total_tokens": 1024, "context_length": 128}
     settings |= {"chunked_prefill_size": 8} | config
     params, options = Params(model.params, draft), EngineConfig(**settings)
@@ -118,7 +116,7 @@ def make_engine(
 @functools.cache
 def shared_engine(algorithm: str, **config: Any) -> Engine:
     """An engine that several tests use: each leaves it idle."""
-    return make_engine(toy(), algorithm, flags=FLAGS[algorithm], **config)
+    return make_engine(toy(), DRAFTS[algorithm], **config)
 
 
 def wanted(params: SamplingParams, eos: tuple[int, ...] = ()) -> oracle.Sampling:

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 from engine_helpers import check_idle
 
+from specjax.cli.flags import ServerSettings
 from specjax.engine import Engine
-from specjax.flags import ServerSettings
 from specjax.serve.app import create_app
 from specjax.serve.runner import Runner, State
 from specjax.serve.server import Server, listen, url

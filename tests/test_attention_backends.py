@@ -11,9 +11,9 @@ from toy_models import Toy, tiny_llama
 
 from specjax import make_target
 from specjax.config import HeadConfig
-from specjax.drafters import TreeShape, eagle_drafter
+from specjax.drafters import Ngram, TreeShape, eagle_drafter
 from specjax.engine import SamplingParams
-from specjax.engine.loading import attention_implementation
+from specjax.load import attention_implementation
 from specjax.models.eagle_head import init_head_params
 
 REQUESTS = [
@@ -41,14 +41,14 @@ def test_the_pallas_kernel_writes_the_same_text(algorithm, calls):
     """Interpreted. Prefill in chunks, trees, a draft's beam; three requests in four rows, so one is inactive."""
     toy = tiny_llama(vocab_size=270, max_positions=128)
     model = Toy(make_target(toy.target.config, backend="pallas"), toy.params, toy.logits)
-    drafter, draft, flags = algorithm, None, {"num_draft_tokens": 4, "max_match_window_size": 4, "capacity": 4096}
+    drafter, draft = Ngram(nodes=4, max_match=4, capacity=4096), None
     if algorithm == "EAGLE3":
         c = toy.target.config
         head = HeadConfig("eagle3", c.hidden_size, 2 * c.hidden_size, 24, 4, 2, 8, 1e-5, c.rope, 20, aux_layers=(0, 1),
                           own_head=True, mapped=True)  # fmt: skip
         draft = init_head_params(head, model.target, jax.random.key(1))
-        drafter, flags = eagle_drafter(model.target, head, TreeShape(3, 2, 6), backend="pallas"), None
-    engine = make_engine(model, drafter, flags=flags, draft=draft)
+        drafter = eagle_drafter(model.target, head, TreeShape(3, 2, 6), backend="pallas")
+    engine = make_engine(model, drafter, draft=draft)
     params = [SamplingParams(max_new_tokens=12, ignore_eos=True, **more) for _, more in REQUESTS]
     found = engine.generate([prompt for prompt, _ in REQUESTS], params)
     assert any(shape.causal for shape in calls), "prefills ran the kernel"
@@ -66,9 +66,9 @@ def test_names_are_checked_before_anything_is_loaded(caplog):
     assert not caplog.records
     assert attention_implementation("pallas") == "pallas"
     assert "interpreted on this CPU" in caplog.text
-    with pytest.raises(ValueError, match=r"--attention-backend cuda: unknown .*reference, xla, pallas, triton"):
+    with pytest.raises(ValueError, match=r"^backend='cuda': unknown .*reference, xla, pallas, triton"):
         attention_implementation("cuda")
-    with pytest.raises(ValueError, match="--attention-backend triton: implementation 'triton' of tree_attention"):
+    with pytest.raises(ValueError, match=r"^backend='triton': implementation 'triton' of tree_attention"):
         attention_implementation("triton")  # another Python, no package, or no GPU
 
 

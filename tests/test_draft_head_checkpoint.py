@@ -410,7 +410,7 @@ def test_refusals(tmp_path, case, monkeypatch):
     monkeypatch.setattr(draft_head, "fill", lambda *given: pytest.fail("weights were read before the refusal"))
     with pytest.raises(CheckpointError, match=message) as caught:
         read(tmp_path, kind, target=target(**changes))
-    assert str(caught.value).startswith(f"--speculative-draft-model-path {tmp_path}: ")
+    assert str(caught.value).startswith(f"{tmp_path}: ")
 
 
 @pytest.mark.parametrize("dialect", ["eagle", "eagle3", "eagle3-fused", "mtp"])
@@ -431,7 +431,7 @@ def test_folders_that_are_no_heads(tmp_path):
     def message(name: str) -> str:
         with pytest.raises(CheckpointError) as caught:
             load_head(name, target(), kind="eagle", progress=False)
-        assert f"--speculative-draft-model-path {name}: " in str(caught.value)
+        assert f"{name}: " in str(caught.value)
         return str(caught.value)
 
     assert "has no config.json; a draft head" in message(str(tmp_path))

@@ -198,7 +198,9 @@ def test_the_pool_leaves_room_for_trees_that_were_asked_for(monkeypatch):
     # A size that is given must leave room for the same trees.
     given = replace(config, max_total_tokens=100_000_000 // a_token)
     assert pool_tokens(target, given, 1 << 30, "gpu", automatic, params) == given.max_total_tokens
-    with pytest.raises(ValueError, match=r"--max-total-tokens \d+ takes 0\.10 GB .* 0\.32 GB, but 0\.18 GB are free"):
+    with pytest.raises(
+        ValueError, match=r"^EngineConfig.max_total_tokens \d+ takes 0\.10 GB .* 0\.32 GB, but 0\.18 GB are free"
+    ):
         pool_tokens(wide, given, 1 << 30, "gpu", large, params)
     too_many = replace(config, max_total_tokens=200_000_000 // a_token)
     with pytest.raises(ValueError, match=r"takes 0\.20 GB .*trees 0\.00 GB, but 0\.18 GB are free; give fewer tokens"):

@@ -12,7 +12,8 @@ from distil import pair_model, perfect_head, small_head
 from oracle import Sampling
 from toy_models import Runner
 
-from specjax.drafters import Confidence, TreeShape, eagle, eagle_drafter, make_drafter
+from specjax.drafters import Confidence, Eagle, TreeShape, eagle, eagle_drafter, make_drafter
+from specjax.drafters.options import options_of
 from specjax.engine.batch import Buckets
 from specjax.step import StepConfig, _gather, tree_widths
 
@@ -170,16 +171,18 @@ def test_narrow_tree_widths(shape, widths):
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_the_platform_decides_whether_levels_are_skipped(monkeypatch, kind, platform):
     toy = pair_model()
-    monkeypatch.setattr("specjax.drafters.jax.default_backend", lambda: platform)
-    flags = {"num_steps": 3, "draft_p_min": 0.25}
-    drafter = make_drafter(kind.upper(), flags, target=toy.target, head=small_head(kind, toy))
+    monkeypatch.setattr("jax.default_backend", lambda: platform)
+    options = options_of(kind, steps=3, min_probability=0.25)
+    drafter = make_drafter(options, target=toy.target, head=small_head(kind, toy))
     assert drafter.note.endswith(" was chosen); only drafts of a probability of at least 0.25")
     assert drafter.widths == ((2, 3) if platform == "cpu" else ())
-    plain = make_drafter(kind.upper(), flags | {"draft_p_min": 0}, target=toy.target, head=small_head(kind, toy))
+    plain = make_drafter(replace(options, min_probability=0.0), target=toy.target, head=small_head(kind, toy))
     assert plain.widths == () and plain.note.endswith(" was chosen)")
 
 
-@pytest.mark.parametrize("value", [-0.1, 1, 1.0, float("nan"), float("inf"), True, "0.5", None])
+@pytest.mark.parametrize("value", [-0.1, 1.0, float("nan"), float("inf")])
 def test_what_is_no_probability(value):
-    with pytest.raises(ValueError, match=r"--speculative-draft-p-min must be a number from 0 to below 1, got "):
-        make_drafter("EAGLE", {"draft_p_min": value})
+    with pytest.raises(ValueError, match=r"^Eagle.min_probability must be a number from 0 to below 1, got "):
+        Eagle(min_probability=value)
+    with pytest.raises(ValueError, match=r"^Confidence.least must be a number from 0 to below 1, got "):
+        Confidence(value)

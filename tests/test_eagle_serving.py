@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence as List
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,10 +25,10 @@ from server_helpers import running
 from tiny_checkpoints import save_llama
 from tiny_heads import save_head
 
-from specjax import flags, generate
-from specjax.drafters import make_drafter
+from specjax.cli import flags, generate
+from specjax.drafters import DraftOptions, Eagle, Eagle3, NoDraft, make_drafter
 from specjax.engine import Engine, EngineConfig, SamplingParams
-from specjax.engine.loading import Loaded, load
+from specjax.load import LoadedModel, load
 from specjax.serve import command
 
 LETTERS = byte_ids(b"aei")
@@ -94,24 +95,24 @@ def drafting(algorithm: str, dialect: str, *tree: int, **others: Any) -> list[st
 SMALL = {"page_size": 4, "chunked_prefill_size": 16, "max_total_tokens": 160}
 
 
-def make(algorithm: str, dialect: str | None = None, **config: Any) -> Engine:
-    drafts = {} if dialect is None else dict(zip(("num_steps", "eagle_topk", "num_draft_tokens"), WHOLE, strict=True))
-    path = {} if dialect is None else {"draft_model_path": head(dialect)}
+def make(draft: DraftOptions, **config: Any) -> Engine:
     settings = EngineConfig(**SMALL | config)
-    return Engine.from_pretrained(
-        str(folder() / "model"), algorithm=algorithm, algorithm_flags=drafts | path, config=settings, progress=False
-    )
+    return Engine.from_pretrained(str(folder() / "model"), draft=draft, config=settings, progress=False)
+
+
+def whole() -> Eagle3:
+    return Eagle3(head("eagle3"), None, *WHOLE)
 
 
 @functools.cache
 def eagle3() -> Engine:
     """Four rows, trees, and a pool that four long requests do not fit in."""
-    return make("EAGLE3", "eagle3", max_running_requests=4)
+    return make(whole(), max_running_requests=4)
 
 
 @functools.cache
 def undrafted() -> Engine:
-    return make("NONE", max_running_requests=1)
+    return make(NoDraft(), max_running_requests=1)
 
 
 # `python -m specjax.generate`.
@@ -204,30 +205,27 @@ def test_the_texts_are_those_without_drafts(given, capsys):
 # Which tree the flags mean, and who says so. Nothing is compiled for these.
 
 
-def loaded(algorithm: str, dialect: str, **flags: Any) -> Loaded:
-    return load(
-        str(folder() / "model"), dtype="auto", algorithm=algorithm, revision=None, tokenizer_path=None,
-        chat_template=None, backend=None, progress=False, algorithm_flags={"draft_model_path": head(dialect), **flags},
-    )  # fmt: skip
+def loaded(draft: DraftOptions) -> LoadedModel:
+    return load(str(folder() / "model"), draft=draft, progress=False)
 
 
 @pytest.mark.parametrize(
     ("given", "steps", "topk", "tokens", "how"),
     [
         ({}, 5, 4, 8, "automatic"),
-        ({"num_steps": 2, "eagle_topk": 3, "num_draft_tokens": 5}, 2, 3, 5, "given"),
-        ({"num_steps": 4}, 4, 1, 5, "what was not given was chosen"),
-        ({"num_draft_tokens": 7}, 6, 1, 7, "what was not given was chosen"),
-        ({"num_steps": 3, "eagle_topk": 4}, 3, 4, 13, "what was not given was chosen"),
-        ({"num_steps": 1, "eagle_topk": 4}, 1, 4, 5, "what was not given was chosen"),
-        ({"num_steps": 20, "eagle_topk": 8}, 20, 8, 64, "what was not given was chosen"),
-        ({"eagle_topk": 2}, 5, 2, 11, "what was not given was chosen"),
-        ({"eagle_topk": 1}, 5, 1, 6, "what was not given was chosen"),
-        ({"eagle_topk": 2, "num_draft_tokens": 4}, 5, 2, 4, "what was not given was chosen"),
+        ({"steps": 2, "topk": 3, "nodes": 5}, 2, 3, 5, "given"),
+        ({"steps": 4}, 4, 1, 5, "what was not given was chosen"),
+        ({"nodes": 7}, 6, 1, 7, "what was not given was chosen"),
+        ({"steps": 3, "topk": 4}, 3, 4, 13, "what was not given was chosen"),
+        ({"steps": 1, "topk": 4}, 1, 4, 5, "what was not given was chosen"),
+        ({"steps": 20, "topk": 8}, 20, 8, 64, "what was not given was chosen"),
+        ({"topk": 2}, 5, 2, 11, "what was not given was chosen"),
+        ({"topk": 1}, 5, 1, 6, "what was not given was chosen"),
+        ({"topk": 2, "nodes": 4}, 5, 2, 4, "what was not given was chosen"),
     ],
 )
 def test_the_shape_of_the_tree(given, steps, topk, tokens, how, caplog):
-    drafter = loaded("EAGLE3", "eagle3", **given).drafter
+    drafter = loaded(Eagle3(head("eagle3"), **given)).drafter
     assert drafter.note == f"{steps} steps, top-k {topk}, {tokens} draft tokens ({how})"
     assert (drafter.width, drafter.depth) == (tokens, min(steps, tokens - 1))
     assert drafter.name == "EAGLE3"
@@ -249,25 +247,33 @@ def test_a_drafter_needs_both_models():
 
 
 def test_a_chain_has_a_token_a_step_and_the_root(caplog):
-    drafter = loaded("EAGLE", "eagle", num_steps=3, eagle_topk=1, num_draft_tokens=9).drafter
+    drafter = loaded(Eagle(head("eagle"), steps=3, topk=1, nodes=9)).drafter
     assert (drafter.width, drafter.depth, drafter.name) == (4, 3, "EAGLE")
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    for part in ("--speculative-num-draft-tokens is 4 and not 9", "--speculative-eagle-topk 1", "chain"):
+    for part in ("Eagle.nodes is 4 and not 9", "Eagle.topk 1", "chain"):
         assert part in record.getMessage()
 
 
-def test_a_token_map_is_no_use_to_eagle3(caplog):
-    found = loaded("EAGLE3", "eagle3", token_map="no-such-file.json")
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert "--speculative-token-map no-such-file.json is ignored: EAGLE3" in record.getMessage()
-    np.testing.assert_array_equal(found.params.draft["ids"], LETTERS)
+def test_warnings_name_the_flags(caplog):
+    """A chain has as many tokens as steps; EAGLE-3 heads have a vocabulary of their own."""
+    flags_given = {"speculative_num_steps": 3, "speculative_num_draft_tokens": 9, "speculative_token_map": "map.json"}
+    speculative = flags.SpeculativeSettings("EAGLE3", head("eagle3"), **flags_given)
+    chosen = flags.Settings(flags.ModelSettings(str(folder() / "model")), speculative=speculative)
+    engine = flags.make_engine(replace(chosen, engine=flags.EngineSettings(max_total_tokens=128)), progress=False)
+    assert engine.drafter.width == 4
+    np.testing.assert_array_equal(engine.params.draft["ids"], LETTERS)
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == [
+        "no effect with --speculative-algorithm EAGLE3: --speculative-token-map",
+        "--speculative-num-draft-tokens is 4 and not 9: with --speculative-eagle-topk 1 the draft is a chain of "
+        "--speculative-num-steps + 1 tokens",
+    ]
 
 
 @pytest.mark.parametrize("dialect", ["eagle", "eagle-speculators"])
 def test_a_token_map_gives_the_head_its_columns(dialect):
-    params = loaded("EAGLE", dialect, token_map=token_map("json")).params
+    params = loaded(Eagle(head(dialect), token_map=token_map("json"))).params
     np.testing.assert_array_equal(params.draft["ids"], LETTERS)
     assert "embed" not in params.draft, "an eagle head's embedding is the target's"
     unembedded = np.asarray(params.target["head"])
@@ -287,10 +293,9 @@ def test_the_server_says_what_was_chosen(caplog):
 
 def test_a_tree_that_was_asked_for_is_drafted_at_any_batch_size():
     """16 trees of 13 nodes are more than a CPU checks in the time of a plain step; 16 of the automatic 8 are, too."""
-    asked = make("EAGLE3", "eagle3", max_running_requests=16, max_total_tokens=1024)
+    asked = make(whole(), max_running_requests=16, max_total_tokens=1024)
     automatic = Engine.from_pretrained(
-        str(folder() / "model"), algorithm="EAGLE3", algorithm_flags={"draft_model_path": head("eagle3")},
-        config=asked.config, progress=False,
+        str(folder() / "model"), draft=Eagle3(head("eagle3")), config=asked.config, progress=False,
     )  # fmt: skip
     params = [SamplingParams(max_new_tokens=13 + i, logit_bias=BIAS, ignore_eos=True) for i in range(16)]
     found, plain = ({}, {})
@@ -364,19 +369,21 @@ def test_a_tree_that_cannot_be_is_refused_before_anything_is_read(refused, tree,
 def test_numbers_of_another_type_are_refused():
     """In a program of its own: the hook of these tests would refuse some in its own words."""
     program = """
-from specjax.drafters import check_flags
-for numbers in {"num_steps": 3.0}, {"num_steps": "3"}, {"eagle_topk": True}, {"num_draft_tokens": 8.5}:
+from specjax import Eagle
+for options in {"steps": 3.0}, {"steps": "3"}, {"topk": True}, {"nodes": 8.5}, {"min_probability": "0.5"}, {"path": 5}:
     try:
-        check_flags("EAGLE", numbers)
-    except ValueError as error:
+        Eagle(**options)
+    except TypeError as error:
         print(error)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.splitlines() == [
-        f"{TREE[0]} must be an integer from 1 to 64, got 3.0",
-        f"{TREE[0]} must be an integer from 1 to 64, got '3'",
-        f"{TREE[1]} must be an integer from 1 to 64, got True",
-        f"{TREE[2]} must be an integer from 2 to 512, got 8.5",
+        "Eagle.steps must be an integer from 1 to 64, got 3.0",
+        "Eagle.steps must be an integer from 1 to 64, got '3'",
+        "Eagle.topk must be an integer from 1 to 64, got True",
+        "Eagle.nodes must be an integer from 2 to 512, got 8.5",
+        "Eagle.min_probability must be a number from 0 to below 1, got '0.5'",
+        "Eagle.path must be a string, got 5",
     ]
 
 
@@ -519,7 +526,7 @@ def test_nothing_is_traced_or_compiled_while_serving():
 
 
 def test_steps_in_three_phases_write_the_same():
-    timed = make("EAGLE3", "eagle3", max_running_requests=4, time_phases=True)
+    timed = make(whole(), max_running_requests=4, time_phases=True)
     timed.warm_up([timed.executables.all_keys()[-1]], progress=False)  # the largest batch serves all
     prompts, params = [prompt for prompt, _ in REQUESTS], [params for _, params in REQUESTS]
     expected = [outcome(done) for done in undrafted().generate(prompts, params)]

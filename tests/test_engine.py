@@ -8,8 +8,8 @@ import numpy as np
 import oracle
 import pytest
 from engine_helpers import (
+    DRAFTS,
     END,
-    FLAGS,
     TEMPLATE,
     VOCABULARY,
     byte_ids,
@@ -140,7 +140,7 @@ def test_a_limit_inside_an_accepted_run():
 def ending_engine(algorithm: str) -> tuple[Engine, list[list[int]]]:
     """A model that likes to end, and prompts that it ends after a few tokens."""
     model = toy(1, end=16.0)
-    engine = make_engine(model, algorithm, flags=FLAGS[algorithm], eos=(END,))
+    engine = make_engine(model, DRAFTS[algorithm], eos=(END,))
     greedy = SamplingParams(max_new_tokens=40)
     prompts = [p for p in some_prompts(60, seed=5) if 3 <= len(plain(model, p, greedy, (END,)).tokens) <= 20]
     return engine, prompts[:4]

@@ -481,7 +481,7 @@ def test_a_request_whose_logits_are_not_finite_ends_alone():
 
 WRONG_TYPES = """
 import numpy as np
-from specjax import Engine, EngineConfig
+from specjax import Auto, Eagle, Engine, EngineConfig
 from specjax.engine.intake import with_sampling
 
 def refused(call, *words):
@@ -495,17 +495,19 @@ def refused(call, *words):
 load = lambda **arguments: lambda: Engine.from_pretrained("no such model", **arguments)
 refused(load(config={"page_size": 8}), "config must be an EngineConfig, got dict; write EngineConfig(**config)")
 refused(load(config=None), "config must be an EngineConfig, got NoneType")
-refused(load(algorithm_flags={"topk": "8"}), "algorithm_flags['topk'] must be a number, got '8'")
-refused(load(algorithm_flags="num_draft_tokens=8"), "algorithm_flags must be a dict", "'num_draft_tokens=8'")
+refused(load(draft={"topk": 8}), "draft must be options such as Eagle(steps=5) or an algorithm's name, got {'topk': 8}")
+refused(lambda: Eagle(topk="8"), "Eagle.topk must be an integer from 1 to 64, got '8'")
+refused(lambda: Auto(topk="8"), "topk must be an integer from 1 to 64, got '8'")
+refused(lambda: Auto(top_k=8), "Auto has no option 'top_k'; it has: ")
 for name in ("max_running_requests", "page_size", "max_total_tokens", "context_length", "chunked_prefill_size"):
     for value in ("16", 16.0, True):
         refused(lambda: EngineConfig(**{name: value}), f"{name} must be an integer", f"got {value!r}")
 for sampling in (5, "greedy", [5], ["temperature"]):
     refused(lambda: with_sampling(["hello"], sampling), "sampling must be a SamplingParams, a dict of its fields")
 assert with_sampling(np.array([1, 2]), None)[0] and not with_sampling((text for text in "ab"), None)[0]
-refused(lambda: EngineConfig(mem_fraction="0.5"), "mem_fraction must be a number, got '0.5'")
+refused(lambda: EngineConfig(mem_fraction="0.5"), "mem_fraction must be a number above 0 and at most 1, got '0.5'")
 refused(lambda: EngineConfig(overlap="no"), "overlap must be True or False, got 'no'")
-refused(lambda: EngineConfig(random_seed="1"), "random_seed must be an integer or None, got '1'")
+refused(lambda: EngineConfig(random_seed="1"), "random_seed must be an integer, got '1'")
 """
 
 

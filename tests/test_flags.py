@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from specjax import flags, generate, settings
-from specjax.drafters import DRAFTERS
+from specjax import settings
+from specjax.cli import flags, generate
+from specjax.drafters import DRAFTERS, Auto, DraftOptions, Eagle, Mtp, Ngram, NoDraft
 from specjax.engine import EngineConfig
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -109,41 +110,32 @@ def test_engine_arguments():
         "--random-seed", -5, "--speculative-algorithm", "ngram", "--speculative-num-draft-tokens", 6,
         "--speculative-ngram-match-type", "prob", "--speculative-ngram-weak-draft-tokens", 3,
     ))  # fmt: skip
-    drafting = found.pop("algorithm_flags")
-    assert drafting == {
-        "num_draft_tokens": 6, "min_match_window_size": 1, "max_match_window_size": 12, "min_bfs_breadth": 1,
-        "max_bfs_breadth": 10, "branch_length": 18, "capacity": 1_000_000, "weak_draft_tokens": 3,
-        "strong_match_size": 3, "match_type": "PROB",
-    }  # fmt: skip
     config = EngineConfig(
         max_running_requests=2, page_size=4, max_total_tokens=64, context_length=32, chunked_prefill_size=8,
         mem_fraction=0.5, overlap=False, random_seed=-5, plain_content=True,
     )  # fmt: skip
     assert found == {
         "model": "m", "revision": "r", "tokenizer_path": "t", "chat_template": "c", "dtype": "bfloat16",
-        "algorithm": "NGRAM", "backend": "xla", "config": config, "sampling_defaults": "openai",
+        "draft": Ngram(nodes=6, match_type="PROB", weak_nodes=3), "backend": "xla", "config": config,
+        "sampling_defaults": "openai",
     }  # fmt: skip
-    assert "num_draft_tokens" not in flags.engine_arguments(DEFAULTS)["algorithm_flags"], "the drafter's choice"
 
 
-def drafting(*argv) -> dict:
-    return flags.engine_arguments(ours(*argv))["algorithm_flags"]
+def drafting(*argv) -> DraftOptions:
+    return flags.engine_arguments(ours(*argv))["draft"]
 
 
 def test_an_algorithm_gets_its_own_flags_and_others_are_named_in_a_warning(caplog):
     head = ("--speculative-algorithm", "eagle", "--speculative-draft-model", "h")
-    assert drafting(*head) == {"draft_model_path": "h"}
+    assert drafting(*head) == Eagle("h")
     assert drafting(
         *head, "--speculative-num-steps", 3, "--speculative-eagle-topk", 2, "--speculative-num-draft-tokens", 6,
         "--speculative-token-map", "8192", "--speculative-draft-model-revision", "r", "--speculative-draft-p-min", 0.4,
-    ) == {
-        "draft_model_path": "h", "num_steps": 3, "eagle_topk": 2, "num_draft_tokens": 6, "token_map": "8192",
-        "draft_model_revision": "r", "draft_p_min": 0.4,
-    }  # fmt: skip
+    ) == Eagle("h", "r", 3, 2, 6, 0.4, "8192")  # fmt: skip
     assert not caplog.records
     assert (
         drafting("--speculative-algorithm", "none", "--speculative-num-steps", 3, "--speculative-ngram-capacity", 9)
-        == {}
+        == NoDraft()
     )
     (record,) = caplog.records
     assert record.getMessage() == (
@@ -173,14 +165,11 @@ def test_trees_that_cannot_be_are_refused_before_anything_is_loaded(argv, messag
 
 def test_what_auto_may_mean_gets_the_flags_that_were_given_for_it(caplog):
     """Defaults stay away: those of one algorithm would be flags of another that nobody gave."""
-    assert flags.engine_arguments(DEFAULTS)["algorithm"] == "AUTO"
-    assert drafting() == {}
+    assert drafting() == Auto()
     given = ("--speculative-num-steps", 3, "--speculative-ngram-capacity", 4096, "--speculative-token-map", "64")
-    assert drafting(*given, "--speculative-ngram-min-bfs-breadth", 1) == {
-        "num_steps": 3, "capacity": 4096, "token_map": "64"
-    }  # fmt: skip
+    assert drafting(*given, "--speculative-ngram-min-bfs-breadth", 1) == Auto(steps=3, capacity=4096, token_map="64")
     assert not caplog.records, "which of these has an effect is not known yet"
-    assert drafting("--speculative-draft-model-revision", "r") == {}
+    assert drafting("--speculative-draft-model-revision", "r") == Auto()
     (record,) = caplog.records
     assert record.getMessage() == "no effect with --speculative-algorithm AUTO: --speculative-draft-model-revision"
 
@@ -189,8 +178,11 @@ def test_what_auto_may_mean_gets_the_flags_that_were_given_for_it(caplog):
     ("argv", "message"),
     [
         ("--speculative-num-steps 0", "--speculative-num-steps must be an integer from 1 to 64, got 0"),
-        ("--speculative-ngram-capacity 3", "--speculative-ngram-capacity must be"),
-        ("--speculative-num-draft-tokens 1", "--speculative-num-draft-tokens must be from 2"),
+        (
+            "--speculative-ngram-capacity 3",
+            "--speculative-ngram-capacity must be an integer from 1024 to 16777216, got 3",
+        ),
+        ("--speculative-num-draft-tokens 1", "--speculative-num-draft-tokens must be an integer from 2 to 64, got 1"),
         ("--speculative-draft-p-min -1", "--speculative-draft-p-min must be a number from 0 to below 1, got -1.0"),
     ],
 )
@@ -202,23 +194,77 @@ def test_what_nothing_that_auto_may_mean_can_work_with_is_refused(argv, message)
 def test_the_least_probability_of_a_draft(toml, caplog):
     """0 is a value of its own: it undoes what a head that comes with specjax brings."""
     file = toml("[speculative]\nspeculative-draft-p-min = 0.35\n")
-    assert drafting("--config", file) == {"draft_p_min": 0.35}
-    assert drafting("--config", file, "--speculative-draft-p-min", 0) == {"draft_p_min": 0.0}
+    assert drafting("--config", file) == Auto(min_probability=0.35)
+    assert drafting("--config", file, "--speculative-draft-p-min", 0) == Auto(min_probability=0.0)
     head = ("--speculative-algorithm", "mtp", "--speculative-draft-model", "h")
-    assert drafting("--config", file, *head) == {"draft_model_path": "h", "draft_p_min": 0.35}
-    assert drafting(*head) == {"draft_model_path": "h"}
+    assert drafting("--config", file, *head) == Mtp("h", min_probability=0.35)
+    assert drafting(*head) == Mtp("h")
     assert not caplog.records
-    for name in ("NGRAM", "NONE"):
-        assert "draft_p_min" not in drafting("--speculative-algorithm", name, "--speculative-draft-p-min", 0.5)
+    for name, options in (("NGRAM", Ngram()), ("NONE", NoDraft())):
+        assert drafting("--speculative-algorithm", name, "--speculative-draft-p-min", 0.5) == options
         assert caplog.records.pop().getMessage() == (
             f"no effect with --speculative-algorithm {name}: --speculative-draft-p-min"
         )
 
 
+def test_an_error_names_where_the_value_was_set(toml):
+    head = "speculative-algorithm = 'eagle3'\nspeculative-draft-model-path = 'h'\n"
+    file = toml(f"{head}[speculative]\nspeculative-num-steps = 65\n")
+    with pytest.raises(
+        ValueError, match=rf"^--config {file}: \[speculative\] speculative-num-steps must be an integer"
+    ):
+        drafting("--config", file)
+    with pytest.raises(ValueError, match=r"^--speculative-num-steps must be an integer"):
+        drafting("--config", file, "--speculative-num-steps", 0)
+    file = toml(f"{head}speculative-num-draft-tokens = 30\n")
+    with pytest.raises(ValueError, match=r"^--config .*: speculative-num-draft-tokens is 30, but 2 steps .*-topk\)$"):
+        drafting("--config", file, "--speculative-num-steps", 2, "--speculative-eagle-topk", 2)
+
+
+def test_messages_of_the_library_get_the_names_of_flags():
+    for text, expected in {
+        "Eagle3.steps must be": "--speculative-num-steps must be",
+        "draft='EAGLE' needs a draft head: Eagle.path": (
+            "--speculative-algorithm EAGLE needs a draft head: --speculative-draft-model-path"
+        ),
+        "backend='xla': no": "--attention-backend xla: no",
+        "all requests (Ngram.capacity)": "all requests (--speculative-ngram-capacity)",
+        "EngineConfig.mem_fraction 2": "--mem-fraction-static 2",
+        "EngineConfig.overlap is": "EngineConfig.overlap is",
+        "my/Ngram.safetensors and Eagle": "my/Ngram.safetensors and Eagle",
+    }.items():
+        assert flags.in_flags(text) == expected
+
+
+def test_every_option_has_a_flag():
+    options = {name for each in DRAFTERS.values() for name in each.options.names()}
+    set_by_flags = {field.metadata["setting"].sets for field in fields(flags.SpeculativeSettings)}
+    assert options | {"draft", "isolate_ngrams"} == set_by_flags
+
+
+def test_flags_are_named_in_the_command_line_layer_only():
+    package = Path(settings.__file__).parent
+    files = [*package.rglob("*.py"), *(package.parent / "kernels").rglob("*.py")]
+    engine = "|".join(
+        field.name for field in fields(EngineConfig) if field.name not in ("max_total_tokens", "plain_content")
+    )
+    named = re.compile(rf"--(speculative-|({engine.replace('_', '-')}))")
+    assert named.search("--speculative-num-steps") and named.search("--page-size")
+    found = {
+        file.relative_to(package.parent).as_posix(): match[0]
+        for file in files
+        if not {"cli", "serve", "train"} & {*file.parts}
+        if (match := named.search(file.read_text(encoding="utf-8")))
+    }
+    assert found == {}
+    others = {path for path in package.rglob("*.py") if "--speculative-" in path.read_text(encoding="utf-8")}
+    assert {path.relative_to(package).parts[0] for path in others} == {"cli"}
+
+
 def test_a_value_that_one_of_them_can_work_with_waits_for_the_model():
     """A tree of n-grams has at most 64 nodes, EAGLE's may have more."""
     wide = ("--speculative-eagle-topk", 8, "--speculative-num-draft-tokens", 100)
-    assert drafting(*wide) == {"eagle_topk": 8, "num_draft_tokens": 100}
+    assert drafting(*wide) == Auto(topk=8, nodes=100)
 
 
 def test_a_head_is_no_use_to_an_algorithm_without_one():
@@ -321,7 +367,9 @@ def test_a_number_of_tokens_of_the_map_needs_no_quotes_in_a_file(given, toml):
     assert found.speculative.speculative_token_map == "8192"
 
 
-@pytest.mark.parametrize("command", ["serve.command", "generate", "train.__main__", "train.generate", "train.vocab"])
+@pytest.mark.parametrize(
+    "command", ["serve.command", "cli.generate", "train.__main__", "train.generate", "train.vocab"]
+)
 def test_no_command_takes_the_beginning_of_a_flag_for_it(command, capsys):
     module = importlib.import_module(f"specjax.{command}")
     short = "--tokeniz" if command == "train.vocab" else "--mode"
@@ -337,6 +385,6 @@ def test_no_command_takes_the_beginning_of_a_flag_for_it(command, capsys):
 
 def test_every_parser_takes_whole_flags_only():
     """Also those that are written later."""
-    package = Path(flags.__file__).parent
+    package = Path(settings.__file__).parent
     sources = {file: file.read_text(encoding="utf-8") for file in package.rglob("*.py")}
     assert [file.name for file, text in sources.items() if "argparse.ArgumentParser(" in text] == []

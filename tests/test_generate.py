@@ -13,7 +13,8 @@ from engine_helpers import VOCABULARY, byte_ids, decode, shown, tokenizer
 from tiny_checkpoints import save_llama
 
 import specjax
-from specjax import SamplingParams, generate, settings
+from specjax import SamplingParams, settings
+from specjax.cli import generate
 
 FIELDS = [
     "id", "text", "output_ids", "prompt_tokens", "completion_tokens", "finish_reason", "spec_verify_ct",

@@ -12,6 +12,7 @@ import pytest
 
 from specjax import ModelConfig, Params, PoolShape, RopeConfig, StepInput, init_state, make_drafter
 from specjax.config import HeadConfig
+from specjax.drafters.options import options_of
 from specjax.models import make_target
 from specjax.models.eagle_head import init_head_params
 from specjax.models.llama import init_params
@@ -43,9 +44,9 @@ def tiny(kind: str, shape: str, widths: tuple[int, ...] = ()):
     third = {"vocab_size": 11, "aux_layers": (0, 1), "own_head": True, "mapped": True}
     feature, changes = (32, third) if kind == "eagle3" else (16, {"vocab_size": 31})
     head = HeadConfig(kind, 16, feature, 24, 4, 2, 8, 1e-5, RopeConfig(), **changes)
-    names = ("num_steps", "eagle_topk", "num_draft_tokens")
-    flags = dict(zip(names, TREES[shape], strict=True))
-    drafter = make_drafter(kind.upper(), flags, target=target, head=head)
+    names = ("steps", "topk", "nodes")
+    options = options_of(kind.upper(), **dict(zip(names, TREES[shape], strict=True)))
+    drafter = make_drafter(options, target=target, head=head)
 
     def init() -> Params:
         return Params(init_params(config, jax.random.key(0)), init_head_params(head, target, jax.random.key(1)))

@@ -18,7 +18,8 @@ from oracle import NO_PARENT, Sampling, Tree
 from tiny_checkpoints import save_llama
 from toy_models import Runner, as_arrays, listed_drafter, listed_proposal, random_table, random_tree, table_model
 
-from specjax import StepConfig, generate
+from specjax import StepConfig
+from specjax.cli import generate
 from specjax.drafters import none_drafter
 from specjax.engine import SamplingParams
 from specjax.inspection import StepTree, render, step_tree, step_trees
@@ -250,7 +251,7 @@ PROMPTS = [[70, 71, 72] * 4, "the the the", [70, 71] * 5, [40] * 9, [5, 6]]
 
 
 def test_an_engine_keeps_the_trees_when_asked():
-    engine = make_engine(toy(), "NGRAM", flags=NGRAM, trace=True)
+    engine = make_engine(toy(), NGRAM, trace=True)
     plain = shared_engine("NGRAM")
     for done, expected in zip(engine.generate(PROMPTS, PARAMS), plain.generate(PROMPTS, PARAMS), strict=True):
         assert outcome(done) == outcome(expected)
@@ -359,7 +360,7 @@ PHASES = "Decode step. draft: "
 
 @pytest.mark.parametrize("timed", [True, False])
 def test_the_log_says_what_a_step_consists_of(caplog, timed):
-    engine = make_engine(toy(), "NGRAM", flags=NGRAM, warm=False, max_running_requests=1, time_phases=timed)
+    engine = make_engine(toy(), NGRAM, warm=False, max_running_requests=1, time_phases=timed)
     report = Report(engine, interval=4)
     params = SamplingParams(max_new_tokens=20, ignore_eos=True)
     with caplog.at_level(logging.DEBUG, logger="specjax.serve"):

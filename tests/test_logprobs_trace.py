@@ -14,12 +14,12 @@ from specjax_kernels import CAUSAL
 from toy_models import Runner, as_tree, listed_drafter, random_tree, tiny_llama
 
 from specjax import PoolShape, StepConfig, init_cache
-from specjax.drafters import NgramConfig, ngram_drafter, none_drafter
+from specjax.drafters import Ngram, ngram_drafter, none_drafter
 from specjax.tree import NO_TOKEN
 from specjax.verify import TOP_LOGPROBS
 
 WIDTH, DEPTH = 6, 4
-SMALL = NgramConfig(num_draft_tokens=WIDTH, max_match_window_size=3, branch_length=DEPTH, capacity=1024)
+SMALL = Ngram(nodes=WIDTH, max_match=3, branch_length=DEPTH, capacity=1024)
 LISTED = [random_tree(0, WIDTH, 31, np.random.default_rng(seed), DEPTH) for seed in range(11)]
 DRAFTERS = {
     "none": none_drafter,

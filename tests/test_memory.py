@@ -14,6 +14,7 @@ from toy_models import tiny_llama
 from specjax import Params, PoolShape, PrefillInput, StepInput, init_state, make_steps, new_row
 from specjax.config import HeadConfig, RopeConfig
 from specjax.drafters import make_drafter
+from specjax.drafters.options import options_of
 from specjax.models.eagle_head import init_head_params
 
 POOL = PoolShape(pages=8192, page_size=16)
@@ -30,9 +31,9 @@ KINDS = {
     "EAGLE": HeadConfig("eagle", **HEAD),
     "EAGLE3": HeadConfig("eagle3", **HEAD | {"aux_layers": (0, 1), "feature_size": 64, "own_head": True}),
 }
-CHAIN, TREE = {"num_steps": 3}, {"num_steps": 3, "eagle_topk": 3, "num_draft_tokens": 10}
+CHAIN, TREE = {"steps": 3}, {"steps": 3, "topk": 3, "nodes": 10}
 
-SMALL = {"num_draft_tokens": 4, "max_match_window_size": 3, "capacity": 1024}
+SMALL = {"nodes": 4, "max_match": 3, "capacity": 1024}
 
 
 class Case(NamedTuple):
@@ -42,11 +43,12 @@ class Case(NamedTuple):
     toy: object
 
 
-def case(algorithm: str, pool: PoolShape = POOL, **flags) -> Case:
+def case(algorithm: str, pool: PoolShape = POOL, **options) -> Case:
     toy = tiny_llama(**LLAMA)
     head = KINDS.get(algorithm)
     draft = None if head is None else init_head_params(head, toy.target, jax.random.key(0))
-    drafter, params = make_drafter(algorithm, flags, target=toy.target, head=head), Params(toy.params, draft)
+    drafter = make_drafter(options_of(algorithm, **options), target=toy.target, head=head)
+    params = Params(toy.params, draft)
     state = init_state(params, toy.target, drafter, rows=ROWS, pool=pool)
     return Case(params, state, make_steps(toy.target, drafter), toy)
 

@@ -19,7 +19,7 @@ from tiny_heads import save_head
 from toy_models import Runner, tiny_llama
 
 from specjax.checkpoint import load_head
-from specjax.drafters import DRAFTERS, make_drafter
+from specjax.drafters import DRAFTERS, Mtp, NoDraft, make_drafter
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.models.blocks import Past
 from specjax.models.eagle_head import LOGICAL_AXES, eagle_head, init_head_params, with_token_map
@@ -44,8 +44,7 @@ def saved(tmp_path_factory):
 
 
 def mtp(shape, toy, config):
-    flags = dict(zip(("num_steps", "eagle_topk", "num_draft_tokens"), shape, strict=True))
-    return make_drafter("mtp", flags, target=toy.target, head=config)
+    return make_drafter(Mtp(None, None, *shape), target=toy.target, head=config)
 
 
 # What a head computes.
@@ -199,7 +198,7 @@ def test_a_distilled_head_is_often_right(size):
 
 
 def test_the_name_and_the_kind():
-    assert DRAFTERS["MTP"].head == "mtp" and DRAFTERS["MTP"].takes_token_map
+    assert DRAFTERS["MTP"].options is Mtp and Mtp.kind == "mtp" and "token_map" in Mtp.names()
     config = small_head("eagle", pair_model())
     with pytest.raises(
         ValueError, match="MTP needs a target and a draft head of kind 'mtp'; what is given is a head of kin"
@@ -214,12 +213,10 @@ def test_served_from_folders(tmp_path):
     tokenizer().save_pretrained(tmp_path / "model")
     save_head(tmp_path / "head", "mtp", target_vocab_size=VOCABULARY)
     settings = EngineConfig(page_size=4, chunked_prefill_size=16, max_total_tokens=160, max_running_requests=2)
-    flags = {"draft_model_path": str(tmp_path / "head"), "num_steps": 2, "eagle_topk": 3, "num_draft_tokens": 6}
+    options = Mtp(str(tmp_path / "head"), steps=2, topk=3, nodes=6)
     texts = {}
-    for algorithm, given in (("NONE", {}), ("MTP", flags)):
-        engine = Engine.from_pretrained(
-            str(tmp_path / "model"), algorithm=algorithm, algorithm_flags=given, config=settings, progress=False
-        )
+    for algorithm, given in (("NONE", NoDraft()), ("MTP", options)):
+        engine = Engine.from_pretrained(str(tmp_path / "model"), draft=given, config=settings, progress=False)
         wanted = [SamplingParams(max_new_tokens=20), SamplingParams(max_new_tokens=20, temperature=1.0, seed=4)]
         texts[algorithm] = [done.output_ids for done in engine.generate([[5, 6, 7], [9]], wanted)]
         check_idle(engine)

@@ -15,8 +15,8 @@ from oracle import NO_PARENT, Sampling
 from toy_models import Runner, as_tree, random_table, table_model
 
 from specjax.cache import PoolShape
+from specjax.drafters import Ngram, ngram_drafter
 from specjax.drafters.base import Context, Observation, Params
-from specjax.drafters.ngram import NgramConfig, ngram_config, ngram_drafter
 from specjax.sampling import sampling_row
 from specjax.step import tree_widths
 
@@ -30,40 +30,40 @@ NONE = Params(None)
 @pytest.mark.parametrize(
     ("changes", "flag"),
     [
-        ({"num_draft_tokens": 1}, "--speculative-num-draft-tokens must be from 2 to 64, got 1"),
-        ({"num_draft_tokens": 65}, "--speculative-num-draft-tokens"),
-        ({"min_match_window_size": 0}, "--speculative-ngram-min-match-window-size"),
-        ({"min_match_window_size": 13}, "--speculative-ngram-min-match-window-size must be from 1 to "
-         "--speculative-ngram-max-match-window-size, got 13 and 12"),
-        ({"max_match_window_size": 65}, "--speculative-ngram-max-match-window-size"),
-        ({"min_bfs_breadth": 0}, "--speculative-ngram-min-bfs-breadth"),
-        ({"min_bfs_breadth": 11}, "--speculative-ngram-max-bfs-breadth"),
-        ({"max_bfs_breadth": 65}, "--speculative-ngram-max-bfs-breadth"),
-        ({"branch_length": 0}, "--speculative-ngram-branch-length"),
-        ({"branch_length": 65}, "--speculative-ngram-branch-length"),
-        ({"capacity": 1023}, "--speculative-ngram-capacity must be from 1024 to"),
-        ({"capacity": 2**24 + 1}, "--speculative-ngram-capacity"),
+        ({"nodes": 1}, "Ngram.nodes must be an integer from 2 to 64, got 1"),
+        ({"nodes": 65}, "Ngram.nodes"),
+        ({"min_match": 0}, "Ngram.min_match"),
+        ({"min_match": 13}, "Ngram.min_match must be from 1 to "
+         "Ngram.max_match, got 13 and 12"),
+        ({"max_match": 65}, "Ngram.max_match"),
+        ({"min_breadth": 0}, "Ngram.min_breadth"),
+        ({"min_breadth": 11}, "Ngram.max_breadth"),
+        ({"max_breadth": 65}, "Ngram.max_breadth"),
+        ({"branch_length": 0}, "Ngram.branch_length"),
+        ({"branch_length": 65}, "Ngram.branch_length"),
+        ({"capacity": 1023}, "Ngram.capacity must be an integer from 1024 to"),
+        ({"capacity": 2**24 + 1}, "Ngram.capacity"),
     ],
 )  # fmt: skip
 def test_a_refused_setting_names_its_flag(changes, flag):
     with pytest.raises(ValueError, match=re.escape(flag)):
-        NgramConfig(**changes)
+        Ngram(**changes)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"num_draft_tokens": 2, "branch_length": 1, "max_match_window_size": 1, "max_bfs_breadth": 1},
-        {"num_draft_tokens": 64, "branch_length": 5, "max_match_window_size": 2, "max_bfs_breadth": 64},
-        {"num_draft_tokens": 32, "branch_length": 1},  # more places than candidates
+        {"nodes": 2, "branch_length": 1, "max_match": 1, "max_breadth": 1},
+        {"nodes": 64, "branch_length": 5, "max_match": 2, "max_breadth": 64},
+        {"nodes": 32, "branch_length": 1},  # more places than candidates
     ],
 )
 def test_settings_at_the_edges_make_valid_trees(changes):
-    memory = Memory(NgramConfig(capacity=1024, **changes))
+    memory = Memory(Ngram(capacity=1024, **changes))
     memory.observe({0: [1, 2, 3, 1, 2, 3, 1, 2]})
     tree = memory.propose({0: 3})[0]
     assert oracle.problems(tree) == []
-    depth = min(changes["branch_length"], changes["num_draft_tokens"] - 1, 5)
+    depth = min(changes["branch_length"], changes["nodes"] - 1, 5)
     assert max(oracle.depths(tree)) == depth
 
 
@@ -71,7 +71,7 @@ def test_settings_at_the_edges_make_valid_trees(changes):
 
 
 @functools.cache
-def compiled(config: NgramConfig):
+def compiled(config: Ngram):
     drafter = ngram_drafter(config)
     return drafter, jax.jit(drafter.propose), jax.jit(drafter.observe)
 
@@ -85,7 +85,7 @@ class Match(NamedTuple):
 class Memory:
     """ROWS rows. `texts` holds each request that ever was, as (salt, tokens), in the order of their last tokens."""
 
-    def __init__(self, config: NgramConfig = NgramConfig(capacity=1 << 16)):  # noqa: B008
+    def __init__(self, config: Ngram = Ngram(capacity=1 << 16)):  # noqa: B008
         self.config = config
         self.drafter, self._propose, self._observe = compiled(config)
         self.state = self.drafter.init(NONE, ROWS, PoolShape(4, 4))
@@ -173,7 +173,7 @@ class Memory:
         A bucket keeps 8 places, by a hash of the place: of two ends of one window in the same one, the later stays.
         """
         suffix = [*self.texts[self.row[row]], root]
-        least, most, ends = self.config.min_match_window_size, self.config.max_match_window_size, []
+        least, most, ends = self.config.min_match, self.config.max_match, []
         for text, salt, times in zip(self.texts, self.salts, self.times, strict=True):
             if salt != self.salts[self.row[row]]:
                 continue
@@ -216,23 +216,23 @@ def check(memory: Memory, roots: dict[int, int]) -> None:
             assert tuple(best.text[: nodes - 1]) in oracle.paths(tree)
 
 
-def room(config: NgramConfig, size: int) -> int:
+def room(config: Ngram, size: int) -> int:
     """Nodes, the root included, that a tree may have where the longest match has `size` tokens."""
-    weak = config.weak_draft_tokens
-    return config.num_draft_tokens if weak is None or size >= config.strong_match_size else weak
+    weak = config.weak_nodes
+    return config.width if weak is None or size >= config.strong_match else weak
 
 
 def children(tree: oracle.Tree) -> list[int]:
     return [token for token, parent in zip(tree.tokens, tree.parents, strict=True) if parent == 0]
 
 
-SMALL = {"num_draft_tokens": 6, "max_match_window_size": 4, "branch_length": 4, "capacity": 1 << 16}
+SMALL = {"nodes": 6, "max_match": 4, "branch_length": 4, "capacity": 1 << 16}
 CONFIGS = {
-    "BFS": NgramConfig(max_bfs_breadth=3, **SMALL),
-    "PROB": NgramConfig(max_bfs_breadth=3, match_type="PROB", **SMALL),
-    "windows of 2 to 3": NgramConfig(**SMALL | {"min_match_window_size": 2, "max_match_window_size": 3}),
-    "no drafts from weak matches": NgramConfig(weak_draft_tokens=1, strong_match_size=2, **SMALL),
-    "few drafts from weak matches": NgramConfig(weak_draft_tokens=2, strong_match_size=3, **SMALL),
+    "BFS": Ngram(max_breadth=3, **SMALL),
+    "PROB": Ngram(max_breadth=3, match_type="PROB", **SMALL),
+    "windows of 2 to 3": Ngram(**SMALL | {"min_match": 2, "max_match": 3}),
+    "no drafts from weak matches": Ngram(weak_nodes=1, strong_match=2, **SMALL),
+    "few drafts from weak matches": Ngram(weak_nodes=2, strong_match=3, **SMALL),
 }
 
 EVENTS = st.lists(
@@ -270,8 +270,8 @@ def test_what_is_proposed_really_followed(events, config):
 
 
 def plain_memory(**changes) -> Memory:
-    fields = {"num_draft_tokens": 6, "max_match_window_size": 4, "branch_length": 4, "capacity": 1 << 16}
-    return Memory(NgramConfig(**fields | changes))
+    fields = {"nodes": 6, "max_match": 4, "branch_length": 4, "capacity": 1 << 16}
+    return Memory(Ngram(**fields | changes))
 
 
 def test_by_hand():
@@ -286,7 +286,7 @@ def test_by_hand():
 
 
 def test_the_most_recent_of_equal_matches_comes_first():
-    memory = plain_memory(num_draft_tokens=2)
+    memory = plain_memory(nodes=2)
     for follower in (3, 4, 5):
         memory.observe({0: [1, 2, follower]})
         memory.start(0)
@@ -297,7 +297,7 @@ def test_the_most_recent_of_equal_matches_comes_first():
 def test_prob_prefers_what_most_matches_agree_on():
     histories = [[1, 2, 3], [1, 2, 3], [1, 2, 4]]
     for match_type, expected in (("BFS", 4), ("PROB", 3)):
-        memory = plain_memory(num_draft_tokens=2, match_type=match_type)
+        memory = plain_memory(nodes=2, match_type=match_type)
         for text in histories:
             memory.start(0)
             memory.observe({0: text})
@@ -328,14 +328,14 @@ def test_rows_share_what_they_have_seen_unless_their_salts_differ():
 
 def test_a_window_smaller_than_the_least_is_no_match():
     for least, expected in ((1, (2, 3)), (2, (2, 3)), (3, (2,))):
-        memory = plain_memory(min_match_window_size=least)
+        memory = plain_memory(min_match=least)
         memory.observe({0: [1, 2, 3]})
         memory.observe({1: [1]})
         assert memory.propose({1: 2})[1].tokens == expected
 
 
 def test_a_row_used_again_does_not_go_on_with_the_old_text():
-    memory = plain_memory(min_match_window_size=2)
+    memory = plain_memory(min_match=2)
     memory.observe({0: [1, 2, 3]})
     memory.start(0)
     memory.observe({0: [4, 5]})
@@ -351,7 +351,7 @@ def test_a_row_used_again_does_not_go_on_with_the_old_text():
 
 def test_chunks_of_a_prompt_are_one_text():
     """A match across the boundary of two observations."""
-    memory = plain_memory(min_match_window_size=3)
+    memory = plain_memory(min_match=3)
     memory.observe({0: [1, 2]})
     memory.observe({0: [3, 4]})
     memory.observe({1: [1, 2]})
@@ -361,7 +361,7 @@ def test_chunks_of_a_prompt_are_one_text():
 @pytest.mark.parametrize("seed", range(3))
 def test_a_small_ring_that_wraps_contradicts_nothing(seed):
     """1024 places, 4000 tokens of a small alphabet: proposals may be missed, never invented. Old text is forgotten."""
-    memory = Memory(NgramConfig(num_draft_tokens=6, max_match_window_size=4, branch_length=4, capacity=1024))
+    memory = Memory(Ngram(nodes=6, max_match=4, branch_length=4, capacity=1024))
     rng = np.random.default_rng(seed)
     proposed = 0
     while memory.written < 4000:
@@ -380,7 +380,7 @@ def test_a_small_ring_that_wraps_contradicts_nothing(seed):
 
 
 def test_old_text_is_forgotten():
-    memory = Memory(NgramConfig(num_draft_tokens=6, max_match_window_size=4, branch_length=4, capacity=1024))
+    memory = Memory(Ngram(nodes=6, max_match=4, branch_length=4, capacity=1024))
     memory.observe({0: [7, 8, 9]})
     memory.start(1)
     memory.observe({1: [7]})
@@ -394,7 +394,7 @@ def test_old_text_is_forgotten():
 def test_weak_matches_draft_less(weak, nodes):
     """Matches of 0, 1, 2 and 3 tokens; from 3 on a match is strong."""
     for size, expected in enumerate(nodes):
-        memory = plain_memory(num_draft_tokens=5, weak_draft_tokens=weak, strong_match_size=3)
+        memory = plain_memory(nodes=5, weak_nodes=weak, strong_match=3)
         memory.observe({0: [1, 2, 3, 4, 5, 6, 7]})
         suffix = [11, 12, 13, 1, 2, 3][size : size + 3]
         memory.observe({1: suffix[:-1]})
@@ -404,13 +404,13 @@ def test_weak_matches_draft_less(weak, nodes):
 
 def test_a_match_at_the_end_of_a_text_does_not_count():
     """Of "0 0 0" the two tokens "0 0" were seen, but nothing after them yet; after "0" there was a 0."""
-    memory = plain_memory(weak_draft_tokens=1, strong_match_size=2)
+    memory = plain_memory(weak_nodes=1, strong_match=2)
     memory.observe({0: [0, 0]})
     assert memory.propose({0: 0})[0].tokens == (0,)
 
 
 def test_each_row_drafts_by_its_own_match():
-    memory = plain_memory(weak_draft_tokens=1, strong_match_size=2)
+    memory = plain_memory(weak_nodes=1, strong_match=2)
     memory.observe({0: [1, 2, 3, 4]})
     memory.observe({1: [1], 2: [9]})
     trees = memory.propose({1: 2, 2: 2})
@@ -421,22 +421,22 @@ def test_each_row_drafts_by_its_own_match():
 def test_a_cpu_drafts_from_strong_matches_alone():
     """Flags that are given keep their meaning; a GPU checks every tree."""
 
-    def sizes(config: NgramConfig) -> tuple[int, int, int]:
+    def sizes(config: Ngram) -> tuple[int, int, int]:
         return room(config, 1), room(config, 2), room(config, 3)
 
-    assert sizes(ngram_config("cpu")) == (1, 1, 8)
-    assert sizes(ngram_config("gpu")) == (12, 12, 12)
-    assert sizes(ngram_config("cpu", num_draft_tokens=6)) == (6, 6, 6)
-    assert sizes(ngram_config("cpu", num_draft_tokens=6, weak_draft_tokens=1)) == (1, 1, 6)
-    assert sizes(ngram_config("cpu", weak_draft_tokens=4)) == (4, 4, 8)
-    assert sizes(ngram_config("cpu", strong_match_size=2)) == (1, 8, 8)
-    assert sizes(ngram_config("gpu", weak_draft_tokens=1, strong_match_size=2)) == (1, 12, 12)
+    assert sizes(Ngram().on("cpu")) == (1, 1, 8)
+    assert sizes(Ngram().on("gpu")) == (12, 12, 12)
+    assert sizes(Ngram(nodes=6).on("cpu")) == (6, 6, 6)
+    assert sizes(Ngram(nodes=6, weak_nodes=1).on("cpu")) == (1, 1, 6)
+    assert sizes(Ngram(weak_nodes=4).on("cpu")) == (4, 4, 8)
+    assert sizes(Ngram(strong_match=2).on("cpu")) == (1, 8, 8)
+    assert sizes(Ngram(weak_nodes=1, strong_match=2).on("gpu")) == (1, 12, 12)
 
 
 def test_a_tree_width_between():
     """For a batch that is too large for N nodes a row."""
-    widths = {ngram_config("cpu"): (1, 4, 8), ngram_config("cpu", weak_draft_tokens=3): (1, 3, 8)}
-    widths |= {ngram_config("gpu"): (1, 4, 12), ngram_config("cpu", num_draft_tokens=2): (1, 2)}
+    widths = {Ngram().on("cpu"): (1, 4, 8), Ngram(weak_nodes=3).on("cpu"): (1, 3, 8)}
+    widths |= {Ngram().on("gpu"): (1, 4, 12), Ngram(nodes=2).on("cpu"): (1, 2)}
     for config, expected in widths.items():
         assert tree_widths(ngram_drafter(config)) == expected
 
@@ -444,7 +444,7 @@ def test_a_tree_width_between():
 def test_breadth_bounds_the_children_of_a_node():
     histories = [[1, follower] for follower in range(2, 9)]
     for most in (1, 3):
-        memory = plain_memory(num_draft_tokens=12, max_bfs_breadth=most, max_match_window_size=2, branch_length=4)
+        memory = plain_memory(nodes=12, max_breadth=most, max_match=2, branch_length=4)
         for text in histories:
             memory.start(0)
             memory.observe({0: text})
@@ -459,7 +459,7 @@ def test_breadth_bounds_the_children_of_a_node():
 
 def test_a_draft_limit():
     toy = table_model(random_table(0), window=2)
-    drafter = ngram_drafter(NgramConfig(**SMALL | {"num_draft_tokens": 4}))
+    drafter = ngram_drafter(Ngram(**SMALL | {"nodes": 4}))
     runner = Runner(toy, drafter, rows=1)
     request = Sampling(max_tokens=30)
     lengths = {}

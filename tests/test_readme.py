@@ -28,7 +28,7 @@ def test_a_python_example_runs(index, capsys):
     assert len(printed.split()) > 5
     if "tokens" in names:  # the step without the engine: the same text as the engine's
         engine = Engine.from_pretrained(
-            algorithm="NONE", progress=False, compilation_cache=False, config=EngineConfig(max_running_requests=1)
+            draft="NONE", progress=False, compilation_cache=False, config=EngineConfig(max_running_requests=1)
         )
         done = engine.generate(names["prompt"], SamplingParams(max_new_tokens=40, ignore_eos=True))
         assert names["tokens"] == done.output_ids
@@ -37,7 +37,7 @@ def test_a_python_example_runs(index, capsys):
 @pytest.mark.real_model
 def test_the_chat_example_runs(capsys):
     engine = Engine.from_pretrained(
-        algorithm="NONE", progress=False, compilation_cache=False, config=EngineConfig(max_running_requests=1)
+        draft="NONE", progress=False, compilation_cache=False, config=EngineConfig(max_running_requests=1)
     )
     with running(engine, model=checkpoint.BUILT_IN_MODEL) as server:
         assert ADDRESS in BLOCKS[CHAT]

@@ -95,7 +95,7 @@ def expected(oracle) -> list[Greedy]:
 @pytest.fixture(scope="module")
 def plain() -> Engine:
     config = EngineConfig(max_running_requests=1, max_total_tokens=1024, context_length=1024)
-    return Engine.from_pretrained(dtype="float32", algorithm="NONE", config=config)
+    return Engine.from_pretrained(dtype="float32", draft="NONE", config=config)
 
 
 @pytest.mark.parametrize("algorithm", ["NONE", "NGRAM"])

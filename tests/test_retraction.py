@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 import pytest
-from engine_helpers import FLAGS, VOCABULARY, check_idle, check_plain, make_engine, outcome, shared_engine, toy
+from engine_helpers import DRAFTS, VOCABULARY, check_idle, check_plain, make_engine, outcome, shared_engine, toy
 
 from specjax.engine import Engine, SamplingParams
 from specjax.engine.request import Status, completion
@@ -23,7 +23,7 @@ PAGES = {"ample": 512, "tiny": 40}
 @functools.cache
 def engine(pool: str) -> Engine:
     sizes = {"max_running_requests": 16, "page_size": 2, "max_total_tokens": 2 * PAGES[pool], "context_length": 96}
-    return make_engine(toy(), "NGRAM", flags=FLAGS["NGRAM"], **sizes)
+    return make_engine(toy(), DRAFTS["NGRAM"], **sizes)
 
 
 def requests(kind: str) -> list[tuple[list[int], SamplingParams]]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 
 import pytest
-from engine_helpers import FLAGS, check_idle, make_engine, shared_engine, toy
+from engine_helpers import DRAFTS, check_idle, make_engine, shared_engine, toy
 
-from specjax import flags
+from specjax.cli import flags
+from specjax.drafters import Ngram
 from specjax.engine import SamplingParams
 from specjax.engine.request import ParameterError
 from specjax.engine.salts import Salts
@@ -33,7 +34,7 @@ def test_requests_with_one_salt_share_and_others_do_not():
 
 
 def test_isolated_requests_share_only_by_a_salt():
-    engine = make_engine(toy(), "NGRAM", flags=FLAGS["NGRAM"], isolate_ngrams=True)
+    engine = make_engine(toy(), DRAFTS["NGRAM"], isolate_ngrams=True)
     cold = accept_length(engine, None)
     assert accept_length(engine, None) == cold == accept_length(engine, "a")
     assert accept_length(engine, "a") > cold
@@ -61,4 +62,4 @@ def test_the_flag():
         chosen = read(parser.parse_args(["--speculative-algorithm", "NGRAM", *given]), flags.Settings())
         arguments = flags.engine_arguments(chosen)
         assert arguments["config"].isolate_ngrams is isolated
-        assert "isolate" not in arguments["algorithm_flags"]
+        assert arguments["draft"] == Ngram()

@@ -13,7 +13,7 @@ import pytest
 from engine_helpers import shared_engine
 from server_helpers import SECONDS, Running, answer_of, running, slow_down, wait_until
 
-from specjax.flags import ServerSettings
+from specjax.cli.flags import ServerSettings
 from specjax.serve import connection, gate
 from specjax.serve.listener import SHUT_DOWN
 from specjax.serve.server import allow_files

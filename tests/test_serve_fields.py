@@ -12,9 +12,9 @@ from body_helpers import CHAT, COMPLETE, GENERATE, HELLO, RULES, STRICT
 from engine_helpers import make_engine, shared_engine, tokenizer, toy
 from server_helpers import Running, running
 
+from specjax.cli.flags import ServerSettings
 from specjax.engine import Completion, SamplingParams, StreamChunk
 from specjax.engine.request import TokenLogprob, later_seed, random_seed
-from specjax.flags import ServerSettings
 from specjax.serve import fields
 from specjax.serve.answers import GenerateAnswer
 from specjax.serve.errors import ApiError, shown

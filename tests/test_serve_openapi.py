@@ -12,7 +12,7 @@ from body_helpers import CHAT, COMPLETE, EDGES, GENERATE, KINDS, LEAST, RULES, S
 from engine_helpers import VOCABULARY, shared_engine
 from server_helpers import running
 
-from specjax.flags import ServerSettings
+from specjax.cli.flags import ServerSettings
 from specjax.serve.errors import ApiError
 from specjax.serve.openapi import document
 from specjax.serve.protocol import SamplingBody, StreamOptions

@@ -14,7 +14,7 @@ import pytest
 from engine_helpers import shared_engine
 from server_helpers import SECONDS, Running, running, slow_down, wait_until
 
-from specjax.flags import ServerSettings
+from specjax.cli.flags import ServerSettings
 from specjax.serve import gate
 
 HELLO = [{"role": "user", "content": "hello"}]

@@ -17,8 +17,8 @@ from engine_helpers import make_engine, outcome, shared_engine, toy
 from server_helpers import MODEL, SECONDS, Running, parse_events, running, slow_down, wait_until
 from toy_models import random_table, table_model
 
+from specjax.cli.flags import ServerSettings
 from specjax.engine import SamplingParams
-from specjax.flags import ServerSettings
 from specjax.serve.listener import SHUT_DOWN, Listener
 from specjax.serve.runner import State
 

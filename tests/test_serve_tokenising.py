@@ -11,8 +11,8 @@ import pytest
 from engine_helpers import shared_engine
 from server_helpers import SECONDS, running, wait_until
 
+from specjax.cli.flags import ServerSettings
 from specjax.engine.intake import Intake
-from specjax.flags import ServerSettings
 from specjax.serve import tokenising
 from specjax.serve.tokenising import ALLOWANCE, PER_SEQUENCE, SHORT, Tokenising, work
 

@@ -16,7 +16,7 @@ from engine_helpers import make_engine, shared_engine, toy
 from server_helpers import SECONDS, running, wait_until
 
 import specjax
-from specjax.flags import ServerSettings
+from specjax.cli.flags import ServerSettings
 from specjax.serve import runner
 from specjax.serve.listener import ENGINE_GONE, ENGINE_STUCK
 from specjax.serve.runner import EngineStuck, State

@@ -38,7 +38,7 @@ HEAD = {
     "own_embedding": True,
     "own_head": True, "mapped": True, "fc_bias": True, "attention_bias": True, "output_bias": True, "mlp_bias": True,
 }  # fmt: skip
-TREE = {"num_steps": 2, "eagle_topk": 4, "num_draft_tokens": 21}
+TREE = {"steps": 2, "topk": 4, "nodes": 21}
 """Holds every text of two of them."""
 
 # Devices must be asked for before jax starts, so this part is a program of its own.
@@ -56,6 +56,7 @@ from specjax import (
     prefill_step, speculate_step,
 )
 from specjax.config import HeadConfig
+from specjax.drafters.options import options_of
 from specjax.models import FAMILIES
 from specjax.models.blocks import key_value_spec
 from specjax.models.eagle_head import LOGICAL_AXES, init_head_params
@@ -81,7 +82,7 @@ def pages(spec):
 
 def run(sharded):
     target = make_target(config)
-    drafter = make_drafter(algorithm, flags, target=target, head=head)
+    drafter = make_drafter(options_of(algorithm, **flags), target=target, head=head)
     weights = family.init_params(config, jax.random.key(0))
     # Wide enough for logits that differ; neither norms are one nor biases zero.
     rng = np.random.default_rng(0)
@@ -162,7 +163,7 @@ print(json.dumps([run(False), run(True)]))
     ("algorithm", "flags", "tied"),
     [
         ("NONE", {}, True),
-        ("NGRAM", {"num_draft_tokens": 6, "max_match_window_size": 3, "capacity": 1024}, False),
+        ("NGRAM", {"nodes": 6, "max_match": 3, "capacity": 1024}, False),
         ("EAGLE3", TREE, False),
     ],
     ids=["NONE", "NGRAM", "EAGLE3"],

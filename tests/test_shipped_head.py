@@ -20,12 +20,13 @@ from engine_helpers import VOCABULARY, byte_ids, tokenizer
 from tiny_checkpoints import byte_level_metadata, save_llama, write_gguf
 from tiny_heads import save_head
 
-from specjax import checkpoint, flags, generate
+from specjax import checkpoint, load
 from specjax.checkpoint import CheckpointError, shipped
 from specjax.checkpoint.hub import resolve
-from specjax.drafters import check_flags, tree_shape
-from specjax.engine import Engine, EngineConfig, SamplingParams, loading
-from specjax.engine.loading import TREE, Loaded, load
+from specjax.cli import flags, generate
+from specjax.drafters import Auto, Eagle3, TreeShape
+from specjax.drafters.options import options_of
+from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.serve import command
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 7, "vocab_size": VOCABULARY}
@@ -34,13 +35,13 @@ LETTERS = byte_ids(b"aei")
 """What the head proposes."""
 SERVING = """
 [cpu]
-num-steps = 2
-eagle-topk = 3
-num-draft-tokens = 13
+steps = 2
+topk = 3
+nodes = 13
 [gpu]
-num-steps = 4
-eagle-topk = 2
-num-draft-tokens = 9
+steps = 4
+topk = 2
+nodes = 9
 """
 NOTE = "2 steps, top-k 3, 13 draft tokens (automatic); the head of-letters, which comes with specjax"
 
@@ -72,11 +73,8 @@ def row(made, monkeypatch) -> shipped.ShippedHead:
     return found
 
 
-def loaded(model: str | Path, algorithm: str = "AUTO", **given: Any) -> Loaded:
-    return load(
-        str(model), dtype="auto", algorithm=algorithm, algorithm_flags=given, revision=None, tokenizer_path=None,
-        chat_template=None, backend=None, progress=False,
-    )  # fmt: skip
+def loaded(model: str | Path, algorithm: str = "AUTO", **given: Any) -> load.LoadedModel:
+    return load.load(str(model), draft=options_of(algorithm, **given), progress=False)
 
 
 def head_of(model: str | Path) -> shipped.ShippedHead | None:
@@ -153,7 +151,7 @@ def test_a_head_that_is_not_there_ships_for_nothing(row, made, tmp_path, monkeyp
     monkeypatch.setattr(shipped, "FOLDER", tmp_path / "heads")
     assert head_of(made / "model") is None
     assert loaded(made / "model").drafter.name == "NGRAM"
-    with pytest.raises(ValueError, match=r"^--speculative-algorithm EAGLE3 needs a draft head"):
+    with pytest.raises(ValueError, match=r"^draft='EAGLE3' needs a draft head: Eagle3.path"):
         loaded(made / "model", "EAGLE3")
 
 
@@ -174,33 +172,33 @@ def test_the_head_drafts_unless_another_algorithm_is_asked_for(row, made, algori
 def test_without_a_head_auto_is_ngram(row, made, caplog):
     assert loaded(made / "sibling").drafter.name == "NGRAM"
     assert not caplog.records
-    assert loaded(made / "sibling", capacity=2048, num_draft_tokens=5).drafter.width == 5
-    with pytest.raises(ValueError, match=r"^--speculative-algorithm EAGLE3 needs a draft head"):
+    assert loaded(made / "sibling", capacity=2048, nodes=5).drafter.width == 5
+    with pytest.raises(ValueError, match=r"^draft='EAGLE3' needs a draft head: Eagle3.path"):
         loaded(made / "sibling", "EAGLE3")
 
 
 def test_a_head_of_another_kind_does_not_ship_for_eagle(row, made):
-    with pytest.raises(ValueError, match=r"^--speculative-algorithm EAGLE needs a draft head"):
+    with pytest.raises(ValueError, match=r"^draft='EAGLE' needs a draft head: Eagle.path"):
         loaded(made / "model", "EAGLE")
 
 
 def test_a_head_that_is_named_comes_first(row, made, tmp_path):
     other = tmp_path / "other"
     save_head(other, "eagle3", target_vocab_size=VOCABULARY)
-    found = loaded(made / "model", "EAGLE3", draft_model_path=str(other))
+    found = loaded(made / "model", "EAGLE3", path=str(other))
     assert found.drafter.note == "5 steps, top-k 4, 8 draft tokens (automatic)", "not what was measured for ours"
     assert len(found.params.draft["ids"]) == 11
-    with pytest.raises(ValueError, match="AUTO has no flag 'draft_model_path'"):
-        loaded(made / "model", "AUTO", draft_model_path=str(other))
+    with pytest.raises(TypeError, match="Auto has no option 'path'"):
+        loaded(made / "model", "AUTO", path=str(other))
 
 
 @pytest.mark.parametrize(
     ("given", "tree"),
     [
-        ({"num_steps": 4}, (4, 1, 5)),
-        ({"num_draft_tokens": 3}, (2, 1, 3)),
-        ({"eagle_topk": 2}, (2, 2, 5)),
-        ({"num_steps": 3, "eagle_topk": 2, "num_draft_tokens": 7}, (3, 2, 7)),
+        ({"steps": 4}, (4, 1, 5)),
+        ({"nodes": 3}, (2, 1, 3)),
+        ({"topk": 2}, (2, 2, 5)),
+        ({"steps": 3, "topk": 2, "nodes": 7}, (3, 2, 7)),
     ],
 )
 def test_numbers_of_a_tree_are_the_heads(row, made, given, tree, caplog):
@@ -212,38 +210,35 @@ def test_numbers_of_a_tree_are_the_heads(row, made, given, tree, caplog):
 
 
 def test_flags_that_have_no_effect_are_named(row, made, caplog):
-    loaded(made / "model", capacity=2048, num_steps=1)
+    loaded(made / "model", capacity=2048, steps=1)
     (record,) = caplog.records
     assert (record.levelno, record.getMessage()) == (
         logging.WARNING,
-        "no effect with --speculative-algorithm EAGLE3, which AUTO chose: --speculative-ngram-capacity",
+        "no effect with draft='EAGLE3', which AUTO chose: Auto.capacity",
     )
     caplog.clear()
-    loaded(made / "sibling", capacity=2048, num_steps=1, token_map="64")
+    loaded(made / "sibling", capacity=2048, steps=1, token_map="64")
     (record,) = caplog.records
-    assert record.getMessage().endswith("NGRAM, which AUTO chose: --speculative-num-steps, --speculative-token-map")
+    assert record.getMessage().endswith("'NGRAM', which AUTO chose: Auto.steps, Auto.token_map")
 
 
 def test_a_value_that_what_was_chosen_cannot_work_with(row, made, monkeypatch):
     monkeypatch.setattr(checkpoint, "load_params", lambda *_, **__: pytest.fail("weights were loaded"))
-    with pytest.raises(ValueError, match="--speculative-num-draft-tokens must be from 2 to 64, got 100"):
-        loaded(made / "sibling", eagle_topk=8, num_draft_tokens=100)
-    with pytest.raises(ValueError, match="AUTO has no flag 'num_stesp'"):
-        loaded(made / "model", num_stesp=3)
+    with pytest.raises(ValueError, match=r"^Ngram.nodes must be an integer from 2 to 64, got 100"):
+        loaded(made / "sibling", topk=8, nodes=100)
 
 
 @pytest.mark.parametrize(("platform", "tree"), [("cpu", (2, 3, 13)), ("gpu", (4, 2, 9)), ("cuda", (4, 2, 9))])
 def test_each_kind_of_device_has_its_tree(row, made, monkeypatch, platform, tree):
     files = resolve(str(made / "model"))
     config = checkpoint.model_config(files.config)
-    monkeypatch.setattr("specjax.engine.loading.jax.default_backend", lambda: platform)
-    chosen = loading._chosen(loading._asked("AUTO", {}, files.name), files, config)
-    assert (chosen.tree, chosen.flags, chosen.shipped) == (tree, {}, row)
+    monkeypatch.setattr("specjax.load.jax.default_backend", lambda: platform)
+    assert load.choose(Auto(), files, config) == (Eagle3(str(row.folder)), TreeShape(*tree), row)
 
 
 @pytest.mark.parametrize(
     ("text", "note"),
-    [(None, "5 steps, top-k 4, 8 draft tokens"), ("[gpu]\nnum-steps = 1\n", "5 steps, top-k 4, 8 draft tokens")],
+    [(None, "5 steps, top-k 4, 8 draft tokens"), ("[gpu]\nsteps = 1\n", "5 steps, top-k 4, 8 draft tokens")],
 )
 def test_a_device_that_was_not_measured_gets_the_tree_of_the_family(row, made, tmp_path, monkeypatch, text, note):
     (serving(made, tmp_path, monkeypatch)).unlink() if text is None else serving(made, tmp_path, monkeypatch, text)
@@ -253,12 +248,14 @@ def test_a_device_that_was_not_measured_gets_the_tree_of_the_family(row, made, t
 @pytest.mark.parametrize("algorithm", ["AUTO", "EAGLE3"])
 def test_how_sure_the_head_must_be_was_measured_too(row, made, tmp_path, monkeypatch, algorithm):
     """The user's own number wins, 0 among them; one of a tree leaves it alone."""
-    serving(made, tmp_path, monkeypatch, SERVING.replace("[cpu]", "[cpu]\ndraft-p-min = 0.4"))
+    serving(made, tmp_path, monkeypatch, SERVING.replace("[cpu]", "[cpu]\nmin_probability = 0.4"))
     for given, note in {
         (): "2 steps, top-k 3, 13 draft tokens (automatic); only drafts of a probability of at least 0.4; the head ",
-        (("draft_p_min", 0.7),): "13 draft tokens (automatic); only drafts of a probability of at least 0.7; the head ",
-        (("draft_p_min", 0.0),): "13 draft tokens (automatic); the head ",
-        (("num_steps", 4),): "5 draft tokens (what was not given was chosen); only drafts of a probability of at least",
+        (
+            ("min_probability", 0.7),
+        ): "13 draft tokens (automatic); only drafts of a probability of at least 0.7; the head ",
+        (("min_probability", 0.0),): "13 draft tokens (automatic); the head ",
+        (("steps", 4),): "5 draft tokens (what was not given was chosen); only drafts of a probability of at least",
     }.items():
         assert note in loaded(made / "model", algorithm, **dict(given)).drafter.note
 
@@ -274,11 +271,11 @@ def serving(made: Path, folder: Path, monkeypatch, text: str = "") -> Path:
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        ("[cpu]\nnum-steps = 1\n", ValueError, "all three are needed"),
-        (SERVING.replace("[gpu]", "speed = 1\n[gpu]"), ValueError, "EAGLE3 has no flag 'speed'"),
-        (SERVING.replace("[gpu]", "draft-p-min = 2\n[gpu]"), ValueError, "from 0 to below 1, got 2"),
-        ("[tpu]\nnum-steps = 1\n", CheckpointError, "has tpu; it may hold the tables cpu, gpu"),
-        ("num-steps = 1\n", CheckpointError, "it may hold the tables"),
+        ("[cpu]\nsteps = 1\n", CheckpointError, "all three are needed"),
+        (SERVING.replace("[gpu]", "speed = 1\n[gpu]"), CheckpointError, "serving.toml: .* argument 'speed'"),
+        (SERVING.replace("[gpu]", "min_probability = 2\n[gpu]"), CheckpointError, "from 0 to below 1, got 2"),
+        ("[tpu]\nsteps = 1\n", CheckpointError, "has tpu; it may hold the tables cpu, gpu"),
+        ("steps = 1\n", CheckpointError, "it may hold the tables"),
         ("[cpu", CheckpointError, "cannot be read"),
     ],
 )
@@ -322,7 +319,7 @@ def test_from_python(row, made):
     config = EngineConfig(max_running_requests=1, max_total_tokens=128, chunked_prefill_size=16)
     engines = [
         Engine.from_pretrained(str(made / "model"), config=config, progress=False, **given)
-        for given in ({}, {"algorithm": "NONE"})
+        for given in ({}, {"draft": "NONE"})
     ]
     assert [engine.drafter.name for engine in engines] == ["EAGLE3", "NONE"]
     params = SamplingParams(max_new_tokens=8, temperature=1.0, seed=3)
@@ -359,10 +356,8 @@ def test_what_ships_is_whole(head):
     assert sum(file.stat().st_size for file in head.folder.iterdir()) <= 40e6
     assert set(tomllib.loads((head.folder / "serving.toml").read_text())) == set(shipped.DEVICES)
     for device in shipped.DEVICES:
-        serving = head.serving(device)
-        numbers = [serving[name] for name in TREE]
-        assert not tree_shape(*numbers, automatic=(1, 1, 2)).warning
-        check_flags("EAGLE3", serving)
+        measured = Eagle3(**head.serving(device))
+        assert measured.tree(TreeShape(1, 1, 2)) == TreeShape(measured.steps, measured.topk, measured.nodes)
 
 
 @pytest.mark.real_model
@@ -380,10 +375,9 @@ def test_the_shipped_head_drafts_for_the_built_in_model_and_changes_nothing():
     sampling = SamplingParams(temperature=0.0, max_new_tokens=64, ignore_eos=True)
     # One at a time: on a CPU the automatic tree is not for several requests.
     config = EngineConfig(max_running_requests=1, max_total_tokens=256, chunked_prefill_size=64)
-    chain = {"num_steps": 3, "eagle_topk": 1, "num_draft_tokens": 4}
     texts = {}
-    for name, flags_given in {"NONE": {}, "AUTO": {}, "EAGLE3": chain}.items():
-        engine = Engine.from_pretrained(algorithm=name, algorithm_flags=flags_given, config=config, progress=False)
+    for name, draft in {"NONE": "NONE", "AUTO": "AUTO", "EAGLE3": Eagle3(steps=3, topk=1, nodes=4)}.items():
+        engine = Engine.from_pretrained(draft=draft, config=config, progress=False)
         assert engine.drafter.name == ("NONE" if name == "NONE" else "EAGLE3")
         done = engine.generate(prompts, sampling)
         texts[name] = [completion.output_ids for completion in done]

@@ -24,7 +24,7 @@ from toy_models import (
 )
 
 from specjax.config import RopeConfig
-from specjax.drafters.ngram import NgramConfig, ngram_drafter
+from specjax.drafters.ngram import Ngram, ngram_drafter
 from specjax.drafters.none import none_drafter
 from specjax.step import NOT_FINITE, PrefillInput, StepConfig, draft_phase, verify_phase
 
@@ -36,7 +36,7 @@ DRAFTERS = {
     "none": none_drafter,
     "listed": lambda: listed_drafter(LISTED, WIDTH, DEPTH),
     "widths": lambda: listed_drafter(LISTED, WIDTH, DEPTH, widths=(3,)),
-    "ngram": lambda: ngram_drafter(NgramConfig(num_draft_tokens=5, max_match_window_size=3, capacity=1024)),
+    "ngram": lambda: ngram_drafter(Ngram(nodes=5, max_match=3, capacity=1024)),
 }
 TABLES = {
     "last two": lambda: table_model(random_table(0), window=2),

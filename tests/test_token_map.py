@@ -43,7 +43,7 @@ def write(folder: Path, suffix: str, value: Any) -> str:
 def refused(given: str, **options: Any) -> str:
     with pytest.raises(CheckpointError) as caught:
         read_token_map(given, **({"vocab_size": 30} | options))
-    assert str(caught.value).startswith(f"--speculative-token-map {given}: ")
+    assert str(caught.value).startswith(f"{given}: ")
     return str(caught.value)
 
 

@@ -18,8 +18,9 @@ import pytest
 from engine_helpers import END, TEMPLATE, VOCABULARY, shown, tokenizer
 from tiny_checkpoints import save_llama
 
-from specjax import checkpoint, flags
+from specjax import checkpoint
 from specjax.checkpoint.files import try_lock
+from specjax.cli import flags
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.train import generate, memory
 
@@ -122,7 +123,7 @@ def test_an_answer_is_what_the_engine_gives_alone(files):
     files("--seed", 5, lines=PROMPTS)
     engine = Engine.from_pretrained(
         model=files.model,
-        algorithm="NONE",
+        draft="NONE",
         progress=False,
         config=EngineConfig(max_running_requests=1, context_length=72),
     )

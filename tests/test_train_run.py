@@ -18,6 +18,7 @@ from toy_models import tiny_llama
 from train_helpers import arguments, save_data, save_model, start
 
 from specjax import Engine, SamplingParams
+from specjax.drafters.options import options_of
 from specjax.train import inputs
 from specjax.train.__main__ import main
 from specjax.train.checkpoints import read_metrics
@@ -104,9 +105,7 @@ def test_a_whole_run(train, model, data, tmp_path, kind):
         return  # served through tests/test_mtp.py's own drafter
     config = {"max_running_requests": 2, "max_total_tokens": 512, "context_length": 96}
     plain = engine(model, "NONE", config)
-    drafted = engine(
-        model, algorithm, config, draft_model_path=str(folder / "head"), num_steps=2, eagle_topk=1, num_draft_tokens=3
-    )
+    drafted = engine(model, algorithm, config, path=str(folder / "head"), steps=2, topk=1, nodes=3)
     wanted = SamplingParams(max_new_tokens=12, temperature=0.0)
     prompts = ["the hello", "12 end cat"]
     found = [each.generate(prompts, wanted) for each in (plain, drafted)]
@@ -120,12 +119,10 @@ def test_a_whole_run(train, model, data, tmp_path, kind):
         assert {token for token, _ in counted.most_common(8)} <= set(ids)
 
 
-def engine(model: Path, algorithm: str, config: dict[str, Any], **flags: Any) -> Engine:
+def engine(model: Path, algorithm: str, config: dict[str, Any], **options: Any) -> Engine:
     from specjax.engine import EngineConfig
 
-    return Engine.from_pretrained(
-        str(model), algorithm=algorithm, algorithm_flags=flags or None, config=EngineConfig(**config)
-    )
+    return Engine.from_pretrained(str(model), draft=options_of(algorithm, **options), config=EngineConfig(**config))
 
 
 def offsets(head: Path) -> tuple[np.ndarray, np.ndarray]:

@@ -27,7 +27,6 @@ from specjax.checkpoint.unpickle import read_torch_zip
 from specjax.checkpoint.weights import DTYPES, read_headers
 from specjax.config import HEAD_ALGORITHMS, HeadConfig, HeadKind, ModelConfig
 
-FLAG = "--speculative-draft-model-path"
 _PARAMETER_DTYPES = frozenset(DTYPES.values())
 # Two roundings to half precision of one number differ by less.
 _RELATIVE, _ABSOLUTE = 1e-2, 1e-4
@@ -85,7 +84,7 @@ def load_head(
         if ids is not None:
             params["ids"] = jax.block_until_ready(put(ids))
     except CheckpointError as error:
-        raise CheckpointError(f"{FLAG} {name}: {error}") from error
+        raise CheckpointError(f"{name}: {error}") from error
     return config, params
 
 
@@ -167,8 +166,8 @@ def _check_kind(tensors: HeadTensors, kind: HeadKind) -> None:
         )
     if found != kind:
         raise CheckpointError(
-            f"this is a head for --speculative-algorithm {HEAD_ALGORITHMS[found]}, not {HEAD_ALGORITHMS[kind]} "
-            f"({tensors.said(query)} reads {read // width} x {width}); change the flag, or give a head of that kind"
+            f"this is a head for draft='{HEAD_ALGORITHMS[found]}', not {HEAD_ALGORITHMS[kind]} "
+            f"({tensors.said(query)} reads {read // width} x {width}); change that, or give a head of the other kind"
         )
 
 

@@ -59,7 +59,7 @@ class ShippedHead:
         return Path(name).name.lower() == self.model
 
     def serving(self, device: str) -> dict[str, Any]:
-        """What ``serving.toml`` has for a kind of device: flags by their names without ``speculative``. May be empty.
+        """What ``serving.toml`` has for a kind of device: options such as ``Eagle3``'s, by name. May be empty.
 
         Raises:
           CheckpointError: the file is not TOML, or holds something else than a table for each kind of device.
@@ -73,7 +73,7 @@ class ShippedHead:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
         if not set(tables) <= set(DEVICES) or not all(isinstance(table, dict) for table in tables.values()):
             raise CheckpointError(f"{file} has {', '.join(tables)}; it may hold the tables {', '.join(DEVICES)}")
-        return {key.replace("-", "_"): value for key, value in tables.get(device, {}).items()}
+        return tables.get(device, {})
 
 
 HEADS: tuple[ShippedHead, ...] = (

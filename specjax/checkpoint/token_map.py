@@ -22,7 +22,6 @@ from specjax.checkpoint.unpickle import read_torch_zip
 from specjax.checkpoint.weights import read_header
 
 FOLDER = Path(__file__).parents[1] / "data"
-FLAG = "--speculative-token-map"
 FORMATS = (".pt", ".safetensors", ".npy", ".json")
 
 
@@ -71,13 +70,13 @@ def read_token_map(given: str, *, vocab_size: int, tokens: Callable[[], list[str
 
     Raises:
       CheckpointError: no such file, not a list of different ids of the target, or a number and another vocabulary;
-        the message begins with the flag and what was given.
+        the message begins with what was given.
     """
     try:
         is_number = re.fullmatch("[0-9]+", given)
         return _checked(_shipped(int(given), tokens) if is_number else _values(_found(given)), vocab_size)
     except CheckpointError as error:
-        raise CheckpointError(f"{FLAG} {given}: {error}") from error
+        raise CheckpointError(f"{given}: {error}") from error
 
 
 def _shipped(count: int, tokens: Callable[[], list[str]] | None) -> np.ndarray:

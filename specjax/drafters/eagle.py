@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ from specjax.cache import PoolShape, commit, init_cache
 from specjax.config import HeadConfig
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
 from specjax.drafters.shape import TreeShape
+from specjax.limits import check, limited
 from specjax.models.blocks import KeyValue, Past, joined, key_value_spec
 from specjax.models.eagle_head import EagleHead, eagle_head
 from specjax.models.layers import FEW_ROWS
@@ -60,16 +61,16 @@ class Confidence:
                                 └─ dog .1 (.09, left out)
 
     Attributes:
-        least: from 0 to below 1. llama.cpp's `--draft-p-min`, which looks at each draft alone.
+        least: from 0 to below 1. llama.cpp's draft-p-min, which looks at each draft alone.
         skips: whether a level is not computed where no entry of the batch has a node above it. A branch costs nothing
             on a CPU; a GPU would ask the host, so there all levels are computed.
     """
 
-    least: float = 0.0
+    least: float = limited(0.0, 0, below=1)
     skips: bool = False
 
     def __post_init__(self) -> None:
-        probability(self.least)
+        check(self)
 
     @property
     def note(self) -> str:
@@ -91,13 +92,6 @@ class Confidence:
             return zeros._replace(scores=jnp.full_like(zeros.scores, -jnp.inf))
 
         return jax.lax.cond(jnp.any(scores > -jnp.inf), run, nothing)
-
-
-def probability(given: Any) -> float:
-    """Raises ValueError for what cannot be `Confidence.least`; a file may have anything."""
-    if type(given) not in (int, float) or not 0 <= given < 1:
-        raise ValueError(f"--speculative-draft-p-min must be a number from 0 to below 1, got {given!r:.80}")
-    return float(given)
 
 
 def eagle_drafter(
@@ -153,13 +147,13 @@ def eagle_drafter(
     return Drafter(
         head.kind.upper(),
         features=head.aux_layers if head.kind == "eagle3" else "final",
-        width=shape.draft_tokens,
+        width=shape.nodes,
         depth=shape.depth,
         init=init,
         propose=propose,
         observe=observe,
         # Trees differ in size only where drafts are left out, and a narrow step pays only where one may be chosen.
-        widths=_between(shape.draft_tokens) if confidence.least and confidence.skips else (),
+        widths=_between(shape.nodes) if confidence.least and confidence.skips else (),
         explicit_width=explicit_width,
         note=note + confidence.note,
     )
@@ -258,7 +252,7 @@ def _grow_tree(
                 place=first + index,
             )
     return rerank(
-        context.root, Pool(*(jnp.concatenate(parts, axis=1) for parts in zip(*pool, strict=True))), shape.draft_tokens
+        context.root, Pool(*(jnp.concatenate(parts, axis=1) for parts in zip(*pool, strict=True))), shape.nodes
     )
 
 

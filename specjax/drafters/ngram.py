@@ -10,14 +10,13 @@ long each match really is, walks forward to read what followed, and merges the c
     tree                            sat ─┬─ by ── the ── door         most recent first
                                          └─ on ── the ── mat
 
-Flags and breadths follow SGLang's NGRAM (reference: sgl-project/sglang `cpp_ngram`), which keeps a trie on the host and
-runs on CUDA only. Stale or colliding entries can only cost acceptance: every match is checked against the ring.
+Options and breadths follow SGLang's NGRAM (reference: sgl-project/sglang `cpp_ngram`), which keeps a trie on the host
+and runs on CUDA only. Stale or colliding entries can only cost acceptance: every match is checked against the ring.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +25,7 @@ from jaxtyping import Bool, Float32, Int32, UInt32
 
 from specjax.cache import PoolShape
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
+from specjax.drafters.options import Ngram
 from specjax.tree import NO_PARENT, NO_TOKEN, DraftTree, Pool, rerank
 
 NOWHERE = -1
@@ -33,75 +33,6 @@ NOWHERE = -1
 
 WAYS = 8
 """Positions that a bucket of the table holds."""
-
-
-@dataclass(frozen=True)
-class NgramConfig:
-    """SGLang's flags, by their names without the prefix `--speculative-ngram-`; the last two are ours."""
-
-    num_draft_tokens: int = 12  # N, the root included
-    min_match_window_size: int = 1
-    max_match_window_size: int = 12
-    min_bfs_breadth: int = 1
-    max_bfs_breadth: int = 10
-    branch_length: int = 18
-    capacity: int = 1_000_000
-    match_type: Literal["BFS", "PROB"] = "BFS"
-    weak_draft_tokens: int | None = None  # N while the longest match is weak, 1: no drafts; None: num_draft_tokens
-    strong_match_size: int = 3  # tokens from which on a match is not weak
-
-    def __post_init__(self) -> None:
-        for low, high in (("min_match_window_size", "max_match_window_size"), ("min_bfs_breadth", "max_bfs_breadth")):
-            if not 1 <= getattr(self, low) <= getattr(self, high):
-                raise ValueError(
-                    f"--speculative-ngram-{low.replace('_', '-')} must be from 1 to "
-                    f"--speculative-ngram-{high.replace('_', '-')}, got {getattr(self, low)} and {getattr(self, high)}"
-                )
-        for name, low, high in (
-            ("num_draft_tokens", 2, 64),
-            ("max_match_window_size", 1, 64),
-            ("max_bfs_breadth", 1, 64),
-            ("branch_length", 1, 64),
-            ("capacity", 1024, 2**24),
-            ("strong_match_size", 1, 64),
-        ):
-            if not low <= getattr(self, name) <= high:
-                prefix = "--speculative-" if name == "num_draft_tokens" else "--speculative-ngram-"
-                flag = prefix + name.replace("_", "-")
-                raise ValueError(f"{flag} must be from {low} to {high}, got {getattr(self, name)}")
-        weak = self.weak_draft_tokens
-        if weak is not None and not 1 <= weak <= self.num_draft_tokens:
-            raise ValueError(
-                f"--speculative-ngram-weak-draft-tokens must be from 1 to the {self.num_draft_tokens} draft tokens, "
-                f"got {weak}"
-            )
-        if self.match_type not in ("BFS", "PROB"):
-            raise ValueError(f"--speculative-ngram-match-type must be BFS or PROB, got {self.match_type!r}")
-
-    @property
-    def depth(self) -> int:
-        """D: a chain of all nodes, or a whole branch."""
-        return min(self.num_draft_tokens - 1, self.branch_length)
-
-    @property
-    def branches(self) -> int:
-        """Continuations that a proposal merges."""
-        return max(16, self.max_bfs_breadth)
-
-
-def ngram_config(platform: str, **flags: Any) -> NgramConfig:
-    """The configuration for a platform ("cpu", "gpu"): SGLang's defaults, except where they are slow.
-
-    On a GPU checking twelve tokens costs what one costs. On a CPU a step of four nodes costs 1.7 times as much as one
-    of one, a step of eight twice as much: a tree pays there if more than one of its drafts is accepted. Of eight nodes
-    0.5 are after a match of one token, 1.0 after two, 1.7 after three, 5.4 after twelve (MT-bench and summaries), so
-    the tree is the root alone unless three tokens match. How long the match is tells all there is to know: estimates
-    learned from what was accepted, per length and per request, chose no better (both simulated, on recorded texts).
-    `num_draft_tokens`, if given, holds for every match, unless `weak_draft_tokens` is given too.
-    """
-    if platform == "cpu" and "num_draft_tokens" not in flags:
-        flags = {"num_draft_tokens": 8, "weak_draft_tokens": 1, "strong_match_size": 3} | flags
-    return NgramConfig(**flags)
 
 
 class NgramState(NamedTuple):
@@ -118,11 +49,14 @@ class NgramState(NamedTuple):
     length: Int32[Array, "R"]  # tokens seen of the row; tells a new request from a continued one
 
 
-def ngram_drafter(config: NgramConfig = NgramConfig()) -> Drafter:
-    """Drafts by matching. [B, num_draft_tokens] trees; where nothing matches only the root is valid."""
-    window = config.max_match_window_size
+DEFAULT = Ngram()
+
+
+def ngram_drafter(config: Ngram = DEFAULT) -> Drafter:
+    """Drafts by matching. [B, N] trees; where nothing matches only the root is valid."""
+    window = config.max_match
     # Every token enters under each window size; four times that many places keep most of them for a whole turn.
-    sizes = window - config.min_match_window_size + 1
+    sizes = window - config.min_match + 1
     buckets = 1 << max(config.capacity * min(sizes, 4) // WAYS - 1, 1).bit_length()
 
     def init(params: Params, rows: int, pool: PoolShape) -> DraftState:
@@ -143,7 +77,7 @@ def ngram_drafter(config: NgramConfig = NgramConfig()) -> Drafter:
             length=jnp.zeros(rows, jnp.int32),
         )
 
-    places, weak_places = config.num_draft_tokens - 1, (config.weak_draft_tokens or config.num_draft_tokens) - 1
+    places, weak_places = config.width - 1, config.weak_width - 1
 
     def propose(params: Params, state: NgramState, context: Context) -> tuple[DraftTree, NgramState]:
         del params
@@ -159,9 +93,9 @@ def ngram_drafter(config: NgramConfig = NgramConfig()) -> Drafter:
             scores=jnp.pad(pool.scores, pad, constant_values=-jnp.inf),
         )
         scores = jnp.where(context.active[:, None], pool.scores, -jnp.inf)
-        if config.weak_draft_tokens is not None:
-            scores = _best(scores, jnp.where(longest >= config.strong_match_size, places, weak_places))
-        return rerank(context.root, pool._replace(scores=scores), config.num_draft_tokens), state
+        if config.weak_nodes is not None:
+            scores = _best(scores, jnp.where(longest >= config.strong_match, places, weak_places))
+        return rerank(context.root, pool._replace(scores=scores), config.width), state
 
     def observe(params: Params, state: NgramState, context: Context, observation: Observation) -> NgramState:
         del params
@@ -170,14 +104,14 @@ def ngram_drafter(config: NgramConfig = NgramConfig()) -> Drafter:
     return Drafter(
         "NGRAM",
         features=None,
-        width=config.num_draft_tokens,
+        width=config.width,
         depth=config.depth,
         init=init,
         propose=propose,
         observe=observe,
-        note=f"remembers the last {config.capacity:,} tokens of all requests (--speculative-ngram-capacity)",
+        note=f"remembers the last {config.capacity:,} tokens of all requests (Ngram.capacity)",
         # One between 1 and N: of weak matches if they draft, and what a batch uses that is too large for N.
-        widths=(weak_places + 1 if 0 < weak_places < places else min(4, config.num_draft_tokens),),
+        widths=(weak_places + 1 if 0 < weak_places < places else min(4, config.width),),
     )
 
 
@@ -214,15 +148,15 @@ def _best(scores: Float32[Array, "B Q"], count: Int32[Array, "B"]) -> Float32[Ar
 
 
 def _candidates(
-    state: NgramState, suffix: Int32[Array, "W"], salt: UInt32[Array, ""], config: NgramConfig
+    state: NgramState, suffix: Int32[Array, "W"], salt: UInt32[Array, ""], config: Ngram
 ) -> tuple[Pool, Int32[Array, ""]]:
     """Continuations of one request's suffix, merged, and the length of the longest match that has one.
 
     Scores order the candidates. Pool index = (depth - 1) * A + branch.
     """
-    window, capacity = config.max_match_window_size, config.capacity
+    window, capacity = config.max_match, config.capacity
     buckets = state.table.shape[0]
-    first = config.min_match_window_size - 1
+    first = config.min_match - 1
     hashes = _window_hashes(suffix, salt, window)[first:, -1]
     found = state.table[(hashes & jnp.uint32(buckets - 1)).astype(jnp.int32)].reshape(-1)
 
@@ -242,7 +176,7 @@ def _candidates(
     place = jnp.arange(found.shape[0])
     repeated = jnp.any((found[:, None] == found[None, :]) & (place[None, :] < place[:, None]), axis=1)
     leads_on = _follow(state.next, state.previous, found) != NOWHERE  # the end of a text says nothing
-    usable = (matched >= config.min_match_window_size) & leads_on & ~repeated
+    usable = (matched >= config.min_match) & leads_on & ~repeated
     age = jnp.mod(state.cursor - 1 - found, capacity)
     # At most 64 * 2**24 + 2**24: fits int32.
     order = jnp.where(usable, matched * capacity + (capacity - 1 - age), -1)
@@ -260,7 +194,7 @@ def _candidates(
     return _merge(jnp.stack(tokens, axis=1), matched, config), matched[0]
 
 
-def _merge(tokens: Int32[Array, "A D"], matched: Int32[Array, "A"], config: NgramConfig) -> Pool:
+def _merge(tokens: Int32[Array, "A D"], matched: Int32[Array, "A"], config: Ngram) -> Pool:
     """Branches into one tree: a node is a distinct prefix, and belongs to the first branch that has it.
 
     Example: branches [by the], [on the], [by a] -> nodes by, on (depth 1), the<by, the<on, a<by (depth 2).
@@ -275,10 +209,10 @@ def _merge(tokens: Int32[Array, "A D"], matched: Int32[Array, "A"], config: Ngra
     is_node = there & (owner == branch)
 
     # Breadth narrows as the match gets longer and as depth grows; rank = earlier siblings.
-    sizes = config.max_match_window_size - config.min_match_window_size + 1
-    slope = (config.max_bfs_breadth - config.min_bfs_breadth) / sizes
-    narrowing = (config.max_match_window_size - matched[:, None] - level + 1).astype(jnp.float32)
-    room = config.min_bfs_breadth + slope * narrowing
+    sizes = config.max_match - config.min_match + 1
+    slope = (config.max_breadth - config.min_breadth) / sizes
+    narrowing = (config.max_match - matched[:, None] - level + 1).astype(jnp.float32)
+    room = config.min_breadth + slope * narrowing
     breadth = jnp.maximum(jnp.floor(room), 1).astype(jnp.int32)
     above = jnp.concatenate([jnp.ones((count, count, 1), bool), same[:, :, :-1]], axis=2)
     sibling = above & is_node[None, :, :] & (branch[None, :, :] < branch[:, None, :])
@@ -290,7 +224,7 @@ def _merge(tokens: Int32[Array, "A D"], matched: Int32[Array, "A"], config: Ngra
 
     # Longest match first; in it, by level (BFS) or by how many branches agree (PROB), then most recent.
     votes = jnp.sum(same, axis=1)
-    rank = config.max_match_window_size - matched[:, None]
+    rank = config.max_match - matched[:, None]
     if config.match_type == "PROB":
         rank = rank * (count + 1) + (count - votes)
     rank = (rank * (depth + 1) + level) * count + branch
@@ -304,11 +238,11 @@ def _merge(tokens: Int32[Array, "A D"], matched: Int32[Array, "A"], config: Ngra
 
 
 def _append(
-    state: NgramState, context: Context, tokens: Int32[Array, "B C"], length: Int32[Array, "B"], config: NgramConfig
+    state: NgramState, context: Context, tokens: Int32[Array, "B C"], length: Int32[Array, "B"], config: Ngram
 ) -> NgramState:
     """Committed tokens go into the ring and, under every window that ends in them, into the table."""
     batch, width = tokens.shape
-    capacity, window = config.capacity, config.max_match_window_size
+    capacity, window = config.capacity, config.max_match
     buckets, rows = state.table.shape[0], state.length.shape[0]
     recent, tail = _row_tail(state, context)
     offset = jnp.arange(width, dtype=jnp.int32)[None, :]
@@ -328,7 +262,7 @@ def _append(
     hashes = jax.vmap(_window_hashes, in_axes=(0, 0, None))(text, context.salt, window)[:, :, window - 1 :]
     # A window of w tokens exists where the token w - 1 back does: the ones before the text's start are NO_TOKEN.
     exists = [jnp.roll(text, back, axis=1)[:, window - 1 :] != NO_TOKEN for back in range(window)]
-    sized = slice(config.min_match_window_size - 1, window)
+    sized = slice(config.min_match - 1, window)
     store = jnp.stack(exists, axis=1)[:, sized] & new[:, None, :]
     bucket = (hashes[:, sized] & jnp.uint32(buckets - 1)).astype(jnp.int32)
     way = ((at.astype(jnp.uint32) * jnp.uint32(2654435761)) >> 29).astype(jnp.int32)  # 0..7, well mixed

@@ -223,9 +223,9 @@ def pool_tokens(
         room = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
         if given * each + trees > room:
             raise ValueError(
-                f"--max-total-tokens {given} takes {given * each / 1e9:.2f} GB and a full batch's trees "
-                f"{trees / 1e9:.2f} GB, but {room / 1e9:.2f} GB are free; give fewer tokens, --max-running-requests "
-                f"({config.max_running_requests}) or --speculative-num-draft-tokens ({drafter.width})"
+                f"EngineConfig.max_total_tokens {given} takes {given * each / 1e9:.2f} GB and a full "
+                f"batch's trees {trees / 1e9:.2f} GB, but {room / 1e9:.2f} GB are free; give fewer tokens, "
+                f"EngineConfig.max_running_requests ({config.max_running_requests}) or draft.nodes ({drafter.width})"
             )
         return given
     free = int(stats["bytes_limit"] * config.mem_fraction) - stats.get("bytes_in_use", 0) - trees
@@ -233,8 +233,8 @@ def pool_tokens(
         limit, used = stats["bytes_limit"] / 1e9, stats.get("bytes_in_use", 0) / 1e9
         raise ValueError(
             f"no memory is left for the KV pool: {used:.2f} of {limit:.2f} GB are taken, and "
-            f"--mem-fraction-static {config.mem_fraction:g} of it is for weights and pool; give a higher fraction, "
-            f"or fewer --max-running-requests ({config.max_running_requests}) or --speculative-num-draft-tokens "
+            f"EngineConfig.mem_fraction {config.mem_fraction:g} of it is for weights and pool; give a higher fraction, "
+            f"or fewer EngineConfig.max_running_requests ({config.max_running_requests}) or draft.nodes "
             f"({drafter.width})"
         )
     return min(wanted, free // each)

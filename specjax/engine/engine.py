@@ -25,7 +25,7 @@ import numpy as np
 
 from specjax import checkpoint
 from specjax.cache import PoolShape
-from specjax.drafters import Drafter, Params
+from specjax.drafters import Auto, Drafter, DraftOptions, Params
 from specjax.engine.batch import Buckets, admission_row, pool_tokens, prefill_input, step_input
 from specjax.engine.compiled import Executables, Key, Output, read_output, use_compilation_cache
 from specjax.engine.config import EngineConfig, check_config
@@ -34,13 +34,13 @@ from specjax.engine.device import Device, OutOfMemory, classified
 from specjax.engine.generation import complete
 from specjax.engine.generation import stream as stream_chunks
 from specjax.engine.intake import Intake, with_sampling
-from specjax.engine.loading import check_algorithm_flags, load
 from specjax.engine.prompt import Prompt
 from specjax.engine.reading import take
 from specjax.engine.request import SamplingParams, Sequence, Status
 from specjax.engine.salts import Salts
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.turns import FairLock
+from specjax.load import load
 from specjax.models.protocol import Target
 from specjax.step import NOT_FINITE, DecodeState, init_state
 from specjax.verify import TOP_LOGPROBS
@@ -81,7 +81,8 @@ class Engine:
         self.context_length = config.context_length or target.config.max_positions
         if self.context_length > target.config.max_positions:
             raise ValueError(
-                f"--context-length {self.context_length} exceeds the model's {target.config.max_positions} positions"
+                f"EngineConfig.context_length {self.context_length} exceeds the model's "
+                f"{target.config.max_positions} positions"
             )
         self._top = min(TOP_LOGPROBS, self.vocab_size)
         self.platform = jax.default_backend()
@@ -120,9 +121,8 @@ class Engine:
         cls,
         model: str = checkpoint.BUILT_IN_MODEL,
         *,
+        draft: DraftOptions | str = Auto.algorithm,
         dtype: str = "auto",
-        algorithm: str = "AUTO",
-        algorithm_flags: Mapping[str, Any] | None = None,
         revision: str | None = None,
         tokenizer_path: str | None = None,
         chat_template: str | None = None,
@@ -135,10 +135,9 @@ class Engine:
         """Loads a model (alias, .gguf, folder or hub id) and makes an engine for it.
 
         Args:
+            draft: how to draft: options such as `Eagle3(path, steps=5, topk=8, nodes=32)`, or the name of an algorithm
+                in `DRAFTERS` for its defaults. AUTO: the draft head that ships for the model, else n-grams.
             dtype: auto (float32 on a CPU, the checkpoint's on a GPU), float32, bfloat16 or float16.
-            algorithm: AUTO or a name in `DRAFTERS`.
-            algorithm_flags: by their names without the prefixes `--speculative-` and `ngram-`: num_draft_tokens; for
-                EAGLE and EAGLE3 draft_model_path (needed), num_steps, eagle_topk and token_map.
             tokenizer_path: a folder with another tokenizer than the model's own.
             chat_template: a file with another Jinja template than the tokenizer's own.
             sampling_defaults: model: what generation_config.json says of sampling becomes `engine.sampling_defaults`,
@@ -148,18 +147,16 @@ class Engine:
 
         Raises:
             CheckpointError: the model cannot be found or read.
-            ValueError: a flag is wrong.
+            ValueError: a value is out of range, or a draft head is missing.
             TypeError: an argument is of the wrong type.
         """
         check_config(config)
-        check_algorithm_flags(algorithm_flags)
         if compilation_cache:
             use_compilation_cache()
         loaded = load(
             model,
+            draft=draft,
             dtype=dtype,
-            algorithm=algorithm,
-            algorithm_flags=algorithm_flags,
             revision=revision,
             tokenizer_path=tokenizer_path,
             chat_template=chat_template,

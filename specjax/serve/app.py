@@ -19,8 +19,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specjax.cli.flags import ServerSettings
 from specjax.engine import Completion
-from specjax.flags import ServerSettings
 from specjax.serve.answers import Answer, GenerateAnswer, OpenAIAnswer, event, fingerprint
 from specjax.serve.errors import ApiError, bad_request, error_body, unavailable
 from specjax.serve.fields import Ignored

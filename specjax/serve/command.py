@@ -10,15 +10,14 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import replace
 from functools import partial
 
 import jax
 from tqdm import tqdm
 
-from specjax import flags
 from specjax.cache import bytes_per_token, init_cache
 from specjax.checkpoint import CheckpointError
+from specjax.cli import flags
 from specjax.engine import Engine
 from specjax.engine.batch import speculation_note
 from specjax.serve.app import create_app
@@ -62,11 +61,10 @@ def set_up_logging(level: str) -> None:
 def load(settings: flags.Settings) -> Engine:
     """The engine, with a line for each thing that a user may wonder about."""
     started = time.perf_counter()
-    arguments = flags.engine_arguments(settings)
-    if settings.server.log_level == "debug":
-        arguments["config"] = replace(arguments["config"], time_phases=True)
+    timed = settings.server.log_level == "debug"
+    if timed:
         logger.debug("Steps run in three parts, each waited for, to be measured: slower than with --log-level info")
-    engine = Engine.from_pretrained(**arguments)
+    engine = flags.make_engine(settings, time_phases=timed)
     seconds = time.perf_counter() - started
     config, tokens = engine.target.config, engine.intake.pool_tokens
     draft = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(engine.executables.state_shapes.draft))
@@ -79,7 +77,7 @@ def load(settings: flags.Settings) -> Engine:
         engine.context_length,
         engine.config.max_running_requests,
     )
-    note = speculation_note(engine.drafter, engine.buckets)
+    note = flags.in_flags(speculation_note(engine.drafter, engine.buckets))
     logger.info("Speculation: %s; %.2f GB for the draft", note, draft / 1e9)
     return engine
 

@@ -7,7 +7,7 @@ stopped: a killed run loses at most the steps since its last checkpoint. In --ou
 
     checkpoints/     to resume from
     metrics.jsonl    loss, accuracy by round, tokens a second; accept length where the engine measured it
-    best/, head/     the best head that was measured, and the last one: for --speculative-draft-model-path
+    best/, head/     the best head that was measured, and the last one: draft models for the server
     curves.png       (with matplotlib)
 
 The last line of stdout is one JSON object. Exit status: 0 done, 2 it cannot start or go on, 130

@@ -30,13 +30,14 @@ from typing import Any, NamedTuple
 import jax
 from tqdm import tqdm
 
-from specjax import flags, settings
+from specjax import settings
 from specjax.checkpoint import CheckpointError
 from specjax.checkpoint.files import try_lock, write_text
+from specjax.cli import flags
+from specjax.cli.generate import BadLine, Line, parse_object, prompt_field, run
 from specjax.engine import Completion, Engine, SamplingParams
 from specjax.engine.batch import speculation_note
 from specjax.engine.request import later_seed
-from specjax.generate import BadLine, Line, parse_object, prompt_field, run
 from specjax.train import corpus
 from specjax.train.memory import batch_for
 
@@ -314,7 +315,7 @@ def generate(args: argparse.Namespace, chosen: flags.Settings) -> dict[str, Any]
     if not left:
         return {"resumed_after": done, "requests": 0, "failed": 0, "too_long": 0}
     chosen = batch_for(chosen, args.max_prompt_tokens + args.max_new_tokens, len(left), progress=progress)
-    engine = Engine.from_pretrained(**flags.engine_arguments(chosen), progress=progress)
+    engine = flags.make_engine(chosen, progress=progress)
     if progress:
         place = f", after the {done} that are done with" if done else ""
         note = speculation_note(engine.drafter, engine.buckets)

@@ -61,7 +61,7 @@ class Measure:
         config = EngineConfig(
             max_running_requests=rows,
             context_length=min(longest, target.config.max_positions),
-            max_total_tokens=rows * (longest + 64 + 4 * shape.draft_tokens),
+            max_total_tokens=rows * (longest + 64 + 4 * shape.nodes),
             random_seed=0,
         )
         self._engine = Engine(target, Params(params, draft), tokenizer, drafter, config=config, eos_ids=eos_ids)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specjax.cli.flags import ModelSettings
 from specjax.config import HEAD_ALGORITHMS
-from specjax.flags import ModelSettings
 from specjax.settings import setting
 from specjax.train.data import LOSS_ON
 from specjax.train.features import MODES

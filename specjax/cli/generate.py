@@ -1,0 +1,349 @@
+"""`python -m specjax.generate`: prompts from a JSONL file, completions to another, decoded speculatively.
+
+An input line is a JSON object with `prompt`, `messages` or `input_ids`, and may hold an `id` and sampling fields of its
+own. An output line, in input order, holds `id, text, output_ids, prompt_tokens, completion_tokens, finish_reason, seed`
+and what speculation did: `spec_verify_ct, spec_accept_length, spec_accept_histogram`; and `logprobs`, if the line asks
+for some. The last line of stdout is one JSON object about the whole run. Exit status: 0 all lines done, 1 some lines
+were bad, 2 nothing could be started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from dataclasses import fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, TextIO
+
+from tqdm import tqdm
+
+from specjax import settings
+from specjax.checkpoint import CheckpointError
+from specjax.cli import flags
+from specjax.engine import Completion, Engine, SamplingParams
+from specjax.engine.batch import speculation_note
+from specjax.engine.phases import PhaseTimes
+from specjax.engine.request import Sequence, Status, completion, later_seed
+from specjax.inspection import render
+
+PROMPT_FIELDS = ("prompt", "messages", "input_ids")
+
+AHEAD = 256
+"""Lines that are read ahead of the answers: a file of a million prompts need not be tokenised before the first."""
+
+
+class Line(NamedTuple):
+    number: int  # 1-based, in the file
+    id: Any
+    prompt: Any
+    sampling: SamplingParams
+    row: Mapping[str, Any] = MappingProxyType({})  # what else its result is made of
+
+
+class BadLine(NamedTuple):
+    number: int
+    reason: str
+
+
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """The JSON object of a line.
+
+    Raises:
+        ValueError: it is none, or holds what can be neither tokenised nor written.
+    """
+    text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+    row = json.loads(text)
+    json.dumps(row, ensure_ascii=False).encode()  # half a surrogate can be neither tokenised nor written
+    if not isinstance(row, dict):
+        raise ValueError(f"a line must be a JSON object, got {text.strip()!r:.60}")
+    return row
+
+
+def prompt_field(row: Mapping[str, Any], allowed: tuple[str, ...] = PROMPT_FIELDS) -> str:
+    """The one of the fields that holds the row's prompt, which has the field's form.
+
+    Raises:
+        ValueError: none or several are there, or it has another form.
+    """
+    given = [name for name in allowed if name in row]
+    if len(given) != 1:
+        found = "none" if not given else " and ".join(given)
+        raise ValueError(f"a line needs exactly one of {', '.join(allowed)}; it has {found}")
+    prompt = row[given[0]]
+    wanted = {"prompt": (str, "a string"), "messages": (list, "a list"), "input_ids": (list, "a list of token ids")}
+    kind, what = wanted[given[0]]
+    if not isinstance(prompt, kind) or not prompt:
+        raise ValueError(f"{given[0]} must be {what} that is not empty, got {prompt!r:.60}")
+    inner = {"messages": (dict, "objects"), "input_ids": (int, "integers")}.get(given[0])
+    if inner and not all(isinstance(item, inner[0]) and not isinstance(item, bool) for item in prompt):
+        raise ValueError(f"{given[0]} must hold {inner[1]}, got {prompt!r:.60}")
+    return given[0]
+
+
+def parse_line(number: int, text: str | bytes, defaults: Mapping[str, Any], count: int) -> Line | BadLine:
+    """One line of input. `count` is its index among the lines: line i of a run uses seed + i."""
+    try:
+        row = parse_object(text)
+        prompt = row[prompt_field(row)]
+        sampling = {name: value for name, value in row.items() if name not in (*PROMPT_FIELDS, "id")}
+        merged = dict(defaults) | sampling
+        if "seed" not in sampling and merged.get("seed") is not None:
+            merged["seed"] = later_seed(merged["seed"], count)
+        return Line(number, row.get("id", count), prompt, SamplingParams.from_mapping(merged))
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        return BadLine(number, str(error))
+
+
+def read_lines(file: Iterable[str | bytes], defaults: Mapping[str, Any]) -> Iterator[Line | BadLine]:
+    """The lines of a JSONL file; blank ones are skipped. Bytes, so that a line that is not UTF-8 is only a bad line."""
+    count = 0
+    for number, text in enumerate(file, start=1):
+        if text.strip():
+            yield parse_line(number, text, defaults, count)
+            count += 1
+
+
+def result(line: Line, done: Completion) -> dict[str, Any]:
+    asked = {} if done.logprobs is None else {"logprobs": [one._asdict() for one in done.logprobs]}
+    return {
+        "id": line.id,
+        "text": done.text,
+        "output_ids": done.output_ids,
+        "prompt_tokens": done.prompt_tokens,
+        "completion_tokens": done.completion_tokens,
+        "finish_reason": done.finish_reason,
+        "spec_verify_ct": done.spec_verify_ct,
+        "spec_accept_length": round(done.spec_accept_length, 4),
+        "spec_accept_histogram": done.spec_accept_histogram,
+        "seed": done.seed,
+    } | asked
+
+
+class Writer:
+    """Writes results in input order as soon as all earlier ones are there, so a killed run keeps what it finished."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._held: dict[int, dict[str, Any] | None] = {}
+        self._next = 0
+
+    def put(self, index: int, row: dict[str, Any] | None) -> None:
+        """None: this line has no result (it was bad)."""
+        self._held[index] = row
+        while self._next in self._held:
+            ready = self._held.pop(self._next)
+            if ready is not None:
+                self._file.write(json.dumps(ready, ensure_ascii=False) + "\n")
+                self._file.flush()
+            self._next += 1
+
+
+def run(
+    engine: Engine,
+    lines: Iterable[Line | BadLine | None],
+    output: TextIO,
+    *,
+    progress: bool = True,
+    total: int | None = None,
+    describe: Callable[[Line, Completion], dict[str, Any] | None] = result,
+) -> dict[str, Any]:
+    """Completes the lines, which are read as the engine gets to them. Returns the summary.
+
+    Args:
+        lines: bad ones are reported on stderr and the rest runs; None is a line that is left out on purpose.
+        total: how many lines there are, for the progress bar; None: as many as `lines` can tell.
+        describe: what is written of a line that is done; None counts as failed.
+    """
+    writer, waiting, failures = Writer(output), {}, 0
+    source = enumerate(lines)
+    most = max(AHEAD, 2 * engine.config.max_running_requests)
+    settled = submitted = 0  # lines that are done with, and those that became requests
+
+    def bad(index: int, number: int, reason: str) -> None:
+        nonlocal failures
+        failures += 1
+        tqdm.write(f"line {number}: {reason}", file=sys.stderr)
+        writer.put(index, None)
+
+    def feed() -> Iterator[Sequence]:
+        """Fills the engine's queue."""
+        nonlocal settled, submitted
+        while len(waiting) < most and (item := next(source, None)) is not None:
+            index, line = item
+            if isinstance(line, Line):
+                try:
+                    sequence = engine.add(line.prompt, line.sampling)
+                except ValueError as error:
+                    line = BadLine(line.number, str(error))
+                else:
+                    waiting[sequence.id] = (index, line)
+                    submitted += 1
+                    yield sequence
+                    continue
+            settled += 1
+            if line is None:
+                writer.put(index, None)
+            else:
+                bad(index, line.number, line.reason)
+
+    engine.warm_up(engine.first_keys(list(feed())), progress=progress)
+    tokens, steps, drafted = 0, 0, 0
+    shown: dict[str, int] = {}  # trees printed, by request
+    times = engine.executables.phase_times
+    before = PhaseTimes() if times is None else replace(times)
+    total = len(lines) if total is None and isinstance(lines, Sized) else total
+    started = time.perf_counter()
+    with tqdm(total=total, desc="Generating", unit="req", disable=not progress or not submitted) as bar:
+        while engine.unfinished:
+            for sequence in engine.step():
+                for tree in sequence.trees[shown.get(sequence.id, 0) :]:
+                    name = repr(str(waiting[sequence.id][1].id))[1:-1]  # it may hold what a terminal would obey
+                    tqdm.write(f"{name}: {render(tree, engine.tokenizer.decode)}\n", file=sys.stdout)
+                shown[sequence.id] = len(sequence.trees)
+                if sequence.status is not Status.FINISHED:
+                    continue
+                del shown[sequence.id]
+                index, line = waiting.pop(sequence.id)
+                done = completion(sequence)
+                tokens += done.completion_tokens
+                steps += done.spec_verify_ct
+                drafted += sequence.drafted_tokens
+                settled += 1
+                if (row := describe(line, done)) is None:
+                    bad(index, line.number, f"the request failed: {done.finish_reason}")
+                else:
+                    writer.put(index, row)
+                    if done.finish_reason["type"] == "abort":
+                        failures += 1
+                        tqdm.write(f"line {line.number}: {done.finish_reason.get('message')}", file=sys.stderr)
+                accept = drafted / steps if steps else 1.0
+                bar.set_postfix_str(f"accept {accept:.2f}, {tokens / (time.perf_counter() - started):.1f} tok/s")
+            for _ in feed():
+                pass
+            bar.update(settled - bar.n)
+    seconds = time.perf_counter() - started
+    return {
+        "requests": submitted,
+        "failed": failures,
+        "completion_tokens": tokens,
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(tokens / seconds, 2) if tokens else 0.0,
+        "accept_length": round(drafted / steps, 4) if steps else 1.0,
+        "verify_steps": steps,
+        "algorithm": engine.drafter.name,
+        "draft": flags.in_flags(engine.drafter.note),
+        "device": engine.device_name,
+    } | ({} if times is None else {"phase_ms": {name: round(value, 3) for name, value in times.since(before).items()}})
+
+
+DEFAULTS = flags.Settings(engine=flags.EngineSettings(max_running_requests=8))
+TABLES = ("model", "engine", "speculative")
+
+OF_MODEL = "default: the model's (--sampling-defaults)"
+SAMPLING_HELP = {
+    "max_new_tokens": "most tokens to generate",
+    "temperature": f"0 = greedy; {OF_MODEL}, else 0",
+    "top_p": f"nucleus: the likeliest tokens that sum to this probability; {OF_MODEL}, else 1",
+    "top_k": f"only the k likeliest tokens, -1 = off; {OF_MODEL}, else off",
+    "min_p": f"drop tokens less likely than this share of the likeliest one; {OF_MODEL}, else 0",
+    "frequency_penalty": "-2 to 2, for each time a token was generated",
+    "presence_penalty": "-2 to 2, once for a token that was generated",
+    "repetition_penalty": "above 0 to 2; divides the logits of tokens in prompt or output, 1 = off; "
+    f"{OF_MODEL}, else off",
+    "min_new_tokens": "stop ids cannot be drawn before this many tokens",
+    "seed": "line i of the input uses seed + i, unless it has its own",
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = settings.Parser(
+        prog="python -m specjax.generate",
+        description="Complete the prompts of a JSONL file, decoding speculatively. The text is the model's own.",
+        formatter_class=settings.HelpFormatter,
+    )
+    files = parser.add_argument_group("input and output")
+    files.add_argument(
+        "--input", required=True, metavar="FILE", help="JSONL with prompt, messages or input_ids; - = stdin"
+    )
+    files.add_argument("--output", required=True, metavar="FILE", help="JSONL with the completions")
+    files.add_argument("--no-progress", action="store_true", help="no progress bars")
+    files.add_argument(
+        "--show-trees", action="store_true", help="print each step's draft tree: what was proposed, drawn and accepted"
+    )
+    files.add_argument(
+        "--time-phases",
+        action="store_true",
+        help="add to the last line what drafting, verifying and committing take a step; slower, as each is waited for",
+    )
+    settings.add_flags(parser, DEFAULTS, TABLES)
+    sampling = parser.add_argument_group("sampling", "a line of the input may hold its own values, by the same names")
+    defaults = {field.name: field.default for field in fields(SamplingParams)} | {"seed": 0}
+    for name, text in SAMPLING_HELP.items():
+        kind = float if isinstance(defaults[name], float) else int
+        shown = None if OF_MODEL in text else defaults[name]
+        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, default=shown, help=text)
+    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop string; may be repeated")
+    sampling.add_argument(
+        "--stop-token-ids", type=int, nargs="+", default=[], metavar="ID", help="further tokens that end a completion"
+    )
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
+    return parser
+
+
+def sampling_given(args: argparse.Namespace) -> dict[str, Any]:
+    """What the flags say; those that are not given and whose default is the model's are left out."""
+    names = (*SAMPLING_HELP, "stop", "stop_token_ids", "ignore_eos")
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
+
+
+def main(argv: list[str] | None = None) -> int:
+    args, chosen = settings.parse(build_parser(), argv, DEFAULTS)
+    progress = not args.no_progress
+    try:
+        given = sampling_given(args)
+        SamplingParams.from_mapping(given)
+        if args.input == "-":
+            texts: list[str | bytes] = list(getattr(sys.stdin, "buffer", sys.stdin))
+        else:
+            with Path(args.input).open("rb") as file:
+                texts = list(file)
+        target = Path(args.output)
+        if args.input != "-" and target.exists() and target.samefile(args.input):
+            raise ValueError(f"--output {args.output} is the input file")
+        if target.is_dir() or not os.access(target if target.exists() else target.absolute().parent, os.W_OK):
+            raise ValueError(f"--output {args.output} cannot be written")
+        if args.show_trees and isinstance(sys.stdout, io.TextIOWrapper):  # which may not know the trees' lines
+            sys.stdout.reconfigure(errors="backslashreplace")
+        config = {"trace": args.show_trees, "time_phases": args.time_phases}
+        engine = flags.make_engine(chosen, progress=progress, **config)
+        if progress:
+            note = speculation_note(engine.drafter, engine.buckets)
+            print(f"Speculation: {flags.in_flags(note)}", file=sys.stderr)
+        lines = list(read_lines(texts, {**engine.sampling_defaults, **given}))
+        with target.open("w", encoding="utf-8") as output:  # only now: a run that cannot start keeps the old file
+            summary = run(engine, lines, output, progress=progress)
+    except (CheckpointError, ValueError, NotImplementedError, OSError) as error:
+        print(f"specjax.generate: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("specjax.generate: interrupted; the completions written so far are in the output file", file=sys.stderr)
+        return 130
+    print(json.dumps(summary))
+    return 1 if summary["failed"] else 0
+
+
+def run_as_program() -> None:
+    """`main`, and the end of the process. A closed pipe (`| head`) is the reader's choice, not an error to trace."""
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    sys.exit(status)

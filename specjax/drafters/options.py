@@ -1,0 +1,320 @@
+"""Options of the algorithms, in Python's names: one frozen dataclass each, whose ranges are checked when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from specjax.config import HeadKind
+from specjax.drafters.shape import MAX_STEPS, TreeShape, candidates, check_candidates
+from specjax.limits import check, limited, range_of
+
+AUTOMATIC_TREES = {"llama": TreeShape(5, 4, 8)}
+OTHER_TREE = TreeShape(3, 1, 4)
+"""EAGLE's tree where no number is given: SGLang's, by the target's family."""
+
+MAX_AUTOMATIC_NODES = 64
+"""Most nodes of a tree whose number of nodes is not given."""
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """What all options have in common.
+
+    Attributes:
+        algorithm: name of the algorithm, a key of `DRAFTERS`.
+        kind: the kind of draft head whose checkpoint the algorithm needs; None: it needs none.
+    """
+
+    algorithm: ClassVar[str]
+    kind: ClassVar[HeadKind | None] = None
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        return tuple(field.name for field in fields(cls))
+
+    def choose(self, kind: HeadKind | None) -> Choice:
+        """The options of the algorithm that runs, given the kind of the draft head that ships for the model."""
+        del kind
+        return Choice(self)
+
+    def on(self, platform: str) -> DraftOptions:
+        """The options with the defaults of a platform ("cpu", "gpu").
+
+        Raises:
+            ValueError: options contradict these defaults.
+        """
+        del platform
+        return self
+
+
+class Choice(NamedTuple):
+    options: DraftOptions
+    unused: tuple[str, ...] = ()  # names of options that were given and that the algorithm does not have
+
+
+@dataclass(frozen=True)
+class NoDraft(DraftOptions):
+    """No drafts: plain decoding."""
+
+    algorithm: ClassVar[str] = "NONE"
+
+
+@dataclass(frozen=True)
+class Ngram(DraftOptions):
+    """Drafts from n-grams of earlier text; needs no draft head. Defaults are SGLang's.
+
+    Attributes:
+        nodes: nodes N of a tree, the root included. None: 12; on a CPU 8, and no drafts for a weak match.
+        min_match, max_match: tokens of the shortest and of the longest run that is looked up.
+        min_breadth, max_breadth: children of a node; fewer where the match is longer or the node deeper.
+        branch_length: tokens of the longest continuation.
+        capacity: tokens remembered, over all requests.
+        match_type: which continuations come first: the most recent (BFS), or those that most matches agree on (PROB).
+        weak_nodes: nodes of a tree while the longest match is weak, 1: no drafts. None: `nodes`.
+        strong_match: tokens from which on a match is strong.
+    """
+
+    algorithm: ClassVar[str] = "NGRAM"
+
+    nodes: int | None = limited(None, 2, 64)
+    min_match: int = limited(1, 1, 64)
+    max_match: int = limited(12, 1, 64)
+    min_breadth: int = limited(1, 1, 64)
+    max_breadth: int = limited(10, 1, 64)
+    branch_length: int = limited(18, 1, 64)
+    capacity: int = limited(1_000_000, 1024, 2**24)
+    match_type: Literal["BFS", "PROB"] = "BFS"
+    weak_nodes: int | None = limited(None, 1, 64)
+    strong_match: int = limited(3, 1, 64)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for low, high in (("min_match", "max_match"), ("min_breadth", "max_breadth")):
+            if getattr(self, low) > getattr(self, high):
+                raise ValueError(
+                    f"Ngram.{low} must be from 1 to Ngram.{high}, got {getattr(self, low)} and {getattr(self, high)}"
+                )
+        if self.weak_width > self.width:
+            raise ValueError(f"Ngram.weak_nodes must be from 1 to the {self.width} draft tokens, got {self.weak_width}")
+
+    def on(self, platform: str) -> Ngram:
+        """On a CPU, and if `nodes` is not given: trees of 8 nodes after a strong match, else `weak_nodes` or none.
+
+        On a GPU checking twelve tokens costs what one costs. On a CPU a step of four nodes costs 1.7 times as much as
+        one of one, a step of eight twice as much: a tree pays there if more than one of its drafts is accepted. Of
+        eight nodes 0.5 are after a match of one token, 1.0 after two, 1.7 after three, 5.4 after twelve (MT-bench and
+        summaries), so the tree is the root alone unless three tokens match. The length of the match is all there is to
+        know: estimates learned from what was accepted, per length and per request, chose no better (both simulated, on
+        recorded texts).
+        """
+        if platform != "cpu" or self.nodes is not None:
+            return self
+        return replace(self, nodes=8, weak_nodes=1 if self.weak_nodes is None else self.weak_nodes)
+
+    @property
+    def width(self) -> int:
+        """N, where no platform has chosen another: see `on`."""
+        return self.nodes or 12
+
+    @property
+    def weak_width(self) -> int:
+        return self.weak_nodes or self.width
+
+    @property
+    def depth(self) -> int:
+        """D: a chain of all nodes, or a whole branch."""
+        return min(self.width - 1, self.branch_length)
+
+    @property
+    def branches(self) -> int:
+        """Continuations that a proposal merges."""
+        return max(16, self.max_breadth)
+
+
+@dataclass(frozen=True)
+class HeadOptions(DraftOptions):
+    """What the algorithms with a draft head have in common.
+
+    Attributes:
+        path: the draft head, a local folder or hub id. None: the one that ships for the model.
+        revision: branch, tag or commit of a hub id.
+        steps: levels D of the draft tree, each a forward of the head.
+        topk: nodes of a level that are expanded, and children of each.
+        nodes: nodes N of the tree, the root included.
+        min_probability: a draft is proposed only if the product of the head's probabilities along its path is at least
+            this. None: what was measured for a head that ships, else 0 (all are).
+    """
+
+    path: str | None = None
+    revision: str | None = None
+    steps: int | None = limited(None, *range_of(TreeShape, "steps")[:2])
+    topk: int | None = limited(None, *range_of(TreeShape, "topk")[:2])
+    nodes: int | None = limited(None, *range_of(TreeShape, "nodes")[:2])
+    min_probability: float | None = limited(None, 0, below=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.tree(AUTOMATIC_TREES["llama"])  # refuses what is wrong for every target; others have fewer steps
+
+    @property
+    def explicit_tree(self) -> bool:
+        return (self.steps, self.topk, self.nodes) != (None, None, None)
+
+    def tree(self, automatic: TreeShape) -> TreeShape:
+        """The tree that the options mean. `automatic` is used where none of its three numbers is given.
+
+        Otherwise a missing top-k is 1. Missing nodes are steps + 1 for top-k 1, else 1 + steps * topk, at most the
+        candidates and 64. Missing steps are nodes - 1 for top-k 1, else the automatic ones. Top-k 1 is a chain, which
+        has steps + 1 nodes whatever `nodes` is (SGLang warns and overwrites, too).
+
+        Raises:
+            ValueError: more nodes than candidates, or than the longest chain.
+        """
+        if not self.explicit_tree:
+            return automatic
+        owner, topk = type(self).__name__, self.topk or 1
+        if topk == 1 and self.steps is None and self.nodes is not None:
+            if self.nodes > MAX_STEPS + 1:
+                raise ValueError(
+                    f"{owner}.nodes must be from 2 to {MAX_STEPS + 1} for a chain ({owner}.topk 1), got {self.nodes}"
+                )
+            return TreeShape(self.nodes - 1, 1, self.nodes)
+        steps = self.steps or automatic.steps
+        if topk == 1:
+            return TreeShape(steps, 1, steps + 1)
+        nodes = self.nodes or min(1 + min(steps * topk, candidates(steps, topk)), MAX_AUTOMATIC_NODES)
+        check_candidates(owner, steps, topk, nodes)
+        return TreeShape(steps, topk, nodes)
+
+
+@dataclass(frozen=True)
+class Eagle3(HeadOptions):
+    """EAGLE-3: a draft head that reads hidden states of three of the target's layers."""
+
+    algorithm: ClassVar[str] = "EAGLE3"
+    kind: ClassVar[HeadKind | None] = "eagle3"
+
+
+@dataclass(frozen=True)
+class Eagle(HeadOptions):
+    """EAGLE-1 and EAGLE-2: a draft head that reads the target's final hidden states.
+
+    Attributes:
+        token_map: the tokens that the draft may propose (FR-Spec): a .pt, .safetensors, .npy or .json file, repo/file
+            on the hub, or a number: that many of the map that ships for the model. None: all that the head has.
+    """
+
+    algorithm: ClassVar[str] = "EAGLE"
+    kind: ClassVar[HeadKind | None] = "eagle"
+
+    token_map: str | int | None = None
+
+
+@dataclass(frozen=True)
+class Mtp(Eagle):
+    """A multi-token prediction layer such as MiMo's. Options as for `Eagle`."""
+
+    algorithm: ClassVar[str] = "MTP"
+    kind: ClassVar[HeadKind | None] = "mtp"
+
+
+CHOICES: tuple[type[DraftOptions], ...] = (Eagle, Eagle3, Mtp, Ngram)
+"""What `Auto` may choose; the last where no draft head ships for the model."""
+
+
+@dataclass(frozen=True, init=False)
+class Auto(DraftOptions):
+    """The draft head that ships for the model, else n-grams.
+
+    Takes the options of all algorithms that it may choose, except for `path` and `revision`: `Auto(steps=3)`. A warning
+    names those that the chosen algorithm does not have.
+
+    Raises:
+        TypeError: no algorithm has the option.
+        ValueError: none of the algorithms that have one of the options can work with the values.
+    """
+
+    algorithm: ClassVar[str] = "AUTO"
+
+    given: Mapping[str, str | int | float]
+
+    def __init__(self, **given: str | int | float | None) -> None:
+        object.__setattr__(self, "given", {name: value for name, value in given.items() if value is not None})
+        known = set(_shared_names())
+        if unknown := sorted(set(self.given) - known):
+            raise TypeError(f"Auto has no option {unknown[0]!r}; it has: {', '.join(sorted(known))}")
+        problems: list[ValueError] = []
+        concerned = [options for options in CHOICES if {*options.names()} & set(self.given)]
+        for options in concerned:
+            try:
+                options(**_own(options, self.given))
+            except ValueError as error:
+                problems.append(error)
+        if concerned and len(problems) == len(concerned):
+            raise problems[-1]
+
+    def __hash__(self) -> int:
+        return hash(tuple(sorted(self.given.items())))
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        return _shared_names()
+
+    def choose(self, kind: HeadKind | None) -> Choice:
+        chosen = next((options for options in CHOICES if kind is not None and options.kind == kind), CHOICES[-1])
+        own = _own(chosen, self.given)
+        return Choice(chosen(**own), tuple(name for name in self.given if name not in own))
+
+
+class Algorithm(NamedTuple):
+    options: type[DraftOptions]
+    factory: str  # `module:function` with the arguments of `make_drafter`; imported on first use
+
+
+_FACTORIES = "specjax.drafters.factories"
+DRAFTERS: dict[str, Algorithm] = {
+    options.algorithm: Algorithm(options, f"{_FACTORIES}:{name}")
+    for options, name in (
+        (NoDraft, "make_none"),
+        (Ngram, "make_ngram"),
+        (Eagle, "make_eagle"),
+        (Eagle3, "make_eagle"),
+        (Mtp, "make_eagle"),
+    )
+}
+"""The algorithms by name. The only table of them: it also gives the choices of the command line."""
+
+
+def options_of(draft: object, **given: Any) -> DraftOptions:
+    """Options as they are, or those of an algorithm's name in any case, AUTO included.
+
+    Args:
+        given: with a name, the options that differ from the defaults.
+
+    Raises:
+        ValueError: no algorithm has the name; lists all.
+        TypeError: neither options nor a name.
+    """
+    if isinstance(draft, DraftOptions):
+        return draft
+    if not isinstance(draft, str):
+        raise TypeError(f"draft must be options such as Eagle(steps=5) or an algorithm's name, got {draft!r:.80}")
+    if draft.upper() == Auto.algorithm:
+        return Auto(**given)
+    if draft.upper() not in DRAFTERS:
+        raise ValueError(f"no algorithm draft={draft!r:.60}; there are: {Auto.algorithm}, {', '.join(DRAFTERS)}")
+    return DRAFTERS[draft.upper()].options(**given)
+
+
+def _shared_names() -> tuple[str, ...]:
+    names = dict.fromkeys(name for options in CHOICES for name in options.names())
+    return tuple(name for name in names if name not in ("path", "revision"))
+
+
+def _own(options: type[DraftOptions], given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name in options.names()}

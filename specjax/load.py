@@ -1,0 +1,203 @@
+"""From the names of a model and an algorithm to all that an engine is made of. Refuses early what cannot work."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, NamedTuple, cast, get_args
+
+import jax
+import numpy as np
+from specjax_kernels import cpu_kernels, implementation_named
+from specjax_kernels.cpu import callable_here
+
+from specjax import checkpoint
+from specjax.checkpoint import CheckpointError, ModelFiles, ShippedHead
+from specjax.checkpoint.mappings import EMBED_TENSOR
+from specjax.checkpoint.weights import read_headers
+from specjax.config import HeadConfig, ModelConfig
+from specjax.drafters import Auto, Drafter, DraftOptions, HeadOptions, Params, TreeShape, make_drafter
+from specjax.drafters.options import OTHER_TREE, options_of
+from specjax.models import make_target
+from specjax.models.eagle_head import with_token_map
+from specjax.models.protocol import Target
+
+logger = logging.getLogger(__name__)
+
+AUTO_ATTENTION = "auto"
+"""The attention implementation that suits the device."""
+
+SamplingDefaults = Literal["model", "openai"]
+"""Where the values of `SamplingParams` come from that a request does not give."""
+
+
+class LoadedModel(NamedTuple):
+    target: Target
+    params: Params
+    tokenizer: Any
+    drafter: Drafter
+    eos_ids: tuple[int, ...]
+    sampling_defaults: Mapping[str, Any]  # of `SamplingParams`, where a request does not say
+
+
+def load(
+    model: str,
+    *,
+    draft: DraftOptions | str = Auto.algorithm,
+    dtype: str = "auto",
+    revision: str | None = None,
+    tokenizer_path: str | None = None,
+    chat_template: str | None = None,
+    sampling_defaults: str = "model",
+    backend: str | None = None,
+    progress: bool = True,
+) -> LoadedModel:
+    """Loads the target, its tokenizer and the drafter, with the parameters of both models.
+
+    Arguments and errors are those of `Engine.from_pretrained`.
+    """
+    if sampling_defaults not in get_args(SamplingDefaults):
+        known = ", ".join(get_args(SamplingDefaults))
+        raise ValueError(f"sampling_defaults={sampling_defaults!r:.60} is not one of: {known}")
+    options = options_of(draft)
+    if options.kind and not _path(options) and not checkpoint.may_have_head(model, options.kind):
+        raise _no_head(options)
+    options.on(jax.default_backend())
+    backend = attention_implementation(backend)
+    files = checkpoint.resolve(model, revision=revision, progress=progress)
+    config = checkpoint.model_config(files.config, dtype=dtype)
+    # Before the weights, which may take minutes.
+    checkpoint.stop_token_ids(files, vocab_size=config.vocab_size)
+    sampled = checkpoint.sampling_defaults(files) if sampling_defaults == "model" else {}
+    chosen = choose(options, files, config)
+    if config.dtype == "float32":
+        # The default on recent GPUs is TF32; float32 is promised.
+        jax.config.update("jax_default_matmul_precision", "highest")
+    _prepare_kernels(config.dtype)
+    target = make_target(config, backend=backend)
+    with ThreadPoolExecutor(1) as background:  # importing what reads tokenizers takes as long as the weights
+        reading = background.submit(
+            partial(checkpoint.load_tokenizer, files, folder=tokenizer_path, chat_template=chat_template)
+        )
+        head, draft_params, ids = _load_head(chosen.options, files, config, reading, progress)
+        weights = checkpoint.load_params(files, config, progress=progress)
+        tokenizer = reading.result()
+    if head is not None and ids is not None:
+        head, draft_params = with_token_map(head, draft_params, target, weights, ids)
+    drafter = make_drafter(chosen.options, target=target, head=head, backend=backend, automatic=chosen.tree)
+    if chosen.head is not None:
+        drafter = drafter._replace(note=f"{drafter.note}; the head {chosen.head.name}, which comes with specjax")
+    eos = checkpoint.stop_token_ids(files, tokenizer, config.vocab_size)
+    return LoadedModel(target, Params(weights, draft_params), tokenizer, drafter, eos, sampled)
+
+
+class Chosen(NamedTuple):
+    """The algorithm for a model."""
+
+    options: DraftOptions
+    tree: TreeShape | None = None  # of a head where the options give no number of it; None: the target's family decides
+    head: ShippedHead | None = None  # the shipped head that `options.path` names
+
+
+def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig) -> Chosen:
+    """The algorithm for this model. AUTO is the draft head that ships for it, else n-grams; an algorithm that needs a
+    head and is given none drafts with the one that ships. A warning names the options that AUTO's choice does not have.
+
+    Raises:
+        ValueError: a value is out of the range of what AUTO chose, or there is no draft head.
+        CheckpointError: the measured options of the shipped head cannot be used.
+    """
+    shipped = None if _path(options) else checkpoint.shipped_head(files, config)
+    given, (options, unused) = options, options.choose(shipped.kind if shipped else None)
+    if unused:
+        names = ", ".join(f"{type(given).__name__}.{name}" for name in unused)
+        logger.warning("no effect with draft='%s', which %s chose: %s", options.algorithm, given.algorithm, names)
+    options = options.on(jax.default_backend())
+    if options.kind is None or _path(options):
+        return Chosen(options)
+    if shipped is None or shipped.kind != options.kind:
+        raise _no_head(options)
+    options = cast(HeadOptions, options)
+    measured, tree = _measured(options, shipped)
+    least = measured.min_probability if options.min_probability is None else options.min_probability
+    return Chosen(replace(options, path=str(shipped.folder), min_probability=least), tree, shipped)
+
+
+def _measured(options: HeadOptions, shipped: ShippedHead) -> tuple[HeadOptions, TreeShape | None]:
+    """The options that were measured to suit a head on this kind of device, and the tree that they hold."""
+    try:
+        found = type(options)(**shipped.serving("cpu" if jax.default_backend() == "cpu" else "gpu"))
+        numbers = [found.steps, found.topk, found.nodes]
+        if found.explicit_tree and None in numbers:
+            raise ValueError(f"{numbers} for steps, topk and nodes; all three are needed")
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{shipped.folder}/serving.toml: {error}") from error
+    return found, found.tree(OTHER_TREE) if found.explicit_tree else None
+
+
+def _path(options: DraftOptions) -> str | None:
+    return getattr(options, "path", None)
+
+
+def _no_head(options: DraftOptions) -> ValueError:
+    return ValueError(f"draft='{options.algorithm}' needs a draft head: {type(options).__name__}.path")
+
+
+def _load_head(
+    options: DraftOptions, files: ModelFiles, config: ModelConfig, tokenizer: Future[Any], progress: bool
+) -> tuple[HeadConfig | None, Any, np.ndarray | None]:
+    """The draft head, its parameters, and the ids [W] of the tokens that it may propose if a map reduces them."""
+    path, kind, owner = _path(options), options.kind, type(options).__name__
+    if path is None or kind is None:
+        return None, None, None
+    try:
+        head, params = checkpoint.load_head(
+            path,
+            config,
+            kind=kind,
+            revision=cast(HeadOptions, options).revision,
+            progress=progress,
+            target_embedding=lambda: read_headers(files.weights)[EMBED_TENSOR].read(),
+        )
+    except CheckpointError as error:
+        raise CheckpointError(f"{owner}.path {error}") from error
+    token_map = getattr(options, "token_map", None)
+    if token_map is None:
+        return head, params, None
+
+    def tokens() -> list[str]:
+        known = tokenizer.result().convert_ids_to_tokens(list(range(config.vocab_size)))
+        return [token or "" for token in known]
+
+    try:
+        ids = checkpoint.read_token_map(str(token_map), vocab_size=config.vocab_size, tokens=tokens)
+    except CheckpointError as error:
+        raise CheckpointError(f"{owner}.token_map {error}") from error
+    return head, params, ids
+
+
+def _prepare_kernels(dtype: str) -> None:
+    """Compiles a CPU's kernels, which takes seconds the first time, while the weights are read."""
+    if dtype == "float32" and callable_here():
+        threading.Thread(target=cpu_kernels.prepare, name="specjax-kernels", daemon=True).start()
+
+
+def attention_implementation(name: str | None) -> str | None:
+    """The name that the models are made with; None: each call takes what suits the device.
+
+    Raises:
+        ValueError: there is no such implementation, or it cannot run here.
+    """
+    if name is None or name == AUTO_ATTENTION:
+        return None
+    try:
+        implementation_named(name)
+    except (ValueError, NotImplementedError) as error:
+        raise ValueError(f"backend='{name}': {error}") from None
+    if name == "pallas" and jax.default_backend() == "cpu":
+        logger.warning("backend='pallas': interpreted on this CPU, which is for tests and very slow")
+    return name
