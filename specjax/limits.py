@@ -11,6 +11,7 @@ from typing import (
     Literal,
     NamedTuple,
     Protocol,
+    TypeAlias,
     cast,
     get_args,
     get_origin,

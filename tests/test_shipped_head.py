@@ -273,7 +273,7 @@ def serving(made: Path, folder: Path, monkeypatch, text: str = "") -> Path:
     [
         ("[cpu]\nsteps = 1\n", CheckpointError, "all three are needed"),
         (SERVING.replace("[gpu]", "speed = 1\n[gpu]"), CheckpointError, "serving.toml: .* argument 'speed'"),
-        (SERVING.replace("[gpu]", "min_probability = 2\n[gpu]"), CheckpointError, "from 0 to below 1, got 2"),
+        (SERVING.replace("[gpu]", "min_probability = 2.0\n[gpu]"), CheckpointError, "from 0 to below 1, got 2.0"),
         ("[tpu]\nsteps = 1\n", CheckpointError, "has tpu; it may hold the tables cpu, gpu"),
         ("steps = 1\n", CheckpointError, "it may hold the tables"),
         ("[cpu", CheckpointError, "cannot be read"),
