@@ -60,13 +60,22 @@ def heads(tmp_path_factory):
     return functools.partial(saved, folder=tmp_path_factory.mktemp("heads"))
 
 
+@functools.cache
+def compiled(target, config: HeadConfig, shape: TreeShape, confidence: Confidence):
+    """The drafter, and its `observe` and `propose` compiled once for all heads of one configuration."""
+    drafter = eagle_drafter(target, config, shape, confidence=confidence)
+    return drafter, jax.jit(drafter.observe), jax.jit(drafter.propose)
+
+
 class Driven:
     """A drafter without a target: tokens and features are made up, and fed in pieces of any length."""
 
     def __init__(self, toy, config, params, shape, *, rows=3, page_size=4, pages_a_row=8, seed=0, confidence=None):
         self.toy, self.rows, self.rng = toy, rows, np.random.default_rng(seed)
         self.confidence = confidence or Confidence()
-        self.drafter = eagle_drafter(toy.target, config, TreeShape(*shape), confidence=self.confidence)
+        self.drafter, _, self.propose = compiled(toy.target, config, TreeShape(*shape), self.confidence)
+        # What a head is shown does not depend on how sure it must be.
+        _, self.observe, _ = compiled(toy.target, config, TreeShape(*shape), Confidence())
         self.params = Params(toy.params, params)
         pool = PoolShape(rows * pages_a_row + 2, page_size)
         self.state = self.drafter.init(self.params, rows + 1, pool)
@@ -76,7 +85,6 @@ class Driven:
         self.tokens = self.rng.integers(0, toy.vocab, (rows, length + 1))
         self.features = self.rng.normal(0, 1, (rows, length, config.feature_size)).astype(np.float32)
         self.done = np.zeros(rows, int)
-        self.observe, self.propose = jax.jit(self.drafter.observe), jax.jit(self.drafter.propose)
 
     def context(self, active) -> Context:
         """The batch is the rows in reverse, and an empty entry."""

@@ -35,8 +35,15 @@ def drafter_of(shape, least, skips=True):
 # The text.
 
 
-@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("least", [0.1, 0.6])
+@pytest.mark.parametrize(
+    ("shape", "least"),
+    [
+        pytest.param(CHAIN, 0.1, id="chain-0.1"),
+        pytest.param(TREE, 0.6, id="tree-0.6"),
+        pytest.param(CHAIN, 0.6, id="chain-0.6", marks=pytest.mark.slow),
+        pytest.param(TREE, 0.1, id="tree-0.1", marks=pytest.mark.slow),
+    ],
+)
 def test_no_text_changes(shape, least):
     """Greedy and drawn, beside each other, and the trees are of every width."""
     toy = pair_model()
@@ -88,7 +95,9 @@ def counted(monkeypatch, shape, confidence, *, rows=1, **step) -> tuple[Runner, 
     return Runner(toy, drafter, rows=rows, draft=head()[1], config=config, pages_a_row=32, **step), seen
 
 
-@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "shape", [pytest.param(CHAIN, id="chain", marks=pytest.mark.slow), pytest.param(TREE, id="tree")]
+)
 def test_levels_that_nobody_needs_are_skipped_and_the_step_is_as_wide_as_its_trees(monkeypatch, shape):
     """A forward of the head below each level that has a node and is not the last, one to observe; and of the target's
     forwards the narrowest that holds the tree."""

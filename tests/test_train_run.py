@@ -74,13 +74,13 @@ def content(folder: Path) -> dict[str, bytes]:
 
 KINDS: dict[str, dict[str, Any]] = {
     "EAGLE3 mapped": {"draft": "EAGLE3", "draft_vocab_size": 30},
-    "EAGLE3": {"draft": "EAGLE3", "accumulate": 2},
-    "EAGLE": {"draft": "EAGLE", "rounds": None},
+    "EAGLE3": {"draft": "EAGLE3"},
+    "EAGLE": {"draft": "EAGLE", "rounds": None, "accumulate": 2},
     "MTP": {"draft": "MTP", "optimizer": "muon", "compute_dtype": "bfloat16"},
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k == "EAGLE3" else k for k in KINDS])
 def test_a_whole_run(train, model, data, tmp_path, kind):
     measure = {"measure_prompts": 2, "measure_tokens": 6, "measure_steps": 2, "measure_every": 4}
     status, summary, err = train(**KINDS[kind] | measure)
@@ -187,7 +187,13 @@ def whole(model, data, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("features", "moment"),
-    [("none", "after:2"), ("none", "logged:3"), ("none", "during:4"), ("memory", "logged:3"), ("disk", "during:2")],
+    [
+        ("none", "after:2"),
+        ("memory", "logged:3"),
+        ("disk", "during:2"),
+        pytest.param("none", "logged:3", marks=pytest.mark.slow),
+        pytest.param("none", "during:4", marks=pytest.mark.slow),
+    ],
 )
 def test_a_killed_run_goes_on_bit_for_bit(train, whole, model, data, tmp_path, features, moment):
     process = start([moment, *arguments(model, data, tmp_path / "run", features=features)], ONLY_SAVE)

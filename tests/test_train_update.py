@@ -83,7 +83,7 @@ def distance(one, other) -> float:
     )
 
 
-@pytest.mark.parametrize("kind", ["EAGLE3", "EAGLE"])
+@pytest.mark.parametrize("kind", ["EAGLE3", pytest.param("EAGLE", marks=pytest.mark.slow)])
 def test_parts_add_up_to_the_batch(kind):
     found = {}
     for shape in ((1, 4), (2, 2), (4, 1)):
