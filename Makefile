@@ -31,7 +31,8 @@ check: setup
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
 
 test: setup
-	$(PYTEST) -m "not slow and not gpu_compile"
+	$(PYTEST) -m "not slow and not optimized and not gpu_compile"
+	XLA_FLAGS= $(PYTEST) -m "optimized and not slow"
 
 # Everything there is, with XLA's own settings: tests that repeat a case (marked `slow`), the other Python, the GPUs, the
 # generated requests. More than an hour.

@@ -14,8 +14,9 @@ import tempfile
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# The suite spends its time on compiling toy programs, which these settings make four times cheaper. Subprocesses inherit
-# them. With XLA_FLAGS in the environment, even an empty one, XLA's own settings apply: `make test-all` does that.
+# The suite spends its time on compiling toy programs, which these settings make four times cheaper. Subprocesses
+# inherit them. With XLA_FLAGS in the environment, even an empty one, XLA's own settings apply: `make test` does that
+# for tests marked `optimized`, `make test-all` for all.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"

@@ -52,6 +52,7 @@ def test_a_path_is_committed_in_order():
         assert not leaf.any()
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("dtype", [None, "float32", "int32", "bool"])
 def test_a_write_waits_for_what_was_read(dtype):
     """XLA:CPU copies the pool for a write that nothing makes wait: `after` does, whatever the arrays' dtype."""

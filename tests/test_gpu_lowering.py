@@ -90,6 +90,7 @@ def test_the_draft_loop_runs_without_the_host(kind, shape):
     assert text.count("stablehlo.while") == for_gpu(*phases["check"]).count("stablehlo.while")
 
 
+@pytest.mark.optimized
 def test_both_pools_are_updated_where_they_lie():
     """On the CPU, whose compiler copies a pool when a write could come before a read."""
     function, arguments = tiny("eagle3", "tree", widths=(6,))["step"]

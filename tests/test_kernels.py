@@ -438,6 +438,7 @@ def xla_attention(*arguments):
     return tree_attention(*arguments, scale=0.125, implementation="xla")
 
 
+@pytest.mark.optimized
 def test_temporary_memory_grows_neither_with_the_pool_nor_with_the_table(way: str) -> None:
     def temporary(P: int, T: int) -> int:
         return (
@@ -453,6 +454,7 @@ def test_temporary_memory_grows_neither_with_the_pool_nor_with_the_table(way: st
     assert temporary(4096, 512) <= small + 16 * 2 * 512 * 4  # A few int32 arrays of the page table's shape.
 
 
+@pytest.mark.optimized
 def test_the_pool_is_not_copied_before_a_commit_in_the_same_program(way: str) -> None:
     """Donated pools, attention, then a scatter whose indices depend on what attention gave (see XLA.md)."""
     P = 2048

@@ -96,6 +96,7 @@ def some_pages(rng, width: int = TABLE, pool: PoolShape = POOL) -> np.ndarray:
     ],
     ids=lambda value: str(value) if isinstance(value, str) else {3: "tree", 1: "chain", 0: ""}[len(value)],
 )
+@pytest.mark.optimized
 def test_no_step_copies_the_pool(drafter, flags, which):
     """Aliased: all of the state. Temporary: a small part of the pool. Then a call reuses the very buffers."""
     params, state, steps, _ = case(drafter, **flags)

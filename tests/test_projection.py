@@ -98,6 +98,7 @@ def test_a_few_rows_are_bit_for_bit_the_rows_alone(kernel, weight):
         np.testing.assert_array_equal(np.asarray(product(x[:, :rows], weight)), alone[:, :rows])
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("shape", [name for name, (x, _) in SHAPES.items() if 0 < x[0] * x[1] <= cpu_product.MOST_ROWS])
 def test_the_weight_is_not_copied(kernel, shape):
     x_shape, w_shape = SHAPES[shape]

@@ -457,6 +457,7 @@ def test_one_trace_for_a_bucket():
     assert runner.steps.admit._cache_size() == admits
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("which", ["speculate", "prefill"])
 def test_the_pool_is_aliased_and_nothing_of_its_size_is_temporary(which):
     toy = tiny_llama()
