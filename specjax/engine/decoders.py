@@ -1,6 +1,7 @@
-"""The decoders of the `tokenizers` library as transducers: tokens go in one at a time, what is final comes out.
+"""The decoders of the `tokenizers` library as transducers: tokens go in one at a time, final text comes out.
 
-`decoder_steps` makes the chain for a tokenizer's decoder, `clean_up_steps` what transformers does to its text.
+The library's own `DecodeStream` is not used: it has no end, so it never gives out text that it holds back, and it fails
+where a byte turns a run of byte tokens into U+FFFD.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, TypeAlias
 
 REPLACEMENT = "\ufffd"
 """What a decoder puts where bytes are no character (yet)."""
@@ -24,83 +25,61 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # the sign: as 
 
 
 class UnknownDecoderError(ValueError):
-    """A decoder whose text cannot be made as its tokens come."""
+    """A decoder that cannot be streamed."""
 
 
-@runtime_checkable
-class Step(Protocol):
+class Step:
     """One decoder of the chain. After one that joins all tokens, the pieces of that one token stand for tokens."""
 
-    @property
-    def holds(self) -> bool: ...
-
-    def push(self, token: str) -> Iterable[str]: ...
-
-    def end(self, keep_incomplete: bool) -> Iterable[str]: ...
-
-
-class _Map:
-    """A function of each token alone."""
-
     holds = False
-
-    def __init__(self, function: Callable[[str], str]) -> None:
-        self._function = function
+    """Whether `end` may add text."""
 
     def push(self, token: str) -> Iterable[str]:
-        return (self._function(token),)
+        """Adds a token; returns the tokens that no later one can change."""
+        return (token,)
 
     def end(self, keep_incomplete: bool) -> Iterable[str]:
+        """The tokens that were held back. An incomplete character is left out unless it is to be kept, as U+FFFD."""
         return ()
 
 
-class _First(_Map):
-    """A function for the first token and another for the rest."""
+class _Each(Step):
+    """A function of each token alone, with another one for the first."""
 
-    def __init__(self, first: Callable[[str], str], rest: Callable[[str], str]) -> None:
-        super().__init__(first)
-        self._rest = rest
+    def __init__(self, first: Callable[[str], str], rest: Callable[[str], str] | None = None) -> None:
+        self._function, self._rest = first, rest or first
 
     def push(self, token: str) -> Iterable[str]:
-        found = super().push(token)
+        found = self._function(token)
         self._function = self._rest
-        return found
+        return (found,)
 
 
-class _Last(_Map):
-    """A function for the last token and another for those before, so one token is held back."""
+class _Suffix(Step):
+    """BPEDecoder: a suffix of a token becomes a space, and nothing in the last token, so one token is held back."""
 
-    def __init__(self, others: Callable[[str], str], last: Callable[[str], str]) -> None:
-        super().__init__(others)
-        self._last = last
+    def __init__(self, suffix: str) -> None:
+        self._suffix = suffix
         self._held: str | None = None
 
-    @property
-    def holds(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._held is not None
-
     def push(self, token: str) -> Iterable[str]:
-        held, self._held = self._held, token
-        return () if held is None else super().push(held)
+        held, self._held, self.holds = self._held, token, True
+        return () if held is None else (held.replace(self._suffix, " "),)
 
     def end(self, keep_incomplete: bool) -> Iterable[str]:
-        return () if self._held is None else (self._last(self._held),)
+        return () if self._held is None else (self._held.replace(self._suffix, ""),)
 
 
-class _ByteLevel:
+class _ByteLevel(Step):
     """Characters that stand for bytes (GPT-2's table); a token with others stands for its own bytes.
 
-    Held back: an incomplete character, which is left out at the end, and U+FFFD until another character follows, so
-    that a client that shows text as it comes shows as few as there can be.
+    Held back: an incomplete character, and U+FFFD until another character follows, so that a client that shows text as
+    it comes shows as few as possible.
     """
 
     def __init__(self) -> None:
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
         self._replaced = 0  # U+FFFD that are held back
-
-    @property
-    def holds(self) -> bool:
-        return self._replaced > 0
 
     def push(self, token: str) -> Iterable[str]:
         table = byte_of_letter()
@@ -110,30 +89,26 @@ class _ByteLevel:
             data = token.encode()
         text = self._bytes.decode(data)
         shown = text.rstrip(REPLACEMENT)
-        before, self._replaced = self._replaced, len(text) - len(shown)
-        if not shown:
-            self._replaced += before
-            return ()
-        return (REPLACEMENT * before + shown,)
+        found = (REPLACEMENT * self._replaced + shown,) if shown else ()
+        self._replaced = len(text) - len(shown) + (0 if shown else self._replaced)
+        self.holds = self._replaced > 0
+        return found
 
     def end(self, keep_incomplete: bool) -> Iterable[str]:
         rest = self._bytes.decode(b"", final=True) if keep_incomplete else ""
         return (REPLACEMENT * self._replaced + rest,)
 
 
-class _ByteFallback:
-    """`<0xE2>` is a byte. A run of bytes is decoded as a whole, and one that is no UTF-8 is all U+FFFD."""
+class _ByteFallback(Step):
+    """`<0xE2>` is a byte. A run of bytes is decoded as a whole; if it is no UTF-8, all of it is U+FFFD."""
 
     def __init__(self) -> None:
         self._run = bytearray()
 
-    @property
-    def holds(self) -> bool:
-        return bool(self._run)
-
     def push(self, token: str) -> Iterable[str]:
         if found := _BYTE_TOKEN.fullmatch(token):
             self._run.append(int(found[1], 16))
+            self.holds = True
             return ()
         return (*self._flush(), token) if self._run else (token,)
 
@@ -143,39 +118,34 @@ class _ByteFallback:
         return self._flush()
 
     def _flush(self) -> Iterable[str]:
-        run, self._run = self._run, bytearray()
+        run, self._run, self.holds = self._run, bytearray(), False
         try:
             return (run.decode(),) if run else ()
         except UnicodeDecodeError:
             return (REPLACEMENT,) * len(run)
 
 
-class _Replace:
-    """`str.replace` over text that comes in pieces. Held back: what may be the beginning of the pattern."""
+class _Replace(Step):
+    """`str.replace` over text that comes in pieces. Held back: a possible beginning of the pattern."""
 
     def __init__(self, pattern: str, content: str) -> None:
         self._pattern, self._content = pattern, content
         self._held = ""
 
-    @property
-    def holds(self) -> bool:
-        return bool(self._held)
-
     def push(self, token: str) -> Iterable[str]:
         *done, rest = (self._held + token).split(self._pattern)
         most = min(len(self._pattern) - 1, len(rest))
         kept = next((n for n in range(most, 0, -1) if self._pattern.startswith(rest[-n:])), 0)
-        self._held = rest[len(rest) - kept :]
+        self._held, self.holds = rest[len(rest) - kept :], kept > 0
         return (self._content.join((*done, rest[: len(rest) - kept])),)
 
     def end(self, keep_incomplete: bool) -> Iterable[str]:
         return (self._held,)
 
 
-class _Strip:
-    """Removes characters at both ends of text that comes in pieces. Held back: those that may be at its end."""
-
-    holds = False  # they go if nothing follows
+class _Strip(Step):
+    """Removes characters at both ends of text that comes in pieces. Held back, and dropped if no text follows: those
+    that may be at its end."""
 
     def __init__(self, content: str, start: int, stop: int) -> None:
         self._content, self._start, self._stop = content, start, stop
@@ -188,19 +158,9 @@ class _Strip:
                 break
             token, self._start = token[1:], self._start - 1
         text = self._held + token
-        kept = _trailing(text, self._content, self._stop)
+        kept = min(len(text) - len(text.rstrip(self._content)), self._stop)
         self._held = text[len(text) - kept :]
         return (text[: len(text) - kept],)
-
-    def end(self, keep_incomplete: bool) -> Iterable[str]:
-        return ()
-
-
-def _trailing(text: str, content: str, most: int) -> int:
-    count = 0
-    while count < min(most, len(text)) and text[-1 - count] == content:
-        count += 1
-    return count
 
 
 def _incomplete(data: bytes | bytearray) -> int:
@@ -220,27 +180,23 @@ def byte_of_letter() -> dict[str, int]:
     return {chr(byte): byte for byte in kept} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-def decoder_steps(decoder: Any) -> list[Callable[[], Step]]:
+MakeStep: TypeAlias = Callable[[], Step]
+
+
+def decoder_steps(decoder: Any) -> list[MakeStep]:
     """The chain of a decoder of the `tokenizers` library.
 
     Raises:
         UnknownDecoderError: it has a part that cannot be streamed.
     """
     if decoder is None:  # tokens are joined by spaces
-        return [lambda: _First(str, lambda token: " " + token)]
-    parts = _flat(json.loads(decoder.__getstate__()))
-    found: list[Callable[[], Step]] = []
+        return [lambda: _Each(str, lambda token: " " + token)]
+    found: list[MakeStep] = []
     joined = False  # by a part before
-    for part in parts:
-        kind = part["type"]
-        if kind == "Fuse":
-            joined = True
-            continue
-        make = (_JOINED if joined else _SEPARATE).get(kind)
-        if make is None:
-            raise UnknownDecoderError(f"{kind}{' after tokens are joined' if joined else ''}")
-        found.append(make(part))
-        joined = joined or kind == "ByteLevel"
+    for part in _flat(json.loads(decoder.__getstate__())):
+        if part["type"] != "Fuse":
+            found.append(_joined(part) if joined else _separate(part))
+        joined = joined or part["type"] in ("Fuse", "ByteLevel")
     return found
 
 
@@ -250,77 +206,61 @@ def _flat(part: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [inner for each in part["decoders"] for inner in _flat(each)]
 
 
-def _separate_replace(part: Mapping[str, Any]) -> Callable[[], Step]:
+def _separate(part: Mapping[str, Any]) -> MakeStep:
+    """A part that sees single tokens. Of tokens of which nothing is held back the library's own code makes the text."""
     from tokenizers import Regex, decoders
 
-    pattern, content = part["pattern"], part["content"]
-    if pattern.get("String"):
-        return lambda: _Map(lambda token: token.replace(pattern["String"], content))
-    if "Regex" not in pattern:
-        raise UnknownDecoderError(f"Replace of {pattern!r:.60}")
-    known: Any = decoders.Replace(Regex(pattern["Regex"]), content)
-    return lambda: _Map(lambda token: known.decode([token]))
+    known: Any
+    match part:
+        case {"type": "ByteLevel"}:
+            return _ByteLevel
+        case {"type": "ByteFallback"}:
+            return _ByteFallback
+        case {"type": "BPEDecoder", "suffix": suffix}:
+            return lambda: _Suffix(suffix)
+        case {"type": "Strip", "content": content, "start": start, "stop": stop}:
+            # Not the library's, which panics at tokens shorter than what it strips.
+            return lambda: _Each(lambda token: "".join(_Strip(content, start, stop).push(token)))
+        case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": content}:
+            known = decoders.Replace(pattern, content)
+        case {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}:
+            known = decoders.Replace(Regex(pattern), content)
+        case {"type": "Metaspace", "replacement": replacement, "prepend_scheme": scheme}:
+            known = decoders.Metaspace(replacement, scheme)
+        case {"type": "WordPiece", "prefix": prefix, "cleanup": cleanup}:
+            known = decoders.WordPiece(prefix, cleanup)
+        case _:
+            raise UnknownDecoderError(part["type"])
+    return lambda: _Each(lambda token: known.decode([token]), lambda token: known.decode(["", token]))
 
 
-def _joined_replace(part: Mapping[str, Any]) -> Callable[[], Step]:
-    if not part["pattern"].get("String"):
-        raise UnknownDecoderError(f"Replace of {part['pattern']!r:.60} after tokens are joined")
-    return lambda: _Replace(part["pattern"]["String"], part["content"])
-
-
-def _separate_strip(part: Mapping[str, Any]) -> Callable[[], Step]:
-    def strip(token: str) -> str:
-        step = _Strip(part["content"], part["start"], part["stop"])
-        return "".join(step.push(token))
-
-    return lambda: _Map(strip)
-
-
-def _metaspace(part: Mapping[str, Any], joined: bool) -> Callable[[], Step]:
-    def replaced(by: str) -> Callable[[str], str]:
-        return lambda token: token.replace(part["replacement"], by)
-
-    first = replaced(" " if part["prepend_scheme"] == "never" else "")
-    return lambda: _First(first, first if joined else replaced(" "))
-
-
-def _word_piece(part: Mapping[str, Any]) -> Callable[[], Step]:
-    from tokenizers import decoders
-
-    known: Any = decoders.WordPiece(part["prefix"], part["cleanup"])
-    return lambda: _First(lambda token: known.decode([token]), lambda token: known.decode(["", token]))
-
-
-def _bpe(part: Mapping[str, Any]) -> Callable[[], Step]:
-    suffix = part["suffix"]
-    return lambda: _Last(lambda token: token.replace(suffix, " "), lambda token: token.replace(suffix, ""))
-
-
-_SEPARATE: dict[str, Callable[[Mapping[str, Any]], Callable[[], Step]]] = {
-    "ByteLevel": lambda part: _ByteLevel,
-    "ByteFallback": lambda part: _ByteFallback,
-    "Replace": _separate_replace,
-    "Strip": _separate_strip,
-    "Metaspace": lambda part: _metaspace(part, joined=False),
-    "WordPiece": _word_piece,
-    "BPEDecoder": _bpe,
-}
-_JOINED: dict[str, Callable[[Mapping[str, Any]], Callable[[], Step]]] = {
-    "Replace": _joined_replace,
-    "Strip": lambda part: lambda: _Strip(part["content"], part["start"], part["stop"]),
-    "Metaspace": lambda part: _metaspace(part, joined=True),
-}
+def _joined(part: Mapping[str, Any]) -> MakeStep:
+    """A part that sees all text as one token."""
+    match part:
+        case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": content} if pattern:
+            return lambda: _Replace(pattern, content)
+        case {"type": "Strip", "content": content, "start": start, "stop": stop}:
+            return lambda: _Strip(content, start, stop)
+        case {"type": "Metaspace", "replacement": replacement, "prepend_scheme": scheme}:
+            return lambda: _Each(lambda token: token.replace(replacement, " " if scheme == "never" else ""))
+    raise UnknownDecoderError(f"{part['type']} after tokens are joined")
 
 
 def cleans(tokenizer: Any) -> bool:
-    """Whether transformers removes spaces from the decoded text: where asked for, but not of BPE unless forced."""
+    """Whether transformers removes spaces from the decoded text: if the tokenizer asks for it, but not of BPE unless
+    forced."""
     forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
     is_bpe = type(tokenizer.backend_tokenizer.model).__name__ == "BPE"
     wanted = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
     return wanted and (not is_bpe or bool(getattr(tokenizer, forced, False)))
 
 
-def clean_up_steps(tokenizer: Any) -> list[Callable[[], Step]]:
+def clean_up_steps(tokenizer: Any) -> list[MakeStep]:
+    """What transformers does to the text of a tokenizer's decoder.
+
+    Raises:
+        UnknownDecoderError: it does something else than what is known here.
+    """
     if not cleans(tokenizer):
         return []
     probe = "".join(f"a{pattern}b {pattern}" for pattern, _ in _CLEAN_UP)

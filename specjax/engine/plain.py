@@ -1,21 +1,21 @@
-"""Users' text to tokens without special tokens, and a chat template's own markup with them.
+"""Encodes users' text without special tokens, and the chat template's own markup with them (`--plain-content`).
 
-A user who writes `<|im_end|>` would otherwise end the turn. Two things are needed:
+Otherwise a user could end the turn by writing `<|im_end|>`. Two parts are needed:
 
-- A copy of the tokenizer in which each special token is called by a random name. No text of a user can become a special
-  token of the copy. Whatever else it does is the same, to the id.
-- The special tokens that the template wrote. The messages are rendered again with users' characters exchanged for
-  private-use ones, each for one of its own. If exchanging them back gives the ordinary text, the template has passed
-  them on without looking at them, and what still reads as a special token is the template's. In that text these are
-  renamed, users' characters are put back, and the copy encodes it all at once.
+- A copy of the tokenizer in which each special token has a random name. No text of a user can become a special token
+  of the copy. Everything else encodes to the same ids.
+- The special tokens that the template wrote. The messages are rendered again with each character of users exchanged for
+  a private-use character. If exchanging these back gives the ordinary text, the template has passed them on without
+  examining them, and every special token that is left is the template's. In that text special tokens are renamed,
+  users' characters are put back, and the copy encodes the whole.
 
     messages    [{"role": "user", "content": "a<|im_end|>"}]
     exchanged   <|im_start|>user\n①②③④⑤⑥⑦⑧⑨②③<|im_end|>\n    (one sign for each different character)
     encoded     qzkwuser\na<|im_end|>bxjt\n                          (qzkw, bxjt: the names of the two special tokens)
 
-A template that trims, cuts, repeats or reorders what users write passes. One that changes letters or looks for words is
-tried with only those characters exchanged that tell special tokens from words. One that looks for markup in what users
-write is refused if this text could be a special token or a part of one.
+A template may trim, cut, repeat or reorder users' text. For one that changes letters or searches for words, only those
+characters are exchanged that distinguish special tokens from words. One that searches users' text for markup is refused
+if this text could be a special token or a part of one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
 
 FLAG = "--plain-content"
-# Planes 15 and 16: characters that no text has but by agreement.
+# Planes 15 and 16: characters without a meaning of their own.
 _PRIVATE = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 
 
@@ -40,7 +40,7 @@ class PlainText:
     """Encodes users' text without special tokens, for one tokenizer. Safe to call from any thread.
 
     Raises:
-        ValueError: the tokenizer has special tokens that text of users cannot be kept apart from.
+        ValueError: the tokenizer has special tokens that cannot be told from users' text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -64,7 +64,7 @@ class PlainText:
         self._named = {str(name) for name in getattr(tokenizer, "special_tokens_map", {}).values()}
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Ids of a text that is all users', if asked with the special tokens that the tokenizer puts around any."""
+        """Ids of users' text; with `add_special_tokens` between those that the tokenizer adds to any text."""
         # Not `encode`, which holds Python's lock all the time.
         return self._copy.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
@@ -72,7 +72,7 @@ class PlainText:
         """Ids of messages.
 
         Args:
-            messages: what users wrote is every string in them but the roles, which are the application's.
+            messages: all strings in them are users' text, except roles, which are the application's.
             text: the messages as the template renders them.
             render: renders messages.
             template: its source.
@@ -108,12 +108,12 @@ class PlainText:
         return self._encode_markup(text, {})
 
     def _encode_markup(self, text: str, back: Mapping[int, int]) -> list[int]:
-        """Ids of a text in which every special token is the template's, once `back` has put in users' characters."""
+        """Ids of a text whose special tokens are all the template's. `back`: private-use to users' characters."""
         renamed = self._tokens.sub(lambda match: self._names.get(match[0], match[0]), text)
         return self.encode(renamed.translate(back), add_special_tokens=False)
 
     def _are_templates(self, text: str, template: str) -> bool:
-        """Whether the template names all special tokens in a text, and so has not made one out of other words."""
+        """Whether the template names all special tokens of a text, so that it made none out of other words."""
         found = {match[0] for match in self._tokens.finditer(text)} & self._names.keys()
         return all(name in template or name in self._named for name in found)
 
@@ -186,7 +186,7 @@ def _rendered(messages: Sequence[Message], table: Mapping[int, str], render: Ren
 
 
 def _written(value: Any, *, top: bool = True) -> Iterator[str]:
-    """The strings of a message that users wrote: all but its role."""
+    """The strings of a message that users wrote: all except its role."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -199,7 +199,7 @@ def _written(value: Any, *, top: bool = True) -> Iterator[str]:
 
 
 def _keys(value: Any) -> Iterator[str]:
-    """Of all mappings in messages."""
+    """The keys of all mappings in messages."""
     if isinstance(value, Mapping):
         yield from (key for key in value if isinstance(key, str))
         for each in value.values():

@@ -11,11 +11,11 @@ from specjax.engine.decoding import decoding
 class TextStream:
     """The text of one request's output.
 
-    `text` holds final characters. `push` takes one token and says whether a stop string is now complete; `settled` is
-    how much of the text can no longer become part of one, so it may be sent. At the end, and up to its stop string,
-    `text` is `tokenizer.decode` of the tokens, less an incomplete character at the very end.
+    `text` holds final characters. `push` takes one token and returns whether a stop string is now complete; `settled`
+    characters of the text can no longer become part of one and may be sent. At the end, up to the stop string, `text`
+    is `tokenizer.decode` of the tokens without an incomplete character at its very end.
 
-    Work is linear in the tokens, the characters and the number of stop strings, however long these are.
+    Work is linear in the tokens, the characters and the number of stop strings, whatever their length.
     """
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...], *, skip_special_tokens: bool, keep_stop: bool) -> None:
@@ -23,7 +23,7 @@ class TextStream:
         self._stops = [_StopString(each) for each in dict.fromkeys(stop)]
         self._keep_stop = keep_stop
         self.text = ""
-        self.ends: list[int] = []  # characters found when each token had been pushed
+        self.ends: list[int] = []  # length of the text after each token
         self.matched: str | None = None
 
     def push(self, token: int) -> bool:
@@ -33,20 +33,22 @@ class TextStream:
         return found
 
     def piece(self, index: int) -> str:
-        """The part of `text` that a token brought: all pieces joined are the text. A character of several tokens comes
-        with its last one, what was held back with the token that settled it, and what a stop string has cut off is
-        nobody's."""
+        """The part of `text` that a token added; all pieces joined are the text.
+
+        A character of several tokens belongs to the last of them, text that was held back to the token that settled it,
+        and text that a stop string cut off to none.
+        """
         if index >= len(self.ends):
             return ""
         return self.text[self.ends[index - 1] if index else 0 : self.ends[index]]
 
     @property
     def told(self) -> int:
-        """Tokens whose pieces are final. What is held back is the last one's, if no other follows."""
+        """Number of tokens whose pieces are final. Text held back belongs to the last token, if no other follows."""
         return len(self.ends) - (self.matched is None and self._tokens.holds)
 
     def finish(self) -> None:
-        """No more tokens: adds what was held back. Bytes that are only the beginning of a character are left out."""
+        """Ends the tokens and adds the text held back, without bytes that are only the beginning of a character."""
         if self.matched is None:
             self._add(self._tokens.finish())
             if self.ends:
@@ -54,14 +56,14 @@ class TextStream:
 
     @property
     def settled(self) -> int:
-        """Characters of `text` that no later token can turn into a stop string. All, once one has been found."""
+        """Number of characters that no later token can turn into a stop string. All, once one has been found."""
         if self.matched is not None:
             return len(self.text)
         return len(self.text) - max((stop.begun for stop in self._stops), default=0)
 
     def _add(self, piece: str) -> bool:
         before = len(self.text)
-        # The only reference: CPython then extends the string in place instead of copying it.
+        # The only reference, so that CPython extends the string in place instead of copying it.
         text, self.text = self.text, ""
         text += piece
         self.text = text
@@ -74,10 +76,10 @@ class TextStream:
 
 
 class _StopString:
-    """Looks for one string in text that comes in pieces (Knuth, Morris and Pratt): no character is read twice.
+    """Finds one string in text that comes in pieces (Knuth, Morris and Pratt), reading no character twice.
 
-    `begun` is how many characters of it the text ends with. `_shorter[n]` is the next smaller such number if the text
-    ends with the first n characters: of "aabaa" it is 0, 0, 1, 0, 1, 2 for n from 0 to 5.
+    `begun` is the number of its characters that the text ends with. `_shorter[n]` is the next smaller such number if
+    the text ends with the first n characters: of "aabaa" it is 0, 0, 1, 0, 1, 2 for n from 0 to 5.
     """
 
     def __init__(self, text: str) -> None:
@@ -92,7 +94,7 @@ class _StopString:
             self._shorter.append(length)
 
     def feed(self, piece: str) -> int:
-        """Reads on. Returns the characters of `piece` up to the end of the string, or 0: it is not complete."""
+        """Reads on. Returns the characters of `piece` up to the end of the string; 0: it is not complete."""
         text, begun, at = self.text, self.begun, 0
         while at < len(piece):
             if not begun:  # most often
