@@ -22,7 +22,7 @@ FIELDS = [
 ]  # fmt: skip
 SUMMARY = [
     "requests", "failed", "completion_tokens", "seconds", "tokens_per_second", "accept_length", "verify_steps",
-    "algorithm", "draft", "device",
+    "drafted_steps", "not_drafted", "algorithm", "draft", "device",
 ]  # fmt: skip
 QUICK = [
     "--max-running-requests", "2", "--max-new-tokens", "8", "--speculative-num-draft-tokens", "4",

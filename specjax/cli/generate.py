@@ -28,6 +28,7 @@ from specjax.checkpoint import CheckpointError
 from specjax.cli import flags
 from specjax.engine import Completion, Engine, SamplingParams
 from specjax.engine.batch import speculation_note
+from specjax.engine.drafting import drafting_summary
 from specjax.engine.phases import PhaseTimes
 from specjax.engine.request import Sequence, Status, completion, later_seed
 from specjax.inspection import render
@@ -195,6 +196,7 @@ def run(
     engine.warm_up(engine.first_keys(list(feed())), progress=progress)
     tokens, steps, drafted = 0, 0, 0
     shown: dict[str, int] = {}  # trees printed, by request
+    drafted_before = engine.counters.drafted_steps
     times = engine.executables.phase_times
     before = PhaseTimes() if times is None else replace(times)
     total = len(lines) if total is None and isinstance(lines, Sized) else total
@@ -236,6 +238,7 @@ def run(
         "tokens_per_second": round(tokens / seconds, 2) if tokens else 0.0,
         "accept_length": round(drafted / steps, 4) if steps else 1.0,
         "verify_steps": steps,
+        **drafting_summary(engine.drafter, engine.buckets, steps, engine.counters.drafted_steps - drafted_before),
         "algorithm": engine.drafter.name,
         "draft": flags.in_flags(engine.drafter.note),
         "device": engine.device_name,

@@ -13,5 +13,6 @@ class Counters:
     prefilled_tokens: int = 0
     steps: int = 0  # decode steps dispatched
     verifications: int = 0  # of one sequence in one step
+    drafted_steps: int = 0  # those of them that could draft
     verified: int = 0  # tokens that these emitted
     generated: int = 0  # all tokens emitted

@@ -31,6 +31,7 @@ from specjax.engine.compiled import Executables, Key, Output, read_output, use_c
 from specjax.engine.config import EngineConfig, check_config
 from specjax.engine.counters import Counters
 from specjax.engine.device import Device, OutOfMemory, classified
+from specjax.engine.drafting import may_draft
 from specjax.engine.generation import complete
 from specjax.engine.generation import stream as stream_chunks
 from specjax.engine.intake import Intake, with_sampling
@@ -359,6 +360,9 @@ class Engine:
                 sequence.histogram[kept - 1] += 1
                 sequence.committed += emitted
                 self.counters.verifications += 1
+                self.counters.drafted_steps += sequence.params.speculate and may_draft(
+                    self.drafter, self.buckets, flight.key.width
+                )
                 self.counters.verified += kept
             if sequence.finish_reason is not None:
                 self._finish(sequence)

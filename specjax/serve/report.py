@@ -1,26 +1,29 @@
-"""The log lines of a working engine, as SGLang's users and their scripts know them."""
+"""Reports on an engine: its properties, and the log lines that SGLang's users and their scripts know."""
 
 from __future__ import annotations
 
 import logging
 import time
 from dataclasses import replace
+from typing import Any
 
 from specjax.engine import Engine
 from specjax.engine.counters import Counters
+from specjax.engine.drafting import drafting_summary
 from specjax.engine.phases import PhaseTimes
 
 logger = logging.getLogger("specjax.serve")
 
 
 class Report:
-    """Looks at an engine after each step. Does nothing else, and never touches the device."""
+    """Writes log lines about an engine after its steps. Never touches the device."""
 
     def __init__(self, engine: Engine, *, interval: int) -> None:
         self._engine, self._interval = engine, interval
         self._last, self._decoded = replace(engine.counters), replace(engine.counters)
         self._since = time.perf_counter()
         self._retracted = 0
+        self._explained = False  # why steps did not draft
         self._idle = True
         self._phases = PhaseTimes()
 
@@ -36,7 +39,7 @@ class Report:
                 len(engine.scheduler.running()),
                 len(engine.scheduler.waiting),
             )
-            if self._idle:  # time without work is not slowness
+            if self._idle:  # time without work does not count
                 self._restart(now)
         retracted = engine.scheduler.retractions - self._retracted
         if retracted:
@@ -55,6 +58,10 @@ class Report:
     def _decode_line(self, now: Counters) -> None:
         engine, before = self._engine, self._decoded
         steps = now.verifications - before.verifications
+        summary = drafting_summary(engine.drafter, engine.buckets, steps, now.drafted_steps - before.drafted_steps)
+        if summary["not_drafted"] and not self._explained:
+            self._explained = True
+            logger.info("%d of %d steps drafted: %s", summary["drafted_steps"], steps, summary["not_drafted"])
         seconds = max(time.perf_counter() - self._since, 1e-9)
         tokens = self._tokens()
         logger.info(
@@ -79,5 +86,26 @@ class Report:
         self._decoded, self._since = now, time.perf_counter()
 
     def _tokens(self) -> int:
-        """Committed tokens of all that hold pages."""
+        """Committed tokens of all sequences that hold pages."""
         return sum(max(s.committed, s.prefilled) for s in self._engine.scheduler.active)
+
+
+def describe(engine: Engine, model: str) -> dict[str, Any]:
+    """The answer of `/get_model_info`."""
+    config, counters = engine.target.config, engine.counters
+    return {
+        "model_path": model,
+        "is_generation": True,
+        "dtype": config.dtype,
+        "vocab_size": engine.vocab_size,
+        "context_length": engine.context_length,
+        "max_total_num_tokens": engine.intake.pool_tokens,
+        "max_running_requests": engine.config.max_running_requests,
+        "page_size": engine.pool.page_size,
+        "speculative_algorithm": engine.drafter.name,
+        "speculative_num_draft_tokens": engine.drafter.width,
+        "verify_steps": counters.verifications,
+        **drafting_summary(engine.drafter, engine.buckets, counters.verifications, counters.drafted_steps),
+        "device": engine.device_name,
+        "compiling": engine.executables.pending,  # buckets that still compile in the background
+    }

@@ -1,0 +1,30 @@
+"""How many steps of a run drafted, and the reason why others did not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specjax.drafters.base import Drafter
+from specjax.engine.batch import Buckets
+from specjax.step import tree_widths
+
+
+def may_draft(drafter: Drafter, buckets: Buckets, batch: int) -> bool:
+    """Whether steps of this batch bucket may draft."""
+    return buckets.tree_widths(batch, tree_widths(drafter)) != (1,)
+
+
+def drafting_summary(drafter: Drafter, buckets: Buckets, verify_steps: int, drafted_steps: int) -> dict[str, Any]:
+    """`drafted_steps`, the steps of single requests that could draft, and `not_drafted`, the reason why others could
+    not; None: all could, or there is no drafter."""
+    reason = None
+    if drafter.width > 1 and drafted_steps < verify_steps:
+        most = buckets.drafting(tree_widths(drafter))
+        if most < buckets.batches[-1]:
+            reason = (
+                f"batches of more than {most} requests are decoded without drafts, which is faster here; give "
+                "--speculative-num-draft-tokens to draft in all of them"
+            )
+        else:
+            reason = "requests with speculate: false are decoded without drafts"
+    return {"drafted_steps": drafted_steps, "not_drafted": reason}
