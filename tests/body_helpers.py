@@ -6,13 +6,13 @@ import json
 from typing import Any
 
 from specjax.serve.errors import ApiError
-from specjax.serve.protocol import ChatBody, CompletionBody, GenerateBody, read_request
+from specjax.serve.protocol import ChatRequest, CompletionRequest, GenerateRequest, read_request
 from specjax.serve.task import Rules, Task
 
 CHAT, COMPLETE, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 HELLO = [{"role": "user", "content": "hello"}]
 LEAST: dict[str, dict[str, Any]] = {CHAT: {"messages": HELLO}, COMPLETE: {"prompt": "x"}, GENERATE: {"text": "x"}}
-KINDS: dict[str, type] = {CHAT: ChatBody, COMPLETE: CompletionBody, GENERATE: GenerateBody}
+KINDS: dict[str, type] = {CHAT: ChatRequest, COMPLETE: CompletionRequest, GENERATE: GenerateRequest}
 RULES = Rules("toy", 516, 128, 127, {})
 STRICT = Rules("toy", 516, 128, 127, {}, strict=True)
 

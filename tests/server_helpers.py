@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -102,18 +102,10 @@ def running(
 
     With `load` it is not waited for: that is called in its thread to get the engine.
     """
-    settings = settings or ServerSettings()
+    settings = replace(settings or ServerSettings(), shutdown_timeout=1.0)
     sock = listen("127.0.0.1", 0)
-    runner = Runner(
-        load or (lambda: engine),
-        max_queued_requests=settings.max_queued_requests,
-        stream_interval=settings.stream_interval,
-        decode_log_interval=settings.decode_log_interval,
-        watchdog_timeout=settings.watchdog_timeout,
-        warm_up=False,
-    )
-    limits = {"receive_timeout": settings.receive_timeout, "max_connections": settings.max_connections}
-    server = InThread(create_app(runner, settings, model=model), runner, sock, **limits)
+    runner = Runner(load or (lambda: engine), settings, warm_up=False)
+    server = InThread(create_app(runner, settings, model=model), runner, sock, settings)
     server.start()
     if load is None:
         wait_until(lambda: runner.state is State.READY)
@@ -130,8 +122,8 @@ def running(
 class InThread(Server):
     """Signals go to the main thread, so this one is told by hand."""
 
-    def __init__(self, app: Any, runner: Runner, sock: socket.socket, **limits: Any) -> None:
-        super().__init__(app, runner, sock, shutdown_timeout=1.0, **limits)
+    def __init__(self, app: Any, runner: Runner, sock: socket.socket, settings: ServerSettings) -> None:
+        super().__init__(app, runner, sock, settings)
         self._thread = threading.Thread(target=asyncio.run, args=(self._main(),), daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 

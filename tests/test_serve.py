@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from dataclasses import replace
 
 import openai
 import pytest
@@ -12,6 +13,7 @@ from engine_helpers import outcome, shared_engine
 from server_helpers import MODEL, Running, running
 
 from specjax.engine import SamplingParams
+from specjax.engine.drafting import drafting_summary
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -306,9 +308,22 @@ def test_models_health_and_info(server, client):
         assert info == http.get("/model_info").json()
         assert info["context_length"] == 128 and info["speculative_algorithm"] == "NGRAM"
         assert http.get("/openapi.json").status_code == 200 and http.get("/docs").status_code == 200
+        assert info["verify_steps"] >= info["drafted_steps"] > 0 and info["not_drafted"] is None
         for method in ("GET", "POST"):
             flushed = http.request(method, "/flush_cache")
             assert flushed.status_code == 200 and flushed.json()["success"] is True
+
+
+def test_reports_say_why_steps_did_not_draft():
+    engine = shared_engine("NGRAM")
+    limited = replace(engine.buckets, block_tokens=1)
+    found = drafting_summary(engine.drafter, limited, 10, 4)
+    assert found["drafted_steps"] == 4 and "batches of more than 1 requests" in found["not_drafted"]
+    assert "--speculative-num-draft-tokens" in found["not_drafted"]
+    assert "speculate: false" in drafting_summary(engine.drafter, engine.buckets, 10, 4)["not_drafted"]
+    assert drafting_summary(engine.drafter, engine.buckets, 10, 10)["not_drafted"] is None
+    plain = shared_engine("NONE")
+    assert drafting_summary(plain.drafter, plain.buckets, 10, 0) == {"drafted_steps": 0, "not_drafted": None}
 
 
 def test_request_ids_are_echoed_if_they_are_sane(server):

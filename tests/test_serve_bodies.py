@@ -17,7 +17,7 @@ from server_helpers import Running, running
 from specjax.serve import app, json_body
 from specjax.serve.errors import ApiError
 from specjax.serve.json_body import INLINE_BYTES, MAX_NODES, MAX_VALUES, Budget, count_values, parse_json
-from specjax.serve.protocol import ChatBody, CompletionBody, GenerateBody, SamplingBody, read_request
+from specjax.serve.protocol import ChatRequest, CompletionRequest, GenerateRequest, SamplingBody, read_request
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(),
@@ -62,9 +62,9 @@ def test_many_small_texts_are_counted_together():
     call = {"function": {"name": "f", "arguments": '{"a": [' + ",".join(["[]"] * 40_000) + "]}"}}
     messages = [*HELLO, *[{"role": "assistant", "tool_calls": [call]}] * 4]
     with pytest.raises(ApiError) as caught:
-        read_request(ChatBody, json.dumps({"messages": messages}).encode(), RULES)
+        read_request(ChatRequest, json.dumps({"messages": messages}).encode(), RULES)
     assert caught.value.status == 413
-    assert read_request(ChatBody, json.dumps({"messages": messages[:3]}).encode(), RULES)
+    assert read_request(ChatRequest, json.dumps({"messages": messages[:3]}).encode(), RULES)
 
 
 @pytest.mark.parametrize("depth", [150, 300, 100_000, 10**7])
@@ -73,33 +73,33 @@ def test_deep_nesting_is_a_400(depth, form):
     left, right = form.split("{}") if form == "[{}]" else ('{"a":', "}")
     body = b'{"prompt": "x", "user_data": ' + left.encode() * depth + b"1" + right.encode() * depth + b"}"
     if depth < 200:
-        assert read_request(CompletionBody, body, RULES)[2].headers
+        assert read_request(CompletionRequest, body, RULES)[2].headers
         return
     with pytest.raises(ApiError) as caught:
-        read_request(CompletionBody, body, RULES)
+        read_request(CompletionRequest, body, RULES)
     assert caught.value.status in (400, 413)
 
 
 HOSTILE: dict[str, tuple[type, dict[str, Any], str]] = {
-    "stop ids": (CompletionBody, {"prompt": "x", "stop_token_ids": ["x"] * 100_000}, "stop_token_ids"),
-    "wrong stop ids": (CompletionBody, {"prompt": "x", "stop_token_ids": ["x"] * 1000}, "stop_token_ids"),
-    "stop": (CompletionBody, {"prompt": "x", "stop": ["x"] * 100_000}, "stop"),
-    "stop numbers": (CompletionBody, {"prompt": "x", "stop": [5] * 10}, "stop"),
-    "bias": (CompletionBody, {"prompt": "x", "logit_bias": {str(i): "x" for i in range(100_000)}}, "logit_bias"),
-    "metadata": (CompletionBody, {"prompt": "x", "metadata": {str(i): 0 for i in range(100_000)}}, "metadata"),
-    "prompts": (CompletionBody, {"prompt": ["x"] * 500_000}, "prompt"),
-    "wrong prompts": (CompletionBody, {"prompt": [None] * 500_000}, "prompt"),
-    "ids": (CompletionBody, {"prompt": [5] * 500_000}, "prompt"),
-    "lists of ids": (CompletionBody, {"prompt": [[5] * 100_000] * 5}, "prompt"),
-    "texts": (GenerateBody, {"text": ["x"] * 500_000}, "text"),
-    "choices": (GenerateBody, {"text": ["x"] * 500, "sampling_params": {"n": 128}}, "n"),
-    "sampling": (GenerateBody, {"text": ["x"] * 9, "sampling_params": [{}] * 100_000}, "sampling_params"),
-    "rid": (GenerateBody, {"text": "x", "rid": [5] * 500_000}, "rid"),
-    "messages": (ChatBody, {"messages": HELLO * 40_000}, "messages"),
-    "wrong messages": (ChatBody, {"messages": [0] * 500_000}, "messages"),
-    "parts": (ChatBody, {"messages": [{"role": "user", "content": [0] * 500_000}]}, "messages"),
-    "calls": (ChatBody, {"messages": [{"role": "assistant", "tool_calls": [0] * 500_000}]}, "messages"),
-    "tools": (ChatBody, {"messages": HELLO, "tools": [0] * 500_000}, "tools"),
+    "stop ids": (CompletionRequest, {"prompt": "x", "stop_token_ids": ["x"] * 100_000}, "stop_token_ids"),
+    "wrong stop ids": (CompletionRequest, {"prompt": "x", "stop_token_ids": ["x"] * 1000}, "stop_token_ids"),
+    "stop": (CompletionRequest, {"prompt": "x", "stop": ["x"] * 100_000}, "stop"),
+    "stop numbers": (CompletionRequest, {"prompt": "x", "stop": [5] * 10}, "stop"),
+    "bias": (CompletionRequest, {"prompt": "x", "logit_bias": {str(i): "x" for i in range(100_000)}}, "logit_bias"),
+    "metadata": (CompletionRequest, {"prompt": "x", "metadata": {str(i): 0 for i in range(100_000)}}, "metadata"),
+    "prompts": (CompletionRequest, {"prompt": ["x"] * 500_000}, "prompt"),
+    "wrong prompts": (CompletionRequest, {"prompt": [None] * 500_000}, "prompt"),
+    "ids": (CompletionRequest, {"prompt": [5] * 500_000}, "prompt"),
+    "lists of ids": (CompletionRequest, {"prompt": [[5] * 100_000] * 5}, "prompt"),
+    "texts": (GenerateRequest, {"text": ["x"] * 500_000}, "text"),
+    "choices": (GenerateRequest, {"text": ["x"] * 500, "sampling_params": {"n": 128}}, "n"),
+    "sampling": (GenerateRequest, {"text": ["x"] * 9, "sampling_params": [{}] * 100_000}, "sampling_params"),
+    "rid": (GenerateRequest, {"text": "x", "rid": [5] * 500_000}, "rid"),
+    "messages": (ChatRequest, {"messages": HELLO * 40_000}, "messages"),
+    "wrong messages": (ChatRequest, {"messages": [0] * 500_000}, "messages"),
+    "parts": (ChatRequest, {"messages": [{"role": "user", "content": [0] * 500_000}]}, "messages"),
+    "calls": (ChatRequest, {"messages": [{"role": "assistant", "tool_calls": [0] * 500_000}]}, "messages"),
+    "tools": (ChatRequest, {"messages": HELLO, "tools": [0] * 500_000}, "tools"),
 }  # fmt: skip
 
 
@@ -125,7 +125,7 @@ def test_lengths_are_checked_before_items(case):
 
 def test_unknown_fields_by_the_thousand():
     given = {"prompt": "x"} | {f"f{i}" * 20: i for i in range(50_000)}
-    assert len(str(read_request(CompletionBody, json.dumps(given).encode(), RULES)[2].headers)) < 4096
+    assert len(str(read_request(CompletionRequest, json.dumps(given).encode(), RULES)[2].headers)) < 4096
 
 
 @pytest.fixture(scope="module")
@@ -179,13 +179,13 @@ ODD = (
 JSON_TYPE = {"Content-Type": "application/json"}
 FEW = {"max_tokens": 2, "temperature": 0.5, "seed": 1}
 BODIES: dict[str, tuple[type, dict[str, Any]]] = {
-    CHAT: (ChatBody, {"messages": HELLO, **FEW}),
-    COMPLETE: (CompletionBody, {"prompt": ["a", "b"], **FEW}),
-    GENERATE: (GenerateBody, {"text": "a", "sampling_params": {"max_new_tokens": 2, "seed": 1}}),
+    CHAT: (ChatRequest, {"messages": HELLO, **FEW}),
+    COMPLETE: (CompletionRequest, {"prompt": ["a", "b"], **FEW}),
+    GENERATE: (GenerateRequest, {"text": "a", "sampling_params": {"max_new_tokens": 2, "seed": 1}}),
 }
 INNER = {
     "messages": ["role", "content", "name", "tool_calls", "tool_call_id", "refusal", "x"],
-    "sampling_params": [*GenerateBody.elsewhere, "regex", "x"],
+    "sampling_params": [*GenerateRequest.elsewhere, "regex", "x"],
 }
 
 

@@ -14,8 +14,8 @@ from engine_helpers import shared_engine
 from server_helpers import SECONDS, Running, answer_of, running, slow_down, wait_until
 
 from specjax.cli.flags import ServerSettings
-from specjax.serve import connection, gate
-from specjax.serve.listener import SHUT_DOWN
+from specjax.serve import connection, middleware
+from specjax.serve.runner import SHUT_DOWN
 from specjax.serve.server import allow_files
 
 COMPLETE = "/v1/completions"
@@ -159,7 +159,7 @@ def test_body_that_never_ends(impatient, sent):
 
 
 def test_body_that_comes_byte_by_byte(impatient, monkeypatch):
-    monkeypatch.setattr(gate, "WHOLE", 2.0)
+    monkeypatch.setattr(middleware, "WHOLE", 2.0)
     with connected(impatient, HALF) as sock:
         sock.settimeout(0.02)
         while True:
@@ -203,7 +203,7 @@ def test_a_slow_client_with_time_is_served(server):
 
 def test_running_requests_are_not_timed(impatient, monkeypatch):
     """Longer than a request may take to come."""
-    monkeypatch.setattr(gate, "WHOLE", 2.0)
+    monkeypatch.setattr(middleware, "WHOLE", 2.0)
     slow_down(impatient.engine, monkeypatch, 0.1)
     answer = impatient.complete(max_tokens=6, ignore_eos=True)
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 6
@@ -234,7 +234,7 @@ def test_too_many_connections():
 
 
 def test_bodies_share_a_limit(server, monkeypatch):
-    monkeypatch.setattr(gate, "MAX_BODIES", 3000)
+    monkeypatch.setattr(middleware, "MAX_BODIES", 3000)
     with connected(server, HEAD + b"Content-Length: 2900\r\n\r\n" + b" " * 2800):
         large = json.dumps({"prompt": "x" * 500, "max_tokens": 1})
 

@@ -16,18 +16,17 @@ from specjax.cli.flags import ServerSettings
 from specjax.engine import Completion, SamplingParams, StreamChunk
 from specjax.engine.request import TokenLogprob, later_seed, random_seed
 from specjax.serve import fields
-from specjax.serve.answers import GenerateAnswer
 from specjax.serve.errors import ApiError, shown
 from specjax.serve.fields import IGNORED_HEADER, MAX_NAMED, Ignored
-from specjax.serve.messages import UNSUPPORTED as NOT_IN_MESSAGES
-from specjax.serve.protocol import ChatBody, CompletionBody, GenerateBody, read_request
+from specjax.serve.messages import Message
+from specjax.serve.protocol import ChatRequest, CompletionRequest, GenerateRequest, read_request
+from specjax.serve.responses import GenerateAnswer, TokenNames, generate_logprobs
 from specjax.serve.task import Rules, Task
-from specjax.serve.tokens import TokenNames, generate_logprobs
 
 LEAST: dict[type, dict[str, Any]] = {
-    ChatBody: {"messages": HELLO},
-    CompletionBody: {"prompt": "x"},
-    GenerateBody: {"text": "x"},
+    ChatRequest: {"messages": HELLO},
+    CompletionRequest: {"prompt": "x"},
+    GenerateRequest: {"text": "x"},
 }
 KINDS = list(LEAST)
 
@@ -37,7 +36,7 @@ def task(kind: type, *, rules: Rules = RULES, **given: Any) -> Task:
 
 
 def params(kind: type, *, rules: Rules = RULES, **given: Any) -> SamplingParams:
-    given = {"sampling_params": given} if kind is GenerateBody else given
+    given = {"sampling_params": given} if kind is GenerateRequest else given
     return task(kind, rules=rules, **given).sampling[0]
 
 
@@ -86,12 +85,12 @@ SGLANG_DEFAULTS = {
 @pytest.mark.parametrize(
     ("kind", "given"),
     [
-        (ChatBody, CHAT_DEFAULTS),
-        (ChatBody, VLLM_DEFAULTS),
-        (ChatBody, SGLANG_DEFAULTS),
-        (CompletionBody, COMPLETION_DEFAULTS),
-        (CompletionBody, VLLM_DEFAULTS),
-        (GenerateBody, SGLANG_DEFAULTS | {"logprob_start_len": -1, "modalities": None}),
+        (ChatRequest, CHAT_DEFAULTS),
+        (ChatRequest, VLLM_DEFAULTS),
+        (ChatRequest, SGLANG_DEFAULTS),
+        (CompletionRequest, COMPLETION_DEFAULTS),
+        (CompletionRequest, VLLM_DEFAULTS),
+        (GenerateRequest, SGLANG_DEFAULTS | {"logprob_start_len": -1, "modalities": None}),
     ],
 )
 def test_defaults_pass_even_strictly(kind, given, alone):
@@ -110,7 +109,7 @@ def test_every_neutral_value_of_an_unsupported_field_passes(kind):
 
 
 def test_null_members_of_an_object_count_as_absent():
-    assert task(ChatBody, response_format={"type": "text", "json_schema": None}) == task(ChatBody)
+    assert task(ChatRequest, response_format={"type": "text", "json_schema": None}) == task(ChatRequest)
 
 
 @pytest.mark.parametrize(("value", "expected"), [(0, -1), (-1, -1), (None, -1), (7, 7), (10**30, 10**30)])
@@ -120,8 +119,8 @@ def test_top_k(kind, value, expected):
 
 
 def test_a_repetition_penalty_is_above_zero():
-    assert params(ChatBody, repetition_penalty=5e-324).repetition_penalty == 5e-324
-    assert refused(ChatBody, repetition_penalty=0).param == "repetition_penalty"
+    assert params(ChatRequest, repetition_penalty=5e-324).repetition_penalty == 5e-324
+    assert refused(ChatRequest, repetition_penalty=0).param == "repetition_penalty"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -129,8 +128,12 @@ def test_whole_floats_are_integers(kind):
     assert params(kind, seed=7.0, top_k=3.0, stop_token_ids=[5.0, 6]) == params(
         kind, seed=7, top_k=3, stop_token_ids=[5, 6]
     )
-    assert refused(CompletionBody, n=1.5).param == "n"
-    assert task(CompletionBody, prompt=[5.0, 6]).prompts == task(CompletionBody, prompt=[[5, 6.0]]).prompts == [[5, 6]]
+    assert refused(CompletionRequest, n=1.5).param == "n"
+    assert (
+        task(CompletionRequest, prompt=[5.0, 6]).prompts
+        == task(CompletionRequest, prompt=[[5, 6.0]]).prompts
+        == [[5, 6]]
+    )
 
 
 # Names of other servers.
@@ -140,14 +143,16 @@ def test_whole_floats_are_integers(kind):
 def test_sampling_seed_is_the_seed(kind):
     assert params(kind, sampling_seed=7).seed == params(kind, seed=7, sampling_seed=7).seed == 7
     given = {"seed": 7, "sampling_seed": 8}
-    given = {"sampling_params": given} if kind is GenerateBody else given
+    given = {"sampling_params": given} if kind is GenerateRequest else given
     assert refused(kind, **given).param == "sampling_seed"
     given = {"sampling_seed": 2**63}
-    given = {"sampling_params": given} if kind is GenerateBody else given
-    assert refused(kind, **given).param == "sampling_seed"
+    given = {"sampling_params": given} if kind is GenerateRequest else given
+    error = refused(kind, **given)
+    assert error.param == ("sampling_params" if kind is GenerateRequest else "sampling_seed")
+    assert "sampling_seed must be from" in str(error)
 
 
-@pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
 def test_model_default_is_the_model(kind):
     for name in ("default", "toy", None):
         assert task(kind, model=name)
@@ -160,17 +165,17 @@ def test_cache_salt(kind):
     assert task(kind, cache_salt=None).sampling[0].cache_salt is None
     for wrong in ("", "x" * 257, 5, ["a"]):
         assert refused(kind, cache_salt=wrong).param == "cache_salt"
-    assert refused(GenerateBody, sampling_params={"cache_salt": "x"})
+    assert refused(GenerateRequest, sampling_params={"cache_salt": "x"})
 
 
 def test_max_tokens_is_checked_where_it_has_no_effect():
-    assert task(ChatBody, max_tokens=127, max_completion_tokens=5).sampling[0].max_new_tokens == 5
+    assert task(ChatRequest, max_tokens=127, max_completion_tokens=5).sampling[0].max_new_tokens == 5
     for wrong in (0, -1, 128, 10**30):
-        assert refused(ChatBody, max_tokens=wrong, max_completion_tokens=5).param == "max_tokens"
+        assert refused(ChatRequest, max_tokens=wrong, max_completion_tokens=5).param == "max_tokens"
 
 
 def test_rid_of_a_batch_is_made_from_one_name():
-    assert task(GenerateBody, text=["a", "b"], rid="r").ids == ["r_0", "r_1"]
+    assert task(GenerateRequest, text=["a", "b"], rid="r").ids == ["r_0", "r_1"]
 
 
 # Defaults of the model.
@@ -201,18 +206,22 @@ def test_the_server_uses_its_engines_defaults(server: Running, monkeypatch, path
 # Unknown fields.
 
 UNKNOWN: dict[str, tuple[type, dict[str, Any], str]] = {
-    "top": (ChatBody, {"beam_width": 5}, "beam_width"),
-    "null": (CompletionBody, {"beam_width": None}, "beam_width"),
-    "options": (ChatBody, {"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
-    "message": (ChatBody, {"messages": [*HELLO, HELLO[0] | {"weight": 1}]}, "messages[].weight"),
+    "top": (ChatRequest, {"beam_width": 5}, "beam_width"),
+    "null": (CompletionRequest, {"beam_width": None}, "beam_width"),
+    "options": (ChatRequest, {"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+    "message": (ChatRequest, {"messages": [*HELLO, HELLO[0] | {"weight": 1}]}, "messages[].weight"),
     "part": (
-        ChatBody,
+        ChatRequest,
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}]}]},
         "messages[].content[].cache_control",
     ),
-    "generate": (GenerateBody, {"priority": 3}, "priority"),
-    "sampling": (GenerateBody, {"sampling_params": {"foo": 1}}, "sampling_params.foo"),
-    "sampling list": (GenerateBody, {"text": ["a", "b"], "sampling_params": [{}, {"foo": 1}]}, "sampling_params.foo"),
+    "generate": (GenerateRequest, {"priority": 3}, "priority"),
+    "sampling": (GenerateRequest, {"sampling_params": {"foo": 1}}, "sampling_params.foo"),
+    "sampling list": (
+        GenerateRequest,
+        {"text": ["a", "b"], "sampling_params": [{}, {"foo": 1}]},
+        "sampling_params.foo",
+    ),
 }
 
 
@@ -273,9 +282,9 @@ CHAT_CHANGES = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_known_fields_that_would_change_the_text_are_refused(kind):
     more = {
-        ChatBody: CHAT_CHANGES,
-        CompletionBody: {"messages": HELLO, "max_new_tokens": 5, "max_completion_tokens": 5, "top_logprobs": 2},
-        GenerateBody: {"temperature": 0, "max_tokens": 5, "prompt": "x", "messages": HELLO, "n": 2, "stop": "x"},
+        ChatRequest: CHAT_CHANGES,
+        CompletionRequest: {"messages": HELLO, "max_new_tokens": 5, "max_completion_tokens": 5, "top_logprobs": 2},
+        GenerateRequest: {"temperature": 0, "max_tokens": 5, "prompt": "x", "messages": HELLO, "n": 2, "stop": "x"},
     }[kind]
     for name, value in (CHANGES | more).items():
         assert refused(kind, **{name: value}).param == name, name
@@ -283,18 +292,18 @@ def test_known_fields_that_would_change_the_text_are_refused(kind):
 
 def test_known_fields_inside_sampling_params_are_refused():
     for name, value in {"regex": "a", "max_tokens": 5, "use_beam_search": True, "json_schema": "{}"}.items():
-        error = refused(GenerateBody, sampling_params={name: value})
+        error = refused(GenerateRequest, sampling_params={name: value})
         assert name in str(error) and error.param == "sampling_params"
-    assert refused(ChatBody, stream=True, stream_options={"include_obfuscation": True}).param == "stream_options"
+    assert refused(ChatRequest, stream=True, stream_options={"include_obfuscation": True}).param == "stream_options"
 
 
 def test_parts_of_messages():
-    for name, harmless in NOT_IN_MESSAGES.items():
+    for name, harmless in Message.unsupported.items():
         for value in (None, *harmless):
-            assert task(ChatBody, messages=[HELLO[0] | {name: value}]) == task(ChatBody)
-        assert refused(ChatBody, messages=[HELLO[0] | {name: "something"}]).param == "messages"
+            assert task(ChatRequest, messages=[HELLO[0] | {name: value}]) == task(ChatRequest)
+        assert refused(ChatRequest, messages=[HELLO[0] | {name: "something"}]).param == "messages"
     for calls in ({}, "", 0, False):
-        assert refused(ChatBody, messages=[{"role": "assistant", "content": "x", "tool_calls": calls}])
+        assert refused(ChatRequest, messages=[{"role": "assistant", "content": "x", "tool_calls": calls}])
 
 
 @pytest.mark.parametrize(
@@ -302,7 +311,9 @@ def test_parts_of_messages():
 )
 def test_arguments_of_a_call(said, passed):
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": said}}
-    (prompt,) = task(ChatBody, messages=[*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]).prompts
+    (prompt,) = task(
+        ChatRequest, messages=[*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    ).prompts
     assert prompt[1]["tool_calls"][0]["function"]["arguments"] == passed
 
 
@@ -323,7 +334,7 @@ def test_the_texts_of_log_probabilities():
     assert found["output_token_logprobs"] == [[-0.5, 70, a], [-1.0, 71, b]]
     assert found["output_top_logprobs"] == [[[-0.5, 70, a], [-1.0, 71, b]], [[-1.0, 71, b], [-9999.0, 9, c]]]
     assert generate_logprobs(LOGPROBS, None)["output_token_logprobs"] == [[-0.5, 70, None], [-1.0, 71, None]]
-    assert read_request(GenerateBody, b'{"text": "x", "return_text_in_logprobs": true}', RULES)[
+    assert read_request(GenerateRequest, b'{"text": "x", "return_text_in_logprobs": true}', RULES)[
         0
     ].return_text_in_logprobs
 

@@ -14,9 +14,8 @@ from server_helpers import running
 
 from specjax.cli.flags import ServerSettings
 from specjax.serve.errors import ApiError
-from specjax.serve.openapi import document
+from specjax.serve.openapi import document, numbers_to
 from specjax.serve.protocol import SamplingBody, StreamOptions
-from specjax.serve.schemas import numbers_to
 from specjax.serve.task import Rules
 
 NAMES = {CHAT: "ChatRequest", COMPLETE: "CompletionRequest", GENERATE: "GenerateRequest"}
@@ -73,7 +72,7 @@ def test_operations_are_complete():
 @pytest.mark.parametrize("path", KINDS)
 def test_the_schema_has_the_fields_that_the_server_knows(path):
     schemas = described()["components"]["schemas"]
-    kinds = {NAMES[path]: KINDS[path], "SamplingParams": SamplingBody, "StreamOptions": StreamOptions}
+    kinds = {NAMES[path]: KINDS[path], "SamplingBody": SamplingBody, "StreamOptions": StreamOptions}
     for name, kind in kinds.items():
         assert set(schemas[name]["properties"]) == {*kind.model_fields, *kind.unsupported, *kind.elsewhere}
 

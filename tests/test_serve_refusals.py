@@ -15,7 +15,7 @@ from engine_helpers import shared_engine
 from server_helpers import SECONDS, Running, running, slow_down, wait_until
 
 from specjax.cli.flags import ServerSettings
-from specjax.serve import gate
+from specjax.serve import middleware
 
 HELLO = [{"role": "user", "content": "hello"}]
 CHAT, COMPLETE, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
@@ -49,8 +49,8 @@ BOTH: dict[str, tuple[dict, str, str]] = {  # fields, param, what is said
     "tokens text": ({"max_tokens": "5"}, "max_tokens", "integer"),
     "tokens beyond the context": ({"max_tokens": 1000}, "max_tokens", "context of 128"),
     "stop many": ({"stop": ["a"] * 17}, "stop", "at most 16"),
-    "stop empty": ({"stop": ""}, "stop", "non-empty"),
-    "stop holds empty": ({"stop": ["a", ""]}, "stop", "non-empty"),
+    "stop empty": ({"stop": ""}, "stop", "must not be empty"),
+    "stop holds empty": ({"stop": ["a", ""]}, "stop", "stop[1] must not be empty"),
     "stop number": ({"stop": 5}, "stop", "string"),
     "stop numbers": ({"stop": [5]}, "stop", "string"),
     "temperature": ({"temperature": -0.1}, "temperature", "-0.1"),
@@ -58,14 +58,14 @@ BOTH: dict[str, tuple[dict, str, str]] = {  # fields, param, what is said
     "temperature bool": ({"temperature": True}, "temperature", "number"),
     "top_p zero": ({"top_p": 0}, "top_p", "above 0"),
     "top_p": ({"top_p": 1.01}, "top_p", "1.01"),
-    "top_k": ({"top_k": -2}, "top_k", "-1 (off) or at least 1, got -2"),
+    "top_k": ({"top_k": -2}, "top_k", "at least -1, got -2"),
     "min_p": ({"min_p": 1.5}, "min_p", "1.5"),
     "frequency": ({"frequency_penalty": 2.5}, "frequency_penalty", "-2 to 2"),
     "presence": ({"presence_penalty": -2.5}, "presence_penalty", "-2 to 2"),
     "repetition zero": ({"repetition_penalty": 0}, "repetition_penalty", "above 0"),
     "repetition": ({"repetition_penalty": 2.1}, "repetition_penalty", "2.1"),
-    "seed": ({"seed": 2**63}, "seed", "64 bits"),
-    "seed huge": ({"seed": -(10**30)}, "seed", "64 bits"),
+    "seed": ({"seed": 2**63}, "seed", "to 9223372036854775807"),
+    "seed huge": ({"seed": -(10**30)}, "seed", "from -9223372036854775808"),
     "seed float": ({"seed": 1.5}, "seed", "integer"),
     "bias key": ({"logit_bias": {"a": 1}}, "logit_bias", "not a token id"),
     "bias key float": ({"logit_bias": {"1.5": 1}}, "logit_bias", "not a token id"),
@@ -295,7 +295,7 @@ def check_and_headers(response, status: int):
 
 
 def test_bodies_that_are_too_large(server, monkeypatch):
-    monkeypatch.setattr(gate, "MAX_BODY", 1000)
+    monkeypatch.setattr(middleware, "MAX_BODY", 1000)
     body = json.dumps({"prompt": "x" * 2000}).encode()
     with server.client() as client:
         check_error(client.post(COMPLETE, content=body, headers={"Content-Type": "application/json"}), 413, said="1000")
@@ -307,7 +307,7 @@ def test_a_huge_body_is_refused_before_it_is_sent(server):
     """413 comes for the announced length alone."""
     host, port = server.base.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=SECONDS) as sock:
-        head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {gate.MAX_BODY + 1}\r\n\r\n"
+        head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {middleware.MAX_BODY + 1}\r\n\r\n"
         sock.sendall(f"POST {CHAT} HTTP/1.1\r\n{head}".encode())
         assert sock.recv(4096).startswith(b"HTTP/1.1 413")
 

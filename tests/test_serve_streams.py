@@ -19,8 +19,7 @@ from toy_models import random_table, table_model
 
 from specjax.cli.flags import ServerSettings
 from specjax.engine import SamplingParams
-from specjax.serve.listener import SHUT_DOWN, Listener
-from specjax.serve.runner import State
+from specjax.serve.runner import SHUT_DOWN, Listener, State
 
 CHAT, COMPLETE, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 LONG = {"prompt": "hello", "max_tokens": 110, "temperature": 0}

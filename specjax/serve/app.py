@@ -1,4 +1,4 @@
-"""The routes. Handlers read a body, give its sequences to the runner, and turn news into an answer or a stream."""
+"""The routes. Handlers read a body, give its sequences to the runner, and turn stream deltas into an answer."""
 
 from __future__ import annotations
 
@@ -12,27 +12,32 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from specjax.cli.flags import ServerSettings
 from specjax.engine import Completion
-from specjax.serve.answers import Answer, GenerateAnswer, OpenAIAnswer, event, fingerprint
 from specjax.serve.errors import ApiError, bad_request, error_body, unavailable
 from specjax.serve.fields import Ignored
-from specjax.serve.gate import Gate, check_state, error_response
 from specjax.serve.json_body import INLINE_BYTES, receive_body
-from specjax.serve.listener import SEND_AGAIN, Listener
+from specjax.serve.middleware import INTERNAL, Gate, HeadWithoutBody, check_state, error_response
 from specjax.serve.openapi import document
-from specjax.serve.protocol import DEFAULT_MODEL, AnyRequest, ChatBody, CompletionBody, GenerateBody, read_request
-from specjax.serve.runner import QueueFull, Runner, describe
-from specjax.serve.task import Rules, Task
+from specjax.serve.protocol import (
+    AnyRequest,
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    check_model,
+    read_request,
+)
+from specjax.serve.report import describe
+from specjax.serve.responses import Answer, GenerateAnswer, OpenAIAnswer, TokenNames, event, fingerprint
+from specjax.serve.runner import SEND_AGAIN, Listener, QueueFull, Runner
+from specjax.serve.task import Rules, Task, check_capacity
 from specjax.serve.tokenising import Tokenising, work
-from specjax.serve.tokens import TokenNames
 
 logger = logging.getLogger("specjax.serve")
 
@@ -51,14 +56,9 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
 
     def rules() -> Rules:
         engine = runner.engine
-        return Rules(
-            model,
-            runner.capacity,
-            engine.context_length,
-            min(engine.context_length - 1, engine.intake.pool_tokens),
-            engine.sampling_defaults,
-            strict=settings.strict_fields,
-        )
+        room = min(engine.context_length - 1, engine.intake.pool_tokens)
+        limits = (runner.capacity, engine.context_length, room, engine.sampling_defaults)
+        return Rules(model, *limits, strict=settings.strict_fields)
 
     async def read(request: Request, kind: type[AnyRequest]) -> tuple[AnyRequest, Task, Ignored]:
         data = await receive_body(request)
@@ -68,15 +68,12 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
 
     async def begin(request: Request, task: Task, id: str) -> Listener:
         """Tokenises and queues. The request has its places in the queue from here on, however short its wait is."""
-        count = len(task.prompts) * task.n
-        if count > runner.capacity:
-            param = "n" if task.n > 1 else task.prompt_field
-            raise bad_request(f"{count} choices in one request; this server takes {runner.capacity}", param)
-        try:
-            places = runner.reserve(count)
-        except QueueFull as error:
-            raise unavailable(f"the queue is full: {error}", retry_after=1) from error
-        with places:
+        check_capacity(task.n, len(task.prompts), rules(), task.prompt_field)
+        with contextlib.ExitStack() as stack:
+            try:
+                places = stack.enter_context(runner.reserve(len(task.prompts) * task.n))
+            except QueueFull as error:
+                raise unavailable(f"the queue is full: {error}", retry_after=1) from error
             job = tokenising.submit(work(task.prompts, task.n), task.sequences, runner.engine.intake, id)
             made = asyncio.wrap_future(job)
             gone = asyncio.create_task(until_gone(request.receive))
@@ -87,11 +84,10 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
             finally:
                 gone.cancel()
                 made.cancel()
-            sequences = made.result()
+            listener = Listener(made.result())
             check_state(runner)
-            listener = Listener(sequences)
             try:
-                places.submit(listener)
+                runner.submit(listener, places)
             except ValueError as error:
                 raise bad_request(str(error), "rid") from error
         return listener
@@ -100,18 +96,12 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
     def names() -> TokenNames:
         return TokenNames(runner.engine.tokenizer)
 
-    def check_model(name: str | None) -> None:
-        if name not in (None, DEFAULT_MODEL, model):
-            problem = f"no model {name!r:.80} here; this server has {model!r}"
-            raise ApiError(404, problem, param="model", code="model_not_found")
-
-    async def openai(request: Request, kind: type[ChatBody] | type[CompletionBody], id: str) -> Response:
+    async def openai(request: Request, kind: type[ChatRequest] | type[CompletionRequest], id: str) -> Response:
         body, task, ignored = await read(request, kind)
-        chat = isinstance(body, ChatBody)
         ignored.log(id)
         listener = await begin(request, task, id)
         echo: list[str] = []
-        if isinstance(body, CompletionBody) and body.echo:
+        if isinstance(body, CompletionRequest) and body.echo:
             try:  # a batch of token ids takes a while
                 echo = await asyncio.get_running_loop().run_in_executor(parsing, _as_texts, runner, task.prompts)
             except BaseException:
@@ -120,28 +110,28 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
         answer = OpenAIAnswer(
             id=id,
             model=model,
-            chat=chat,
+            chat=isinstance(body, ChatRequest),
             n=task.n,
             width=runner.engine.drafter.width,
             names=names(),
             logprobs=task.sampling[0].logprobs is not None,
             metrics=bool(body.return_speculative_metrics),
-            include_usage=body.wants_usage(),
+            include_usage=body.wants_usage,
             echo=echo,
         )
         return await respond(request, runner, listener, answer, stream=bool(body.stream), headers=ignored.headers)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        return await openai(request, ChatBody, f"chatcmpl-{secrets.token_hex(12)}")
+        return await openai(request, ChatRequest, f"chatcmpl-{secrets.token_hex(12)}")
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await openai(request, CompletionBody, f"cmpl-{secrets.token_hex(12)}")
+        return await openai(request, CompletionRequest, f"cmpl-{secrets.token_hex(12)}")
 
     @app.api_route("/generate", methods=["POST", "PUT"])
     async def generate(request: Request) -> Response:
-        body, task, ignored = await read(request, GenerateBody)
+        body, task, ignored = await read(request, GenerateRequest)
         id = secrets.token_hex(16)
         ignored.log(id)
         listener = await begin(request, task, id)
@@ -155,22 +145,23 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
         )
         return await respond(request, runner, listener, answer, stream=bool(body.stream), headers=ignored.headers)
 
+    def model_card() -> dict[str, Any]:
+        card = {"id": model, "object": "model", "created": int(runner.ready_at), "owned_by": "specjax", "root": model}
+        return card | {"max_model_len": runner.engine.context_length}
+
     @app.api_route("/v1/models", methods=READ)
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model_card(runner, model)]}
+        return {"object": "list", "data": [model_card()]}
 
     @app.api_route("/v1/models/{name:path}", methods=READ)
     async def one_model(name: str) -> dict[str, Any]:
-        check_model(name)
-        return _model_card(runner, model)
+        check_model(name, model)
+        return model_card()
 
     @app.api_route("/health", methods=READ)
-    async def health() -> Response:
-        try:
-            check_state(runner)
-        except ApiError as error:
-            return error_response(error)
-        return JSONResponse({"status": "ok"})
+    async def health() -> dict[str, Any]:
+        check_state(runner)
+        return {"status": "ok"}
 
     @app.api_route("/get_model_info", methods=READ)
     @app.api_route("/model_info", methods=READ)
@@ -178,11 +169,11 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
         return describe(runner.engine, model)
 
     @app.api_route("/flush_cache", methods=[*READ, "POST"])
-    async def flush_cache() -> Response:
+    async def flush_cache() -> dict[str, Any]:
         done = await asyncio.wrap_future(runner.call(lambda engine: engine.flush_cache()))
         if not done:
             raise bad_request(f"cannot flush while requests run or wait ({runner.unfinished} do)", code="busy")
-        return JSONResponse({"success": True, "message": "Cache flushed."})
+        return {"success": True, "message": "Cache flushed."}
 
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
@@ -194,18 +185,9 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
         message = said.get(error.status_code, str(error.detail))
         return JSONResponse(error_body(error.status_code, message), error.status_code, headers=error.headers)
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        return JSONResponse(error_body(400, f"{first['loc'][-1]}: {first['msg']}"), 400)
-
     @app.exception_handler(ClientDisconnect)
     async def gone(request: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=CLIENT_GONE)  # it left while it sent the body
-
-    @app.exception_handler(Exception)
-    async def broken(request: Request, error: Exception) -> Response:
-        return JSONResponse(error_body(500, "internal error; the server's log has it"), 500)
 
     @functools.cache
     def described() -> dict[str, Any]:
@@ -218,41 +200,26 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
     return app
 
 
-class HeadWithoutBody:
-    """Answers HEAD with the headers of GET. uvicorn cuts the body off, other ASGI servers may not."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_headers(message: Message) -> None:
-            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
-
-        head = scope["type"] == "http" and scope["method"] == "HEAD"
-        await self._app(scope, receive, send_headers if head else send)
-
-
 async def respond(
     request: Request, runner: Runner, listener: Listener, answer: Answer, *, stream: bool, headers: Mapping[str, str]
 ) -> Response:
     if stream:
         return EventStream(runner, listener, answer, headers)
+    done: dict[int, Completion] = {}
     async with _while_connected(request.receive, runner, listener):
-        done: dict[int, Completion] = {}
         async for chunk in listener.chunks():
             if chunk.completion is not None:
                 done[chunk.prompt_index] = chunk.completion
     if len(done) < len(listener.sequences):
         return Response(status_code=CLIENT_GONE)
     completions = [done[index] for index in sorted(done)]
-    for completion in completions:
-        if failure := _failure(completion):
-            raise failure
+    if failure := next(filter(None, map(_failure, completions)), None):
+        raise failure
     return JSONResponse(answer.whole(completions), headers=dict(headers))
 
 
 class EventStream(Response):
-    """Server-sent events, each written as soon as it is known."""
+    """Server-sent events, each written as soon as its text is known."""
 
     media_type = "text/event-stream"
 
@@ -281,9 +248,9 @@ class EventStream(Response):
                 yield b"".join(self._answer.events(chunk))
             if not left:
                 yield b"".join(self._answer.last_events())
-        except Exception:  # the status line has been sent: all that is left is to say so
+        except Exception:  # the status line has been sent, so an event must carry the error
             logger.exception("a stream failed")
-            yield event(error_body(500, "internal error; the server's log has it"))
+            yield event(error_body(500, INTERNAL))
 
 
 async def until_gone(receive: Receive) -> None:
@@ -294,7 +261,7 @@ async def until_gone(receive: Receive) -> None:
 
 @contextlib.asynccontextmanager
 async def _while_connected(receive: Receive, runner: Runner, listener: Listener) -> AsyncIterator[None]:
-    """Ends the listener when the client goes, and the sequences however the block is left."""
+    """Closes the listener when the client disconnects; ends the sequences however the block is left."""
 
     async def watch() -> None:
         await until_gone(receive)
@@ -309,7 +276,7 @@ async def _while_connected(receive: Receive, runner: Runner, listener: Listener)
 
 
 def _failure(completion: Completion) -> ApiError | None:
-    """An abort is our fault here: a client that leaves gets no answer."""
+    """The error of a request that was aborted. Those whose client has left get no answer, so it is the server's."""
     reason = completion.finish_reason
     if reason["type"] != "abort":
         return None
@@ -322,14 +289,3 @@ def _failure(completion: Completion) -> ApiError | None:
 def _as_texts(runner: Runner, prompts: list[Any]) -> list[str]:
     decode = runner.engine.tokenizer.decode
     return [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]
-
-
-def _model_card(runner: Runner, model: str) -> dict[str, Any]:
-    return {
-        "id": model,
-        "object": "model",
-        "created": int(runner.ready_at),
-        "owned_by": "specjax",
-        "root": model,
-        "max_model_len": runner.engine.context_length,
-    }

@@ -96,22 +96,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     allow_files(2 * server.max_connections)  # from twice as many on they are cut
     logger.info("Listening on %s; requests get a 503 until the model is loaded", url(sock))
-    runner = Runner(
-        lambda: load(settings),
-        max_queued_requests=server.max_queued_requests,
-        stream_interval=server.stream_interval,
-        decode_log_interval=server.decode_log_interval,
-        watchdog_timeout=server.watchdog_timeout,
-    )
-    app = create_app(runner, server, model=name)
-    failure = Server(
-        app,
-        runner,
-        sock,
-        shutdown_timeout=server.shutdown_timeout,
-        receive_timeout=server.receive_timeout,
-        max_connections=server.max_connections,
-    ).run()
+    runner = Runner(lambda: load(settings), server)
+    failure = Server(create_app(runner, server, model=name), runner, sock, server).run()
     wrong = isinstance(failure, USERS_ERRORS) and not runner.loaded
     if wrong:
         print(f"specjax.serve: {failure}", file=sys.stderr)

@@ -1,11 +1,11 @@
 """HTTP connections: uvicorn's, with answers in OpenAI's form where it has plain text, and limits where it has none.
 
-uvicorn's protocol classes parse requests and run the app. This module decides what they answer by themselves (400 for
-what is not HTTP), how long they wait (for the rest of headers, for the rest of a body after its answer) and how they
-end when the server stops. While the app reads a body, `specjax.serve.gate` limits its time.
+uvicorn's protocol classes parse requests and run the app. This module decides their own answers (400 for what is not
+HTTP), their time limits (for the rest of headers, and for the rest of a body after its answer) and their end when the
+server stops. While the app reads a body, `specjax.serve.middleware` limits its time.
 
     connected -> headers -> body -> answer -> headers ...
-    a part of a request has come: `part`       otherwise: None, and uvicorn's keep-alive time-out or the app decide
+    `part` is the incomplete part of a request. None: uvicorn's keep-alive time-out or the app decide.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from typing import Any, Literal
 from starlette.datastructures import Headers
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from specjax.flags import ServerSettings
 from specjax.serve.errors import error_body
-from specjax.serve.gate import CROWDED, WHOLE, log_answer, request_id
-from specjax.serve.listener import SHUT_DOWN
+from specjax.serve.middleware import CROWDED, WHOLE, log_answer, request_id
+from specjax.serve.runner import SHUT_DOWN
 
 try:
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -32,7 +33,7 @@ except ImportError:  # an extra of uvicorn, which is faster
     HttpToolsProtocol = None
 
 LINGER = 1.0
-"""Seconds in which a client that is refused may still send: to close at once could destroy the answer on its way."""
+"""Seconds in which a refused client may still send: closing at once could destroy the answer on its way."""
 
 MOST_HEADERS = 65_536
 """Bytes of headers. h11 has its own, lower limit; httptools has none."""
@@ -41,13 +42,13 @@ Part = Literal["headers", "body"]
 
 
 def is_answering(connection: Any) -> bool:
-    """Whether a part of an answer has been written, and not all."""
+    """Whether an answer has been written in part."""
     cycle = getattr(connection, "cycle", None)
     return cycle is not None and cycle.response_started and not cycle.response_complete
 
 
 class _Guarded:
-    """Mixed into uvicorn's protocol classes, whose attributes these are."""
+    """Mixed into uvicorn's protocol classes, which have the attributes without a value here."""
 
     transport: Any
     flow: Any
@@ -61,21 +62,19 @@ class _Guarded:
     timeout_keep_alive_task: Any
     timeout_keep_alive_handler: Any
 
-    receive_timeout: float
-    max_connections: int
+    receive_timeout: float  # seconds that a client may pause within a request
+    max_connections: int  # requests of further connections get a 503; beyond twice as many, connections are cut
 
-    _began = 0.0  # when the first byte of the request came that is incomplete, or the connection
+    part: Part | None = None
+    """The incomplete part of a request of which some bytes have come."""
+
+    _began = 0.0  # when the first byte of the incomplete request came, or the connection
     _heard = 0.0  # when the last byte came
     _headers = 0  # bytes of incomplete headers
     _timer: asyncio.TimerHandle | None = None
     _refused = False  # the last answer has been written
 
-    @property
-    def part(self) -> Part | None:
-        """What is incomplete of a request of which something has come."""
-        raise AttributeError("the parser's class has it")
-
-    # asyncio's calls
+    # Called by asyncio
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)  # type: ignore[misc]
@@ -102,11 +101,10 @@ class _Guarded:
         super().data_received(data)  # type: ignore[misc]
         if self._refused or self.transport.is_closing():
             return
-        part = self.part
-        if part is None:
+        if self.part is None:
             self._keep_alive()
             return
-        if part == "headers":
+        if self.part == "headers":
             self._headers += len(data)
             if self._headers > MOST_HEADERS:
                 self._refuse(431, f"the headers are larger than {MOST_HEADERS} bytes")
@@ -114,16 +112,16 @@ class _Guarded:
         if self._timer is None:
             self._watch(self.receive_timeout)
 
-    # uvicorn's calls
+    # Called by uvicorn
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn calls this while it handles the parser's error, which knows more than `msg`."""
+        """Called while uvicorn handles the parser's error, which says more than `msg`."""
         error = sys.exc_info()[1]
         about = f": {error!s:.200}" if error is not None and str(error) else ""
         self._refuse(getattr(error, "error_status_hint", 400), f"{msg.rstrip('.')}{about}")
 
     def shutdown(self) -> None:
-        """The server stops: answers may end, and what is not a whole request yet never becomes one."""
+        """The server stops: answers may end, and incomplete requests are refused."""
         if self._refused:
             self.transport.abort()
         elif self.part is not None and not is_answering(self):
@@ -131,54 +129,52 @@ class _Guarded:
         else:
             super().shutdown()  # type: ignore[misc]
 
-    # Ours
+    # Called here
 
     @property
     def _open(self) -> bool:
-        """A request is with the app, and has no whole answer yet."""
+        """Whether the app has a request without a complete answer."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _watch(self, seconds: float) -> None:
         self._timer = self.loop.call_later(seconds, self._look)
 
     def _look(self) -> None:
-        """Whether the client has been too slow. One timer a connection, and none while the app works."""
+        """Refuses a client that has been too slow. One timer a connection, and none while the app works."""
         self._timer = None
         if self._refused or self.transport.is_closing():
             return
-        part, now = self.part, self.loop.time()
-        if part is None:
-            if self.cycle is None:  # connected, and has said nothing
+        now = self.loop.time()
+        if self.part is None:
+            if self.cycle is None:  # connected, and nothing sent
                 self.transport.close()
             return
-        if part == "headers":
-            left = self._began + self.receive_timeout - now
-        else:
+        left = self._began + self.receive_timeout - now
+        if self.part == "body":
             left = min(self._heard + self.receive_timeout, self._began + WHOLE * self.receive_timeout) - now
-        if left > 0 or (part == "body" and self._open):  # a body that the app reads is the gate's
+        if left > 0 or (self.part == "body" and self._open):  # the middleware limits a body that the app reads
             self._watch(max(left, self.receive_timeout / 10))
-        elif part == "body":  # it has had its answer
+        elif self.part == "body":  # answered already
             self.transport.close()
         else:
             self._refuse(408, f"the headers were not complete within {self.receive_timeout:g} s (--receive-timeout)")
 
     def _keep_alive(self) -> None:
-        """Any byte ends uvicorn's timer for idle connections, also the rest of a body whose answer has been given."""
+        """Starts uvicorn's timer for idle connections anew: any byte ends it, also one of the rest of a body whose
+        answer has been given."""
         if self.cycle is not None and self.cycle.response_complete and self.timeout_keep_alive_task is None:
-            self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.timeout_keep_alive_handler
-            )
+            handler = self.timeout_keep_alive_handler
+            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, handler)
 
     def _refuse(self, status: int, message: str, headers: Mapping[str, str] = MappingProxyType({})) -> None:
         """Answers without the app, and ends the connection."""
         if is_answering(self):  # too late for another answer
             self.transport.close()
             return
-        scope = {"method": "-", "path": "-", "http_version": "1.1", "client": self.client}
-        id = request_id(Headers())
+        scope, id = {"method": "-", "path": "-", "http_version": "1.1", "client": self.client}, request_id(Headers())
         if self._open:
             scope, id = self.cycle.scope, request_id(Headers(scope=self.cycle.scope))
-            self.cycle.disconnected = True  # for the app, which writes no answer then
+            self.cycle.disconnected = True  # the app writes no answer then
             self.cycle.message_event.set()
         body = json.dumps(error_body(status, message)).encode()
         fields = {
@@ -202,7 +198,7 @@ class _Guarded:
 
 class H11Connection(_Guarded, H11Protocol):  # type: ignore[misc]
     @property
-    def part(self) -> Part | None:
+    def part(self) -> Part | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         # By name: h11's states are classes of their own, one of which is the value.
         state = str(self.conn.their_state)
         if state == "SEND_BODY":
@@ -213,32 +209,21 @@ class H11Connection(_Guarded, H11Protocol):  # type: ignore[misc]
 if HttpToolsProtocol is not None:
 
     class HttpToolsConnection(_Guarded, HttpToolsProtocol):  # type: ignore[misc]
-        _part: Part | None = None
-
-        @property
-        def part(self) -> Part | None:
-            return self._part
-
         def on_message_begin(self) -> None:
-            self._part = "headers"
+            self.part = "headers"
             super().on_message_begin()
 
         def on_headers_complete(self) -> None:
-            self._part = "body"
+            self.part = "body"
             super().on_headers_complete()
 
         def on_message_complete(self) -> None:
-            self._part = None
+            self.part = None
             super().on_message_complete()
 
 
-def connection_class(*, receive_timeout: float, max_connections: int) -> type[asyncio.Protocol]:
-    """What `uvicorn.Config` takes as `http`: over httptools where that is installed, as uvicorn chooses, else over h11.
-
-    Args:
-        receive_timeout: seconds that a client may pause within a request.
-        max_connections: from which on requests get a 503. From twice as many on connections are cut.
-    """
+def connection_class(settings: ServerSettings) -> type[asyncio.Protocol]:
+    """The `http` of `uvicorn.Config`: over httptools where that is installed, as uvicorn chooses, else over h11."""
     base: Any = H11Connection if HttpToolsProtocol is None else HttpToolsConnection
-    limits = {"receive_timeout": receive_timeout, "max_connections": max_connections}
+    limits = {"receive_timeout": settings.receive_timeout, "max_connections": settings.max_connections}
     return type(base.__name__, (base,), limits)

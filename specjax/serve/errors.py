@@ -1,4 +1,4 @@
-"""Refusals, in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def unavailable(message: str, *, retry_after: int, close: bool = False) -> ApiEr
 
 
 class _Short(reprlib.Repr):
-    """Looks at the first items only: the repr of a million tokens is made before it is cut."""
+    """Looks at the first items only: `repr` would write all of a million tokens before it is cut."""
 
     def __init__(self) -> None:
         super().__init__()

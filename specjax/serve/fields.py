@@ -1,25 +1,37 @@
-"""What the fields of a request body may be, and what becomes of the ones that are not supported.
+"""The rules for the fields of request bodies, and the types that they are declared with.
 
-Three kinds of fields:
+A field of a `Body` is stated once: its declaration gives the check, the error message and the JSON schema. There are
+three kinds of fields:
 
-- supported: each has a type, checked here, and a range, checked by `SamplingParams`;
-- known but not supported (`Body.unsupported`): OpenAI's, SGLang's and vLLM's fields that would change the text or the
-  answer. The values that ask for nothing pass, any other is refused by name;
+- supported: declared, with their types and limits;
+- known but not supported (`Body.unsupported`): fields of OpenAI, SGLang and vLLM that would change the text or the
+  answer. Values that change nothing pass, all others are refused by name;
 - unknown: ignored and named in a response header, or refused with `--strict-fields`.
+
+Limits that depend on the model stand in the schemas as names ("$room"), which `specjax.serve.openapi` replaces.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 from urllib.parse import quote
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 
 from specjax.sampling import BIAS_ENTRIES
 from specjax.serve.errors import bad_request, shown
+from specjax.serve.json_body import Budget
 
 logger = logging.getLogger("specjax.serve")
 
@@ -32,10 +44,8 @@ MAX_NAMED = 16
 MAX_NAME = 64
 """Most characters of a field's name that are repeated."""
 
-MAX_STOP_IDS = 1024
-MAX_METADATA = 1024
-
-Values = tuple[Any, ...]
+Values: TypeAlias = tuple[Any, ...]
+Schema: TypeAlias = dict[str, Any]
 
 
 class Ignored:
@@ -47,18 +57,15 @@ class Ignored:
         self._more = False
 
     def add(self, name: str, where: str = "", param: str | None = None) -> None:
-        """Notes a field. `where`: what stands before its name, as in `stream_options.`.
+        """Notes a field. `where` is the prefix of its name, for example `stream_options.`.
 
         Raises:
             ApiError: unknown fields are refused (`--strict-fields`).
         """
         name = name[:MAX_NAME]
         if self._strict:
-            raise bad_request(
-                f"unknown field {where + name!r}; this server refuses those (--strict-fields)",
-                param or name,
-                "unknown_field",
-            )
+            message = f"unknown field {where + name!r}; this server refuses those (--strict-fields)"
+            raise bad_request(message, param or name, "unknown_field")
         if len(self._names) < MAX_NAMED:
             self._names[where + name] = None
         else:
@@ -73,63 +80,74 @@ class Ignored:
         return {IGNORED_HEADER: ", ".join([*names, *(["..."] if self._more else [])])}
 
     def log(self, id: str) -> None:
-        """One line of bounded length. Values are private: they are not logged."""
+        """One line of bounded length. Values are private and not logged."""
         if self._names:
             logger.warning("%s: ignored fields: %s", id, self.headers[IGNORED_HEADER])
 
 
-def _at_most(most: int, what: str) -> BeforeValidator:
-    """Checks the length before any item."""
+class Reading(NamedTuple):
+    """State of reading one body: pydantic's validation context."""
+
+    ignored: Ignored
+    budget: Budget
+
+
+def reading(info: Any) -> Reading:
+    """The context of a validation, of whose `ValidationInfo` no `isinstance` is possible."""
+    assert isinstance(info.context, Reading)
+    return info.context
+
+
+def whole(value: Any) -> Any:
+    """2.0 as 2, since JSON does not tell them apart; other values unchanged."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def at_most(most: int) -> BeforeValidator:
+    """Checks the length of a list or object before its members, so that a huge one costs nothing."""
 
     def check(value: Any) -> Any:
         if isinstance(value, list | dict) and len(value) > most:
-            said = f"it has {len(value)} {what}; at most {most} are supported"
-            raise PydanticCustomError("too_long", "{said}", {"said": said})
+            said = {"count": len(value), "most": most}
+            raise PydanticCustomError("too_long", "has {count} members; at most {most} are supported", said)
         return value
 
     return BeforeValidator(check)
 
 
-def whole_numbers(values: list[Any]) -> list[Any]:
-    """The same with 2.0 as 2: JSON does not tell them apart. What is no whole number stays."""
-    if float in set(map(type, values)):
-        return [_whole(value) for value in values]
-    return values
+def implies(condition: Schema, consequence: Schema) -> Schema:
+    return {"if": condition, "then": consequence}
 
 
-def _token_ids(value: Any) -> Any:
-    """One error for the first wrong item."""
-    if not isinstance(value, list):
-        return value
-    value = whole_numbers(value)
-    for index, token in enumerate(value):
-        if type(token) is not int:
-            said = f"item {index} should be a valid integer, got {shown(token)}"
-            raise PydanticCustomError("int_type", "{said}", {"said": said})
-    return value
+def has(**properties: Schema) -> Schema:
+    return {"required": list(properties), "properties": properties}
 
 
-def _whole(value: Any) -> Any:
-    """JSON does not tell 2.0 from 2."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Integer = Annotated[int, Field(strict=True), BeforeValidator(_whole)]
-Number = Annotated[float, Field(strict=True)]  # an integer is one, too
+Integer = Annotated[int, Field(strict=True)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]  # an integer is a number, too
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(strict=True)]
-TokenIds = Annotated[list[Any], _at_most(MAX_STOP_IDS, "token ids"), BeforeValidator(_token_ids)]
-Bias = Annotated[dict[str, Number], _at_most(BIAS_ENTRIES, "entries")]
-Metadata = Annotated[dict[str, Any], _at_most(MAX_METADATA, "entries")]
+TOKEN: Schema = {"minimum": 0, "maximum": "$last_token"}
+Token = Annotated[int, Field(strict=True, json_schema_extra=TOKEN), BeforeValidator(whole)]
+TokenIds = Annotated[list[Token], Field(max_length=1024, fail_fast=True)]
+TOKEN_KEYS: Schema = {"propertyNames": {"pattern": "$token_key", "maxLength": 18}}
+Bias = Annotated[
+    dict[str, Annotated[Number, Field(ge=-100, le=100)]],
+    Field(max_length=BIAS_ENTRIES, json_schema_extra=TOKEN_KEYS),
+    at_most(BIAS_ENTRIES),
+]
+Metadata = Annotated[dict[str, Any], Field(max_length=1024), at_most(1024)]
 
+# Fields that are known but not supported, with the values that change nothing; null never does.
+
+# The form of the output.
 FORMAT: dict[str, Values] = {
     "response_format": ({"type": "text"},), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
     "function_call": ("none", "auto"), "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
     "guided_whitespace_pattern": (), "structured_outputs": (), "structural_tag": (), "json_schema": (), "regex": (),
     "ebnf": (), "grammar": (),
 }  # fmt: skip
-"""What the output must look like."""
-
+# How tokens are drawn, where the output ends, and how tokens become text.
 DRAWING: dict[str, Values] = {
     "allowed_token_ids": (), "bad_words": ([],), "logits_processors": ([],), "custom_logit_processor": (),
     "custom_params": ({},), "stop_regex": ([], ""), "use_beam_search": (False,), "length_penalty": (1,),
@@ -138,35 +156,21 @@ DRAWING: dict[str, Values] = {
     "include_stop_str_in_output": (False,), "spaces_between_special_tokens": (True,), "lora_path": ("",),
     "lora_id": ("",), "lora_request": (), "best_of": (1,), "speculate": (True,),
 }  # fmt: skip
-"""How tokens are drawn, where it ends, and how they become text."""
-
+# Parts of the prompt.
 INPUT: dict[str, Values] = {
     "truncate_prompt_tokens": (), "prompt_embeds": ([],), "input_embeds": ([],), "image_data": ([],),
     "video_data": ([],), "audio_data": ([],), "session_params": ({},), "suffix": ("",), "echo": (False,),
 }  # fmt: skip
-"""What the prompt is made of."""
-
+# Parts of the answer beside the text.
 ANSWER: dict[str, Values] = {
     "prompt_logprobs": (), "logprob_token_ids": (), "token_ids_logprob": ([],), "return_hidden_states": (False,),
     "return_token_ids": (False,), "return_prompt_token_ids": (False,), "return_tokens_as_token_ids": (False,),
     "return_routed_experts": (False,), "return_meta_info": (False,), "return_entropy": (False,),
 }  # fmt: skip
-"""What the answer should hold beside the text."""
-
-CHAT: dict[str, Values] = {
-    "parallel_tool_calls": (True, False), "modalities": (["text"],), "audio": (), "prediction": (),
-    "reasoning_effort": ("none", "medium"), "verbosity": ("medium",), "web_search_options": (), "moderation": (),
-    "add_generation_prompt": (True,), "continue_final_message": (False,), "add_special_tokens": (False,),
-    "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],), "mm_processor_kwargs": ({},),
-    "media_io_kwargs": ({},),
-}  # fmt: skip
-"""Fields of chats: OpenAI's defaults, and how messages become a prompt."""
-
-UNSUPPORTED = FORMAT | DRAWING | INPUT | ANSWER
-"""In every body."""
+UNSUPPORTED = FORMAT | DRAWING | INPUT | ANSWER  # in every body
 
 
-def asks_for_nothing(value: Any, harmless: Values) -> bool:
+def changes_nothing(value: Any, harmless: Values) -> bool:
     """Whether a value is null or one of these. Null members of an object count as absent."""
     if isinstance(value, dict):
         value = {name: member for name, member in value.items() if member is not None}
@@ -176,57 +180,106 @@ def asks_for_nothing(value: Any, harmless: Values) -> bool:
 
 
 class Body(BaseModel):
-    """An object of a request. Fields are read by `read`, which sees the ones that pydantic does not know."""
+    """An object of a request, read with a `Reading` as context."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    place: ClassVar[str] = ""
+    """Prefix of a field's name in messages, for example `stream_options.`."""
 
     unsupported: ClassVar[Mapping[str, Values]] = {}
-    """Known fields that are not supported, with the values that ask for nothing; null always does."""
+    """Known fields that are not supported, with the values that change nothing; null never does."""
 
     elsewhere: ClassVar[Mapping[str, tuple[str, Values]]] = {}
     """Fields that would change the text and have another name or place here: the advice, and values that pass."""
 
+    relations: ClassVar[Sequence[Schema]] = ()
+    """Rules between fields for the schema."""
+
     @classmethod
-    def read(cls: type[AnyBody], values: Any, ignored: Ignored, where: str = "") -> AnyBody:
-        """From parsed JSON. `where`: what stands before a field's name in messages.
+    def read(cls: type[AnyBody], values: Any, reading: Reading) -> AnyBody:
+        """Checks parsed JSON.
 
         Raises:
-            ApiError: no object, a wrong type or a field that is not supported; names the first field that is wrong.
+            ApiError: no object, a wrong type or a field that is not supported; names the first wrong field.
         """
         if not isinstance(values, dict):
-            what = where.rstrip(".") or "the body"
-            raise bad_request(f"{what} must be a JSON object, got {shown(values)}", where.partition(".")[0] or None)
-        root = where.partition(".")[0].partition("[")[0]
+            what = cls.place.rstrip(".") or "the body"
+            raise bad_request(f"{what} must be a JSON object, got {shown(values)}", _root(cls.place))
+        try:
+            return cls.model_validate(values, context=reading)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise bad_request(_message(cls, first), _root(cls.place) or str(first["loc"][0])[:MAX_NAME]) from error
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, values: Any, info: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        root = _root(cls.place)
         for name, value in values.items():
             if name in cls.model_fields:
                 continue
             if name in cls.elsewhere:
                 advice, harmless = cls.elsewhere[name]
-                if not asks_for_nothing(value, harmless):
-                    raise bad_request(f"{where}{name} is not a field here: {advice}", root or name, "unsupported")
+                if not changes_nothing(value, harmless):
+                    message = f"{cls.place}{name} is not a field here: {advice}"
+                    raise bad_request(message, root or name, "unsupported")
             elif name in cls.unsupported:
                 harmless = cls.unsupported[name]
-                if not asks_for_nothing(value, harmless):
+                if not changes_nothing(value, harmless):
                     passes = ", ".join(["null", *(repr(other) for other in harmless)])
-                    raise bad_request(
-                        f"{where}{name} is not supported (only {passes}), got {shown(value)}",
-                        root or name,
-                        "unsupported",
-                    )
+                    message = f"{cls.place}{name} is not supported (only {passes}), got {shown(value)}"
+                    raise bad_request(message, root or name, "unsupported")
             else:
-                ignored.add(name, where, root or None)
-        return _checked(cls.model_validate, values, where)
+                reading(info).ignored.add(name, cls.place, root)
+        return {name: whole(values[name]) for name in cls.model_fields if name in values}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> Schema:
+        """Adds the fields that are not supported, and the rules between fields."""
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        schema["additionalProperties"] = "$lenient"
+        schema |= {"allOf": list(cls.relations)} if cls.relations else {}
+        about = "Not supported: only the values that change nothing pass."
+        for name, harmless in cls.unsupported.items():
+            if name not in cls.model_fields:
+                schema["properties"][name] = {"enum": [None, *harmless], "description": about}
+        for name, (advice, harmless) in cls.elsewhere.items():
+            schema["properties"][name] = {"enum": [None, *harmless], "description": f"Not a field here: {advice}."}
+        return schema
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)
 
 
-def _checked(validate: Callable[[Any], AnyBody], values: Any, where: str) -> AnyBody:
-    try:
-        return validate(values)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        name = where + ".".join(str(part)[:MAX_NAME] for part in first["loc"])
-        root = name.partition(".")[0].partition("[")[0]
-        said = (first["msg"][0].lower() + first["msg"][1:]).replace("dictionary", "object")
-        raise bad_request(f"{name}: {said}, got {shown(first['input'])}", root or None) from error
+def _root(place: str) -> str | None:
+    return re.split(r"[.\[]", place, maxsplit=1)[0] or None
+
+
+def _message(kind: type[Body], error: ErrorDetails) -> str:
+    """Pydantic's error in the form "`field` must be ..., got ..."."""
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part[:MAX_NAME]}" for part in error["loc"]]
+    name = kind.place + "".join(parts).removeprefix(".")
+    if error["type"] == "missing":
+        return f"{name} is required"
+    said = error["msg"].replace("Input should ", "must ").replace("valid dictionary", "valid object")
+    if error["type"] in ("greater_than", "greater_than_equal", "less_than_equal"):
+        said = _range(kind.model_json_schema()["properties"][error["loc"][0]]) or said
+    if error["type"] == "string_too_short":
+        said = "must not be empty"
+    return f"{name} {said[0].lower()}{said[1:]}, got {shown(error['input'])}"
+
+
+def _range(schema: Schema) -> str | None:
+    """The limits of a number's schema in words; None: it has none of its own."""
+    members = [
+        each["additionalProperties"] for each in schema["anyOf"] if isinstance(each.get("additionalProperties"), dict)
+    ]
+    limits = next((each for each in [*schema["anyOf"], *members] if {"minimum", "exclusiveMinimum"} & set(each)), None)
+    if limits is None:
+        return None
+    high = limits.get("maximum")
+    if "exclusiveMinimum" in limits:
+        return f"must be above {limits['exclusiveMinimum']:g} and at most {high:g}"
+    low = limits["minimum"]
+    return f"must be at least {low}" if high is None or isinstance(high, str) else f"must be from {low} to {high}"

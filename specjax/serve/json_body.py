@@ -25,10 +25,10 @@ _PIECE = 2**20
 
 
 async def receive_body(request: Request) -> bytearray:
-    """The bytes of a body that is sent as JSON, held once.
+    """The bytes of a body that is sent as JSON, in one copy.
 
     Raises:
-        ApiError: 415 unless it is sent as JSON (a web page may send any other type to a local server unasked).
+        ApiError: 415, another content type (a web page may send any but JSON to a local server unasked).
     """
     sent_as = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if sent_as != "application/json" and not (sent_as.startswith("application/") and sent_as.endswith("+json")):
@@ -64,7 +64,7 @@ class Budget:
 
 
 def parse_json(data: bytes | bytearray, budget: Budget) -> object:
-    """The value that a text of JSON stands for. Infinity and NaN are let through: fields refuse them by name.
+    """Parses a text of JSON. Infinity and NaN pass: fields refuse them by name.
 
     Raises:
         ApiError: 413, more values than a request may hold; 400, no JSON, or nested too deeply.
@@ -77,10 +77,9 @@ def parse_json(data: bytes | bytearray, budget: Budget) -> object:
 
 
 def count_values(data: bytes | bytearray) -> tuple[int, int]:
-    """(values, nodes): the most values of a JSON text, and its lists, objects and members. No text is parsed.
+    """(values, nodes): upper bounds of a JSON text's values, and of its lists, objects and members, without parsing.
 
-    What stands in strings does not count. Of a text that is no JSON the counts hold up to its first error, where the
-    parser stops, too.
+    Strings count as one value each. In invalid JSON the counts hold up to the first error, where the parser stops.
     """
     commas = brackets = colons = 0
     inside, left = np.uint8(0), b""

@@ -1,4 +1,4 @@
-"""What stands before every route: request ids, the API key, readiness, and the size and time of bodies. Plain ASGI."""
+"""ASGI middleware before every route: request ids, the API key, readiness, HEAD, and limits of bodies."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specjax.serve.errors import ApiError, unavailable
-from specjax.serve.listener import SHUT_DOWN
-from specjax.serve.runner import Runner, State
+from specjax.serve.runner import SHUT_DOWN, Runner, State
 
 logger = logging.getLogger("specjax.serve")
 
@@ -27,10 +26,10 @@ MAX_BODIES = 2**30
 """Bytes of all bodies that are held at once. A body is held until its request has been answered."""
 
 WHOLE = 10.0
-"""A whole request may take this many times as long as a pause in it."""
+"""A whole request may take this many times as long as one pause in it."""
 
 OPEN = "/health"
-"""Answers whoever asks, in any state."""
+"""The path that needs no key, and answers in any state."""
 
 CROWDED = "specjax.crowded"
 """In the scope's state, set by the connection: how many connections are open, where that is too many."""
@@ -38,6 +37,20 @@ CROWDED = "specjax.crowded"
 CLOSE = {"Connection": "close"}
 
 INTERNAL = "internal error; the server's log has it"
+
+
+class HeadWithoutBody:
+    """Answers HEAD with the headers of GET. uvicorn cuts the body off, other ASGI servers may not."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_headers(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        head = scope["type"] == "http" and scope["method"] == "HEAD"
+        await self._app(scope, receive, send_headers if head else send)
 
 
 class Gate:
@@ -86,12 +99,8 @@ class Gate:
             scheme, _, token = given.partition(" ")
             right = hmac.compare_digest(token.strip().encode("latin-1"), self._key)  # the bytes as they came
             if scheme.lower() != "bearer" or not right:
-                raise ApiError(
-                    401,
-                    "this server needs its API key, as `Authorization: Bearer KEY`",
-                    code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
+                needs = "this server needs its API key, as `Authorization: Bearer KEY`"
+                raise ApiError(401, needs, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         check_state(self._runner)
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > MAX_BODY:
@@ -99,10 +108,9 @@ class Gate:
 
 
 def check_state(runner: Runner) -> None:
-    """Whether the engine takes requests.
-
+    """
     Raises:
-        ApiError: 503, it does not.
+        ApiError: 503, the engine takes no requests.
     """
     if runner.state is State.LOADING:
         raise unavailable("the model is loading", retry_after=5)
@@ -123,7 +131,7 @@ def request_id(headers: Headers) -> str:
 
 
 def shown_id(id: str) -> str:
-    """As the log has it: in quotes if it could be taken for something else."""
+    """The id as the log shows it: in quotes if it could be mistaken for something else."""
     return id if re.fullmatch(r"[\w.:/+=@-]+", id, re.ASCII) else json.dumps(id)
 
 
@@ -147,7 +155,7 @@ class _Body:
         Raises:
             ApiError: 408, 413 or 503: the body is too slow, too large, or there is no room for it.
         """
-        if self._whole:  # what comes now is that the client leaves
+        if self._whole:  # only a disconnect can come now
             return await self._receive()
         pause = self._gate._timeout
         deadline = min(asyncio.get_running_loop().time() + pause, self._began + WHOLE * pause)
@@ -155,7 +163,8 @@ class _Body:
             async with asyncio.timeout_at(deadline):
                 message = await self._receive()
         except TimeoutError:
-            raise _too_slow(pause) from None
+            limits = f"at most {pause:g} s without a byte, {WHOLE * pause:g} s for the whole (--receive-timeout)"
+            raise ApiError(408, f"the request was not complete in time: {limits}", headers=CLOSE) from None
         size = len(message.get("body", b""))
         self._whole = not message.get("more_body", False)
         self._bytes += size
@@ -169,15 +178,6 @@ class _Body:
     def release(self) -> None:
         self._gate._held -= self._bytes
         self._bytes = 0
-
-
-def _too_slow(pause: float) -> ApiError:
-    return ApiError(
-        408,
-        f"the request was not complete in time: at most {pause:g} s without a byte, {WHOLE * pause:g} s for the whole "
-        "(--receive-timeout)",
-        headers=CLOSE,
-    )
 
 
 def _too_large() -> ApiError:

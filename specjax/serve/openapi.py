@@ -1,12 +1,15 @@
-"""The OpenAPI 3.1 document at `/openapi.json`: paths, statuses and security. `specjax.serve.schemas` has the bodies."""
+"""The OpenAPI 3.1 document at `/openapi.json`, made of the types of request and response bodies."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from specjax.serve import schemas
-from specjax.serve.fields import IGNORED_HEADER
-from specjax.serve.schemas import Schema, reference
+from pydantic.json_schema import models_json_schema
+
+from specjax.serve.fields import IGNORED_HEADER, Schema
+from specjax.serve.json_body import MAX_NODES, MAX_VALUES
+from specjax.serve.protocol import DEFAULT_MODEL, ChatRequest, CompletionRequest, GenerateRequest, SamplingBody
 from specjax.serve.task import Rules
 
 ABOUT = """\
@@ -14,17 +17,17 @@ Speculative decoding for JAX, behind OpenAI's interface and SGLang's `/generate`
 
 **One rule for the fields of a request.** A field that is listed works, or is refused by name with a 400. The same holds
 for fields of OpenAI, SGLang and vLLM that would change the text or the answer and are not supported: only the values
-that ask for nothing pass, null always. {unknown}
+that change nothing pass, null always. {unknown}
 
-**What a schema cannot say**, and gets a 400: a prompt and its new tokens must fit the context together; `min_tokens` is
-at most `max_tokens`, and works with at most 8 stop ids; prompts times `n` is at most the number of requests that may
-run or wait; `seed` and `sampling_seed` agree; lists of `sampling_params` and `rid` have one item for each prompt, names
-differ, and `n` is the same in all.
+**Rules that a schema cannot express**, and that give a 400: a prompt and its new tokens must fit the context together;
+`min_tokens` is at most `max_tokens`, and works with at most 8 stop ids; prompts times `n` is at most the number of
+requests that may run or wait; `seed` and `sampling_seed` agree; lists of `sampling_params` and `rid` have one item for
+each prompt, names differ, and `n` is the same in all.
 
 **Parameters that a request does not give** are those of the model's `generation_config.json`, where the server uses it,
 else OpenAI's.
 
-**Limits.** A body has at most {values} JSON values, {nodes} of them lists, objects or members of objects.
+**Limits.** A body has at most {values:,} JSON values, {nodes:,} of them lists, objects or members of objects.
 """
 
 IGNORED = f"Unknown fields are ignored; the header `{IGNORED_HEADER}` of the answer names them."
@@ -41,103 +44,203 @@ STATUSES = {
     503: "The server is loading, full or shutting down; try again after `Retry-After` seconds.",
 }
 
-REQUEST_ID: dict[str, Schema] = {
-    "X-Request-Id": {"required": True, "schema": {"type": "string"}, "description": "The client's, or a new one."}
+
+# The forms of answers, written with Python's types; see `_form`.
+SPECULATIVE = {"spec_verify_ct": int, "spec_accept_length": float, "spec_accept_rate": float,
+               "spec_accept_histogram": [int]}  # fmt: skip
+TOKEN_ENTRY = {"token": str, "logprob": float, "bytes": [int]}
+CHAT_LOGPROBS = {"content": [TOKEN_ENTRY | {"top_logprobs": [TOKEN_ENTRY]}], "refusal": None}
+TEXT_LOGPROBS = {"tokens": [str], "token_logprobs": [float], "top_logprobs": [dict], "text_offset": [int]}
+FINISH = ("stop", "length")
+CHOICE = {"index": int, "finish_reason": FINISH, "matched_stop": (str, int, None), "seed": int}
+COMPLETION = {
+    "id": str,
+    "created": int,
+    "model": str,
+    "system_fingerprint": str,
+    "usage": {
+        "prompt_tokens": int,
+        "completion_tokens": int,
+        "total_tokens": int,
+        "prompt_tokens_details": {"cached_tokens": int},
+    },
+    "metadata?": {"speculative": SPECULATIVE},
 }
-FURTHER_HEADERS: dict[int, dict[str, Schema]] = {
-    401: {"WWW-Authenticate": {"required": True, "schema": {"type": "string"}}},
-    503: {"Retry-After": {"required": True, "schema": {"type": "integer", "minimum": 0}, "description": "Seconds."}},
+MESSAGE = {"role": "assistant", "content": str}
+MODEL = {"id": str, "object": "model", "created": int, "owned_by": str, "root": str, "max_model_len": int}
+GENERATED = {
+    "text": str,
+    "output_ids": [int],
+    "meta_info": SPECULATIVE
+    | {
+        "id": str,
+        "finish_reason": {"type": FINISH},
+        "prompt_tokens": int,
+        "completion_tokens": int,
+        "cached_tokens": int,
+        "e2e_latency": float,
+        "seed": int,
+        "output_token_logprobs?": [list],  # log-probability, id, text or null
+        "output_top_logprobs?": [[list]],
+    },
 }
+ANSWERS: dict[str, Any] = {
+    "Error": {"error": {"message": str, "type": str, "param": (str, None), "code": (str, int, None)}},
+    "ChatCompletion": COMPLETION
+    | {"object": "chat.completion", "choices": [CHOICE | {"message": MESSAGE, "logprobs": (CHAT_LOGPROBS, None)}]},
+    "Completion": COMPLETION
+    | {"object": "text_completion", "choices": [CHOICE | {"text": str, "logprobs": (TEXT_LOGPROBS, None)}]},
+    "GenerateAnswer": (GENERATED, [GENERATED]),
+    "Model": MODEL,
+    "ModelList": {"object": "list", "data": [MODEL]},
+    "ModelInfo": {"model_path": str, "is_generation": bool},
+    "Success": {"success": bool, "message": str},
+    "Health": {"status": "ok"},
+}
+TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object", None: "null"}
+
+
+def _form(of: Any) -> Schema:
+    """The schema of a form: a type, a constant, a list of items, a tuple of choices, or an object's members. A member
+    whose name ends with "?" may be absent."""
+    if isinstance(of, dict):
+        members = {name.removesuffix("?"): _form(member) for name, member in of.items()}
+        return {"type": "object", "properties": members, "required": [name for name in of if not name.endswith("?")]}
+    if isinstance(of, list):
+        return {"type": "array", "items": _form(of[0])}
+    if isinstance(of, tuple):
+        return {"anyOf": [_form(choice) for choice in of]}
+    return {"const": of} if isinstance(of, str) else {"type": TYPES[of]}
+
+
+def _header(kind: str, about: str, *, required: bool = True) -> Schema:
+    return {"required": required, "schema": {"type": kind}, "description": about}
+
+
+REQUEST_ID = {"X-Request-Id": _header("string", "The client's, or a new one.")}
+HEADERS = {
+    401: {"WWW-Authenticate": _header("string", "Bearer.")},
+    503: {"Retry-After": _header("integer", "Seconds.")},
+}
+
+
+EVENTS = "Server-sent events, if `stream` is true: each one line of JSON after `data: `; the last is `[DONE]`."
+
+
+def reference(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def components(rules: Rules, vocab_size: int) -> dict[str, Schema]:
+    """The schemas of all bodies by name, with the limits of one model and server."""
+    bodies = (ChatRequest, CompletionRequest, GenerateRequest, SamplingBody)
+    _, found = models_json_schema([(each, "validation") for each in bodies], ref_template=reference("{model}")["$ref"])
+    limits = {
+        "$room": rules.room,
+        "$capacity": rules.capacity,
+        "$last_token": vocab_size - 1,
+        "$token_key": f"^(?:-?0+|0*(?:{numbers_to(vocab_size - 1)}))$",
+        "$models": [rules.model, DEFAULT_MODEL, None],
+        "$lenient": not rules.strict,
+    }
+    return _filled(found["$defs"], limits) | {name: _form(form) for name, form in ANSWERS.items()}
+
+
+def _filled(value: Any, limits: Mapping[str, Any]) -> Any:
+    """The value with names of limits replaced."""
+    if isinstance(value, dict):
+        return {key: _filled(each, limits) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_filled(each, limits) for each in value]
+    return limits.get(value, value) if isinstance(value, str) else value
+
+
+def numbers_to(last: int) -> str:
+    """A regular expression for the decimal numbers 0 to `last`, without leading zeros."""
+    digits = str(last)
+    found = [digits]
+    for place, digit in enumerate(digits):
+        low = 1 if place == 0 and len(digits) > 1 else 0
+        if int(digit) > low:
+            found.append(f"{digits[:place]}[{low}-{int(digit) - 1}][0-9]{{{len(digits) - place - 1}}}")
+    if len(digits) > 1:
+        found.append(f"[0-9]|[1-9][0-9]{{1,{len(digits) - 2}}}" if len(digits) > 2 else "[0-9]")
+    return "|".join(found)
 
 
 def document(rules: Rules, *, vocab_size: int, has_key: bool, version: str) -> dict[str, Any]:
-    """The whole document for one model, whose vocabulary and context are limits of it."""
-    about = ABOUT.format(
-        unknown=REFUSED if rules.strict else IGNORED, values=f"{schemas.MAX_VALUES:,}", nodes=f"{schemas.MAX_NODES:,}"
-    )
-    paths = _Paths(has_key)
-    components: dict[str, Any] = {"schemas": schemas.components(rules, vocab_size)}
+    """The whole document for one model."""
+    about = ABOUT.format(unknown=REFUSED if rules.strict else IGNORED, values=MAX_VALUES, nodes=MAX_NODES)
     found: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "specjax", "version": version, "description": about, "license": {"name": "Apache-2.0"}},
         "servers": [{"url": "/"}],
         "tags": [{"name": name} for name in ("OpenAI", "SGLang", "server")],
-        "paths": paths.all(),
-        "components": components,
+        "paths": _paths(has_key),
+        "components": {"schemas": components(rules, vocab_size)},
     }
     if has_key:
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer", "description": "`--api-key`"}}
-        found["security"] = [{"key": []}]
+        scheme = {"type": "http", "scheme": "bearer", "description": "`--api-key`"}
+        found |= {"security": [{"key": []}]}
+        found["components"]["securitySchemes"] = {"key": scheme}
     return found
 
 
-class _Paths:
-    def __init__(self, has_key: bool) -> None:
-        self._has_key = has_key
+def _paths(has_key: bool) -> dict[str, Any]:
+    def operation(id: str, tag: str, summary: str, answer: str, *statuses: int) -> Schema:
+        every = sorted({*statuses, 413, 503, *((401,) if has_key else ())})
+        responses = {"200": _response("Done.", answer, 200)}
+        responses |= {str(status): _response(STATUSES[status], "Error", status) for status in every}
+        return {"operationId": id, "tags": [tag], "summary": summary, "responses": responses}
 
-    def all(self) -> dict[str, Any]:
-        def generate(method: str) -> Schema:
-            return self._post(f"generate_{method}", "SGLang", "Continue prompts", "GenerateRequest", "GenerateAnswer")
-
-        def flush(method: str) -> Schema:
-            return self._operation(f"flush_cache_{method}", "SGLang", "Forget cached text", "Success", 400, 500)
-
-        def info(name: str) -> Schema:
-            return self._operation(name, "SGLang", "What is served, and how", "ModelInfo")
-
-        models = self._operation("list_models", "OpenAI", "The model that is served", "ModelList")
-        model = self._operation("retrieve_model", "OpenAI", "One model", "Model", 404)
-        name: Schema = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-        health = self._operation("health", "server", "Whether requests are taken", "Health")
-        if self._has_key:
-            health["security"] = []
-            health["responses"].pop("401")
-        chat = self._post("chat_completions", "OpenAI", "Answer a chat", "ChatRequest", "ChatCompletion", 404)
-        text = self._post("completions", "OpenAI", "Continue prompts", "CompletionRequest", "Completion", 404)
-        return {
-            "/v1/chat/completions": {"post": chat},
-            "/v1/completions": {"post": text},
-            "/generate": {"post": generate("post"), "put": generate("put")},
-            "/v1/models": _with_head({"get": models}),
-            "/v1/models/{name}": _with_head({"get": model}) | {"parameters": [name]},
-            "/get_model_info": _with_head({"get": info("get_model_info")}),
-            "/model_info": _with_head({"get": info("model_info")}),
-            "/flush_cache": _with_head({"get": flush("get"), "post": flush("post")}),
-            "/health": _with_head({"get": health}),
-        }
-
-    def _post(self, id: str, tag: str, summary: str, body: str, answer: str, *statuses: int) -> Schema:
-        found = self._operation(id, tag, summary, answer, 400, 408, 415, 500, *statuses)
+    def post(id: str, tag: str, summary: str, body: str, answer: str, *statuses: int) -> Schema:
+        found = operation(id, tag, summary, answer, 400, 408, 415, 500, *statuses)
         found["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference(body)}}}
         done = found["responses"]["200"]
-        events = "Server-sent events, if `stream` is true: each one line of JSON after `data: `; the last is `[DONE]`."
-        done["content"]["text/event-stream"] = {"schema": {"description": events}}
-        done["headers"] = done["headers"] | {
-            IGNORED_HEADER: {"schema": {"type": "string"}, "description": "Fields of the request without effect."}
-        }
+        done["content"]["text/event-stream"] = {"schema": {"description": EVENTS}}
+        ignored = _header("string", "Fields of the request without effect.", required=False)
+        done["headers"] = done["headers"] | {IGNORED_HEADER: ignored}
         return found
 
-    def _operation(self, id: str, tag: str, summary: str, answer: str, *statuses: int) -> Schema:
-        always = (413, 503, *((401,) if self._has_key else ()))
-        responses: dict[str, Any] = {"200": _response("Done.", answer, 200)}
-        for status in sorted({*statuses, *always}):
-            responses[str(status)] = _response(STATUSES[status], "Error", status)
-        return {"operationId": id, "tags": [tag], "summary": summary, "responses": responses}
+    def generate(method: str) -> Schema:
+        return post(f"generate_{method}", "SGLang", "Continue prompts", "GenerateRequest", "GenerateAnswer")
+
+    def flush(method: str) -> Schema:
+        return operation(f"flush_cache_{method}", "SGLang", "Forget cached text", "Success", 400, 500)
+
+    def info(name: str) -> Schema:
+        return _with_head(operation(name, "SGLang", "The model and its limits", "ModelInfo"))
+
+    name: Schema = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    health = operation("health", "server", "Whether requests are taken", "Health")
+    if has_key:
+        health["security"] = []
+        health["responses"].pop("401")
+    chat = post("chat_completions", "OpenAI", "Answer a chat", "ChatRequest", "ChatCompletion", 404)
+    text = post("completions", "OpenAI", "Continue prompts", "CompletionRequest", "Completion", 404)
+    return {
+        "/v1/chat/completions": {"post": chat},
+        "/v1/completions": {"post": text},
+        "/generate": {method: generate(method) for method in ("post", "put")},
+        "/v1/models": _with_head(operation("list_models", "OpenAI", "The model that is served", "ModelList")),
+        "/v1/models/{name}": _with_head(operation("retrieve_model", "OpenAI", "One model", "Model", 404))
+        | {"parameters": [name]},
+        "/get_model_info": info("get_model_info"),
+        "/model_info": info("model_info"),
+        "/flush_cache": _with_head(flush("get")) | {"post": flush("post")},
+        "/health": _with_head(health),
+    }
 
 
 def _response(about: str, schema: str, status: int) -> Schema:
-    return {
-        "description": about,
-        "headers": REQUEST_ID | FURTHER_HEADERS.get(status, {}),
-        "content": {"application/json": {"schema": reference(schema)}},
-    }
+    headers = REQUEST_ID | HEADERS.get(status, {})
+    return {"description": about, "headers": headers, "content": {"application/json": {"schema": reference(schema)}}}
 
 
-def _with_head(methods: dict[str, Schema]) -> dict[str, Schema]:
-    """HEAD beside GET: the same without bodies."""
-    get = methods["get"]
+def _with_head(get: Schema) -> dict[str, Schema]:
+    """GET and HEAD, which has the same headers and no bodies."""
     responses = {
-        status: {"description": r["description"], "headers": r["headers"]} for status, r in get["responses"].items()
+        status: {key: value for key, value in each.items() if key != "content"}
+        for status, each in get["responses"].items()
     }
-    head = {key: value for key, value in get.items() if key != "responses"}
-    return methods | {"head": head | {"operationId": f"{get['operationId']}_head", "responses": responses}}
+    return {"get": get, "head": get | {"operationId": f"{get['operationId']}_head", "responses": responses}}

@@ -1,18 +1,24 @@
-"""Request bodies: their fields, and what they ask of the engine.
-
-`specjax.serve.fields` has the rule for fields that are unknown or not supported, `specjax.serve.schemas` the same
-limits as JSON schemas.
-"""
+"""The bodies of requests: their fields, and the task for the engine that follows from them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from specjax.engine.request import MAX_STOP_STRINGS, ParameterError, SamplingParams
+from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from specjax.engine.request import (
+    MAX_SALT,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_TEMPERATURE,
+    ParameterError,
+    SamplingParams,
+)
 from specjax.serve.errors import ApiError, bad_request, shown
 from specjax.serve.fields import (
-    CHAT,
+    TOKEN,
     UNSUPPORTED,
     Bias,
     Body,
@@ -21,12 +27,16 @@ from specjax.serve.fields import (
     Integer,
     Metadata,
     Number,
+    Reading,
+    Schema,
     Text,
     TokenIds,
     Values,
+    has,
+    implies,
 )
 from specjax.serve.json_body import Budget, parse_json
-from specjax.serve.messages import read_messages
+from specjax.serve.messages import Messages
 from specjax.serve.task import Rules, Task, check_capacity, read_prompts, refusal
 from specjax.verify import TOP_LOGPROBS
 
@@ -37,7 +47,7 @@ COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions."""
 
 COMPLETION_LOGPROBS = 5
-"""OpenAI's most of `logprobs` for completions."""
+"""OpenAI's limit of `logprobs` for completions."""
 
 GENERATE_TOKENS = 128
 """SGLang's default of `max_new_tokens`."""
@@ -46,45 +56,81 @@ MAX_ID = 256
 """Characters of a request's name (`rid`)."""
 
 DEFAULT_MODEL = "default"
-"""SGLang's clients call whatever model there is by this name."""
+"""SGLang's clients call any model by this name."""
+
+NewTokens = Annotated[Integer, Field(ge=1, json_schema_extra={"maximum": "$room"})]
+LeastTokens = Annotated[Integer, Field(ge=0, json_schema_extra={"maximum": "$room"})]
+Seed = Annotated[Integer, Field(ge=-(2**63), le=2**63 - 1)]
+Penalty = Annotated[Number, Field(ge=-2, le=2)]
+TopLogprobs = Annotated[Integer, Field(ge=0, le=TOP_LOGPROBS)]
+Salt = Annotated[Text, Field(min_length=1, max_length=MAX_SALT)]
+SALT = "Requests with different salts share no memory of text."
+
+
+def _stops(given: Any) -> Any:
+    if not isinstance(given, str | list):
+        raise PydanticCustomError("stop", "must be a string or a list of non-empty strings")
+    return [given] if isinstance(given, str) else given
+
+
+StopString = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
+Stop = Annotated[StopStrings, BeforeValidator(_stops, json_schema_input_type=StopString | StopStrings)]
+
+# Prompts are checked by `read_prompts`, which knows the limits of the server.
+TEXTS: list[Schema] = [
+    {"type": "string", "minLength": 1},
+    {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": "$capacity"},
+]
+IDS: Schema = {"type": "array", "items": {"type": "integer", **TOKEN}, "minItems": 1, "maxItems": "$room"}
+IDS_OR_LISTS: list[Schema] = [IDS, {"type": "array", "items": IDS, "minItems": 1, "maxItems": "$capacity"}]
+NULL: Schema = {"type": "null"}
+
+
+def checked_later(*forms: Schema) -> WithJsonSchema:
+    """The schema of a field whose value `task` checks."""
+    return WithJsonSchema({"anyOf": [*forms]})
 
 
 class StreamOptions(Body):
-    include_usage: Flag | None = None
-
+    place = "stream_options."
     unsupported: ClassVar[Mapping[str, Values]] = {"include_obfuscation": (False,)}
+
+    include_usage: Flag | None = None
 
 
 class SamplingFields(Body):
-    """What all interfaces call by the same names, our own included."""
+    """Fields with the same name in all interfaces, and in `SamplingParams`."""
 
-    n: Integer | None = None
-    stop: Any = None
-    temperature: Number | None = None
-    top_p: Number | None = None
-    top_k: Integer | None = None
-    min_p: Number | None = None
-    frequency_penalty: Number | None = None
-    presence_penalty: Number | None = None
-    repetition_penalty: Number | None = None
-    seed: Integer | None = None
-    sampling_seed: Integer | None = None  # SGLang's name for the seed
-    logit_bias: Bias | None = None
+    n: Annotated[Integer, Field(ge=1, le=MAX_CHOICES)] | None = Field(
+        None, description="Choices of each prompt; choice i has the seed + i."
+    )
+    stop: Stop | None = Field(None, description="Never in the text.")
+    temperature: Annotated[Number, Field(ge=0, le=MAX_TEMPERATURE)] | None = Field(None, description="0 = greedy.")
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[Integer, Field(ge=-1)] | None = Field(None, description="-1 and 0 = off.")
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[Number, Field(gt=0, le=2)] | None = None
+    seed: Seed | None = Field(None, description="The answer names the one used; generated ones are below 2^53.")
+    sampling_seed: Seed | None = Field(None, description="SGLang's name for the seed.")
+    logit_bias: Bias | None = Field(None, description="Token ids to numbers that are added to their logits.")
     ignore_eos: Flag | None = None
     stop_token_ids: TokenIds | None = None
     skip_special_tokens: Flag | None = None
-    no_stop_trim: Flag | None = None
+    no_stop_trim: Flag | None = Field(None, description="Keep the stop string in the text.")
 
     @property
     def choices(self) -> int:
         return 1 if self.n is None else self.n
 
     def params(self, rules: Rules, names: Mapping[str, str] = {}, **more: Any) -> SamplingParams:
-        """Of this request: what it gives, else what the model brings, else temperature 1.
+        """Sampling parameters: the request's values, else the model's defaults, else temperature 1.
 
         Args:
-            names: our names of parameters to the request's.
-            more: further parameters; None: not given, except for `max_new_tokens` and `logprobs`.
+            names: names of `SamplingParams` to those of the request.
+            more: further parameters. None counts as not given, except for `max_new_tokens` and `logprobs`.
 
         Raises:
             ApiError: a parameter is out of range.
@@ -93,27 +139,16 @@ class SamplingFields(Body):
         if self.sampling_seed is not None:
             if self.seed not in (None, self.sampling_seed):
                 problem = f"sampling_seed and seed are the same parameter, got {self.sampling_seed} and {self.seed}"
-                raise bad_request(problem[:200], "sampling_seed")
+                raise bad_request(problem, "sampling_seed")
             own["seed"] = self.sampling_seed
-            names = {**names, "seed": "sampling_seed"}
         if self.top_k == 0:
             own["top_k"] = -1
-        stop = self.stop
-        if isinstance(stop, list) and len(stop) > MAX_STOP_STRINGS:
-            raise bad_request(f"stop has {len(stop)} strings; at most {MAX_STOP_STRINGS} are supported", "stop")
-        if not (stop is None or isinstance(stop, str) or (isinstance(stop, list) and set(map(type, stop)) <= {str})):
-            raise bad_request(f"stop must be a string or a list of strings, got {shown(stop)}", "stop")
         given = {name: value for name, value in (own | more).items() if value is not None}
         always = {name: more.get(name) for name in ("max_new_tokens", "logprobs")}
         try:
             return SamplingParams.from_mapping({"temperature": 1.0} | dict(rules.defaults) | given | always)
         except ParameterError as error:
             raise refusal(error, names) from error
-
-
-def check_choices(n: int, param: str = "n") -> None:
-    if not 1 <= n <= MAX_CHOICES:
-        raise bad_request(f"n must be from 1 to {MAX_CHOICES}, got {shown(n)}", param)
 
 
 MISPLACED: dict[str, tuple[str, Values]] = {
@@ -125,18 +160,24 @@ MISPLACED: dict[str, tuple[str, Values]] = {
 }
 """Fields of `/generate` that would change the text of a chat or completion."""
 
+OPTIONS_NEED_STREAM = implies(has(stream_options={"type": "object"}), has(stream={"const": True}))
+METRICS = "`metadata.speculative` in the answer."
 
-class OpenAIBody(SamplingFields):
-    """What chat completions and completions share."""
 
-    model: Text | None = None
-    max_tokens: Integer | None = None
-    min_tokens: Integer | None = None
+class OpenAIRequest(SamplingFields):
+    """Fields that chat completions and completions share."""
+
+    unsupported = UNSUPPORTED
+    elsewhere = MISPLACED
+
+    model: Text | None = Field(None, json_schema_extra={"enum": "$models"})
+    max_tokens: NewTokens | None = Field(None, description="New tokens.")
+    min_tokens: LeastTokens | None = Field(None, description="No stop id comes before.")
     stream: Flag | None = None
-    stream_options: Any = None
-    return_speculative_metrics: Flag | None = None
-    cache_salt: Text | None = None
-    # Accepted, and used for nothing.
+    stream_options: StreamOptions | None = Field(None, description="Needs `stream`.")
+    return_speculative_metrics: Flag | None = Field(None, description=METRICS)
+    cache_salt: Salt | None = Field(None, description=SALT)
+    # Accepted, and not used.
     user: Text | None = None
     metadata: Metadata | None = None
     store: Flag | None = None
@@ -144,27 +185,19 @@ class OpenAIBody(SamplingFields):
     safety_identifier: Text | None = None
     prompt_cache_key: Text | None = None
 
-    unsupported = UNSUPPORTED
-    elsewhere = MISPLACED
-
+    @property
     def wants_usage(self) -> bool:
-        """`task` has checked it."""
-        return bool(self.stream_options and self.stream_options.get("include_usage"))
+        return bool(self.stream_options and self.stream_options.include_usage)
 
-    def check(self, rules: Rules, ignored: Ignored) -> None:
-        """What types cannot say.
+    def check(self, rules: Rules) -> None:
+        """Checks relations between fields.
 
         Raises:
-            ApiError: a value that is refused.
+            ApiError: 404 for another model; 400 for stream options without a stream.
         """
-        if self.model not in (None, DEFAULT_MODEL, rules.model):
-            problem = f"no model {shown(self.model)} here; this server has {rules.model!r}"
-            raise ApiError(404, problem, param="model", code="model_not_found")
-        check_choices(self.choices)
-        if self.stream_options is not None:
-            StreamOptions.read(self.stream_options, ignored, "stream_options.")
-            if not self.stream:
-                raise bad_request("stream_options needs stream: true", "stream_options")
+        check_model(self.model, rules.model)
+        if self.stream_options is not None and not self.stream:
+            raise bad_request("stream_options needs stream: true", "stream_options")
 
     def sampling(self, rules: Rules, most: int | None, logprobs: int | None) -> SamplingParams:
         """`most` new tokens; None: the rest of the context."""
@@ -176,67 +209,88 @@ class OpenAIBody(SamplingFields):
         return {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 
 
-class ChatBody(OpenAIBody):
-    messages: Any = None
-    max_completion_tokens: Integer | None = None
-    logprobs: Flag | None = None
-    top_logprobs: Integer | None = None
+def check_model(name: str | None, served: str) -> None:
+    """
+    Raises:
+        ApiError: 404, there is no model of that name.
+    """
+    if name not in (None, DEFAULT_MODEL, served):
+        problem = f"no model {shown(name)} here; this server has {served!r}"
+        raise ApiError(404, problem, param="model", code="model_not_found")
 
-    unsupported = UNSUPPORTED | CHAT
+
+class ChatRequest(OpenAIRequest):
+    unsupported = UNSUPPORTED | {
+        "parallel_tool_calls": (True, False), "modalities": (["text"],), "audio": (), "prediction": (),
+        "reasoning_effort": ("none", "medium"), "verbosity": ("medium",), "web_search_options": (), "moderation": (),
+        "add_generation_prompt": (True,), "continue_final_message": (False,), "add_special_tokens": (False,),
+        "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],), "mm_processor_kwargs": ({},),
+        "media_io_kwargs": ({},),
+    }  # fmt: skip
     elsewhere = MISPLACED | {"prompt": ("a chat has messages", ())}
+    relations = (
+        OPTIONS_NEED_STREAM,
+        implies(has(top_logprobs={"type": "integer", "minimum": 1}), has(logprobs={"const": True})),
+    )
+
+    messages: Messages
+    max_completion_tokens: NewTokens | None = Field(
+        None, description="Wins over `max_tokens`; default of both: the rest of the context."
+    )
+    logprobs: Flag | None = None
+    top_logprobs: TopLogprobs | None = Field(None, description="Needs `logprobs`.")
 
     @property
     def names(self) -> dict[str, str]:
         most = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         return super().names | {"max_new_tokens": most}
 
-    def task(self, rules: Rules, ignored: Ignored) -> Task:
+    def task(self, rules: Rules, reading: Reading) -> Task:
         """
         Raises:
             ApiError: a value that is refused.
         """
-        self.check(rules, ignored)
+        self.check(rules)
         check_capacity(self.choices, 1, rules, "messages")
-        messages = read_messages(self.messages, ignored)
-        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        other = self.max_tokens
-        if self.max_completion_tokens is not None and other is not None and not 1 <= other <= rules.room:
-            # It has no effect, but is no less wrong.
+        most, top = self.max_completion_tokens, self.top_logprobs or 0
+        if most is not None and self.max_tokens is not None and self.max_tokens > rules.room:
+            # It has no effect, but is wrong all the same.
             problem = f"max_tokens must be from 1 to {rules.room} in a context of {rules.context_length}"
-            raise bad_request(f"{problem}, got {shown(other)}", "max_tokens")
-        if not 0 <= (top := self.top_logprobs or 0) <= TOP_LOGPROBS:
-            raise bad_request(f"top_logprobs must be from 0 to {TOP_LOGPROBS}, got {shown(top)}", "top_logprobs")
+            raise bad_request(f"{problem}, got {shown(self.max_tokens)}", "max_tokens")
         if top and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
-        sampling = self.sampling(rules, most, top if self.logprobs else None)
+        sampling = self.sampling(rules, self.max_tokens if most is None else most, top if self.logprobs else None)
+        messages = [message.for_template() for message in self.messages]
         return Task([messages], [sampling], self.choices, tuple(self.names.items()), "messages")
 
 
-class CompletionBody(OpenAIBody):
-    prompt: Any = None
-    best_of: Integer | None = None
-    echo: Flag | None = None
-    logprobs: Integer | None = None
-
+class CompletionRequest(OpenAIRequest):
     elsewhere = MISPLACED | {
         "messages": ("completions have a prompt", ()),
         "max_completion_tokens": ("it is called max_tokens", ()),
         "top_logprobs": ("completions have logprobs, a number", (0,)),
     }
+    relations = (OPTIONS_NEED_STREAM, implies(has(echo={"const": True}), {"properties": {"logprobs": NULL}}))
 
-    def task(self, rules: Rules, ignored: Ignored) -> Task:
+    prompt: Annotated[Any, checked_later(*TEXTS, *IDS_OR_LISTS)]
+    max_tokens: NewTokens | None = Field(
+        None, description=f"New tokens; default: {COMPLETION_TOKENS}, or fewer if they do not fit."
+    )
+    best_of: Integer | None = Field(
+        None, json_schema_extra={"enum": [1, None]}, description="Not supported beyond n; n itself passes, too."
+    )
+    echo: Flag | None = Field(None, description="The prompt before the text; not with `logprobs`.")
+    logprobs: Annotated[Integer, Field(ge=0, le=COMPLETION_LOGPROBS)] | None = None
+
+    def task(self, rules: Rules, reading: Reading) -> Task:
         """
         Raises:
             ApiError: a value that is refused.
         """
-        self.check(rules, ignored)
+        self.check(rules)
         if self.best_of not in (None, 1, self.choices):
             problem = f"must be 1 or n ({self.choices}), got {shown(self.best_of)}"
             raise bad_request(f"best_of is not supported beyond n: it {problem}", "best_of")
-        if self.logprobs is not None and not 0 <= self.logprobs <= COMPLETION_LOGPROBS:
-            raise bad_request(
-                f"logprobs must be from 0 to {COMPLETION_LOGPROBS}, got {shown(self.logprobs)}", "logprobs"
-            )
         if self.echo and self.logprobs is not None:
             raise bad_request("echo with logprobs is not supported: those of the prompt are not computed", "echo")
         prompts = read_prompts(self.prompt, "prompt", self.choices, rules)
@@ -247,9 +301,7 @@ class CompletionBody(OpenAIBody):
 class SamplingBody(SamplingFields):
     """`sampling_params` of `/generate`."""
 
-    max_new_tokens: Integer | None = None
-    min_new_tokens: Integer | None = None
-
+    place = "sampling_params."
     unsupported = UNSUPPORTED
     elsewhere: ClassVar[Mapping[str, tuple[str, Values]]] = {
         "max_tokens": ("it is called max_new_tokens", ()),
@@ -259,19 +311,22 @@ class SamplingBody(SamplingFields):
         "cache_salt": ("it belongs to the body", ()),
     }
 
+    max_new_tokens: NewTokens | None = Field(
+        None, description=f"Default: {GENERATE_TOKENS}, or fewer if they do not fit."
+    )
+    min_new_tokens: LeastTokens | None = None
 
-class GenerateBody(Body):
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+GIVEN: Schema = {"type": ["string", "array"]}
+NAME: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_ID}
+
+
+class GenerateRequest(Body):
     """SGLang's own endpoint."""
-
-    text: Any = None
-    input_ids: Any = None
-    sampling_params: Any = None
-    rid: Any = None
-    stream: Flag | None = None
-    return_logprob: Flag | None = None
-    top_logprobs_num: Integer | None = None
-    return_text_in_logprobs: Flag | None = None
-    cache_salt: Text | None = None
 
     # Log-probabilities of the prompt are not computed.
     unsupported = UNSUPPORTED | {"logprob_start_len": (-1,), "modalities": (["text"], [])}
@@ -285,47 +340,56 @@ class GenerateBody(Body):
         "logprobs": ("it is called return_logprob", (False,)),
         "top_logprobs": ("it is called top_logprobs_num", (0,)),
     }
+    relations = (
+        implies(has(top_logprobs_num={"type": "integer", "minimum": 1}), has(return_logprob={"const": True})),
+        {"anyOf": [has(text=GIVEN, input_ids=NULL) | {"required": ["text"]},
+                   has(input_ids=GIVEN, text=NULL) | {"required": ["input_ids"]}]},
+    )  # fmt: skip
+
+    text: Annotated[Any, checked_later(*TEXTS, NULL)] = None
+    input_ids: Annotated[Any, checked_later(*IDS_OR_LISTS, NULL)] = None
+    # A schema cannot tie the length of one list to that of another.
+    sampling_params: Annotated[Any, PlainValidator(_unchanged, json_schema_input_type=SamplingBody | None)] = Field(
+        None, description="With a list of prompts also a list, one for each."
+    )
+    rid: Annotated[Any, checked_later(NAME, NULL)] = Field(
+        None, description="Names prompt i of a list rid_i. With a list also a list of names."
+    )
+    stream: Flag | None = None
+    return_logprob: Flag | None = None
+    top_logprobs_num: TopLogprobs | None = Field(None, description="Needs `return_logprob`.")
+    return_text_in_logprobs: Flag | None = None
+    cache_salt: Salt | None = Field(None, description=SALT)
 
     @property
     def is_batch(self) -> bool:
         given = self.input_ids if self.text is None else self.text
         return isinstance(given, list) and (self.text is not None or (bool(given) and isinstance(given[0], list)))
 
-    def task(self, rules: Rules, ignored: Ignored) -> Task:
+    def task(self, rules: Rules, reading: Reading) -> Task:
         """
         Raises:
             ApiError: a value that is refused.
         """
         if (self.text is None) == (self.input_ids is None):
             raise bad_request("give either text or input_ids", "text")
-        field = "input_ids" if self.text is None else "text"
         top = self.top_logprobs_num or 0
-        if not 0 <= top <= TOP_LOGPROBS:
-            raise bad_request(
-                f"top_logprobs_num must be from 0 to {TOP_LOGPROBS}, got {shown(top)}", "top_logprobs_num"
-            )
         if top and not self.return_logprob:
             raise bad_request("top_logprobs_num needs return_logprob: true", "top_logprobs_num")
-        given = self.sampling_params
-        # What can be said of the first is said before there are thousands.
-        first = SamplingBody.read(
-            (given[0] if given else None) if isinstance(given, list) else {} if given is None else given,
-            ignored,
-            "sampling_params.",
-        )
-        check_choices(first.choices, "sampling_params")
-        prompts = read_prompts(self.input_ids if self.text is None else self.text, field, first.choices, rules)
+        # The first is checked alone: it may be wrong, and there may be thousands.
+        given = {} if self.sampling_params is None else self.sampling_params
+        many = isinstance(given, list)
+        first = SamplingBody.read((given[0] if given else None) if many else given, reading)
+        field, prompt = ("input_ids", self.input_ids) if self.text is None else ("text", self.text)
+        prompts = read_prompts(prompt, field, first.choices, rules)
         if isinstance(prompts[0], str) != (field == "text"):
             raise bad_request(f"{field} holds the other's kind: text is for strings, input_ids for token ids", field)
-        if isinstance(given, list) and len(given) != len(prompts):
+        if many and len(given) != len(prompts):
             raise bad_request(f"{len(prompts)} prompts, but {len(given)} sampling_params", "sampling_params")
+        bodies = [SamplingBody.read(each, reading) for each in given] if many else [first]
+        if any(body.choices != first.choices for body in bodies):
+            raise bad_request("n must be the same for all prompts", "sampling_params")
         more = {"logprobs": top if self.return_logprob else None, "cache_salt": self.cache_salt}
-        if isinstance(given, list):
-            bodies = [SamplingBody.read(each, ignored, "sampling_params.") for each in given]
-            if {body.choices for body in bodies} != {first.choices}:
-                raise bad_request("n must be the same for all prompts", "sampling_params")
-        else:
-            bodies = [first]
         sampling = [
             body.params(rules, max_new_tokens=body.max_new_tokens, min_new_tokens=body.min_new_tokens, **more)
             for body in bodies
@@ -347,15 +411,15 @@ class GenerateBody(Body):
         return ids
 
 
-AnyRequest = TypeVar("AnyRequest", bound="ChatBody | CompletionBody | GenerateBody")
+AnyRequest = TypeVar("AnyRequest", bound="ChatRequest | CompletionRequest | GenerateRequest")
 
 
 def read_request(kind: type[AnyRequest], data: bytes | bytearray, rules: Rules) -> tuple[AnyRequest, Task, Ignored]:
-    """A body of JSON, all of it checked: what remains is to tokenise its prompts. Safe in any thread.
+    """Parses and checks a whole body, so that only its prompts remain to be tokenised. Safe in any thread.
 
     Raises:
-        ApiError: no JSON, wrong types or values; names the first field that is wrong.
+        ApiError: no JSON, wrong types or values; names the first wrong field.
     """
-    ignored = Ignored(strict=rules.strict)
-    body = kind.read(parse_json(data, Budget()), ignored)
-    return body, body.task(rules, ignored), ignored
+    reading = Reading(Ignored(strict=rules.strict), Budget())
+    body = kind.read(parse_json(data, reading.budget), reading)
+    return body, body.task(rules, reading), reading.ignored

@@ -1,9 +1,13 @@
-"""Response bodies: chat completions, completions and `/generate`, whole and as events of a stream."""
+"""Response bodies: chat completions, completions and `/generate`, whole and as events of a stream.
+
+`specjax.serve.openapi` states their form.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,14 +15,17 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeAlias
 
 from specjax.engine import Completion, StreamChunk
+from specjax.engine.decoders import byte_of_letter
 from specjax.engine.request import TokenLogprob
-from specjax.serve.tokens import TokenNames, chat_logprobs, completion_logprobs, generate_logprobs
 
 DONE = b"data: [DONE]\n\n"
 
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot express; vLLM's number."""
+
 
 def event(data: dict[str, Any]) -> bytes:
-    """One server-sent event. ASCII: some clients split lines at every line break that Unicode knows."""
+    """One server-sent event. ASCII, since some clients split lines at every line break of Unicode."""
     return b"data: " + json.dumps(data).encode() + b"\n\n"
 
 
@@ -30,8 +37,74 @@ def fingerprint() -> str:
         return "specjax-source"
 
 
+class TokenNames:
+    """The text and bytes of single tokens, for log-probabilities."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.text = functools.lru_cache(maxsize=100_000)(self._text)
+        self.bytes = functools.lru_cache(maxsize=100_000)(self._bytes)
+
+    def _text(self, token: int) -> str:
+        return self._tokenizer.decode([token], skip_special_tokens=False)
+
+    def _bytes(self, token: int) -> list[int]:
+        """Also of a token that is only a part of a character, where the vocabulary is one of bytes."""
+        written = self._tokenizer.convert_ids_to_tokens(token)
+        text = self._text(token)
+        if "\ufffd" in text and isinstance(written, str):
+            if match := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", written):
+                return [int(match[1], 16)]
+            if all(letter in byte_of_letter() for letter in written):
+                return [byte_of_letter()[letter] for letter in written]
+        return list(text.encode())
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)
+
+
+def chat_logprobs(found: Iterable[TokenLogprob], names: TokenNames) -> dict[str, Any]:
+    """One entry a token; their `token`s joined are the content."""
+
+    def entry(token: int, text: str, logprob: float) -> dict[str, Any]:
+        return {"token": text, "logprob": _finite(logprob), "bytes": names.bytes(token)}
+
+    content = []
+    for one in found:
+        top = [entry(token, names.text(token), logprob) for token, logprob in one.top]
+        content.append(entry(one.token, one.text, one.logprob) | {"top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(found: Iterable[TokenLogprob], names: TokenNames, offset: int) -> dict[str, Any]:
+    """`offset`: characters of the choice's text before these tokens. The drawn token is always in the top."""
+    lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for one in found:
+        top = {names.text(token): _finite(logprob) for token, logprob in one.top}
+        lists["tokens"].append(one.text)
+        lists["token_logprobs"].append(_finite(one.logprob))
+        lists["top_logprobs"].append(top | {names.text(one.token): _finite(one.logprob)})
+        lists["text_offset"].append(offset)
+        offset += len(one.text)
+    return lists
+
+
+def generate_logprobs(found: Iterable[TokenLogprob], names: TokenNames | None) -> dict[str, Any]:
+    """SGLang's form: (log-probability, id, text of the single token; null without `names`)."""
+
+    def entry(token: int, logprob: float) -> list[Any]:
+        return [_finite(logprob), token, None if names is None else names.text(token)]
+
+    found = list(found)
+    return {
+        "output_token_logprobs": [entry(one.token, one.logprob) for one in found],
+        "output_top_logprobs": [[entry(token, logprob) for token, logprob in one.top] for one in found],
+    }
+
+
 def speculative(done: Iterable[Completion], width: int) -> dict[str, Any]:
-    """What speculation did, over all choices; names and meanings are SGLang's. `width`: nodes of a draft tree, N."""
+    """Counts over all choices; names and meanings are SGLang's. `width`: nodes of a draft tree, N."""
     done = list(done)
     steps = sum(c.spec_verify_ct for c in done)
     histogram = [sum(bins) for bins in zip(*(c.spec_accept_histogram for c in done), strict=True)]
@@ -58,8 +131,7 @@ def usage(done: Iterable[Completion], n: int) -> dict[str, Any]:
     }
 
 
-def finish(done: Completion) -> dict[str, Any]:
-    """How a choice ended; the stop string or id as SGLang tells it, and the seed that repeats it."""
+def ending(done: Completion) -> dict[str, Any]:
     reason = done.finish_reason
     return {"finish_reason": reason["type"], "matched_stop": reason.get("matched"), "seed": done.seed}
 
@@ -77,7 +149,7 @@ class OpenAIAnswer:
     logprobs: bool = False
     metrics: bool = False
     include_usage: bool = False
-    echo: list[str] = field(default_factory=list)  # what stands before each choice's text
+    echo: list[str] = field(default_factory=list)  # each prompt, to be repeated before its choices' texts
     created: int = field(default_factory=lambda: int(time.time()))
     finished: dict[int, Completion] = field(default_factory=dict)
     _begun: set[int] = field(default_factory=set)
@@ -86,21 +158,21 @@ class OpenAIAnswer:
     def whole(self, done: list[Completion]) -> dict[str, Any]:
         choices = []
         for index, completion in enumerate(done):
-            text = self._before(index) + completion.text
+            text = self._echoed(index) + completion.text
             said = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
             found = self._logprobs(index, completion.logprobs or ())
-            choices.append({"index": index, **said, "logprobs": found, **finish(completion)})
+            choices.append({"index": index, **said, "logprobs": found, **ending(completion)})
         return self._head("chat.completion") | {"choices": choices, "usage": usage(done, self.n)} | self._metadata(done)
 
     def events(self, chunk: StreamChunk) -> list[bytes]:
-        """The events of one chunk: the role first, text, and at last the reason."""
+        """The events of one chunk: the role first, then text, at last the reason of the end."""
         index, found = chunk.prompt_index, []
         if index not in self._begun:
             self._begun.add(index)
             if self.chat:
                 found.append(self._event(index, {"role": "assistant", "content": ""}))
-            elif self._before(index):
-                found.append(self._event(index, self._before(index)))
+            elif self._echoed(index):
+                found.append(self._event(index, self._echoed(index)))
         if chunk.text or chunk.logprobs:
             said = {"content": chunk.text} if self.chat else chunk.text
             found.append(self._event(index, said, logprobs=self._logprobs(index, chunk.logprobs)))
@@ -110,14 +182,14 @@ class OpenAIAnswer:
         return found
 
     def last_events(self) -> list[bytes]:
-        done = [self.finished[index] for index in sorted(self.finished)]
         if not self.include_usage:
             return [DONE]
+        done = [self.finished[index] for index in sorted(self.finished)]
         last = {"choices": [], "usage": usage(done, self.n)}
         return [event(self._head("chat.completion.chunk") | last), DONE]
 
     def _logprobs(self, index: int, found: Iterable[TokenLogprob]) -> dict[str, Any] | None:
-        """Of these tokens, which follow the ones of the last call."""
+        """Of these tokens, which follow those of the last call."""
         if not self.logprobs:
             return None
         if self.chat:
@@ -127,8 +199,8 @@ class OpenAIAnswer:
         return completion_logprobs(found, self.names, offset)
 
     def _event(self, index: int, said: Any, done: Completion | None = None, logprobs: Any = None) -> bytes:
-        ending = finish(done) if done else {"finish_reason": None}
-        choice = {"index": index, ("delta" if self.chat else "text"): said, "logprobs": logprobs, **ending}
+        end = ending(done) if done else {"finish_reason": None}
+        choice = {"index": index, ("delta" if self.chat else "text"): said, "logprobs": logprobs, **end}
         body = self._head("chat.completion.chunk") | {"choices": [choice]}
         if self.include_usage:
             body["usage"] = None
@@ -145,7 +217,7 @@ class OpenAIAnswer:
             "system_fingerprint": fingerprint(),
         }
 
-    def _before(self, index: int) -> str:
+    def _echoed(self, index: int) -> str:
         return self.echo[index // self.n] if self.echo else ""
 
     def _metadata(self, done: list[Completion]) -> dict[str, Any]:
@@ -154,10 +226,10 @@ class OpenAIAnswer:
 
 @dataclass
 class GenerateAnswer:
-    """The answer to `/generate`. Events carry the text and tokens so far, as SGLang's do.
+    """The answer to `/generate`. Events carry all text and tokens so far, as SGLang's do.
 
-    With `incremental` each event carries only what is new: joined, their texts and tokens are the whole's. SGLang's
-    `--incremental-streaming-output`; without it n tokens cost n^2 / 2 ids.
+    With `incremental` (SGLang's `--incremental-streaming-output`) each event carries only new text and tokens. Without
+    it n tokens cost n^2 / 2 ids.
     """
 
     width: int
@@ -206,8 +278,8 @@ class GenerateAnswer:
             "cached_tokens": 0,
             "e2e_latency": round(time.perf_counter() - self.started, 6),
             "seed": done.seed,
+            **speculative([done], self.width),
         }
-        meta |= speculative([done], self.width)
         if done.logprobs is not None:
             meta |= generate_logprobs(done.logprobs, self.names)
         return {"text": done.text, "output_ids": done.output_ids, "meta_info": meta}

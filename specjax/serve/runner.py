@@ -1,13 +1,14 @@
-"""The thread that owns the engine: it loads it, steps it, and hands out what each step brought.
+"""The thread that owns the engine: it loads the engine, steps it, and delivers the stream deltas of each step.
 
-Everything that touches the engine runs here, between two steps. Others leave commands (`submit`, `abort`, `call`) and
-get their news through their own event loop, one wake-up for each step.
+Everything that touches the engine runs in this thread, between two steps. Other threads leave commands (`submit`,
+`abort`, `call`); stream deltas reach them through their own event loop, with one wake-up for each step.
 
     event loop:  submit ->  [commands]  -> enqueue, step, step, ...  -> call_soon_threadsafe -> Listener.queue
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import sys
@@ -15,23 +16,33 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
 from enum import Enum
-from types import TracebackType
 from typing import Any, TypeVar
 
-from specjax.engine import Engine, StreamChunk
+from specjax.engine import Completion, Engine, StreamChunk
 from specjax.engine.deltas import take_delta
 from specjax.engine.generation import forget_frames
 from specjax.engine.request import Sequence, Status
-from specjax.serve.listener import ENGINE_GONE, ENGINE_STUCK, FAILED_REQUEST, FAILED_STEP, Listener, tell
+from specjax.flags import ServerSettings
 from specjax.serve.report import Report
 from specjax.serve.watchdog import Watchdog
 
 logger = logging.getLogger("specjax.serve")
 
 Result = TypeVar("Result")
+
+# Messages of requests that end without an answer.
+FAILED_STEP = "the engine failed and was reset; the request can be sent again"
+FAILED_REQUEST = "the request failed; the server's log has the reason"
+ENGINE_GONE = "the engine failed and the server ends; the request can be sent again when it is back"
+ENGINE_STUCK = "the engine is stuck and the server ends; the request can be sent again when it is back"
+SHUT_DOWN = "the server is shutting down"
+
+SEND_AGAIN = (FAILED_STEP, ENGINE_GONE, ENGINE_STUCK, SHUT_DOWN)
+"""Messages of requests that may succeed when they are sent again: a 503, not a 500."""
 
 
 class State(Enum):
@@ -49,32 +60,55 @@ class EngineStuck(RuntimeError):
     """A step or a command did not end within `--watchdog-timeout`."""
 
 
-class Reservation:
-    """Places in the queue for a request that is not tokenised yet. Leaving the block gives back what is not used."""
+class Listener:
+    """Receives one request's stream deltas in its event loop."""
 
-    def __init__(self, runner: Runner, count: int) -> None:
-        self._runner, self._count = runner, count
+    def __init__(self, sequences: list[Sequence]) -> None:
+        self.sequences = sequences
+        self.loop = asyncio.get_running_loop()
+        self.queue: asyncio.Queue[StreamChunk | None] = asyncio.Queue()
 
-    def submit(self, listener: Listener) -> None:
-        """Queues the request's sequences in these places.
+    def close(self) -> None:
+        """Ends `chunks`: the client has gone."""
+        self.queue.put_nowait(None)
 
-        Raises:
-            ValueError: an id is in use.
+    def aborted(self, index: int, message: str) -> StreamChunk:
+        """The last chunk of a sequence that ends with `message`.
+
+        It is made without looking into the sequence, which the engine's thread may be stuck in the middle of changing.
         """
-        self._runner._submit(listener, self)
+        reason = {"type": "abort", "message": message}
+        id = self.sequences[index].id
+        return StreamChunk(index, "", [], Completion(id, "", [], 0, reason, 0, 0.0, [], 0))
 
-    def take(self) -> int:
-        """The places, which are no longer this reservation's. With the runner's lock held."""
-        count, self._count = self._count, 0
-        return count
+    async def chunks(self) -> AsyncIterator[StreamChunk]:
+        """Stream deltas until every sequence has finished, or `close`."""
+        left = len(self.sequences)
+        while left and (chunk := await self.queue.get()) is not None:
+            left -= chunk.completion is not None
+            yield chunk
 
-    def __enter__(self) -> Reservation:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._runner._release(self)
+def send(chunks: Iterable[tuple[Listener, StreamChunk]]) -> None:
+    """Delivers chunks from any thread, with one wake-up for each event loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Listener, StreamChunk]]] = {}
+    for each in chunks:
+        by_loop.setdefault(each[0].loop, []).append(each)
+
+    def put(its: list[tuple[Listener, StreamChunk]]) -> None:
+        for listener, chunk in its:
+            listener.queue.put_nowait(chunk)
+
+    for loop, its in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and all its clients are gone
+            loop.call_soon_threadsafe(put, its)
+
+
+@dataclass
+class Places:
+    """Places in the queue for a request that is not tokenised yet."""
+
+    left: int
 
 
 class Runner(threading.Thread):
@@ -83,11 +117,8 @@ class Runner(threading.Thread):
     def __init__(
         self,
         make_engine: Callable[[], Engine],
+        settings: ServerSettings,
         *,
-        max_queued_requests: int = 512,
-        stream_interval: int = 1,
-        decode_log_interval: int = 40,
-        watchdog_timeout: float = 300.0,
         warm_up: bool = True,
         progress: bool = True,
     ) -> None:
@@ -95,32 +126,30 @@ class Runner(threading.Thread):
         self.state = State.LOADING
         self.failure: BaseException | None = None
         self.ready_at = time.time()
-        # Called when `state` has changed, from this thread or the watchdog's.
+        # Called after changes of `state`, from this thread or the watchdog's.
         self.on_change: Callable[[], None] = lambda: None
         self._make_engine = make_engine
-        self._max_queued = max_queued_requests
-        self._stream_interval = stream_interval
-        self._log_interval = decode_log_interval
-        self._watchdog_timeout = watchdog_timeout
+        self._settings = settings
         self._warm_up, self._progress = warm_up, progress
         self._engine: Engine | None = None
-        self._behind: threading.Thread | None = None
+        self._compiler: threading.Thread | None = None
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._stop_requested = False
         self._ended: str | None = None  # why no request is taken any more
         self._reserved = 0  # places of requests that are being tokenised
-        self._calls: set[Future[Any]] = set()  # what `call` has promised
+        self._calls: set[Future[Any]] = set()  # unfinished ones of `call`
         # For the watchdog: whether anything is under way, and a number that changes with each step and command.
         self._busy, self._beat = False, 0
         self._watchdog = Watchdog(
-            timeout=watchdog_timeout,
+            timeout=settings.watchdog_timeout,
             beat=lambda: self._beat if self._busy else None,
             excused=lambda: self.engine.executables.is_waiting(self.ident),
             act=self._give_up,
         )
-        # Who waits for a sequence, and its index there. By identity: an id may be used again once its answer is known.
-        self._places: dict[Sequence, tuple[Listener, int]] = {}
+        # Each unfinished sequence's listener, and its index there. By identity: an id may be used again once its answer
+        # is known.
+        self._listeners: dict[Sequence, tuple[Listener, int]] = {}
 
     @property
     def engine(self) -> Engine:
@@ -135,65 +164,67 @@ class Runner(threading.Thread):
     @property
     def unfinished(self) -> int:
         """Sequences that are waiting or running."""
-        return len(self._places)
+        return len(self._listeners)
 
     @property
     def pending(self) -> int:
         """Sequences that are being tokenised, waiting or running."""
-        return len(self._places) + self._reserved
+        return len(self._listeners) + self._reserved
 
     # From any thread
 
     @property
     def capacity(self) -> int:
         """Most sequences that may run or wait."""
-        return self.engine.config.max_running_requests + self._max_queued
+        return self.engine.config.max_running_requests + self._settings.max_queued_requests
 
-    def reserve(self, count: int) -> Reservation:
-        """Places for `count` sequences that are yet to be made, so that the queue's limit counts them, too.
+    @contextlib.contextmanager
+    def reserve(self, count: int) -> Iterator[Places]:
+        """Reserves places for `count` sequences while they are tokenised; unused ones are given back at the end.
 
         Raises:
-            QueueFull: too many wait already.
+            QueueFull: too many requests wait already.
         """
         with self._wake:
             if self.pending + count > self.capacity:
                 raise QueueFull(f"{self.pending} requests run or wait; at most {self.capacity} may")
             self._reserved += count
-        return Reservation(self, count)
+        places = Places(count)
+        try:
+            yield places
+        finally:
+            with self._wake:
+                self._reserved -= places.left
 
-    def submit(self, listener: Listener) -> None:
-        """Queues a request's sequences. Its news go to the listener.
+    def submit(self, listener: Listener, places: Places | None = None) -> None:
+        """Queues a request's sequences, in places reserved before if there are some.
 
         Raises:
-            QueueFull: too many wait already.
+            QueueFull: too many requests wait already.
             ValueError: an id is in use.
         """
-        with self.reserve(len(listener.sequences)) as places:
-            places.submit(listener)
-
-    def _submit(self, listener: Listener, places: Reservation) -> None:
+        if places is None:
+            with self.reserve(len(listener.sequences)) as places:
+                self.submit(listener, places)
+            return
         with self._wake:
             if self._ended is not None:
-                count = len(listener.sequences)
-                tell((listener, listener.aborted(index, self._ended)) for index in range(count))
+                send([(listener, listener.aborted(i, self._ended)) for i in range(len(listener.sequences))])
                 return
-            taken = {sequence.id for sequence in list(self._places)}
+            taken = {sequence.id for sequence in self._listeners}
             for sequence in listener.sequences:
                 if sequence.id in taken:
                     raise ValueError(f"a request with id {sequence.id!r} is running")
                 taken.add(sequence.id)
-            self._reserved -= places.take()
+            self._reserved -= places.left
+            places.left = 0
             for index, sequence in enumerate(listener.sequences):
-                self._places[sequence] = (listener, index)
+                self._listeners[sequence] = (listener, index)
             self._command(lambda: self._enqueue(listener))
-
-    def _release(self, places: Reservation) -> None:
-        with self._wake:
-            self._reserved -= places.take()
 
     def abort(self, sequences: Iterable[Sequence]) -> None:
         """Ends these, if they still run; their pages come back before the next step."""
-        left = [sequence for sequence in sequences if sequence in self._places]
+        left = [sequence for sequence in sequences if sequence in self._listeners]
         if left:
             with self._wake:
                 self._command(lambda: self._abort(left))
@@ -226,10 +257,10 @@ class Runner(threading.Thread):
         self.state = State.DRAINING
 
     def abort_all(self, message: str) -> None:
-        """Ends all that runs or waits, with `message` as the reason."""
+        """Ends all requests, with `message` as the reason."""
 
         def run() -> None:
-            running = list(self._places)
+            running = list(self._listeners)
             for sequence in running:
                 self._end(sequence, message)
             self._deliver(running)
@@ -238,19 +269,19 @@ class Runner(threading.Thread):
             self._command(run)
 
     def end_all(self, message: str, failure: BaseException | None = None) -> None:
-        """Ends all that runs or waits, with `message` as the reason, and takes nothing more. The engine is done with.
+        """Ends all requests, with `message` as the reason, and takes no more. The engine is not used again.
 
-        Unlike `abort_all` this does not need the engine's thread, which may be stuck in a step for ever: it is left
-        behind. With `failure` the state becomes FAILED.
+        Unlike `abort_all` this does not need the engine's thread, which may be stuck in a step for ever. With `failure`
+        the state becomes FAILED.
         """
         with self._wake:
             self._ended = message
             self._stop_requested = True
-            places, self._places = self._places, {}
+            listeners, self._listeners = self._listeners, {}
             calls = list(self._calls)
             self._commands.clear()
             self._wake.notify_all()
-        tell((listener, listener.aborted(index, message)) for listener, index in places.values())
+        send((listener, listener.aborted(index, message)) for listener, index in listeners.values())
         for future in calls:
             _settle(future, error=RuntimeError(message))
         if failure is not None:
@@ -259,11 +290,11 @@ class Runner(threading.Thread):
             self._change(State.FAILED)
 
     def stop(self, timeout: float | None = None) -> bool:
-        """Ends the thread after the step under way, and the compiling behind. True: both have ended."""
+        """Ends the thread after the current step, and background compilation. True: both have ended."""
         with self._wake:
             self._stop_requested = True
             self._wake.notify()
-        threads = [thread for thread in (self, self._behind) if thread is not None and thread.ident is not None]
+        threads = [thread for thread in (self, self._compiler) if thread is not None and thread.ident is not None]
         for thread in threads:
             thread.join(timeout)
         return not any(thread.is_alive() for thread in threads)
@@ -277,11 +308,11 @@ class Runner(threading.Thread):
                 self._engine.warm_up(self._engine.single_request_keys(), progress=self._progress, strict=False)
             _allocate(self._engine)
             if self._warm_up:
-                self._behind = self._engine.warm_up_in_background(progress=self._progress)
+                self._compiler = self._engine.warm_up_in_background(progress=self._progress)
             self.ready_at = time.time()
             self._watchdog.start()
             self._change(State.READY)
-            self._loop(Report(self._engine, interval=self._log_interval))
+            self._loop(Report(self._engine, interval=self._settings.decode_log_interval))
         except BaseException as error:
             self.end_all(ENGINE_GONE, failure=error)
         finally:
@@ -305,33 +336,34 @@ class Runner(threading.Thread):
                 self._beat += 1
                 try:
                     command()
-                except Exception:  # one request's trouble
+                except Exception:  # the fault of one request
                     logger.exception("A command to the engine failed")
             if not engine.unfinished:
                 continue
             self._beat += 1
             try:
-                news = engine.step()
+                changed = engine.step()
             except Exception as error:
                 logger.exception("A step failed: all running requests end, the engine starts anew")
                 forget_frames(error)
                 engine.reset(FAILED_STEP)
                 with self._wake:
-                    news = list(self._places)  # also those that had ended in this step
-            self._deliver(news)
+                    changed = list(self._listeners)  # also those that had ended in this step
+            self._deliver(changed)
             report.after_step()
 
     def _give_up(self, seconds: float) -> None:
-        """The watchdog's: this thread is stuck."""
+        """Called by the watchdog when this thread is stuck."""
         frame = sys._current_frames().get(self.ident or 0)
         where = "".join(traceback.format_stack(frame)) if frame is not None else "  unknown\n"
-        problem = f"a step or command has not ended for {seconds:.0f} s (--watchdog-timeout {self._watchdog_timeout:g})"
+        limit = f"--watchdog-timeout {self._settings.watchdog_timeout:g}"
+        problem = f"a step or command has not ended for {seconds:.0f} s ({limit})"
         logger.error("The engine is stuck, all requests end: %s. Its thread is at:\n%s", problem, where)
         self.end_all(ENGINE_STUCK, failure=EngineStuck(problem))
 
     def _enqueue(self, listener: Listener) -> None:
         for sequence in listener.sequences:
-            if sequence in self._places:  # not if it has been aborted before it was queued
+            if sequence in self._listeners:  # not if it has been aborted before it was queued
                 try:
                     self.engine.enqueue(sequence)
                 except Exception:
@@ -341,7 +373,7 @@ class Runner(threading.Thread):
 
     def _abort(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
-            if self._places.pop(sequence, None) is not None:
+            if self._listeners.pop(sequence, None) is not None:
                 self._end(sequence, None)
 
     def _end(self, sequence: Sequence, message: str | None) -> None:
@@ -352,17 +384,18 @@ class Runner(threading.Thread):
             sequence.abort(message)
             sequence.status = Status.FINISHED
 
-    def _deliver(self, news: Iterable[Sequence]) -> None:
+    def _deliver(self, changed: Iterable[Sequence]) -> None:
+        """Sends the stream deltas of these sequences."""
         found: list[tuple[Sequence, Listener, int]] = []
         with self._wake:
-            for sequence in news:
-                if (place := self._places.get(sequence)) is None:
+            for sequence in changed:
+                if (place := self._listeners.get(sequence)) is None:
                     continue
                 finished = sequence.status is Status.FINISHED
-                if not finished and len(sequence.output) - sequence.sent_tokens < self._stream_interval:
+                if not finished and len(sequence.output) - sequence.sent_tokens < self._settings.stream_interval:
                     continue
                 if finished:
-                    del self._places[sequence]
+                    del self._listeners[sequence]
                 found.append((sequence, *place))
         chunks: list[tuple[Listener, StreamChunk]] = []
         for sequence, listener, index in found:
@@ -374,7 +407,7 @@ class Runner(threading.Thread):
                 chunk = listener.aborted(index, FAILED_REQUEST)
             if chunk is not None:
                 chunks.append((listener, chunk))
-        tell(chunks)
+        send(chunks)
 
     def _command(self, command: Callable[[], None]) -> None:
         """With `_wake` held."""
@@ -388,7 +421,7 @@ class Runner(threading.Thread):
 
 
 def _settle(future: Future[Any], result: Any = None, *, error: BaseException | None = None) -> None:
-    """Unless it is done: the watchdog and the engine's thread may both know an end."""
+    """Sets a result or error unless there is one: the watchdog and the engine's thread may both set it."""
     with contextlib.suppress(InvalidStateError):
         if error is not None:
             future.set_exception(error)
@@ -409,22 +442,3 @@ def _allocate(engine: Engine) -> None:
             f"the KV pool of {engine.intake.pool_tokens} tokens (--max-total-tokens) and the state of "
             f"{engine.config.max_running_requests} requests (--max-running-requests) could not be allocated: {error}"
         ) from error
-
-
-def describe(engine: Engine, model: str) -> dict[str, Any]:
-    """What `/get_model_info` tells."""
-    config = engine.target.config
-    return {
-        "model_path": model,
-        "is_generation": True,
-        "dtype": config.dtype,
-        "vocab_size": engine.vocab_size,
-        "context_length": engine.context_length,
-        "max_total_num_tokens": engine.intake.pool_tokens,
-        "max_running_requests": engine.config.max_running_requests,
-        "page_size": engine.pool.page_size,
-        "speculative_algorithm": engine.drafter.name,
-        "speculative_num_draft_tokens": engine.drafter.width,
-        "device": engine.device_name,
-        "compiling": engine.executables.pending,  # buckets that are still compiled behind
-    }

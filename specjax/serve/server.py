@@ -1,7 +1,7 @@
-"""A process that serves: its socket, uvicorn, signals, and an end without loose ends.
+"""The server process: its socket, uvicorn, signals, and the shutdown.
 
-bind -> listen, load behind (503 meanwhile) -> ready -> SIGTERM or Ctrl-C: drain (503 meanwhile) -> exit 0
-                                                        once more: exit at once
+bind -> listen, load in the background (503 meanwhile) -> ready -> SIGTERM or Ctrl-C: drain (503 meanwhile) -> exit 0
+                                                                   once more: exit at once
 """
 
 from __future__ import annotations
@@ -22,31 +22,30 @@ except ImportError:  # Windows
 import uvicorn
 from starlette.types import ASGIApp
 
+from specjax.flags import ServerSettings
 from specjax.serve.connection import connection_class, is_answering
-from specjax.serve.listener import SHUT_DOWN
-from specjax.serve.runner import Runner, State
+from specjax.serve.runner import SHUT_DOWN, Runner, State
 
 logger = logging.getLogger("specjax.serve")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 FORCED_GRACE = 5.0
-"""Seconds in which aborted requests may tell their clients, before connections are cut."""
+"""Seconds for the last answers of aborted requests, before connections are cut."""
 
 ENGINE_GRACE = 1.0
-"""Seconds in which the engine may abort its requests, before that is done without it."""
-
+"""Seconds for the engine to abort its requests, before they are aborted without it."""
 
 OTHER_FILES = 256
-"""Open files of a server that are no connections."""
+"""Open files of a server beside its connections."""
 
 
 class PortError(Exception):
-    """The address cannot be listened on."""
+    """The server cannot listen on this address."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, made before anything slow begins.
+    """Returns a listening socket. Called before anything slow begins.
 
     Raises:
         PortError: the port is taken, or the host is not one of this machine's addresses.
@@ -72,7 +71,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def allow_files(connections: int) -> None:
-    """Raises this process's limit of open files, as far as it may, so that so many connections have room."""
+    """Raises this process's limit of open files, as far as allowed, for so many connections."""
     if resource is None:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -92,39 +91,30 @@ def url(sock: socket.socket) -> str:
 class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are ours: uvicorn would raise them again at the end, and the exit status would not be 0."""
+        """Leaves signals to `Server`: uvicorn would raise them again at the end, and the exit status would not be 0."""
         yield
 
 
 class Server:
     """Serves an app until a signal comes, or until the engine fails."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        runner: Runner,
-        sock: socket.socket,
-        *,
-        shutdown_timeout: float,
-        receive_timeout: float = 60.0,
-        max_connections: int = 1000,
-    ) -> None:
-        self._runner, self._sock, self._timeout = runner, sock, shutdown_timeout
+    def __init__(self, app: ASGIApp, runner: Runner, sock: socket.socket, settings: ServerSettings) -> None:
+        self._runner, self._sock, self._timeout = runner, sock, settings.shutdown_timeout
         config = uvicorn.Config(
             app,
-            http=connection_class(receive_timeout=receive_timeout, max_connections=max_connections),
+            http=connection_class(settings),
             ws="none",
             log_config=None,
-            access_log=False,  # the gate's lines have the request's id
+            access_log=False,  # the middleware's lines have the request's id
             lifespan="off",
             # A client that does not read must not keep the process alive.
-            timeout_graceful_shutdown=int(shutdown_timeout + FORCED_GRACE) + 1,
+            timeout_graceful_shutdown=int(settings.shutdown_timeout + FORCED_GRACE) + 1,
         )
         self._uvicorn = _Uvicorn(config)
         self._draining: asyncio.Task[None] | None = None
 
     def run(self) -> BaseException | None:
-        """Blocks until the end. Returns what made the engine fail, if it did."""
+        """Blocks until the end. Returns the error of an engine that failed."""
         asyncio.run(self._serve())
         return self._runner.failure
 
@@ -168,9 +158,9 @@ class Server:
         self._draining = asyncio.ensure_future(self._drain(loaded))
 
     async def _drain(self, loaded: bool) -> None:
-        """Running requests may finish; then they are ended, with an error that their clients see.
+        """Lets running requests finish until the deadline, then ends them with an error for their clients.
 
-        Meanwhile the socket still listens, so that whoever comes is told to go elsewhere instead of being refused.
+        Meanwhile the socket still listens: new requests get a 503 instead of a refused connection.
         """
         deadline = asyncio.get_running_loop().time() + self._timeout
         if loaded and not await self._quiet(deadline):
@@ -181,7 +171,7 @@ class Server:
         self._exit(max(deadline - asyncio.get_running_loop().time(), 0) + FORCED_GRACE)
 
     async def _quiet(self, deadline: float) -> bool:
-        """Waits until nothing runs and all answers that have begun are written. False: not by the deadline."""
+        """Waits until nothing runs and all answers are written. False: something still runs at the deadline."""
         while self._runner.pending or any(map(is_answering, list(self._uvicorn.server_state.connections))):
             if asyncio.get_running_loop().time() >= deadline:
                 return not self._runner.pending
@@ -189,6 +179,6 @@ class Server:
         return True
 
     def _exit(self, seconds: float) -> None:
-        """No more connections; those that there are may go on for so many seconds."""
+        """Takes no more connections, and gives the open ones so many seconds."""
         self._uvicorn.config.timeout_graceful_shutdown = int(seconds) + 1
         self._uvicorn.should_exit = True

@@ -1,4 +1,4 @@
-"""What a request asks of the engine: its prompts, how many choices of each, and how they are drawn."""
+"""The task that a request sets the engine: its prompts, the choices of each, and how they are drawn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specjax.engine.intake import Intake
 from specjax.engine.prompt import Prompt
 from specjax.engine.request import ParameterError, SamplingParams, Sequence, later_seed
 from specjax.serve.errors import ApiError, bad_request, shown
-from specjax.serve.fields import whole_numbers
+from specjax.serve.fields import whole
 
 MAX_SAID = 400
 """Characters of a refusal: a number may have thousands of digits."""
@@ -18,7 +18,7 @@ MAX_SAID = 400
 
 @dataclass(frozen=True)
 class Rules:
-    """What requests are read against: what is served, and how."""
+    """The served model and the limits that requests are checked against."""
 
     model: str
     capacity: int  # choices that may run or wait
@@ -30,15 +30,15 @@ class Rules:
 
 @dataclass(frozen=True)
 class Task:
-    """What a request asks of the engine: n sequences for each prompt."""
+    """n sequences for each prompt."""
 
     prompts: list[Prompt]
     sampling: list[SamplingParams]  # one for each prompt
     n: int = 1
-    names: tuple[tuple[str, str], ...] = ()  # our parameter names to the request's
+    names: tuple[tuple[str, str], ...] = ()  # names of `SamplingParams` to those of the request
     prompt_field: str = "prompt"
     ids: list[str] | None = None  # one for each prompt
-    most: int | None = None  # new tokens where the request does not say; fewer if there is no room
+    most: int | None = None  # new tokens where the request gives no number; fewer if they do not fit
 
     def sequences(self, intake: Intake, id: str) -> list[Sequence]:
         """Tokenises, and makes the choices in order: prompt * n + i. Choice i of a prompt has the seed + i.
@@ -59,10 +59,8 @@ class Task:
                     for sequence in made[-self.n :]:
                         sequence.limit = min(sequence.limit, self.most)
                     if sampling.min_new_tokens > first.limit:
-                        raise ParameterError(
-                            "min_new_tokens",
-                            f"must be at most max_new_tokens (here {first.limit}), got {sampling.min_new_tokens}",
-                        )
+                        problem = f"must be at most max_new_tokens (here {first.limit}), got {sampling.min_new_tokens}"
+                        raise ParameterError("min_new_tokens", problem)
         except ParameterError as error:
             raise refusal(error, dict(self.names)) from error
         except ValueError as error:
@@ -73,25 +71,27 @@ class Task:
 
 def refusal(error: ParameterError, names: Mapping[str, str] = {}) -> ApiError:
     error = error.renamed(names)
-    return bad_request(
-        str(error)[:MAX_SAID], error.name, "context_length_exceeded" if "the context" in error.problem else None
-    )
+    code = "context_length_exceeded" if "the context" in error.problem else None
+    return bad_request(str(error)[:MAX_SAID], error.name, code)
 
 
 def check_capacity(choices: int, prompts: int, rules: Rules, field: str) -> None:
+    """
+    Raises:
+        ApiError: the server cannot take so many choices at once.
+    """
     if (count := choices * prompts) > rules.capacity:
-        raise bad_request(
-            f"{count} choices in one request; this server takes {rules.capacity}", "n" if choices > 1 else field
-        )
+        problem = f"{count} choices in one request; this server takes {rules.capacity}"
+        raise bad_request(problem, "n" if choices > 1 else field)
 
 
 def read_prompts(prompt: Any, field: str, choices: int, rules: Rules) -> list[Prompt]:
-    """A string, a list of strings, token ids, or a list of lists of token ids.
+    """Reads a string, a list of strings, token ids, or a list of lists of token ids.
 
-    Their number is checked before they are looked at, and so is the length of each list of ids.
+    The number of prompts and the length of each list of ids are checked before their items.
 
     Raises:
-        ApiError: anything else, nothing, or more than the server takes.
+        ApiError: the value has another form, is empty, or is more than the server takes.
     """
 
     def ids(value: Any) -> Any:
@@ -100,7 +100,7 @@ def read_prompts(prompt: Any, field: str, choices: int, rules: Rules) -> list[Pr
         if len(value) > rules.context_length:
             problem = f"the prompt has {len(value)} tokens, but the context is {rules.context_length}"
             raise bad_request(problem, field, "context_length_exceeded")
-        return whole_numbers(value)
+        return [whole(token) for token in value] if float in set(map(type, value)) else value
 
     def are_ids(value: Any) -> bool:
         return isinstance(value, list) and not set(map(type, value)) - {int}
@@ -114,9 +114,6 @@ def read_prompts(prompt: Any, field: str, choices: int, rules: Rules) -> list[Pr
     if prompt in ("", []) or (prompts and not all(prompts) and all(isinstance(p, str | list) for p in prompts)):
         raise bad_request(f"{field} is empty: there is nothing to continue", field)
     if not prompts or not (all(isinstance(p, str) for p in prompts) or all(map(are_ids, prompts))):
-        raise bad_request(
-            f"{field} must be a string, a list of strings, a list of token ids or a list of such lists, "
-            f"got {shown(prompt)}",
-            field,
-        )
+        forms = "a string, a list of strings, a list of token ids or a list of such lists"
+        raise bad_request(f"{field} must be {forms}, got {shown(prompt)}", field)
     return cast(list[Prompt], prompts)

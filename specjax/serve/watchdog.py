@@ -1,4 +1,4 @@
-"""Notices a thread that is stuck. Knows nothing of engines: only a number that changes while there is progress."""
+"""Notices a thread that is stuck, by a number that changes while the thread makes progress."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ LONGEST_LOOK = 1.0
 
 
 class Watchdog(threading.Thread):
-    """Calls `act` once, with the seconds, when something has been under way for longer than `timeout` seconds.
+    """Calls `act` once, with the seconds without progress, when these exceed `timeout`.
 
     Args:
-        timeout: seconds without progress.
-        beat: a number that is another after each progress; None while nothing is under way.
-        excused: whether what is under way may take its time, because it waits for a compiler.
+        timeout: seconds.
+        beat: a number that changes with each progress; None while there is no work.
+        excused: whether the work may take its time, because it waits for a compiler.
         act: called from this thread, which ends after it.
     """
 
@@ -36,7 +36,7 @@ class Watchdog(threading.Thread):
         self._stopped = threading.Event()
 
     def look(self, elapsed: float) -> float | None:
-        """One look, `elapsed` seconds after the last. Returns the seconds without progress if they are too many.
+        """Looks once, `elapsed` seconds after the last time. Returns the seconds without progress if they are too many.
 
         Only time in which this thread could look counts: a process that was suspended for an hour is not stuck.
         """
@@ -58,5 +58,5 @@ class Watchdog(threading.Thread):
                 return
 
     def stop(self) -> None:
-        """It looks no more. From any thread, also before `start`."""
+        """From any thread, also before `start`."""
         self._stopped.set()
