@@ -43,7 +43,7 @@ class TextStream:
         return self.text[self.ends[index - 1] if index else 0 : self.ends[index]]
 
     @property
-    def told(self) -> int:
+    def final_tokens(self) -> int:
         """Number of tokens whose pieces are final. Text held back belongs to the last token, if no other follows."""
         return len(self.ends) - (self.matched is None and self._tokens.holds)
 

@@ -41,7 +41,7 @@ from specjax.serve.tokenising import Tokenising, work
 
 logger = logging.getLogger("specjax.serve")
 
-CLIENT_GONE = 499  # nginx's number for it; nobody reads it
+CLIENT_GONE = 499  # nginx's status of a request whose client has left
 
 READ = ["GET", "HEAD"]
 
@@ -276,7 +276,7 @@ async def _while_connected(receive: Receive, runner: Runner, listener: Listener)
 
 
 def _failure(completion: Completion) -> ApiError | None:
-    """The error of a request that was aborted. Those whose client has left get no answer, so it is the server's."""
+    """The error of a request that was aborted, by a fault of the server: one whose client has left gets no answer."""
     reason = completion.finish_reason
     if reason["type"] != "abort":
         return None

@@ -160,8 +160,7 @@ class _Guarded:
             self._refuse(408, f"the headers were not complete within {self.receive_timeout:g} s (--receive-timeout)")
 
     def _keep_alive(self) -> None:
-        """Starts uvicorn's timer for idle connections anew: any byte ends it, also one of the rest of a body whose
-        answer has been given."""
+        """Restarts uvicorn's timer for idle connections, which any byte ends, even the rest of an answered body."""
         if self.cycle is not None and self.cycle.response_complete and self.timeout_keep_alive_task is None:
             handler = self.timeout_keep_alive_handler
             self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, handler)

@@ -93,7 +93,7 @@ class Reading(NamedTuple):
 
 
 def reading(info: Any) -> Reading:
-    """The context of a validation, of whose `ValidationInfo` no `isinstance` is possible."""
+    """The context of a validation. `info` is a `ValidationInfo`, a protocol that allows no `isinstance`."""
     assert isinstance(info.context, Reading)
     return info.context
 
@@ -109,7 +109,7 @@ def at_most(most: int) -> BeforeValidator:
     def check(value: Any) -> Any:
         if isinstance(value, list | dict) and len(value) > most:
             said = {"count": len(value), "most": most}
-            raise PydanticCustomError("too_long", "has {count} members; at most {most} are supported", said)
+            raise PydanticCustomError("too_many", "has {count} items; at most {most} are supported", said)
         return value
 
     return BeforeValidator(check)
@@ -260,26 +260,29 @@ def _message(kind: type[Body], error: ErrorDetails) -> str:
     """Pydantic's error in the form "`field` must be ..., got ..."."""
     parts = [f"[{part}]" if isinstance(part, int) else f".{part[:MAX_NAME]}" for part in error["loc"]]
     name = kind.place + "".join(parts).removeprefix(".")
-    if error["type"] == "missing":
-        return f"{name} is required"
-    said = error["msg"].replace("Input should ", "must ").replace("valid dictionary", "valid object")
-    if error["type"] in ("greater_than", "greater_than_equal", "less_than_equal"):
-        said = _range(kind.model_json_schema()["properties"][error["loc"][0]]) or said
-    if error["type"] == "string_too_short":
-        said = "must not be empty"
-    return f"{name} {said[0].lower()}{said[1:]}, got {shown(error['input'])}"
+    limits = error.get("ctx", {})
+    match error["type"]:
+        case "missing":
+            return f"{name} is required"
+        case "string_too_short" | "too_short":
+            said = "must not be empty"
+        case "string_too_long":
+            said = f"must have at most {limits['max_length']} characters"
+        case "too_long":
+            said = f"has {limits['actual_length']} items; at most {limits['max_length']} are supported"
+        case "greater_than" | "greater_than_equal" | "less_than_equal":
+            said = _range(kind.model_json_schema()["properties"][error["loc"][0]])
+        case _:
+            said = re.sub(" or instance of .*", "", error["msg"].replace("Input should ", "must "))
+    return f"{name} {said.replace('dictionary', 'object')}, got {shown(error['input'])}"
 
 
-def _range(schema: Schema) -> str | None:
-    """The limits of a number's schema in words; None: it has none of its own."""
-    members = [
-        each["additionalProperties"] for each in schema["anyOf"] if isinstance(each.get("additionalProperties"), dict)
-    ]
-    limits = next((each for each in [*schema["anyOf"], *members] if {"minimum", "exclusiveMinimum"} & set(each)), None)
-    if limits is None:
-        return None
-    high = limits.get("maximum")
+def _range(schema: Schema) -> str:
+    """The limits of a number, or of an object's numbers, in words."""
+    forms = [*schema["anyOf"], *(each.get("additionalProperties") for each in schema["anyOf"])]
+    limits = next(each for each in forms if isinstance(each, dict) and {"minimum", "exclusiveMinimum"} & set(each))
+    high = whole(limits.get("maximum"))
     if "exclusiveMinimum" in limits:
-        return f"must be above {limits['exclusiveMinimum']:g} and at most {high:g}"
-    low = limits["minimum"]
+        return f"must be above {whole(limits['exclusiveMinimum'])} and at most {high}"
+    low = whole(limits["minimum"])
     return f"must be at least {low}" if high is None or isinstance(high, str) else f"must be from {low} to {high}"
