@@ -19,8 +19,9 @@ from typing import Any
 from records import DATA, finish, machine
 from tqdm import tqdm
 
-from specjax import Completion, SamplingParams, settings
+from specjax import Completion, Engine, SamplingParams, settings
 from specjax.cli import flags
+from specjax.engine.drafting import drafting_summary
 
 
 def read_prompts(file: Path, count: int | None) -> list[tuple[str, str]]:
@@ -38,7 +39,7 @@ def run_set(engine: Engine, name: str, prompts: list[tuple[str, str]], sampling:
     messages = [[{"role": "user", "content": text}] for _, text in prompts]
     done: dict[int, Completion] = {}
     with tqdm(total=len(prompts), desc=name, unit="req") as bar:
-        started = time.perf_counter()
+        started, drafted = time.perf_counter(), engine.counters.drafted_steps
         for chunk in engine.generate(messages, sampling, stream=True):
             if chunk.completion is not None:
                 done[chunk.prompt_index] = chunk.completion
@@ -55,6 +56,7 @@ def run_set(engine: Engine, name: str, prompts: list[tuple[str, str]], sampling:
         "tokens": tokens,
         "verify_steps": steps,
         "accept_length": round(emitted / steps, 4) if steps else 1.0,
+        **drafting_summary(engine.drafter, engine.buckets, steps, engine.counters.drafted_steps - drafted),
         "seconds": round(seconds, 2),
         "tokens_per_second": round(tokens / seconds, 2),
         "histogram": histogram,
