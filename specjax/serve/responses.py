@@ -9,6 +9,7 @@ import functools
 import json
 import re
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -240,8 +241,7 @@ class GenerateAnswer:
     names: TokenNames | None = None  # puts the texts of tokens into their log-probabilities
     started: float = field(default_factory=time.perf_counter)
     _texts: dict[int, str] = field(default_factory=dict)
-    _tokens: dict[int, list[int]] = field(default_factory=dict)
-    _counts: dict[int, int] = field(default_factory=dict)  # of the tokens sent
+    _tokens: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
 
     def whole(self, done: list[Completion]) -> Any:
         results = [self._result(completion) for completion in done]
@@ -252,14 +252,12 @@ class GenerateAnswer:
         if chunk.completion is not None:
             body = self._result(chunk.completion)
         else:
-            self._counts[index] = self._counts.get(index, 0) + len(chunk.output_ids)
+            text = self._texts[index] = self._texts.get(index, "") + chunk.text
+            tokens = self._tokens[index]
+            tokens += chunk.output_ids
             meta = {"id": self.ids[index], "finish_reason": None, "prompt_tokens": self.prompt_tokens[index]}
-            meta |= {"completion_tokens": self._counts[index], "cached_tokens": 0}
-            body = {"text": chunk.text, "output_ids": chunk.output_ids, "meta_info": meta}
-            if not self.incremental:
-                body["text"] = self._texts[index] = self._texts.get(index, "") + chunk.text
-                body["output_ids"] = self._tokens.setdefault(index, [])
-                body["output_ids"] += chunk.output_ids
+            meta |= {"completion_tokens": len(tokens), "cached_tokens": 0}
+            body = {"text": text, "output_ids": tokens, "meta_info": meta}
         if self.incremental:
             body |= {"text": chunk.text, "output_ids": chunk.output_ids}
             if chunk.logprobs or "output_token_logprobs" in body["meta_info"]:
