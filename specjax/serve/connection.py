@@ -22,7 +22,7 @@ from typing import Any, Literal
 from starlette.datastructures import Headers
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from specjax.flags import ServerSettings
+from specjax.cli.flags import ServerSettings
 from specjax.serve.errors import error_body
 from specjax.serve.middleware import CROWDED, WHOLE, log_answer, request_id
 from specjax.serve.runner import SHUT_DOWN

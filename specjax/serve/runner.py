@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
+from specjax.cli.flags import ServerSettings
 from specjax.engine import Completion, Engine, StreamChunk
 from specjax.engine.deltas import take_delta
 from specjax.engine.generation import forget_frames
 from specjax.engine.request import Sequence, Status
-from specjax.flags import ServerSettings
 from specjax.serve.report import Report
 from specjax.serve.watchdog import Watchdog
 

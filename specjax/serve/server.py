@@ -22,7 +22,7 @@ except ImportError:  # Windows
 import uvicorn
 from starlette.types import ASGIApp
 
-from specjax.flags import ServerSettings
+from specjax.cli.flags import ServerSettings
 from specjax.serve.connection import connection_class, is_answering
 from specjax.serve.runner import SHUT_DOWN, Runner, State
 
