@@ -2,7 +2,7 @@
 
     python benchmarks/batch.py [--requests 4 16] [--nodes 1 16 64] [--algorithm AUTO] [--rounds 3] [--record]
 
-`--nodes` are values of `BLOCK_TOKENS` and `HEAD_BLOCK_TOKENS` (specjax/engine/batch.py) to try: the most tree nodes of
+`--nodes` are values of `BLOCK_TOKENS` and `HEAD_BLOCK_TOKENS` (specjax/engine/buckets.py): the most tree nodes of
 a step; 1 drafts for nobody. For each number of requests every contender and the engine without drafts complete the same
 prompts of MT-bench, all together, one after another and in an order that rotates; between rounds the drafters forget
 what they have seen. A first round, in which programs are compiled, does not count. Each request emits exactly
@@ -23,14 +23,14 @@ from accept_length import read_prompts, spread
 from records import DATA, finish, machine
 
 from specjax import Engine, EngineConfig, SamplingParams, checkpoint
-from specjax.engine import batch
+from specjax.engine import buckets
 
 NONE = "none"
 
 
 def build(model: str, algorithm: str, nodes: int | None, requests: int) -> Engine:
     if nodes is not None:
-        for most in (batch.BLOCK_TOKENS, batch.HEAD_BLOCK_TOKENS):
+        for most in (buckets.BLOCK_TOKENS, buckets.HEAD_BLOCK_TOKENS):
             most["cpu" if jax.default_backend() == "cpu" else "gpu"] = nodes
     config = EngineConfig(max_running_requests=requests, max_total_tokens=1024 * requests)
     return Engine.from_pretrained(model, draft=algorithm, config=config)

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from specjax.drafters import Drafter, DraftOptions, Ngram, NoDraft, make_drafter
 from specjax.drafters.base import Params
 from specjax.engine import Completion, Engine, EngineConfig, SamplingParams
-from specjax.engine.compiled import Key
-from specjax.engine.request import Sequence, Status, completion
+from specjax.engine.executables import Key
+from specjax.engine.sequence import Sequence, Status, completion
 from specjax.engine.text import TextStream
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

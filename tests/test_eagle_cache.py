@@ -16,8 +16,8 @@ from specjax.cache import bytes_per_token
 from specjax.config import HeadConfig, RopeConfig
 from specjax.drafters import Drafter, Params, TreeShape, eagle_drafter, make_drafter
 from specjax.engine import EngineConfig, SamplingParams
-from specjax.engine.batch import pool_tokens
-from specjax.engine.request import Status
+from specjax.engine.memory import pool_tokens
+from specjax.engine.sequence import Status
 from specjax.models.eagle_head import init_head_params
 
 LONGEST = 96

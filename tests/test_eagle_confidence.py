@@ -14,7 +14,7 @@ from toy_models import Runner
 
 from specjax.drafters import Confidence, Eagle, TreeShape, eagle, eagle_drafter, make_drafter
 from specjax.drafters.options import options_of
-from specjax.engine.batch import Buckets
+from specjax.engine.buckets import Buckets
 from specjax.step import StepConfig, _gather, tree_widths
 
 CHAIN, TREE = (4, 1, 5), (3, 3, 8)

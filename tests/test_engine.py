@@ -28,10 +28,11 @@ from engine_helpers import (
 
 from specjax import make_drafter
 from specjax.engine import Engine, EngineConfig, SamplingParams, StreamChunk
-from specjax.engine.batch import BLOCK_TOKENS, CHUNK, HEAD_BLOCK_TOKENS, SMALL_CHUNK, Buckets, prefill_input
-from specjax.engine.compiled import Executables, Key
+from specjax.engine.buckets import BLOCK_TOKENS, CHUNK, HEAD_BLOCK_TOKENS, SMALL_CHUNK, Buckets
+from specjax.engine.executables import Executables, Key
+from specjax.engine.inputs import prefill_input
 from specjax.engine.intake import with_sampling
-from specjax.engine.request import completion
+from specjax.engine.sequence import completion
 
 ALGORITHMS = ("NONE", "NGRAM")
 SAMPLINGS = {

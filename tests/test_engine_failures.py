@@ -18,11 +18,10 @@ from toy_models import random_table, table_model
 
 from specjax.engine import Engine, SamplingParams
 from specjax.engine import engine as engine_module
-from specjax.engine.compiled import Key, Unavailable
 from specjax.engine.device import OutOfMemory
-from specjax.engine.generation import EngineError
-from specjax.engine.request import completion
-from specjax.engine.turns import FairLock
+from specjax.engine.executables import Key, Unavailable
+from specjax.engine.generation import EngineError, FairLock
+from specjax.engine.sequence import completion
 
 PROMPTS = [[70 + i, 71, 72] for i in range(4)]
 PARAMS = SamplingParams(max_new_tokens=12)

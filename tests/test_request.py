@@ -9,8 +9,9 @@ import pytest
 from engine_helpers import END, VOCABULARY, byte_ids, decode, idle_sequence, tokenizer
 from hypothesis import example, given, settings
 
-from specjax.engine import FinishReason, SamplingParams, request
-from specjax.engine.request import MAX_STOP_LENGTH, MAX_STOP_STRINGS, completion
+from specjax.engine import FinishReason, SamplingParams, sampling_params
+from specjax.engine.sampling_params import MAX_STOP_LENGTH, MAX_STOP_STRINGS
+from specjax.engine.sequence import completion
 from specjax.engine.text import TextStream
 from specjax.sampling import BIAS_ENTRIES
 
@@ -51,7 +52,7 @@ WRONG_TYPES = [
 @pytest.fixture(scope="module")
 def as_users_have_it():
     """`SamplingParams` without the import hook, which would refuse JSON's wrong types (and ints) in its own words."""
-    spec = importlib.util.spec_from_file_location("request_without_hook", request.__file__)
+    spec = importlib.util.spec_from_file_location("sampling_params_without_hook", sampling_params.__file__)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     yield module.SamplingParams

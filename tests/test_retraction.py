@@ -7,7 +7,7 @@ import pytest
 from engine_helpers import DRAFTS, VOCABULARY, check_idle, check_plain, make_engine, outcome, shared_engine, toy
 
 from specjax.engine import Engine, SamplingParams
-from specjax.engine.request import Status, completion
+from specjax.engine.sequence import Status, completion
 
 SAMPLINGS = {
     "greedy": {},

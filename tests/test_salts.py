@@ -10,8 +10,8 @@ from engine_helpers import DRAFTS, check_idle, make_engine, shared_engine, toy
 from specjax.cli import flags
 from specjax.drafters import Ngram
 from specjax.engine import SamplingParams
-from specjax.engine.request import ParameterError
-from specjax.engine.salts import Salts
+from specjax.engine.intake import Salts
+from specjax.engine.sampling_params import ParameterError
 from specjax.settings import add_flags, read
 
 PROMPT = [80, 81, 82, 80, 83]

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from specjax.engine import FinishReason, SamplingParams
 from specjax.engine.decoding import _Chain, _Windowed, decoding
 from specjax.engine.deltas import take_delta
-from specjax.engine.request import RawLogprob, Status
+from specjax.engine.sequence import RawLogprob, Status
 from specjax.engine.text import TextStream, _StopString
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

@@ -184,12 +184,12 @@ LAYERS = [  # a module may import those of its own row and of the rows below
     {"models"},
     {"cache"},
     {"settings"},
-    {"types", "config", "limits", "compiling"},
+    {"types", "config", "limits", "compiling", "progress"},
 ]
 
 
 def part(module: str) -> str | None:
-    """`specjax.engine.batch` -> engine. None: not ours, or the package itself."""
+    """`specjax.engine.buckets` -> engine. None: not ours, or the package itself."""
     pieces = module.split(".")
     return pieces[1] if pieces[0] == "specjax" and len(pieces) > 1 else None
 
@@ -220,7 +220,7 @@ def test_the_side_rules_of_imports():
         if source in ("types", "config", "limits", "settings"):
             assert target == source or target == "limits", f"{source} imports {target}"
         if source == "checkpoint":
-            assert target in ("checkpoint", "models", "config", "types"), f"checkpoint imports {target}"
+            assert target in ("checkpoint", "models", "config", "types", "progress"), f"checkpoint imports {target}"
         if target == "checkpoint":
             assert source in ("checkpoint", "load", "engine", "train", "cli", "serve"), f"{source} imports it"
         if target == "serve":

@@ -27,10 +27,11 @@ from specjax import settings
 from specjax.checkpoint import CheckpointError
 from specjax.cli import flags
 from specjax.engine import Completion, Engine, SamplingParams
-from specjax.engine.batch import speculation_note
+from specjax.engine.buckets import speculation_note
 from specjax.engine.drafting import drafting_summary
 from specjax.engine.phases import PhaseTimes
-from specjax.engine.request import Sequence, Status, completion, later_seed
+from specjax.engine.sampling_params import later_seed
+from specjax.engine.sequence import Sequence, Status, completion
 from specjax.inspection import render
 
 PROMPT_FIELDS = ("prompt", "messages", "input_ids")

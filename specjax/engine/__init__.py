@@ -2,6 +2,7 @@
 
 from specjax.engine.deltas import StreamChunk
 from specjax.engine.engine import Engine, EngineConfig
-from specjax.engine.request import Completion, FinishReason, SamplingParams
+from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.sequence import Completion, FinishReason
 
 __all__ = ["Completion", "Engine", "EngineConfig", "FinishReason", "SamplingParams", "StreamChunk"]

@@ -1,24 +1,24 @@
-"""What a streaming caller gets: the text and tokens of a sequence since the last time."""
+"""Stream deltas: the text and tokens of a sequence since a streaming caller's last chunk."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from specjax.engine.request import Completion, Sequence, Status, TokenLogprob, completion
+from specjax.engine.sequence import Completion, Sequence, Status, TokenLogprob, completion
 
 
 class StreamChunk(NamedTuple):
-    """News of one request: text and tokens since the last chunk; `completion` with the last one."""
+    """The delta of one request: text and tokens since the last chunk, and with the last chunk its `completion`."""
 
     prompt_index: int  # which of the prompts
     text: str
     output_ids: list[int]
     completion: Completion | None
-    logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens whose text is all sent, if asked for
+    logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens whose text is all sent, if requested
 
 
 def take_delta(sequence: Sequence, index: int) -> StreamChunk | None:
-    """Text that a streaming caller has not had yet, with all tokens so far; None: nothing to show."""
+    """The text that has become final since the last delta, with all tokens since then. None: no new text."""
     finished = sequence.status is Status.FINISHED
     settled = len(sequence.stream.text) if finished else sequence.stream.settled
     if settled <= sequence.sent and not finished:

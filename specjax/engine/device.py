@@ -1,4 +1,4 @@
-"""The state on the device, and the launching of programs that take it over. Knows nothing of requests."""
+"""The state on the device, and the launch of programs that take it over. Knows nothing of requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import jax
 
 from specjax.drafters.base import Params
-from specjax.engine.compiled import Key, Output
+from specjax.engine.executables import Key, Program
+from specjax.engine.outputs import Output
 from specjax.step import DecodeState
 
 
@@ -23,20 +24,22 @@ class OutOfMemory(Exception):
 
 
 class Device:
-    """One donated state. Each program takes it and gives the next.
+    """One donated state. Each program takes it over and gives the next.
 
     Args:
         params: of the target and the draft; never donated.
         new_state: allocates an empty state. It is called at once, in a thread of its own: zeroing the pool takes
-            seconds on a CPU, in which programs can be compiled for its shapes.
-        turn: held while a program is launched.
+            seconds on a CPU, during which programs can be compiled for its shapes.
+        launch_lock: held while a program is launched.
     """
 
-    def __init__(self, params: Params, new_state: Callable[[], DecodeState], turn: AbstractContextManager[Any]) -> None:
-        self._params, self._new_state, self._turn = params, new_state, turn
-        beside = ThreadPoolExecutor(1)
-        self._state = beside.submit(new_state)
-        beside.shutdown(wait=False)  # its thread ends with that
+    def __init__(
+        self, params: Params, new_state: Callable[[], DecodeState], launch_lock: AbstractContextManager[Any]
+    ) -> None:
+        self._params, self._new_state, self._launch_lock = params, new_state, launch_lock
+        pool = ThreadPoolExecutor(1)
+        self._state = pool.submit(new_state)
+        pool.shutdown(wait=False)  # its thread ends with the allocation
 
     @property
     def state(self) -> DecodeState:
@@ -47,49 +50,51 @@ class Device:
     def state(self, state: DecodeState) -> None:
         future: Future[DecodeState] = Future()
         future.set_result(state)
-        self._state = future  # at last: after an interrupt before, the state that was given away counts as lost
+        self._state = future  # last: after an interrupt before, the donated state counts as lost
+
+    def _lose(self, error: Exception) -> None:
+        """From now on `state` raises this."""
+        future: Future[DecodeState] = Future()
+        future.set_exception(error)
+        self._state = future
 
     def renew(self) -> None:
-        """An empty state in place of the old one, which goes first.
+        """Allocates an empty state in place of the old one, which is freed first.
 
         Raises:
             Exception: it cannot be allocated. `state` raises the same from now on, until `renew` succeeds.
         """
-        gone: Future[DecodeState] = Future()
-        gone.set_exception(RuntimeError("there is no state"))
-        self._state = gone
+        self._lose(RuntimeError("there is no state"))
         try:
-            with self._turn:
+            with self._launch_lock:
                 self.state = jax.block_until_ready(self._new_state())
         except Exception as error:
-            failed: Future[DecodeState] = Future()
-            failed.set_exception(error)
-            self._state = failed
+            self._lose(error)
             raise
 
     @property
     def lost(self) -> bool:
-        """There is no state to go on from: a program took it and gave none back, or its allocation failed."""
+        """Whether there is no state: a program took it over and gave none back, or its allocation failed."""
         if not self._state.done():
             return False
         return self._state.exception() is not None or self.state.root.is_deleted()
 
     @property
     def poisoned(self) -> bool:
-        """`lost`, or the program that computes the state has failed. Waits for it."""
+        """Whether the state is lost, or the program that computes it has failed. Waits for that program."""
         try:
             return self.lost or not jax.block_until_ready(self.state)
         except Exception:
             return True
 
-    def run(self, key: Key, program: Callable[..., tuple[DecodeState, Output]], inputs: Any) -> Output:
+    def run(self, key: Key, program: Program, inputs: Any) -> Output:
         """Launches a step or a prefill.
 
         Raises:
             OutOfMemory: XLA has no room for it.
         """
         try:
-            with self._turn:
+            with self._launch_lock:
                 self.state, output = program(self._params, self.state, inputs)
         except jax.errors.JaxRuntimeError as error:
             raise classified(error, key) from error
@@ -97,10 +102,10 @@ class Device:
 
     def update(self, change: Callable[..., DecodeState], *arguments: Any) -> None:
         """Replaces the state by ``change(state, *arguments)``."""
-        with self._turn:
+        with self._launch_lock:
             self.state = change(self.state, *arguments)
 
 
 def classified(error: Exception, key: Key) -> Exception:
-    """What a program's error means: no memory, which smaller programs may have, or anything else."""
+    """An `OutOfMemory`, which smaller programs may avoid, where a program's error means that; else the error itself."""
     return OutOfMemory(key, error) if "RESOURCE_EXHAUSTED" in str(error) else error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from specjax.drafters.base import Drafter
-from specjax.engine.batch import Buckets
+from specjax.engine.buckets import Buckets
 from specjax.step import tree_widths
 
 

@@ -26,21 +26,21 @@ import numpy as np
 from specjax import checkpoint
 from specjax.cache import PoolShape
 from specjax.drafters import Auto, Drafter, DraftOptions, Params
-from specjax.engine.batch import Buckets, admission_row, pool_tokens, prefill_input, step_input
-from specjax.engine.compiled import Executables, Key, Output, read_output, use_compilation_cache
+from specjax.engine.buckets import Buckets
 from specjax.engine.config import EngineConfig, check_config
-from specjax.engine.counters import Counters
 from specjax.engine.device import Device, OutOfMemory, classified
 from specjax.engine.drafting import may_draft
-from specjax.engine.generation import complete
+from specjax.engine.executables import Executables, Key, use_compilation_cache
+from specjax.engine.generation import FairLock, complete
 from specjax.engine.generation import stream as stream_chunks
-from specjax.engine.intake import Intake, with_sampling
+from specjax.engine.inputs import admission_row, prefill_input, step_input
+from specjax.engine.intake import Intake, Salts, with_sampling
+from specjax.engine.memory import pool_tokens
+from specjax.engine.outputs import Counters, Output, read_output, take
 from specjax.engine.prompt import Prompt
-from specjax.engine.reading import take
-from specjax.engine.request import SamplingParams, Sequence, Status
-from specjax.engine.salts import Salts
+from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.scheduler import Scheduler
-from specjax.engine.turns import FairLock
+from specjax.engine.sequence import Sequence, Status
 from specjax.load import load
 from specjax.models.protocol import Target
 from specjax.step import NOT_FINITE, DecodeState, init_state
@@ -99,11 +99,10 @@ class Engine:
         shapes = jax.eval_shape(self._new_state)
         variants = {"trace": config.trace, "time_phases": config.time_phases}
         self.executables = Executables(target, drafter, self.buckets, params, shapes, **variants)
-        self.device = Device(params, self._new_state, self.executables.turn)
+        self.device = Device(params, self._new_state, self.executables.launch_lock)
         self.counters = Counters()
-        self._salts = Salts(isolate=config.isolate_ngrams)
         self._in_flight: deque[_InFlight] = deque()
-        self._at_odds = False  # `_guarded` has not come to its end
+        self._inconsistent = False  # `_guarded` was left by an exception
         self._by_id: dict[str, Sequence] = {}
         self.intake = Intake(
             tokenizer=tokenizer,
@@ -112,6 +111,7 @@ class Engine:
             pool_tokens=self.pool.pages * self.pool.page_size,
             eos_ids=eos_ids,
             depth=drafter.depth,
+            salts=Salts(isolate=config.isolate_ngrams),
             plain_content=config.plain_content,
             seeds=None if config.random_seed is None else random.Random(config.random_seed),
         )
@@ -169,7 +169,7 @@ class Engine:
 
     @property
     def state(self) -> DecodeState:
-        """What lives on the device; donated to each step, which gives the next."""
+        """Donated to each step, which returns the next."""
         return self.device.state
 
     def _new_state(self) -> DecodeState:
@@ -177,28 +177,25 @@ class Engine:
         return init_state(self.params, self.target, self.drafter, rows=rows, pool=self.pool)
 
     def _start_over(self) -> None:
-        """All that runs waits again, and goes on later with the same text: what has not been read is drawn again."""
+        """Sends all running requests back to the queue. They go on later with the same text: tokens that have not been
+        read are drawn again."""
         self._in_flight.clear()
         self.scheduler.retract_all()
         if self.device.poisoned:
             self.device.renew()
 
     def wait_until_allocated(self) -> None:
-        """Blocks until the KV pool and the rows of the state are in memory; raises what made the allocation fail."""
+        """Blocks until the KV pool and the rows of the state are in memory. Raises the error of a failed allocation."""
         jax.block_until_ready(self.state)
 
     # Requests
 
     def add(self, prompt: Prompt, sampling: SamplingParams, *, id: str | None = None) -> Sequence:
-        """Queues a request: text, token ids, or chat messages (rendered with the model's template).
-
-        Raises:
-            ValueError: an empty prompt, a token outside the vocabulary, or more tokens than fit.
-        """
+        """Queues a request: text, token ids, or chat messages. Raises ValueError for a prompt that cannot run."""
         return self.enqueue(self.intake.sequence(prompt, sampling, id=id))
 
     def enqueue(self, sequence: Sequence) -> Sequence:
-        """Queues what `intake` made.
+        """Queues a sequence that `intake` made.
 
         Raises:
             ValueError: a request with this id is waiting or running.
@@ -206,7 +203,6 @@ class Engine:
         with self.lock:
             if sequence.id in self._by_id:
                 raise ValueError(f"a request with id {sequence.id!r} is running")
-            sequence.salt = self._salts(sequence.params.cache_salt)
             self.scheduler.add(sequence)
             self._by_id[sequence.id] = sequence
         return sequence
@@ -216,16 +212,17 @@ class Engine:
         return self.intake.encode(prompt)
 
     def abort(self, id: str, message: str | None = None) -> bool:
-        """Ends a request now; its pages come back at once. False: no such request is running or waiting.
+        """Ends a request now and frees its pages at once. Returns whether it was running or waiting.
 
-        `message` is what its finish reason tells, where the fault is ours.
+        Args:
+            message: of its finish reason, where the fault is ours.
         """
         with self.lock:
             sequence = self._by_id.get(id)
             return sequence is not None and self.end(sequence, message)
 
     def end(self, sequence: Sequence, message: str | None = None) -> bool:
-        """As `abort`, for this very sequence: another with the same id goes on. False: it has ended, or never ran."""
+        """`abort` for this very sequence: another one with the same id goes on."""
         with self.lock:
             if self._by_id.get(sequence.id) is not sequence:
                 return False
@@ -247,7 +244,7 @@ class Engine:
             self._in_flight.clear()
             self._unreported.clear()
             self.device.renew()
-            self._at_odds = False
+            self._inconsistent = False
             return ended
 
     def find(self, id: str) -> Sequence | None:
@@ -260,42 +257,43 @@ class Engine:
     def unfinished(self) -> bool:
         return self.scheduler.unfinished or bool(self._in_flight)
 
-    @contextlib.contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Around whatever changes the device's state and what is in flight.
-
-        What does not get to its end leaves the two at odds, and the next call starts over. A program that runs out of
-        memory is given up, with all larger ones.
-        """
-        with self.lock:
-            if self._at_odds or self.device.lost:
-                self._start_over()
-            self._at_odds = True
-            try:
-                yield
-            except OutOfMemory as error:
-                self.executables.fail_from(error.key, error.error)
-                self._start_over()
-            self._at_odds = False
-
     def step(self) -> list[Sequence]:
-        """One iteration. Returns the sequences that have new tokens or have finished.
+        """One iteration: schedule, dispatch, collect. Returns the sequences that have new tokens or have finished.
 
         A batch that runs out of memory is not tried again: its requests go on in smaller ones.
         """
         with self.lock:
             with self._guarded():
-                launched = self._launch_prefill() + self._launch_decode()
-                while len(self._in_flight) > (launched if self.config.overlap else 0):
-                    self._unreported.extend(self._collect())
-            news = {sequence.id: sequence for sequence in self._unreported}
+                self._admit()
+                dispatched = self._launch_prefill() + self._launch_decode()
+                self._collect_all_but(dispatched if self.config.overlap else 0)
+            changed = dict.fromkeys(self._unreported)
             self._unreported.clear()
-            return list(news.values())
+            return list(changed)
 
-    def _launch_prefill(self) -> int:
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Around all that changes the device's state and what is in flight. An exception leaves the two inconsistent,
+        and the next call starts over. A program that runs out of memory is given up, with all larger ones."""
+        with self.lock:
+            if self._inconsistent or self.device.lost:
+                self._start_over()
+            self._inconsistent = True
+            try:
+                yield
+            except OutOfMemory as error:
+                self.executables.fail_from(error.key, error.error)
+                self._start_over()
+            self._inconsistent = False
+
+    def _admit(self) -> None:
+        """Puts sequences for which there is room into rows of the state."""
         for sequence in self.scheduler.admit():
             slot = np.int32(cast(int, sequence.slot))
             self.device.update(self.executables.admit, slot, admission_row(sequence, self.vocab_size))
+
+    def _launch_prefill(self) -> int:
+        """Dispatches the next chunk of the oldest prompt that is not all dispatched. Returns the programs launched."""
         sequence = next(iter(self.scheduler.prefilling()), None)
         if sequence is None:
             return 0
@@ -315,11 +313,12 @@ class Engine:
         return 1
 
     def _launch_decode(self) -> int:
-        """Decodes one step for each running request: in one batch, or in several where a large one is not to be had."""
+        """Dispatches one step for each running request: in one batch, or in several where no program serves them all.
+        Returns the programs launched."""
         left, launched = self._reserved(), 0
         while left:
-            table = self.buckets.table(max(len(sequence.pages) for sequence in left))
-            key, program = self.executables.first_usable(self.executables.step_keys(len(left), table))
+            pages = max(len(sequence.pages) for sequence in left)
+            key, program = self.executables.first_usable(self.executables.step_keys(len(left), pages))
             part, left = left[: key.width], left[key.width :]
             inputs = step_input(part, key.width, key.table, self.config.max_running_requests, self.pool.pages)
             self._in_flight.append(_InFlight(key, self.device.run(key, program, inputs), part))
@@ -335,30 +334,30 @@ class Engine:
                 return running
             # Retract only what has been read: its output must be complete, and reading may free pages.
             if self._in_flight:
-                while self._in_flight:
-                    self._unreported.extend(self._collect())
-                continue
-            self.scheduler.retract_youngest()
+                self._collect_all_but(0)
+            else:
+                self.scheduler.retract_youngest()
+
+    def _collect_all_but(self, count: int) -> None:
+        """Reads the steps in flight, the oldest first, until `count` are left."""
+        while len(self._in_flight) > count:
+            self._unreported.extend(self._collect())
 
     def _collect(self) -> list[Sequence]:
-        """Reads the oldest step in flight: its one copy to the host, or two where log-probabilities are wanted."""
+        """Reads the oldest step in flight. Returns the sequences that have new tokens or have finished."""
         flight = self._in_flight.popleft()
         wanted = any(sequence.wants_logprobs for sequence in flight.sequences)
         try:
             read = read_output(flight.output, self._top if wanted else None)
         except jax.errors.JaxRuntimeError as error:
             raise classified(error, flight.key) from error
-        news = []
+        changed = []
         for i, sequence in enumerate(flight.sequences):
-            emitted = int(read.emitted[i])
-            if sequence.status is Status.FINISHED or (emitted == 0 and read.finish[i] != NOT_FINITE):
+            if sequence.status is Status.FINISHED or (read.emitted[i] == 0 and read.finish[i] != NOT_FINITE):
                 continue
-            kept = take(sequence, read, flight.output, i)
+            kept = take(sequence, read, flight.output, i, verified=flight.key.kind == "step")
             self.counters.generated += kept
-            if flight.key.kind == "step" and emitted:
-                sequence.verify_steps += 1
-                sequence.histogram[kept - 1] += 1
-                sequence.committed += emitted
+            if flight.key.kind == "step" and read.emitted[i]:
                 self.counters.verifications += 1
                 self.counters.drafted_steps += sequence.params.speculate and may_draft(
                     self.drafter, self.buckets, flight.key.width
@@ -366,8 +365,8 @@ class Engine:
                 self.counters.verified += kept
             if sequence.finish_reason is not None:
                 self._finish(sequence)
-            news.append(sequence)
-        return news
+            changed.append(sequence)
+        return changed
 
     def _finish(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
@@ -380,12 +379,12 @@ class Engine:
         return jax.devices()[0].device_kind
 
     def warm_up(self, keys: Iterable[Key] | None = None, *, progress: bool = True, strict: bool = True) -> None:
-        """Compiles executables ahead of their first use: all, or those given. See `Executables.warm_up`."""
-        chosen = self.executables.all_keys() if keys is None else keys
-        self.executables.warm_up(chosen, progress=progress, strict=strict)
+        """Compiles executables before their first use: all, or those given. See `Executables.warm_up`."""
+        keys = self.executables.all_keys() if keys is None else keys
+        self.executables.warm_up(keys, progress=progress, strict=strict)
 
     def warm_up_in_background(self, *, progress: bool = True) -> threading.Thread:
-        """Compiles what is left while requests run; until it is there they share smaller batches."""
+        """Compiles the other executables while requests run, which share smaller batches meanwhile."""
         return self.executables.warm_up_in_background(self.executables.all_keys(), progress=progress)
 
     def single_request_keys(self) -> list[Key]:
@@ -397,13 +396,12 @@ class Engine:
         return self.executables.first_keys(sequences, self.pool.page_size, self.config.max_running_requests)
 
     def flush_cache(self) -> bool:
-        """Forgets what requests have left behind (the drafter's memory). False, and nothing done, while one runs."""
+        """Clears the drafter's memory of finished requests. While a request runs it does nothing and returns False."""
         with self.lock:
             if self.scheduler.unfinished:
                 return False
             with self._guarded():
-                while self._in_flight:  # steps dispatched ahead for requests that have ended
-                    self._collect()
+                self._collect_all_but(0)  # steps dispatched ahead for requests that have ended
             rows = self.config.max_running_requests
             self.device.update(lambda state: state._replace(draft=self.drafter.init(self.params, rows, self.pool)))
             return True
@@ -431,16 +429,15 @@ class Engine:
 
         Args:
             prompts: a string, a list of token ids or a list of messages; or a list of any of these.
-            sampling: one for all, or one for each. Of fields by name, and of None, the others are the model's
-                (`sampling_defaults`), else those of `SamplingParams`, which as an object is taken as it is.
-            stream: yield `StreamChunk`s as tokens come, instead of returning when all are done. The requests start
-                with the first chunk that is asked for.
+            sampling: one for all prompts, or one for each. Fields that are not given by name take the model's defaults
+                (`sampling_defaults`), then those of `SamplingParams`; a `SamplingParams` is taken as it is.
+            stream: yield `StreamChunk`s as tokens come. The requests start when the first chunk is taken.
 
         Returns:
             A `Completion` for one prompt, a list of them in order for a list, or an iterator of `StreamChunk`.
 
         Raises:
-            ValueError: a prompt or a parameter is wrong; nothing has been started then.
+            ValueError: a prompt or a parameter is wrong; nothing has been started.
         """
         single, pairs = with_sampling(prompts, sampling, self.sampling_defaults)
         sequences = [self.intake.sequence(prompt, params) for prompt, params in pairs]

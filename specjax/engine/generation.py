@@ -1,19 +1,50 @@
-"""Completing prompts with an engine that others may use at the same time, from this thread or another."""
+"""Completing prompts with an engine that other threads may use at the same time, and the lock that they share."""
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections.abc import Iterator
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from specjax.engine.deltas import StreamChunk, take_delta
-from specjax.engine.request import Completion, Sequence, Status, completion
+from specjax.engine.sequence import Completion, Sequence, Status, completion
 
 if TYPE_CHECKING:
     from specjax.engine.engine import Engine
 
 ENGINE_FAILED = "the engine failed while the request ran"
-"""Why a request ended that another caller's failed step took with it."""
+"""Message of a request that ended with another caller's failed step."""
+
+
+class FairLock:
+    """Reentrant, and handed to a thread that waits before the one that has just released it.
+
+    Python's own locks may be taken again at once by that thread, so that a thread that works in a loop keeps all others
+    out.
+    """
+
+    def __init__(self) -> None:
+        self._door, self._lock = threading.Lock(), threading.RLock()
+        self._owner: int | None = None
+
+    def __enter__(self) -> None:
+        if self._owner == threading.get_ident():
+            self._lock.acquire()
+            self._depth += 1
+            return
+        with self._door:  # held by the next thread in line while it waits for the lock
+            self._lock.acquire()
+            self._owner, self._depth = threading.get_ident(), 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        try:
+            self._depth -= 1
+            if not self._depth:
+                self._owner = None
+        finally:
+            self._lock.release()
 
 
 class EngineError(RuntimeError):
@@ -39,8 +70,8 @@ def complete(engine: Engine, sequences: list[Sequence]) -> list[Completion]:
 
 
 def stream(engine: Engine, sequences: list[Sequence]) -> Iterator[StreamChunk]:
-    """Their text as it comes. Looks at its own sequences, not at what `step` reports: others may step the engine
-    between two chunks."""
+    """Yields their text as it comes. Looks at its own sequences, not at what `step` reports: other threads may step the
+    engine between two chunks."""
     left = dict(enumerate(sequences))
     try:
         for sequence in sequences:
@@ -82,8 +113,8 @@ def advance(engine: Engine) -> None:
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Drops the local variables of the frames that an error came through. They may hold the old state, and with it the
-    memory that a new one needs."""
+    """Drops the local variables of the frames that an error passed. They may hold the old state, and with it the memory
+    that a new one needs."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

@@ -1,13 +1,15 @@
-"""From what a user asks to a sequence that the engine can run, or a clear refusal. Touches neither device nor queue.
+"""Makes a sequence of a user's prompt and parameters, or refuses them. Touches neither device nor queue.
 
-Safe to call from any thread, so that a server can tokenise beside the engine's own.
+Safe to call from any thread, so that a server can tokenise while the engine works.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import random
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
@@ -18,7 +20,8 @@ import numpy as np
 
 from specjax.engine.plain import PlainText
 from specjax.engine.prompt import Prompt, encode
-from specjax.engine.request import GENERATED_SEEDS, ParameterError, SamplingParams, Sequence, random_seed
+from specjax.engine.sampling_params import GENERATED_SEEDS, ParameterError, SamplingParams, random_seed
+from specjax.engine.sequence import Sequence
 from specjax.engine.text import TextStream
 from specjax.sampling import STOP_IDS
 
@@ -34,6 +37,28 @@ MARGIN = 64
 """Tokens by which the start of a text, cut anywhere, may exceed its share of the whole text's."""
 
 
+class Salts:
+    """Turns a request's `cache_salt` into the 32 bits that keep its n-gram memory apart. Equal texts give equal words
+    in one engine; a secret key keeps clients from choosing texts that collide.
+
+    Args:
+        isolate: a request without a `cache_salt` gets a word that no other has, instead of the common 0.
+    """
+
+    def __init__(self, *, isolate: bool) -> None:
+        self._key = secrets.token_bytes(16)
+        self._numbers = itertools.count() if isolate else None
+
+    def __call__(self, cache_salt: str | None) -> int:
+        """A 32-bit word, not 0 where the request is to be kept apart."""
+        if cache_salt is not None:
+            return self._word(b"salt" + cache_salt.encode("utf-8", "surrogatepass"))
+        return 0 if self._numbers is None else self._word(b"request" + str(next(self._numbers)).encode())
+
+    def _word(self, text: bytes) -> int:
+        return int.from_bytes(hashlib.blake2b(text, key=self._key, digest_size=4).digest(), "little") or 1
+
+
 @dataclass(frozen=True)
 class Intake:
     """What a request is checked against."""
@@ -44,8 +69,9 @@ class Intake:
     pool_tokens: int  # in all pages
     eos_ids: tuple[int, ...]
     depth: int  # D
+    salts: Salts = field(default_factory=lambda: Salts(isolate=False))
     plain_content: bool = False  # users' text makes no special tokens
-    seeds: random.Random | None = None  # gives seeds to requests that bring none; None: the operating system does
+    seeds: random.Random | None = None  # draws the seeds of requests without one; None: the operating system does
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
@@ -53,7 +79,7 @@ class Intake:
 
     @functools.cached_property
     def plain(self) -> PlainText | None:
-        """Encodes users' text without special tokens; None: not asked for."""
+        """Encodes users' text without special tokens; None: `plain_content` is off."""
         return PlainText(self.tokenizer) if self.plain_content else None
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -118,10 +144,10 @@ class Intake:
                 last = self.vocab_size - 1
                 raise ParameterError(what, f"holds {outside[0]!s:.40}; token ids of this model are 0 to {last}")
         stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_ids))))
-        least = sampling.min_new_tokens
-        if least > limit:
-            raise ParameterError("min_new_tokens", f"{least} exceeds the {limit} tokens there is room for")
-        if least and len(stops) > STOP_IDS:
+        minimum = sampling.min_new_tokens
+        if minimum > limit:
+            raise ParameterError("min_new_tokens", f"{minimum} exceeds the {limit} tokens there is room for")
+        if minimum and len(stops) > STOP_IDS:
             raise ParameterError(
                 "min_new_tokens",
                 f"works with at most {STOP_IDS} stop ids (the device's); this request has {len(stops)}",
@@ -141,6 +167,7 @@ class Intake:
                 keep_stop=sampling.no_stop_trim,
             ),
             arrival=number,
+            salt=self.salts(sampling.cache_salt),
             histogram=[0] * (self.depth + 1),
         )
 
@@ -171,13 +198,17 @@ def with_sampling(
     sampling: SamplingParams | Mapping[str, Any] | List[SamplingParams | Mapping[str, Any] | None] | None,
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[bool, list[tuple[Prompt, SamplingParams]]]:
-    """What `Engine.generate` takes: whether it is one prompt, and each prompt with its parameters.
+    """Resolves the arguments of `Engine.generate`.
 
-    `defaults` are filled in under fields that are given by name, and where nothing is given.
+    Args:
+        defaults: of fields that are not given; a whole `SamplingParams` is taken as it is.
+
+    Returns:
+        Whether `prompts` is a single prompt, and each prompt with its parameters.
 
     Raises:
-        TypeError: `prompts` is no prompt, and nothing that holds prompts; `sampling` is something else than it may be.
-        ValueError: not one for each, or a parameter is wrong.
+        TypeError: `prompts` holds no prompts, or `sampling` no parameters.
+        ValueError: there is not one `sampling` for each prompt, or a parameter is wrong.
     """
     _check_prompts(prompts)
     items = [prompts] if isinstance(prompts, str) else list(prompts)

@@ -1,4 +1,4 @@
-"""Who runs: slots, pages, admission, and retraction when pages run out. Plain Python; knows nothing of the device."""
+"""Slots, pages, admission, and retraction when pages run out. Plain Python; knows nothing of the device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from specjax.engine.pages import PageAllocator
-from specjax.engine.request import Sequence, Status
+from specjax.engine.sequence import Sequence, Status
 
 
 class Scheduler:

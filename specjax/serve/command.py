@@ -19,7 +19,7 @@ from specjax.cache import bytes_per_token, init_cache
 from specjax.checkpoint import CheckpointError
 from specjax.cli import flags
 from specjax.engine import Engine
-from specjax.engine.batch import speculation_note
+from specjax.engine.buckets import speculation_note
 from specjax.serve.app import create_app
 from specjax.serve.runner import Runner
 from specjax.serve.server import SIGNALS, PortError, Server, allow_files, listen, url

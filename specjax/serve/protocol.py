@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from specjax.engine.request import (
+from specjax.engine.sampling_params import (
     MAX_SALT,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from specjax.engine import Engine
-from specjax.engine.counters import Counters
 from specjax.engine.drafting import drafting_summary
+from specjax.engine.outputs import Counters
 from specjax.engine.phases import PhaseTimes
 
 logger = logging.getLogger("specjax.serve")

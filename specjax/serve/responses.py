@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from specjax.engine import Completion, StreamChunk
 from specjax.engine.decoders import byte_of_letter
-from specjax.engine.request import TokenLogprob
+from specjax.engine.sequence import TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
 

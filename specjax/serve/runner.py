@@ -26,7 +26,7 @@ from specjax.cli.flags import ServerSettings
 from specjax.engine import Completion, Engine, StreamChunk
 from specjax.engine.deltas import take_delta
 from specjax.engine.generation import forget_frames
-from specjax.engine.request import Sequence, Status
+from specjax.engine.sequence import Sequence, Status
 from specjax.serve.report import Report
 from specjax.serve.watchdog import Watchdog
 

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 from specjax.engine.intake import Intake
 from specjax.engine.prompt import Prompt
-from specjax.engine.request import ParameterError, SamplingParams, Sequence, later_seed
+from specjax.engine.sampling_params import ParameterError, SamplingParams, later_seed
+from specjax.engine.sequence import Sequence
 from specjax.serve.errors import ApiError, bad_request, shown
 from specjax.serve.fields import whole
 

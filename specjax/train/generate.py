@@ -36,8 +36,8 @@ from specjax.checkpoint.files import try_lock, write_text
 from specjax.cli import flags
 from specjax.cli.generate import BadLine, Line, parse_object, prompt_field, run
 from specjax.engine import Completion, Engine, SamplingParams
-from specjax.engine.batch import speculation_note
-from specjax.engine.request import later_seed
+from specjax.engine.buckets import speculation_note
+from specjax.engine.sampling_params import later_seed
 from specjax.train import corpus
 from specjax.train.memory import batch_for
 

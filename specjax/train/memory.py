@@ -16,7 +16,7 @@ from specjax.cache import bytes_per_token, init_cache
 from specjax.checkpoint.weights import read_headers
 from specjax.cli.flags import Settings
 from specjax.config import ModelConfig
-from specjax.engine.batch import STEP_COPIES
+from specjax.engine.memory import STEP_COPIES
 from specjax.models import make_target
 
 LARGEST = {"cpu": 64, "gpu": 256}

@@ -16,7 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from specjax.drafters import TreeShape
-from specjax.engine.compiled import use_compilation_cache
+from specjax.engine.executables import use_compilation_cache
 from specjax.models import make_target
 from specjax.models.eagle_head import eagle_head
 from specjax.train import draft

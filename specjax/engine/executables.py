@@ -1,4 +1,4 @@
-"""The executables of an engine: one for each batch bucket and chunk width, compiled once, before or behind its work."""
+"""The executables of an engine: one for each batch bucket and chunk width, compiled once."""
 
 from __future__ import annotations
 
@@ -9,31 +9,29 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
-from specjax_kernels import cpu_code
-from tqdm import tqdm
+from specjax_kernels import cpu, cpu_code, cpu_kernels
 
 from specjax.checkpoint.files import default_cache_dir
 from specjax.compiling import compiler_options
 from specjax.drafters.base import Drafter, Params
-from specjax.engine.batch import Buckets
+from specjax.engine import program_store
+from specjax.engine.buckets import Buckets
+from specjax.engine.outputs import Output, pack
 from specjax.engine.phases import PhaseTimes, compile_in_phases
-from specjax.engine.request import Sequence
+from specjax.engine.sequence import Sequence
 from specjax.models.protocol import Target
+from specjax.progress import progress_bar
 from specjax.step import (
     DecodeState,
-    Logprobs,
     PrefillInput,
     Row,
     StepConfig,
     StepInput,
-    StepOutput,
-    Trace,
     admit,
     prefill_step,
     speculate_step,
@@ -56,77 +54,32 @@ class Key(NamedTuple):
         return f"{what} {self.width} {unit} with {self.table} pages each"
 
 
+Program: TypeAlias = Callable[..., tuple[DecodeState, Output]]
+"""(params, state, inputs) -> (the next state, output); takes the state over."""
+
+
 def use_compilation_cache(folder: Path | None = None) -> None:
     """Keeps compiled programs on disk, so that a second start compiles nothing. Respects JAX's own settings.
 
     Args:
-        folder: of the programs; those that run on a CPU call kernels, which are always kept in `default_cache_dir`.
+        folder: of the programs; CPU kernels are always kept in `default_cache_dir`.
     """
     cpu_code.keep_in(default_cache_dir() / "kernels")
     if jax.config.values["jax_compilation_cache_dir"] is None:
-        jax.config.update("jax_compilation_cache_dir", str(folder or default_cache_dir() / "xla"))
+        folder = folder or default_cache_dir() / "xla"
+        jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-
-
-class Read(NamedTuple):
-    """A step's output on the host."""
-
-    tokens: np.ndarray  # [B, J]
-    emitted: np.ndarray  # [B]
-    finish: np.ndarray  # [B]
-    logprobs: Logprobs | None  # of numpy arrays
-
-
-def _packed(output: StepOutput) -> Array:
-    """[B, 2 + J] int32: one array, so that a step costs one copy to the host."""
-    return jnp.concatenate([output.emitted[:, None], output.finish[:, None], output.tokens], axis=1)
-
-
-def _packed_logprobs(found: Logprobs) -> Array:
-    """[B, (1 + 2 * top) * J] int32, copied to the host only where a request wants them."""
-    rows = found.drawn.shape[0]
-    floats = [found.drawn, found.top.reshape(rows, -1)]
-    bits = [jax.lax.bitcast_convert_type(part, jnp.int32) for part in floats]
-    return jnp.concatenate([*bits, found.top_ids.reshape(rows, -1)], axis=1)
-
-
-def read_output(output: Output, top: int | None) -> Read:
-    """A step's output on the host.
-
-    Args:
-        top: alternatives of a token in the log-probabilities; None: those are not copied.
-    """
-    packed = np.asarray(output.packed)
-    emitted, finish, tokens = packed[:, 0], packed[:, 1], packed[:, 2:]
-    if top is None:
-        return Read(tokens, emitted, finish, None)
-    width = tokens.shape[1]
-    drawn, best, ids = np.split(np.asarray(output.logprobs), np.cumsum([width, width * top]), axis=1)
-    shape = (-1, width, top)
-    found: Any = (drawn.view(np.float32), best.view(np.float32).reshape(shape), ids.reshape(shape))
-    return Read(tokens, emitted, finish, Logprobs(*found))
-
-
-class Output(NamedTuple):
-    """Of a step or a prefill, on the device."""
-
-    packed: Array
-    logprobs: Array
-    trace: Trace | None
-
-
-def _finish(output: StepOutput) -> Output:
-    return Output(_packed(output), _packed_logprobs(output.logprobs), output.trace)
+        program_store.keep_in(folder.with_name(program_store.FOLDER))
 
 
 def _step(params: Params, state: DecodeState, inputs: StepInput, **fixed: Any) -> tuple[DecodeState, Output]:
     state, output = speculate_step(params, state, inputs, **fixed)
-    return state, _finish(output)
+    return state, pack(output)
 
 
 def _prefill(params: Params, state: DecodeState, inputs: PrefillInput, **fixed: Any) -> tuple[DecodeState, Output]:
     state, output = prefill_step(params, state, inputs, **fixed)
-    return state, _finish(output)
+    return state, pack(output)
 
 
 class Unavailable(RuntimeError):
@@ -134,14 +87,14 @@ class Unavailable(RuntimeError):
 
 
 class Executables:
-    """Compiles on demand, and at most once. Safe to call from several threads.
+    """A dictionary of programs that are compiled on demand and at most once. Safe to call from several threads.
 
     A key whose compilation fails, or that runs out of memory, is remembered and logged once; `first_usable` then takes
     another size.
 
     Attributes:
-        turn: held while a program is launched and, on a GPU, while one is compiled: XLA times candidates on the device,
-            where nothing else may run meanwhile.
+        launch_lock: held while a program is launched and, on a GPU, while one is compiled: XLA times candidates on the
+            device, where nothing else may run meanwhile.
     """
 
     def __init__(
@@ -158,47 +111,36 @@ class Executables:
         self._target, self._drafter, self._buckets, self._trace = target, drafter, buckets, trace
         self.phase_times = PhaseTimes() if time_phases else None
         self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
-        self._futures: dict[Key, Future[Any]] = {}
-        self._failed: dict[Key, str] = {}  # what was wrong; an exception would keep its frames alive
+        self._futures: dict[Key, Future[Program]] = {}
+        self._failed: dict[Key, str] = {}  # the message; an exception would keep its frames alive
         self._pending: set[Key] = set()  # what `warm_up_in_background` still has to do
         self._closed = threading.Event()
         self._waiting: set[int] = set()  # threads that wait for a compiler in `get`
         self._lock = threading.Lock()
-        self.turn = threading.RLock()
-        self._compiling = False  # holds `turn`
+        self.launch_lock = threading.RLock()
+        self._compiling = False  # with `launch_lock` held
         self._exclusive = jax.default_backend() != "cpu"
 
-    def is_waiting(self, thread: int | None) -> bool:
-        """Whether the thread with this `ident` waits for a program to be compiled, or, on a GPU, any is compiled."""
-        return thread in self._waiting or self._compiling
-
-    @cached_property
-    def admit(self) -> Callable[[DecodeState, Any, Row], DecodeState]:
-        """Puts a row into the state, which it takes over. Compiled at the first use or by `warm_up`."""
-        state = self.state_shapes
-        row = jax.tree.map(lambda rows: jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype), state.rows)
-        slot = jax.ShapeDtypeStruct((), np.int32)
-        with self.turn:
-            return jax.jit(admit, donate_argnums=0).lower(state, slot, row).compile()
+    # Which executables there are
 
     @property
     def state_shapes(self) -> DecodeState:
         return self._shapes[1]
 
     def all_keys(self) -> list[Key]:
-        """Every executable the engine can need, the ones for a single request first."""
+        """Every executable the engine can need, those for a single request first."""
         steps = [Key("step", batch, table) for batch in self._buckets.batches for table in self._buckets.tables]
         chunks = [Key("prefill", chunk, table) for chunk in self._buckets.chunks for table in self._buckets.tables]
         first = self._buckets.batches[0]
         return chunks + sorted(steps, key=lambda key: (key.width != first, key.width, key.table))
 
     def single_request_keys(self) -> list[Key]:
-        """Those that one request at a time needs."""
+        """Executables that one request at a time needs."""
         first = self._buckets.batches[0]
         return [key for key in self.all_keys() if key.kind == "prefill" or key.width == first]
 
     def first_keys(self, sequences: Iterable[Sequence], page_size: int, rows: int) -> list[Key]:
-        """Those that these sequences will certainly need, if they are all that runs."""
+        """Executables that these sequences will certainly need, if they are all that runs."""
         keys: dict[Key, None] = {}
         count, table = 0, self._buckets.tables[0]
         for sequence in sequences:
@@ -212,19 +154,17 @@ class Executables:
         widths = self._buckets.shrinking(min(count, rows), tree_widths(self._drafter))
         return [*keys, *(Key("step", width, table) for width in widths)]
 
-    def step_keys(self, count: int, table: int) -> Iterator[Key]:
-        """Programs that can serve `count` requests, the best first.
+    def step_keys(self, count: int, pages: int) -> Iterator[Key]:
+        """Programs that can serve `count` requests of up to `pages` pages, the best first.
 
-        The smallest batch that fits and is compiled: an idle row costs less than waiting for a compiler. But not one
-        that would draft less: at the end of a wide run the last requests speculate. While a larger batch compiles
-        behind, the largest that is there serves them in parts. Then what must be compiled first, and where no batch
-        that fits can be had, smaller ones.
+        1. The smallest compiled batch that fits and does not draft less: an idle row costs less than a compiler, and
+           the last requests of a wide run are to speculate.
+        2. While that batch compiles in the background, the largest compiled one, which serves them in parts.
+        3. What must be compiled first: batches that fit, then smaller ones.
         """
-        compiled, least = self.compiled(), table
-        for table in self._buckets.tables_for(least):
-            fitting = [
-                Key("step", batch, table) for batch in self._buckets.substitutes(count, tree_widths(self._drafter))
-            ]
+        compiled, widths = self.compiled(), self._buckets.substitutes(count, tree_widths(self._drafter))
+        for table in self._buckets.tables_for(pages):
+            fitting = [Key("step", batch, table) for batch in widths]
             others = [Key("step", batch, table) for batch in self._buckets.batches]
             larger = [key for key in others if key.width >= count and key not in fitting]
             smaller = [key for key in others[::-1] if key.width < count]
@@ -233,7 +173,39 @@ class Executables:
                 yield from (key for key in smaller if key in compiled)
             yield from (*fitting, *larger, *smaller)
 
-    def get(self, key: Key) -> Callable[..., tuple[DecodeState, Output]]:
+    def compiled(self) -> set[Key]:
+        with self._lock:
+            return {key for key, future in self._futures.items() if future.done()}
+
+    def is_pending(self, key: Key) -> bool:
+        """Whether the key is still to be compiled in the background."""
+        with self._lock:
+            return key in self._pending
+
+    @property
+    def pending(self) -> int:
+        """Executables that are still to be compiled in the background."""
+        with self._lock:
+            return len(self._pending)
+
+    def is_waiting(self, thread: int | None) -> bool:
+        """Whether the thread with this `ident` waits for a program to be compiled or, on a GPU, any is compiled."""
+        return thread in self._waiting or self._compiling
+
+    # Getting one
+
+    @cached_property
+    def admit(self) -> Callable[[DecodeState, Any, Row], DecodeState]:
+        """Puts a row into the state, which it takes over. Compiled at the first use or by `warm_up`."""
+        state = self.state_shapes
+        row = jax.tree.map(lambda rows: jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype), state.rows)
+        arguments = (state, jax.ShapeDtypeStruct((), np.int32), row)
+        with self.launch_lock:
+            return program_store.stored(
+                (admit, arguments), lambda: jax.jit(admit, donate_argnums=0).lower(*arguments).compile()
+            )
+
+    def get(self, key: Key) -> Program:
         """The program of a key; compiles it, or waits for the thread that does.
 
         Raises:
@@ -251,20 +223,42 @@ class Executables:
         self._waiting.add(thread)
         try:
             if mine:
-                try:
-                    future.set_result(self._compile(key))
-                except BaseException as error:
-                    with self._lock:
-                        del self._futures[key]
-                    if isinstance(error, Exception):
-                        self.fail(key, error)
-                        future.set_exception(error)
-                    else:  # an interrupt is this thread's alone
-                        future.set_exception(RuntimeError(f"compiling {key} was interrupted"))
-                    raise
+                self._fulfil(key, future)
             return future.result()
         finally:
             self._waiting.discard(thread)
+
+    def _fulfil(self, key: Key, future: Future[Program]) -> None:
+        """Compiles in this thread, so that JAX's settings by `with` apply."""
+        try:
+            future.set_result(self._compile(key))
+        except BaseException as error:
+            with self._lock:
+                del self._futures[key]
+            if isinstance(error, Exception):
+                self.fail(key, error)
+                future.set_exception(error)
+            else:  # an interrupt is this thread's alone
+                future.set_exception(RuntimeError(f"compiling {key} was interrupted"))
+            raise
+
+    def first_usable(self, keys: Iterable[Key]) -> tuple[Key, Program]:
+        """The program of the first of these keys that has one; compiles it where needed.
+
+        Raises:
+            Unavailable: none of them has one.
+        """
+        problem = "there is none"
+        for key in keys:
+            try:
+                return key, self.get(key)
+            except Unavailable as error:
+                problem = str(error)
+            except Exception as error:  # logged by `fail`
+                problem = f"{key}: {_first_line(error)}"
+        raise Unavailable(f"no size of batch can run ({problem})")
+
+    # Failures
 
     def fail(self, key: Key, error: BaseException) -> None:
         """Remembers that a key cannot be used, and logs it the first time."""
@@ -292,49 +286,30 @@ class Executables:
     def has_failed(self, key: Key) -> bool:
         return key in self._failed
 
-    def first_usable(self, keys: Iterable[Key]) -> tuple[Key, Callable[..., tuple[DecodeState, Output]]]:
-        """The program of the first of these keys that has one; compiles it where needed.
-
-        Raises:
-            Unavailable: none can be had.
-        """
-        problem = "there is none"
-        for key in keys:
-            if (known := self._failed.get(key)) is not None:
-                problem = f"{key}: {known}"
-                continue
-            try:
-                return key, self.get(key)
-            except Exception as error:  # logged by `fail`
-                problem = f"{key}: {_first_line(error)}"
-        raise Unavailable(f"no size of batch can run ({problem})")
-
-    def compiled(self) -> set[Key]:
-        with self._lock:
-            return {key for key, future in self._futures.items() if future.done()}
+    # Ahead of use
 
     def warm_up(self, keys: Iterable[Key], *, progress: bool = True, strict: bool = True) -> None:
-        """Compiles these and what every request needs, with a progress bar on stderr. On a CPU a second thread helps,
-        to which JAX's settings by `with` do not apply.
+        """Compiles these and what every request needs. On a CPU a second thread helps, to which JAX's settings by
+        `with` do not apply.
 
         Args:
+            progress: show a bar on stderr.
             strict: stop at the first failure, also of a key that failed before, and raise it. False: leave out what
                 fails.
 
         Raises:
             Unavailable: not `strict`, and all programs of a kind have failed.
         """
-        _ = self.admit
         keys = list(keys)
         if strict:
             with self._lock:
                 for key in keys:
                     self._failed.pop(key, None)
         missing = [key for key in keys if key not in self.compiled()]
-        # Steps take longest. Threads share the iterator: each key goes to one of them.
+        # Steps take longest. The threads share the iterator: each key goes to one of them.
         left = iter(sorted(missing, key=lambda key: key.kind != "step"))
         failed: list[BaseException] = []
-        bar = tqdm(total=len(missing), desc="Compiling", unit="bucket", disable=not progress or not missing)
+        bar = progress_bar("Compiling", len(missing), "bucket", shown=progress and bool(missing))
 
         def work() -> None:
             try:
@@ -342,25 +317,22 @@ class Executables:
                     if failed:
                         return
                     bar.set_postfix_str(f"{key.kind} {key.width}")
-                    try:
+                    with contextlib.nullcontext() if strict else contextlib.suppress(Exception):
                         self.get(key)
-                    except Exception:
-                        if strict:
-                            raise
                     bar.update()
             except BaseException as error:
                 failed.append(error)
 
-        # While XLA compiles one program on a CPU, or reads it from the disk, Python traces the next. (XLA:GPU times
-        # candidates on the device, where nothing else may run then.)
-        beside = threading.Thread(target=work, name="specjax-compile-2", daemon=True)
+        # While XLA compiles one program on a CPU, or reads it from the disk, Python traces the next.
+        helper = threading.Thread(target=work, name="specjax-compile-2", daemon=True)
         two = not self._exclusive and len(missing) > 1
         with bar:
             if two:
-                beside.start()
+                helper.start()
+            _ = self.admit
             work()
             if two and not any(isinstance(error, KeyboardInterrupt) for error in failed):
-                beside.join()
+                helper.join()
         if failed:
             raise failed[0]
         for kind in {key.kind for key in keys}:
@@ -371,17 +343,20 @@ class Executables:
         with self._lock:
             missing = [key for key in keys if key not in self._futures and key not in self._failed]
             self._pending.update(missing)
+        shown = progress and bool(missing)
 
         def run() -> None:
             try:
-                with tqdm(missing, desc="Compiling behind", unit="bucket", disable=not progress or not missing) as bar:
-                    for key in bar:
+                with progress_bar("Compiling in the background", len(missing), "bucket", shown=shown) as bar:
+                    for key in missing:
+                        if self._closed.is_set():
+                            return
                         bar.set_postfix_str(f"{key.kind} {key.width}")
-                        if not self._closed.is_set():
-                            with contextlib.suppress(Exception):  # logged by `fail`
-                                self.get(key)
+                        with contextlib.suppress(Exception):  # logged by `fail`
+                            self.get(key)
                         with self._lock:
                             self._pending.discard(key)
+                        bar.update()
             finally:
                 with self._lock:
                     self._pending.difference_update(missing)
@@ -390,62 +365,52 @@ class Executables:
         thread.start()
         return thread
 
-    def is_pending(self, key: Key) -> bool:
-        """It is not there yet, but will be without anyone waiting for it."""
-        with self._lock:
-            return key in self._pending
-
-    @property
-    def pending(self) -> int:
-        """Executables that are still compiled behind."""
-        with self._lock:
-            return len(self._pending)
-
     def close(self) -> None:
-        """No more compiling behind, after the program that is being compiled."""
+        """Ends the background's work after the program that it is compiling."""
         self._closed.set()
 
-    def _compile(self, key: Key) -> Callable[..., Any]:
-        params, state = self._shapes
-        fixed: dict[str, Any] = {"target": self._target, "drafter": self._drafter}
+    # The compiler
 
-        def ints(*shape: int) -> Any:
-            return jax.ShapeDtypeStruct(shape, np.int32)
-
-        def flags(*shape: int) -> Any:
-            return jax.ShapeDtypeStruct(shape, np.bool_)
-
-        if key.kind == "prefill":
-            inputs = PrefillInput(
-                slots=ints(1),
-                page_table=ints(1, key.table),
-                active=flags(1),
-                tokens=ints(1, key.width),
-                length=ints(1),
-                next_token=ints(1),
-            )
-            function = partial(_prefill, **fixed, config=StepConfig())
+    def _compile(self, key: Key) -> Program:
+        shape = partial(jax.ShapeDtypeStruct, dtype=np.int32)
+        batch = key.width if key.kind == "step" else 1
+        common: Any = (shape((batch,)), shape((batch, key.table)), jax.ShapeDtypeStruct((batch,), np.bool_))
+        if key.kind == "step":
+            config = StepConfig(self._buckets.tree_widths(batch, tree_widths(self._drafter)), self._trace)
+            function, inputs = _step, StepInput(*common)
         else:
-            batch = key.width
-            inputs = StepInput(ints(batch), ints(batch, key.table), flags(batch))
-            widths = self._buckets.tree_widths(batch, tree_widths(self._drafter))
-            config = StepConfig(widths, self._trace)
-            if self.phase_times is not None:
-                shapes = (params, state, inputs)
-                with self.turn:
-                    fixed |= {"config": config, "shapes": shapes, "finish": _finish}
-                    return compile_in_phases(**fixed, times=self.phase_times)
-            function = partial(_step, **fixed, config=config)
-        lowered = jax.jit(function, donate_argnums=1, compiler_options=compiler_options()).lower(params, state, inputs)
+            chunk: Any = {"tokens": shape((1, key.width)), "length": shape((1,)), "next_token": shape((1,))}
+            config, function, inputs = StepConfig(), _prefill, PrefillInput(*common, **chunk)
+        fixed: dict[str, Any] = {"target": self._target, "drafter": self._drafter, "config": config}
+        arguments: Any = (*self._shapes, inputs)
+        if self.phase_times is not None and key.kind == "step":
+            with self.launch_lock:
+                return compile_in_phases(**fixed, arguments=arguments, times=self.phase_times)
+        options, whole = compiler_options(), partial(function, **fixed)
+
+        def lowered() -> jax.stages.Lowered:
+            return jax.jit(whole, donate_argnums=1, compiler_options=options).lower(*arguments)
+
+        parts = (whole, arguments, options, self._cpu_kernels())
+        return program_store.stored(parts, lambda: self._compiled(lowered()))
+
+    def _compiled(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         if not self._exclusive:
             return lowered.compile()
-        with self.turn:
+        with self.launch_lock:
             jax.block_until_ready(jnp.zeros(()) + 1)  # after all that has been launched; it may be stuck
             self._compiling = True
             try:
                 return lowered.compile()
             finally:
                 self._compiling = False
+
+    def _cpu_kernels(self) -> list[str | None]:
+        """Why each of the CPU's kernels cannot be called here; None: it can. Programs name those that they call, which
+        must be known to XLA before a stored program is loaded."""
+        if self._target.config.dtype != "float32" or not cpu.callable_here():
+            return []
+        return [future.result() for future in cpu.register_in_turn(cpu_kernels.KERNELS)]
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,0 +1,116 @@
+"""The output of a step: packed on the device, copied to the host, given to its sequences."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from specjax.engine.sequence import RawLogprob, Sequence
+from specjax.inspection import step_tree
+from specjax.step import FULL, NOT_FINITE, STOPPED, Logprobs, StepOutput, Trace
+
+logger = logging.getLogger(__name__)
+
+FAILED_TEXT = "the request failed while its text was made"
+"""Message of a request whose tokens could not be turned into text."""
+
+
+@dataclass
+class Counters:
+    """What an engine has done since it was made. Reports take differences."""
+
+    prefilled_sequences: int = 0  # a resumed one counts again
+    prefilled_tokens: int = 0
+    steps: int = 0  # decode steps dispatched
+    verifications: int = 0  # of one sequence in one step
+    drafted_steps: int = 0  # those of them that could draft
+    verified: int = 0  # tokens that these emitted
+    generated: int = 0  # all tokens emitted
+
+
+class Output(NamedTuple):
+    """Of a step or a prefill, on the device. One array holds what every step needs, so that it costs one copy."""
+
+    packed: Array  # [B, 2 + J] int32: emitted, finish, tokens
+    logprobs: Array  # [B, (1 + 2 * top) * J] int32; copied only where a request wants them
+    trace: Trace | None
+
+
+def pack(output: StepOutput) -> Output:
+    """Packs a step's output; traced as a part of the step."""
+    packed = jnp.concatenate([output.emitted[:, None], output.finish[:, None], output.tokens], axis=1)
+    found, rows = output.logprobs, output.emitted.shape[0]
+    floats = [found.drawn, found.top.reshape(rows, -1)]
+    bits = [jax.lax.bitcast_convert_type(part, jnp.int32) for part in floats]
+    return Output(packed, jnp.concatenate([*bits, found.top_ids.reshape(rows, -1)], axis=1), output.trace)
+
+
+class Read(NamedTuple):
+    """A step's output on the host."""
+
+    tokens: np.ndarray  # [B, J]
+    emitted: np.ndarray  # [B]
+    finish: np.ndarray  # [B]
+    logprobs: Logprobs | None  # of numpy arrays
+
+
+def read_output(output: Output, top: int | None) -> Read:
+    """Copies a step's output to the host; waits for the step.
+
+    Args:
+        top: alternatives of a token in the log-probabilities; None: those are not copied.
+    """
+    packed = np.asarray(output.packed)
+    emitted, finish, tokens = packed[:, 0], packed[:, 1], packed[:, 2:]
+    if top is None:
+        return Read(tokens, emitted, finish, None)
+    width = tokens.shape[1]
+    drawn, best, ids = np.split(np.asarray(output.logprobs), np.cumsum([width, width * top]), axis=1)
+    shape = (-1, width, top)
+    found: Any = (drawn.view(np.float32), best.view(np.float32).reshape(shape), ids.reshape(shape))
+    return Read(tokens, emitted, finish, Logprobs(*found))
+
+
+def take(sequence: Sequence, read: Read, output: Output, row: int, *, verified: bool) -> int:
+    """Adds the tokens of a row to its sequence, with their log-probabilities and tree.
+
+    An error in its text ends this sequence; the others go on.
+
+    Args:
+        verified: the tokens come from a verification, not from a prefill.
+
+    Returns:
+        How many tokens it kept.
+    """
+    emitted, finish = int(read.emitted[row]), int(read.finish[row])
+    kept = emitted
+    try:
+        kept = sequence.accept(read.tokens[row, :emitted].tolist(), finish == STOPPED, finish == FULL)
+        if sequence.params.logprobs is not None and read.logprobs is not None:
+            sequence.logprobs += _raw_logprobs(read.logprobs, row, kept, sequence.params.logprobs)
+        if output.trace is not None:
+            sequence.trees.append(step_tree(output.trace, row, read.tokens[row, :kept]))
+        if finish == NOT_FINITE and sequence.finish_reason is None:
+            sequence.abort_not_finite()
+    except Exception:
+        logger.exception("request %s failed", sequence.id)
+        sequence.abort(FAILED_TEXT)
+    if verified and emitted:
+        sequence.verify_steps += 1
+        sequence.histogram[kept - 1] += 1
+        sequence.committed += emitted
+    return kept
+
+
+def _raw_logprobs(found: Logprobs, row: int, count: int, top: int) -> list[RawLogprob]:
+    """Of the first `count` tokens of a row, each with its `top` likeliest."""
+    rows = zip(found.drawn[row, :count].tolist(), found.top_ids[row], found.top[row], strict=False)
+    return [
+        RawLogprob(drawn, tuple(zip(ids[:top].tolist(), best[:top].tolist(), strict=True))) for drawn, ids, best in rows
+    ]

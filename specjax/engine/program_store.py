@@ -1,0 +1,268 @@
+"""Compiled programs on disk, so that a warm start neither traces nor lowers nor compiles.
+
+JAX's compilation cache finds a program by what lowering gives, so a start that uses it traces and lowers everything
+first. Here a program is found by a hash of all that it is made from: our sources, the versions below, the device and
+the processor, the settings, the functions and options that are traced, and the shapes of the arguments. What cannot be
+told apart (a function of a plug-in, say) is not stored. A file that is damaged, or does not fit, is compiled again.
+
+Loading a program runs what is in the file, so the folder must belong to the user alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import functools
+import hashlib
+import importlib.metadata
+import inspect
+import logging
+import os
+import pickle
+import platform
+import stat
+import tempfile
+import time
+import types
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Set
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import specjax_kernels
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
+
+import specjax
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "programs"
+"""Of the stored programs, beside the files of JAX's compilation cache."""
+
+MAX_BYTES = 2 << 30
+"""Of all stored programs. Those that were used longest ago are removed beyond it."""
+
+_OURS = tuple(Path(package.__file__ or "").parent for package in (specjax, specjax_kernels))
+_KNOWN_CODE = {"specjax", "specjax_kernels", "jax", "flax", "functools"}
+_PACKAGES = ("jax", "jaxlib", "flax", "numpy")
+_VARIABLES = ("XLA_", "TF_", "CUDA_", "TRITON_", "NUMBA_", "SPECJAX_", "NPROC")
+_STARTED = time.time()
+
+_folder: Path | None = None
+
+
+def keep_in(folder: Path | None) -> None:
+    """From now on `stored` uses this folder. None: nothing is stored or loaded."""
+    global _folder
+    _folder = folder
+
+
+class Unknown(Exception):
+    """A value that a hash cannot stand for."""
+
+
+def stored(parts: Any, compile: Callable[[], Any]) -> Any:
+    """A compiled program: out of the folder, else from `compile` and put there.
+
+    Args:
+        parts: all that the program is made from: functions, options, and the arguments' shapes.
+    """
+    folder = _folder
+    if folder is None or not _usable(folder):
+        return compile()
+    try:
+        key = hashlib.sha256("\n".join([*environment(), *describe(parts)]).encode()).hexdigest()
+    except (Unknown, RecursionError) as unknown:
+        logger.debug("a program is not stored: %s", unknown)
+        return compile()
+    file = folder / key
+    program = _load(file)
+    if program is None:
+        program = compile()
+        _save(file, program)
+    return program
+
+
+def _load(file: Path) -> Any:
+    """None: there is no such file, or it is of no use."""
+    try:
+        content = file.read_bytes()
+        digest, body = content[:32], content[32:]
+        if digest != _digest(file, body):
+            raise ValueError("it is damaged")
+        program = deserialize_and_load(*pickle.loads(zlib.decompress(body)), execution_devices=jax.devices()[:1])
+        os.utime(file)
+        return program
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # of many kinds, from XLA as well
+        logger.warning("the stored program %s is not used, but compiled again: %s", file, str(error)[:300])
+        return None
+
+
+def _save(file: Path, program: Any) -> None:
+    """Writes the whole file or nothing, whoever else writes it. A failure costs time at the next start, no more."""
+    try:
+        body = zlib.compress(pickle.dumps(serialize(program)), 1)
+        with tempfile.NamedTemporaryFile(dir=file.parent, prefix="new-", delete=False) as partial:
+            try:
+                partial.write(_digest(file, body) + body)
+                partial.close()
+                os.replace(partial.name, file)
+            except BaseException:
+                os.unlink(partial.name)
+                raise
+        _prune(file.parent)
+    except Exception as error:
+        logger.warning("a compiled program could not be stored in %s: %s", file.parent, str(error)[:300])
+
+
+def _digest(file: Path, body: bytes) -> bytes:
+    """Also of the name, so that a file under another key's name does not count."""
+    return hashlib.sha256(file.name.encode() + body).digest()
+
+
+def _prune(folder: Path) -> None:
+    files = []
+    for file in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found = file.stat()
+            files.append((found.st_mtime, found.st_size, file))
+    total = sum(size for _, size, _ in files)
+    for _, size, file in sorted(files)[:-1]:
+        if total <= MAX_BYTES:
+            return
+        file.unlink(missing_ok=True)
+        total -= size
+
+
+@functools.cache
+def _usable(folder: Path) -> bool:
+    """Whether the folder exists, or can be made, and nobody else can write into it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        logger.warning("compiled programs are not stored: %s", error)
+        return False
+    mode = stat.S_IMODE(found.st_mode)
+    if not hasattr(os, "geteuid") or not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or mode & 0o077:
+        logger.warning(
+            "compiled programs are not stored in %s: it must be a folder of your own with mode 700, and has owner %d, "
+            "mode %o. Loading a program runs it. Remove the folder, or `chmod 700` it if all in it is yours",
+            *(folder, found.st_uid, mode),
+        )
+        return False
+    return True
+
+
+def environment() -> Iterator[str]:
+    """All that a program depends on besides `parts`.
+
+    Raises:
+        Unknown: the running code may not be that of the files.
+    """
+    yield sources()
+    yield from (f"{package} {importlib.metadata.version(package)}" for package in _PACKAGES)
+    device = jax.devices()[0]
+    yield f"{device.platform} {device.device_kind} {device.client.platform_version} {jax.device_count()}"
+    yield _processor()
+    # XLA:CPU divides loops by the number of threads when it compiles.
+    yield str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+    yield from (
+        f"{name}={os.environ[name]}"
+        for name in sorted(os.environ)
+        if name.startswith(_VARIABLES) and name != "SPECJAX_CACHE"
+    )
+    yield from (f"{name}={value!r}" for name, value in sorted(jax.config.values.items()) if "cache" not in name)
+
+
+@functools.cache
+def sources() -> str:
+    """A hash of the source files of both packages.
+
+    Raises:
+        Unknown: there are none, or one has changed since this process started.
+    """
+    whole = hashlib.sha256()
+    files = sorted(file for folder in _OURS for kind in ("*.py", "*.json") for file in folder.rglob(kind))
+    for file in files:
+        if file.stat().st_mtime > _STARTED:
+            raise Unknown(f"{file} has changed since this process started")
+        whole.update(hashlib.sha256(file.read_bytes()).digest())
+    if not files:
+        raise Unknown("the sources are no files")
+    return whole.hexdigest()
+
+
+@functools.cache
+def _processor() -> str:
+    parts = [platform.machine(), platform.processor(), platform.system()]
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        parts += sorted({line for line in lines if line.split("\t")[0].strip() in ("flags", "Features", "model name")})
+    return " ".join(parts)
+
+
+def describe(value: Any) -> Iterator[str]:
+    """Text that stands for a value: equal for values that are traced alike, in any process.
+
+    Raises:
+        Unknown: it holds something for which there is no such text.
+    """
+    kind = type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if value is None or isinstance(value, bool | int | float | str | bytes | enum.Enum | np.dtype):
+        yield f"{name} {value!r}"
+    elif isinstance(value, jax.ShapeDtypeStruct):
+        yield f"{value.shape} {value.dtype} {value.sharding}"
+    elif isinstance(value, np.ndarray | np.generic | jax.Array):
+        array = np.asarray(value)
+        yield f"{array.shape} {array.dtype} {hashlib.sha256(array.tobytes()).hexdigest()}"
+    elif isinstance(value, Mapping):
+        yield f"{name} {len(value)}"
+        for key in sorted(value, key=repr):
+            yield from describe(key)
+            yield from describe(value[key])
+    elif isinstance(value, tuple | list | Set):
+        yield f"{name} {len(value)}"
+        for item in sorted(value, key=repr) if isinstance(value, Set) else value:
+            yield from describe(item)
+    elif isinstance(value, functools.partial):
+        yield from describe(("partial", value.func, value.args, value.keywords))
+    elif inspect.ismethod(value):
+        yield from describe(("method", value.__self__, value.__func__))
+    elif isinstance(value, type):
+        yield f"class {_known(value)}"
+    elif inspect.isfunction(function := inspect.unwrap(value) if callable(value) else value):
+        yield f"function {_known(function)}"
+        yield from describe([function.__defaults__, function.__kwdefaults__])
+        yield from _cells(function)
+    elif dataclasses.is_dataclass(value):
+        yield f"dataclass {_known(kind)}"
+        for field in dataclasses.fields(value):
+            yield from describe([field.name, getattr(value, field.name, None)])
+    else:
+        raise Unknown(f"a value of type {name}")
+
+
+def _cells(function: types.FunctionType) -> Iterator[str]:
+    """The variables that a function has of those around it. What refers to itself has none yet, or is left out."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            content = cell.cell_contents
+        except ValueError:
+            continue
+        yield name
+        if content is not function:
+            yield from describe(content)
+
+
+def _known(code: Any) -> str:
+    """The name of a function or class whose source is a part of `environment`."""
+    if (code.__module__ or "").partition(".")[0] not in _KNOWN_CODE:
+        raise Unknown(f"{code.__module__}.{code.__qualname__} is not part of specjax")
+    return f"{code.__module__}.{code.__qualname__}"

@@ -1,0 +1,165 @@
+"""What a request asks for: how to draw tokens and when to stop. Checked here, before anything is queued."""
+
+from __future__ import annotations
+
+import math
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeGuard
+
+from specjax.sampling import BIAS_ENTRIES
+from specjax.verify import TOP_LOGPROBS
+
+MAX_STOP_STRINGS = 16
+
+MAX_STOP_LENGTH = 1024
+"""Characters of a stop string."""
+
+MAX_SALT = 256
+"""Characters of a `cache_salt`."""
+
+MAX_TEMPERATURE = 1e4
+"""Far beyond uniform sampling; masks stay below every logit up to here."""
+
+GENERATED_SEEDS = 2**53 - 2**10
+"""Upper bound of generated seeds: every language reads them from JSON exactly, and so `seed + i` of further choices."""
+
+
+class ParameterError(ValueError):
+    """A request's parameter is wrong: "`name` `problem`"."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(f"{name} {problem}")
+        self.name, self.problem = name, problem
+
+    def renamed(self, names: Mapping[str, str]) -> ParameterError:
+        """The same error in the words of an interface that has other names for these parameters."""
+        words = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), self.problem)
+        return ParameterError(names.get(self.name, self.name), words)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to draw, and when to stop. Greedy by default.
+
+    Raises:
+        ParameterError: a value is of the wrong type or out of range.
+    """
+
+    max_new_tokens: int | None = 128  # None: the rest of the context
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+    stop: str | tuple[str, ...] | list[str] = ()
+    stop_token_ids: tuple[int, ...] | list[int] = ()
+    ignore_eos: bool = False
+    logit_bias: Mapping[int | str, float] = field(default_factory=dict)
+    seed: int | None = None  # None: a random one, which the result names
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False  # keep the stop string in the text
+    speculate: bool = True  # False: plain decoding for this request
+    logprobs: int | None = None  # log-probabilities of the tokens, and of this many likeliest ones at each
+    cache_salt: str | None = None  # requests with different salts share no n-gram memory
+
+    def __post_init__(self) -> None:
+        def check(name: str, good: bool, must: str, shown: str = "{!r:.60}") -> None:
+            if not good:
+                raise ParameterError(name, f"must be {must}, got {shown.format(getattr(self, name))}")
+
+        for name in ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"):
+            value = getattr(self, name)
+            # abs() < inf, not isfinite(): an integer may be too large to be a float at all
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            check(name, number and abs(value) < math.inf, "a finite number")
+        for name in ("top_k", "min_new_tokens"):
+            check(name, _is_integer(getattr(self, name)), "an integer")
+        for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim", "speculate"):
+            check(name, isinstance(getattr(self, name), bool), "true or false")
+        most, top, salt, seed = self.max_new_tokens, self.logprobs, self.cache_salt, self.seed
+        check("max_new_tokens", most is None or (_is_integer(most) and most >= 1), "an integer of at least 1")
+        greedy_to_limit = f"from 0 (greedy) to {MAX_TEMPERATURE:g}"
+        check("temperature", 0 <= self.temperature <= MAX_TEMPERATURE, greedy_to_limit, "{!s:.40}")
+        check("top_p", 0 < self.top_p <= 1, "above 0 and at most 1", "{}")
+        check("top_k", self.top_k == -1 or self.top_k >= 1, "-1 (off) or at least 1", "{}")
+        check("min_p", 0 <= self.min_p <= 1, "from 0 to 1", "{}")
+        check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "from -2 to 2", "{}")
+        check("presence_penalty", -2 <= self.presence_penalty <= 2, "from -2 to 2", "{}")
+        check("repetition_penalty", 0 < self.repetition_penalty <= 2, "above 0 and at most 2", "{}")
+        fits = self.min_new_tokens >= 0 and (most is None or self.min_new_tokens <= most)
+        check("min_new_tokens", fits, f"from 0 to max_new_tokens ({most})", "{}")
+        in_range = top is None or (_is_integer(top) and 0 <= top <= TOP_LOGPROBS)
+        check("logprobs", in_range, f"an integer from 0 to {TOP_LOGPROBS}", "{!r}")
+        short = salt is None or (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT)
+        check("cache_salt", short, f"a string of 1 to {MAX_SALT} characters")
+        check("seed", seed is None or (_is_integer(seed) and -(2**63) <= seed < 2**63), "an integer of 64 bits")
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """From JSON-like values.
+
+        Raises:
+            ValueError: an unknown name, or a value out of range.
+        """
+        names = {f.name for f in fields(cls)}
+        unknown = sorted(set(values) - names)
+        if unknown:
+            raise ValueError(
+                f"unknown sampling parameters: {', '.join(unknown)}; there are: {', '.join(sorted(names))}"
+            )
+        return cls(**values)
+
+
+def _is_integer(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _stop_strings(stop: Any) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stops, tuple | list) or not all(isinstance(s, str) and s for s in stops):
+        raise ParameterError("stop", f"must be a string or a list of non-empty strings, got {stop!r:.60}")
+    if len(stops) > MAX_STOP_STRINGS:
+        raise ParameterError("stop", f"has {len(stops)} strings; at most {MAX_STOP_STRINGS} are supported")
+    if (longest := max(map(len, stops), default=0)) > MAX_STOP_LENGTH:
+        raise ParameterError("stop", f"has a string of {longest} characters; at most {MAX_STOP_LENGTH} are supported")
+    return tuple(stops)
+
+
+def _stop_ids(ids: Any) -> tuple[int, ...]:
+    if not isinstance(ids, tuple | list) or not all(map(_is_integer, ids)):
+        raise ParameterError("stop_token_ids", f"must be a list of token ids, got {ids!r:.60}")
+    return tuple(dict.fromkeys(ids))
+
+
+def _bias(bias: Any) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise ParameterError("logit_bias", f"must map token ids to numbers, got {bias!r:.60}")
+    if len(bias) > BIAS_ENTRIES:
+        raise ParameterError("logit_bias", f"has {len(bias)} entries; at most {BIAS_ENTRIES} are supported")
+    result = {}
+    for key, value in bias.items():
+        if isinstance(key, bool) or not re.fullmatch(r"-?[0-9]{1,18}", str(key)):
+            raise ParameterError("logit_bias", f"has the key {key!r:.40}, which is not a token id")
+        token = int(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
+            raise ParameterError("logit_bias", f"of token {token} must be from -100 to 100, got {value!r:.60}")
+        result[token] = float(value)
+    return result
+
+
+def later_seed(seed: int, count: int) -> int:
+    """seed + count, wrapped to 64 bits."""
+    return (seed + count + 2**63) % 2**64 - 2**63
+
+
+def random_seed() -> int:
+    return secrets.randbelow(GENERATED_SEEDS)

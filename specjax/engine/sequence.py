@@ -1,0 +1,193 @@
+"""One request on its way through the engine, and what its caller gets. Host side; no device values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+from specjax.engine.sampling_params import SamplingParams
+from specjax.engine.text import TextStream
+from specjax.inspection import StepTree
+
+NOT_FINITE_TEXT = "the model's logits are not finite (NaN or infinity) after {count} tokens of output"
+"""Message of a request that ended because nothing can be drawn from its logits."""
+
+
+class Status(Enum):
+    WAITING = "waiting"  # no slot, no pages
+    PREFILLING = "prefilling"  # has a slot; its prompt is not all dispatched
+    RUNNING = "running"  # takes part in decode steps
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class FinishReason:
+    type: str  # stop, length or abort
+    matched: int | str | None = None  # the stop id or stop string
+    message: str | None = None  # of an abort that is the server's fault
+
+    def as_dict(self, length: int) -> dict[str, Any]:
+        """SGLang's form: ``{"type": "stop", "matched": 2}``, ``{"type": "length", "length": 128}``."""
+        if self.type == "stop":
+            return {"type": "stop", "matched": self.matched}
+        if self.type == "length":
+            return {"type": "length", "length": length}
+        return {"type": self.type} | ({"message": self.message} if self.message else {})
+
+
+class RawLogprob(NamedTuple):
+    """Log-probabilities of one token, as the device computes them."""
+
+    drawn: float
+    top: tuple[tuple[int, float], ...]
+
+
+class TokenLogprob(NamedTuple):
+    """Of the raw log-softmax: before temperature, penalties, bias and cut-offs."""
+
+    token: int
+    text: str  # the text that this token added; all of a completion's joined are its text
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # the likeliest tokens, the best first
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One request. The scheduler owns `status`, `slot` and `pages`."""
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    limit: int  # most tokens to emit
+    seed: int
+    device_stops: tuple[int, ...]  # checked in the step
+    host_stops: frozenset[int]  # the ones that did not fit there
+    stream: TextStream
+    arrival: int  # youngest = largest
+    output: list[int] = field(default_factory=list)
+    logprobs: list[RawLogprob] = field(default_factory=list)  # of the output, if requested
+    trees: list[StepTree] = field(default_factory=list)  # of its steps, if the engine keeps them
+    finish_reason: FinishReason | None = None
+    status: Status = Status.WAITING
+    slot: int | None = None
+    pages: list[int] = field(default_factory=list)
+    salt: int = 0  # sequences with different salts share no n-gram memory
+    prefilled: int = 0  # tokens whose prefill was dispatched
+    committed: int = 0  # tokens known to be in pages: the last length read
+    verify_steps: int = 0
+    histogram: list[int] = field(default_factory=list)  # steps by drafts accepted
+    sent: int = 0  # characters of the text handed to a streaming caller
+    sent_tokens: int = 0
+    sent_logprobs: int = 0
+
+    @property
+    def context(self) -> list[int]:
+        """Tokens to prefill: the prompt, and for a resumed sequence all output but its last token, the root."""
+        return self.prompt + self.output[:-1]
+
+    @property
+    def forced_token(self) -> int | None:
+        """The token after the context of a resumed sequence: emitted already, so never drawn again."""
+        return self.output[-1] if self.output else None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.params.logprobs is not None
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that can ever be committed: the last emitted one never is."""
+        return len(self.prompt) + self.limit - 1
+
+    def accept(self, tokens: list[int], stopped: bool, full: bool) -> int:
+        """Adds the tokens that a step emitted, and finishes on a stop.
+
+        Returns:
+            How many were kept. A stop string, or a stop id that only the host knows, may end the sequence inside the
+            run; what follows is dropped and not counted.
+        """
+        for kept, token in enumerate(tokens, start=1):
+            self.output.append(token)
+            is_stop = token in self.host_stops or (stopped and kept == len(tokens))
+            if is_stop:  # counted, in `output`, not in the text
+                self._finish(FinishReason("stop", token))
+                return kept
+            if self.stream.push(token):
+                self._finish(FinishReason("stop", self.stream.matched))
+                return kept
+        if full:
+            self._finish(FinishReason("length"))
+        return len(tokens)
+
+    def abort(self, message: str | None = None) -> None:
+        """Ends it as it is. `message`: what went wrong on the server's side."""
+        self.finish_reason = FinishReason("abort", message=message)
+        if message is None:  # what failed may be the text itself
+            self.stream.finish()
+
+    def abort_not_finite(self) -> None:
+        """Ends it because no token can be drawn from the model's logits. Keeps its text so far."""
+        self._finish(FinishReason("abort", message=NOT_FINITE_TEXT.format(count=len(self.output))))
+
+    def _finish(self, reason: FinishReason) -> None:
+        self.stream.finish()
+        if self.stream.matched is not None:  # in text that was held back, so before a stop token or the limit
+            reason = FinishReason("stop", self.stream.matched)
+        self.finish_reason = reason
+
+    def token_logprobs(self, start: int = 0) -> list[TokenLogprob]:
+        """Log-probabilities of the output from token `start` on."""
+        return [
+            TokenLogprob(self.output[i], self.stream.piece(i), self.logprobs[i].drawn, self.logprobs[i].top)
+            for i in range(start, len(self.logprobs))
+        ]
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Emitted by verification steps: all but the one that prefill drew."""
+        return sum(count * (drafts + 1) for drafts, count in enumerate(self.histogram))
+
+    @property
+    def accept_length(self) -> float:
+        """Emitted tokens per verification; 1.0 when none was needed."""
+        return self.drafted_tokens / self.verify_steps if self.verify_steps else 1.0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished request."""
+
+    id: str
+    text: str
+    output_ids: list[int]
+    prompt_tokens: int
+    finish_reason: dict[str, Any]
+    spec_verify_ct: int
+    spec_accept_length: float
+    spec_accept_histogram: list[int]
+    seed: int
+    logprobs: list[TokenLogprob] | None = None
+    trees: list[StepTree] = field(default_factory=list)  # what each step proposed and accepted; `EngineConfig.trace`
+
+    @property
+    def completion_tokens(self) -> int:
+        return len(self.output_ids)
+
+
+def completion(sequence: Sequence) -> Completion:
+    """The result of a sequence that has finished."""
+    assert sequence.finish_reason is not None
+    return Completion(
+        id=sequence.id,
+        text=sequence.stream.text,
+        output_ids=list(sequence.output),
+        prompt_tokens=len(sequence.prompt),
+        finish_reason=sequence.finish_reason.as_dict(len(sequence.output)),
+        spec_verify_ct=sequence.verify_steps,
+        spec_accept_length=sequence.accept_length,
+        spec_accept_histogram=list(sequence.histogram),
+        seed=sequence.seed,
+        logprobs=sequence.token_logprobs() if sequence.wants_logprobs else None,
+        trees=list(sequence.trees),
+    )
