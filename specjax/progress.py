@@ -22,13 +22,21 @@ class _Line(tqdm):
             return
         self.leave = False
         super().close()
-        done = tqdm.format_sizeof(self.n, "B", 1024) if self.unit_scale else f"{self.n} {self.unit}s"
+        done = (
+            tqdm.format_sizeof(self.n, "B", 1024) if self.unit_scale else f"{self.n} {self.unit}{'s' * (self.n != 1)}"
+        )
         part = "" if self.total in (None, self.n) else f" ({self.n / self.total:.0%})"
-        tqdm.write(f"{self.desc}: {done}{part} in {self.format_dict['elapsed']:.1f} s", file=sys.stderr)
+        note = f", {self.postfix}" if self.postfix and self.n == self.total else ""
+        tqdm.write(f"{self.desc}: {done}{part} in {self.format_dict['elapsed']:.1f} s{note}", file=sys.stderr)
 
 
 def progress_bar(title: str, total: int | None, unit: str, *, shown: bool = True, initial: int = 0) -> tqdm:
-    """A bar over `total` units, of which `initial` were done before. Unit "B" is bytes. Silent if not `shown`."""
+    """A bar over `total` units, of which `initial` were done before; silent if not `shown`.
+
+    Args:
+        total: None: unknown.
+        unit: in the singular; "B": bytes.
+    """
     scale = unit == "B"
     kind = tqdm if sys.stderr.isatty() else _Line
     divisor = 1024 if scale else 1000

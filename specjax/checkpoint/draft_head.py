@@ -22,10 +22,10 @@ from specjax.checkpoint.folder import find_weights, read_json
 from specjax.checkpoint.hf_config import given, number, require, rope
 from specjax.checkpoint.hub import resolve_head
 from specjax.checkpoint.load import HOST_DTYPES, fill, misfits
-from specjax.checkpoint.progress import bar
 from specjax.checkpoint.unpickle import read_torch_zip
 from specjax.checkpoint.weights import DTYPES, read_headers
 from specjax.config import HEAD_ALGORITHMS, HeadConfig, HeadKind, ModelConfig
+from specjax.progress import progress_bar
 
 _PARAMETER_DTYPES = frozenset(DTYPES.values())
 # Two roundings to half precision of one number differ by less.
@@ -79,7 +79,7 @@ def load_head(
             config = replace(config, own_embedding=False)
             table = head_placements(config, target.vocab_size)
         size = sum(tensors.arrays[part.tensor].nbytes for part in table)
-        with bar(f"Loading {name}", size, progress) as loaded:
+        with progress_bar(f"Loading {name}", size, "B", shown=progress) as loaded:
             params = fill(table, lambda part: tensors.arrays[part], HOST_DTYPES[target.dtype], put, loaded.update)
         if ids is not None:
             params["ids"] = jax.block_until_ready(put(ids))

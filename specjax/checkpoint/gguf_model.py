@@ -20,7 +20,6 @@ from specjax.checkpoint.errors import CheckpointError, listed
 from specjax.checkpoint.gguf_tokenizer import write_tokenizer
 from specjax.checkpoint.hf_config import model_config
 from specjax.checkpoint.mappings import placements
-from specjax.checkpoint.progress import bar
 from specjax.checkpoint.weights import save_shards
 
 if TYPE_CHECKING:
@@ -295,7 +294,8 @@ def _write_weights(
         written.update(values.size * 4)
         return values
 
-    with bar(f"Converting {label}", sum(4 * prod(shape) for shape in shapes.values()), progress) as written:
+    total = sum(4 * prod(shape) for shape in shapes.values())
+    with progress_bar(f"Converting {label}", total, "B", shown=progress) as written:
         save_shards(folder, shapes, read)
 
 

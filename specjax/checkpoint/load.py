@@ -14,9 +14,9 @@ import numpy as np
 from specjax.checkpoint.errors import CheckpointError, listed
 from specjax.checkpoint.folder import ModelFiles, read_json
 from specjax.checkpoint.mappings import Placement, is_ignored, placements
-from specjax.checkpoint.progress import bar
 from specjax.checkpoint.weights import TensorEntry, read_headers
 from specjax.config import ModelConfig
+from specjax.progress import progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,7 +63,7 @@ def load_params(
     _check(tensors, table, files, config)
 
     size = sum(tensors[placement.tensor].stop - tensors[placement.tensor].start for placement in table)
-    with bar(f"Loading {files.name}", size, progress) as loaded:
+    with progress_bar(f"Loading {files.name}", size, "B", shown=progress) as loaded:
         return fill(table, lambda name: tensors[name].read(), HOST_DTYPES[config.dtype], put, loaded.update)
 
 

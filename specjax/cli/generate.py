@@ -33,6 +33,7 @@ from specjax.engine.phases import PhaseTimes
 from specjax.engine.sampling_params import later_seed
 from specjax.engine.sequence import Sequence, Status, completion
 from specjax.inspection import render
+from specjax.progress import progress_bar
 
 PROMPT_FIELDS = ("prompt", "messages", "input_ids")
 
@@ -202,7 +203,7 @@ def run(
     before = PhaseTimes() if times is None else replace(times)
     total = len(lines) if total is None and isinstance(lines, Sized) else total
     started = time.perf_counter()
-    with tqdm(total=total, desc="Generating", unit="req", disable=not progress or not submitted) as bar:
+    with progress_bar("Generating", total, "request", shown=progress and bool(submitted)) as bar:
         while engine.unfinished:
             for sequence in engine.step():
                 for tree in sequence.trees[shown.get(sequence.id, 0) :]:

@@ -202,7 +202,7 @@ class Executables:
         arguments = (state, jax.ShapeDtypeStruct((), np.int32), row)
         with self.launch_lock:
             return program_store.stored(
-                (admit, arguments), lambda: jax.jit(admit, donate_argnums=0).lower(*arguments).compile()
+                admit, arguments, lambda function: jax.jit(function, donate_argnums=0).lower(*arguments).compile()
             )
 
     def get(self, key: Key) -> Program:
@@ -386,13 +386,13 @@ class Executables:
         if self.phase_times is not None and key.kind == "step":
             with self.launch_lock:
                 return compile_in_phases(**fixed, arguments=arguments, times=self.phase_times)
-        options, whole = compiler_options(), partial(function, **fixed)
+        options = compiler_options()
 
-        def lowered() -> jax.stages.Lowered:
-            return jax.jit(whole, donate_argnums=1, compiler_options=options).lower(*arguments)
+        def compile(function: Callable[..., Any]) -> jax.stages.Compiled:
+            jitted = jax.jit(function, donate_argnums=1, compiler_options=options)
+            return self._compiled(jitted.lower(*arguments))
 
-        parts = (whole, arguments, options, self._cpu_kernels())
-        return program_store.stored(parts, lambda: self._compiled(lowered()))
+        return program_store.stored(partial(function, **fixed), arguments, compile, (options, self._cpu_kernels()))
 
     def _compiled(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         if not self._exclusive:

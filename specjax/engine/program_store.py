@@ -21,6 +21,7 @@ import logging
 import os
 import pickle
 import platform
+import secrets
 import stat
 import tempfile
 import time
@@ -28,7 +29,7 @@ import types
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -51,6 +52,8 @@ _PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 _VARIABLES = ("XLA_", "TF_", "CUDA_", "TRITON_", "NUMBA_", "SPECJAX_", "NPROC")
 _STARTED = time.time()
 
+Compile: TypeAlias = Callable[[Callable[..., Any]], jax.stages.Compiled]
+
 _folder: Path | None = None
 
 
@@ -64,26 +67,40 @@ class Unknown(Exception):
     """A value that a hash cannot stand for."""
 
 
-def stored(parts: Any, compile: Callable[[], Any]) -> Any:
+def stored(function: Callable[..., Any], arguments: tuple[Any, ...], compile: Compile, options: Any = None) -> Any:
     """A compiled program: out of the folder, else from `compile` and put there.
 
     Args:
-        parts: all that the program is made from: functions, options, and the arguments' shapes.
+        function: what is traced.
+        arguments: their shapes.
+        compile: traces, lowers and compiles the function that it is given.
+        options: what else the program depends on.
     """
     folder = _folder
     if folder is None or not _usable(folder):
-        return compile()
+        return compile(function)
     try:
-        key = hashlib.sha256("\n".join([*environment(), *describe(parts)]).encode()).hexdigest()
+        parts = [*environment(), *describe((function, arguments, options))]
     except (Unknown, RecursionError) as unknown:
         logger.debug("a program is not stored: %s", unknown)
-        return compile()
-    file = folder / key
+        return compile(function)
+    file = folder / hashlib.sha256("\n".join(parts).encode()).hexdigest()
     program = _load(file)
     if program is None:
-        program = compile()
+        program = compile(_renamed(function))
         _save(file, program)
     return program
+
+
+def _renamed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under a name that no program had before, so that JAX's cache does not have it: what XLA:CPU has
+    loaded from there cannot be stored again. It would load, and lack its machine code when it runs."""
+
+    def renamed(*arguments: Any) -> Any:
+        return function(*arguments)
+
+    renamed.__name__ = renamed.__qualname__ = f"stored_{secrets.token_hex(8)}"
+    return renamed
 
 
 def _load(file: Path) -> Any:

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool
 from tokenizers import Encoding, Tokenizer, processors
-from tqdm import tqdm
 
+from specjax.progress import progress_bar
 from specjax.train.chats import Chats, Text, read_json, read_messages, read_text
 from specjax.train.corpus import parse_sources, read
 from specjax.train.packing import Example, Rows, batch_rows, pack, split
@@ -99,7 +99,7 @@ def load_examples(
     sources = parse_sources(list(paths), "jsonl")
     # What comes through a pipe has no length.
     total = None if any(source.path == "-" for source in sources) else sum(source.size for source in sources)
-    with tqdm(total=total, desc="Reading", unit="B", unit_scale=True, unit_divisor=1024, disable=not progress) as shown:
+    with progress_bar("Reading", total, "B", shown=progress) as shown:
         for source in sources:
             before = shown.n
             for line in read(source):

@@ -19,6 +19,7 @@ from specjax.drafters import TreeShape
 from specjax.engine.executables import use_compilation_cache
 from specjax.models import make_target
 from specjax.models.eagle_head import eagle_head
+from specjax.progress import progress_bar
 from specjax.train import draft
 from specjax.train.attention import packed_attention
 from specjax.train.card import model_card
@@ -163,7 +164,7 @@ class Trainer:
         first = int(self.state.step)
         waiting: list[tuple[int, Metrics, int]] = []
         since, total = started, self._tokens_until(first)
-        with tqdm(total=run.steps, initial=first, desc="Training", unit="step") as bar:
+        with progress_bar("Training", run.steps, "step", initial=first) as bar:
             for step in range(first + 1, run.steps + 1):
                 batch, kept, tokens = self.batch(step - 1)
                 self.state, metrics = self.update(self.state, self.target_params, batch, kept)

@@ -43,6 +43,7 @@ from specjax.checkpoint.files import replacing
 from specjax.checkpoint.folder import read_json
 from specjax.checkpoint.hub import download
 from specjax.checkpoint.weights import save_tensors
+from specjax.progress import progress_bar
 from specjax.train.corpus import BLOCK, FIELD_GROUPS, Source, contents, parse_fields, parse_sources, pieces, read
 
 TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer*", "vocab*", "merges.txt"]
@@ -101,9 +102,7 @@ def count(sources: list[Source], fields: Mapping[str, int], tally: Tally, *, pro
     lines = bad = 0
     # What comes through a pipe has no length.
     total = None if any(source.path == "-" for source in sources) else sum(source.size for source in sources)
-    with tqdm(
-        total=total, desc="Counting", unit="B", unit_scale=True, unit_divisor=1024, disable=not progress
-    ) as shown:
+    with progress_bar("Counting", total, "B", shown=progress) as shown:
         for source in sources:
             block, before = "", shown.n
             for line in read(source):
