@@ -88,11 +88,19 @@ def test_other_parts_are_other_programs(folder):
 
 def test_what_is_compiled_is_in_no_cache_of_jax(folder):
     """What XLA:CPU has loaded from there could be stored, but not run again."""
-    for _ in range(2):
-        assert run(Compiler()) == [1.0] * 3
-        assert run(never) == [1.0] * 3
-        for file in folder.iterdir():
-            file.unlink()
+    longest = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
+    cache = Path(jax.config.values["jax_compilation_cache_dir"])
+    before = {*cache.glob("jit_stored_*")}
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    try:
+        for _ in range(2):
+            assert run(Compiler()) == [1.0] * 3
+            assert run(never) == [1.0] * 3
+            for file in folder.iterdir():
+                file.unlink()
+    finally:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", longest)
+    assert {*cache.glob("jit_stored_*")} == before
 
 
 @pytest.mark.parametrize("what", ["source", "version", "setting", "flag", "processor"])

@@ -87,19 +87,22 @@ def stored(function: Callable[..., Any], arguments: tuple[Any, ...], compile: Co
     file = folder / hashlib.sha256("\n".join(parts).encode()).hexdigest()
     program = _load(file)
     if program is None:
-        program = compile(_renamed(function))
+        name = f"stored_{secrets.token_hex(8)}"
+        program = compile(_renamed(function, name))
         _save(file, program)
+        for copy in Path(jax.config.values["jax_compilation_cache_dir"] or folder).glob(f"jit_{name}-*"):
+            copy.unlink(missing_ok=True)
     return program
 
 
-def _renamed(function: Callable[..., Any]) -> Callable[..., Any]:
+def _renamed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """The function under a name that no program had before, so that JAX's cache does not have it: what XLA:CPU has
     loaded from there cannot be stored again. It would load, and lack its machine code when it runs."""
 
     def renamed(*arguments: Any) -> Any:
         return function(*arguments)
 
-    renamed.__name__ = renamed.__qualname__ = f"stored_{secrets.token_hex(8)}"
+    renamed.__name__ = renamed.__qualname__ = name
     return renamed
 
 
