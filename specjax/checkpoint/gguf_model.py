@@ -21,6 +21,7 @@ from specjax.checkpoint.gguf_tokenizer import write_tokenizer
 from specjax.checkpoint.hf_config import model_config
 from specjax.checkpoint.mappings import placements
 from specjax.checkpoint.weights import save_shards
+from specjax.progress import progress_bar
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
