@@ -240,7 +240,9 @@ def run(
         "tokens_per_second": round(tokens / seconds, 2) if tokens else 0.0,
         "accept_length": round(drafted / steps, 4) if steps else 1.0,
         "verify_steps": steps,
-        **drafting_summary(engine.drafter, engine.buckets, steps, engine.counters.drafted_steps - drafted_before),
+        **drafting_summary(
+            engine.drafter, engine.buckets, steps, engine.counters.drafted_steps - drafted_before, flags.in_flags
+        ),
         "algorithm": engine.drafter.name,
         "draft": flags.in_flags(engine.drafter.note),
         "device": engine.device_name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from specjax.drafters.base import Drafter
@@ -14,17 +15,24 @@ def may_draft(drafter: Drafter, buckets: Buckets, batch: int) -> bool:
     return buckets.tree_widths(batch, tree_widths(drafter)) != (1,)
 
 
-def drafting_summary(drafter: Drafter, buckets: Buckets, verify_steps: int, drafted_steps: int) -> dict[str, Any]:
+def drafting_summary(
+    drafter: Drafter,
+    buckets: Buckets,
+    verify_steps: int,
+    drafted_steps: int,
+    name_options: Callable[[str], str] = str,
+) -> dict[str, Any]:
     """`drafted_steps`, the steps of single requests that could draft, and `not_drafted`, the reason why others could
-    not; None: all could, or there is no drafter."""
+    not; None: all could, or there is no drafter. `name_options` puts an interface's names of options into the reason.
+    """
     reason = None
     if drafter.width > 1 and drafted_steps < verify_steps:
         most = buckets.drafting(tree_widths(drafter))
         if most < buckets.batches[-1]:
             reason = (
                 f"batches of more than {most} requests are decoded without drafts, which is faster here; give "
-                "--speculative-num-draft-tokens to draft in all of them"
+                "TreeShape.nodes to draft in all of them"
             )
         else:
             reason = "requests with speculate: false are decoded without drafts"
-    return {"drafted_steps": drafted_steps, "not_drafted": reason}
+    return {"drafted_steps": drafted_steps, "not_drafted": reason and name_options(reason)}

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from specjax.cli.flags import in_flags
 from specjax.engine import Engine
 from specjax.engine.drafting import drafting_summary
 from specjax.engine.outputs import Counters
@@ -58,7 +59,9 @@ class Report:
     def _decode_line(self, now: Counters) -> None:
         engine, before = self._engine, self._decoded
         steps = now.verifications - before.verifications
-        summary = drafting_summary(engine.drafter, engine.buckets, steps, now.drafted_steps - before.drafted_steps)
+        summary = drafting_summary(
+            engine.drafter, engine.buckets, steps, now.drafted_steps - before.drafted_steps, in_flags
+        )
         if summary["not_drafted"] and not self._explained:
             self._explained = True
             logger.info("%d of %d steps drafted: %s", summary["drafted_steps"], steps, summary["not_drafted"])
@@ -105,7 +108,7 @@ def describe(engine: Engine, model: str) -> dict[str, Any]:
         "speculative_algorithm": engine.drafter.name,
         "speculative_num_draft_tokens": engine.drafter.width,
         "verify_steps": counters.verifications,
-        **drafting_summary(engine.drafter, engine.buckets, counters.verifications, counters.drafted_steps),
+        **drafting_summary(engine.drafter, engine.buckets, counters.verifications, counters.drafted_steps, in_flags),
         "device": engine.device_name,
         "compiling": engine.executables.pending,  # buckets that still compile in the background
     }
