@@ -17,7 +17,7 @@ import pytest
 from engine_helpers import make_engine, outcome, toy
 
 import specjax
-from specjax.drafters import make_drafter
+from specjax.drafters import Ngram, make_drafter
 from specjax.engine import SamplingParams, program_store
 from specjax.engine.program_store import Unknown, describe, sources, stored
 
@@ -251,8 +251,8 @@ def test_another_process_describes_alike():
 
 
 def test_options_of_a_drafter_are_told_apart():
-    few, many = make_drafter("NGRAM", {"num_draft_tokens": 4}), make_drafter("NGRAM", {"num_draft_tokens": 8})
-    assert list(describe(few)) == list(describe(make_drafter("NGRAM", {"num_draft_tokens": 4})))
+    few, many = make_drafter(Ngram(nodes=4)), make_drafter(Ngram(nodes=8))
+    assert list(describe(few)) == list(describe(make_drafter(Ngram(nodes=4))))
     assert list(describe(few)) != list(describe(many)) != list(describe(make_drafter("NONE")))
 
 
