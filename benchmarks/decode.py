@@ -3,7 +3,8 @@
     python benchmarks/decode.py [--data benchmarks/data] [--sets mt_bench eagle_sum] [--limit 10] [--record]
 
 Contenders: `none`, `auto` (how the model is served by default) and `ngram` are the engine; `transformers` is its greedy
-`generate`, `lookup` the same with prompt-lookup (10 tokens), each in float32 and bfloat16. Every contender completes
+`generate`, `lookup` the same with prompt-lookup (10 tokens), each in float32 and bfloat16. `module:function` is the
+engine with a drafter from outside (docs/drafters.md). Every contender completes
 every prompt, one after another and in an order that rotates, so that whatever else the machine does hits all of them.
 Each emits exactly `--max-new-tokens` tokens. Between sets the drafter forgets what it has seen.
 
@@ -48,6 +49,17 @@ TRANSFORMERS = ("transformers-float32", "transformers-bfloat16")
 LOOKUP = ("lookup-float32", "lookup-bfloat16")
 CONTENDERS = (*ENGINE, *TRANSFORMERS, *LOOKUP)
 LOOKUP_TOKENS = 10
+
+
+def algorithm_of(name: str) -> str | None:
+    """The engine's algorithm that a contender stands for; None: it is transformers."""
+    return name if ":" in name else ENGINE.get(name)
+
+
+def contender_name(name: str) -> str:
+    if algorithm_of(name) is None and name not in CONTENDERS:
+        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(CONTENDERS)}, and no module:function")
+    return name
 
 
 class Run(NamedTuple):
@@ -231,12 +243,16 @@ def ratios(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
         return max((n for n in names if n in rows), key=lambda n: rows[n]["tokens_per_second"], default=None)
 
     greedy, lookup = fastest(TRANSFORMERS), fastest(LOOKUP)
-    pairs = [(ours, greedy) for ours in (*ENGINE, lookup)] + [
-        ("ngram", lookup),
-        ("ngram", "none"),
-        ("auto", "none"),
-        ("auto", "ngram"),
-    ]
+    pairs = (
+        [(ours, greedy) for ours in (*ENGINE, lookup)]
+        + [
+            ("ngram", lookup),
+            ("ngram", "none"),
+            ("auto", "none"),
+            ("auto", "ngram"),
+        ]
+        + [(name, "none") for name in rows if ":" in name]
+    )
     return {f"{a} / {b}": ratio(rows[a], rows[b]) for a, b in pairs if a in rows and b in rows}
 
 
@@ -263,9 +279,9 @@ def build(args: argparse.Namespace) -> tuple[dict[str, Contender], Engine, Any]:
     models: dict[str, Any] = {}
     engine = None
     for name in args.contenders:
-        if name in ENGINE:
+        if algorithm := algorithm_of(name):
             config = EngineConfig(max_running_requests=1)
-            engine = Engine.from_pretrained(args.model, dtype=args.dtype, draft=ENGINE[name], config=config)
+            engine = Engine.from_pretrained(args.model, dtype=args.dtype, draft=algorithm, config=config)
             engine.warm_up(engine.single_request_keys())
             contenders[name] = engine_contender(engine)
             continue
@@ -278,7 +294,7 @@ def build(args: argparse.Namespace) -> tuple[dict[str, Contender], Engine, Any]:
         raise SystemExit(f"--contenders must hold one of {', '.join(ENGINE)}: prompts are rendered by the engine")
     # The same weights, so as many bytes for each of them.
     ours = weight_bytes(engine) // jnp.dtype(engine.target.config.dtype).itemsize
-    for name in contenders.keys() - ENGINE.keys():
+    for name in contenders.keys() & {*TRANSFORMERS, *LOOKUP}:
         size = getattr(torch, name.partition("-")[2]).itemsize
         contenders[name] = contenders[name]._replace(weight_bytes=ours * size)
     return contenders, engine, models.get("float32")
@@ -306,7 +322,8 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", default=["mt_bench", "eagle_sum"], metavar="SET")
     parser.add_argument("--limit", type=int, default=10, help="prompts of each set")
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
+    parser.add_argument("--contenders", nargs="+", type=contender_name, default=CONTENDERS, metavar="NAME",
+                        help=f"of {', '.join(CONTENDERS)}, and module:function")  # fmt: skip
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch; XLA always uses all cores")
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/decode-<date>.json")
     args = parser.parse_args()
@@ -337,6 +354,7 @@ def main() -> None:
         result = {"set": name, "prompts": len(prompts), "prompt_tokens": sum(map(len, prompts.values()))}
         result |= {"contenders": table, "ratios": ratios(table), "texts": {}}
         pairs = [("ngram", "none"), ("auto", "none"), *((ours, TRANSFORMERS[0]) for ours in ENGINE)]
+        pairs += [(one, "none") for one in runs if ":" in one]
         for a, b in pairs:
             if a in runs and b in runs and config.dtype == "float32":
                 found = [same_texts(runs[a][id], runs[b][id], prompts[id], oracle) for id in prompts]

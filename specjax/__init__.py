@@ -10,138 +10,71 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specjax.cache import PageSpec, PoolShape, commit, init_cache
+    from specjax.checkpoint import load_head
     from specjax.config import HeadConfig, ModelConfig, RopeConfig
     from specjax.drafters import (
         DRAFTERS,
         Auto,
+        Context,
         Drafter,
         Eagle,
         Eagle3,
         Mtp,
         Ngram,
         NoDraft,
+        Observation,
         Params,
+        Speculation,
         TreeShape,
         eagle_drafter,
+        load_drafter,
         make_drafter,
     )
     from specjax.engine import Completion, Engine, EngineConfig, SamplingParams, StreamChunk
     from specjax.inspection import StepTree, render, step_trees
-    from specjax.models import make_target
+    from specjax.models import ForwardOutput, Target, make_target
+    from specjax.sampling import DrawInputs, draw
+    from specjax.state import DecodeState, PrefillInput, Row, StepInput, StepOutput, admit, init_state, new_row
     from specjax.step import (
-        DecodeState,
-        PrefillInput,
-        Row,
         StepConfig,
-        StepInput,
-        StepOutput,
-        admit,
+        Steps,
         check_phase,
         commit_phase,
         draft_phase,
-        init_state,
         make_steps,
-        new_row,
         prefill_step,
         speculate_step,
         verify_phase,
     )
-    from specjax.tree import DraftTree
-    from specjax.verify import verify_tree
+    from specjax.tree import NO_PARENT, NO_TOKEN, DraftTree, Pool, best_nodes, chain, rerank, root_only, top_k_children
+    from specjax.verify import Verdict, Verifier, find_verdict, verify_tree
 
 _NAMES = {
-    "specjax.cache": ("PageSpec", "PoolShape", "commit", "init_cache"),
-    "specjax.config": ("HeadConfig", "ModelConfig", "RopeConfig"),
+    "specjax.cache": "PageSpec PoolShape commit init_cache",
+    "specjax.checkpoint": "load_head",
+    "specjax.config": "HeadConfig ModelConfig RopeConfig",
     "specjax.drafters": (
-        "DRAFTERS",
-        "Auto",
-        "Drafter",
-        "Eagle",
-        "Eagle3",
-        "Mtp",
-        "Ngram",
-        "NoDraft",
-        "Params",
-        "TreeShape",
-        "eagle_drafter",
-        "make_drafter",
+        "DRAFTERS Auto Context Drafter Eagle Eagle3 Mtp Ngram NoDraft Observation Params Speculation TreeShape "
+        "eagle_drafter load_drafter make_drafter"
     ),
-    "specjax.engine": ("Completion", "Engine", "EngineConfig", "SamplingParams", "StreamChunk"),
-    "specjax.inspection": ("StepTree", "render", "step_trees"),
-    "specjax.models": ("make_target",),
+    "specjax.engine": "Completion Engine EngineConfig SamplingParams StreamChunk",
+    "specjax.inspection": "StepTree render step_trees",
+    "specjax.models": "ForwardOutput Target make_target",
+    "specjax.sampling": "DrawInputs draw",
+    "specjax.state": "DecodeState PrefillInput Row StepInput StepOutput admit init_state new_row",
     "specjax.step": (
-        "DecodeState",
-        "PrefillInput",
-        "Row",
-        "StepConfig",
-        "StepInput",
-        "StepOutput",
-        "admit",
-        "check_phase",
-        "commit_phase",
-        "draft_phase",
-        "init_state",
-        "make_steps",
-        "new_row",
-        "prefill_step",
-        "speculate_step",
-        "verify_phase",
+        "StepConfig Steps check_phase commit_phase draft_phase make_steps prefill_step speculate_step verify_phase"
     ),
-    "specjax.tree": ("DraftTree",),
-    "specjax.verify": ("verify_tree",),
+    "specjax.tree": "NO_PARENT NO_TOKEN DraftTree Pool best_nodes chain rerank root_only top_k_children",
+    "specjax.verify": "Verdict Verifier find_verdict verify_tree",
 }
-_HOMES = {name: module for module, names in _NAMES.items() for name in names}
+"""Module to the names that it gives."""
+
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "DRAFTERS",
-    "Auto",
-    "Completion",
-    "DecodeState",
-    "DraftTree",
-    "Drafter",
-    "Eagle",
-    "Eagle3",
-    "Engine",
-    "EngineConfig",
-    "HeadConfig",
-    "ModelConfig",
-    "Mtp",
-    "Ngram",
-    "NoDraft",
-    "PageSpec",
-    "Params",
-    "PoolShape",
-    "PrefillInput",
-    "RopeConfig",
-    "Row",
-    "SamplingParams",
-    "StepConfig",
-    "StepInput",
-    "StepOutput",
-    "StepTree",
-    "StreamChunk",
-    "TreeShape",
-    "admit",
-    "check_phase",
-    "commit",
-    "commit_phase",
-    "draft_phase",
-    "eagle_drafter",
-    "init_cache",
-    "init_state",
-    "make_drafter",
-    "make_steps",
-    "make_target",
-    "new_row",
-    "prefill_step",
-    "render",
-    "speculate_step",
-    "step_trees",
-    "verify_phase",
-    "verify_tree",
-]
+__all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

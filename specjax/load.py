@@ -20,11 +20,25 @@ from specjax.checkpoint import CheckpointError, ModelFiles, ShippedHead
 from specjax.checkpoint.mappings import EMBED_TENSOR
 from specjax.checkpoint.weights import read_headers
 from specjax.config import HeadConfig, ModelConfig
-from specjax.drafters import Auto, Drafter, DraftOptions, HeadOptions, Params, TreeShape, make_drafter
+from specjax.drafters import (
+    Auto,
+    Drafter,
+    DrafterFactory,
+    DraftOptions,
+    HeadOptions,
+    NoDraft,
+    Params,
+    Speculation,
+    TreeShape,
+    load_drafter,
+    make_drafter,
+    make_speculation,
+)
 from specjax.drafters.options import OTHER_TREE, options_of
 from specjax.models import make_target
 from specjax.models.eagle_head import with_token_map
 from specjax.models.protocol import Target
+from specjax.verify import Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +54,7 @@ class LoadedModel(NamedTuple):
     params: Params
     tokenizer: Any
     drafter: Drafter
+    verify: Verifier
     eos_ids: tuple[int, ...]
     sampling_defaults: Mapping[str, Any]  # of `SamplingParams`, where a request does not say
 
@@ -48,6 +63,8 @@ def load(
     model: str,
     *,
     draft: DraftOptions | str = Auto.algorithm,
+    drafter: Drafter | DrafterFactory | None = None,
+    verify: Verifier | None = None,
     dtype: str = "auto",
     revision: str | None = None,
     tokenizer_path: str | None = None,
@@ -63,7 +80,11 @@ def load(
     if sampling_defaults not in get_args(SamplingDefaults):
         known = ", ".join(get_args(SamplingDefaults))
         raise ValueError(f"sampling_defaults={sampling_defaults!r:.60} is not one of: {known}")
-    options = options_of(draft)
+    if drafter is not None and draft != Auto.algorithm:
+        raise ValueError(f"give drafter or draft, not both; draft={draft!r:.60}")
+    if drafter is None and isinstance(draft, str) and ":" in draft:
+        drafter = load_drafter(draft)
+    options = options_of(draft) if drafter is None else NoDraft()
     if options.kind and not _path(options) and not checkpoint.may_have_head(model, options.kind):
         raise _no_head(options)
     options.on(jax.default_backend())
@@ -88,11 +109,17 @@ def load(
         tokenizer = reading.result()
     if head is not None and ids is not None:
         head, draft_params = with_token_map(head, draft_params, target, weights, ids)
-    drafter = make_drafter(chosen.options, target=target, head=head, backend=backend, automatic=chosen.tree)
+    if drafter is None:
+        made = make_drafter(chosen.options, target=target, head=head, backend=backend, automatic=chosen.tree)
+        found = Speculation(made, draft_params)
+    else:
+        found = make_speculation(drafter, target)
+    made = found.drafter
     if chosen.head is not None:
-        drafter = drafter._replace(note=f"{drafter.note}; the head {chosen.head.name}, which comes with specjax")
+        made = made._replace(note=f"{made.note}; the head {chosen.head.name}, which comes with specjax")
     eos = checkpoint.stop_token_ids(files, tokenizer, config.vocab_size)
-    return LoadedModel(target, Params(weights, draft_params), tokenizer, drafter, eos, sampled)
+    params = Params(weights, found.params)
+    return LoadedModel(target, params, tokenizer, made, verify or found.verify, eos, sampled)
 
 
 class Chosen(NamedTuple):

@@ -1,6 +1,6 @@
 """What the target draws at one position: per-request parameters as arrays, processed logits, position-keyed noise.
 
-One rule for everything (DESIGN.md, "Verification and sampling"):
+One rule for everything (docs/design.md):
 
     logits -> bias -> repetition -> frequency, presence -> min_tokens and grammar masks
            -> T = 0: argmax

@@ -1,7 +1,4 @@
-"""What lives on the device between steps, what a step is given, and what it returns. Pytrees, and rows of them.
-
-Knows nothing of how a step computes: see `specjax.step`.
-"""
+"""The state on the device, the inputs of a step and its output, as pytrees. Computes nothing: see `specjax.step`."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from specjax.verify import Logprobs
 
 RUNS, STOPPED, FULL, NOT_FINITE = 0, 1, 2, 3
 """`StepOutput.finish`: the request goes on; it drew a stop id; it reached its limit of new tokens; the target's logits
-hold NaN or infinity, so that nothing can be drawn from them."""
+hold NaN or infinity, so nothing can be drawn from them."""
 
 NO_FORCED_TOKEN = -1
 """`PrefillInput.next_token`: draw it."""
@@ -34,60 +31,105 @@ NO_DRAFT_LIMIT = 1 << 20
 
 
 class Row(NamedTuple):
-    """What a request brings to its row of the state. As state each field has a leading R."""
+    """One request's parameters and progress. As state each field has a leading R.
 
-    prefix_length: Int32[Array, "R"]  # n: tokens in pages (reused ones, at admission)
-    generated: Int32[Array, "R"]  # emitted so far; not 0 at admission of a resumed request
-    limit: Int32[Array, "R"]  # most tokens to emit
-    draft_limit: Int32[Array, "R"]  # most draft nodes a step; 0: no speculation for this row
+    Attributes:
+        prefix_length: int32. n, the tokens in pages; at admission those that are reused.
+        generated: int32. Tokens emitted so far; not 0 at admission of a resumed request.
+        limit: int32. Most tokens to emit.
+        draft_limit: int32. Most draft nodes a step; 0: no speculation.
+        salt: uint32. Requests with different salts share no drafter's memory.
+        logprobs: bool. Whether log-probabilities are wanted.
+        sampling, history: see `specjax.sampling`.
+    """
+
+    prefix_length: Int32[Array, "R"]
+    generated: Int32[Array, "R"]
+    limit: Int32[Array, "R"]
+    draft_limit: Int32[Array, "R"]
     salt: UInt32[Array, "R"]
-    logprobs: Bool[Array, "R"]  # whether log-probabilities are wanted
+    logprobs: Bool[Array, "R"]
     sampling: SamplingRows
     history: History
 
 
 class DecodeState(NamedTuple):
-    """Everything on the device, one donated pytree."""
+    """Everything on the device, one donated pytree.
 
-    cache: Cache  # `Target.pages`, of P pages
-    tokens: Int32[Array, "P S"] | None  # of committed tokens, in the same pages; None: the drafter does not read them
+    Attributes:
+        cache: `Target.pages` as page leaves [P, S, ...].
+        tokens: int32 [P, S], the committed tokens in the same pages; None: the drafter does not read them.
+        draft: the drafter's own.
+        rows: R rows.
+        root: int32 [R]. The last emitted token, at position `prefix_length`.
+        finished: bool [R]. True from the finishing step until the row is admitted anew.
+    """
+
+    cache: Cache
+    tokens: Int32[Array, "P S"] | None
     draft: DraftState
     rows: Row
-    root: Int32[Array, "R"]  # the last emitted token, at position prefix_length
-    finished: Bool[Array, "R"]  # on from the finishing step until the row is admitted anew
+    root: Int32[Array, "R"]
+    finished: Bool[Array, "R"]
 
 
 class StepInput(NamedTuple):
-    """The small argument that the host builds for a step."""
+    """The small argument that the host builds for a step of B requests.
 
-    slots: PerRequest  # >= R, each different, for empty entries
-    page_table: PageTable  # must cover the D + 1 tokens a step may commit; holes are P
+    Attributes:
+        slots: int32 [B]. Rows of the state; for empty entries >= R, each different.
+        page_table: int32 [B, T]. Must cover the D + 1 tokens that a step may commit; holes are P.
+        active: bool [B].
+    """
+
+    slots: PerRequest
+    page_table: PageTable
     active: Active
 
 
 class PrefillInput(NamedTuple):
+    """A chunk of the prompts of B requests.
+
+    Attributes:
+        slots, page_table, active: as in `StepInput`.
+        tokens: int32 [B, C].
+        length: int32 [B]. How many of `tokens` count, at least 1 where active.
+        next_token: int32 [B]. NO_FORCED_TOKEN, the next prompt token, or a resumed request's last token.
+    """
+
     slots: PerRequest
     page_table: PageTable
     active: Active
     tokens: Int32[Array, "B C"]
-    length: PerRequest  # of `tokens`, >= 1 where active
-    next_token: PerRequest  # NO_FORCED_TOKEN, the next prompt token, or a resumed request's last token
+    length: PerRequest
+    next_token: PerRequest
 
 
 class Trace(NamedTuple):
-    """What the draft proposed, what the target drew, what was accepted."""
+    """What the draft proposed, what the target drew at the nodes (NO_TOKEN: no draw was needed), what was accepted."""
 
     tree: DraftTree
-    drawn: Int32[Array, "B N"]  # NO_TOKEN where no draw was needed
+    drawn: Int32[Array, "B N"]
     path: Int32[Array, "B J"]
     accepted: PerRequest
 
 
 class StepOutput(NamedTuple):
-    tokens: Int32[Array, "B J"]  # J = D + 1; the first `emitted` count
+    """What a step emits.
+
+    Attributes:
+        tokens: int32 [B, J], J = D + 1; the first `emitted` of each row count.
+        emitted: int32 [B].
+        accepted: int32 [B]. Drafts among the emitted.
+        finish: int32 [B]. RUNS, STOPPED, FULL or NOT_FINITE.
+        logprobs: zeros where no row wants them.
+        trace: None unless `StepConfig.trace`.
+    """
+
+    tokens: Int32[Array, "B J"]
     emitted: PerRequest
-    accepted: PerRequest  # drafts among the emitted
-    finish: PerRequest  # RUNS, STOPPED, FULL or NOT_FINITE
+    accepted: PerRequest
+    finish: PerRequest
     logprobs: Logprobs
     trace: Trace | None
 

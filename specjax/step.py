@@ -36,7 +36,6 @@ from specjax.models.protocol import Target
 from specjax.sampling import DrawInputs
 from specjax.state import (
     FULL,
-    NO_DRAFT_LIMIT,
     NO_FORCED_TOKEN,
     NOT_FINITE,
     RUNS,
@@ -49,61 +48,40 @@ from specjax.state import (
     StepOutput,
     Trace,
     admit,
-    init_state,
-    new_row,
 )
 from specjax.tree import DraftTree, ancestor_mask, best_nodes, narrow, root_only
 from specjax.types import Active, PageTable, PerRequest
-from specjax.verify import Verdict, finite_logits, pad_levels, path_logprobs, verify_tree
-
-__all__ = [
-    "FULL",
-    "NOT_FINITE",
-    "NO_DRAFT_LIMIT",
-    "NO_FORCED_TOKEN",
-    "RUNS",
-    "STOPPED",
-    "Checked",
-    "DecodeState",
-    "Logprobs",
-    "PrefillInput",
-    "Row",
-    "StepConfig",
-    "StepInput",
-    "StepOutput",
-    "Steps",
-    "Trace",
-    "admit",
-    "check_phase",
-    "commit_phase",
-    "draft_phase",
-    "init_state",
-    "make_steps",
-    "new_row",
-    "prefill_step",
-    "speculate_step",
-    "tree_widths",
-    "verify_phase",
-]
+from specjax.verify import Verdict, Verifier, finite_logits, pad_levels, path_logprobs, verify_tree
 
 
 @dataclass(frozen=True)
 class StepConfig:
-    """Static choices of a step. Variants that a plain step does not pay for are off."""
+    """Static choices of a step.
 
-    widths: tuple[
-        int, ...
-    ] = ()  # static tree widths, ascending; () = the drafter's. Of wider trees the best nodes count
+    Attributes:
+        widths: static tree widths, ascending; (): the drafter's. Of wider trees the best nodes count.
+        trace: whether `StepOutput.trace` is filled in.
+    """
+
+    widths: tuple[int, ...] = ()
     trace: bool = False
 
 
 class Checked(NamedTuple):
-    """What the target's forward and the walk found. All is as long as the path: J = D + 1, the accepted ones count."""
+    """What the target's forward and the walk found, at the J = D + 1 nodes of the path.
+
+    Attributes:
+        verdict: which nodes; its `accepted` + 1 first ones count.
+        block: what the layers keep of them, leaves [B, J, ...].
+        features: [B, J, F], what the drafter reads of them; None: nothing.
+        finite: bool [B, J]. Whether the logits hold no NaN and no +inf.
+        logprobs: zeros where no row wants them.
+    """
 
     verdict: Verdict
-    block: Block  # of the path's nodes
+    block: Block
     features: Float[Array, "B J F"] | None
-    finite: Bool[Array, "B J"]  # the logits at the path's nodes hold no NaN and no +inf
+    finite: Bool[Array, "B J"]
     logprobs: Logprobs
 
 
@@ -130,7 +108,7 @@ def check_phase(
     *,
     target: Target,
     drafter: Drafter,
-    verify: Callable[..., Verdict] = verify_tree,
+    verify: Verifier = verify_tree,
     config: StepConfig = StepConfig(),
     allowed: UInt32[Array, "B N W"] | None = None,
 ) -> Checked:
@@ -234,7 +212,7 @@ def verify_phase(
     *,
     target: Target,
     drafter: Drafter,
-    verify: Callable[..., Verdict] = verify_tree,
+    verify: Verifier = verify_tree,
     config: StepConfig = StepConfig(),
     allowed: UInt32[Array, "B N W"] | None = None,
 ) -> tuple[DecodeState, StepOutput]:
@@ -258,7 +236,7 @@ def speculate_step(
     *,
     target: Target,
     drafter: Drafter,
-    verify: Callable[..., Verdict] = verify_tree,
+    verify: Verifier = verify_tree,
     config: StepConfig = StepConfig(),
 ) -> tuple[DecodeState, StepOutput]:
     """One step for B requests: 1 to D + 1 tokens each. Plain decoding is this with the `none` drafter.
@@ -341,7 +319,7 @@ def make_steps(
     target: Target,
     drafter: Drafter,
     *,
-    verify: Callable[..., Verdict] = verify_tree,
+    verify: Verifier = verify_tree,
     config: StepConfig = StepConfig(),
 ) -> Steps:
     """Jits the step functions. They compile once for each batch bucket, chunk width and page-table width."""

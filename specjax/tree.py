@@ -1,4 +1,4 @@
-"""Draft trees of fixed shape: chains, top-k expansion, rerank, and who is whose ancestor.
+"""Draft trees of fixed shape: chains, top-k expansion, rerank, and the ancestor mask.
 
 A tree of N nodes: node 0 is the root (the last emitted token, whose keys and values are not committed yet), parents
 come before children, siblings differ, valid nodes come before invalid ones. Knows nothing of models or drafters.
@@ -27,11 +27,21 @@ NO_TOKEN = -1
 
 
 class DraftTree(NamedTuple):
-    tokens: Int32[Array, "B N"]  # NO_TOKEN where invalid
-    parents: Int32[Array, "B N"]  # NO_PARENT for the root and where invalid
-    depth: Int32[Array, "B N"]  # 0 for the root and where invalid
-    valid: Bool[Array, "B N"]  # a prefix of the nodes; the root always is
-    scores: Float32[Array, "B N"]  # cumulative log-probability under the draft, 0 for the root
+    """Trees of N nodes for B requests, node 0 the root.
+
+    Attributes:
+        tokens: int32 [B, N]. NO_TOKEN where invalid.
+        parents: int32 [B, N]. Node indices; NO_PARENT for the root and where invalid.
+        depth: int32 [B, N]. 0 for the root and where invalid.
+        valid: bool [B, N]. The first nodes of each tree, the root always.
+        scores: float32 [B, N]. Cumulative log-probability under the draft, 0 for the root; must not grow along a path.
+    """
+
+    tokens: Int32[Array, "B N"]
+    parents: Int32[Array, "B N"]
+    depth: Int32[Array, "B N"]
+    valid: Bool[Array, "B N"]
+    scores: Float32[Array, "B N"]
 
     @property
     def width(self) -> int:
@@ -39,12 +49,19 @@ class DraftTree(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """Candidates for a tree's nodes below the root, parents before children. Q of them."""
+    """Q candidates for a tree's nodes below the root, parents before children.
+
+    Attributes:
+        tokens: int32 [B, Q].
+        parents: int32 [B, Q]. Indices into the pool; NO_PARENT: a child of the root.
+        depth: int32 [B, Q]. 1 for a child of the root.
+        scores: float32 [B, Q]. Cumulative log-probability; -inf: not a candidate.
+    """
 
     tokens: Int32[Array, "B Q"]
-    parents: Int32[Array, "B Q"]  # index into the pool; NO_PARENT: a child of the root
-    depth: Int32[Array, "B Q"]  # 1 for a child of the root
-    scores: Float32[Array, "B Q"]  # -inf: not a candidate
+    parents: Int32[Array, "B Q"]
+    depth: Int32[Array, "B Q"]
+    scores: Float32[Array, "B Q"]
 
 
 def root_only(root: PerRequest) -> DraftTree:
@@ -98,9 +115,9 @@ def top_k_children(
 
 
 def log_total(logits: Float32[Array, "B k W"], largest: Float32[Array, "B k 1"]) -> Float32[Array, "B k 1"]:
-    """log of the sum of exp(logits - largest): what turns a difference to the largest logit into a log-probability.
+    """log(sum(exp(logits - largest))), which turns a difference to the largest logit into a log-probability.
 
-    For those who want few log-probabilities: `jax.nn.log_softmax` writes all W, and looks for the largest again.
+    For a few log-probabilities: `jax.nn.log_softmax` writes all W, and looks for the largest again.
     """
     return jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True))
 

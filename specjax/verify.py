@@ -1,16 +1,16 @@
-"""The walk down the tree: which drafted tokens are the target's own draws.
+"""Verification: which drafted tokens are the target's own draws.
 
-At every node the target draws the token it would emit there. Start at the root, follow the child whose token equals
-the drawn one, stop when there is none; the last drawn token is the bonus. Every emitted token is thus literally the
-target's own draw: lossless for any tree with distinct siblings, greedy and sampled alike.
+At every node the target draws the token that it would emit there. Start at the root, follow the child whose token is
+the one drawn, stop where there is none; the last drawn token is the bonus. Every emitted token is thus the target's own
+draw: lossless for any tree with distinct siblings, greedy and sampled alike.
 
-No loop is needed to find the verdict: a node is accepted when it and all its ancestors equal their parents' draws, one
-AND over the ancestor mask, and the verdict is the deepest accepted node.
+Finding the verdict takes no loop: a node is accepted when it and all its ancestors equal their parents' draws, which is
+one AND over the ancestor mask, and the verdict is the deepest accepted node.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,12 @@ TOP_LOGPROBS = 20
 
 
 class Logprobs(NamedTuple):
-    """Of the raw log-softmax, along the path. Zeros in a step in which no row wants them."""
+    """Of the raw log-softmax, along the path. Zeros in a step in which no row wants them.
+
+    Attributes:
+        drawn: float32 [B, J], of the emitted tokens.
+        top, top_ids: float32 and int32 [B, J, 20], the likeliest tokens, or all of a smaller vocabulary.
+    """
 
     drawn: Float32[Array, "B J"]
     top: Float32[Array, "B J 20"]
@@ -34,10 +39,36 @@ class Logprobs(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    path: Int32[Array, "B J"]  # J = D + 1 node indices, root first; 0 past the accepted ones
-    accepted: PerRequest  # m: drafts accepted, 0..D
-    tokens: Int32[Array, "B J"]  # drawn along the path: a_1 .. a_m, bonus; NO_TOKEN beyond
-    drawn: Int32[Array, "B N"]  # per node; NO_TOKEN where the walk never came and the draw was not needed
+    """What is accepted of each tree, and what the target draws.
+
+    Attributes:
+        path: int32 [B, J], J = D + 1 node indices, the root first; 0 past the accepted ones.
+        accepted: int32 [B]. m, drafts accepted, from 0 to D.
+        tokens: int32 [B, J]. What may be emitted: m drafts, then the bonus; NO_TOKEN beyond.
+        drawn: int32 [B, N], of each node; NO_TOKEN where no draw was needed.
+    """
+
+    path: Int32[Array, "B J"]
+    accepted: PerRequest
+    tokens: Int32[Array, "B J"]
+    drawn: Int32[Array, "B N"]
+
+
+@runtime_checkable
+class Verifier(Protocol):
+    """A function that decides what is accepted, with the arguments of `verify_tree`. Traced into the step."""
+
+    def __call__(
+        self,
+        tree: DraftTree,
+        logits: Logits,
+        inputs: DrawInputs,
+        prefix_length: PerRequest,
+        emitted: PerRequest,
+        *,
+        depth: int,
+        allowed: UInt32[Array, "B N W"] | None = None,
+    ) -> Verdict: ...
 
 
 def verify_tree(
@@ -53,17 +84,18 @@ def verify_tree(
     """Draws at the nodes and accepts the longest path of draws.
 
     Args:
-        logits: the target's, at every node, float32.
-        prefix_length: n, the root's position. The token drawn at a node stands at n + depth + 1.
-        emitted: tokens emitted so far, the root included.
+        tree: [B, N].
+        logits: float32 [B, N, V], the target's at every node.
+        inputs: sampling parameters [B] and what they depend on; see `specjax.sampling.draw`.
+        prefix_length: int32 [B]. n, the root's position. The token drawn at a node stands at n + depth + 1.
+        emitted: int32 [B]. Tokens emitted so far, the root included.
         depth: D, static: an upper bound of the nodes' depths.
-        allowed: a grammar's bits per node, or None.
+        allowed: uint32 [B, N, ceil(V / 32)]. A grammar's bits of each node; None: all tokens may be drawn.
     """
     rows, active = inputs.rows, inputs.active
-    ancestors = ancestor_mask(tree)
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if allowed is None:
-        # A step is emitted + depth tokens deep at most, but min_tokens only matters while it has not been reached.
+        # Stop ids of min_tokens can only be masked at deeper nodes if they are masked at the root.
         plain = jnp.all(is_plain(rows, emitted, logits.shape[-1]) | ~active)
         drawn = jax.lax.cond(
             plain,
@@ -72,15 +104,25 @@ def verify_tree(
         )
     else:
         drawn = _draw_on_walk(tree, logits, inputs, prefix_length, emitted, depth, allowed)
-    return find_verdict(tree, drawn, ancestors, depth)
+    return find_verdict(tree, drawn, depth)
 
 
-def find_verdict(tree: DraftTree, drawn: Int32[Array, "B N"], ancestors: Array, depth: int) -> Verdict:
-    """The deepest node that is, with all its ancestors, its parent's draw. [B, N] draws -> Verdict."""
-    width = tree.width
-    parent = jnp.maximum(tree.parents, 0)
-    matches = tree.valid & (tree.tokens == jnp.take_along_axis(drawn, parent, axis=1))
-    matches = matches.at[:, 0].set(True)
+def find_verdict(
+    tree: DraftTree, drawn: Int32[Array, "B N"], depth: int, matches: Bool[Array, "B N"] | None = None
+) -> Verdict:
+    """The verdict on trees whose nodes have these draws: the path to the deepest node that matches with all ancestors.
+
+    Args:
+        drawn: what the target draws at each node.
+        depth: D, static.
+        matches: whether a node may follow its parent; None: where its token is its parent's draw. Anything else is a
+            lossy verifier, which emits the path's own tokens and the draw at its end.
+    """
+    width, ancestors = tree.width, ancestor_mask(tree)
+    lossless = matches is None
+    if matches is None:
+        matches = tree.tokens == jnp.take_along_axis(drawn, jnp.maximum(tree.parents, 0), axis=1)
+    matches = (tree.valid & matches).at[:, 0].set(True)
     accepted = tree.valid & jnp.all(matches[:, None, :] | ~ancestors, axis=2)
     last = jnp.argmax(jnp.where(accepted, tree.depth, -1), axis=1)
     count = jnp.take_along_axis(tree.depth, last[:, None], axis=1)[:, 0]
@@ -91,6 +133,9 @@ def find_verdict(tree: DraftTree, drawn: Int32[Array, "B N"], ancestors: Array, 
     node = jnp.arange(width, dtype=jnp.int32)
     path = jnp.sum(jnp.where(at_level, node, 0), axis=2)
     tokens = jnp.take_along_axis(drawn, path, axis=1)
+    if not lossless:
+        below = jnp.take_along_axis(tree.tokens, jnp.roll(path, -1, axis=1), axis=1)
+        tokens = jnp.where(level[None, :] < count[:, None], below, tokens)
     tokens = jnp.where(level[None, :] <= count[:, None], tokens, NO_TOKEN)
     return Verdict(path, count, tokens, drawn)
 

@@ -18,6 +18,7 @@ from specjax.engine import Completion, Engine, EngineConfig, SamplingParams
 from specjax.engine.executables import Key
 from specjax.engine.sequence import Sequence, Status, completion
 from specjax.engine.text import TextStream
+from specjax.verify import Verifier, verify_tree
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MERGES = (("h", "e"), ("l", "l"), ("he", "ll"), ("1", "2"), ("Ġ", "t"), ("Ġt", "he"))
@@ -99,6 +100,7 @@ def make_engine(
     eos=(),
     warm=True,
     draft: Any = None,
+    verify: Verifier = verify_tree,
     **config: Any,
 ) -> Engine:
     """Four rows, small pages, several chunks a prompt. `draft` are the drafter's parameters; `config` is
@@ -107,7 +109,7 @@ def make_engine(
     settings = {"max_running_requests": 4, "page_size": 4, "max_total_tokens": 1024, "context_length": 128}
     settings |= {"chunked_prefill_size": 8} | config
     params, options = Params(model.params, draft), EngineConfig(**settings)
-    engine = Engine(model.target, params, tokenizer(), drafter, config=options, eos_ids=tuple(eos))
+    engine = Engine(model.target, params, tokenizer(), drafter, verify=verify, config=options, eos_ids=tuple(eos))
     if warm:  # the largest batch serves smaller ones too: one step to compile instead of several
         engine.warm_up([Key("step", engine.buckets.batches[-1], engine.buckets.tables[-1])], progress=False)
     return engine

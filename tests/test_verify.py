@@ -14,7 +14,7 @@ from oracle import Sampling, Tree
 from toy_models import as_arrays, history, random_tree, sampling_rows, some_sampling
 
 from specjax.sampling import DrawInputs
-from specjax.tree import NO_TOKEN, ancestor_mask
+from specjax.tree import NO_TOKEN
 from specjax.verify import find_verdict, verify_tree
 
 BATCH, WIDTH, DEPTH, VOCABULARY = 4, 9, 5, 6
@@ -26,7 +26,7 @@ verify = jax.jit(verify_tree, static_argnames="depth")
 
 @functools.partial(jax.jit, static_argnums=2)
 def judge(tree, drawn, depth):
-    return find_verdict(tree, drawn, ancestor_mask(tree), depth)
+    return find_verdict(tree, drawn, depth)
 
 
 def some_trees(rng, count=BATCH):

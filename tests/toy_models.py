@@ -28,7 +28,8 @@ from specjax.models import make_target
 from specjax.models.llama import init_params
 from specjax.models.protocol import ForwardOutput, Target
 from specjax.sampling import History, SamplingRows, sampling_row
-from specjax.step import PrefillInput, StepConfig, StepInput, StepOutput, init_state, make_steps, new_row
+from specjax.state import PrefillInput, StepInput, StepOutput, init_state, new_row
+from specjax.step import StepConfig, make_steps
 from specjax.tree import DraftTree
 
 SEEDS = (0, 7, 2**32 - 1, 2**40 + 7, 2**63 - 1, -1, -(2**63))

@@ -16,7 +16,7 @@ from typing import Any, get_args
 from specjax_kernels import IMPLEMENTATIONS
 
 from specjax.checkpoint import BUILT_IN_MODEL
-from specjax.drafters import DRAFTERS, Auto, DraftOptions, Ngram
+from specjax.drafters import DRAFTERS, Auto, DraftOptions, Ngram, NoDraft
 from specjax.engine import Engine, EngineConfig
 from specjax.limits import range_of
 from specjax.load import AUTO_ATTENTION, SamplingDefaults
@@ -100,14 +100,23 @@ class EngineSettings:
     )
 
 
+def _algorithm(name: str) -> str:
+    """An algorithm's name in capitals, or ``module:function`` as it is."""
+    names = (Auto.algorithm, *DRAFTERS)
+    if ":" not in name and name.upper() not in names:
+        raise ValueError(f"must be one of {', '.join(names)}")
+    return name if ":" in name else name.upper()
+
+
 @dataclass(frozen=True)
 class SpeculativeSettings:
     """Changes the speed, never the text."""
 
     speculative_algorithm: str = setting(
         Auto.algorithm,
-        f"{Auto.algorithm} (the draft head that comes with specjax for the model, else NGRAM), {', '.join(DRAFTERS)}",
-        choices=(Auto.algorithm, *DRAFTERS), parse=str.upper, metavar="NAME", sets="draft",
+        f"{Auto.algorithm} (the draft head that ships for the model, else NGRAM), {', '.join(DRAFTERS)}, or "
+        "module:function for a drafter of your own",
+        parse=_algorithm, metavar="NAME", sets="draft",
     )  # fmt: skip
     speculative_draft_model_path: str | None = _of_head(
         "path",
@@ -323,14 +332,16 @@ def engine_arguments(chosen: Settings) -> dict[str, Any]:
         }
 
 
-def draft_options(speculative: SpeculativeSettings) -> DraftOptions:
-    """The options of the algorithm, made of the flags that are its own. A warning names others that were given.
+def draft_options(speculative: SpeculativeSettings) -> DraftOptions | str:
+    """The options of the algorithm, made of the flags that are its own, or ``module:function``. A warning names other
+    flags that were given.
 
     Raises:
         ValueError: a value is out of range, or a draft head is given to an algorithm that has none.
     """
     name = speculative.speculative_algorithm
-    options = Auto if name == Auto.algorithm else DRAFTERS[name].options
+    plugin = ":" in name
+    options = NoDraft if plugin else Auto if name == Auto.algorithm else DRAFTERS[name].options
     given, unused = {}, []
     for each in fields(speculative):
         value, option = getattr(speculative, each.name), each.metadata["setting"].sets
@@ -345,4 +356,4 @@ def draft_options(speculative: SpeculativeSettings) -> DraftOptions:
             unused.append(f"--{each.name.replace('_', '-')}")
     if unused:
         logger.warning("no effect with --speculative-algorithm %s: %s", name, ", ".join(unused))
-    return options(**given)
+    return name if plugin else options(**given)

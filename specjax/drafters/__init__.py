@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from specjax.drafters.factories import make_drafter
     from specjax.drafters.ngram import ngram_drafter
     from specjax.drafters.none import none_drafter
+    from specjax.drafters.plugin import DrafterFactory, Speculation, load_drafter, make_speculation
 
 _NAMES = {
     "base": ("Context", "DraftState", "Drafter", "Observation", "Params"),
@@ -24,6 +25,7 @@ _NAMES = {
     "factories": ("make_drafter",),
     "ngram": ("ngram_drafter",),
     "none": ("none_drafter",),
+    "plugin": ("DrafterFactory", "Speculation", "load_drafter", "make_speculation"),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
@@ -35,6 +37,7 @@ __all__ = [
     "DraftOptions",
     "DraftState",
     "Drafter",
+    "DrafterFactory",
     "Eagle",
     "Eagle3",
     "HeadOptions",
@@ -43,9 +46,12 @@ __all__ = [
     "NoDraft",
     "Observation",
     "Params",
+    "Speculation",
     "TreeShape",
     "eagle_drafter",
+    "load_drafter",
     "make_drafter",
+    "make_speculation",
     "ngram_drafter",
     "none_drafter",
 ]

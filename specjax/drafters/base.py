@@ -1,7 +1,7 @@
 """What a drafter is: a NamedTuple of pure functions. An algorithm is one file that returns one.
 
-The step asks a drafter for a tree (`propose`) and tells it which tokens became certain (`observe`); it never asks
-which algorithm runs. Whatever a drafter proposes, the text stays the target's own.
+The step asks a drafter for a tree (`propose`) and reports which tokens were committed (`observe`); it never asks which
+algorithm runs. Whatever a drafter proposes, the text stays the target's own. docs/drafters.md is a guide.
 """
 
 from __future__ import annotations
@@ -20,39 +20,56 @@ from specjax.tree import NO_TOKEN, DraftTree
 from specjax.types import Active, PageTable, PerRequest
 
 Features: TypeAlias = tuple[int, ...] | Literal["final"] | None
-"""What `observe` wants of the target: residual streams after these layers, concatenated, or the final hidden state."""
+"""What `observe` reads of the target: the residual streams after these layers, concatenated, or the final hidden state
+(after the norm), or nothing."""
 
 DraftState: TypeAlias = Any
-"""A drafter's own pytree. Its shapes depend on the drafter, the rows and the pool, never on a tree."""
+"""A drafter's own pytree of arrays. Its shapes depend on the drafter, the rows and the pool, never on a tree."""
 
 
 class Params(NamedTuple):
-    """A drafter may use the target's embedding and head, so it gets both."""
+    """Parameters of both models. A drafter may use the target's embedding and head.
+
+    Attributes:
+        target: the target's nested dicts of arrays.
+        draft: the drafter's pytree; None: it has none.
+    """
 
     target: Any
     draft: Any = None
 
 
 class Context(NamedTuple):
-    """What is known of the batch when a drafter is called. An inactive entry must not change the drafter's state."""
+    """What is known of the B requests of a step. An inactive entry must not change the drafter's state.
 
-    slots: PerRequest  # row of state; >= R for an empty entry
-    prefix_length: PerRequest  # n: committed tokens
+    Attributes:
+        slots: int32 [B]. Row of the drafter's state; >= R for an empty entry.
+        prefix_length: int32 [B]. n, the number of committed tokens.
+        page_table: int32 [B, T]. Pages of each request, in order; holes are P.
+        root: int32 [B]. The last emitted token, at position n. Undefined in `observe` after a prompt's chunk.
+        active: bool [B]. Whether the entry takes part.
+        salt: uint32 [B]. Requests with different salts must share nothing.
+        sampling: [B] rows. A drafter may look at the noise that the target will use.
+        tokens: int32 [P, S]. Pages of committed tokens; None unless the drafter says `reads_tokens`.
+    """
+
+    slots: PerRequest
+    prefix_length: PerRequest
     page_table: PageTable
-    root: PerRequest  # the last emitted token, at position n
+    root: PerRequest
     active: Active
-    salt: UInt32[Array, "B"]  # requests with different salts share nothing
-    sampling: SamplingRows  # [B] rows: a drafter may look at the noise the target will use
-    tokens: Int32[Array, "P S"] | None = None  # pages of committed tokens, for drafters with `reads_tokens`
+    salt: UInt32[Array, "B"]
+    sampling: SamplingRows
+    tokens: Int32[Array, "P S"] | None = None
 
     @property
     def attended(self) -> PerRequest:
-        """`prefix_length` for attention, which spends nothing on rows that take no part."""
+        """`prefix_length` for attention, which spends nothing on inactive rows."""
         return jnp.where(self.active, self.prefix_length, INACTIVE)
 
     @property
     def room(self) -> int:
-        """T * S: the most tokens that a request's pages can hold here. Static, and not the same in every call."""
+        """T * S: the most tokens that a request's pages hold. Static; differs between the engine's programs."""
         return self.page_table.shape[1] * self._pages().shape[1]
 
     def committed(self, positions: Int32[Array, "#B X"]) -> Int32[Array, "B X"]:
@@ -71,7 +88,7 @@ class Context(NamedTuple):
         return jnp.where(inside, pages[jnp.minimum(page, count - 1), positions % size], NO_TOKEN)
 
     def suffix(self, width: int) -> Int32[Array, "B {width}"]:
-        """The last `width` tokens of each text, the root last; NO_TOKEN where the text is shorter. For `propose`.
+        """The last `width` tokens of each text, the root last; NO_TOKEN before the text's start. For `propose`.
 
         Raises:
             ValueError: the drafter does not say `reads_tokens`.
@@ -86,28 +103,51 @@ class Context(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """Tokens that have just been committed, at positions ``context.prefix_length + [0, length)``.
+    """Tokens that were just committed, at positions ``context.prefix_length + [0, length)``.
 
-    Prefill and verification are the same event.
+    A chunk of a prompt and a verified path are the same event.
+
+    Attributes:
+        tokens: int32 [B, C]. The first `length` of each row count.
+        next_tokens: int32 [B, C]. The same shifted left by one; the last that counts is the new root or, within a
+            prompt, the next prompt token.
+        features: [B, C, F], what `Drafter.features` selects of the target's output at these tokens; None: nothing.
+        length: int32 [B], 0 for an inactive entry.
     """
 
     tokens: Int32[Array, "B C"]
-    next_tokens: Int32[Array, "B C"]  # shifted left by one; the last is the new root, or the next prompt token
+    next_tokens: Int32[Array, "B C"]
     features: Float[Array, "B C F"] | None
-    length: PerRequest  # the first `length` of C count; 0 for an inactive entry
+    length: PerRequest
 
 
 class Drafter(NamedTuple):
-    """See DESIGN.md, "The drafter interface"."""
+    """An algorithm: static facts, and three pure functions that are traced into the step.
+
+    Attributes:
+        name: for logs and summaries.
+        features: what `observe` reads of the target: layer indices, "final" or None.
+        width: N, nodes of its trees, the root included.
+        depth: D, the greatest depth of a node; the root has depth 0.
+        init: (params, rows R, pool) -> state. Called once, to allocate.
+        propose: (params, state, context) -> (`DraftTree` [B, N], state). Node 0 is ``context.root``, parents come
+            before children, siblings differ, valid nodes come first.
+        observe: (params, state, context, observation) -> state. Called after each commit, of prompts too, and also
+            where speculation is off.
+        widths: smaller tree widths worth a program of their own; 1 and `width` are always there.
+        explicit_width: whether the user set the width; then every batch drafts, however large.
+        reads_tokens: whether it calls `Context.committed` or `Context.suffix`.
+        note: for the log.
+    """
 
     name: str
     features: Features
-    width: int  # N: nodes of its trees, the root included
-    depth: int  # D: the deepest a node can be
-    init: Callable[[Params, int, PoolShape], DraftState]  # (params, rows, pool)
+    width: int
+    depth: int
+    init: Callable[[Params, int, PoolShape], DraftState]
     propose: Callable[[Params, DraftState, Context], tuple[DraftTree, DraftState]]
     observe: Callable[[Params, DraftState, Context, Observation], DraftState]
-    widths: tuple[int, ...] = ()  # smaller static widths worth compiling (1 is always there)
-    explicit_width: bool = False  # the user chose the width: no batch is too large for it
-    reads_tokens: bool = False  # whether it calls `Context.committed` or `Context.suffix`
-    note: str = ""  # for the log: what a user may want to know of it
+    widths: tuple[int, ...] = ()
+    explicit_width: bool = False
+    reads_tokens: bool = False
+    note: str = ""

@@ -14,7 +14,7 @@ A head that is unsure may propose less, or nothing (`Confidence`): where checkin
 a CPU, drafts that are seldom right cost more than they bring.
 
 The slots of tree nodes are scratch and never reach a page. Source: SafeAILab/EAGLE `topK_genrate`; the alignment is
-derived in reference/ALGORITHMS.md.
+derived in docs/algorithms.md.
 """
 
 from __future__ import annotations

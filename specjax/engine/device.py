@@ -12,7 +12,7 @@ import jax
 from specjax.drafters.base import Params
 from specjax.engine.executables import Key, Program
 from specjax.engine.outputs import Output
-from specjax.step import DecodeState
+from specjax.state import DecodeState
 
 
 class OutOfMemory(Exception):

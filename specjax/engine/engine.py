@@ -25,7 +25,7 @@ import numpy as np
 
 from specjax import checkpoint
 from specjax.cache import PoolShape
-from specjax.drafters import Auto, Drafter, DraftOptions, Params
+from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
 from specjax.engine.buckets import Buckets
 from specjax.engine.config import EngineConfig, check_config
 from specjax.engine.device import Device, OutOfMemory, classified
@@ -43,8 +43,8 @@ from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Sequence, Status
 from specjax.load import load
 from specjax.models.protocol import Target
-from specjax.step import NOT_FINITE, DecodeState, init_state
-from specjax.verify import TOP_LOGPROBS
+from specjax.state import NOT_FINITE, DecodeState, init_state
+from specjax.verify import TOP_LOGPROBS, Verifier, verify_tree
 
 DEFAULT_CONFIG = EngineConfig()
 
@@ -69,6 +69,7 @@ class Engine:
         tokenizer: Any,
         drafter: Drafter,
         *,
+        verify: Verifier = verify_tree,
         config: EngineConfig = DEFAULT_CONFIG,
         eos_ids: tuple[int, ...] = (),
         sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
@@ -97,7 +98,7 @@ class Engine:
         pages, size = self.pool
         self.scheduler = Scheduler(rows=rows, pages=pages, page_size=size, lookahead=self.lookahead)
         shapes = jax.eval_shape(self._new_state)
-        variants = {"trace": config.trace, "time_phases": config.time_phases}
+        variants = {"verify": verify, "trace": config.trace, "time_phases": config.time_phases}
         self.executables = Executables(target, drafter, self.buckets, params, shapes, **variants)
         self.device = Device(params, self._new_state, self.executables.launch_lock)
         self.counters = Counters()
@@ -124,6 +125,8 @@ class Engine:
         *,
         draft: DraftOptions | str = Auto.algorithm,
         dtype: str = "auto",
+        drafter: Drafter | DrafterFactory | None = None,
+        verify: Verifier | None = None,
         revision: str | None = None,
         tokenizer_path: str | None = None,
         chat_template: str | None = None,
@@ -137,8 +140,13 @@ class Engine:
 
         Args:
             draft: how to draft: options such as `Eagle3(path, steps=5, topk=8, nodes=32)`, or the name of an algorithm
-                in `DRAFTERS` for its defaults. AUTO: the draft head that ships for the model, else n-grams.
+                in `DRAFTERS` for its defaults, or module:function for a function as `drafter` takes it. AUTO: the draft
+                head that ships for the model, else n-grams.
             dtype: auto (float32 on a CPU, the checkpoint's on a GPU), float32, bfloat16 or float16.
+            drafter: in place of `draft`, a ready `Drafter` or a function of the `Target` that returns one; it may
+                return a `Speculation`, which adds parameters and a verifier.
+            verify: decides which drafts are accepted; None: the drafter's, which by default is `verify_tree`. Another
+                one may change the text.
             tokenizer_path: a folder with another tokenizer than the model's own.
             chat_template: a file with another Jinja template than the tokenizer's own.
             sampling_defaults: model: what generation_config.json says of sampling becomes `engine.sampling_defaults`,
@@ -155,16 +163,10 @@ class Engine:
         if compilation_cache:
             use_compilation_cache()
         loaded = load(
-            model,
-            draft=draft,
-            dtype=dtype,
-            revision=revision,
-            tokenizer_path=tokenizer_path,
-            chat_template=chat_template,
-            sampling_defaults=sampling_defaults,
-            backend=backend,
-            progress=progress,
-        )
+            model, draft=draft, dtype=dtype, drafter=drafter, verify=verify, revision=revision,
+            tokenizer_path=tokenizer_path, chat_template=chat_template, sampling_defaults=sampling_defaults,
+            backend=backend, progress=progress,
+        )  # fmt: skip
         return cls(**loaded._asdict(), config=config)
 
     @property

@@ -37,6 +37,7 @@ from specjax.step import (
     speculate_step,
     tree_widths,
 )
+from specjax.verify import Verifier, verify_tree
 
 logger = logging.getLogger(__name__)
 
@@ -105,10 +106,12 @@ class Executables:
         params: Params,
         state: DecodeState,
         *,
+        verify: Verifier = verify_tree,
         trace: bool = False,
         time_phases: bool = False,
     ) -> None:
         self._target, self._drafter, self._buckets, self._trace = target, drafter, buckets, trace
+        self._verify = verify
         self.phase_times = PhaseTimes() if time_phases else None
         self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
         self._futures: dict[Key, Future[Program]] = {}
@@ -382,6 +385,8 @@ class Executables:
             chunk: Any = {"tokens": shape((1, key.width)), "length": shape((1,)), "next_token": shape((1,))}
             config, function, inputs = StepConfig(), _prefill, PrefillInput(*common, **chunk)
         fixed: dict[str, Any] = {"target": self._target, "drafter": self._drafter, "config": config}
+        if key.kind == "step":
+            fixed["verify"] = self._verify
         arguments: Any = (*self._shapes, inputs)
         if self.phase_times is not None and key.kind == "step":
             with self.launch_lock:

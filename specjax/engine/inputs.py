@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 
 from specjax.engine.sequence import Sequence
-from specjax.step import NO_DRAFT_LIMIT, NO_FORCED_TOKEN, PrefillInput, Row, StepInput, new_row
+from specjax.state import NO_DRAFT_LIMIT, NO_FORCED_TOKEN, PrefillInput, Row, StepInput, new_row
 
 
 def step_input(sequences: list[Sequence], batch: int, table: int, rows: int, pages: int) -> StepInput:

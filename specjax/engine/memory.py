@@ -10,7 +10,7 @@ from specjax.drafters.base import Drafter, Params
 from specjax.engine.buckets import BLOCK_TOKENS
 from specjax.engine.config import EngineConfig
 from specjax.models.protocol import Target
-from specjax.step import init_state
+from specjax.state import init_state
 
 DEFAULT_POOL_TOKENS = 32_768
 """Of the pool on a CPU, where memory is shared with everything else."""

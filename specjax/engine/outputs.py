@@ -13,7 +13,7 @@ from jax import Array
 
 from specjax.engine.sequence import RawLogprob, Sequence
 from specjax.inspection import step_tree
-from specjax.step import FULL, NOT_FINITE, STOPPED, Logprobs, StepOutput, Trace
+from specjax.state import FULL, NOT_FINITE, STOPPED, Logprobs, StepOutput, Trace
 
 logger = logging.getLogger(__name__)
 

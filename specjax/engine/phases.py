@@ -14,6 +14,7 @@ from specjax.drafters.base import Drafter, Params
 from specjax.engine.outputs import Output, pack
 from specjax.models.protocol import Target
 from specjax.step import DecodeState, StepConfig, StepInput, check_phase, commit_phase, draft_phase
+from specjax.verify import Verifier
 
 
 @dataclass
@@ -36,6 +37,7 @@ class PhaseTimes:
 def compile_in_phases(
     target: Target,
     drafter: Drafter,
+    verify: Verifier,
     config: StepConfig,
     arguments: tuple[Params, DecodeState, StepInput],
     times: PhaseTimes,
@@ -47,12 +49,12 @@ def compile_in_phases(
         return state, pack(output)
 
     propose = partial(draft_phase, drafter=drafter, config=config)
-    check = partial(check_phase, target=target, drafter=drafter, config=config)
+    check = partial(check_phase, target=target, drafter=drafter, verify=verify, config=config)
     tree, _ = jax.eval_shape(propose, *arguments)
     checked = jax.eval_shape(check, *arguments, tree)
     jit = partial(jax.jit, compiler_options=compiler_options())
     draft = jit(propose, donate_argnums=1).lower(*arguments).compile()
-    verify = jit(check).lower(*arguments, tree).compile()
+    check_program = jit(check).lower(*arguments, tree).compile()
     commit = jit(finish, donate_argnums=1).lower(*arguments, tree, checked).compile()
 
     def step(params: Params, state: DecodeState, inputs: StepInput) -> tuple[DecodeState, Output]:
@@ -60,7 +62,7 @@ def compile_in_phases(
         started = time.perf_counter()
         tree, state = jax.block_until_ready(draft(params, state, inputs))
         drafted = time.perf_counter()
-        checked = jax.block_until_ready(verify(params, state, inputs, tree))
+        checked = jax.block_until_ready(check_program(params, state, inputs, tree))
         verified = time.perf_counter()
         result = jax.block_until_ready(commit(params, state, inputs, tree, checked))
         times.steps += 1

@@ -1,0 +1,153 @@
+"""docs/drafters.md: its code runs as it stands, its drafter changes no text, its verifier accepts more."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_helpers import make_engine, outcome, shared_engine, toy
+from toy_models import table_model
+
+import specjax
+from specjax import Params, SamplingParams, Speculation, load_drafter, make_drafter
+from specjax.drafters.plugin import make_speculation
+
+ROOT = Path(__file__).parent.parent
+GUIDE = (ROOT / "docs" / "drafters.md").read_text(encoding="utf-8")
+DRAFTER, STEP, VERIFIER, ENGINE = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
+COMMAND = re.findall(r"```sh\n(.*?)```", GUIDE, flags=re.DOTALL)[0]
+
+
+@pytest.fixture(scope="module")
+def guide() -> dict:
+    names: dict = {}
+    for number, block in enumerate((DRAFTER, STEP, VERIFIER)):
+        exec(compile(block, f"docs/drafters.md, python block {number}", "exec"), names)
+    return names
+
+
+@pytest.fixture
+def my_drafter(tmp_path, monkeypatch) -> Path:
+    """The file that the guide makes, in a folder on Python's path."""
+    (tmp_path / "my_drafter.py").write_text(DRAFTER + VERIFIER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    sys.modules.pop("my_drafter", None)
+
+
+def lines(block: str) -> int:
+    return len([line for line in block.splitlines() if line.strip()])
+
+
+def test_the_examples_are_short():
+    assert lines(DRAFTER) <= 35
+    assert lines(VERIFIER) <= 26
+
+
+def test_in_the_bare_step(guide):
+    # Few states, so the text comes round again; a second token is often nearly as likely as the first.
+    table = np.random.default_rng(3).normal(0, 0.7, (29, 11)).astype(np.float32)
+    model = table_model(table)
+    params, prompt = Params(model.params), [1, 2, 3, 1, 2, 3, 1, 2]
+
+    def run(drafter, **options):
+        return guide["generate"](model.target, params, drafter, prompt, 60, **options)
+
+    plain, steps = run(make_drafter("NONE"))
+    assert steps == 59
+    drafted, fewer = run(guide["prompt_lookup"](model.target))
+    assert drafted == plain, "lossless"
+    assert fewer < steps
+    lossy, least = run(guide["prompt_lookup"](model.target), verify=guide["likely_enough"])
+    assert len(lossy) == len(plain)
+    assert least < fewer, "it accepts more"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_in_an_engine(guide, temperature):
+    params = SamplingParams(max_new_tokens=40, temperature=temperature, seed=3)
+    prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9] * 13]
+    expected = shared_engine("NONE").generate(prompts, params)
+    made = make_speculation(guide["lossy"], toy().target)
+    found = make_engine(toy(), made.drafter).generate(prompts, params)
+    assert [outcome(done) for done in found] == [outcome(done) for done in expected]
+    lossy = make_engine(toy(), made.drafter, verify=made.verify).generate(prompts, params)
+    assert [len(done.output_ids) for done in lossy] == [len(done.output_ids) for done in found]
+    assert sum(done.spec_verify_ct for done in lossy) < sum(done.spec_verify_ct for done in found)
+
+
+@pytest.mark.real_model
+def test_with_a_model(guide, capsys):
+    exec(compile(ENGINE, "docs/drafters.md, the engine", "exec"), guide)
+    (lossless, text), (lossy, _) = (line.split(" ", 1) for line in capsys.readouterr().out.splitlines())
+    plain = specjax.Engine.from_pretrained(draft="NONE", progress=False).generate(guide["prompt"], guide["params"])
+    assert text == repr(plain.text)
+    assert 1 < float(lossless) <= float(lossy)
+
+
+@pytest.mark.real_model
+def test_in_the_benchmark(my_drafter):
+    path = os.pathsep.join([str(my_drafter), str(ROOT), str(ROOT / "kernels")])
+    words = COMMAND.replace("PYTHONPATH=. python", "").split()
+    few = ["--limit", "1", "--max-new-tokens", "24", "--sets", "mt_bench"]
+    done = subprocess.run(
+        [sys.executable, *words, *few], cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "texts of my_drafter:prompt_lookup = none: 1 equal" in done.stdout
+    assert "my_drafter:lossy / none" in done.stdout
+
+
+def test_a_name_leads_to_the_function(my_drafter):
+    made = make_speculation("my_drafter:lossy", toy().target)
+    assert made.drafter.name == "LOOKUP" and made.verify.__name__ == "likely_enough"
+    assert make_drafter("my_drafter:prompt_lookup", target=toy().target).reads_tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("my_drafter:", "write module:function"),
+        ("./my_drafter.py:lossy", "write module:function"),
+        ("no_such_module:make", r"cannot import no_such_module \(No module named 'no_such_module'\).*PYTHONPATH"),
+        ("my_drafter:los", "my_drafter has no function los; it defines: prompt_lookup, likely_enough, lossy"),
+        ("my_drafter:DEPTH", "my_drafter has a int, no function, named DEPTH"),
+    ],
+)
+def test_names_that_lead_nowhere(my_drafter, name, problem):
+    with pytest.raises(ValueError, match=f"drafter '{name}': {problem}"):
+        load_drafter(name)
+
+
+def test_a_factory_returns_a_drafter():
+    def broken(target):
+        return 7
+
+    with pytest.raises(TypeError, match=r"drafter '.*broken' returned 7; it must return a Drafter or a Speculation"):
+        make_speculation(broken, toy().target)
+
+
+def test_help_gives_every_shape():
+    """Fields and their shapes are in the docstrings, which `help` shows."""
+    for name in (
+        "Context",
+        "Observation",
+        "Drafter",
+        "Verdict",
+        "DraftTree",
+        "StepInput",
+        "StepOutput",
+        "PrefillInput",
+    ):
+        kind = getattr(specjax, name)
+        said = " ".join(re.findall(r"^ +([\w, ]+):", kind.__doc__, flags=re.MULTILINE))
+        missing = [field for field in kind._fields if not re.search(rf"\b{field}\b", said)]
+        assert not missing, (name, missing)
+    for name in specjax.__all__:
+        assert getattr(specjax, name) is not None
+    assert Speculation.__doc__
