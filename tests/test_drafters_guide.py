@@ -68,9 +68,8 @@ def test_in_the_bare_step(guide):
     assert least < fewer, "it accepts more"
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_in_an_engine(guide, temperature):
-    params = SamplingParams(max_new_tokens=40, temperature=temperature, seed=3)
+def test_in_an_engine_that_samples(guide):
+    params = SamplingParams(max_new_tokens=40, temperature=0.9, seed=3)
     prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9] * 13]
     expected = shared_engine("NONE").generate(prompts, params)
     made = make_speculation(guide["lossy"], toy().target)
