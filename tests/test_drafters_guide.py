@@ -105,7 +105,7 @@ def test_in_the_benchmark(my_drafter):
 def test_a_name_leads_to_the_function(my_drafter):
     made = make_speculation("my_drafter:lossy", toy().target)
     assert made.drafter.name == "LOOKUP" and made.verify.__name__ == "likely_enough"
-    assert make_drafter("my_drafter:prompt_lookup", target=toy().target).reads_tokens
+    assert load_drafter("my_drafter:prompt_lookup")(toy().target).reads_tokens
 
 
 @pytest.mark.parametrize(

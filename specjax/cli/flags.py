@@ -114,8 +114,8 @@ class SpeculativeSettings:
 
     speculative_algorithm: str = setting(
         Auto.algorithm,
-        f"{Auto.algorithm} (the draft head that ships for the model, else NGRAM), {', '.join(DRAFTERS)}, or "
-        "module:function for a drafter of your own",
+        f"{Auto.algorithm} (the draft head that comes with specjax for the model, else NGRAM), {', '.join(DRAFTERS)},"
+        " or module:function for a drafter of your own",
         parse=_algorithm, metavar="NAME", sets="draft",
     )  # fmt: skip
     speculative_draft_model_path: str | None = _of_head(
