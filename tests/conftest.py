@@ -132,7 +132,9 @@ def pytest_sessionfinish(session) -> None:
 
 def pytest_terminal_summary(terminalreporter) -> None:
     shown = ", ".join(f"{name} {peak / 1e9:.1f} GB" for name, peak in sorted(_peaks.items()))
-    terminalreporter.write_line(f"peak memory: {shown} (at most {MOST_MEMORY / 1e9:.0f} GB)")
+    large = max(_peaks.values(), default=0) > MOST_MEMORY
+    verdict = f"more than {MOST_MEMORY / 1e9:.0f} GB is too much: failed" if large else "ok"
+    terminalreporter.write_line(f"peak memory: {shown}; {verdict}", red=large)
 
 
 # Order.

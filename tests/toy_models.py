@@ -63,6 +63,16 @@ def table_row(tokens: Sequence[int], window: int, rows: int, stride: int = 5) ->
 def table_model(table: np.ndarray, window: int = 2, stride: int = 5) -> Toy:
     """`stride`: what a token weighs more for each step back."""
     rows, vocab = table.shape
+
+    def logits(tokens):
+        return table[table_row(tokens, window, rows, stride)]
+
+    return Toy(table_target(rows, vocab, window, stride), {"table": jnp.asarray(table)}, logits)
+
+
+@functools.cache
+def table_target(rows: int, vocab: int, window: int, stride: int) -> Target:
+    """The functions of all table models of one shape: what is compiled for one table serves the others."""
     config = ModelConfig("table", vocab, rows, 1, 1, 1, 1, 1, 1e-5, RopeConfig(), 1 << 20, tied_embeddings=False)
 
     def embed(params, tokens):
@@ -98,15 +108,15 @@ def table_model(table: np.ndarray, window: int = 2, stride: int = 5) -> Toy:
         logits = params["table"][jnp.argmax(hidden, axis=-1)]
         return logits if ids is None else logits[..., ids]
 
-    def logits(tokens):
-        return table[table_row(tokens, window, rows, stride)]
-
     # It keeps a token's id and its position.
     pages = (PageSpec((1, 1), "float32", (None, None)),) * 2
-    return Toy(Target(config, embed, forward, unembed, pages), {"table": jnp.asarray(table)}, logits)
+    return Target(config, embed, forward, unembed, pages)
 
 
 # A tiny Llama, judged by the oracle's.
+
+
+llama_target = functools.cache(make_target)
 
 
 def tiny_llama(seed: int = 0, **changes) -> Toy:
@@ -132,7 +142,7 @@ def tiny_llama(seed: int = 0, **changes) -> Toy:
     def last(tokens: tuple[int, ...]) -> np.ndarray:
         return oracle.llama_logits(on_host, config, tokens)[-1]
 
-    return Toy(make_target(config), params, lambda tokens: last(tuple(int(t) for t in tokens)))
+    return Toy(llama_target(config), params, lambda tokens: last(tuple(int(t) for t in tokens)))
 
 
 # Trees as arrays, and drafters that propose what they are told.
@@ -271,6 +281,12 @@ def some_sampling(rng: np.random.Generator, vocab: int, **fixed) -> Sampling:
 # The smallest possible engine.
 
 
+@functools.cache
+def compiled_steps(target: Target, drafter: Drafter, config: StepConfig):
+    """The jitted steps, traced once for every runner of the same target, drafter and shapes."""
+    return make_steps(target, drafter, config=config)
+
+
 class Finished(NamedTuple):
     tokens: list[int]
     finish: int
@@ -291,7 +307,7 @@ class Runner:
         self.toy, self.rows, self.chunk, self.page_size = toy, rows, chunk, page_size
         self.params = Params(toy.params, draft)
         self.pool = PoolShape(rows * pages_a_row + 1, page_size)
-        self.steps = make_steps(toy.target, drafter, config=config or StepConfig())
+        self.steps = compiled_steps(toy.target, drafter, config or StepConfig())
         state = init_state(self.params, toy.target, drafter, rows=rows, pool=self.pool)
         self.state = state._replace(cache=jax.tree.map(lambda leaf: leaf + UNTOUCHED, state.cache))
         pages = np.random.default_rng(0).permutation(self.pool.pages)[: rows * pages_a_row]
