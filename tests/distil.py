@@ -20,7 +20,7 @@ from specjax_kernels import CAUSAL, pack_bits
 from toy_models import Toy, table_model
 
 from specjax.config import HeadConfig, ModelConfig, RopeConfig
-from specjax.models.blocks import Past
+from specjax.models.blocks import KeyValue, Past, joined
 from specjax.models.eagle_head import EagleHead, eagle_head, init_head_params
 from specjax.models.protocol import ForwardOutput
 
@@ -93,7 +93,7 @@ def texts(toy: Toy, count: int, length: int, seed: int) -> np.ndarray:
 def _pages(count: int, config: HeadConfig) -> Past:
     """Nothing is committed."""
     empty = jnp.zeros((1, 1, config.num_kv_heads, config.head_dim), jnp.float32)
-    return Past((empty, empty), jnp.ones((count, 1), jnp.int32), jnp.zeros(count, jnp.int32))
+    return Past(KeyValue(empty, empty), jnp.ones((count, 1), jnp.int32), jnp.zeros(count, jnp.int32))
 
 
 def _losses(head: EagleHead, toy: Toy, params: Any, tokens: Any, unrolled: int) -> jax.Array:
@@ -116,9 +116,7 @@ def _losses(head: EagleHead, toy: Toy, params: Any, tokens: Any, unrolled: int) 
         past = _pages(count, head.config)._replace(before=before)
         embedded = head.embed(toy.params, params, shifted)
         feature, block = head.forward(params, embedded, feature, positions + j, mask, past)
-        before = (
-            block if before is None else tuple(jnp.concatenate(two, axis=1) for two in zip(before, block, strict=True))
-        )
+        before = joined(before, block)
         inside = (jnp.arange(length) < length - 1 - j)[None, :]
         found = jax.nn.log_softmax(head.unembed(toy.params, params, feature))
         wanted = jax.nn.softmax(jnp.roll(target_logits, -1 - j, axis=1))

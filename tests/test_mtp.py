@@ -21,7 +21,7 @@ from toy_models import Runner, tiny_llama
 from specjax.checkpoint import load_head
 from specjax.drafters import DRAFTERS, Mtp, NoDraft, make_drafter
 from specjax.engine import Engine, EngineConfig, SamplingParams
-from specjax.models.blocks import Past
+from specjax.models.blocks import KeyValue, Past, joined
 from specjax.models.eagle_head import LOGICAL_AXES, eagle_head, init_head_params, with_token_map
 from specjax.step import StepConfig
 
@@ -67,7 +67,7 @@ def test_forward_and_recurrence(saved):
         )
         given.append(expected[-1])
         new = slice(0, 6) if count == 6 else slice(count - 1, count)
-        past = Past((empty, empty), jnp.ones((1, 1), jnp.int32), jnp.zeros(1, jnp.int32), before)
+        past = Past(KeyValue(empty, empty), jnp.ones((1, 1), jnp.int32), jnp.zeros(1, jnp.int32), before)
         embedded = head.embed(toy.params, params, jnp.asarray(tokens[None, new], jnp.int32))
         positions = jnp.arange(10, dtype=jnp.int32)[None, new]
         mask = CAUSAL if before is None else jnp.full((1, 1, 1), 2**count - 1, jnp.uint32)
@@ -77,8 +77,7 @@ def test_forward_and_recurrence(saved):
         logits = head.unembed(toy.params, params, out[:, -1:])[0, 0]
         np.testing.assert_allclose(logits, np.asarray(toy.params["head"]).T @ expected[-1], atol=1e-4)
         feature = out[:, -1:]
-        pairs = zip(before or (), block, strict=before is not None)
-        before = block if before is None else tuple(jnp.concatenate(pair, axis=1) for pair in pairs)
+        before = joined(before, block)
 
 
 def test_the_token_of_slot_0_says_nothing(saved):
@@ -86,7 +85,7 @@ def test_the_token_of_slot_0_says_nothing(saved):
     _, config, params = saved
     head = eagle_head(config, target().target, backend="reference")
     empty = jnp.zeros((1, 1, config.num_kv_heads, config.head_dim))
-    past = Past((empty, empty), jnp.ones((1, 1), jnp.int32), jnp.zeros(1, jnp.int32))
+    past = Past(KeyValue(empty, empty), jnp.ones((1, 1), jnp.int32), jnp.zeros(1, jnp.int32))
     feature = jax.random.normal(jax.random.key(0), (1, 3, 16))
 
     def out(*tokens: int):

@@ -33,10 +33,10 @@ LISTED = [random_tree(0, WIDTH, VOCABULARY, np.random.default_rng(seed), DEPTH) 
 NEAR_TABLE, NEAR_LLAMA = 1e-4, 1e-3
 
 DRAFTERS = {
-    "none": none_drafter,
-    "listed": lambda: listed_drafter(LISTED, WIDTH, DEPTH),
-    "widths": lambda: listed_drafter(LISTED, WIDTH, DEPTH, widths=(3,)),
-    "ngram": lambda: ngram_drafter(Ngram(nodes=5, max_match=3, capacity=1024)),
+    "none": functools.cache(none_drafter),
+    "listed": functools.cache(lambda: listed_drafter(LISTED, WIDTH, DEPTH)),
+    "widths": functools.cache(lambda: listed_drafter(LISTED, WIDTH, DEPTH, widths=(3,))),
+    "ngram": functools.cache(lambda: ngram_drafter(Ngram(nodes=5, max_match=3, capacity=1024))),
 }
 TABLES = {
     "last two": lambda: table_model(random_table(0), window=2),
@@ -142,7 +142,7 @@ def informed_trees(texts, length=64):
 @pytest.mark.parametrize("kind", LLAMAS)
 def test_llama_text_is_that_of_plain_decoding(kind):
     toy = tiny_llama(**LLAMAS[kind])
-    plain = Runner(toy, none_drafter()).generate(LLAMA_REQUESTS)
+    plain = Runner(toy, DRAFTERS["none"]()).generate(LLAMA_REQUESTS)
     compared = [
         check_tokens(found, toy, prompt, request, NEAR_LLAMA)
         for (prompt, request), found in zip(LLAMA_REQUESTS, plain, strict=True)
@@ -204,7 +204,7 @@ def test_truncation_inside_an_accepted_run(change, emitted, finish):
 
 def test_rejected_tokens_never_touch_a_page_and_drafters_see_each_token_once():
     toy = table_model(random_table(0), window=2)
-    runner = Runner(toy, listed_drafter(LISTED, WIDTH, DEPTH))
+    runner = Runner(toy, DRAFTERS["listed"]())
     requests = [([1, 2, 3, 4, 5, 6], Sampling(max_tokens=25)), ([4], Sampling(max_tokens=12, temperature=1.0))]
     for row, ((prompt, _), found) in enumerate(zip(requests, runner.generate(requests), strict=True)):
         text = prompt + found.tokens
@@ -268,7 +268,7 @@ def test_prefill_in_chunks_is_prefill_at_once(toy):
     toy, text = toy(), np.random.default_rng(0).integers(0, VOCABULARY, 19).tolist()
     results = []
     for chunk in (1, 4, 7, 19, 32):
-        runner = Runner(toy, none_drafter())
+        runner = Runner(toy, DRAFTERS["none"]())
         runner.admit(0, text, Sampling(max_tokens=9, temperature=1.0, seed=3))
         first = runner.prefill([text], chunk=chunk)
         results.append((first.tokens.tolist(), runner.committed(0, 0)[:19]))

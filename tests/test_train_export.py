@@ -26,7 +26,7 @@ from toy_models import tiny_llama
 from specjax.checkpoint import CheckpointError, load_head
 from specjax.checkpoint.draft_names import common_names
 from specjax.config import HeadConfig, RopeConfig
-from specjax.models.blocks import Past
+from specjax.models.blocks import KeyValue, Past
 from specjax.models.eagle_head import eagle_head, init_head_params
 from specjax.train.export import export_head, head_description, head_tensors
 
@@ -247,7 +247,7 @@ def test_the_oracle_computes_the_same_from_the_file(tmp_path, name):
 
     head, params = eagle_head(config, toy.target, backend="reference"), jax.tree.map(jnp.asarray, params_of(name))
     empty = jnp.zeros((1, 1, config.num_kv_heads, config.head_dim))
-    past = Past((empty, empty), jnp.ones((1, 1), jnp.int32), jnp.zeros(1, jnp.int32))
+    past = Past(KeyValue(empty, empty), jnp.ones((1, 1), jnp.int32), jnp.zeros(1, jnp.int32))
     positions = jnp.arange(6, dtype=jnp.int32)[None]
     embedded = head.embed(toy.params, params, jnp.asarray(tokens[None], jnp.int32))
     out, _ = head.forward(params, embedded, head.fuse(params, jnp.asarray(features[None])), positions, CAUSAL, past)
