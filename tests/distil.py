@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -142,6 +143,14 @@ def _zeros(count: int) -> jax.Array:
     return jnp.zeros(count, jnp.int32)
 
 
+OPTIMISED: dict[str, str | bool | int] = {
+    "xla_backend_optimization_level": 3,
+    "xla_llvm_disable_expensive_passes": False,
+    "xla_cpu_use_fusion_emitters": True,
+}
+"""XLA's own settings for a program that is run hundreds of times (see conftest.py)."""
+
+
 def distil(config: HeadConfig, toy: Toy, *, steps: int = 300, unrolled: int = 3, seed: int = 0) -> dict:
     """Parameters of a head after `steps` batches of texts that the target wrote."""
     head = eagle_head(config, toy.target, backend="reference")  # the default has a loop without a derivative
@@ -151,7 +160,7 @@ def distil(config: HeadConfig, toy: Toy, *, steps: int = 300, unrolled: int = 3,
     optimizer = optax.adamw(optax.cosine_decay_schedule(1e-2, steps), weight_decay=0.0)
     state = optimizer.init(params)
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=OPTIMISED)
     def update(params, state, tokens):
         loss, gradient = jax.value_and_grad(lambda p: _losses(head, toy, p, tokens, unrolled))(params)
         change, state = optimizer.update(gradient, state, params)
