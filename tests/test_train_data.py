@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from specjax.checkpoint import BUILT_IN_MODEL, load_tokenizer, resolve
 from specjax.engine import prompt
-from specjax.train import data
-from specjax.train.data import Example, Loaded, batch_rows, load_examples, pack, split
+from specjax.train import corpus
+from specjax.train.data import ExampleSet, load_examples
+from specjax.train.packing import Example, batch_rows, pack, split
 
 SELFGEN = Path(__file__).parents[1] / "data" / "selfgen.jsonl.gz"
 USER = {"role": "user", "content": "hello 12"}
@@ -75,9 +76,9 @@ def unmark(text: str) -> tuple[list[int], list[bool]]:
 
 @pytest.fixture
 def load(tmp_path):
-    """load(rows, ...) -> Loaded. A row that is bytes is the line itself."""
+    """load(rows, ...) -> ExampleSet. A row that is bytes is the line itself."""
 
-    def call(rows, *, name="rows.jsonl", like=None, **options) -> Loaded:
+    def call(rows, *, name="rows.jsonl", like=None, **options) -> ExampleSet:
         lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
         content = b"".join(line + b"\n" for line in lines)
         (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
@@ -87,8 +88,8 @@ def load(tmp_path):
     return call
 
 
-def only(loaded: Loaded) -> tuple[list[int], list[bool]]:
-    assert not loaded.bad
+def only(loaded: ExampleSet) -> tuple[list[int], list[bool]]:
+    assert not loaded.skipped
     (example,) = loaded.examples
     assert example.tokens.dtype == np.int32 and example.loss.dtype == bool
     return example.tokens.tolist(), example.loss.tolist()
@@ -196,7 +197,7 @@ def test_loss_on_all_is_on_every_token(load):
     rows = [{"messages": [USER, SAID, USER]}, {"prompt_ids": [5], "response_ids": [6]}]
     rows += [{"tokens": [5, 6, 7], "loss_mask": [0, 1, 0]}, {"messages": [USER]}]
     loaded = load(rows, loss_on="all")
-    assert not loaded.bad and all(example.loss.all() for example in loaded.examples)
+    assert not loaded.skipped and all(example.loss.all() for example in loaded.examples)
     text = chat("u:hello 12", "a:hell the", "u:hello 12").replace("⟦", "").replace("⟧", "")
     assert [example.tokens.tolist() for example in loaded.examples[:3]] == [ids(text), [5, 6], [5, 6, 7]]
 
@@ -273,8 +274,8 @@ TEMPLATES = {
 @pytest.mark.parametrize(("template", "reason"), TEMPLATES.values(), ids=TEMPLATES)
 def test_a_template_that_gives_no_place_for_the_loss(load, template, reason):
     loaded = load([{"messages": [USER, SAID]}, {"text": "the"}], like=with_template(template))
-    assert len(loaded.examples) == 1 and len(loaded.bad) == 1
-    assert loaded.bad[0].number == 1 and reason in loaded.bad[0].reason
+    assert len(loaded.examples) == 1 and len(loaded.skipped) == 1
+    assert loaded.skipped[0].number == 1 and reason in loaded.skipped[0].reason
 
 
 def test_arguments_of_tools_reach_the_template_as_an_object(load):
@@ -346,7 +347,7 @@ BAD = {
 def test_a_bad_line_is_named_and_the_others_are_used(load, tmp_path, row, reason):
     loaded = load([{"text": "hello"}, b"", row, {"text": "the the"}])
     assert [example.tokens.tolist() for example in loaded.examples] == [ids("hello"), ids("the the")]
-    ((path, number, found),) = loaded.bad
+    ((path, number, found),) = loaded.skipped
     assert (path, number, loaded.lines) == (str(tmp_path / "rows.jsonl"), 3, 3)
     assert reason in found and "\n" not in found and len(found) <= 400 and found.encode()
 
@@ -354,8 +355,8 @@ def test_a_bad_line_is_named_and_the_others_are_used(load, tmp_path, row, reason
 def test_bad_lines_come_in_order_and_five_are_shown(load, capsys):
     """Those that are found while reading and those that are found later, as too short."""
     loaded = load([{"tokens": [5]}, b"x", {"tokens": [5]}, {"text": "hello"}] + [b"{"] * 4)
-    assert [line.number for line in loaded.bad] == [1, 2, 3, 5, 6, 7, 8] and loaded.lines == 8
-    data.report(loaded.bad)
+    assert [line.number for line in loaded.skipped] == [1, 2, 3, 5, 6, 7, 8] and loaded.lines == 8
+    corpus.report(loaded.skipped)
     shown = capsys.readouterr().err.splitlines()
     assert len(shown) == 6 and shown[-1] == "and 2 more bad lines"
     assert "rows.jsonl, line 2: the line is not JSON" in shown[1]
@@ -367,7 +368,7 @@ def test_half_a_gzip_file_is_read_as_far_as_it_goes(tmp_path):
     packed = gzip.compress("\n".join(rows).encode())
     (tmp_path / "half.jsonl.gz").write_bytes(packed[: len(packed) // 2])
     loaded = load_examples([str(tmp_path / "half.jsonl.gz")], tokenizer(), VOCABULARY, max_length=64)
-    assert 0 < len(loaded.examples) < 200 and "cannot be read on" in loaded.bad[-1].reason
+    assert 0 < len(loaded.examples) < 200 and "cannot be read on" in loaded.skipped[-1].reason
 
 
 def test_gzip_stdin_and_several_files(load, tmp_path, monkeypatch):
@@ -377,7 +378,7 @@ def test_gzip_stdin_and_several_files(load, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(stream))
     loaded = load_examples([str(tmp_path / "rows.jsonl"), "-"], tokenizer(), VOCABULARY, max_length=64)
     assert [example.tokens.tolist() for example in loaded.examples] == [ids("hello"), ids("the the")]
-    assert [(line.path, line.number) for line in loaded.bad] == [("stdin", 2)] and loaded.lines == 3
+    assert [(line.path, line.number) for line in loaded.skipped] == [("stdin", 2)] and loaded.lines == 3
 
 
 def test_long_ones_are_cut_and_counted(load):
@@ -393,7 +394,7 @@ def test_long_ones_are_cut_and_counted(load):
 def test_batches_do_not_show(load, monkeypatch):
     rows = [{"text": "hello " * n} if n % 3 else {"messages": [USER, SAID] * n} for n in range(1, 40)]
     rows += [{"tokens": [5, 6]}, {"text": ""}] * 5
-    monkeypatch.setattr(data, "BATCH", 64)
+    monkeypatch.setattr(corpus, "BATCH", 64)
     few = load(rows)
     monkeypatch.undo()
     many = load(rows)
@@ -552,7 +553,8 @@ def test_the_same_bytes_give_the_same_rows_in_any_process(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"messages": [USER, SAID] * n}) + "\n" for n in range(1, 9)))
     code = (
-        "import hashlib, sys\nfrom engine_helpers import tokenizer, VOCABULARY\nfrom specjax.train.data import *\n"
+        "import hashlib, sys\nfrom engine_helpers import tokenizer, VOCABULARY\n"
+        "from specjax.train.data import load_examples\nfrom specjax.train.packing import pack\n"
         "loaded = load_examples([sys.argv[1]], tokenizer(), VOCABULARY, max_length=128)\n"
         "rows = pack(loaded.examples, 128, 3)\n"
         "print(hashlib.sha256(b''.join(field.tobytes() for field in rows)).hexdigest())"
@@ -584,7 +586,7 @@ def test_what_the_built_in_model_wrote_is_read_as_it_was_written():
     loaded = load_examples([str(SELFGEN)], like, 49152, max_length=4096)
     with gzip.open(SELFGEN) as file:
         rows = [json.loads(line) for line in file]
-    assert not loaded.bad and loaded.lines == len(rows) == len(loaded.examples)
+    assert not loaded.skipped and loaded.lines == len(rows) == len(loaded.examples)
     same = 0
     for row, (tokens, loss) in zip(rows, loaded.examples, strict=True):
         start = int(np.flatnonzero(loss)[0])

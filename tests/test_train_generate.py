@@ -22,7 +22,7 @@ from specjax import checkpoint
 from specjax.checkpoint.files import try_lock
 from specjax.cli import flags
 from specjax.engine import Engine, EngineConfig, SamplingParams
-from specjax.train import generate, memory
+from specjax.train import corpus, generate, memory
 
 FIELDS = ["source", "temperature", "prompt", "response", "prompt_ids", "response_ids", "finish_reason", "seed"]
 QUICK = ["--max-new-tokens", "8", "--max-prompt-tokens", "64", "--chunked-prefill-size", "16",
@@ -193,7 +193,7 @@ def test_a_gzipped_file_that_breaks_off_is_used_as_far_as_it_goes(files):
     files.source.write_bytes(packed[: len(packed) // 2])
     status, _, err = files("--count", 3)
     assert (status, err, len(files.rows)) == (0, "", 3)
-    lines, _ = generate.read_input(str(files.source))
+    lines = list(corpus.read(corpus.Source(str(files.source), "jsonl")))
     assert "cannot be read on from here" in lines[-1].problem
 
 

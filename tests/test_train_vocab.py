@@ -15,7 +15,7 @@ from engine_helpers import END, VOCABULARY, tokenizer
 import specjax
 from specjax.checkpoint import BUILT_IN_MODEL, load_tokenizer, resolve
 from specjax.checkpoint.token_map import fingerprint, read_token_map
-from specjax.train import corpus, vocab
+from specjax.train import corpus, counting, vocab
 
 TEXTS = ["hello hello 12 the end\n", "\n", "the 1122 é🙂\n", "hell\n"]
 SHIPPED = Path(specjax.__file__).parent / "data"
@@ -124,8 +124,8 @@ def test_chosen_fields_and_their_weights(run):
 
 
 def test_many_rows_in_several_batches(run, monkeypatch):
-    monkeypatch.setattr(vocab, "BATCH", 50)
-    monkeypatch.setattr(corpus, "BLOCK", 16)
+    monkeypatch.setattr(corpus, "BATCH", 50)
+    monkeypatch.setattr(counting, "BLOCK", 16)
     generator = np.random.default_rng(0)
     rows = [{"text": "".join(generator.choice(list("abc "), n))} for n in generator.integers(0, 15, 200)]
     ids_rows = [{"input_ids": generator.integers(0, VOCABULARY, 7).tolist()} for _ in range(50)]
@@ -138,9 +138,9 @@ def test_many_rows_in_several_batches(run, monkeypatch):
 
 @pytest.mark.parametrize("text", ["", "a", "ab cd " * 10_000, "x" * 40_000, "é" * 16385])
 def test_long_texts_are_cut_and_nothing_is_lost(text):
-    parts = list(corpus.pieces(text))
+    parts = list(counting.pieces(text))
     assert "".join(parts) == text
-    assert all(len(part) <= corpus.BLOCK for part in parts)
+    assert all(len(part) <= counting.BLOCK for part in parts)
     if " " in text:
         assert all(part.startswith(" ") for part in parts[1:])
 
@@ -254,7 +254,7 @@ def test_every_output_reads_back(run, tmp_path):
 
 
 def test_numpy_holds_what_a_large_vocabulary_needs(tmp_path):
-    vocab.write([tmp_path / "a.npy"], [70_000, 1], 128_256)
+    vocab.write([tmp_path / "a.npy"], [70_000, 1])
     assert np.load(tmp_path / "a.npy").tolist() == [70_000, 1]
     assert np.load(tmp_path / "a.npy").dtype == np.int32
 
@@ -312,13 +312,13 @@ BAD = {
     "not UTF-8": (b'{"text": "\xff"}', "can't decode byte 0xff"),
     "half a surrogate": (b'{"prompt": "fine", "response": "\\ud800"}', "surrogates not allowed"),
     "no object": (b"[1]", "a line must be a JSON object, got [1]"),
-    "no field": (b'{"a": 1, "b": 2}', "none of the fields text, messages, prompt, response, "),
+    "no field": (b'{"a": 1, "b": 2}', "none of the fields messages, prompt and response, text, "),
     "a number": (b'{"text": 5}', "text must be a text, a list of ids, of texts or of messages, got 5"),
     "bools": (b'{"input_ids": [true]}', "input_ids must be a text"),
     "mixed": (b'{"input_ids": [5, "a"]}', "input_ids must be a text"),
     "no messages": (b'{"messages": [{"value": "a"}]}', "messages must be a text"),
     "odd content": (b'{"messages": [{"content": 5}]}', "messages holds a message whose content is 5"),
-    "id too large": (b'{"input_ids": [5, 265]}', "holds the id 265, the tokenizer has 0 to 264"),
+    "id too large": (b'{"input_ids": [5, 265]}', "holds the id 265; ids of this model are 0 to 264"),
     "id below 0": (b'{"input_ids": [-100]}', "holds the id -100"),
     "nested": (b"[" * 100_000, "recursion"),
 }
@@ -337,8 +337,8 @@ def test_only_the_first_bad_lines_are_named(run):
     status, _, summary, err = run({"a.jsonl": [b"x"] * 12 + [{"text": "a"}], "b.txt": b"ok\n\xfe\nok\n"})
     assert (status, summary["bad"], summary["lines"]) == (1, 13, 16)
     assert summary["tokens"] == 1 + len(encode("ok\nok\n"))
-    assert len(err.splitlines()) == vocab.SHOWN_BAD_LINES + 1
-    assert f"and {13 - vocab.SHOWN_BAD_LINES} more bad lines" in err
+    assert len(err.splitlines()) == corpus.SHOWN_LINES + 1
+    assert f"and {13 - corpus.SHOWN_LINES} more bad lines" in err
 
 
 def test_a_text_line_that_is_not_utf_8(run, tmp_path):

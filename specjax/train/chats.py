@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+from specjax.train.corpus import read_json, read_text
 
 ROLES = {"developer": "system"}
 """Newer words to those that templates know, as the server does it."""
@@ -133,19 +134,3 @@ def _read_calls(where: str, calls: Any) -> list[Any]:
             call = call | {"function": function | {"arguments": read_json(where, function["arguments"])}}
         found.append(call)
     return found
-
-
-def read_text(name: str, value: Any, *, empty: bool = False) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{name} must be a text, got {value!r:.60}")
-    if not value and not empty:
-        raise ValueError(f"{name} is empty")
-    value.encode()  # JSON can hold half a surrogate, which cannot be tokenised
-    return value
-
-
-def read_json(where: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON: {error.msg} at character {error.pos + 1}") from None

@@ -1,149 +1,135 @@
-"""Text and ids out of text files and JSONL, plain or gzipped, for whatever counts or trains on them.
+"""Lines and rows of text files and JSONL, plain or gzipped. Knows no tokenizer.
 
-Says of every line that cannot be used why, and goes on with the next. Knows no tokenizer.
+Readers report each line that they cannot use and continue with the next one.
 """
 
 from __future__ import annotations
 
 import gzip
-import re
+import json
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-FIELD_GROUPS = (
-    ("text",),
+from specjax.progress import progress_bar
+
+ROW_FIELDS = (
     ("messages",),
     ("prompt", "response"),
+    ("text",),
     ("prompt_ids", "response_ids"),
     ("input_ids", "output_ids"),
+    ("tokens",),
+    ("input_ids",),
+    ("prompt",),
 )
-FORMATS = {".txt": "text", ".jsonl": "jsonl"}
-MOST_WEIGHT = 10**6
+"""A row is read by the first group of fields that it has. Text precedes ids: ids belong to the tokenizer that made
+them."""
 
-BLOCK = 1 << 14
-"""Characters that are tokenised as one text: a file of one line must not become one encoding in memory."""
+FORMATS = {".txt": "text", ".jsonl": "jsonl"}
+SHOWN_LINES = 5
+
+BATCH = 1 << 20
+"""Bytes of lines that are processed together: tokenising many texts in one call uses all cores."""
 
 
 class Source(NamedTuple):
-    path: str  # as it was given; - is stdin
+    path: str  # as given; - is stdin
     format: str  # text or jsonl
 
-    @property
-    def size(self) -> int:
-        return 0 if self.path == "-" else Path(self.path).stat().st_size
+
+class SkippedLine(NamedTuple):
+    path: str  # or stdin
+    number: int  # from 1
+    reason: str  # one short line
 
 
 class Line(NamedTuple):
-    number: int  # 1-based, in its file
-    data: bytes | None  # None: there are no more
-    reason: str  # why not
-    position: int  # bytes of the file, as it lies on disk, that are read
+    path: str  # or stdin
+    number: int  # from 1, in its file
+    place: int  # from 0, among the lines that are not blank
+    data: bytes
+    position: int  # bytes of the file, as stored, read so far
+    problem: str = ""  # why the rest of the file cannot be read
+
+    def text(self) -> str:
+        """The decoded line, without a byte order mark. Raises ValueError: the file ended early, or is not UTF-8."""
+        if self.problem:
+            raise ValueError(self.problem)
+        return self.data.decode("utf-8-sig")
+
+    def row(self) -> dict[str, Any]:
+        """The JSON object of the line. Raises ValueError or RecursionError: there is none."""
+        row = read_json("the line", self.text())
+        if not isinstance(row, dict):
+            raise ValueError(f"a line must be a JSON object, got {row!r:.60}")
+        return row
+
+    def skipped(self, error: Exception) -> SkippedLine:
+        """This line in the report, with a reason that can be printed whatever the input or a template put into it."""
+        reason = " ".join(str(error).split())
+        return SkippedLine(self.path, self.number, f"{reason:.400}".encode(errors="backslashreplace").decode())
 
 
 def read(source: Source) -> Iterator[Line]:
-    """The lines of a source. One that breaks off, as half a gzip file does, says so with its last line."""
+    """The lines of a source, in JSONL without the blank ones.
+
+    If the file breaks off, as half a gzip file does, the last line has a `problem`.
+    """
     is_stdin = source.path == "-"
-    with _bytes(source.path) as raw:
-        # By content: names of compressed files vary, and stdin has none.
-        packed = raw.peek(2)[:2] == b"\x1f\x8b"
+    name = "stdin" if is_stdin else source.path
+    with nullcontext(sys.stdin.buffer) if is_stdin else Path(source.path).open("rb") as raw:
+        # Detected by content: names of compressed files vary, and stdin has none.
+        packed = raw.peek(2)[:2] == b"\x1f\x8b"  # pyright: ignore[reportAttributeAccessIssue]
         stream: Iterable[bytes] = gzip.GzipFile(fileobj=raw) if packed else raw
-        number = position = 0
+        number = place = position = 0
         try:
             for number, data in enumerate(stream, start=1):
                 position = position + len(data) if is_stdin else raw.tell()
-                yield Line(number, data, "", position)
+                if source.format == "text" or data.strip():
+                    yield Line(name, number, place, data, position)
+                    place += 1
         except (OSError, EOFError, zlib.error) as error:
-            yield Line(number + 1, None, f"the file cannot be read on from here: {error}", position)
+            yield Line(name, number + 1, place, b"", position, f"the file cannot be read on from here: {error}")
 
 
-@contextmanager
-def _bytes(path: str) -> Iterator[Any]:
-    if path == "-":
-        yield sys.stdin.buffer
-    else:
-        with Path(path).open("rb") as file:
-            yield file
+def read_batches(sources: Sequence[Source], *, label: str, progress: bool) -> Iterator[tuple[Source, list[Line]]]:
+    """Consecutive lines of each source, about BATCH bytes at a time, with a progress bar over all sources."""
+    # A pipe has no length.
+    sizes = [None if path == "-" else Path(path).stat().st_size for path, _ in sources]
+    total = None if None in sizes else sum(size or 0 for size in sizes)
+    with progress_bar(label, total, "B", shown=progress) as bar:
+        for source in sources:
+            before, held = bar.n, 0
+            batch: list[Line] = []
+            for line in read(source):
+                batch.append(line)
+                held += len(line.data)
+                bar.update(before + line.position - bar.n)
+                if held >= BATCH:
+                    yield source, batch
+                    batch, held = [], 0
+            yield source, batch
 
 
-def pieces(text: str) -> Iterator[str]:
-    """The text in parts of at most BLOCK characters, cut before spaces where it has any."""
-    start = 0
-    while len(text) - start > BLOCK:
-        cut = text.rfind(" ", start + 1, start + BLOCK)
-        cut = start + BLOCK if cut < 0 else cut
-        yield text[start:cut]
-        start = cut
-    yield text[start:]
+def report(skipped: Sequence[SkippedLine]) -> None:
+    """Print the first skipped lines, and the number of the others, to stderr."""
+    for path, number, reason in skipped[:SHOWN_LINES]:
+        print(f"{path}, line {number}: {reason}", file=sys.stderr)
+    if len(skipped) > SHOWN_LINES:
+        print(f"and {len(skipped) - SHOWN_LINES} more bad lines", file=sys.stderr)
 
 
-def contents(row: Any, fields: Mapping[str, int], vocabulary: int) -> list[tuple[int, str | list[int]]]:
-    """What to count in a row of JSONL: (weight, a text or ids).
+def parse_sources(given: Sequence[str], form: str) -> list[Source]:
+    """The inputs with their formats; `form` is text, jsonl or auto (by suffix).
 
     Raises:
-      ValueError: the row has none of the fields, or one that is neither text nor ids nor messages.
+        ValueError: a format is unknown, or a file is given twice.
+        OSError: a file cannot be read.
     """
-    if not isinstance(row, dict):
-        raise ValueError(f"a line must be a JSON object, got {row!r:.60}")
-    there = {name for name, value in row.items() if value is not None}
-    chosen = next((group for group in FIELD_GROUPS if there.intersection(group)), ())
-    weights = fields or dict.fromkeys(chosen, 1)
-    used = [name for name in weights if name in there]
-    if not used:
-        wanted = fields or list(chain.from_iterable(FIELD_GROUPS))
-        raise ValueError(f"the line has none of the fields {', '.join(wanted)}; it has {', '.join(row) or 'none'}")
-    return [(weights[name], part) for name in used for part in _parts(name, row[name], vocabulary)]
-
-
-def _parts(name: str, value: Any, vocabulary: int) -> list[str | list[int]]:
-    if isinstance(value, str):
-        return [_encodable(value)]
-    if isinstance(value, list):
-        kinds = {type(item) for item in value}
-        if kinds == {int}:
-            if wrong := [token for token in value if not 0 <= token < vocabulary]:
-                raise ValueError(f"{name} holds the id {wrong[0]!r:.20}, the tokenizer has 0 to {vocabulary - 1}")
-            return [value]
-        if kinds <= {str}:
-            return [_encodable(text) for text in value]
-        if kinds == {dict} and all("content" in message for message in value):
-            return [text for message in value for text in _message_texts(name, message["content"])]
-    raise ValueError(f"{name} must be a text, a list of ids, of texts or of messages, got {value!r:.60}")
-
-
-def _message_texts(name: str, content: Any) -> list[str | list[int]]:
-    """A message's content is a text, parts of which only those of text count, or null (a tool call)."""
-    if content is None or isinstance(content, str):
-        return [_encodable(content)] if content else []
-    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        return [_encodable(part["text"]) for part in content if isinstance(part.get("text"), str)]
-    raise ValueError(f"{name} holds a message whose content is {content!r:.60}")
-
-
-def _encodable(text: str) -> str:
-    text.encode()  # JSON can hold half a surrogate, which cannot be tokenised
-    return text
-
-
-def parse_fields(given: Iterable[str]) -> dict[str, int]:
-    """NAME or NAME=WEIGHT to weights by name."""
-    found: dict[str, int] = {}
-    for text in given:
-        name, _, weight = text.partition("=")
-        if not name or not re.fullmatch(r"|=[0-9]{1,7}", text[len(name) :]) or not 1 <= int(weight or 1) <= MOST_WEIGHT:
-            raise ValueError(f"--field must be NAME or NAME=WEIGHT, weight from 1 to {MOST_WEIGHT}, got {text!r}")
-        if name in found:
-            raise ValueError(f"--field {name} is given twice")
-        found[name] = int(weight or 1)
-    return found
-
-
-def parse_sources(given: list[str], form: str) -> list[Source]:
-    """The inputs, each there and of a known format."""
     found = []
     for path in given:
         suffixes = [suffix for suffix in Path(path).suffixes if suffix != ".gz"]
@@ -151,9 +137,50 @@ def parse_sources(given: list[str], form: str) -> list[Source]:
         if known is None:
             raise ValueError(f"--input {path}: only .txt and .jsonl (or .gz of them) say what they are; give --format")
         if path != "-":
-            with Path(path).open("rb"):  # fails now for what would fail later
-                pass
+            Path(path).open("rb").close()  # fails before the work starts
         if path in [source.path for source in found]:
             raise ValueError(f"--input {path} is given twice")
         found.append(Source(path, known))
     return found
+
+
+# Fields of a row.
+
+
+def present_fields(row: dict[str, Any]) -> tuple[str, ...]:
+    """The first group of ROW_FIELDS that the row has in full; empty: it has none."""
+    there = {name for name, value in row.items() if value is not None}
+    return next((group for group in ROW_FIELDS if there.issuperset(group)), ())
+
+
+def missing_fields(row: dict[str, Any], wanted: Iterable[str]) -> ValueError:
+    return ValueError(f"the line has none of the fields {', '.join(wanted)}; it has {', '.join(row) or 'none':.80}")
+
+
+def field_groups() -> list[str]:
+    """ROW_FIELDS as help texts and errors show them."""
+    return [" and ".join(group) for group in ROW_FIELDS]
+
+
+def read_text(name: str, value: Any, *, empty: bool = False) -> str:
+    """Raises ValueError: not a text that can be tokenised."""
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be a text, got {value!r:.60}")
+    if not value and not empty:
+        raise ValueError(f"{name} is empty")
+    value.encode()  # JSON can hold half a surrogate, which cannot be tokenised
+    return value
+
+
+def read_json(where: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not JSON: {error.msg} at character {error.pos + 1}") from None
+
+
+def check_ids(name: str, ids: Sequence[int], vocabulary: int) -> None:
+    """Raises ValueError: an id is outside of 0 to vocabulary - 1."""
+    if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+        wrong = next(token for token in ids if not 0 <= token < vocabulary)
+        raise ValueError(f"{name} holds the id {wrong!r:.20}; ids of this model are 0 to {vocabulary - 1}")

@@ -1,22 +1,20 @@
-"""`python -m specjax.train.generate`: a target writes its own answers to prompts, for a draft to be trained on.
+"""`python -m specjax.train.generate`: the target answers prompts; its answers train a draft.
 
-A draft predicts what its target would write, so the target's own answers are what it should learn from; some greedy and
-some drawn, as it will be used. An input line is a JSON object with `prompt` (what a user says; with a tokenizer that
-has no chat template, the text to continue) or `messages`, and may have a `source`. An output line holds
-`source, temperature, prompt | messages, response, prompt_ids, response_ids, finish_reason, seed`; `response_ids` ends
-with the stop token where the model stopped by itself.
+A draft learns best from what its target writes, some of it greedy and some drawn at a temperature, as in use. An input
+line is a JSON object with `prompt` (a user's message or, if the tokenizer has no chat template, the text to continue)
+or `messages`, and may have a `source`. An output line holds `source, temperature, prompt | messages, response,
+prompt_ids, response_ids, finish_reason, seed`; `response_ids` ends with the stop token where the model stopped.
 
-What a line's answer is depends on the model, the prompt and the seed, not on what runs beside it (exactly in float32,
-up to near-ties). So a run may be killed at any time: the same command goes on after the last whole line, and the file
-becomes what it would have become. `OUTPUT.meta.json` holds what the answers depend on, and a run that would mix others
-in is refused. The last line of stdout is one JSON object about the run. Exit status: 0 all lines done, 1 some lines
-were bad, 2 nothing could be started.
+An answer depends on the model, the prompt and the seed, not on other requests in the batch (exactly in float32, up to
+near-ties). So a run may be killed at any time: the same command continues after the last whole line and completes the
+same file. `OUTPUT.meta.json` holds the settings that answers depend on; a run with other settings is refused. The last
+line of stdout is one JSON object about the run. Exit status: 0 all lines done, 1 some lines were bad, 2 the run could
+not start.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import mmap
 import os
@@ -32,7 +30,7 @@ from tqdm import tqdm
 
 from specjax import settings
 from specjax.checkpoint import CheckpointError
-from specjax.checkpoint.files import try_lock, write_text
+from specjax.checkpoint.files import sha256, try_lock, write_text
 from specjax.cli import flags
 from specjax.cli.generate import BadLine, Line, parse_object, prompt_field, run
 from specjax.engine import Completion, Engine, SamplingParams
@@ -50,21 +48,14 @@ DEFAULTS = flags.Settings(
 TABLES = ("model", "engine", "speculative")
 
 
-class Raw(NamedTuple):
-    """A line of input that has not been looked at."""
-
-    number: int  # 1-based, in the file
-    place: int  # among the lines that are not blank; its seed is the run's + place
-    data: bytes
-    problem: str  # of reading it; empty: none
-
-
 class Mixture(NamedTuple):
+    """Temperatures and how often each is drawn."""
+
     temperatures: tuple[float, ...]
     shares: tuple[float, ...]
 
     def draw(self, seed: int, place: int) -> float:
-        """The temperature of a line: its own, whatever is drawn for others."""
+        """The temperature of one line, independent of other lines."""
         return random.Random(f"temperature {seed} {place}").choices(self.temperatures, self.shares)[0]
 
     def __str__(self) -> str:
@@ -95,33 +86,21 @@ def parse_mixture(given: list[str]) -> Mixture:
     return Mixture(tuple(found), tuple(found.values()))
 
 
-def read_input(path: str) -> tuple[list[Raw], str]:
-    """The lines of a file that are not blank, and the sha256 of the file."""
-    if path == "-":
-        raise ValueError("--input must be a file: a run that is resumed reads it again")
-    lines: list[Raw] = []
-    for line in corpus.read(corpus.Source(path, "jsonl")):
-        if line.data is None or line.data.strip():
-            lines.append(Raw(line.number, len(lines), line.data or b"", line.reason))
-    with Path(path).open("rb") as file:
-        return lines, hashlib.file_digest(file, "sha256").hexdigest()
-
-
-# What is there already.
+# Earlier runs.
 
 
 class Progress(NamedTuple):
     """An output file as an earlier run left it."""
 
     size: int  # bytes in whole lines
-    last: Mapping[str, Any] | None  # the last of them; None: there are none
+    seed: int | None  # of the last whole line; None: there is none
 
 
 def progress_of(output: Path) -> Progress:
-    """How far an earlier run came. What it wrote after the last end of a line is torn, and counts for nothing.
+    """How far an earlier run came; an unfinished last line does not count.
 
     Raises:
-        ValueError: the last whole line is none of ours.
+        ValueError: the last whole line was not written by this command.
     """
     if not output.exists() or not output.stat().st_size:
         return Progress(0, None)
@@ -131,20 +110,16 @@ def progress_of(output: Path) -> Progress:
     if not size:
         return Progress(0, None)
     try:
-        row = parse_object(line)
-        if type(row.get("seed")) is not int:
+        seed = parse_object(line).get("seed")
+        if type(seed) is not int:
             raise ValueError("it has no seed")
     except ValueError as error:
         raise ValueError(f"--output {output} ends with a line that is not from this command ({error})") from None
-    return Progress(size, row)
+    return Progress(size, seed)
 
 
 def check_resumable(output: Path, wanted: Mapping[str, Any]) -> None:
-    """Refuses to add to a file whose lines were made in another way, or not by this command.
-
-    Raises:
-        ValueError: says what differs.
-    """
+    """Raises ValueError: the file has lines made with other settings, or by another program."""
     if not output.exists() or not output.stat().st_size:
         return
     file = meta_file(output)
@@ -165,12 +140,12 @@ def meta_file(output: Path) -> Path:
     return output.with_name(f"{output.name}.meta.json")
 
 
-def remaining(order: list[Raw], found: Progress, seed: int, output: Path) -> list[Raw]:
-    """The lines after the one that was answered last, which its seed names."""
-    if found.last is None:
+def remaining(order: list[corpus.Line], found: Progress, seed: int, output: Path) -> list[corpus.Line]:
+    """The lines after the last answered one, which its seed identifies."""
+    if found.seed is None:
         return order
     for done, line in enumerate(order, start=1):
-        if later_seed(seed, line.place) == found.last["seed"]:
+        if later_seed(seed, line.place) == found.seed:
             return order[done:]
     raise ValueError(f"--output {output} ends with an answer to a line that --input does not have")
 
@@ -179,13 +154,14 @@ def remaining(order: list[Raw], found: Progress, seed: int, output: Path) -> lis
 
 
 class Prompts:
-    """Turns raw lines into requests, one at a time, as `run` asks for them."""
+    """The requests of input lines, made one at a time."""
 
-    def __init__(self, engine: Engine, lines: list[Raw], mixture: Mixture, args: argparse.Namespace) -> None:
+    def __init__(self, engine: Engine, lines: list[corpus.Line], mixture: Mixture, args: argparse.Namespace) -> None:
         self._engine, self._lines, self._mixture, self._args = engine, lines, mixture, args
         self.too_long = 0
 
     def __iter__(self) -> Iterator[Line | BadLine | None]:
+        """A request, a line that cannot be used, or None for a prompt that is too long."""
         for raw in self._lines:
             try:
                 line = self._line(raw)
@@ -195,30 +171,24 @@ class Prompts:
             self.too_long += line is None
             yield line
 
-    def _line(self, raw: Raw) -> Line | None:
-        if raw.problem:
-            raise ValueError(raw.problem)
-        row = parse_object(raw.data)
+    def _line(self, raw: corpus.Line) -> Line | None:
+        args, seed = self._args, later_seed(self._args.seed, raw.place)
+        row = parse_object(raw.text())
         field = prompt_field(row, FIELDS)
         prompt = row[field]
         if field == "prompt" and self._engine.tokenizer.chat_template:
             prompt = [{"role": "user", "content": prompt}]
         ids = self._engine.encode(prompt)
-        if len(ids) > self._args.max_prompt_tokens:
+        if len(ids) > args.max_prompt_tokens:
             return None
-        temperature = self._mixture.draw(self._args.seed, raw.place)
-        sampling = SamplingParams(
-            max_new_tokens=self._args.max_new_tokens,
-            temperature=temperature,
-            seed=later_seed(self._args.seed, raw.place),
-        )
+        temperature = self._mixture.draw(args.seed, raw.place)
+        sampling = SamplingParams(max_new_tokens=args.max_new_tokens, temperature=temperature, seed=seed)
         source = {"source": row["source"]} if "source" in row else {}
-        kept = {**source, "temperature": temperature, field: row[field]}
-        return Line(raw.number, raw.number, ids, sampling, kept)
+        return Line(raw.number, raw.number, ids, sampling, {**source, "temperature": temperature, field: row[field]})
 
 
 def answer(line: Line, done: Completion) -> dict[str, Any] | None:
-    """A line of the output; None for a request that failed."""
+    """A line of the output; None: the request failed."""
     if done.finish_reason["type"] == "abort":
         return None
     return {
@@ -267,22 +237,19 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def identity(args: argparse.Namespace, mixture: Mixture, chosen: flags.Settings, digest: str) -> dict[str, Any]:
-    """What the answers and their order depend on. A run may go on with another batch, algorithm or --count."""
+    """The settings that answers and their order depend on; batch, algorithm and --count may change."""
     model = chosen.model
     dtype = f"auto on {jax.default_backend()}" if model.dtype == "auto" else model.dtype
+    names = ("model", "revision", "tokenizer_path", "chat_template")
+    given = ("max_new_tokens", "max_prompt_tokens", "seed", "shuffle")
     return {
-        "model": model.model,
-        "revision": model.revision,
-        "tokenizer_path": model.tokenizer_path,
-        "chat_template": model.chat_template,
+        **{name: getattr(model, name) for name in names},
+        **{name: getattr(args, name) for name in given},
         "dtype": dtype,
         "input_sha256": digest,
-        "shuffle": args.shuffle,
         "temperatures": str(mixture),
-        "max_new_tokens": args.max_new_tokens,
-        "max_prompt_tokens": args.max_prompt_tokens,
-        "seed": args.seed,
-    } | ({"plain_content": True} if chosen.engine.plain_content else {})
+        **({"plain_content": True} if chosen.engine.plain_content else {}),
+    }
 
 
 def check_arguments(args: argparse.Namespace, output: Path) -> None:
@@ -298,9 +265,11 @@ def check_arguments(args: argparse.Namespace, output: Path) -> None:
 
 
 def generate(args: argparse.Namespace, chosen: flags.Settings) -> dict[str, Any]:
-    """The run; returns its summary."""
+    """Answer the lines that are left; returns the summary."""
     output, progress = Path(args.output), not args.no_progress
-    lines, digest = read_input(args.input)
+    if args.input == "-":
+        raise ValueError("--input must be a file: a run that is resumed reads it again")
+    lines, digest = list(corpus.read(corpus.Source(args.input, "jsonl"))), sha256(Path(args.input))
     check_arguments(args, output)
     mixture = parse_mixture(args.temperatures)
     if args.shuffle:
@@ -317,7 +286,7 @@ def generate(args: argparse.Namespace, chosen: flags.Settings) -> dict[str, Any]
     chosen = batch_for(chosen, args.max_prompt_tokens + args.max_new_tokens, len(left), progress=progress)
     engine = flags.make_engine(chosen, progress=progress)
     if progress:
-        place = f", after the {done} that are done with" if done else ""
+        place = f", after {done} that are done" if done else ""
         note = speculation_note(engine.drafter, engine.buckets)
         tqdm.write(
             f"{len(left)} lines{place}; {engine.config.max_running_requests} at once; speculation: {note}",

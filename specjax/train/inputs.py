@@ -1,4 +1,4 @@
-"""What a run works with: files, data, the head's description, all checked before the target's weights are read."""
+"""Inputs of a run (files, data, head configuration), all checked before the target's weights are read."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from specjax.checkpoint.weights import SINGLE_NAME
 from specjax.config import HeadConfig, ModelConfig
 from specjax.models import make_target
 from specjax.train import draft
-from specjax.train.data import Example, load_examples, report
+from specjax.train.corpus import report
+from specjax.train.data import load_examples
 from specjax.train.export import CARD_NAME, CONFIG_NAME
 from specjax.train.options import REPORTING, TrainOptions
-from specjax.train.packing import Rows, pack, split
+from specjax.train.packing import Example, Rows, pack, split
+from specjax.types import Weights
 
 HELD_BACK = 64
-"""Examples held back where nothing is said, at most half of them."""
+"""Default of --held-back; at most half of the examples."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run works with, the target's weights excepted."""
+    """Inputs of a run, except the target's weights."""
 
     files: checkpoint.ModelFiles
     tokenizer: Any
@@ -42,14 +44,8 @@ class Inputs:
     facts: dict[str, Any]  # of the data, for the log and the card
 
 
-@dataclass(frozen=True)
-class Loaded(Inputs):
-    target_params: Any  # as the checkpoint has them, in the serving dtype
-    params: dict[str, Any]  # the head's first weights and ids, float32
-
-
 def read_data(options: TrainOptions, tokenizer: Any, target: ModelConfig) -> tuple[Rows, list[Example], dict[str, Any]]:
-    """Packed rows, what is held back, and counts.
+    """Packed rows, held-back examples, and counts.
 
     Raises:
         ValueError: nothing to learn from. OSError: a file cannot be read.
@@ -64,7 +60,7 @@ def read_data(options: TrainOptions, tokenizer: Any, target: ModelConfig) -> tup
     load = partial(load_examples, tokenizer=tokenizer, vocabulary=target.vocab_size, max_length=length)
     answers = load(given.data, loss_on=given.loss_on, progress=True)
     texts = load(given.text_data, loss_on="all", progress=True)
-    report([*answers.bad, *texts.bad])
+    report([*answers.skipped, *texts.skipped])
     there, held = len(answers.examples), given.held_back
     if held and held >= there and there + len(texts.examples):
         raise ValueError(f"--held-back {held} must be less than the {there} usable examples of --data")
@@ -87,7 +83,7 @@ def read_data(options: TrainOptions, tokenizer: Any, target: ModelConfig) -> tup
         "examples": len(examples),
         "texts": len(drawn),
         "held_back": len(held_back),
-        "bad_lines": len(answers.bad) + len(texts.bad),
+        "bad_lines": len(answers.skipped) + len(texts.skipped),
         "truncated": answers.truncated + texts.truncated,
         "rows": len(rows.tokens),
         "tokens": int((rows.segments > 0).sum()),
@@ -97,10 +93,10 @@ def read_data(options: TrainOptions, tokenizer: Any, target: ModelConfig) -> tup
 
 
 def prepare(options: TrainOptions) -> Inputs:
-    """Reads everything but the target's weights.
+    """Read everything but the target's weights.
 
     Raises:
-        CheckpointError, ValueError, OSError: something is wrong; says what.
+        CheckpointError, ValueError, OSError: an input is wrong.
     """
     model, wanted = options.model, options.draft
     devices = jax.local_device_count()
@@ -130,26 +126,21 @@ def prepare(options: TrainOptions) -> Inputs:
     return Inputs(files, tokenizer, config, rows, held_back, head, params, ids, eos, facts)
 
 
-def load(options: TrainOptions, inputs: Inputs) -> Loaded:
-    """The target's weights, and the head's first ones.
+def load(options: TrainOptions, inputs: Inputs) -> tuple[Weights, Weights]:
+    """The target's parameters in its serving dtype, and the head's first parameters and ids, float32.
 
     Raises:
-        CheckpointError: they cannot be read.
+        CheckpointError: the checkpoint cannot be read.
     """
-    config, settings, params = inputs.config, options.draft, inputs.given
-    target_params = checkpoint.load_params(inputs.files, config, progress=True)
-    if params is None:
-        params = dict(
-            draft.new_params(
-                inputs.head, make_target(config), target_params, inputs.ids, init=settings.init,
-                seed=options.run.train_seed,
-            )
-        )  # fmt: skip
-    return Loaded(**vars(inputs), target_params=target_params, params=params)
+    target_params = checkpoint.load_params(inputs.files, inputs.config, progress=True)
+    if inputs.given is not None:
+        return target_params, inputs.given
+    target, init, seed = make_target(inputs.config), options.draft.init, options.run.train_seed
+    return target_params, draft.new_params(inputs.head, target, target_params, inputs.ids, init=init, seed=seed)
 
 
 def identity(options: TrainOptions, inputs: Inputs) -> dict[str, Any]:
-    """What a resumed run must share with the one it resumes."""
+    """The settings that a resumed run must share with the run before."""
     found: dict[str, Any] = {}
     for table in fields(options):
         values = asdict(getattr(options, table.name))
@@ -162,7 +153,7 @@ def identity(options: TrainOptions, inputs: Inputs) -> dict[str, Any]:
 
 
 def check_place(folder: Path) -> None:
-    """Raises ValueError where an export would be refused in the end."""
+    """Raises ValueError: the export at the end of the run would be refused."""
     there = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
     others = sorted(there - {CARD_NAME, CONFIG_NAME, SINGLE_NAME})
     parent = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())

@@ -1,4 +1,4 @@
-"""How many sequences of a known length fit this machine at once."""
+"""The batch size of text generation: how many sequences of a known length fit this machine."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from specjax.engine.memory import STEP_COPIES
 from specjax.models import make_target
 
 LARGEST = {"cpu": 64, "gpu": 256}
-"""Most sequences at once where memory is no limit. A CPU's forward costs in proportion to its rows from 64 on."""
+"""Largest batch, whatever the memory. From 64 rows on a CPU's forward costs in proportion to its rows."""
 
 CPU_FRACTION = 0.5
-"""Share of a CPU's free memory that a run takes: it shares the machine."""
+"""Share of the host's free memory that a run takes; other programs share the machine."""
 
 
 def batch_for(settings: Settings, tokens: int, lines: int, *, progress: bool = True) -> Settings:
-    """The settings with a batch, a pool and a context for sequences of `tokens` tokens, where they name none.
+    """Fill in batch, pool and context for sequences of `tokens` tokens, where the settings leave them open.
 
-    The pool holds all rows at full length, so that nothing is ever retracted.
+    The pool holds all rows at full length, so that no request is ever retracted.
 
     Raises:
-        CheckpointError: there is no such model. ValueError: it has no room for `tokens`.
+        CheckpointError: there is no such model.
+        ValueError: its context is shorter than `tokens`.
     """
     engine = settings.engine
     files = checkpoint.resolve(settings.model.model, revision=settings.model.revision, progress=progress)
@@ -59,14 +60,14 @@ def batch_for(settings: Settings, tokens: int, lines: int, *, progress: bool = T
 
 
 def rows_that_fit(config: ModelConfig, tokens: int, free: int) -> int:
-    """Sequences of `tokens` tokens in `free` bytes: their keys and values, and a step's logits. May be 0."""
+    """Sequences of `tokens` tokens, with cache and a step's logits, that fit `free` bytes; may be 0."""
     kept = bytes_per_token(partial(init_cache, make_target(config).pages))
     each = tokens * kept + int(STEP_COPIES * 4 * config.vocab_size)
     return max(min(free // each, LARGEST["cpu" if jax.default_backend() == "cpu" else "gpu"]), 0)
 
 
 def weight_bytes(files: checkpoint.ModelFiles, config: ModelConfig) -> int:
-    """What the parameters take."""
+    """Bytes of the parameters."""
     numbers = sum(prod(entry.shape) for entry in read_headers(files.weights).values())
     return numbers * jnp.dtype(config.dtype).itemsize
 
@@ -76,9 +77,16 @@ def free_bytes(mem_fraction: float) -> int:
     stats = jax.local_devices()[0].memory_stats() or {}
     if jax.default_backend() != "cpu" and "bytes_limit" in stats:
         return int(stats["bytes_limit"] * mem_fraction) - stats.get("bytes_in_use", 0)
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):  # not Linux: what is free is not known, what there is is
+    free = available_memory()
+    if free is None:  # the installed memory, then
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(free * CPU_FRACTION)
+
+
+def available_memory() -> int | None:
+    """Free bytes of the host's memory; None where the system does not report them (only Linux does)."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None

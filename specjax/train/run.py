@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from tqdm import tqdm
 
 from specjax.drafters import TreeShape
@@ -24,38 +25,47 @@ from specjax.train import draft
 from specjax.train.attention import packed_attention
 from specjax.train.card import model_card
 from specjax.train.checkpoints import RunError, RunFolder, read_metrics
-from specjax.train.data import Example
 from specjax.train.export import export_head
 from specjax.train.features import FeatureStore, Kept
-from specjax.train.inputs import Loaded, identity, load, prepare
+from specjax.train.inputs import Inputs, identity, load, prepare
 from specjax.train.measure import Measure, Measured
 from specjax.train.optimizer import make_optimizer, schedule
 from specjax.train.options import TrainOptions
-from specjax.train.packing import Rows, batch_rows
+from specjax.train.packing import Example, Rows, batch_rows
 from specjax.train.plot import plot
 from specjax.train.teacher import teach, training_target
 from specjax.train.unroll import Batch, Teacher
 from specjax.train.update import Metrics, TrainState, data_mesh, everywhere, make_update, split_params, spread
+from specjax.types import Weights
 
 logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Steps of a run. `run` does all of it."""
+    """One training run.
 
-    def __init__(self, options: TrainOptions, loaded: Loaded, folder: RunFolder, *, command: str) -> None:
-        self.options, self.loaded, self.folder, self.command = options, loaded, folder, command
-        run, kind = options.run, options.draft.draft
+    Args:
+        target_params: of the target, in its serving dtype.
+        params: the head's first parameters, float32.
+        command: for the model card.
+    """
+
+    def __init__(
+        self, options: TrainOptions, inputs: Inputs, target_params: Weights, params: Weights, folder: RunFolder,
+        *, command: str,
+    ) -> None:  # fmt: skip
+        self.options, self.inputs, self.folder, self.command = options, inputs, folder, command
+        self._serving_params = target_params
+        run, o, kind = options.run, options.optimizer, options.draft.draft
         dtype = run.compute_dtype
         self.mesh = data_mesh()
-        self.target = training_target(loaded.config, dtype)
-        self.head_config = replace(loaded.head, dtype=dtype)
+        self.target = training_target(inputs.config, dtype)
+        self.head_config = replace(inputs.head, dtype=dtype)
         head = eagle_head(self.head_config, self.target, backend=packed_attention)
         wanted: Any = self.head_config.aux_layers if self.head_config.kind == "eagle3" else "final"
         self.teach = teach(self.target, wanted)
         self._teach_rows = jax.jit(self.teach)
-        self.target_params = everywhere(self.mesh, jax.tree.map(lambda leaf: leaf.astype(dtype), loaded.target_params))
-        o = options.optimizer
+        self.target_params = everywhere(self.mesh, jax.tree.map(lambda leaf: leaf.astype(dtype), target_params))
         self.rate = schedule(
             o.schedule, o.learning_rate, steps=run.steps, warmup=o.warmup_steps, final=o.final_learning_rate
         )
@@ -63,12 +73,10 @@ class Trainer:
             o.optimizer, self.rate, beta1=o.beta1, beta2=o.beta2, weight_decay=o.weight_decay, clip_norm=o.clip_norm,
             clip_value=o.clip_value,
         )  # fmt: skip
-        self.features: FeatureStore | None = None
-        if run.features != "none":
-            self.features = self._feature_store()
+        self.features = None if run.features == "none" else self._feature_store()
         self.scale = self._feature_scale()
-        weights, self.frozen = split_params(loaded.params)
-        if self.scale is not None and loaded.given is not None:
+        weights, self.frozen = split_params(params)
+        if self.scale is not None and inputs.given is not None:
             weights = {**weights, "fc": weights["fc"] / self.scale[:, None]}
         weights = everywhere(self.mesh, weights)
         with jax.numpy_dtype_promotion("standard"):
@@ -81,53 +89,54 @@ class Trainer:
         self._measure: Measure | None = None
         self.best = 0.0
 
-    def _on_rows(self, rows: Rows) -> Kept:
-        """The target's forward over one batch."""
-        parts: list[Any] = [part[None] for part in rows]
-        parted = spread(self.mesh, Batch(*parts))
-        batch = jax.tree.map(lambda x: x[0], parted)
-        return Kept(*(np.asarray(part) for part in self._teach_rows(self.target_params, batch)))
-
     def _feature_store(self) -> FeatureStore:
-        run, config = self.options.run, self.loaded.config
+        run, config = self.options.run, self.inputs.config
         folder = Path(run.feature_folder) if run.feature_folder else Path(run.output) / "features"
-        aux_layers, files = self.head_config.aux_layers, [(file, file.stat()) for file in self.loaded.files.weights]
+        aux_layers, files = self.head_config.aux_layers, [(file, file.stat()) for file in self.inputs.files.weights]
         stamps = [(file.name, found.st_size, found.st_mtime_ns) for file, found in files]
         return FeatureStore(
-            self._on_rows, self.loaded.rows, mode=run.features, folder=folder,
+            self._teach_on_host, self.inputs.rows, mode=run.features, folder=folder,
             widths=(self.head_config.feature_size, config.hidden_size), dtype=run.compute_dtype,
             batch=run.batch_size, seed=self.options.data.data_seed,
             identity=f"{self.options.model.model} {stamps} {config.dtype} {aux_layers}",
         )  # fmt: skip
 
-    def _feature_scale(self) -> Any:
-        """From the first batch; the same in a resumed run. Heads of other kinds read what is normalised already."""
+    def _teach_on_host(self, rows: Rows) -> Kept:
+        """The target's forward over one batch."""
+        batch = jax.tree.map(lambda x: x[0], spread(self.mesh, Batch(*_split(rows, (1, -1)))))
+        return Kept(*(np.asarray(part) for part in self._teach_rows(self.target_params, batch)))
+
+    def _feature_scale(self) -> Array | None:
+        """The scale of EAGLE-3 features, from the first batch, so that a resumed run finds the same.
+
+        Heads of other kinds read normalised features.
+        """
         if self.head_config.kind != "eagle3":
             return None
-        run, rows = self.options.run, self.loaded.rows
+        run, rows = self.options.run, self.inputs.rows
         numbers = batch_rows(0, len(rows.tokens), run.batch_size, self.options.data.data_seed)
-        kept = self.features.get(numbers) if self.features else self._on_rows(Rows(*(part[numbers] for part in rows)))
-        return jnp.asarray(draft.feature_scale(kept.features, rows.segments[numbers]))
+        first = Rows(*(part[numbers] for part in rows))
+        kept = self.features.get(numbers) if self.features else self._teach_on_host(first)
+        return jnp.asarray(draft.feature_scale(kept.features, first.segments))
 
     # Steps
 
+    def row_numbers(self, step: int) -> np.ndarray:
+        """The rows of the step after `step` steps."""
+        run = self.options.run
+        size = run.batch_size * run.accumulate
+        return batch_rows(step, len(self.inputs.rows.tokens), size, self.options.data.data_seed)
+
     def batch(self, step: int) -> tuple[Batch, Teacher | None, int]:
-        """[A, B, N] rows of a step, their features if they are kept, and the tokens in them."""
-        run, rows = self.options.run, self.loaded.rows
+        """[A, B, N] rows of a step, their stored features if there are any, and the number of their tokens."""
+        run, rows, numbers = self.options.run, self.inputs.rows, self.row_numbers(step)
         shape = (run.accumulate, run.batch_size)
-        numbers = batch_rows(step, len(rows.tokens), run.batch_size * run.accumulate, self.options.data.data_seed)
-
-        def parted(part: np.ndarray) -> Any:
-            return part.reshape(*shape, *part.shape[1:])
-
-        batch = Batch(*(parted(part[numbers]) for part in rows))
-        kept = None
-        if self.features is not None:
-            kept = spread(self.mesh, Teacher(*(parted(part) for part in self.features.get(numbers))))
-        return spread(self.mesh, batch), kept, int((rows.segments[numbers] > 0).sum())
+        batch = Batch(*_split([part[numbers] for part in rows], shape))
+        kept = Teacher(*_split(self.features.get(numbers), shape)) if self.features else None
+        return spread(self.mesh, batch), spread(self.mesh, kept), int((rows.segments[numbers] > 0).sum())
 
     def run(self) -> dict[str, Any]:
-        """Resumes or starts, and goes on to the last step. Returns the summary."""
+        """Start or resume, and train to the last step. Returns the summary."""
         run = self.options.run
         if self.folder.latest is not None:
             self.state = self.folder.restore(self.state)
@@ -137,7 +146,7 @@ class Trainer:
         self.best = max((row["accept_length"] for row in lines), default=0.0)
         with self.folder.metrics(first):
             if first and self._to_measure(first):
-                # It may have been killed between the checkpoint and its measurement.
+                # The run may have been killed between the checkpoint and its measurement.
                 last = lines[-1] if lines and lines[-1]["step"] == first else None
                 measured = self.measure(first) if last is None else Measured(*(last[name] for name in Measured._fields))
             for step in self._steps():
@@ -158,17 +167,17 @@ class Trainer:
         return step == self.options.run.steps or bool(every and step % every == 0)
 
     def _steps(self) -> Iterator[int]:
-        """Trains; yields each step that is done."""
+        """Train; yields the number of each finished step."""
         run = self.options.run
         started, deadline = time.perf_counter(), run.stop_after * 60 or float("inf")
         first = int(self.state.step)
-        waiting: list[tuple[int, Metrics, int]] = []
+        pending: list[tuple[int, Metrics, int]] = []
         since, total = started, self._tokens_until(first)
         with progress_bar("Training", run.steps, "step", initial=first) as bar:
             for step in range(first + 1, run.steps + 1):
                 batch, kept, tokens = self.batch(step - 1)
                 self.state, metrics = self.update(self.state, self.target_params, batch, kept)
-                waiting.append((step, metrics, tokens))
+                pending.append((step, metrics, tokens))
                 total += tokens
                 bar.update()
                 stop = time.perf_counter() - started > deadline
@@ -177,14 +186,14 @@ class Trainer:
                 if step % run.log_every == 0 or save:
                     jax.block_until_ready(metrics)
                     now = time.perf_counter()
-                    row = self._row(waiting, total, now - since)
+                    row = self._row(pending, total, now - since)
                     self._check_finite(row)
                     self.folder.log(row)
                     matched = " ".join(f"{value:.2f}" for value in row["matched"][:5])
                     bar.set_postfix_str(
                         f"loss {row['loss']:.3f}, right {matched}, {row['tokens_per_second']:.0f} tok/s"
                     )
-                    waiting, since = [], now
+                    pending, since = [], now
                 if save:
                     self.folder.save(self.state)
                 before = time.perf_counter()
@@ -202,61 +211,50 @@ class Trainer:
             )
 
     def _tokens_until(self, step: int) -> int:
-        run, rows = self.options.run, self.loaded.rows
-        sizes = (rows.segments > 0).sum(axis=1)
-        size = run.batch_size * run.accumulate
-        seed = self.options.data.data_seed
-        return sum(int(sizes[batch_rows(each, len(sizes), size, seed)].sum()) for each in range(step))
+        sizes = (self.inputs.rows.segments > 0).sum(axis=1)
+        return sum(int(sizes[self.row_numbers(each)].sum()) for each in range(step))
 
-    def _row(self, waiting: list[tuple[int, Metrics, int]], total: int, seconds: float) -> dict[str, Any]:
-        """A line of the log: means over the steps since the last one."""
-        sums = [metrics.sums for _, metrics, _ in waiting]
-        asked = np.sum([np.asarray(each.asked) for each in sums], axis=0)
-        count = np.sum([np.asarray(each.counted) for each in sums], axis=0)
-        matched = np.sum([np.asarray(each.matched) for each in sums], axis=0)
-        losses = np.sum([np.asarray(each.loss) for each in sums], axis=0)
-        step = waiting[-1][0]
+    def _row(self, pending: list[tuple[int, Metrics, int]], total: int, seconds: float) -> dict[str, Any]:
+        """A line of metrics.jsonl: means over the steps since the last line."""
+        step, last, _ = pending[-1]
+        sums = jax.tree.map(lambda *parts: np.sum([np.asarray(part) for part in parts], axis=0),
+                            *(metrics.sums for _, metrics, _ in pending))  # fmt: skip
         return {
             "step": step,
             "tokens": total,
-            "loss": round(float(np.mean([float(metrics.loss) for _, metrics, _ in waiting])), 5),
-            "losses": [round(float(x), 4) for x in losses / np.maximum(count, 1)],
-            "matched": [round(float(x), 4) for x in matched / np.maximum(asked, 1)],
-            "inside": round(float(count[0] / max(asked[0], 1)), 4),
-            "gradient_norm": round(float(waiting[-1][1].gradient_norm), 4),
+            "loss": round(float(np.mean([float(metrics.loss) for _, metrics, _ in pending])), 5),
+            "losses": [round(float(x), 4) for x in sums.loss / np.maximum(sums.counted, 1)],
+            "matched": [round(float(x), 4) for x in sums.matched / np.maximum(sums.slots, 1)],
+            "inside": round(float(sums.counted[0] / max(sums.slots[0], 1)), 4),
+            "gradient_norm": round(float(last.gradient_norm), 4),
             "learning_rate": float(np.asarray(self.rate(step - 1))),
-            "tokens_per_second": round(sum(tokens for *_, tokens in waiting) / max(seconds, 1e-9), 1),
+            "tokens_per_second": round(sum(tokens for *_, tokens in pending) / max(seconds, 1e-9), 1),
         }
 
-    # What comes out
+    # Results
 
-    def draft_params(self, cast: Callable[[Any], Any] = lambda leaf: leaf) -> dict[str, Any]:
-        """The head's parameters on one device, as float32."""
-        weights = {name: jnp.asarray(np.asarray(leaf)) for name, leaf in self.state.params.items()}
+    def draft_params(self, *dtypes: str) -> dict[str, Any]:
+        """The head's parameters on one device: float32, or converted to each of the dtypes in turn."""
+        leaves = {name: jnp.asarray(np.asarray(leaf)) for name, leaf in self.state.params.items()}
         if self.scale is not None:
-            weights["fc"] = weights["fc"] * self.scale[:, None]
-        return {**{name: cast(leaf) for name, leaf in weights.items()}, **self.loaded_ids()}
-
-    def loaded_ids(self) -> dict[str, Any]:
-        return {name: jnp.asarray(np.asarray(leaf)) for name, leaf in self.frozen.items()}
+            leaves["fc"] = leaves["fc"] * self.scale[:, None]
+        for dtype in dtypes:
+            leaves = {name: leaf.astype(dtype) for name, leaf in leaves.items()}
+        return leaves | {name: jnp.asarray(np.asarray(leaf)) for name, leaf in self.frozen.items()}
 
     def measure(self, step: int) -> Measured | None:
-        """Decodes held-back prompts, logs it, and keeps the best head so far in best/."""
-        settings, loaded = self.options.measure, self.loaded
-        prompts = [found for example in loaded.held_back if (found := prompt_of(example))][: settings.measure_prompts]
+        """Decode held-back prompts, log the accept length, and keep the best head so far in best/."""
+        settings, inputs = self.options.measure, self.inputs
+        prompts = [found for example in inputs.held_back if (found := prompt_of(example))][: settings.measure_prompts]
         if not prompts:
             return None
-        serving = replace(loaded.head, dtype=loaded.config.dtype)
-
-        def cast(leaf: Any) -> Any:
-            return leaf.astype(self.options.export.export_dtype).astype(loaded.config.dtype)
-
-        params = self.draft_params(cast)
+        params = self.draft_params(self.options.export.export_dtype, inputs.config.dtype)
         if self._measure is None:
             self._measure = Measure(
-                make_target(loaded.config), loaded.target_params, loaded.tokenizer, serving, params, prompts,
+                make_target(inputs.config), self._serving_params, inputs.tokenizer,
+                replace(inputs.head, dtype=inputs.config.dtype), params, prompts,
                 shape=TreeShape(settings.measure_steps, 1, settings.measure_steps + 1),
-                max_new_tokens=settings.measure_tokens, eos_ids=loaded.eos_ids,
+                max_new_tokens=settings.measure_tokens, eos_ids=inputs.eos_ids,
             )  # fmt: skip
         found = self._measure(params)
         row = {"step": step, **found._asdict()}
@@ -269,20 +267,25 @@ class Trainer:
         return found
 
     def export(self, measured: Measured | None) -> Path:
-        """The head as it is, for engines."""
+        """Export the current head."""
         folder = Path(self.options.export.export or Path(self.options.run.output) / "head")
         return self._export(folder, measured, int(self.state.step))
 
     def _export(self, folder: Path, measured: Measured | None, step: int, more: Sequence[dict[str, Any]] = ()) -> Path:
-        loaded, name = self.loaded, self.options.model.model
+        inputs, name = self.inputs, self.options.model.model
         card = model_card(
-            target=name, kind=self.options.draft.draft, facts=loaded.facts, command=self.command,
-            step=step, metrics=[*read_metrics(self.folder.folder), *more], measured=measured, head=loaded.head,
+            target=name, kind=self.options.draft.draft, facts=inputs.facts, command=self.command,
+            step=step, metrics=[*read_metrics(self.folder.folder), *more], measured=measured, head=inputs.head,
         )  # fmt: skip
         return export_head(
-            folder, loaded.head, self.draft_params(), loaded.config, target_name=name, card=card,
+            folder, inputs.head, self.draft_params(), inputs.config, target_name=name, card=card,
             dtype=self.options.export.export_dtype, license=self.options.export.license,
         )  # fmt: skip
+
+
+def _split(parts: Sequence[np.ndarray], shape: tuple[int, int]) -> list[Any]:
+    """[A x B, ...] arrays -> [A, B, ...]."""
+    return [part.reshape(*shape, *part.shape[1:]) for part in parts]
 
 
 def prompt_of(example: Example) -> list[int]:
@@ -292,10 +295,10 @@ def prompt_of(example: Example) -> list[int]:
 
 
 def train(options: TrainOptions, *, command: str) -> dict[str, Any]:
-    """A whole run; see `python -m specjax.train --help`.
+    """Train a head; see `python -m specjax.train --help`.
 
     Raises:
-        ValueError (CheckpointError, RunError, FeatureError, ExportError among them), OSError: says what is wrong.
+        ValueError (CheckpointError, RunError, FeatureError, ExportError among them), OSError: an input is wrong.
     """
     use_compilation_cache()
     inputs = prepare(options)
@@ -305,4 +308,4 @@ def train(options: TrainOptions, *, command: str) -> dict[str, Any]:
         )
     with RunFolder(Path(options.run.output), identity(options, inputs), keep=options.run.keep_checkpoints) as folder:
         print(", ".join(f"{name} {value}" for name, value in inputs.facts.items()), file=sys.stderr)
-        return Trainer(options, load(options, inputs), folder, command=command).run()
+        return Trainer(options, inputs, *load(options, inputs), folder, command=command).run()

@@ -1,14 +1,14 @@
-"""Training-time test: a head reads its own output for several rounds, as it will in a tree, and each round has a loss.
+"""Training-time test: a head reads its own output for several rounds, as in a draft tree, with a loss each round.
 
     tokens              x0 x1 x2 x3 x4          slot t of round j: feature g, embedding of x_{t+1+j}, position t + j;
     round 0   slot 1    (f1, x2) -> x3          it predicts x_{t+2+j}, for which the teacher is the target's
     round 1   slot 1    (out, x3) -> x4         distribution at t + 1 + j
 
-A slot counts in round j where x_{t+2+j} is of the same example, has a loss of its own, and the target's likeliest token
-there is one that the draft has. So neither shifts nor masks cross from one example of a packed row to the next. Serves
-every kind of head; what differs (rounds, losses, weights) is in the `Objective`. Sources: EAGLE-3 (arXiv 2503.01840)
-and SafeAILab/EAGLE `traineagle3`; EAGLE-1's regression is round 0 with noise; FastMTP (arXiv 2509.18362) is three
-rounds.
+A slot counts in round j if x_{t+2+j} belongs to the same example and has a loss, and the draft's vocabulary has the
+target's likeliest token there. So neither shifts nor masks cross from one example of a packed row to the next. All
+kinds of heads share this code; their rounds, losses and weights are in the `Objective`. Sources: EAGLE-3 (arXiv
+2503.01840) and SafeAILab/EAGLE `traineagle3`; EAGLE-1's regression is round 0 with noise; FastMTP (arXiv 2509.18362)
+has three rounds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from specjax.train.losses import LOSSES, feature_regression
 from specjax.types import Weights
 
 NO_ID = -1
-"""A token that the draft's vocabulary does not have."""
+"""Draft id of a token outside of the draft's vocabulary."""
 
 
 class Batch(NamedTuple):
@@ -41,30 +41,30 @@ class Batch(NamedTuple):
 
 
 class Teacher(NamedTuple):
-    """What the frozen target says of a batch."""
+    """Outputs of the frozen target for a batch."""
 
-    features: Float[Array, "B N F"]  # what the head reads
+    features: Float[Array, "B N F"]  # inputs of the head
     hidden: Float[Array, "B N M"]  # after the final norm: gives logits
     top: Int32[Array, "B N"]  # the likeliest next token, over the whole vocabulary
 
 
 class Objective(NamedTuple):
-    """Static; the rounds are `len(weights)`."""
+    """The loss of each round; static. There are `len(weights)` rounds."""
 
     loss: str  # a key of LOSSES
     weights: tuple[float, ...]  # of the rounds
     regression: float = 0.0  # weight of the distance to the target's next feature
-    noise: float = 0.0  # features get U(-1/2, 1/2) times this times 512 / row length
+    noise: float = 0.0  # added to features: U(-1/2, 1/2) times this times 512 / row length
     temperature: float = 1.0  # of the teacher's distribution
 
 
 class Sums(NamedTuple):
-    """Sums over the slots that count, by round; divided by `counted` they are means."""
+    """Sums over the slots that count, by round; divide by `counted` for means."""
 
     loss: Float32[Array, "J"]
     matched: Float32[Array, "J"]  # the head's likeliest token is the target's
     counted: Float32[Array, "J"]
-    asked: Float32[Array, "J"]  # slots with a loss, those included whose answer the draft's vocabulary lacks
+    slots: Float32[Array, "J"]  # with a loss, also where the draft's vocabulary lacks the answer
 
 
 def unroll(
@@ -77,12 +77,12 @@ def unroll(
     objective: Objective,
     key: Array | None,
 ) -> tuple[Array, Sums]:
-    """The weighted sum of the rounds' losses over all slots, and what to report.
+    """The weighted sum of the rounds' losses over all slots, and sums by round.
 
     Args:
         head: made with `packed_attention` as its backend.
         params, target_params: in the dtype to compute in; logits and losses are float32.
-        key: for the noise; None: none.
+        key: of the noise; None: no noise.
     """
     config = head.config
     features = teacher.features
@@ -103,33 +103,33 @@ def unroll(
         feature, block = head.forward(params, embedded, feature, batch.positions + j, mask, _no_pages(batch, before))
         before = joined(before, block)
         found = head.unembed(target_params, params, feature)
-        asked = _counts(batch, 2 + j)
+        in_loss = _counts(batch, 2 + j)
         answer, label, likeliest = _ahead(wanted, 1 + j), _ahead(labels, 2 + j), _ahead(best, 1 + j)
         known_answer = (likeliest != NO_ID) & ((label != NO_ID) | (objective.loss != "token"))
-        counts = (asked & known_answer).astype(jnp.float32)
+        counts = (in_loss & known_answer).astype(jnp.float32)
         losses = LOSSES[objective.loss](found, answer, label)
         if objective.regression:
             losses = losses + objective.regression * feature_regression(feature, _ahead(teacher.hidden, 1 + j))
         loss = jnp.sum(counts * losses)
-        matched = jnp.sum(asked & (jnp.argmax(found, axis=-1) == likeliest), dtype=jnp.float32)
-        sums.append((loss, matched, counts.sum(), asked.sum(dtype=jnp.float32)))
+        matched = jnp.sum(in_loss & (jnp.argmax(found, axis=-1) == likeliest), dtype=jnp.float32)
+        sums.append((loss, matched, counts.sum(), in_loss.sum(dtype=jnp.float32)))
         total = total + weight * loss
     return total, Sums(*(jnp.stack(parts) for parts in zip(*sums, strict=True)))
 
 
 def _ahead(x: Array, by: int) -> Array:
-    """[b, t] -> x[b, t + by], zeros (False) behind the end."""
+    """[b, t] -> x[b, t + by], zeros (False) past the end."""
     return jnp.pad(x[:, by:], ((0, 0), (0, min(by, x.shape[1])), *((0, 0),) * (x.ndim - 2)))
 
 
 def _counts(batch: Batch, by: int) -> Bool[Array, "B N"]:
-    """Whether slot t's answer, the token `by` further, is of its example and has a loss."""
+    """Whether the token `by` slots ahead is of the same example and has a loss."""
     same = (_ahead(batch.segments, by) == batch.segments) & (batch.segments > 0)
     return same & _ahead(batch.loss, by)
 
 
 def _to_draft(target: Target, ids: Int32[Array, "W"] | None) -> Int32[Array, "V"]:
-    """The target's token to the draft's id of it, NO_ID where it has none."""
+    """Target token -> draft id, or NO_ID."""
     size = target.config.vocab_size
     if ids is None:
         return jnp.arange(size, dtype=jnp.int32)
@@ -137,7 +137,7 @@ def _to_draft(target: Target, ids: Int32[Array, "W"] | None) -> Int32[Array, "V"
 
 
 def _no_pages(batch: Batch, before: KeyValue | None) -> Past:
-    """Nothing is committed in training: rows begin at position 0."""
+    """An empty cache: training rows begin at position 0."""
     empty = jnp.zeros((1, 1, 1, 1), jnp.float32)
     rows = batch.tokens.shape[0]
     return Past(KeyValue(empty, empty), jnp.zeros((rows, 1), jnp.int32), jnp.zeros(rows, jnp.int32), before)
