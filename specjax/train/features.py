@@ -16,16 +16,12 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from specjax.train.memory import available_memory
 from specjax.train.packing import Rows, batch_rows
 
 MODES = ("none", "memory", "disk")
-
-Shapes = dict[str, tuple[tuple[int, ...], type]]
-"""Shape and stored type of each array."""
 
 
 class FeatureError(ValueError):
@@ -69,23 +65,16 @@ class FeatureStore:
         identity: str,
     ) -> None:
         count, length = rows.tokens.shape
-        self._teach, self._rows, self._batch, self._seed, self._dtype = teach, rows, batch, seed, dtype
-        stored = np.uint16 if dtype == "bfloat16" else np.dtype(dtype).type  # numpy stores bfloat16 as its bits
-        shapes: Shapes = {
-            "features": ((count, length, widths[0]), stored),
-            "hidden": ((count, length, widths[1]), stored),
-            "top": ((count, length), np.int32),
-        }
-        self._done: np.ndarray = np.zeros(count, np.uint8)
+        self._teach, self._rows, self._batch, self._seed = teach, rows, batch, seed
+        token = np.dtype([("features", dtype, widths[0]), ("hidden", dtype, widths[1]), ("top", np.int32)])
         if mode == "memory":
-            self._arrays = _allocate(shapes)
+            self._kept, self._done = _allocate(token, (count, length))
         else:
-            self._arrays, self._done = _open(folder / _fingerprint(rows, identity, dtype, batch, seed), shapes, count)
-        self._group = np.full(count, -1, np.int64)  # each row's batch in the first epoch
-        for number in range(-(-count // batch)):
-            members = batch_rows(number, count, batch, seed)
-            fresh = members[self._group[members] < 0]
-            self._group[fresh] = number
+            name = _fingerprint(rows, "rows.bin", identity, dtype, batch, seed)
+            self._kept, self._done = _open(folder / name, token, (count, length))
+        self._group = np.zeros(count, np.int64)  # each row's batch in the first epoch
+        for number in reversed(range(-(-count // batch))):
+            self._group[batch_rows(number, count, batch, seed)] = number
 
     @property
     def done(self) -> int:
@@ -98,17 +87,12 @@ class FeatureStore:
             members = batch_rows(int(number), len(self._group), self._batch, self._seed)
             found = self._teach(Rows(*(part[members] for part in self._rows)))
             mine = self._group[members] == number
-            for name, array in self._arrays.items():
-                array[members[mine]] = np.asarray(getattr(found, name)).view(array.dtype)[mine]
-            for array in self._arrays.values():
-                if isinstance(array, np.memmap):
-                    array.flush()  # before the rows are marked as done
+            for name in Kept._fields:
+                self._kept[name][members[mine]] = getattr(found, name)[mine]
+            if isinstance(self._kept, np.memmap):
+                self._kept.flush()  # before the rows are marked as done
             self._done[members[mine]] = 1
-        return Kept(self._view("features")[wanted], self._view("hidden")[wanted], self._arrays["top"][wanted])
-
-    def _view(self, name: str) -> np.ndarray:
-        array = self._arrays[name]
-        return array.view(ml_dtypes.bfloat16) if self._dtype == "bfloat16" else array
+        return Kept(*(self._kept[name][wanted] for name in Kept._fields))
 
 
 def _fingerprint(rows: Rows, *identity: object) -> str:
@@ -118,40 +102,33 @@ def _fingerprint(rows: Rows, *identity: object) -> str:
     return digest.hexdigest()[:16]
 
 
-def _allocate(shapes: Shapes) -> dict[str, np.ndarray]:
-    """Arrays in memory."""
-    needed, free = sum(_sizes(shapes).values()), available_memory()
+def _allocate(token: np.dtype, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows in memory, and which of them are computed: none."""
+    needed, free = prod(shape) * token.itemsize, available_memory()
     if free is not None and needed > free:
         raise FeatureError(
             f"--features memory needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; give --features disk, "
             "less data, or --features none"
         )
-    return {name: np.empty(shape, kind) for name, (shape, kind) in shapes.items()}
+    return np.empty(shape, token), np.zeros(shape[0], np.uint8)
 
 
-def _sizes(shapes: Shapes) -> dict[str, int]:
-    return {name: prod(shape) * np.dtype(kind).itemsize for name, (shape, kind) in shapes.items()}
-
-
-def _open(folder: Path, shapes: Shapes, count: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Arrays in mapped files, and which rows they already hold."""
-    files, sizes = {name: folder / f"{name}.bin" for name in shapes}, _sizes(shapes)
+def _open(folder: Path, token: np.dtype, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows in a mapped file, and which of them an earlier run computed."""
+    file, mark, size = folder / "rows.bin", folder / "done.bin", prod(shape) * token.itemsize
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        missing = sum(sizes.values()) - sum(file.stat().st_blocks * 512 for file in files.values() if file.exists())
+        missing = size - (file.stat().st_blocks * 512 if file.exists() else 0)
         free = shutil.disk_usage(folder).free
         if missing > free:
             raise FeatureError(
                 f"--features disk needs {missing / 1e9:.1f} GB more in {folder}, where {free / 1e9:.1f} GB are free; "
                 "give another --feature-folder, less data, or --features none"
             )
-        for name, file in files.items():
-            with file.open("ab") as stream:
-                # If the disk fills up later, writing to a mapped file kills the process.
-                os.posix_fallocate(stream.fileno(), 0, sizes[name])
-        arrays = {name: np.memmap(files[name], kind, "r+", shape=shape) for name, (shape, kind) in shapes.items()}
-        mark = folder / "done.bin"
-        done = np.memmap(mark, np.uint8, "r+" if mark.exists() else "w+", shape=(count,))
+        with file.open("ab") as stream:
+            # If the disk fills up later, writing to a mapped file kills the process.
+            os.posix_fallocate(stream.fileno(), 0, size)
+        done = np.memmap(mark, np.uint8, "r+" if mark.exists() else "w+", shape=shape[:1])
+        return np.memmap(file, token, "r+", shape=shape), done
     except OSError as error:
         raise FeatureError(f"--features disk cannot use {folder}: {error.strerror or error}") from None
-    return dict(arrays), done

@@ -1,4 +1,4 @@
-"""What a draft is punished for, by name: functions of its logits and of what the target says at the same place.
+"""Training losses for draft heads, by name; p is the target's distribution, q the draft's, over the draft's vocabulary.
 
     cross_entropy      -sum p log q                the target's distribution as the label (EAGLE-1/2/3)
     greedy             -log q(argmax p)            what greedy decoding will ask for
@@ -7,9 +7,9 @@
     acceptance         -log sum min(p, q)          the likelihood of acceptance (LK loss, alpha form)
     hybrid             l cross_entropy + (1 - l) total_variation, l = exp(-3 acceptance rate)   (LK loss, lambda form)
 
-sum min(p, q) is the probability that speculative sampling accepts a draft drawn from q: maximising it is the goal
-itself, but where p and q hardly overlap it has hardly a gradient, which is what the hybrid is for. p and q are over
-the draft's vocabulary. Sources: EAGLE (arXiv 2401.15077, 2503.01840); LK losses (arXiv 2602.23881).
+sum min(p, q) is the probability that speculative sampling accepts a draft drawn from q. Maximising it is the goal
+itself, but where p and q hardly overlap it has almost no gradient; the hybrid loss handles that case. Sources: EAGLE
+(arXiv 2401.15077, 2503.01840); LK losses (arXiv 2602.23881).
 """
 
 from __future__ import annotations
@@ -19,17 +19,13 @@ from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array
 from jaxtyping import Float, Float32, Int32
 
 Logits = Float32[Array, "... W"]
 Losses = Float32[Array, "..."]
-
-
-def _log_probability(logits: Logits, ids: Int32[Array, "..."]) -> Losses:
-    """log softmax(logits)[ids]; ids below 0 give anything."""
-    chosen = jnp.take_along_axis(logits, jnp.maximum(ids, 0)[..., None], axis=-1)[..., 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1)
+Labels = Int32[Array, "..."]
 
 
 def accepted(logits: Logits, teacher: Logits) -> Losses:
@@ -37,32 +33,27 @@ def accepted(logits: Logits, teacher: Logits) -> Losses:
     return jnp.minimum(jax.nn.softmax(logits), teacher).sum(axis=-1)
 
 
-def cross_entropy(logits: Logits, teacher: Logits, labels: Int32[Array, "..."]) -> Losses:
-    del labels
+def cross_entropy(logits: Logits, teacher: Logits, labels: Labels) -> Losses:
     return jax.nn.logsumexp(logits, axis=-1) - (teacher * logits).sum(axis=-1)
 
 
-def greedy(logits: Logits, teacher: Logits, labels: Int32[Array, "..."]) -> Losses:
-    del labels
-    return -_log_probability(logits, jnp.argmax(teacher, axis=-1).astype(jnp.int32))
+def greedy(logits: Logits, teacher: Logits, labels: Labels) -> Losses:
+    return token(logits, teacher, jnp.argmax(teacher, axis=-1).astype(jnp.int32))
 
 
-def token(logits: Logits, teacher: Logits, labels: Int32[Array, "..."]) -> Losses:
-    del teacher
-    return -_log_probability(logits, labels)
+def token(logits: Logits, teacher: Logits, labels: Labels) -> Losses:
+    return optax.losses.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
 
 
-def total_variation(logits: Logits, teacher: Logits, labels: Int32[Array, "..."]) -> Losses:
-    del labels
+def total_variation(logits: Logits, teacher: Logits, labels: Labels) -> Losses:
     return 1 - accepted(logits, teacher)
 
 
-def acceptance(logits: Logits, teacher: Logits, labels: Int32[Array, "..."]) -> Losses:
-    del labels
+def acceptance(logits: Logits, teacher: Logits, labels: Labels) -> Losses:
     return -jnp.log(jnp.maximum(accepted(logits, teacher), 1e-9))
 
 
-def hybrid(logits: Logits, teacher: Logits, labels: Int32[Array, "..."]) -> Losses:
+def hybrid(logits: Logits, teacher: Logits, labels: Labels) -> Losses:
     rate = accepted(logits, teacher)
     share = jax.lax.stop_gradient(jnp.exp(-3 * rate))
     return share * cross_entropy(logits, teacher, labels) + (1 - share) * (1 - rate)
@@ -71,11 +62,10 @@ def hybrid(logits: Logits, teacher: Logits, labels: Int32[Array, "..."]) -> Loss
 LOSSES: Mapping[str, Callable[..., Losses]] = MappingProxyType(
     {f.__name__: f for f in (cross_entropy, greedy, token, total_variation, acceptance, hybrid)}
 )
-"""Name to (logits [..., W], the target's probabilities [..., W], the text's tokens as ids of the draft's vocabulary
-[...], below 0 where it has none) -> a loss each, float32 [...]."""
+"""Each maps draft logits [..., W], target probabilities [..., W] and the text's tokens as draft ids [...] (negative:
+not in the draft's vocabulary, any loss) to float32 losses [...]."""
 
 
 def feature_regression(predicted: Float[Array, "... M"], wanted: Float[Array, "... M"]) -> Losses:
-    """Smooth L1 between a head's output and the target's next feature, the mean over M (EAGLE-1/2)."""
-    distance = jnp.abs(predicted.astype(jnp.float32) - wanted.astype(jnp.float32))
-    return jnp.where(distance < 1, 0.5 * distance * distance, distance - 0.5).mean(axis=-1)
+    """Smooth L1 distance of a head's output to the target's next feature, mean over M (EAGLE-1/2)."""
+    return optax.losses.huber_loss(predicted.astype(jnp.float32), wanted.astype(jnp.float32)).mean(axis=-1)

@@ -1,7 +1,7 @@
-"""Token sequences of any length to rows of one length, and the order in which training reads the rows.
+"""Packing of examples into rows of one length, and the order in which training reads the rows.
 
-Knows neither tokenizers nor models. Whatever is drawn here depends on the seed alone: not on the machine, on numpy's
-version or on what was drawn before, so that a run that is resumed anywhere reads on as if it had never stopped.
+Random choices depend on the seed alone, not on the machine, numpy's version or earlier draws, so that a run resumed
+anywhere continues with the same data. Knows neither tokenizers nor models.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
 PACK, SPLIT, EPOCHS = range(3)
-"""What a permutation is for: one seed must not give the same one for two purposes."""
+"""Purposes of permutations: one seed gives a different permutation for each."""
 
 
 class Example(NamedTuple):
-    """Tokens that are read together, from position 0."""
+    """A token sequence from position 0."""
 
     tokens: Int32[np.ndarray, "n"]
-    loss: Bool[np.ndarray, "n"]  # written by the target: to be predicted
+    loss: Bool[np.ndarray, "n"]  # tokens to predict: the target wrote them
 
 
 class Rows(NamedTuple):
@@ -44,7 +44,7 @@ class Rows(NamedTuple):
 
 
 def pack(examples: Sequence[Example], length: int, seed: int) -> Rows:
-    """Every example, whole, in one of as few rows as first-fit finds; the seed says in which order they come.
+    """Put every example, whole, into a row by first-fit, in an order drawn from the seed.
 
     Raises:
       ValueError: an example is empty or longer than a row.
@@ -55,9 +55,7 @@ def pack(examples: Sequence[Example], length: int, seed: int) -> Rows:
     order = _permutation(seed, PACK, 0, len(examples))
     rows = _first_fit([len(examples[i].tokens) for i in order], length)
     shape = (max(rows, default=-1) + 1, length)
-    packed = Rows(
-        np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
-    )
+    packed = Rows(*(np.zeros(shape, kind) for kind in (np.int32, np.int32, np.int32, bool)))
     used, parts = [0] * shape[0], [0] * shape[0]
     for i, row in zip(order, rows, strict=True):
         tokens, loss = examples[i]
@@ -72,7 +70,7 @@ def pack(examples: Sequence[Example], length: int, seed: int) -> Rows:
 def _first_fit(sizes: Sequence[int], length: int) -> list[int]:
     """For each size the first row, from 0, that still has room for it.
 
-    A binary tree over the rows holds at each node the most room below it: the first row is found from the root.
+    A binary tree over the rows holds at each node the largest room below it, so the search starts at the root.
     """
     leaves = 1 << max(len(sizes) - 1, 0).bit_length()
     room = [length] * (2 * leaves)  # the root is 1, the children of i are 2i and 2i + 1, row j is leaves + j
@@ -89,10 +87,10 @@ def _first_fit(sizes: Sequence[int], length: int) -> list[int]:
 
 
 def split(examples: Sequence[Example], held_back: int, seed: int) -> tuple[list[Example], list[Example]]:
-    """What to train on and `held_back` examples not to, drawn by the seed. Both keep their order.
+    """Examples to train on, and `held_back` others drawn by the seed. Both keep their order.
 
     Raises:
-      ValueError: nothing would be left to train on.
+      ValueError: no example would be left to train on.
     """
     if not 0 <= held_back < max(len(examples), 1):
         raise ValueError(
@@ -104,7 +102,7 @@ def split(examples: Sequence[Example], held_back: int, seed: int) -> tuple[list[
 
 
 def batch_rows(step: int, count: int, batch: int, seed: int) -> Int64[np.ndarray, "b"]:
-    """The rows, of 0 to count - 1, of a batch. Each epoch has all of them, in another order.
+    """The rows of a batch, from 0 to count - 1. Each epoch has all of them, in a new order.
 
     With 3 rows in batches of 2, step 1 is the last row of epoch 0 and the first of epoch 1.
 
@@ -112,7 +110,7 @@ def batch_rows(step: int, count: int, batch: int, seed: int) -> Int64[np.ndarray
       step: from 0, since the training began.
 
     Raises:
-      ValueError: there are no rows, or a batch of none is asked for.
+      ValueError: there are no rows, or the batch is empty.
     """
     if step < 0 or count < 1 or batch < 1:
         raise ValueError(f"a batch needs a step from 0, a row and a size, got step {step}, {count} rows, size {batch}")
@@ -124,7 +122,7 @@ def batch_rows(step: int, count: int, batch: int, seed: int) -> Int64[np.ndarray
 
 @functools.lru_cache(maxsize=4)
 def _permutation(seed: int, purpose: int, number: int, count: int) -> Int64[np.ndarray, "n"]:
-    """Of 0 to count - 1. By sorting raw draws: only those are the same in every version of numpy (NEP 19)."""
+    """A permutation of 0 to count - 1. Sorts raw draws: only those are stable across numpy versions (NEP 19)."""
     if seed < 0:
         raise ValueError(f"a seed must be at least 0, got {seed}")
     draws = np.random.PCG64(np.random.SeedSequence([seed, purpose, number])).random_raw(count)

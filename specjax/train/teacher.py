@@ -1,4 +1,4 @@
-"""What the frozen target says of packed rows: the features a head reads, its hidden state, its likeliest tokens."""
+"""The frozen target's forward over packed rows: features for the head, hidden states, likeliest tokens."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from specjax.train.unroll import Batch, Teacher
 from specjax.types import Weights
 
 CHUNK = 512
-"""Tokens whose logits over the whole vocabulary exist at one time."""
+"""Tokens whose full logits exist at one time."""
 
 
 def training_target(config: ModelConfig, dtype: str) -> Target:
-    """The target for packed rows: no pages, attention with a derivative, in the dtype to compute in."""
+    """The target for packed rows: no pages, differentiable attention, computing in `dtype`."""
     return make_target(replace(config, dtype=dtype), backend=packed_attention)
 
 
@@ -33,16 +33,8 @@ def teach(target: Target, features: tuple[int, ...] | str) -> Callable[[Weights,
         rows = batch.tokens.shape[0]
         cache = init_cache(target.pages, PoolShape(1, 1))  # `packed_attention` reads no pages
         table, start = jnp.zeros((rows, 1), jnp.int32), jnp.zeros(rows, jnp.int32)
-        output = target.forward(
-            params,
-            target.embed(params, batch.tokens),
-            batch.positions,
-            packed_mask(batch.segments),
-            cache,
-            table,
-            start,
-            features=features,
-        )
+        embedded, mask = target.embed(params, batch.tokens), packed_mask(batch.segments)
+        output = target.forward(params, embedded, batch.positions, mask, cache, table, start, features=features)
         assert output.features is not None
         return Teacher(output.features, output.hidden, _likeliest(target, params, output.hidden))
 
@@ -50,7 +42,7 @@ def teach(target: Target, features: tuple[int, ...] | str) -> Callable[[Weights,
 
 
 def _likeliest(target: Target, params: Weights, hidden: Array) -> Array:
-    """argmax of the logits, a chunk of tokens at a time: all of them at once may be gigabytes."""
+    """argmax of the logits, computed in chunks: the logits of all tokens may be gigabytes."""
     rows, length, width = hidden.shape
     flat = hidden.reshape(rows * length, width)
     flat = jnp.pad(flat, ((0, -flat.shape[0] % CHUNK), (0, 0))).reshape(-1, CHUNK, width)

@@ -1,7 +1,7 @@
-"""One optimiser step over a batch: gradients of the unrolled head in a low precision, float32 master weights.
+"""One optimiser step over a batch: gradients of the unrolled head in low precision, float32 master weights.
 
-A batch is split into A parts whose gradients are added up, so its size is not bounded by memory, and each part over the
-devices of a mesh. Neither changes the sum: loss and gradient are those of the whole batch.
+A batch is split into A parts whose gradients are summed, so memory does not bound its size, and each part over the
+devices of a mesh. Loss and gradient are those of the whole batch.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from specjax.train.unroll import Batch, Objective, Sums, Teacher, unroll
 from specjax.types import Weights
 
 FROZEN = ("ids",)
-"""Leaves of a head that are no weights."""
+"""Leaves of a head that are not trained."""
 
 
 class TrainState(NamedTuple):
-    """All that a run is resumed from, besides its settings: the data follow from the step."""
+    """The state a run resumes from, besides its settings; the step determines the data."""
 
     step: Int32[Array, ""]  # updates done
     params: Weights  # float32 master weights
@@ -45,9 +45,9 @@ Update = Callable[..., tuple[TrainState, Metrics]]
 
 
 def split_params(params: Weights) -> tuple[Weights, Weights]:
-    """The weights, as float32 copies that may be donated, and the leaves that are none."""
+    """The weights, as float32 copies that may be donated, and the frozen leaves."""
     weights = {name: jnp.array(leaf, jnp.float32, copy=True) for name, leaf in params.items() if name not in FROZEN}
-    return weights, {name: leaf for name, leaf in params.items() if name in FROZEN}
+    return weights, {name: params[name] for name in FROZEN if name in params}
 
 
 def make_update(
@@ -64,25 +64,25 @@ def make_update(
     """(state, target parameters, batch [A, B, N], teacher [A, B, N, ...]) -> (state, metrics), jitted; donates state.
 
     Args:
-        teach: the target's forward, run in the same step; None: `teacher` is given.
         seed: of the noise.
-        scale: what the features are multiplied with before the head reads them.
+        teach: the target's forward, run in the same step; None: the caller passes `teacher`.
+        scale: factor of each feature, applied before the head reads it.
     """
     dtype = jnp.dtype(head.config.dtype)
 
-    def loss(
-        weights: Weights, target_params: Weights, batch: Batch, teacher: Teacher, key: Array
-    ) -> tuple[Array, Sums]:
-        params = {name: leaf.astype(dtype) for name, leaf in weights.items()} | dict(frozen)
-        return unroll(head, target, params, target_params, batch, teacher, objective, key)
-
     def part(weights: Weights, target_params: Weights, batch: Batch, teacher: Teacher | None, key: Array) -> Any:
+        """Loss, sums and gradient of one part."""
         if teacher is None:
             assert teach is not None
             teacher = jax.lax.stop_gradient(teach(target_params, batch))
         if scale is not None:
             teacher = teacher._replace(features=teacher.features * scale.astype(dtype)[None, None])
-        (total, sums), gradient = jax.value_and_grad(loss, has_aux=True)(weights, target_params, batch, teacher, key)
+
+        def loss(weights: Weights) -> tuple[Array, Sums]:
+            params = {name: leaf.astype(dtype) for name, leaf in weights.items()} | dict(frozen)
+            return unroll(head, target, params, target_params, batch, teacher, objective, key)
+
+        (total, sums), gradient = jax.value_and_grad(loss, has_aux=True)(weights)
         return total, sums, gradient
 
     def update(
@@ -95,12 +95,11 @@ def make_update(
             found = part(state.params, target_params, *each)
             return jax.tree.map(jnp.add, carry, found), None
 
-        # The first part outside of the scan: it gives the sums their shapes, and most batches have one part only.
-        first = jax.tree.map(lambda x: x[0], (batch, teacher, keys))
-        found = part(state.params, target_params, *first)
+        # The first part is outside of the scan: it gives the sums their shapes, and most batches have only one part.
+        inputs = (batch, teacher, keys)
+        found = part(state.params, target_params, *jax.tree.map(lambda x: x[0], inputs))
         if parts > 1:
-            rest = jax.tree.map(lambda x: x[1:], (batch, teacher, keys))
-            found, _ = jax.lax.scan(add, found, rest)
+            found, _ = jax.lax.scan(add, found, jax.tree.map(lambda x: x[1:], inputs))
         total, sums, gradient = found
         slots = jnp.maximum(sums.counted[0], 1.0)
         gradient = jax.tree.map(lambda g: g / slots, gradient)
