@@ -29,6 +29,9 @@ ROW_FIELDS = (
 """A row is read by the first group of fields that it has. Text precedes ids: ids belong to the tokenizer that made
 them."""
 
+FIELD_NAMES = [" and ".join(group) for group in ROW_FIELDS]
+"""ROW_FIELDS as help texts and errors show them."""
+
 FORMATS = {".txt": "text", ".jsonl": "jsonl"}
 SHOWN_LINES = 5
 
@@ -155,11 +158,6 @@ def present_fields(row: dict[str, Any]) -> tuple[str, ...]:
 
 def missing_fields(row: dict[str, Any], wanted: Iterable[str]) -> ValueError:
     return ValueError(f"the line has none of the fields {', '.join(wanted)}; it has {', '.join(row) or 'none':.80}")
-
-
-def field_groups() -> list[str]:
-    """ROW_FIELDS as help texts and errors show them."""
-    return [" and ".join(group) for group in ROW_FIELDS]
 
 
 def read_text(name: str, value: Any, *, empty: bool = False) -> str:

@@ -11,11 +11,11 @@ import numpy as np
 from jaxtyping import Int64
 
 from specjax.train.corpus import (
+    FIELD_NAMES,
     ROW_FIELDS,
     SkippedLine,
     Source,
     check_ids,
-    field_groups,
     missing_fields,
     present_fields,
     read_batches,
@@ -102,7 +102,7 @@ def weighted_parts(row: dict[str, Any], weights: Mapping[str, int], vocabulary: 
         there = (name for name in chain.from_iterable(ROW_FIELDS) if row.get(name) is not None)
         used = list(present_fields(row) or [*there][:1])
     if not used:
-        raise missing_fields(row, weights or field_groups())
+        raise missing_fields(row, weights or FIELD_NAMES)
     return [(weights.get(name, 1), part) for name in used for part in _parts(name, row[name], vocabulary)]
 
 

@@ -25,9 +25,9 @@ from tokenizers import Encoding, Tokenizer, processors
 
 from specjax.train.chats import Chats, Text, read_messages
 from specjax.train.corpus import (
+    FIELD_NAMES,
     SkippedLine,
     check_ids,
-    field_groups,
     missing_fields,
     parse_sources,
     present_fields,
@@ -54,14 +54,9 @@ class _Ids(NamedTuple):
 
 
 def load_examples(
-    paths: Sequence[str],
-    tokenizer: Any,
-    vocabulary: int,
-    *,
-    max_length: int,
-    loss_on: str = "assistant",
+    paths: Sequence[str], tokenizer: Any, vocabulary: int, *, max_length: int, loss_on: str = "assistant",
     progress: bool = False,
-) -> ExampleSet:
+) -> ExampleSet:  # fmt: skip
     """All examples of JSONL files, plain or gzipped, in their order; `-` is stdin.
 
     Args:
@@ -195,7 +190,7 @@ def _read_row(row: dict[str, Any], chats: Chats) -> Text | _Ids:
     """
     chosen = present_fields(row)
     if not chosen:
-        raise missing_fields(row, field_groups())
+        raise missing_fields(row, FIELD_NAMES)
     if chosen == ("messages",):
         messages = read_messages("messages", row["messages"])
         return chats.render(messages, cut=_is_cut(row))

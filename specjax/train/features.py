@@ -52,18 +52,9 @@ class FeatureStore:
     """
 
     def __init__(
-        self,
-        teach: Callable[[Rows], Kept],
-        rows: Rows,
-        *,
-        mode: str,
-        folder: Path,
-        widths: tuple[int, int],
-        dtype: str,
-        batch: int,
-        seed: int,
-        identity: str,
-    ) -> None:
+        self, teach: Callable[[Rows], Kept], rows: Rows, *, mode: str, folder: Path, widths: tuple[int, int],
+        dtype: str, batch: int, seed: int, identity: str,
+    ) -> None:  # fmt: skip
         count, length = rows.tokens.shape
         self._teach, self._rows, self._batch, self._seed = teach, rows, batch, seed
         token = np.dtype([("features", dtype, widths[0]), ("hidden", dtype, widths[1]), ("top", np.int32)])

@@ -191,14 +191,8 @@ def answer(line: Line, done: Completion) -> dict[str, Any] | None:
     """A line of the output; None: the request failed."""
     if done.finish_reason["type"] == "abort":
         return None
-    return {
-        **line.row,
-        "response": done.text,
-        "prompt_ids": line.prompt,
-        "response_ids": done.output_ids,
-        "finish_reason": done.finish_reason,
-        "seed": done.seed,
-    }
+    result = {"response": done.text, "prompt_ids": line.prompt, "response_ids": done.output_ids}
+    return {**line.row, **result, "finish_reason": done.finish_reason, "seed": done.seed}
 
 
 # The command.
@@ -211,9 +205,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=settings.HelpFormatter,
     )
     files = parser.add_argument_group("input and output")
-    files.add_argument(
-        "--input", required=True, metavar="FILE", help="JSONL with prompt or messages, and a source; may be gzipped"
-    )
+    files.add_argument("--input", required=True, metavar="FILE", help="JSONL of prompt or messages; may be gzipped")
     files.add_argument("--output", required=True, metavar="FILE", help="JSONL; FILE.meta.json says how it was made")
     files.add_argument("--overwrite", action="store_true", help="start anew where --output is there")
     files.add_argument("--count", type=int, metavar="N", help="only the first N lines; more can be added later")
@@ -221,12 +213,9 @@ def build_parser() -> argparse.ArgumentParser:
     files.add_argument("--no-progress", action="store_true", help="no progress bars")
     answers = parser.add_argument_group("answers")
     answers.add_argument(
-        "--temperatures",
-        nargs="+",
-        default=["0.0", "0.8"],
-        metavar="T[=SHARE]",
+        "--temperatures", nargs="+", default=["0.0", "0.8"], metavar="T[=SHARE]",
         help="each line draws one of them, by its share; a share that is not given is 1",
-    )
+    )  # fmt: skip
     answers.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="most tokens of an answer")
     answers.add_argument(
         "--max-prompt-tokens", type=int, default=512, metavar="N", help="longer prompts are skipped, and counted"

@@ -1,4 +1,4 @@
-"""The curves of a run as a picture, where matplotlib is installed."""
+"""A picture of a run's curves, where matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ logger = logging.getLogger(__name__)
 
 
 def plot(folder: Path) -> Path | None:
-    """Writes curves.png into a run's folder: loss, accuracy by round and accept length against tokens seen.
+    """Write curves.png into a run's folder: loss, accuracy by round and accept length over tokens seen.
 
-    None: there is nothing to draw, or no matplotlib (`pip install 'specjax[train]'`).
+    Returns None if there is nothing to draw, or no matplotlib.
     """
     rows = read_metrics(folder)
     trained = [row for row in rows if "loss" in row]

@@ -153,7 +153,9 @@ class Trainer:
                 if self._to_measure(step):
                     measured = self.measure(step)
         done = int(self.state.step)
-        folder = self.export(measured) if done == run.steps else None
+        folder = None
+        if done == run.steps:
+            folder = self.export(Path(self.options.export.export or self.folder.folder / "head"), measured)
         chart = plot(self.folder.folder)
         return {
             "step": done, "steps": run.steps, "output": run.output,
@@ -260,22 +262,19 @@ class Trainer:
         row = {"step": step, **found._asdict()}
         if found.accept_length > self.best:
             self.best = found.accept_length
-            self._export(Path(self.options.run.output) / "best", found, step, [row])
+            self.export(self.folder.folder / "best", found, [row])
         self.folder.log(row)
         shares = " ".join(f"{share:.2f}" for share in found.by_depth)
         tqdm.write(f"step {step}: accept length {found.accept_length:.3f} in the engine, by depth {shares}", sys.stderr)
         return found
 
-    def export(self, measured: Measured | None) -> Path:
-        """Export the current head."""
-        folder = Path(self.options.export.export or Path(self.options.run.output) / "head")
-        return self._export(folder, measured, int(self.state.step))
-
-    def _export(self, folder: Path, measured: Measured | None, step: int, more: Sequence[dict[str, Any]] = ()) -> Path:
+    def export(self, folder: Path, measured: Measured | None, unlogged: Sequence[dict[str, Any]] = ()) -> Path:
+        """Export the current head, with a model card."""
         inputs, name = self.inputs, self.options.model.model
         card = model_card(
             target=name, kind=self.options.draft.draft, facts=inputs.facts, command=self.command,
-            step=step, metrics=[*read_metrics(self.folder.folder), *more], measured=measured, head=inputs.head,
+            step=int(self.state.step), metrics=[*read_metrics(self.folder.folder), *unlogged], measured=measured,
+            head=inputs.head,
         )  # fmt: skip
         return export_head(
             folder, inputs.head, self.draft_params(), inputs.config, target_name=name, card=card,

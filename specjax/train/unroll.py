@@ -68,15 +68,9 @@ class Sums(NamedTuple):
 
 
 def unroll(
-    head: EagleHead,
-    target: Target,
-    params: Weights,
-    target_params: Weights,
-    batch: Batch,
-    teacher: Teacher,
-    objective: Objective,
-    key: Array | None,
-) -> tuple[Array, Sums]:
+    head: EagleHead, target: Target, params: Weights, target_params: Weights, batch: Batch, teacher: Teacher,
+    objective: Objective, key: Array | None,
+) -> tuple[Array, Sums]:  # fmt: skip
     """The weighted sum of the rounds' losses over all slots, and sums by round.
 
     Args:

@@ -51,16 +51,9 @@ def split_params(params: Weights) -> tuple[Weights, Weights]:
 
 
 def make_update(
-    head: EagleHead,
-    target: Target,
-    objective: Objective,
-    optimizer: optax.GradientTransformation,
-    frozen: Weights,
-    *,
-    seed: int,
-    teach: Teach | None,
-    scale: Float32[Array, "F"] | None = None,
-) -> Update:
+    head: EagleHead, target: Target, objective: Objective, optimizer: optax.GradientTransformation, frozen: Weights,
+    *, seed: int, teach: Teach | None, scale: Float32[Array, "F"] | None = None,
+) -> Update:  # fmt: skip
     """(state, target parameters, batch [A, B, N], teacher [A, B, N, ...]) -> (state, metrics), jitted; donates state.
 
     Args:

@@ -40,7 +40,7 @@ from specjax.checkpoint.folder import read_json
 from specjax.checkpoint.hub import download
 from specjax.checkpoint.unpickle import write_torch_zip_list
 from specjax.checkpoint.weights import save_tensors
-from specjax.train.corpus import Source, field_groups, parse_sources, report
+from specjax.train.corpus import FIELD_NAMES, Source, parse_sources, report
 from specjax.train.counting import Counts, count, parse_weights
 
 TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer*", "vocab*", "merges.txt"]
@@ -136,7 +136,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m specjax.train.vocab",
         description="Count the tokens of a corpus and write the most frequent ids: a map for a small draft vocabulary.",
         epilog="What is counted of a JSONL line without --field: "
-        + "; or ".join(field_groups())
+        + "; or ".join(FIELD_NAMES)
         + ", whichever comes first.",
         formatter_class=settings.HelpFormatter,
     )
