@@ -2,16 +2,15 @@
 
     python -m specjax.train --config configs/train/smollm2-135m-instruct-eagle3-1.toml
 
-The target is frozen and runs beside the head; nothing but text is needed. The same command goes on where the last one
-stopped: a killed run loses at most the steps since its last checkpoint. In --output are then
+The target is frozen and runs beside the head; the only data needed is text. The same command resumes a stopped run: a
+killed one loses at most the steps since its last checkpoint. The folder --output then holds
 
     checkpoints/     to resume from
     metrics.jsonl    loss, accuracy by round, tokens a second; accept length where the engine measured it
-    best/, head/     the best head that was measured, and the last one: draft models for the server
-    curves.png       (with matplotlib)
+    best/, head/     the head with the best accept length, and the last one: draft models for the server
+    curves.png       with matplotlib
 
-The last line of stdout is one JSON object. Exit status: 0 done, 2 it cannot start or go on, 130
-interrupted.
+The last line of stdout is one JSON object. Exit status: 0 done, 2 an error, 130 interrupted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Chats in OpenAI's form as the text that the target reads, and where in it assistants speak. Knows no token ids."""
+"""Chats in OpenAI's form as the text that the target reads, and where assistants speak in it. Knows no token ids."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from specjax.train.corpus import read_json, read_text
 
 ROLES = {"developer": "system"}
-"""Newer words to those that templates know, as the server does it."""
+"""New role names -> the ones that templates know, as in the server."""
 
 
 class Text(NamedTuple):
@@ -17,11 +17,11 @@ class Text(NamedTuple):
 
     text: str
     spans: list[tuple[int, int]] | None  # characters that the target wrote; None: running text
-    lost: int = 0  # turns that cannot be found
+    lost: int = 0  # assistants' turns without a place in the text
 
 
 class Chats:
-    """Chats as text, and where in it assistants speak."""
+    """Renders chats with the template of a tokenizer."""
 
     def __init__(self, tokenizer: Any, *, everything: bool) -> None:
         self._tokenizer, self._everything = tokenizer, everything
@@ -31,19 +31,19 @@ class Chats:
             special[tokenizer.eos_token] = tokenizer.eos_token_id
         self._special = set(special.values())
         names = sorted(special, key=len, reverse=True)
-        # The group is what ends a turn; the line end that ChatML has behind it is the template's.
+        # The group is the end token of a turn, without the line end that ChatML puts after it.
         self._end = re.compile(rf"({'|'.join(map(re.escape, names)) or '(?!)'})\s*\Z")
 
     def render(self, messages: list[dict[str, Any]], *, cut: bool) -> Text:
-        """The chat up to its last answer. `cut`: that one was broken off and has no end.
+        """The chat up to its last answer; with `cut`, this answer has no end.
 
-        A turn starts where the server lets the target go on: behind the messages before it and the header that asks for
-        an answer. It ends where the same messages and it end. A template that writes either of them in another way once
-        there are more messages (one that leaves out earlier reasoning does) gives that turn no place in the text, and
-        so no loss: the server would not show it to the target like this either.
+        A turn starts where the server lets the target continue: after the earlier messages and the header of an answer.
+        It ends where its own message ends. If a template renders this part differently once more messages follow (for
+        example without earlier reasoning), the turn has no place in the text and no loss: the server would not show it
+        to the target in this form either.
 
         Raises:
-          ValueError: the template refuses the messages, or there is no turn to find.
+            ValueError: the template refuses the messages, or no turn has a place.
         """
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns and not self._everything:
@@ -74,7 +74,7 @@ class Chats:
                 spans.append((len(start), len(start) + (close.end(1) if close else len(turn))))
         if not spans and not self._everything:
             raise ValueError(f"no answer can be found in the chat: {reason}")
-        text.encode()  # a role, or what else a template writes, can hold half a surrogate too
+        text.encode()  # a role, or other output of a template, can hold half a surrogate
         return Text(text, spans, 0 if self._everything else len(turns) - len(spans))
 
     def _rendered(self, messages: list[dict[str, Any]], *, answer: bool = False) -> str:
@@ -82,11 +82,11 @@ class Chats:
             raise ValueError("this tokenizer has no chat template: give text or token ids instead of messages")
         try:
             return self._tokenizer.apply_chat_template(messages, add_generation_prompt=answer, tokenize=False)
-        except Exception as error:  # a template is a program: whatever it raises is about these messages
+        except Exception as error:  # a template is a program and may raise anything
             raise ValueError(f"the chat template refused these messages: {error}") from error
 
     def shows_no_end(self, row: Mapping[str, Any], response: str) -> bool:
-        """Whether a response's ids say that the target did not stop. Another tokenizer's say nothing."""
+        """Whether the response's ids show that the target did not stop. Ids of another tokenizer show nothing."""
         ids = row.get("response_ids")
         if row.get("finish_reason") is not None or not isinstance(ids, list) or set(map(type, ids)) != {int}:
             return False
@@ -106,7 +106,7 @@ def read_messages(name: str, value: Any) -> list[dict[str, Any]]:
 
 
 def _read_message(where: str, message: Any) -> dict[str, Any]:
-    """With the text of its content; further fields are for the template."""
+    """The message with its content as one text; other fields stay for the template."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"{where} must be an object with role and content, got {message!r:.60}")
     content = message.get("content")

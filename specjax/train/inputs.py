@@ -39,7 +39,7 @@ class Inputs:
     held_back: list[Example]
     head: HeadConfig
     given: dict[str, Any] | None  # the weights of --init-from, float32
-    ids: np.ndarray | None  # the draft's vocabulary, if it has one of its own
+    ids: np.ndarray | None  # the draft's vocabulary, if it differs from the target's
     eos_ids: tuple[int, ...]
     facts: dict[str, Any]  # of the data, for the log and the card
 
