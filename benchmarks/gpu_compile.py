@@ -41,7 +41,7 @@ from specjax import Params, PoolShape, StepInput, init_state, make_drafter, make
 from specjax.compiling import NVIDIA_OPTIONS
 from specjax.drafters.options import options_of
 from specjax.drafters.shape import candidates
-from specjax.models import FAMILIES
+from specjax.models import init_params
 from specjax.models.eagle_head import init_head_params
 from specjax.step import StepConfig, check_phase, commit_phase, draft_phase, speculate_step, tree_widths
 
@@ -83,7 +83,7 @@ def programs(
         drafter = make_drafter(tree, target=target, head=head, backend=shapes.backend)
 
     def init(key: jax.Array) -> Params:
-        weights = FAMILIES["llama"].init_params(config, key)
+        weights = init_params(config, key)
         return Params(weights, None if algorithm == "NONE" else init_head_params(head, target, key))
 
     key = jax.eval_shape(lambda: jax.random.key(0))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from specjax import ModelConfig, RopeConfig, make_target
 from specjax.config import HeadConfig
-from specjax.models import FAMILIES
+from specjax.models import init_params
 from specjax.models.eagle_head import init_head_params
 
 ROPE = RopeConfig(theta=500000.0, scaling="llama3", factor=8.0)
@@ -62,7 +62,7 @@ def kv_bytes(config: ModelConfig | HeadConfig) -> int:
 def random_target(config: ModelConfig, seed: int = 0) -> Any:
     """A target's normal weights, whose products keep their scale. They are made leaf by leaf where they will stay: of a
     model of 16 GB no more is ever in memory than itself and one leaf."""
-    shapes = jax.eval_shape(partial(FAMILIES["llama"].init_params, config), jax.random.key(0))
+    shapes = jax.eval_shape(partial(init_params, config), jax.random.key(0))
     return _fill(shapes, jax.random.key(seed))
 
 

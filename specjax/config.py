@@ -8,10 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-HeadKind = Literal["eagle", "eagle3", "mtp"]
-HEAD_ALGORITHMS: dict[HeadKind, str] = {"eagle3": "EAGLE3", "eagle": "EAGLE", "mtp": "MTP"}
-"""What a head of each kind is served and trained by."""
-
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -25,8 +21,27 @@ class RopeConfig:
     original_max_position: int = 8192
 
 
+class GroupedHeads:
+    """Query heads in groups, one for each key/value head."""
+
+    num_heads: int
+    num_kv_heads: int
+
+    @property
+    def group_size(self) -> int:
+        """G: query heads that share one key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{type(self).__name__}: num_heads ({self.num_heads}) must be a multiple of num_kv_heads "
+                f"({self.num_kv_heads})"
+            )
+
+
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(GroupedHeads):
     """A decoder-only transformer, in the dimension letters of ``specjax.types``."""
 
     family: str
@@ -45,32 +60,17 @@ class ModelConfig:
     mlp_bias: bool = False
     dtype: str = "float32"  # of parameters, activations and pages
 
-    def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_attention_heads ({self.num_heads}) must be a multiple of "
-                f"num_key_value_heads ({self.num_kv_heads})"
-            )
-
-    @property
-    def group_size(self) -> int:
-        """G: query heads that share one key/value head."""
-        return self.num_heads // self.num_kv_heads
-
 
 @dataclass(frozen=True)
-class HeadConfig:
+class HeadConfig(GroupedHeads):
     """A draft head: one decoder layer that reads the target's features and the next token's embedding.
 
-    `eagle` is EAGLE-1 and EAGLE-2 (the same weights serve both), `mtp` a MiMo multi-token prediction layer. What a
-    checkpoint holds decides, not its name.
+    What a checkpoint holds decides its kind, not its name.
     """
 
-    kind: HeadKind
+    kind: str  # a key of `specjax.models.head_spec.HEAD_SPECS`
     hidden_size: int  # M of the head
-    feature_size: (
-        int  # F: width of the features it reads; M of the target, for eagle3 times the number of auxiliary layers
-    )
+    feature_size: int  # F, of the features: M of the target, times the number of auxiliary layers if it has any
     intermediate_size: int  # I
     num_heads: int  # H
     num_kv_heads: int  # K, from the shape of k_proj: some configs give the target's
@@ -78,7 +78,7 @@ class HeadConfig:
     norm_epsilon: float
     rope: RopeConfig
     vocab_size: int  # W: tokens that it can propose
-    aux_layers: tuple[int, ...] = ()  # eagle3: the target's layers, 0-based, whose outputs are its features
+    aux_layers: tuple[int, ...] = ()  # layers of the target, 0-based, whose outputs it reads; none: its hidden state
     own_embedding: bool = False  # False: the target's
     own_head: bool = False  # False: the target's
     mapped: bool = False  # its token ids are not the target's; parameter `ids` [W] leads from one to the other
@@ -86,20 +86,13 @@ class HeadConfig:
     attention_bias: bool = False  # of q, k and v
     output_bias: bool = False  # of o
     mlp_bias: bool = False
-    norm_before_residual: bool = False  # eagle3: the residual is the normalised feature
+    norm_before_residual: bool = False  # EAGLE-3: the residual is the normalised feature
     dtype: str = "float32"
 
-    def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_attention_heads of the draft head ({self.num_heads}) must be a multiple of its key/value heads "
-                f"({self.num_kv_heads})"
-            )
-
     @property
-    def group_size(self) -> int:
-        """G: query heads that share one key/value head."""
-        return self.num_heads // self.num_kv_heads
+    def features(self) -> tuple[int, ...] | Literal["final"]:
+        """Which outputs of the target it reads; see `specjax.drafters.base.Drafter`."""
+        return self.aux_layers or "final"
 
     @property
     def num_layers(self) -> int:

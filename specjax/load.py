@@ -17,7 +17,6 @@ from specjax_kernels.cpu import callable_here
 
 from specjax import checkpoint
 from specjax.checkpoint import CheckpointError, ModelFiles, ShippedHead
-from specjax.checkpoint.mappings import EMBED_TENSOR
 from specjax.checkpoint.weights import read_headers
 from specjax.config import HeadConfig, ModelConfig
 from specjax.drafters import (
@@ -37,6 +36,7 @@ from specjax.drafters import (
 from specjax.drafters.options import OTHER_TREE, options_of
 from specjax.models import make_target
 from specjax.models.eagle_head import with_token_map
+from specjax.models.params import EMBED_TENSOR
 from specjax.models.protocol import Target
 from specjax.verify import Verifier
 
@@ -146,7 +146,7 @@ def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig) -> Cho
     options = options.on(jax.default_backend())
     if options.kind is None or _path(options):
         return Chosen(options)
-    if shipped is None or shipped.kind != options.kind:
+    if shipped is None or options.kind != shipped.kind:
         raise _no_head(options)
     options = cast(HeadOptions, options)
     measured, tree = _measured(options, shipped)

@@ -349,7 +349,7 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
                  r"no floats \(quantised heads are not supported\): .*up_proj\.weight \[24, 16\] is of int8"),
     "vector": ("eagle3", {"tensors": {"fc.weight": np.ones(16, np.float32)}}, {}, r"fc\.weight \[16\] must have two"),
     "q width": ("eagle3", {"tensors": {f"{LAYER}q_proj.weight": np.ones((32, 40), np.float32)}}, {},
-                "reads 40 numbers, .* gives 16; a head of EAGLE reads 16 there, one of EAGLE-3 32"),
+                r"reads 40 numbers, .* gives 16; draft heads read there: 16 \(EAGLE\), 32 \(EAGLE3\), 16 \(MTP\)"),
     "heads": ("eagle3", {"config": {"num_attention_heads": 5}}, {}, r"reads 32 numbers, .* num_attention_heads 5"),
     "no heads": ("eagle3", {"config": {"num_attention_heads": None}}, {}, "num_attention_heads is None"),
     "head_dim": ("eagle3", {"config": {"head_dim": 16}}, {}, "num_attention_heads 4 and head_dim 16"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import subprocess
@@ -14,7 +13,8 @@ import pytest
 
 from specjax import ModelConfig, RopeConfig
 from specjax.config import HeadConfig
-from specjax.models import FAMILIES, eagle_head, make_target
+from specjax.models import table
+from specjax.models.head_spec import head_table
 
 CONFIG = {
     "family": "llama",
@@ -57,33 +57,38 @@ from specjax import (
 )
 from specjax.config import HeadConfig
 from specjax.drafters.options import options_of
-from specjax.models import FAMILIES
+from specjax.models import init_params, table
 from specjax.models.blocks import key_value_spec
-from specjax.models.eagle_head import LOGICAL_AXES, init_head_params
+from specjax.models.eagle_head import init_head_params
+from specjax.models.head_spec import head_table
+from specjax.models.params import map_leaves
 from specjax.step import StepConfig, admit, tree_widths
 
 ROWS, PAGES, SIZE, TABLE, CHUNK, STEPS = 2, 512, 8, 8, 16, 12
 tied, algorithm, flags, head = json.loads(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]), json.loads(sys.argv[5])
 config = ModelConfig(**json.loads(sys.argv[1]), tied_embeddings=tied, rope=RopeConfig(theta=100.0))
-family = FAMILIES[config.family]
 if head is not None:
     head = HeadConfig(**head | {"aux_layers": tuple(head["aux_layers"])}, rope=RopeConfig(theta=100.0))
 mesh = Mesh(np.array(jax.devices()), ("tensor",))
 
 
-def split(name, table=family.logical_axes):
+def split(axes):
     """A leaf's sharding: every logical axis goes to the one axis of the mesh."""
-    return NamedSharding(mesh, PartitionSpec(*("tensor" if axis else None for axis in table[name])))
+    return NamedSharding(mesh, PartitionSpec(*("tensor" if axis else None for axis in axes)))
 
 
-def pages(spec):
-    return NamedSharding(mesh, PartitionSpec(*("tensor" if axis else None for axis in spec.page_axes)))
+def spread(weights, declared):
+    return jax.device_put(weights, map_leaves(declared, lambda leaf: split(leaf.axes)))
+
+
+def pages(specs):
+    return jax.tree.map(lambda spec: split(spec.page_axes), specs)
 
 
 def run(sharded):
     target = make_target(config)
     drafter = make_drafter(options_of(algorithm, **flags), target=target, head=head)
-    weights = family.init_params(config, jax.random.key(0))
+    weights = init_params(config, jax.random.key(0))
     # Wide enough for logits that differ; neither norms are one nor biases zero.
     rng = np.random.default_rng(0)
 
@@ -97,18 +102,17 @@ def run(sharded):
         draft = dict(init_head_params(head, target, jax.random.key(0)))
         draft = jax.tree_util.tree_map_with_path(draw, draft) | {"ids": jnp.arange(1, 5, dtype=jnp.int32)}
     if sharded:
-        weights = jax.tree_util.tree_map_with_path(lambda path, x: jax.device_put(x, split(path[-1].key)), weights)
-        draft = draft and {name: jax.device_put(x, split(name, LOGICAL_AXES)) for name, x in draft.items()}
+        weights = spread(weights, table(config))
+        draft = draft and spread(draft, head_table(head))
     params = Params(weights, draft)
     state = init_state(params, target, drafter, rows=ROWS, pool=PoolShape(PAGES, SIZE))
     kept = {}
     if sharded:
         everywhere = NamedSharding(mesh, PartitionSpec())
         shardings = jax.tree.map(lambda leaf: everywhere, state)
-        shardings = shardings._replace(cache=jax.tree.map(pages, target.pages))
+        shardings = shardings._replace(cache=pages(target.pages))
         if head is not None:
-            draft_pages = jax.tree.map(pages, key_value_spec(head))
-            shardings = shardings._replace(draft=shardings.draft._replace(cache=draft_pages))
+            shardings = shardings._replace(draft=shardings.draft._replace(cache=pages(key_value_spec(head))))
         state = jax.device_put(state, shardings)
         kept = {"out_shardings": (shardings, None)}
     fixed = {"target": target, "drafter": drafter, "config": StepConfig(tree_widths(drafter))}
@@ -125,8 +129,8 @@ def run(sharded):
         request = {"temperature": 1.5, "seed": 5} if slot else {"logit_bias": {1: 50.0, 2: 50.0, 3: 50.0}}
         row = new_row(config.vocab_size, limit=60, prompt=prompt, **request)
         state = take_in(state, jnp.int32(slot), jax.tree.map(jnp.asarray, row))
-    table = np.random.default_rng(1).permutation(PAGES)[: ROWS * TABLE].reshape(ROWS, TABLE).astype(np.int32)
-    step = StepInput(jnp.arange(ROWS), jnp.asarray(table), jnp.ones(ROWS, bool))
+    page_table = np.random.default_rng(1).permutation(PAGES)[: ROWS * TABLE].reshape(ROWS, TABLE).astype(np.int32)
+    step = StepInput(jnp.arange(ROWS), jnp.asarray(page_table), jnp.ones(ROWS, bool))
     length = jnp.asarray([len(prompt) for prompt in prompts], jnp.int32)
     chunk = PrefillInput(*step, jnp.asarray(tokens), length, jnp.full(ROWS, -1, jnp.int32))
 
@@ -190,36 +194,14 @@ def test_two_devices_draw_the_same_tokens(algorithm, flags, tied, tmp_path):
     if head is not None:
         assert {row[0] for row in alone["emitted"][1:]} == {3}, "the tree holds all that it can draw"
 
-    axes = dict(FAMILIES["llama"].logical_axes)
-    axes |= {f"draft {name}": names for name, names in eagle_head.LOGICAL_AXES.items()}
+    config = ModelConfig(**CONFIG, tied_embeddings=tied, rope=RopeConfig())
+    axes = {leaf.name: leaf.axes for scope in table(config) for leaf in scope.leaves}
+    if head is not None:
+        described = HeadConfig(**HEAD, rope=RopeConfig())
+        axes |= {f"draft {leaf.name}": leaf.axes for scope in head_table(described) for leaf in scope.leaves}
     assert alone["shares"] == dict.fromkeys(alone["shares"], 1.0)
     axes |= dict.fromkeys(("pages", "draft pages"), ("kv_heads",))
     assert split["shares"] == {name: 0.5 if any(axes[name]) else 1.0 for name in alone["shares"]}
     for pool, aliased, temporary in split["memory"].values():
         assert aliased >= pool
         assert temporary < pool / 4, "a layer of the pool is gathered on one device"
-
-
-def test_every_leaf_is_in_the_table():
-    """And has as many axes there as in the model; nothing in the table is of no model."""
-    family, seen = FAMILIES["llama"], set()
-    for tied in (True, False):
-        config = ModelConfig(**CONFIG, tied_embeddings=tied, rope=RopeConfig())
-        for path, leaf in jax.tree_util.tree_leaves_with_path(family.init_params(config, jax.random.key(0))):
-            name = path[-1].key
-            assert len(family.logical_axes[name]) == leaf.ndim, name
-            seen.add(name)
-    assert seen == set(family.logical_axes)
-    assert {axis for axes in family.logical_axes.values() for axis in axes} == {None, "kv_heads", "mlp", "vocab"}
-
-
-def test_every_leaf_of_a_head_is_in_its_table():
-    target, seen = make_target(ModelConfig(**CONFIG, tied_embeddings=True, rope=RopeConfig())), set()
-    plain = {"kind": "eagle", "feature_size": 32, "aux_layers": (), "own_embedding": False}
-    for changes in ({}, plain, {**plain, "kind": "mtp"}):
-        config = HeadConfig(**HEAD | changes, rope=RopeConfig())
-        init = functools.partial(eagle_head.init_head_params, config, target)
-        for name, leaf in jax.eval_shape(init, jax.random.key(0)).items():
-            assert len(eagle_head.LOGICAL_AXES[name]) == leaf.ndim, name
-            seen.add(name)
-    assert seen == set(eagle_head.LOGICAL_AXES)

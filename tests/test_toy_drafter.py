@@ -158,6 +158,27 @@ def test_nothing_but_the_table_asks_which_algorithm_runs():
     assert not found, "\n".join(found)
 
 
+KINDS = re.compile(r"""\bkind\s*(==|!=)|\bif\b.*\bkind in\b""")
+HEADS = re.compile(r"""["'](eagle3|mtp)["']""")
+OTHER_KINDS = {"checkpoint/gguf_tokenizer.py", "checkpoint/torch_zip.py"}  # of tokens and storages
+
+
+def test_nothing_but_the_specification_asks_for_the_kind_of_a_head():
+    found = [
+        f"{name}:{number}: {line.strip()}"
+        for path, name in FILES.items()
+        if name != "models/head_spec.py"
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if HEADS.search(line)
+        or (
+            (name.startswith(("models/", "drafters/", "train/", "checkpoint/", "engine/loading")))
+            and name not in OTHER_KINDS
+            and KINDS.search(line)
+        )
+    ]
+    assert not found, "\n".join(found)
+
+
 def imports(path: Path, package: str) -> set[str]:
     """Full names of all that a file imports, lazily or not; `from a import b` gives both a and a.b."""
     names: set[str] = set()

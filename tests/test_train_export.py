@@ -342,11 +342,12 @@ KILLED = """
 import os, signal, sys
 import numpy as np
 from specjax.config import HeadConfig, ModelConfig, RopeConfig
-from specjax.checkpoint.draft_names import head_placements
+from specjax.models.head_spec import head_sizes, head_table
+from specjax.models.params import map_leaves
 from specjax.train import export
 head = HeadConfig("eagle", 16, 16, 24, 4, 2, 8, 1e-5, RopeConfig(), 31)
 model = ModelConfig("llama", 31, 16, 24, 7, 4, 2, 8, 1e-5, RopeConfig(), 64, False)
-params = {part.leaf[0]: np.zeros(part.leaf_shape, np.float32) for part in head_placements(head, 31)}
+params = map_leaves(head_table(head), lambda leaf: np.zeros(leaf.shape(head_sizes(head, 31)), np.float32))
 calls = []
 def fsync(descriptor):
     calls.append(1)

@@ -22,6 +22,8 @@ from specjax import checkpoint
 from specjax.checkpoint.files import try_lock
 from specjax.cli import flags
 from specjax.engine import Engine, EngineConfig, SamplingParams
+from specjax.models import table
+from specjax.models.params import dimensions, parameter_bytes
 from specjax.train import corpus, generate, memory
 
 FIELDS = ["source", "temperature", "prompt", "response", "prompt_ids", "response_ids", "finish_reason", "seed"]
@@ -400,7 +402,7 @@ def test_the_batch_is_what_the_memory_allows(model, monkeypatch):
     files = checkpoint.resolve(model)
     config = checkpoint.model_config(files.config)
     row = 48 * 2 * 1 * 2 * 8 * 4 + int(2.5 * 4 * VOCABULARY)  # K and V, a layer, two heads of 8, float32; logits
-    weights = memory.weight_bytes(files, config)
+    weights = parameter_bytes(table(config), dimensions(config), config.dtype)
     for free, rows in ((weights + 7 * row, 7), (weights + 7 * row - 1, 6), (weights, 1), (0, 1), (10**12, 64)):
         monkeypatch.setattr(memory, "free_bytes", lambda _, free=free: free)
         found = chosen(model)

@@ -18,7 +18,9 @@ import pytest
 from toy_models import tiny_llama
 from train_helpers import environment
 
+from specjax.config import HeadConfig, RopeConfig
 from specjax.models.eagle_head import eagle_head
+from specjax.models.head_spec import head_table
 from specjax.train import draft
 from specjax.train.attention import packed_attention
 from specjax.train.optimizer import make_optimizer, schedule
@@ -48,6 +50,12 @@ def rows(count: int = 4, length: int = 24) -> Rows:
     return pack(examples, length, 0)
 
 
+BIASED = HeadConfig(
+    "eagle3", 16, 48, 24, 4, 2, 8, 1e-5, RopeConfig(), 31, (0, 1, 2), own_head=True, fc_bias=True, attention_bias=True
+)
+"""Declares the leaves that the optimiser's tests make by hand."""
+
+
 def trainer(optimizer: str = "adamw", rate: float = 1e-2, dtype: str = "float32", kind: str = "EAGLE3", **changes: Any):
     """(first state, update)."""
     config = toy().target.config
@@ -56,7 +64,7 @@ def trainer(optimizer: str = "adamw", rate: float = 1e-2, dtype: str = "float32"
     head = eagle_head(settings, target, backend=packed_attention)
     params = draft.new_params(settings, toy().target, toy().params, None, init="target", seed=0)
     weights, frozen = split_params(params)
-    chain = make_optimizer(optimizer, optax.constant_schedule(rate), **PLAIN | changes)
+    chain = make_optimizer(optimizer, optax.constant_schedule(rate), head_table(settings), **PLAIN | changes)
     with jax.numpy_dtype_promotion("standard"):
         state = TrainState(jnp.int32(0), weights, chain.init(weights))
     objective = draft.objective(kind, LossSettings(rounds=2, feature_noise=0.0))
@@ -181,9 +189,10 @@ def test_the_loss_falls(optimizer):
 
 def descend(**changes: Any):
     """The first update of known gradients: what Adam's first moment got of them, over 1 - beta1."""
-    chain = make_optimizer("adamw", optax.constant_schedule(1.0), **PLAIN | changes)
-    params = {"fc": jnp.ones((2, 2)), "norm": jnp.ones(2), "fc_bias": jnp.ones(2)}
-    gradient = {"fc": jnp.array([[3.0, 0.0], [0.0, 0.0]]), "norm": jnp.array([0.0, 4.0]), "fc_bias": jnp.zeros(2)}
+    table = head_table(BIASED)
+    chain = make_optimizer("adamw", optax.constant_schedule(1.0), table, **PLAIN | changes)
+    params = {"fc": jnp.ones((2, 2)), "mlp_norm": jnp.ones(2), "fc_bias": jnp.ones(2)}
+    gradient = {"fc": jnp.array([[3.0, 0.0], [0.0, 0.0]]), "mlp_norm": jnp.array([0.0, 4.0]), "fc_bias": jnp.zeros(2)}
     with jax.numpy_dtype_promotion("standard"):
         change, state = chain.update(gradient, chain.init(params), params)
     first = next(each for each in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(each, "mu"))
@@ -202,13 +211,14 @@ def descend(**changes: Any):
 )
 def test_clipping(changes, expected):
     _, seen = descend(**changes)
-    assert (float(seen["fc"][0, 0]), float(seen["norm"][1])) == pytest.approx(expected, rel=1e-5)
+    assert (float(seen["fc"][0, 0]), float(seen["mlp_norm"][1])) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_only_matrices_decay(optimizer):
     chains = [
-        make_optimizer(optimizer, optax.constant_schedule(0.1), **PLAIN | {"weight_decay": w}) for w in (0.0, 0.5)
+        make_optimizer(optimizer, optax.constant_schedule(0.1), head_table(BIASED), **PLAIN | {"weight_decay": w})
+        for w in (0.0, 0.5)
     ]
     params = {name: jnp.asarray(leaf, jnp.float32) for name, leaf in trainer()[0].params.items()}
     params |= {"fc_bias": jnp.ones(16), "qkv_bias": jnp.ones((2, 4, 8))}

@@ -87,8 +87,8 @@ def _default_aux_layers(num_layers: int) -> tuple[int, ...]:
     aux_layers = (1, num_layers // 2 - 1, num_layers - 4)
     if min(aux_layers) < 0 or len(set(aux_layers)) < len(aux_layers):
         raise CheckpointError(
-            f"config.json: eagle_config.{AUX_LAYERS_KEY} is absent, for {num_layers} layers the default "
-            f"is {list(aux_layers)}, which are not three different layers; give the ids there"
+            f"config.json: eagle_config.{AUX_LAYERS_KEY} is absent, and its default for a target of {num_layers} "
+            f"layers is {list(aux_layers)}, which are not three different layers; give the ids there"
         )
     return aux_layers
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from specjax.checkpoint import draft_names as names
 from specjax.checkpoint.draft_config import aux_layer_ids, layer_config, norm_before_residual
-from specjax.checkpoint.draft_names import HeadTensors, common_names, head_placements, unfused
+from specjax.checkpoint.draft_names import HeadTensors, common_names, unfused
 from specjax.checkpoint.errors import CheckpointError, listed
 from specjax.checkpoint.folder import find_weights, read_json
 from specjax.checkpoint.hf_config import given, number, require, rope
@@ -24,7 +24,20 @@ from specjax.checkpoint.hub import resolve_head
 from specjax.checkpoint.load import HOST_DTYPES, fill, misfits
 from specjax.checkpoint.unpickle import read_torch_zip
 from specjax.checkpoint.weights import DTYPES, read_headers
-from specjax.config import HEAD_ALGORITHMS, HeadConfig, HeadKind, ModelConfig
+from specjax.config import HeadConfig, ModelConfig
+from specjax.models.head_spec import (
+    EMBED,
+    FC,
+    HEAD,
+    HEAD_SPECS,
+    MASK,
+    OFFSETS,
+    HeadSpec,
+    head_sizes,
+    head_spec,
+    head_table,
+)
+from specjax.models.params import Placement, placements
 from specjax.progress import progress_bar
 
 _PARAMETER_DTYPES = frozenset(DTYPES.values())
@@ -36,7 +49,7 @@ def load_head(
     name: str,
     target: ModelConfig,
     *,
-    kind: HeadKind,
+    kind: str,
     revision: str | None = None,
     progress: bool = True,
     put: Callable[[np.ndarray], Any] | None = None,
@@ -53,15 +66,10 @@ def load_head(
       progress: show bars on stderr.
       put: moves one finished leaf to the device; ``jax.device_put`` if None.
       target_embedding: gives the target's embedding ``[V, M]``, so that an equal one is not kept twice; it is called
-        only for an EAGLE-3 head that has an embedding.
+        only for a head that has an embedding of its own.
 
     Returns:
-      The head's description, and ``fc [2M or F, M]``, ``qkv [M or 2M, K, G+2, E]``, ``output [K, G, E, M]``,
-      ``mlp_norm [M]``, ``gate_up [M, 2, I]``, ``down [I, M]``. The rows of ``fc`` and ``qkv`` that read the embedding
-      come first, in MTP's ``fc`` last. EAGLE-3 has ``embedding_norm``, ``feature_norm`` and ``final_norm`` ``[M]``, MTP
-      these and ``attention_norm [M]``. As the description says:
-      ``fc_bias [M]``, ``qkv_bias [K, G+2, E]``, ``output_bias [M]``, ``gate_up_bias [2, I]``, ``down_bias [M]``,
-      ``embed [V, M]``, ``head [M, W]``, and ``ids`` int32 ``[W]``, the target's id of each of the head's.
+      The head's description, and the parameters that ``specjax.models.head_spec.head_table`` declares for it.
 
     Raises:
       CheckpointError: no such head, not of that kind, not for that target, or not supported; the message begins with
@@ -72,15 +80,15 @@ def load_head(
     put = put or jax.device_put
     try:
         folder = resolve_head(name, revision=revision, progress=progress)
-        tensors, config, ids = _described(name, folder, target, kind)
-        table = head_placements(config, target.vocab_size)
-        _check(tensors, table, config)
-        if config.own_embedding and _is_targets(tensors.arrays[names.EMBED], target_embedding):
+        tensors, config, ids = _described(name, folder, target, head_spec(kind))
+        rules = _rules(config, target)
+        _check(tensors, rules, config)
+        if config.own_embedding and _is_targets(tensors.arrays[EMBED], target_embedding):
             config = replace(config, own_embedding=False)
-            table = head_placements(config, target.vocab_size)
-        size = sum(tensors.arrays[part.tensor].nbytes for part in table)
+            rules = _rules(config, target)
+        size = sum(tensors.arrays[rule.tensor].nbytes for rule in rules)
         with progress_bar(f"Loading {name}", size, "B", shown=progress) as loaded:
-            params = fill(table, lambda part: tensors.arrays[part], HOST_DTYPES[target.dtype], put, loaded.update)
+            params = fill(rules, tensors.arrays.__getitem__, HOST_DTYPES[target.dtype], put, loaded.update)
         if ids is not None:
             params["ids"] = jax.block_until_ready(put(ids))
     except CheckpointError as error:
@@ -88,31 +96,34 @@ def load_head(
     return config, params
 
 
+def _rules(config: HeadConfig, target: ModelConfig) -> list[Placement]:
+    return list(placements(head_table(config), head_sizes(config, target.vocab_size)))
+
+
 def _described(
-    name: str, folder: Path, target: ModelConfig, kind: HeadKind
+    name: str, folder: Path, target: ModelConfig, spec: HeadSpec
 ) -> tuple[HeadTensors, HeadConfig, np.ndarray | None]:
     """The head's tensors, its description, and the ids of its vocabulary unless they are the target's."""
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} has no config.json; a draft head needs it beside its weights")
     merged = layer_config(read_json(folder / "config.json", name))
     tensors = common_names(_read(find_weights(name, folder, torch_too=True)))
-    _check_kind(tensors, kind)
-    width = tensors.arrays[names.FC].shape[0]
+    _check_kind(tensors, spec)
+    width = tensors.arrays[FC].shape[0]
     heads = require(merged, "num_attention_heads")
     said = require(merged, "head_dim") if "head_dim" in merged else None
     head_dim, kv_heads = _attention_sizes(tensors, heads, said)
     tensors = unfused(tensors, heads * head_dim, kv_heads * head_dim)
-    wide = kind == "eagle3"
-    own_head = tensors.has(names.HEAD)
-    vocab_size = tensors.matrix(names.HEAD).shape[0] if own_head else target.vocab_size
-    aux_layers = aux_layer_ids(merged, target.num_layers) if wide else ()
+    own_head = tensors.has(HEAD)
+    vocab_size = tensors.matrix(HEAD).shape[0] if own_head else target.vocab_size
+    aux_layers = aux_layer_ids(merged, target.num_layers) if spec.reads_layers else ()
     _check_target(tensors, merged, target, aux_layers)
-    ids = _ids(tensors, vocab_size, target.vocab_size) if wide else None
+    ids = _ids(tensors, vocab_size, target.vocab_size) if spec.own_ends else None
     max_positions = require(merged, "max_position_embeddings", 2048)
     config = HeadConfig(
-        kind=kind,
+        kind=spec.kind,
         hidden_size=width,
-        feature_size=len(aux_layers) * target.hidden_size if wide else target.hidden_size,
+        feature_size=(len(aux_layers) or 1) * target.hidden_size,
         intermediate_size=tensors.matrix(f"{names.DOWN}.weight").shape[1],
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -121,14 +132,14 @@ def _described(
         rope=rope(merged, max_positions),  # the head's own: an absent theta is 10000 whatever the target's
         vocab_size=vocab_size,
         aux_layers=aux_layers,
-        own_embedding=wide and tensors.has(names.EMBED),
+        own_embedding=spec.own_ends and tensors.has(EMBED),
         own_head=own_head,
         mapped=ids is not None,
         fc_bias=tensors.has("fc.bias"),
         attention_bias=tensors.has(*(f"{part}.bias" for part in (names.Q, names.K, names.V))),
         output_bias=tensors.has(f"{names.O}.bias"),
         mlp_bias=tensors.has(*(f"{part}.bias" for part in (names.GATE, names.UP, names.DOWN))),
-        norm_before_residual=wide and norm_before_residual(merged),
+        norm_before_residual=spec.reads_layers and norm_before_residual(merged),
         dtype=target.dtype,
     )
     return tensors, config, ids
@@ -151,22 +162,23 @@ def _read(files: tuple[Path, ...]) -> dict[str, np.ndarray]:
     return tensors
 
 
-def _check_kind(tensors: HeadTensors, kind: HeadKind) -> None:
-    """EAGLE-3's q reads the embedding and the feature, the others' what fc made of the two; MTP norms both first."""
+def _check_kind(tensors: HeadTensors, spec: HeadSpec) -> None:
+    """The width that attention reads tells the kinds apart, and for those of one width a tensor that only one has."""
     query = f"{names.QKV if tensors.has(f'{names.QKV}.weight') else names.Q}.weight"
-    tensors.need(names.FC, query)
-    width, read = tensors.matrix(names.FC).shape[0], tensors.matrix(query).shape[1]
-    narrow: HeadKind = "mtp" if tensors.has(names.TOKEN_NORM) else "eagle"
-    kinds: dict[int, HeadKind] = {width: narrow, 2 * width: "eagle3"}
-    found = kinds.get(read)
+    tensors.need(FC, query)
+    width, read = tensors.matrix(FC).shape[0], tensors.matrix(query).shape[1]
+    marked = sorted(HEAD_SPECS.values(), key=lambda row: row.mark is None)
+    fitting = (row for row in marked if read == row.query_parts * width and (not row.mark or tensors.has(row.mark)))
+    found = next(fitting, None)
     if found is None:
+        known = ", ".join(f"{row.query_parts * width} ({row.algorithm})" for row in HEAD_SPECS.values())
         raise CheckpointError(
-            f"{tensors.said(query)} reads {read} numbers, and {tensors.said(names.FC)} gives {width}; a head of EAGLE "
-            f"reads {width} there, one of EAGLE-3 {2 * width}"
+            f"{tensors.said(query)} reads {read} numbers, and {tensors.said(FC)} gives {width}; draft heads "
+            f"read there: {known}"
         )
-    if found != kind:
+    if found is not spec:
         raise CheckpointError(
-            f"this is a head for draft='{HEAD_ALGORITHMS[found]}', not {HEAD_ALGORITHMS[kind]} "
+            f"this is a head for draft='{found.algorithm}', not {spec.algorithm} "
             f"({tensors.said(query)} reads {read // width} x {width}); change that, or give a head of the other kind"
         )
 
@@ -197,8 +209,8 @@ def _attention_sizes(tensors: HeadTensors, heads: int, head_dim: int | None) -> 
 def _check_target(
     tensors: HeadTensors, merged: Mapping[str, Any], target: ModelConfig, aux_layers: tuple[int, ...]
 ) -> None:
-    width, read = tensors.arrays[names.FC].shape
-    fc = tensors.said(names.FC)
+    width, read = tensors.arrays[FC].shape
+    fc = tensors.said(FC)
     if aux_layers:
         if read != len(aux_layers) * target.hidden_size:
             raise CheckpointError(
@@ -217,22 +229,22 @@ def _check_target(
             f"config.json: vocab_size is {size}, and the target's is {target.vocab_size}; a head drafts only for the "
             "model that it was trained with"
         )
-    if not aux_layers and tensors.has(names.EMBED):  # a copy of the target's, and the only sign of its vocabulary
+    if not aux_layers and tensors.has(EMBED):  # a copy of the target's, and the only sign of its vocabulary
         wanted = (target.vocab_size, target.hidden_size)
-        if tensors.arrays[names.EMBED].shape != wanted:
+        if tensors.arrays[EMBED].shape != wanted:
             raise CheckpointError(
-                f"{tensors.said(names.EMBED)} is not of the target's size: {list(wanted)}, its vocabulary and "
+                f"{tensors.said(EMBED)} is not of the target's size: {list(wanted)}, its vocabulary and "
                 "hidden_size, is needed"
             )
     if aux_layers and width != target.hidden_size:
-        for name, what in ((names.EMBED, "embedding"), (names.HEAD, "head")):
+        for name, what in ((EMBED, "embedding"), (HEAD, "head")):
             if not tensors.has(name):
                 raise CheckpointError(
                     f"it has no {name}, and the target's {what} is {target.hidden_size} wide, the draft head {width}"
                 )
-    if not aux_layers and tensors.has(names.HEAD) and tensors.arrays[names.HEAD].shape[0] != target.vocab_size:
+    if not aux_layers and tensors.has(HEAD) and tensors.arrays[HEAD].shape[0] != target.vocab_size:
         raise CheckpointError(
-            f"{tensors.said(names.HEAD)} is for {tensors.arrays[names.HEAD].shape[0]} tokens, and the target has "
+            f"{tensors.said(HEAD)} is for {tensors.arrays[HEAD].shape[0]} tokens, and the target has "
             f"{target.vocab_size}"
         )
 
@@ -242,11 +254,11 @@ def _ids(tensors: HeadTensors, vocab_size: int, target_size: int) -> np.ndarray 
 
     ``d2t`` holds offsets: target id = draft id + d2t[draft id].
     """
-    mask, offsets = tensors.arrays.get(names.MASK), tensors.arrays.get(names.OFFSETS)
+    mask, offsets = tensors.arrays.get(MASK), tensors.arrays.get(OFFSETS)
     if mask is not None and mask.shape != (target_size,):
-        raise CheckpointError(f"{tensors.said(names.MASK)} must have an element for each of the target's {target_size}")
-    if not tensors.has(names.HEAD) and offsets is not None:
-        raise CheckpointError(f"{tensors.said(names.OFFSETS)} is there and lm_head.weight, which it maps, is not")
+        raise CheckpointError(f"{tensors.said(MASK)} must have an element for each of the target's {target_size}")
+    if not tensors.has(HEAD) and offsets is not None:
+        raise CheckpointError(f"{tensors.said(OFFSETS)} is there and lm_head.weight, which it maps, is not")
     own = np.arange(vocab_size)
     # An integer t2d, as some trainers have in memory, is a map and not a mask.
     marked = np.flatnonzero(mask) if mask is not None and mask.dtype in (np.bool_, np.uint8) else None
@@ -256,14 +268,13 @@ def _ids(tensors: HeadTensors, vocab_size: int, target_size: int) -> np.ndarray 
         if marked is None or len(marked) != vocab_size:
             mapped = f"and t2d marks {len(marked)}" if marked is not None else "and there is no t2d of bools"
             raise CheckpointError(
-                f"{tensors.said(names.HEAD)} is for {vocab_size} tokens and the target has {target_size}; there is no "
+                f"{tensors.said(HEAD)} is for {vocab_size} tokens and the target has {target_size}; there is no "
                 f"d2t to say which they are, {mapped}"
             )
         return marked.astype(np.int32)
     if offsets.shape != (vocab_size,) or offsets.dtype.kind not in "iu":
         raise CheckpointError(
-            f"{tensors.said(names.OFFSETS)} ({offsets.dtype}) must have an integer for each row of "
-            f"{tensors.said(names.HEAD)}"
+            f"{tensors.said(OFFSETS)} ({offsets.dtype}) must have an integer for each row of {tensors.said(HEAD)}"
         )
     ids = own + offsets.astype(np.int64)
     if len(outside := np.flatnonzero((ids < 0) | (ids >= target_size))):
@@ -288,24 +299,24 @@ def _ids(tensors: HeadTensors, vocab_size: int, target_size: int) -> np.ndarray 
     return None if vocab_size == target_size and np.array_equal(ids, own) else ids.astype(np.int32)
 
 
-def _check(tensors: HeadTensors, table: list[Any], config: HeadConfig) -> None:
+def _check(tensors: HeadTensors, rules: list[Placement], config: HeadConfig) -> None:
     """Refuse missing and misshapen tensors, those with no place, and those that are no floats; names as in the file."""
-    said = {part.tensor: tensors.names.get(part.tensor, names.file_name(config.kind, part.tensor)) for part in table}
-    renamed = [replace(part, tensor=said[part.tensor]) for part in table]
+    spec = head_spec(config.kind)
+    said = {rule.tensor: tensors.names.get(rule.tensor, names.file_name(spec, rule.tensor)) for rule in rules}
+    renamed = [replace(rule, tensor=said[rule.tensor]) for rule in rules]
     shapes = {tensors.names[name]: array.shape for name, array in tensors.arrays.items()}
     missing, wrong = misfits(shapes, renamed)
-    unread = {names.MASK, names.OFFSETS} if config.kind == "eagle3" else {names.EMBED}
-    extra = tensors.arrays.keys() - {part.tensor for part in table} - unread
+    extra = tensors.arrays.keys() - said.keys() - ({MASK, OFFSETS} if spec.own_ends else {EMBED})
     integers = {
-        f"{tensors.said(part.tensor)} is of {tensors.arrays[part.tensor].dtype}"
-        for part in table
-        if part.tensor in tensors.arrays and tensors.arrays[part.tensor].dtype not in _PARAMETER_DTYPES
+        f"{tensors.said(name)} is of {tensors.arrays[name].dtype}"
+        for name in said.keys() & tensors.arrays.keys()
+        if tensors.arrays[name].dtype not in _PARAMETER_DTYPES
     }
     problems = []
     if missing:
         problems.append(f"missing tensors: {listed(missing)}")
     if extra:
-        place = f"tensors with no place in {config.kind.upper()} heads: {listed(tensors.said(name) for name in extra)}"
+        place = f"tensors with no place in {spec.algorithm} heads: {listed(tensors.said(name) for name in extra)}"
         if any(name.startswith(("fc_norm", "norm_output", "input_norm")) for name in extra):
             place += " (EAGLE-3.1, whose extra norms are not supported)"
         problems.append(place)
@@ -314,7 +325,7 @@ def _check(tensors: HeadTensors, table: list[Any], config: HeadConfig) -> None:
     if integers:
         problems.append(f"parameters that are no floats (quantised heads are not supported): {listed(integers)}")
     if problems:
-        raise CheckpointError("the weights are not those of a head that is supported; " + "; ".join(problems))
+        raise CheckpointError("unsupported draft head; " + "; ".join(problems))
 
 
 def _is_targets(embedding: np.ndarray, target_embedding: Callable[[], np.ndarray] | None) -> bool:

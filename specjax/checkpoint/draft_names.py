@@ -1,38 +1,23 @@
-"""Which tensor of a draft head goes to which part of which leaf, whatever dialect it was saved in.
+"""The names and layouts in which draft heads were saved, brought to one form, that of ``specjax.models.head_spec``.
 
-Tables, as in ``mappings``, whose rules for a decoder layer are used again here. Names are first brought to one form,
-that of the published EAGLE-3 heads (``fc``, ``midlayer``, ``norm``, ``lm_head``, ``embed_tokens``, ``d2t``, ``t2d``),
-and fused projections are cut into views. The same tables serve to write a head. Knows nothing of files, configs or the
-target.
+Published heads differ in prefixes, and some have fused projections, which are cut into views. Knows nothing of files,
+configs or the target.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from specjax.checkpoint.errors import CheckpointError, listed
-from specjax.checkpoint.mappings import (
-    ATTENTION_BIAS_RULES,
-    LAYER_RULES,
-    LEAVES,
-    MLP_BIAS_RULES,
-    Placement,
-    Rule,
-    placement,
-)
-from specjax.config import HeadConfig
+from specjax.models.head_spec import LAYER, HeadSpec
 
-LAYER = "midlayer."
 Q, K, V, O = (f"{LAYER}self_attn.{part}_proj" for part in "qkvo")
 QKV = f"{LAYER}self_attn.qkv_proj"
 GATE, UP, GATE_UP, DOWN = (f"{LAYER}mlp.{part}_proj" for part in ("gate", "up", "gate_up", "down"))
-FC, EMBED, HEAD = "fc.weight", "embed_tokens.weight", "lm_head.weight"
-OFFSETS, MASK = "d2t", "t2d"
-TOKEN_NORM = f"{LAYER}token_layernorm.weight"  # only MTP layers have it
 
 # speculators' converter renamed EAGLE-1's fc and layers.0; its EAGLE-3 heads and NeMo's have layers.0.
 # MiMo has its MTP layer's two halves, what comes before the decoder layer and the layer itself, under one prefix.
@@ -40,49 +25,7 @@ _RENAMED = (
     (r"model\.", ""), (r"layers\.0\.", LAYER), (r"transformer\.", LAYER), (r"fusion_fc\.", "fc."),
     (r"mtp_layers\.0\.input_proj\.", "fc."), (r"mtp_layers\.0\.", LAYER),
 )  # fmt: skip
-_WRITTEN = {
-    "eagle": ((LAYER, "layers.0."),),
-    "eagle3": (),
-    "mtp": (("fc.", "model.mtp_layers.0.input_proj."), (LAYER, "model.mtp_layers.0.")),
-}
 _IGNORED = re.compile(re.escape(LAYER) + r"self_attn\.rotary_emb\.inv_freq|rotary_emb\.inv_freq")
-
-# J is the input of q, k and v: 2M for EAGLE-3, else M. F is the input of fc, W the draft vocabulary.
-HEAD_LEAVES = LEAVES | {
-    "fc": "F M",
-    "fc_bias": "M",
-    "embedding_norm": "M",
-    "feature_norm": "M",
-    "qkv": "J K Q E",
-    "head": "M W",
-}
-_FC = Rule(FC, "M F", "fc", "FM")
-_FC_BIAS = Rule("fc.bias", "M", "fc_bias", "M")
-_NORMS = {
-    "eagle": (),
-    "eagle3": (
-        Rule(f"{LAYER}input_layernorm.weight", "M", "embedding_norm", "M"),
-        Rule(f"{LAYER}hidden_norm.weight", "M", "feature_norm", "M"),
-        Rule("norm.weight", "M", "final_norm", "M"),
-    ),
-    "mtp": (
-        Rule(TOKEN_NORM, "M", "embedding_norm", "M"),
-        Rule(f"{LAYER}hidden_layernorm.weight", "M", "feature_norm", "M"),
-        Rule(f"{LAYER}input_layernorm.weight", "M", "attention_norm", "M"),
-        Rule(f"{LAYER}final_layernorm.weight", "M", "final_norm", "M"),
-    ),
-}
-_QKV = tuple(
-    replace(rule, tensor=LAYER + rule.tensor, split=rule.split.replace("M", "J"), order=rule.order.replace("M", "J"))
-    for rule in LAYER_RULES
-    if rule.leaf == "qkv"
-)
-_AFTER_QKV = tuple(
-    replace(rule, tensor=LAYER + rule.tensor) for rule in LAYER_RULES if rule.leaf not in ("qkv", "attention_norm")
-)
-_BIASES = tuple(replace(rule, tensor=LAYER + rule.tensor) for rule in ATTENTION_BIAS_RULES + MLP_BIAS_RULES)
-_EMBED = Rule(EMBED, "V M", "embed", "VM")
-_HEAD = Rule(HEAD, "W M", "head", "MW")
 
 
 @dataclass(frozen=True)
@@ -142,9 +85,9 @@ def common_names(tensors: Mapping[str, np.ndarray]) -> HeadTensors:
     return HeadTensors(arrays, names)
 
 
-def file_name(kind: str, name: str) -> str:
+def file_name(spec: HeadSpec, name: str) -> str:
     """The common name ``name`` as heads of that kind are published; ``common_names`` leads back."""
-    for common, published in _WRITTEN[kind]:
+    for common, published in spec.published:
         if name.startswith(common):
             return published + name.removeprefix(common)
     return name
@@ -164,37 +107,3 @@ def unfused(tensors: HeadTensors, query_rows: int, kv_rows: int) -> HeadTensors:
             for part, rows in zip(parts, np.split(array, cuts), strict=True):
                 arrays[f"{part}.{kind}"], names[f"{part}.{kind}"] = rows, f"{given} ({part.split('.')[-1]})"
     return HeadTensors(arrays, names)
-
-
-def head_placements(config: HeadConfig, target_vocab_size: int) -> list[Placement]:
-    """Every tensor that a head of this description must hold, ``ids`` apart, in the order of its parameters."""
-    wide = config.kind == "eagle3"
-    rules = [_FC, *([_FC_BIAS] if config.fc_bias else []), *_NORMS[config.kind], *_QKV, *_AFTER_QKV]
-    present = {
-        "qkv_bias": config.attention_bias,
-        "output_bias": config.output_bias,
-        "gate_up_bias": config.mlp_bias,
-        "down_bias": config.mlp_bias,
-    }
-    rules += [rule for rule in _BIASES if present[rule.leaf]]
-    rules += [_EMBED] if config.own_embedding else []
-    rules += [_HEAD] if config.own_head else []
-    sizes = {
-        "M": config.hidden_size,
-        "J": config.hidden_size * (2 if wide else 1),
-        "F": config.feature_size if wide else 2 * config.hidden_size,
-        "I": config.intermediate_size,
-        "K": config.num_kv_heads,
-        "G": config.group_size,
-        "Q": config.group_size + 2,
-        "E": config.head_dim,
-        "V": target_vocab_size,
-        "W": config.vocab_size,
-        "2": 2,
-    }
-    return [placement(rule, "", (), sizes, HEAD_LEAVES) for rule in rules]
-
-
-def taken(part: Placement, leaf: np.ndarray) -> np.ndarray:
-    """The tensor ``[part.shape]`` that ``part.place`` would write into ``leaf [part.leaf_shape]``: its inverse."""
-    return leaf[part.part].transpose(np.argsort(part.axes)).reshape(part.shape)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from specjax.checkpoint.errors import CheckpointError, listed
-from specjax.checkpoint.mappings import EMBED_TENSOR, HEAD_TENSOR
 from specjax.checkpoint.weights import INDEX_NAME, SINGLE_NAME, read_headers, same_content
+from specjax.models.params import EMBED_TENSOR, HEAD_TENSOR
 
 # Only draft heads are read from these.
 TORCH_INDEX_NAME = "pytorch_model.bin.index.json"

@@ -19,8 +19,9 @@ import numpy as np
 from specjax.checkpoint.errors import CheckpointError, listed
 from specjax.checkpoint.gguf_tokenizer import write_tokenizer
 from specjax.checkpoint.hf_config import model_config
-from specjax.checkpoint.mappings import placements
 from specjax.checkpoint.weights import save_shards
+from specjax.models import table
+from specjax.models.params import dimensions, placements
 from specjax.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -29,22 +30,6 @@ if TYPE_CHECKING:
 # Part of a converted folder's name: a change of what this module writes must change it.
 CONVERSION = "v1"
 
-MODEL_TENSORS = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-}
-LAYER_TENSORS = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 ROPE_FACTORS = "rope_freqs.weight"
 # Metadata that changes what a Llama computes, with the values that change nothing.
 NEUTRAL = {
@@ -213,15 +198,15 @@ def _as_written(value: float) -> float:
 def _rope_scaling(
     metadata: _Metadata, tensors: Mapping[str, ReaderTensor], head_dim: int, theta: float, label: str
 ) -> dict[str, Any] | None:
-    kind = metadata.get("llama.rope.scaling.type", "none")
+    rope_type = metadata.get("llama.rope.scaling.type", "none")
     factor = metadata.get("llama.rope.scaling.factor", metadata.get("llama.rope.scale_linear", 1.0))
-    if kind not in ("none", "linear"):
+    if rope_type not in ("none", "linear"):
         raise CheckpointError(
-            f"{label}: llama.rope.scaling.type is {kind!r}; supported: none, linear, and llama3's {ROPE_FACTORS}"
+            f"{label}: llama.rope.scaling.type is {rope_type!r}; supported: none, linear, and llama3's {ROPE_FACTORS}"
         )
     if ROPE_FACTORS in tensors:
         return _llama3_scaling(np.asarray(tensors[ROPE_FACTORS].data, np.float64), head_dim, theta, label)
-    if factor not in (0.0, 1.0) and (kind == "linear" or "llama.rope.scale_linear" in metadata):
+    if factor not in (0.0, 1.0) and (rope_type == "linear" or "llama.rope.scale_linear" in metadata):
         return {"rope_type": "linear", "type": "linear", "factor": float(factor)}
     return None
 
@@ -252,46 +237,37 @@ def _llama3_scaling(factors: np.ndarray, head_dim: int, theta: float, label: str
     )
 
 
-def _source_name(name: str) -> str:
-    """``model.layers.3.self_attn.q_proj.weight`` -> ``blk.3.attn_q.weight``."""
-    stem, suffix = name.rsplit(".", 1)
-    if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem):
-        return f"blk.{match[1]}.{LAYER_TENSORS[match[2]]}.{suffix}"
-    return f"{MODEL_TENSORS[stem]}.{suffix}"
-
-
 def _write_weights(
     config: Mapping[str, Any], tensors: Mapping[str, ReaderTensor], folder: Path, label: str, progress: bool
 ) -> None:
     from gguf import dequantize
 
     model = model_config(config, dtype="float32")
-    table = placements(model)
-    sources = {placement.tensor: _source_name(placement.tensor) for placement in table}
-    missing = set(sources.values()) - tensors.keys()
-    extra = tensors.keys() - set(sources.values()) - {ROPE_FACTORS}
+    rules = {rule.tensor: rule for rule in placements(table(model), dimensions(model))}
+    names = {rule.gguf for rule in rules.values()}
+    missing, extra = names - tensors.keys(), tensors.keys() - names - {ROPE_FACTORS}
     if missing or extra:
         raise CheckpointError(
             f"{label} does not fit a Llama of {model.num_layers} layers; missing tensors: {listed(missing) or 'none'}; "
             f"tensors with no place: {listed(extra) or 'none'}"
         )
-    heads = {"q_proj": model.num_heads, "k_proj": model.num_kv_heads}
-    shapes = {placement.tensor: placement.shape for placement in table}
+    shapes = {name: rule.shape for name, rule in rules.items()}
 
     def read(name: str) -> np.ndarray:
-        source = tensors[sources[name]]
+        rule = rules[name]
+        source = tensors[rule.gguf]
         try:
             values = dequantize(source.data, source.tensor_type)
         except NotImplementedError as error:
             raise CheckpointError(
                 f"{label}: {source.name} has type {source.tensor_type.name}, which gguf cannot decode"
             ) from error
-        if values.shape != shapes[name]:
+        if values.shape != rule.shape:
             raise CheckpointError(
-                f"{label}: {source.name} is {list(values.shape)}, the metadata implies {list(shapes[name])}"
+                f"{label}: {source.name} is {list(values.shape)}, the metadata implies {list(rule.shape)}"
             )
-        if rotated := heads.get(name.split(".")[-2]):
-            values = unpermute(values, rotated)
+        if rule.interleaved:
+            values = unpermute(values, rule.shape[0] // model.head_dim)
         written.update(values.size * 4)
         return values
 

@@ -8,14 +8,8 @@ from typing import Any
 
 from specjax.checkpoint.errors import CheckpointError, listed
 from specjax.config import ModelConfig, RopeConfig
+from specjax.models import ARCHITECTURES
 
-# Hugging Face architecture to family (`specjax.models.FAMILIES`).
-# Mistral without a sliding window is Llama, tensor for tensor; only what an absent key means differs.
-ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama"}
-ABSENT_MEANS: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {},
-    "MistralForCausalLM": {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072},
-}
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", "linear", "llama3")
 # Where transformers 5 and 4 say it.
@@ -46,7 +40,7 @@ def model_config(hf_config: Mapping[str, Any], *, dtype: str = "auto", platform:
             f"config.json: auto_map ({named}) says that the model is computed by Python code of its own, which is not "
             f"run here and may differ from {architecture}; remove the key if the code is that of transformers"
         )
-    hf_config = ABSENT_MEANS[architecture] | dict(hf_config)
+    hf_config = dict(ARCHITECTURES[architecture].absent) | dict(hf_config)
     refuse_unsupported(hf_config)
     heads = require(hf_config, "num_attention_heads")
     hidden = require(hf_config, "hidden_size")
@@ -57,7 +51,7 @@ def model_config(hf_config: Mapping[str, Any], *, dtype: str = "auto", platform:
         )
     max_positions = require(hf_config, "max_position_embeddings", 2048)
     return ModelConfig(
-        family=ARCHITECTURES[architecture],
+        family=ARCHITECTURES[architecture].family,
         vocab_size=require(hf_config, "vocab_size"),
         hidden_size=hidden,
         intermediate_size=require(hf_config, "intermediate_size"),
@@ -136,21 +130,19 @@ def _scaling(name: str, section: Any, max_positions: int) -> RopeConfig:
         raise CheckpointError(
             f"config.json: {name} is given by layer type ({listed(by_layer)}); supported: one for all layers"
         )
-    kinds = [section[key] for key in ("rope_type", "type") if section.get(key) is not None]
-    for kind in kinds:
-        if kind not in ROPE_TYPES:
-            raise CheckpointError(f"config.json: {name} has rope type {kind!r:.80}; supported: {', '.join(ROPE_TYPES)}")
-    if len(set(kinds)) > 1:
-        raise CheckpointError(f"config.json: {name} has rope_type {kinds[0]!r} and type {kinds[1]!r}; give one of them")
-    if not kinds and (factor := given(section, "factor", 1)) != 1:
-        raise CheckpointError(
-            f"config.json: {name} has factor {factor!r:.80} and no rope_type; give one of: {', '.join(ROPE_TYPES)}"
-        )
-    kind = kinds[0] if kinds else "default"
+    types = [section[key] for key in ("rope_type", "type") if section.get(key) is not None]
+    known = ", ".join(ROPE_TYPES)
+    if unknown := [each for each in types if each not in ROPE_TYPES]:
+        raise CheckpointError(f"config.json: {name} has rope type {unknown[0]!r:.80}; supported: {known}")
+    if len(set(types)) > 1:
+        raise CheckpointError(f"config.json: {name} has rope_type {types[0]!r} and type {types[1]!r}; give one of them")
+    if not types and (factor := given(section, "factor", 1)) != 1:
+        raise CheckpointError(f"config.json: {name} has factor {factor!r:.80} and no rope_type; give one of: {known}")
+    rope_type = types[0] if types else "default"
     try:
-        if kind == "default":
+        if rope_type == "default":
             return RopeConfig()
-        if kind == "linear":
+        if rope_type == "linear":
             found = RopeConfig(scaling="linear", factor=number(section, "factor"))
         else:
             found = RopeConfig(
@@ -161,7 +153,7 @@ def _scaling(name: str, section: Any, max_positions: int) -> RopeConfig:
                 original_max_position=require(section, "original_max_position_embeddings", max_positions),
             )
     except KeyError as error:
-        raise CheckpointError(f"config.json: {name} of type {kind} has no {error.args[0]!r}") from error
+        raise CheckpointError(f"config.json: {name} of type {rope_type} has no {error.args[0]!r}") from error
     return RopeConfig() if found.factor == 1 else found
 
 

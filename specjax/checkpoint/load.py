@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import groupby
@@ -13,9 +14,10 @@ import numpy as np
 
 from specjax.checkpoint.errors import CheckpointError, listed
 from specjax.checkpoint.folder import ModelFiles, read_json
-from specjax.checkpoint.mappings import Placement, is_ignored, placements
 from specjax.checkpoint.weights import TensorEntry, read_headers
 from specjax.config import ModelConfig
+from specjax.models import table
+from specjax.models.params import HEAD_TENSOR, Placement, dimensions, placements
 from specjax.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -47,9 +49,7 @@ def load_params(
       put: moves one finished leaf to the device; ``jax.device_put`` if None.
 
     Returns:
-      ``embed [V, M]``, ``layers_i: {attention_norm [M], qkv [M, K, G+2, E], output [K, G, E, M], mlp_norm [M],
-      gate_up [M, 2, I], down [I, M]}``, ``final_norm [M]`` and, unless tied, ``head [M, V]``. With biases also
-      ``qkv_bias [K, G+2, E]``, ``output_bias [M]``, ``gate_up_bias [2, I]``, ``down_bias [M]``.
+      The parameter tree that ``specjax.models.table(config)`` declares.
 
     Raises:
       CheckpointError: a tensor is missing, left over, of the wrong shape or of an unsupported type, or a file is
@@ -59,43 +59,45 @@ def load_params(
 
     put = put or jax.device_put
     tensors = read_headers(files.weights)
-    table = placements(config)
-    _check(tensors, table, files, config)
-
-    size = sum(tensors[placement.tensor].stop - tensors[placement.tensor].start for placement in table)
+    rules = list(placements(table(config), dimensions(config)))
+    _check(tensors, rules, files, config)
+    size = sum(tensors[name].stop - tensors[name].start for name in {rule.tensor for rule in rules})
     with progress_bar(f"Loading {files.name}", size, "B", shown=progress) as loaded:
-        return fill(table, lambda name: tensors[name].read(), HOST_DTYPES[config.dtype], put, loaded.update)
+        return fill(rules, lambda name: tensors[name].read(), HOST_DTYPES[config.dtype], put, loaded.update)
 
 
 def fill(
-    table: Iterable[Placement],
+    rules: Iterable[Placement],
     read: Callable[[str], np.ndarray],
     dtype: np.dtype,
     put: Callable[[np.ndarray], Any],
     loaded: Callable[[int], Any],
 ) -> dict[str, Any]:
-    """The parameter tree that ``table`` describes, leaf by leaf.
+    """The parameter tree that ``rules`` describe, leaf by leaf.
 
     Args:
-      table: the tensors of every leaf; their shapes were checked.
+      rules: of all tensors, those of a leaf next to one another; the tensors' shapes were checked.
       read: gives a tensor by its name.
       dtype: of the leaves.
       put: moves one finished leaf to the device.
-      loaded: is told the bytes of each tensor that was placed.
+      loaded: progress callback; receives the number of bytes copied.
     """
     import jax
 
     params: dict[str, Any] = {}
-    for path, parts in groupby(_by_leaf(table), key=lambda placement: placement.leaf):
+    for path, parts in groupby(rules, key=lambda rule: rule.leaf):
         group = list(parts)
         host = np.empty(group[0].leaf_shape, dtype)
-        for placement in group:
-            tensor = read(placement.tensor)
-            placement.place(host, tensor)
-            loaded(tensor.nbytes)
+        for rule in group:
+            tensor = read(rule.tensor)
+            rule.place(host, tensor)
+            loaded(tensor[rule.rows].nbytes)
             del tensor
+        place = params
+        for key in path[:-1]:
+            place = place.setdefault(key, {})
         # Waiting keeps the transfers, and with them the host buffers, from piling up.
-        _insert(params, path, jax.block_until_ready(put(host)))
+        place[path[-1]] = jax.block_until_ready(put(host))
         del host
     return params
 
@@ -150,24 +152,15 @@ def _tokenizer_class(files: ModelFiles) -> Any:
     return AutoTokenizer
 
 
-def _by_leaf(table: Iterable[Placement]) -> list[Placement]:
-    """Tensors of one leaf next to one another, leaves in the order of their first tensor."""
-    first: dict[tuple[str, ...], int] = {}
-    for placement in table:
-        first.setdefault(placement.leaf, len(first))
-    return sorted(table, key=lambda placement: first[placement.leaf])
+# Buffers without content that old versions of transformers saved.
+_IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
-def _insert(params: dict[str, Any], path: tuple[str, ...], leaf: Any) -> None:
-    for key in path[:-1]:
-        params = params.setdefault(key, {})
-    params[path[-1]] = leaf
-
-
-def _check(tensors: dict[str, TensorEntry], table: list[Placement], files: ModelFiles, config: ModelConfig) -> None:
-    extra = tensors.keys() - {placement.tensor for placement in table}
-    extra = {name for name in extra if not is_ignored(name, tied=config.tied_embeddings)}
-    missing, wrong = misfits({name: entry.shape for name, entry in tensors.items()}, table)
+def _check(tensors: dict[str, TensorEntry], rules: list[Placement], files: ModelFiles, config: ModelConfig) -> None:
+    extra = {name for name in tensors.keys() - {rule.tensor for rule in rules} if not _IGNORED.fullmatch(name)}
+    if config.tied_embeddings:
+        extra.discard(HEAD_TENSOR)
+    missing, wrong = misfits({name: entry.shape for name, entry in tensors.items()}, rules)
     problems = []
     if missing:
         problems.append(f"missing tensors: {listed(missing)}")
@@ -182,9 +175,9 @@ def _check(tensors: dict[str, TensorEntry], table: list[Placement], files: Model
         )
 
 
-def misfits(found: Mapping[str, tuple[int, ...]], table: Iterable[Placement]) -> tuple[set[str], set[str]]:
-    """Tensors of ``table`` that are not in ``found``, and sentences about those whose shape there is another."""
-    expected = {placement.tensor: placement.shape for placement in table}
+def misfits(found: Mapping[str, tuple[int, ...]], rules: Iterable[Placement]) -> tuple[set[str], set[str]]:
+    """Tensors of ``rules`` that are not in ``found``, and sentences about those whose shape there is another."""
+    expected = {rule.tensor: rule.shape for rule in rules}
     wrong = {
         f"{name} is {list(found[name])}, config.json implies {list(shape)}"
         for name, shape in expected.items()

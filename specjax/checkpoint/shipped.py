@@ -21,7 +21,8 @@ from specjax.checkpoint.builtin import BUILT_IN_MODEL
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.folder import ModelFiles
 from specjax.checkpoint.weights import SINGLE_NAME, read_headers
-from specjax.config import HeadKind, ModelConfig
+from specjax.config import ModelConfig
+from specjax.models.head_spec import ALGORITHMS
 
 FOLDER = Path(__file__).parents[1] / "data" / "heads"
 FINAL_NORM = "model.norm.weight"
@@ -41,7 +42,7 @@ class ShippedHead:
     """
 
     name: str
-    kind: HeadKind
+    kind: str
     model: str
     norm: str
     sizes: Mapping[str, int]
@@ -79,7 +80,7 @@ class ShippedHead:
 HEADS: tuple[ShippedHead, ...] = (
     ShippedHead(
         name="smollm2-135m-instruct-eagle3",
-        kind="eagle3",
+        kind=ALGORITHMS["EAGLE3"].kind,
         model=BUILT_IN_MODEL,
         # The norms of the GGUF are float32 and hold bfloat16's values, as every conversion of this model has them.
         norm="b1c3b88d13d30d192c39ca32dfc07aa9f333844fccae2e5b34d3f3572dd6c5f4",
@@ -110,7 +111,7 @@ def shipped_head(files: ModelFiles, config: ModelConfig) -> ShippedHead | None:
 def may_have_head(model: str, kind: str) -> bool:
     """Whether ``shipped_head`` can find one of that kind, judged by the model's name alone: a hub id says what it is,
     and what lies on this disk can be looked at without a download."""
-    there = [head for head in HEADS if head.kind == kind and head.is_there]
+    there = [head for head in HEADS if kind == head.kind and head.is_there]
     return bool(there) and (Path(model).expanduser().exists() or any(head.is_named(model) for head in there))
 
 

@@ -38,6 +38,7 @@ from specjax.drafters.shape import TreeShape
 from specjax.limits import check, limited
 from specjax.models.blocks import KeyValue, Past, joined, key_value_spec
 from specjax.models.eagle_head import EagleHead, eagle_head
+from specjax.models.head_spec import head_spec
 from specjax.models.layers import FEW_ROWS
 from specjax.models.protocol import Target
 from specjax.tree import NO_PARENT, DraftTree, Pool, chain, log_total, next_beam, rerank, top_k_children
@@ -145,8 +146,8 @@ def eagle_drafter(
         return EagleState(cache, state.hidden.at[row].set(last, mode="drop", unique_indices=True))
 
     return Drafter(
-        head.kind.upper(),
-        features=head.aux_layers if head.kind == "eagle3" else "final",
+        head_spec(head.kind).algorithm,
+        features=head.features,
         width=shape.nodes,
         depth=shape.depth,
         init=init,

@@ -41,7 +41,7 @@ def make_drafter(
     """
     options = options_of(draft)
     name = options.algorithm
-    if options.kind is not None and (target is None or head is None or head.kind != options.kind):
+    if options.kind is not None and (target is None or head is None or options.kind != head.kind):
         given = "no head" if head is None else f"a head of kind {head.kind!r}"
         given += " and no target" if target is None else ""
         raise ValueError(f"{name} needs a target and a draft head of kind {options.kind!r}; what is given is {given}")

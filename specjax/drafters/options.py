@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from specjax.config import HeadKind
 from specjax.drafters.shape import MAX_STEPS, TreeShape, candidates, check_candidates
 from specjax.limits import check, limited, range_of
+from specjax.models.head_spec import ALGORITHMS
 
 AUTOMATIC_TREES = {"llama": TreeShape(5, 4, 8)}
 OTHER_TREE = TreeShape(3, 1, 4)
@@ -28,7 +28,7 @@ class DraftOptions:
     """
 
     algorithm: ClassVar[str]
-    kind: ClassVar[HeadKind | None] = None
+    kind: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         check(self)
@@ -37,7 +37,7 @@ class DraftOptions:
     def names(cls) -> tuple[str, ...]:
         return tuple(field.name for field in fields(cls))
 
-    def choose(self, kind: HeadKind | None) -> Choice:
+    def choose(self, kind: str | None) -> Choice:
         """The options of the algorithm that runs, given the kind of the draft head that ships for the model."""
         del kind
         return Choice(self)
@@ -197,7 +197,7 @@ class Eagle3(HeadOptions):
     """EAGLE-3: a draft head that reads hidden states of three of the target's layers."""
 
     algorithm: ClassVar[str] = "EAGLE3"
-    kind: ClassVar[HeadKind | None] = "eagle3"
+    kind: ClassVar[str | None] = ALGORITHMS[algorithm].kind
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class Eagle(HeadOptions):
     """
 
     algorithm: ClassVar[str] = "EAGLE"
-    kind: ClassVar[HeadKind | None] = "eagle"
+    kind: ClassVar[str | None] = ALGORITHMS[algorithm].kind
 
     token_map: str | int | None = None
 
@@ -220,7 +220,7 @@ class Mtp(Eagle):
     """A multi-token prediction layer such as MiMo's. Options as for `Eagle`."""
 
     algorithm: ClassVar[str] = "MTP"
-    kind: ClassVar[HeadKind | None] = "mtp"
+    kind: ClassVar[str | None] = ALGORITHMS[algorithm].kind
 
 
 CHOICES: tuple[type[DraftOptions], ...] = (Eagle, Eagle3, Mtp, Ngram)
@@ -265,8 +265,8 @@ class Auto(DraftOptions):
     def names(cls) -> tuple[str, ...]:
         return _shared_names()
 
-    def choose(self, kind: HeadKind | None) -> Choice:
-        chosen = next((options for options in CHOICES if kind is not None and options.kind == kind), CHOICES[-1])
+    def choose(self, kind: str | None) -> Choice:
+        chosen = next((options for options in CHOICES if kind is not None and kind == options.kind), CHOICES[-1])
         own = _own(chosen, self.given)
         return Choice(chosen(**own), tuple(name for name in self.given if name not in own))
 

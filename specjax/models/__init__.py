@@ -1,25 +1,52 @@
-"""Families of target models. (From a Hugging Face architecture to its family: `specjax.checkpoint.hf_config`.)"""
+"""Models: target families, one file each, and draft heads.
+
+A family's module has `table(config)`, its parameters (`specjax.models.params`), `make_target(config, backend=)` and
+`init_params(config, key)`. It is imported when a model of the family is first used, so importing this package is cheap.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specjax.config import ModelConfig
-from specjax.models import llama
-from specjax.models.blocks import Backend
-from specjax.models.protocol import ForwardOutput, Target
+from specjax.models import params
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from specjax.config import ModelConfig
+    from specjax.models.blocks import Backend
+    from specjax.models.params import Table
+    from specjax.models.protocol import Target
+    from specjax.types import Weights
 
 
-class Family(NamedTuple):
-    make_target: Callable[..., Target]  # (config, *, backend) -> Target
-    init_params: Callable[..., object]  # (config, key) -> random parameters
-    logical_axes: dict[str, tuple[str | None, ...]]
+class Architecture(NamedTuple):
+    """A Hugging Face architecture: its family, and what absent keys of its config.json mean."""
+
+    family: str
+    absent: Mapping[str, Any] = MappingProxyType({})
 
 
-FAMILIES: dict[str, Family] = {
-    "llama": Family(llama.llama_target, llama.init_params, llama.LOGICAL_AXES),
+ARCHITECTURES: dict[str, Architecture] = {
+    "LlamaForCausalLM": Architecture("llama"),
+    # Without a sliding window Mistral is Llama, tensor for tensor.
+    "MistralForCausalLM": Architecture(
+        "llama", {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+    ),
 }
+
+
+def table(config: ModelConfig) -> Table:
+    """The declarations of a target's parameters."""
+    return _family(config).table(config)
+
+
+def describe(config: ModelConfig) -> str:
+    """The parameters of a target as text: letters, shape, logical axes and tensors of each leaf."""
+    return params.describe(table(config), params.dimensions(config))
 
 
 def make_target(config: ModelConfig, *, backend: Backend = None) -> Target:
@@ -28,9 +55,16 @@ def make_target(config: ModelConfig, *, backend: Backend = None) -> Target:
     Raises:
         ValueError: no such family.
     """
-    if config.family not in FAMILIES:
-        raise ValueError(f"no model family {config.family!r}; there are: {', '.join(sorted(FAMILIES))}")
-    return FAMILIES[config.family].make_target(config, backend=backend)
+    return _family(config).make_target(config, backend=backend)
 
 
-__all__ = ["FAMILIES", "Family", "ForwardOutput", "Target", "make_target"]
+def init_params(config: ModelConfig, key: Array) -> Weights:
+    """Random parameters of a target, for tests and benchmarks."""
+    return _family(config).init_params(config, key)
+
+
+def _family(config: ModelConfig) -> Any:
+    families = {architecture.family for architecture in ARCHITECTURES.values()}
+    if config.family not in families:
+        raise ValueError(f"no model family {config.family!r}; there are: {', '.join(sorted(families))}")
+    return importlib.import_module(f"specjax.models.{config.family}")

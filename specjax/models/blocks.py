@@ -18,7 +18,7 @@ from specjax_kernels import tree_attention, tree_attention_packed
 from specjax.cache import PageSpec
 from specjax.config import HeadConfig, ModelConfig
 from specjax.models.layers import project, rotate
-from specjax.types import Hidden, PageTable, PerRequest, Positions
+from specjax.types import Hidden, PageTable, PerRequest, Positions, Weights
 
 
 class KeyValue(NamedTuple):
@@ -46,22 +46,6 @@ def joined(before: KeyValue | None, block: KeyValue) -> KeyValue:
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), before, block)
 
 
-class AttentionWeights(NamedTuple):
-    """Axis 2 of qkv holds the G query heads of a key/value head, then its key, then its value; h = k * G + g."""
-
-    qkv: Float[Array, "M K Q E"]
-    qkv_bias: Float[Array, "K Q E"] | None
-    output: Float[Array, "K G E M2"]
-    output_bias: Float[Array, "M2"] | None
-
-
-class MlpWeights(NamedTuple):
-    gate_up: Float[Array, "M 2 I"]
-    gate_up_bias: Float[Array, "2 I"] | None
-    down: Float[Array, "I M"]
-    down_bias: Float[Array, "M"] | None
-
-
 class Past(NamedTuple):
     """What a block may attend to besides itself."""
 
@@ -73,7 +57,7 @@ class Past(NamedTuple):
 
 def attention(
     x: Hidden,
-    weights: AttentionWeights,
+    weights: Weights,
     turn: tuple[Float32[Array, "B N E2"], Float32[Array, "B N E2"]],
     positions: Positions,
     mask: Any,
@@ -86,18 +70,19 @@ def attention(
 
     Args:
         x: normalised.
+        weights: as `specjax.models.params.attention_leaves` declares them.
         turn: `rotations` of the positions.
         mask: over the C block keys, those of `past.before` first.
     """
-    heads, group, head = weights.qkv.shape[1], weights.qkv.shape[2] - 2, weights.qkv.shape[3]
-    mixed = project(x, weights.qkv, precision=precision)
-    if weights.qkv_bias is not None:
-        mixed = mixed + weights.qkv_bias[None, None]
+    _, heads, group, head = weights["qkv"].shape
+    group -= 2
+    mixed = _linear(x, weights, "qkv", precision)
     # All are turned and the values put back: XLA:GPU makes one kernel of it, which writes what attention reads.
     is_value = (jnp.arange(group + 2) == group + 1)[None, None, None, :, None]
     turned = jnp.where(is_value, mixed, rotate(mixed, *turn))
     key, value = turned[..., group, :], turned[..., group + 1, :]
-    pages = (past.pages.key, past.pages.value, past.page_table, past.prefix_length)
+    key_pages, value_pages = past.pages
+    pages = (key_pages, value_pages, past.page_table, past.prefix_length)
     options: dict[str, Any] = {"scale": head**-0.5, "implementation": backend}
     if callable(backend):
         attended = backend(turned, past, positions, mask)
@@ -110,20 +95,18 @@ def attention(
         attended = tree_attention(query, keys, values, *pages, positions, block_positions, mask, **options)
     attended = attended.reshape(*x.shape[:2], -1)
     # Reshaped by hand: a product over three axes makes XLA:CPU transpose the weight in every call.
-    output = weights.output.reshape(heads * group * head, -1)
-    added = project(attended, output, precision=precision)
-    if weights.output_bias is not None:
-        added = added + weights.output_bias[None, None]
-    return added, KeyValue(key, value)
+    flat = {**weights, "output": weights["output"].reshape(heads * group * head, -1)}
+    return _linear(attended, flat, "output", precision), KeyValue(key, value)
 
 
-def gated_mlp(x: Hidden, weights: MlpWeights, *, precision: jax.lax.Precision) -> Hidden:
-    """down(silu(gate(x)) * up(x))."""
-    wide = project(x, weights.gate_up, precision=precision)
-    if weights.gate_up_bias is not None:
-        wide = wide + weights.gate_up_bias[None, None]
-    gated = jax.nn.silu(wide[:, :, 0]) * wide[:, :, 1]
-    added = project(gated, weights.down, precision=precision)
-    if weights.down_bias is not None:
-        added = added + weights.down_bias[None, None]
-    return added
+def gated_mlp(x: Hidden, weights: Weights, *, precision: jax.lax.Precision) -> Hidden:
+    """down(silu(gate(x)) * up(x)); weights as `specjax.models.params.mlp_leaves` declares them."""
+    wide = _linear(x, weights, "gate_up", precision)
+    return _linear(jax.nn.silu(wide[:, :, 0]) * wide[:, :, 1], weights, "down", precision)
+
+
+def _linear(x: Hidden, weights: Weights, name: str, precision: jax.lax.Precision) -> Array:
+    """The product with a matrix, plus its bias if there is one."""
+    out = project(x, weights[name], precision=precision)
+    bias = weights.get(f"{name}_bias")
+    return out if bias is None else out + bias[None, None]

@@ -1,18 +1,11 @@
-"""The Llama family: SmolLM2, Llama 2, 3, 3.1, 3.2. Linen modules, used functionally.
+"""The Llama family: SmolLM2, Llama 2, 3, 3.1, 3.2, and Mistral without a sliding window.
 
-Parameters are nested dicts with one leaf per layer and matrix, laid out [in, out...] so that a tensor-parallel split is
-a split of one axis:
-
-    embed [V, M]    final_norm [M]    head [M, V] (untied only)
-    layers_i:  attention_norm [M]  qkv [M, K, G + 2, E]  output [K, G, E, M]  mlp_norm [M]  gate_up [M, 2, I]
-               down [I, M], and where the checkpoint has them qkv_bias [K, G + 2, E], output_bias [M],
-               gate_up_bias [2, I], down_bias [M]
-
-Axis 2 of qkv holds the G query heads of a key/value head, then its key, then its value. Query head h = k * G + g.
+Linen modules, used functionally. `table` declares the parameters.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import flax.linen as nn
@@ -23,45 +16,52 @@ from jaxtyping import Float, Int32
 
 from specjax.cache import Cache
 from specjax.config import ModelConfig
-from specjax.models.blocks import (
-    AttentionWeights,
-    Backend,
-    KeyValue,
-    MlpWeights,
-    Past,
-    attention,
-    gated_mlp,
-    key_value_spec,
-)
+from specjax.models.blocks import Backend, KeyValue, Past, attention, gated_mlp, key_value_spec
 from specjax.models.layers import logits, precision_of, rms_norm, rotations, similarities
+from specjax.models.params import (
+    EMBED_TENSOR,
+    HEAD_TENSOR,
+    Leaf,
+    Scope,
+    Table,
+    Tensor,
+    attention_leaves,
+    create,
+    dimensions,
+    mlp_leaves,
+    norm,
+)
 from specjax.models.protocol import ForwardOutput, Target
 from specjax.types import Hidden, PageTable, PerRequest, Positions, Tokens, Weights
 
-LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
-    "embed": ("vocab", None),
-    "head": (None, "vocab"),
-    "final_norm": (None,),
-    "attention_norm": (None,),
-    "qkv": (None, "kv_heads", None, None),
-    "qkv_bias": ("kv_heads", None, None),
-    "output": ("kv_heads", None, None, None),
-    "output_bias": (None,),
-    "mlp_norm": (None,),
-    "gate_up": (None, None, "mlp"),
-    "gate_up_bias": (None, "mlp"),
-    "down": ("mlp", None),
-    "down_bias": (None,),
-}
-"""Leaf name to logical axes: which axis a tensor-parallel mesh splits."""
+EMBED = Leaf("embed", "V M", (Tensor(EMBED_TENSOR, "V M", gguf="token_embd.weight"),))
+FINAL_NORM = norm("final_norm", "model.norm.weight", "output_norm.weight")
+HEAD = Leaf("head", "M -> V", (Tensor(HEAD_TENSOR, "V M", gguf="output.weight"),))
+
+
+def table(config: ModelConfig) -> Table:
+    """All parameters: `embed`, `final_norm`, `head` (unless tied), and a dict `layers_i` for each layer."""
+    ends = (EMBED, FINAL_NORM) if config.tied_embeddings else (EMBED, FINAL_NORM, HEAD)
+    layer = (
+        *attention_leaves(bias=config.attention_bias, output_bias=config.attention_bias),
+        norm("attention_norm", "input_layernorm.weight", "attn_norm.weight"),
+        *mlp_leaves(bias=config.mlp_bias),
+        norm("mlp_norm", "post_attention_layernorm.weight", "ffn_norm.weight"),
+    )
+    layers = (Scope(layer, f"layers_{i}", f"model.layers.{i}.", f"blk.{i}.") for i in range(config.num_layers))
+    return (Scope(ends), *layers)
 
 
 class Layer(nn.Module):
-    """One decoder layer: attention and a gated MLP, each on a normalised copy of the residual stream."""
+    """A decoder layer: attention and a gated MLP, each on a normalised copy of the residual stream."""
 
     config: ModelConfig
-    backend: Backend
+    leaves: tuple[Leaf, ...]
+    backend: Backend = None
 
-    @nn.compact
+    def setup(self) -> None:
+        self.weights = create(self, self.leaves, dimensions(self.config), self.config.dtype)
+
     def __call__(
         self,
         x: Hidden,
@@ -73,43 +73,15 @@ class Layer(nn.Module):
         page_table: PageTable,
         prefix_length: PerRequest,
     ) -> tuple[Hidden, KeyValue]:
-        c = self.config
-        width, mlp, heads, group, head = c.hidden_size, c.intermediate_size, c.num_kv_heads, c.group_size, c.head_dim
-        dtype, precision = jnp.dtype(c.dtype), precision_of(c.dtype)
-        init, ones, zeros = nn.initializers.normal(0.02), nn.initializers.ones, nn.initializers.zeros
-
-        def bias(name: str, there: bool, *shape: int) -> Array | None:
-            return self.param(name, zeros, shape, dtype) if there else None
-
-        weights = AttentionWeights(
-            qkv=self.param("qkv", init, (width, heads, group + 2, head), dtype),
-            qkv_bias=bias("qkv_bias", c.attention_bias, heads, group + 2, head),
-            output=self.param("output", init, (heads, group, head, width), dtype),
-            output_bias=bias("output_bias", c.attention_bias, width),
-        )
-        normed = rms_norm(x, self.param("attention_norm", ones, (width,), dtype), c.norm_epsilon)
+        c, w = self.config, self.weights
+        precision = precision_of(c.dtype)
         past = Past(pages, page_table, prefix_length)
+        normed = rms_norm(x, w["attention_norm"], c.norm_epsilon)
         added, block = attention(
-            normed, weights, (cos, sin), positions, mask, past, precision=precision, backend=self.backend
+            normed, w, (cos, sin), positions, mask, past, precision=precision, backend=self.backend
         )
         x = x + added
-
-        mlp_weights = MlpWeights(
-            gate_up=self.param("gate_up", init, (width, 2, mlp), dtype),
-            gate_up_bias=bias("gate_up_bias", c.mlp_bias, 2, mlp),
-            down=self.param("down", init, (mlp, width), dtype),
-            down_bias=bias("down_bias", c.mlp_bias, width),
-        )
-        normed = rms_norm(x, self.param("mlp_norm", ones, (width,), dtype), c.norm_epsilon)
-        return x + gated_mlp(normed, mlp_weights, precision=precision), block
-
-
-def _traced_once(layer: Layer) -> Any:
-    """`layer.apply`, jitted: all layers have the same shapes, so the first one's trace serves the others.
-
-    Halves the time from a cold start to the first token. The compiler inlines the calls.
-    """
-    return jax.jit(layer.apply)
+        return x + gated_mlp(rms_norm(x, w["mlp_norm"], c.norm_epsilon), w, precision=precision), block
 
 
 class Llama(nn.Module):
@@ -120,17 +92,17 @@ class Llama(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        dtype = jnp.dtype(c.dtype)
-        init = nn.initializers.normal(0.02)
-        self.embedding = self.param("embed", init, (c.vocab_size, c.hidden_size), dtype)
-        self.layers = [Layer(c, self.backend) for _ in range(c.num_layers)]
-        self.final_norm = self.param("final_norm", nn.initializers.ones, (c.hidden_size,), dtype)
-        if not c.tied_embeddings:
-            self.head = self.param("head", init, (c.hidden_size, c.vocab_size), dtype)
+        ends, *layers = table(c)
+        self.weights = create(self, ends.leaves, dimensions(c), c.dtype)
+        self.layers = [Layer(c, layer.leaves, self.backend) for layer in layers]
+
+    def parameters(self) -> Any:
+        """Touches every parameter once, which creates it."""
+        return self.weights, [layer.weights for layer in self.layers]
 
     def embed(self, tokens: Tokens) -> Hidden:
         # A clipped id is a padding token's: its output is never used.
-        return self.embedding.at[tokens].get(mode="clip")
+        return self.weights["embed"].at[tokens].get(mode="clip")
 
     def forward(
         self,
@@ -144,43 +116,33 @@ class Llama(nn.Module):
     ) -> ForwardOutput:
         c = self.config
         cos, sin = rotations(c.rope, c.head_dim, positions)
-        run_layer = _traced_once(Layer(c, self.backend, parent=None))
-        aux_layers, blocks = [], []
+        # Layers of the same shapes share one trace: half the time to the first token.
+        kinds = {layer.leaves for layer in self.layers}
+        traced = {leaves: jax.jit(Layer(c, leaves, self.backend, parent=None).apply) for leaves in kinds}
+        outputs: dict[int, Array] = {}
+        kept = []
         for i, layer in enumerate(self.layers):
-            context = (cos, sin, positions, mask, cache[i], page_table, prefix_length)
-            if self.is_initializing():
-                x, kept = layer(x, *context)
-            else:
-                x, kept = run_layer(layer.variables, x, *context)
-            blocks.append(kept)
+            run: Any = traced[layer.leaves]
+            x, block = run(layer.variables, x, cos, sin, positions, mask, cache[i], page_table, prefix_length)
+            kept.append(block)
             if isinstance(features, tuple) and i in features:
-                aux_layers.append((i, x))
-        hidden = rms_norm(x, self.final_norm, c.norm_epsilon)
-        block = tuple(blocks)
-        if features is None:
-            return ForwardOutput(hidden, None, block)
-        if features == "final":
-            return ForwardOutput(hidden, hidden, block)
-        by_layer = dict(aux_layers)
-        return ForwardOutput(hidden, jnp.concatenate([by_layer[i] for i in features], axis=-1), block)
+                outputs[i] = x
+        hidden = rms_norm(x, self.weights["final_norm"], c.norm_epsilon)
+        wanted = hidden if features == "final" else None
+        if isinstance(features, tuple):
+            wanted = jnp.concatenate([outputs[i] for i in features], axis=-1)
+        return ForwardOutput(hidden, wanted, tuple(kept))
 
     def unembed(self, hidden: Float[Array, "... M"], ids: Int32[Array, "W"] | None = None) -> Float[Array, "... W"]:
         if self.config.tied_embeddings:
-            return similarities(hidden, self.embedding if ids is None else self.embedding[ids])
-        head = self.head if ids is None else self.head[:, ids]
+            rows = self.weights["embed"]
+            return similarities(hidden, rows if ids is None else rows[ids])
+        head = self.weights["head"]
+        head = head if ids is None else head[:, ids]
         return logits(hidden.reshape(1, -1, hidden.shape[-1]), head).reshape(*hidden.shape[:-1], -1)
 
-    def __call__(self, tokens: Tokens, cache: Cache, page_table: PageTable) -> Array:
-        """Touches every parameter once; `init_params` uses it."""
-        from specjax_kernels import CAUSAL
 
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-        start = jnp.zeros(tokens.shape[:1], jnp.int32)
-        output = self.forward(self.embed(tokens), positions, CAUSAL, cache, page_table, start)
-        return self.unembed(output.hidden)
-
-
-def llama_target(config: ModelConfig, *, backend: Backend = None) -> Target:
+def make_target(config: ModelConfig, *, backend: Backend = None) -> Target:
     """The family's three functions for one config. `backend`: see `specjax.models.blocks.Backend`."""
     module = Llama(config, backend)
 
@@ -198,8 +160,4 @@ def llama_target(config: ModelConfig, *, backend: Backend = None) -> Target:
 
 def init_params(config: ModelConfig, key: Array) -> Weights:
     """Random parameters (normal, 0.02), for tests and benchmarks."""
-    from specjax.cache import PoolShape, init_cache
-
-    cache = init_cache((key_value_spec(config),) * config.num_layers, PoolShape(1, 1))
-    tokens, table = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32)
-    return jax.jit(Llama(config).init)(key, tokens, cache, table)["params"]
+    return jax.jit(partial(Llama(config).init, method=Llama.parameters))(key)["params"]

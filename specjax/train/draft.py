@@ -12,8 +12,9 @@ import numpy as np
 from jaxtyping import Float, Float32, Int32
 
 from specjax.checkpoint import load_head
-from specjax.config import HEAD_ALGORITHMS, HeadConfig, HeadKind, ModelConfig
+from specjax.config import HeadConfig, ModelConfig
 from specjax.models.eagle_head import init_head_params
+from specjax.models.head_spec import ALGORITHMS
 from specjax.models.protocol import Target
 from specjax.train.options import ALL_TOKENS, DraftSettings, LossSettings
 from specjax.train.packing import Rows
@@ -21,20 +22,9 @@ from specjax.train.unroll import Objective
 from specjax.train.vocab import token_map
 from specjax.types import Weights
 
-KIND: dict[str, HeadKind] = {name: kind for kind, name in HEAD_ALGORITHMS.items()}
-
-
 SOFTENED = 0.3
 """A layer that knows nothing yet must not be as sure of it as the target would be. On SmolLM2 a third of the target's
 scale begins at a loss near that of a uniform guess, and learns in 60,000 tokens what takes 100,000 with all of it."""
-
-
-DEFAULTS: dict[str, Objective] = {
-    "EAGLE3": Objective("cross_entropy", tuple(0.8**j for j in range(7))),
-    "EAGLE": Objective("cross_entropy", (0.1,), regression=1.0, noise=0.2),
-    "MTP": Objective("token", (0.51, 0.31, 0.18)),
-}
-"""By kind, as their authors train them."""
 
 
 def default_aux_layers(layers: int) -> tuple[int, ...]:
@@ -55,12 +45,12 @@ def head_config(settings: DraftSettings, target: ModelConfig, ends: Sequence[int
     Raises:
         ValueError: a setting does not fit the kind or the target; names the flag.
     """
-    kind = KIND[settings.draft]
-    third = kind == "eagle3"
-    if not third and (settings.draft_vocab_size != ALL_TOKENS or settings.aux_layers):
+    spec = ALGORITHMS[settings.draft]
+    if not spec.own_ends and (settings.draft_vocab_size != ALL_TOKENS or settings.aux_layers):
         name = "--aux-layers" if settings.aux_layers else "--draft-vocab-size"
+        own = ", ".join(other.algorithm for other in ALGORITHMS.values() if other.own_ends)
         raise ValueError(
-            f"{name} is for --draft EAGLE3; a head of {settings.draft} reads and gives what its target does"
+            f"{name} is for --draft {own}; a head of {settings.draft} reads and gives what its target does"
         )
     if settings.draft_vocab_size > target.vocab_size:
         raise ValueError(
@@ -70,10 +60,10 @@ def head_config(settings: DraftSettings, target: ModelConfig, ends: Sequence[int
         raise ValueError(
             f"--draft-vocab-size {settings.draft_vocab_size} has no room for the model's {len(set(ends))} end tokens"
         )
-    aux_layers = _aux_layers(settings.aux_layers, target.num_layers) if third else ()
+    aux_layers = _aux_layers(settings.aux_layers, target.num_layers) if spec.reads_layers else ()
     size = settings.draft_vocab_size or target.vocab_size
     return HeadConfig(
-        kind,
+        spec.kind,
         hidden_size=target.hidden_size,
         feature_size=target.hidden_size * (len(aux_layers) or 1),
         intermediate_size=settings.draft_intermediate_size or target.intermediate_size,
@@ -82,13 +72,12 @@ def head_config(settings: DraftSettings, target: ModelConfig, ends: Sequence[int
         head_dim=target.head_dim,
         norm_epsilon=target.norm_epsilon,
         rope=target.rope,
-        vocab_size=size if third else target.vocab_size,
+        vocab_size=size if spec.own_ends else target.vocab_size,
         aux_layers=aux_layers,
-        own_head=third,
-        mapped=third and size < target.vocab_size,
-        # Engines that read such heads expect them: SGLang a bias of an EAGLE head's fc, vLLM and it those of MiMo's.
-        fc_bias=kind == "eagle",
-        attention_bias=kind == "mtp",
+        own_head=spec.own_ends,
+        mapped=spec.own_ends and size < target.vocab_size,
+        fc_bias="fc_bias" in spec.biases,
+        attention_bias="attention_bias" in spec.biases,
     )
 
 
@@ -100,7 +89,7 @@ def from_head(settings: DraftSettings, target: ModelConfig) -> tuple[HeadConfig,
         ValueError: a setting says otherwise than the head; names the flag.
     """
     assert settings.init_from is not None
-    head, params = load_head(settings.init_from, replace(target, dtype="float32"), kind=KIND[settings.draft])
+    head, params = load_head(settings.init_from, replace(target, dtype="float32"), kind=ALGORITHMS[settings.draft].kind)
     for flag, given, there in (
         ("--draft-vocab-size", settings.draft_vocab_size, head.vocab_size),
         ("--draft-intermediate-size", settings.draft_intermediate_size or 0, head.intermediate_size),
@@ -164,13 +153,13 @@ def feature_scale(features: Float[np.ndarray, "B N F"], segments: Int32[np.ndarr
     return (1 / np.maximum(typical, floor)).astype(np.float32)
 
 
-def objective(kind: str, settings: LossSettings) -> Objective:
-    """What is minimised, with the kind's defaults where nothing is said.
+def objective(algorithm: str, settings: LossSettings) -> Objective:
+    """What is minimised; settings that are not given are as the kind's authors train it.
 
     Raises:
         ValueError: as many weights as rounds are needed.
     """
-    default = DEFAULTS[kind]
+    default = Objective(**ALGORITHMS[algorithm].training)
     try:
         weights = tuple(float(text) for text in settings.round_weights)
     except ValueError:

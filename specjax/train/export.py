@@ -31,15 +31,16 @@ import numpy as np
 
 from specjax.checkpoint import CheckpointError
 from specjax.checkpoint.draft_config import AUX_LAYERS_KEY
-from specjax.checkpoint.draft_names import MASK, OFFSETS, file_name, head_placements, taken
+from specjax.checkpoint.draft_names import file_name
 from specjax.checkpoint.errors import listed
 from specjax.checkpoint.files import replacing_folder
 from specjax.checkpoint.load import HOST_DTYPES
 from specjax.checkpoint.weights import SINGLE_NAME, save_tensors
 from specjax.config import HeadConfig, ModelConfig, RopeConfig
+from specjax.models.head_spec import MASK, OFFSETS, head_sizes, head_spec, head_table
+from specjax.models.params import map_leaves, placements, tensors_of
 
 CONFIG_NAME, CARD_NAME = "config.json", "README.md"
-ARCHITECTURES = {"eagle": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3", "mtp": "MiMoMTP"}
 
 
 def export_head(
@@ -58,7 +59,7 @@ def export_head(
 
     Args:
         folder: made if need be; an export that is there is replaced.
-        params: as `specjax.models.eagle_head` lays them out, of any float type, on any device; rounded once.
+        params: as `specjax.models.head_spec.head_table` declares them, of any float type, on any device; rounded once.
         target: the model that the head drafts for.
         target_name: of that model, for the card; a hub id makes it a link.
         card: Markdown, the model card below its front matter.
@@ -115,14 +116,13 @@ def head_tensors(
     """
     if dtype not in HOST_DTYPES:
         raise ValueError(f"dtype is {dtype!r}; a head can be written as: {', '.join(HOST_DTYPES)}")
-    if config.mapped and config.kind != "eagle3":
+    spec = head_spec(config.kind)
+    if config.mapped and not spec.own_ends:
         raise ValueError(
             f"{config.kind} heads with a vocabulary of their own have no format; write it as it is without a token map"
         )
-    table = head_placements(config, target.vocab_size)
-    shapes = {part.leaf[0]: part.leaf_shape for part in table}
-    if config.mapped:
-        shapes["ids"] = (config.vocab_size,)
+    table, sizes = head_table(config), head_sizes(config, target.vocab_size)
+    shapes = map_leaves(table, lambda leaf: leaf.shape(sizes))
     if wrong := sorted(shapes.keys() ^ params.keys()):
         raise ValueError(f"{config.kind} heads have the parameters {listed(shapes)}; missing or more: {listed(wrong)}")
     leaves: dict[str, np.ndarray] = {}
@@ -136,7 +136,8 @@ def head_tensors(
             if not np.isfinite(leaf.astype(np.float32)).all():
                 raise ValueError(f"parameter {name} has numbers that are not finite in {dtype}; the training diverged")
         leaves[name] = leaf
-    tensors = {file_name(config.kind, part.tensor): taken(part, leaves[part.leaf[0]]) for part in table}
+    tensors = tensors_of(placements(table, sizes), lambda path: leaves[path[-1]])
+    tensors = {file_name(spec, name): np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     if config.mapped:
         ids = leaves["ids"].astype(np.int64)
         tensors[OFFSETS] = ids - np.arange(len(ids))
@@ -146,9 +147,10 @@ def head_tensors(
 
 def head_description(config: HeadConfig, target: ModelConfig, dtype: str = "bfloat16") -> dict[str, Any]:
     """config.json of a head. Nothing is left to a default that engines could disagree on, the rope's base above all."""
+    spec = head_spec(config.kind)
     described: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[config.kind]],
-        "model_type": "qwen2" if config.kind == "mtp" else "llama",
+        "architectures": [spec.architecture],
+        "model_type": spec.model_type,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": 1,
@@ -165,13 +167,11 @@ def head_description(config: HeadConfig, target: ModelConfig, dtype: str = "bflo
         "mlp_bias": config.mlp_bias,
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
+        **spec.keys,
     }
-    if config.kind == "mtp":
-        return described | {"num_nextn_predict_layers": 1}
-    # What an absent key means differs between the kinds.
-    if config.fc_bias != (config.kind == "eagle"):
+    if spec.absent_bias is not None and config.fc_bias != spec.absent_bias:
         described["bias"] = config.fc_bias
-    if config.kind == "eagle3":
+    if spec.reads_layers:
         described |= {
             "draft_vocab_size": config.vocab_size if config.own_head else None,
             "target_hidden_size": target.hidden_size,

@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from functools import partial
-from math import prod
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 
 from specjax import checkpoint
 from specjax.cache import bytes_per_token, init_cache
-from specjax.checkpoint.weights import read_headers
 from specjax.cli.flags import Settings
 from specjax.config import ModelConfig
 from specjax.engine.memory import STEP_COPIES
-from specjax.models import make_target
+from specjax.models import make_target, table
+from specjax.models.params import dimensions, parameter_bytes
 
 LARGEST = {"cpu": 64, "gpu": 256}
 """Largest batch, whatever the memory. From 64 rows on a CPU's forward costs in proportion to its rows."""
@@ -47,7 +45,7 @@ def batch_for(settings: Settings, tokens: int, lines: int, *, progress: bool = T
     row = -(-tokens // engine.page_size) * engine.page_size
     rows = engine.max_running_requests
     if rows is None:
-        free = free_bytes(engine.mem_fraction_static) - weight_bytes(files, config)
+        free = free_bytes(engine.mem_fraction_static) - parameter_bytes(table(config), dimensions(config), config.dtype)
         rows = rows_that_fit(config, row, free)
         if engine.max_total_tokens is not None:
             rows = min(rows, engine.max_total_tokens // row)
@@ -64,12 +62,6 @@ def rows_that_fit(config: ModelConfig, tokens: int, free: int) -> int:
     kept = bytes_per_token(partial(init_cache, make_target(config).pages))
     each = tokens * kept + int(STEP_COPIES * 4 * config.vocab_size)
     return max(min(free // each, LARGEST["cpu" if jax.default_backend() == "cpu" else "gpu"]), 0)
-
-
-def weight_bytes(files: checkpoint.ModelFiles, config: ModelConfig) -> int:
-    """Bytes of the parameters."""
-    numbers = sum(prod(entry.shape) for entry in read_headers(files.weights).values())
-    return numbers * jnp.dtype(config.dtype).itemsize
 
 
 def free_bytes(mem_fraction: float) -> int:

@@ -7,20 +7,11 @@ from typing import Any
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
+from specjax.models.params import Leaf, Table
 from specjax.types import Weights
 
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "linear", "constant")
-
-MUON_AXES: dict[str, MuonDimensionNumbers] = {
-    "fc": MuonDimensionNumbers((0,), (1,)),
-    "qkv": MuonDimensionNumbers((0,), (1, 2, 3)),
-    "output": MuonDimensionNumbers((0, 1, 2), (3,)),
-    "gate_up": MuonDimensionNumbers((0,), (1, 2)),
-    "down": MuonDimensionNumbers((0,), (1,)),
-}
-"""Input and output axes of the matrices that Muon orthogonalises. Norms, biases, embedding and the language model head
-get Adam, as its authors advise."""
 
 MUON_RMS = 0.2
 """Muon's updates are scaled to this root mean square, which is about Adam's: one learning rate then suits both
@@ -44,6 +35,7 @@ def schedule(name: str, learning_rate: float, *, steps: int, warmup: int, final:
 def make_optimizer(
     name: str,
     rate: optax.Schedule,
+    table: Table,
     *,
     beta1: float,
     beta2: float,
@@ -51,18 +43,25 @@ def make_optimizer(
     clip_norm: float,
     clip_value: float,
 ) -> optax.GradientTransformation:
-    """Clips by global norm, then by value (0: not at all). Only matrices decay; under Muon, those that it handles."""
+    """Clips by global norm, then by value (0: not at all).
 
-    def matrices(params: Weights) -> dict[str, bool]:
-        return {name: leaf.ndim > 1 and not name.endswith("bias") for name, leaf in params.items()}
+    Matrices and the embedding decay, norms and biases do not; under Muon only the matrices that it handles decay.
+
+    Args:
+        table: declares the parameters.
+    """
+
+    leaves = {leaf.name: leaf for scope in table for leaf in scope.leaves}
+
+    def decays(params: Weights) -> dict[str, bool]:
+        return {name: leaves[name].init == "normal" for name in params}
+
+    def axes(params: Any) -> Any:  # pytrees, of which optax has types of its own
+        return {name: _muon_axes(leaves[name]) for name in params}
 
     if name == "adamw":
-        core = optax.adamw(rate, b1=beta1, b2=beta2, weight_decay=weight_decay, mask=matrices)
+        core = optax.adamw(rate, b1=beta1, b2=beta2, weight_decay=weight_decay, mask=decays)
     else:
-
-        def axes(params: Any) -> Any:  # pytrees, of which optax has types of its own
-            return {name: MUON_AXES.get(name) for name in params}
-
         core = muon(
             rate,
             beta=0.95,
@@ -75,3 +74,11 @@ def make_optimizer(
     clips = [optax.clip_by_global_norm(clip_norm)] if clip_norm else []
     clips += [optax.clip(clip_value)] if clip_value else []
     return optax.chain(*clips, core)
+
+
+def _muon_axes(leaf: Leaf) -> MuonDimensionNumbers | None:
+    """Input and output axes of a matrix that Muon orthogonalises; None: Adam updates the leaf.
+
+    Norms, biases, embedding and output layer get Adam, as Muon's authors advise.
+    """
+    return MuonDimensionNumbers(*leaf.matrix) if leaf.matrix and "vocab" not in leaf.axes else None

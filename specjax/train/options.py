@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specjax.cli.flags import ModelSettings
-from specjax.config import HEAD_ALGORITHMS
+from specjax.models.head_spec import ALGORITHMS
 from specjax.settings import setting
 from specjax.train.data import LOSS_ON
 from specjax.train.features import MODES
 from specjax.train.losses import LOSSES
 from specjax.train.optimizer import OPTIMIZERS, SCHEDULES
 
-KINDS = tuple(HEAD_ALGORITHMS.values())
+KINDS = tuple(ALGORITHMS)
 INITS = ("target", "random")
 ALL_TOKENS = 0
 MOST_BETA = 0.999999

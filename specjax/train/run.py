@@ -20,6 +20,7 @@ from specjax.drafters import TreeShape
 from specjax.engine.executables import use_compilation_cache
 from specjax.models import make_target
 from specjax.models.eagle_head import eagle_head
+from specjax.models.head_spec import head_table
 from specjax.progress import progress_bar
 from specjax.train import draft
 from specjax.train.attention import packed_attention
@@ -62,7 +63,7 @@ class Trainer:
         self.target = training_target(inputs.config, dtype)
         self.head_config = replace(inputs.head, dtype=dtype)
         head = eagle_head(self.head_config, self.target, backend=packed_attention)
-        wanted: Any = self.head_config.aux_layers if self.head_config.kind == "eagle3" else "final"
+        wanted = self.head_config.features
         self.teach = teach(self.target, wanted)
         self._teach_rows = jax.jit(self.teach)
         self.target_params = everywhere(self.mesh, jax.tree.map(lambda leaf: leaf.astype(dtype), target_params))
@@ -70,8 +71,8 @@ class Trainer:
             o.schedule, o.learning_rate, steps=run.steps, warmup=o.warmup_steps, final=o.final_learning_rate
         )
         optimizer = make_optimizer(
-            o.optimizer, self.rate, beta1=o.beta1, beta2=o.beta2, weight_decay=o.weight_decay, clip_norm=o.clip_norm,
-            clip_value=o.clip_value,
+            o.optimizer, self.rate, head_table(self.head_config), beta1=o.beta1, beta2=o.beta2,
+            weight_decay=o.weight_decay, clip_norm=o.clip_norm, clip_value=o.clip_value,
         )  # fmt: skip
         self.features = None if run.features == "none" else self._feature_store()
         self.scale = self._feature_scale()
@@ -107,11 +108,11 @@ class Trainer:
         return Kept(*(np.asarray(part) for part in self._teach_rows(self.target_params, batch)))
 
     def _feature_scale(self) -> Array | None:
-        """The scale of EAGLE-3 features, from the first batch, so that a resumed run finds the same.
+        """The scale of features of auxiliary layers, from the first batch, so that a resumed run finds the same.
 
         Heads of other kinds read normalised features.
         """
-        if self.head_config.kind != "eagle3":
+        if not self.head_config.aux_layers:
             return None
         run, rows = self.options.run, self.inputs.rows
         numbers = batch_rows(0, len(rows.tokens), run.batch_size, self.options.data.data_seed)

@@ -1,0 +1,32 @@
+"""Prints the parameters of all families and draft heads, in the sizes of SmolLM2-135M and a head for it.
+
+python -m specjax.models
+"""
+
+from typing import Any
+
+from specjax.config import HeadConfig, ModelConfig, RopeConfig
+from specjax.models import ARCHITECTURES, describe
+from specjax.models.head_spec import HEAD_SPECS, head_sizes, head_table
+from specjax.models.params import describe as describe_table
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 576, "intermediate_size": 1536, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64,
+    "norm_epsilon": 1e-5, "rope": RopeConfig(),
+}  # fmt: skip
+
+
+def main() -> None:
+    for family in dict.fromkeys(architecture.family for architecture in ARCHITECTURES.values()):
+        model = ModelConfig(family, vocab_size=49152, num_layers=30, max_positions=8192, tied_embeddings=False, **SIZES)
+        print(f"{family}\n\n{describe(model)}\n")
+    for spec in HEAD_SPECS.values():
+        layers = (1, 14, 26) if spec.reads_layers else ()
+        own = {"own_head": True, "mapped": True, "vocab_size": 16384} if spec.own_ends else {"vocab_size": 49152}
+        biases: dict[str, Any] = dict.fromkeys(spec.biases, True)
+        head = HeadConfig(spec.kind, feature_size=576 * (len(layers) or 1), aux_layers=layers, **SIZES, **own, **biases)
+        print(f"{spec.algorithm} head\n\n{describe_table(head_table(head), head_sizes(head, 49152))}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""The kinds of draft heads: EAGLE (1 and 2, which differ in their trees only), EAGLE-3 and MTP, as rows of one table.
+
+All are one decoder layer that continues the target's features. Slot t reads the target's feature f_t and the embedding
+e of token x_{t+1}, stands at RoPE position t, and predicts x_{t+2}; deeper in a tree the feature is the head's own
+output at the parent:
+
+    eagle   x = fc(e, f)               out = x + attention(x)             + mlp(norm(.))   logits = target's head(out)
+    eagle3  g = fc(f), or out          out = g + attention(norm(e), norm(g)) + mlp(norm(.))   logits = head(norm(out))
+    mtp     x = fc(norm(f), norm(e))   out = norm(x + attention(norm(x))  + mlp(norm(.)))   logits = target's head(out)
+
+`out` is the next feature. A `HeadSpec` states what differs; everything else is the same code. Sources: SafeAILab/EAGLE
+`cnets1.py`, `cnets.py`; for mtp sgl-project/sglang and vllm-project/vllm `mimo_mtp.py`. Imports no jax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from specjax.config import HeadConfig
+from specjax.models.params import Leaf, Scope, Table, Tensor, attention_leaves, dimensions, linear, mlp_leaves, norm
+
+LAYER = "midlayer."
+"""Prefix of the decoder layer's tensors. Names are those of published EAGLE-3 heads; see `HeadSpec.published`."""
+
+FC, EMBED, HEAD = "fc.weight", "embed_tokens.weight", "lm_head.weight"
+OFFSETS, MASK = "d2t", "t2d"
+"""Token id of the target minus that of the head, [W]; which of the target's V tokens the head has, [V]."""
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """One kind of draft head.
+
+    Attributes:
+        kind: its name in `HeadConfig.kind` and in Python.
+        algorithm: its name on the command line.
+        reads_layers: the features are outputs of several of the target's layers, which `fc` maps to M, and attention
+            reads embedding and feature side by side (2 M). False: they are the target's hidden state after its final
+            norm, and `fc` maps embedding and feature to M.
+        feature_first: in that pair the feature comes first.
+        input_norms: of the embedding, the feature, and what attention reads; tensors below `LAYER`.
+        final_norm: of the layer's output.
+        next_feature_normed: the next feature is the output after that norm; False: only what the logits are made of.
+        first_embedding_zero: slot 0 reads the feature alone.
+        own_ends: its checkpoint may hold an embedding, an output layer and a vocabulary of its own.
+        published: prefix of a tensor here -> in the files of published heads.
+        mark: a tensor that tells it from other heads of its shapes.
+        architecture, model_type, keys: of config.json, for the engines that read exported heads.
+        absent_bias: what these engines take an absent key `bias` (of `fc`) for; None: there is no such key.
+        biases: fields of `HeadConfig` that are set in a new head, since these engines expect the tensors.
+        training: fields of `specjax.train.unroll.Objective`, as the kind's authors train it.
+    """
+
+    kind: str
+    algorithm: str
+    architecture: str
+    training: Mapping[str, Any]
+    model_type: str = "llama"
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    reads_layers: bool = False
+    feature_first: bool = False
+    input_norms: tuple[Leaf, ...] = ()
+    final_norm: Leaf | None = None
+    next_feature_normed: bool = False
+    first_embedding_zero: bool = False
+    own_ends: bool = False
+    published: tuple[tuple[str, str], ...] = ()
+    mark: str | None = None
+    absent_bias: bool | None = None
+    biases: tuple[str, ...] = ()
+
+    @property
+    def query_parts(self) -> int:
+        """Attention reads this many times M."""
+        return 2 if self.reads_layers else 1
+
+
+_EAGLE = HeadSpec(
+    kind="eagle",
+    algorithm="EAGLE",
+    published=((LAYER, "layers.0."),),
+    architecture="LlamaForCausalLMEagle",
+    absent_bias=True,
+    biases=("fc_bias",),
+    training={"loss": "cross_entropy", "weights": (0.1,), "regression": 1.0, "noise": 0.2},
+)
+_EAGLE3 = HeadSpec(
+    kind="eagle3",
+    algorithm="EAGLE3",
+    reads_layers=True,
+    input_norms=(norm("embedding_norm", "input_layernorm.weight"), norm("feature_norm", "hidden_norm.weight")),
+    final_norm=norm("final_norm", "norm.weight"),
+    own_ends=True,
+    architecture="LlamaForCausalLMEagle3",
+    absent_bias=False,
+    training={"loss": "cross_entropy", "weights": tuple(0.8**j for j in range(7))},
+)
+_MTP = HeadSpec(
+    kind="mtp",
+    algorithm="MTP",
+    feature_first=True,
+    input_norms=(
+        norm("embedding_norm", "token_layernorm.weight"),
+        norm("feature_norm", "hidden_layernorm.weight"),
+        norm("attention_norm", "input_layernorm.weight"),
+    ),
+    final_norm=norm("final_norm", f"{LAYER}final_layernorm.weight"),
+    next_feature_normed=True,
+    # As SGLang and vLLM serve such layers: their positions are the slots', too, so slot 0 is made of f_0 alone. It
+    # matters beyond that slot, since every later one attends to its key and value.
+    first_embedding_zero=True,
+    published=(("fc.", "model.mtp_layers.0.input_proj."), (LAYER, "model.mtp_layers.0.")),
+    mark=f"{LAYER}token_layernorm.weight",
+    architecture="MiMoMTP",
+    model_type="qwen2",
+    keys={"num_nextn_predict_layers": 1},
+    biases=("attention_bias",),
+    training={"loss": "token", "weights": (0.51, 0.31, 0.18)},
+)
+
+HEAD_SPECS: dict[str, HeadSpec] = {spec.kind: spec for spec in (_EAGLE, _EAGLE3, _MTP)}
+ALGORITHMS: dict[str, HeadSpec] = {spec.algorithm: spec for spec in HEAD_SPECS.values()}
+
+
+def head_spec(kind: str) -> HeadSpec:
+    """The row of a kind.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if kind not in HEAD_SPECS:
+        raise ValueError(f"no kind of draft head {kind!r}; there are: {', '.join(HEAD_SPECS)}")
+    return HEAD_SPECS[kind]
+
+
+def head_table(config: HeadConfig) -> Table:
+    """The parameters of a head, a flat dict.
+
+    `ids` [W] holds the target's token id of each of the head's, if its vocabulary is another one. It is not read from
+    one tensor: files have offsets, see `OFFSETS`.
+    """
+    spec = head_spec(config.kind)
+    layer = (
+        *spec.input_norms,
+        *attention_leaves(bias=config.attention_bias, output_bias=config.output_bias, inputs="J"),
+        norm("mlp_norm", "post_attention_layernorm.weight"),
+        *mlp_leaves(bias=config.mlp_bias),
+    )
+    ends = [spec.final_norm] if spec.final_norm else []
+    if config.own_embedding:
+        ends.append(Leaf("embed", "V M", (Tensor(EMBED, "V M"),)))
+    if config.own_head:
+        ends.append(Leaf("head", "M -> W", (Tensor(HEAD, "W M"),)))
+    if config.mapped:
+        ends.append(Leaf("ids", "W", init="indices", dtype="int32", replicated=True))
+    fc = linear("fc", "F -> M", Tensor("fc", "M F"), bias=config.fc_bias)
+    return Scope(fc), Scope(layer, prefix=LAYER), Scope(tuple(ends))
+
+
+def head_sizes(config: HeadConfig, target_vocab_size: int) -> dict[str, int]:
+    """Sizes of the letters of `head_table`: also W, the head's vocabulary, F, what `fc` reads, and J, what attention
+    reads."""
+    spec, width = head_spec(config.kind), config.hidden_size
+    return dimensions(config) | {
+        "V": target_vocab_size,
+        "W": config.vocab_size,
+        "F": config.feature_size if spec.reads_layers else 2 * width,
+        "J": spec.query_parts * width,
+    }

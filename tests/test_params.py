@@ -1,0 +1,134 @@
+"""Declarations of parameters, and what follows from them."""
+
+from __future__ import annotations
+
+import runpy
+
+import jax
+import numpy as np
+import pytest
+
+from specjax.config import HeadConfig, ModelConfig, RopeConfig
+from specjax.models import describe, init_params, make_target, table
+from specjax.models.eagle_head import init_head_params
+from specjax.models.head_spec import HEAD_SPECS, head_sizes, head_table
+from specjax.models.params import (
+    GATE,
+    KEY,
+    QUERIES,
+    UP,
+    VALUE,
+    Leaf,
+    Part,
+    Scope,
+    Table,
+    Tensor,
+    dimensions,
+    map_leaves,
+    parameter_bytes,
+    placements,
+    tensors_of,
+)
+
+ROPE = RopeConfig()
+MODEL = ModelConfig("llama", 31, 16, 24, 3, 4, 2, 8, 1e-5, ROPE, 64, False, attention_bias=True, mlp_bias=True)
+BIASES = {"fc_bias": True, "attention_bias": True, "output_bias": True, "mlp_bias": True}
+
+
+def head(kind: str) -> HeadConfig:
+    layers = (0, 1) if HEAD_SPECS[kind].reads_layers else ()
+    ends = dict.fromkeys(("own_embedding", "own_head", "mapped"), HEAD_SPECS[kind].own_ends)
+    size = 11 if HEAD_SPECS[kind].own_ends else 31
+    return HeadConfig(kind, 16, 16 * (len(layers) or 1), 24, 4, 2, 8, 1e-5, ROPE, size, layers, **ends, **BIASES)
+
+
+def check_inverse(declared: Table, sizes: dict[str, int]) -> dict[str, np.ndarray]:
+    """Every number of every leaf comes from one place of one tensor, and goes back there. Returns the tensors."""
+    rng = np.random.default_rng(0)
+    params = map_leaves(declared, lambda leaf: rng.normal(size=leaf.shape(sizes)))
+
+    def at(tree, path):
+        return at(tree[path[0]], path[1:]) if path else tree
+
+    rules = list(placements(declared, sizes))
+    tensors = tensors_of(rules, lambda path: at(params, path))
+    assert {rule.tensor: rule.shape for rule in rules} == {name: tensor.shape for name, tensor in tensors.items()}
+    found = map_leaves(declared, lambda leaf: np.full(leaf.shape(sizes), np.nan))
+    for rule in rules:
+        rule.place(at(found, rule.leaf), tensors[rule.tensor])
+    for scope in declared:
+        for leaf in scope.leaves:
+            if leaf.tensors:
+                path = (scope.name, leaf.name) if scope.name else (leaf.name,)
+                np.testing.assert_array_equal(at(found, path), at(params, path))
+    return tensors
+
+
+def test_export_is_the_inverse_of_loading():
+    assert len(check_inverse(table(MODEL), dimensions(MODEL))) == 3 + 3 * (9 + 4 + 3)
+    for kind in HEAD_SPECS:
+        check_inverse(head_table(head(kind)), head_sizes(head(kind), 31))
+
+
+def test_fused_tensors_stacked_experts_and_layers_that_differ():
+    """What the next families need: Phi-3's fused projections, an expert layer among others, a leaf of another type."""
+    axes = ("KGE", "KE", "KE")
+    parts = enumerate((QUERIES, KEY, VALUE))
+    qkv = Leaf(
+        "qkv",
+        "M -> K Q E",
+        tuple(Tensor("qkv.weight", f"{axes[i]} M", (part,), fused=(axes, i)) for i, part in parts),
+    )
+    experts = Leaf(
+        "gate_up",
+        "X M -> 2 I",
+        tuple(
+            Tensor(f"experts.{x}.{name}.weight", "I M", (Part("X", offset=x), part))
+            for x in range(3)
+            for name, part in (("gate", GATE), ("up", UP))
+        ),
+    )
+    router = Leaf("router", "M -> X", (Tensor("router.weight", "X M"),), dtype="float32")
+    declared = (Scope((qkv,), "layers_0", "0."), Scope((qkv, experts, router), "layers_1", "1."))
+    sizes = dimensions(MODEL) | {"X": 3}
+    tensors = check_inverse(declared, sizes)
+    assert tensors["0.qkv.weight"].shape == (32 + 16 + 16, 16)
+    assert tensors["1.experts.2.up.weight"].shape == (24, 16)
+    assert len(tensors) == 2 + 6 + 1
+    numbers = 2 * 16 * 2 * 4 * 8 + 3 * 16 * 2 * 24
+    assert parameter_bytes(declared, sizes, "bfloat16") == 2 * numbers + 4 * 16 * 3
+
+
+def test_the_models_have_what_is_declared():
+    sizes = dimensions(MODEL)
+    shapes = jax.tree.map(lambda leaf: leaf.shape, dict(jax.eval_shape(lambda: init_params(MODEL, jax.random.key(0)))))
+    assert shapes == map_leaves(table(MODEL), lambda leaf: leaf.shape(sizes))
+    for kind in HEAD_SPECS:
+        config = head(kind)
+        params = init_head_params(config, make_target(MODEL), jax.random.key(0))
+        sizes = head_sizes(config, 31)
+        assert {name: leaf.shape for name, leaf in params.items()} == map_leaves(
+            head_table(config), lambda leaf, sizes=sizes: leaf.shape(sizes)
+        )
+        bytes_ = sum(leaf.nbytes for leaf in params.values())
+        assert parameter_bytes(head_table(config), sizes, "float32") == bytes_
+
+
+def test_what_a_declaration_says():
+    leaf = Leaf("qkv", "M -> K Q E")
+    assert leaf.axes == (None, "kv_heads", None, None) and leaf.matrix == ((0,), (1, 2, 3))
+    assert Leaf("embed", "V M").matrix is None and Leaf("ids", "W", replicated=True).axes == (None,)
+    text = describe(MODEL)
+    assert text.count("qkv ") == 1 and "layers_0 ... layers_2" in text
+    assert "M -> K Q E" in text and "[16, 2, 4, 8]" in text and "model.layers.0.self_attn.q_proj.weight" in text
+
+
+def test_the_tables_are_printed(capsys):
+    runpy.run_module("specjax.models", run_name="__main__")
+    text = capsys.readouterr().out
+    assert all(f"{spec.algorithm} head" in text for spec in HEAD_SPECS.values()) and "model.embed_tokens" in text
+
+
+def test_no_such_family():
+    with pytest.raises(ValueError, match="no model family 'other'; there are: llama"):
+        make_target(ModelConfig("other", 31, 16, 24, 3, 4, 2, 8, 1e-5, ROPE, 64, False))
