@@ -41,7 +41,7 @@ from specjax import (
 from specjax.checkpoint.files import default_cache_dir
 from specjax.drafters import Drafter
 from specjax.drafters.options import options_of
-from specjax.models.protocol import Target
+from specjax.models.target import Target
 
 NEAR = 1e-3
 """float32: logits that are closer may come out the other way round."""

@@ -42,7 +42,7 @@ from specjax.compiling import NVIDIA_OPTIONS
 from specjax.drafters.options import options_of
 from specjax.drafters.shape import candidates
 from specjax.models import init_params
-from specjax.models.eagle_head import init_head_params
+from specjax.models.draft_head import init_head_params
 from specjax.step import StepConfig, check_phase, commit_phase, draft_phase, speculate_step, tree_widths
 
 SPEC = Path(__file__).parent / "gpu" / "h200.txtpb"

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from specjax import ModelConfig, RopeConfig, make_target
 from specjax.config import HeadConfig
 from specjax.models import init_params
-from specjax.models.eagle_head import init_head_params
+from specjax.models.draft_head import init_head_params
 
 ROPE = RopeConfig(theta=500000.0, scaling="llama3", factor=8.0)
 

@@ -24,7 +24,7 @@ from records import finish, machine
 from timing import seconds
 
 from specjax import checkpoint
-from specjax.models.eagle_head import eagle_head
+from specjax.models.draft_head import draft_head
 from specjax.models.head_spec import head_table
 from specjax.models.llama import init_params
 from specjax.train import draft
@@ -74,7 +74,7 @@ def main() -> None:
         "adamw", schedule("constant", 1e-4, steps=100, warmup=0, final=0.0), head_table(head_config), beta1=0.9,
         beta2=0.95, weight_decay=0.0, clip_norm=0.5, clip_value=0.0,
     )  # fmt: skip
-    head = eagle_head(replace(head_config, dtype=args.dtype), target, backend=packed_attention)
+    head = draft_head(replace(head_config, dtype=args.dtype), target, backend=packed_attention)
     with jax.numpy_dtype_promotion("standard"):
         state = TrainState(jnp.int32(0), weights, optimizer.init(weights))
     rng = np.random.default_rng(0)

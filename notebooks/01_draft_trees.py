@@ -53,7 +53,7 @@ from specjax.config import HeadConfig
 from specjax.drawing import draw_steps, draw_tree
 from specjax.inspection import render
 from specjax.models.blocks import Past, key_value_spec
-from specjax.models.eagle_head import eagle_head, init_head_params
+from specjax.models.draft_head import draft_head, init_head_params
 
 MODEL = "smollm2-135m-instruct"  # the built-in model; a folder or a hub id will do, too
 HEAD = os.environ.get("SPECJAX_HEAD", "")  # the folder or hub id of an EAGLE-1 or EAGLE-2 head for it, if you have one
@@ -210,7 +210,7 @@ def learn_by_heart(shape: HeadConfig, draft: dict, texts: list[list[int]], steps
         x = target.embed(params, tokens)
         return target.forward(params, x, positions, CAUSAL, cache, zero[:, None], zero, features="final").features
 
-    head = eagle_head(shape, target, backend="reference")  # the implementation that can be differentiated
+    head = draft_head(shape, target, backend="reference")  # the implementation that can be differentiated
     cache = init_cache(key_value_spec(shape), PoolShape(pages=1, page_size=1))
     past = Past(cache, zero[:, None], zero)
     words = jnp.unique(tokens)  # enough of the vocabulary for a toy, and a hundred times faster

@@ -35,9 +35,9 @@ from specjax.drafters import (
 )
 from specjax.drafters.options import OTHER_TREE, options_of
 from specjax.models import make_target
-from specjax.models.eagle_head import with_token_map
+from specjax.models.draft_head import with_token_map
 from specjax.models.params import EMBED_TENSOR
-from specjax.models.protocol import Target
+from specjax.models.target import Target
 from specjax.verify import Verifier
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int32, UInt32
 
 from specjax.cache import Cache, PoolShape, init_cache
 from specjax.drafters.base import Drafter, DraftState, Params
-from specjax.models.protocol import Target
+from specjax.models.target import Target
 from specjax.sampling import History, SamplingRows, sampling_row
 from specjax.tree import DraftTree
 from specjax.types import Active, PageTable, PerRequest

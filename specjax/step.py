@@ -32,7 +32,7 @@ from specjax_kernels import CAUSAL, pack_bits
 from specjax.cache import Block, commit, take_path
 from specjax.compiling import compiler_options
 from specjax.drafters.base import Context, Drafter, Observation, Params
-from specjax.models.protocol import Target
+from specjax.models.target import Target
 from specjax.sampling import DrawInputs
 from specjax.state import (
     FULL,

@@ -22,8 +22,8 @@ from toy_models import Toy, table_model
 
 from specjax.config import HeadConfig, ModelConfig, RopeConfig
 from specjax.models.blocks import KeyValue, Past, joined
-from specjax.models.eagle_head import EagleHead, eagle_head, init_head_params
-from specjax.models.protocol import ForwardOutput
+from specjax.models.draft_head import DraftHead, draft_head, init_head_params
+from specjax.models.target import ForwardOutput
 
 
 @functools.cache
@@ -97,7 +97,7 @@ def _pages(count: int, config: HeadConfig) -> Past:
     return Past(KeyValue(empty, empty), jnp.ones((count, 1), jnp.int32), jnp.zeros(count, jnp.int32))
 
 
-def _losses(head: EagleHead, toy: Toy, params: Any, tokens: Any, unrolled: int) -> jax.Array:
+def _losses(head: DraftHead, toy: Toy, params: Any, tokens: Any, unrolled: int) -> jax.Array:
     """Training-time test: the head reads its own output `unrolled` times, as it will in a tree. Slot t of round j
     stands at position t + j, predicts x_{t+j+2}, and sees the slots up to t of round 0 and its own of the others."""
     count, length = tokens.shape
@@ -153,7 +153,7 @@ OPTIMISED: dict[str, str | bool | int] = {
 
 def distil(config: HeadConfig, toy: Toy, *, steps: int = 300, unrolled: int = 3, seed: int = 0) -> dict:
     """Parameters of a head after `steps` batches of texts that the target wrote."""
-    head = eagle_head(config, toy.target, backend="reference")  # the default has a loop without a derivative
+    head = draft_head(config, toy.target, backend="reference")  # the default has a loop without a derivative
     params = dict(init_head_params(config, toy.target, jax.random.key(seed)))
     params = {name: leaf * 5 if leaf.ndim > 1 else leaf for name, leaf in params.items()}
     data = texts(toy, 256, 33, seed)

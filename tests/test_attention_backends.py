@@ -14,7 +14,7 @@ from specjax.config import HeadConfig
 from specjax.drafters import Ngram, TreeShape, eagle_drafter
 from specjax.engine import SamplingParams
 from specjax.load import attention_implementation
-from specjax.models.eagle_head import init_head_params
+from specjax.models.draft_head import init_head_params
 
 REQUESTS = [
     ([1, 2, 3], {}),

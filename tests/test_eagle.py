@@ -19,7 +19,7 @@ from specjax.cache import PoolShape
 from specjax.checkpoint import load_head
 from specjax.config import HeadConfig, RopeConfig
 from specjax.drafters import Confidence, Context, Observation, Params, TreeShape, eagle_drafter
-from specjax.models.eagle_head import init_head_params, with_token_map
+from specjax.models.draft_head import init_head_params, with_token_map
 from specjax.sampling import sampling_row
 from specjax.step import StepConfig
 

@@ -18,7 +18,7 @@ from specjax.drafters import Drafter, Params, TreeShape, eagle_drafter, make_dra
 from specjax.engine import EngineConfig, SamplingParams
 from specjax.engine.memory import pool_tokens
 from specjax.engine.sequence import Status
-from specjax.models.eagle_head import init_head_params
+from specjax.models.draft_head import init_head_params
 
 LONGEST = 96
 ERROR = 2e-5
@@ -193,7 +193,9 @@ def test_the_pool_leaves_room_for_trees_that_were_asked_for(monkeypatch):
     assert tokens(automatic._replace(explicit_width=True)) == int(80_000_000 - logits) // a_token
     wide = target._replace(config=replace(model, vocab_size=1000))
     large = automatic._replace(explicit_width=True, width=512)
-    with pytest.raises(ValueError, match=r"no memory is left .* 0\.02 of 0\.20 GB .*EngineConfig.mem_fraction 0\.5 .*\(64\).*\(512\)"):
+    with pytest.raises(
+        ValueError, match=r"no memory is left .* 0\.02 of 0\.20 GB .*EngineConfig.mem_fraction 0\.5 .*\(64\).*\(512\)"
+    ):
         pool_tokens(wide, config, 1 << 30, "gpu", large, params)
     # A size that is given must leave room for the same trees.
     given = replace(config, max_total_tokens=100_000_000 // a_token)

@@ -82,13 +82,13 @@ def counted(monkeypatch, shape, confidence, *, rows=1, **step) -> tuple[Runner, 
 
         return run
 
-    make = eagle.eagle_head
+    make = eagle.draft_head
 
     def telling(*arguments, **options):
         model = make(*arguments, **options)
         return model._replace(forward=tells(model.forward, "head"))
 
-    monkeypatch.setattr(eagle, "eagle_head", telling)
+    monkeypatch.setattr(eagle, "draft_head", telling)
     toy = toy._replace(target=toy.target._replace(forward=tells(toy.target.forward, "target")))
     drafter = eagle_drafter(toy.target, head()[0], TreeShape(*shape), confidence=confidence)
     config = StepConfig(tree_widths(drafter), trace=True)

@@ -13,7 +13,7 @@ from toy_models import Runner
 
 from specjax.drafters import TreeShape, eagle_drafter
 from specjax.engine import SamplingParams
-from specjax.models.eagle_head import init_head_params
+from specjax.models.draft_head import init_head_params
 from specjax.step import StepConfig
 
 DEEP = (5, 8, 32)

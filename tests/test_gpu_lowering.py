@@ -14,7 +14,7 @@ from specjax import ModelConfig, Params, PoolShape, RopeConfig, StepInput, init_
 from specjax.config import HeadConfig
 from specjax.drafters.options import options_of
 from specjax.models import make_target
-from specjax.models.eagle_head import init_head_params
+from specjax.models.draft_head import init_head_params
 from specjax.models.llama import init_params
 from specjax.step import StepConfig, check_phase, commit_phase, draft_phase, speculate_step, tree_widths
 

@@ -15,7 +15,7 @@ from specjax import Params, PoolShape, PrefillInput, StepInput, init_state, make
 from specjax.config import HeadConfig, RopeConfig
 from specjax.drafters import make_drafter
 from specjax.drafters.options import options_of
-from specjax.models.eagle_head import init_head_params
+from specjax.models.draft_head import init_head_params
 
 POOL = PoolShape(pages=8192, page_size=16)
 ROWS, BATCH, TABLE, CHUNK = 4, 2, 16, 32

@@ -22,7 +22,7 @@ from specjax.checkpoint import load_head
 from specjax.drafters import DRAFTERS, Mtp, NoDraft, make_drafter
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.models.blocks import KeyValue, Past, joined
-from specjax.models.eagle_head import eagle_head, init_head_params, with_token_map
+from specjax.models.draft_head import draft_head, init_head_params, with_token_map
 from specjax.step import StepConfig
 
 SPEC = HeadSpec("mtp", num_heads=4, head_dim=8, eps=1e-5, rope_theta=640000.0)
@@ -54,7 +54,7 @@ def test_forward_and_recurrence(saved):
     """Six slots from position 0 on; then four times the head's own output, as a chain; logits are the target's."""
     raw, config, params = saved
     toy, rng = target(), np.random.default_rng(0)
-    head = eagle_head(config, toy.target, backend="reference")
+    head = draft_head(config, toy.target, backend="reference")
     tokens, features = rng.integers(0, 31, 10), rng.normal(0, 1, (6, 16)).astype(np.float32)
     embedding = np.asarray(toy.params["embed"])
     empty = jnp.zeros((1, 1, config.num_kv_heads, config.head_dim))
@@ -83,7 +83,7 @@ def test_forward_and_recurrence(saved):
 def test_the_token_of_slot_0_says_nothing(saved):
     """As in SGLang and vLLM; the token of every other slot does."""
     _, config, params = saved
-    head = eagle_head(config, target().target, backend="reference")
+    head = draft_head(config, target().target, backend="reference")
     empty = jnp.zeros((1, 1, config.num_kv_heads, config.head_dim))
     past = Past(KeyValue(empty, empty), jnp.ones((1, 1), jnp.int32), jnp.zeros(1, jnp.int32))
     feature = jax.random.normal(jax.random.key(0), (1, 3, 16))

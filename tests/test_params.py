@@ -10,7 +10,7 @@ import pytest
 
 from specjax.config import HeadConfig, ModelConfig, RopeConfig
 from specjax.models import describe, init_params, make_target, table
-from specjax.models.eagle_head import init_head_params
+from specjax.models.draft_head import init_head_params
 from specjax.models.head_spec import HEAD_SPECS, head_sizes, head_table
 from specjax.models.params import (
     GATE,

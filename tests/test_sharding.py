@@ -59,7 +59,7 @@ from specjax.config import HeadConfig
 from specjax.drafters.options import options_of
 from specjax.models import init_params, table
 from specjax.models.blocks import key_value_spec
-from specjax.models.eagle_head import init_head_params
+from specjax.models.draft_head import init_head_params
 from specjax.models.head_spec import head_table
 from specjax.models.params import map_leaves
 from specjax.step import StepConfig, admit, tree_widths

@@ -27,7 +27,7 @@ from specjax.checkpoint import CheckpointError, load_head
 from specjax.checkpoint.draft_names import common_names
 from specjax.config import HeadConfig, RopeConfig
 from specjax.models.blocks import KeyValue, Past
-from specjax.models.eagle_head import eagle_head, init_head_params
+from specjax.models.draft_head import draft_head, init_head_params
 from specjax.train.export import export_head, head_description, head_tensors
 
 SHARED: dict[str, Any] = {
@@ -245,7 +245,7 @@ def test_the_oracle_computes_the_same_from_the_file(tmp_path, name):
     embedding, rows = np.asarray(toy.params["embed"]), np.asarray(toy.params["head"]).T
     expected = head_forward(tensors, spec, embedding[tokens], features, list(range(6)), visible, [False] * 6)
 
-    head, params = eagle_head(config, toy.target, backend="reference"), jax.tree.map(jnp.asarray, params_of(name))
+    head, params = draft_head(config, toy.target, backend="reference"), jax.tree.map(jnp.asarray, params_of(name))
     empty = jnp.zeros((1, 1, config.num_kv_heads, config.head_dim))
     past = Past(KeyValue(empty, empty), jnp.ones((1, 1), jnp.int32), jnp.zeros(1, jnp.int32))
     positions = jnp.arange(6, dtype=jnp.int32)[None]

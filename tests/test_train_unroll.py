@@ -14,7 +14,7 @@ import pytest
 from specjax.cache import PoolShape, init_cache
 from specjax.config import HeadConfig, ModelConfig, RopeConfig
 from specjax.models import make_target
-from specjax.models.eagle_head import eagle_head, init_head_params
+from specjax.models.draft_head import draft_head, init_head_params
 from specjax.models.llama import init_params
 from specjax.train.attention import packed_attention, packed_mask
 from specjax.train.export import head_tensors
@@ -70,7 +70,7 @@ class World:
         )
 
     def found(self, objective: Objective, **changes: Any) -> Any:
-        head = eagle_head(self.config, self.target, backend=packed_attention)
+        head = draft_head(self.config, self.target, backend=packed_attention)
         return unroll(
             head, self.target, self.params, self.target_params, changes.get("batch", self.batch),
             changes.get("teacher", self.teacher), objective, changes.get("key"),
@@ -168,7 +168,7 @@ def test_neither_a_neighbour_nor_padding_changes_an_example():
         jnp.where(elsewhere[..., 0], 1, world.teacher.top),
     )
     changed = batch._replace(tokens=jnp.where(elsewhere[..., 0], 4, batch.tokens))
-    head = eagle_head(world.config, world.target, backend=packed_attention)
+    head = draft_head(world.config, world.target, backend=packed_attention)
 
     def gradient(batch: Batch, teacher: Teacher) -> Any:
         def loss(weights: Any) -> Any:

@@ -19,7 +19,7 @@ from toy_models import tiny_llama
 from train_helpers import environment
 
 from specjax.config import HeadConfig, RopeConfig
-from specjax.models.eagle_head import eagle_head
+from specjax.models.draft_head import draft_head
 from specjax.models.head_spec import head_table
 from specjax.train import draft
 from specjax.train.attention import packed_attention
@@ -61,7 +61,7 @@ def trainer(optimizer: str = "adamw", rate: float = 1e-2, dtype: str = "float32"
     config = toy().target.config
     target = training_target(config, dtype)
     settings = replace(draft.head_config(DraftSettings(draft=kind), config), dtype=dtype)
-    head = eagle_head(settings, target, backend=packed_attention)
+    head = draft_head(settings, target, backend=packed_attention)
     params = draft.new_params(settings, toy().target, toy().params, None, init="target", seed=0)
     weights, frozen = split_params(params)
     chain = make_optimizer(optimizer, optax.constant_schedule(rate), head_table(settings), **PLAIN | changes)

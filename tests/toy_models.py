@@ -26,7 +26,7 @@ from specjax.config import ModelConfig, RopeConfig
 from specjax.drafters.base import Drafter, Params
 from specjax.models import make_target
 from specjax.models.llama import init_params
-from specjax.models.protocol import ForwardOutput, Target
+from specjax.models.target import ForwardOutput, Target
 from specjax.sampling import History, SamplingRows, sampling_row
 from specjax.state import PrefillInput, StepInput, StepOutput, init_state, new_row
 from specjax.step import StepConfig, make_steps

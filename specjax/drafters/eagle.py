@@ -1,6 +1,6 @@
 """EAGLE: a head of one layer continues the target's features, level by level, and the best candidates form a tree.
 
-Serves EAGLE-1/2, EAGLE-3 and MTP heads alike (`specjax.models.eagle_head`); the tree is EAGLE-2's. n tokens are
+Serves EAGLE-1/2, EAGLE-3 and MTP heads alike (`specjax.models.draft_head`); the tree is EAGLE-2's. n tokens are
 committed, the root x_n is the last one drawn, and the head's cache holds n slots, slot t made of (f_t, x_{t+1}):
 
     observe   the tokens that became certain go through the head with the TARGET's features; their slots are kept, and
@@ -37,10 +37,10 @@ from specjax.drafters.base import Context, Drafter, DraftState, Observation, Par
 from specjax.drafters.shape import TreeShape
 from specjax.limits import check, limited
 from specjax.models.blocks import KeyValue, Past, joined, key_value_spec
-from specjax.models.eagle_head import EagleHead, eagle_head
+from specjax.models.draft_head import DraftHead, draft_head
 from specjax.models.head_spec import head_spec
 from specjax.models.layers import FEW_ROWS
-from specjax.models.protocol import Target
+from specjax.models.target import Target
 from specjax.tree import NO_PARENT, DraftTree, Pool, chain, log_total, next_beam, rerank, top_k_children
 
 
@@ -116,7 +116,7 @@ def eagle_drafter(
     Raises:
         ValueError: the head does not fit the target.
     """
-    model = eagle_head(head, target, backend=backend)
+    model = draft_head(head, target, backend=backend)
 
     def init(params: Params, rows: int, pool: PoolShape) -> DraftState:
         del params
@@ -181,7 +181,7 @@ class _Level(NamedTuple):
 
 
 def _run(
-    model: EagleHead,
+    model: DraftHead,
     params: Params,
     cache: KeyValue,
     context: Context,
@@ -208,7 +208,7 @@ class _Expanded(NamedTuple):
 
 
 def _grow_tree(
-    model: EagleHead,
+    model: DraftHead,
     params: Params,
     cache: KeyValue,
     context: Context,
@@ -258,7 +258,7 @@ def _grow_tree(
 
 
 def _grow_chain(
-    model: EagleHead,
+    model: DraftHead,
     params: Params,
     cache: KeyValue,
     context: Context,

@@ -15,7 +15,7 @@ from specjax.drafters.ngram import ngram_drafter
 from specjax.drafters.none import none_drafter
 from specjax.drafters.options import AUTOMATIC_TREES, DRAFTERS, OTHER_TREE, DraftOptions, HeadOptions, Ngram, options_of
 from specjax.drafters.shape import TreeShape
-from specjax.models.protocol import Target
+from specjax.models.target import Target
 
 logger = logging.getLogger(__name__)
 

@@ -266,7 +266,7 @@ class Auto(DraftOptions):
         return _shared_names()
 
     def choose(self, kind: str | None) -> Choice:
-        chosen = next((options for options in CHOICES if kind is not None and kind == options.kind), CHOICES[-1])
+        chosen = {options.kind: options for options in CHOICES}.get(kind, CHOICES[-1])
         own = _own(chosen, self.given)
         return Choice(chosen(**own), tuple(name for name in self.given if name not in own))
 

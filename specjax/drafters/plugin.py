@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from specjax.drafters.base import Drafter
-from specjax.models.protocol import Target
+from specjax.models.target import Target
 from specjax.verify import Verifier, verify_tree
 
 

@@ -42,7 +42,7 @@ from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Sequence, Status
 from specjax.load import load
-from specjax.models.protocol import Target
+from specjax.models.target import Target
 from specjax.state import NOT_FINITE, DecodeState, init_state
 from specjax.verify import TOP_LOGPROBS, Verifier, verify_tree
 

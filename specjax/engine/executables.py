@@ -24,7 +24,7 @@ from specjax.engine.buckets import Buckets
 from specjax.engine.outputs import Output, pack
 from specjax.engine.phases import PhaseTimes, compile_in_phases
 from specjax.engine.sequence import Sequence
-from specjax.models.protocol import Target
+from specjax.models.target import Target
 from specjax.progress import progress_bar
 from specjax.step import (
     DecodeState,

@@ -9,7 +9,7 @@ from specjax.config import ModelConfig
 from specjax.drafters.base import Drafter, Params
 from specjax.engine.buckets import BLOCK_TOKENS
 from specjax.engine.config import EngineConfig
-from specjax.models.protocol import Target
+from specjax.models.target import Target
 from specjax.state import init_state
 
 DEFAULT_POOL_TOKENS = 32_768

@@ -12,7 +12,7 @@ import jax
 from specjax.compiling import compiler_options
 from specjax.drafters.base import Drafter, Params
 from specjax.engine.outputs import Output, pack
-from specjax.models.protocol import Target
+from specjax.models.target import Target
 from specjax.step import DecodeState, StepConfig, StepInput, check_phase, commit_phase, draft_phase
 from specjax.verify import Verifier
 

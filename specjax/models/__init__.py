@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from specjax.config import ModelConfig
     from specjax.models.blocks import Backend
     from specjax.models.params import Table
-    from specjax.models.protocol import Target
+    from specjax.models.target import Target
     from specjax.types import Weights
 
 

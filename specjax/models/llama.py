@@ -31,7 +31,7 @@ from specjax.models.params import (
     mlp_leaves,
     norm,
 )
-from specjax.models.protocol import ForwardOutput, Target
+from specjax.models.target import ForwardOutput, Target
 from specjax.types import Hidden, PageTable, PerRequest, Positions, Tokens, Weights
 
 EMBED = Leaf("embed", "V M", (Tensor(EMBED_TENSOR, "V M", gguf="token_embd.weight"),))
@@ -85,7 +85,7 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """`embed`, `forward`, `unembed` over one set of parameters; see `specjax.models.protocol`."""
+    """`embed`, `forward`, `unembed` over one set of parameters; see `specjax.models.target`."""
 
     config: ModelConfig
     backend: Backend = None

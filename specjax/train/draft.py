@@ -13,9 +13,9 @@ from jaxtyping import Float, Float32, Int32
 
 from specjax.checkpoint import load_head
 from specjax.config import HeadConfig, ModelConfig
-from specjax.models.eagle_head import init_head_params
+from specjax.models.draft_head import init_head_params
 from specjax.models.head_spec import ALGORITHMS
-from specjax.models.protocol import Target
+from specjax.models.target import Target
 from specjax.train.options import ALL_TOKENS, DraftSettings, LossSettings
 from specjax.train.packing import Rows
 from specjax.train.unroll import Objective

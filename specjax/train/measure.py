@@ -15,7 +15,7 @@ from specjax.config import HeadConfig
 from specjax.drafters import Params, TreeShape, eagle_drafter
 from specjax.engine import Engine, SamplingParams
 from specjax.engine.config import EngineConfig
-from specjax.models.protocol import Target
+from specjax.models.target import Target
 from specjax.types import Weights
 
 MAX_ROWS = 16

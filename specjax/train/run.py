@@ -19,7 +19,7 @@ from tqdm import tqdm
 from specjax.drafters import TreeShape
 from specjax.engine.executables import use_compilation_cache
 from specjax.models import make_target
-from specjax.models.eagle_head import eagle_head
+from specjax.models.draft_head import draft_head
 from specjax.models.head_spec import head_table
 from specjax.progress import progress_bar
 from specjax.train import draft
@@ -62,7 +62,7 @@ class Trainer:
         self.mesh = data_mesh()
         self.target = training_target(inputs.config, dtype)
         self.head_config = replace(inputs.head, dtype=dtype)
-        head = eagle_head(self.head_config, self.target, backend=packed_attention)
+        head = draft_head(self.head_config, self.target, backend=packed_attention)
         wanted = self.head_config.features
         self.teach = teach(self.target, wanted)
         self._teach_rows = jax.jit(self.teach)

@@ -12,7 +12,7 @@ from jax import Array
 from specjax.cache import PoolShape, init_cache
 from specjax.config import ModelConfig
 from specjax.models import make_target
-from specjax.models.protocol import Target
+from specjax.models.target import Target
 from specjax.train.attention import packed_attention, packed_mask
 from specjax.train.unroll import Batch, Teacher
 from specjax.types import Weights

@@ -21,8 +21,8 @@ from jax import Array
 from jaxtyping import Bool, Float, Float32, Int32
 
 from specjax.models.blocks import KeyValue, Past, joined
-from specjax.models.eagle_head import EagleHead
-from specjax.models.protocol import Target
+from specjax.models.draft_head import DraftHead
+from specjax.models.target import Target
 from specjax.train.attention import packed_mask
 from specjax.train.losses import LOSSES, feature_regression
 from specjax.types import Weights
@@ -68,7 +68,7 @@ class Sums(NamedTuple):
 
 
 def unroll(
-    head: EagleHead, target: Target, params: Weights, target_params: Weights, batch: Batch, teacher: Teacher,
+    head: DraftHead, target: Target, params: Weights, target_params: Weights, batch: Batch, teacher: Teacher,
     objective: Objective, key: Array | None,
 ) -> tuple[Array, Sums]:  # fmt: skip
     """The weighted sum of the rounds' losses over all slots, and sums by round.

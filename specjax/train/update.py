@@ -17,8 +17,8 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float32, Int32
 
-from specjax.models.eagle_head import EagleHead
-from specjax.models.protocol import Target
+from specjax.models.draft_head import DraftHead
+from specjax.models.target import Target
 from specjax.train.unroll import Batch, Objective, Sums, Teacher, unroll
 from specjax.types import Weights
 
@@ -51,7 +51,7 @@ def split_params(params: Weights) -> tuple[Weights, Weights]:
 
 
 def make_update(
-    head: EagleHead, target: Target, objective: Objective, optimizer: optax.GradientTransformation, frozen: Weights,
+    head: DraftHead, target: Target, objective: Objective, optimizer: optax.GradientTransformation, frozen: Weights,
     *, seed: int, teach: Teach | None, scale: Float32[Array, "F"] | None = None,
 ) -> Update:  # fmt: skip
     """(state, target parameters, batch [A, B, N], teacher [A, B, N, ...]) -> (state, metrics), jitted; donates state.

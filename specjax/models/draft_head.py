@@ -20,7 +20,7 @@ from specjax.models.blocks import Backend, KeyValue, Past, attention, gated_mlp
 from specjax.models.head_spec import head_sizes, head_spec, head_table
 from specjax.models.layers import logits, precision_of, project, rms_norm, rotations
 from specjax.models.params import create
-from specjax.models.protocol import Target
+from specjax.models.target import Target
 from specjax.types import Hidden, Positions, Tokens, Weights
 
 
@@ -85,7 +85,7 @@ class _Head(nn.Module):
         return rms_norm(x, self.weights[name], self.config.norm_epsilon) if name in self.weights else x
 
 
-class EagleHead(NamedTuple):
+class DraftHead(NamedTuple):
     """A head beside its target: functions of both models' parameters, since it may use the target's ends.
 
     embed(target_params, params, tokens [B, N]) -> [B, N, M]
@@ -103,7 +103,7 @@ class EagleHead(NamedTuple):
     target_ids: Callable[[Weights, Array], Array]
 
 
-def eagle_head(config: HeadConfig, target: Target, *, backend: Backend = None) -> EagleHead:
+def draft_head(config: HeadConfig, target: Target, *, backend: Backend = None) -> DraftHead:
     """The functions of a head for one target. `backend`: see `specjax.models.blocks.Backend`.
 
     Raises:
@@ -133,7 +133,7 @@ def eagle_head(config: HeadConfig, target: Target, *, backend: Backend = None) -
     def target_ids(params: Weights, ids: Int32[Array, "..."]) -> Int32[Array, "..."]:
         return params["ids"][ids] if config.mapped else ids
 
-    return EagleHead(config, embed, fuse, forward, unembed, target_ids)
+    return DraftHead(config, embed, fuse, forward, unembed, target_ids)
 
 
 def check_fit(config: HeadConfig, target: Target) -> None:
