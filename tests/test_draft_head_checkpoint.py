@@ -418,9 +418,7 @@ def test_the_other_kinds_are_refused_with_their_flag(tmp_path, dialect):
     kind = DIALECTS[dialect]
     save_head(tmp_path, kind, dialect=dialect)
     for other in {"eagle", "eagle3", "mtp"} - {kind}:
-        with pytest.raises(
-            CheckpointError, match=rf"for --speculative-algorithm {kind.upper()}, not {other.upper()} \("
-        ):
+        with pytest.raises(CheckpointError, match=rf"for draft='{kind.upper()}', not {other.upper()} \("):
             read(tmp_path, other)
 
 
@@ -502,9 +500,7 @@ def test_hub(tmp_path, monkeypatch, format):
 
 def test_unknown_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r"model-path some/head: there is no local folder some/head, and the .* hub"
-    ):
+    with pytest.raises(CheckpointError, match=r"some/head: there is no local folder some/head, and the .* hub"):
         load_head("some/head", target(), kind="eagle", progress=False)
 
 
