@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     )
     from specjax.engine import Completion, Engine, EngineConfig, SamplingParams, StreamChunk
     from specjax.inspection import StepTree, render, step_trees
-    from specjax.models import ForwardOutput, Target, make_target
+    from specjax.models import make_target
+    from specjax.models.target import ForwardOutput, Target
     from specjax.sampling import DrawInputs, draw
     from specjax.state import DecodeState, PrefillInput, Row, StepInput, StepOutput, admit, init_state, new_row
     from specjax.step import (
@@ -59,7 +60,8 @@ _NAMES = {
     ),
     "specjax.engine": "Completion Engine EngineConfig SamplingParams StreamChunk",
     "specjax.inspection": "StepTree render step_trees",
-    "specjax.models": "ForwardOutput Target make_target",
+    "specjax.models": "make_target",
+    "specjax.models.target": "ForwardOutput Target",
     "specjax.sampling": "DrawInputs draw",
     "specjax.state": "DecodeState PrefillInput Row StepInput StepOutput admit init_state new_row",
     "specjax.step": (

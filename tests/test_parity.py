@@ -18,7 +18,8 @@ from toy_models import as_arrays, random_tree
 from specjax.cache import Block, PoolShape, commit, init_cache, take_path
 from specjax.checkpoint import load_params, model_config, resolve
 from specjax.config import ModelConfig, RopeConfig
-from specjax.models import Target, make_target
+from specjax.models import make_target
+from specjax.models.target import Target
 from specjax.tree import ancestor_mask
 
 TOLERANCE = 2e-4
