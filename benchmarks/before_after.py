@@ -3,10 +3,14 @@
     git worktree add ../before REV
     python benchmarks/before_after.py --before ../before --data FOLDER [--algorithms NONE AUTO] [--limit 20] [--record]
 
+    python benchmarks/before_after.py --before ../before --forward 1 2 4 8 [--dtype bfloat16] [--record LABEL]
+
 Each tree and algorithm has a process of its own, in which an engine of that tree waits for prompts; one works at a
 time, in rotating order. Greedy, `--max-new-tokens` each. The ratio of an algorithm is that of the times of the same
 prompt, after by before: the median over all prompts and rounds, with the interval that holds the median with 95%
-(binomial). Texts of both trees are compared. The last line is one JSON document.
+(binomial). Texts of both trees are compared. `--forward` times the target's forward of so many new
+tokens of the built-in model instead, behind 300 committed ones: the minimum and median of many short runs in turn. The
+last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -39,9 +43,39 @@ def work(algorithm: str, tokens: int) -> None:
         print(json.dumps({"seconds": seconds, "ids": done.output_ids}), flush=True)
 
 
+def work_forward(dtype: str) -> None:
+    """Reads numbers of rows, one a line, and answers with the seconds of one forward of as many tokens."""
+    import jax
+    import jax.numpy as jnp
+    from specjax_kernels import CAUSAL
+
+    from specjax import Engine, EngineConfig, PoolShape, init_state
+
+    config = EngineConfig(max_running_requests=1)
+    engine = Engine.from_pretrained(algorithm="NONE", dtype=dtype, config=config, progress=False)
+    target, params = engine.target, engine.params.target
+    cache = init_state(engine.params, target, engine.drafter, rows=1, pool=PoolShape(40, 16)).cache
+    table = jnp.arange(40, dtype=jnp.int32)[None]
+
+    @jax.jit
+    def forward(params: Any, cache: Any, tokens: jax.Array) -> jax.Array:
+        start = jnp.full(1, 300, jnp.int32)
+        positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        output = target.forward(params, target.embed(params, tokens), positions, CAUSAL, cache, table, start)
+        return jnp.argmax(target.unembed(params, output.hidden), axis=-1)
+
+    print(json.dumps({"ready": dtype}), flush=True)
+    for line in sys.stdin:
+        tokens = jnp.ones((1, json.loads(line)["rows"]), jnp.int32)
+        forward(params, cache, tokens).block_until_ready()
+        begun = time.perf_counter()
+        forward(params, cache, tokens).block_until_ready()
+        print(json.dumps({"seconds": time.perf_counter() - begun}), flush=True)
+
+
 class Worker:
-    def __init__(self, tree: Path, algorithm: str, tokens: int) -> None:
-        command = [sys.executable, __file__, "--work", algorithm, "--max-new-tokens", str(tokens)]
+    def __init__(self, tree: Path, *arguments: str) -> None:
+        command = [sys.executable, __file__, *arguments]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), str(tree / "kernels")])}
         self._process = subprocess.Popen(
             command, env=environment, cwd=tree, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -55,9 +89,9 @@ class Worker:
             raise SystemExit(f"{self._process.args} ended with {self._process.wait()}")
         return json.loads(line)
 
-    def run(self, messages: list[dict[str, str]]) -> dict[str, Any]:
+    def run(self, **message: Any) -> dict[str, Any]:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"messages": messages}) + "\n")
+        self._process.stdin.write(json.dumps(message) + "\n")
         self._process.stdin.flush()
         return self._read()
 
@@ -74,6 +108,36 @@ def interval(ratios: list[float]) -> tuple[float, float]:
     return ordered[max(count // 2 - reach, 0)], ordered[min(count // 2 + reach, count - 1)]
 
 
+def heading(before: Path, machine: Any) -> dict[str, Any]:
+    """The head of the record, with the other tree's commit and the settings of XLA and Numba."""
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=before, capture_output=True, text=True)
+    settings = {name: text for name, text in os.environ.items() if name == "XLA_FLAGS" or name.startswith("NUMBA_")}
+    return machine("jaxlib") | {"before": done.stdout.strip(), "environment": settings}
+
+
+def compare_forwards(trees: dict[str, Path], widths: list[int], runs: int, dtype: str) -> list[dict[str, Any]]:
+    """Both trees' seconds of a forward of each width, one run of each in turn."""
+    workers = {name: Worker(tree, "--forward", "--dtype", dtype) for name, tree in trees.items()}
+    rows = []
+    for width in widths:
+        found: dict[str, list[float]] = {name: [] for name in trees}
+        for turn in range(runs):
+            for name in (list(trees), list(trees)[::-1])[turn % 2]:
+                found[name].append(workers[name].run(rows=width)["seconds"])
+        least = {name: min(seconds) for name, seconds in found.items()}
+        medians = {name: statistics.median(seconds) for name, seconds in found.items()}
+        rows.append({"tokens": width, "dtype": dtype, "least": least, "median": medians, "seconds": found})
+        print(
+            f"{dtype}, {width} tokens: least {1e3 * least['before']:.1f} ms before, {1e3 * least['after']:.1f} after, "
+            f"ratio {least['after'] / least['before']:.3f}; medians {1e3 * medians['before']:.1f} and "
+            f"{1e3 * medians['after']:.1f}, ratio {medians['after'] / medians['before']:.3f}",
+            flush=True,
+        )
+    for worker in workers.values():
+        worker.close()
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("--before", type=Path, metavar="FOLDER", help="a source tree; after is the one of this file")
@@ -84,21 +148,32 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=20, help="prompts")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results/before-after-DATE.json")
+    parser.add_argument("--forward", nargs="*", type=int, metavar="TOKENS", help="time a forward of so many new tokens")
+    parser.add_argument("--runs", type=int, default=60, help="of each forward and tree")
+    parser.add_argument("--dtype", default="float32", help="of the forward")
+    parser.add_argument("--record", nargs="?", const="", metavar="LABEL",
+                        help="write benchmarks/results/before-after-DATE[-LABEL].json")  # fmt: skip
     parser.add_argument("--work", metavar="ALGORITHM", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work is not None:
         work(args.work, args.max_new_tokens)
         return
-    if args.before is None or args.data is None:
-        parser.error("--before and --data are needed")
+    if args.forward == []:
+        work_forward(args.dtype)
+        return
+    if args.before is None or (args.data is None and args.forward is None):
+        parser.error("--before and either --data or --forward are needed")
     from records import finish, machine
 
+    trees = {"before": args.before.resolve(), "after": HERE}
+    if args.forward is not None:
+        rows = compare_forwards(trees, args.forward, args.runs, args.dtype)
+        finish("before-after", heading(args.before, machine) | {"rows": rows}, record=args.record)
+        return
     lines = (args.data / "mt_bench.jsonl").read_text().splitlines()[: args.limit]
     prompts = [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines]
-    trees = {"before": args.before.resolve(), "after": HERE}
     workers = {
-        (name, algorithm): Worker(tree, algorithm, args.max_new_tokens)
+        (name, algorithm): Worker(tree, "--work", algorithm, "--max-new-tokens", str(args.max_new_tokens))
         for algorithm in args.algorithms
         for name, tree in trees.items()
     }
@@ -108,7 +183,7 @@ def main() -> None:
     for turn in range(args.rounds):
         for at, messages in enumerate(prompts):
             shift = (turn * len(prompts) + at) % len(keys)
-            found = {key: workers[key].run(messages) for key in (*keys[shift:], *keys[:shift])}
+            found = {key: workers[key].run(messages=messages) for key in (*keys[shift:], *keys[:shift])}
             for key in keys:
                 seconds[key].append(found[key]["seconds"])
             for algorithm in args.algorithms:
@@ -138,9 +213,7 @@ def main() -> None:
         )
     for worker in workers.values():
         worker.close()
-    before = subprocess.run(["git", "rev-parse", "HEAD"], cwd=args.before, capture_output=True, text=True)
-    document = machine("jaxlib") | {"before": before.stdout.strip(), "rows": rows}
-    finish("before-after", document, record=args.record)
+    finish("before-after", heading(args.before, machine) | {"rows": rows}, record=args.record)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 
 import jax
 import numpy as np
-from specjax_kernels import cpu_kernels, implementation_named
-from specjax_kernels.cpu import callable_here
+from specjax_kernels import implementation_named
+from specjax_kernels.cpu import rows as cpu_rows
 
 from specjax import checkpoint
 from specjax.checkpoint import CheckpointError, ModelFiles, ShippedHead
@@ -98,7 +98,8 @@ def load(
     if config.dtype == "float32":
         # The default on recent GPUs is TF32; float32 is promised.
         jax.config.update("jax_default_matmul_precision", "highest")
-    _prepare_kernels(config.dtype)
+    # Compiling the CPU's kernels takes seconds the first time: do it while the weights are read.
+    threading.Thread(target=cpu_rows.prepare, args=[config.dtype], name="specjax-kernels", daemon=True).start()
     target = make_target(config, backend=backend)
     with ThreadPoolExecutor(1) as background:  # importing what reads tokenizers takes as long as the weights
         reading = background.submit(
@@ -205,12 +206,6 @@ def _load_head(
     except CheckpointError as error:
         raise CheckpointError(f"{owner}.token_map {error}") from error
     return head, params, ids
-
-
-def _prepare_kernels(dtype: str) -> None:
-    """Compiles a CPU's kernels, which takes seconds the first time, while the weights are read."""
-    if dtype == "float32" and callable_here():
-        threading.Thread(target=cpu_kernels.prepare, name="specjax-kernels", daemon=True).start()
 
 
 def attention_implementation(name: str | None) -> str | None:

@@ -39,9 +39,9 @@ assert _cache.stat().st_uid == os.getuid(), f"{_cache} holds programs that will 
 jax.config.update("jax_compilation_cache_dir", str(_cache))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
-from specjax_kernels import cpu_code  # noqa: E402 - what it imports must see the settings above
+from specjax_kernels.cpu import object_code  # noqa: E402 - what it imports must see the settings above
 
-cpu_code.keep_in(_cache / "kernels")
+object_code.keep_in(_cache / "kernels")
 
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("default"), derandomize=True)

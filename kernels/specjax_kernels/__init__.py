@@ -1,13 +1,14 @@
-"""Tree attention over paged keys and values: one signature, several implementations, one definition."""
+"""The operations of a forward: `linear`, `unembed`, `attention`. Which implementation runs is decided in here."""
 
 from specjax_kernels.api import (
     IMPLEMENTATIONS,
     INACTIVE,
+    attention,
     default_implementation,
     implementation_named,
     tree_attention,
-    tree_attention_packed,
 )
+from specjax_kernels.linear import cheap_rows, linear, unembed
 from specjax_kernels.masks import CAUSAL, Causal, pack_bits, unpack_bits
 
 __all__ = [
@@ -15,10 +16,13 @@ __all__ = [
     "IMPLEMENTATIONS",
     "INACTIVE",
     "Causal",
+    "attention",
+    "cheap_rows",
     "default_implementation",
     "implementation_named",
+    "linear",
     "pack_bits",
     "tree_attention",
-    "tree_attention_packed",
+    "unembed",
     "unpack_bits",
 ]

@@ -126,7 +126,7 @@ def tree_attention(
     return _first_that_can(attend, implementation)
 
 
-def tree_attention_packed(
+def attention(
     qkv: Array,
     k_pages: Array,
     v_pages: Array,
@@ -135,6 +135,7 @@ def tree_attention_packed(
     positions: Array,
     mask: Causal | Array,
     *,
+    before: tuple[Array, Array] | None = None,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
@@ -142,12 +143,13 @@ def tree_attention_packed(
 ) -> Array:
     """`tree_attention` of a block whose queries, keys and values are one array, as a projection gives them.
 
-    A kernel that reads them where they lie spares the three copies that `unpack` would be. An implementation without
-    such a kernel gets the copies.
+    An implementation with a `tree_attention_packed` reads the array in place; the others get copies of its parts.
 
     Args:
-        qkv: [B, N, K, G + 2, E], rotated: the G query heads of a key/value head, its key, its value. C == N.
+        qkv: [B, N, K, G + 2, E], rotated: the G query heads of a key/value head, its key, its value.
         positions: int32 [B, N], of queries and block keys; read only with a window.
+        before: keys and values [B, C - N, K, E] of the block's earlier tokens, which queries see by the first C - N
+            bits of the mask; None: C == N. Their positions are not known, so a window is not possible.
 
     Returns:
         [B, N, K * G, E] in qkv's dtype.
@@ -157,11 +159,20 @@ def tree_attention_packed(
     """
     if qkv.ndim != 5 or qkv.shape[3] < 3:
         raise ValueError(f"qkv must be [B, N, K, G + 2, E] with G at least 1, got shape {qkv.shape}")
-    q, key, value = jax.eval_shape(unpack, qkv)
     pages = (k_pages, v_pages, page_table, prefix_length)
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    if before is not None:
+        if window is not None:
+            raise ValueError("earlier block keys have no positions, so they cannot be attended to with a window")
+        q, *own = unpack(qkv)
+        keys, values = (jnp.concatenate(pair, axis=1) for pair in zip(before, own, strict=True))
+        nowhere = jnp.zeros(keys.shape[:2], jnp.int32)
+        return tree_attention(
+            q, keys, values, *pages, positions, nowhere, mask, **options, implementation=implementation
+        )
+    q, key, value = jax.eval_shape(unpack, qkv)
     _check(q, key, value, *pages, positions, positions, mask, None)
     _check_options(window, softcap)
-    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
 
     def attend(name: str) -> Array:
         module = _module(name)

@@ -5,22 +5,18 @@ chunks are small and the loop's trip count is computed from `prefix_length` (and
 the tokens that are there and not the T * S that a row may hold. On a GPU a loop is driven by the host, which waits for
 the device before each trip: there one chunk holds the whole table wherever that fits, and there is no loop.
 
-A few new tokens on a CPU, in float32 and without a window or a cap, are the work of `specjax_kernels.cpu_attention`.
-
 The pools are only ever read by gathers, so XLA:CPU never copies one into the loop; what depends on the page table
 alone is computed outside of it, where all layers of a model share it.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax_kernels import cpu_attention
 from specjax_kernels.masks import Causal, unpack_bits
 
 CHUNK_TOKENS = 128
@@ -63,33 +59,6 @@ def tree_attention(
     softcap: float | None = None,
 ) -> Array:
     """See `specjax_kernels.tree_attention`, which checks the arguments."""
-    options: dict[str, Any] = {"mask": mask, "scale": scale, "v_width": v_width, "window": window, "softcap": softcap}
-    floats = (q, k_block, v_block, k_pages, v_pages)
-    arrays = (*floats, page_table, prefix_length, q_positions, block_positions)
-    if window is not None or softcap is not None or not cpu_attention.takes(q.shape[1], k_block.shape[1], *floats):
-        return _by_operations(*arrays, **options)
-    return jax.lax.platform_dependent(
-        *arrays, cpu=partial(_by_kernel, mask=mask, scale=scale), default=partial(_by_operations, **options)
-    )
-
-
-def _by_kernel(*arrays: Any, mask: Causal | Array, scale: float) -> Array:
-    """The same by `specjax_kernels.cpu_attention`."""
-    q, k_block, v_block, k_pages, v_pages, page_table, prefix_length, _, _ = arrays
-    B, N, H, E = q.shape
-    C, K, width = k_block.shape[1], k_block.shape[2], v_block.shape[3]
-    rows = (q * scale).reshape(B, N, K, H // K, E).transpose(0, 2, 1, 3, 4).reshape(B, K, -1, E)
-    visible = jnp.tril(jnp.ones((1, N, C), jnp.bool_)) if isinstance(mask, Causal) else unpack_bits(mask, C)
-    visible = jnp.broadcast_to(visible, (B, N, C)).astype(jnp.int32)
-    out = cpu_attention.attend(rows, k_block, v_block, k_pages, v_pages, page_table, prefix_length, visible)
-    return out.reshape(B, K, N, H // K, width).transpose(0, 2, 1, 3, 4).reshape(B, N, H, width)
-
-
-def _by_operations(
-    *arrays: Any, mask: Causal | Array, scale: float, v_width: int | None, window: int | None, softcap: float | None
-) -> Array:
-    """The same by XLA's operations."""
-    q, k_block, v_block, k_pages, v_pages, page_table, prefix_length, q_positions, block_positions = arrays
     B, N, H, E = q.shape
     P, S, K, _ = k_pages.shape
     C, T, G = k_block.shape[1], page_table.shape[1], H // K

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Float32, Int32
-from specjax_kernels import CAUSAL, pack_bits
+from specjax_kernels import CAUSAL, cheap_rows, pack_bits
 
 from specjax.cache import PoolShape, commit, init_cache
 from specjax.config import HeadConfig
@@ -39,7 +39,6 @@ from specjax.limits import check, limited
 from specjax.models.blocks import KeyValue, Past, joined, key_value_spec
 from specjax.models.draft_head import DraftHead, draft_head
 from specjax.models.head_spec import head_spec
-from specjax.models.layers import FEW_ROWS
 from specjax.models.target import Target
 from specjax.tree import NO_PARENT, DraftTree, Pool, chain, log_total, next_beam, rerank, top_k_children
 
@@ -161,9 +160,9 @@ def eagle_drafter(
 
 
 def _between(width: int) -> tuple[int, ...]:
-    """Narrower tree widths, for batches whose trees have few nodes: a quarter of the width, and the few rows that a CPU
-    multiplies for less than several (`specjax.models.layers.FEW_ROWS`)."""
-    return tuple(w for w in sorted({*range(2, FEW_ROWS + 1), width // 4}) if 2 <= w < width)
+    """Narrower tree widths, for batches whose trees have few nodes: a quarter of the width, and the numbers of rows
+    whose products cost a CPU clearly less than those of many."""
+    return tuple(w for w in sorted({*range(2, cheap_rows() + 1), width // 4}) if 2 <= w < width)
 
 
 def _past(cache: KeyValue, context: Context, before: KeyValue | None = None) -> Past:

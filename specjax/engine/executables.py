@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from specjax_kernels import cpu, cpu_code, cpu_kernels
+from specjax_kernels.cpu import object_code, rows
+from specjax_kernels.cpu.runtime import callable_here
 
 from specjax.checkpoint.files import default_cache_dir
 from specjax.compiling import compiler_options
@@ -65,7 +66,7 @@ def use_compilation_cache(folder: Path | None = None) -> None:
     Args:
         folder: of the programs; CPU kernels are always kept in `default_cache_dir`.
     """
-    cpu_code.keep_in(default_cache_dir() / "kernels")
+    object_code.keep_in(default_cache_dir() / "kernels")
     if jax.config.values["jax_compilation_cache_dir"] is None:
         folder = folder or default_cache_dir() / "xla"
         jax.config.update("jax_compilation_cache_dir", str(folder))
@@ -413,9 +414,10 @@ class Executables:
     def _cpu_kernels(self) -> list[str | None]:
         """Why each of the CPU's kernels cannot be called here; None: it can. Programs name those that they call, which
         must be known to XLA before a stored program is loaded."""
-        if self._target.config.dtype != "float32" or not cpu.callable_here():
+        dtype = self._target.config.dtype
+        if dtype not in rows.STORED or not callable_here():
             return []
-        return [future.result() for future in cpu.register_in_turn(cpu_kernels.KERNELS)]
+        return [rows.unmet(dtype, transposed) for transposed in (False, True)]
 
 
 def _first_line(error: BaseException) -> str:

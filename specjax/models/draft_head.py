@@ -12,13 +12,14 @@ from typing import Any, NamedTuple, cast
 import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
+import specjax_kernels as kernels
 from jax import Array
 from jaxtyping import Float, Float32, Int32
 
 from specjax.config import HeadConfig
 from specjax.models.blocks import Backend, KeyValue, Past, attention, gated_mlp
 from specjax.models.head_spec import head_sizes, head_spec, head_table
-from specjax.models.layers import logits, precision_of, project, rms_norm, rotations
+from specjax.models.layers import rms_norm, rotations
 from specjax.models.params import create
 from specjax.models.target import Target
 from specjax.types import Hidden, Positions, Tokens, Weights
@@ -49,12 +50,11 @@ class _Head(nn.Module):
         self, embedded: Hidden, feature: Hidden, positions: Positions, mask: Any, past: Past
     ) -> tuple[Hidden, KeyValue]:
         c, w = self.config, self.weights
-        precision = precision_of(c.dtype)
         x, residual = self._inputs(embedded, feature, positions)
-        turn = rotations(c.rope, c.head_dim, positions)
-        added, block = attention(x, w, turn, positions, mask, past, precision=precision, backend=self.backend)
+        rotation = rotations(c.rope, c.head_dim, positions)
+        added, block = attention(x, w, rotation, positions, mask, past, backend=self.backend)
         x = residual + added
-        out = x + gated_mlp(self._norm("mlp_norm", x), w, precision=precision)
+        out = x + gated_mlp(self._norm("mlp_norm", x), w)
         return self._norm("final_norm", out) if self.spec.next_feature_normed else out, block
 
     def normed(self, out: Hidden) -> Hidden:
@@ -62,7 +62,7 @@ class _Head(nn.Module):
         return out if self.spec.next_feature_normed else self._norm("final_norm", out)
 
     def unembed(self, normed: Hidden) -> Float32[Array, "B N W"]:
-        return logits(normed, self.weights["head"])
+        return kernels.unembed(normed, self.weights["head"])
 
     def _inputs(self, embedded: Hidden, feature: Hidden, positions: Positions) -> tuple[Array, Hidden]:
         """What q, k and v read, [B, N, M or 2 M], and the residual."""
@@ -77,7 +77,7 @@ class _Head(nn.Module):
         return self._norm("attention_norm", x), x
 
     def _fc(self, x: Array) -> Hidden:
-        out = project(x, self.weights["fc"], precision=precision_of(self.config.dtype))
+        out = kernels.linear(x, self.weights["fc"])
         return out if "fc_bias" not in self.weights else out + self.weights["fc_bias"][None, None]
 
     def _norm(self, name: str, x: Hidden) -> Hidden:

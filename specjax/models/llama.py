@@ -11,13 +11,14 @@ from typing import Any, cast
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import specjax_kernels as kernels
 from jax import Array
 from jaxtyping import Float, Int32
 
 from specjax.cache import Cache
 from specjax.config import ModelConfig
 from specjax.models.blocks import Backend, KeyValue, Past, attention, gated_mlp, key_value_spec
-from specjax.models.layers import logits, precision_of, rms_norm, rotations, similarities
+from specjax.models.layers import rms_norm, rotations
 from specjax.models.params import (
     EMBED_TENSOR,
     HEAD_TENSOR,
@@ -74,14 +75,11 @@ class Layer(nn.Module):
         prefix_length: PerRequest,
     ) -> tuple[Hidden, KeyValue]:
         c, w = self.config, self.weights
-        precision = precision_of(c.dtype)
         past = Past(pages, page_table, prefix_length)
         normed = rms_norm(x, w["attention_norm"], c.norm_epsilon)
-        added, block = attention(
-            normed, w, (cos, sin), positions, mask, past, precision=precision, backend=self.backend
-        )
+        added, block = attention(normed, w, (cos, sin), positions, mask, past, backend=self.backend)
         x = x + added
-        return x + gated_mlp(rms_norm(x, w["mlp_norm"], c.norm_epsilon), w, precision=precision), block
+        return x + gated_mlp(rms_norm(x, w["mlp_norm"], c.norm_epsilon), w), block
 
 
 class Llama(nn.Module):
@@ -136,10 +134,9 @@ class Llama(nn.Module):
     def unembed(self, hidden: Float[Array, "... M"], ids: Int32[Array, "W"] | None = None) -> Float[Array, "... W"]:
         if self.config.tied_embeddings:
             rows = self.weights["embed"]
-            return similarities(hidden, rows if ids is None else rows[ids])
+            return kernels.unembed(hidden, rows if ids is None else rows[ids], transposed=True)
         head = self.weights["head"]
-        head = head if ids is None else head[:, ids]
-        return logits(hidden.reshape(1, -1, hidden.shape[-1]), head).reshape(*hidden.shape[:-1], -1)
+        return kernels.unembed(hidden, head if ids is None else head[:, ids])
 
 
 def make_target(config: ModelConfig, *, backend: Backend = None) -> Target:

@@ -1,0 +1,139 @@
+"""Machine code of a CPU kernel: linked from what Numba compiled, kept as an object file, loaded without Numba.
+
+Numba takes seconds to compile a kernel and two to import, and its own cache does not hold functions made by functions.
+LLVM, through llvmlite, loads an object file in milliseconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib
+import importlib.metadata
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+TABLE = "specjax_table"
+"""Symbol of an array of words, filled in by `load`: addresses that differ from process to process."""
+
+_IN_THE_C_LIBRARY = ("memcpy", "memmove", "memset")
+"""Functions that machine code may call besides its own; every process has them."""
+
+_folder: Path | None = None
+_loaded: list[Any] = []  # keeps engines alive whose code XLA calls
+
+
+def keep_in(folder: Path | None) -> None:
+    """Sets the folder of compiled kernels. None: every process compiles them again."""
+    global _folder
+    _folder = folder
+
+
+def kept(name: str, compile: Callable[[], bytes]) -> bytes:
+    """The object file of a kernel of this folder's sources, from the folder or compiled and written there."""
+    try:
+        file = None if _folder is None else _folder / f"{name}-{_version()}.o"
+    except (ImportError, OSError):  # no Numba or LLVM; sources that are no files
+        file = None
+    if file is None:
+        return compile()
+    try:
+        content = file.read_bytes()
+        if hashlib.sha256(content[32:]).digest() == content[:32]:
+            return content[32:]
+        logger.warning("%s is damaged; the kernel is compiled again", file)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        logger.warning("%s cannot be read (%s); the kernel is compiled again", file, error)
+    code = compile()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent, prefix="new-") as folder:
+            partial = Path(folder, file.name)
+            partial.write_bytes(hashlib.sha256(code).digest() + code)
+            os.replace(partial, file)  # complete or absent, also where several processes write it
+    except OSError as error:
+        logger.warning("%s cannot be written (%s); the next start compiles the CPU kernels again", file, error)
+        keep_in(None)
+    return code
+
+
+def _version() -> str:
+    """Digest of all that machine code depends on, except a `.numba_config.yaml`, which only Numba can find."""
+    llvm = importlib.import_module("llvmlite.binding")
+    parts = [source.read_bytes() for source in sorted(Path(__file__).parent.glob("*.py"))]
+    parts += [importlib.metadata.version(package).encode() for package in ("numba", "llvmlite")]
+    parts += [f"{name}={os.environ[name]}".encode() for name in sorted(os.environ) if name.startswith("NUMBA_")]
+    parts += [text.encode() for text in (llvm.get_process_triple(), *_processor(llvm))]
+    return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:32]
+
+
+def link(functions: Mapping[str, tuple[str, str]]) -> bytes:
+    """An object file of functions that call each other and a few functions of the C library.
+
+    Args:
+        functions: symbol in the object file -> (module as LLVM text, symbol in that module).
+
+    Raises:
+        RuntimeError: the code calls something else, as code does that may raise or allocates an array.
+    """
+    llvm = importlib.import_module("llvmlite.binding")
+    machine = _machine(llvm)
+    whole = llvm.parse_assembly("")
+    for symbol, (text, before) in functions.items():
+        module = llvm.parse_assembly(text)
+        module.get_function(before).name = symbol
+        whole.link_in(module)
+    # Only internal functions can be proved not to fail, and then LLVM removes Numba's error handling.
+    for value in (*whole.functions, *whole.global_variables):
+        if not value.is_declaration and value.name not in (*functions, TABLE):
+            value.linkage = "internal"
+    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+    passes.getModulePassManager().run(whole, passes)
+    needed = [value.name for value in (*whole.functions, *whole.global_variables) if value.is_declaration]
+    unknown = sorted({name for name in needed if not name.startswith("llvm.")} - {*_IN_THE_C_LIBRARY})
+    if unknown:
+        raise RuntimeError(f"compiled, it needs {', '.join(unknown)}, as code does that may raise or allocates")
+    return machine.emit_object(whole)
+
+
+def load(code: bytes, symbols: Sequence[str], table: Callable[[Mapping[str, int]], Sequence[int]]) -> dict[str, int]:
+    """Loads an object file for the rest of the process. Returns the addresses of its functions.
+
+    Args:
+        table: the words of `TABLE`, from those addresses.
+    """
+    llvm = importlib.import_module("llvmlite.binding")
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine(llvm))
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    _loaded.append(engine)
+    addresses = {symbol: engine.get_function_address(symbol) for symbol in symbols}
+    words = table(addresses)
+    (ctypes.c_int64 * len(words)).from_address(engine.get_global_value_address(TABLE))[:] = words
+    return addresses
+
+
+def _machine(llvm: Any) -> Any:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    cpu, features = _processor(llvm)
+    target = llvm.Target.from_triple(llvm.get_process_triple())
+    return target.create_target_machine(cpu=cpu, features=features, opt=3, jit=True)
+
+
+def _processor(llvm: Any) -> tuple[str, str]:
+    """Name and features, as Numba chooses them: its settings win over the processor that is there."""
+    try:
+        features = llvm.get_host_cpu_features().flatten()
+    except RuntimeError:  # not known for this kind of processor
+        features = ""
+    name = os.environ.get("NUMBA_CPU_NAME") or llvm.get_host_cpu_name()
+    return name, os.environ.get("NUMBA_CPU_FEATURES") or features

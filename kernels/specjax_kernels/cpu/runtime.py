@@ -1,0 +1,270 @@
+"""Calls kernels from XLA:CPU: a kernel is compiled by Numba, and XLA's threads share its tiles.
+
+A kernel is two functions of a call: the number of its tiles, and the work of one tile. Every thread takes the next free
+tile. The thread that XLA calls takes part, so the call never waits for a helper that has not started; a helper that
+starts late finds no tile and leaves. The call's structures are those of `xla/ffi/api/c_api.h` in jaxlib's `include`,
+read as words of 8 bytes.
+
+Compiled code holds no address of this process; it reads those from a table. So it can be kept (`object_code`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import inspect
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+
+from specjax_kernels.cpu import object_code
+
+logger = logging.getLogger(__name__)
+
+# Words of a call's state. The last thread to leave frees it.
+_NEXT, _DONE, _HOLDERS, _TILES, _TILE, _CALL, _ARGUMENTS = range(7)
+_WORDS = _ARGUMENTS + 5
+
+# Words of the table: addresses of functions, the largest number of threads of a call, and XLA's interface.
+_WORK, _OF_TILE, _ALLOCATE, _FREE, _CORES, _SCHEDULE, _DESTROY, _VERSION = range(8)
+_SYMBOLS = "specjax_handle", "specjax_work", "specjax_tile"
+
+
+class Tools(NamedTuple):
+    """Functions for the code of kernels, beyond Numba's own."""
+
+    inlined: Callable[[Any], Any]  # decorator: compiled into its callers
+    reordered: Callable[[Any], Any]  # decorator: sums may be reordered, so that loops over one sum become vectors
+    carray: Any  # `numba.carray`: (pointer, shape) -> array
+    floats: Any  # address -> float32 pointer
+    halves: Any  # address -> uint16 pointer
+    widened: Any  # bits of a bfloat16, uint16 -> float32
+    argument: Any  # (call, i) -> address of argument i's data
+    argument_size: Any  # (call, i, axis) -> size of argument i
+    result: Any  # (call, i) -> address of result i's data
+    result_size: Any  # (call, i, axis) -> size of result i
+
+
+def callable_here() -> bool:
+    """Whether this process computes on one CPU device. A kernel cannot be split: XLA would gather the arrays of several
+    devices; and a process that computes on an accelerator should not wait for a CPU kernel to compile."""
+    return jax.default_backend() == "cpu" and jax.local_device_count() == 1
+
+
+Build: TypeAlias = Callable[[Tools], tuple[Any, Any]]
+"""Makes the two functions of a kernel, as Numba compiles them: tiles(call) -> int, tile(call, index) -> 0."""
+
+_LOCK = threading.Lock()  # programs are traced in several threads
+_REGISTERED: dict[str, str | None] = {}
+
+
+def register(name: str, build: Build) -> str | None:
+    """Makes a kernel callable by `jax.ffi.ffi_call`: loads or compiles it, once in a process.
+
+    Returns:
+        Why that is impossible here, logged once as a warning. None: the kernel can be called.
+    """
+    with _LOCK:
+        if name not in _REGISTERED:
+            _REGISTERED[name] = _register(name, build)
+        return _REGISTERED[name]
+
+
+def _register(name: str, build: Build) -> str | None:
+    try:
+        outside = _outside()  # fails before seconds are spent on compiling
+        code = object_code.kept(name, lambda: _compile(build))
+
+        def table(addresses: Mapping[str, int]) -> list[int]:
+            return [addresses["specjax_work"], addresses["specjax_tile"], *outside]
+
+        address = object_code.load(code, _SYMBOLS, table)["specjax_handle"]
+        function = ctypes.cast(address, ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p))
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
+    except Exception as error:
+        # Numba may be absent, or may not know this Python or processor.
+        reason = f"the CPU kernel {name} cannot be made here: {type(error).__name__}: {error}"
+        logger.warning("%s. XLA's own operations are used instead; decoding is slower", reason)
+        return reason
+    return None
+
+
+def _outside() -> list[int]:
+    """The words of the table from `_ALLOCATE` on."""
+    libc = ctypes.CDLL(None)
+    allocate, free = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (libc.malloc, libc.free))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return [allocate, free, cores, *_interface()]
+
+
+def _interface() -> tuple[int, int, int]:
+    """Places of two functions in XLA_FFI_Api, in words, and its version as XLA_FFI_Api_Version stores it."""
+    header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
+    functions = re.findall(r"_XLA_FFI_API_STRUCT_FIELD\(XLA_FFI_(\w+)\)", header)
+    numbers = [re.search(rf"#define XLA_FFI_API_{name} (\d+)", header) for name in ("MAJOR", "MINOR")]
+    major, minor = (int(found[1]) for found in numbers if found)
+    if major != 0:
+        raise RuntimeError(f"jaxlib's foreign function interface has version {major}.{minor}; 0 is known here")
+    before = 6  # its size, extensions, version (3) and internal functions
+    schedule, destroy = (before + functions.index(name) for name in ("ThreadPool_Schedule", "Error_Destroy"))
+    return schedule, destroy, major | minor << 32
+
+
+def _compile(build: Build) -> bytes:
+    tools, compiled = _workshop()
+    functions = zip(_SYMBOLS, compiled(*build(tools)), strict=True)
+    return object_code.link({symbol: (function.inspect_llvm(), function.native_name) for symbol, function in functions})
+
+
+@functools.cache
+def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]]]:
+    """The tools, and a function from a kernel's two functions to the three of `_SYMBOLS`, the first of which is the
+    handler: XLA_FFI_Error* (XLA_FFI_CallFrame*)."""
+    numba: Any = importlib.import_module("numba")
+    importlib.import_module("numba.extending")
+    carray, types = numba.carray, numba.types
+    words, floats, halves, widened, add, load, call, entry_of = _instructions(numba)
+
+    # Products and sums may be fused, but are taken in the order in which they are written.
+    options: dict[str, Any] = {"fastmath": {"contract"}, "error_model": "numpy"}
+
+    # Unwrapped: the tests wrap every function of the package to check its arguments.
+    def inlined(function: Any) -> Any:
+        return numba.njit(inline="always", **options)(inspect.unwrap(function))
+
+    def reordered(function: Any) -> Any:
+        return numba.njit(**options | {"fastmath": {"contract", "reassoc"}})(inspect.unwrap(function))
+
+    def entry(signature: Any) -> Any:
+        return lambda function: numba.cfunc(signature, **options)(inspect.unwrap(function))
+
+    def buffers_at(field: int) -> tuple[Any, Any]:
+        """Data and size of the i-th XLA_FFI_Buffer among the arguments or the results."""
+
+        @inlined
+        def buffer(frame: int, index: int) -> Any:
+            buffers = carray(words(carray(words(frame), (field + 1,))[field]), (index + 1,))
+            return carray(words(buffers[index]), (6,))
+
+        @inlined
+        def data(frame: int, index: int) -> int:
+            return buffer(frame, index)[3]
+
+        @inlined
+        def size(frame: int, index: int, axis: int) -> int:
+            return carray(words(buffer(frame, index)[5]), (axis + 1,))[axis]
+
+        return data, size
+
+    one, two = types.int64(types.int64), types.int64(types.int64, types.int64)
+
+    @entry(one)
+    def work(state: int) -> int:
+        """Takes tiles until none are left, then leaves."""
+        s = carray(words(state), (_WORDS,))
+        while True:
+            taken = add(state + 8 * _NEXT, 1)
+            if taken >= s[_TILES]:
+                break
+            call(s[_TILE], s[_CALL], taken)
+            add(state + 8 * _DONE, 1)
+        if add(state + 8 * _HOLDERS, -1) == 1:
+            call(entry_of(_FREE), state, 0)
+        return 0
+
+    def compiled(tiles: Any, tile: Any) -> tuple[Any, ...]:
+        tiles = inlined(tiles)
+
+        @entry(one)
+        def handle(frame: int) -> int:
+            f = carray(words(frame), (22,))
+            extension = f[1]
+            if extension != 0 and carray(words(extension), (4,))[1] & 0xFFFFFFFF == 1:
+                # XLA asks for the version of the interface.
+                carray(words(carray(words(extension), (4,))[3]), (4,))[3] = entry_of(_VERSION)
+                return 0
+            count = tiles(frame)
+            state = call(entry_of(_ALLOCATE), 8 * _WORDS, 0)
+            s = carray(words(state), (_WORDS,))
+            helpers = max(0, min(entry_of(_CORES), count) - 1)
+            s[_NEXT], s[_DONE], s[_HOLDERS], s[_TILES] = 0, 0, helpers + 2, count
+            s[_TILE], s[_CALL] = entry_of(_OF_TILE), frame
+            for scheduled in range(helpers):
+                s[_ARGUMENTS], s[_ARGUMENTS + 1], s[_ARGUMENTS + 2] = 40, 0, f[3]
+                s[_ARGUMENTS + 3], s[_ARGUMENTS + 4] = entry_of(_WORK), state
+                failed = call(carray(words(f[2] + 8 * entry_of(_SCHEDULE)), (1,))[0], state + 8 * _ARGUMENTS, 0)
+                if failed != 0:  # no thread pool: this thread does all tiles
+                    s[_ARGUMENTS], s[_ARGUMENTS + 1], s[_ARGUMENTS + 2] = 24, 0, failed
+                    call(carray(words(f[2] + 8 * entry_of(_DESTROY)), (1,))[0], state + 8 * _ARGUMENTS, 0)
+                    add(state + 8 * _HOLDERS, scheduled - helpers)
+                    break
+            call(entry_of(_WORK), state, 0)
+            while load(state + 8 * _DONE) < count:  # a helper is at work on the last tiles
+                pass
+            if add(state + 8 * _HOLDERS, -1) == 1:
+                call(entry_of(_FREE), state, 0)
+            return 0
+
+        return handle, work, entry(two)(tile)
+
+    return Tools(inlined, reordered, carray, floats, halves, widened, *buffers_at(9), *buffers_at(14)), compiled
+
+
+def _instructions(numba: Any) -> tuple[Any, ...]:
+    """Instructions that Numba lacks: an address as a pointer, a bfloat16's value, atomic addition and loading, a call
+    by address, a word of the table."""
+    ir: Any = importlib.import_module("llvmlite.ir")
+    word, types = ir.IntType(64), numba.types
+    pointer = word.as_pointer()
+
+    def intrinsic(signature: Any, generate: Callable[[Any, Any, Any], Any]) -> Any:
+        """`generate(builder, values, return type)` emits the instruction."""
+
+        def code(context: Any, builder: Any, typed: Any, values: Any) -> Any:
+            return generate(builder, values, context.get_value_type(typed.return_type))
+
+        # Numba takes the number of arguments from the function's own signature.
+        typed = (
+            lambda context, a: (signature, code),
+            lambda context, a, b: (signature, code),
+            lambda context, a, b, c: (signature, code),
+        )
+        return numba.extending.intrinsic(typed[len(signature.args) - 1])
+
+    def pointer_to(kind: Any) -> Any:
+        return intrinsic(types.CPointer(kind)(types.int64), lambda b, values, kind: b.inttoptr(values[0], kind))
+
+    def entry(builder: Any, values: Any, _: Any) -> Any:
+        table = builder.module.globals.get(object_code.TABLE)
+        if table is None:
+            table = ir.GlobalVariable(builder.module, ir.ArrayType(word, _VERSION + 1), object_code.TABLE)
+            table.linkage, table.initializer = "weak", table.value_type(None)  # weak: not a constant
+        return builder.load(builder.gep(table, [word(0), values[0]]))
+
+    def widened(builder: Any, values: Any, kind: Any) -> Any:
+        bits = builder.shl(builder.zext(values[0], ir.IntType(32)), ir.IntType(32)(16))
+        return builder.bitcast(bits, kind)
+
+    def added(builder: Any, values: Any, _: Any) -> Any:
+        return builder.atomic_rmw("add", builder.inttoptr(values[0], pointer), values[1], "seq_cst")
+
+    def called(builder: Any, values: Any, _: Any) -> Any:
+        kind = ir.FunctionType(word, [word, word]).as_pointer()
+        return builder.call(builder.inttoptr(values[0], kind), values[1:])
+
+    one, two = types.int64(types.int64), types.int64(types.int64, types.int64)
+    return (
+        *(pointer_to(kind) for kind in (types.int64, types.float32, types.uint16)),
+        intrinsic(types.float32(types.uint16), widened),
+        intrinsic(two, added),
+        intrinsic(one, lambda b, values, _: b.load_atomic(b.inttoptr(values[0], pointer), "seq_cst", 8)),
+        intrinsic(types.int64(types.int64, types.int64, types.int64), called),
+        intrinsic(one, entry),
+    )

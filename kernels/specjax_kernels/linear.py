@@ -1,0 +1,137 @@
+"""Products of activations and weights: `linear` for every layer but the last, `unembed` for the output layer.
+
+The platform, the dtypes and the number of rows decide which implementation runs. `reference.linear` is the definition.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Float32
+
+from specjax_kernels.cpu import rows as cpu_rows
+
+PARTS = 4
+"""Number of partial sums in a one-row float32 product on a CPU. XLA:CPU computes a batch of products on all cores, but
+the product of one row on one; the parts are the batch. On 2 cores 2, 3 and 8 parts are slower."""
+
+CHEAP_ROWS = 3
+"""Largest number of float32 rows that a CPU multiplies one by one. The plain product of several rows copies the weight
+first; row by row, the weight is still cached for the next row. Two rows take three quarters of the plain product's
+time, three rows four fifths, four rows all of it."""
+
+
+def cheap_rows() -> int:
+    """The largest number of rows of one forward that cost a CPU clearly less than a wide product."""
+    return CHEAP_ROWS
+
+
+def linear(x: Float[Array, "B N M"], weight: Float[Array, "M *out"]) -> Float[Array, "B N *out"]:
+    """x times weight, over the weight's first axis. Sums are float32; half-precision results are rounded once.
+
+    Args:
+        weight: stored in x's dtype or, beside a float32 x, in bfloat16 or float16.
+
+    Returns:
+        In x's dtype. Float32 products are exact float32, also where XLA defaults to TF32.
+
+    Raises:
+        ValueError: the weight is wider than x.
+    """
+    _check(x, weight)
+    if x.dtype == jnp.float32:
+        return cast(Array, _product(x, weight, 0))
+    plain = functools.partial(_dot, axis=0, out=x.dtype)
+    rows = x.shape[0] * x.shape[1]
+    if rows == 1 and not _has_cpu_kernel(x, weight, 0):
+        return plain(x, weight)
+
+    def rounded(x: Array, weight: Array) -> Array:  # XLA:CPU is faster with a float32 result
+        return cast(Array, _product(x, weight, 0)).astype(x.dtype)
+
+    return jax.lax.platform_dependent(x, weight, cpu=rounded, default=plain)
+
+
+def unembed(
+    x: Float[Array, "... M"], weight: Float[Array, "A1 A2"], *, transposed: bool = False
+) -> Float32[Array, "... W"]:
+    """Logits of the output layer, float32 whatever the dtypes.
+
+    The derivatives are products in the dtypes of x and weight, with float32 sums: products with the float32 gradient
+    would take twice as long.
+
+    Args:
+        weight: [M, W] or, transposed (an embedding that is also the output layer), [W, M]. Dtypes as for `linear`.
+    """
+    _check(x, weight)
+    return cast(Array, _product(x, weight, 1 if transposed else 0))
+
+
+def _check(x: Array, weight: Array) -> None:
+    if x.dtype != weight.dtype and x.dtype != jnp.float32:
+        raise ValueError(f"a {x.dtype} product needs a {x.dtype} weight, got {weight.dtype}")
+
+
+def _dot(x: Array, weight: Array, axis: int, out: Any) -> Array:
+    """XLA's own product over x's last axis and the given axis of the weight."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    axes = (((x.ndim - 1,), (axis,)), ((), ()))
+    return jax.lax.dot_general(x, weight.astype(x.dtype), axes, precision=precision, preferred_element_type=out)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(x: Array, weight: Array, axis: int) -> Array:
+    """The product with float32 sums and a float32 result."""
+    plain = functools.partial(_dot, axis=axis, out=jnp.float32)
+    rows, depth = math.prod(x.shape[:-1]), x.shape[-1]
+    if _has_cpu_kernel(x, weight, axis):
+        return jax.lax.platform_dependent(x, weight, cpu=functools.partial(_by_kernel, axis=axis), default=plain)
+    if x.dtype == weight.dtype == jnp.float32 and axis == 0 and 0 < rows <= CHEAP_ROWS and depth % PARTS == 0:
+        return jax.lax.platform_dependent(x, weight, cpu=_in_parts, default=plain)
+    return plain(x, weight)
+
+
+def _product_forward(x: Array, weight: Array, axis: int) -> tuple[Array, tuple[Array, Array]]:
+    return _product(x, weight, axis), (x, weight)
+
+
+def _product_backward(axis: int, saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    x, weight = saved
+    rows, matrix = x.reshape(-1, x.shape[-1]), weight.reshape(weight.shape[0], -1)
+    gradient = gradient.astype(x.dtype).reshape(rows.shape[0], -1)
+    to_x = _dot(gradient, matrix, 1 - axis, jnp.float32)
+    first, second = (rows, gradient) if axis == 0 else (gradient, rows)
+    to_weight = _dot(first.T, second, 0, jnp.float32)
+    return to_x.reshape(x.shape).astype(x.dtype), to_weight.reshape(weight.shape).astype(weight.dtype)
+
+
+_product.defvjp(_product_forward, _product_backward)
+
+
+def _in_parts(x: Array, weight: Array) -> Array:
+    """Row by row, each row in `PARTS` partial sums. A row gets the same numbers alone and beside others."""
+    parts = weight.reshape(PARTS, -1, *weight.shape[1:])
+
+    def of_row(row: Array) -> Array:
+        sums = jnp.einsum("cm,cm...->c...", row, parts, precision=jax.lax.Precision.HIGHEST)
+        # Added one by one: XLA fuses additions into what follows, and keeps a reduction as an operation of its own.
+        return sum(sums[1:], start=sums[0])
+
+    rows = [of_row(row) for row in x.reshape(-1, PARTS, parts.shape[1])]
+    return jnp.stack(rows).reshape(*x.shape[:-1], *weight.shape[1:])
+
+
+def _has_cpu_kernel(x: Array, weight: Array, axis: int) -> bool:
+    rows, shape = math.prod(x.shape[:-1]), weight.shape
+    return cpu_rows.takes(rows, shape[0], math.prod(shape[1:]), weight.dtype, transposed=axis == 1)
+
+
+def _by_kernel(x: Array, weight: Array, axis: int) -> Array:
+    rows = x.astype(jnp.float32).reshape(-1, x.shape[-1])
+    out = cpu_rows.multiply(rows, weight.reshape(weight.shape[0], -1), transposed=axis == 1)
+    return out.reshape(*x.shape[:-1], *(weight.shape[:1] if axis else weight.shape[1:]))
