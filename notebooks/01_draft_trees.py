@@ -50,10 +50,10 @@ from specjax_kernels import CAUSAL
 
 from specjax import Eagle, Engine, EngineConfig, Ngram, Params, PoolShape, SamplingParams, init_cache, make_drafter
 from specjax.config import HeadConfig
-from specjax.drawing import draw_steps, draw_tree
-from specjax.inspection import render
 from specjax.models.blocks import Past, key_value_spec
 from specjax.models.draft_head import draft_head, init_head_params
+from specjax.viz.drawing import draw_steps, draw_tree
+from specjax.viz.trees import render
 
 MODEL = "smollm2-135m-instruct"  # the built-in model; a folder or a hub id will do, too
 HEAD = os.environ.get("SPECJAX_HEAD", "")  # the folder or hub id of an EAGLE-1 or EAGLE-2 head for it, if you have one
@@ -328,7 +328,7 @@ plt.show()
 #
 # ```python
 # from specjax import StepConfig, make_steps
-# from specjax.inspection import step_trees
+# from specjax.viz.trees import step_trees
 #
 # steps = make_steps(target, drafter, config=StepConfig(trace=True))
 # state, output = steps.speculate(params, state, inputs)

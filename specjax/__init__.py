@@ -31,7 +31,6 @@ if TYPE_CHECKING:
         make_drafter,
     )
     from specjax.engine import Completion, Engine, EngineConfig, SamplingParams, StreamChunk
-    from specjax.inspection import StepTree, render, step_trees
     from specjax.models import make_target
     from specjax.models.target import ForwardOutput, Target
     from specjax.sampling import DrawInputs, draw
@@ -59,7 +58,7 @@ _NAMES = {
         "eagle_drafter load_drafter make_drafter"
     ),
     "specjax.engine": "Completion Engine EngineConfig SamplingParams StreamChunk",
-    "specjax.inspection": "StepTree render step_trees",
+    "specjax.viz.trees": "StepTree render step_trees",
     "specjax.models": "make_target",
     "specjax.models.target": "ForwardOutput Target",
     "specjax.sampling": "DrawInputs draw",

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import pickle
 import re
 import types
-from collections.abc import Iterator
 
 import hypothesis
 import hypothesis.strategies as st
@@ -19,11 +17,10 @@ import pytest
 from specjax_kernels import (
     CAUSAL,
     IMPLEMENTATIONS,
-    cpu_attention,
+    attention,
     default_implementation,
     pack_bits,
     tree_attention,
-    tree_attention_packed,
     unpack_bits,
 )
 from specjax_kernels import xla as xla_path
@@ -31,8 +28,7 @@ from specjax_kernels.specs import SPECS, Spec, named, tagged
 
 # Largest absolute difference to the reference. The values are averages of standard normals, so below about 4; half a
 # unit in the last place there is 2**-7 in bfloat16 (8 bits) and 2**-10 in float16 (11 bits), doubled for two roundings.
-COMPARED = ("xla", "operations", "pallas")  # the last interpreted, where there is no GPU
-OPERATIONS = "as where Numba is not installed: xla without the CPU's kernel"
+COMPARED = ("xla", "pallas")  # the last interpreted, where there is no GPU
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2**-6, "float16": 2**-9}
 
 
@@ -42,35 +38,9 @@ def _strict_promotion():
         yield
 
 
-@pytest.fixture
-def operations(monkeypatch) -> None:
-    """XLA's operations also where the CPU's kernel would be called."""
-    monkeypatch.setattr(cpu_attention, "unmet", lambda: OPERATIONS)
-
-
-@pytest.fixture(params=["kernel", "operations"])
-def way(request) -> str:
-    """Both ways that `xla` may take on a CPU."""
-    if request.param == "operations":
-        request.getfixturevalue("operations")
-    else:
-        assert cpu_attention.unmet() is None
-    return request.param
-
-
-@contextlib.contextmanager
-def taking(implementation: str) -> Iterator[str]:
-    """The name to give `tree_attention` for one of `COMPARED`, while a program is traced."""
-    with pytest.MonkeyPatch.context() as patch:
-        if implementation == "operations":
-            patch.setattr(cpu_attention, "unmet", lambda: OPERATIONS)
-        yield "xla" if implementation == "operations" else implementation
-
-
 def run(args, options, implementation: str) -> np.ndarray:
-    with taking(implementation) as name:
-        function = functools.partial(tree_attention, **options, implementation=name)
-        return np.asarray(jax.jit(function)(*args), np.float32)
+    function = functools.partial(tree_attention, **options, implementation=implementation)
+    return np.asarray(jax.jit(function)(*args), np.float32)
 
 
 def oracle(args, options) -> np.ndarray:
@@ -168,8 +138,7 @@ def test_random_tables_lengths_and_trees(data: st.DataObject) -> None:
     args = (*args[:3], *pool, table, *args[6:])
     expected = oracle(args, options)
     for implementation in ("reference", *COMPARED):
-        with taking(implementation) as name:
-            out = _jitted(implementation, name, window)(*args)
+        out = _jitted(implementation, name, window)(*args)
         np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5, err_msg=implementation)
 
 
@@ -222,9 +191,8 @@ def test_packed_is_the_same(name: str) -> None:
     qkv = pack(q, k_block, v_block)
     expected = run(args, options, "reference")
     for implementation in ("reference", *COMPARED):
-        with taking(implementation) as name:
-            attend = functools.partial(tree_attention_packed, **options, implementation=name)
-            out = jax.jit(attend)(qkv, *pages, q_positions, mask)
+        attend = functools.partial(tree_attention_packed, **options, implementation=implementation)
+        out = jax.jit(attend)(qkv, *pages, q_positions, mask)
         assert out.dtype == q.dtype
         out = np.asarray(out, np.float32)
         atol = TOLERANCE[str(q.dtype)]
@@ -242,9 +210,9 @@ def test_wrong_packed_arguments() -> None:
         (qkv.astype(jnp.bfloat16), "q is bfloat16, k_pages is float32"),
     ):
         with pytest.raises(ValueError, match=message):
-            tree_attention_packed(wrong, *pages, positions, mask, **options)
+            attention(wrong, *pages, positions, mask, **options)
     with pytest.raises(ValueError, match=r"window .* got 0"):
-        tree_attention_packed(qkv, *pages, positions, mask, **options | {"window": 0})
+        attention(qkv, *pages, positions, mask, **options | {"window": 0})
 
 
 @pytest.mark.parametrize("name", ["tree", "window-tree-holes", "softcap", "causal-33"])
@@ -383,9 +351,7 @@ CUDA, ROCM = "PJRT C API\ncuda 12090", "PJRT C API\nrocm 60200"
         ("tpu", "", None, "xla"),
     ],
 )
-def test_the_default_suits_the_device(
-    operations, monkeypatch, backend: str, version: str, capability, expected: str
-) -> None:
+def test_the_default_suits_the_device(monkeypatch, backend: str, version: str, capability, expected: str) -> None:
     """On the host of a GPU, too, a program for the host gets the host's."""
     device = types.SimpleNamespace(
         client=types.SimpleNamespace(platform_version=version), compute_capability=capability
@@ -439,7 +405,7 @@ def xla_attention(*arguments):
 
 
 @pytest.mark.optimized
-def test_temporary_memory_grows_neither_with_the_pool_nor_with_the_table(way: str) -> None:
+def test_temporary_memory_grows_neither_with_the_pool_nor_with_the_table() -> None:
     def temporary(P: int, T: int) -> int:
         return (
             jax.jit(lambda *arguments: xla_attention(*arguments))
@@ -455,7 +421,7 @@ def test_temporary_memory_grows_neither_with_the_pool_nor_with_the_table(way: st
 
 
 @pytest.mark.optimized
-def test_the_pool_is_not_copied_before_a_commit_in_the_same_program(way: str) -> None:
+def test_the_pool_is_not_copied_before_a_commit_in_the_same_program() -> None:
     """Donated pools, attention, then a scatter whose indices depend on what attention gave (see XLA.md)."""
     P = 2048
 
@@ -504,7 +470,7 @@ def test_work_follows_the_tokens_present(prefix: tuple[int, int], window: int | 
     assert int(last - first) == trips
 
 
-def test_the_loop_runs_to_a_computed_bound(operations: None) -> None:
+def test_the_loop_runs_to_a_computed_bound() -> None:
     """One loop, whose bound is data: the jaxpr has a while (a fixed count would be a scan), and so has the program."""
     lowered = jax.jit(lambda *arguments: xla_attention(*arguments)).lower(*shapes(64, 64))
     assert lowered.as_text().count("stablehlo.while") == 1
@@ -513,7 +479,7 @@ def test_the_loop_runs_to_a_computed_bound(operations: None) -> None:
     assert "known_trip_count" not in compiled
 
 
-def test_trips_of_a_run_are_those_of_the_tokens(operations: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trips_of_a_run_are_those_of_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted in a real run: the loop's body is wrapped in a callback."""
     count = []
     loop = jax.lax.fori_loop
@@ -533,62 +499,9 @@ def test_trips_of_a_run_are_those_of_the_tokens(operations: None, monkeypatch: p
     assert sorted(count) == [0, 1, 2]  # 300 of 1024 tokens, 128 a trip.
 
 
-KERNEL = {
-    "one token": (1, 1),
-    "a block": (5, 5),
-    "keys before it": (2, 34),
-    "the most": (16, 128),
-    "too many": (17, 17),
-}
-
-
-@pytest.mark.parametrize("shape", KERNEL)
-def test_where_the_cpus_kernel_is_called(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    N, C = KERNEL[shape]
-    spec = Spec("counted", (300, -1, 20), N=N, C=C, H=4, K=2, E=16, T=64, mask="random")
-    args, options = spec.arguments()
-    few = N <= cpu_attention.MOST_TOKENS and C <= cpu_attention.CHUNK
-
-    def calls(platform: str, *, args=args, **more) -> int:
-        function = functools.partial(tree_attention, **(options | more), implementation="xla")
-        text = jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text()
-        assert (text.count("stablehlo.while") == 0) == ("@specjax_tree_attention" in text)
-        return text.count("@specjax_tree_attention")
-
-    assert calls("cpu") == few
-    half = [x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x for x in args]
-    assert calls("cpu", args=half) == calls("cpu", window=9) == calls("cpu", softcap=9.0) == 0
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert calls("cpu") == 0, "a process that computes on an accelerator is not made to compile it"
-
-
-@pytest.mark.parametrize("page_size", [16, 5, 24])
-@pytest.mark.parametrize("more", [0, 1, 127, 128, 129, 300])
-def test_the_cpus_kernel_gives_a_row_the_same_numbers_beside_others(more: int, page_size: int) -> None:
-    """The root of a tree: bit for bit what it gets alone, wherever the chunks of committed tokens and the pages end."""
-    spec = Spec("beside", (more, 40), N=7, C=7, H=6, K=2, E=24, T=64, S=page_size, mask="tree")
-    args, options = spec.arguments()
-    q, k_block, v_block, *pools, table, length, at, block_at, _ = args
-    alone = (q[:, :1], k_block[:, :1], v_block[:, :1], *pools, table, length, at[:, :1], block_at[:, :1], CAUSAL)
-    np.testing.assert_array_equal(run(args, options, "xla")[:, :1], run(alone, options, "xla"))
-
-
-def test_the_cpus_kernel_keeps_large_scores_and_clears_what_nobody_sees() -> None:
-    """Scores of hundreds, whose exponentials overflow unless the largest is taken off first; and a row without keys."""
-    args, options = Spec("large", (200, 0), N=3, C=3, H=4, K=2, E=16, T=32).arguments()
-    q, *others = args
-    args = (q * 300, *others[:8], jnp.zeros_like(pack_bits(jnp.zeros((2, 3, 3), bool))))
-    found = run(args, options, "xla")
-    # A score of a thousand is known to 6e-5, and so is the logarithm of its weight.
-    np.testing.assert_allclose(found, run(args, options, "operations"), rtol=0, atol=5e-4)
-    assert np.isfinite(found).all() and (found[1] == 0).all() and (found[0] != 0).any()
-
-
 @pytest.mark.parametrize("tokens", [xla_path.GPU_TOKENS, 24], ids=["one chunk", "several"])
 @pytest.mark.parametrize("name", SMALL)
-def test_the_gpus_way_through_the_pages(
-    name: str, tokens: int, operations: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gpus_way_through_the_pages(name: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The branch that other platforms take, run here: everything at once, or in chunks where that is too much."""
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda partial, cpu, default: default(partial))
     monkeypatch.setattr(xla_path, "GPU_TOKENS", tokens)

@@ -15,7 +15,7 @@ import pytest
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(file.stem for file in FOLDER.glob("*.py"))
-FIGURES = {"01_draft_trees": 5}
+FIGURES = {"01_draft_trees": 1}
 
 RUN = """
 import json, runpy, sys

@@ -199,7 +199,7 @@ LAYERS = [  # a module may import those of its own row and of the rows below
     {"engine"},
     {"load"},
     {"step"},
-    {"inspection", "drawing"},
+    {"viz"},
     {"state"},
     {"drafters", "verify", "tree", "sampling"},
     {"models"},

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.models.layers import logits, project
 from specjax.train.losses import LOSSES, feature_regression
 
 
@@ -77,34 +76,3 @@ def test_feature_regression_is_smooth_l1():
     a, b = rng.normal(0, 2, (2, 3, 8)).astype(np.float32)
     wanted = [np.mean([0.5 * d * d if abs(d) < 1 else abs(d) - 0.5 for d in row]) for row in a - b]
     np.testing.assert_allclose(feature_regression(jnp.asarray(a), jnp.asarray(b)), wanted, rtol=1e-6)
-
-
-# The products of a training step.
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
-def test_the_derivatives_of_logits_are_those_of_the_product(dtype, tolerance):
-    rng = np.random.default_rng(1)
-    x, w = rng.normal(size=(2, 3, 16)), rng.normal(size=(16, 7))
-    weight = rng.normal(size=(2, 3, 7))
-    found = jax.grad(lambda x, w: jnp.sum(logits(x, w) * jnp.asarray(weight, jnp.float32)), argnums=(0, 1))(
-        jnp.asarray(x, dtype), jnp.asarray(w, dtype)
-    )
-    wanted = np.einsum("bnw,mw->bnm", weight, w), np.einsum("bnm,bnw->mw", x, weight)
-    for mine, theirs in zip(found, wanted, strict=True):
-        assert mine.dtype == dtype
-        np.testing.assert_allclose(mine.astype(jnp.float32), theirs, atol=tolerance * abs(theirs).max())
-
-
-def test_a_projection_in_half_precision_is_rounded_once():
-    """The sum over M in float32, then one rounding: bit for bit, as the rows are short."""
-    rng = np.random.default_rng(2)
-    x, w = jnp.asarray(rng.normal(size=(2, 4, 8)), "bfloat16"), jnp.asarray(rng.normal(size=(8, 3, 5)), "bfloat16")
-    found = project(x, w, precision=jax.lax.Precision.DEFAULT)
-    exact = np.einsum("bnm,mkq->bnkq", np.asarray(x, np.float64), np.asarray(w, np.float64))
-    np.testing.assert_array_equal(
-        found.astype(jnp.float32), jnp.asarray(exact, jnp.float32).astype("bfloat16").astype(jnp.float32)
-    )
-    gradient = jax.grad(lambda x: project(x, w, precision=jax.lax.Precision.DEFAULT).sum().astype(jnp.float32))(x)
-    wanted = np.asarray(w, np.float64).sum((1, 2))
-    np.testing.assert_allclose(gradient.astype(jnp.float32), np.broadcast_to(wanted, x.shape), atol=0.05)

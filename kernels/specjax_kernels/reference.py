@@ -1,6 +1,6 @@
-"""The definition of `tree_attention`: every page gathered, one dense softmax, all of it in float32.
+"""The definitions of the operations, all in float32. Attention gathers every page and takes one dense softmax.
 
-Slow and large on purpose. Every other implementation is held to this one.
+Slow and large on purpose. The tests compare every other implementation with this one.
 """
 
 from __future__ import annotations
@@ -66,3 +66,9 @@ def tree_attention(
     weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1)
     weights = jnp.where(seen, weights, 0)  # A row that sees nothing: zeros, not the uniform weights of a softmax.
     return jnp.einsum("bnkgt,btkv->bnkgv", weights, values, precision="highest").reshape(B, N, H, -1).astype(q.dtype)
+
+
+def linear(x: Array, weight: Array, *, transposed: bool = False) -> Array:
+    """x [..., M] times weight [M, *out] or, transposed, weight [W, M]: float32 [..., *out]."""
+    matrix = (weight.T if transposed else weight).astype(jnp.float32)
+    return jnp.tensordot(x.astype(jnp.float32), matrix, axes=1, precision="highest")

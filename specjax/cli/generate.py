@@ -32,8 +32,8 @@ from specjax.engine.drafting import drafting_summary
 from specjax.engine.phases import PhaseTimes
 from specjax.engine.sampling_params import later_seed
 from specjax.engine.sequence import Sequence, Status, completion
-from specjax.inspection import render
 from specjax.progress import progress_bar
+from specjax.viz.trees import render
 
 PROMPT_FIELDS = ("prompt", "messages", "input_ids")
 

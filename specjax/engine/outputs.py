@@ -12,8 +12,8 @@ import numpy as np
 from jax import Array
 
 from specjax.engine.sequence import RawLogprob, Sequence
-from specjax.inspection import step_tree
 from specjax.state import FULL, NOT_FINITE, STOPPED, Logprobs, StepOutput, Trace
+from specjax.viz.trees import step_tree
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.text import TextStream
-from specjax.inspection import StepTree
+from specjax.viz.trees import StepTree
 
 NOT_FINITE_TEXT = "the model's logits are not finite (NaN or infinity) after {count} tokens of output"
 """Message of a request that ended because nothing can be drawn from its logits."""

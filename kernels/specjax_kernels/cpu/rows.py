@@ -23,8 +23,7 @@ MOST_ROWS = 8
 """The largest number of rows for which XLA's own product takes longer."""
 
 TOGETHER = 4
-"""Rows of x that share one widened weight. x is padded to a multiple of it, so that there is one loop, and one order of
-its sums."""
+"""Rows of x that share one widened weight. Several rows are padded to a multiple of it."""
 
 DEEP = 4
 """Rows of the matrix that are read side by side: the sums are loaded and stored once for so many products."""
@@ -87,7 +86,7 @@ def multiply(
     `jax.vmap` calls it for one after the other.
     """
     rows = x.shape[0]
-    padded = jnp.pad(x, ((0, -rows % TOGETHER), (0, 0)))
+    padded = x if rows == 1 and not transposed else jnp.pad(x, ((0, -rows % TOGETHER), (0, 0)))
     parts = () if transposed else (parts_of(*matrix.shape),)
     shape = (*parts, padded.shape[0], matrix.shape[0 if transposed else 1])
     name = _name(matrix.dtype, transposed)
@@ -120,6 +119,18 @@ def _product(tools: Tools, dtype: str) -> tuple[Any, Any]:
     @tools.inlined
     def tiles_across(columns: int) -> int:
         return (columns + WIDE - 1) // WIDE
+
+    @tools.inlined
+    def add_row(x: int, matrix: int, columns: int, out: int, width: int) -> None:
+        """Adds the products of four numbers of x and four rows of the matrix, in the order of `add`."""
+        line = item * columns
+        m0, m1 = carray(stored(matrix), (width,)), carray(stored(matrix + line), (width,))
+        m2, m3 = carray(stored(matrix + 2 * line), (width,)), carray(stored(matrix + 3 * line), (width,))
+        sums, row = carray(floats(out), (width,)), carray(floats(x), (4,))
+        a0, a1, a2, a3 = row[0], row[1], row[2], row[3]
+        for column in range(width):
+            w0, w1, w2, w3 = wide(m0[column]), wide(m1[column]), wide(m2[column]), wide(m3[column])
+            sums[column] = sums[column] + a0 * w0 + a1 * w1 + a2 * w2 + a3 * w3
 
     @tools.inlined
     def add(x: int, depth: int, matrix: int, columns: int, out: int, width: int) -> None:
@@ -158,7 +169,9 @@ def _product(tools: Tools, dtype: str) -> tuple[Any, Any]:
                 sums[column] = 0.0
         for m in range(part * deep, part * deep + deep, DEEP):
             matrix = argument(call, 1) + item * (m * columns + first)
-            for row in range(0, rows, TOGETHER):
+            if rows == 1:
+                add_row(argument(call, 0) + 4 * m, matrix, columns, out, width)
+            for row in range(0, rows // TOGETHER * TOGETHER, TOGETHER):
                 add(argument(call, 0) + 4 * (row * depth + m), depth, matrix, columns, out + 4 * row * columns, width)
         return 0
 

@@ -22,10 +22,10 @@ from specjax import StepConfig
 from specjax.cli import generate
 from specjax.drafters import none_drafter
 from specjax.engine import SamplingParams
-from specjax.inspection import StepTree, render, step_tree, step_trees
 from specjax.serve.report import Report
 from specjax.state import StepOutput, Trace
 from specjax.tree import NO_TOKEN
+from specjax.viz.trees import StepTree, render, step_tree, step_trees
 
 WORDS = (" cat", " sat", " is", " on", " by", " a", "\n", "'", "né", "猫", "🦊", "�")
 

@@ -1,0 +1,56 @@
+"""Draws one step of a generation: its draft tree, as the target verified it.
+
+python -m specjax.viz --prompt "Count from one to twenty." --output tree.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from specjax import Engine, EngineConfig, SamplingParams
+from specjax.drafters import Auto
+from specjax.viz.drawing import draw_steps
+from specjax.viz.trees import StepTree
+
+
+def most_telling(trees: list[StepTree]) -> int:
+    """Index of the step with the most accepted drafts among those with rejected ones; of equal ones the largest."""
+
+    def rank(index: int) -> tuple[bool, int, int]:
+        tree = trees[index]
+        return tree.accepted < len(tree.tokens) - 1, tree.accepted, len(tree.tokens)
+
+    return max(range(len(trees)), key=rank)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m specjax.viz", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--prompt", required=True, help="a user's message")
+    parser.add_argument("--output", required=True, metavar="FILE", help="the SVG file to write")
+    parser.add_argument("--model-path", help="the target (default: the built-in model)")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--step", type=int, help="number of the step, from 1 (default: that with most accepted drafts)")
+    parser.add_argument("--tree", type=int, nargs=3, metavar=("STEPS", "TOPK", "NODES"), help="shape of the draft tree")
+    args = parser.parse_args(arguments)
+    shape = {} if args.tree is None else dict(zip(("steps", "topk", "nodes"), args.tree, strict=True))
+    loading: dict[str, Any] = {"draft": Auto(**shape), "progress": False}
+    if args.model_path is not None:
+        loading["model"] = args.model_path
+    engine = Engine.from_pretrained(**loading, config=EngineConfig(max_running_requests=1, trace=True))
+    sampling = SamplingParams(max_new_tokens=args.max_new_tokens, temperature=0.0)
+    trees = engine.generate([{"role": "user", "content": args.prompt}], sampling).trees
+    if not trees:
+        parser.error("the text ended before a step ran; give another --prompt or more --max-new-tokens")
+    number = most_telling(trees) + 1 if args.step is None else args.step
+    if not 1 <= number <= len(trees):
+        parser.error(f"--step {number} is not one of the {len(trees)} steps of this text, 1 to {len(trees)}")
+    shade = "order" if engine.drafter.name == "NGRAM" else "probability"
+    draw_steps(trees[number - 1 : number], engine.tokenizer.decode, shade=shade, first=number).save(args.output)
+    print(f"wrote step {number} of {len(trees)} to {args.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

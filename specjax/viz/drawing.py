@@ -1,0 +1,230 @@
+"""Trees of drafts as SVG pictures: proposed tokens, the accepted path, and the token that ended it.
+
+draw_tree(engine.generate(...).trees[0], tokenizer.decode).save("tree.svg")
+
+    ┌─────┐     ┌─────┐     ╔═════╗     ╭╌╌╌╌╌╮
+    │ the ├─────┤ cat ├═════╣ sat ╠╌╌╌╌╌┤ on  │    ═ accepted, ╌ drawn by the target, not proposed
+    └─────┘  │  └─────┘     ╚═════╝     ╰╌╌╌╌╌╯
+             │  ┌─────┐
+             └──┤ dog │                             boxes are darker where the draft was surer
+                └─────┘
+"""
+
+from __future__ import annotations
+
+import html
+import unicodedata
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from specjax.tree import NO_TOKEN
+from specjax.viz.trees import StepTree
+
+Shade = Literal["probability", "order"]
+Text = Callable[[list[int]], str]
+
+LONGEST = 14
+"""Characters of a label; longer ones are cut."""
+
+# In pixels. Labels have a font of fixed width, so their size is known without drawing them.
+CHARACTER, PADDING, HEIGHT = 7.9, 9.0, 26.0
+GAP, LINE, MARGIN, HEADING = 40.0, 54.0, 12.0, 30.0
+LEGEND_WIDTH = 560.0
+
+STYLE = """
+svg { --ink: #1f2933; --quiet: #5f6b7a; --edge: #aab2bd; --draft: #4a90d9; --emitted: #d55e00; --root: #dfe3e8; }
+@media (prefers-color-scheme: dark) {
+svg { --ink: #e8ecf1; --quiet: #9aa5b4; --edge: #5a6472; --draft: #4a90d9; --emitted: #ff8c3a; --root: #39424e; } }
+text { font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill: var(--ink); text-anchor: middle; }
+path { fill: none; stroke: var(--edge); } rect { stroke: var(--edge); fill: var(--draft); }
+.root rect { fill: var(--root); stroke: var(--quiet); }
+.accepted rect, .accepted path { stroke: var(--emitted); stroke-width: 2.4; }
+.drawn rect, .drawn path { fill: none; stroke: var(--emitted); stroke-width: 1.6; stroke-dasharray: 4 3; }
+.accepted .token, .drawn .token { font-weight: bold; }
+.proposed .token, .note { fill: var(--quiet); } .note { font-size: 10px; }
+.heading, .legend { font-family: system-ui, sans-serif; text-anchor: start; } .legend { font-size: 12px; }
+"""
+
+
+class Drawing(str):
+    """An SVG document. A notebook shows it as a picture."""
+
+    def _repr_svg_(self) -> str:
+        return str(self)
+
+    def save(self, file: str | Path) -> None:
+        Path(file).write_text(self, encoding="utf-8")
+
+
+def label(token: int, text: Text | None) -> str:
+    """A token for a box: spaces and line breaks visible, and short."""
+    if text is None:
+        return str(token)
+    shown = text([token]).replace(" ", "␣").replace("\n", "↵").replace("\t", "⇥")
+    shown = "".join(c if c.isprintable() else "�" for c in shown) or "∅"
+    return shown if len(shown) <= LONGEST else shown[: LONGEST - 1] + "…"
+
+
+class Layout(NamedTuple):
+    """Places of boxes in pixels, one for each node and one for the token that ended the walk, if there is one."""
+
+    labels: list[str]
+    parents: list[int]
+    x: list[float]  # of the middle
+    y: list[float]  # downwards
+    half: list[float]  # half the width of each box
+    size: tuple[float, float]  # of all
+
+
+def layout(tree: StepTree, text: Text | None = None) -> Layout:
+    """Children below one another in the draft's order, a parent in the middle of them; columns as wide as needed."""
+    labels = [label(int(token), text) for token in tree.tokens]
+    parents, depth = tree.parents.tolist(), tree.depth.tolist()
+    last = int(tree.path[-1])
+    if tree.drawn[last] != NO_TOKEN:
+        labels.append(label(int(tree.drawn[last]), text))
+        parents.append(last)
+        depth.append(depth[last] + 1)
+    children: list[list[int]] = [[] for _ in labels]
+    for node in range(1, len(labels)):
+        children[parents[node]].append(node)
+
+    y, rows = [0.0] * len(labels), 0
+    stack = [(0, False)]
+    while stack:  # not by recursion: a chain may be deeper than Python's stack
+        node, seen = stack.pop()
+        if seen:
+            y[node] = (y[children[node][0]] + y[children[node][-1]]) / 2
+        elif children[node]:
+            stack.append((node, True))
+            stack += [(child, False) for child in reversed(children[node])]
+        else:
+            y[node] = rows * LINE
+            rows += 1
+
+    half = [_characters(shown) * CHARACTER / 2 + PADDING for shown in labels]
+    widest = [0.0] * (max(depth) + 1)
+    for node, level in enumerate(depth):
+        widest[level] = max(widest[level], half[node])
+    columns, right = [], 0.0
+    for width in widest:
+        columns.append(right + width)
+        right += 2 * width + GAP
+    return Layout(labels, parents, [columns[d] for d in depth], y, half, (right - GAP, (rows - 1) * LINE + HEIGHT + 18))
+
+
+def _characters(shown: str) -> int:
+    """Columns of a text in a font of fixed width."""
+    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in shown)
+
+
+def shades(tree: StepTree, shade: Shade) -> tuple[list[float], list[str]]:
+    """How dark each node is, from 0 to 1, and the note below it."""
+    scores = tree.scores.astype(np.float64)
+    if shade == "probability":
+        chance = np.exp(np.minimum(scores, 0.0))
+        return chance.tolist(), [f"{100 * p:.0f}%" if p >= 0.005 else "<1%" for p in chance]
+    order = np.empty(len(scores), int)
+    order[np.argsort(-scores, kind="stable")] = np.arange(len(scores))  # the root's score is 0: always the first
+    return (1 - order / max(len(scores), 2)).tolist(), [f"#{place}" for place in order]
+
+
+def draw_tree(
+    tree: StepTree,
+    text: Text | None = None,
+    *,
+    shade: Shade = "probability",
+    title: str | None = None,
+    legend: bool = True,
+) -> Drawing:
+    """Draws one step.
+
+    Args:
+        tree: from `specjax.step_trees`, or of `Completion.trees`.
+        text: token ids to text, such as a tokenizer's `decode`; None: the ids themselves.
+        shade: the meaning of a box's colour and of the note below it. "probability": exp(score), for drafts whose
+            scores are cumulative log-probabilities; "order": the place of the score among all, for n-grams, whose
+            scores are ranks.
+    """
+    return _document([(tree, title)], text, shade, legend)
+
+
+def draw_steps(
+    trees: Sequence[StepTree], text: Text | None = None, *, shade: Shade = "probability", first: int = 1
+) -> Drawing:
+    """Draws consecutive steps below one another.
+
+    Args:
+        first: the number of the first of these steps, for the titles.
+    """
+    titles = [
+        f"step {number}: {tree.accepted} of {len(tree.tokens) - 1} drafts accepted, {len(tree.emitted)} emitted"
+        for number, tree in enumerate(trees, start=first)
+    ]
+    return _document(list(zip(trees, titles, strict=True)), text, shade, True)
+
+
+def _document(steps: list[tuple[StepTree, str | None]], text: Text | None, shade: Shade, legend: bool) -> Drawing:
+    wide, top, parts = LEGEND_WIDTH if legend else 0.0, MARGIN, []
+    for tree, title in steps:
+        if title:
+            parts.append(f'<text class="heading" x="{MARGIN}" y="{top + 12:.0f}">{html.escape(title)}</text>')
+            top += HEADING
+        place = layout(tree, text)
+        parts.append(f'<g transform="translate({MARGIN},{top + HEIGHT / 2:.1f})">')
+        parts += _elements(tree, place, *shades(tree, shade))
+        parts.append("</g>")
+        wide, top = max(wide, place.size[0]), top + place.size[1] + MARGIN
+    if legend:
+        parts += _legend(top)
+        top += HEADING
+    size = f'width="{wide + 2 * MARGIN:.0f}" height="{top:.0f}" viewBox="0 0 {wide + 2 * MARGIN:.0f} {top:.0f}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" role="img" {size}>'
+    title = "<title>Draft trees, verified</title>"
+    return Drawing("\n".join([head, title, f"<style>{STYLE}</style>", *parts, "</svg>", ""]))
+
+
+def _kind(tree: StepTree, node: int) -> str:
+    if node == len(tree.tokens):
+        return "drawn"
+    return "root" if node == 0 else "accepted" if node in tree.path else "proposed"
+
+
+def _elements(tree: StepTree, place: Layout, dark: list[float], notes: list[str]) -> list[str]:
+    """One group a node: the line from its parent, its box, its label and its note."""
+    found = []
+    for node, shown in enumerate(place.labels):
+        kind, x, y, half = _kind(tree, node), place.x[node], place.y[node], place.half[node]
+        group = [f'<g class="{kind}">']
+        if node:
+            parent = place.parents[node]
+            start, end = place.x[parent] + place.half[parent], x - half
+            middle, above = (start + end) / 2, place.y[parent]
+            group.append(
+                f'<path d="M{start:.1f} {above:.1f}C{middle:.1f} {above:.1f} {middle:.1f} {y:.1f} {end:.1f} {y:.1f}"/>'
+            )
+        strength = "" if kind in ("root", "drawn") else f' fill-opacity="{0.06 + 0.44 * dark[node]:.2f}"'
+        group.append(
+            f'<rect x="{x - half:.1f}" y="{y - HEIGHT / 2:.1f}" width="{2 * half:.1f}" height="{HEIGHT}" rx="5"'
+            f"{strength}/>"
+        )
+        group.append(f'<text class="token" x="{x:.1f}" y="{y + 4.5:.1f}">{html.escape(shown)}</text>')
+        if kind in ("accepted", "proposed"):
+            group.append(
+                f'<text class="note" x="{x:.1f}" y="{y + HEIGHT / 2 + 12:.1f}">{html.escape(notes[node])}</text>'
+            )
+        found.append("".join([*group, "</g>"]))
+    return found
+
+
+def _legend(top: float) -> list[str]:
+    meanings = {"accepted": "accepted", "drawn": "drawn by the target, not proposed", "proposed": "proposed, rejected"}
+    found, x = [], MARGIN
+    for kind, meaning in meanings.items():
+        found.append(f'<g class="{kind}"><path d="M{x:.0f} {top + 8:.0f}h24"/></g>')
+        found.append(f'<text class="legend" x="{x + 32:.0f}" y="{top + 12:.0f}">{meaning}</text>')
+        x += 32 + 7 * len(meaning) + 24
+    return found
