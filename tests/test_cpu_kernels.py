@@ -31,6 +31,7 @@ def test_the_products_are_the_exact_ones(depth, columns, transposed, dtype):
     given = matrix.T if transposed else matrix
     exact = x.astype(np.float64) @ np.asarray(matrix, np.float64)
     product = jax.jit(lambda x, w: cpu_rows.multiply(x, w, transposed=transposed))
+    assert cpu_rows.takes(1, *given.shape, given.dtype, transposed=transposed)
     alone = np.concatenate([np.asarray(product(x[i : i + 1], given)) for i in range(8)])
     np.testing.assert_allclose(alone, exact, rtol=0, atol=2e-6 * np.sqrt(depth))
     for rows in (2, 3, 5, 8):
@@ -64,14 +65,20 @@ def test_several_devices_get_what_can_be_split():
         assert "all-gather" not in compiled.as_text() and (np.asarray(compiled(x, split)) == 48).all()
         mapped = jax.shard_map(run, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
         assert (np.asarray(jax.jit(mapped)(x, weight)) == 48).all()
-        turned = lambda x, w: unembed(x, w, transposed=True)  # noqa: E731
-        mapped = jax.shard_map(turned, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
+        run = lambda x, w: unembed(x, w, transposed=True)
+        mapped = jax.shard_map(run, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
         assert (np.asarray(jax.jit(mapped)(x, weight.T)) == 48).all()
         print("right")
     """)
     assert "right" in said
 
 
+@pytest.fixture
+def registered():
+    assert cpu_rows.unmet("float32", False) is None
+
+
+@pytest.mark.usefixtures("registered")
 def test_many_threads_may_call_at_once():
     """More callers than threads that could help: nobody waits for a helper that does not come."""
     x, matrix = random(4, 96), random(96, 5000, seed=1)

@@ -57,9 +57,10 @@ def takes(rows: int, depth: int, columns: int, dtype: Any, *, transposed: bool =
     The first call compiles the kernel, which takes seconds, or loads it. `depth` and `columns` are the sizes of the
     matrix's first and second axis, also where it is transposed.
     """
-    fits = 0 < rows <= MOST_ROWS and str(dtype) in STORED
+    name = jnp.dtype(dtype).name
+    fits = 0 < rows <= MOST_ROWS and name in STORED
     fits = fits and (depth > 0 < columns if transposed else parts_of(depth, columns) > 0)
-    return fits and callable_here() and unmet(str(dtype), transposed) is None
+    return fits and callable_here() and unmet(name, transposed) is None
 
 
 def unmet(dtype: str, transposed: bool) -> str | None:
