@@ -8,8 +8,9 @@ SMOKE_PYTHON ?= python3.12
 SMOKE_VENV   ?= .venv-smoke
 GPU_COMPILER ?= .gpu-compiler
 SCHEMATHESIS ?= .schemathesis
+DOCS_VENV    ?= .venv-docs
 
-.PHONY: setup check test test-all smoke gpu-compile gpu-compile-all schemathesis serve head clean
+.PHONY: setup check test test-all smoke gpu-compile gpu-compile-all schemathesis docs serve head clean
 
 setup: $(STAMP)
 
@@ -79,6 +80,15 @@ $(SCHEMATHESIS)/.installed: Makefile
 	$(SCHEMATHESIS)/bin/python -m pip install --quiet schemathesis==4.32.5
 	@touch $@
 
+# The documents and the API as pages in build/site; fails on a broken link.
+docs: $(DOCS_VENV)/.installed
+	$(DOCS_VENV)/bin/mkdocs build --quiet
+
+$(DOCS_VENV)/.installed: Makefile
+	@test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet 'mkdocs>=1.6,<2' 'mkdocstrings[python]>=1.0'
+	@touch $@
+
 # Without the tools of `make setup` (torch, for one, is only compared with). Flags: make serve SERVE_FLAGS='--port 8000'
 serve: $(SERVE_STAMP)
 	@$(BIN)/python -m specjax.serve --config configs/smollm2-135m-instruct-eagle3.toml $(SERVE_FLAGS)
@@ -97,4 +107,4 @@ head: setup
 	done
 
 clean:
-	rm -rf $(VENV) $(SMOKE_VENV) $(GPU_COMPILER) $(SCHEMATHESIS) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SMOKE_VENV) $(GPU_COMPILER) $(SCHEMATHESIS) $(DOCS_VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis

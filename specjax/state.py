@@ -178,7 +178,8 @@ def new_row(
 
     Args:
         limit: most tokens to emit, `output` included.
-        prompt, output: tokens that penalties count; `output` only for a resumed request.
+        prompt: tokens that penalties count.
+        output: the same, of a resumed request.
         draft_limit: most draft nodes a step may check for it; 0 = no speculation.
         salt: requests with different salts share no n-gram memory.
         logprobs: whether steps compute log-probabilities for it.

@@ -2,7 +2,7 @@
 narrow steps check narrow trees. Which nodes are left is held to the oracle in test_eagle.py."""
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
@@ -106,8 +106,8 @@ def test_levels_that_nobody_needs_are_skipped_and_the_step_is_as_wide_as_its_tre
     runner.admit(0, [1, 2, 3], Sampling(max_tokens=60, temperature=1.0, seed=11))
     runner.prefill([[1, 2, 3]])
     jax.effects_barrier()
-    widths = tree_widths(drafter_of(shape, 0.15))
-    assert widths == (1, 2, 3, width)
+    known = tree_widths(drafter_of(shape, 0.15))
+    assert known == (1, 2, 3, width)
     deepest, widths = set(), set()
     for _ in range(24):
         seen.head.clear(), seen.target.clear()
@@ -117,10 +117,10 @@ def test_levels_that_nobody_needs_are_skipped_and_the_step_is_as_wide_as_its_tre
         depth, count = int(tree.depth.max()), int(tree.valid.sum())
         # With room in the tree for all that is likely enough, the deepest node is the deepest candidate.
         assert sorted(seen.head) == [topk] * min(depth, steps - 1) + [steps + 1], (depth, count)
-        assert seen.target == [next(w for w in widths if w >= count)]
+        assert seen.target == [next(w for w in known if w >= count)]
         deepest.add(depth)
         widths.add(seen.target[0])
-    assert widths == set(widths) and {0, 1, 2} <= deepest, (widths, deepest)
+    assert widths == set(known) and {0, 1, 2} <= deepest, (widths, deepest)
 
 
 def test_a_level_that_one_request_needs_is_computed_and_idle_entries_need_none(monkeypatch):

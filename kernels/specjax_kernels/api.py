@@ -155,7 +155,8 @@ def attention(
         [B, N, K * G, E] in qkv's dtype.
 
     Raises:
-        As `tree_attention`.
+        ValueError: as `tree_attention`.
+        NotImplementedError: as `tree_attention`.
     """
     if qkv.ndim != 5 or qkv.shape[3] < 3:
         raise ValueError(f"qkv must be [B, N, K, G + 2, E] with G at least 1, got shape {qkv.shape}")
