@@ -1,4 +1,4 @@
-"""What XLA is told when a step is compiled for an NVIDIA GPU: put the loops into the CUDA graph as well.
+"""XLA options for steps on NVIDIA GPUs: loops go into the CUDA graph, too.
 
 A step is a thousand small kernels, so it is fast only as a CUDA graph, which the device runs without the host. XLA
 makes one of everything but loops: the sampler's (the walk down a tree, the bisections of top-k and top-p) it drives

@@ -1,4 +1,4 @@
-"""EAGLE and MTP once more, slowly: draft heads and EAGLE-2's tree, after reference/ALGORITHMS.md and FORMATS.md.
+"""EAGLE and MTP once more, slowly: draft heads and EAGLE-2's tree, after docs/algorithms.md.
 
 Plain Python and numpy, one item, one head and one node at a time, no cache: every node of a tree is computed from the
 committed tokens anew. Nothing here imports jax or specjax.

@@ -33,7 +33,7 @@ NGRAM = Ngram(nodes=4, max_match=4, capacity=4096)
 DRAFTS = {"NONE": NoDraft(), "NGRAM": NGRAM}
 
 NEAR = 1e-3
-"""A draw whose gap is below this may go either way (DESIGN.md, Floating point)."""
+"""A draw whose gap is below this may go either way (docs/design.md, Floating point)."""
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The rules of DESIGN.md once more, slowly: plain Python and numpy, one request at a time, one function per rule.
+"""The rules of docs/design.md once more, slowly: plain Python and numpy, one request at a time, one function per rule.
 
 Nothing here imports jax or specjax. Tests compare the real modules with this file, so it favours the obvious
 over the fast: dicts, lists, loops, and the whole sequence recomputed for every token.

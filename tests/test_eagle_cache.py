@@ -1,4 +1,4 @@
-"""After any sequence of events the draft's cache is one built from scratch, but for the slots that DESIGN.md allows."""
+"""After any sequence of events the draft's cache is one built from scratch, but for the slots that docs/design.md allows."""
 
 import functools
 from dataclasses import replace

@@ -263,5 +263,5 @@ def test_no_torch_anywhere_and_no_web_framework_below_serve():
 
 
 def test_kernels_is_no_package():
-    """transformers probes for a package of that name (DESIGN.md)."""
+    """transformers probes for a package of that name (docs/design.md)."""
     assert not (OURS.parent / "__init__.py").exists()

@@ -205,7 +205,7 @@ def _first_that_can(attend: Callable[[str], Array], implementation: str | None) 
 
 
 def implementation_named(name: str) -> Callable[..., Array]:
-    """The function behind a name.
+    """The implementation of a name.
 
     Raises:
         ValueError: there is no such name.

@@ -1,4 +1,4 @@
-"""What a training run can be told: the flags of `python -m specjax.train` and the keys of its TOML file."""
+"""Options of a training run: the flags of `python -m specjax.train` and the keys of its TOML file."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class OptimizerSettings:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How long, where to, and how often something is told."""
+    """Length, output folder, and intervals of logging and checkpoints."""
 
     output: str = setting("runs/draft", "folder of the run; one with the same settings is resumed", metavar="FOLDER")
     steps: int = setting(1000, "updates", minimum=1)
