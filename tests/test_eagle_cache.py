@@ -1,4 +1,4 @@
-"""After any sequence of events the draft's cache is one built from scratch, but for the slots that docs/design.md allows."""
+"""After any sequence of events the draft cache equals one built from scratch."""
 
 import functools
 from dataclasses import replace
