@@ -16,6 +16,7 @@ last line is one JSON document.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import statistics
@@ -28,11 +29,21 @@ from typing import Any
 HERE = Path(__file__).resolve().parents[1]
 
 
+def named_algorithm(name: str) -> dict[str, Any]:
+    """The argument of `Engine.from_pretrained`, also of a checkout from before it was called `draft`."""
+    from specjax import Engine
+
+    known = inspect.signature(Engine.from_pretrained).parameters
+    return {"draft" if "draft" in known else "algorithm": name}
+
+
 def work(algorithm: str, tokens: int) -> None:
     """Reads prompts, one JSON object a line, and answers with seconds and token ids."""
     from specjax import Engine, EngineConfig, SamplingParams
 
-    engine = Engine.from_pretrained(draft=algorithm, config=EngineConfig(max_running_requests=1), progress=False)
+    engine = Engine.from_pretrained(
+        **named_algorithm(algorithm), config=EngineConfig(max_running_requests=1), progress=False
+    )
     engine.warm_up(engine.single_request_keys(), progress=False)
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
     print(json.dumps({"ready": engine.drafter.name}), flush=True)
@@ -52,7 +63,7 @@ def work_forward(dtype: str) -> None:
     from specjax import Engine, EngineConfig, PoolShape, init_state
 
     config = EngineConfig(max_running_requests=1)
-    engine = Engine.from_pretrained(algorithm="NONE", dtype=dtype, config=config, progress=False)
+    engine = Engine.from_pretrained(**named_algorithm("NONE"), dtype=dtype, config=config, progress=False)
     target, params = engine.target, engine.params.target
     cache = init_state(engine.params, target, engine.drafter, rows=1, pool=PoolShape(40, 16)).cache
     table = jnp.arange(40, dtype=jnp.int32)[None]

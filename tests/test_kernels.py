@@ -138,12 +138,12 @@ def test_random_tables_lengths_and_trees(data: st.DataObject) -> None:
     args = (*args[:3], *pool, table, *args[6:])
     expected = oracle(args, options)
     for implementation in ("reference", *COMPARED):
-        out = _jitted(implementation, name, window)(*args)
+        out = _jitted(implementation, window)(*args)
         np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5, err_msg=implementation)
 
 
 @functools.cache
-def _jitted(_: str, name: str, window: int | None):
+def _jitted(name: str, window: int | None):
     return jax.jit(functools.partial(tree_attention, scale=8**-0.5, window=window, implementation=name))
 
 
@@ -191,7 +191,7 @@ def test_packed_is_the_same(name: str) -> None:
     qkv = pack(q, k_block, v_block)
     expected = run(args, options, "reference")
     for implementation in ("reference", *COMPARED):
-        attend = functools.partial(tree_attention_packed, **options, implementation=implementation)
+        attend = functools.partial(attention, **options, implementation=implementation)
         out = jax.jit(attend)(qkv, *pages, q_positions, mask)
         assert out.dtype == q.dtype
         out = np.asarray(out, np.float32)
