@@ -385,7 +385,7 @@ def test_the_progress_bar_shows_the_speed(files, capsys):
     files.write(PROMPTS)
     assert generate.main([part for part in files.argv() if part != "--no-progress"]) == 0
     shown = capsys.readouterr().err
-    assert re.search(r"12/12 .*tok/s", shown)
+    assert re.search(r"Generating: 12 requests in .*tok/s", shown)
     assert "12 lines; 4 at once; speculation: NONE" in shown
 
 
