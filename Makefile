@@ -32,8 +32,8 @@ check: setup
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
 
 test: setup
-	$(PYTEST) -m "not slow and not optimized and not gpu_compile"
-	XLA_FLAGS= $(PYTEST) -m "optimized and not slow"
+	$(PYTEST) -m "not (slow or optimized or real_model or gpu_compile)"
+	XLA_FLAGS= $(PYTEST) -m "(optimized or real_model) and not slow"
 
 # Everything there is, with XLA's own settings: tests that repeat a case (marked `slow`), the other Python, the GPUs, the
 # generated requests. More than an hour.

@@ -120,27 +120,31 @@ def test_weights_equal_those_of_transformers(files, gguf):
     with torch.device("meta"):  # from_pretrained(gguf_file=...) would do the same, and needs accelerate
         model = LlamaForCausalLM(LlamaConfig.from_pretrained(files.folder))
     loaded = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model)
-    theirs = {name: tensor.float().numpy() for name, tensor in loaded["tensors"].items()}
+    tensors = loaded["tensors"]
+
+    def theirs(name: str) -> np.ndarray:  # converted one by one: all of them would be another 0.5 GB
+        return tensors[name].float().numpy()
+
     config = model_config(files.config, dtype="float32")
     params = load_params(files, config)
-    np.testing.assert_array_equal(params["embed"], theirs["model.embed_tokens.weight"])
-    np.testing.assert_array_equal(params["final_norm"], theirs["model.norm.weight"])
+    np.testing.assert_array_equal(params["embed"], theirs("model.embed_tokens.weight"))
+    np.testing.assert_array_equal(params["final_norm"], theirs("model.norm.weight"))
     for i in (0, 29):
         layer = {name: np.asarray(leaf) for name, leaf in params[f"layers_{i}"].items()}
         prefix = f"model.layers.{i}."
         query = layer["qkv"][:, :, :3].reshape(576, 576).T
-        np.testing.assert_array_equal(query, theirs[prefix + "self_attn.q_proj.weight"])
+        np.testing.assert_array_equal(query, theirs(prefix + "self_attn.q_proj.weight"))
         np.testing.assert_array_equal(
-            layer["qkv"][:, :, 3].reshape(576, 192).T, theirs[prefix + "self_attn.k_proj.weight"]
+            layer["qkv"][:, :, 3].reshape(576, 192).T, theirs(prefix + "self_attn.k_proj.weight")
         )
         np.testing.assert_array_equal(
-            layer["qkv"][:, :, 4].reshape(576, 192).T, theirs[prefix + "self_attn.v_proj.weight"]
+            layer["qkv"][:, :, 4].reshape(576, 192).T, theirs(prefix + "self_attn.v_proj.weight")
         )
-        np.testing.assert_array_equal(layer["output"].reshape(576, 576).T, theirs[prefix + "self_attn.o_proj.weight"])
-        np.testing.assert_array_equal(layer["gate_up"][:, 0].T, theirs[prefix + "mlp.gate_proj.weight"])
-        np.testing.assert_array_equal(layer["gate_up"][:, 1].T, theirs[prefix + "mlp.up_proj.weight"])
-        np.testing.assert_array_equal(layer["down"].T, theirs[prefix + "mlp.down_proj.weight"])
-        np.testing.assert_array_equal(layer["attention_norm"], theirs[prefix + "input_layernorm.weight"])
+        np.testing.assert_array_equal(layer["output"].reshape(576, 576).T, theirs(prefix + "self_attn.o_proj.weight"))
+        np.testing.assert_array_equal(layer["gate_up"][:, 0].T, theirs(prefix + "mlp.gate_proj.weight"))
+        np.testing.assert_array_equal(layer["gate_up"][:, 1].T, theirs(prefix + "mlp.up_proj.weight"))
+        np.testing.assert_array_equal(layer["down"].T, theirs(prefix + "mlp.down_proj.weight"))
+        np.testing.assert_array_equal(layer["attention_norm"], theirs(prefix + "input_layernorm.weight"))
 
 
 def test_offline_with_the_cache_filled(files, monkeypatch):

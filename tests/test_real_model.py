@@ -18,7 +18,7 @@ from specjax.cache import PoolShape
 from specjax.checkpoint import BUILT_IN_MODEL, resolve
 from specjax.drafters import make_drafter
 
-pytestmark = [pytest.mark.real_model, pytest.mark.optimized]
+pytestmark = pytest.mark.real_model
 
 TOLERANCE = 2e-4
 """What transformers' float32 logits and ours differ by at most, but for `RARE` of them."""
