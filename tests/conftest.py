@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib.metadata
 import os
 import resource
 import sys
@@ -17,10 +18,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # The suite spends its time on compiling toy programs, which these settings make four times cheaper. Subprocesses
 # inherit them. With XLA_FLAGS in the environment, even an empty one, XLA's own settings apply: `make test` does that
 # for tests marked `optimized` or `real_model`, `make test-all` for all.
+# JAX 0.12 has removed the setting of the fusion emitters, and XLA ends the process at one that it does not know.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
+    + " --xla_cpu_use_fusion_emitters=false" * (importlib.metadata.version("jaxlib") < "0.12")
+    + " --xla_cpu_parallel_codegen_split_count=1",
 )
 
 import hypothesis
