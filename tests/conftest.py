@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the tests need no network, and would wait for an absent one
 # The suite spends its time on compiling toy programs, which these settings make four times cheaper. Subprocesses
 # inherit them. With XLA_FLAGS in the environment, even an empty one, XLA's own settings apply: `make test` does that
 # for tests marked `optimized` or `real_model`, `make test-all` for all.

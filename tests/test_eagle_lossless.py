@@ -99,7 +99,7 @@ def test_a_perfect_head_reaches_its_whole_depth(steps):
     assert length == steps + 1
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", [pytest.param("eagle", marks=pytest.mark.slow), "eagle3"])
 def test_a_distilled_head_is_often_right_and_a_misaligned_one_is_not(kind):
     config, params = distilled(kind)
     drafter = drafter_of(config, DEEP)

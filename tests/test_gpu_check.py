@@ -32,28 +32,32 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
+ALL = pytest.param(PARTS, id="all", marks=pytest.mark.slow)
+
+
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> tuple[str, dict]:
-    """What a tiny run of all parts has printed, and its document."""
+def tiny(request, tmp_path_factory) -> tuple[str, dict]:
+    """What a tiny run of some parts has printed, and its document."""
     folder = tmp_path_factory.mktemp("gpu_check")
     cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "xla"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     done = run(
         str(SCRIPT), "--tiny", "--implementation", "xla", "--minutes", "30", "--save", str(folder / "saved"),
-        SPECJAX_CACHE=str(folder / "models"), **cache,
+        "--part", *request.param, SPECJAX_CACHE=str(folder / "models"), **cache,
     )  # fmt: skip
     print(done.stdout)
     print(done.stderr[-4000:])
     assert done.returncode == 0, "something was wrong"
     document = json.loads(done.stdout.splitlines()[-1])
     saved = {file.stem for file in (folder / "saved").glob("*.json")}
-    assert saved == {*PARTS, "machine"}
+    assert saved == {*request.param, "machine"}
     return done.stdout, document
 
 
-def test_every_part_runs_to_its_end(tiny):
+@pytest.mark.parametrize("tiny", [ALL, pytest.param(("kernels", "steps-1"), id="two")], indirect=True)
+def test_every_part_runs_to_its_end(tiny, request):
     text, document = tiny
     assert document["right"] is True and document["complete"] is True
-    assert tuple(document["parts"]) == PARTS
+    assert tuple(document["parts"]) == request.node.callspec.params["tiny"]
     for name, report in document["parts"].items():
         assert report["done"], name
         assert report["wrong"] == report["failed"] == report["unchecked"] == [], name
@@ -62,6 +66,7 @@ def test_every_part_runs_to_its_end(tiny):
     assert "FAILED" not in text and "WRONG" not in text and "NOT CHECKED" not in text
 
 
+@pytest.mark.parametrize("tiny", [ALL], indirect=True)
 def test_what_a_tiny_run_finds(tiny):
     parts = tiny[1]["parts"]
     errors = parts["kernels"]["rows"]

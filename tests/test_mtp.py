@@ -176,6 +176,7 @@ def test_no_text_changes(shape, page_size):
     check_idle(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [None, 20], ids=["whole vocabulary", "token map"])
 def test_a_distilled_head_is_often_right(size):
     """And less so with a token map (FR-Spec), which leaves the text alone too."""

@@ -101,6 +101,7 @@ def draws_of(logits, count):
     return jax.lax.map(some, jnp.arange(0, count, 4, dtype=jnp.int32)).reshape(-1)
 
 
+@pytest.mark.slow
 def test_the_law_of_128k_tokens_that_are_all_unlikely():
     """Probabilities from 1e-8 to 1e-4, by half decades."""
     vocab, count = 131_072, 2048

@@ -166,7 +166,7 @@ print(json.dumps([run(False), run(True)]))
 @pytest.mark.parametrize(
     ("algorithm", "flags", "tied"),
     [
-        ("NONE", {}, True),
+        pytest.param("NONE", {}, True, marks=pytest.mark.slow),
         ("NGRAM", {"nodes": 6, "max_match": 3, "capacity": 1024}, False),
         ("EAGLE3", TREE, False),
     ],

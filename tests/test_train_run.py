@@ -80,7 +80,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k == "EAGLE3" else k for k in KINDS])
+@pytest.mark.parametrize(
+    "kind", ["EAGLE3 mapped", "MTP", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("EAGLE3", "EAGLE"))]
+)
 def test_a_whole_run(train, model, data, tmp_path, kind):
     measure = {"measure_prompts": 2, "measure_tokens": 6, "measure_steps": 2, "measure_every": 4}
     status, summary, err = train(**KINDS[kind] | measure)
