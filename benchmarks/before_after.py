@@ -5,6 +5,8 @@
 
     python benchmarks/before_after.py --before ../before --forward 1 2 4 8 [--dtype bfloat16] [--record LABEL]
 
+    python benchmarks/before_after.py --before . --before-env SPECJAX_CPU_KERNELS=0 [--forward 1 2 4 8]
+
 Each tree and algorithm has a process of its own, in which an engine of that tree waits for prompts; one works at a
 time, in rotating order. Greedy, `--max-new-tokens` each. The ratio of an algorithm is that of the times of the same
 prompt, after by before: the median over all prompts and rounds, with the interval that holds the median with 95%
@@ -84,10 +86,15 @@ def work_forward(dtype: str) -> None:
         print(json.dumps({"seconds": time.perf_counter() - begun}), flush=True)
 
 
+Side = tuple[Path, dict[str, str]]
+"""A source tree, and variables of the environment."""
+
+
 class Worker:
-    def __init__(self, tree: Path, *arguments: str) -> None:
+    def __init__(self, side: Side, *arguments: str) -> None:
         command = [sys.executable, __file__, *arguments]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), str(tree / "kernels")])}
+        tree, settings = side
+        environment = os.environ | settings | {"PYTHONPATH": os.pathsep.join([str(tree), str(tree / "kernels")])}
         self._process = subprocess.Popen(
             command, env=environment, cwd=tree, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -119,14 +126,15 @@ def interval(ratios: list[float]) -> tuple[float, float]:
     return ordered[max(count // 2 - reach, 0)], ordered[min(count // 2 + reach, count - 1)]
 
 
-def heading(before: Path, machine: Any) -> dict[str, Any]:
-    """The head of the record, with the other tree's commit and the settings of XLA and Numba."""
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=before, capture_output=True, text=True)
+def heading(before: Side, machine: Any) -> dict[str, Any]:
+    """The head of the record, with the other tree's commit and the settings of XLA, Numba and the other side."""
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=before[0], capture_output=True, text=True)
     settings = {name: text for name, text in os.environ.items() if name == "XLA_FLAGS" or name.startswith("NUMBA_")}
-    return machine("jaxlib") | {"before": done.stdout.strip(), "environment": settings}
+    heads = {"before": done.stdout.strip(), "before_environment": before[1], "environment": settings}
+    return machine("jaxlib") | heads
 
 
-def compare_forwards(trees: dict[str, Path], widths: list[int], runs: int, dtype: str) -> list[dict[str, Any]]:
+def compare_forwards(trees: dict[str, Side], widths: list[int], runs: int, dtype: str) -> list[dict[str, Any]]:
     """Both trees' seconds of a forward of each width, one run of each in turn."""
     workers = {name: Worker(tree, "--forward", "--dtype", dtype) for name, tree in trees.items()}
     rows = []
@@ -152,6 +160,7 @@ def compare_forwards(trees: dict[str, Path], widths: list[int], runs: int, dtype
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("--before", type=Path, metavar="FOLDER", help="a source tree; after is the one of this file")
+    parser.add_argument("--before-env", nargs="+", default=[], metavar="NAME=VALUE", help="environment of before")
     parser.add_argument(
         "--data", type=Path, default=Path(__file__).parent / "data", metavar="FOLDER", help="has mt_bench.jsonl"
     )
@@ -176,10 +185,11 @@ def main() -> None:
         parser.error("--before and either --data or --forward are needed")
     from records import finish, machine
 
-    trees = {"before": args.before.resolve(), "after": HERE}
+    settings = dict(item.split("=", 1) for item in args.before_env)
+    trees: dict[str, Side] = {"before": (args.before.resolve(), settings), "after": (HERE, {})}
     if args.forward is not None:
         rows = compare_forwards(trees, args.forward, args.runs, args.dtype)
-        finish("before-after", heading(args.before, machine) | {"rows": rows}, record=args.record)
+        finish("before-after", heading(trees["before"], machine) | {"rows": rows}, record=args.record)
         return
     lines = (args.data / "mt_bench.jsonl").read_text().splitlines()[: args.limit]
     prompts = [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines]
@@ -224,7 +234,7 @@ def main() -> None:
         )
     for worker in workers.values():
         worker.close()
-    finish("before-after", heading(args.before, machine) | {"rows": rows}, record=args.record)
+    finish("before-after", heading(trees["before"], machine) | {"rows": rows}, record=args.record)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib.metadata
+import math
 import os
 import resource
 import sys
@@ -41,7 +42,7 @@ _cache = Path(tempfile.gettempdir()) / f"specjax-test-cache-{os.getuid()}-jax-{j
 _cache.mkdir(mode=0o700, exist_ok=True)
 assert _cache.stat().st_uid == os.getuid(), f"{_cache} holds programs that will be run, and is somebody else's"
 jax.config.update("jax_compilation_cache_dir", str(_cache))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # reading the smallest takes half the time
 
 from specjax_kernels.cpu import object_code  # noqa: E402 - what it imports must see the settings above
 
@@ -105,13 +106,14 @@ def _trim() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget_programs(request: pytest.FixtureRequest):
-    """Free a module's programs and cached engines at its end."""
+    """Free a module's cached engines at its end, and all programs if the process has grown: some are used again."""
     yield
     for value in vars(request.module).values():
         if getattr(value, "__module__", None) == request.module.__name__ and hasattr(value, "cache_clear"):
             value.cache_clear()
-    jax.clear_caches()
-    _trim()
+    if _resident() > MOST_MEMORY / 3:
+        jax.clear_caches()
+        _trim()
 
 
 @pytest.fixture(autouse=True)
@@ -126,6 +128,12 @@ def _small_pools(request: pytest.FixtureRequest):
         patch.setattr(memory, "DEFAULT_POOL_TOKENS", 2048)
         yield
     _trim()
+
+
+def _resident() -> float:
+    """Resident memory of this process now, in bytes."""
+    statistics = Path("/proc/self/statm")
+    return int(statistics.read_text().split()[1]) * resource.getpagesize() if statistics.exists() else math.inf
 
 
 def _peak() -> float:
