@@ -34,10 +34,8 @@ class GroupedHeads:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"{type(self).__name__}: num_heads ({self.num_heads}) must be a multiple of num_kv_heads "
-                f"({self.num_kv_heads})"
-            )
+            must = f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})"
+            raise ValueError(f"{type(self).__name__}: {must}")
 
 
 @dataclass(frozen=True)
@@ -63,10 +61,7 @@ class ModelConfig(GroupedHeads):
 
 @dataclass(frozen=True)
 class HeadConfig(GroupedHeads):
-    """A draft head: one decoder layer that reads the target's features and the next token's embedding.
-
-    What a checkpoint holds decides its kind, not its name.
-    """
+    """A draft head: one decoder layer that reads the target's features and the next token's embedding."""
 
     kind: str  # a key of `specjax.models.head_spec.HEAD_SPECS`
     hidden_size: int  # M of the head

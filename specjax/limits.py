@@ -1,27 +1,23 @@
-"""Ranges of options: declared with a dataclass's field, checked when an object is made."""
+"""Types and ranges of options: declared with a dataclass's field, checked when an object is made."""
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Sequence
 from dataclasses import Field, field, fields
 from types import NoneType
-from typing import (
-    Any,
-    ClassVar,
-    Literal,
-    NamedTuple,
-    Protocol,
-    TypeAlias,
-    cast,
-    get_args,
-    get_origin,
-    get_type_hints,
-    runtime_checkable,
-)
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, get_args, get_type_hints, runtime_checkable
 
 Number: TypeAlias = float | int
 
-KINDS: dict[type, str] = {int: "an integer", float: "a number", str: "a string", bool: "True or False"}
+KINDS: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    bool: "true or false",
+    tuple: "a list of strings",
+}
 
 
 @runtime_checkable
@@ -42,16 +38,12 @@ class Range(NamedTuple):
         """`from 0 to 65535`, `above 0 and at most 1`; empty for any number."""
         if self.minimum is not None and (self.maximum is not None or self.below is not None):
             return f"from {self.minimum} to {f'below {self.below}' if self.maximum is None else self.maximum}"
-        limits = {"at least": self.minimum, "above": self.above, "at most": self.maximum, "below": self.below}
+        limits = {"of at least": self.minimum, "above": self.above, "at most": self.maximum, "below": self.below}
         return " and ".join(f"{word} {limit}" for word, limit in limits.items() if limit is not None)
 
-    def holds(self, number: Number) -> bool:
-        return (
-            (self.minimum is None or number >= self.minimum)
-            and (self.maximum is None or number <= self.maximum)
-            and (self.above is None or number > self.above)
-            and (self.below is None or number < self.below)
-        )
+    def holds(self, number: Any) -> bool:
+        tests = zip((operator.ge, operator.le, operator.gt, operator.lt), self, strict=True)
+        return all(bound is None or test(number, bound) for test, bound in tests)
 
 
 ANY = Range()
@@ -62,35 +54,58 @@ def limited(default: Any, minimum: Number | None = None, maximum: Number | None 
     return field(default=default, metadata={"range": Range(minimum, maximum, **others)})
 
 
-def range_of(owner: type, name: str) -> Range:
+def range_of(owner: type[Dataclass], name: str) -> Range:
     """The range that a dataclass declares for a field."""
-    declared: dict[str, Field[Any]] = vars(owner)["__dataclass_fields__"]
-    return declared[name].metadata.get("range", ANY)
+    return owner.__dataclass_fields__[name].metadata.get("range", ANY)
+
+
+def shown(value: Any) -> str:
+    """A value as an error shows it: short, and on one line."""
+    try:
+        return f"{value!r:.60}"
+    except ValueError:  # Python writes no number of more than 4300 digits
+        return "a huge number"
+
+
+def check_value(value: Any, annotation: Any, limits: Range = ANY, choices: Sequence[str] = ()) -> None:
+    """Checks a value, or each item of a tuple of strings.
+
+    Args:
+        annotation: int, float (an int will do), str, bool, tuple, a Literal of strings, unions of these, and None.
+
+    Raises:
+        TypeError: the value has another type.
+        ValueError: it is out of range. Both messages complete "must be": `an integer from 1 to 9`.
+    """
+    kinds = get_args(annotation) or (annotation,)
+    if isinstance(kinds[0], str):  # a Literal
+        kinds, choices = (str,), kinds
+    if value is None and NoneType in kinds:
+        return
+    words = f"one of {', '.join(choices)}" if choices else " or ".join(KINDS[k] for k in kinds if k is not NoneType)
+    words += f" {limits.words}" if limits.words else ""
+    if type(value) not in kinds and not (type(value) is int and float in kinds):
+        raise TypeError(words)
+    items = value if isinstance(value, tuple) else (value,)
+    if not limits.holds(value) or (choices and not set(items) <= set(choices)):
+        raise ValueError(words)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError("an integer of 64 bits")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("a finite number")
 
 
 def check(options: Dataclass) -> None:
     """Checks each field of a dataclass against its annotation and its range. None is outside every range.
 
-    Annotations may be int, float (an int will do), str, bool, a Literal of strings, unions of these, and None.
-
     Raises:
-        TypeError: a value has another type.
-        ValueError: a value is out of range. Both name the field: `Ngram.capacity must be an integer from ...`.
+        TypeError, ValueError: as `check_value`, with the field: `Ngram.capacity must be an integer from ..., got ...`.
     """
-    owner = type(options)
-    hints = get_type_hints(owner)
-    for name in (each.name for each in fields(options)):
-        value: Any = getattr(options, name)
-        limits = range_of(owner, name)
-        kinds = get_args(hints[name]) or (hints[name],)
-        choices: Sequence[Any] = kinds if get_origin(hints[name]) is Literal else ()
-        if (choices and value in choices) or (value is None and NoneType in kinds):
-            continue
-        words = " or ".join(map(str, choices or [KINDS[kind] for kind in kinds if kind is not NoneType]))
-        if limits.words:
-            words += f"{' of' if limits.words.startswith('at') else ''} {limits.words}"
-        message = f"{owner.__name__}.{name} must be {words}, got {value!r:.80}"
-        if not choices and type(value) not in kinds and not (type(value) is int and float in kinds):
-            raise TypeError(message)
-        if choices or (limits != ANY and not limits.holds(cast(Number, value))):
-            raise ValueError(message)
+    hints = get_type_hints(type(options))
+    for each in fields(options):
+        value = getattr(options, each.name)
+        try:
+            check_value(value, hints[each.name], each.metadata.get("range", ANY))
+        except (TypeError, ValueError) as error:
+            name = f"{type(options).__name__}.{each.name}"
+            raise type(error)(f"{name} must be {error}, got {shown(value)}") from None

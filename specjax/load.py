@@ -19,21 +19,9 @@ from specjax import checkpoint
 from specjax.checkpoint import CheckpointError, ModelFiles, ShippedHead
 from specjax.checkpoint.weights import read_headers
 from specjax.config import HeadConfig, ModelConfig
-from specjax.drafters import (
-    Auto,
-    Drafter,
-    DrafterFactory,
-    DraftOptions,
-    HeadOptions,
-    NoDraft,
-    Params,
-    Speculation,
-    TreeShape,
-    load_drafter,
-    make_drafter,
-    make_speculation,
-)
-from specjax.drafters.options import OTHER_TREE, options_of
+from specjax.drafters import Auto, Drafter, DraftOptions, HeadOptions, NoDraft, Params, TreeShape
+from specjax.drafters.factories import DrafterFactory, Speculation, load_drafter, make_drafter, make_speculation
+from specjax.drafters.options import options_of
 from specjax.models import make_target
 from specjax.models.draft_head import with_token_map
 from specjax.models.params import EMBED_TENSOR
@@ -77,9 +65,8 @@ def load(
 
     Arguments and errors are those of `Engine.from_pretrained`.
     """
-    if sampling_defaults not in get_args(SamplingDefaults):
-        known = ", ".join(get_args(SamplingDefaults))
-        raise ValueError(f"sampling_defaults={sampling_defaults!r:.60} is not one of: {known}")
+    if sampling_defaults not in (known := get_args(SamplingDefaults)):
+        raise ValueError(f"sampling_defaults={sampling_defaults!r:.60} is not one of: {', '.join(known)}")
     if drafter is not None and draft != Auto.algorithm:
         raise ValueError(f"give drafter or draft, not both; draft={draft!r:.60}")
     if drafter is None and isinstance(draft, str) and ":" in draft:
@@ -102,9 +89,8 @@ def load(
     threading.Thread(target=cpu_rows.prepare, args=[config.dtype], name="specjax-kernels", daemon=True).start()
     target = make_target(config, backend=backend)
     with ThreadPoolExecutor(1) as background:  # importing what reads tokenizers takes as long as the weights
-        reading = background.submit(
-            partial(checkpoint.load_tokenizer, files, folder=tokenizer_path, chat_template=chat_template)
-        )
+        read = partial(checkpoint.load_tokenizer, files, folder=tokenizer_path, chat_template=chat_template)
+        reading = background.submit(read)
         head, draft_params, ids = _load_head(chosen.options, files, config, reading, progress)
         weights = checkpoint.load_params(files, config, progress=progress)
         tokenizer = reading.result()
@@ -119,8 +105,7 @@ def load(
     if chosen.head is not None:
         made = made._replace(note=f"{made.note}; the head {chosen.head.name}, which comes with specjax")
     eos = checkpoint.stop_token_ids(files, tokenizer, config.vocab_size)
-    params = Params(weights, found.params)
-    return LoadedModel(target, params, tokenizer, made, verify or found.verify, eos, sampled)
+    return LoadedModel(target, Params(weights, found.params), tokenizer, made, verify or found.verify, eos, sampled)
 
 
 class Chosen(NamedTuple):
@@ -150,21 +135,16 @@ def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig) -> Cho
     if shipped is None or options.kind != shipped.kind:
         raise _no_head(options)
     options = cast(HeadOptions, options)
-    measured, tree = _measured(options, shipped)
-    least = measured.min_probability if options.min_probability is None else options.min_probability
-    return Chosen(replace(options, path=str(shipped.folder), min_probability=least), tree, shipped)
-
-
-def _measured(options: HeadOptions, shipped: ShippedHead) -> tuple[HeadOptions, TreeShape | None]:
-    """The options that were measured to suit a head on this kind of device, and the tree that they hold."""
     try:
-        found = type(options)(**shipped.serving("cpu" if jax.default_backend() == "cpu" else "gpu"))
-        numbers = [found.steps, found.topk, found.nodes]
-        if found.explicit_tree and None in numbers:
+        measured = type(options)(**shipped.serving("cpu" if jax.default_backend() == "cpu" else "gpu"))
+        numbers = [measured.steps, measured.topk, measured.nodes]
+        if measured.explicit_tree and None in numbers:
             raise ValueError(f"{numbers} for steps, topk and nodes; all three are needed")
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{shipped.folder}/serving.toml: {error}") from error
-    return found, found.tree(OTHER_TREE) if found.explicit_tree else None
+    least = measured.min_probability if options.min_probability is None else options.min_probability
+    options = replace(options, path=str(shipped.folder), min_probability=least)
+    return Chosen(options, measured.tree() if measured.explicit_tree else None, shipped)
 
 
 def _path(options: DraftOptions) -> str | None:
@@ -179,9 +159,15 @@ def _load_head(
     options: DraftOptions, files: ModelFiles, config: ModelConfig, tokenizer: Future[Any], progress: bool
 ) -> tuple[HeadConfig | None, Any, np.ndarray | None]:
     """The draft head, its parameters, and the ids [W] of the tokens that it may propose if a map reduces them."""
-    path, kind, owner = _path(options), options.kind, type(options).__name__
+    path, kind = _path(options), options.kind
     if path is None or kind is None:
         return None, None, None
+
+    def tokens() -> list[str]:
+        known = tokenizer.result().convert_ids_to_tokens(list(range(config.vocab_size)))
+        return [token or "" for token in known]
+
+    ids, name = None, "path"
     try:
         head, params = checkpoint.load_head(
             path,
@@ -191,20 +177,11 @@ def _load_head(
             progress=progress,
             target_embedding=lambda: read_headers(files.weights)[EMBED_TENSOR].read(),
         )
+        name = "token_map"
+        if (token_map := getattr(options, name, None)) is not None:
+            ids = checkpoint.read_token_map(str(token_map), vocab_size=config.vocab_size, tokens=tokens)
     except CheckpointError as error:
-        raise CheckpointError(f"{owner}.path {error}") from error
-    token_map = getattr(options, "token_map", None)
-    if token_map is None:
-        return head, params, None
-
-    def tokens() -> list[str]:
-        known = tokenizer.result().convert_ids_to_tokens(list(range(config.vocab_size)))
-        return [token or "" for token in known]
-
-    try:
-        ids = checkpoint.read_token_map(str(token_map), vocab_size=config.vocab_size, tokens=tokens)
-    except CheckpointError as error:
-        raise CheckpointError(f"{owner}.token_map {error}") from error
+        raise CheckpointError(f"{type(options).__name__}.{name} {error}") from error
     return head, params, ids
 
 

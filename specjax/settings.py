@@ -20,24 +20,15 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import math
-import re
 import tomllib
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import NoneType, UnionType
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
-from specjax.limits import ANY, Dataclass, Number, Range
+from specjax.limits import ANY, KINDS, Dataclass, Number, Range, check_value, shown
 
-KINDS: dict[type, str] = {
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    bool: "true or false",
-    tuple: "a list of strings",
-}
 METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
 
@@ -48,58 +39,55 @@ class SettingsError(ValueError):
 S = TypeVar("S", bound=Dataclass)
 
 
-class Setting(NamedTuple):
-    """What `setting` stores in a field's metadata."""
+@dataclass(frozen=True)
+class Setting:
+    """What `setting` stores in a field's metadata.
+
+    Attributes:
+        names: further flags for it (`--model-path`).
+        choices: the only strings allowed.
+        parse: brings a value into the form that is kept (`str.upper`), before it is compared with `choices`. The
+            text of a ValueError completes "must be".
+        digits: for a string that may be a number: TOML may have it without quotes.
+        sets: the option of the library that it sets, where that has another name.
+    """
 
     help: str
-    names: tuple[str, ...]
-    choices: tuple[str, ...]
-    parse: Callable[[Any], Any] | None
-    metavar: str | None
-    range: Range
-    digits: bool
-    sets: str
+    range: Range = ANY
+    names: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    parse: Callable[[Any], Any] | None = None
+    metavar: str | None = None
+    digits: bool = False
+    sets: str = ""
 
 
 def setting(
     default: Any,
     help: str,
     *,
-    names: tuple[str, ...] = (),
-    choices: Sequence[str] = (),
-    parse: Callable[[Any], Any] | None = None,
-    metavar: str | None = None,
     minimum: Number | None = None,
     above: Number | None = None,
     maximum: Number | None = None,
-    range: Range = ANY,
     secret: bool = False,
-    digits: bool = False,
-    sets: str = "",
+    **more: Any,
 ) -> Any:
     """A field of a frozen dataclass that is also a flag, named as the field is: `block_size` is `--block-size`.
 
     The annotation gives the type: int, float, str, bool or tuple[str, ...], or one of these or None. None means "not
-    set" and can only be a default.
-
-    Args:
-        names: further flags for it (`--model-path`).
-        choices: the only strings allowed.
-        parse: brings a value into the form that is kept (`str.upper`), before it is compared with `choices`. May raise
-            a ValueError that says what would work.
-        minimum: smallest number; `above` excludes the bound itself. `range` gives all bounds at once.
-        secret: omitted from the dataclass's repr, which may be logged.
-        digits: for a string that may be a number: TOML may have it without quotes.
-        sets: the option of the library that it sets, where that has another name.
+    set" and can only be a default. A secret is omitted from the dataclass's repr, which may be logged.
     """
-    limits = range if range != ANY else Range(minimum, maximum, above)
-    noted = Setting(help, names, tuple(choices), parse, metavar, limits, digits, sets)
+    noted = Setting(help, **{"range": Range(minimum, maximum, above), **more})
     return field(default=default, repr=not secret, metadata={"setting": noted})
 
 
 def place_of(settings: Dataclass, name: str) -> str:
     """Where the value of a field was set, as an error names it: a flag, or a file and its key."""
-    return vars(settings).get("_places", {}).get(name, f"--{_dashed(name)}")
+    return vars(settings).get("_places", {}).get(name, f"--{dashed(name)}")
+
+
+def dashed(name: str) -> str:
+    return name.replace("_", "-")
 
 
 class _Entry(NamedTuple):
@@ -110,19 +98,10 @@ class _Entry(NamedTuple):
     kind: type  # a key of KINDS
     setting: Setting
 
-    @property
-    def key(self) -> str:
-        return _dashed(self.name)
-
-
-def _dashed(name: str) -> str:
-    return name.replace("_", "-")
-
 
 def _kind(annotation: Any) -> type:
-    options = get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-    kinds = [option for option in options if option is not type(None)]
-    kinds = [tuple if kind == tuple[str, ...] else kind for kind in kinds]
+    options = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    kinds = [tuple if kind == tuple[str, ...] else kind for kind in options if kind is not NoneType]
     if len(kinds) != 1 or kinds[0] not in KINDS:
         raise TypeError(f"a setting cannot be {annotation}; it can be int, float, str, bool, tuple[str, ...], or None")
     return kinds[0]
@@ -136,7 +115,7 @@ def _entries(defaults: Dataclass) -> dict[str, _Entry]:
         hints = get_type_hints(group)
         for each in fields(group):
             entry = _Entry(table.name, each.name, _kind(hints[each.name]), each.metadata["setting"])
-            for name in (entry.key, *(flag.removeprefix("--") for flag in entry.setting.names)):
+            for name in (dashed(each.name), *(flag.removeprefix("--") for flag in entry.setting.names)):
                 if name in found:
                     raise TypeError(f"two settings are called {name}, in [{found[name].table}] and [{table.name}]")
                 found[name] = entry
@@ -150,9 +129,8 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows the defaults of flags that are no setting, except those that say nothing."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or action.default is False or action.default == [] or action.required:
-            return action.help
-        return super()._get_help_string(action)
+        silent = action.required or action.default in (None, False, [])
+        return action.help if silent else super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):
@@ -168,17 +146,13 @@ class Parser(argparse.ArgumentParser):
         found, unknown = self.parse_known_args(*args, **options)
         if unknown:
             known = [name.removeprefix("--") for action in self._actions for name in action.option_strings]
-            flags = dict.fromkeys(text.partition("=")[0] for text in unknown if text.startswith("-"))
-            meant = {flag: _meant(flag.strip("-"), known) for flag in flags}
-            advice = "".join(f"; {flag}: did you mean --{name}?" for flag, name in meant.items() if name)
+            advice = ""
+            for flag in dict.fromkeys(text.partition("=")[0] for text in unknown if text.startswith("-")):
+                longer = [name for name in known if name.startswith(flag.lstrip("-"))]
+                for name in longer if len(longer) == 1 else _similar(flag, known):
+                    advice += f"; {flag}: did you mean --{name}?"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{advice}")
         return found
-
-
-def _meant(flag: str, known: Sequence[str]) -> str | None:
-    """The flag that another may be short for or mean; None: none is near."""
-    longer = [name for name in known if name.startswith(flag) and flag]
-    return longer[0] if len(longer) == 1 else next(iter(_similar(flag, known)), None)
 
 
 def add_flags(parser: argparse.ArgumentParser, defaults: Dataclass, tables: Sequence[str] | None = None) -> None:
@@ -187,37 +161,38 @@ def add_flags(parser: argparse.ArgumentParser, defaults: Dataclass, tables: Sequ
     A flag that is not given leaves nothing in the namespace, so that `read` can tell; its help shows the default.
     """
     every = [table.name for table in fields(defaults)]
-    used = every if tables is None else tables
-    listed = ", ".join(f"[{name}]" for name in every)
-    about = f"Keys are named as the flags are, and stand at the top or in their table: {listed}."
-    if unused := [name for name in every if name not in used]:
-        about += f" {', '.join(f'[{name}]' for name in unused)} is checked, and has no effect here."
+    about = f"Keys are named as the flags are, and stand at the top or in their table: {_listed(every)}."
+    if unused := [name for name in every if tables is not None and name not in tables]:
+        about += f" {_listed(unused)} is checked, and has no effect here."
     parser.add_argument_group("configuration file", about).add_argument(
         "--config", metavar="FILE", help="TOML; flags win"
     )
-    entries = dict.fromkeys(_entries(defaults).values())
-    for table in used:
-        values = getattr(defaults, table)
-        group = parser.add_argument_group(table, (type(values).__doc__ or "").strip())
-        for entry in entries:
-            if entry.table == table:
-                _add_flag(group, entry, getattr(values, entry.name))
+    groups = {
+        name: parser.add_argument_group(name, (type(getattr(defaults, name)).__doc__ or "").strip())
+        for name in every
+        if name not in unused
+    }
+    for entry in dict.fromkeys(_entries(defaults).values()):
+        if entry.table in groups:
+            _add_flag(groups[entry.table], entry, getattr(getattr(defaults, entry.table), entry.name))
 
 
 def _add_flag(group: argparse._ArgumentGroup, entry: _Entry, default: Any) -> None:
-    note = entry.setting
+    note, kind = entry.setting, entry.kind
     text = note.help
-    if default is not None and default is not False and default not in ("", ()):
+    if default not in (None, False, "", ()) or default == 0:
         text += f" (default: {', '.join(default) if isinstance(default, tuple) else default})"
     options: dict[str, Any] = {"dest": entry.name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
-    if entry.kind is bool:
+    if kind is bool:
         options["action"] = argparse.BooleanOptionalAction  # so that a flag can also undo the file's `true`
     else:
         choices = f"{{{','.join(note.choices)}}}" if note.choices else None
-        options["metavar"] = note.metavar or choices or METAVARS[entry.kind]
-    if entry.kind is tuple:
+        options["metavar"] = note.metavar or choices or METAVARS[kind]
+    if kind in (int, float):
+        options["type"] = kind
+    if kind is tuple:
         options["nargs"] = "*"
-    group.add_argument(f"--{entry.key}", *note.names, **options)
+    group.add_argument(f"--{dashed(entry.name)}", *note.names, **options)
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None, defaults: S) -> tuple[argparse.Namespace, S]:
@@ -236,86 +211,43 @@ def read(args: argparse.Namespace, defaults: S) -> S:
         SettingsError: a value is wrong, in a flag or in the file.
     """
     entries = _entries(defaults)
+    tables = [table.name for table in fields(defaults)]
     path = getattr(args, "config", None)
-    found = {} if path is None else _read_file(path, entries, [table.name for table in fields(defaults)])
+    found = {} if path is None else _read_file(path, entries, tables)
     for entry in entries.values():
         if entry.name in vars(args):
-            flag = f"--{entry.key}"
-            found[entry.name] = (flag, _checked(entry, flag, _from_text(entry, flag, getattr(args, entry.name))))
+            flag = f"--{dashed(entry.name)}"
+            found[entry.name] = (flag, _checked(entry, flag, getattr(args, entry.name)))
     groups = {}
-    for table in fields(defaults):
-        group = getattr(defaults, table.name)
-        groups[table.name] = replace(group, **{f.name: found[f.name][1] for f in fields(group) if f.name in found})
+    for table in tables:
+        group = getattr(defaults, table)
+        groups[table] = replace(group, **{f.name: found[f.name][1] for f in fields(group) if f.name in found})
     settings = replace(defaults, **groups)
     vars(settings)["_places"] = {name: place for name, (place, _) in found.items()}  # no field: the values are equal
     return settings
 
 
-# Values. `where` is how an error names what it is about: a flag, or a file and a key.
-
-
-def _from_text(entry: _Entry, where: str, given: Any) -> Any:
-    """What argparse left: text, a bool, or a list of texts."""
-    if entry.kind in (int, float):
-        try:
-            return entry.kind(given)
-        except ValueError:
-            raise SettingsError(f"{where} must be {KINDS[entry.kind]}, got {_shown(given)}") from None
-    return tuple(given) if entry.kind is tuple else given
-
-
-def _from_toml(entry: _Entry, where: str, value: Any) -> Any:
-    """Strict: `true` is no integer, `"5"` is none either, and 5.0 neither. 5 is a float."""
-    if entry.kind is float and type(value) is int:
-        try:
-            return float(value)
-        except OverflowError:
-            return math.inf
-    if entry.setting.digits and type(value) is int:
-        return str(value)
-    if entry.kind is tuple and type(value) is list and all(type(item) is str for item in value):
-        return tuple(value)
-    if type(value) is entry.kind:
-        return value
-    number = type(value) in (int, float) and not entry.setting.digits
-    quotes = f'; write "{value}"' if entry.kind is str and number else ""
-    raise SettingsError(f"{where} must be {KINDS[entry.kind]}, got {_shown(value)}{quotes}")
-
-
 def _checked(entry: _Entry, where: str, given: Any) -> Any:
-    note = entry.setting
+    """The value to keep of a given one; `where` is the flag, or the file and the key.
+
+    TOML's types are strict: `true` is no integer, `"5"` is none either, and 5.0 neither. 5 is a float.
+    """
+    note, kind = entry.setting, entry.kind
     value: Any = given
-    if note.parse is not None:
-        try:
-            value = note.parse(given)
-        except ValueError as error:
-            raise SettingsError(f"{where} {error}, got {_shown(given)}") from None
-    items = value if entry.kind is tuple else (value,)
-    if note.choices and not all(item in note.choices for item in items):
-        raise SettingsError(f"{where} must be one of {', '.join(note.choices)}, got {_shown(given)}")
-    if "" in items:
-        raise SettingsError(f"{where} must not be empty")
-    if entry.kind is float and not math.isfinite(value):
-        raise SettingsError(f"{where} must be a finite number, got {_shown(given)}")
-    if entry.kind is int and not -(2**63) <= value < 2**63:
-        raise SettingsError(f"{where} must be an integer of 64 bits, got {_shown(given)}")
-    if entry.kind in (int, float) and not note.range.holds(value):
-        raise SettingsError(f"{where} must be {note.range.words}, got {_shown(given)}")
-    return value
-
-
-def _shown(value: Any) -> str:
-    """Short, on one line, and as TOML has it where that differs."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, dict):
-        return "a table"
-    if isinstance(value, tuple):
-        value = list(value)
+    if note.digits and type(given) is int:
+        value = str(given)
+    elif type(given) is list and all(type(item) is str for item in given):
+        value = tuple(given)
     try:
-        return f"{value!r:.60}"
-    except ValueError:  # Python writes no number of more than 4300 digits
-        return "a huge number"
+        if note.parse is not None and type(value) is kind:
+            value = note.parse(value)
+        check_value(value, kind, note.range, note.choices)
+        if "" in (value if kind is tuple else (value,)):
+            raise ValueError("a text that is not empty")
+    except (TypeError, ValueError) as error:
+        quotes = f'; write "{shown(given)}"' if kind is str and type(given) in (int, float) else ""
+        raise SettingsError(f"{where} must be {error}, got {shown(given)}{quotes}") from None
+    return float(value) if kind is float else value
 
 
 # The file.
@@ -325,22 +257,20 @@ def _read_file(path: str, entries: Mapping[str, _Entry], tables: Sequence[str]) 
     """Field to the place that sets it and the value."""
     file = f"--config {path}"
     found: dict[str, tuple[str, Any]] = {}
-    for table, key, value in _items(_document(path), file, entries, tables):
-        place = f"[{table}] {_named(key)}" if table else _named(key)
-        entry = entries.get(_dashed(key))
+    for table, key, value in _items(_document(path, file), file, entries, tables):
+        place = f"[{table}] {_escaped(key)}" if table else _escaped(key)
+        entry = entries.get(dashed(key))
         if entry is None:
             raise SettingsError(f"{file}: unknown key {place}; {_advice(table, key, entries)}")
         if table not in (None, entry.table):
             raise SettingsError(f"{file}: {place} belongs in [{entry.table}]")
-        where = f"{file}: {place}"
         if entry.name in found:
-            raise SettingsError(f"{found[entry.name][0]} and {place} are the same setting, --{entry.key}")
-        found[entry.name] = (where, _checked(entry, where, _from_toml(entry, where, value)))
+            raise SettingsError(f"{found[entry.name][0]} and {place} are the same setting, --{dashed(entry.name)}")
+        found[entry.name] = (f"{file}: {place}", _checked(entry, f"{file}: {place}", value))
     return found
 
 
-def _document(path: str) -> dict[str, Any]:
-    file = f"--config {path}"
+def _document(path: str, file: str) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).read_bytes().decode("utf-8-sig"))
     except OSError as error:
@@ -354,21 +284,18 @@ def _document(path: str) -> dict[str, Any]:
 
 def _items(
     document: Mapping[str, Any], file: str, entries: Mapping[str, _Entry], tables: Sequence[str]
-) -> list[tuple[str | None, str, Any]]:
+) -> Iterable[tuple[str | None, str, Any]]:
     """(table, key, value) of all keys; None: at the top. `model` is a table or a key, as its value says."""
-    found: list[tuple[str | None, str, Any]] = []
     for key, value in document.items():
         if isinstance(value, dict) and key in tables:
-            found += [(key, inner, each) for inner, each in value.items()]
-        elif isinstance(value, dict) and _dashed(key) not in entries:
-            meant = "".join(f"; did you mean [{name}]?" for name in _similar(key, tables))
-            there = ", ".join(f"[{name}]" for name in tables)
-            raise SettingsError(f"{file}: unknown table [{_named(key)}]{meant or f'; there are {there}'}")
-        elif key in tables and _dashed(key) not in entries:
-            raise SettingsError(f"{file}: {key} must be a table, [{key}], got {_shown(value)}")
+            yield from ((key, inner, each) for inner, each in value.items())
+        elif dashed(key) in entries or not (isinstance(value, dict) or key in tables):
+            yield None, key, value
+        elif key in tables:
+            raise SettingsError(f"{file}: {key} must be a table, [{key}], got {shown(value)}")
         else:
-            found.append((None, key, value))
-    return found
+            meant = _listed(_similar(key, tables) or tables)
+            raise SettingsError(f"{file}: unknown table [{_escaped(key)}]; did you mean {meant}?")
 
 
 def _advice(table: str | None, key: str, entries: Mapping[str, _Entry]) -> str:
@@ -382,9 +309,13 @@ def _advice(table: str | None, key: str, entries: Mapping[str, _Entry]) -> str:
 
 def _similar(key: str, names: Iterable[str]) -> list[str]:
     """The closest name, or none that is close."""
-    return difflib.get_close_matches(_dashed(key).strip("-").lower(), names, n=1)
+    return difflib.get_close_matches(dashed(key).strip("-").lower(), names, n=1)
 
 
-def _named(key: str) -> str:
-    """As it stands in the file: bare where TOML allows that."""
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _shown(key)
+def _listed(tables: Iterable[str]) -> str:
+    return ", ".join(f"[{name}]" for name in tables)
+
+
+def _escaped(key: str) -> str:
+    """A key on one line."""
+    return repr(key)[1:-1]

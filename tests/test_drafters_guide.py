@@ -15,7 +15,7 @@ from toy_models import table_model
 
 import specjax
 from specjax import Params, SamplingParams, Speculation, load_drafter, make_drafter
-from specjax.drafters.plugin import make_speculation
+from specjax.drafters.factories import make_speculation
 
 ROOT = Path(__file__).parent.parent
 GUIDE = (ROOT / "docs" / "drafters.md").read_text(encoding="utf-8")

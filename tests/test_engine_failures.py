@@ -505,7 +505,7 @@ for sampling in (5, "greedy", [5], ["temperature"]):
     refused(lambda: with_sampling(["hello"], sampling), "sampling must be a SamplingParams, a dict of its fields")
 assert with_sampling(np.array([1, 2]), None)[0] and not with_sampling((text for text in "ab"), None)[0]
 refused(lambda: EngineConfig(mem_fraction="0.5"), "mem_fraction must be a number above 0 and at most 1, got '0.5'")
-refused(lambda: EngineConfig(overlap="no"), "overlap must be True or False, got 'no'")
+refused(lambda: EngineConfig(overlap="no"), "overlap must be true or false, got 'no'")
 refused(lambda: EngineConfig(random_seed="1"), "random_seed must be an integer, got '1'")
 """
 

@@ -237,7 +237,7 @@ def test_messages_of_the_library_get_the_names_of_flags():
 
 
 def test_every_option_has_a_flag():
-    options = {name for each in DRAFTERS.values() for name in each.options.names()}
+    options = {name for each in DRAFTERS.values() for name in each.names()}
     set_by_flags = {field.metadata["setting"].sets for field in fields(flags.SpeculativeSettings)}
     assert options | {"draft", "isolate_ngrams"} == set_by_flags
 
@@ -281,13 +281,13 @@ def test_a_head_is_no_use_to_an_algorithm_without_one():
             f"--speculative-algorithm must be one of {', '.join(('AUTO', *DRAFTERS))}, got 'eagle9'",
         ),
         ("--dtype float64", "--dtype must be one of auto, float32, bfloat16, float16, got 'float64'"),
-        ("--page-size 0", "--page-size must be at least 1, got 0"),
-        ("--mem-fraction 0", "--mem-fraction-static must be above 0 and at most 1, got 0.0"),
-        ("--port 65536", "--port must be from 0 to 65535, got 65536"),
-        ("--max-queued-requests 0", "--max-queued-requests must be at least 1, got 0"),
-        ("--stream-interval 0", "--stream-interval must be at least 1, got 0"),
-        ("--shutdown-timeout -1", "--shutdown-timeout must be at least 0, got -1.0"),
-        ("--watchdog-timeout 0", "--watchdog-timeout must be above 0, got 0.0"),
+        ("--page-size 0", "--page-size must be an integer of at least 1, got 0"),
+        ("--mem-fraction 0", "--mem-fraction-static must be a number above 0 and at most 1, got 0.0"),
+        ("--port 65536", "--port must be an integer from 0 to 65535, got 65536"),
+        ("--max-queued-requests 0", "--max-queued-requests must be an integer of at least 1, got 0"),
+        ("--stream-interval 0", "--stream-interval must be an integer of at least 1, got 0"),
+        ("--shutdown-timeout -1", "--shutdown-timeout must be a number of at least 0, got -1.0"),
+        ("--watchdog-timeout 0", "--watchdog-timeout must be a number above 0, got 0.0"),
         ("--log-level loud", "--log-level must be one of debug, info, warning, error, got 'loud'"),
     ],
 )
@@ -309,7 +309,7 @@ def test_generate_takes_the_servers_file_and_ends_before_it_loads_anything(toml,
     (tmp_path / "in").write_text("")
     argv = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out"), "--config"]
     for text, message in {
-        "[server]\nport = 'x'": "[server] port must be an integer, got 'x'",
+        "[server]\nport = 'x'": "[server] port must be an integer from 0 to 65535, got 'x'",
         "[server]\nprot = 1": "unknown key [server] prot; did you mean port?",
         "temperature = 1.0": "unknown key temperature; keys are named as the flags in --help are",
     }.items():

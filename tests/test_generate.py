@@ -381,11 +381,11 @@ def test_an_unknown_algorithm(refused):
     ("flag", "value", "message"),
     [
         ("dtype", "float64", "float64"),
-        ("page_size", 0, "--page-size must be at least 1, got 0"),
+        ("page_size", 0, "--page-size must be an integer of at least 1, got 0"),
         ("max_running_requests", -1, "--max-running-requests"),
         ("chunked_prefill_size", 0, "--chunked-prefill-size"),
         ("mem_fraction_static", 1.5, "--mem-fraction-static"),
-        ("speculative_num_draft_tokens", 1, "--speculative-num-draft-tokens must be from 2"),
+        ("speculative_num_draft_tokens", 1, "--speculative-num-draft-tokens must be an integer from 2"),
         ("speculative_ngram_capacity", 3, "--speculative-ngram-capacity"),
         ("speculative_ngram_match_type", "both", "BFS"),
         ("max_new_tokens", 0, "max_new_tokens must be"),

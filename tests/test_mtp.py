@@ -196,7 +196,7 @@ def test_a_distilled_head_is_often_right(size):
 
 
 def test_the_name_and_the_kind():
-    assert DRAFTERS["MTP"].options is Mtp and Mtp.kind == "mtp" and "token_map" in Mtp.names()
+    assert DRAFTERS["MTP"] is Mtp and Mtp.kind == "mtp" and "token_map" in Mtp.names()
     config = small_head("eagle", pair_model())
     with pytest.raises(
         ValueError, match="MTP needs a target and a draft head of kind 'mtp'; what is given is a head of kin"

@@ -481,7 +481,7 @@ def test_a_start_that_fails_says_why(launch, model, flags, message):
             "--speculative-algorithm must be one of AUTO, NONE, NGRAM, EAGLE, EAGLE3, MTP, got 'eagle9'",
         ),
         (["--log-level", "loud"], "--log-level must be one of debug, info, warning, error, got 'loud'"),
-        (["--port", "65536"], "--port must be from 0 to 65535, got 65536"),
+        (["--port", "65536"], "--port must be an integer from 0 to 65535, got 65536"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         (["--config", "/no/such.toml"], "--config /no/such.toml cannot be read: No such file or directory"),
     ],

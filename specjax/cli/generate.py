@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import fields, replace
 from pathlib import Path
@@ -35,7 +36,18 @@ from specjax.engine.sequence import Sequence, Status, completion
 from specjax.progress import progress_bar
 from specjax.viz.trees import render
 
-PROMPT_FIELDS = ("prompt", "messages", "input_ids")
+PROMPT_FIELDS: dict[str, tuple[type, type, str]] = {
+    "prompt": (str, str, "a string"),
+    "messages": (list, dict, "a list of objects"),
+    "input_ids": (list, int, "a list of token ids, which are integers"),
+}
+"""The fields that may hold a prompt: the type of their value and of its items, and the words for both."""
+
+RESULT_FIELDS = (
+    "text", "output_ids", "prompt_tokens", "completion_tokens", "finish_reason", "spec_verify_ct",
+    "spec_accept_length", "spec_accept_histogram", "seed",
+)  # fmt: skip
+"""Fields of `Completion` that an output line holds."""
 
 AHEAD = 256
 """Lines that are read ahead of the answers: a file of a million prompts need not be tokenised before the first."""
@@ -60,15 +72,14 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
     Raises:
         ValueError: it is none, or holds what can be neither tokenised nor written.
     """
-    text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
-    row = json.loads(text)
+    row = json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
     json.dumps(row, ensure_ascii=False).encode()  # half a surrogate can be neither tokenised nor written
     if not isinstance(row, dict):
         raise ValueError(f"a line must be a JSON object, got {text.strip()!r:.60}")
     return row
 
 
-def prompt_field(row: Mapping[str, Any], allowed: tuple[str, ...] = PROMPT_FIELDS) -> str:
+def prompt_field(row: Mapping[str, Any], allowed: tuple[str, ...] = tuple(PROMPT_FIELDS)) -> str:
     """The one of the fields that holds the row's prompt, which has the field's form.
 
     Raises:
@@ -76,17 +87,12 @@ def prompt_field(row: Mapping[str, Any], allowed: tuple[str, ...] = PROMPT_FIELD
     """
     given = [name for name in allowed if name in row]
     if len(given) != 1:
-        found = "none" if not given else " and ".join(given)
-        raise ValueError(f"a line needs exactly one of {', '.join(allowed)}; it has {found}")
-    prompt = row[given[0]]
-    wanted = {"prompt": (str, "a string"), "messages": (list, "a list"), "input_ids": (list, "a list of token ids")}
-    kind, what = wanted[given[0]]
-    if not isinstance(prompt, kind) or not prompt:
-        raise ValueError(f"{given[0]} must be {what} that is not empty, got {prompt!r:.60}")
-    inner = {"messages": (dict, "objects"), "input_ids": (int, "integers")}.get(given[0])
-    if inner and not all(isinstance(item, inner[0]) and not isinstance(item, bool) for item in prompt):
-        raise ValueError(f"{given[0]} must hold {inner[1]}, got {prompt!r:.60}")
-    return given[0]
+        raise ValueError(f"a line needs exactly one of {', '.join(allowed)}; it has {' and '.join(given) or 'none'}")
+    (name,) = given
+    prompt, (kind, inner, words) = row[name], PROMPT_FIELDS[name]
+    if not isinstance(prompt, kind) or not prompt or not all(type(item) is inner for item in prompt):
+        raise ValueError(f"{name} must be {words} that is not empty, got {prompt!r:.60}")
+    return name
 
 
 def parse_line(number: int, text: str | bytes, defaults: Mapping[str, Any], count: int) -> Line | BadLine:
@@ -113,38 +119,9 @@ def read_lines(file: Iterable[str | bytes], defaults: Mapping[str, Any]) -> Iter
 
 
 def result(line: Line, done: Completion) -> dict[str, Any]:
-    asked = {} if done.logprobs is None else {"logprobs": [one._asdict() for one in done.logprobs]}
-    return {
-        "id": line.id,
-        "text": done.text,
-        "output_ids": done.output_ids,
-        "prompt_tokens": done.prompt_tokens,
-        "completion_tokens": done.completion_tokens,
-        "finish_reason": done.finish_reason,
-        "spec_verify_ct": done.spec_verify_ct,
-        "spec_accept_length": round(done.spec_accept_length, 4),
-        "spec_accept_histogram": done.spec_accept_histogram,
-        "seed": done.seed,
-    } | asked
-
-
-class Writer:
-    """Writes results in input order as soon as all earlier ones are there, so a killed run keeps what it finished."""
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-        self._held: dict[int, dict[str, Any] | None] = {}
-        self._next = 0
-
-    def put(self, index: int, row: dict[str, Any] | None) -> None:
-        """None: this line has no result (it was bad)."""
-        self._held[index] = row
-        while self._next in self._held:
-            ready = self._held.pop(self._next)
-            if ready is not None:
-                self._file.write(json.dumps(ready, ensure_ascii=False) + "\n")
-                self._file.flush()
-            self._next += 1
+    row = {"id": line.id, **{name: getattr(done, name) for name in RESULT_FIELDS}}
+    row["spec_accept_length"] = round(done.spec_accept_length, 4)
+    return row if done.logprobs is None else row | {"logprobs": [one._asdict() for one in done.logprobs]}
 
 
 def run(
@@ -158,55 +135,65 @@ def run(
 ) -> dict[str, Any]:
     """Completes the lines, which are read as the engine gets to them. Returns the summary.
 
+    A result is written in input order as soon as all earlier ones are there, so a killed run keeps what it finished.
+
     Args:
         lines: bad ones are reported on stderr and the rest runs; None is a line that is left out on purpose.
         total: how many lines there are, for the progress bar; None: as many as `lines` can tell.
         describe: what is written of a line that is done; None counts as failed.
     """
-    writer, waiting, failures = Writer(output), {}, 0
     source = enumerate(lines)
+    results: dict[int, dict[str, Any] | None] = {}  # by line, those that wait for earlier ones; None: not to be written
+    waiting: dict[str, tuple[int, Line]] = {}  # by request
+    count: Counter[str] = Counter()
     most = max(AHEAD, 2 * engine.config.max_running_requests)
-    settled = submitted = 0  # lines that are done with, and those that became requests
 
-    def bad(index: int, number: int, reason: str) -> None:
-        nonlocal failures
-        failures += 1
+    def fail(number: int, reason: object) -> None:
+        count["failed"] += 1
         tqdm.write(f"line {number}: {reason}", file=sys.stderr)
-        writer.put(index, None)
 
-    def feed() -> Iterator[Sequence]:
-        """Fills the engine's queue."""
-        nonlocal settled, submitted
+    def put(index: int, row: dict[str, Any] | None) -> None:
+        results[index] = row
+        while count["written"] in results:
+            if (ready := results.pop(count["written"])) is not None:
+                output.write(json.dumps(ready, ensure_ascii=False) + "\n")
+                output.flush()
+            count["written"] += 1
+
+    def feed() -> list[Sequence]:
+        """Fills the engine's queue; returns the new requests."""
+        added: list[Sequence] = []
         while len(waiting) < most and (item := next(source, None)) is not None:
             index, line = item
             if isinstance(line, Line):
                 try:
-                    sequence = engine.add(line.prompt, line.sampling)
+                    added.append(engine.add(line.prompt, line.sampling))
                 except ValueError as error:
                     line = BadLine(line.number, str(error))
                 else:
-                    waiting[sequence.id] = (index, line)
-                    submitted += 1
-                    yield sequence
+                    waiting[added[-1].id] = (index, line)
                     continue
-            settled += 1
-            if line is None:
-                writer.put(index, None)
-            else:
-                bad(index, line.number, line.reason)
+            if line is not None:
+                fail(line.number, line.reason)
+            put(index, None)
+            count["settled"] += 1
+        count["requests"] += len(added)
+        return added
 
-    engine.warm_up(engine.first_keys(list(feed())), progress=progress)
-    tokens, steps, drafted = 0, 0, 0
-    shown: dict[str, int] = {}  # trees printed, by request
+    def accept_length() -> float:
+        return count["drafted"] / count["steps"] if count["steps"] else 1.0
+
+    engine.warm_up(engine.first_keys(feed()), progress=progress)
+    shown: Counter[str] = Counter()  # trees printed, by request
     drafted_before = engine.counters.drafted_steps
     times = engine.executables.phase_times
     before = PhaseTimes() if times is None else replace(times)
     total = len(lines) if total is None and isinstance(lines, Sized) else total
     started = time.perf_counter()
-    with progress_bar("Generating", total, "request", shown=progress and bool(submitted)) as bar:
+    with progress_bar("Generating", total, "request", shown=progress and bool(count["requests"])) as bar:
         while engine.unfinished:
             for sequence in engine.step():
-                for tree in sequence.trees[shown.get(sequence.id, 0) :]:
+                for tree in sequence.trees[shown[sequence.id] :]:
                     name = repr(str(waiting[sequence.id][1].id))[1:-1]  # it may hold what a terminal would obey
                     tqdm.write(f"{name}: {render(tree, engine.tokenizer.decode)}\n", file=sys.stdout)
                 shown[sequence.id] = len(sequence.trees)
@@ -215,34 +202,30 @@ def run(
                 del shown[sequence.id]
                 index, line = waiting.pop(sequence.id)
                 done = completion(sequence)
-                tokens += done.completion_tokens
-                steps += done.spec_verify_ct
-                drafted += sequence.drafted_tokens
-                settled += 1
-                if (row := describe(line, done)) is None:
-                    bad(index, line.number, f"the request failed: {done.finish_reason}")
-                else:
-                    writer.put(index, row)
-                    if done.finish_reason["type"] == "abort":
-                        failures += 1
-                        tqdm.write(f"line {line.number}: {done.finish_reason.get('message')}", file=sys.stderr)
-                accept = drafted / steps if steps else 1.0
-                bar.set_postfix_str(f"accept {accept:.2f}, {tokens / (time.perf_counter() - started):.1f} tok/s")
-            for _ in feed():
-                pass
-            bar.update(settled - bar.n)
+                count.update(
+                    settled=1, tokens=done.completion_tokens, steps=done.spec_verify_ct, drafted=sequence.drafted_tokens
+                )
+                row = describe(line, done)
+                put(index, row)
+                if row is None:
+                    fail(line.number, f"the request failed: {done.finish_reason}")
+                elif done.finish_reason["type"] == "abort":
+                    fail(line.number, done.finish_reason.get("message"))
+                speed = count["tokens"] / (time.perf_counter() - started)
+                bar.set_postfix_str(f"accept {accept_length():.2f}, {speed:.1f} tok/s")
+            feed()
+            bar.update(count["settled"] - bar.n)
     seconds = time.perf_counter() - started
+    drafted_steps = engine.counters.drafted_steps - drafted_before
     return {
-        "requests": submitted,
-        "failed": failures,
-        "completion_tokens": tokens,
+        "requests": count["requests"],
+        "failed": count["failed"],
+        "completion_tokens": count["tokens"],
         "seconds": round(seconds, 3),
-        "tokens_per_second": round(tokens / seconds, 2) if tokens else 0.0,
-        "accept_length": round(drafted / steps, 4) if steps else 1.0,
-        "verify_steps": steps,
-        **drafting_summary(
-            engine.drafter, engine.buckets, steps, engine.counters.drafted_steps - drafted_before, flags.in_flags
-        ),
+        "tokens_per_second": round(count["tokens"] / seconds, 2) if count["tokens"] else 0.0,
+        "accept_length": round(accept_length(), 4),
+        "verify_steps": count["steps"],
+        **drafting_summary(engine.drafter, engine.buckets, count["steps"], drafted_steps, flags.in_flags),
         "algorithm": engine.drafter.name,
         "draft": flags.in_flags(engine.drafter.note),
         "device": engine.device_name,
@@ -274,32 +257,27 @@ def build_parser() -> argparse.ArgumentParser:
         description="Complete the prompts of a JSONL file, decoding speculatively. The text is the model's own.",
         formatter_class=settings.HelpFormatter,
     )
-    files = parser.add_argument_group("input and output")
-    files.add_argument(
-        "--input", required=True, metavar="FILE", help="JSONL with prompt, messages or input_ids; - = stdin"
-    )
-    files.add_argument("--output", required=True, metavar="FILE", help="JSONL with the completions")
-    files.add_argument("--no-progress", action="store_true", help="no progress bars")
-    files.add_argument(
-        "--show-trees", action="store_true", help="print each step's draft tree: what was proposed, drawn and accepted"
-    )
-    files.add_argument(
+    add = parser.add_argument_group("input and output").add_argument
+    add("--input", required=True, metavar="FILE", help="JSONL with prompt, messages or input_ids; - = stdin")
+    add("--output", required=True, metavar="FILE", help="JSONL with the completions")
+    add("--no-progress", action="store_true", help="no progress bars")
+    add("--show-trees", action="store_true", help="print each step's draft tree: proposed, drawn and accepted tokens")
+    add(
         "--time-phases",
         action="store_true",
-        help="add to the last line what drafting, verifying and committing take a step; slower, as each is waited for",
+        help="add the times of drafting, verifying and committing to the last line; slower, as each is waited for",
     )
     settings.add_flags(parser, DEFAULTS, TABLES)
-    sampling = parser.add_argument_group("sampling", "a line of the input may hold its own values, by the same names")
+    add = parser.add_argument_group(
+        "sampling", "a line of the input may hold its own values, by the same names"
+    ).add_argument
     defaults = {field.name: field.default for field in fields(SamplingParams)} | {"seed": 0}
     for name, text in SAMPLING_HELP.items():
         kind = float if isinstance(defaults[name], float) else int
-        shown = None if OF_MODEL in text else defaults[name]
-        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, default=shown, help=text)
-    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop string; may be repeated")
-    sampling.add_argument(
-        "--stop-token-ids", type=int, nargs="+", default=[], metavar="ID", help="further tokens that end a completion"
-    )
-    sampling.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
+        add(f"--{settings.dashed(name)}", type=kind, default=None if OF_MODEL in text else defaults[name], help=text)
+    add("--stop", action="append", default=[], metavar="TEXT", help="stop string; may be repeated")
+    add("--stop-token-ids", type=int, nargs="+", default=[], metavar="ID", help="further tokens that end a completion")
+    add("--ignore-eos", action="store_true", help="go on after the model's end token")
     return parser
 
 
@@ -316,10 +294,9 @@ def main(argv: list[str] | None = None) -> int:
         given = sampling_given(args)
         SamplingParams.from_mapping(given)
         if args.input == "-":
-            texts: list[str | bytes] = list(getattr(sys.stdin, "buffer", sys.stdin))
+            texts: list[Any] = list(getattr(sys.stdin, "buffer", sys.stdin))
         else:
-            with Path(args.input).open("rb") as file:
-                texts = list(file)
+            texts = Path(args.input).read_bytes().split(b"\n")
         target = Path(args.output)
         if args.input != "-" and target.exists() and target.samefile(args.input):
             raise ValueError(f"--output {args.output} is the input file")
@@ -327,8 +304,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--output {args.output} cannot be written")
         if args.show_trees and isinstance(sys.stdout, io.TextIOWrapper):  # which may not know the trees' lines
             sys.stdout.reconfigure(errors="backslashreplace")
-        config = {"trace": args.show_trees, "time_phases": args.time_phases}
-        engine = flags.make_engine(chosen, progress=progress, **config)
+        engine = flags.make_engine(chosen, progress=progress, trace=args.show_trees, time_phases=args.time_phases)
         if progress:
             note = speculation_note(engine.drafter, engine.buckets)
             print(f"Speculation: {flags.in_flags(note)}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Drafters: one file an algorithm, and the table `DRAFTERS` of their names, options and factories.
+"""Drafters: one file an algorithm; `options` has the table of algorithms, `factories` makes their drafters.
 
 Options load at once; the drafters, and jax with them, on first use.
 """
@@ -14,47 +14,18 @@ from specjax.drafters.shape import TreeShape
 if TYPE_CHECKING:
     from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
     from specjax.drafters.eagle import Confidence, eagle_drafter
-    from specjax.drafters.factories import make_drafter
+    from specjax.drafters.factories import DrafterFactory, Speculation, load_drafter, make_drafter, make_speculation
     from specjax.drafters.ngram import ngram_drafter
     from specjax.drafters.none import none_drafter
-    from specjax.drafters.plugin import DrafterFactory, Speculation, load_drafter, make_speculation
 
 _NAMES = {
-    "base": ("Context", "DraftState", "Drafter", "Observation", "Params"),
-    "eagle": ("Confidence", "eagle_drafter"),
-    "factories": ("make_drafter",),
-    "ngram": ("ngram_drafter",),
-    "none": ("none_drafter",),
-    "plugin": ("DrafterFactory", "Speculation", "load_drafter", "make_speculation"),
+    "base": "Context DraftState Drafter Observation Params",
+    "eagle": "Confidence eagle_drafter",
+    "factories": "DrafterFactory Speculation load_drafter make_drafter make_speculation",
+    "ngram": "ngram_drafter",
+    "none": "none_drafter",
 }
-_HOMES = {name: module for module, names in _NAMES.items() for name in names}
-
-__all__ = [
-    "DRAFTERS",
-    "Auto",
-    "Confidence",
-    "Context",
-    "DraftOptions",
-    "DraftState",
-    "Drafter",
-    "DrafterFactory",
-    "Eagle",
-    "Eagle3",
-    "HeadOptions",
-    "Mtp",
-    "Ngram",
-    "NoDraft",
-    "Observation",
-    "Params",
-    "Speculation",
-    "TreeShape",
-    "eagle_drafter",
-    "load_drafter",
-    "make_drafter",
-    "make_speculation",
-    "ngram_drafter",
-    "none_drafter",
-]
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

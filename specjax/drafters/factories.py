@@ -1,10 +1,12 @@
-"""From options to drafters."""
+"""Makes drafters: from options, or from outside, as docs/drafters.md explains."""
 
 from __future__ import annotations
 
 import importlib
 import logging
-from typing import cast
+from collections.abc import Callable
+from functools import singledispatch
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 
@@ -13,9 +15,10 @@ from specjax.drafters.base import Drafter
 from specjax.drafters.eagle import Confidence, eagle_drafter
 from specjax.drafters.ngram import ngram_drafter
 from specjax.drafters.none import none_drafter
-from specjax.drafters.options import AUTOMATIC_TREES, DRAFTERS, OTHER_TREE, DraftOptions, HeadOptions, Ngram, options_of
+from specjax.drafters.options import AUTOMATIC_TREES, OTHER_TREE, DraftOptions, HeadOptions, Ngram, NoDraft, options_of
 from specjax.drafters.shape import TreeShape
 from specjax.models.target import Target
+from specjax.verify import Verifier, verify_tree
 
 logger = logging.getLogger(__name__)
 
@@ -40,32 +43,33 @@ def make_drafter(
         ValueError: no such algorithm, or no head of the kind that it needs.
     """
     options = options_of(draft)
-    name = options.algorithm
     if options.kind is not None and (target is None or head is None or options.kind != head.kind):
         given = "no head" if head is None else f"a head of kind {head.kind!r}"
         given += " and no target" if target is None else ""
-        raise ValueError(f"{name} needs a target and a draft head of kind {options.kind!r}; what is given is {given}")
-    if name not in DRAFTERS:
-        raise ValueError(f"{name} is no drafter; there are: {', '.join(DRAFTERS)}")
-    module, _, function = DRAFTERS[name].factory.partition(":")
-    make = getattr(importlib.import_module(module), function)
-    return cast(Drafter, make(options, target=target, head=head, backend=backend, automatic=automatic))
+        needed = f"a target and a draft head of kind {options.kind!r}"
+        raise ValueError(f"{options.algorithm} needs {needed}; what is given is {given}")
+    return _make(options, target, head, backend, automatic)
 
 
-def make_none(options: DraftOptions, **models: object) -> Drafter:
-    del options, models
+@singledispatch
+def _make(options: DraftOptions, *_: Any) -> Drafter:
+    raise ValueError(f"{options.algorithm} chooses a drafter for a model: use Engine.from_pretrained")
+
+
+@_make.register
+def _(options: NoDraft, *_: Any) -> Drafter:
     return none_drafter()
 
 
-def make_ngram(options: Ngram, **models: object) -> Drafter:
-    del models
+@_make.register
+def _(options: Ngram, *_: Any) -> Drafter:
     return ngram_drafter(options.on(jax.default_backend()))._replace(explicit_width=options.nodes is not None)
 
 
-def make_eagle(
-    options: HeadOptions, *, target: Target, head: HeadConfig, backend: str | None, automatic: TreeShape | None
+@_make.register
+def _(
+    options: HeadOptions, target: Target, head: HeadConfig, backend: str | None, automatic: TreeShape | None
 ) -> Drafter:
-    """The drafter of EAGLE, EAGLE-3 and MTP."""
     shape = options.tree(automatic or AUTOMATIC_TREES.get(target.config.family, OTHER_TREE))
     if options.nodes not in (None, shape.nodes):
         owner = type(options).__name__
@@ -84,3 +88,59 @@ def make_eagle(
         explicit_width=any(given),
         note=f"{shape} ({how})",
     )
+
+
+class Speculation(NamedTuple):
+    """A drafter and what belongs to it.
+
+    Attributes:
+        drafter: proposes trees.
+        params: its parameters, which its functions get as `Params.draft`; None: it has none.
+        verify: decides which drafts are accepted; the default keeps the text the target's own.
+    """
+
+    drafter: Drafter
+    params: Any = None
+    verify: Verifier = verify_tree
+
+
+DrafterFactory: TypeAlias = Callable[[Target], Drafter | Speculation]
+"""Makes a drafter for a target, whose configuration it may look at."""
+
+
+def load_drafter(name: str) -> DrafterFactory:
+    """The factory that ``module:function`` names. Imports the module, which must be on Python's path.
+
+    Raises:
+        ValueError: the name has another form, or there is no such module or function.
+    """
+    module, colon, attribute = name.partition(":")
+    if not (colon and attribute and all(part.isidentifier() for part in module.split("."))):
+        raise ValueError(f"drafter {name!r}: write module:function, such as my_drafter:make")
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f"drafter {name!r}: cannot import {module} ({error}); is its folder in PYTHONPATH?") from error
+    factory = getattr(found, attribute, None)
+    if not callable(factory):
+        problem = "has no function" if factory is None else f"has a {type(factory).__name__}, no function, named"
+        own = [key for key, value in vars(found).items() if getattr(value, "__module__", None) == module]
+        raise ValueError(f"drafter {name!r}: {module} {problem} {attribute}; it defines: {', '.join(own) or 'none'}")
+    return cast(DrafterFactory, factory)
+
+
+def make_speculation(given: Drafter | DrafterFactory | str, target: Target) -> Speculation:
+    """What a ready drafter, a factory or its name gives for a target.
+
+    Raises:
+        ValueError: see `load_drafter`. TypeError: the factory returns something else.
+    """
+    if isinstance(given, Drafter):
+        return Speculation(given)
+    made = (load_drafter(given) if isinstance(given, str) else given)(target)
+    if isinstance(made, Drafter):
+        return Speculation(made)
+    if not isinstance(made, Speculation):
+        name = given if isinstance(given, str) else getattr(given, "__qualname__", repr(given))
+        raise TypeError(f"drafter {name!r} returned {made!r:.80}; it must return a Drafter or a Speculation")
+    return made

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
-from specjax.drafters.shape import MAX_STEPS, TreeShape, candidates, check_candidates
-from specjax.limits import check, limited, range_of
+from specjax.drafters.shape import MAX_STEPS, TreeShape, candidates
+from specjax.limits import check, limited, range_of, shown
 from specjax.models.head_spec import ALGORITHMS
 
 AUTOMATIC_TREES = {"llama": TreeShape(5, 4, 8)}
@@ -37,10 +37,11 @@ class DraftOptions:
     def names(cls) -> tuple[str, ...]:
         return tuple(field.name for field in fields(cls))
 
-    def choose(self, kind: str | None) -> Choice:
-        """The options of the algorithm that runs, given the kind of the draft head that ships for the model."""
+    def choose(self, kind: str | None) -> tuple[DraftOptions, list[str]]:
+        """The options of the algorithm that runs, given the kind of the draft head that ships for the model, and the
+        names of given options that the algorithm does not have."""
         del kind
-        return Choice(self)
+        return self, []
 
     def on(self, platform: str) -> DraftOptions:
         """The options with the defaults of a platform ("cpu", "gpu").
@@ -50,11 +51,6 @@ class DraftOptions:
         """
         del platform
         return self
-
-
-class Choice(NamedTuple):
-    options: DraftOptions
-    unused: tuple[str, ...] = ()  # names of options that were given and that the algorithm does not have
 
 
 @dataclass(frozen=True)
@@ -69,14 +65,16 @@ class Ngram(DraftOptions):
     """Drafts from n-grams of earlier text; needs no draft head. Defaults are SGLang's.
 
     Attributes:
-        nodes: nodes N of a tree, the root included. None: 12; on a CPU 8, and no drafts for a weak match.
-        min_match, max_match: tokens of the shortest and of the longest run that is looked up.
-        min_breadth, max_breadth: children of a node; fewer where the match is longer or the node deeper.
+        nodes: nodes N of a tree, the root included; default: 12, on a CPU 8 where the match is strong, else 1.
+        min_match: fewest tokens of a match.
+        max_match: most tokens of a match.
+        min_breadth: fewest children of a node.
+        max_breadth: most children of a node; fewer where the match is longer or the node deeper.
         branch_length: tokens of the longest continuation.
         capacity: tokens remembered, over all requests.
         match_type: which continuations come first: the most recent (BFS), or those that most matches agree on (PROB).
-        weak_nodes: nodes of a tree while the longest match is weak, 1: no drafts. None: `nodes`.
-        strong_match: tokens from which on a match is strong.
+        weak_nodes: nodes of a tree while the longest match is weak, 1 = no drafts; default: as `nodes`.
+        strong_match: fewest tokens of a strong match.
     """
 
     algorithm: ClassVar[str] = "NGRAM"
@@ -105,12 +103,10 @@ class Ngram(DraftOptions):
     def on(self, platform: str) -> Ngram:
         """On a CPU, and if `nodes` is not given: trees of 8 nodes after a strong match, else `weak_nodes` or none.
 
-        On a GPU checking twelve tokens costs what one costs. On a CPU a step of four nodes costs 1.7 times as much as
-        one of one, a step of eight twice as much: a tree pays there if more than one of its drafts is accepted. Of
-        eight nodes 0.5 are after a match of one token, 1.0 after two, 1.7 after three, 5.4 after twelve (MT-bench and
-        summaries), so the tree is the root alone unless three tokens match. The length of the match is all there is to
-        know: estimates learned from what was accepted, per length and per request, chose no better (both simulated, on
-        recorded texts).
+        On a GPU verifying twelve tokens costs what one costs. On a CPU a step of eight nodes costs twice a step of one:
+        a tree pays if more than one of its drafts is accepted. Of eight nodes 0.5 are after a match of one token, 1.0
+        after two, 1.7 after three, 5.4 after twelve (MT-bench and summaries). Acceptance rates learned by length and by
+        request chose no better than the length (simulated on recorded texts).
         """
         if platform != "cpu" or self.nodes is not None:
             return self
@@ -141,13 +137,13 @@ class HeadOptions(DraftOptions):
     """What the algorithms with a draft head have in common.
 
     Attributes:
-        path: the draft head, a local folder or hub id. None: the one that ships for the model.
+        path: the draft head, a folder or hub id; default: the one that comes with specjax for the model.
         revision: branch, tag or commit of a hub id.
-        steps: levels D of the draft tree, each a forward of the head.
-        topk: nodes of a level that are expanded, and children of each.
-        nodes: nodes N of the tree, the root included.
-        min_probability: a draft is proposed only if the product of the head's probabilities along its path is at least
-            this. None: what was measured for a head that ships, else 0 (all are).
+        steps: levels D of the draft tree, each a forward of the head; default: see `tree`.
+        topk: nodes of a level that are expanded, and children of each; default: 1, if another number is given.
+        nodes: nodes N of the tree, the root included; default: see `tree`.
+        min_probability: minimum product of the head's probabilities along the path of a draft; default: the measured
+            value of a head that comes with specjax, else 0 (all drafts are proposed).
     """
 
     path: str | None = None
@@ -159,13 +155,13 @@ class HeadOptions(DraftOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.tree(AUTOMATIC_TREES["llama"])  # refuses what is wrong for every target; others have fewer steps
+        self.tree()  # refuses what is wrong for every target; others have fewer steps
 
     @property
     def explicit_tree(self) -> bool:
         return (self.steps, self.topk, self.nodes) != (None, None, None)
 
-    def tree(self, automatic: TreeShape) -> TreeShape:
+    def tree(self, automatic: TreeShape = AUTOMATIC_TREES["llama"]) -> TreeShape:
         """The tree that the options mean. `automatic` is used where none of its three numbers is given.
 
         Otherwise a missing top-k is 1. Missing nodes are steps + 1 for top-k 1, else 1 + steps * topk, at most the
@@ -177,19 +173,17 @@ class HeadOptions(DraftOptions):
         """
         if not self.explicit_tree:
             return automatic
-        owner, topk = type(self).__name__, self.topk or 1
-        if topk == 1 and self.steps is None and self.nodes is not None:
-            if self.nodes > MAX_STEPS + 1:
-                raise ValueError(
-                    f"{owner}.nodes must be from 2 to {MAX_STEPS + 1} for a chain ({owner}.topk 1), got {self.nodes}"
-                )
-            return TreeShape(self.nodes - 1, 1, self.nodes)
-        steps = self.steps or automatic.steps
+        steps, topk = self.steps or automatic.steps, self.topk or 1
         if topk == 1:
+            if self.steps is None and self.nodes is not None:
+                steps = self.nodes - 1
+                if steps > MAX_STEPS:
+                    name = type(self).__name__
+                    must = f"from 2 to {MAX_STEPS + 1} for a chain ({name}.topk 1)"
+                    raise ValueError(f"{name}.nodes must be {must}, got {self.nodes}")
             return TreeShape(steps, 1, steps + 1)
-        nodes = self.nodes or min(1 + min(steps * topk, candidates(steps, topk)), MAX_AUTOMATIC_NODES)
-        check_candidates(owner, steps, topk, nodes)
-        return TreeShape(steps, topk, nodes)
+        most = min(1 + steps * topk, 1 + candidates(steps, topk), MAX_AUTOMATIC_NODES)
+        return TreeShape(steps, topk, self.nodes or most)
 
 
 @dataclass(frozen=True)
@@ -206,7 +200,7 @@ class Eagle(HeadOptions):
 
     Attributes:
         token_map: the tokens that the draft may propose (FR-Spec): a .pt, .safetensors, .npy or .json file, repo/file
-            on the hub, or a number: that many of the map that ships for the model. None: all that the head has.
+            on the hub, or a number: that many of the map that comes with specjax for the model; default: all.
     """
 
     algorithm: ClassVar[str] = "EAGLE"
@@ -245,49 +239,40 @@ class Auto(DraftOptions):
 
     def __init__(self, **given: str | int | float | None) -> None:
         object.__setattr__(self, "given", {name: value for name, value in given.items() if value is not None})
-        known = set(_shared_names())
-        if unknown := sorted(set(self.given) - known):
-            raise TypeError(f"Auto has no option {unknown[0]!r}; it has: {', '.join(sorted(known))}")
+        if unknown := self.given.keys() - self.names():
+            raise TypeError(f"Auto has no option {min(unknown)!r}; it has: {', '.join(sorted(self.names()))}")
+        concerned = [options for options in CHOICES if self._own(options)]
         problems: list[ValueError] = []
-        concerned = [options for options in CHOICES if {*options.names()} & set(self.given)]
         for options in concerned:
             try:
-                options(**_own(options, self.given))
+                options(**self._own(options))
             except ValueError as error:
                 problems.append(error)
-        if concerned and len(problems) == len(concerned):
+        if problems and len(problems) == len(concerned):
             raise problems[-1]
 
     def __hash__(self) -> int:
-        return hash(tuple(sorted(self.given.items())))
+        return hash(frozenset(self.given.items()))
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        return _shared_names()
+        every = dict.fromkeys(name for options in CHOICES for name in options.names())
+        return tuple(name for name in every if name not in ("path", "revision"))
 
-    def choose(self, kind: str | None) -> Choice:
-        chosen = {options.kind: options for options in CHOICES}.get(kind, CHOICES[-1])
-        own = _own(chosen, self.given)
-        return Choice(chosen(**own), tuple(name for name in self.given if name not in own))
+    def choose(self, kind: str | None) -> tuple[DraftOptions, list[str]]:
+        chosen = next((options for options in CHOICES if options.kind == kind), CHOICES[-1])
+        own = self._own(chosen)
+        return chosen(**own), [name for name in self.given if name not in own]
+
+    def _own(self, options: type[DraftOptions]) -> dict[str, Any]:
+        """The given options that an algorithm has."""
+        return {name: value for name, value in self.given.items() if name in options.names()}
 
 
-class Algorithm(NamedTuple):
-    options: type[DraftOptions]
-    factory: str  # `module:function` with the arguments of `make_drafter`; imported on first use
-
-
-_FACTORIES = "specjax.drafters.factories"
-DRAFTERS: dict[str, Algorithm] = {
-    options.algorithm: Algorithm(options, f"{_FACTORIES}:{name}")
-    for options, name in (
-        (NoDraft, "make_none"),
-        (Ngram, "make_ngram"),
-        (Eagle, "make_eagle"),
-        (Eagle3, "make_eagle"),
-        (Mtp, "make_eagle"),
-    )
+DRAFTERS: dict[str, type[DraftOptions]] = {
+    options.algorithm: options for options in (NoDraft, Ngram, Eagle, Eagle3, Mtp)
 }
-"""The algorithms by name. The only table of them: it also gives the choices of the command line."""
+"""The options of each algorithm by its name; `factories` makes the drafters."""
 
 
 def options_of(draft: object, **given: Any) -> DraftOptions:
@@ -303,18 +288,8 @@ def options_of(draft: object, **given: Any) -> DraftOptions:
     if isinstance(draft, DraftOptions):
         return draft
     if not isinstance(draft, str):
-        raise TypeError(f"draft must be options such as Eagle(steps=5) or an algorithm's name, got {draft!r:.80}")
-    if draft.upper() == Auto.algorithm:
-        return Auto(**given)
-    if draft.upper() not in DRAFTERS:
-        raise ValueError(f"no algorithm draft={draft!r:.60}; there are: {Auto.algorithm}, {', '.join(DRAFTERS)}")
-    return DRAFTERS[draft.upper()].options(**given)
-
-
-def _shared_names() -> tuple[str, ...]:
-    names = dict.fromkeys(name for options in CHOICES for name in options.names())
-    return tuple(name for name in names if name not in ("path", "revision"))
-
-
-def _own(options: type[DraftOptions], given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if name in options.names()}
+        raise TypeError(f"draft must be options such as Eagle(steps=5) or an algorithm's name, got {shown(draft)}")
+    known = {Auto.algorithm: Auto, **DRAFTERS}
+    if draft.upper() not in known:
+        raise ValueError(f"no algorithm draft={shown(draft)}; there are: {', '.join(known)}")
+    return known[draft.upper()](**given)

@@ -26,7 +26,13 @@ class TreeShape:
 
     def __post_init__(self) -> None:
         check(self)
-        check_candidates(type(self).__name__, self.steps, self.topk, self.nodes)
+        most = candidates(self.steps, self.topk)
+        if self.nodes - 1 > most:
+            raise ValueError(
+                f"TreeShape.nodes is {self.nodes}, but {self.steps} steps of top-k {self.topk} give {most} candidates, "
+                f"so a tree of at most {most + 1} tokens; ask for fewer draft tokens, or for more steps "
+                "(TreeShape.steps) or a larger top-k (TreeShape.topk)"
+            )
 
     @property
     def depth(self) -> int:
@@ -40,14 +46,3 @@ class TreeShape:
 def candidates(steps: int, topk: int) -> int:
     """Candidates below the root: k of the first level, k for each of k nodes of every further level."""
     return topk + (steps - 1) * topk * topk
-
-
-def check_candidates(owner: str, steps: int, topk: int, nodes: int) -> None:
-    """Raises ValueError, naming the options of `owner`, for more nodes than candidates and the root."""
-    most = candidates(steps, topk)
-    if nodes - 1 > most:
-        raise ValueError(
-            f"{owner}.nodes is {nodes}, but {steps} steps of top-k {topk} give {most} candidates, so a tree of at most "
-            f"{most + 1} tokens; ask for fewer draft tokens, or for more steps ({owner}.steps) or a larger top-k "
-            f"({owner}.topk)"
-        )

@@ -24,22 +24,16 @@ from specjax import settings
 from specjax.train.options import TrainOptions
 from specjax.train.run import train
 
-DEFAULTS = TrainOptions()
 
-
-def build_parser() -> argparse.ArgumentParser:
+def main(argv: list[str] | None = None) -> int:
     parser = settings.Parser(
         prog="python -m specjax.train",
         description="Train a draft head for a target: EAGLE-3, EAGLE-1/2 or an MTP layer.",
         epilog=(__doc__ or "").split("\n\n", 2)[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    settings.add_flags(parser, DEFAULTS)
-    return parser
-
-
-def main(argv: list[str] | None = None) -> int:
-    _, options = settings.parse(build_parser(), argv, DEFAULTS)
+    settings.add_flags(parser, TrainOptions())
+    _, options = settings.parse(parser, argv, TrainOptions())
     command = shlex.join(["python", "-m", "specjax.train", *(sys.argv[1:] if argv is None else argv)])
     try:
         summary = train(options, command=command)

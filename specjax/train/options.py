@@ -12,8 +12,6 @@ from specjax.train.features import MODES
 from specjax.train.losses import LOSSES
 from specjax.train.optimizer import OPTIMIZERS, SCHEDULES
 
-KINDS = tuple(ALGORITHMS)
-INITS = ("target", "random")
 ALL_TOKENS = 0
 MOST_BETA = 0.999999
 """1 would divide by zero."""
@@ -21,22 +19,15 @@ MOST_BETA = 0.999999
 
 @dataclass(frozen=True)
 class DataSettings:
-    """What is learnt from."""
+    """Training data."""
 
     data: tuple[str, ...] = setting((), "JSONL (.gz) of messages, prompt + response, text or token ids", metavar="FILE")
-    text_data: tuple[str, ...] = setting(
-        (), "JSONL (.gz) whose every token is learnt, also what the target did not write: a prompt or text field",
-        metavar="FILE",
-    )  # fmt: skip
+    text_data: tuple[str, ...] = setting((), "JSONL (.gz) of prompts or text; every token is learnt", metavar="FILE")
     loss_on: str = setting("assistant", "tokens of --data that are learnt", choices=LOSS_ON)
     text_examples: int = setting(0, "examples of --text-data that are used, drawn by the seed; 0 = all", minimum=0)
-    text_skip: int = setting(
-        0, "leave out the examples that --text-examples with this number draws: an earlier run had them", minimum=0
-    )
+    text_skip: int = setting(0, "skip this many of the drawn --text-data: those of an earlier run", minimum=0)
     row_length: int = setting(512, "tokens in a packed row; longer examples are cut", minimum=8)
-    held_back: int | None = setting(
-        None, "examples of --data that are kept for measuring, and not learnt; default: 64, at most half", minimum=0
-    )
+    held_back: int | None = setting(None, "examples of --data kept for measuring; default: 64, at most half", minimum=0)
     data_seed: int = setting(0, "decides packing, order and what is held back", minimum=0)
 
 
@@ -44,17 +35,13 @@ class DataSettings:
 class DraftSettings:
     """The head that is trained."""
 
-    draft: str = setting("EAGLE3", "kind of head", choices=KINDS, parse=str.upper)
-    init_from: str | None = setting(
-        None, "a head's folder or hub id to go on from; default: a new one", metavar="MODEL"
-    )
+    draft: str = setting("EAGLE3", "kind of head", choices=tuple(ALGORITHMS), parse=str.upper)
+    init_from: str | None = setting(None, "a head's folder or hub id; default: a new head", metavar="MODEL")
     init: str = setting(
-        "target", "EAGLE3: target = a new head has the target's rows of the language model head", choices=INITS
+        "target", "EAGLE3: target = start from the target's language model head", choices=("target", "random")
     )
     draft_vocab_size: int = setting(
-        ALL_TOKENS,
-        "EAGLE3: tokens the head can propose, the most frequent ones under the loss mask; 0 = all",
-        minimum=0,
+        ALL_TOKENS, "EAGLE3: tokens the head can propose, the most frequent in the loss; 0 = all", minimum=0
     )
     aux_layers: tuple[str, ...] = setting(
         (), "EAGLE3: layers, from 0, whose outputs it reads; default: 1, L // 2 - 1 and L - 4", metavar="LAYER"
@@ -100,16 +87,9 @@ class RunSettings:
     steps: int = setting(1000, "updates", minimum=1)
     batch_size: int = setting(8, "rows of a forward, over all devices", minimum=1)
     accumulate: int = setting(1, "forwards whose gradients make one update", minimum=1)
-    compute_dtype: str = setting(
-        "bfloat16", "of both models' products; weights are float32", choices=("bfloat16", "float32")
-    )
-    features: str = setting(
-        "none", "none = the target runs in every step; memory, disk = its features are kept for further epochs",
-        choices=MODES,
-    )  # fmt: skip
-    feature_folder: str | None = setting(
-        None, "where --features disk keeps them, for all runs of the same data; default: in --output", metavar="FOLDER"
-    )
+    compute_dtype: str = setting("bfloat16", "of products; weights are float32", choices=("bfloat16", "float32"))
+    features: str = setting("none", "where the target's features are kept; none = computed each step", choices=MODES)
+    feature_folder: str | None = setting(None, "of --features disk; default: in --output", metavar="FOLDER")
     train_seed: int = setting(0, "of new weights and of the noise", minimum=0)
     checkpoint_every: int = setting(200, "steps", minimum=1)
     keep_checkpoints: int = setting(2, "the newest ones", minimum=1)
