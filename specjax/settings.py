@@ -27,7 +27,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
-from specjax.limits import ANY, KINDS, Dataclass, Number, Range, check_value, shown
+from specjax.limits import ANY, KINDS, Dataclass, Range, check_value, shown
 
 METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
@@ -62,23 +62,18 @@ class Setting:
     sets: str = ""
 
 
-def setting(
-    default: Any,
-    help: str,
-    *,
-    minimum: Number | None = None,
-    above: Number | None = None,
-    maximum: Number | None = None,
-    secret: bool = False,
-    **more: Any,
-) -> Any:
+def setting(default: Any, help: str, *, secret: bool = False, **more: Any) -> Any:
     """A field of a frozen dataclass that is also a flag, named as the field is: `block_size` is `--block-size`.
 
     The annotation gives the type: int, float, str, bool or tuple[str, ...], or one of these or None. None means "not
-    set" and can only be a default. A secret is omitted from the dataclass's repr, which may be logged.
+    set" and can only be a default.
+
+    Args:
+        secret: omitted from the dataclass's repr, which may be logged.
+        more: fields of `Setting`, and of its `Range` (`minimum=1`).
     """
-    noted = Setting(help, **{"range": Range(minimum, maximum, above), **more})
-    return field(default=default, repr=not secret, metadata={"setting": noted})
+    bounds = Range(**{name: more.pop(name) for name in Range._fields if name in more})
+    return field(default=default, repr=not secret, metadata={"setting": Setting(help, **{"range": bounds, **more})})
 
 
 def place_of(settings: Dataclass, name: str) -> str:
@@ -129,7 +124,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows the defaults of flags that are no setting, except those that say nothing."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        silent = action.required or action.default in (None, False, [])
+        silent = action.required or action.default is False or action.default in (None, [])
         return action.help if silent else super()._get_help_string(action)
 
 
@@ -140,7 +135,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options, allow_abbrev=False)
+        super().__init__(**{"formatter_class": HelpFormatter, **options}, allow_abbrev=False)
 
     def parse_args(self, *args: Any, **options: Any) -> Any:
         found, unknown = self.parse_known_args(*args, **options)
@@ -180,7 +175,7 @@ def add_flags(parser: argparse.ArgumentParser, defaults: Dataclass, tables: Sequ
 def _add_flag(group: argparse._ArgumentGroup, entry: _Entry, default: Any) -> None:
     note, kind = entry.setting, entry.kind
     text = note.help
-    if default not in (None, False, "", ()) or default == 0:
+    if default not in (None, "", ()) and default is not False:
         text += f" (default: {', '.join(default) if isinstance(default, tuple) else default})"
     options: dict[str, Any] = {"dest": entry.name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
     if kind is bool:

@@ -17,6 +17,7 @@ from typing import Any, get_args
 from specjax_kernels import IMPLEMENTATIONS
 
 from specjax.checkpoint import BUILT_IN_MODEL
+from specjax.checkpoint.hf_config import DTYPES
 from specjax.drafters import DRAFTERS, Auto, DraftOptions, Eagle, HeadOptions, Ngram, NoDraft
 from specjax.engine import Engine, EngineConfig
 from specjax.limits import range_of
@@ -26,7 +27,7 @@ from specjax.settings import dashed, place_of, setting
 logger = logging.getLogger(__name__)
 
 
-def _of_engine(name: str, help: str, **more: Any) -> Any:
+def _engine(name: str, help: str, **more: Any) -> Any:
     """A setting with the default and the range of a field of `EngineConfig`."""
     return setting(getattr(EngineConfig, name), help, range=range_of(EngineConfig, name), sets=name, **more)
 
@@ -39,7 +40,7 @@ _DOCS = {
 """What the docstrings say of the algorithms' options."""
 
 
-def _of_draft(name: str, help: str = "", **more: Any) -> Any:
+def _draft(name: str, help: str = "", **more: Any) -> Any:
     """A setting of an option, by default with its documentation. Its range is checked if such an algorithm runs."""
     owners = [key for key, options in DRAFTERS.items() if name in options.names()]
     return setting(getattr(Ngram, name, None), help or f"{', '.join(owners)}: {_DOCS.get(name)}", sets=name, **more)
@@ -57,44 +58,34 @@ def _algorithm(name: str) -> str:
 class ModelSettings:
     """What is loaded."""
 
-    model: str = setting(
-        BUILT_IN_MODEL, "alias, folder, .gguf file or hub id", names=("--model-path",), metavar="MODEL"
-    )
+    model: str = setting(BUILT_IN_MODEL, "alias, folder, .gguf or hub id", names=("--model-path",), metavar="MODEL")
     revision: str | None = setting(None, "of a model on the hub")
     tokenizer_path: str | None = setting(None, "a folder with a tokenizer; default: the model's", metavar="FOLDER")
-    chat_template: str | None = setting(
-        None, "a file with a Jinja template of chat messages; default: the tokenizer's", metavar="FILE"
-    )
-    dtype: str = setting(
-        "auto",
-        "auto = float32 on a CPU, the checkpoint's on a GPU",
-        choices=("auto", "float32", "bfloat16", "float16"),
-    )
+    chat_template: str | None = setting(None, "Jinja template of chats; default: the tokenizer's", metavar="FILE")
+    dtype: str = setting("auto", "auto = float32 on a CPU, the checkpoint's on a GPU", choices=("auto", *DTYPES))
 
 
 @dataclass(frozen=True)
 class EngineSettings:
     """How many requests run at once, and in how much memory."""
 
-    max_running_requests: int | None = _of_engine("max_running_requests", "requests that share a batch")
-    max_total_tokens: int | None = _of_engine("max_total_tokens", "tokens in the KV pool; default: fits the device")
-    context_length: int | None = _of_engine(
-        "context_length", "tokens of prompt and output; at most, and by default, the model's"
+    max_running_requests: int | None = _engine("max_running_requests", "requests that share a batch")
+    max_total_tokens: int | None = _engine("max_total_tokens", "tokens in the KV pool; default: fits the device")
+    context_length: int | None = _engine(
+        "context_length", "tokens of prompt and output; default, and most: the model's"
     )
-    page_size: int = _of_engine("page_size", "tokens in a page of the KV pool")
-    chunked_prefill_size: int | None = _of_engine(
+    page_size: int = _engine("page_size", "tokens in a page of the KV pool")
+    chunked_prefill_size: int | None = _engine(
         "chunked_prefill_size", "prompt tokens a forward; default and most: 512 on a CPU, 2048 on a GPU"
     )
-    mem_fraction_static: float = _of_engine(
-        "mem_fraction", "share of a GPU's memory for weights and KV pool", names=("--mem-fraction",)
-    )
+    mem_fraction_static: float = _engine("mem_fraction", "share of GPU memory to use", names=("--mem-fraction",))
     attention_backend: str = setting(
         AUTO_ATTENTION,
         f"tree attention: {AUTO_ATTENTION} (pallas on an NVIDIA GPU, else xla), {', '.join(IMPLEMENTATIONS)}; a named "
         "implementation never falls back",
         choices=(AUTO_ATTENTION, *IMPLEMENTATIONS), metavar="NAME", sets="backend",
     )  # fmt: skip
-    plain_content: bool = _of_engine(
+    plain_content: bool = _engine(
         "plain_content",
         "text of users makes no special tokens, the chat template's markup does; a prompt given as text is text of "
         "users, and special tokens in it can be given as ids",
@@ -106,9 +97,7 @@ class EngineSettings:
         "of the model's generation_config.json; openai = temperature 1, as the protocol has it",
         choices=get_args(SamplingDefaults), parse=str.lower,
     )  # fmt: skip
-    random_seed: int | None = _of_engine(
-        "random_seed", "seed from which requests without a seed draw theirs; default: another in each run"
-    )
+    random_seed: int | None = _engine("random_seed", "seed of requests that have none; default: another in each run")
 
 
 @dataclass(frozen=True)
@@ -121,37 +110,35 @@ class SpeculativeSettings:
         " or module:function for a drafter of your own",
         parse=_algorithm, metavar="NAME", sets="draft",
     )  # fmt: skip
-    speculative_draft_model_path: str | None = _of_draft("path", names=("--speculative-draft-model",), metavar="MODEL")
-    speculative_draft_model_revision: str | None = _of_draft("revision")
-    speculative_num_steps: int | None = _of_draft(
+    speculative_draft_model_path: str | None = _draft("path", names=("--speculative-draft-model",), metavar="MODEL")
+    speculative_draft_model_revision: str | None = _draft("revision")
+    speculative_num_steps: int | None = _draft(
         "steps",
         "EAGLE, EAGLE3, MTP: levels of the draft tree, each a forward of the head; default of this, the top-k and the "
         "draft tokens where none is given: the measured values of a head that comes with specjax, else 5, 4, 8 for "
         "Llama, 3, 1, 4 for others",
     )
-    speculative_eagle_topk: int | None = _of_draft("topk")
-    speculative_num_draft_tokens: int | None = _of_draft(
+    speculative_eagle_topk: int | None = _draft("topk")
+    speculative_num_draft_tokens: int | None = _draft(
         "nodes",
         "nodes of a draft tree, the root included; default: for EAGLE steps + 1, with a top-k the smaller of "
         "1 + steps * top-k and 64; for NGRAM 12; on a CPU 8 where the match is strong, else 1; where neither this nor "
         "the steps nor the top-k is given, batches so large that drafting would slow them do not draft",
     )
-    speculative_draft_p_min: float | None = _of_draft("min_probability")
-    speculative_token_map: str | None = _of_draft("token_map", metavar="MAP", digits=True)
-    speculative_ngram_min_match_window_size: int = _of_draft("min_match")
-    speculative_ngram_max_match_window_size: int = _of_draft("max_match")
-    speculative_ngram_min_bfs_breadth: int = _of_draft("min_breadth")
-    speculative_ngram_max_bfs_breadth: int = _of_draft("max_breadth")
-    speculative_ngram_branch_length: int = _of_draft("branch_length")
-    speculative_ngram_capacity: int = _of_draft("capacity")
-    speculative_ngram_weak_draft_tokens: int | None = _of_draft("weak_nodes")
-    speculative_ngram_strong_match_size: int = _of_draft("strong_match")
-    speculative_ngram_isolate: bool = _of_engine(
-        "isolate_ngrams",
-        "NGRAM: no request drafts from another's text, which its timing could reveal; requests with the same "
-        "cache_salt still share",
+    speculative_draft_p_min: float | None = _draft("min_probability")
+    speculative_token_map: str | None = _draft("token_map", metavar="MAP", digits=True)
+    speculative_ngram_min_match_window_size: int = _draft("min_match")
+    speculative_ngram_max_match_window_size: int = _draft("max_match")
+    speculative_ngram_min_bfs_breadth: int = _draft("min_breadth")
+    speculative_ngram_max_bfs_breadth: int = _draft("max_breadth")
+    speculative_ngram_branch_length: int = _draft("branch_length")
+    speculative_ngram_capacity: int = _draft("capacity")
+    speculative_ngram_weak_draft_tokens: int | None = _draft("weak_nodes")
+    speculative_ngram_strong_match_size: int = _draft("strong_match")
+    speculative_ngram_isolate: bool = _engine(
+        "isolate_ngrams", "NGRAM: no request drafts from another's text, which timing reveals, except by cache_salt"
     )
-    speculative_ngram_match_type: str = _of_draft("match_type", choices=("BFS", "PROB"), parse=str.upper)
+    speculative_ngram_match_type: str = _draft("match_type", choices=("BFS", "PROB"), parse=str.upper)
 
 
 @dataclass(frozen=True)
@@ -161,9 +148,7 @@ class ServerSettings:
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 = all", metavar="HOST")
     port: int = setting(30000, "0 = any free one", minimum=0, maximum=65535)
     served_model_name: str | None = setting(None, "what clients call the model; default: the value of --model")
-    api_key: str | None = setting(
-        None, "bearer token of clients; in a file other users of the machine do not see it", metavar="KEY", secret=True
-    )
+    api_key: str | None = setting(None, "bearer token of clients; private in a file", metavar="KEY", secret=True)
     log_level: str = setting(
         "info", "least severe lines that are logged", choices=("debug", "info", "warning", "error"), parse=str.lower
     )
@@ -172,23 +157,13 @@ class ServerSettings:
     decode_log_interval: int = setting(40, "steps between two log lines about decoding", minimum=1)
     shutdown_timeout: float = setting(30.0, "seconds for running requests after SIGTERM or Ctrl-C", minimum=0)
     watchdog_timeout: float = setting(
-        300.0,
-        "seconds of a step of the engine, compiling aside; after a longer one all requests end with a 503 and the "
-        "process with status 1, so that a supervisor starts it again",
-        above=0,
+        300.0, "seconds of a step, compiling aside; a longer one ends requests with a 503, the process with 1", above=0
     )
     receive_timeout: float = setting(
-        60.0,
-        "seconds that a client may pause while it sends a request, and in which the headers must be complete; ten "
-        "times as long for the whole request; one that takes longer gets a 408",
-        above=0,
+        60.0, "seconds for the headers, and for each pause of a client; ten times as long for a whole request", above=0
     )
-    max_connections: int = setting(
-        1000, "connections at once; a request on a further one gets a 503, except for /health", minimum=1
-    )
-    strict_fields: bool = setting(
-        False, "refuse unknown fields of requests; else the answer's header X-Specjax-Ignored-Fields names them"
-    )
+    max_connections: int = setting(1000, "connections at once; further ones get a 503, except for /health", minimum=1)
+    strict_fields: bool = setting(False, "refuse unknown fields; else the header X-Specjax-Ignored-Fields names them")
     incremental_streaming_output: bool = setting(
         False, "streams of /generate: an event holds only the new text and tokens", names=("--stream-output",)
     )
@@ -217,7 +192,7 @@ _NAMED = re.compile(r"\b(?:([A-Z]\w*|draft)\.(?P<option>\w+)|(?P<keyword>draft|b
 def in_flags(text: str, chosen: Settings = Settings()) -> str:
     """A message of the library with the flags' names: `Eagle.steps must be ...`, `backend='xla': ...`.
 
-    At its beginning stands where `chosen` was given the value, which may be a file and its key.
+    It begins with the place where `chosen` was given the value, which may be a file and its key.
     """
 
     def named(match: re.Match[str]) -> str:

@@ -255,7 +255,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser = settings.Parser(
         prog="python -m specjax.generate",
         description="Complete the prompts of a JSONL file, decoding speculatively. The text is the model's own.",
-        formatter_class=settings.HelpFormatter,
     )
     add = parser.add_argument_group("input and output").add_argument
     add("--input", required=True, metavar="FILE", help="JSONL with prompt, messages or input_ids; - = stdin")
