@@ -142,8 +142,8 @@ class HeadOptions(DraftOptions):
         steps: levels D of the draft tree, each a forward of the head; default: see `tree`.
         topk: nodes of a level that are expanded, and children of each; default: 1, if another number is given.
         nodes: nodes N of the tree, the root included; default: see `tree`.
-        min_probability: minimum product of the head's probabilities along the path of a draft; default: the measured
-            value of a head that comes with specjax, else 0 (all drafts are proposed).
+        min_probability: minimum product (below 1) of the head's probabilities along the path of a draft; default: the
+            measured value of a head that comes with specjax, else 0 (all drafts are proposed).
     """
 
     path: str | None = None
