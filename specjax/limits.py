@@ -54,7 +54,7 @@ def limited(default: Any, minimum: Number | None = None, maximum: Number | None 
     return field(default=default, metadata={"range": Range(minimum, maximum, **others)})
 
 
-def range_of(owner: type[Dataclass], name: str) -> Range:
+def range_of(owner: Any, name: str) -> Range:
     """The range that a dataclass declares for a field."""
     return owner.__dataclass_fields__[name].metadata.get("range", ANY)
 
