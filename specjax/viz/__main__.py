@@ -5,12 +5,12 @@ python -m specjax.viz --prompt "Count from one to twenty." --output tree.svg
 
 from __future__ import annotations
 
-import argparse
 import sys
 from typing import Any
 
 from specjax import Engine, EngineConfig, SamplingParams
 from specjax.drafters import Auto
+from specjax.settings import Parser
 from specjax.viz.drawing import draw_steps
 from specjax.viz.trees import StepTree
 
@@ -26,7 +26,7 @@ def most_telling(trees: list[StepTree]) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m specjax.viz", description=(__doc__ or "").split("\n")[0])
+    parser = Parser(prog="python -m specjax.viz", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--prompt", required=True, help="a user's message")
     parser.add_argument("--output", required=True, metavar="FILE", help="the SVG file to write")
     parser.add_argument("--model-path", help="the target (default: the built-in model)")
