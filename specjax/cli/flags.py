@@ -136,7 +136,8 @@ class SpeculativeSettings:
     speculative_ngram_weak_draft_tokens: int | None = _draft("weak_nodes")
     speculative_ngram_strong_match_size: int = _draft("strong_match")
     speculative_ngram_isolate: bool = _engine(
-        "isolate_ngrams", "NGRAM: no request drafts from another's text, which timing reveals, except by cache_salt"
+        "isolate_ngrams",
+        "NGRAM: requests draft from the text of others, which timing reveals, only with the same cache_salt",
     )
     speculative_ngram_match_type: str = _draft("match_type", choices=("BFS", "PROB"), parse=str.upper)
 
@@ -148,7 +149,9 @@ class ServerSettings:
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 = all", metavar="HOST")
     port: int = setting(30000, "0 = any free one", minimum=0, maximum=65535)
     served_model_name: str | None = setting(None, "what clients call the model; default: the value of --model")
-    api_key: str | None = setting(None, "bearer token of clients; private in a file", metavar="KEY", secret=True)
+    api_key: str | None = setting(
+        None, "bearer token of clients; set it in a file to hide it from other users", metavar="KEY", secret=True
+    )
     log_level: str = setting(
         "info", "least severe lines that are logged", choices=("debug", "info", "warning", "error"), parse=str.lower
     )
@@ -157,10 +160,14 @@ class ServerSettings:
     decode_log_interval: int = setting(40, "steps between two log lines about decoding", minimum=1)
     shutdown_timeout: float = setting(30.0, "seconds for running requests after SIGTERM or Ctrl-C", minimum=0)
     watchdog_timeout: float = setting(
-        300.0, "seconds of a step, compiling aside; a longer one ends requests with a 503, the process with 1", above=0
+        300.0,
+        "seconds of a step, compiling aside; a longer one ends all requests (503) and the process (status 1)",
+        above=0,
     )
     receive_timeout: float = setting(
-        60.0, "seconds for the headers, and for each pause of a client; ten times as long for a whole request", above=0
+        60.0,
+        "seconds for the headers and for each pause of a client, ten times that for a request; then a 408",
+        above=0,
     )
     max_connections: int = setting(1000, "connections at once; further ones get a 503, except for /health", minimum=1)
     strict_fields: bool = setting(False, "refuse unknown fields; else the header X-Specjax-Ignored-Fields names them")
