@@ -193,7 +193,7 @@ _OPTIONS = {
 }
 """The library's option to the setting that sets it."""
 
-_NAMED = re.compile(r"\b(?:([A-Z]\w*|draft)\.(?P<option>\w+)|(?P<keyword>draft|backend)='(?P<value>[^']+)')")
+_NAMED = re.compile(r"\b(?:(?:[A-Z]\w*|draft)\.(?P<option>\w+)|(?P<keyword>draft|backend)='(?P<value>[^']+)')")
 
 
 def in_flags(text: str, chosen: Settings = Settings()) -> str:
