@@ -169,8 +169,8 @@ def test_narrow_tree_widths(shape, widths):
     assert drafter.explicit_width and tree_widths(drafter) == widths
     assert tree_widths(drafter_of(shape, 0.5, skips=False)) == tree_widths(drafter_of(shape, 0.0)) == (1, shape[2])
     cpu, gpu = (Buckets.build(platform, drafter, rows=4, request_pages=8) for platform in ("cpu", "gpu"))
-    assert cpu.tree_widths(1, widths) == widths
-    assert gpu.tree_widths(4, (1, shape[2])) == (shape[2],)
+    assert cpu.tree_widths(1) == widths
+    assert gpu.tree_widths(4) == (shape[2],)
 
 
 # By name.

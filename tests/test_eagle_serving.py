@@ -306,7 +306,7 @@ def test_a_tree_that_was_asked_for_is_drafted_at_any_batch_size():
             engine.step()
     assert [s.output for s in found.values()] == [s.output for s in plain.values()]
     assert [s.verify_steps for s in found.values()] == [5] * 16, "three of 13 tokens a step"
-    assert automatic.buckets.tree_widths(16, (1, 8)) == (1,), "these did not draft while all ran"
+    assert automatic.buckets.tree_widths(16) == (1,), "these did not draft while all ran"
 
 
 # What cannot work: one line that says why, status 2, and nothing large has been read.
@@ -519,7 +519,7 @@ def test_nothing_is_traced_or_compiled_while_serving():
             drain(engine)
         assert engine.scheduler.retractions > 0
         assert seen == []
-        assert engine.executables.compiled() == compiled == {*engine.executables.all_keys()}
+        assert engine.executables.compiled() == compiled == {*engine.buckets.all_keys()}
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     check_idle(engine)
@@ -527,7 +527,7 @@ def test_nothing_is_traced_or_compiled_while_serving():
 
 def test_steps_in_three_phases_write_the_same():
     timed = make(whole(), max_running_requests=4, time_phases=True)
-    timed.warm_up([timed.executables.all_keys()[-1]], progress=False)  # the largest batch serves all
+    timed.warm_up([timed.buckets.all_keys()[-1]], progress=False)  # the largest batch serves all
     prompts, params = [prompt for prompt, _ in REQUESTS], [params for _, params in REQUESTS]
     expected = [outcome(done) for done in undrafted().generate(prompts, params)]
     found = timed.generate(prompts, params)

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -555,7 +556,7 @@ def test_one_executable_for_a_bucket():
         seen |= engine.executables.compiled()
     assert sorted(key.width for key in seen if key.kind == "step") == [1, 2]
     assert sorted(key.width for key in seen if key.kind == "prefill") == [8]
-    assert seen == engine.executables.compiled() == set(engine.executables.all_keys())
+    assert seen == engine.executables.compiled() == set(engine.buckets.all_keys())
     assert [key for key in engine.single_request_keys() if key.kind == "step"] == [Key("step", 1, 32)]
 
 
@@ -570,32 +571,34 @@ def test_requests_do_not_wait_for_a_compiler_where_a_larger_batch_is_ready():
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_buckets_hold_whatever_may_come(rows, platform):
     ngrams = make_drafter("NGRAM")
-    buckets = Buckets.build(platform, ngrams, rows=rows, request_pages=700)
+    buckets = replace(Buckets.build(platform, ngrams, rows=rows, request_pages=700), widths=(1, 4, 12, 60))
     assert buckets.batches == tuple(sorted(set(buckets.batches))) and buckets.batches[-1] == rows
     assert len(buckets.batches) + len(buckets.chunks) < 16
     for count in range(1, rows + 1):
         assert buckets.batch(count) >= count
         assert buckets.batch(buckets.batch(count)) == buckets.batch(count)
     for pages in (1, 512, 513, 700):
-        assert buckets.table(pages) >= pages
+        assert buckets.tables_for(pages)[0] >= pages
     for batch in buckets.batches:
-        widths = buckets.tree_widths(batch, (1, 4, 12, 60))
+        widths = buckets.tree_widths(batch)
         fitting = [w for w in (1, 4, 12, 60) if w == 1 or w * batch <= BLOCK_TOKENS[platform]]
         assert list(widths) == (fitting if platform == "cpu" else fitting[-1:])
-    assert buckets.tree_widths(1, (1, 2000))[-1] == 2000, "one request may use what was asked for"
+    assert replace(buckets, widths=(1, 2000)).tree_widths(1)[-1] == 2000, "one request may use what was asked for"
     if rows == 100:
-        assert buckets.drafting((1, 60)) == {"cpu": 1, "gpu": 16}[platform]
-        assert buckets.drafting((1,)) == 1
+        assert replace(buckets, widths=(1, 60)).most_drafting == {"cpu": 1, "gpu": 16}[platform]
+        assert replace(buckets, widths=(1,)).most_drafting == 1
     heads = Buckets.build(platform, ngrams._replace(features="final"), rows=rows, request_pages=700)
+    heads = replace(heads, widths=(1, 2, 4))
     for batch in heads.batches:
         fitting = [w for w in (1, 2, 4) if 1 in (w, batch) or w * batch <= HEAD_BLOCK_TOKENS[platform]]
-        assert list(heads.tree_widths(batch, (1, 2, 4))) == (fitting if platform == "cpu" else fitting[-1:])
+        assert list(heads.tree_widths(batch)) == (fitting if platform == "cpu" else fitting[-1:])
     asked = Buckets.build(platform, ngrams._replace(explicit_width=True), rows=rows, request_pages=700)
+    asked = replace(asked, widths=(1, 4, 60))
     for batch in asked.batches:
-        assert asked.tree_widths(batch, (1, 4, 60))[-1] == 60, "what the user asked for holds at any batch size"
-    assert asked.drafting((1, 60)) == rows
-    assert asked.shrinking(rows, (1, 60)) == ([*asked.batches[::-1]] if platform == "cpu" else [rows])
-    assert asked.shrinking(rows, (1,)) == [rows], "nothing to draft"
+        assert asked.tree_widths(batch)[-1] == 60, "what the user asked for holds at any batch size"
+    assert asked.most_drafting == rows
+    assert asked.shrinking(rows) == ([*asked.batches[::-1]] if platform == "cpu" else [rows])
+    assert replace(asked, widths=(1,)).shrinking(rows) == [rows], "nothing to draft"
 
 
 @pytest.mark.parametrize("chunk", [None, 8, 64, 100, 512, 10_000])
@@ -612,8 +615,8 @@ def test_chunks_cover_a_prompt_once(chunk):
         sequence.prompt, sequence.slot, sequence.pages = prompt, 2, [4, 5]
         taken, after = [], []
         while sequence.prefilled < length:
-            width = buckets.chunk(length - sequence.prefilled)
-            inputs = prefill_input(sequence, width, buckets.table(2), engine.pool.pages)
+            width = buckets.chunks_for(length - sequence.prefilled)[0]
+            inputs = prefill_input(sequence, width, buckets.tables_for(2)[0], engine.pool.pages)
             count = int(inputs.length[0])
             assert 1 <= count <= inputs.tokens.shape[1] and inputs.tokens.shape[1] in buckets.chunks
             taken += inputs.tokens[0, :count].tolist()
@@ -631,7 +634,7 @@ def test_all_executables_can_be_compiled_ahead(capsys):
     for sequence in sequences:
         engine.abort(sequence.id)
     engine.warm_up(progress=True)
-    assert engine.executables.compiled() == set(engine.executables.all_keys())
+    assert engine.executables.compiled() == set(engine.buckets.all_keys())
     assert "Compiling" in capsys.readouterr().err
     engine.warm_up(progress=True)
     assert capsys.readouterr().err == "", "nothing left to compile, so no bar"
@@ -655,7 +658,7 @@ def test_what_fails_while_compiling_ahead_is_told(beside, monkeypatch):
             engine.warm_up(progress=False)
     assert len(engine.executables.compiled()) == 1
     engine.warm_up(progress=False)
-    assert engine.executables.compiled() == set(engine.executables.all_keys())
+    assert engine.executables.compiled() == set(engine.buckets.all_keys())
 
 
 def test_texts_of_bytes_are_whole_characters():
@@ -676,7 +679,7 @@ def test_the_last_requests_of_a_wide_run_speculate():
     assert not engine.drafter.explicit_width
     params = [SamplingParams(max_new_tokens=110 if i == 19 else 70) for i in range(20)]
     done = engine.generate([[70, 71, 72] * 3] * 20, params)
-    assert engine.buckets.tree_widths(20, (1, 4, 8)) == (1,)
+    assert engine.buckets.tree_widths(20) == (1,)
     assert done[19].spec_accept_length > 1
     assert {key.width for key in engine.executables.compiled() if key.kind == "step"} >= {20, 1}
 

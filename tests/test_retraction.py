@@ -47,7 +47,7 @@ def alone(kind: str) -> list:
 @pytest.mark.parametrize("kind", SAMPLINGS)
 def test_all_finish_with_the_text_they_have_alone(kind, pool):
     here, rng = engine(pool), np.random.default_rng(len(kind))
-    assert here.buckets.tree_widths(16, (1, 4)) == (1, 4), "this batch drafts"
+    assert here.buckets.tree_widths(16) == (1, 4), "this batch drafts"
     before = here.scheduler.retractions
     arrivals, known, done, aborted = list(enumerate(requests(kind))), {}, {}, set()
     again: set[int] = set()  # retracted at least once, with output

@@ -1,10 +1,13 @@
-"""The shapes that the engine compiles for and rounds up to. All buckets are chosen in this file."""
+"""The shapes that the engine compiles for and rounds up to, and the programs of these shapes that requests need."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from specjax.drafters.base import Drafter
+from specjax.engine.sequence import Sequence
 from specjax.step import tree_widths
 
 BATCHES = (1, 4, 16, 48, 128, 256)
@@ -27,11 +30,24 @@ TABLE = 512
 """Pages in the small page table. A request that may hold no more than this needs no other."""
 
 
+class Key(NamedTuple):
+    """Which program. `width` is the batch bucket of a step, the chunk width of a prefill."""
+
+    kind: str  # "step" or "prefill"
+    width: int
+    table: int
+
+    def __str__(self) -> str:
+        size = f"step of {self.width} requests" if self.kind == "step" else f"prefill of {self.width} tokens"
+        return f"a {size} with {self.table} pages each"
+
+
 @dataclass(frozen=True)
 class Buckets:
-    batches: tuple[int, ...]
-    chunks: tuple[int, ...]
+    batches: tuple[int, ...]  # the last is R
+    chunks: tuple[int, ...]  # one or two
     tables: tuple[int, ...]
+    widths: tuple[int, ...]  # of the drafter's trees
     block_tokens: int | None  # None: no limit
     several_widths: bool = True  # whether a step may choose among several tree widths
 
@@ -47,6 +63,7 @@ class Buckets:
             batches=(*(b for b in BATCHES if b < rows), rows),
             chunks=tuple(sorted({min(SMALL_CHUNK[kind], largest), largest})),
             tables=(request_pages,) if request_pages <= TABLE else (TABLE, request_pages),
+            widths=tree_widths(drafter),
             block_tokens=None if drafter.explicit_width else most,
             # On a GPU a wide tree costs what a narrow one costs, and choosing would ask the host.
             several_widths=kind == "cpu",
@@ -55,60 +72,96 @@ class Buckets:
     def batch(self, count: int) -> int:
         return next(b for b in self.batches if b >= count)
 
-    def table(self, pages: int) -> int:
-        return self.tables_for(pages)[0]
-
     def tables_for(self, pages: int) -> tuple[int, ...]:
         """Page-table widths that hold `pages` pages, the smallest first."""
         return tuple(t for t in self.tables if t >= pages)
 
-    def chunk(self, tokens: int) -> int:
-        """The width for the next chunk of `tokens` remaining ones: the large one only if most of it is used."""
-        small, large = self.chunks[0], self.chunks[-1]
-        return large if tokens > large - small else small
-
     def chunks_for(self, tokens: int) -> tuple[int, ...]:
-        """Chunk widths for `tokens` remaining ones, the best first."""
-        best = self.chunk(tokens)
-        return best, *(width for width in self.chunks if width != best)
+        """Chunk widths for `tokens` remaining ones, the best first: the large one only if most of it is used."""
+        return self.chunks[::-1] if tokens > self.chunks[-1] - self.chunks[0] else self.chunks
 
-    def substitutes(self, count: int, widths: tuple[int, ...]) -> list[int]:
-        """Batch buckets that serve `count` requests equally well, the smallest first: larger, with the same trees."""
-        exact = self.batch(count)
-        same = self.tree_widths(exact, widths)
-        return [b for b in self.batches if b >= exact and self.tree_widths(b, widths) == same]
+    # Drafting
 
-    def shrinking(self, count: int, widths: tuple[int, ...]) -> list[int]:
+    def tree_widths(self, batch: int) -> tuple[int, ...]:
+        """Which of the drafter's tree widths a batch may use: 1, those of at most `block_tokens` nodes over the batch,
+        and for one request alone all of them."""
+        most = self.block_tokens
+        fitting = tuple(w for w in self.widths if most is None or 1 in (w, batch) or w * batch <= most)
+        return fitting if self.several_widths else fitting[-1:]
+
+    def drafts(self, batch: int) -> bool:
+        """Whether steps of this batch bucket may draft."""
+        return self.tree_widths(batch) != (1,)
+
+    @property
+    def most_drafting(self) -> int:
+        """The most requests that still draft when they run together."""
+        return max(filter(self.drafts, self.batches), default=1)
+
+    # Programs
+
+    def all_keys(self) -> list[Key]:
+        """Every program that the engine can need, those for a single request first."""
+        sizes = [("prefill", chunk) for chunk in self.chunks] + [("step", batch) for batch in self.batches]
+        return [Key(*size, table) for size in sizes for table in self.tables]
+
+    def single_request_keys(self) -> list[Key]:
+        """Programs that one request at a time needs."""
+        return [key for key in self.all_keys() if key.kind == "prefill" or key.width == self.batches[0]]
+
+    def first_keys(self, sequences: Iterable[Sequence], page_size: int) -> list[Key]:
+        """Programs that these sequences will certainly need, if they are all that runs."""
+        sequences, keys, table = list(sequences), dict[Key, None](), self.tables[0]
+        for sequence in sequences:
+            table = max(table, self.tables_for(-(-sequence.most_tokens // page_size))[0])
+            left = len(sequence.context)
+            while left > 0:
+                width = self.chunks_for(left)[0]
+                keys[Key("prefill", width, table)] = None
+                left -= width
+        most = min(len(sequences), self.batches[-1])
+        return [*keys, *(Key("step", batch, table) for batch in self.shrinking(most))]
+
+    def shrinking(self, count: int) -> list[int]:
         """Batch buckets of a run of `count` requests as it ends: one for each set of tree widths on the way down, and
         all of them where a step's cost follows its nodes and nothing limits those."""
-        needed, each = [], self.block_tokens is None and self.several_widths and len(widths) > 1
+        needed, each = [], self.block_tokens is None and self.several_widths and len(self.widths) > 1
         while count:
             batch = self.batch(count)
             needed.append(batch)
-            same = self.tree_widths(batch, widths)
-            smaller = (b for b in self.batches if b < batch and (each or self.tree_widths(b, widths) != same))
-            count = max(smaller, default=0)
+            same = self.tree_widths(batch)
+            count = max((b for b in self.batches if b < batch and (each or self.tree_widths(b) != same)), default=0)
         return needed
 
-    def tree_widths(self, batch: int, widths: tuple[int, ...]) -> tuple[int, ...]:
-        """Which of a drafter's tree widths a batch may use: 1, those of at most `block_tokens` nodes over the batch,
-        and for one request alone all of them."""
-        most = self.block_tokens
-        fitting = tuple(w for w in widths if most is None or 1 in (w, batch) or w * batch <= most)
-        return fitting if self.several_widths else fitting[-1:]
+    def step_keys(self, count: int, pages: int, compiled: set[Key], pending: set[Key]) -> Iterator[Key]:
+        """Programs that can serve `count` requests of up to `pages` pages, the best first.
 
-    def drafting(self, widths: tuple[int, ...]) -> int:
-        """The most requests that still draft when they run together."""
-        return max(batch for batch in self.batches if self.tree_widths(batch, widths) != (1,) or batch == 1)
+        1. The smallest compiled batch that fits and does not draft less: an idle row costs less than a compiler, and
+           the last requests of a wide run are to speculate.
+        2. While that batch compiles in the background, the largest compiled one, which serves them in parts.
+        3. What must be compiled first: batches that fit, then smaller ones.
+
+        Args:
+            pending: programs that are being compiled in the background.
+        """
+        same = self.tree_widths(self.batch(count))
+        for table in self.tables_for(pages):
+            keys = [Key("step", batch, table) for batch in self.batches]
+            larger = [key for key in keys if key.width >= count]
+            smaller = [key for key in reversed(keys) if key.width < count]
+            fitting = [key for key in larger if self.tree_widths(key.width) == same]
+            yield from (key for key in fitting if key in compiled)
+            if fitting[0] in pending:
+                yield from (key for key in smaller if key in compiled)
+            yield from (*fitting, *larger, *smaller)
 
 
 def speculation_note(drafter: Drafter, buckets: Buckets) -> str:
     """How an engine drafts, for the log."""
-    widths = tree_widths(drafter)
     parts = [f"{drafter.name}, trees of up to {drafter.width} tokens"] if drafter.width > 1 else [drafter.name]
     if drafter.note:
         parts.append(drafter.note)
-    if len(widths) > 1 and (most := buckets.drafting(widths)) < buckets.batches[-1]:
+    if drafter.width > 1 and (most := buckets.most_drafting) < buckets.batches[-1]:
         many = "several" if most == 1 else f"more than {most}"
         parts.append(
             f"{many} requests at once are decoded without drafts, which is faster here; trees whose numbers are given "

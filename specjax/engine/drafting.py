@@ -7,12 +7,6 @@ from typing import Any
 
 from specjax.drafters.base import Drafter
 from specjax.engine.buckets import Buckets
-from specjax.step import tree_widths
-
-
-def may_draft(drafter: Drafter, buckets: Buckets, batch: int) -> bool:
-    """Whether steps of this batch bucket may draft."""
-    return buckets.tree_widths(batch, tree_widths(drafter)) != (1,)
 
 
 def drafting_summary(
@@ -27,12 +21,10 @@ def drafting_summary(
     """
     reason = None
     if drafter.width > 1 and drafted_steps < verify_steps:
-        most = buckets.drafting(tree_widths(drafter))
-        if most < buckets.batches[-1]:
+        reason = "requests with speculate: false are decoded without drafts"
+        if (most := buckets.most_drafting) < buckets.batches[-1]:
             reason = (
                 f"batches of more than {most} requests are decoded without drafts, which is faster here; give "
                 "TreeShape.nodes to draft in all of them"
             )
-        else:
-            reason = "requests with speculate: false are decoded without drafts"
     return {"drafted_steps": drafted_steps, "not_drafted": reason and name_options(reason)}

@@ -26,11 +26,10 @@ import numpy as np
 from specjax import checkpoint
 from specjax.cache import PoolShape
 from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
-from specjax.engine.buckets import Buckets
+from specjax.engine.buckets import Buckets, Key
 from specjax.engine.config import EngineConfig, check_config
 from specjax.engine.device import Device, OutOfMemory, classified
-from specjax.engine.drafting import may_draft
-from specjax.engine.executables import Executables, Key, use_compilation_cache
+from specjax.engine.executables import Executables, use_compilation_cache
 from specjax.engine.generation import FairLock, complete
 from specjax.engine.generation import stream as stream_chunks
 from specjax.engine.inputs import admission_row, prefill_input, step_input
@@ -320,7 +319,8 @@ class Engine:
         left, launched = self._reserved(), 0
         while left:
             pages = max(len(sequence.pages) for sequence in left)
-            key, program = self.executables.first_usable(self.executables.step_keys(len(left), pages))
+            ready = self.executables.compiled(), self.executables.pending
+            key, program = self.executables.first_usable(self.buckets.step_keys(len(left), pages, *ready))
             part, left = left[: key.width], left[key.width :]
             inputs = step_input(part, key.width, key.table, self.config.max_running_requests, self.pool.pages)
             self._in_flight.append(_InFlight(key, self.device.run(key, program, inputs), part))
@@ -361,9 +361,7 @@ class Engine:
             self.counters.generated += kept
             if flight.key.kind == "step" and read.emitted[i]:
                 self.counters.verifications += 1
-                self.counters.drafted_steps += sequence.params.speculate and may_draft(
-                    self.drafter, self.buckets, flight.key.width
-                )
+                self.counters.drafted_steps += sequence.params.speculate and self.buckets.drafts(flight.key.width)
                 self.counters.verified += kept
             if sequence.finish_reason is not None:
                 self._finish(sequence)
@@ -382,20 +380,20 @@ class Engine:
 
     def warm_up(self, keys: Iterable[Key] | None = None, *, progress: bool = True, strict: bool = True) -> None:
         """Compiles executables before their first use: all, or those given. See `Executables.warm_up`."""
-        keys = self.executables.all_keys() if keys is None else keys
+        keys = self.buckets.all_keys() if keys is None else keys
         self.executables.warm_up(keys, progress=progress, strict=strict)
 
     def warm_up_in_background(self, *, progress: bool = True) -> threading.Thread:
         """Compiles the other executables while requests run, which share smaller batches meanwhile."""
-        return self.executables.warm_up_in_background(self.executables.all_keys(), progress=progress)
+        return self.executables.warm_up_in_background(self.buckets.all_keys(), progress=progress)
 
     def single_request_keys(self) -> list[Key]:
         """Executables that one request at a time needs."""
-        return self.executables.single_request_keys()
+        return self.buckets.single_request_keys()
 
     def first_keys(self, sequences: Iterable[Sequence]) -> list[Key]:
         """Executables that these sequences will need, if they are all that runs."""
-        return self.executables.first_keys(sequences, self.pool.page_size, self.config.max_running_requests)
+        return self.buckets.first_keys(sequences, self.pool.page_size)
 
     def flush_cache(self) -> bool:
         """Clears the drafter's memory of finished requests. While a request runs it does nothing and returns False."""

@@ -1,4 +1,4 @@
-"""The executables of an engine: one for each batch bucket and chunk width, compiled once."""
+"""The executables of an engine: a dictionary of programs, each compiled once, on demand or ahead of use."""
 
 from __future__ import annotations
 
@@ -8,53 +8,30 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import cached_property, partial
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from specjax_kernels.cpu import object_code, rows
 from specjax_kernels.cpu.runtime import callable_here
+from tqdm import tqdm
 
 from specjax.checkpoint.files import default_cache_dir
 from specjax.compiling import compiler_options
 from specjax.drafters.base import Drafter, Params
 from specjax.engine import program_store
-from specjax.engine.buckets import Buckets
+from specjax.engine.buckets import Buckets, Key
 from specjax.engine.outputs import Output, pack
 from specjax.engine.phases import PhaseTimes, compile_in_phases
-from specjax.engine.sequence import Sequence
 from specjax.models.target import Target
 from specjax.progress import progress_bar
-from specjax.step import (
-    DecodeState,
-    PrefillInput,
-    Row,
-    StepConfig,
-    StepInput,
-    admit,
-    prefill_step,
-    speculate_step,
-    tree_widths,
-)
+from specjax.step import DecodeState, PrefillInput, Row, StepConfig, StepInput, admit, prefill_step, speculate_step
 from specjax.verify import Verifier, verify_tree
 
 logger = logging.getLogger(__name__)
-
-
-class Key(NamedTuple):
-    """Which executable. `width` is the batch bucket of a step, the chunk width of a prefill."""
-
-    kind: str  # "step" or "prefill"
-    width: int
-    table: int
-
-    def __str__(self) -> str:
-        what = "a step of" if self.kind == "step" else "a prefill of"
-        unit = "requests" if self.kind == "step" else "tokens"
-        return f"{what} {self.width} {unit} with {self.table} pages each"
-
 
 Program: TypeAlias = Callable[..., tuple[DecodeState, Output]]
 """(params, state, inputs) -> (the next state, output); takes the state over."""
@@ -74,13 +51,10 @@ def use_compilation_cache(folder: Path | None = None) -> None:
         program_store.keep_in(folder.with_name(program_store.FOLDER))
 
 
-def _step(params: Params, state: DecodeState, inputs: StepInput, **fixed: Any) -> tuple[DecodeState, Output]:
-    state, output = speculate_step(params, state, inputs, **fixed)
-    return state, pack(output)
-
-
-def _prefill(params: Params, state: DecodeState, inputs: PrefillInput, **fixed: Any) -> tuple[DecodeState, Output]:
-    state, output = prefill_step(params, state, inputs, **fixed)
+def _packed(
+    function: Callable[..., Any], params: Params, state: DecodeState, inputs: Any, **fixed: Any
+) -> tuple[DecodeState, Output]:
+    state, output = function(params, state, inputs, **fixed)
     return state, pack(output)
 
 
@@ -89,7 +63,7 @@ class Unavailable(RuntimeError):
 
 
 class Executables:
-    """A dictionary of programs that are compiled on demand and at most once. Safe to call from several threads.
+    """Programs by key, compiled at most once. Safe to call from several threads.
 
     A key whose compilation fails, or that runs out of memory, is remembered and logged once; `first_usable` then takes
     another size.
@@ -114,83 +88,26 @@ class Executables:
         self._target, self._drafter, self._buckets, self._trace = target, drafter, buckets, trace
         self._verify = verify
         self.phase_times = PhaseTimes() if time_phases else None
-        self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
+        self._params, self.state_shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state)
+        )
         self._futures: dict[Key, Future[Program]] = {}
         self._failed: dict[Key, str] = {}  # the message; an exception would keep its frames alive
-        self._pending: set[Key] = set()  # what `warm_up_in_background` still has to do
-        self._closed = threading.Event()
+        self._background: list[Key] = []  # what `warm_up_in_background` compiles while it runs
+        self._closed = False
         self._waiting: set[int] = set()  # threads that wait for a compiler in `get`
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # for `_futures`
         self.launch_lock = threading.RLock()
         self._compiling = False  # with `launch_lock` held
         self._exclusive = jax.default_backend() != "cpu"
 
-    # Which executables there are
-
-    @property
-    def state_shapes(self) -> DecodeState:
-        return self._shapes[1]
-
-    def all_keys(self) -> list[Key]:
-        """Every executable the engine can need, those for a single request first."""
-        steps = [Key("step", batch, table) for batch in self._buckets.batches for table in self._buckets.tables]
-        chunks = [Key("prefill", chunk, table) for chunk in self._buckets.chunks for table in self._buckets.tables]
-        first = self._buckets.batches[0]
-        return chunks + sorted(steps, key=lambda key: (key.width != first, key.width, key.table))
-
-    def single_request_keys(self) -> list[Key]:
-        """Executables that one request at a time needs."""
-        first = self._buckets.batches[0]
-        return [key for key in self.all_keys() if key.kind == "prefill" or key.width == first]
-
-    def first_keys(self, sequences: Iterable[Sequence], page_size: int, rows: int) -> list[Key]:
-        """Executables that these sequences will certainly need, if they are all that runs."""
-        keys: dict[Key, None] = {}
-        count, table = 0, self._buckets.tables[0]
-        for sequence in sequences:
-            table = max(table, self._buckets.table(-(-sequence.most_tokens // page_size)))
-            left = len(sequence.context)
-            while left > 0:
-                width = self._buckets.chunk(left)
-                keys[Key("prefill", width, table)] = None
-                left -= width
-            count += 1
-        widths = self._buckets.shrinking(min(count, rows), tree_widths(self._drafter))
-        return [*keys, *(Key("step", width, table) for width in widths)]
-
-    def step_keys(self, count: int, pages: int) -> Iterator[Key]:
-        """Programs that can serve `count` requests of up to `pages` pages, the best first.
-
-        1. The smallest compiled batch that fits and does not draft less: an idle row costs less than a compiler, and
-           the last requests of a wide run are to speculate.
-        2. While that batch compiles in the background, the largest compiled one, which serves them in parts.
-        3. What must be compiled first: batches that fit, then smaller ones.
-        """
-        compiled, widths = self.compiled(), self._buckets.substitutes(count, tree_widths(self._drafter))
-        for table in self._buckets.tables_for(pages):
-            fitting = [Key("step", batch, table) for batch in widths]
-            others = [Key("step", batch, table) for batch in self._buckets.batches]
-            larger = [key for key in others if key.width >= count and key not in fitting]
-            smaller = [key for key in others[::-1] if key.width < count]
-            yield from (key for key in fitting if key in compiled)
-            if self.is_pending(fitting[0]):
-                yield from (key for key in smaller if key in compiled)
-            yield from (*fitting, *larger, *smaller)
-
     def compiled(self) -> set[Key]:
-        with self._lock:
-            return {key for key, future in self._futures.items() if future.done()}
-
-    def is_pending(self, key: Key) -> bool:
-        """Whether the key is still to be compiled in the background."""
-        with self._lock:
-            return key in self._pending
+        return {key for key, future in list(self._futures.items()) if future.done()}
 
     @property
-    def pending(self) -> int:
-        """Executables that are still to be compiled in the background."""
-        with self._lock:
-            return len(self._pending)
+    def pending(self) -> set[Key]:
+        """Keys that are still to be compiled in the background."""
+        return set(self._background) - self.compiled() - set(self._failed)
 
     def is_waiting(self, thread: int | None) -> bool:
         """Whether the thread with this `ident` waits for a program to be compiled or, on a GPU, any is compiled."""
@@ -216,9 +133,9 @@ class Executables:
             Unavailable: the key has failed before.
             Exception: whatever the compiler raised.
         """
+        if key in self._failed:
+            raise Unavailable(f"{key}: {self._failed[key]}")
         with self._lock:
-            if key in self._failed:
-                raise Unavailable(f"{key}: {self._failed[key]}")
             mine = key not in self._futures
             future = self._futures.setdefault(key, Future())
         if future.done():
@@ -237,13 +154,11 @@ class Executables:
         try:
             future.set_result(self._compile(key))
         except BaseException as error:
-            with self._lock:
-                del self._futures[key]
-            if isinstance(error, Exception):
+            interrupted = not isinstance(error, Exception)  # this thread alone
+            if not interrupted:
                 self.fail(key, error)
-                future.set_exception(error)
-            else:  # an interrupt is this thread's alone
-                future.set_exception(RuntimeError(f"compiling {key} was interrupted"))
+            del self._futures[key]
+            future.set_exception(RuntimeError(f"compiling {key} was interrupted") if interrupted else error)
             raise
 
     def first_usable(self, keys: Iterable[Key]) -> tuple[Key, Program]:
@@ -256,10 +171,8 @@ class Executables:
         for key in keys:
             try:
                 return key, self.get(key)
-            except Unavailable as error:
-                problem = str(error)
             except Exception as error:  # logged by `fail`
-                problem = f"{key}: {_first_line(error)}"
+                problem = f"{key}: {self._failed.get(key, error)}"
         raise Unavailable(f"no size of batch can run ({problem})")
 
     # Failures
@@ -267,12 +180,10 @@ class Executables:
     def fail(self, key: Key, error: BaseException) -> None:
         """Remembers that a key cannot be used, and logs it the first time."""
         problem = _first_line(error)
-        with self._lock:
-            known = key in self._failed
-            self._failed[key] = problem
-        if not known:
+        if key not in self._failed:
             logger.error("There will be no program for %s, other sizes are used instead: %s", key, problem)
             logger.debug("%s", key, exc_info=error)
+        self._failed[key] = problem
 
     def fail_from(self, key: Key, error: BaseException) -> None:
         """`fail` for a program that ran out of memory, and for all that need more.
@@ -280,7 +191,7 @@ class Executables:
         Raises:
             Unavailable: there is none that needs less. Nothing is remembered then: memory may come back.
         """
-        alike = [other for other in {key, *self.all_keys()} if other.kind == key.kind]
+        alike = [other for other in {key, *self._buckets.all_keys()} if other.kind == key.kind]
         larger = [other for other in alike if other.width >= key.width and other.table >= key.table]
         if all(other in larger or self.has_failed(other) for other in alike):
             raise Unavailable(f"no memory for {key}, and there is nothing smaller: {_first_line(error)}") from error
@@ -306,108 +217,94 @@ class Executables:
         """
         keys = list(keys)
         if strict:
-            with self._lock:
-                for key in keys:
-                    self._failed.pop(key, None)
+            for key in keys:
+                self._failed.pop(key, None)
         missing = [key for key in keys if key not in self.compiled()]
-        # Steps take longest. The threads share the iterator: each key goes to one of them.
-        left = iter(sorted(missing, key=lambda key: key.kind != "step"))
-        failed: list[BaseException] = []
-        bar = progress_bar("Compiling", len(missing), "bucket", shown=progress and bool(missing))
+        missing.sort(key=lambda key: key.kind != "step")  # steps take longest
+        errors: list[BaseException] = []
+        left = takewhile(lambda key: not errors, missing)  # each key goes to one of the two threads
 
         def work() -> None:
             try:
-                for key in left:
-                    if failed:
-                        return
-                    bar.set_postfix_str(f"{key.kind} {key.width}")
-                    with contextlib.nullcontext() if strict else contextlib.suppress(Exception):
-                        self.get(key)
-                    bar.update()
+                self._get_all(left, bar, strict=strict)
             except BaseException as error:
-                failed.append(error)
+                errors.append(error)
 
-        # While XLA compiles one program on a CPU, or reads it from the disk, Python traces the next.
-        helper = threading.Thread(target=work, name="specjax-compile-2", daemon=True)
-        two = not self._exclusive and len(missing) > 1
-        with bar:
-            if two:
+        with progress_bar("Compiling", len(missing), "bucket", shown=progress and bool(missing)) as bar:
+            # While XLA compiles one program on a CPU, or reads it from the disk, Python traces the next.
+            helper = threading.Thread(target=work, name="specjax-compile-2", daemon=True)
+            if len(missing) > 1 and not self._exclusive:
                 helper.start()
             _ = self.admit
             work()
-            if two and not any(isinstance(error, KeyboardInterrupt) for error in failed):
+            if helper.ident and not any(isinstance(error, KeyboardInterrupt) for error in errors):
                 helper.join()
-        if failed:
-            raise failed[0]
+        if errors:
+            raise errors[0]
         for kind in {key.kind for key in keys}:
             self.first_usable(sorted((key for key in keys if key.kind == kind), key=self.has_failed))
 
     def warm_up_in_background(self, keys: Iterable[Key], *, progress: bool = True) -> threading.Thread:
         """Compiles these one by one in a thread of its own, which `close` ends. Leaves out what fails."""
-        with self._lock:
-            missing = [key for key in keys if key not in self._futures and key not in self._failed]
-            self._pending.update(missing)
-        shown = progress and bool(missing)
+        missing = [key for key in keys if key not in self._futures and key not in self._failed]
+        self._background = missing
 
         def run() -> None:
-            try:
-                with progress_bar("Compiling in the background", len(missing), "bucket", shown=shown) as bar:
-                    for key in missing:
-                        if self._closed.is_set():
-                            return
-                        bar.set_postfix_str(f"{key.kind} {key.width}")
-                        with contextlib.suppress(Exception):  # logged by `fail`
-                            self.get(key)
-                        with self._lock:
-                            self._pending.discard(key)
-                        bar.update()
-            finally:
-                with self._lock:
-                    self._pending.difference_update(missing)
+            shown = progress and bool(missing)
+            with progress_bar("Compiling in the background", len(missing), "bucket", shown=shown) as bar:
+                self._get_all(takewhile(lambda key: not self._closed, missing), bar, strict=False)
+            self._background = []
 
         thread = threading.Thread(target=run, name="specjax-compile", daemon=True)
         thread.start()
         return thread
 
+    def _get_all(self, keys: Iterable[Key], bar: tqdm, *, strict: bool) -> None:
+        for key in keys:
+            bar.set_postfix_str(f"{key.kind} {key.width}")
+            with contextlib.nullcontext() if strict else contextlib.suppress(Exception):  # logged by `fail`
+                self.get(key)
+            bar.update()
+
     def close(self) -> None:
         """Ends the background's work after the program that it is compiling."""
-        self._closed.set()
+        self._closed = True
 
     # The compiler
 
     def _compile(self, key: Key) -> Program:
-        shape = partial(jax.ShapeDtypeStruct, dtype=np.int32)
         batch = key.width if key.kind == "step" else 1
-        common: Any = (shape((batch,)), shape((batch, key.table)), jax.ShapeDtypeStruct((batch,), np.bool_))
+        integers = partial(jax.ShapeDtypeStruct, dtype=np.int32)
+        common: Any = (integers((batch,)), integers((batch, key.table)), jax.ShapeDtypeStruct((batch,), np.bool_))
+        fixed: dict[str, Any] = {"target": self._target, "drafter": self._drafter}
         if key.kind == "step":
-            config = StepConfig(self._buckets.tree_widths(batch, tree_widths(self._drafter)), self._trace)
-            function, inputs = _step, StepInput(*common)
+            fixed |= {"config": StepConfig(self._buckets.tree_widths(batch), self._trace), "verify": self._verify}
+            function, inputs = speculate_step, StepInput(*common)
         else:
-            chunk: Any = {"tokens": shape((1, key.width)), "length": shape((1,)), "next_token": shape((1,))}
-            config, function, inputs = StepConfig(), _prefill, PrefillInput(*common, **chunk)
-        fixed: dict[str, Any] = {"target": self._target, "drafter": self._drafter, "config": config}
-        if key.kind == "step":
-            fixed["verify"] = self._verify
-        arguments: Any = (*self._shapes, inputs)
+            chunk: Any = {"tokens": integers((1, key.width)), "length": integers((1,)), "next_token": integers((1,))}
+            fixed["config"] = StepConfig()
+            function, inputs = prefill_step, PrefillInput(*common, **chunk)
+        arguments: Any = (self._params, self.state_shapes, inputs)
         if self.phase_times is not None and key.kind == "step":
             with self.launch_lock:
                 return compile_in_phases(**fixed, arguments=arguments, times=self.phase_times)
         options = compiler_options()
 
         def compile(function: Callable[..., Any]) -> jax.stages.Compiled:
-            jitted = jax.jit(function, donate_argnums=1, compiler_options=options)
-            return self._compiled(jitted.lower(*arguments))
+            lowered = jax.jit(function, donate_argnums=1, compiler_options=options).lower(*arguments)
+            with self._device_idle() if self._exclusive else contextlib.nullcontext():
+                return lowered.compile()
 
-        return program_store.stored(partial(function, **fixed), arguments, compile, (options, self._cpu_kernels()))
+        function = partial(_packed, function, **fixed)
+        return program_store.stored(function, arguments, compile, (options, self._cpu_kernels()))
 
-    def _compiled(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        if not self._exclusive:
-            return lowered.compile()
+    @contextlib.contextmanager
+    def _device_idle(self) -> Iterator[None]:
         with self.launch_lock:
             jax.block_until_ready(jnp.zeros(()) + 1)  # after all that has been launched; it may be stuck
             self._compiling = True
             try:
-                return lowered.compile()
+                yield
             finally:
                 self._compiling = False
 

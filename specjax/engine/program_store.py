@@ -17,15 +17,14 @@ import functools
 import hashlib
 import importlib.metadata
 import inspect
+import itertools
 import logging
 import os
 import pickle
 import platform
 import secrets
 import stat
-import tempfile
 import time
-import types
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
@@ -37,6 +36,7 @@ import specjax_kernels
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
 import specjax
+from specjax.checkpoint.files import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -85,25 +85,20 @@ def stored(function: Callable[..., Any], arguments: tuple[Any, ...], compile: Co
         logger.debug("a program is not stored: %s", unknown)
         return compile(function)
     file = folder / hashlib.sha256("\n".join(parts).encode()).hexdigest()
-    program = _load(file)
-    if program is None:
-        name = f"stored_{secrets.token_hex(8)}"
-        program = compile(_renamed(function, name))
-        _save(file, program)
-        for copy in Path(jax.config.values["jax_compilation_cache_dir"] or folder).glob(f"jit_{name}-*"):
-            copy.unlink(missing_ok=True)
-    return program
+    if (program := _load(file)) is not None:
+        return program
 
-
-def _renamed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The function under a name that no program had before, so that JAX's cache does not have it: what XLA:CPU has
-    loaded from there cannot be stored again. It would load, and lack its machine code when it runs."""
-
+    # A name that no program had before, so that JAX's cache does not have it: what XLA:CPU has loaded from there cannot
+    # be stored again. It would load, and lack its machine code when it runs.
     def renamed(*arguments: Any) -> Any:
         return function(*arguments)
 
-    renamed.__name__ = renamed.__qualname__ = name
-    return renamed
+    renamed.__name__ = renamed.__qualname__ = name = f"stored_{secrets.token_hex(8)}"
+    program = compile(renamed)
+    _save(file, program)
+    for copy in Path(jax.config.values["jax_compilation_cache_dir"] or folder).glob(f"jit_{name}-*"):
+        copy.unlink(missing_ok=True)
+    return program
 
 
 def _load(file: Path) -> Any:
@@ -124,17 +119,12 @@ def _load(file: Path) -> Any:
 
 
 def _save(file: Path, program: Any) -> None:
-    """Writes the whole file or nothing, whoever else writes it. A failure costs time at the next start, no more."""
+    """Writes the whole file or nothing. A failure costs time at the next start, no more."""
     try:
         body = zlib.compress(pickle.dumps(serialize(program)), 1)
-        with tempfile.NamedTemporaryFile(dir=file.parent, prefix="new-", delete=False) as partial:
-            try:
-                partial.write(_digest(file, body) + body)
-                partial.close()
-                os.replace(partial.name, file)
-            except BaseException:
-                os.unlink(partial.name)
-                raise
+        with replacing(file) as draft:
+            draft.touch(mode=0o600)
+            draft.write_bytes(_digest(file, body) + body)
         _prune(file.parent)
     except Exception as error:
         logger.warning("a compiled program could not be stored in %s: %s", file.parent, str(error)[:300])
@@ -146,17 +136,12 @@ def _digest(file: Path, body: bytes) -> bytes:
 
 
 def _prune(folder: Path) -> None:
-    files = []
-    for file in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            found = file.stat()
-            files.append((found.st_mtime, found.st_size, file))
-    total = sum(size for _, size, _ in files)
-    for _, size, file in sorted(files)[:-1]:
-        if total <= MAX_BYTES:
-            return
-        file.unlink(missing_ok=True)
-        total -= size
+    """Removes the files used longest ago, but never the newest."""
+    with contextlib.suppress(FileNotFoundError):  # another process removes some, too
+        files = sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True)
+        sizes = itertools.accumulate(file.stat().st_size for file in files)
+        for old in [file for file, size in zip(files, sizes, strict=True) if size > MAX_BYTES and file != files[0]]:
+            old.unlink()
 
 
 @functools.cache
@@ -235,54 +220,45 @@ def describe(value: Any) -> Iterator[str]:
     """
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
+    text, parts = name, ()
     if value is None or isinstance(value, bool | int | float | str | bytes | enum.Enum | np.dtype):
-        yield f"{name} {value!r}"
+        text += f" {value!r}"
     elif isinstance(value, jax.ShapeDtypeStruct):
-        yield f"{value.shape} {value.dtype} {value.sharding}"
+        text = f"{value.shape} {value.dtype} {value.sharding}"
     elif isinstance(value, np.ndarray | np.generic | jax.Array):
         array = np.asarray(value)
-        yield f"{array.shape} {array.dtype} {hashlib.sha256(array.tobytes()).hexdigest()}"
+        text = f"{array.shape} {array.dtype} {hashlib.sha256(array.tobytes()).hexdigest()}"
     elif isinstance(value, Mapping):
-        yield f"{name} {len(value)}"
-        for key in sorted(value, key=repr):
-            yield from describe(key)
-            yield from describe(value[key])
-    elif isinstance(value, tuple | list | Set):
-        yield f"{name} {len(value)}"
-        for item in sorted(value, key=repr) if isinstance(value, Set) else value:
-            yield from describe(item)
+        parts = [(key, value[key]) for key in sorted(value, key=repr)]
+    elif isinstance(value, Set):
+        parts = sorted(value, key=repr)
+    elif isinstance(value, tuple | list):
+        parts = value
     elif isinstance(value, functools.partial):
-        yield from describe(("partial", value.func, value.args, value.keywords))
+        parts = [value.func, value.args, value.keywords]
     elif inspect.ismethod(value):
-        yield from describe(("method", value.__self__, value.__func__))
+        parts = [value.__self__, value.__func__]
     elif isinstance(value, type):
-        yield f"class {_known(value)}"
+        text = f"class {_known(value)}"
     elif inspect.isfunction(function := inspect.unwrap(value) if callable(value) else value):
-        yield f"function {_known(function)}"
-        yield from describe([function.__defaults__, function.__kwdefaults__])
-        yield from _cells(function)
+        text = f"function {_known(function)}"
+        parts = [function.__defaults__, function.__kwdefaults__]
+        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # a variable that is not set yet
+                parts.append((variable, None if cell.cell_contents is function else cell.cell_contents))
     elif dataclasses.is_dataclass(value):
-        yield f"dataclass {_known(kind)}"
-        for field in dataclasses.fields(value):
-            yield from describe([field.name, getattr(value, field.name, None)])
+        text = f"dataclass {_known(kind)}"
+        parts = [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
     else:
         raise Unknown(f"a value of type {name}")
-
-
-def _cells(function: types.FunctionType) -> Iterator[str]:
-    """The variables that a function has of those around it. What refers to itself has none yet, or is left out."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            content = cell.cell_contents
-        except ValueError:
-            continue
-        yield name
-        if content is not function:
-            yield from describe(content)
+    yield f"{text} {len(parts)}"
+    for part in parts:
+        yield from describe(part)
 
 
 def _known(code: Any) -> str:
     """The name of a function or class whose source is a part of `environment`."""
-    if (code.__module__ or "").partition(".")[0] not in _KNOWN_CODE:
-        raise Unknown(f"{code.__module__}.{code.__qualname__} is not part of specjax")
-    return f"{code.__module__}.{code.__qualname__}"
+    name = f"{code.__module__}.{code.__qualname__}"
+    if name.partition(".")[0] not in _KNOWN_CODE:
+        raise Unknown(f"{name} is not part of specjax")
+    return name

@@ -110,5 +110,5 @@ def describe(engine: Engine, model: str) -> dict[str, Any]:
         "verify_steps": counters.verifications,
         **drafting_summary(engine.drafter, engine.buckets, counters.verifications, counters.drafted_steps, in_flags),
         "device": engine.device_name,
-        "compiling": engine.executables.pending,  # buckets that still compile in the background
+        "compiling": len(engine.executables.pending),  # buckets that still compile in the background
     }
