@@ -31,8 +31,8 @@ class UnknownDecoderError(ValueError):
 class Step:
     """One decoder of the chain. After one that joins all tokens, the pieces of that one token stand for tokens."""
 
-    holds = False
-    """Whether `end` may add text."""
+    held: Any = None
+    """What `end` may add. False in a condition: nothing."""
 
     def push(self, token: str) -> Iterable[str]:
         """Adds a token; returns the tokens that no later one can change."""
@@ -60,26 +60,25 @@ class _Suffix(Step):
 
     def __init__(self, suffix: str) -> None:
         self._suffix = suffix
-        self._held: str | None = None
 
     def push(self, token: str) -> Iterable[str]:
-        held, self._held, self.holds = self._held, token, True
+        held, self.held = self.held, token
         return () if held is None else (held.replace(self._suffix, " "),)
 
     def end(self, keep_incomplete: bool) -> Iterable[str]:
-        return () if self._held is None else (self._held.replace(self._suffix, ""),)
+        return () if self.held is None else (self.held.replace(self._suffix, ""),)
 
 
 class _ByteLevel(Step):
     """Characters that stand for bytes (GPT-2's table); a token with others stands for its own bytes.
 
-    Held back: an incomplete character, and U+FFFD until another character follows, so that a client that shows text as
-    it comes shows as few as possible.
+    Held back: an incomplete character, and U+FFFD (`held` of them) until another character follows, so that a client
+    that shows text as it comes shows as few as possible.
     """
 
     def __init__(self) -> None:
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
-        self._replaced = 0  # U+FFFD that are held back
+        self.held = 0
 
     def push(self, token: str) -> Iterable[str]:
         table = byte_of_letter()
@@ -88,37 +87,39 @@ class _ByteLevel(Step):
         except KeyError:
             data = token.encode()
         text = self._bytes.decode(data)
-        shown = text.rstrip(REPLACEMENT)
-        found = (REPLACEMENT * self._replaced + shown,) if shown else ()
-        self._replaced = len(text) - len(shown) + (0 if shown else self._replaced)
-        self.holds = self._replaced > 0
-        return found
+        if not (shown := text.rstrip(REPLACEMENT)):
+            self.held += len(text)
+            return ()
+        held, self.held = self.held, len(text) - len(shown)
+        return (REPLACEMENT * held + shown,)
 
     def end(self, keep_incomplete: bool) -> Iterable[str]:
         rest = self._bytes.decode(b"", final=True) if keep_incomplete else ""
-        return (REPLACEMENT * self._replaced + rest,)
+        return (REPLACEMENT * self.held + rest,)
 
 
 class _ByteFallback(Step):
     """`<0xE2>` is a byte. A run of bytes is decoded as a whole; if it is no UTF-8, all of it is U+FFFD."""
 
     def __init__(self) -> None:
-        self._run = bytearray()
+        self.held = bytearray()
 
     def push(self, token: str) -> Iterable[str]:
         if found := _BYTE_TOKEN.fullmatch(token):
-            self._run.append(int(found[1], 16))
-            self.holds = True
+            self.held.append(int(found[1], 16))
             return ()
-        return (*self._flush(), token) if self._run else (token,)
+        return (*self._flush(), token) if self.held else (token,)
 
     def end(self, keep_incomplete: bool) -> Iterable[str]:
         if not keep_incomplete:
-            del self._run[len(self._run) - _incomplete(self._run) :]
+            decoder = codecs.getincrementaldecoder("utf-8")("replace")
+            decoder.decode(bytes(self.held))
+            incomplete, _ = decoder.getstate()
+            del self.held[len(self.held) - len(incomplete) :]
         return self._flush()
 
     def _flush(self) -> Iterable[str]:
-        run, self._run, self.holds = self._run, bytearray(), False
+        run, self.held = self.held, bytearray()
         try:
             return (run.decode(),) if run else ()
         except UnicodeDecodeError:
@@ -129,47 +130,36 @@ class _Replace(Step):
     """`str.replace` over text that comes in pieces. Held back: a possible beginning of the pattern."""
 
     def __init__(self, pattern: str, content: str) -> None:
-        self._pattern, self._content = pattern, content
-        self._held = ""
+        self._pattern, self._content, self.held = pattern, content, ""
 
     def push(self, token: str) -> Iterable[str]:
-        *done, rest = (self._held + token).split(self._pattern)
+        *done, rest = (self.held + token).split(self._pattern)
         most = min(len(self._pattern) - 1, len(rest))
-        kept = next((n for n in range(most, 0, -1) if self._pattern.startswith(rest[-n:])), 0)
-        self._held, self.holds = rest[len(rest) - kept :], kept > 0
-        return (self._content.join((*done, rest[: len(rest) - kept])),)
+        end = len(rest) - next((n for n in range(most, 0, -1) if self._pattern.startswith(rest[-n:])), 0)
+        self.held = rest[end:]
+        return (self._content.join((*done, rest[:end])),)
 
     def end(self, keep_incomplete: bool) -> Iterable[str]:
-        return (self._held,)
+        return (self.held,)
 
 
 class _Strip(Step):
-    """Removes characters at both ends of text that comes in pieces. Held back, and dropped if no text follows: those
-    that may be at its end."""
+    """Removes a character, up to `start` and `stop` times, at both ends of text that comes in pieces. Those that may be
+    at its end are kept back, and dropped if no text follows."""
 
     def __init__(self, content: str, start: int, stop: int) -> None:
         self._content, self._start, self._stop = content, start, stop
-        self._held = ""
+        self._end = ""
 
     def push(self, token: str) -> Iterable[str]:
-        while self._start and token:
-            if not token.startswith(self._content):
-                self._start = 0
-                break
+        while self._start and token.startswith(self._content):
             token, self._start = token[1:], self._start - 1
-        text = self._held + token
-        kept = min(len(text) - len(text.rstrip(self._content)), self._stop)
-        self._held = text[len(text) - kept :]
-        return (text[: len(text) - kept],)
-
-
-def _incomplete(data: bytes | bytearray) -> int:
-    """Bytes at the end that are the beginning of a character: 2 of `b"a\\xf0\\x9f"`."""
-    for count in range(1, min(3, len(data)) + 1):
-        if data[-count] >= 0xC0:  # where a character begins
-            decoder = codecs.getincrementaldecoder("utf-8")("replace")
-            return count if not decoder.decode(bytes(data[-count:])) else 0
-    return 0
+        if token:
+            self._start = 0
+        text = self._end + token
+        end = max(len(text.rstrip(self._content)), len(text) - self._stop)
+        self._end = text[end:]
+        return (text[:end],)
 
 
 @functools.cache
@@ -208,9 +198,8 @@ def _flat(part: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _separate(part: Mapping[str, Any]) -> MakeStep:
     """A part that sees single tokens. Of tokens of which nothing is held back the library's own code makes the text."""
-    from tokenizers import Regex, decoders
+    from tokenizers import decoders
 
-    known: Any
     match part:
         case {"type": "ByteLevel"}:
             return _ByteLevel
@@ -221,17 +210,11 @@ def _separate(part: Mapping[str, Any]) -> MakeStep:
         case {"type": "Strip", "content": content, "start": start, "stop": stop}:
             # Not the library's, which panics at tokens shorter than what it strips.
             return lambda: _Each(lambda token: "".join(_Strip(content, start, stop).push(token)))
-        case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": content}:
-            known = decoders.Replace(pattern, content)
-        case {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}:
-            known = decoders.Replace(Regex(pattern), content)
-        case {"type": "Metaspace", "replacement": replacement, "prepend_scheme": scheme}:
-            known = decoders.Metaspace(replacement, scheme)
-        case {"type": "WordPiece", "prefix": prefix, "cleanup": cleanup}:
-            known = decoders.WordPiece(prefix, cleanup)
-        case _:
-            raise UnknownDecoderError(part["type"])
-    return lambda: _Each(lambda token: known.decode([token]), lambda token: known.decode(["", token]))
+        case {"type": "Replace" | "Metaspace" | "WordPiece"}:
+            known = decoders.Fuse()
+            known.__setstate__(json.dumps(part).encode())  # now it is this part, as when it is unpickled
+            return lambda: _Each(lambda token: known.decode([token]), lambda token: known.decode(["", token]))
+    raise UnknownDecoderError(part["type"])
 
 
 def _joined(part: Mapping[str, Any]) -> MakeStep:

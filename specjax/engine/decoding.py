@@ -13,11 +13,12 @@ from __future__ import annotations
 import functools
 import logging
 import random
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any, TypeAlias
 
 from specjax.engine.decoders import (
     REPLACEMENT,
+    MakeStep,
     Step,
     UnknownDecoderError,
     clean_up_steps,
@@ -26,24 +27,6 @@ from specjax.engine.decoders import (
 )
 
 logger = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class TokenStream(Protocol):
-    """The text of one sequence of tokens."""
-
-    @property
-    def holds(self) -> bool:
-        """Whether `finish` may add text."""
-        ...
-
-    def push(self, token: int) -> str:
-        """Adds a token; the text that has become final with it."""
-        ...
-
-    def finish(self, *, keep_incomplete: bool = False) -> str:
-        """The rest. An incomplete character at the very end is left out, or, if kept, U+FFFD as in a plain decode."""
-        ...
 
 
 class Decoding:
@@ -55,20 +38,15 @@ class Decoding:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._special: dict[int, str] = dict.fromkeys(getattr(tokenizer, "all_special_ids", ()), "")
+        self._steps: list[MakeStep] | None = None
         core = getattr(tokenizer, "backend_tokenizer", None)
-        self._special: frozenset[str] = frozenset()
-        self._name: Callable[[int], str | None] | None = None
-        self._steps: list[Callable[[], Step]] | None = None
         if core is None:
             return
-        if not _decodes_as_the_library(tokenizer):
-            logger.warning(
-                "%s has a decode() of its own: text is decoded by windows of tokens", type(tokenizer).__name__
-            )
-            return
-        self._name = core.id_to_token
-        self._special = frozenset(each.content for each in core.get_added_tokens_decoder().values() if each.special)
+        self._special = {id: token.content for id, token in core.get_added_tokens_decoder().items() if token.special}
         try:
+            if not _decodes_as_the_library(tokenizer):
+                raise UnknownDecoderError(f"{type(tokenizer).__name__} has a decode() of its own")
             self._steps = decoder_steps(core.decoder) + clean_up_steps(tokenizer)
             self._check(core.get_vocab_size())
         except UnknownDecoderError as error:
@@ -76,11 +54,11 @@ class Decoding:
             logger.warning("the tokenizer's decoder is not known (%s): text is decoded by windows of tokens", error)
 
     def stream(self, *, skip_special_tokens: bool) -> TokenStream:
-        if self._steps is None or self._name is None:
-            return _Windowed(self._tokenizer, self._special, skip_special_tokens)
-        return _Chain(
-            self._name, self._special if skip_special_tokens else frozenset(), [make() for make in self._steps]
-        )
+        special = self._special if skip_special_tokens else {}
+        if self._steps is None:
+            return _Windowed(self._tokenizer, special.keys(), skip_special_tokens)
+        name = self._tokenizer.backend_tokenizer.id_to_token
+        return _Chain(name, frozenset(special.values()), [make() for make in self._steps])
 
     def _check(self, size: int) -> None:
         """Compares with the tokenizer's own text, so that another version of its library is noticed."""
@@ -124,20 +102,25 @@ def _decoding(tokenizer: Any, *_: object) -> Decoding:
 
 
 class _Chain:
-    def __init__(self, name: Callable[[int], str | None], skipped: frozenset[str], steps: Sequence[Step]) -> None:
+    """The text of one sequence of tokens."""
+
+    def __init__(self, name: Callable[[int], str | None], skipped: Set[str], steps: Sequence[Step]) -> None:
         self._name, self._skipped, self._steps = name, skipped, steps
 
     @property
     def holds(self) -> bool:
-        return any(step.holds for step in self._steps)
+        """Whether `finish` may add text."""
+        return any(step.held for step in self._steps)
 
     def push(self, token: int) -> str:
+        """Adds a token; the text that has become final with it."""
         name = self._name(token)
         if name is None or name in self._skipped:  # an id without a token decodes to nothing, too
             return ""
         return self._through(0, (name,))
 
     def finish(self, *, keep_incomplete: bool = False) -> str:
+        """The rest. An incomplete character at the very end is left out, or, if kept, U+FFFD as in a plain decode."""
         ends = (self._through(i, step.end(keep_incomplete)) for i, step in enumerate(self._steps, start=1))
         return "".join(ends)
 
@@ -150,12 +133,10 @@ class _Chain:
 class _Windowed:
     """Decodes the last tokens together with those that were final before them, since decoding depends on these."""
 
-    def __init__(self, tokenizer: Any, special: frozenset[str], skip: bool) -> None:
-        self._tokenizer, self._skip = tokenizer, skip
-        ids = tokenizer.convert_tokens_to_ids(list(special)) if special else getattr(tokenizer, "all_special_ids", [])
-        self._skipped = frozenset(ids) if skip else frozenset()
+    def __init__(self, tokenizer: Any, skipped: Set[int], skip: bool) -> None:
+        self._tokenizer, self._skipped, self._skip = tokenizer, skipped, skip
         self._window: list[int] = []
-        self._whole = 0
+        self._whole = 0  # tokens of the window whose text is final
 
     @property
     def holds(self) -> bool:
@@ -185,3 +166,6 @@ class _Windowed:
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=self._skip) if tokens else ""
+
+
+TokenStream: TypeAlias = _Chain | _Windowed

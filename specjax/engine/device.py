@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,17 +11,29 @@ from typing import Any
 import jax
 
 from specjax.drafters.base import Params
-from specjax.engine.executables import Key, Program
+from specjax.engine.buckets import Key
+from specjax.engine.executables import Program
 from specjax.engine.outputs import Output
 from specjax.state import DecodeState
 
 
 class OutOfMemory(Exception):
-    """A program had no room to run."""
+    """A program had no room to run; smaller ones may have."""
 
     def __init__(self, key: Key, error: Exception) -> None:
         super().__init__(f"out of memory: {key}")
         self.key, self.error = key, error
+
+
+@contextlib.contextmanager
+def running(key: Key) -> Iterator[None]:
+    """Raises `OutOfMemory` where the launch or the output of a program raises XLA's error that means it."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            raise OutOfMemory(key, error) from error
+        raise
 
 
 class Device:
@@ -46,16 +59,13 @@ class Device:
         """Waits for the allocation; raises what made it fail."""
         return self._state.result()
 
-    @state.setter
-    def state(self, state: DecodeState) -> None:
+    def _set(self, state: DecodeState | Exception) -> None:
+        """Sets what `state` returns or raises. After an interrupt just before, the donated state counts as lost."""
         future: Future[DecodeState] = Future()
-        future.set_result(state)
-        self._state = future  # last: after an interrupt before, the donated state counts as lost
-
-    def _lose(self, error: Exception) -> None:
-        """From now on `state` raises this."""
-        future: Future[DecodeState] = Future()
-        future.set_exception(error)
+        if isinstance(state, Exception):
+            future.set_exception(state)
+        else:
+            future.set_result(state)
         self._state = future
 
     def renew(self) -> None:
@@ -64,12 +74,12 @@ class Device:
         Raises:
             Exception: it cannot be allocated. `state` raises the same from now on, until `renew` succeeds.
         """
-        self._lose(RuntimeError("there is no state"))
+        self._set(RuntimeError("there is no state"))
         try:
             with self._launch_lock:
-                self.state = jax.block_until_ready(self._new_state())
+                self._set(jax.block_until_ready(self._new_state()))
         except Exception as error:
-            self._lose(error)
+            self._set(error)
             raise
 
     @property
@@ -93,19 +103,12 @@ class Device:
         Raises:
             OutOfMemory: XLA has no room for it.
         """
-        try:
-            with self._launch_lock:
-                self.state, output = program(self._params, self.state, inputs)
-        except jax.errors.JaxRuntimeError as error:
-            raise classified(error, key) from error
+        with running(key), self._launch_lock:
+            state, output = program(self._params, self.state, inputs)
+            self._set(state)
         return output
 
     def update(self, change: Callable[..., DecodeState], *arguments: Any) -> None:
         """Replaces the state by ``change(state, *arguments)``."""
         with self._launch_lock:
-            self.state = change(self.state, *arguments)
-
-
-def classified(error: Exception, key: Key) -> Exception:
-    """An `OutOfMemory`, which smaller programs may avoid, where a program's error means that; else the error itself."""
-    return OutOfMemory(key, error) if "RESOURCE_EXHAUSTED" in str(error) else error
+            self._set(change(self.state, *arguments))

@@ -28,7 +28,7 @@ from specjax.cache import PoolShape
 from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
 from specjax.engine.buckets import Buckets, Key
 from specjax.engine.config import EngineConfig, check_config
-from specjax.engine.device import Device, OutOfMemory, classified
+from specjax.engine.device import Device, OutOfMemory, running
 from specjax.engine.executables import Executables, use_compilation_cache
 from specjax.engine.generation import FairLock, complete
 from specjax.engine.generation import stream as stream_chunks
@@ -349,10 +349,8 @@ class Engine:
         """Reads the oldest step in flight. Returns the sequences that have new tokens or have finished."""
         flight = self._in_flight.popleft()
         wanted = any(sequence.wants_logprobs for sequence in flight.sequences)
-        try:
+        with running(flight.key):
             read = read_output(flight.output, self._top if wanted else None)
-        except jax.errors.JaxRuntimeError as error:
-            raise classified(error, flight.key) from error
         changed = []
         for i, sequence in enumerate(flight.sequences):
             if sequence.status is Status.FINISHED or (read.emitted[i] == 0 and read.finish[i] != NOT_FINITE):

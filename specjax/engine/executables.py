@@ -24,7 +24,7 @@ from specjax.compiling import compiler_options
 from specjax.drafters.base import Drafter, Params
 from specjax.engine import program_store
 from specjax.engine.buckets import Buckets, Key
-from specjax.engine.outputs import Output, pack
+from specjax.engine.outputs import Output, packed
 from specjax.engine.phases import PhaseTimes, compile_in_phases
 from specjax.models.target import Target
 from specjax.progress import progress_bar
@@ -49,13 +49,6 @@ def use_compilation_cache(folder: Path | None = None) -> None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         program_store.keep_in(folder.with_name(program_store.FOLDER))
-
-
-def _packed(
-    function: Callable[..., Any], params: Params, state: DecodeState, inputs: Any, **fixed: Any
-) -> tuple[DecodeState, Output]:
-    state, output = function(params, state, inputs, **fixed)
-    return state, pack(output)
 
 
 class Unavailable(RuntimeError):
@@ -295,7 +288,7 @@ class Executables:
             with self._device_idle() if self._exclusive else contextlib.nullcontext():
                 return lowered.compile()
 
-        function = partial(_packed, function, **fixed)
+        function = partial(packed, function, **fixed)
         return program_store.stored(function, arguments, compile, (options, self._cpu_kernels()))
 
     @contextlib.contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Iterator
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from specjax.engine.deltas import StreamChunk, take_delta
@@ -19,11 +18,8 @@ ENGINE_FAILED = "the engine failed while the request ran"
 
 
 class FairLock:
-    """Reentrant, and handed to a thread that waits before the one that has just released it.
-
-    Python's own locks may be taken again at once by that thread, so that a thread that works in a loop keeps all others
-    out.
-    """
+    """Reentrant, and handed to a waiting thread before the one that has just released it, which could take one of
+    Python's own locks again at once: a thread that works in a loop would keep all others out."""
 
     def __init__(self) -> None:
         self._door, self._lock = threading.Lock(), threading.RLock()
@@ -38,7 +34,7 @@ class FairLock:
             self._lock.acquire()
             self._owner, self._depth = threading.get_ident(), 1
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+    def __exit__(self, *_: object) -> None:
         try:
             self._depth -= 1
             if not self._depth:

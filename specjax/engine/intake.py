@@ -52,10 +52,11 @@ class Salts:
     def __call__(self, cache_salt: str | None) -> int:
         """A 32-bit word, not 0 where the request is to be kept apart."""
         if cache_salt is not None:
-            return self._word(b"salt" + cache_salt.encode("utf-8", "surrogatepass"))
-        return 0 if self._numbers is None else self._word(b"request" + str(next(self._numbers)).encode())
-
-    def _word(self, text: bytes) -> int:
+            text = b"salt" + cache_salt.encode("utf-8", "surrogatepass")
+        elif self._numbers is not None:
+            text = b"request" + str(next(self._numbers)).encode()
+        else:
+            return 0
         return int.from_bytes(hashlib.blake2b(text, key=self._key, digest_size=4).digest(), "little") or 1
 
 
@@ -87,7 +88,9 @@ class Intake:
         if isinstance(prompt, list | tuple) and prompt:
             messages = isinstance(prompt[0], Mapping)
             if messages:
-                self._check_characters(sum(map(_characters, prompt)), SHRINKS)  # a template may leave some out
+                values = itertools.chain(*(each.values() for each in prompt if isinstance(each, Mapping)))
+                count = sum(len(value) for value in values if isinstance(value, str))
+                self._check_characters(count, SHRINKS)  # a template may leave some out
             if len(prompt) > self.context_length:
                 what = "messages" if messages else "tokens"
                 raise ValueError(f"the prompt has {len(prompt)} {what}, but the context is {self.context_length}")
@@ -102,7 +105,7 @@ class Intake:
         Raises:
             ValueError: it is too long.
         """
-        self._check_characters(len(text), 1)
+        self._check_characters(len(text))
         size = DENSE * self.context_length
         while size < len(text):
             count = len(self.tokenizer(text[:size], add_special_tokens=False)["input_ids"])
@@ -113,9 +116,8 @@ class Intake:
                 )
             size *= 4
 
-    def _check_characters(self, count: int, factor: int) -> None:
-        most = self.most_characters * factor
-        if count > most:
+    def _check_characters(self, count: int, factor: int = 1) -> None:
+        if count > (most := self.most_characters * factor):
             raise ValueError(f"the prompt has {count} characters; the context can hold no more than {most}")
 
     @functools.cached_property
@@ -137,10 +139,9 @@ class Intake:
         """
         tokens = self.encode(prompt)
         number = next(self._numbers)
-        limit = self._limit(len(tokens), sampling)
+        limit = self._limit(len(tokens), sampling.max_new_tokens)
         for what, ids in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
-            outside = [token for token in ids if not 0 <= int(token) < self.vocab_size]
-            if outside:
+            if outside := [token for token in ids if not 0 <= int(token) < self.vocab_size]:
                 last = self.vocab_size - 1
                 raise ParameterError(what, f"holds {outside[0]!s:.40}; token ids of this model are 0 to {last}")
         stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_ids))))
@@ -148,16 +149,17 @@ class Intake:
         if minimum > limit:
             raise ParameterError("min_new_tokens", f"{minimum} exceeds the {limit} tokens there is room for")
         if minimum and len(stops) > STOP_IDS:
-            raise ParameterError(
-                "min_new_tokens",
-                f"works with at most {STOP_IDS} stop ids (the device's); this request has {len(stops)}",
-            )
+            problem = f"works with at most {STOP_IDS} stop ids (the device's); this request has {len(stops)}"
+            raise ParameterError("min_new_tokens", problem)
+        seed = sampling.seed
+        if seed is None:
+            seed = random_seed() if self.seeds is None else self.seeds.randrange(GENERATED_SEEDS)
         return Sequence(
             id=id if id is not None else f"request-{number}",
             prompt=tokens,
             params=sampling,
             limit=limit,
-            seed=self._seed() if sampling.seed is None else sampling.seed,
+            seed=seed,
             device_stops=stops[:STOP_IDS],
             host_stops=frozenset(stops[STOP_IDS:]),
             stream=TextStream(
@@ -171,26 +173,21 @@ class Intake:
             histogram=[0] * (self.depth + 1),
         )
 
-    def _limit(self, prompt: int, sampling: SamplingParams) -> int:
-        room = self.context_length - prompt
-        if room < 1:
+    def _limit(self, prompt: int, wanted: int | None) -> int:
+        """Tokens to emit after a prompt of so many."""
+        if prompt >= self.context_length:
             raise ValueError(f"the prompt has {prompt} tokens, but the context is {self.context_length}")
-        wanted = sampling.max_new_tokens
-        if wanted is not None and wanted > room:
+        room, fitting, least = self.context_length - prompt, self.pool_tokens - prompt + 1, wanted or 1
+        if least > room:
+            problem = f"{least!s:.40} and the prompt's {prompt} tokens exceed the context of {self.context_length}"
+            raise ParameterError("max_new_tokens", problem)
+        if least > fitting:
             raise ParameterError(
                 "max_new_tokens",
-                f"{wanted!s:.40} and the prompt's {prompt} tokens exceed the context of {self.context_length}",
-            )
-        if prompt + (wanted or 1) - 1 > self.pool_tokens:
-            raise ParameterError(
-                "max_new_tokens",
-                f"{wanted or 1} and the prompt's {prompt} tokens do not fit the KV pool of {self.pool_tokens} tokens "
+                f"{least} and the prompt's {prompt} tokens do not fit the KV pool of {self.pool_tokens} tokens "
                 "(--max-total-tokens)",
             )
-        return wanted if wanted is not None else min(room, self.pool_tokens - prompt + 1)
-
-    def _seed(self) -> int:
-        return random_seed() if self.seeds is None else self.seeds.randrange(GENERATED_SEEDS)
+        return wanted or min(room, fitting)
 
 
 def with_sampling(
@@ -210,38 +207,23 @@ def with_sampling(
         TypeError: `prompts` holds no prompts, or `sampling` no parameters.
         ValueError: there is not one `sampling` for each prompt, or a parameter is wrong.
     """
-    _check_prompts(prompts)
-    items = [prompts] if isinstance(prompts, str) else list(prompts)
-    single = isinstance(prompts, str) or (bool(items) and isinstance(items[0], int | np.integer | Mapping))
-    batch: list[Any] = [prompts if isinstance(prompts, str) else items] if single else items
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        forms = "a string, a list of token ids, a list of messages, or a list of these"
+        raise TypeError(f"prompts must be {forms}, got {prompts!r:.60}")
+    items: Any = prompts if isinstance(prompts, str) else list(prompts)
+    single = isinstance(items, str) or (bool(items) and isinstance(items[0], int | np.integer | Mapping))
+    batch: list[Any] = [items] if single else items
 
     def filled(given: Any) -> SamplingParams:
+        if isinstance(given, SamplingParams):
+            return given
         if given is None or isinstance(given, Mapping):
             return SamplingParams.from_mapping({**defaults, **(given or {})})
-        if not isinstance(given, SamplingParams):
-            raise TypeError(
-                "sampling must be a SamplingParams, a dict of its fields, or a list with one for each, "
-                f"got {given!r:.60}"
-            )
-        return given
+        forms = "a SamplingParams, a dict of its fields, or a list with one for each"
+        raise TypeError(f"sampling must be {forms}, got {given!r:.60}")
 
-    if isinstance(sampling, list | tuple):
-        each = [filled(given) for given in sampling]
-    else:
-        each = [filled(sampling)] * len(batch)
+    several = isinstance(sampling, list | tuple)
+    each = [filled(given) for given in sampling] if several else [filled(sampling)] * len(batch)
     if len(each) != len(batch):
         raise ValueError(f"{len(batch)} prompts, but {len(each)} sampling parameters")
     return single, list(zip(batch, each, strict=True))
-
-
-def _check_prompts(prompts: object) -> None:
-    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
-        raise TypeError(
-            "prompts must be a string, a list of token ids, a list of messages, or a list of these, "
-            f"got {prompts!r:.60}"
-        )
-
-
-def _characters(message: Any) -> int:
-    """Of all strings of a message."""
-    return sum(len(value) for value in message.values() if isinstance(value, str))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from specjax.engine.sequence import RawLogprob, Sequence
-from specjax.state import FULL, NOT_FINITE, STOPPED, Logprobs, StepOutput, Trace
+from specjax.state import FULL, NOT_FINITE, STOPPED, DecodeState, Logprobs, StepOutput, Trace
 from specjax.viz.trees import step_tree
 
 logger = logging.getLogger(__name__)
@@ -42,13 +43,16 @@ class Output(NamedTuple):
     trace: Trace | None
 
 
-def pack(output: StepOutput) -> Output:
-    """Packs a step's output; traced as a part of the step."""
-    packed = jnp.concatenate([output.emitted[:, None], output.finish[:, None], output.tokens], axis=1)
+def packed(
+    function: Callable[..., tuple[DecodeState, StepOutput]], *given: Any, **fixed: Any
+) -> tuple[DecodeState, Output]:
+    """A step or a prefill with its output packed, to be traced."""
+    state, output = function(*given, **fixed)
+    integers = jnp.concatenate([output.emitted[:, None], output.finish[:, None], output.tokens], axis=1)
     found, rows = output.logprobs, output.emitted.shape[0]
     floats = [found.drawn, found.top.reshape(rows, -1)]
     bits = [jax.lax.bitcast_convert_type(part, jnp.int32) for part in floats]
-    return Output(packed, jnp.concatenate([*bits, found.top_ids.reshape(rows, -1)], axis=1), output.trace)
+    return state, Output(integers, jnp.concatenate([*bits, found.top_ids.reshape(rows, -1)], axis=1), output.trace)
 
 
 class Read(NamedTuple):

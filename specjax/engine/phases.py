@@ -11,7 +11,7 @@ import jax
 
 from specjax.compiling import compiler_options
 from specjax.drafters.base import Drafter, Params
-from specjax.engine.outputs import Output, pack
+from specjax.engine.outputs import Output, packed
 from specjax.models.target import Target
 from specjax.step import DecodeState, StepConfig, StepInput, check_phase, commit_phase, draft_phase
 from specjax.verify import Verifier
@@ -44,12 +44,9 @@ def compile_in_phases(
 ) -> Any:
     """`speculate_step` for arguments of these shapes, as a function that adds to `times`."""
 
-    def finish(*given: Any) -> tuple[DecodeState, Output]:
-        state, output = commit_phase(*given, drafter=drafter, config=config)
-        return state, pack(output)
-
     propose = partial(draft_phase, drafter=drafter, config=config)
     check = partial(check_phase, target=target, drafter=drafter, verify=verify, config=config)
+    finish = partial(packed, commit_phase, drafter=drafter, config=config)
     tree, _ = jax.eval_shape(propose, *arguments)
     checked = jax.eval_shape(check, *arguments, tree)
     jit = partial(jax.jit, compiler_options=compiler_options())
