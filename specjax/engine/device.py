@@ -26,7 +26,7 @@ class OutOfMemory(Exception):
 
 
 @contextlib.contextmanager
-def running(key: Key) -> Iterator[None]:
+def memory_checked(key: Key) -> Iterator[None]:
     """Raises `OutOfMemory` where the launch or the output of a program raises XLA's error that means it."""
     try:
         yield
@@ -103,7 +103,7 @@ class Device:
         Raises:
             OutOfMemory: XLA has no room for it.
         """
-        with running(key), self._launch_lock:
+        with memory_checked(key), self._launch_lock:
             state, output = program(self._params, self.state, inputs)
             self._set(state)
         return output

@@ -28,7 +28,7 @@ from specjax.cache import PoolShape
 from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
 from specjax.engine.buckets import Buckets, Key
 from specjax.engine.config import EngineConfig, check_config
-from specjax.engine.device import Device, OutOfMemory, running
+from specjax.engine.device import Device, OutOfMemory, memory_checked
 from specjax.engine.executables import Executables, use_compilation_cache
 from specjax.engine.generation import FairLock, complete
 from specjax.engine.generation import stream as stream_chunks
@@ -76,8 +76,7 @@ class Engine:
         check_config(config)
         self.lock = FairLock()
         self.target, self.params, self.tokenizer, self.drafter = target, params, tokenizer, drafter
-        self.config, self.eos_ids = config, eos_ids
-        self.sampling_defaults = sampling_defaults
+        self.config, self.eos_ids, self.sampling_defaults = config, eos_ids, sampling_defaults
         self.vocab_size = target.config.vocab_size
         self.context_length = config.context_length or target.config.max_positions
         if self.context_length > target.config.max_positions:
@@ -85,17 +84,15 @@ class Engine:
                 f"EngineConfig.context_length {self.context_length} exceeds the model's "
                 f"{target.config.max_positions} positions"
             )
-        self._top = min(TOP_LOGPROBS, self.vocab_size)
         self.platform = jax.default_backend()
-        rows = config.max_running_requests
+        rows, size = config.max_running_requests, config.page_size
         tokens = pool_tokens(target, config, self.context_length, self.platform, drafter, params)
-        self.pool = PoolShape(max(tokens // config.page_size, 1), config.page_size)
-        request_pages = min(-(-self.context_length // config.page_size), self.pool.pages)
+        self.pool = PoolShape(max(tokens // size, 1), size)
+        request_pages = min(-(-self.context_length // size), self.pool.pages)
         chunk = config.chunked_prefill_size
         self.buckets = Buckets.build(self.platform, drafter, rows=rows, request_pages=request_pages, chunk=chunk)
-        self.lookahead = (2 if config.overlap else 1) * (drafter.depth + 1)
-        pages, size = self.pool
-        self.scheduler = Scheduler(rows=rows, pages=pages, page_size=size, lookahead=self.lookahead)
+        lookahead = (2 if config.overlap else 1) * (drafter.depth + 1)
+        self.scheduler = Scheduler(rows=rows, pages=self.pool.pages, page_size=size, lookahead=lookahead)
         shapes = jax.eval_shape(self._new_state)
         variants = {"verify": verify, "trace": config.trace, "time_phases": config.time_phases}
         self.executables = Executables(target, drafter, self.buckets, params, shapes, **variants)
@@ -108,7 +105,7 @@ class Engine:
             tokenizer=tokenizer,
             vocab_size=self.vocab_size,
             context_length=self.context_length,
-            pool_tokens=self.pool.pages * self.pool.page_size,
+            pool_tokens=self.pool.pages * size,
             eos_ids=eos_ids,
             depth=drafter.depth,
             salts=Salts(isolate=config.isolate_ngrams),
@@ -196,11 +193,7 @@ class Engine:
         return self.enqueue(self.intake.sequence(prompt, sampling, id=id))
 
     def enqueue(self, sequence: Sequence) -> Sequence:
-        """Queues a sequence that `intake` made.
-
-        Raises:
-            ValueError: a request with this id is waiting or running.
-        """
+        """Queues a sequence that `intake` made. Raises ValueError while a request with its id waits or runs."""
         with self.lock:
             if sequence.id in self._by_id:
                 raise ValueError(f"a request with id {sequence.id!r} is running")
@@ -219,13 +212,12 @@ class Engine:
             message: of its finish reason, where the fault is ours.
         """
         with self.lock:
-            sequence = self._by_id.get(id)
-            return sequence is not None and self.end(sequence, message)
+            return (sequence := self.find(id)) is not None and self.end(sequence, message)
 
     def end(self, sequence: Sequence, message: str | None = None) -> bool:
         """`abort` for this very sequence: another one with the same id goes on."""
         with self.lock:
-            if self._by_id.get(sequence.id) is not sequence:
+            if self.find(sequence.id) is not sequence:
                 return False
             sequence.abort(message)
             self._finish(sequence)
@@ -240,8 +232,7 @@ class Engine:
         with self.lock:
             ended = list(self._by_id.values())
             for sequence in ended:
-                sequence.abort(message)
-                self._finish(sequence)
+                self.end(sequence, message)
             self._in_flight.clear()
             self._unreported.clear()
             self.device.renew()
@@ -343,15 +334,14 @@ class Engine:
     def _collect_all_but(self, count: int) -> None:
         """Reads the steps in flight, the oldest first, until `count` are left."""
         while len(self._in_flight) > count:
-            self._unreported.extend(self._collect())
+            self._collect()
 
-    def _collect(self) -> list[Sequence]:
-        """Reads the oldest step in flight. Returns the sequences that have new tokens or have finished."""
+    def _collect(self) -> None:
+        """Reads the oldest step in flight, and reports the sequences that have new tokens or have finished."""
         flight = self._in_flight.popleft()
         wanted = any(sequence.wants_logprobs for sequence in flight.sequences)
-        with running(flight.key):
-            read = read_output(flight.output, self._top if wanted else None)
-        changed = []
+        with memory_checked(flight.key):
+            read = read_output(flight.output, min(TOP_LOGPROBS, self.vocab_size) if wanted else None)
         for i, sequence in enumerate(flight.sequences):
             if sequence.status is Status.FINISHED or (read.emitted[i] == 0 and read.finish[i] != NOT_FINITE):
                 continue
@@ -363,8 +353,7 @@ class Engine:
                 self.counters.verified += kept
             if sequence.finish_reason is not None:
                 self._finish(sequence)
-            changed.append(sequence)
-        return changed
+            self._unreported.append(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
@@ -405,11 +394,7 @@ class Engine:
             return True
 
     def check_integrity(self) -> None:
-        """Counts every page and slot.
-
-        Raises:
-            AssertionError: one is lost, held twice, or held by nobody.
-        """
+        """Counts every page and slot. Raises AssertionError if one is lost, held twice, or held by nobody."""
         with self.lock:
             self.scheduler.check_integrity()
             assert set(self._by_id.values()) == {*self.scheduler.waiting, *self.scheduler.active}

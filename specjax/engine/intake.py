@@ -212,7 +212,7 @@ def with_sampling(
         raise TypeError(f"prompts must be {forms}, got {prompts!r:.60}")
     items: Any = prompts if isinstance(prompts, str) else list(prompts)
     single = isinstance(items, str) or (bool(items) and isinstance(items[0], int | np.integer | Mapping))
-    batch: list[Any] = [items] if single else items
+    batch = cast(list[Any], [items] if single else items)
 
     def filled(given: Any) -> SamplingParams:
         if isinstance(given, SamplingParams):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 
 
 class PageAllocator:
@@ -11,9 +13,9 @@ class PageAllocator:
     def __init__(self, pages: int) -> None:
         if pages < 1:
             raise ValueError(f"a pool needs at least one page, got {pages}")
-        self.pages = pages
+        self._pages = pages
         self._free = list(range(pages - 1, -1, -1))
-        self._owners = [0] * pages
+        self._owners = Counter[int]()
 
     @property
     def free(self) -> int:
@@ -26,22 +28,19 @@ class PageAllocator:
         if count > len(self._free):
             return None
         taken = [self._free.pop() for _ in range(count)]
-        for page in taken:
-            self._owners[page] = 1
+        self._owners.update(taken)
         return taken
 
     def share(self, pages: Iterable[int]) -> None:
         """One more owner for pages that are held.
 
         Raises:
-            ValueError: a page is free.
+            ValueError: a page is free. Nothing has changed.
         """
         pages = list(pages)
-        for page in pages:
-            if self._owners[page] == 0:
-                raise ValueError(f"page {page} is free: it cannot be shared")
-        for page in pages:
-            self._owners[page] += 1
+        if free := [page for page in pages if not self._owners[page]]:
+            raise ValueError(f"page {free[0]} is free: it cannot be shared")
+        self._owners.update(pages)
 
     def release(self, pages: Iterable[int]) -> None:
         """One owner fewer for each of these pages.
@@ -50,10 +49,10 @@ class PageAllocator:
             ValueError: a page is free already.
         """
         for page in pages:
-            if self._owners[page] == 0:
+            if not self._owners[page]:
                 raise ValueError(f"page {page} is released twice")
             self._owners[page] -= 1
-            if self._owners[page] == 0:
+            if not self._owners[page]:
                 self._free.append(page)
 
     def check_integrity(self, held: Iterable[Iterable[int]]) -> None:
@@ -62,13 +61,6 @@ class PageAllocator:
         Raises:
             AssertionError: a page leaked, is free and held, or is free twice.
         """
-        counts = [0] * self.pages
-        for pages in held:
-            for page in pages:
-                counts[page] += 1
-        assert counts == self._owners, {
-            page: (mine, counted) for page, (mine, counted) in enumerate(zip(self._owners, counts, strict=True))
-            if mine != counted
-        }  # fmt: skip
-        assert len(set(self._free)) == len(self._free), "a page is twice in the free list"
-        assert sorted(self._free) == [page for page, owners in enumerate(counts) if owners == 0]
+        counts = Counter(chain.from_iterable(held))
+        assert counts == self._owners, f"held: {counts}, known: {self._owners}"
+        assert sorted([*self._free, *counts]) == list(range(self._pages)), "a page is free and held, or free twice"

@@ -20,12 +20,11 @@ if this text could be a special token or a part of one.
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 Message = Mapping[str, Any]
@@ -48,13 +47,19 @@ class PlainText:
         if core is None:
             raise ValueError(f"{FLAG} needs a fast tokenizer, got a {type(tokenizer).__name__}")
         added = core.get_added_tokens_decoder()
-        self._names = {
-            token.content: "".join(secrets.choice(string.ascii_lowercase) for _ in range(32))
-            for token in added.values()
-            if token.special
-        }
+        special = {token.content: id for id, token in added.items() if token.special}
+        letters = string.ascii_lowercase
+        self._names = {name: "".join(secrets.choice(letters) for _ in range(32)) for name in special}
         self._copy = _renamed(core, self._names)
-        self._check(core, {token.content: id for id, token in added.items() if token.special})
+        for name, id in special.items():
+            renamed = self._names[name]
+            expected = core.encode(f"a{name}b", add_special_tokens=False).ids
+            found = self.encode(f"a{renamed}b", add_special_tokens=False)
+            if name.isspace() or self._copy.token_to_id(renamed) != id or found != expected:
+                raise ValueError(
+                    f"{FLAG} does not work with this tokenizer: its special token {name!r:.60} (id {id}) is found in "
+                    "text in another way than word for word"
+                )
         # As the tokenizer finds them: leftmost, then longest, and those that are not special hide others, too.
         found = sorted((token.content for token in added.values()), key=len, reverse=True)
         self._tokens = re.compile("|".join(map(re.escape, found)) or r"(?!)")
@@ -80,23 +85,28 @@ class PlainText:
         Raises:
             ValueError: text of users could become a special token.
         """
-        users = [written for message in messages for written in _written(message)]
-        given = itertools.chain((str(message.get("role")) for message in messages), _keys(messages))
-        if held := next(filter(None, map(self._special_in, given)), None):
-            raise ValueError(
-                f"a role or a key of the messages holds {held!r:.60}, a special token, which {FLAG} refuses"
-            )
+        contents = [{key: value for key, value in message.items() if key != "role"} for message in messages]
+        for given in (*(str(message["role"]) for message in messages), *_strings(contents, keys=True)):
+            if held := next((name for name in self._names if name in given), None):
+                raise ValueError(
+                    f"a role or a key of the messages holds {held!r:.60}, a special token, which {FLAG} refuses"
+                )
+        users = list(_strings(contents))
         seen = frozenset[str]().union(*users)
         letters = frozenset(character for character in seen if not character.isspace())
         for exchanged in (letters, seen & self._marks):
-            table = _exchange(exchanged, seen.union(text))
+            taken = seen.union(text)
+            free = (chr(code) for codes in _PRIVATE for code in codes if chr(code) not in taken)
+            table = dict(zip(sorted(exchanged), free, strict=False))
             if len(table) < len(exchanged):
                 continue
-            back = {ord(private): ord(character) for character, private in table.items()}
-            marked = _rendered(messages, str.maketrans(table), render)
-            if marked is None or marked.translate(back) != text:
+            translate = str.maketrans(table)
+            try:
+                marked = render([_exchanged(message, translate) | {"role": message["role"]} for message in messages])
+            except Exception:  # a template is a program
                 continue
-            if letters <= exchanged or self._are_templates(marked, template):
+            back = {ord(private): ord(character) for character, private in table.items()}
+            if marked.translate(back) == text and (letters <= exchanged or self._are_templates(marked, template)):
                 return self._encode_markup(marked, back)
         folded = "\n".join(users).casefold()
         if part := next((part for part in self._parts if part in folded), None):
@@ -114,22 +124,8 @@ class PlainText:
 
     def _are_templates(self, text: str, template: str) -> bool:
         """Whether the template names all special tokens of a text, so that it made none out of other words."""
-        found = {match[0] for match in self._tokens.finditer(text)} & self._names.keys()
+        found = self._names.keys() & self._tokens.findall(text)
         return all(name in template or name in self._named for name in found)
-
-    def _special_in(self, text: str) -> str | None:
-        return next((name for name in self._names if name in text), None)
-
-    def _check(self, core: Any, ids: Mapping[str, int]) -> None:
-        for name, id in ids.items():
-            renamed = self._names[name]
-            expected = core.encode(f"a{name}b", add_special_tokens=False).ids
-            found = self._copy.encode(f"a{renamed}b", add_special_tokens=False).ids
-            if name.isspace() or self._copy.token_to_id(renamed) != id or found != expected:
-                raise ValueError(
-                    f"{FLAG} does not work with this tokenizer: its special token {name!r:.60} (id {id}) is found in "
-                    "text in another way than word for word"
-                )
 
 
 def _renamed(core: Any, names: Mapping[str, str]) -> Any:
@@ -156,54 +152,27 @@ def _renamed(core: Any, names: Mapping[str, str]) -> Any:
 
 def _ends(name: str) -> Iterator[str]:
     """The shortest beginning and end of a special token that words do not have, of at least two characters."""
-    for sizes in (range(2, len(name)), range(-2, -len(name), -1)):
-        parts = (name[:size] if size > 0 else name[size:] for size in sizes)
+    for parts in ((name[:size] for size in range(2, len(name))), (name[-size:] for size in range(2, len(name)))):
         yield next((part for part in parts if not part.isalnum()), name)
 
 
-def _exchange(characters: Iterable[str], taken: frozenset[str]) -> dict[str, str]:
-    """A private-use character for each, none of which is taken. Too many characters get none."""
-    private = (chr(code) for codes in _PRIVATE for code in codes)
-    return dict(zip(sorted(characters), (free for free in private if free not in taken), strict=False))
-
-
-def _rendered(messages: Sequence[Message], table: Mapping[int, str], render: Render) -> str | None:
-    """The messages with users' characters exchanged; None: the template refuses them."""
-
-    def exchanged(value: Any) -> Any:
-        if isinstance(value, str):
-            return value.translate(table)
-        if isinstance(value, Mapping):
-            return {key: exchanged(each) for key, each in value.items()}
-        return [exchanged(each) for each in value] if isinstance(value, list | tuple) else value
-
-    try:
-        return render(
-            [{key: value if key == "role" else exchanged(value) for key, value in m.items()} for m in messages]
-        )
-    except Exception:  # a template is a program
-        return None
-
-
-def _written(value: Any, *, top: bool = True) -> Iterator[str]:
-    """The strings of a message that users wrote: all except its role."""
+def _exchanged(value: Any, table: Mapping[int, str]) -> Any:
+    """A value of JSON with the characters of its strings, but not of its keys, exchanged."""
     if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            if not (top and key == "role"):
-                yield from _written(each, top=False)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _written(each, top=False)
-
-
-def _keys(value: Any) -> Iterator[str]:
-    """The keys of all mappings in messages."""
+        return value.translate(table)
     if isinstance(value, Mapping):
-        yield from (key for key in value if isinstance(key, str))
-        for each in value.values():
-            yield from _keys(each)
-    elif isinstance(value, list | tuple):
+        return {key: _exchanged(each, table) for key, each in value.items()}
+    return [_exchanged(each, table) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _strings(value: Any, *, keys: bool = False) -> Iterator[str]:
+    """The strings of a value of JSON, or the keys of its mappings."""
+    if isinstance(value, Mapping):
+        if keys:
+            yield from (key for key in value if isinstance(key, str))
+        value = list(value.values())
+    if isinstance(value, list | tuple):
         for each in value:
-            yield from _keys(each)
+            yield from _strings(each, keys=keys)
+    elif isinstance(value, str) and not keys:
+        yield value

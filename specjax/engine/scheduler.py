@@ -36,10 +36,9 @@ class Scheduler:
         admitted = []
         while self.waiting and self._slots:
             sequence = self.waiting[0]
+            need = self._pages_for(sequence, len(sequence.context))
             # One page for each running sequence stays free, or the newcomer would be retracted again at once.
-            spare = len(self.active)
-            need = self._pages_for(self._reach(sequence, len(sequence.context)))
-            if self.allocator.free < need + (spare if self.active else 0):
+            if self.allocator.free < need + len(self.active):
                 break
             pages = self.allocator.allocate(need)
             assert pages is not None
@@ -58,23 +57,23 @@ class Scheduler:
         return [s for s in self.active if s.status is Status.RUNNING]
 
     def reserve(self, sequences: Iterable[Sequence]) -> bool:
-        """Pages for all that these may commit before the next step is read. False: there are not enough."""
+        """Reserves pages for all that these may commit before the next step is read. False: there are not enough."""
         for sequence in sequences:
-            missing = self._pages_for(self._reach(sequence, sequence.committed)) - len(sequence.pages)
+            missing = self._pages_for(sequence, sequence.committed) - len(sequence.pages)
             pages = self.allocator.allocate(max(missing, 0))
             if pages is None:
                 return False
             sequence.pages.extend(pages)
         return True
 
-    def retract_youngest(self) -> Sequence:
+    def retract_youngest(self) -> None:
         """Sends the youngest back to the head of the queue. Its output is kept and never drawn again.
 
         Only when no step is in flight: what it emitted must have been read.
         """
         assert len(self.active) > 1, "one request alone always fits: Engine.add refuses those that do not"
         self.retractions += 1
-        return self._retract()
+        self._retract()
 
     def retract_all(self) -> None:
         """Sends all back to the queue, in order of arrival. What was not read of their output is drawn again."""
@@ -101,12 +100,11 @@ class Scheduler:
         assert not set(slots) & set(self._slots), "a slot is free and taken"
         assert all(s.slot is None and not s.pages for s in self.waiting), "a waiting sequence holds a slot or pages"
 
-    def _retract(self) -> Sequence:
+    def _retract(self) -> None:
         sequence = self.active[-1]
         self._leave(sequence)
         sequence.status = Status.WAITING
         self.waiting.appendleft(sequence)
-        return sequence
 
     def _leave(self, sequence: Sequence) -> None:
         self.allocator.release(sequence.pages)
@@ -115,8 +113,6 @@ class Scheduler:
         sequence.slot, sequence.pages = None, []
         self.active.remove(sequence)
 
-    def _reach(self, sequence: Sequence, committed: int) -> int:
-        return min(committed + self.lookahead, sequence.most_tokens)
-
-    def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
+    def _pages_for(self, sequence: Sequence, committed: int) -> int:
+        """Pages for all that may be committed before the next step is read."""
+        return -(-min(committed + self.lookahead, sequence.most_tokens) // self.page_size)
