@@ -9,6 +9,8 @@ import numpy as np
 from specjax.engine.sequence import Sequence
 from specjax.state import NO_DRAFT_LIMIT, NO_FORCED_TOKEN, PrefillInput, Row, StepInput, new_row
 
+_AS_THEY_ARE = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+
 
 def step_input(sequences: list[Sequence], batch: int, table: int, rows: int, pages: int) -> StepInput:
     """Input of a decode step: a bucket of `batch` entries with `table` pages each.
@@ -16,9 +18,11 @@ def step_input(sequences: list[Sequence], batch: int, table: int, rows: int, pag
     Empty entries get slots from R on; holes in the table hold P.
     """
     slots = rows + np.arange(batch, dtype=np.int32)
-    slots[: len(sequences)] = cast(Any, [sequence.slot for sequence in sequences])
-    inputs: Any = (slots, _page_table(sequences, batch, table, pages), np.arange(batch) < len(sequences))
-    return StepInput(*inputs)
+    page_table = np.full((batch, table), pages, np.int32)
+    for i, sequence in enumerate(sequences):
+        slots[i] = cast(int, sequence.slot)
+        page_table[i, : len(sequence.pages)] = sequence.pages
+    return StepInput(*cast(Any, (slots, page_table, np.arange(batch) < len(sequences))))
 
 
 def prefill_input(sequence: Sequence, width: int, table: int, pages: int) -> PrefillInput:
@@ -30,15 +34,9 @@ def prefill_input(sequence: Sequence, width: int, table: int, pages: int) -> Pre
     tokens = np.zeros((1, width), np.int32)
     tokens[0, :length] = context[sequence.prefilled : end]
     after = context[end] if end < len(context) else sequence.forced_token
-    inputs: dict[str, Any] = {
-        "slots": np.array([sequence.slot], np.int32),
-        "page_table": _page_table([sequence], 1, table, pages),
-        "active": np.ones(1, bool),
-        "tokens": tokens,
-        "length": np.array([length], np.int32),
-        "next_token": np.array([NO_FORCED_TOKEN if after is None else after], np.int32),
-    }
-    return PrefillInput(**inputs)
+    after = NO_FORCED_TOKEN if after is None else after
+    chunk: Any = {"tokens": tokens, "length": np.array([length], np.int32), "next_token": np.array([after], np.int32)}
+    return PrefillInput(*step_input([sequence], 1, table, 0, pages), **chunk)
 
 
 def admission_row(sequence: Sequence, vocab_size: int) -> Row:
@@ -52,22 +50,10 @@ def admission_row(sequence: Sequence, vocab_size: int) -> Row:
         draft_limit=NO_DRAFT_LIMIT if params.speculate else 0,
         logprobs=params.logprobs is not None,
         salt=sequence.salt,
-        temperature=params.temperature,
         top_k=min(params.top_k, vocab_size),
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        frequency_penalty=params.frequency_penalty,
-        presence_penalty=params.presence_penalty,
         min_tokens=params.min_new_tokens,
         stop_ids=sequence.device_stops,
         seed=sequence.seed,
         logit_bias=dict(params.logit_bias),
+        **{name: getattr(params, name) for name in _AS_THEY_ARE},
     )
-
-
-def _page_table(sequences: list[Sequence], batch: int, width: int, pages: int) -> np.ndarray:
-    table = np.full((batch, width), pages, np.int32)
-    for row, sequence in zip(table, sequences, strict=False):
-        row[: len(sequence.pages)] = sequence.pages
-    return table

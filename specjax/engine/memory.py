@@ -5,7 +5,6 @@ from __future__ import annotations
 import jax
 
 from specjax.cache import bytes_per_token
-from specjax.config import ModelConfig
 from specjax.drafters.base import Drafter, Params
 from specjax.engine.buckets import BLOCK_TOKENS
 from specjax.engine.config import EngineConfig
@@ -15,16 +14,8 @@ from specjax.state import init_state
 DEFAULT_POOL_TOKENS = 32_768
 """Of the pool on a CPU, where memory is shared with everything else."""
 
-
 STEP_COPIES = 2.5
 """Float32 arrays of [nodes, vocabulary] that a step holds at once: 2.1 to 2.3 in XLA's memory analysis."""
-
-
-def explicit_tree_bytes(model: ModelConfig, rows: int, drafter: Drafter) -> int:
-    """Temporaries of a full batch of trees beyond what `mem_fraction` leaves room for. Not 0 only for trees whose width
-    was set explicitly: others are limited to `BLOCK_TOKENS`."""
-    nodes = rows * drafter.width - BLOCK_TOKENS["gpu"] if drafter.explicit_width else 0
-    return int(STEP_COPIES * max(nodes, 0) * model.vocab_size * 4)
 
 
 def pool_tokens(
@@ -35,29 +26,29 @@ def pool_tokens(
     Raises:
         ValueError: they, or the temporaries of explicitly wide trees, do not fit the device.
     """
-    model, given = target.config, config.max_total_tokens
-    wanted = config.max_running_requests * context_length
+    given, rows = config.max_total_tokens, config.max_running_requests
+    wanted = rows * context_length
     stats = jax.local_devices()[0].memory_stats() or {}
     if platform == "cpu" or "bytes_limit" not in stats:
         return given or min(wanted, DEFAULT_POOL_TOKENS)
-    trees = explicit_tree_bytes(model, config.max_running_requests, drafter)
+    # Temporaries of trees beyond what `mem_fraction` leaves room for; `BLOCK_TOKENS` limits automatic widths.
+    nodes = max(rows * drafter.width - BLOCK_TOKENS["gpu"], 0) if drafter.explicit_width else 0
+    trees = int(STEP_COPIES * nodes * target.config.vocab_size * 4)
+    limit, used = stats["bytes_limit"], stats.get("bytes_in_use", 0)
+    fewer = f"EngineConfig.max_running_requests ({rows}) or draft.nodes ({drafter.width})"
     each = bytes_per_token(lambda pool: init_state(params, target, drafter, rows=1, pool=pool), config.page_size)
     if given is not None:
-        room = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-        if given * each + trees > room:
+        if given * each + trees > limit - used:
             raise ValueError(
-                f"EngineConfig.max_total_tokens {given} takes {given * each / 1e9:.2f} GB and a full "
-                f"batch's trees {trees / 1e9:.2f} GB, but {room / 1e9:.2f} GB are free; give fewer tokens, "
-                f"EngineConfig.max_running_requests ({config.max_running_requests}) or draft.nodes ({drafter.width})"
+                f"EngineConfig.max_total_tokens {given} takes {given * each / 1e9:.2f} GB and a full batch's trees "
+                f"{trees / 1e9:.2f} GB, but {(limit - used) / 1e9:.2f} GB are free; give fewer tokens, {fewer}"
             )
         return given
-    free = int(stats["bytes_limit"] * config.mem_fraction) - stats.get("bytes_in_use", 0) - trees
+    free = int(limit * config.mem_fraction) - used - trees
     if free < each * config.page_size:
-        limit, used = stats["bytes_limit"] / 1e9, stats.get("bytes_in_use", 0) / 1e9
         raise ValueError(
-            f"no memory is left for the KV pool: {used:.2f} of {limit:.2f} GB are taken, and "
+            f"no memory is left for the KV pool: {used / 1e9:.2f} of {limit / 1e9:.2f} GB are taken, and "
             f"EngineConfig.mem_fraction {config.mem_fraction:g} of it is for weights and pool; give a higher fraction, "
-            f"or fewer EngineConfig.max_running_requests ({config.max_running_requests}) or draft.nodes "
-            f"({drafter.width})"
+            f"or fewer {fewer}"
         )
     return min(wanted, free // each)

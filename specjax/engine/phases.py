@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,9 +30,8 @@ class PhaseTimes:
     def since(self, before: PhaseTimes) -> dict[str, float]:
         """Milliseconds a step, by phase."""
         steps = max(self.steps - before.steps, 1)
-        return {
-            name: 1e3 * (getattr(self, name) - getattr(before, name)) / steps for name in ("draft", "verify", "commit")
-        }
+        names = ("draft", "verify", "commit")
+        return {name: 1e3 * (getattr(self, name) - getattr(before, name)) / steps for name in names}
 
 
 def compile_in_phases(
@@ -54,18 +54,17 @@ def compile_in_phases(
     check_program = jit(check).lower(*arguments, tree).compile()
     commit = jit(finish, donate_argnums=1).lower(*arguments, tree, checked).compile()
 
+    def timed(name: str, program: Callable[..., Any], *given: Any) -> Any:
+        started = time.perf_counter()
+        result = jax.block_until_ready(program(*given))
+        setattr(times, name, getattr(times, name) + time.perf_counter() - started)
+        return result
+
     def step(params: Params, state: DecodeState, inputs: StepInput) -> tuple[DecodeState, Output]:
         jax.block_until_ready(state)
-        started = time.perf_counter()
-        tree, state = jax.block_until_ready(draft(params, state, inputs))
-        drafted = time.perf_counter()
-        checked = jax.block_until_ready(check_program(params, state, inputs, tree))
-        verified = time.perf_counter()
-        result = jax.block_until_ready(commit(params, state, inputs, tree, checked))
         times.steps += 1
-        times.draft += drafted - started
-        times.verify += verified - drafted
-        times.commit += time.perf_counter() - verified
-        return result
+        tree, state = timed("draft", draft, params, state, inputs)
+        checked = timed("verify", check_program, params, state, inputs, tree)
+        return timed("commit", commit, params, state, inputs, tree, checked)
 
     return step

@@ -32,11 +32,9 @@ def encode(
         ValueError: it is empty, of no known form, too long to fit whatever its tokens are, or holds an id outside the
             vocabulary.
     """
-
     if isinstance(prompt, str):
-        text = prompt
-        check(text)
-        tokens = tokenizer(text)["input_ids"] if plain is None else plain.encode(text, add_special_tokens=True)
+        check(prompt)
+        tokens = tokenizer(prompt)["input_ids"] if plain is None else plain.encode(prompt, add_special_tokens=True)
     elif isinstance(prompt, list | tuple) and prompt and all(isinstance(m, Mapping) for m in prompt):
         messages = cast(Any, prompt)
         text = _render(messages, tokenizer)
@@ -54,8 +52,7 @@ def encode(
         raise ValueError(f"a prompt is a string, a list of token ids or a list of messages, got {prompt!r:.80}")
     if not tokens:
         raise ValueError("the prompt is empty: there is nothing to continue")
-    outside = [token for token in tokens if not 0 <= token < vocab_size]
-    if outside:
+    if outside := [token for token in tokens if not 0 <= token < vocab_size]:
         raise ValueError(f"the prompt holds token {outside[0]!s:.40}; ids of this model are 0 to {vocab_size - 1}")
     return list(tokens)
 
