@@ -174,11 +174,7 @@ MakeStep: TypeAlias = Callable[[], Step]
 
 
 def decoder_steps(decoder: Any) -> list[MakeStep]:
-    """The chain of a decoder of the `tokenizers` library.
-
-    Raises:
-        UnknownDecoderError: it has a part that cannot be streamed.
-    """
+    """The chain of a decoder of the `tokenizers` library. Raises UnknownDecoderError for one that cannot stream."""
     if decoder is None:  # tokens are joined by spaces
         return [lambda: _Each(str, lambda token: " " + token)]
     found: list[MakeStep] = []
@@ -239,11 +235,8 @@ def cleans(tokenizer: Any) -> bool:
 
 
 def clean_up_steps(tokenizer: Any) -> list[MakeStep]:
-    """What transformers does to the text of a tokenizer's decoder.
-
-    Raises:
-        UnknownDecoderError: it does something else than what is known here.
-    """
+    """What transformers does to the text of a tokenizer's decoder. Raises UnknownDecoderError if that is something else
+    than what is known here."""
     if not cleans(tokenizer):
         return []
     probe = "".join(f"a{pattern}b {pattern}" for pattern, _ in _CLEAN_UP)

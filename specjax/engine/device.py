@@ -69,11 +69,8 @@ class Device:
         self._state = future
 
     def renew(self) -> None:
-        """Allocates an empty state in place of the old one, which is freed first.
-
-        Raises:
-            Exception: it cannot be allocated. `state` raises the same from now on, until `renew` succeeds.
-        """
+        """Allocates an empty state in place of the old one, which is freed first. Raises the error of a failed
+        allocation, as `state` does from then on, until `renew` succeeds."""
         self._set(RuntimeError("there is no state"))
         try:
             with self._launch_lock:
@@ -98,11 +95,7 @@ class Device:
             return True
 
     def run(self, key: Key, program: Program, inputs: Any) -> Output:
-        """Launches a step or a prefill.
-
-        Raises:
-            OutOfMemory: XLA has no room for it.
-        """
+        """Launches a step or a prefill. Raises OutOfMemory if XLA has no room for it."""
         with memory_checked(key), self._launch_lock:
             state, output = program(self._params, self.state, inputs)
             self._set(state)

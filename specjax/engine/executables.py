@@ -120,12 +120,8 @@ class Executables:
             )
 
     def get(self, key: Key) -> Program:
-        """The program of a key; compiles it, or waits for the thread that does.
-
-        Raises:
-            Unavailable: the key has failed before.
-            Exception: whatever the compiler raised.
-        """
+        """The program of a key; compiles it, or waits for the thread that does. Raises Unavailable if the key has
+        failed before, and whatever the compiler raises."""
         if key in self._failed:
             raise Unavailable(f"{key}: {self._failed[key]}")
         with self._lock:
@@ -155,11 +151,8 @@ class Executables:
             raise
 
     def first_usable(self, keys: Iterable[Key]) -> tuple[Key, Program]:
-        """The program of the first of these keys that has one; compiles it where needed.
-
-        Raises:
-            Unavailable: none of them has one.
-        """
+        """The first of these keys whose program exists or can be compiled, and the program. Raises Unavailable if there
+        is none."""
         problem = "there is none"
         for key in keys:
             try:
@@ -179,11 +172,8 @@ class Executables:
         self._failed[key] = problem
 
     def fail_from(self, key: Key, error: BaseException) -> None:
-        """`fail` for a program that ran out of memory, and for all that need more.
-
-        Raises:
-            Unavailable: there is none that needs less. Nothing is remembered then: memory may come back.
-        """
+        """`fail` for a program that ran out of memory, and for all that need more. Raises Unavailable if none needs
+        less; nothing is remembered then: memory may come back."""
         alike = [other for other in {key, *self._buckets.all_keys()} if other.kind == key.kind]
         larger = [other for other in alike if other.width >= key.width and other.table >= key.table]
         if all(other in larger or self.has_failed(other) for other in alike):

@@ -90,11 +90,7 @@ def stream(engine: Engine, sequences: list[Sequence]) -> Iterator[StreamChunk]:
 
 
 def advance(engine: Engine) -> None:
-    """One step. After a failed one the engine starts from an empty state.
-
-    Raises:
-        EngineError: the step failed.
-    """
+    """Runs one step. Raises EngineError if it fails; the engine then starts from an empty state."""
     try:
         engine.step()
     except Exception as error:

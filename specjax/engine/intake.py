@@ -132,11 +132,8 @@ class Intake:
         return self.context_length * max(map(len, self.tokenizer.get_vocab())) * shrinks
 
     def sequence(self, prompt: Prompt, sampling: SamplingParams, *, id: str | None = None) -> Sequence:
-        """A sequence that will fit.
-
-        Raises:
-            ValueError: an empty prompt, a token outside the vocabulary, or more tokens than fit.
-        """
+        """A sequence that will fit. Raises ValueError for an empty prompt, a token outside the vocabulary, or more
+        tokens than fit."""
         tokens = self.encode(prompt)
         number = next(self._numbers)
         limit = self._limit(len(tokens), sampling.max_new_tokens)

@@ -114,7 +114,6 @@ def take(sequence: Sequence, read: Read, output: Output, row: int, *, verified: 
 
 def _raw_logprobs(found: Logprobs, row: int, count: int, top: int) -> list[RawLogprob]:
     """Of the first `count` tokens of a row, each with its `top` likeliest."""
-    rows = zip(found.drawn[row, :count].tolist(), found.top_ids[row], found.top[row], strict=False)
-    return [
-        RawLogprob(drawn, tuple(zip(ids[:top].tolist(), best[:top].tolist(), strict=True))) for drawn, ids, best in rows
-    ]
+    drawn, ids, best = found.drawn[row, :count], found.top_ids[row, :count, :top], found.top[row, :count, :top]
+    tops = (tuple(zip(*pair, strict=True)) for pair in zip(ids.tolist(), best.tolist(), strict=True))
+    return list(map(RawLogprob, drawn.tolist(), tops))

@@ -32,22 +32,14 @@ class PageAllocator:
         return taken
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more owner for pages that are held.
-
-        Raises:
-            ValueError: a page is free. Nothing has changed.
-        """
+        """Adds an owner to pages. Raises ValueError, and changes nothing, if one of them is free."""
         pages = list(pages)
         if free := [page for page in pages if not self._owners[page]]:
             raise ValueError(f"page {free[0]} is free: it cannot be shared")
         self._owners.update(pages)
 
     def release(self, pages: Iterable[int]) -> None:
-        """One owner fewer for each of these pages.
-
-        Raises:
-            ValueError: a page is free already.
-        """
+        """Removes an owner from each of these pages. Raises ValueError for one that is free."""
         for page in pages:
             if not self._owners[page]:
                 raise ValueError(f"page {page} is released twice")
@@ -56,11 +48,8 @@ class PageAllocator:
                 self._free.append(page)
 
     def check_integrity(self, held: Iterable[Iterable[int]]) -> None:
-        """Every page is free or held by exactly the owners in `held` (one list of pages each).
-
-        Raises:
-            AssertionError: a page leaked, is free and held, or is free twice.
-        """
+        """Checks that every page is free or held by exactly the owners in `held` (one list of pages each). Raises
+        AssertionError if a page leaked, is free and held, or is free twice."""
         counts = Counter(chain.from_iterable(held))
         assert counts == self._owners, f"held: {counts}, known: {self._owners}"
         assert sorted([*self._free, *counts]) == list(range(self._pages)), "a page is free and held, or free twice"

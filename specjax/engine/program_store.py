@@ -165,11 +165,7 @@ def _usable(folder: Path) -> bool:
 
 
 def environment() -> Iterator[str]:
-    """All that a program depends on besides `parts`.
-
-    Raises:
-        Unknown: the running code may not be that of the files.
-    """
+    """All that every program depends on. Raises Unknown if the running code may not be that of the files."""
     yield sources()
     yield from (f"{package} {importlib.metadata.version(package)}" for package in _PACKAGES)
     device = jax.devices()[0]
@@ -187,11 +183,7 @@ def environment() -> Iterator[str]:
 
 @functools.cache
 def sources() -> str:
-    """A hash of the source files of both packages.
-
-    Raises:
-        Unknown: there are none, or one has changed since this process started.
-    """
+    """A hash of the source files of both packages. Raises Unknown if one has changed since this process started."""
     whole = hashlib.sha256()
     files = sorted(file for folder in _OURS for kind in ("*.py", "*.json") for file in folder.rglob(kind))
     for file in files:
@@ -213,11 +205,8 @@ def _processor() -> str:
 
 
 def describe(value: Any) -> Iterator[str]:
-    """Text that stands for a value: equal for values that are traced alike, in any process.
-
-    Raises:
-        Unknown: it holds something for which there is no such text.
-    """
+    """Text that stands for a value: equal for values that are traced alike, in any process. Raises Unknown if it holds
+    something for which there is no such text."""
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
     text, parts = name, ()

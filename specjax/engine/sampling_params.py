@@ -105,11 +105,7 @@ class SamplingParams:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """From JSON-like values.
-
-        Raises:
-            ValueError: an unknown name, or a value out of range.
-        """
+        """From JSON-like values. Raises ValueError for an unknown name or a value out of range."""
         names = {f.name for f in fields(cls)}
         unknown = sorted(set(values) - names)
         if unknown:

@@ -89,11 +89,7 @@ class Scheduler:
         sequence.status = Status.FINISHED
 
     def check_integrity(self) -> None:
-        """Every page and slot is where it should be.
-
-        Raises:
-            AssertionError: one is not.
-        """
+        """Checks that every page and slot is where it should be. Raises AssertionError if one is not."""
         self.allocator.check_integrity(sequence.pages for sequence in self.active)
         slots = [sequence.slot for sequence in self.active]
         assert len(set(slots)) == len(slots), f"two sequences share a slot: {slots}"

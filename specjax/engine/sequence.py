@@ -29,11 +29,8 @@ class FinishReason:
 
     def as_dict(self, length: int) -> dict[str, Any]:
         """SGLang's form: ``{"type": "stop", "matched": 2}``, ``{"type": "length", "length": 128}``."""
-        if self.type == "stop":
-            return {"type": "stop", "matched": self.matched}
-        if self.type == "length":
-            return {"type": "length", "length": length}
-        return {"type": self.type} | ({"message": self.message} if self.message else {})
+        details = {"stop": {"matched": self.matched}, "length": {"length": length}}
+        return {"type": self.type} | details.get(self.type, {"message": self.message} if self.message else {})
 
 
 class RawLogprob(NamedTuple):
