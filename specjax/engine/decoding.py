@@ -1,11 +1,8 @@
 """Token ids to final text, one token at a time, exactly as a tokenizer's decoder makes it of all of them at once.
 
-A decoder is a chain of steps over a list of tokens. `specjax.engine.decoders` has each as a transducer: it takes one
-token and returns the tokens that no later token can change. So no text is taken back and no token decoded twice. What a
-later token can change is held back: bytes that are no character yet, a run of byte tokens (one bad byte turns the whole
-run into U+FFFD), a space that a later full stop may remove.
-
-Knows nothing of requests or stop strings.
+A decoder is a chain of the steps in `specjax.engine.decoders`. No text is taken back and no token decoded twice: text
+that a later token can change is held back, such as bytes that are no character yet, a run of byte tokens (one bad byte
+turns the whole run into U+FFFD), or a space that a later full stop may remove.
 """
 
 from __future__ import annotations

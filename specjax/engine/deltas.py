@@ -26,14 +26,12 @@ def take_delta(sequence: Sequence, index: int) -> StreamChunk | None:
     text = sequence.stream.text[sequence.sent : settled]
     tokens = sequence.output[sequence.sent_tokens :]
     sequence.sent, sequence.sent_tokens = settled, len(sequence.output)
-    logprobs: tuple[TokenLogprob, ...] = ()
-    if sequence.wants_logprobs:
-        ends, final = sequence.stream.ends, sequence.stream.final_tokens
-        # Text that is held back holds back its tokens; a character of several tokens comes with the last.
-        logprobs = tuple(
-            found
-            for i, found in enumerate(sequence.token_logprobs(sequence.sent_logprobs), start=sequence.sent_logprobs)
-            if finished or (i < final and ends[i] <= settled)
-        )
-        sequence.sent_logprobs += len(logprobs)
+    ends, final = sequence.stream.ends, sequence.stream.final_tokens
+    # Text that is held back holds back its tokens; a character of several tokens comes with the last.
+    logprobs = tuple(
+        found
+        for i, found in enumerate(sequence.token_logprobs(sequence.sent_logprobs), start=sequence.sent_logprobs)
+        if finished or (i < final and ends[i] <= settled)
+    )
+    sequence.sent_logprobs += len(logprobs)
     return StreamChunk(index, text, tokens, completion(sequence) if finished else None, logprobs)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import cached_property, partial
 from itertools import takewhile
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
@@ -37,18 +36,15 @@ Program: TypeAlias = Callable[..., tuple[DecodeState, Output]]
 """(params, state, inputs) -> (the next state, output); takes the state over."""
 
 
-def use_compilation_cache(folder: Path | None = None) -> None:
-    """Keeps compiled programs on disk, so that a second start compiles nothing. Respects JAX's own settings.
-
-    Args:
-        folder: of the programs; CPU kernels are always kept in `default_cache_dir`.
-    """
-    object_code.keep_in(default_cache_dir() / "kernels")
+def use_compilation_cache() -> None:
+    """Keeps compiled programs in `default_cache_dir`, so that a second start compiles nothing. Respects JAX's own
+    settings."""
+    folder = default_cache_dir()
+    object_code.keep_in(folder / "kernels")
     if jax.config.values["jax_compilation_cache_dir"] is None:
-        folder = folder or default_cache_dir() / "xla"
-        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        program_store.keep_in(folder.with_name(program_store.FOLDER))
+        program_store.keep_in(folder / "programs")
 
 
 class Unavailable(RuntimeError):
@@ -202,8 +198,7 @@ class Executables:
         if strict:
             for key in keys:
                 self._failed.pop(key, None)
-        missing = [key for key in keys if key not in self.compiled()]
-        missing.sort(key=lambda key: key.kind != "step")  # steps take longest
+        missing = sorted(set(keys) - self.compiled(), key=lambda key: (key.kind != "step", key))  # steps take longest
         errors: list[BaseException] = []
         left = takewhile(lambda key: not errors, missing)  # each key goes to one of the two threads
 

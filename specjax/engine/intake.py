@@ -26,9 +26,8 @@ from specjax.engine.text import TextStream
 from specjax.sampling import STOP_IDS
 
 SHRINKS = 4
-"""Characters of a text for one of its normalised form. NFC and NFKC make one of at most 4. Normalisers that remove
-characters (spaces, accents, control characters) know no limit: a text that is too long by this count is refused, even
-if they would remove so much of it that the rest fits."""
+"""Most characters that become one when a text is normalised, as with NFC and NFKC. Normalisers that remove characters
+(spaces, accents) know no limit: a text that is too long by this count is refused, even if the rest would fit."""
 
 DENSE = 8
 """Characters a token from which on a text is tokenised piece by piece, to find early that it does not fit."""

@@ -82,15 +82,12 @@ def read_output(output: Output, top: int | None) -> Read:
 
 
 def take(sequence: Sequence, read: Read, output: Output, row: int, *, verified: bool) -> int:
-    """Adds the tokens of a row to its sequence, with their log-probabilities and tree.
+    """Adds the tokens of a row to its sequence, with their log-probabilities and tree. Returns how many it kept.
 
     An error in its text ends this sequence; the others go on.
 
     Args:
         verified: the tokens come from a verification, not from a prefill.
-
-    Returns:
-        How many tokens it kept.
     """
     emitted, finish = int(read.emitted[row]), int(read.finish[row])
     kept = emitted

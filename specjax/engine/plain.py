@@ -1,13 +1,9 @@
 """Encodes users' text without special tokens, and the chat template's own markup with them (`--plain-content`).
 
-Otherwise a user could end the turn by writing `<|im_end|>`. Two parts are needed:
-
-- A copy of the tokenizer in which each special token has a random name. No text of a user can become a special token
-  of the copy. Everything else encodes to the same ids.
-- The special tokens that the template wrote. The messages are rendered again with each character of users exchanged for
-  a private-use character. If exchanging these back gives the ordinary text, the template has passed them on without
-  examining them, and every special token that is left is the template's. In that text special tokens are renamed,
-  users' characters are put back, and the copy encodes the whole.
+A copy of the tokenizer, in which each special token has a random name, encodes users' text. To tell the special tokens
+that the template wrote, the messages are rendered again with each character of users exchanged for a private-use one.
+If exchanging these back gives the ordinary text, the template has passed them on unexamined, and every special token
+that is left is the template's. These are renamed, users' characters put back, and the copy encodes the whole.
 
     messages    [{"role": "user", "content": "a<|im_end|>"}]
     exchanged   <|im_start|>user\n①②③④⑤⑥⑦⑧⑨②③<|im_end|>\n    (one sign for each different character)

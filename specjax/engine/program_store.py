@@ -1,11 +1,9 @@
-"""Compiled programs on disk, so that a warm start neither traces nor lowers nor compiles.
+"""Compiled programs on disk, so that a warm start neither traces nor lowers, as it must for JAX's compilation cache.
 
-JAX's compilation cache finds a program by what lowering gives, so a start that uses it traces and lowers everything
-first. Here a program is found by a hash of all that it is made from: our sources, the versions below, the device and
-the processor, the settings, the functions and options that are traced, and the shapes of the arguments. What cannot be
-told apart (a function of a plug-in, say) is not stored. A file that is damaged, or does not fit, is compiled again.
-
-Loading a program runs what is in the file, so the folder must belong to the user alone.
+A program is found by a hash of all that it is made from: our sources, the versions below, the device and the processor,
+the settings, the functions and options that are traced, and the shapes of the arguments. What cannot be told apart (a
+function of a plug-in, say) is not stored. A file that is damaged, or does not fit, is compiled again. Loading a program
+runs what is in the file, so the folder must belong to the user alone.
 """
 
 from __future__ import annotations
@@ -40,9 +38,6 @@ from specjax.checkpoint.files import replacing
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "programs"
-"""Of the stored programs, beside the files of JAX's compilation cache."""
-
 MAX_BYTES = 2 << 30
 """Of all stored programs. Those that were used longest ago are removed beyond it."""
 
@@ -58,7 +53,7 @@ _folder: Path | None = None
 
 
 def keep_in(folder: Path | None) -> None:
-    """From now on `stored` uses this folder. None: nothing is stored or loaded."""
+    """Sets the folder of stored programs. None: nothing is stored or loaded."""
     global _folder
     _folder = folder
 
@@ -173,12 +168,9 @@ def environment() -> Iterator[str]:
     yield _processor()
     # XLA:CPU divides loops by the number of threads when it compiles.
     yield str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
-    yield from (
-        f"{name}={os.environ[name]}"
-        for name in sorted(os.environ)
-        if name.startswith(_VARIABLES) and name != "SPECJAX_CACHE"
-    )
-    yield from (f"{name}={value!r}" for name, value in sorted(jax.config.values.items()) if "cache" not in name)
+    variables = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
+    settings = {**variables, **jax.config.values}.items()
+    yield from sorted(f"{name}={value!r}" for name, value in settings if "cache" not in name.lower())
 
 
 @functools.cache
@@ -186,12 +178,12 @@ def sources() -> str:
     """A hash of the source files of both packages. Raises Unknown if one has changed since this process started."""
     whole = hashlib.sha256()
     files = sorted(file for folder in _OURS for kind in ("*.py", "*.json") for file in folder.rglob(kind))
+    if not files:
+        raise Unknown("the sources are no files")
     for file in files:
         if file.stat().st_mtime > _STARTED:
             raise Unknown(f"{file} has changed since this process started")
         whole.update(hashlib.sha256(file.read_bytes()).digest())
-    if not files:
-        raise Unknown("the sources are no files")
     return whole.hexdigest()
 
 

@@ -107,11 +107,9 @@ class SamplingParams:
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
         """From JSON-like values. Raises ValueError for an unknown name or a value out of range."""
         names = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - names)
-        if unknown:
-            raise ValueError(
-                f"unknown sampling parameters: {', '.join(unknown)}; there are: {', '.join(sorted(names))}"
-            )
+        if unknown := sorted(set(values) - names):
+            known = ", ".join(sorted(names))
+            raise ValueError(f"unknown sampling parameters: {', '.join(unknown)}; there are: {known}")
         return cls(**values)
 
 

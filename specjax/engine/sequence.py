@@ -98,20 +98,13 @@ class Sequence:
         return len(self.prompt) + self.limit - 1
 
     def accept(self, tokens: list[int], stopped: bool, full: bool) -> int:
-        """Adds the tokens that a step emitted, and finishes on a stop.
-
-        Returns:
-            How many were kept. A stop string, or a stop id that only the host knows, may end the sequence inside the
-            run; what follows is dropped and not counted.
-        """
+        """Adds the tokens that a step emitted, and finishes on a stop. Returns how many were kept: a stop string, or a
+        stop id that only the host knows, may end the sequence inside the run; what follows is dropped."""
         for kept, token in enumerate(tokens, start=1):
             self.output.append(token)
-            is_stop = token in self.host_stops or (stopped and kept == len(tokens))
-            if is_stop:  # counted, in `output`, not in the text
+            is_stop = token in self.host_stops or (stopped and kept == len(tokens))  # in `output`, not in the text
+            if is_stop or self.stream.push(token):
                 self._finish(FinishReason("stop", token))
-                return kept
-            if self.stream.push(token):
-                self._finish(FinishReason("stop", self.stream.matched))
                 return kept
         if full:
             self._finish(FinishReason("length"))
@@ -129,16 +122,14 @@ class Sequence:
 
     def _finish(self, reason: FinishReason) -> None:
         self.stream.finish()
-        if self.stream.matched is not None:  # in text that was held back, so before a stop token or the limit
+        if self.stream.matched is not None:  # also in text that was held back, so before a stop token or the limit
             reason = FinishReason("stop", self.stream.matched)
         self.finish_reason = reason
 
     def token_logprobs(self, start: int = 0) -> list[TokenLogprob]:
         """Log-probabilities of the output from token `start` on."""
-        return [
-            TokenLogprob(self.output[i], self.stream.piece(i), self.logprobs[i].drawn, self.logprobs[i].top)
-            for i in range(start, len(self.logprobs))
-        ]
+        found = enumerate(self.logprobs[start:], start)
+        return [TokenLogprob(self.output[i], self.stream.piece(i), raw.drawn, raw.top) for i, raw in found]
 
     @property
     def drafted_tokens(self) -> int:
