@@ -178,11 +178,12 @@ def decoder_steps(decoder: Any) -> list[MakeStep]:
     if decoder is None:  # tokens are joined by spaces
         return [lambda: _Each(str, lambda token: " " + token)]
     found: list[MakeStep] = []
-    joined = False  # by a part before
+    make = _separate
     for part in _flat(json.loads(decoder.__getstate__())):
         if part["type"] != "Fuse":
-            found.append(_joined(part) if joined else _separate(part))
-        joined = joined or part["type"] in ("Fuse", "ByteLevel")
+            found.append(make(part))
+        if part["type"] in ("Fuse", "ByteLevel"):
+            make = _joined
     return found
 
 

@@ -265,7 +265,7 @@ class Executables:
         arguments: Any = (self._params, self.state_shapes, inputs)
         if self.phase_times is not None and key.kind == "step":
             with self.launch_lock:
-                return compile_in_phases(**fixed, arguments=arguments, times=self.phase_times)
+                return compile_in_phases(arguments, self.phase_times, **fixed)
         options = compiler_options()
 
         def compile(function: Callable[..., Any]) -> jax.stages.Compiled:

@@ -48,12 +48,8 @@ class EngineError(RuntimeError):
 
 
 def complete(engine: Engine, sequences: list[Sequence]) -> list[Completion]:
-    """Runs these to their end.
-
-    Raises:
-        ValueError: a request with one of their ids is running.
-        EngineError: a step failed, in this thread or another.
-    """
+    """Runs these to their end. Raises ValueError if a request with one of their ids is running, and EngineError if a
+    step fails, in this thread or another."""
     try:
         for sequence in sequences:
             engine.enqueue(sequence)

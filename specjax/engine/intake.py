@@ -96,13 +96,10 @@ class Intake:
         return encode(prompt, self.tokenizer, self.vocab_size, check=self.check_text, plain=self.plain)
 
     def check_text(self, text: str) -> None:
-        """Refuses a text that cannot fit the context, before all of it is tokenised.
+        """Raises ValueError for a text that cannot fit the context, before all of it is tokenised.
 
         A text with few characters a token is tokenised as a whole at once. Otherwise its start is, then a start four
         times as long: a text of many megabytes costs no more than a few times what fits.
-
-        Raises:
-            ValueError: it is too long.
         """
         self._check_characters(len(text))
         size = DENSE * self.context_length
@@ -121,11 +118,8 @@ class Intake:
 
     @functools.cached_property
     def most_characters(self) -> int:
-        """Most characters of a text that may fit the context; what is longer need not be tokenised.
-
-        Where text is not normalised, a token stands for no more characters than it is written with; see `SHRINKS` for
-        where it is.
-        """
+        """Most characters of a text that may fit the context. Where text is not normalised (else see `SHRINKS`), a
+        token stands for no more characters than it is written with."""
         core = getattr(self.tokenizer, "backend_tokenizer", None)
         shrinks = SHRINKS if core is None or core.normalizer is not None else 1
         return self.context_length * max(map(len, self.tokenizer.get_vocab())) * shrinks
@@ -191,17 +185,8 @@ def with_sampling(
     sampling: SamplingParams | Mapping[str, Any] | List[SamplingParams | Mapping[str, Any] | None] | None,
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[bool, list[tuple[Prompt, SamplingParams]]]:
-    """Resolves the arguments of `Engine.generate`.
-
-    Args:
-        defaults: of fields that are not given; a whole `SamplingParams` is taken as it is.
-
-    Returns:
-        Whether `prompts` is a single prompt, and each prompt with its parameters.
-
-    Raises:
-        TypeError: `prompts` holds no prompts, or `sampling` no parameters.
-        ValueError: there is not one `sampling` for each prompt, or a parameter is wrong.
+    """Resolves the arguments of `Engine.generate`: whether `prompts` is a single prompt, and each prompt with its
+    parameters. Raises TypeError for what is no prompt or no parameters, and ValueError for a wrong parameter or count.
     """
     if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
         forms = "a string, a list of token ids, a list of messages, or a list of these"

@@ -21,11 +21,8 @@ STEP_COPIES = 2.5
 def pool_tokens(
     target: Target, config: EngineConfig, context_length: int, platform: str, drafter: Drafter, params: Params
 ) -> int:
-    """Tokens that the pool should hold: `max_total_tokens`, else as many as all rows can use or as fit.
-
-    Raises:
-        ValueError: they, or the temporaries of explicitly wide trees, do not fit the device.
-    """
+    """Tokens that the pool should hold: `max_total_tokens`, else as many as all rows can use or as fit. Raises
+    ValueError if they, or the temporaries of explicitly wide trees, do not fit the device."""
     given, rows = config.max_total_tokens, config.max_running_requests
     wanted = rows * context_length
     stats = jax.local_devices()[0].memory_stats() or {}

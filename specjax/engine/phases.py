@@ -35,12 +35,7 @@ class PhaseTimes:
 
 
 def compile_in_phases(
-    target: Target,
-    drafter: Drafter,
-    verify: Verifier,
-    config: StepConfig,
-    arguments: tuple[Params, DecodeState, StepInput],
-    times: PhaseTimes,
+    arguments: Any, times: PhaseTimes, *, target: Target, drafter: Drafter, verify: Verifier, config: StepConfig
 ) -> Any:
     """`speculate_step` for arguments of these shapes, as a function that adds to `times`."""
 

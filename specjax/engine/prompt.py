@@ -21,16 +21,12 @@ def encode(
     check: Callable[[str], None] = lambda text: None,
     plain: PlainText | None = None,
 ) -> list[int]:
-    """Token ids of a prompt.
+    """Token ids of a prompt. Raises ValueError if it is empty, of no known form, or holds an id outside the vocabulary.
 
     Args:
         check: sees a text before it is tokenised, and raises a ValueError to refuse it.
         plain: encodes users' text without special tokens; a prompt that is a text is theirs as a whole. None: text
             that reads as a special token is one.
-
-    Raises:
-        ValueError: it is empty, of no known form, too long to fit whatever its tokens are, or holds an id outside the
-            vocabulary.
     """
     if isinstance(prompt, str):
         check(prompt)

@@ -11,11 +11,9 @@ from specjax.engine.decoding import decoding
 class TextStream:
     """The text of one request's output.
 
-    `text` holds final characters. `push` takes one token and returns whether a stop string is now complete; `settled`
-    characters of the text can no longer become part of one and may be sent. At the end, up to the stop string, `text`
-    is `tokenizer.decode` of the tokens without an incomplete character at its very end.
-
-    Work is linear in the tokens, the characters and the number of stop strings, whatever their length.
+    `text` holds final characters; at the end it is `tokenizer.decode` of the tokens, up to a stop string and without an
+    incomplete character at its very end. Work is linear in the tokens, the characters and the number of stop strings,
+    whatever their length.
     """
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...], *, skip_special_tokens: bool, keep_stop: bool) -> None:
@@ -38,9 +36,7 @@ class TextStream:
         A character of several tokens belongs to the last of them, text that was held back to the token that settled it,
         and text that a stop string cut off to none.
         """
-        if index >= len(self.ends):
-            return ""
-        return self.text[self.ends[index - 1] if index else 0 : self.ends[index]]
+        return self.text[self.ends[index - 1] if index else 0 : self.ends[index]] if index < len(self.ends) else ""
 
     @property
     def final_tokens(self) -> int:
