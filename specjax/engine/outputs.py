@@ -18,9 +18,6 @@ from specjax.viz.trees import step_tree
 
 logger = logging.getLogger(__name__)
 
-FAILED_TEXT = "the request failed while its text was made"
-"""Message of a request whose tokens could not be turned into text."""
-
 
 @dataclass
 class Counters:
@@ -101,7 +98,7 @@ def take(sequence: Sequence, read: Read, output: Output, row: int, *, verified: 
             sequence.abort_not_finite()
     except Exception:
         logger.exception("request %s failed", sequence.id)
-        sequence.abort(FAILED_TEXT)
+        sequence.abort("the request failed while its text was made")
     if verified and emitted:
         sequence.verify_steps += 1
         sequence.histogram[kept - 1] += 1

@@ -10,9 +10,6 @@ from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.text import TextStream
 from specjax.viz.trees import StepTree
 
-NOT_FINITE_TEXT = "the model's logits are not finite (NaN or infinity) after {count} tokens of output"
-"""Message of a request that ended because nothing can be drawn from its logits."""
-
 
 class Status(Enum):
     WAITING = "waiting"  # no slot, no pages
@@ -118,7 +115,8 @@ class Sequence:
 
     def abort_not_finite(self) -> None:
         """Ends it because no token can be drawn from the model's logits. Keeps its text so far."""
-        self._finish(FinishReason("abort", message=NOT_FINITE_TEXT.format(count=len(self.output))))
+        problem = "the model's logits are not finite (NaN or infinity)"
+        self._finish(FinishReason("abort", message=f"{problem} after {len(self.output)} tokens of output"))
 
     def _finish(self, reason: FinishReason) -> None:
         self.stream.finish()
