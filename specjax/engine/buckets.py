@@ -31,7 +31,7 @@ TABLE = 512
 
 
 class Key(NamedTuple):
-    """Which program. `width` is the batch bucket of a step, the chunk width of a prefill."""
+    """Name of a program. `width` is the batch bucket of a step, the chunk width of a prefill."""
 
     kind: str  # "step" or "prefill"
     width: int

@@ -1,4 +1,4 @@
-"""What is fixed when an engine is made."""
+"""Settings of an engine."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 REPLACEMENT = "\ufffd"
-"""What a decoder puts where bytes are no character (yet)."""
+"""Stands for bytes that are not, or not yet, a character."""
 
 # What `clean_up_tokenization` of transformers replaces, in its order.
 _CLEAN_UP = (
@@ -32,7 +32,7 @@ class Step:
     """One decoder of the chain. After one that joins all tokens, the pieces of that one token stand for tokens."""
 
     held: Any = None
-    """What `end` may add. False in a condition: nothing."""
+    """Held back for `end`; false if that is nothing."""
 
     def push(self, token: str) -> Iterable[str]:
         """Adds a token; returns the tokens that no later one can change."""
@@ -236,8 +236,7 @@ def cleans(tokenizer: Any) -> bool:
 
 
 def clean_up_steps(tokenizer: Any) -> list[MakeStep]:
-    """What transformers does to the text of a tokenizer's decoder. Raises UnknownDecoderError if that is something else
-    than what is known here."""
+    """Transformers' clean-up of decoded text. Raises UnknownDecoderError if this version replaces something else."""
     if not cleans(tokenizer):
         return []
     probe = "".join(f"a{pattern}b {pattern}" for pattern, _ in _CLEAN_UP)

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Decoding:
-    """What one tokenizer's streams share.
+    """The decoder of one tokenizer, shared by its streams.
 
     A decoder that is not known here, or that behaves in another way than here, is decoded by windows of its last
     tokens: right for decoders whose text depends on the tokens just before, with no promise for others.

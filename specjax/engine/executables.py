@@ -82,7 +82,7 @@ class Executables:
         )
         self._futures: dict[Key, Future[Program]] = {}
         self._failed: dict[Key, str] = {}  # the message; an exception would keep its frames alive
-        self._background: list[Key] = []  # what `warm_up_in_background` compiles while it runs
+        self._background: list[Key] = []  # keys of `warm_up_in_background` while it runs
         self._closed = False
         self._waiting: set[int] = set()  # threads that wait for a compiler in `get`
         self._lock = threading.Lock()  # for `_futures`

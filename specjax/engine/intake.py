@@ -61,7 +61,7 @@ class Salts:
 
 @dataclass(frozen=True)
 class Intake:
-    """What a request is checked against."""
+    """Checks requests against an engine's tokenizer and limits."""
 
     tokenizer: Any
     vocab_size: int

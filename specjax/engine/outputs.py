@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Counters:
-    """What an engine has done since it was made. Reports take differences."""
+    """Totals since an engine was made. Reports take differences."""
 
     prefilled_sequences: int = 0  # a resumed one counts again
     prefilled_tokens: int = 0

@@ -1,4 +1,4 @@
-"""Who holds which page: a free list and reference counts, on the host. Knows nothing of devices or requests."""
+"""Owners of the pool's pages: a free list and reference counts, on the host. Knows nothing of devices or requests."""
 
 from __future__ import annotations
 

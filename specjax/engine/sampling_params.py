@@ -1,4 +1,4 @@
-"""What a request asks for: how to draw tokens and when to stop. Checked here, before anything is queued."""
+"""Sampling and stop parameters of a request, checked before anything is queued."""
 
 from __future__ import annotations
 
