@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from attention import chain_of, enough_layers, enough_sets, inputs_of, rotating
 from specjax_kernels import launch, pallas_triton, tree_attention
+from specjax_kernels.call import Call
 from specjax_kernels.launch import Blocks
 from specjax_kernels.specs import Spec
 from timing import interleaved
@@ -97,7 +98,7 @@ class Bench:
     def call(self, index: int, blocks: Blocks) -> Callable[[], jax.Array] | None:
         """One spec's chain of layers with these blocks; None: it does not run, or is wrong."""
         spec, args, options, inputs, expected = self._specs[index]
-        attend = jax.jit(functools.partial(pallas_triton.tree_attention, **options, blocks=blocks))
+        attend = jax.jit(lambda *args: pallas_triton.tree_attention(Call(*args, **options), blocks=blocks))
         try:
             out = np.asarray(attend(*args).astype(jnp.float32))
             if not np.abs(out - expected).max() <= TOLERANCE[spec.dtype]:

@@ -28,9 +28,9 @@ def calls(monkeypatch):
     """How often the Pallas kernel was traced."""
     traced, real = [], pallas_triton._launched
 
-    def counted(arguments, shape, blocks):
+    def counted(call, shape, packed, blocks):
         traced.append(shape)
-        return real(arguments, shape, blocks)
+        return real(call, shape, packed, blocks)
 
     monkeypatch.setattr(pallas_triton, "_launched", counted)
     return traced

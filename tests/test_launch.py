@@ -88,10 +88,10 @@ def test_writing_keeps_what_is_there(table):
     ("entry", "message"),
     [
         ({"rows": 16}, "9.0: a must give the whole numbers rows, tokens, warps, stages, programs, got"),
-        (vars(BLOCKS) | {"rows": 24}, "rows must be a power of two from 16 on, got 24"),
-        (vars(BLOCKS) | {"tokens": 8}, "tokens must be a power of two from 16 on, got 8"),
-        (vars(BLOCKS) | {"warps": 3}, "warps .a power of two., stages and programs must be at least 1"),
-        (vars(BLOCKS) | {"stages": 0}, "must be at least 1"),
+        (vars(BLOCKS) | {"rows": 24}, "a: rows must be a power of two, got 24"),
+        (vars(BLOCKS) | {"tokens": 8}, "tokens must be at least 16, got 8"),
+        (vars(BLOCKS) | {"warps": 3}, "warps must be a power of two, got 3"),
+        (vars(BLOCKS) | {"stages": 0}, "stages must be at least 1, got 0"),
         (vars(BLOCKS) | {"stages": 2.5}, "whole numbers"),
     ],
 )
@@ -163,8 +163,8 @@ def test_a_bench_runs_and_refuses_wrong_results(tuner, monkeypatch):
 
     right = tuner.pallas_triton.tree_attention
 
-    def wrong(*args, blocks, **options):
-        out = right(*args, blocks=blocks, **options)
+    def wrong(call, *, blocks):
+        out = right(call, blocks=blocks)
         return out if blocks == start else out + 1
 
     monkeypatch.setattr(tuner.pallas_triton, "tree_attention", wrong)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from kernel_helpers import launched
 from specjax_kernels import INACTIVE, pallas_triton, tree_attention
+from specjax_kernels.call import Call
 from specjax_kernels.specs import Spec, named
 
 P = 40
@@ -31,7 +32,7 @@ def compiled(spec: Spec, launch: tuple[int, int, int]):
     def run(*args):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pallas_triton, "launch_for", launched(*launch))
-            return pallas_triton.tree_attention(*args, **options)
+            return pallas_triton.tree_attention(Call(*args, **options))
 
     return jax.jit(run)
 

@@ -23,8 +23,9 @@ import numpy as np
 import pytest
 import specjax_kernels
 from kernel_helpers import launched
-from specjax_kernels import INACTIVE, reference, triton_packages
+from specjax_kernels import INACTIVE, tree_attention, triton_packages
 from specjax_kernels import triton as triton_path
+from specjax_kernels.call import Call
 from specjax_kernels.specs import Spec, named, tagged
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2**-6, "float16": 2**-9}  # as in test_kernels.py
@@ -48,6 +49,10 @@ lowered = pytest.mark.skipif(
 def _strict_promotion():
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
+
+
+def attend(*args, **options) -> jax.Array:
+    return triton_path.tree_attention(Call(*args, **options))
 
 
 # Refusals: these run everywhere.
@@ -92,7 +97,7 @@ def test_refused_where_a_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(triton_path, "UNMET", "found no triton")
     args, options = named("decode").arguments()
     with pytest.raises(NotImplementedError, match="found no triton"):
-        triton_path.tree_attention(*args, **options)
+        attend(*args, **options)
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu" or INTERPRETED, reason="it can run here")
@@ -102,7 +107,7 @@ def test_refused_without_a_gpu() -> None:
     with pytest.raises(
         NotImplementedError, match=r"implementation 'triton' of tree_attention (needs|runs on)"
     ) as error:
-        jax.eval_shape(functools.partial(triton_path.tree_attention, **options), *args)
+        jax.eval_shape(functools.partial(attend, **options), *args)
     assert triton_path.UNMET or all(
         word in str(error.value) for word in ("default backend is 'cpu'", "TRITON_INTERPRET=1", "'xla' runs everywhere")
     )
@@ -113,7 +118,7 @@ def test_refused_where_jax_cannot_lower_for_cuda(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     args, options = named("decode").arguments()
     with on("NVIDIA H200"), pytest.raises(NotImplementedError, match=r"needs JAX's CUDA plugin.*jax-cuda12-plugin=="):
-        jax.eval_shape(functools.partial(triton_path.tree_attention, **options), *args)
+        jax.eval_shape(functools.partial(attend, **options), *args)
 
 
 # In Triton's interpreter. Results begin as NaN there, and every slot that must not be read holds NaN.
@@ -132,13 +137,13 @@ def test_the_interpreter_in_its_own_process() -> None:
 
 @functools.cache
 def _jitted(launch: tuple[int, int, int] | None, **options):
-    def attend(*args):
+    def run(*args):
         with pytest.MonkeyPatch.context() as patch:
             if launch is not None:
                 patch.setattr(triton_path, "launch_for", launched(*launch))
-            return triton_path.tree_attention(*args, **options)
+            return attend(*args, **options)
 
-    return jax.jit(attend)
+    return jax.jit(run)
 
 
 def run(args, options, launch: tuple[int, int, int] | None = None) -> np.ndarray:
@@ -147,7 +152,7 @@ def run(args, options, launch: tuple[int, int, int] | None = None) -> np.ndarray
 
 @functools.cache
 def _reference(**options):
-    return jax.jit(functools.partial(reference.tree_attention, **options))
+    return jax.jit(functools.partial(tree_attention, **options, implementation="reference"))
 
 
 def agrees(args, options, launch: tuple[int, int, int] | None) -> None:
@@ -307,7 +312,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch):
 def test_lowered_for_a_gpu(spec: Spec, gpu: str, kernels: list[tuple[str, int, str]], tmp_path: Path) -> None:
     args, options = spec.arguments(poison=False)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-    function = jax.jit(functools.partial(triton_path.tree_attention, **options))
+    function = jax.jit(functools.partial(attend, **options))
     with on(gpu):
         program = function.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
     # The kernels, and nothing else that costs: no gather, no loop, no copy of pages.
@@ -320,11 +325,11 @@ def test_lowered_for_a_gpu(spec: Spec, gpu: str, kernels: list[tuple[str, int, s
         assert shared <= SHARED_MEMORY[gpu], name
         assert ".local" not in ptx, name
         assert registers_spilt(ptx, tmp_path) == 0, name
-    attend = kernels[0][2]
+    ptx = kernels[0][2]
     if spec.dtype != "float32":
-        assert re.search(r"mma\.sync|wgmma", attend), "tensor cores"
+        assert re.search(r"mma\.sync|wgmma", ptx), "tensor cores"
     if spec.name != "latent":  # One tile of 576 numbers a key is all that fits: nothing is in flight.
-        assert "cp.async" in attend
+        assert "cp.async" in ptx
 
 
 def registers_spilt(ptx: str, tmp_path: Path) -> int:

@@ -1,12 +1,8 @@
-"""How the GPU kernels are cut into programs: block sizes, splits, warps and pipeline stages.
+"""Launch parameters of the GPU kernels: block sizes, splits, warps and pipeline stages.
 
-A rule of thumb gives an answer for every shape; where somebody has measured, `launch_table.json` gives a better one.
-The table is small on purpose: one entry per GPU generation, dtype, head width and number of query rows, written by
-
-    python benchmarks/kernels.py --tune
-
-The number of splits is not in it. What is tuned is how many programs each multiprocessor should get; how many splits
-that takes follows from the batch and from the context that the page table can hold.
+A rule of thumb covers every shape; measured entries of `launch_table.json`, one per GPU generation, dtype, head width
+and number of query rows, go first. `python benchmarks/kernels.py --tune` writes them. The number of splits is not
+tuned: it follows from the tuned programs per multiprocessor, the batch and the size of the page table.
 """
 
 from __future__ import annotations
@@ -39,20 +35,19 @@ GENERATIONS = {
 """By compute capability."""
 
 UNKNOWN = Generation(132, 99 * 1024)
-"""Also what is assumed where a program is compiled for a GPU that is not there."""
+"""Also for programs compiled without a GPU."""
 
 MOST_SPLITS = 64
 """The combine reads all partial results of a query at once."""
 
 WIDEST = {"float32": (256, 256), "bfloat16": (1024, 512), "float16": (1024, 512)}
-"""Heads of keys and of values up to which a program's tiles fit in registers and shared memory."""
+"""The widest heads of keys and of values whose tiles fit in registers and shared memory."""
 
 LEAST_SPLIT = 128
-"""Committed tokens below which a split is not worth its partial result."""
+"""Committed tokens of a split, at least."""
 
 IN_FLIGHT = 96 * 1024
-"""Bytes of key and value tiles that one program has in flight by the rule of thumb: on the larger GPUs two programs fit
-on a multiprocessor."""
+"""Bytes of tiles that a program loads ahead by the rule of thumb, so that two programs fit a larger multiprocessor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +62,9 @@ class Blocks:
 
 
 @dataclasses.dataclass(frozen=True)
-class Launch:
+class Launch(Blocks):
     """`Blocks`, and the grid they make for one call."""
 
-    rows: int
-    tokens: int
-    warps: int
-    stages: int
     tiles: int  # of query rows
     splits: int  # of the committed tokens
 
@@ -89,7 +80,7 @@ def padded(width: int) -> int:
 
 
 def too_wide(dtype: str, E: int, Ev: int) -> str | None:
-    """What to say of heads that the kernels have no room for; None: they have."""
+    """Why heads do not fit the kernels; None: they do."""
     keys, values = WIDEST[dtype]
     if keys >= E and Ev <= values:
         return None
@@ -97,9 +88,8 @@ def too_wide(dtype: str, E: int, Ev: int) -> str | None:
 
 
 def key(dtype: str, width: int, rows: int) -> str:
-    """The table's name for a dtype, a padded head width and a number of query rows (N * G) of one key/value head.
-
-    Rows are rounded to powers of two from 16 to 256; all wider blocks, prefills, are one entry.
+    """The table's name for a dtype, a head width and the query rows (N * G) of a key/value head, rounded to powers of
+    two from 16 to 256.
 
     >>> key("bfloat16", 128, 8 * 4)
     'bfloat16 width 128 rows 32'
@@ -108,10 +98,10 @@ def key(dtype: str, width: int, rows: int) -> str:
 
 
 def rule_of_thumb(dtype: str, width: int, rows: int, generation: str | None = None) -> Blocks:
-    """For a shape that nobody has measured. `width` is the larger one of key and value heads.
+    """For shapes that are not measured. `width`: of keys or values, the larger one.
 
-    Exact float32 products do not run on tensor cores: their tiles live in registers, which 16 rows of them fill. A tile
-    of 64 rows takes 8 warps: with 4 its scores, values and masks do not fit in registers everywhere.
+    Tiles of exact float32 products, which do not run on tensor cores, live in registers, and 16 rows fill those. A tile
+    of 64 rows needs the registers of 8 warps.
     """
     wide, half = padded(width), dtype != "float32"
     if half:
@@ -127,11 +117,7 @@ def rule_of_thumb(dtype: str, width: int, rows: int, generation: str | None = No
 
 @functools.cache
 def table() -> dict[str, dict[str, Blocks]]:
-    """The measured entries: generation -> `key` -> blocks. Empty where the file is missing.
-
-    Raises:
-        ValueError: the file is not what `write_table` writes, naming the entry.
-    """
+    """The measured entries: generation -> `key` -> blocks; empty without a file. ValueError: names a wrong entry."""
     if not TABLE.exists():
         return {}
     return {
@@ -144,14 +130,13 @@ def _entry(where: str, value: Any) -> Blocks:
     names = [field.name for field in dataclasses.fields(Blocks)]
     if not isinstance(value, dict) or set(value) != set(names) or not all(isinstance(x, int) for x in value.values()):
         raise ValueError(f"{where} must give the whole numbers {', '.join(names)}, got {value}")
-    blocks = Blocks(**value)
-    for name in ("rows", "tokens"):
-        size = getattr(blocks, name)
-        if size < 16 or size != power_of_two(size):
-            raise ValueError(f"{where}: {name} must be a power of two from 16 on, got {size}")
-    if min(blocks.warps, blocks.stages, blocks.programs) < 1 or blocks.warps != power_of_two(blocks.warps):
-        raise ValueError(f"{where}: warps (a power of two), stages and programs must be at least 1, got {blocks}")
-    return blocks
+    powers = {"rows": 16, "tokens": 16, "warps": 1}
+    for name, number in value.items():
+        if number < powers.get(name, 1):
+            raise ValueError(f"{where}: {name} must be at least {powers.get(name, 1)}, got {number}")
+        if name in powers and number != power_of_two(number):
+            raise ValueError(f"{where}: {name} must be a power of two, got {number}")
+    return Blocks(**value)
 
 
 def write_table(generation: str, entries: dict[str, Blocks], file: Path = TABLE) -> None:
@@ -179,17 +164,19 @@ def has_kernels() -> bool:
     return capability is not None and int(capability.partition(".")[0]) >= 8
 
 
-def launch_for(dtype: str, width: int, rows: int, heads: int, context: int, *, blocks: Blocks | None = None) -> Launch:
-    """The grid of one call.
+def refuse_unless_ampere(implementation: str) -> None:
+    """Raises NotImplementedError on a device that Triton does not compile for."""
+    if not has_kernels():
+        device = f"{jax.devices()[0]}" + (f" of compute capability {found}" if (found := generation()) else "")
+        raise NotImplementedError(
+            f"implementation {implementation!r} of tree_attention runs on NVIDIA GPUs of compute capability 8.0 "
+            f"(Ampere) and up, and JAX's default device is {device}. Implementation 'xla' runs everywhere"
+        )
 
-    Args:
-        dtype: of the queries.
-        width: E or Ev, the larger one.
-        rows: query rows of one key/value head, N * G.
-        heads: key/value heads of the batch, B * K.
-        context: committed tokens that a page table can hold, T * S.
-        blocks: what to use instead of the table and the rule of thumb (the tuner's candidate).
-    """
+
+def launch_for(dtype: str, width: int, rows: int, heads: int, context: int, *, blocks: Blocks | None = None) -> Launch:
+    """The grid of one call, for max(E, Ev), N * G rows, B * K heads and T * S tokens of context. `blocks`: the tuner's,
+    in place of the table and the rule of thumb."""
     device = generation()
     if blocks is None:
         measured = table().get(device or "", {}).get(key(dtype, width, rows))
@@ -198,4 +185,4 @@ def launch_for(dtype: str, width: int, rows: int, heads: int, context: int, *, b
     wanted = blocks.programs * GENERATIONS.get(device or "", UNKNOWN).multiprocessors
     most = min(MOST_SPLITS, math.ceil(context / LEAST_SPLIT), max(1, wanted // (heads * tiles)))
     splits = 1 << most.bit_length() - 1  # a power of two, rounded down
-    return Launch(blocks.rows, blocks.tokens, blocks.warps, blocks.stages, tiles, splits)
+    return Launch(**vars(blocks), tiles=tiles, splits=splits)

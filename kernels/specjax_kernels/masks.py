@@ -82,6 +82,13 @@ def unpack_bits(bits: Array, width: int) -> Array:
     return spread.reshape(*bits.shape[:-1], 32 * words(width))[..., :width].astype(jnp.bool_)
 
 
+def block_visibility(mask: Causal | Array, queries: int, keys: int) -> Array:
+    """bool [B, queries, keys] (a causal mask: B = 1), whether each query of a block sees each of its keys."""
+    if isinstance(mask, Causal):
+        return jnp.tril(jnp.ones((1, queries, keys), jnp.bool_))
+    return unpack_bits(mask, keys)
+
+
 def _bit(ndim: int) -> Array:
     """0 .. 31 along the last of `ndim` axes."""
     return jnp.arange(32, dtype=jnp.uint32).reshape((1,) * (ndim - 1) + (32,))

@@ -1,10 +1,9 @@
 """`tree_attention` for NVIDIA GPUs, in Pallas: flash decoding over pages, the block in the same kernel.
 
-One program takes a tile of query rows of one key/value head and one split of that row's committed tokens, and keeps a
-running softmax over them. Query row r is query n = r // G of head k * G + r % G: the G heads that share keys read them
-once, and a tree's nodes fill the 16 rows that a tensor core wants. Split 0 also takes the block's own keys. With one
-split the program divides and is done; with several each writes its unfinished softmax (float32) and a second, small
-kernel combines them.
+One program computes a running softmax of a tile of query rows of one key/value head over one split of the committed
+tokens; split 0 adds the block's own keys. Query row r is query n = r // G of head k * G + r % G, so the G heads that
+share keys read them once. With several splits each writes its unfinished softmax (float32), and a second kernel
+combines them.
 
     grid (B * K, tiles of N * G rows, splits)
     split    0: [block keys 0 .. C)[committed   0 .. 128)    a length of 300 in 4 splits, 64 tokens a trip: shares are
@@ -12,8 +11,8 @@ kernel combines them.
              2:                    [committed 256 .. 300)    page table could hold; a split without a share reads none
              3:                                              and writes an empty sum
 
-Pallas's Triton backend is deprecated (jax 0.11) and will go: that is why it is used in this file alone. On a CPU the
-kernel runs in Pallas's interpreter, which is for tests.
+Pallas's Triton backend is deprecated (jax 0.11), so this file alone uses it. On a CPU Pallas interprets the kernel, for
+tests.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from specjax_kernels.launch import Blocks, Launch, generation, has_kernels, launch_for, padded, too_wide
+from specjax_kernels.call import Call, Shape
+from specjax_kernels.launch import Blocks, Launch, launch_for, padded, refuse_unless_ampere, too_wide
 from specjax_kernels.masks import Causal
 
 warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
@@ -42,26 +42,6 @@ LOG2_E = math.log2(math.e)
 """The GPU's exponent has base 2: scores are kept in units of log 2."""
 
 
-class Shape(NamedTuple):
-    """Everything static about a call."""
-
-    N: int
-    C: int
-    K: int
-    G: int
-    E: int
-    Ev: int
-    P: int
-    S: int
-    T: int
-    latent: bool  # values are keys[..., :Ev]
-    packed: bool  # q, k_block and v_block are one array [B, N, K, G + 2, E]
-    causal: bool
-    scale: float
-    window: int | None
-    softcap: float | None
-
-
 class Softmax(NamedTuple):
     """Over the keys seen so far, unfinished."""
 
@@ -70,97 +50,46 @@ class Softmax(NamedTuple):
     mixed: Array  # f32 [R, Ev padded], sum of exp2(score - peak) * value
 
 
-def tree_attention(
-    q: Array,
-    k_block: Array,
-    v_block: Array | None,
-    k_pages: Array,
-    v_pages: Array | None,
-    page_table: Array,
-    prefix_length: Array,
-    q_positions: Array,
-    block_positions: Array,
-    mask: Causal | Array,
-    *,
-    scale: float,
-    v_width: int | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    blocks: Blocks | None = None,
-) -> Array:
-    """See `specjax_kernels.tree_attention`, which checks the arguments. `blocks`: for the tuner."""
-    N, H, E = q.shape[1:]
-    P, S, K, _ = k_pages.shape
-    C, T, G = k_block.shape[1], page_table.shape[1], H // K
-    Ev = v_block.shape[-1] if v_block is not None else v_width
-    assert Ev is not None  # the caller has checked it
-    causal = isinstance(mask, Causal)
-    shape = Shape(N, C, K, G, E, Ev, P, S, T, v_block is None, False, causal, scale, window, softcap)
-    arguments = [prefix_length, page_table, q_positions, block_positions, _bits(mask), q, k_block, k_pages]
-    if v_block is not None and v_pages is not None:
-        arguments += [v_block, v_pages]
-    return _launched(arguments, shape, blocks)
+def tree_attention(call: Call, *, blocks: Blocks | None = None) -> Array:
+    """See `specjax_kernels.tree_attention`. `blocks`: for the tuner."""
+    return _launched(call, call.shape, False, blocks)
 
 
-def tree_attention_packed(
-    qkv: Array,
-    k_pages: Array,
-    v_pages: Array,
-    page_table: Array,
-    prefix_length: Array,
-    positions: Array,
-    mask: Causal | Array,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Array:
-    """See `specjax_kernels.tree_attention_packed`."""
-    _, N, K, Q, E = qkv.shape
-    P, S = k_pages.shape[:2]
-    causal, T = isinstance(mask, Causal), page_table.shape[1]
-    shape = Shape(N, N, K, Q - 2, E, E, P, S, T, False, True, causal, scale, window, softcap)
-    arguments = [prefix_length, page_table, positions, positions, _bits(mask), qkv, qkv, k_pages, qkv, v_pages]
-    return _launched(arguments, shape, None)
+def tree_attention_packed(qkv: Array, call: Call) -> Array:
+    """The same where q, k_block and v_block, whose shapes `call` gives, are one array [B, N, K, G + 2, E]."""
+    return _launched(call._replace(q=qkv, k_block=qkv, v_block=qkv), call.shape, True, None)
 
 
-def _bits(mask: Causal | Array) -> Array:
-    return jnp.zeros((1, 1, 1), jnp.uint32) if isinstance(mask, Causal) else mask
-
-
-def _launched(arguments: list[Array], shape: Shape, blocks: Blocks | None) -> Array:
-    """The kernels over `_attend`'s arguments."""
-    widest, (B, dtype) = max(shape.E, shape.Ev), (arguments[5].shape[0], arguments[5].dtype)
-    if problem := too_wide(str(dtype), shape.E, shape.Ev):
+def _launched(call: Call, shape: Shape, packed: bool, blocks: Blocks | None) -> Array:
+    dtype = str(call.q.dtype)
+    if problem := too_wide(dtype, shape.E, shape.Ev):
         raise NotImplementedError(f"implementation 'pallas' has {problem}")
-    launch = launch_for(str(dtype), widest, shape.N * shape.G, B * shape.K, shape.T * shape.S, blocks=blocks)
+    rows, heads = shape.N * shape.G, shape.B * shape.K
+    launch = launch_for(dtype, max(shape.E, shape.Ev), rows, heads, shape.T * shape.S, blocks=blocks)
+    bits = jnp.zeros((1, 1, 1), jnp.uint32) if isinstance(call.mask, Causal) else call.mask
+    arguments = [call.prefix_length, call.page_table, call.q_positions, call.block_positions, bits, call.q]
+    arguments += [call.k_block, call.k_pages, *(() if shape.latent else (call.v_block, call.v_pages))]
+    run = functools.partial(_call, shape=shape, packed=packed, launch=launch)
     # Lowered for one platform, only that platform's branch is there.
     return jax.lax.platform_dependent(
-        *arguments,
-        cpu=functools.partial(_call, shape=shape, launch=launch, interpret=True),
-        default=functools.partial(_call, shape=shape, launch=launch, interpret=False),
+        *arguments, cpu=functools.partial(run, interpret=True), default=functools.partial(run, interpret=False)
     )
 
 
 def refuse() -> None:
     """Raises NotImplementedError on a device that Triton does not compile for, a CPU excepted, which interprets."""
-    if jax.default_backend() != "cpu" and not has_kernels():
-        capability = f" of compute capability {found}" if (found := generation()) else ""
-        raise NotImplementedError(
-            "implementation 'pallas' of tree_attention runs on NVIDIA GPUs of compute capability 8.0 (Ampere) and up, "
-            f"and JAX's default device is {jax.devices()[0]}{capability}. Implementation 'xla' runs everywhere"
-        )
+    if jax.default_backend() != "cpu":
+        refuse_unless_ampere("pallas")
 
 
-def _call(*arguments: Array, shape: Shape, launch: Launch, interpret: bool) -> Array:
-    B, dtype = arguments[5].shape[0], arguments[5].dtype
-    N, K, G, Ev = shape.N, shape.K, shape.G, shape.Ev
+def _call(*arguments: Array, shape: Shape, packed: bool, launch: Launch, interpret: bool) -> Array:
+    B, H, N, _, K, G, _, Ev = shape[:8]
     rows, splits, heads = launch.rows * launch.tiles, launch.splits, B * K
-    out = jax.ShapeDtypeStruct((B, N, K * G, Ev), dtype)
+    out = jax.ShapeDtypeStruct((B, N, H, Ev), arguments[5].dtype)
     partial = jax.ShapeDtypeStruct((heads, splits, rows), jnp.float32)
     mixed = jax.ShapeDtypeStruct((heads, splits, rows, Ev), jnp.float32)
     attended = pl.pallas_call(
-        functools.partial(_attend, shape=shape, launch=launch),
+        functools.partial(_attend, shape=shape, packed=packed, launch=launch),
         grid=(heads, launch.tiles, splits),
         out_shape=(out,) if splits == 1 else (partial, partial, mixed),
         compiler_params=plgpu.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
@@ -180,9 +109,9 @@ def _call(*arguments: Array, shape: Shape, launch: Launch, interpret: bool) -> A
 
 
 def _attend(prefix_ref, table_ref, q_position_ref, block_position_ref, bits_ref, q_ref, k_block_ref, k_ref, *refs: Any,
-            shape: Shape, launch: Launch) -> None:  # fmt: skip
+            shape: Shape, packed: bool, launch: Launch) -> None:  # fmt: skip
     """One program: a tile of rows of one key/value head over one split. `refs`: v_block, v (unless latent), outputs."""
-    N, C, K, G, E, Ev, P, S, T = shape[:9]
+    N, C, K, G, E, Ev, P, S, T = shape[2:11]
     v_block_ref, v_ref = (k_block_ref, k_ref) if shape.latent else refs[:2]
     outputs = refs if shape.latent else refs[2:]
     b, k = pl.program_id(0) // K, pl.program_id(0) % K
@@ -194,7 +123,7 @@ def _attend(prefix_ref, table_ref, q_position_ref, block_position_ref, bits_ref,
     node, head = row // G, k * G + row % G
     is_row = (row < N * G) & active
     column, v_column = _range(padded(E)), _range(padded(Ev))
-    if shape.packed:
+    if packed:
         at_query = q_ref.at[b, node[:, None], k, (row % G)[:, None], column[None, :]]
     else:
         at_query = q_ref.at[b, node[:, None], head[:, None], column[None, :]]
@@ -238,7 +167,7 @@ def _attend(prefix_ref, table_ref, q_position_ref, block_position_ref, bits_ref,
             visible = visible & (key_position[None, :] > position[:, None] - shape.window)
         # What nobody sees may be NaN, and NaN times a weight of 0 is NaN: not loaded.
         seen = (jnp.max(visible.astype(jnp.int32), axis=0) > 0)[:, None]
-        in_keys, in_values = ((k, G), (k, G + 1)) if shape.packed else ((k,), (k,))
+        in_keys, in_values = ((k, G), (k, G + 1)) if packed else ((k,), (k,))
         at_keys = k_block_ref.at[(b, key[:, None], *in_keys, column[None, :])]
         keys = plgpu.load(at_keys, mask=seen & (column < E)[None], other=0)
         at_values = v_block_ref.at[(b, key[:, None], *in_values, v_column[None, :])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -20,8 +21,8 @@ MaskKind = Literal["causal", "tree", "random"]
 class Spec:
     """One shape of `tree_attention`. Letters as in `specjax.types`.
 
-    `mask`: "causal"; "tree" = the ancestors of a random tree, the N queries being the last N of the C nodes (C > N is a
-    draft's beam expansion); "random" = each pair by a coin, some rows seeing nothing.
+    Masks: "causal"; "tree", the ancestors in a random tree of C nodes, the last N being the queries; "random", in which
+    some rows see nothing.
     """
 
     name: str
@@ -39,9 +40,7 @@ class Spec:
     dtype: str = "float32"
     window: int | None = None
     softcap: float | None = None
-    holes: bool = (
-        False  # some entries inside the prefix are holes, as a window leaves them: P, or another id of no page
-    )
+    holes: bool = False  # whether some entries inside the prefix are holes: P, or another id of no page
     tags: tuple[str, ...] = ()  # "test": small enough for the suite; "bench": a shape people run
 
     @property
@@ -69,17 +68,13 @@ class Spec:
         """Inputs for this spec, as (args, kwargs) of `tree_attention`.
 
         Pages are a random permutation of the pool; entries past a row's prefix are holes (P). With `poison` every slot
-        that must not be read holds NaN: other pages, slots beyond the prefix or before every query's window, block keys
-        that no query sees, and the whole block of an inactive row.
+        and block key that no query sees holds NaN.
         """
         rng = np.random.default_rng(seed)
         B, N, C, K, P, S, T = self.B, self.N, self.C, self.K, self.P, self.S, self.T
-
-        def normal(*shape: int) -> np.ndarray:
-            return rng.standard_normal(shape, dtype=np.float32)
-
-        q, k_block, v_block = normal(B, N, self.H, self.E), normal(B, C, K, self.E), normal(B, C, K, self.v_width)
-        k_pages, v_pages = normal(P, S, K, self.E), normal(P, S, K, self.v_width)
+        shapes = (B, N, self.H, self.E), (B, C, K, self.E), (B, C, K, self.v_width), (P, S, K, self.E)
+        floats = [rng.standard_normal(shape, dtype=np.float32) for shape in (*shapes, (P, S, K, self.v_width))]
+        _, k_block, v_block, k_pages, v_pages = floats
         page_table = np.full((B, T), P, np.int32)
         free = list(rng.permutation(P))
         unread = np.ones((P, S), bool)
@@ -103,20 +98,11 @@ class Spec:
             for array, where in ((k_pages, unread), (v_pages, unread), (k_block, unseen), (v_block, unseen)):
                 array[where] = np.nan
 
-        dtype = jnp.dtype(self.dtype)
+        missing = (2, 4) if self.latent else ()
+        arrays = [None if i in missing else jnp.asarray(array, self.dtype) for i, array in enumerate(floats)]
         mask = CAUSAL if visible is None else pack_bits(jnp.asarray(visible))
-        args = (
-            jnp.asarray(q, dtype),
-            jnp.asarray(k_block, dtype),
-            None if self.latent else jnp.asarray(v_block, dtype),
-            jnp.asarray(k_pages, dtype),
-            None if self.latent else jnp.asarray(v_pages, dtype),
-            jnp.asarray(page_table),
-            jnp.asarray(prefix),
-            jnp.asarray(q_positions),
-            jnp.asarray(block_positions),
-            mask,
-        )
+        integers = (page_table, prefix, q_positions, block_positions)
+        args = (*arrays, *map(jnp.asarray, integers), mask)
         options = {"scale": self.E**-0.5, "window": self.window, "softcap": self.softcap}
         return args, options | ({"v_width": self.v_width} if self.latent else {})
 
@@ -141,27 +127,20 @@ def _block(kind: MaskKind, B: int, N: int, C: int, rng: np.random.Generator) -> 
     return depth, visible
 
 
-def _smollm2(name: str, prefix: tuple[int, ...], N: int, *, T: int = 64, C: int | None = None, **more: Any) -> Spec:
-    C = N if C is None else C
-    return Spec(f"smollm2-{name}", prefix, N, C, H=9, K=3, E=64, T=T, tags=("bench",), **more)
+def _family(prefix: str, *tags: str, **shape: Any) -> Callable[..., Spec]:
+    """Makes specs that share a shape; C is N unless it is given."""
+
+    def spec(name: str, lengths: tuple[int, ...], N: int = 3, **more: Any) -> Spec:
+        return Spec(prefix + name, lengths, N, **({"C": N, "tags": tags} | shape | more))
+
+    return spec
 
 
-def _llama(name: str, prefix: tuple[int, ...], N: int, *, T: int = 256, C: int | None = None, **more: Any) -> Spec:
-    C = N if C is None else C
-    more = {"dtype": "bfloat16", "tags": ("bench", "large")} | more
-    return Spec(f"llama8b-{name}", prefix, N, C, H=32, K=8, E=128, T=T, **more)
-
-
-def _wide(name: str, prefix: tuple[int, ...], N: int, **more: Any) -> Spec:
-    """Other families' heads: 80 and 96 (Phi), 256 (Gemma), latent values (DeepSeek)."""
-    shape: dict[str, Any] = {"T": 128, "dtype": "bfloat16", "mask": "tree", "tags": ("bench", "large")}
-    return Spec(name, prefix, N, N, **(shape | more))
-
-
-def _odd(name: str, prefix: tuple[int, ...], **more: Any) -> Spec:
-    shape: dict[str, Any] = {"N": 3, "C": 3, "H": 4, "K": 2, "E": 16, "T": 8, "S": 4}
-    return Spec(name, prefix, tags=("test",), **(shape | more))
-
+_smollm2 = _family("smollm2-", "bench", H=9, K=3, E=64, T=64)
+_llama = _family("llama8b-", "bench", "large", H=32, K=8, E=128, T=256, dtype="bfloat16")
+_wide = _family("", "bench", "large", T=128, dtype="bfloat16", mask="tree")
+"""Other families' heads: 80 and 96 (Phi), 256 (Gemma), latent values (DeepSeek)."""
+_odd = _family("", "test", H=4, K=2, E=16, T=8, S=4)
 
 SPECS: tuple[Spec, ...] = (
     _smollm2("decode-50", (50,), 1),
@@ -199,8 +178,7 @@ SPECS: tuple[Spec, ...] = (
     _llama("decode-window-softcap", (8000,), 1, T=512, window=4096, softcap=50.0),
     _llama("tree-32-float32", (1000,), 32, mask="tree", dtype="float32"),
     _llama("beam-float32", (1000,), 64, C=128, mask="tree", dtype="float32", window=500, softcap=50.0),
-    _wide("heads-80", (1000, 300), 8, H=32, K=32, E=80),
-    _wide("heads-96", (1000, 300), 8, H=32, K=32, E=96),
+    *(_wide(f"heads-{E}", (1000, 300), 8, H=32, K=32, E=E) for E in (80, 96)),
     _wide("heads-256", (1000, 300), 8, H=16, K=8, E=256),
     _wide("heads-256-float32", (1000, 300), 8, H=16, K=8, E=256, dtype="float32"),
     _wide("heads-latent-576", (1000, 300), 8, H=16, K=1, E=576, Ev=512, latent=True),
@@ -208,39 +186,32 @@ SPECS: tuple[Spec, ...] = (
     _odd("mixed-prefix", (0, 1, 17, 32)),
     _odd("page-boundary", (4, 8, 31, 32)),
     _odd("inactive-rows", (9, INACTIVE, 30, INACTIVE)),
-    _odd("inactive-tree", (INACTIVE, 30), N=7, C=7, mask="tree"),
+    _odd("inactive-tree", (INACTIVE, 30), N=7, mask="tree"),
     _odd("page-size-1", (0, 5, 19), S=1, T=20),
     _odd("page-size-5", (3, 40, 11), S=5),
     _odd("one-page-table", (4, 2), T=1),
     _odd("many-chunks", (0, 300, 513), S=16, T=40),
     _odd("holes", (30, 32, 13), holes=True),
-    _odd("decode", (9, 30), N=1, C=1),
-    _odd("tree", (9, 30, 0), N=7, C=7, mask="tree"),
-    _odd("tree-33", (9, 30), N=33, C=33, mask="tree"),
+    _odd("decode", (9, 30), N=1),
+    _odd("tree", (9, 30, 0), N=7, mask="tree"),
+    _odd("tree-33", (9, 30), N=33, mask="tree"),
     _odd("beam", (9, 30), N=4, C=37, mask="tree"),
     _odd("random-mask", (9, 0), N=6, C=40, mask="random"),
-    _odd("gqa-1", (9, 30), H=3, K=3),
-    _odd("gqa-3", (9, 30), H=9, K=3),
-    _odd("gqa-8", (9, 30), H=8, K=1),
-    _odd("width-64", (9, 30), E=64),
-    _odd("width-80", (9, 30), E=80),
-    _odd("width-96", (9, 30), E=96),
-    _odd("width-128", (9, 30), E=128),
-    _odd("width-256", (9, 30), E=256),
+    *(_odd(f"gqa-{H // K}", (9, 30), H=H, K=K) for H, K in ((3, 3), (9, 3), (8, 1))),
+    *(_odd(f"width-{E}", (9, 30), E=E) for E in (64, 80, 96, 128, 256)),
     _odd("value-width", (9, 30), Ev=24),
     _odd("latent", (9, 30), H=8, K=1, E=40, Ev=32, latent=True),
-    _odd("latent-tree", (9, 30), N=6, C=6, H=8, K=1, E=40, Ev=32, latent=True, mask="tree"),
+    _odd("latent-tree", (9, 30), N=6, H=8, K=1, E=40, Ev=32, latent=True, mask="tree"),
     _odd("window", (9, 30), window=5),
     _odd("window-1", (9, 30), window=1),
     _odd("window-many-chunks", (100, 513), S=16, T=40, window=20),
-    _odd("window-tree-holes", (9, 30), N=7, C=7, window=11, mask="tree", holes=True),
+    _odd("window-tree-holes", (9, 30), N=7, window=11, mask="tree", holes=True),
     _odd("softcap", (9, 30), softcap=2.0),
     _odd("softcap-large", (9, 30), softcap=1000.0),
     _odd("wild-holes", (60, 9, 56), T=16, holes=True, mask="tree"),
     _odd("softcap-window-beam", (9, 30), N=2, C=9, softcap=2.0, window=6, mask="tree"),
-    _odd("causal-33", (9, 30), N=33, C=33),
-    _odd("bfloat16", (9, 30), N=7, C=7, mask="tree", dtype="bfloat16"),
-    _odd("float16", (9, 30), N=7, C=7, mask="tree", dtype="float16"),
+    _odd("causal-33", (9, 30), N=33),
+    *(_odd(dtype, (9, 30), N=7, mask="tree", dtype=dtype) for dtype in ("bfloat16", "float16")),
     _odd("bfloat16-latent-window", (9, 30), H=8, K=1, E=40, Ev=32, latent=True, window=6, dtype="bfloat16"),
 )
 
@@ -252,10 +223,10 @@ def tagged(tag: str) -> tuple[Spec, ...]:
 
 def named(name: str) -> Spec:
     """The spec of a name. ValueError: there is none, with the names that exist."""
-    for spec in SPECS:
-        if spec.name == name:
-            return spec
-    raise ValueError(f"no spec {name!r}; there are: {', '.join(spec.name for spec in SPECS)}")
+    known = {spec.name: spec for spec in SPECS}
+    if name not in known:
+        raise ValueError(f"no spec {name!r}; there are: {', '.join(known)}")
+    return known[name]
 
 
 @dataclasses.dataclass(frozen=True)

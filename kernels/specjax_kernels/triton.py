@@ -16,14 +16,15 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax_kernels.launch import Blocks, has_kernels, launch_for, padded, too_wide
-from specjax_kernels.masks import Causal, words
+from specjax_kernels.call import Call
+from specjax_kernels.launch import Blocks, launch_for, padded, refuse_unless_ampere, too_wide
+from specjax_kernels.masks import words
 from specjax_kernels.triton_interpreter import interpret
 from specjax_kernels.triton_kernels import attend, combine
 from specjax_kernels.triton_packages import INTERPRETED, UNMET, jax_triton
@@ -32,127 +33,59 @@ LOG2_E = math.log2(math.e)
 """The GPU's exponent has base 2: scores are kept in units of log 2."""
 
 
-class Shape(NamedTuple):
-    """Everything static about a call, as the kernels' constants. 0 for a window or a soft cap that is not there."""
-
-    N: int
-    C: int
-    K: int
-    G: int
-    E: int
-    EV: int
-    P: int
-    S: int
-    T: int
-    LATENT: bool  # values are keys[..., :EV]
-    CAUSAL: bool
-    SCALE: float  # of the scores; with a soft cap, of the tangent's argument
-    WINDOW: int
-    SOFTCAP: float  # times log2 e
-
-
-def tree_attention(
-    q: Array,
-    k_block: Array,
-    v_block: Array | None,
-    k_pages: Array,
-    v_pages: Array | None,
-    page_table: Array,
-    prefix_length: Array,
-    q_positions: Array,
-    block_positions: Array,
-    mask: Causal | Array,
-    *,
-    scale: float,
-    v_width: int | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    blocks: Blocks | None = None,
-) -> Array:
-    """See `specjax_kernels.tree_attention`, which checks the arguments. `blocks`: for the tuner and the tests.
+def tree_attention(call: Call, *, blocks: Blocks | None = None) -> Array:
+    """See `specjax_kernels.tree_attention`. `blocks`: for the tuner and the tests.
 
     Raises:
-        NotImplementedError: the versions found do not do, there is no NVIDIA GPU to run on or lower for, or a head is
-            too wide.
+        NotImplementedError: a package is missing or too old, there is no NVIDIA GPU to run on or lower for, or a head
+            is too wide.
     """
     refuse()
-    B, N, H, E = q.shape
-    P, S, K, _ = k_pages.shape
-    C, T, G = k_block.shape[1], page_table.shape[1], H // K
-    width = v_block.shape[-1] if v_block is not None else v_width
-    assert width is not None  # the caller has checked it
-    if problem := too_wide(str(q.dtype), E, width):
+    shape, dtype = call.shape, call.q.dtype
+    B, H, N, C, K, G, E, Ev, P, S, T = shape[:11]
+    if problem := too_wide(str(dtype), E, Ev):
         raise NotImplementedError(f"implementation 'triton' has {problem}")
-    shape = Shape(
-        N=N,
-        C=C,
-        K=K,
-        G=G,
-        E=E,
-        EV=width,
-        P=P,
-        S=S,
-        T=T,
-        LATENT=v_block is None,
-        CAUSAL=isinstance(mask, Causal),
-        SCALE=float(scale * LOG2_E if softcap is None else scale / softcap),
-        WINDOW=window or 0,
-        SOFTCAP=float((softcap or 0) * LOG2_E),
-    )
-    launch = launch_for(str(q.dtype), max(E, width), N * G, B * K, T * S, blocks=blocks)
-    # A kernel has a pointer for everything; what a call does not have is never read, and any array stands in for it.
-    inputs = {
-        "prefix_length": prefix_length,
-        "page_table": page_table,
-        "q_positions": q_positions,
-        "block_positions": block_positions,
-        "bits": prefix_length if isinstance(mask, Causal) else mask,
-        "q": q,
-        "k_block": k_block,
-        "v_block": k_block if v_block is None else v_block,
-        "k_pages": k_pages,
-        "v_pages": k_pages if v_pages is None else v_pages,
-    }
+    launch = launch_for(str(dtype), max(E, Ev), N * G, B * K, T * S, blocks=blocks)
     rows, heads, splits = launch.rows * launch.tiles, B * K, launch.splits
+    # A kernel has a pointer for everything; what a call does not have is never read, and any array stands in for it.
+    nothing = call.prefix_length
+    inputs: dict[str, Any] = dict(zip(Call._fields[:9], call[:9], strict=True))
+    inputs["bits"] = nothing if shape.causal else call.mask
+    if shape.latent:
+        inputs |= {"v_block": call.k_block, "v_pages": call.k_pages}
     # Triton's interpreter rounds 1.9999 to the bfloat16 1.0 (the carry into an odd exponent is lost).
-    out = jax.ShapeDtypeStruct((B, N, H, width), jnp.float32 if INTERPRETED else q.dtype)
+    out = jax.ShapeDtypeStruct((B, N, H, Ev), jnp.float32 if INTERPRETED else dtype)
     partial = jax.ShapeDtypeStruct((heads, splits, rows), jnp.float32)
-    mixed = jax.ShapeDtypeStruct((heads, splits, rows, width), jnp.float32)
+    mixed = jax.ShapeDtypeStruct((heads, splits, rows, Ev), jnp.float32)
+    shared = {"N": N, "K": K, "G": G, "EV": Ev, "SPLITS": splits, "VP": padded(Ev)}
+    sizes = {"C": C, "E": E, "P": P, "S": S, "T": T, "EP": padded(E), "WORDS": words(C)}
     attended = _call(
         attend,
-        inputs if splits > 1 else inputs | {"peaks": prefix_length, "totals": prefix_length},
+        inputs if splits > 1 else inputs | {"peaks": nothing, "totals": nothing},
         {"peaks": partial, "totals": partial, "mixed": mixed} if splits > 1 else {"mixed": out},
         grid=(heads, launch.tiles, splits),
         warps=launch.warps,
         stages=launch.stages,
-        **shape._asdict(),
-        WORDS=words(C),
+        **shared,
+        **sizes,
+        LATENT=shape.latent,
+        CAUSAL=shape.causal,
+        SCALE=float(shape.scale * LOG2_E if shape.softcap is None else shape.scale / shape.softcap),
+        WINDOW=shape.window or 0,
+        SOFTCAP=float((shape.softcap or 0) * LOG2_E),
         ROWS=launch.rows,
         TOKENS=launch.tokens,
-        SPLITS=splits,
-        EP=padded(E),
-        VP=padded(width),
         UPCAST=INTERPRETED,
     )
     if splits == 1:
-        return attended["mixed"].astype(q.dtype)
-    part = max(1, min(splits, 8192 // padded(width)))
-    return _call(
-        combine,
-        attended,
-        {"out": out},
-        grid=(heads, N * G),
-        warps=max(1, min(8, part * padded(width) // 1024)),
-        stages=2,
-        N=N,
-        K=K,
-        G=G,
-        EV=width,
-        PADDED_ROWS=rows,
-        SPLITS=splits,
-        PART=part,
-        VP=padded(width),
-    )["out"].astype(q.dtype)
+        return attended["mixed"].astype(dtype)
+    part = max(1, min(splits, 8192 // padded(Ev)))
+    warps = max(1, min(8, part * padded(Ev) // 1024))
+    grid = (heads, N * G)
+    combined = _call(
+        combine, attended, {"out": out}, grid=grid, warps=warps, stages=2, **shared, PADDED_ROWS=rows, PART=part
+    )
+    return combined["out"].astype(dtype)
 
 
 def refuse() -> None:
@@ -170,11 +103,8 @@ def refuse() -> None:
             'abstract_device=AbstractDevice("NVIDIA H200", None, "cuda"), or run in Triton\'s interpreter '
             "(TRITON_INTERPRET=1 in the environment). Implementation 'xla' runs everywhere"
         )
-    if device is None and not has_kernels():
-        raise NotImplementedError(
-            "implementation 'triton' of tree_attention runs on NVIDIA GPUs of compute capability 8.0 (Ampere) and up, "
-            f"and JAX's default device is {jax.devices()[0]}. Implementation 'xla' runs everywhere"
-        )
+    if device is None:
+        refuse_unless_ampere("triton")
     plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
     if not any(importlib.util.find_spec(plugin) for plugin in plugins):
         raise NotImplementedError(

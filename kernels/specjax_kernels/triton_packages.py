@@ -1,7 +1,8 @@
-"""Triton and jax-triton, where they are installed: what was found, what is missing, what has to be mended."""
+"""Triton and jax-triton, imported where they are installed and recent enough; repairs of versions that need one."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import re
@@ -11,32 +12,26 @@ from typing import Any
 import jax
 from jax.interpreters import partial_eval
 
-PYTHON = (3, 12)
-PACKAGES = {"jax": (0, 11), "jax-triton": (0, 4), "triton": (3, 7)}
+NEEDED = {"Python": "3.12", "jax": "0.11", "jax-triton": "0.4", "triton": "3.7"}
 
 
 def unmet() -> str | None:
-    """What is missing to run Triton from JAX, and what would work. None: nothing is."""
+    """What is missing to run Triton from JAX, and what would work; None: nothing is."""
+    found = {"Python": ".".join(map(str, sys.version_info[:3]))}
+    for package in list(NEEDED)[1:]:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
 
-    def dotted(version: tuple[int, ...]) -> str:
-        return ".".join(map(str, version))
+    def numbers(version: str) -> list[int]:
+        return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
-    python = tuple(sys.version_info[:3])
-    found, good = [f"Python {dotted(python)}"], python >= PYTHON
-    for package, least in PACKAGES.items():
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found, good = [*found, f"no {package}"], False
-            continue
-        found.append(f"{package} {version}")
-        good = good and tuple(map(int, re.findall(r"\d+", version)[:2])) >= least
-    if good:
+    if all(name in found and numbers(found[name]) >= numbers(least) for name, least in NEEDED.items()):
         return None
-    needs = [f"Python >= {dotted(PYTHON)}", *(f"{package} >= {dotted(least)}" for package, least in PACKAGES.items())]
+    needs = ", ".join(f"{name} >= {least}" for name, least in NEEDED.items())
+    there = ", ".join(f"{name} {found[name]}" if name in found else f"no {name}" for name in NEEDED)
     return (
-        f"implementation 'triton' of tree_attention needs {', '.join(needs)}; found {', '.join(found)}. "
-        f"With Python {dotted(PYTHON)} or later: pip install 'specjax[triton]'"
+        f"implementation 'triton' of tree_attention needs {needs}; found {there}. "
+        f"With Python {NEEDED['Python']} or later: pip install 'specjax[triton]'"
     )
 
 

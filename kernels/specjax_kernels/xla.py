@@ -1,12 +1,9 @@
 """`tree_attention` in plain XLA: the CPU's path, and the one that runs anywhere.
 
-Flash-style online softmax: the block gives the first partial result, a loop over chunks of pages refines it. On a CPU
-chunks are small and the loop's trip count is computed from `prefix_length` (and the window), so that the cost follows
-the tokens that are there and not the T * S that a row may hold. On a GPU a loop is driven by the host, which waits for
-the device before each trip: there one chunk holds the whole table wherever that fits, and there is no loop.
-
-The pools are only ever read by gathers, so XLA:CPU never copies one into the loop; what depends on the page table
-alone is computed outside of it, where all layers of a model share it.
+Online softmax over the block, then over chunks of pages. On a CPU chunks are small and the number of trips follows the
+committed tokens, not the T * S that a row may hold. On a GPU, where the host would drive the loop, one chunk holds the
+whole table if that fits. Pools are only read by gathers, so XLA:CPU never copies one into the loop; what depends on the
+page table alone is computed outside of it, where all layers of a model share it.
 """
 
 from __future__ import annotations
@@ -17,13 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax_kernels.masks import Causal, unpack_bits
+from specjax_kernels.call import Call
+from specjax_kernels.masks import block_visibility
 
 CHUNK_TOKENS = 128
 """Committed tokens of one trip. On 2 CPU cores 64 is a little faster below 200 tokens, 256 above 1000."""
 
 GPU_TOKENS = 65536
-"""The same on a GPU, of the whole batch: what is gathered for one trip is a temporary (0.8 GB for Llama 3.1 8B)."""
+"""The same on a GPU, of the whole batch: the gathered pages of a trip are a temporary (0.8 GB for Llama 3.1 8B)."""
 
 BLOCK_TOKENS = 1024
 """Block keys of one part, which bounds the scores of a wide prefill."""
@@ -41,35 +39,18 @@ class Partial(NamedTuple):
     mixed: Array  # f32 [B, K, R, Ev], sum of exp(score - peak) * value
 
 
-def tree_attention(
-    q: Array,
-    k_block: Array,
-    v_block: Array | None,
-    k_pages: Array,
-    v_pages: Array | None,
-    page_table: Array,
-    prefix_length: Array,
-    q_positions: Array,
-    block_positions: Array,
-    mask: Causal | Array,
-    *,
-    scale: float,
-    v_width: int | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Array:
-    """See `specjax_kernels.tree_attention`, which checks the arguments."""
-    B, N, H, E = q.shape
-    P, S, K, _ = k_pages.shape
-    C, T, G = k_block.shape[1], page_table.shape[1], H // K
-    width = v_width if v_block is None else v_block.shape[-1]
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    rows = (q.astype(jnp.float32) * scale).reshape(B, N, K, G, E).transpose(0, 2, 1, 3, 4).reshape(B, K, N * G, E)
-    oldest = None if window is None else q_positions[:, :, None] - window + 1  # [B, N, 1]
+def tree_attention(call: Call) -> Array:
+    """See `specjax_kernels.tree_attention`."""
+    B, H, N, C, K, G, E, Ev, P, S, T = call.shape[:11]
+    window, softcap = call.window, call.softcap
+    prefix_length, page_table = call.prefix_length, call.page_table
+    precision = jax.lax.Precision.HIGHEST if call.q.dtype == jnp.float32 else None
+    rows = (call.q.astype(jnp.float32) * call.scale).reshape(B, N, K, G, E).swapaxes(1, 2).reshape(B, K, N * G, E)
+    oldest = None if window is None else call.q_positions[:, :, None] - window + 1  # [B, N, 1]
 
     def attend(before: Partial | None, keys: Array, values: Array | None, visible: Array) -> Partial:
         """Adds c keys [B, c, K, E], visible [B or 1, N or 1, c], to what was seen before."""
-        values = keys[..., :width] if values is None else values
+        values = keys[..., :Ev] if values is None else values
         # A slot that nobody sees may hold anything; 0 * NaN is NaN, so it is cleared rather than weighted by 0.
         values = jnp.where(visible.any(1)[:, :, None, None], values, 0).astype(jnp.float32)
         scores = jnp.einsum("bkre,btke->bkrt", rows, keys.astype(jnp.float32), precision=precision)
@@ -88,13 +69,14 @@ def tree_attention(
         return Partial(peak, before.total * decay + total, before.mixed * decay + mixed)
 
     # The block.
-    in_block = jnp.tril(jnp.ones((1, N, C), jnp.bool_)) if isinstance(mask, Causal) else unpack_bits(mask, C)
+    in_block = block_visibility(call.mask, N, C)
     if oldest is not None:
-        in_block = in_block & (block_positions[:, None] >= oldest)
+        in_block = in_block & (call.block_positions[:, None] >= oldest)
     partial = None
     for start in range(0, C, BLOCK_TOKENS):
         part = slice(start, start + BLOCK_TOKENS)
-        partial = attend(partial, k_block[:, part], None if v_block is None else v_block[:, part], in_block[:, :, part])
+        values = None if call.v_block is None else call.v_block[:, part]
+        partial = attend(partial, call.k_block[:, part], values, in_block[:, :, part])
 
     # The committed pages.
     def add_pages(partial: Partial, tokens: int, *, always_loop: bool) -> Partial:
@@ -116,7 +98,8 @@ def tree_attention(
             visible = (slot < chunk(filled)[:, :, None]).reshape(B, 1, pages * S)
             if oldest is not None:
                 visible = visible & ((chunk(begins)[:, :, None] + slot).reshape(1, 1, pages * S) >= oldest)
-            return attend(before, gather(k_pages), None if v_pages is None else gather(v_pages), visible)
+            values = None if call.v_pages is None else gather(call.v_pages)
+            return attend(before, gather(call.k_pages), values, visible)
 
         if pages == T and not always_loop:
             return trip(0, partial)
@@ -131,7 +114,7 @@ def tree_attention(
 
     out = partial.mixed / jnp.where(partial.total > 0, partial.total, 1)
     out = jnp.where((prefix_length >= 0)[:, None, None, None], out, 0)
-    return out.reshape(B, K, N, G, width).transpose(0, 2, 1, 3, 4).reshape(B, N, H, width).astype(q.dtype)
+    return out.reshape(B, K, N, G, Ev).swapaxes(1, 2).reshape(B, N, H, Ev).astype(call.q.dtype)
 
 
 def trip_range(prefix_length: Array, oldest: Array | None, chunk: int, most: int) -> tuple[Array, Array]:
