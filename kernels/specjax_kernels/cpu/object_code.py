@@ -1,7 +1,6 @@
-"""Machine code of a CPU kernel: linked from what Numba compiled, kept as an object file, loaded without Numba.
+"""Machine code of a CPU kernel: linked from Numba's output, kept as an object file, loaded by llvmlite alone.
 
-Numba takes seconds to compile a kernel and two to import, and its own cache does not hold functions made by functions.
-LLVM, through llvmlite, loads an object file in milliseconds.
+Numba takes seconds to compile a kernel and two to import; its own cache does not hold functions made by functions.
 """
 
 from __future__ import annotations
@@ -104,21 +103,18 @@ def link(functions: Mapping[str, tuple[str, str]]) -> bytes:
     return machine.emit_object(whole)
 
 
-def load(code: bytes, symbols: Sequence[str], table: Callable[[Mapping[str, int]], Sequence[int]]) -> dict[str, int]:
-    """Loads an object file for the rest of the process. Returns the addresses of its functions.
-
-    Args:
-        table: the words of `TABLE`, from those addresses.
-    """
+def load(code: bytes, symbols: Sequence[str], outside: Sequence[int]) -> int:
+    """Loads an object file for the rest of the process. Returns the address of the first function; those of the others
+    and then `outside` are the words of `TABLE`."""
     llvm = importlib.import_module("llvmlite.binding")
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine(llvm))
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     _loaded.append(engine)
-    addresses = {symbol: engine.get_function_address(symbol) for symbol in symbols}
-    words = table(addresses)
+    first, *others = map(engine.get_function_address, symbols)
+    words = [*others, *outside]
     (ctypes.c_int64 * len(words)).from_address(engine.get_global_value_address(TABLE))[:] = words
-    return addresses
+    return first
 
 
 def _machine(llvm: Any) -> Any:

@@ -1,9 +1,8 @@
-"""The product of a few float32 rows and a stored matrix on a CPU, at the price of reading the matrix once.
+"""The product of a few float32 rows and a stored matrix on a CPU, in the time of reading the matrix once.
 
-A decoding step multiplies a few rows (the tokens to verify) with every weight of the target; on a CPU that takes as
-long as reading the weights. XLA:CPU takes nearly twice as long for four rows as for one, and writes a float32 copy of a
-bfloat16 weight in every call. These kernels read each weight once for up to four rows, and widen it in registers. A
-row's sums are taken in one order however many rows there are, so its result is, bit for bit, that of the row alone.
+XLA:CPU takes nearly twice as long for four rows as for one, and writes a float32 copy of a bfloat16 weight in every
+call. These kernels read each weight once for up to four rows, and widen it in registers. The order of a row's sums does
+not depend on the number of rows, so its result is bit for bit that of the row alone.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ TOGETHER = 4
 """Rows of x that share one widened weight. Several rows are padded to a multiple of it."""
 
 DEEP = 4
-"""Rows of the matrix that are read side by side: the sums are loaded and stored once for so many products."""
+"""Rows of the matrix that are read side by side, so that sums are loaded and stored once for all of them."""
 
 PARTS = 8
 """Number of partial sums where the matrix is narrow, so that threads share the work and read long runs of memory."""
@@ -52,10 +51,9 @@ def parts_of(depth: int, columns: int) -> int:
 
 
 def takes(rows: int, depth: int, columns: int, dtype: Any, *, transposed: bool = False) -> bool:
-    """Whether `multiply` has a kernel for so many rows and a matrix of this shape and dtype, and can be called here.
+    """Whether `multiply` can be called here for so many rows and a [depth, columns] matrix, transposed or not.
 
-    The first call compiles the kernel, which takes seconds, or loads it. `depth` and `columns` are the sizes of the
-    matrix's first and second axis, also where it is transposed.
+    The first call loads the kernel or compiles it, which takes seconds.
     """
     name = jnp.dtype(dtype).name
     fits = 0 < rows <= MOST_ROWS and name in STORED
@@ -69,7 +67,7 @@ def unmet(dtype: str, transposed: bool) -> str | None:
 
 
 def prepare(dtype: str) -> None:
-    """Loads or compiles the kernels for weights of this dtype, if there are any. For a thread beside loading."""
+    """Loads or compiles the kernels for weights of this dtype. For a thread beside loading."""
     if dtype in STORED and callable_here():
         unmet(dtype, False)
         unmet(dtype, True)
@@ -82,10 +80,7 @@ def _name(dtype: Any, transposed: bool) -> str:
 def multiply(
     x: Float32[Array, "N M"], matrix: Float[Array, "A1 A2"], *, transposed: bool = False
 ) -> Float32[Array, "N W"]:
-    """x times matrix [M, W] or, transposed, times matrix [W, M]. For what `takes` accepts.
-
-    `jax.vmap` calls it for one after the other.
-    """
+    """x times matrix [M, W] or, transposed, times matrix [W, M]. For what `takes` accepts; vmapped, one by one."""
     rows = x.shape[0]
     padded = x if rows == 1 and not transposed else jnp.pad(x, ((0, -rows % TOGETHER), (0, 0)))
     parts = () if transposed else (parts_of(*matrix.shape),)
@@ -99,7 +94,7 @@ def multiply(
 
 
 def _storage(tools: Tools, dtype: str) -> tuple[Any, Any, int]:
-    """For a matrix of this dtype: pointer to an address, the float32 of a stored number, bytes of a number."""
+    """For a matrix of this dtype: array at an address, the float32 of a stored number, bytes of a number."""
     if dtype == "bfloat16":
         return tools.halves, tools.widened, STORED[dtype]
 
@@ -113,7 +108,7 @@ def _storage(tools: Tools, dtype: str) -> tuple[Any, Any, int]:
 def _product(tools: Tools, dtype: str) -> tuple[Any, Any]:
     """(x [N, M], matrix [M, W]) -> sums [parts, N, W]. A tile is a part of the sums of some columns."""
     # As names: Numba reads functions and numbers from the enclosing scope, and no fields.
-    carray, floats, (stored, wide, item) = tools.carray, tools.floats, _storage(tools, dtype)
+    floats, (stored, wide, item) = tools.floats, _storage(tools, dtype)
     argument, size, result = tools.argument, tools.argument_size, tools.result
     parts_for = tools.inlined(parts_of)
 
@@ -125,9 +120,9 @@ def _product(tools: Tools, dtype: str) -> tuple[Any, Any]:
     def add_row(x: int, matrix: int, columns: int, out: int, width: int) -> None:
         """Adds the products of four numbers of x and four rows of the matrix, in the order of `add`."""
         line = item * columns
-        m0, m1 = carray(stored(matrix), (width,)), carray(stored(matrix + line), (width,))
-        m2, m3 = carray(stored(matrix + 2 * line), (width,)), carray(stored(matrix + 3 * line), (width,))
-        sums, row = carray(floats(out), (width,)), carray(floats(x), (4,))
+        m0, m1 = stored(matrix, width), stored(matrix + line, width)
+        m2, m3 = stored(matrix + 2 * line, width), stored(matrix + 3 * line, width)
+        sums, row = floats(out, width), floats(x, 4)
         a0, a1, a2, a3 = row[0], row[1], row[2], row[3]
         for column in range(width):
             w0, w1, w2, w3 = wide(m0[column]), wide(m1[column]), wide(m2[column]), wide(m3[column])
@@ -137,12 +132,12 @@ def _product(tools: Tools, dtype: str) -> tuple[Any, Any]:
     def add(x: int, depth: int, matrix: int, columns: int, out: int, width: int) -> None:
         """Adds the products of four rows of x, four numbers each, and four rows of the matrix."""
         line = item * columns
-        m0, m1 = carray(stored(matrix), (width,)), carray(stored(matrix + line), (width,))
-        m2, m3 = carray(stored(matrix + 2 * line), (width,)), carray(stored(matrix + 3 * line), (width,))
-        o0, o1 = carray(floats(out), (width,)), carray(floats(out + 4 * columns), (width,))
-        o2, o3 = carray(floats(out + 8 * columns), (width,)), carray(floats(out + 12 * columns), (width,))
-        x0, x1 = carray(floats(x), (4,)), carray(floats(x + 4 * depth), (4,))
-        x2, x3 = carray(floats(x + 8 * depth), (4,)), carray(floats(x + 12 * depth), (4,))
+        m0, m1 = stored(matrix, width), stored(matrix + line, width)
+        m2, m3 = stored(matrix + 2 * line, width), stored(matrix + 3 * line, width)
+        o0, o1 = floats(out, width), floats(out + 4 * columns, width)
+        o2, o3 = floats(out + 8 * columns, width), floats(out + 12 * columns, width)
+        x0, x1 = floats(x, 4), floats(x + 4 * depth, 4)
+        x2, x3 = floats(x + 8 * depth, 4), floats(x + 12 * depth, 4)
         a0, a1, a2, a3 = x0[0], x0[1], x0[2], x0[3]
         b0, b1, b2, b3 = x1[0], x1[1], x1[2], x1[3]
         c0, c1, c2, c3 = x2[0], x2[1], x2[2], x2[3]
@@ -165,7 +160,7 @@ def _product(tools: Tools, dtype: str) -> tuple[Any, Any]:
         width = min(most, columns - first)
         out = result(call, 0) + 4 * (part * rows * columns + first)
         for row in range(rows):
-            sums = carray(floats(out + 4 * row * columns), (width,))
+            sums = floats(out + 4 * row * columns, width)
             for column in range(width):
                 sums[column] = 0.0
         for m in range(part * deep, part * deep + deep, DEEP):
@@ -181,15 +176,15 @@ def _product(tools: Tools, dtype: str) -> tuple[Any, Any]:
 
 def _transposed(tools: Tools, dtype: str) -> tuple[Any, Any]:
     """(x [N, M], matrix [W, M]) -> [N, W]. A tile is some rows of the matrix."""
-    carray, floats, (stored, wide, item) = tools.carray, tools.floats, _storage(tools, dtype)
+    floats, (stored, wide, item) = tools.floats, _storage(tools, dtype)
     argument, size, result = tools.argument, tools.argument_size, tools.result
 
     @tools.reordered
     def dots(x: int, other: int, depth: int) -> Any:
         """The products of four rows of x and one row of the matrix."""
-        weights, x0 = carray(stored(other), (depth,)), carray(floats(x), (depth,))
-        x1, x2 = carray(floats(x + 4 * depth), (depth,)), carray(floats(x + 8 * depth), (depth,))
-        x3 = carray(floats(x + 12 * depth), (depth,))
+        weights, x0 = stored(other, depth), floats(x, depth)
+        x1, x2 = floats(x + 4 * depth, depth), floats(x + 8 * depth, depth)
+        x3 = floats(x + 12 * depth, depth)
         sum0 = sum1 = sum2 = sum3 = np.float32(0)
         for m in range(depth):
             weight = wide(weights[m])
@@ -207,7 +202,7 @@ def _transposed(tools: Tools, dtype: str) -> tuple[Any, Any]:
         first = index * TRANSPOSED_TILE
         for row in range(0, rows, TOGETHER):
             x = argument(call, 0) + 4 * row * depth
-            out = carray(floats(result(call, 0) + 4 * row * columns), (TOGETHER * columns,))
+            out = floats(result(call, 0) + 4 * row * columns, TOGETHER * columns)
             for column in range(first, min(first + TRANSPOSED_TILE, columns)):
                 sums = dots(x, argument(call, 1) + item * column * depth, depth)
                 out[column], out[columns + column] = sums[0], sums[1]

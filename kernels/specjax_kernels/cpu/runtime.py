@@ -18,7 +18,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -42,19 +42,17 @@ class Tools(NamedTuple):
 
     inlined: Callable[[Any], Any]  # decorator: compiled into its callers
     reordered: Callable[[Any], Any]  # decorator: sums may be reordered, so that loops over one sum become vectors
-    carray: Any  # `numba.carray`: (pointer, shape) -> array
-    floats: Any  # address -> float32 pointer
-    halves: Any  # address -> uint16 pointer
+    floats: Any  # (address, count) -> float32 array
+    halves: Any  # (address, count) -> uint16 array
     widened: Any  # bits of a bfloat16, uint16 -> float32
     argument: Any  # (call, i) -> address of argument i's data
     argument_size: Any  # (call, i, axis) -> size of argument i
     result: Any  # (call, i) -> address of result i's data
-    result_size: Any  # (call, i, axis) -> size of result i
 
 
 def callable_here() -> bool:
     """Whether this process computes on one CPU device. A kernel cannot be split: XLA would gather the arrays of several
-    devices; and a process that computes on an accelerator should not wait for a CPU kernel to compile."""
+    devices."""
     return jax.default_backend() == "cpu" and jax.local_device_count() == 1
 
 
@@ -72,28 +70,25 @@ def register(name: str, build: Build) -> str | None:
         Why that is impossible here, logged once as a warning. None: the kernel can be called.
     """
     with _LOCK:
-        if name not in _REGISTERED:
-            _REGISTERED[name] = _register(name, build)
-        return _REGISTERED[name]
-
-
-def _register(name: str, build: Build) -> str | None:
-    try:
-        outside = _outside()  # fails before seconds are spent on compiling
-        code = object_code.kept(name, lambda: _compile(build))
-
-        def table(addresses: Mapping[str, int]) -> list[int]:
-            return [addresses["specjax_work"], addresses["specjax_tile"], *outside]
-
-        address = object_code.load(code, _SYMBOLS, table)["specjax_handle"]
-        function = ctypes.cast(address, ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p))
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
-    except Exception as error:
-        # Numba may be absent, or may not know this Python or processor.
-        reason = f"the CPU kernel {name} cannot be made here: {type(error).__name__}: {error}"
-        logger.warning("%s. XLA's own operations are used instead; decoding is slower", reason)
+        if name in _REGISTERED:
+            return _REGISTERED[name]
+        try:
+            _register(name, build)
+            reason = None
+        except Exception as error:
+            # Numba may be absent, or may not know this Python or processor.
+            reason = f"the CPU kernel {name} cannot be made here: {type(error).__name__}: {error}"
+            logger.warning("%s. XLA's own operations are used instead; decoding is slower", reason)
+        _REGISTERED[name] = reason
         return reason
-    return None
+
+
+def _register(name: str, build: Build) -> None:
+    outside = _outside()  # fails before seconds are spent on compiling
+    code = object_code.kept(name, lambda: _compile(build))
+    address = object_code.load(code, _SYMBOLS, outside)
+    function = ctypes.cast(address, ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p))
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
 
 
 def _outside() -> list[int]:
@@ -130,7 +125,7 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]]]:
     numba: Any = importlib.import_module("numba")
     importlib.import_module("numba.extending")
     carray, types = numba.carray, numba.types
-    words, floats, halves, widened, add, load, call, entry_of = _instructions(numba)
+    pointer_to, widened, add, load, call, entry_of = _instructions(numba)
 
     # Products and sums may be fused, but are taken in the order in which they are written.
     options: dict[str, Any] = {"fastmath": {"contract"}, "error_model": "numpy"}
@@ -145,13 +140,23 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]]]:
     def entry(signature: Any) -> Any:
         return lambda function: numba.cfunc(signature, **options)(inspect.unwrap(function))
 
+    def array_of(kind: Any) -> Any:
+        pointer = pointer_to(kind)
+
+        @inlined
+        def array(address: int, count: int) -> Any:
+            return carray(pointer(address), (count,))
+
+        return array
+
+    words, floats, halves = map(array_of, (types.int64, types.float32, types.uint16))
+
     def buffers_at(field: int) -> tuple[Any, Any]:
         """Data and size of the i-th XLA_FFI_Buffer among the arguments or the results."""
 
         @inlined
         def buffer(frame: int, index: int) -> Any:
-            buffers = carray(words(carray(words(frame), (field + 1,))[field]), (index + 1,))
-            return carray(words(buffers[index]), (6,))
+            return words(words(words(frame, field + 1)[field], index + 1)[index], 6)
 
         @inlined
         def data(frame: int, index: int) -> int:
@@ -159,7 +164,7 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]]]:
 
         @inlined
         def size(frame: int, index: int, axis: int) -> int:
-            return carray(words(buffer(frame, index)[5]), (axis + 1,))[axis]
+            return words(buffer(frame, index)[5], axis + 1)[axis]
 
         return data, size
 
@@ -168,7 +173,7 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]]]:
     @entry(one)
     def work(state: int) -> int:
         """Takes tiles until none are left, then leaves."""
-        s = carray(words(state), (_WORDS,))
+        s = words(state, _WORDS)
         while True:
             taken = add(state + 8 * _NEXT, 1)
             if taken >= s[_TILES]:
@@ -184,25 +189,25 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]]]:
 
         @entry(one)
         def handle(frame: int) -> int:
-            f = carray(words(frame), (22,))
+            f = words(frame, 22)
             extension = f[1]
-            if extension != 0 and carray(words(extension), (4,))[1] & 0xFFFFFFFF == 1:
+            if extension != 0 and words(extension, 4)[1] & 0xFFFFFFFF == 1:
                 # XLA asks for the version of the interface.
-                carray(words(carray(words(extension), (4,))[3]), (4,))[3] = entry_of(_VERSION)
+                words(words(extension, 4)[3], 4)[3] = entry_of(_VERSION)
                 return 0
             count = tiles(frame)
             state = call(entry_of(_ALLOCATE), 8 * _WORDS, 0)
-            s = carray(words(state), (_WORDS,))
+            s = words(state, _WORDS)
             helpers = max(0, min(entry_of(_CORES), count) - 1)
             s[_NEXT], s[_DONE], s[_HOLDERS], s[_TILES] = 0, 0, helpers + 2, count
             s[_TILE], s[_CALL] = entry_of(_OF_TILE), frame
             for scheduled in range(helpers):
                 s[_ARGUMENTS], s[_ARGUMENTS + 1], s[_ARGUMENTS + 2] = 40, 0, f[3]
                 s[_ARGUMENTS + 3], s[_ARGUMENTS + 4] = entry_of(_WORK), state
-                failed = call(carray(words(f[2] + 8 * entry_of(_SCHEDULE)), (1,))[0], state + 8 * _ARGUMENTS, 0)
+                failed = call(words(f[2] + 8 * entry_of(_SCHEDULE), 1)[0], state + 8 * _ARGUMENTS, 0)
                 if failed != 0:  # no thread pool: this thread does all tiles
                     s[_ARGUMENTS], s[_ARGUMENTS + 1], s[_ARGUMENTS + 2] = 24, 0, failed
-                    call(carray(words(f[2] + 8 * entry_of(_DESTROY)), (1,))[0], state + 8 * _ARGUMENTS, 0)
+                    call(words(f[2] + 8 * entry_of(_DESTROY), 1)[0], state + 8 * _ARGUMENTS, 0)
                     add(state + 8 * _HOLDERS, scheduled - helpers)
                     break
             call(entry_of(_WORK), state, 0)
@@ -214,12 +219,12 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]]]:
 
         return handle, work, entry(two)(tile)
 
-    return Tools(inlined, reordered, carray, floats, halves, widened, *buffers_at(9), *buffers_at(14)), compiled
+    return Tools(inlined, reordered, floats, halves, widened, *buffers_at(9), buffers_at(14)[0]), compiled
 
 
 def _instructions(numba: Any) -> tuple[Any, ...]:
-    """Instructions that Numba lacks: an address as a pointer, a bfloat16's value, atomic addition and loading, a call
-    by address, a word of the table."""
+    """What Numba lacks: a maker of functions from an address to a pointer; and as functions a bfloat16's value, atomic
+    addition and loading, a call by address, a word of the table."""
     ir: Any = importlib.import_module("llvmlite.ir")
     word, types = ir.IntType(64), numba.types
     pointer = word.as_pointer()
@@ -261,7 +266,7 @@ def _instructions(numba: Any) -> tuple[Any, ...]:
 
     one, two = types.int64(types.int64), types.int64(types.int64, types.int64)
     return (
-        *(pointer_to(kind) for kind in (types.int64, types.float32, types.uint16)),
+        pointer_to,
         intrinsic(types.float32(types.uint16), widened),
         intrinsic(two, added),
         intrinsic(one, lambda b, values, _: b.load_atomic(b.inttoptr(values[0], pointer), "seq_cst", 8)),
