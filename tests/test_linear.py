@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from specjax_kernels import cheap_rows, linear, reference, unembed
+from specjax_kernels import CHEAP_ROWS, linear, reference, unembed
 from specjax_kernels.cpu import rows as cpu_rows
-from specjax_kernels.linear import CHEAP_ROWS, PARTS
+from specjax_kernels.linear import PARTS
 from specjax_kernels.specs import PRODUCTS, Product
 
 ULP = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -85,7 +85,7 @@ def test_a_process_that_computes_on_an_accelerator_does_not_compile_the_kernel(m
 def test_a_few_rows_are_bit_for_bit_the_rows_alone(kernel, weight):
     """A token that is checked beside drafts gets the very numbers that it gets alone."""
     rng = np.random.default_rng(2)
-    most = cpu_rows.MOST_ROWS if kernel else cheap_rows()
+    most = cpu_rows.MOST_ROWS if kernel else CHEAP_ROWS
     x, weight = rng.standard_normal((1, most, weight[0]), np.float32), rng.standard_normal(weight, np.float32)
     product = jax.jit(lambda x, weight: linear(x, weight))
     alone = np.concatenate([np.asarray(product(x[:, i : i + 1], weight)) for i in range(most)], axis=1)

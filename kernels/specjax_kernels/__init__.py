@@ -8,16 +8,16 @@ from specjax_kernels.api import (
     implementation_named,
     tree_attention,
 )
-from specjax_kernels.linear import cheap_rows, linear, unembed
+from specjax_kernels.linear import CHEAP_ROWS, linear, unembed
 from specjax_kernels.masks import CAUSAL, Causal, pack_bits, unpack_bits
 
 __all__ = [
     "CAUSAL",
+    "CHEAP_ROWS",
     "IMPLEMENTATIONS",
     "INACTIVE",
     "Causal",
     "attention",
-    "cheap_rows",
     "default_implementation",
     "implementation_named",
     "linear",

@@ -1,6 +1,6 @@
-"""Products of activations and weights: `linear` for every layer but the last, `unembed` for the output layer.
+"""Products of activations and weights: `linear` for the layers, `unembed` for the output layer.
 
-The platform, the dtypes and the number of rows decide which implementation runs. `reference.linear` is the definition.
+Platform, dtypes and number of rows choose the implementation. `reference.linear` is the definition.
 """
 
 from __future__ import annotations
@@ -17,18 +17,12 @@ from jaxtyping import Float, Float32
 from specjax_kernels.cpu import rows as cpu_rows
 
 PARTS = 4
-"""Number of partial sums in a one-row float32 product on a CPU. XLA:CPU computes a batch of products on all cores, but
-the product of one row on one; the parts are the batch. On 2 cores 2, 3 and 8 parts are slower."""
+"""Number of partial sums in a one-row float32 product on a CPU: XLA:CPU uses all cores for a batch of products only.
+On 2 cores 2, 3 and 8 parts are slower."""
 
 CHEAP_ROWS = 3
-"""Largest number of float32 rows that a CPU multiplies one by one. The plain product of several rows copies the weight
-first; row by row, the weight is still cached for the next row. Two rows take three quarters of the plain product's
-time, three rows four fifths, four rows all of it."""
-
-
-def cheap_rows() -> int:
-    """The largest number of rows of one forward that cost a CPU clearly less than a wide product."""
-    return CHEAP_ROWS
+"""Largest number of float32 rows that a CPU multiplies one by one, which costs it clearly less than a wide product: two
+rows take three quarters of the time, three rows four fifths, four rows all of it."""
 
 
 def linear(x: Float[Array, "B N M"], weight: Float[Array, "M *out"]) -> Float[Array, "B N *out"]:
@@ -47,8 +41,7 @@ def linear(x: Float[Array, "B N M"], weight: Float[Array, "M *out"]) -> Float[Ar
     if x.dtype == jnp.float32:
         return cast(Array, _product(x, weight, 0))
     plain = functools.partial(_dot, axis=0, out=x.dtype)
-    rows = x.shape[0] * x.shape[1]
-    if rows == 1 and not _has_cpu_kernel(x, weight, 0):
+    if x.shape[0] * x.shape[1] == 1 and not _has_cpu_kernel(x, weight, 0):
         return plain(x, weight)
 
     def rounded(x: Array, weight: Array) -> Array:  # XLA:CPU is faster with a float32 result
@@ -62,8 +55,7 @@ def unembed(
 ) -> Float32[Array, "... W"]:
     """Logits of the output layer, float32 whatever the dtypes.
 
-    The derivatives are products in the dtypes of x and weight, with float32 sums: products with the float32 gradient
-    would take twice as long.
+    The derivatives are products in the dtypes of x and weight with float32 sums, twice as fast as float32 products.
 
     Args:
         weight: [M, W] or, transposed (an embedding that is also the output layer), [W, M]. Dtypes as for `linear`.
@@ -96,10 +88,6 @@ def _product(x: Array, weight: Array, axis: int) -> Array:
     return plain(x, weight)
 
 
-def _product_forward(x: Array, weight: Array, axis: int) -> tuple[Array, tuple[Array, Array]]:
-    return _product(x, weight, axis), (x, weight)
-
-
 def _product_backward(axis: int, saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
     x, weight = saved
     rows, matrix = x.reshape(-1, x.shape[-1]), weight.reshape(weight.shape[0], -1)
@@ -110,7 +98,7 @@ def _product_backward(axis: int, saved: tuple[Array, Array], gradient: Array) ->
     return to_x.reshape(x.shape).astype(x.dtype), to_weight.reshape(weight.shape).astype(weight.dtype)
 
 
-_product.defvjp(_product_forward, _product_backward)
+_product.defvjp(lambda x, weight, axis: (_product(x, weight, axis), (x, weight)), _product_backward)
 
 
 def _in_parts(x: Array, weight: Array) -> Array:

@@ -10,11 +10,10 @@ committed, the root x_n is the last one drawn, and the head's cache holds n slot
               n + level - 1; they see the n slots, their ancestors and themselves) and bring k candidates each
               of all candidates the N - 1 best by cumulative log-probability are the tree
 
-A head that is unsure may propose less, or nothing (`Confidence`): where checking a node costs the target's time, as on
-a CPU, drafts that are seldom right cost more than they bring.
+An unsure head may propose less, or nothing (`Confidence`): on a CPU each checked node costs time.
 
-The slots of tree nodes are scratch and never reach a page. Source: SafeAILab/EAGLE `topK_genrate`; the alignment is
-derived in docs/algorithms.md.
+The slots of tree nodes never reach a page. Source: SafeAILab/EAGLE `topK_genrate`; docs/algorithms.md derives the
+alignment.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Float32, Int32
-from specjax_kernels import CAUSAL, cheap_rows, pack_bits
+from specjax_kernels import CAUSAL, CHEAP_ROWS, pack_bits
 
 from specjax.cache import PoolShape, commit, init_cache
 from specjax.config import HeadConfig
@@ -50,20 +49,18 @@ class EagleState(NamedTuple):
 
 @dataclass(frozen=True)
 class Confidence:
-    """How sure the head must be of a draft to propose it.
+    """The minimum probability of a draft.
 
-    A candidate may become a node only if the product of the head's probabilities along its path, its own included, is
-    at least `least`: float32, score >= log(least). Scores never grow along a path, so what is left is a tree. Of these
-    candidates the N - 1 best are the tree, as ever; further places are invalid. Inactive entries propose nothing.
-    `least` 0: every candidate is good enough, and nothing is compared.
+    A candidate becomes a node only if the product of the head's probabilities along its path is at least `least`.
+    Scores never grow along a path, so the remaining candidates are a tree. Inactive entries propose nothing.
 
         least 0.3       the .9 ─┬─ cat .8 (.72) ── sat .4 (.29, left out)
                                 └─ dog .1 (.09, left out)
 
     Attributes:
-        least: from 0 to below 1. llama.cpp's draft-p-min, which looks at each draft alone.
-        skips: whether a level is not computed where no entry of the batch has a node above it. A branch costs nothing
-            on a CPU; a GPU would ask the host, so there all levels are computed.
+        least: from 0 (no minimum) to below 1. llama.cpp's draft-p-min compares each draft's own probability instead.
+        skips: whether to skip a level that no entry of the batch has a parent for. A branch costs nothing on a CPU; a
+            GPU would ask the host, so there all levels are computed.
     """
 
     least: float = limited(0.0, 0, below=1)
@@ -77,13 +74,13 @@ class Confidence:
         return f"; only drafts of a probability of at least {self.least:g}" if self.least else ""
 
     def cut(self, scores: Float32[Array, "B k"], context: Context) -> Float32[Array, "B k"]:
-        """The scores, -inf where a candidate is not good enough."""
+        """The scores, -inf below the minimum."""
         if not self.least:
             return scores
         return jnp.where((scores >= math.log(self.least)) & context.active[:, None], scores, -jnp.inf)
 
     def expand(self, scores: Float32[Array, "B k"], run: Callable[[], _Expanded]) -> _Expanded:
-        """`run()`, the candidates below nodes with these scores; if none of them can be one, zeros and -inf."""
+        """`run()`, the candidates below nodes with these scores; if all are -inf, zeros with scores of -inf."""
         if not (self.least and self.skips):
             return run()
 
@@ -104,13 +101,12 @@ def eagle_drafter(
     explicit_width: bool = True,
     note: str = "",
 ) -> Drafter:
-    """Drafts with a head whose parameters are `Params.draft`. [B, N] trees, all of whose nodes are valid unless the
-    head's vocabulary is smaller than the tree is wide, or the head must be sure of what it proposes.
+    """Drafts with a head whose parameters are `Params.draft`. [B, N] trees; all nodes are valid unless the head's
+    vocabulary has fewer tokens than the tree needs, or `confidence` sets a minimum.
 
     Args:
-        confidence: how sure.
         backend: the attention implementation, as for the target; None = the default.
-        explicit_width: the user chose the tree: every batch drafts, also where that is slower.
+        explicit_width: see `Drafter`.
 
     Raises:
         ValueError: the head does not fit the target.
@@ -125,9 +121,7 @@ def eagle_drafter(
     def propose(params: Params, state: EagleState, context: Context) -> tuple[DraftTree, DraftState]:
         rows = state.hidden.shape[0]
         hidden = state.hidden[jnp.minimum(context.slots, rows - 1)]
-        if shape.topk == 1:
-            return _grow_chain(model, params, state.cache, context, hidden, shape, confidence), state
-        return _grow_tree(model, params, state.cache, context, hidden, shape, confidence), state
+        return _grow(model, params, state.cache, context, hidden, shape, confidence), state
 
     def observe(params: Params, state: EagleState, context: Context, seen: Observation) -> DraftState:
         assert seen.features is not None
@@ -160,9 +154,8 @@ def eagle_drafter(
 
 
 def _between(width: int) -> tuple[int, ...]:
-    """Narrower tree widths, for batches whose trees have few nodes: a quarter of the width, and the numbers of rows
-    whose products cost a CPU clearly less than those of many."""
-    return tuple(w for w in sorted({*range(2, cheap_rows() + 1), width // 4}) if 2 <= w < width)
+    """Narrower tree widths, for batches with few nodes: a quarter, and the row counts that are cheap on a CPU."""
+    return tuple(w for w in sorted({*range(2, CHEAP_ROWS + 1), width // 4}) if 2 <= w < width)
 
 
 def _past(cache: KeyValue, context: Context, before: KeyValue | None = None) -> Past:
@@ -179,24 +172,6 @@ class _Level(NamedTuple):
     place: Int32[Array, "B k"]  # in the pool
 
 
-def _run(
-    model: DraftHead,
-    params: Params,
-    cache: KeyValue,
-    context: Context,
-    level: int,
-    nodes: _Level,
-    before: KeyValue | None,
-) -> tuple[Float[Array, "B k M"], Float32[Array, "B k W"], KeyValue]:
-    """One forward of the head over a level: outputs, logits, and all block keys so far."""
-    embedded = model.embed(params.target, params.draft, nodes.tokens)
-    position = context.prefix_length[:, None] + (level - 1)
-    positions = jnp.broadcast_to(position, nodes.tokens.shape)
-    past = _past(cache, context, before)
-    out, block = model.forward(params.draft, embedded, nodes.features, positions, pack_bits(nodes.visible), past)
-    return out, model.unembed(params.target, params.draft, out), joined(before, block)
-
-
 class _Expanded(NamedTuple):
     """A level's candidates, Q of them, and what the next level reads."""
 
@@ -206,7 +181,7 @@ class _Expanded(NamedTuple):
     keys: KeyValue  # of all levels so far
 
 
-def _grow_tree(
+def _grow(
     model: DraftHead,
     params: Params,
     cache: KeyValue,
@@ -215,32 +190,49 @@ def _grow_tree(
     shape: TreeShape,
     confidence: Confidence,
 ) -> DraftTree:
-    """Expand, then rerank. The loop is unrolled: each level has one key block more to look at, and a GPU runs it all
-    without asking the host."""
+    """Expands level by level, then keeps the best candidates; with top-k 1 all of them, a chain.
+
+    The loop is unrolled: each level has one key block more to attend to, and a GPU runs it without asking the host.
+    """
     k, batch = shape.topk, hidden.shape[0]
+    is_chain = k == 1
+
+    def candidates(
+        logits: Float32[Array, "B k W"], scores: Float32[Array, "B k"]
+    ) -> tuple[Int32[Array, "B Q"], Float32[Array, "B Q"]]:
+        """Tokens and scores of each node's k likeliest continuations."""
+        if is_chain:  # an argmax costs less than a top-k
+            drafts = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            scores = scores - log_total(logits, jnp.take_along_axis(logits, drafts[:, :, None], axis=2))[:, :, 0]
+        else:
+            drafts, scores = top_k_children(scores, logits, k, normalised=False)
+        tokens = model.target_ids(params.draft, drafts)
+        return tokens.reshape(batch, -1), confidence.cut(scores.reshape(batch, -1), context)
 
     def expand(level: int, nodes: _Level, before: KeyValue | None) -> _Expanded:
-        out, logits, keys = _run(model, params, cache, context, level, nodes, before)
-        drafts, scores = top_k_children(nodes.scores, logits, k, normalised=False)
-        tokens, scores = model.target_ids(params.draft, drafts).reshape(batch, -1), scores.reshape(batch, -1)
-        return _Expanded(tokens, confidence.cut(scores, context), out, keys)
+        """One forward of the head over a level."""
+        embedded = model.embed(params.target, params.draft, nodes.tokens)
+        positions = jnp.broadcast_to(context.prefix_length[:, None] + (level - 1), nodes.tokens.shape)
+        past = _past(cache, context, before)
+        out, block = model.forward(params.draft, embedded, nodes.features, positions, pack_bits(nodes.visible), past)
+        logits = model.unembed(params.target, params.draft, out)
+        return _Expanded(*candidates(logits, nodes.scores), out, joined(before, block))
 
-    root_score = jnp.zeros((batch, 1), jnp.float32)
     logits = model.unembed(params.target, params.draft, hidden[:, None])
-    drafts, scores = top_k_children(root_score, logits, k, normalised=False)
-    tokens, scores = model.target_ids(params.draft, drafts[:, 0]), confidence.cut(scores[:, 0], context)
+    tokens, scores = candidates(logits, jnp.zeros((batch, 1), jnp.float32))
     pool = [Pool(tokens, jnp.full_like(tokens, NO_PARENT), jnp.ones_like(tokens), scores)]
     own = jnp.broadcast_to(jnp.eye(k, dtype=bool), (batch, k, k))
     place = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (batch, k))
-    features = jnp.broadcast_to(hidden[:, None], (batch, k, hidden.shape[1]))
-    nodes = _Level(tokens, scores, features, own, place)
+    nodes = _Level(tokens, scores, jnp.broadcast_to(hidden[:, None], (batch, k, hidden.shape[1])), own, place)
     keys = None
-    for level in range(1, shape.steps):
+    steps = shape.depth if is_chain else shape.steps
+    for level in range(1, steps):
         tokens, scores, out, keys = confidence.expand(nodes.scores, partial(expand, level, nodes, keys))
-        parents = jnp.repeat(nodes.place, k, axis=1)
         first = sum(part.tokens.shape[1] for part in pool)
-        pool.append(Pool(tokens, parents, jnp.full_like(tokens, level + 1), scores))
-        if level + 1 < shape.steps:
+        pool.append(Pool(tokens, jnp.repeat(nodes.place, k, axis=1), jnp.full_like(tokens, level + 1), scores))
+        if is_chain:
+            nodes = _Level(tokens, scores, out, jnp.ones((batch, 1, level + 1), bool), nodes.place)
+        elif level + 1 < steps:
             best, index = next_beam(scores, k)
             parent = index // k  # candidate i of a level belongs to node i // k
             visible = jnp.take_along_axis(nodes.visible, parent[:, :, None], axis=1)
@@ -251,45 +243,10 @@ def _grow_tree(
                 visible=jnp.concatenate([visible, own], axis=2),
                 place=first + index,
             )
-    return rerank(
-        context.root, Pool(*(jnp.concatenate(parts, axis=1) for parts in zip(*pool, strict=True))), shape.nodes
-    )
-
-
-def _grow_chain(
-    model: DraftHead,
-    params: Params,
-    cache: KeyValue,
-    context: Context,
-    hidden: Float[Array, "B M"],
-    shape: TreeShape,
-    confidence: Confidence,
-) -> DraftTree:
-    """The same for top-k 1, where there is nothing to choose from: the likeliest token, again and again."""
-    batch = hidden.shape[0]
-
-    def likeliest(
-        logits: Float32[Array, "B 1 W"], score: Float32[Array, "B 1"]
-    ) -> tuple[Int32[Array, "B 1"], Float32[Array, "B 1"]]:
-        draft = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        score = score - log_total(logits, jnp.take_along_axis(logits, draft[:, :, None], axis=2))[:, :, 0]
-        return model.target_ids(params.draft, draft), confidence.cut(score, context)
-
-    def expand(level: int, nodes: _Level, before: KeyValue | None) -> _Expanded:
-        out, logits, keys = _run(model, params, cache, context, level, nodes, before)
-        return _Expanded(*likeliest(logits, nodes.scores), out, keys)
-
-    score = jnp.zeros((batch, 1), jnp.float32)
-    out, logits = hidden[:, None], model.unembed(params.target, params.draft, hidden[:, None])
-    token, score = likeliest(logits, score)
-    keys, tokens, scores = None, [token], [score]
-    for level in range(1, shape.depth):
-        nodes = _Level(token, score, out, jnp.ones((batch, 1, level), bool), jnp.zeros_like(token))
-        token, score, out, keys = confidence.expand(score, partial(expand, level, nodes, keys))
-        tokens.append(token)
-        scores.append(score)
-    length = jnp.full(batch, shape.depth, jnp.int32)
-    scores = jnp.concatenate(scores, axis=1)
+    whole = Pool(*(jnp.concatenate(parts, axis=1) for parts in zip(*pool, strict=True)))
+    if not is_chain:
+        return rerank(context.root, whole, shape.nodes)
+    length = jnp.full(batch, steps, jnp.int32)
     if confidence.least:
-        length = jnp.sum(scores > -jnp.inf, axis=1, dtype=jnp.int32)
-    return chain(context.root, jnp.concatenate(tokens, axis=1), length, scores)
+        length = jnp.sum(whole.scores > -jnp.inf, axis=1, dtype=jnp.int32)
+    return chain(context.root, whole.tokens, length, whole.scores)
