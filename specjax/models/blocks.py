@@ -1,8 +1,5 @@
-"""The two halves of a decoder layer as functions of arrays: grouped-query attention to pages and block, a gated MLP.
-
-Targets and draft heads consist of them, and differ in what they normalise, add and feed in. This module knows no
-parameter names and no Linen modules.
-"""
+"""The two halves of a decoder layer as functions of arrays, shared by targets and draft heads: grouped-query attention
+to pages and block, and a gated MLP."""
 
 from __future__ import annotations
 
@@ -75,7 +72,7 @@ def attention(
     """
     _, heads, group, head = weights["qkv"].shape
     group -= 2
-    mixed = _linear(x, weights, "qkv")
+    mixed = linear(x, weights, "qkv")
     # Values are rotated too, then put back: XLA:GPU fuses this into one kernel, which writes what attention reads.
     is_value = (jnp.arange(group + 2) == group + 1)[None, None, None, :, None]
     rotated = jnp.where(is_value, mixed, rotate(mixed, *rotation))
@@ -95,17 +92,17 @@ def attention(
         )
     # Reshaped by hand: XLA:CPU transposes the weight of a product over three axes in every call.
     flat = {**weights, "output": weights["output"].reshape(heads * group * head, -1)}
-    added = _linear(attended.reshape(*x.shape[:2], -1), flat, "output")
+    added = linear(attended.reshape(*x.shape[:2], -1), flat, "output")
     return added, KeyValue(rotated[..., group, :], rotated[..., group + 1, :])
 
 
 def gated_mlp(x: Hidden, weights: Weights) -> Hidden:
     """down(silu(gate(x)) * up(x)); weights as `specjax.models.params.mlp_leaves` declares them."""
-    wide = _linear(x, weights, "gate_up")
-    return _linear(jax.nn.silu(wide[:, :, 0]) * wide[:, :, 1], weights, "down")
+    wide = linear(x, weights, "gate_up")
+    return linear(jax.nn.silu(wide[:, :, 0]) * wide[:, :, 1], weights, "down")
 
 
-def _linear(x: Hidden, weights: Weights, name: str) -> Array:
+def linear(x: Hidden, weights: Weights, name: str) -> Array:
     """The product with a matrix, plus its bias if there is one."""
     out = kernels.linear(x, weights[name])
     bias = weights.get(f"{name}_bias")

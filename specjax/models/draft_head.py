@@ -1,13 +1,9 @@
-"""Draft heads: one decoder layer that continues the target's features. Linen, used functionally.
-
-`specjax.models.head_spec` says how the kinds differ, and declares the parameters.
-"""
+"""Draft heads: one decoder layer that continues the target's features. `head_spec` declares kinds and parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -17,7 +13,7 @@ from jax import Array
 from jaxtyping import Float, Float32, Int32
 
 from specjax.config import HeadConfig
-from specjax.models.blocks import Backend, KeyValue, Past, attention, gated_mlp
+from specjax.models.blocks import Backend, KeyValue, Past, attention, gated_mlp, linear
 from specjax.models.head_spec import head_sizes, head_spec, head_table
 from specjax.models.layers import rms_norm, rotations
 from specjax.models.params import create
@@ -44,7 +40,7 @@ class _Head(nn.Module):
         return self.weights["embed"].at[tokens].get(mode="clip")
 
     def fuse(self, features: Float[Array, "B N F"]) -> Hidden:
-        return self._fc(features) if self.spec.reads_layers else features
+        return linear(features, self.weights, "fc") if self.spec.reads_layers else features
 
     def forward(
         self, embedded: Hidden, feature: Hidden, positions: Positions, mask: Any, past: Past
@@ -73,83 +69,70 @@ class _Head(nn.Module):
         both = jnp.concatenate(pair[::-1] if self.spec.feature_first else pair, axis=-1)
         if self.spec.reads_layers:
             return both, normed if self.config.norm_before_residual else feature
-        x = self._fc(both)
+        x = linear(both, self.weights, "fc")
         return self._norm("attention_norm", x), x
-
-    def _fc(self, x: Array) -> Hidden:
-        out = kernels.linear(x, self.weights["fc"])
-        return out if "fc_bias" not in self.weights else out + self.weights["fc_bias"][None, None]
 
     def _norm(self, name: str, x: Hidden) -> Hidden:
         """x normalised, where the head has that norm."""
         return rms_norm(x, self.weights[name], self.config.norm_epsilon) if name in self.weights else x
 
 
-class DraftHead(NamedTuple):
-    """A head beside its target: functions of both models' parameters, since it may use the target's ends.
-
-    embed(target_params, params, tokens [B, N]) -> [B, N, M]
-    fuse(params, features [B, N, F]) -> [B, N, M]                       # only for the target's features
-    forward(params, embedded, feature, positions, mask, past) -> out [B, N, M], keys and values
-    unembed(target_params, params, out) -> float32 logits [B, N, W]
-    target_ids(params, draft ids) -> the target's ids
-    """
+@dataclass(frozen=True, eq=False)
+class DraftHead:
+    """A head beside its target: functions of both models' parameters, since it may use the target's ends."""
 
     config: HeadConfig
-    embed: Callable[[Weights, Weights, Tokens], Hidden]
-    fuse: Callable[[Weights, Array], Hidden]
-    forward: Callable[..., tuple[Hidden, KeyValue]]
-    unembed: Callable[[Weights, Weights, Hidden], Array]
-    target_ids: Callable[[Weights, Array], Array]
+    target: Target
+    module: _Head
+
+    def _apply(self, params: Weights, method: str, *arguments: Any) -> Any:
+        return self.module.apply({"params": params}, *arguments, method=method)
+
+    def embed(self, target_params: Weights, params: Weights, tokens: Tokens) -> Hidden:
+        own = self.config.own_embedding
+        return self._apply(params, "embed", tokens) if own else self.target.embed(target_params, tokens)
+
+    def fuse(self, params: Weights, features: Float[Array, "B N F"]) -> Hidden:
+        """The target's features as the head reads them. The head's own outputs need no such step."""
+        return self._apply(params, "fuse", features)
+
+    def forward(
+        self, params: Weights, embedded: Hidden, feature: Hidden, positions: Positions, mask: Any, past: Past
+    ) -> tuple[Hidden, KeyValue]:
+        """The next features, and the block's keys and values."""
+        return self._apply(params, "forward", embedded, feature, positions, mask, past)
+
+    def unembed(self, target_params: Weights, params: Weights, out: Hidden) -> Float32[Array, "B N W"]:
+        """Logits, from what `forward` returned."""
+        normed = self._apply(params, "normed", out)
+        own = self.config.own_head
+        return self._apply(params, "unembed", normed) if own else self.target.unembed(target_params, normed)
+
+    def target_ids(self, params: Weights, ids: Int32[Array, "..."]) -> Int32[Array, "..."]:
+        """The target's ids of the head's tokens."""
+        return params["ids"][ids] if self.config.mapped else ids
 
 
 def draft_head(config: HeadConfig, target: Target, *, backend: Backend = None) -> DraftHead:
-    """The functions of a head for one target. `backend`: see `specjax.models.blocks.Backend`.
+    """A head for one target. `backend`: see `specjax.models.blocks.Backend`.
 
     Raises:
         ValueError: they do not fit together.
     """
     check_fit(config, target)
-    module = _Head(config, target.config.vocab_size, backend)
-
-    def apply(params: Weights, method: str, *arguments: Any) -> Any:
-        return module.apply({"params": params}, *arguments, method=method)
-
-    def embed(target_params: Weights, params: Weights, tokens: Tokens) -> Hidden:
-        return apply(params, "embed", tokens) if config.own_embedding else target.embed(target_params, tokens)
-
-    def fuse(params: Weights, features: Array) -> Hidden:
-        return apply(params, "fuse", features)
-
-    def forward(
-        params: Weights, embedded: Hidden, feature: Hidden, positions: Positions, mask: Any, past: Past
-    ) -> tuple[Hidden, KeyValue]:
-        return apply(params, "forward", embedded, feature, positions, mask, past)
-
-    def unembed(target_params: Weights, params: Weights, out: Hidden) -> Array:
-        normed = apply(params, "normed", out)
-        return apply(params, "unembed", normed) if config.own_head else target.unembed(target_params, normed)
-
-    def target_ids(params: Weights, ids: Int32[Array, "..."]) -> Int32[Array, "..."]:
-        return params["ids"][ids] if config.mapped else ids
-
-    return DraftHead(config, embed, fuse, forward, unembed, target_ids)
+    return DraftHead(config, target, _Head(config, target.config.vocab_size, backend))
 
 
 def check_fit(config: HeadConfig, target: Target) -> None:
-    """What a checkpoint's reader has checked already, for heads that are made by hand.
-
-    Raises:
-        ValueError: names both values.
-    """
+    """Raises ValueError, with both values, where head and target do not fit; for heads made by hand."""
     model = target.config
     wanted = model.hidden_size * (len(config.aux_layers) or 1)
+    deep = [layer for layer in config.aux_layers if not 0 <= layer < model.num_layers]
+    shares = not (head_spec(config.kind).reads_layers and config.own_embedding and config.own_head)
     if config.feature_size != wanted:
         raise ValueError(f"the head reads features of width {config.feature_size}, the target gives {wanted}")
-    deep = [layer for layer in config.aux_layers if not 0 <= layer < model.num_layers]
     if deep:
         raise ValueError(f"the head reads the output of layer {deep[0]}, the target has {model.num_layers} layers")
-    shares = not (head_spec(config.kind).reads_layers and config.own_embedding and config.own_head)
     if shares and config.hidden_size != model.hidden_size:
         raise ValueError(
             f"the head's hidden size is {config.hidden_size}, the target's, whose embedding or head it uses, is "
@@ -173,8 +156,7 @@ def with_token_map(
 ) -> tuple[HeadConfig, Weights]:
     """FR-Spec: the head proposes the tokens `ids` only, so that its largest matrix has W columns instead of V.
 
-    The columns are copied once: gathering them in each call would read and write them all. Lossless, as any draft is.
-    Source: thunlp/FR-Spec.
+    The columns are copied once; gathering them in each call would read and write them all. Source: thunlp/FR-Spec.
 
     Args:
         ids: int32 [W], distinct token ids of the target.

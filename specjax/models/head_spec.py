@@ -31,45 +31,28 @@ OFFSETS, MASK = "d2t", "t2d"
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """One kind of draft head.
+    """One kind of draft head."""
 
-    Attributes:
-        kind: its name in `HeadConfig.kind` and in Python.
-        algorithm: its name on the command line.
-        reads_layers: the features are outputs of several of the target's layers, which `fc` maps to M, and attention
-            reads embedding and feature side by side (2 M). False: they are the target's hidden state after its final
-            norm, and `fc` maps embedding and feature to M.
-        feature_first: in that pair the feature comes first.
-        input_norms: of the embedding, the feature, and what attention reads; tensors below `LAYER`.
-        final_norm: of the layer's output.
-        next_feature_normed: the next feature is the output after that norm; False: only what the logits are made of.
-        first_embedding_zero: slot 0 reads the feature alone.
-        own_ends: its checkpoint may hold an embedding, an output layer and a vocabulary of its own.
-        published: prefix of a tensor here -> in the files of published heads.
-        mark: a tensor that tells it from other heads of its shapes.
-        architecture, model_type, keys: of config.json, for the engines that read exported heads.
-        absent_bias: what these engines take an absent key `bias` (of `fc`) for; None: there is no such key.
-        biases: fields of `HeadConfig` that are set in a new head, since these engines expect the tensors.
-        training: fields of `specjax.train.unroll.Objective`, as the kind's authors train it.
-    """
-
-    kind: str
-    algorithm: str
-    architecture: str
-    training: Mapping[str, Any]
-    model_type: str = "llama"
-    keys: Mapping[str, Any] = field(default_factory=dict)
+    kind: str  # its name in `HeadConfig.kind` and in Python
+    algorithm: str  # its name on the command line
+    architecture: str  # of config.json, for the engines that read exported heads
+    training: Mapping[str, Any]  # fields of `specjax.train.unroll.Objective`, as the kind's authors train it
+    model_type: str = "llama"  # of config.json
+    keys: Mapping[str, Any] = field(default_factory=dict)  # further ones of config.json
     reads_layers: bool = False
-    feature_first: bool = False
-    input_norms: tuple[Leaf, ...] = ()
-    final_norm: Leaf | None = None
-    next_feature_normed: bool = False
-    first_embedding_zero: bool = False
-    own_ends: bool = False
-    published: tuple[tuple[str, str], ...] = ()
-    mark: str | None = None
-    absent_bias: bool | None = None
-    biases: tuple[str, ...] = ()
+    """The features are outputs of several of the target's layers, which `fc` maps to M, and attention reads embedding
+    and feature side by side (2 M). False: they are the target's hidden state after its final norm, and `fc` maps
+    embedding and feature to M."""
+    feature_first: bool = False  # in that pair
+    input_norms: tuple[Leaf, ...] = ()  # of the embedding, the feature and attention's input; tensors below `LAYER`
+    final_norm: Leaf | None = None  # of the layer's output
+    next_feature_normed: bool = False  # whether that norm applies to the next feature too, or to the logits' input only
+    first_embedding_zero: bool = False  # slot 0 reads the feature alone
+    own_ends: bool = False  # its checkpoint may hold an embedding, an output layer and a vocabulary of its own
+    published: tuple[tuple[str, str], ...] = ()  # (prefix of a tensor here, prefix in published heads' files)
+    mark: str | None = None  # a tensor that only this kind has
+    absent_bias: bool | None = None  # how those engines read an absent key `bias` (of `fc`); None: there is no such key
+    biases: tuple[str, ...] = ()  # fields of `HeadConfig` set in a new head, since those engines expect the tensors
 
     @property
     def query_parts(self) -> int:
@@ -108,8 +91,7 @@ _MTP = HeadSpec(
     ),
     final_norm=norm("final_norm", f"{LAYER}final_layernorm.weight"),
     next_feature_normed=True,
-    # As SGLang and vLLM serve such layers: their positions are the slots', too, so slot 0 is made of f_0 alone. It
-    # matters beyond that slot, since every later one attends to its key and value.
+    # As SGLang and vLLM serve such layers. It matters beyond slot 0, since every later slot attends to it.
     first_embedding_zero=True,
     published=(("fc.", "model.mtp_layers.0.input_proj."), (LAYER, "model.mtp_layers.0.")),
     mark=f"{LAYER}token_layernorm.weight",
@@ -125,22 +107,15 @@ ALGORITHMS: dict[str, HeadSpec] = {spec.algorithm: spec for spec in HEAD_SPECS.v
 
 
 def head_spec(kind: str) -> HeadSpec:
-    """The row of a kind.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The row of a kind. ValueError: there is none."""
     if kind not in HEAD_SPECS:
         raise ValueError(f"no kind of draft head {kind!r}; there are: {', '.join(HEAD_SPECS)}")
     return HEAD_SPECS[kind]
 
 
 def head_table(config: HeadConfig) -> Table:
-    """The parameters of a head, a flat dict.
-
-    `ids` [W] holds the target's token id of each of the head's, if its vocabulary is another one. It is not read from
-    one tensor: files have offsets, see `OFFSETS`.
-    """
+    """The parameters of a head, a flat dict. `ids` [W], the target's token ids of a smaller vocabulary, is made of the
+    tensor `OFFSETS`."""
     spec = head_spec(config.kind)
     layer = (
         *spec.input_norms,
@@ -160,8 +135,7 @@ def head_table(config: HeadConfig) -> Table:
 
 
 def head_sizes(config: HeadConfig, target_vocab_size: int) -> dict[str, int]:
-    """Sizes of the letters of `head_table`: also W, the head's vocabulary, F, what `fc` reads, and J, what attention
-    reads."""
+    """Sizes of the letters of `head_table`; W is the head's vocabulary, F the input of `fc`, J that of attention."""
     spec, width = head_spec(config.kind), config.hidden_size
     return dimensions(config) | {
         "V": target_vocab_size,

@@ -64,20 +64,11 @@ class Layer(nn.Module):
         self.weights = create(self, self.leaves, dimensions(self.config), self.config.dtype)
 
     def __call__(
-        self,
-        x: Hidden,
-        cos: Array,
-        sin: Array,
-        positions: Positions,
-        mask: Any,
-        pages: KeyValue,
-        page_table: PageTable,
-        prefix_length: PerRequest,
+        self, x: Hidden, rotation: tuple[Array, Array], positions: Positions, mask: Any, past: Past
     ) -> tuple[Hidden, KeyValue]:
         c, w = self.config, self.weights
-        past = Past(pages, page_table, prefix_length)
         normed = rms_norm(x, w["attention_norm"], c.norm_epsilon)
-        added, block = attention(normed, w, (cos, sin), positions, mask, past, backend=self.backend)
+        added, block = attention(normed, w, rotation, positions, mask, past, backend=self.backend)
         x = x + added
         return x + gated_mlp(rms_norm(x, w["mlp_norm"], c.norm_epsilon), w), block
 
@@ -113,18 +104,16 @@ class Llama(nn.Module):
         features: tuple[int, ...] | str | None = None,
     ) -> ForwardOutput:
         c = self.config
-        cos, sin = rotations(c.rope, c.head_dim, positions)
+        rotation = rotations(c.rope, c.head_dim, positions)
         # Layers of the same shapes share one trace: half the time to the first token.
         kinds = {layer.leaves for layer in self.layers}
         traced = {leaves: jax.jit(Layer(c, leaves, self.backend, parent=None).apply) for leaves in kinds}
-        outputs: dict[int, Array] = {}
-        kept = []
+        outputs, kept = [], []
         for i, layer in enumerate(self.layers):
-            run: Any = traced[layer.leaves]
-            x, block = run(layer.variables, x, cos, sin, positions, mask, cache[i], page_table, prefix_length)
+            past = Past(cache[i], page_table, prefix_length)
+            x, block = cast(Any, traced[layer.leaves])(layer.variables, x, rotation, positions, mask, past)
             kept.append(block)
-            if isinstance(features, tuple) and i in features:
-                outputs[i] = x
+            outputs.append(x)
         hidden = rms_norm(x, self.weights["final_norm"], c.norm_epsilon)
         wanted = hidden if features == "final" else None
         if isinstance(features, tuple):
@@ -143,16 +132,11 @@ def make_target(config: ModelConfig, *, backend: Backend = None) -> Target:
     """The family's three functions for one config. `backend`: see `specjax.models.blocks.Backend`."""
     module = Llama(config, backend)
 
-    def embed(params: Weights, tokens: Tokens) -> Hidden:
-        return cast(Array, module.apply({"params": params}, tokens, method="embed"))
+    def call(params: Weights, *arguments: Any, method: str, **options: Any) -> Any:
+        return module.apply({"params": params}, *arguments, method=method, **options)
 
-    def forward(params: Weights, *arguments: Any, features: Any = None) -> ForwardOutput:
-        return cast(ForwardOutput, module.apply({"params": params}, *arguments, features=features, method="forward"))
-
-    def unembed(params: Weights, hidden: Array, ids: Array | None = None) -> Array:
-        return cast(Array, module.apply({"params": params}, hidden, ids, method="unembed"))
-
-    return Target(config, embed, forward, unembed, pages=(key_value_spec(config),) * config.num_layers)
+    functions = {name: partial(call, method=name) for name in ("embed", "forward", "unembed")}
+    return Target(config, **functions, pages=(key_value_spec(config),) * config.num_layers)
 
 
 def init_params(config: ModelConfig, key: Array) -> Weights:

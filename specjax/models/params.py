@@ -1,12 +1,11 @@
 """A parameter is declared once: its name, shape, logical axes, initial values, and the tensors that fill it.
 
-A table is a tuple of `Scope`s, which a model's family or a draft head computes from its config, layer by layer: layers
-may differ. Initial values, loading and writing checkpoints, sharding, sizes, the optimiser's groups and the printed
-description (`describe`) all follow from it.
+A table is a tuple of `Scope`s, computed from a model's or head's config. Initial values, loading and writing
+checkpoints, sharding, sizes, the optimiser's groups and the printed description (`describe`) follow from it.
 
 Shapes are written in dimension letters. "M -> K Q E" is a linear map from an axis M to three axes; it has the shape
-[M, K, Q, E], as all weights are laid out [in, out...]. Letters besides those of `specjax.types`: Q = G + 2, the axis of
-a key/value group (its query heads, then its key, then its value); 2, the gate and the up projection of a gated MLP.
+[M, K, Q, E], as all weights are laid out [in, out...]. Letters besides those of `specjax.types`: Q = G + 2, a key/value
+group (its query heads, its key, its value); 2, the gate and the up projection of a gated MLP.
 
 A checkpoint's tensor fills a leaf or a part of it. Its axes are products of letters: "KGE M" is a matrix [K*G*E, M].
 Splitting the products and transposing to the leaf's order is the whole transformation. Worked example, H = 4 query
@@ -46,7 +45,7 @@ AXES = {"V": "vocab", "W": "vocab", "K": "kv_heads", "I": "mlp"}
 
 
 class Part(NamedTuple):
-    """What a tensor fills of a leaf's axis: the indices from the size of `after` plus `offset` on."""
+    """The indices of a leaf's axis that a tensor fills, starting at the size of `after` plus `offset`."""
 
     axis: str
     letter: str = ""  # the tensor's axis in place of the leaf's; none: one index
@@ -72,8 +71,8 @@ class Tensor:
         parts: which part of the leaf it fills; none: all of it. Stacked experts, say: ``(Part("X", offset=3), GATE)``.
         gguf: its name in a GGUF file, after that prefix; empty: it has none.
         interleaved: GGUF files hold its rows in llama.cpp's rotary order, see `specjax.checkpoint.gguf_model`.
-        fused: the first axes of all tensors that lie in this one, one below the other, and which of them this is:
-            ``(("KGE", "KE", "KE"), 1)`` are the keys in a `qkv_proj`.
+        fused: the first axes of all tensors stacked in this one, and this one's index: ``(("KGE", "KE", "KE"), 1)`` are
+            the keys in a `qkv_proj`.
     """
 
     name: str
@@ -129,12 +128,8 @@ class Leaf:
 
         if self.init == "indices":
             return jax.numpy.arange(prod(shape), dtype=dtype).reshape(shape)
-        makers = {
-            "normal": jax.nn.initializers.normal(0.02),
-            "ones": jax.nn.initializers.ones,
-            "zeros": jax.nn.initializers.zeros,
-        }
-        return makers[self.init](key, shape, dtype)
+        known = jax.nn.initializers
+        return {"normal": known.normal(0.02), "ones": known.ones, "zeros": known.zeros}[self.init](key, shape, dtype)
 
 
 class Scope(NamedTuple):
@@ -149,9 +144,6 @@ class Scope(NamedTuple):
 Table = tuple[Scope, ...]
 
 
-# Leaves that families share: the two halves of a decoder layer (`specjax.models.blocks`), its norms, the model's ends.
-
-
 def norm(name: str, tensor: str, gguf: str = "") -> Leaf:
     """The weight of a norm over M."""
     return Leaf(name, "M", (Tensor(tensor, "M", gguf=gguf),), init="ones")
@@ -160,29 +152,25 @@ def norm(name: str, tensor: str, gguf: str = "") -> Leaf:
 def linear(name: str, letters: str, *tensors: Tensor, bias: bool) -> tuple[Leaf, ...]:
     """A linear map and, with `bias`, a leaf `name_bias`. The names of `tensors` lack their ".weight" and ".bias"."""
 
-    def of(suffix: str) -> tuple[Tensor, ...]:
-        def named(tensor: Tensor) -> Tensor:
-            axes = tensor.axes if suffix == "weight" else tensor.axes.split()[0]
-            gguf = f"{tensor.gguf}.{suffix}" if tensor.gguf else ""
-            return replace(tensor, name=f"{tensor.name}.{suffix}", axes=axes, gguf=gguf)
+    def named(tensor: Tensor, suffix: str, axes: str) -> Tensor:
+        gguf = f"{tensor.gguf}.{suffix}" if tensor.gguf else ""
+        return replace(tensor, name=f"{tensor.name}.{suffix}", axes=axes, gguf=gguf)
 
-        return tuple(map(named, tensors))
-
-    outputs = letters.partition("->")[2].strip()
-    biases = (Leaf(f"{name}_bias", outputs, of("bias"), init="zeros"),) if bias else ()
-    return Leaf(name, letters, of("weight")), *biases
+    leaf = Leaf(name, letters, tuple(named(tensor, "weight", tensor.axes) for tensor in tensors))
+    if not bias:
+        return (leaf,)
+    biases = tuple(named(tensor, "bias", tensor.axes.split()[0]) for tensor in tensors)
+    return leaf, Leaf(f"{name}_bias", letters.partition("->")[2].strip(), biases, init="zeros")
 
 
 def attention_leaves(*, bias: bool, output_bias: bool, inputs: str = "M") -> tuple[Leaf, ...]:
-    """Grouped-query attention; `bias` is of queries, keys and values, `inputs` the letter of what they read."""
-    qkv = (
-        Tensor("self_attn.q_proj", f"KGE {inputs}", (QUERIES,), "attn_q", interleaved=True),
-        Tensor("self_attn.k_proj", f"KE {inputs}", (KEY,), "attn_k", interleaved=True),
-        Tensor("self_attn.v_proj", f"KE {inputs}", (VALUE,), "attn_v"),
-    )
+    """Grouped-query attention; `bias` is of queries, keys and values, `inputs` the letter of their input axis."""
+    query = Tensor("self_attn.q_proj", f"KGE {inputs}", (QUERIES,), "attn_q", interleaved=True)
+    key = Tensor("self_attn.k_proj", f"KE {inputs}", (KEY,), "attn_k", interleaved=True)
+    value = Tensor("self_attn.v_proj", f"KE {inputs}", (VALUE,), "attn_v")
     output = Tensor("self_attn.o_proj", "M KGE", gguf="attn_output")
     return (
-        *linear("qkv", f"{inputs} -> K Q E", *qkv, bias=bias),
+        *linear("qkv", f"{inputs} -> K Q E", query, key, value, bias=bias),
         *linear("output", "K G E -> M", output, bias=output_bias),
     )
 
@@ -211,9 +199,6 @@ def dimensions(config: ModelConfig | HeadConfig) -> dict[str, int]:
     }
 
 
-# What follows from a table.
-
-
 def create(module: nn.Module, leaves: Iterable[Leaf], sizes: Sizes, dtype: str) -> dict[str, Array]:
     """A module's parameters, as declared."""
     return {
@@ -232,7 +217,6 @@ def map_leaves(table: Table, function: Callable[[Leaf], T]) -> dict[str, Any]:
 
 
 def parameter_bytes(table: Table, sizes: Sizes, dtype: str) -> int:
-    """What the parameters take in memory."""
     leaves = (leaf for scope in table for leaf in scope.leaves)
     return sum(prod(leaf.shape(sizes)) * np.dtype(leaf.dtype or dtype).itemsize for leaf in leaves)
 
@@ -277,17 +261,15 @@ class Placement:
             target[start : start + 64] = source[start : start + 64]
 
     def take(self, leaf: np.ndarray) -> np.ndarray:
-        """The rows of the tensor that `place` would write into ``leaf [leaf_shape]``: its inverse."""
-        piece = leaf[self.part].transpose(np.argsort(self.axes))
-        return piece.reshape(-1, *self.shape[1:])
+        """The inverse of `place`: the tensor's rows, from ``leaf [leaf_shape]``."""
+        return leaf[self.part].transpose(np.argsort(self.axes)).reshape(-1, *self.shape[1:])
 
 
 def placements(table: Table, sizes: Sizes) -> Iterator[Placement]:
     """The rules of all tensors that a checkpoint must hold, in the order of the parameter tree."""
-    for scope in table:
-        for leaf in scope.leaves:
-            for tensor in leaf.tensors:
-                yield _placement(scope, leaf, tensor, sizes)
+    return (
+        _placement(scope, leaf, tensor, sizes) for scope in table for leaf in scope.leaves for tensor in leaf.tensors
+    )
 
 
 def _placement(scope: Scope, leaf: Leaf, tensor: Tensor, sizes: Sizes) -> Placement:

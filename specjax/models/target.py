@@ -1,8 +1,7 @@
-"""What a target model is to the step: three pure functions and a config.
+"""The interface of a target model: three pure functions and a config.
 
-Prefill, plain decoding, tree verification and draft extension are one operation, `forward`: attend from a block of N
-new tokens to committed pages and to one another under a block mask. It returns the block's keys and values and does
-not write pages.
+Prefill, plain decoding and tree verification are one operation, `forward`: N new tokens attend to committed pages and
+to one another under a mask. It returns the block's keys and values and does not write pages.
 """
 
 from __future__ import annotations
