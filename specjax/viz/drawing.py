@@ -69,7 +69,7 @@ def label(token: int, text: Text | None) -> str:
 
 
 class Layout(NamedTuple):
-    """Places of boxes in pixels, one for each node and one for the token that ended the walk, if there is one."""
+    """Boxes in pixels: one a node, and one for the token that ended the walk, if there is one."""
 
     labels: list[str]
     parents: list[int]
@@ -106,13 +106,11 @@ def layout(tree: StepTree, text: Text | None = None) -> Layout:
             rows += 1
 
     half = [_characters(shown) * CHARACTER / 2 + PADDING for shown in labels]
-    widest = [0.0] * (max(depth) + 1)
-    for node, level in enumerate(depth):
-        widest[level] = max(widest[level], half[node])
     columns, right = [], 0.0
-    for width in widest:
-        columns.append(right + width)
-        right += 2 * width + GAP
+    for level in range(max(depth) + 1):
+        widest = max(half[node] for node in range(len(depth)) if depth[node] == level)
+        columns.append(right + widest)
+        right += 2 * widest + GAP
     return Layout(labels, parents, [columns[d] for d in depth], y, half, (right - GAP, (rows - 1) * LINE + HEIGHT + 18))
 
 
@@ -122,7 +120,7 @@ def _characters(shown: str) -> int:
 
 
 def shades(tree: StepTree, shade: Shade) -> tuple[list[float], list[str]]:
-    """How dark each node is, from 0 to 1, and the note below it."""
+    """Darkness of each node, from 0 to 1, and the note below it."""
     scores = tree.scores.astype(np.float64)
     if shade == "probability":
         chance = np.exp(np.minimum(scores, 0.0))
@@ -145,9 +143,8 @@ def draw_tree(
     Args:
         tree: from `specjax.step_trees`, or of `Completion.trees`.
         text: token ids to text, such as a tokenizer's `decode`; None: the ids themselves.
-        shade: the meaning of a box's colour and of the note below it. "probability": exp(score), for drafts whose
-            scores are cumulative log-probabilities; "order": the place of the score among all, for n-grams, whose
-            scores are ranks.
+        shade: the meaning of a box's colour and of the note below it. "probability": exp(score), for scores that are
+            cumulative log-probabilities; "order": the rank of the score, for n-grams.
     """
     return _document([(tree, title)], text, shade, legend)
 
@@ -155,11 +152,7 @@ def draw_tree(
 def draw_steps(
     trees: Sequence[StepTree], text: Text | None = None, *, shade: Shade = "probability", first: int = 1
 ) -> Drawing:
-    """Draws consecutive steps below one another.
-
-    Args:
-        first: the number of the first of these steps, for the titles.
-    """
+    """Draws consecutive steps below one another. `first`: the first one's number, for the titles."""
     titles = [
         f"step {number}: {tree.accepted} of {len(tree.tokens) - 1} drafts accepted, {len(tree.emitted)} emitted"
         for number, tree in enumerate(trees, start=first)
@@ -187,35 +180,27 @@ def _document(steps: list[tuple[StepTree, str | None]], text: Text | None, shade
     return Drawing("\n".join([head, title, f"<style>{STYLE}</style>", *parts, "</svg>", ""]))
 
 
-def _kind(tree: StepTree, node: int) -> str:
-    if node == len(tree.tokens):
-        return "drawn"
-    return "root" if node == 0 else "accepted" if node in tree.path else "proposed"
-
-
 def _elements(tree: StepTree, place: Layout, dark: list[float], notes: list[str]) -> list[str]:
     """One group a node: the line from its parent, its box, its label and its note."""
     found = []
-    for node, shown in enumerate(place.labels):
-        kind, x, y, half = _kind(tree, node), place.x[node], place.y[node], place.half[node]
+    kinds = ["root", *("accepted" if node in tree.path else "proposed" for node in range(1, len(dark))), "drawn"]
+    boxes = zip(kinds, place.labels, place.x, place.y, place.half, strict=False)  # the token drawn may be missing
+    for node, (kind, shown, x, y, half) in enumerate(boxes):
         group = [f'<g class="{kind}">']
         if node:
             parent = place.parents[node]
             start, end = place.x[parent] + place.half[parent], x - half
             middle, above = (start + end) / 2, place.y[parent]
-            group.append(
-                f'<path d="M{start:.1f} {above:.1f}C{middle:.1f} {above:.1f} {middle:.1f} {y:.1f} {end:.1f} {y:.1f}"/>'
-            )
-        strength = "" if kind in ("root", "drawn") else f' fill-opacity="{0.06 + 0.44 * dark[node]:.2f}"'
-        group.append(
-            f'<rect x="{x - half:.1f}" y="{y - HEIGHT / 2:.1f}" width="{2 * half:.1f}" height="{HEIGHT}" rx="5"'
-            f"{strength}/>"
-        )
+            curve = f"C{middle:.1f} {above:.1f} {middle:.1f} {y:.1f} {end:.1f} {y:.1f}"
+            group.append(f'<path d="M{start:.1f} {above:.1f}{curve}"/>')
+        is_draft = kind in ("accepted", "proposed")
+        strength = f' fill-opacity="{0.06 + 0.44 * dark[node]:.2f}"' if is_draft else ""
+        box = f'x="{x - half:.1f}" y="{y - HEIGHT / 2:.1f}" width="{2 * half:.1f}" height="{HEIGHT}" rx="5"'
+        group.append(f"<rect {box}{strength}/>")
         group.append(f'<text class="token" x="{x:.1f}" y="{y + 4.5:.1f}">{html.escape(shown)}</text>')
-        if kind in ("accepted", "proposed"):
-            group.append(
-                f'<text class="note" x="{x:.1f}" y="{y + HEIGHT / 2 + 12:.1f}">{html.escape(notes[node])}</text>'
-            )
+        if is_draft:
+            below = y + HEIGHT / 2 + 12
+            group.append(f'<text class="note" x="{x:.1f}" y="{below:.1f}">{html.escape(notes[node])}</text>')
         found.append("".join([*group, "</g>"]))
     return found
 

@@ -1,7 +1,5 @@
-"""One step's tree to look at: what the draft proposed, what the target drew, what was accepted. Plain numpy, and text.
-
-`StepConfig(trace=True)` makes a step return what this reads; `EngineConfig(trace=True)` makes an engine collect it.
-"""
+"""A step's tree as numpy arrays and as text. Steps return traces with `StepConfig(trace=True)`, engines collect them
+with `EngineConfig(trace=True)`."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ class StepTree:
         parents: int32 [n], index of the parent; -1 for the root.
         depth: int32 [n], 0 for the root.
         scores: float32 [n], cumulative log-probability under the draft (n-grams: a rank), 0 for the root.
-        drawn: int32 [n], the token that the target drew at each node; -1 where the walk never came and none was needed.
+        drawn: int32 [n], the token that the target drew at each node; -1 where none was needed.
         path: int32 [m + 1], the root and the m nodes that were accepted.
         emitted: int32 [e], the tokens that the step emitted: e is m + 1, or less at the end of a text.
     """
@@ -48,20 +46,11 @@ class StepTree:
 
 def step_tree(trace: Trace, row: int, emitted: np.ndarray) -> StepTree:
     """One entry of the batch. `emitted`: the tokens of the step's output that count for it."""
-    count = int(np.asarray(trace.tree.valid)[row].sum())
-
-    def nodes(field: jax.Array | np.ndarray) -> np.ndarray:
-        return np.asarray(field)[row, :count].copy()  # the whole field is copied to the host once, for all rows
-
-    return StepTree(
-        tokens=nodes(trace.tree.tokens),
-        parents=nodes(trace.tree.parents),
-        depth=nodes(trace.tree.depth),
-        scores=nodes(trace.tree.scores),
-        drawn=nodes(trace.drawn),
-        path=np.asarray(trace.path)[row, : int(np.asarray(trace.accepted)[row]) + 1].copy(),
-        emitted=np.asarray(emitted).copy(),
-    )
+    host = jax.tree.map(np.asarray, trace)  # an array caches its copy, which all rows share
+    count = int(host.tree.valid[row].sum())
+    nodes = {name: getattr(host.tree, name)[row, :count].copy() for name in ("tokens", "parents", "depth", "scores")}
+    path = host.path[row, : int(host.accepted[row]) + 1].copy()
+    return StepTree(**nodes, drawn=host.drawn[row, :count].copy(), path=path, emitted=np.array(emitted))
 
 
 def step_trees(output: StepOutput) -> list[StepTree | None]:
@@ -72,9 +61,9 @@ def step_trees(output: StepOutput) -> list[StepTree | None]:
     """
     if output.trace is None:
         raise ValueError("the step's output has no trace: compile it with StepConfig(trace=True)")
-    emitted = np.asarray(output.emitted)
     tokens = np.asarray(output.tokens)
-    return [step_tree(output.trace, row, tokens[row, :count]) if count else None for row, count in enumerate(emitted)]
+    counts = enumerate(np.asarray(output.emitted))
+    return [step_tree(output.trace, row, tokens[row, :count]) if count else None for row, count in counts]
 
 
 def render(tree: StepTree, text: Callable[[list[int]], str] | None = None) -> str:
