@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     )
     from specjax.tree import NO_PARENT, NO_TOKEN, DraftTree, Pool, best_nodes, chain, rerank, root_only, top_k_children
     from specjax.verify import Verdict, Verifier, find_verdict, verify_tree
+    from specjax.viz.trees import StepTree, render, step_trees
 
 _NAMES = {
     "specjax.cache": "PageSpec PoolShape commit init_cache",

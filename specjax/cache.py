@@ -5,9 +5,8 @@ dtype, such as a key, a latent or a scale. A *block* is a pytree of the same str
 tokens of each of B requests. Which leaves there are is the model's business (`PageSpec`); everything here is a
 `jax.tree.map`.
 
-A forward reads pages and returns its block. `commit` alone writes pages, after verification has decided which tokens
-survive. A rejected token therefore never touches a page, there is nothing to roll back or compact, and a page shared by
-several requests cannot be dirtied. Knows nothing of trees, drafts or requests.
+A forward reads pages and returns its block. `commit` alone writes pages, after verification, so a rejected token
+never touches a page and there is nothing to roll back. Knows nothing of trees, drafts or requests.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def pool_shape(cache: Cache) -> PoolShape:
 
 
 def bytes_per_token(init: Callable[[PoolShape], Any], page_size: int = 1) -> int:
-    """Bytes that one token takes in the tree that ``init(pool)`` allocates: its growth with a page, shared out."""
+    """Bytes of one token in the tree that ``init(pool)`` allocates: its growth by a page, divided by the page size."""
 
     def size(pages: int) -> int:
         leaves = jax.tree.leaves(jax.eval_shape(lambda: init(PoolShape(pages, page_size))))
@@ -102,9 +101,8 @@ def commit(
         block: rows in the order of their positions (see `take_path`), [B, J, ...] leaves.
         page_table: request b's token t lives in page ``page_table[b, t // S]``, slot ``t % S``. A hole holds P.
         length: 0 writes nothing.
-        after: arrays with a leading B that were computed from everything that reads `cache`, such as a forward's
-            output; their values do not matter. The writes wait for them: XLA:CPU copies the whole pool where a write
-            might be scheduled before a read.
+        after: arrays with a leading B, computed from everything that reads `cache`, such as a forward's output; their
+            values do not matter. The writes depend on them, or XLA:CPU copies the whole pool.
 
     Worked example: S = 4, start = 6, length = 3, table row [9, 2, 5]: the rows go to (page 2, slot 2), (2, 3), (5, 0).
     """
@@ -116,8 +114,8 @@ def commit(
     page = jnp.take_along_axis(page_table, column, axis=1)
     write = (offset < length[:, None]) & (position < page_table.shape[1] * size) & (page < count)
     for leaf in jax.tree.leaves(after):
-        # No page is negative, but no compiler knows that, so the write depends on `after`. (XLA:CPU ignores
-        # `optimization_barrier` here.) One number a request is read, and fused into the index computation.
+        # Pages are never negative, which no compiler knows, so the write depends on `after`. XLA:CPU ignores an
+        # `optimization_barrier` here. One number a request is read, and fused into the index computation.
         write &= (page >= 0) | ~leaf.reshape(batch, -1)[:, :1].astype(bool)
     # A write that must not happen gets an index past the end, a distinct one each (-1 would wrap to the last page).
     nowhere = count + jnp.arange(batch * width, dtype=jnp.int32).reshape(batch, width)

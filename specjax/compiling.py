@@ -1,12 +1,10 @@
-"""XLA options for steps on NVIDIA GPUs: loops go into the CUDA graph, too.
+"""XLA options for steps on NVIDIA GPUs: loops become part of the CUDA graph.
 
-A step is a thousand small kernels, so it is fast only as a CUDA graph, which the device runs without the host. XLA
-makes one of everything but loops: the sampler's (the walk down a tree, the bisections of top-k and top-p) it drives
-from the host, waiting for the device before each trip, and breaks the step into eight graphs, in steps that sample
-nothing too. With `WHILE` in its list the loops become nodes of the graph, and the step is one (compiled for an H200
-with jax 0.10.2, 0.11.2 and 0.12.0). Needs a driver of CUDA 12.3 or newer; with an older one XLA makes other choices.
+A step is a thousand small kernels, fast only as a CUDA graph, which runs without the host. By default XLA drives loops
+(the walk down a tree, the bisections of top-k and top-p) from the host, which splits a step into eight graphs. With
+`WHILE` in its list it is one (compiled for an H200 with jax 0.10.2, 0.11.2 and 0.12.0; needs CUDA 12.3's driver).
 
-A flag that the user sets wins. For XLA's own behaviour, the loops on the host:
+Flags in XLA_FLAGS win. For XLA's own behaviour:
 
     XLA_FLAGS=--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL
 """
@@ -25,15 +23,14 @@ from specjax_kernels.launch import on_nvidia
 logger = logging.getLogger(__name__)
 
 IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL"
-"""What XLA puts into CUDA graphs by default. An option replaces the list: `+WHILE`, which adds to it, is for XLA_FLAGS
-alone."""
+"""XLA's default. An option replaces the whole list; only XLA_FLAGS can add to it, by `+WHILE`."""
 
 NVIDIA_OPTIONS = MappingProxyType({"xla_gpu_enable_command_buffer": f"{IN_GRAPHS},WHILE"})
 """For NVIDIA GPUs, as `jax.jit` and `Lowered.compile` take them."""
 
 
 def compiler_options() -> dict[str, str] | None:
-    """For ``jax.jit(..., compiler_options=)`` of a step on JAX's default device. None, which means none, elsewhere."""
+    """For ``jax.jit(..., compiler_options=)`` of a step on JAX's default device; None where it is no NVIDIA GPU."""
     if not on_nvidia():
         return None
     given = re.findall(r"--(xla_\w+)", os.environ.get("XLA_FLAGS", ""))
@@ -42,7 +39,7 @@ def compiler_options() -> dict[str, str] | None:
 
 @functools.cache
 def _known(name: str, value: str) -> bool:
-    """Whether this XLA has such an option. Its names come and go, and one that it does not know fails a compilation."""
+    """Whether this XLA has the option; an unknown one fails every compilation."""
     try:
         jax.jit(lambda: 0, compiler_options={name: value}).lower().compile()
     except jax.errors.JaxRuntimeError as error:

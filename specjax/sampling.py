@@ -1,18 +1,18 @@
-"""What the target draws at one position: per-request parameters as arrays, processed logits, position-keyed noise.
+"""Sampling: per-request parameters as arrays, processed logits, noise keyed by position.
 
-One rule for everything (docs/design.md):
+The rule (docs/design.md):
 
     logits -> bias -> repetition -> frequency, presence -> min_tokens and grammar masks
            -> T = 0: argmax
            -> else / T -> top-k -> top-p of the rest -> min-p -> + Gumbel noise -> argmax
 
-Ties go to the lower id. The noise depends on the seed and the position of the token being drawn, and on nothing else,
-so a request draws the same tokens with any drafter and in any batch. Written for one request and vmapped once.
+Ties go to the lower id. The noise depends only on the seed and the position of the token being drawn, so a request
+draws the same tokens with any drafter and in any batch. Written for one request and vmapped once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,21 +22,21 @@ from jax import Array
 from jaxtyping import Bool, Float32, Int32, UInt32
 
 STOP_IDS = 8
-"""Stop ids a row keeps on the device; the host checks further ones."""
+"""Stop ids of a row on the device; the host checks further ones."""
 
 BIAS_ENTRIES = 1024
-"""Logit biases a row can hold."""
+"""Logit biases of a row."""
 
 MIN_TEMPERATURE = 1e-6
 
 MIN_REPETITION_PENALTY = 1e-20
-"""Smaller ones mean the same: float32 would make them 0, and the logits infinite."""
+"""Lower bound; a float32 0 would make logits infinite."""
 
 NO_STOP = -1
 """An unused stop id. Equal to no token."""
 
 _TINY = -1e30
-"""Below every logit, yet finite: a row in which everything is masked still draws something. Never a probability."""
+"""A masked logit: below every other, yet finite, so that a row with all tokens masked still draws one."""
 
 
 class SamplingRows(NamedTuple):
@@ -84,7 +84,7 @@ def sampling_row(
     seed: int = 0,
     logit_bias: dict[int, float] | None = None,
 ) -> SamplingRows:
-    """One request's parameters as a row of numpy arrays, without a leading axis. Greedy by default.
+    """One request's parameters as numpy arrays without a leading axis. Greedy by default.
 
     Raises:
         ValueError: more than 8 stop ids or more than 1,024 biases.
@@ -94,13 +94,11 @@ def sampling_row(
         raise ValueError(f"{len(stop_ids)} stop ids, but a row holds {STOP_IDS}: check the rest on the host")
     if len(bias) > BIAS_ENTRIES:
         raise ValueError(f"logit_bias has {len(bias)} entries; at most {BIAS_ENTRIES} are supported")
-    ids = np.full(BIAS_ENTRIES, vocab_size, np.int32)
-    ids[: len(bias)] = list(bias)
-    values = np.zeros(BIAS_ENTRIES, np.float32)
-    values[: len(bias)] = list(bias.values())
-    stops = np.full(STOP_IDS, NO_STOP, np.int32)
-    stops[: len(stop_ids)] = stop_ids
-    # numpy until the row reaches the device
+
+    def filled(values: Iterable[Any], size: int, fill: int, dtype: Any) -> np.ndarray:
+        values = np.array([*values], dtype)
+        return np.pad(values, (0, size - len(values)), constant_values=fill)
+
     fields: dict[str, Any] = {
         "temperature": np.float32(temperature),
         "top_k": np.int32(top_k),
@@ -110,10 +108,10 @@ def sampling_row(
         "frequency_penalty": np.float32(frequency_penalty),
         "presence_penalty": np.float32(presence_penalty),
         "min_tokens": np.int32(min_tokens),
-        "stop_ids": stops,
+        "stop_ids": filled(stop_ids, STOP_IDS, NO_STOP, np.int32),
         "seed": seed_words(seed),
-        "bias_ids": ids,
-        "bias_values": values,
+        "bias_ids": filled(bias, BIAS_ENTRIES, vocab_size, np.int32),
+        "bias_values": filled(bias.values(), BIAS_ENTRIES, 0, np.float32),
     }
     return SamplingRows(**fields)
 
@@ -149,7 +147,7 @@ def add_penalties(
 
 
 def mask_stops(logits: Float32[Array, "V"], row: SamplingRows, emitted: Int32[Array, ""]) -> Float32[Array, "V"]:
-    """Stop ids cannot be drawn while `emitted`, the tokens emitted before this one, is below `min_tokens`."""
+    """Masks stop ids while fewer than `min_tokens` tokens have been emitted."""
     vocab = logits.shape[0]
     masked = (emitted < row.min_tokens) & (row.stop_ids != NO_STOP)
     return logits.at[jnp.where(masked, row.stop_ids, vocab)].set(_TINY, mode="drop")
@@ -167,27 +165,26 @@ def threefry2x32(
 ) -> tuple[UInt32[Array, "*c"], UInt32[Array, "*c"]]:
     """Threefry-2x32 with 20 rounds: 64 random bits for each 64-bit counter. `key` broadcasts against `counter`.
 
-    Written out, because the bits of `jax.random` depend on flags of JAX that a user may set. Source: Salmon et al.,
-    "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+    The bits of `jax.random` depend on flags that a user may set. Source: Salmon et al., "Parallel random numbers: as
+    easy as 1, 2, 3" (SC 2011).
     """
     keys = (key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
     x, y = counter[0] + keys[0], counter[1] + keys[1]
-    for turn in range(5):
-        for distance in ((13, 15, 26, 6), (17, 29, 16, 24))[turn % 2]:
+    for block in range(5):
+        for distance in ((13, 15, 26, 6), (17, 29, 16, 24))[block % 2]:
             x = x + y
             y = (y << distance | y >> (32 - distance)) ^ x
-        x = x + keys[(turn + 1) % 3]
-        y = y + keys[(turn + 2) % 3] + jnp.uint32(turn + 1)
+        x = x + keys[(block + 1) % 3]
+        y = y + keys[(block + 2) % 3] + jnp.uint32(block + 1)
     return x, y
 
 
 def gumbel_noise(seed: UInt32[Array, "2"], position: Int32[Array, ""], vocab_size: int) -> Float32[Array, "V"]:
-    """Standard Gumbel noise for the token that will stand at `position`, from the seed's two words.
+    """Standard Gumbel noise for the token at `position`, from the seed's two words.
 
-    The smallest probabilities need the largest noise. A uniform number on the usual lattice of 2^-23 ends it at 15.9,
-    so tokens of probability 1e-8 would never be drawn. Here an exponential variate -log(1 - x) is made of an x of 48
-    bits. float32 holds x with full relative precision near 0, and 1 - x near 1, so each half of the range uses the
-    smaller of the two; the noise lies between -3.6 and 34.
+    A uniform number of 23 bits would bound the noise by 15.9, so tokens of probability 1e-8 would never be drawn. Here
+    an exponential variate -log(1 - x) is made of an x of 48 bits. float32 is precise for x near 0 and for 1 - x near 0,
+    so each half of the range uses the smaller of the two; the noise lies between -3.6 and 34.
     """
     zero = jnp.zeros((), jnp.uint32)
     key = threefry2x32((seed[0], seed[1]), (zero, position.astype(jnp.uint32)))
@@ -213,10 +210,11 @@ def _ascending_bits(values: Float32[Array, "V"]) -> UInt32[Array, "V"]:
 def smallest_prefix(
     values: Float32[Array, "V"], weights: Float32[Array, "V"], need: Float32[Array, ""]
 ) -> Bool[Array, "V"]:
-    """The shortest prefix of the order (value descending, id ascending) whose weights sum to `need`; else everything.
+    """The shortest prefix of the order (value descending, id ascending) whose weights sum to `need`, which must be
+    positive; everything if they do not.
 
-    Found by bisection on the bits of the value, then of the id: 32 + log2(V) sums instead of a sort, which on a CPU is
-    several times faster at V = 49152. `need` must be positive.
+    Bisection on the bits of the value, then of the id: 32 + log2(V) sums instead of a sort, which on a CPU is several
+    times faster at V = 49152.
 
     Example: values [3, 5, 5, 1], weights all 1, need 2 -> [F, T, T, F]; need 1 -> [F, T, F, F].
     """
@@ -245,10 +243,9 @@ def smallest_prefix(
 
 
 def truncate(logits: Float32[Array, "V"], row: SamplingRows) -> Float32[Array, "V"]:
-    """Top-k, then top-p of what is left, of temperature-scaled logits: -inf outside."""
-    ones = jnp.ones_like(logits)
-    k = row.top_k.astype(jnp.float32)
-    inside = smallest_prefix(logits, ones, jnp.maximum(k, 1.0)) | (row.top_k <= 0)
+    """Top-k, then top-p of the rest, of temperature-scaled logits: -inf outside."""
+    k = jnp.maximum(row.top_k.astype(jnp.float32), 1.0)
+    inside = smallest_prefix(logits, jnp.ones_like(logits), k) | (row.top_k <= 0)
     weights = jnp.where(inside, jnp.exp(logits - jnp.max(logits)), 0.0)
     wanted = jnp.maximum(row.top_p * jnp.sum(weights), jnp.finfo(jnp.float32).tiny)
     inside &= smallest_prefix(logits, weights, wanted) | (row.top_p >= 1)
@@ -256,13 +253,13 @@ def truncate(logits: Float32[Array, "V"], row: SamplingRows) -> Float32[Array, "
 
 
 def cut_min_p(logits: Float32[Array, "V"], row: SamplingRows) -> Float32[Array, "V"]:
-    """Drops tokens less likely than `min_p` times the likeliest."""
+    """-inf for tokens less likely than `min_p` times the likeliest."""
     floor = jnp.max(logits) + jnp.log(row.min_p)  # log(0) = -inf: nothing is dropped
     return jnp.where(logits >= floor, logits, -jnp.inf)
 
 
 class DrawInputs(NamedTuple):
-    """What the draws of B requests need. The arrays of `History` stay [R, V]: rows are read only where needed."""
+    """The requests of a batch. `History` keeps all R rows; those of the batch are read only where needed."""
 
     rows: SamplingRows  # [B]
     history: History  # [R, V]
@@ -278,7 +275,7 @@ def draw(
     path: Int32[Array, "B J"],
     allowed: UInt32[Array, "B W"] | None = None,
 ) -> Int32[Array, "B"]:
-    """The token the target emits after each request's path: the one rule above.
+    """The token the target emits after each request's path, by the rule above.
 
     Args:
         logits: raw, float32.
@@ -287,7 +284,7 @@ def draw(
         path: drafted tokens between the emitted ones and this draw, NO_TOKEN where there is none.
         allowed: a grammar's bits, or None.
 
-    Each part runs only where some active row needs it; a row that does not need it passes unchanged.
+    A part of the rule runs only if some active row needs it, and leaves the other rows as they are.
     """
     rows, history, slots, active = inputs
     vocab = logits.shape[-1]

@@ -20,14 +20,14 @@ from specjax.types import Active, PageTable, PerRequest
 from specjax.verify import Logprobs
 
 RUNS, STOPPED, FULL, NOT_FINITE = 0, 1, 2, 3
-"""`StepOutput.finish`: the request goes on; it drew a stop id; it reached its limit of new tokens; the target's logits
-hold NaN or infinity, so nothing can be drawn from them."""
+"""`StepOutput.finish`: the request goes on, drew a stop id, reached its limit of tokens, or has logits with NaN or
+infinity, from which nothing can be drawn."""
 
 NO_FORCED_TOKEN = -1
 """`PrefillInput.next_token`: draw it."""
 
 NO_DRAFT_LIMIT = 1 << 20
-"""`Row.draft_limit` of a row that takes whatever the drafter proposes."""
+"""`Row.draft_limit` without a limit."""
 
 
 class Row(NamedTuple):
@@ -106,7 +106,7 @@ class PrefillInput(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What the draft proposed, what the target drew at the nodes (NO_TOKEN: no draw was needed), what was accepted."""
+    """A step's trees, the target's draws at the nodes (NO_TOKEN: none was needed), and the accepted paths."""
 
     tree: DraftTree
     drawn: Int32[Array, "B N"]
@@ -136,28 +136,13 @@ class StepOutput(NamedTuple):
 
 def init_state(params: Params, target: Target, drafter: Drafter, *, rows: int, pool: PoolShape) -> DecodeState:
     """An empty state: R = `rows` rows, all finished, and a pool of zeroed pages."""
-    vocab = target.config.vocab_size
-    sampling = jax.tree.map(lambda x: jnp.broadcast_to(jnp.asarray(x), (rows, *x.shape)), sampling_row(vocab))
-
-    def zeros() -> Array:
-        return jnp.zeros(rows, jnp.int32)
-
+    empty = new_row(target.config.vocab_size, limit=0, draft_limit=0)
     return DecodeState(
         cache=init_cache(target.pages, pool),
         tokens=jnp.zeros(pool, jnp.int32) if drafter.reads_tokens else None,
         draft=drafter.init(params, rows, pool),
-        rows=Row(
-            prefix_length=zeros(),
-            generated=zeros(),
-            limit=zeros(),
-            draft_limit=zeros(),
-            salt=jnp.zeros(rows, jnp.uint32),
-            logprobs=jnp.zeros(rows, bool),
-            # Copies: a donated tree must not hold one buffer twice.
-            sampling=jax.tree.map(jnp.array, sampling),
-            history=History(jnp.zeros((rows, vocab), bool), jnp.zeros((rows, vocab), jnp.int32)),
-        ),
-        root=zeros(),
+        rows=jax.tree.map(lambda leaf: jnp.tile(leaf, (rows, *[1] * leaf.ndim)), empty),
+        root=jnp.zeros(rows, jnp.int32),
         finished=jnp.ones(rows, bool),
     )
 
@@ -188,7 +173,6 @@ def new_row(
     in_prompt = np.zeros(vocab_size, bool)
     in_prompt[list(prompt)] = True
     counts = np.bincount(np.asarray(output, np.int64), minlength=vocab_size).astype(np.int32)
-    # numpy until the row reaches the device
     fields: dict[str, Any] = {
         "prefix_length": np.int32(prefix_length),
         "generated": np.int32(len(output)),

@@ -18,8 +18,7 @@ One request, three steps of a drafter with D = 2 (n = prefix_length, committed t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -32,7 +31,7 @@ from specjax_kernels import CAUSAL, pack_bits
 from specjax.cache import Block, commit, take_path
 from specjax.compiling import compiler_options
 from specjax.drafters.base import Context, Drafter, Observation, Params
-from specjax.models.target import Target
+from specjax.models.target import ForwardOutput, Target
 from specjax.sampling import DrawInputs
 from specjax.state import (
     FULL,
@@ -49,7 +48,7 @@ from specjax.state import (
     Trace,
     admit,
 )
-from specjax.tree import DraftTree, ancestor_mask, best_nodes, narrow, root_only
+from specjax.tree import NO_TOKEN, DraftTree, ancestor_mask, best_nodes, narrow, root_only
 from specjax.types import Active, PageTable, PerRequest
 from specjax.verify import Verdict, Verifier, finite_logits, pad_levels, path_logprobs, verify_tree
 
@@ -68,29 +67,23 @@ class StepConfig:
 
 
 class Checked(NamedTuple):
-    """What the target's forward and the walk found, at the J = D + 1 nodes of the path.
+    """Results of the target's forward and of the walk, at the J = D + 1 nodes of the path."""
 
-    Attributes:
-        verdict: which nodes; its `accepted` + 1 first ones count.
-        block: what the layers keep of them, leaves [B, J, ...].
-        features: [B, J, F], what the drafter reads of them; None: nothing.
-        finite: bool [B, J]. Whether the logits hold no NaN and no +inf.
-        logprobs: zeros where no row wants them.
-    """
-
-    verdict: Verdict
-    block: Block
-    features: Float[Array, "B J F"] | None
-    finite: Bool[Array, "B J"]
-    logprobs: Logprobs
+    verdict: Verdict  # the first `accepted` + 1 nodes count
+    block: Block  # what the layers keep of the nodes, leaves [B, J, ...]
+    features: Float[Array, "B J F"] | None  # what the drafter reads of them
+    finite: Bool[Array, "B J"]  # whether the logits hold no NaN and no +inf
+    logprobs: Logprobs  # zeros where no row wants them
 
 
 def draft_phase(
     params: Params, state: DecodeState, inputs: StepInput, *, drafter: Drafter, config: StepConfig = StepConfig()
 ) -> tuple[DraftTree, DecodeState]:
-    """The drafter's trees for the batch: [B, N] nodes, node 0 the root, N the largest of `config`'s widths. Of a tree
-    that has more nodes, or more than a row's `draft_limit`, those with the best scores are left. Where `config` has no
-    room for drafts, the drafter is not called."""
+    """The drafter's trees for the batch: [B, N] nodes, node 0 the root, N the largest of `config`'s widths.
+
+    A larger tree, or one with more drafts than its row's `draft_limit`, is cut to the nodes with the best scores. With
+    a width of 1 the drafter is not called.
+    """
     batch = _gather(state, inputs.slots, inputs.page_table, inputs.active)
     if config.widths == (1,):
         return root_only(batch.context.root), state
@@ -127,56 +120,34 @@ def check_phase(
     tree = _fitted(tree, config)
     wants_logprobs = jnp.any(row.logprobs & context.active)
 
-    def at_width(width: int) -> Callable[[], Checked]:
+    def at_width(width: int) -> Checked:
         """The forward and the walk for trees of at most `width` nodes; everything returned is as long as the path."""
-
-        def run() -> Checked:
-            part = narrow(tree, width)
-            levels = min(depth, width - 1)
-            positions = context.prefix_length[:, None] + part.depth
-            output = target.forward(
-                params.target,
-                target.embed(params.target, part.tokens),
-                positions,
-                pack_bits(ancestor_mask(part)),
-                state.cache,
-                context.page_table,
-                context.attended,
-                features=drafter.features,
-            )
-            logits = target.unembed(params.target, output.hidden)
-            verdict = verify(
-                part,
-                logits,
-                batch.draws,
-                context.prefix_length,
-                row.generated,
-                depth=levels,
-                allowed=None if allowed is None else allowed[:, :width],
-            )
-            path = pad_levels(verdict.path, depth + 1, 0)
-            features = output.features
-            finite = jnp.take_along_axis(finite_logits(logits), verdict.path, axis=1)
-            return Checked(
-                verdict=Verdict(
-                    path,
-                    verdict.accepted,
-                    pad_levels(verdict.tokens, depth + 1, -1),
-                    pad_levels(verdict.drawn, tree.width, -1),
-                ),
-                block=take_path(output.block, path),
-                features=None if features is None else jnp.take_along_axis(features, path[:, :, None], axis=1),
-                finite=pad_levels(finite, depth + 1, True),
-                logprobs=path_logprobs(logits, path, verdict, wants_logprobs),
-            )
-
-        return run
+        part = narrow(tree, width)
+        mask = pack_bits(ancestor_mask(part))
+        output = _forward(params, state, context, part.tokens, part.depth, mask, target=target, drafter=drafter)
+        logits = target.unembed(params.target, output.hidden)
+        bits = None if allowed is None else allowed[:, :width]
+        levels = min(depth, width - 1)
+        prefix_length = context.prefix_length
+        verdict = verify(part, logits, batch.draws, prefix_length, row.generated, depth=levels, allowed=bits)
+        path = pad_levels(verdict.path, depth + 1, 0)
+        tokens = pad_levels(verdict.tokens, depth + 1, NO_TOKEN)
+        drawn = pad_levels(verdict.drawn, tree.width, NO_TOKEN)
+        features = output.features
+        finite = jnp.take_along_axis(finite_logits(logits), verdict.path, axis=1)
+        return Checked(
+            verdict=Verdict(path, verdict.accepted, tokens, drawn),
+            block=take_path(output.block, path),
+            features=None if features is None else jnp.take_along_axis(features, path[:, :, None], axis=1),
+            finite=pad_levels(finite, depth + 1, True),
+            logprobs=path_logprobs(logits, path, verdict, wants_logprobs),
+        )
 
     if len(widths) == 1:
-        return at_width(widths[0])()
+        return at_width(widths[0])
     needed = jnp.max(jnp.sum(tree.valid, axis=1))
     chosen = jnp.sum(needed > jnp.array(widths[:-1]))
-    return jax.lax.switch(chosen, [at_width(width) for width in widths])
+    return jax.lax.switch(chosen, [partial(at_width, width) for width in widths])
 
 
 def commit_phase(
@@ -189,7 +160,7 @@ def commit_phase(
     drafter: Drafter,
     config: StepConfig = StepConfig(),
 ) -> tuple[DecodeState, StepOutput]:
-    """Commits and emits what survived, and tells the drafter."""
+    """Commits and emits the accepted tokens, and reports them to the drafter."""
     batch = _gather(state, inputs.slots, inputs.page_table, inputs.active)
     context, row, verdict = batch.context, batch.row, checked.verdict
     tree = _fitted(tree, config)
@@ -218,10 +189,7 @@ def verify_phase(
 ) -> tuple[DecodeState, StepOutput]:
     """Checks the trees with one forward of the target, commits and emits what survives.
 
-    It is `check_phase`, which only reads the state, and `commit_phase`.
-
-    Args:
-        allowed: a grammar's bits for each node: which tokens may be drawn there. None: all.
+    It is `check_phase`, which only reads the state, and `commit_phase`. `allowed`: see `verify_tree`.
     """
     checked = check_phase(
         params, state, inputs, tree, target=target, drafter=drafter, verify=verify, config=config, allowed=allowed
@@ -271,16 +239,7 @@ def prefill_step(
     context, row = batch.context, batch.row
     length = jnp.where(context.active, inputs.length, 0)
     offset = jnp.arange(inputs.tokens.shape[1], dtype=jnp.int32)[None, :]
-    output = target.forward(
-        params.target,
-        target.embed(params.target, inputs.tokens),
-        context.prefix_length[:, None] + offset,
-        CAUSAL,
-        state.cache,
-        context.page_table,
-        context.attended,
-        features=drafter.features,
-    )
+    output = _forward(params, state, context, inputs.tokens, offset, CAUSAL, target=target, drafter=drafter)
     last = jnp.maximum(length - 1, 0)
     hidden = jnp.take_along_axis(output.hidden, last[:, None, None], axis=1)
     logits = target.unembed(params.target, hidden)
@@ -323,8 +282,7 @@ def make_steps(
     config: StepConfig = StepConfig(),
 ) -> Steps:
     """Jits the step functions. They compile once for each batch bucket, chunk width and page-table width."""
-    widths = config.widths or tree_widths(drafter)
-    config = StepConfig(widths, config.trace)
+    config = replace(config, widths=config.widths or tree_widths(drafter))
     fixed = {"target": target, "drafter": drafter, "config": config}
     jit = partial(jax.jit, compiler_options=compiler_options())
     return Steps(
@@ -337,6 +295,23 @@ def make_steps(
 def tree_widths(drafter: Drafter) -> tuple[int, ...]:
     """The static widths of a drafter's step: 1 (nothing to check), its own, and at most one between."""
     return tuple(sorted({1, *drafter.widths, drafter.width}))
+
+
+def _forward(
+    params: Params,
+    state: DecodeState,
+    context: Context,
+    tokens: Int32[Array, "B N"],
+    offset: Int32[Array, "#B N"],
+    mask: Any,
+    *,
+    target: Target,
+    drafter: Drafter,
+) -> ForwardOutput:
+    """The target's output at new tokens, which stand at `prefix_length` + `offset`."""
+    embedded, positions = target.embed(params.target, tokens), context.prefix_length[:, None] + offset
+    past = state.cache, context.page_table, context.attended
+    return target.forward(params.target, embedded, positions, mask, *past, features=drafter.features)
 
 
 class _Batch(NamedTuple):

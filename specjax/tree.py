@@ -66,11 +66,19 @@ class Pool(NamedTuple):
 
 def root_only(root: PerRequest) -> DraftTree:
     """A tree of one node: plain decoding."""
-    tokens = root[:, None]
-    zeros = jnp.zeros_like(tokens)
-    return DraftTree(
-        tokens, zeros + NO_PARENT, zeros, jnp.ones(tokens.shape, bool), jnp.zeros(tokens.shape, jnp.float32)
-    )
+    zeros = jnp.zeros_like(root)[:, None]
+    return DraftTree(root[:, None], zeros + NO_PARENT, zeros, zeros == 0, zeros.astype(jnp.float32))
+
+
+def _masked(nodes: DraftTree) -> DraftTree:
+    """Sentinels in the fields of invalid nodes."""
+    nothing = NO_TOKEN, NO_PARENT, 0, False, -jnp.inf
+    return DraftTree(*(jnp.where(nodes.valid, *pair) for pair in zip(nodes, nothing, strict=True)))
+
+
+def _below(root: PerRequest, nodes: DraftTree) -> DraftTree:
+    """The root, then these nodes."""
+    return DraftTree(*(jnp.concatenate(pair, axis=1) for pair in zip(root_only(root), _masked(nodes), strict=True)))
 
 
 def chain(
@@ -81,15 +89,7 @@ def chain(
     `scores` are cumulative log-probabilities. Result: [B, D + 1] nodes.
     """
     index = jnp.arange(1, tokens.shape[1] + 1, dtype=jnp.int32)[None, :]
-    valid = index <= length[:, None]
-    head = root_only(root)
-    return DraftTree(
-        tokens=jnp.concatenate([head.tokens, jnp.where(valid, tokens, NO_TOKEN)], axis=1),
-        parents=jnp.concatenate([head.parents, jnp.where(valid, index - 1, NO_PARENT)], axis=1),
-        depth=jnp.concatenate([head.depth, jnp.where(valid, index, 0)], axis=1),
-        valid=jnp.concatenate([head.valid, valid], axis=1),
-        scores=jnp.concatenate([head.scores, jnp.where(valid, scores, -jnp.inf)], axis=1),
-    )
+    return _below(root, DraftTree(tokens, index - 1, index, index <= length[:, None], scores))
 
 
 def top_k_children(
@@ -115,9 +115,9 @@ def top_k_children(
 
 
 def log_total(logits: Float32[Array, "B k W"], largest: Float32[Array, "B k 1"]) -> Float32[Array, "B k 1"]:
-    """log(sum(exp(logits - largest))), which turns a difference to the largest logit into a log-probability.
+    """log(sum(exp(logits - largest))): a logit minus `largest` minus this is its log-probability.
 
-    For a few log-probabilities: `jax.nn.log_softmax` writes all W, and looks for the largest again.
+    `jax.nn.log_softmax` would write all W, and find the largest again.
     """
     return jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True))
 
@@ -147,37 +147,23 @@ def rerank(root: PerRequest, pool: Pool, width: int) -> DraftTree:
         )
     if places == 0:
         return root_only(root)
-    scores, index = jax.lax.top_k(pool.scores, places)
-    valid = scores > -jnp.inf
+    best, index = jax.lax.top_k(pool.scores, places)
+    valid = best > -jnp.inf
     # Invalid places sort behind every valid one, so valid nodes are a prefix.
     order = jnp.argsort(jnp.where(valid, index, pool.tokens.shape[1] + index), axis=1)
-
-    index = jnp.take_along_axis(index, order, axis=1)
-    valid = jnp.take_along_axis(valid, order, axis=1)
-
-    def pick(values: Array) -> Array:
-        return jnp.take_along_axis(values, index, axis=1)
-
-    parent = pick(pool.parents)
+    index, valid = jnp.take_along_axis(index, order, axis=1), jnp.take_along_axis(valid, order, axis=1)
+    tokens, parent, depth, scores = (jnp.take_along_axis(values, index, axis=1) for values in pool)
     # A candidate's place in the tree is the place that holds its pool index, plus one for the root.
     is_parent = valid[:, None, :] & (index[:, None, :] == parent[:, :, None])
     place = jnp.where(parent == NO_PARENT, 0, jnp.argmax(is_parent, axis=2).astype(jnp.int32) + 1)
-    head = root_only(root)
-    return DraftTree(
-        tokens=jnp.concatenate([head.tokens, jnp.where(valid, pick(pool.tokens), NO_TOKEN)], axis=1),
-        parents=jnp.concatenate([head.parents, jnp.where(valid, place, NO_PARENT)], axis=1),
-        depth=jnp.concatenate([head.depth, jnp.where(valid, pick(pool.depth), 0)], axis=1),
-        valid=jnp.concatenate([head.valid, valid], axis=1),
-        scores=jnp.concatenate([head.scores, pick(pool.scores)], axis=1),
-    )
+    return _below(root, DraftTree(tokens, place, depth, valid, scores))
 
 
 def best_nodes(tree: DraftTree, count: PerRequest, width: int | None = None) -> DraftTree:
     """The root and the best of the other nodes, ``count[b]`` in all (at least the root), in their order.
 
-    Scores never grow along a path, and at a tie the lower index (the parent) wins, so the best are closed under
-    parents, as in `rerank`. Where a drafter breaks that rule, what is left may still be verified, but need not be the
-    best; a node whose place is wrong becomes invalid.
+    The best are closed under parents, as in `rerank`. If a drafter's scores grow along a path, the result can still be
+    verified but need not be the best; a node whose parent is missing becomes invalid.
 
     Args:
         tree: [B, N].
@@ -207,13 +193,7 @@ def best_nodes(tree: DraftTree, count: PerRequest, width: int | None = None) -> 
     depth, parents = move(tree.depth), jnp.where(there, move(parents), NO_PARENT)
     above = jnp.take_along_axis(depth, jnp.maximum(parents, 0), axis=1)
     valid = there & ((parents == NO_PARENT) | (depth == above + 1))
-    return DraftTree(
-        tokens=jnp.where(valid, move(tree.tokens), NO_TOKEN),
-        parents=jnp.where(valid, parents, NO_PARENT),
-        depth=jnp.where(valid, depth, 0),
-        valid=valid,
-        scores=jnp.where(valid, move(tree.scores), -jnp.inf),
-    )
+    return _masked(DraftTree(move(tree.tokens), parents, depth, valid, move(tree.scores)))
 
 
 def narrow(tree: DraftTree, width: int) -> DraftTree:

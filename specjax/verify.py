@@ -1,16 +1,16 @@
 """Verification: which drafted tokens are the target's own draws.
 
-At every node the target draws the token that it would emit there. Start at the root, follow the child whose token is
-the one drawn, stop where there is none; the last drawn token is the bonus. Every emitted token is thus the target's own
-draw: lossless for any tree with distinct siblings, greedy and sampled alike.
-
-Finding the verdict takes no loop: a node is accepted when it and all its ancestors equal their parents' draws, which is
-one AND over the ancestor mask, and the verdict is the deepest accepted node.
+The walk starts at the root and follows the child whose token the target draws, until there is none; the last drawn
+token is the bonus. Every emitted token is the target's own draw: lossless for any tree with distinct siblings, greedy
+and sampled alike. `find_verdict` needs no loop: a node is accepted when it and all its ancestors equal their parents'
+draws, one AND over the ancestor mask.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -54,21 +54,8 @@ class Verdict(NamedTuple):
     drawn: Int32[Array, "B N"]
 
 
-@runtime_checkable
-class Verifier(Protocol):
-    """A function that decides what is accepted, with the arguments of `verify_tree`. Traced into the step."""
-
-    def __call__(
-        self,
-        tree: DraftTree,
-        logits: Logits,
-        inputs: DrawInputs,
-        prefix_length: PerRequest,
-        emitted: PerRequest,
-        *,
-        depth: int,
-        allowed: UInt32[Array, "B N W"] | None = None,
-    ) -> Verdict: ...
+Verifier: TypeAlias = Callable[..., Verdict]
+"""A function that decides what is accepted, with the arguments of `verify_tree`. Traced into the step."""
 
 
 def verify_tree(
@@ -92,19 +79,13 @@ def verify_tree(
         depth: D, static: an upper bound of the nodes' depths.
         allowed: uint32 [B, N, ceil(V / 32)]. A grammar's bits of each node; None: all tokens may be drawn.
     """
-    rows, active = inputs.rows, inputs.active
+    walk = partial(_draw_on_walk, tree, logits, inputs, prefix_length, emitted, depth, allowed)
+    if allowed is not None:
+        return find_verdict(tree, walk(), depth)
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    if allowed is None:
-        # Stop ids of min_tokens can only be masked at deeper nodes if they are masked at the root.
-        plain = jnp.all(is_plain(rows, emitted, logits.shape[-1]) | ~active)
-        drawn = jax.lax.cond(
-            plain,
-            lambda: greedy,
-            lambda: _draw_on_walk(tree, logits, inputs, prefix_length, emitted, depth, allowed),
-        )
-    else:
-        drawn = _draw_on_walk(tree, logits, inputs, prefix_length, emitted, depth, allowed)
-    return find_verdict(tree, drawn, depth)
+    # Stop ids of min_tokens can only be masked at deeper nodes if they are masked at the root.
+    plain = jnp.all(is_plain(inputs.rows, emitted, logits.shape[-1]) | ~inputs.active)
+    return find_verdict(tree, jax.lax.cond(plain, lambda: greedy, walk), depth)
 
 
 def find_verdict(
@@ -143,8 +124,7 @@ def find_verdict(
 def finite_logits(logits: Float32[Array, "B N V"]) -> Bool[Array, "B N"]:
     """Whether logits can be drawn from: no NaN, no +inf, and not all -inf.
 
-    The largest tells: argmax finds a NaN before any number. `verify_tree` needs the same argmax, so it is not computed
-    twice.
+    The largest tells, as argmax prefers a NaN to any number. XLA computes it once for this and for `verify_tree`.
     """
     largest = jnp.argmax(logits, axis=-1)[:, :, None]
     return jnp.isfinite(jnp.take_along_axis(logits, largest, axis=2)[:, :, 0])
@@ -154,21 +134,17 @@ def path_logprobs(
     logits: Float32[Array, "B N V"], path: Int32[Array, "B J"], verdict: Verdict, wanted: Bool[Array, ""]
 ) -> Logprobs:
     """Along the path; computed only where some row asks for them, else zeros."""
-    batch, levels = path.shape
-    top = min(TOP_LOGPROBS, logits.shape[-1])
 
     def found() -> Logprobs:
         raw = jnp.take_along_axis(logits, path[:, :, None], axis=1)
         total = jax.nn.logsumexp(raw, axis=-1, keepdims=True)
-        ids = jnp.maximum(pad_levels(verdict.tokens, levels, -1), 0)
-        best, best_ids = jax.lax.top_k(raw, top)
+        ids = jnp.maximum(pad_levels(verdict.tokens, path.shape[1], -1), 0)
+        best, best_ids = jax.lax.top_k(raw, min(TOP_LOGPROBS, logits.shape[-1]))
         drawn = jnp.take_along_axis(raw, ids[:, :, None], axis=2) - total
         return Logprobs(drawn[:, :, 0], best - total, best_ids.astype(jnp.int32))
 
     def nothing() -> Logprobs:
-        zeros = jnp.zeros((batch, levels), jnp.float32)
-        tops = jnp.zeros((batch, levels, top), jnp.float32)
-        return Logprobs(zeros, tops, tops.astype(jnp.int32))
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(found))
 
     return jax.lax.cond(wanted, found, nothing)
 
@@ -195,24 +171,15 @@ def _draw_on_walk(
     depth: int,
     allowed: UInt32[Array, "B N W"] | None,
 ) -> Int32[Array, "B N"]:
-    """Draws only at the nodes that the walk visits, level by level, and stops when every walk has ended.
-
-    Processing a node's logits costs more than the argmax of all nodes, and the path's tokens are known here, so
-    penalties are exact on each path.
-    """
+    """Draws only at the nodes that the walk visits, level by level: processing a node's logits costs more than all
+    nodes' argmax, and penalties count the path's tokens."""
     batch = jnp.arange(tree.tokens.shape[0])
 
     def visit(walk: _Walk) -> _Walk:
         at_node = jnp.take_along_axis(logits, walk.node[:, None, None], axis=1)[:, 0]
         bits = None if allowed is None else allowed[batch, walk.node]
-        token = draw(
-            at_node,
-            inputs._replace(active=walk.alive),
-            prefix_length + walk.level + 1,
-            emitted + walk.level,
-            walk.path,
-            bits,
-        )
+        alive, position = inputs._replace(active=walk.alive), prefix_length + walk.level + 1
+        token = draw(at_node, alive, position, emitted + walk.level, walk.path, bits)
         drawn = walk.drawn.at[batch, walk.node].set(jnp.where(walk.alive, token, walk.drawn[batch, walk.node]))
         child = tree.valid & (tree.parents == walk.node[:, None]) & (tree.tokens == token[:, None])
         alive = walk.alive & jnp.any(child, axis=1)

@@ -1,7 +1,7 @@
-"""What a drafter is: a NamedTuple of pure functions. An algorithm is one file that returns one.
+"""The interface of a drafter: a NamedTuple of pure functions, returned by one file an algorithm.
 
-The step asks a drafter for a tree (`propose`) and reports which tokens were committed (`observe`); it never asks which
-algorithm runs. Whatever a drafter proposes, the text stays the target's own. docs/drafters.md is a guide.
+The step asks it for a tree (`propose`) and reports which tokens were committed (`observe`). Whatever a drafter
+proposes, the text stays the target's own. docs/drafters.md is a guide.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Params(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What is known of the B requests of a step. An inactive entry must not change the drafter's state.
+    """The B requests of a step. An inactive entry must not change the drafter's state.
 
     Attributes:
         slots: int32 [B]. Row of the drafter's state; >= R for an empty entry.
@@ -103,9 +103,7 @@ class Context(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """Tokens that were just committed, at positions ``context.prefix_length + [0, length)``.
-
-    A chunk of a prompt and a verified path are the same event.
+    """Tokens just committed, of a prompt's chunk or a verified path, at ``context.prefix_length + [0, length)``.
 
     Attributes:
         tokens: int32 [B, C]. The first `length` of each row count.

@@ -1,17 +1,17 @@
-"""NGRAM: guess that what followed the last few tokens before will follow them again. No model; lives on the device.
+"""NGRAM: drafts the continuations of earlier occurrences of the last few tokens. No model; state on the device.
 
-A ring of committed tokens is shared by all requests. Requests grow side by side, so each token links to the next and
-the previous token of its own request. Fixed-size tables lead from the hash of a window (the last w tokens) to ring
-positions where such a window ended. A proposal looks up the current suffix for every w, walks the links back to see how
-long each match really is, walks forward to read what followed, and merges the continuations into one tree:
+A ring of committed tokens is shared by all requests; each token links to the next and the previous token of its
+request. A hash table leads from a window (the last w tokens) to ring positions where such a window ended. A proposal
+looks up the current suffix for every w, follows the links back to measure each match and forward to read its
+continuation, and merges the continuations into one tree:
 
     context ... the cat sat|        ring  the cat sat on the mat . the cat sat by the door
     matches of "the cat sat"        on the mat .   and   by the door
     tree                            sat ─┬─ by ── the ── door         most recent first
                                          └─ on ── the ── mat
 
-Options and breadths follow SGLang's NGRAM (reference: sgl-project/sglang `cpp_ngram`), which keeps a trie on the host
-and runs on CUDA only. Stale or colliding entries can only cost acceptance: every match is checked against the ring.
+Options and breadths follow SGLang's NGRAM (sgl-project/sglang `cpp_ngram`). Stale or colliding entries can only cost
+acceptance: every match is checked against the ring.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float32, Int32, UInt32
+from jaxtyping import Bool, Int32, UInt32
 
 from specjax.cache import PoolShape
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
@@ -29,14 +29,14 @@ from specjax.drafters.options import Ngram
 from specjax.tree import NO_PARENT, NO_TOKEN, DraftTree, Pool, rerank
 
 NOWHERE = -1
-"""No ring position: an empty table entry, the end of a chain. Compared with, never written at."""
+"""No ring position: an empty table entry, the end of a chain. Never an index to write at."""
 
 WAYS = 8
 """Positions that a bucket of the table holds."""
 
 
 class NgramState(NamedTuple):
-    """The ring (Q tokens), the table (Y buckets), and where each row's text ends in the ring."""
+    """The ring (Q tokens), the table (Y buckets), and the end of each row's text in the ring."""
 
     tokens: Int32[Array, "Q"]
     next: Int32[Array, "Q"]  # ring position of the request's next token
@@ -55,7 +55,7 @@ DEFAULT = Ngram()
 def ngram_drafter(config: Ngram = DEFAULT) -> Drafter:
     """Drafts by matching. [B, N] trees; where nothing matches only the root is valid."""
     window = config.max_match
-    # Every token enters under each window size; four times that many places keep most of them for a whole turn.
+    # A token has an entry for each window size. At most four places a token keep most entries for a whole turn.
     sizes = window - config.min_match + 1
     buckets = 1 << max(config.capacity * min(sizes, 4) // WAYS - 1, 1).bit_length()
 
@@ -84,17 +84,14 @@ def ngram_drafter(config: Ngram = DEFAULT) -> Drafter:
         recent, _ = _row_tail(state, context)
         suffix = jnp.concatenate([recent, context.root[:, None]], axis=1)
         pool, longest = jax.vmap(lambda text, salt: _candidates(state, text, salt, config))(suffix, context.salt)
-        short = max(places - pool.tokens.shape[1], 0)  # few and short branches may be fewer than the tree's places
-        pad = ((0, 0), (0, short))
-        pool = Pool(
-            tokens=jnp.pad(pool.tokens, pad),
-            parents=jnp.pad(pool.parents, pad),
-            depth=jnp.pad(pool.depth, pad),
-            scores=jnp.pad(pool.scores, pad, constant_values=-jnp.inf),
-        )
-        scores = jnp.where(context.active[:, None], pool.scores, -jnp.inf)
+        pad = ((0, 0), (0, max(places - pool.tokens.shape[1], 0)))  # `rerank` needs a candidate for each place
+        scores = jnp.pad(pool.scores, pad, constant_values=-jnp.inf)
+        pool = Pool(*(jnp.pad(field, pad) for field in pool[:3]), scores=scores)
+        scores = jnp.where(context.active[:, None], scores, -jnp.inf)
         if config.weak_nodes is not None:
-            scores = _best(scores, jnp.where(longest >= config.strong_match, places, weak_places))
+            most = jnp.where(longest >= config.strong_match, places, weak_places)
+            rank = jnp.argsort(jnp.argsort(-scores, axis=1), axis=1)
+            scores = jnp.where(rank < most[:, None], scores, -jnp.inf)
         return rerank(context.root, pool._replace(scores=scores), config.width), state
 
     def observe(params: Params, state: NgramState, context: Context, observation: Observation) -> NgramState:
@@ -110,20 +107,20 @@ def ngram_drafter(config: Ngram = DEFAULT) -> Drafter:
         propose=propose,
         observe=observe,
         note=f"remembers the last {config.capacity:,} tokens of all requests (Ngram.capacity)",
-        # One between 1 and N: of weak matches if they draft, and what a batch uses that is too large for N.
+        # One width between 1 and N: that of weak matches if they draft, else one for batches too large for N.
         widths=(weak_places + 1 if 0 < weak_places < places else min(4, config.width),),
     )
 
 
 def _row_tail(state: NgramState, context: Context) -> tuple[Int32[Array, "B W1"], Int32[Array, "B"]]:
-    """The rows' last committed tokens and where they lie in the ring; nothing for a request that starts anew."""
+    """The rows' last committed tokens and the ring position of the last; NO_TOKEN and NOWHERE for a new request."""
     row = jnp.minimum(context.slots, state.length.shape[0] - 1)
     goes_on = (state.length[row] == context.prefix_length) & (context.prefix_length > 0)
     return jnp.where(goes_on[:, None], state.recent[row], NO_TOKEN), jnp.where(goes_on, state.tail[row], NOWHERE)
 
 
 def _window_hashes(text: Int32[Array, "X"], salt: UInt32[Array, ""], window: int) -> UInt32[Array, "W X"]:
-    """Hash of the last w tokens at each place of `text`, for w = 1 .. window. Windows that reach before it are junk."""
+    """Hash of the last w tokens at each place of `text`, for w = 1 .. window. Windows that start before it are junk."""
     value = jnp.full(text.shape, (salt + jnp.uint32(1)) * jnp.uint32(0x9E3779B9))
     hashes = []
     for back in range(window):
@@ -135,47 +132,37 @@ def _window_hashes(text: Int32[Array, "X"], salt: UInt32[Array, ""], window: int
 
 
 def _follow(links: Int32[Array, "Q"], back_links: Int32[Array, "Q"], at: Int32[Array, "Z"]) -> Int32[Array, "Z"]:
-    """One link on, or NOWHERE. A link counts only if its other end agrees: the ring may have been overwritten."""
+    """The next position, or NOWHERE. A link whose other end disagrees has been overwritten."""
     to = links[jnp.maximum(at, 0)]
     agrees = back_links[jnp.maximum(to, 0)] == at
     return jnp.where((at != NOWHERE) & (to != NOWHERE) & agrees, to, NOWHERE)
 
 
-def _best(scores: Float32[Array, "B Q"], count: Int32[Array, "B"]) -> Float32[Array, "B Q"]:
-    """The scores, -inf but for the `count[b]` best of them."""
-    place = jnp.argsort(jnp.argsort(-scores, axis=1), axis=1)
-    return jnp.where(place < count[:, None], scores, -jnp.inf)
-
-
 def _candidates(
     state: NgramState, suffix: Int32[Array, "W"], salt: UInt32[Array, ""], config: Ngram
 ) -> tuple[Pool, Int32[Array, ""]]:
-    """Continuations of one request's suffix, merged, and the length of the longest match that has one.
+    """Merged continuations of one request's suffix, and the length of the longest match that has one.
 
-    Scores order the candidates. Pool index = (depth - 1) * A + branch.
+    Pool index = (depth - 1) * A + branch.
     """
     window, capacity = config.max_match, config.capacity
     buckets = state.table.shape[0]
-    first = config.min_match - 1
-    hashes = _window_hashes(suffix, salt, window)[first:, -1]
+    hashes = _window_hashes(suffix, salt, window)[config.min_match - 1 :, -1]
     found = state.table[(hashes & jnp.uint32(buckets - 1)).astype(jnp.int32)].reshape(-1)
 
     # How many tokens back from each place agree with the suffix.
-    def step_back(at: Array, back: int) -> Array:
-        same = (state.tokens[jnp.maximum(at, 0)] == suffix[window - 1 - back]) & (at != NOWHERE)
-        return jnp.where(same & (state.salt[jnp.maximum(at, 0)] == salt), at, NOWHERE)
-
     at, matched = found, jnp.zeros_like(found)
     for back in range(window):
-        at = step_back(at, back)
-        matched += (at != NOWHERE).astype(jnp.int32)
-        if back + 1 < window:
+        if back:
             at = _follow(state.previous, state.next, at)
+        same = (state.tokens[jnp.maximum(at, 0)] == suffix[window - 1 - back]) & (at != NOWHERE)
+        at = jnp.where(same & (state.salt[jnp.maximum(at, 0)] == salt), at, NOWHERE)
+        matched += (at != NOWHERE).astype(jnp.int32)
 
-    # The same place is found once for each window size: keep one. Longest match first, then most recent.
+    # A place is found once a window size: keep one. Longest match first, then most recent.
     place = jnp.arange(found.shape[0])
     repeated = jnp.any((found[:, None] == found[None, :]) & (place[None, :] < place[:, None]), axis=1)
-    leads_on = _follow(state.next, state.previous, found) != NOWHERE  # the end of a text says nothing
+    leads_on = _follow(state.next, state.previous, found) != NOWHERE
     usable = (matched >= config.min_match) & leads_on & ~repeated
     age = jnp.mod(state.cursor - 1 - found, capacity)
     # At most 64 * 2**24 + 2**24: fits int32.
@@ -195,7 +182,7 @@ def _candidates(
 
 
 def _merge(tokens: Int32[Array, "A D"], matched: Int32[Array, "A"], config: Ngram) -> Pool:
-    """Branches into one tree: a node is a distinct prefix, and belongs to the first branch that has it.
+    """Merges branches into one tree. A node is a distinct prefix, owned by the first branch that has it.
 
     Example: branches [by the], [on the], [by a] -> nodes by, on (depth 1), the<by, the<on, a<by (depth 2).
     """
@@ -209,16 +196,14 @@ def _merge(tokens: Int32[Array, "A D"], matched: Int32[Array, "A"], config: Ngra
     is_node = there & (owner == branch)
 
     # Breadth narrows as the match gets longer and as depth grows; rank = earlier siblings.
-    sizes = config.max_match - config.min_match + 1
-    slope = (config.max_breadth - config.min_breadth) / sizes
+    slope = (config.max_breadth - config.min_breadth) / (config.max_match - config.min_match + 1)
     narrowing = (config.max_match - matched[:, None] - level + 1).astype(jnp.float32)
-    room = config.min_breadth + slope * narrowing
-    breadth = jnp.maximum(jnp.floor(room), 1).astype(jnp.int32)
+    breadth = jnp.maximum(jnp.floor(config.min_breadth + slope * narrowing), 1).astype(jnp.int32)
     above = jnp.concatenate([jnp.ones((count, count, 1), bool), same[:, :, :-1]], axis=2)
     sibling = above & is_node[None, :, :] & (branch[None, :, :] < branch[:, None, :])
     kept = is_node & (jnp.sum(sibling, axis=1) < breadth)
     columns = [kept[:, 0]]
-    for d in range(1, depth):  # a node goes where its parent goes
+    for d in range(1, depth):  # a node needs its parent
         columns.append(kept[:, d] & columns[-1][owner[:, d - 1]])
     kept = jnp.stack(columns, axis=1)
 
@@ -240,7 +225,7 @@ def _merge(tokens: Int32[Array, "A D"], matched: Int32[Array, "A"], config: Ngra
 def _append(
     state: NgramState, context: Context, tokens: Int32[Array, "B C"], length: Int32[Array, "B"], config: Ngram
 ) -> NgramState:
-    """Committed tokens go into the ring and, under every window that ends in them, into the table."""
+    """Writes committed tokens to the ring, and an entry for each window that ends in one to the table."""
     batch, width = tokens.shape
     capacity, window = config.capacity, config.max_match
     buckets, rows = state.table.shape[0], state.length.shape[0]
@@ -260,7 +245,7 @@ def _append(
 
     text = jnp.concatenate([recent, tokens], axis=1)
     hashes = jax.vmap(_window_hashes, in_axes=(0, 0, None))(text, context.salt, window)[:, :, window - 1 :]
-    # A window of w tokens exists where the token w - 1 back does: the ones before the text's start are NO_TOKEN.
+    # A window of w tokens exists where the token w - 1 back does.
     exists = [jnp.roll(text, back, axis=1)[:, window - 1 :] != NO_TOKEN for back in range(window)]
     sized = slice(config.min_match - 1, window)
     store = jnp.stack(exists, axis=1)[:, sized] & new[:, None, :]
