@@ -123,11 +123,13 @@ def _attend(prefix_ref, table_ref, q_position_ref, block_position_ref, bits_ref,
     node, head = row // G, k * G + row % G
     is_row = (row < N * G) & active
     column, v_column = _range(padded(E)), _range(padded(Ev))
-    if packed:
-        at_query = q_ref.at[b, node[:, None], k, (row % G)[:, None], column[None, :]]
-    else:
-        at_query = q_ref.at[b, node[:, None], head[:, None], column[None, :]]
-    query = plgpu.load(at_query, mask=is_row[:, None] & (column < E)[None, :], other=0)
+
+    def load(ref: Any, at: tuple[Any, ...], columns: Array, width: int, there: Array) -> Array:
+        """A tile: rows at these indices, of which some are there; the others are 0."""
+        return plgpu.load(ref.at[(*at, columns[None, :])], mask=there[:, None] & (columns < width)[None, :], other=0)
+
+    in_query = (k, (row % G)[:, None]) if packed else (head[:, None],)
+    query = load(q_ref, (b, node[:, None], *in_query), column, E, is_row)
     position, oldest = None, jnp.int32(0)
     if shape.window is not None:
         position = plgpu.load(q_position_ref.at[b, node], mask=is_row, other=0)
@@ -166,26 +168,20 @@ def _attend(prefix_ref, table_ref, q_position_ref, block_position_ref, bits_ref,
             key_position = plgpu.load(block_position_ref.at[b, key], mask=is_key, other=0)
             visible = visible & (key_position[None, :] > position[:, None] - shape.window)
         # What nobody sees may be NaN, and NaN times a weight of 0 is NaN: not loaded.
-        seen = (jnp.max(visible.astype(jnp.int32), axis=0) > 0)[:, None]
+        seen = jnp.max(visible.astype(jnp.int32), axis=0) > 0
         in_keys, in_values = ((k, G), (k, G + 1)) if packed else ((k,), (k,))
-        at_keys = k_block_ref.at[(b, key[:, None], *in_keys, column[None, :])]
-        keys = plgpu.load(at_keys, mask=seen & (column < E)[None], other=0)
-        at_values = v_block_ref.at[(b, key[:, None], *in_values, v_column[None, :])]
-        return add(before, keys, plgpu.load(at_values, mask=seen & (v_column < Ev)[None], other=0), visible)
+        keys = load(k_block_ref, (b, key[:, None], *in_keys), column, E, seen)
+        return add(before, keys, load(v_block_ref, (b, key[:, None], *in_values), v_column, Ev, seen), visible)
 
     def page_trip(trip: Array, before: Softmax) -> Softmax:
         token = begin + trip * launch.tokens + _range(launch.tokens)
         page = plgpu.load(table_ref.at[b, token // S], mask=token < end, other=P)
         there = (token < end) & (page >= 0) & (page < P)
-        slot = token % S
+        at = (page[:, None], (token % S)[:, None], k)
         visible = is_row[:, None] & there[None, :]
         if position is not None and shape.window is not None:
             visible = visible & (token[None, :] > position[:, None] - shape.window)
-        at_keys = k_ref.at[page[:, None], slot[:, None], k, column[None, :]]
-        keys = plgpu.load(at_keys, mask=there[:, None] & (column < E)[None, :], other=0)
-        at_values = v_ref.at[page[:, None], slot[:, None], k, v_column[None, :]]
-        values = plgpu.load(at_values, mask=there[:, None] & (v_column < Ev)[None, :], other=0)
-        return add(before, keys, values, visible)
+        return add(before, load(k_ref, at, column, E, there), load(v_ref, at, v_column, Ev, there), visible)
 
     softmax = Softmax(
         jnp.full((launch.rows,), FLOOR, jnp.float32),
