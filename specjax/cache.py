@@ -39,17 +39,11 @@ class PoolShape(NamedTuple):
 
 @dataclass(frozen=True)
 class PageSpec:
-    """One array that a layer keeps of each token. A pytree of these describes a cache.
+    """One array that a layer keeps of each token. A pytree of these describes a cache."""
 
-    Attributes:
-        shape: of one token's array; the page leaf has [P, S, *shape].
-        dtype: a name that numpy knows, or bfloat16.
-        axes: the logical axis of each dimension of `shape`, which a mesh may split; None: never split.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    axes: tuple[str | None, ...]
+    shape: tuple[int, ...]  # of one token's array; the page leaf has [P, S, *shape]
+    dtype: str  # a name that numpy knows, or bfloat16
+    axes: tuple[str | None, ...]  # logical axes of `shape`, which a mesh may split; None: never split
 
     @property
     def page_axes(self) -> tuple[str | None, ...]:

@@ -31,46 +31,27 @@ NO_DRAFT_LIMIT = 1 << 20
 
 
 class Row(NamedTuple):
-    """One request's parameters and progress. As state each field has a leading R.
+    """One request's parameters and progress. As state each field has a leading R."""
 
-    Attributes:
-        prefix_length: int32. n, the tokens in pages; at admission those that are reused.
-        generated: int32. Tokens emitted so far; not 0 at admission of a resumed request.
-        limit: int32. Most tokens to emit.
-        draft_limit: int32. Most draft nodes a step; 0: no speculation.
-        salt: uint32. Requests with different salts share no drafter's memory.
-        logprobs: bool. Whether log-probabilities are wanted.
-        sampling, history: see `specjax.sampling`.
-    """
-
-    prefix_length: Int32[Array, "R"]
-    generated: Int32[Array, "R"]
-    limit: Int32[Array, "R"]
-    draft_limit: Int32[Array, "R"]
-    salt: UInt32[Array, "R"]
-    logprobs: Bool[Array, "R"]
+    prefix_length: Int32[Array, "R"]  # n, the tokens in pages; at admission those that are reused
+    generated: Int32[Array, "R"]  # tokens emitted so far; not 0 at admission of a resumed request
+    limit: Int32[Array, "R"]  # most tokens to emit
+    draft_limit: Int32[Array, "R"]  # most draft nodes a step; 0: no speculation
+    salt: UInt32[Array, "R"]  # requests with different salts share no drafter's memory
+    logprobs: Bool[Array, "R"]  # whether log-probabilities are wanted
     sampling: SamplingRows
     history: History
 
 
 class DecodeState(NamedTuple):
-    """Everything on the device, one donated pytree.
+    """Everything on the device, one donated pytree."""
 
-    Attributes:
-        cache: `Target.pages` as page leaves [P, S, ...].
-        tokens: int32 [P, S], the committed tokens in the same pages; None: the drafter does not read them.
-        draft: the drafter's own.
-        rows: R rows.
-        root: int32 [R]. The last emitted token, at position `prefix_length`.
-        finished: bool [R]. True from the finishing step until the row is admitted anew.
-    """
-
-    cache: Cache
-    tokens: Int32[Array, "P S"] | None
+    cache: Cache  # `Target.pages` as page leaves [P, S, ...]
+    tokens: Int32[Array, "P S"] | None  # the committed tokens in the same pages; None: the drafter does not read them
     draft: DraftState
-    rows: Row
-    root: Int32[Array, "R"]
-    finished: Bool[Array, "R"]
+    rows: Row  # R of them
+    root: Int32[Array, "R"]  # the last emitted token, at position `prefix_length`
+    finished: Bool[Array, "R"]  # True from the finishing step until the row is admitted anew
 
 
 class StepInput(NamedTuple):

@@ -55,15 +55,10 @@ from specjax.verify import Verdict, Verifier, finite_logits, pad_levels, path_lo
 
 @dataclass(frozen=True)
 class StepConfig:
-    """Static choices of a step.
+    """Static choices of a step."""
 
-    Attributes:
-        widths: static tree widths, ascending; (): the drafter's. Of wider trees the best nodes count.
-        trace: whether `StepOutput.trace` is filled in.
-    """
-
-    widths: tuple[int, ...] = ()
-    trace: bool = False
+    widths: tuple[int, ...] = ()  # of trees, ascending; (): the drafter's. Of wider trees the best nodes count
+    trace: bool = False  # whether `StepOutput.trace` is filled in
 
 
 class Checked(NamedTuple):
@@ -208,11 +203,6 @@ def speculate_step(
     config: StepConfig = StepConfig(),
 ) -> tuple[DecodeState, StepOutput]:
     """One step for B requests: 1 to D + 1 tokens each. Plain decoding is this with the `none` drafter.
-
-    Args:
-        params: the target's and the draft's parameters; never donated.
-        state: donated.
-        inputs: which rows take part, and their pages.
 
     Returns:
         The next state, and `StepOutput` with [B, D + 1] tokens of which ``emitted[b]`` count.

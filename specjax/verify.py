@@ -26,15 +26,10 @@ TOP_LOGPROBS = 20
 
 
 class Logprobs(NamedTuple):
-    """Of the raw log-softmax, along the path. Zeros in a step in which no row wants them.
+    """Of the raw log-softmax, along the path. Zeros in a step in which no row wants them."""
 
-    Attributes:
-        drawn: float32 [B, J], of the emitted tokens.
-        top, top_ids: float32 and int32 [B, J, 20], the likeliest tokens, or all of a smaller vocabulary.
-    """
-
-    drawn: Float32[Array, "B J"]
-    top: Float32[Array, "B J 20"]
+    drawn: Float32[Array, "B J"]  # of the emitted tokens
+    top: Float32[Array, "B J 20"]  # the likeliest tokens', or those of all of a smaller vocabulary
     top_ids: Int32[Array, "B J 20"]
 
 

@@ -131,9 +131,7 @@ def attention(
     Returns:
         [B, N, K * G, E] in qkv's dtype.
 
-    Raises:
-        ValueError: as `tree_attention`.
-        NotImplementedError: as `tree_attention`.
+    Raises: as `tree_attention`.
     """
     if qkv.ndim != 5 or qkv.shape[3] < 3:
         raise ValueError(f"qkv must be [B, N, K, G + 2, E] with G at least 1, got shape {qkv.shape}")
@@ -183,12 +181,8 @@ def _first_that_can(attend: Callable[[str], Array], implementation: str | None) 
 
 
 def implementation_named(name: str) -> Any:
-    """The module of an implementation.
-
-    Raises:
-        ValueError: there is no such implementation.
-        NotImplementedError: it cannot run here: another device, or a package that is missing or too old.
-    """
+    """The module of an implementation. Raises ValueError for an unknown name, and NotImplementedError where it cannot
+    run: on another device, or with a package missing or too old."""
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"unknown implementation {name!r} of tree_attention; known: {', '.join(IMPLEMENTATIONS)}")
     module = importlib.import_module(IMPLEMENTATIONS[name])

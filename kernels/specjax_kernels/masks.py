@@ -17,8 +17,7 @@ from jax import Array
 class Causal:
     """The type of `CAUSAL`: block key j is visible to block query i when j <= i. Needs C == N.
 
-    Hashable, equal to every other instance, and a pytree without leaves: it can be a static argument of
-    `jax.jit`, or stand where an array of mask bits would.
+    Hashable and a pytree without leaves: a static argument of `jax.jit`, or in the place of an array of mask bits.
     """
 
     def __repr__(self) -> str:
@@ -49,9 +48,6 @@ def pack_bits(visible: Array) -> Array:
 
     Returns:
         uint32 [..., ceil(C / 32)].
-
-    Raises:
-        ValueError: `visible` is not boolean, or has no axis.
     """
     if visible.dtype != jnp.bool_ or visible.ndim < 1:
         raise ValueError(f"pack_bits takes bool [..., C], got {visible.dtype} {visible.shape}")
@@ -62,18 +58,7 @@ def pack_bits(visible: Array) -> Array:
 
 
 def unpack_bits(bits: Array, width: int) -> Array:
-    """The inverse of `pack_bits`: ``unpack_bits(pack_bits(x), x.shape[-1]) == x``.
-
-    Args:
-        bits: uint32 [..., ceil(width / 32)].
-        width: C, the number of keys.
-
-    Returns:
-        bool [..., width].
-
-    Raises:
-        ValueError: `bits` is not uint32, or does not hold ceil(width / 32) words.
-    """
+    """The inverse of `pack_bits`: uint32 [..., ceil(width / 32)] to bool [..., width]."""
     if bits.dtype != jnp.uint32:
         raise ValueError(f"packed bits are uint32, got {bits.dtype}")
     if bits.shape[-1] != words(width):

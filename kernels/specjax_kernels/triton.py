@@ -1,14 +1,8 @@
-"""`tree_attention` for NVIDIA GPUs, in Triton itself, called through jax-triton: the heir of `pallas_triton`.
+"""`tree_attention` for NVIDIA GPUs, in Triton itself, called through jax-triton. Algorithm and grid: `pallas_triton`.
 
-The algorithm and the grid are those of `pallas_triton`, and `launch` serves both. This module can be imported anywhere;
-where Python or a package is too old or missing, or there is no NVIDIA GPU to run on, a call raises NotImplementedError.
-
-Two ways to use it without a GPU:
-
-- lowering, which compiles the kernels to PTX: `trace(...).lower(lowering_platforms=("cuda",))` under an abstract mesh
-  that names the GPU (see `refuse`);
-- Triton's interpreter, for tests: with TRITON_INTERPRET=1 in the environment from the start of the process, kernels run
-  in numpy on the host, one program after the other. Triton decides this once, so a process does one or the other.
+Without a GPU it can be lowered, which compiles the kernels to PTX, by `trace(...).lower(lowering_platforms=("cuda",))`
+under an abstract mesh that names the GPU (see `refuse`); or, for tests, run by Triton's interpreter in numpy, with
+TRITON_INTERPRET=1 in the environment from the start of the process.
 """
 
 from __future__ import annotations
@@ -34,12 +28,7 @@ LOG2_E = math.log2(math.e)
 
 
 def tree_attention(call: Call, *, blocks: Blocks | None = None) -> Array:
-    """See `specjax_kernels.tree_attention`. `blocks`: for the tuner and the tests.
-
-    Raises:
-        NotImplementedError: a package is missing or too old, there is no NVIDIA GPU to run on or lower for, or a head
-            is too wide.
-    """
+    """See `specjax_kernels.tree_attention`. `blocks`: for the tuner. Raises as `refuse`, and for too wide heads."""
     refuse()
     shape, dtype = call.shape, call.q.dtype
     B, H, N, C, K, G, E, Ev, P, S, T = shape[:11]

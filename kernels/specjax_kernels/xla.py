@@ -118,10 +118,9 @@ def tree_attention(call: Call) -> Array:
 
 
 def trip_range(prefix_length: Array, oldest: Array | None, chunk: int, most: int) -> tuple[Array, Array]:
-    """The trips [first, last) over chunks that hold a token which some query of the batch may see.
+    """The trips [first, last) with tokens that some query may see, of `most` chunks of `chunk` tokens.
 
-    `chunk` is the number of tokens of a trip, `most` the number of chunks in the page table, `oldest` [B, N, 1] the
-    first position inside each query's window.
+    `oldest` [B, N, 1]: the first position inside each query's window.
     """
     last = jnp.minimum((prefix_length.max() + chunk - 1) // chunk, most)
     if oldest is None:

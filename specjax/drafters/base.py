@@ -28,15 +28,10 @@ DraftState: TypeAlias = Any
 
 
 class Params(NamedTuple):
-    """Parameters of both models. A drafter may use the target's embedding and head.
+    """Parameters of both models. A drafter may use the target's embedding and head."""
 
-    Attributes:
-        target: the target's nested dicts of arrays.
-        draft: the drafter's pytree; None: it has none.
-    """
-
-    target: Any
-    draft: Any = None
+    target: Any  # nested dicts of arrays
+    draft: Any = None  # the drafter's pytree; None: it has none
 
 
 class Context(NamedTuple):
@@ -50,7 +45,7 @@ class Context(NamedTuple):
         active: bool [B]. Whether the entry takes part.
         salt: uint32 [B]. Requests with different salts must share nothing.
         sampling: [B] rows. A drafter may look at the noise that the target will use.
-        tokens: int32 [P, S]. Pages of committed tokens; None unless the drafter says `reads_tokens`.
+        tokens: int32 [P, S]. Pages of committed tokens; None, and refused, unless the drafter says `reads_tokens`.
     """
 
     slots: PerRequest
@@ -76,9 +71,6 @@ class Context(NamedTuple):
         """The tokens at these positions of each request's text; NO_TOKEN outside 0 .. `prefix_length` - 1.
 
         Example: ``context.committed(jnp.arange(context.room, dtype=jnp.int32)[None, :])`` is the whole text.
-
-        Raises:
-            ValueError: the drafter does not say `reads_tokens`.
         """
         pages = self._pages()
         count, size = pages.shape
@@ -88,11 +80,7 @@ class Context(NamedTuple):
         return jnp.where(inside, pages[jnp.minimum(page, count - 1), positions % size], NO_TOKEN)
 
     def suffix(self, width: int) -> Int32[Array, "B {width}"]:
-        """The last `width` tokens of each text, the root last; NO_TOKEN before the text's start. For `propose`.
-
-        Raises:
-            ValueError: the drafter does not say `reads_tokens`.
-        """
+        """The last `width` tokens of each text, the root last; NO_TOKEN before the text's start. For `propose`."""
         before = self.prefix_length[:, None] + jnp.arange(1 - width, 0, dtype=jnp.int32)[None, :]
         return jnp.concatenate([self.committed(before), self.root[:, None]], axis=1)
 

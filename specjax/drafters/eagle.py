@@ -56,15 +56,10 @@ class Confidence:
 
         least 0.3       the .9 ─┬─ cat .8 (.72) ── sat .4 (.29, left out)
                                 └─ dog .1 (.09, left out)
-
-    Attributes:
-        least: from 0 (no minimum) to below 1. llama.cpp's draft-p-min compares each draft's own probability instead.
-        skips: whether to skip a level that no entry of the batch has a parent for. A branch costs nothing on a CPU; a
-            GPU would ask the host, so there all levels are computed.
     """
 
-    least: float = limited(0.0, 0, below=1)
-    skips: bool = False
+    least: float = limited(0.0, 0, below=1)  # llama.cpp's draft-p-min compares each draft's own probability instead
+    skips: bool = False  # levels without parents; a branch costs nothing on a CPU, but a GPU would ask the host
 
     def __post_init__(self) -> None:
         check(self)
@@ -107,9 +102,6 @@ def eagle_drafter(
     Args:
         backend: the attention implementation, as for the target; None = the default.
         explicit_width: see `Drafter`.
-
-    Raises:
-        ValueError: the head does not fit the target.
     """
     model = draft_head(head, target, backend=backend)
 

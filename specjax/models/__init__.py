@@ -50,11 +50,7 @@ def describe(config: ModelConfig) -> str:
 
 
 def make_target(config: ModelConfig, *, backend: Backend = None) -> Target:
-    """The target of a config's family. `backend`: see `specjax.models.blocks.Backend`.
-
-    Raises:
-        ValueError: no such family.
-    """
+    """The target of a config's family. `backend`: see `specjax.models.blocks.Backend`."""
     return _family(config).make_target(config, backend=backend)
 
 

@@ -114,11 +114,7 @@ class DraftHead:
 
 
 def draft_head(config: HeadConfig, target: Target, *, backend: Backend = None) -> DraftHead:
-    """A head for one target. `backend`: see `specjax.models.blocks.Backend`.
-
-    Raises:
-        ValueError: they do not fit together.
-    """
+    """A head for one target; ValueError if they do not fit. `backend`: see `specjax.models.blocks.Backend`."""
     check_fit(config, target)
     return DraftHead(config, target, _Head(config, target.config.vocab_size, backend))
 

@@ -63,44 +63,28 @@ GATE, UP = Part("2"), Part("2", offset=1)
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of a checkpoint.
+    """A tensor of a checkpoint."""
 
-    Attributes:
-        name: in the file, after the prefix of its scope.
-        axes: its axes there, letters of one axis written together.
-        parts: which part of the leaf it fills; none: all of it. Stacked experts, say: ``(Part("X", offset=3), GATE)``.
-        gguf: its name in a GGUF file, after that prefix; empty: it has none.
-        interleaved: GGUF files hold its rows in llama.cpp's rotary order, see `specjax.checkpoint.gguf_model`.
-        fused: the first axes of all tensors stacked in this one, and this one's index: ``(("KGE", "KE", "KE"), 1)`` are
-            the keys in a `qkv_proj`.
-    """
-
-    name: str
-    axes: str
-    parts: tuple[Part, ...] = ()
-    gguf: str = ""
-    interleaved: bool = False
+    name: str  # in the file, after the prefix of its scope
+    axes: str  # there; letters of one axis are written together
+    parts: tuple[Part, ...] = ()  # of the leaf that it fills, none: all; stacked experts: (Part("X", offset=3), GATE)
+    gguf: str = ""  # its name in a GGUF file, after that prefix; empty: it has none
+    interleaved: bool = False  # whether GGUF files hold its rows in llama.cpp's rotary order, see `gguf_model`
     fused: tuple[tuple[str, ...], int] | None = None
+    """The first axes of all tensors stacked in this one, and this one's index: (("KGE", "KE", "KE"), 1) are the keys in
+    a `qkv_proj`."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of parameters.
-
-    Attributes:
-        letters: of its axes; with an arrow from inputs to outputs where it is a linear map.
-        tensors: that fill it, together all of it.
-        init: normal (deviation 0.02), ones, zeros, or indices: 0, 1, 2, ...
-        dtype: None: the model's.
-        replicated: never split, whatever its letters.
-    """
+    """One array of parameters."""
 
     name: str
-    letters: str
-    tensors: tuple[Tensor, ...] = ()
-    init: Literal["normal", "ones", "zeros", "indices"] = "normal"
-    dtype: str | None = None
-    replicated: bool = False
+    letters: str  # of its axes; with an arrow from inputs to outputs where it is a linear map
+    tensors: tuple[Tensor, ...] = ()  # which together fill it
+    init: Literal["normal", "ones", "zeros", "indices"] = "normal"  # normal: deviation 0.02; indices: 0, 1, 2, ...
+    dtype: str | None = None  # None: the model's
+    replicated: bool = False  # never split, whatever its letters
 
     @property
     def dims(self) -> tuple[str, ...]:

@@ -54,11 +54,7 @@ def step_tree(trace: Trace, row: int, emitted: np.ndarray) -> StepTree:
 
 
 def step_trees(output: StepOutput) -> list[StepTree | None]:
-    """The tree of each entry of the batch; None for the inactive ones.
-
-    Raises:
-        ValueError: the step was compiled without `StepConfig(trace=True)`.
-    """
+    """The tree of each entry of the batch; None for the inactive ones. ValueError: the step has no trace."""
     if output.trace is None:
         raise ValueError("the step's output has no trace: compile it with StepConfig(trace=True)")
     tokens = np.asarray(output.tokens)

@@ -75,13 +75,9 @@ def _version() -> str:
 
 
 def link(functions: Mapping[str, tuple[str, str]]) -> bytes:
-    """An object file of functions that call each other and a few functions of the C library.
+    """An object file of functions: symbol in the file -> (module as LLVM text, symbol in that module).
 
-    Args:
-        functions: symbol in the object file -> (module as LLVM text, symbol in that module).
-
-    Raises:
-        RuntimeError: the code calls something else, as code does that may raise or allocates an array.
+    Raises RuntimeError if they call more than each other and `_IN_THE_C_LIBRARY`, as code does that may raise.
     """
     llvm = importlib.import_module("llvmlite.binding")
     machine = _machine(llvm)

@@ -1,11 +1,9 @@
 """Calls kernels from XLA:CPU: a kernel is compiled by Numba, and XLA's threads share its tiles.
 
 A kernel is two functions of a call: the number of its tiles, and the work of one tile. Every thread takes the next free
-tile. The thread that XLA calls takes part, so the call never waits for a helper that has not started; a helper that
-starts late finds no tile and leaves. The call's structures are those of `xla/ffi/api/c_api.h` in jaxlib's `include`,
-read as words of 8 bytes.
-
-Compiled code holds no address of this process; it reads those from a table. So it can be kept (`object_code`).
+tile, also the one that XLA calls, so the call never waits for a helper that has not started. The call's structures are
+those of `xla/ffi/api/c_api.h` in jaxlib's `include`, read as words of 8 bytes. Compiled code reads this process's
+addresses from a table, so it can be kept (`object_code`).
 """
 
 from __future__ import annotations
@@ -64,11 +62,8 @@ _REGISTERED: dict[str, str | None] = {}
 
 
 def register(name: str, build: Build) -> str | None:
-    """Makes a kernel callable by `jax.ffi.ffi_call`: loads or compiles it, once in a process.
-
-    Returns:
-        Why that is impossible here, logged once as a warning. None: the kernel can be called.
-    """
+    """Makes a kernel callable by `jax.ffi.ffi_call`: loads or compiles it, once in a process. Returns the reason, also
+    logged as a warning, if that is impossible here."""
     with _LOCK:
         if name in _REGISTERED:
             return _REGISTERED[name]
