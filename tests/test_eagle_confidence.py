@@ -86,7 +86,8 @@ def counted(monkeypatch, shape, confidence, *, rows=1, **step) -> tuple[Runner, 
 
     def telling(*arguments, **options):
         model = make(*arguments, **options)
-        return model._replace(forward=tells(model.forward, "head"))
+        object.__setattr__(model, "forward", tells(model.forward, "head"))  # it is frozen
+        return model
 
     monkeypatch.setattr(eagle, "draft_head", telling)
     toy = toy._replace(target=toy.target._replace(forward=tells(toy.target.forward, "target")))
