@@ -84,11 +84,8 @@ def sampling_row(
     seed: int = 0,
     logit_bias: dict[int, float] | None = None,
 ) -> SamplingRows:
-    """One request's parameters as numpy arrays without a leading axis. Greedy by default.
-
-    Raises:
-        ValueError: more than 8 stop ids or more than 1,024 biases.
-    """
+    """One request's parameters as numpy arrays without a leading axis. Greedy by default. ValueError: too many stop ids
+    or biases."""
     bias = dict(sorted((logit_bias or {}).items()))
     if len(stop_ids) > STOP_IDS:
         raise ValueError(f"{len(stop_ids)} stop ids, but a row holds {STOP_IDS}: check the rest on the host")

@@ -128,9 +128,6 @@ def rerank(root: PerRequest, pool: Pool, width: int) -> DraftTree:
 
     Scores never grow along a path, and at a tie the lower index (the parent) wins, so the best are closed under
     parents. With fewer candidates than places the last nodes are invalid.
-
-    Raises:
-        ValueError: the pool has fewer than ``width - 1`` places.
     """
     places = width - 1
     if places > pool.tokens.shape[1]:
