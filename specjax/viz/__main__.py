@@ -46,8 +46,10 @@ def main(arguments: list[str] | None = None) -> int:
     number = most_telling(trees) + 1 if args.step is None else args.step
     if not 1 <= number <= len(trees):
         parser.error(f"--step {number} is not one of the {len(trees)} steps of this text, 1 to {len(trees)}")
-    shade = "order" if engine.drafter.name == "NGRAM" else "probability"
-    draw_steps(trees[number - 1 : number], engine.tokenizer.decode, shade=shade, first=number).save(args.output)
+    tree = trees[number - 1]
+    ranks = all(score.is_integer() for score in tree.scores.tolist())  # log-probabilities are not whole numbers
+    shade = "order" if ranks else "probability"
+    draw_steps([tree], engine.tokenizer.decode, shade=shade, first=number).save(args.output)
     print(f"wrote step {number} of {len(trees)} to {args.output}")
     return 0
 
