@@ -14,7 +14,7 @@ from engine_helpers import shared_engine
 from server_helpers import SECONDS, Running, answer_of, running, slow_down, wait_until
 
 from specjax.cli.flags import ServerSettings
-from specjax.serve import connection, middleware
+from specjax.serve import middleware
 from specjax.serve.runner import SHUT_DOWN
 from specjax.serve.server import allow_files
 
@@ -22,9 +22,6 @@ COMPLETE = "/v1/completions"
 BODY = json.dumps({"prompt": "hello", "max_tokens": 2}).encode()
 HEAD = f"POST {COMPLETE} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode()
 HALF = HEAD + b"Content-Length: 1000\r\n\r\n" + BODY
-h11_only = pytest.mark.skipif(
-    connection.HttpToolsProtocol is not None, reason="httptools is installed: it wants no Host, and reads ahead"
-)
 SLOW = ServerSettings(receive_timeout=0.2)
 
 
@@ -73,7 +70,7 @@ GARBAGE = {
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=h11_only if case == "no host" else ()) for case in GARBAGE])
+@pytest.mark.parametrize("case", GARBAGE)
 def test_what_is_not_http(server, case):
     sent, status = GARBAGE[case]
     with connected(server, sent) as sock:
@@ -81,7 +78,6 @@ def test_what_is_not_http(server, case):
     assert server.complete(max_tokens=1).status_code == 200
 
 
-@h11_only
 def test_garbage_behind_a_request(server):
     """The request is answered, then the garbage is."""
     ask = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -92,7 +88,6 @@ def test_garbage_behind_a_request(server):
     assert data.startswith(b"HTTP/1.1 200") and data.count(b"HTTP/1.1 400") == 1 and b'{"status":"ok"}' in data
 
 
-@h11_only
 def test_garbage_behind_a_stream_waits_for_its_end(server, monkeypatch):
     slow_down(server.engine, monkeypatch, 0.02)
     body = json.dumps({"prompt": "hello", "max_tokens": 50, "stream": True}).encode()

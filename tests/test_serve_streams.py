@@ -248,20 +248,25 @@ def test_an_engine_that_cannot_start_anew_is_unhealthy(monkeypatch):
             assert client.get(path).status_code == 503
 
 
-def test_a_draining_server(server):
-    with server.client() as client, client.stream("POST", COMPLETE, json=LONG | {"stream": True}) as response:
+def test_a_draining_server(monkeypatch):
+    engine = shared_engine("NGRAM")
+    slow_down(engine, monkeypatch)
+    with (
+        running(engine, idle_at_end=False) as server,
+        server.client() as client,
+        client.stream("POST", COMPLETE, json=LONG | {"stream": True}) as response,
+    ):
         chunks = response.iter_raw()
         seen = next(chunks)
         server.runner.drain()
         for answer in (server.complete("x"), client.get("/health"), client.get("/v1/models")):
             assert answer.status_code == 503 and answer.headers["retry-after"]
             assert "shutting down" in answer.json()["error"]["message"]
-        server.runner.abort_all(SHUT_DOWN)
+        server.runner.end_all(SHUT_DOWN)
         seen += b"".join(chunks)
     last = json.loads(seen.decode().strip().split("\n\n")[-1].removeprefix("data: "))
     assert SHUT_DOWN in last["error"]["message"]
-    server.runner.state = State.READY
-    server.wait_idle()
+    engine.reset("the test has ended")
 
 
 def test_while_loading():

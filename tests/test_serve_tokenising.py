@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from engine_helpers import shared_engine
@@ -49,10 +50,10 @@ def test_smaller_ones_go_first_but_not_for_ever(blocker, monkeypatch):
     lanes, order = Tokenising(), []
     lanes.submit(SHORT + 1, blocker)
     assert blocker.began.wait(SECONDS)
-    huge = lanes.submit(1_000_000, order.append, "huge")
-    lanes.submit(100_000, order.append, "middle")
+    huge = lanes.submit(1_000_000, partial(order.append, "huge"))
+    lanes.submit(100_000, partial(order.append, "middle"))
     now[0] += 1_000_000 * ALLOWANCE
-    late = lanes.submit(100_000, order.append, "late")
+    late = lanes.submit(100_000, partial(order.append, "late"))
     blocker.let_go.set()
     huge.result(SECONDS), late.result(SECONDS)
     assert order == ["middle", "huge", "late"]
@@ -69,7 +70,7 @@ def test_cancelled_work_is_forgotten(blocker):
     gone = weakref.ref(prompt)
     lanes.submit(SHORT + 1, blocker)
     assert blocker.began.wait(SECONDS)
-    waiting = lanes.submit(SHORT + 1, lambda it: it, prompt)
+    waiting = lanes.submit(SHORT + 1, partial(id, prompt))
     del prompt
     assert waiting.cancel()
     gc.collect()

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 from functools import partial
 
@@ -27,31 +26,19 @@ from specjax.settings import HelpFormatter, Parser, add_flags, parse
 
 logger = logging.getLogger("specjax.serve")
 
-DESCRIPTION = "Serve a model behind OpenAI's interface, decoding speculatively. The text is the model's own."
-
-USERS_ERRORS = (CheckpointError, ValueError, NotImplementedError, OSError)
-"""While loading: what is wrong is a flag or a file, and the message says so."""
-
-LEAVE_TIMEOUT = 2.0
-"""Seconds that the engine's thread gets to end its last step."""
-
 
 class _LogHandler(logging.Handler):
-    """To stderr, without tearing progress bars. A reader of the log that has gone ends no request."""
+    """To stderr, without tearing progress bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(OSError):
+        if record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError):
+            return  # a request cut off because the server stops; uvicorn would print its stack
+        with contextlib.suppress(OSError):  # the reader of the log has gone
             tqdm.write(self.format(record), file=sys.stderr)
-
-
-def _not_cancelled(record: logging.LogRecord) -> bool:
-    """A request that is cut off because the server stops is no error, and uvicorn would print its stack."""
-    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 def set_up_logging(level: str) -> None:
     handler = _LogHandler()
-    handler.addFilter(_not_cancelled)
     handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for noisy in ("jax", "asyncio", "httpx", "httpcore", "filelock"):
@@ -65,10 +52,10 @@ def load(settings: flags.Settings) -> Engine:
     if timed:
         logger.debug("Steps run in three parts, each waited for, to be measured: slower than with --log-level info")
     engine = flags.make_engine(settings, time_phases=timed)
-    seconds = time.perf_counter() - started
-    config, tokens = engine.target.config, engine.intake.pool_tokens
+    seconds, dtype = time.perf_counter() - started, engine.target.config.dtype
+    tokens = engine.intake.pool_tokens
     draft = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(engine.executables.state_shapes.draft))
-    logger.info("Loaded %s on %s in %.1f s: %s", settings.model.model, engine.device_name, seconds, config.dtype)
+    logger.info("Loaded %s on %s in %.1f s: %s", settings.model.model, engine.device_name, seconds, dtype)
     logger.info(
         "KV pool: %d tokens in pages of %d, %.2f GB for the target; context %d tokens, %d requests at once",
         tokens,
@@ -83,12 +70,12 @@ def load(settings: flags.Settings) -> Engine:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog="python -m specjax.serve", description=DESCRIPTION, formatter_class=HelpFormatter)
+    about = "Serve a model behind OpenAI's interface, decoding speculatively. The text is the model's own."
+    parser = Parser(prog="python -m specjax.serve", description=about, formatter_class=HelpFormatter)
     add_flags(parser, flags.Settings())
     _, settings = parse(parser, argv, flags.Settings())
     server = settings.server
     set_up_logging(server.log_level)
-    name = server.served_model_name or settings.model.model
     try:
         sock = listen(server.host, server.port)
     except PortError as error:
@@ -97,20 +84,19 @@ def main(argv: list[str] | None = None) -> int:
     allow_files(2 * server.max_connections)  # from twice as many on they are cut
     logger.info("Listening on %s; requests get a 503 until the model is loaded", url(sock))
     runner = Runner(lambda: load(settings), server)
-    failure = Server(create_app(runner, server, model=name), runner, sock, server).run()
-    wrong = isinstance(failure, USERS_ERRORS) and not runner.loaded
-    if wrong:
-        print(f"specjax.serve: {failure}", file=sys.stderr)
-    elif failure is not None:
-        logger.error("The engine failed", exc_info=failure)
-    else:
+    app = create_app(runner, server, model=server.served_model_name or settings.model.model)
+    failure = Server(app, runner, sock, server).run()
+    status = 0 if failure is None else 1
+    if failure is None:
         logger.info("Bye.")
-    status = 0 if failure is None else 2 if wrong else 1
+    elif not runner.loaded and isinstance(failure, (CheckpointError, ValueError, NotImplementedError, OSError)):
+        status = 2  # a flag or a file is wrong, and the message says so
+        print(f"specjax.serve: {failure}", file=sys.stderr)
+    else:
+        logger.error("The engine failed", exc_info=failure)
     for number in SIGNALS:  # whoever is impatient needs no traceback
         signal.signal(number, lambda *_: os._exit(status))
-    runner.stop(timeout=LEAVE_TIMEOUT if runner.loaded else 0)
-    if any(thread.name.startswith("specjax-") for thread in threading.enumerate()):
-        # Loading, compiling and tokenising cannot be interrupted, and Python cannot end while a thread is inside XLA.
-        sys.stderr.flush()
-        os._exit(status)
-    return status
+    runner.stop(timeout=2.0 if runner.loaded else 0)  # seconds for the engine's thread to end its last step
+    # Loading, compiling and tokenising cannot be interrupted, and Python cannot end while a thread is inside XLA.
+    sys.stderr.flush()
+    os._exit(status)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from itertools import islice
 from typing import Any
 
-SHOWN = 60
-"""Most characters of a client's value that a message repeats."""
+from starlette.responses import JSONResponse
+
+SHOWN = 60  # most characters of a client's value that a message repeats
 
 
 class ApiError(Exception):
@@ -24,18 +24,15 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.param, self.code, self.headers = status, param, code, dict(headers or {})
+        self.status, self.param, self.code, self.headers = status, param, code, headers
 
     def body(self) -> dict[str, Any]:
-        return error_body(self.status, str(self), param=self.param, code=self.code)
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "authentication_error" if self.status == 401 else kind
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
-
-KINDS = {401: "authentication_error", 429: "rate_limit_error"}
-
-
-def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    kind = KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status, headers=self.headers)
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -48,23 +45,10 @@ def unavailable(message: str, *, retry_after: int, close: bool = False) -> ApiEr
     return ApiError(503, message, code="unavailable", headers=headers)
 
 
-class _Short(reprlib.Repr):
-    """Looks at the first items only: `repr` would write all of a million tokens before it is cut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel, self.maxstring, self.maxother, self.maxlong = 3, SHOWN, SHOWN, SHOWN
-
-    def repr_dict(self, x: dict[Any, Any], level: int) -> str:  # the base class sorts all keys
-        if level <= 0:
-            return "{...}"
-        shown = [f"{self.repr1(key, level - 1)}: {self.repr1(x[key], level - 1)}" for key in islice(x, self.maxdict)]
-        return "{" + ", ".join([*shown, *(["..."] if len(x) > self.maxdict else [])]) + "}"
-
-
-_SHORT = _Short()
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 3, SHOWN, SHOWN, SHOWN
 
 
 def shown(value: Any) -> str:
-    """A client's value for an error message: at most `SHOWN` characters, made in constant time."""
+    """A client's value for an error message: at most `SHOWN` characters, without writing out all of a huge one."""
     return _SHORT.repr(value)[:SHOWN]

@@ -1,48 +1,32 @@
 """The rules for the fields of request bodies, and the types that they are declared with.
 
-A field of a `Body` is stated once: its declaration gives the check, the error message and the JSON schema. There are
-three kinds of fields:
-
-- supported: declared, with their types and limits;
-- known but not supported (`Body.unsupported`): fields of OpenAI, SGLang and vLLM that would change the text or the
-  answer. Values that change nothing pass, all others are refused by name;
-- unknown: ignored and named in a response header, or refused with `--strict-fields`.
-
-Limits that depend on the model stand in the schemas as names ("$room"), which `specjax.serve.openapi` replaces.
+The declaration of a `Body`'s field gives the check, the error message and the JSON schema. Known fields of OpenAI,
+SGLang and vLLM that are not supported pass with values that change nothing, and are refused by name with others.
+Unknown fields are ignored and named in a response header, or refused with `--strict-fields`. Limits that depend on the
+model stand in the schemas as names ("$room"), which `specjax.serve.openapi` replaces.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 from urllib.parse import quote
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    Field,
-    GetJsonSchemaHandler,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, Field, GetJsonSchemaHandler, ValidationError, model_validator
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 
+from specjax.engine.sampling_params import MAX_SALT, MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from specjax.sampling import BIAS_ENTRIES
 from specjax.serve.errors import bad_request, shown
 from specjax.serve.json_body import Budget
 
 logger = logging.getLogger("specjax.serve")
 
-IGNORED_HEADER = "X-Specjax-Ignored-Fields"
-"""Names the fields of the request that had no effect."""
-
-MAX_NAMED = 16
-"""Most ignored fields that the header and the log name."""
-
-MAX_NAME = 64
-"""Most characters of a field's name that are repeated."""
+IGNORED_HEADER = "X-Specjax-Ignored-Fields"  # names the fields of the request that had no effect
+MAX_NAMED = 16  # most ignored fields that the header and the log name
+MAX_NAME = 64  # most characters of a field's name that are repeated
 
 Values: TypeAlias = tuple[Any, ...]
 Schema: TypeAlias = dict[str, Any]
@@ -53,8 +37,7 @@ class Ignored:
 
     def __init__(self, *, strict: bool = False) -> None:
         self._strict = strict
-        self._names: dict[str, None] = {}
-        self._more = False
+        self._names: dict[str, None] = {}  # in order; one more than are named
 
     def add(self, name: str, where: str = "", param: str | None = None) -> None:
         """Notes a field. `where` is the prefix of its name, for example `stream_options.`.
@@ -66,18 +49,15 @@ class Ignored:
         if self._strict:
             message = f"unknown field {where + name!r}; this server refuses those (--strict-fields)"
             raise bad_request(message, param or name, "unknown_field")
-        if len(self._names) < MAX_NAMED:
+        if len(self._names) <= MAX_NAMED:
             self._names[where + name] = None
-        else:
-            self._more = self._more or where + name not in self._names
 
     @property
     def headers(self) -> dict[str, str]:
         """Percent-encoded, so that no name can break out of the header."""
-        if not self._names:
-            return {}
         names = [quote(name, safe="[]", errors="replace") or '""' for name in self._names]
-        return {IGNORED_HEADER: ", ".join([*names, *(["..."] if self._more else [])])}
+        names[MAX_NAMED:] = ["..."] * (len(names) > MAX_NAMED)
+        return {IGNORED_HEADER: ", ".join(names)} if names else {}
 
     def log(self, id: str) -> None:
         """One line of bounded length. Values are private and not logged."""
@@ -90,12 +70,6 @@ class Reading(NamedTuple):
 
     ignored: Ignored
     budget: Budget
-
-
-def reading(info: Any) -> Reading:
-    """The context of a validation. `info` is a `ValidationInfo`, a protocol that allows no `isinstance`."""
-    assert isinstance(info.context, Reading)
-    return info.context
 
 
 def whole(value: Any) -> Any:
@@ -123,6 +97,17 @@ def has(**properties: Schema) -> Schema:
     return {"required": list(properties), "properties": properties}
 
 
+def texts(items: str, wrap: Callable[[str], Any] = str, **more: Any) -> BeforeValidator:
+    """Takes a text for a list of one of these items. `more`: of `BeforeValidator`."""
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, str | list):
+            raise PydanticCustomError("texts", "must be a string or a list of {items}", {"items": items})
+        return [wrap(value)] if isinstance(value, str) else value
+
+    return BeforeValidator(check, **more)
+
+
 Integer = Annotated[int, Field(strict=True)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]  # an integer is a number, too
 Flag = Annotated[bool, Field(strict=True)]
@@ -137,37 +122,33 @@ Bias = Annotated[
     at_most(BIAS_ENTRIES),
 ]
 Metadata = Annotated[dict[str, Any], Field(max_length=1024), at_most(1024)]
+Salt = Annotated[Text, Field(min_length=1, max_length=MAX_SALT)]
+StopString = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
+Stop = Annotated[StopStrings, texts("non-empty strings", json_schema_input_type=StopString | StopStrings)]
 
-# Fields that are known but not supported, with the values that change nothing; null never does.
-
-# The form of the output.
-FORMAT: dict[str, Values] = {
+# Fields that no body supports, with the values that change nothing and so pass; null never changes anything.
+UNSUPPORTED: dict[str, Values] = {
+    # The form of the output.
     "response_format": ({"type": "text"},), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
     "function_call": ("none", "auto"), "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
     "guided_whitespace_pattern": (), "structured_outputs": (), "structural_tag": (), "json_schema": (), "regex": (),
     "ebnf": (), "grammar": (),
-}  # fmt: skip
-# How tokens are drawn, where the output ends, and how tokens become text.
-DRAWING: dict[str, Values] = {
+    # How tokens are drawn, where the output ends, and how tokens become text.
     "allowed_token_ids": (), "bad_words": ([],), "logits_processors": ([],), "custom_logit_processor": (),
     "custom_params": ({},), "stop_regex": ([], ""), "use_beam_search": (False,), "length_penalty": (1,),
     "early_stopping": (False,), "typical_p": (1,), "mirostat": (0,), "no_repeat_ngram_size": (0,),
     "repetition_detection": (), "thinking_token_budget": (-1,), "max_thinking_tokens": (-1,), "watermarking": (False,),
     "include_stop_str_in_output": (False,), "spaces_between_special_tokens": (True,), "lora_path": ("",),
     "lora_id": ("",), "lora_request": (), "best_of": (1,), "speculate": (True,),
-}  # fmt: skip
-# Parts of the prompt.
-INPUT: dict[str, Values] = {
+    # Parts of the prompt.
     "truncate_prompt_tokens": (), "prompt_embeds": ([],), "input_embeds": ([],), "image_data": ([],),
     "video_data": ([],), "audio_data": ([],), "session_params": ({},), "suffix": ("",), "echo": (False,),
-}  # fmt: skip
-# Parts of the answer beside the text.
-ANSWER: dict[str, Values] = {
+    # Parts of the answer beside the text.
     "prompt_logprobs": (), "logprob_token_ids": (), "token_ids_logprob": ([],), "return_hidden_states": (False,),
     "return_token_ids": (False,), "return_prompt_token_ids": (False,), "return_tokens_as_token_ids": (False,),
     "return_routed_experts": (False,), "return_meta_info": (False,), "return_entropy": (False,),
 }  # fmt: skip
-UNSUPPORTED = FORMAT | DRAWING | INPUT | ANSWER  # in every body
 
 
 def changes_nothing(value: Any, harmless: Values) -> bool:
@@ -182,17 +163,10 @@ def changes_nothing(value: Any, harmless: Values) -> bool:
 class Body(BaseModel):
     """An object of a request, read with a `Reading` as context."""
 
-    place: ClassVar[str] = ""
-    """Prefix of a field's name in messages, for example `stream_options.`."""
-
-    unsupported: ClassVar[Mapping[str, Values]] = {}
-    """Known fields that are not supported, with the values that change nothing; null never does."""
-
-    elsewhere: ClassVar[Mapping[str, tuple[str, Values]]] = {}
-    """Fields that would change the text and have another name or place here: the advice, and values that pass."""
-
-    relations: ClassVar[Sequence[Schema]] = ()
-    """Rules between fields for the schema."""
+    place: ClassVar[str] = ""  # prefix of a field's name in messages, for example `stream_options.`
+    unsupported: ClassVar[Mapping[str, Values]] = {}  # as `UNSUPPORTED`
+    elsewhere: ClassVar[Mapping[str, tuple[str, Values]]] = {}  # fields with another name or place: advice, and values
+    relations: ClassVar[Sequence[Schema]] = ()  # rules between fields for the schema
 
     @classmethod
     def read(cls: type[AnyBody], values: Any, reading: Reading) -> AnyBody:
@@ -201,14 +175,12 @@ class Body(BaseModel):
         Raises:
             ApiError: no object, a wrong type or a field that is not supported; names the first wrong field.
         """
-        if not isinstance(values, dict):
-            what = cls.place.rstrip(".") or "the body"
-            raise bad_request(f"{what} must be a JSON object, got {shown(values)}", _root(cls.place))
         try:
             return cls.model_validate(values, context=reading)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            raise bad_request(_message(cls, first), _root(cls.place) or str(first["loc"][0])[:MAX_NAME]) from error
+            field = str(first["loc"][0])[:MAX_NAME] if first["loc"] else None
+            raise bad_request(_message(cls, first), _root(cls.place) or field) from error
 
     @model_validator(mode="before")
     @classmethod
@@ -216,22 +188,19 @@ class Body(BaseModel):
         if not isinstance(values, dict):
             return values
         root = _root(cls.place)
-        for name, value in values.items():
-            if name in cls.model_fields:
-                continue
+        for name in filter(lambda name: name not in cls.model_fields, values):
             if name in cls.elsewhere:
                 advice, harmless = cls.elsewhere[name]
-                if not changes_nothing(value, harmless):
-                    message = f"{cls.place}{name} is not a field here: {advice}"
-                    raise bad_request(message, root or name, "unsupported")
+                problem = f"is not a field here: {advice}"
             elif name in cls.unsupported:
                 harmless = cls.unsupported[name]
-                if not changes_nothing(value, harmless):
-                    passes = ", ".join(["null", *(repr(other) for other in harmless)])
-                    message = f"{cls.place}{name} is not supported (only {passes}), got {shown(value)}"
-                    raise bad_request(message, root or name, "unsupported")
+                passes = ", ".join(["null", *map(repr, harmless)])
+                problem = f"is not supported (only {passes}), got {shown(values[name])}"
             else:
-                reading(info).ignored.add(name, cls.place, root)
+                info.context.ignored.add(name, cls.place, root)
+                continue
+            if not changes_nothing(values[name], harmless):
+                raise bad_request(f"{cls.place}{name} {problem}", root or name, "unsupported")
         return {name: whole(values[name]) for name in cls.model_fields if name in values}
 
     @classmethod
@@ -241,11 +210,11 @@ class Body(BaseModel):
         schema["additionalProperties"] = "$lenient"
         schema |= {"allOf": list(cls.relations)} if cls.relations else {}
         about = "Not supported: only the values that change nothing pass."
-        for name, harmless in cls.unsupported.items():
+        others = {name: (about, harmless) for name, harmless in cls.unsupported.items()}
+        others |= {name: (f"Not a field here: {advice}.", found) for name, (advice, found) in cls.elsewhere.items()}
+        for name, (description, harmless) in others.items():
             if name not in cls.model_fields:
-                schema["properties"][name] = {"enum": [None, *harmless], "description": about}
-        for name, (advice, harmless) in cls.elsewhere.items():
-            schema["properties"][name] = {"enum": [None, *harmless], "description": f"Not a field here: {advice}."}
+                schema["properties"][name] = {"enum": [None, *harmless], "description": description}
         return schema
 
 
@@ -259,7 +228,7 @@ def _root(place: str) -> str | None:
 def _message(kind: type[Body], error: ErrorDetails) -> str:
     """Pydantic's error in the form "`field` must be ..., got ..."."""
     parts = [f"[{part}]" if isinstance(part, int) else f".{part[:MAX_NAME]}" for part in error["loc"]]
-    name = kind.place + "".join(parts).removeprefix(".")
+    name = (kind.place + "".join(parts).removeprefix(".")).removesuffix(".") or "the body"
     limits = error.get("ctx", {})
     match error["type"]:
         case "missing":

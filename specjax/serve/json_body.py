@@ -12,14 +12,9 @@ from starlette.requests import Request
 
 from specjax.serve.errors import ApiError, bad_request
 
-MAX_VALUES = 2**20
-"""Most values of a body (numbers, strings, objects, ...): as many as a batch of prompts may hold token ids."""
-
-MAX_NODES = 2**17
-"""Most lists, objects and members of objects in a body, together. They cost more than numbers do."""
-
-INLINE_BYTES = 2**14
-"""Bodies up to this many bytes are read on the event loop: a thread would take longer."""
+MAX_VALUES = 2**20  # most values of a body (numbers, strings, objects, ...), for a batch of prompts of token ids
+MAX_NODES = 2**17  # most lists, objects and members of objects in a body, which cost more than numbers do
+INLINE_BYTES = 2**14  # bodies up to this many bytes are read on the event loop: a thread would take longer
 
 _PIECE = 2**20
 
@@ -40,40 +35,28 @@ async def receive_body(request: Request) -> bytearray:
 
 
 class Budget:
-    """The JSON values that one request may still hold."""
+    """The JSON values that one request holds."""
 
     def __init__(self) -> None:
         self._values = self._nodes = 0
 
-    def take(self, data: bytes | bytearray) -> None:
-        """Counts the values of one more text.
+    def parse(self, data: bytes | bytearray) -> object:
+        """Counts the values of one more text of JSON, and parses it. Infinity and NaN pass: fields refuse them by name.
 
         Raises:
-            ApiError: 413, there are more than a request may hold.
+            ApiError: 413, more values than a request may hold; 400, no JSON, or nested too deeply.
         """
         values, nodes = count_values(data)
         self._values += values
         self._nodes += nodes
         if self._values > MAX_VALUES or self._nodes > MAX_NODES:
-            raise ApiError(
-                413,
-                f"the body holds {self._values} JSON values, {self._nodes} of them lists, objects or members of "
-                f"objects; at most {MAX_VALUES} and {MAX_NODES} are read",
-                code="body_too_large",
-            )
-
-
-def parse_json(data: bytes | bytearray, budget: Budget) -> object:
-    """Parses a text of JSON. Infinity and NaN pass: fields refuse them by name.
-
-    Raises:
-        ApiError: 413, more values than a request may hold; 400, no JSON, or nested too deeply.
-    """
-    budget.take(data)
-    try:
-        return pydantic_core.from_json(data, cache_strings="keys")
-    except ValueError as error:
-        raise bad_request(f"the body is not valid JSON: {error}") from error
+            problem = f"{self._values} JSON values, {self._nodes} of them lists, objects or members of objects"
+            limits = f"at most {MAX_VALUES} and {MAX_NODES} are read"
+            raise ApiError(413, f"the body holds {problem}; {limits}", code="body_too_large")
+        try:
+            return pydantic_core.from_json(data, cache_strings="keys")
+        except ValueError as error:
+            raise bad_request(f"the body is not valid JSON: {error}") from error
 
 
 def count_values(data: bytes | bytearray) -> tuple[int, int]:

@@ -9,14 +9,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from pydantic_core import PydanticCustomError
 
 from specjax.serve.errors import ApiError
-from specjax.serve.fields import Body, Schema, Text, Values, at_most, has, implies, reading
-from specjax.serve.json_body import parse_json
+from specjax.serve.fields import Body, Schema, Text, Values, at_most, has, implies, texts
 
-MAX_MESSAGES = 2**14
-"""Messages of a chat, parts of a message."""
-
-MAX_CALLS = 2**10
-"""Tool calls of a message."""
+MAX_MESSAGES = 2**14  # messages of a chat, parts of a message
+MAX_CALLS = 2**10  # tool calls of a message
 
 
 def _arguments(given: Any, info: Any) -> Any:
@@ -31,7 +27,7 @@ def _arguments(given: Any, info: Any) -> Any:
     if not isinstance(given, str):
         raise PydanticCustomError("arguments", "must be an object or a string")
     try:
-        found = parse_json(given.encode(), reading(info).budget)
+        found = info.context.budget.parse(given.encode())
     except ApiError as error:
         if error.status != 400:
             raise
@@ -46,8 +42,8 @@ class ToolFunction(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     name: Text
-    arguments: Annotated[Any, BeforeValidator(_arguments), WithJsonSchema(ARGUMENTS)] = Field(
-        None, validate_default=True
+    arguments: Annotated[Any, BeforeValidator(_arguments), WithJsonSchema(ARGUMENTS), Field(validate_default=True)] = (
+        None
     )
 
 
@@ -65,17 +61,9 @@ class TextPart(Body):
 
 
 Parts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), at_most(MAX_MESSAGES)]
-
-
-def _parts(content: Any) -> Any:
-    if not isinstance(content, str | list):
-        raise PydanticCustomError("content", "must be a string or a list of text parts")
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-Content = Annotated[Parts, BeforeValidator(_parts, json_schema_input_type=Text | Parts)]
-
-
+Content = Annotated[
+    Parts, texts("text parts", lambda text: {"type": "text", "text": text}, json_schema_input_type=Text | Parts)
+]
 CALLS: Schema = {"type": "array", "minItems": 1}
 
 
@@ -100,14 +88,11 @@ class Message(Body):
     @model_validator(mode="after")
     def _check(self) -> Message:
         if self.tool_calls and self.role != "assistant":
-            said = {"role": self.role}
-            raise PydanticCustomError(
-                "tool_calls", "has tool_calls, which belong to the assistant, not to {role}", said
-            )
+            problem = "has tool_calls, which belong to the assistant, not to {role}"
+            raise PydanticCustomError("tool_calls", problem, {"role": self.role})
         if self.content is None and not self.tool_calls:
-            raise PydanticCustomError(
-                "content", "needs a content: a string, a list of text parts, or null beside tool_calls"
-            )
+            problem = "needs a content: a string, a list of text parts, or null beside tool_calls"
+            raise PydanticCustomError("content", problem)
         return self
 
     def for_template(self) -> dict[str, Any]:
@@ -121,4 +106,3 @@ class Message(Body):
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), at_most(MAX_MESSAGES)]
-"""The messages of a chat."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
 from specjax.serve.fields import IGNORED_HEADER, Schema
 from specjax.serve.json_body import MAX_NODES, MAX_VALUES
+from specjax.serve.middleware import OPEN
 from specjax.serve.protocol import DEFAULT_MODEL, ChatRequest, CompletionRequest, GenerateRequest, SamplingBody
 from specjax.serve.task import Rules
 
@@ -30,9 +31,6 @@ else OpenAI's.
 **Limits.** A body has at most {values:,} JSON values, {nodes:,} of them lists, objects or members of objects.
 """
 
-IGNORED = f"Unknown fields are ignored; the header `{IGNORED_HEADER}` of the answer names them."
-REFUSED = "Unknown fields are refused, too (`--strict-fields`)."
-
 STATUSES = {
     400: "The request is not valid; `param` names the field.",
     401: "The API key is missing or wrong.",
@@ -53,49 +51,51 @@ CHAT_LOGPROBS = {"content": [TOKEN_ENTRY | {"top_logprobs": [TOKEN_ENTRY]}], "re
 TEXT_LOGPROBS = {"tokens": [str], "token_logprobs": [float], "top_logprobs": [dict], "text_offset": [int]}
 FINISH = ("stop", "length")
 CHOICE = {"index": int, "finish_reason": FINISH, "matched_stop": (str, int, None), "seed": int}
-COMPLETION = {
-    "id": str,
-    "created": int,
-    "model": str,
-    "system_fingerprint": str,
-    "usage": {
-        "prompt_tokens": int,
-        "completion_tokens": int,
-        "total_tokens": int,
-        "prompt_tokens_details": {"cached_tokens": int},
-    },
-    "metadata?": {"speculative": SPECULATIVE},
-}
-MESSAGE = {"role": "assistant", "content": str}
+CHAT_CHOICE = CHOICE | {"message": {"role": "assistant", "content": str}, "logprobs": (CHAT_LOGPROBS, None)}
+TEXT_CHOICE = CHOICE | {"text": str, "logprobs": (TEXT_LOGPROBS, None)}
+USAGE = {"prompt_tokens": int, "completion_tokens": int, "total_tokens": int,
+         "prompt_tokens_details": {"cached_tokens": int}}  # fmt: skip
+COMPLETION = {"id": str, "created": int, "model": str, "system_fingerprint": str, "usage": USAGE,
+              "metadata?": {"speculative": SPECULATIVE}}  # fmt: skip
 MODEL = {"id": str, "object": "model", "created": int, "owned_by": str, "root": str, "max_model_len": int}
-GENERATED = {
-    "text": str,
-    "output_ids": [int],
-    "meta_info": SPECULATIVE
-    | {
-        "id": str,
-        "finish_reason": {"type": FINISH},
-        "prompt_tokens": int,
-        "completion_tokens": int,
-        "cached_tokens": int,
-        "e2e_latency": float,
-        "seed": int,
-        "output_token_logprobs?": [list],  # log-probability, id, text or null
-        "output_top_logprobs?": [[list]],
-    },
-}
+# Entries of log-probabilities are lists: the number, the token's id, its text or null.
+META = SPECULATIVE | {
+    "id": str, "finish_reason": {"type": FINISH}, "prompt_tokens": int, "completion_tokens": int, "cached_tokens": int,
+    "e2e_latency": float, "seed": int, "output_token_logprobs?": [list], "output_top_logprobs?": [[list]],
+}  # fmt: skip
+GENERATED = {"text": str, "output_ids": [int], "meta_info": META}
 ANSWERS: dict[str, Any] = {
     "Error": {"error": {"message": str, "type": str, "param": (str, None), "code": (str, int, None)}},
-    "ChatCompletion": COMPLETION
-    | {"object": "chat.completion", "choices": [CHOICE | {"message": MESSAGE, "logprobs": (CHAT_LOGPROBS, None)}]},
-    "Completion": COMPLETION
-    | {"object": "text_completion", "choices": [CHOICE | {"text": str, "logprobs": (TEXT_LOGPROBS, None)}]},
+    "ChatCompletion": COMPLETION | {"object": "chat.completion", "choices": [CHAT_CHOICE]},
+    "Completion": COMPLETION | {"object": "text_completion", "choices": [TEXT_CHOICE]},
     "GenerateAnswer": (GENERATED, [GENERATED]),
     "Model": MODEL,
     "ModelList": {"object": "list", "data": [MODEL]},
     "ModelInfo": {"model_path": str, "is_generation": bool},
     "Success": {"success": bool, "message": str},
     "Health": {"status": "ok"},
+}
+
+# Path, method, id, tag, summary, the body's schema, the answer's, and statuses that not all have. GET includes HEAD.
+ROUTES: list[tuple[Any, ...]] = [
+    ("/v1/chat/completions", "post", "chat_completions", "OpenAI", "Chat", "ChatRequest", "ChatCompletion", 404),
+    ("/v1/completions", "post", "completions", "OpenAI", "Continue prompts", "CompletionRequest", "Completion", 404),
+    ("/generate", "post", "generate_post", "SGLang", "Continue prompts", "GenerateRequest", "GenerateAnswer"),
+    ("/generate", "put", "generate_put", "SGLang", "Continue prompts", "GenerateRequest", "GenerateAnswer"),
+    ("/v1/models", "get", "list_models", "OpenAI", "The model that is served", None, "ModelList"),
+    ("/v1/models/{name}", "get", "retrieve_model", "OpenAI", "One model", None, "Model", 404),
+    ("/get_model_info", "get", "get_model_info", "SGLang", "The model and its limits", None, "ModelInfo"),
+    ("/model_info", "get", "model_info", "SGLang", "The model and its limits", None, "ModelInfo"),
+    ("/flush_cache", "get", "flush_cache_get", "SGLang", "Forget cached text", None, "Success", 400, 500),
+    ("/flush_cache", "post", "flush_cache_post", "SGLang", "Forget cached text", None, "Success", 400, 500),
+    (OPEN, "get", "health", "server", "Whether requests are taken", None, "Health"),
+]
+
+EVENTS = "Server-sent events, if `stream` is true: each one line of JSON after `data: `; the last is `[DONE]`."
+STRING, INTEGER = {"type": "string"}, {"type": "integer"}
+HEADERS: dict[int, Schema] = {  # of some statuses, beside the one of all
+    401: {"WWW-Authenticate": {"required": True, "schema": STRING, "description": "Bearer."}},
+    503: {"Retry-After": {"required": True, "schema": INTEGER, "description": "Seconds."}},
 }
 TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object", None: "null"}
 
@@ -113,46 +113,8 @@ def _form(of: Any) -> Schema:
     return {"const": of} if isinstance(of, str) else {"type": TYPES[of]}
 
 
-def _header(kind: str, about: str, *, required: bool = True) -> Schema:
-    return {"required": required, "schema": {"type": kind}, "description": about}
-
-
-REQUEST_ID = {"X-Request-Id": _header("string", "The client's, or a new one.")}
-HEADERS = {
-    401: {"WWW-Authenticate": _header("string", "Bearer.")},
-    503: {"Retry-After": _header("integer", "Seconds.")},
-}
-
-
-EVENTS = "Server-sent events, if `stream` is true: each one line of JSON after `data: `; the last is `[DONE]`."
-
-
 def reference(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
-
-
-def components(rules: Rules, vocab_size: int) -> dict[str, Schema]:
-    """The schemas of all bodies by name, with the limits of one model and server."""
-    bodies = (ChatRequest, CompletionRequest, GenerateRequest, SamplingBody)
-    _, found = models_json_schema([(each, "validation") for each in bodies], ref_template=reference("{model}")["$ref"])
-    limits = {
-        "$room": rules.room,
-        "$capacity": rules.capacity,
-        "$last_token": vocab_size - 1,
-        "$token_key": f"^(?:-?0+|0*(?:{numbers_to(vocab_size - 1)}))$",
-        "$models": [rules.model, DEFAULT_MODEL, None],
-        "$lenient": not rules.strict,
-    }
-    return _filled(found["$defs"], limits) | {name: _form(form) for name, form in ANSWERS.items()}
-
-
-def _filled(value: Any, limits: Mapping[str, Any]) -> Any:
-    """The value with names of limits replaced."""
-    if isinstance(value, dict):
-        return {key: _filled(each, limits) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_filled(each, limits) for each in value]
-    return limits.get(value, value) if isinstance(value, str) else value
 
 
 def numbers_to(last: int) -> str:
@@ -169,78 +131,63 @@ def numbers_to(last: int) -> str:
 
 
 def document(rules: Rules, *, vocab_size: int, has_key: bool, version: str) -> dict[str, Any]:
-    """The whole document for one model."""
-    about = ABOUT.format(unknown=REFUSED if rules.strict else IGNORED, values=MAX_VALUES, nodes=MAX_NODES)
-    found: dict[str, Any] = {
+    """The whole document, with the limits of one model and server."""
+    ignored = f"Unknown fields are ignored; the header `{IGNORED_HEADER}` of the answer names them."
+    refused = "Unknown fields are refused, too (`--strict-fields`)."
+    about = ABOUT.format(unknown=refused if rules.strict else ignored, values=MAX_VALUES, nodes=MAX_NODES)
+    bodies = (ChatRequest, CompletionRequest, GenerateRequest, SamplingBody)
+    _, found = models_json_schema([(each, "validation") for each in bodies], ref_template=reference("{model}")["$ref"])
+    schemas = json.dumps(found["$defs"])
+    limits = {
+        "$room": rules.room,
+        "$capacity": rules.capacity,
+        "$last_token": vocab_size - 1,
+        "$token_key": f"^(?:-?0+|0*(?:{numbers_to(vocab_size - 1)}))$",
+        "$models": [rules.model, DEFAULT_MODEL, None],
+        "$lenient": not rules.strict,
+    }
+    for name, limit in limits.items():
+        schemas = schemas.replace(f'"{name}"', json.dumps(limit))
+    components: Schema = {"schemas": json.loads(schemas) | {name: _form(form) for name, form in ANSWERS.items()}}
+    if has_key:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer", "description": "`--api-key`"}}
+    return {
         "openapi": "3.1.0",
         "info": {"title": "specjax", "version": version, "description": about, "license": {"name": "Apache-2.0"}},
         "servers": [{"url": "/"}],
         "tags": [{"name": name} for name in ("OpenAI", "SGLang", "server")],
         "paths": _paths(has_key),
-        "components": {"schemas": components(rules, vocab_size)},
+        "components": components,
+        **({"security": [{"key": []}]} if has_key else {}),
     }
-    if has_key:
-        scheme = {"type": "http", "scheme": "bearer", "description": "`--api-key`"}
-        found |= {"security": [{"key": []}]}
-        found["components"]["securitySchemes"] = {"key": scheme}
-    return found
 
 
 def _paths(has_key: bool) -> dict[str, Any]:
-    def operation(id: str, tag: str, summary: str, answer: str, *statuses: int) -> Schema:
-        every = sorted({*statuses, 413, 503, *((401,) if has_key else ())})
-        responses = {"200": _response("Done.", answer, 200)}
-        responses |= {str(status): _response(STATUSES[status], "Error", status) for status in every}
-        return {"operationId": id, "tags": [tag], "summary": summary, "responses": responses}
-
-    def post(id: str, tag: str, summary: str, body: str, answer: str, *statuses: int) -> Schema:
-        found = operation(id, tag, summary, answer, 400, 408, 415, 500, *statuses)
-        found["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference(body)}}}
-        done = found["responses"]["200"]
-        done["content"]["text/event-stream"] = {"schema": {"description": EVENTS}}
-        ignored = _header("string", "Fields of the request without effect.", required=False)
-        done["headers"] = done["headers"] | {IGNORED_HEADER: ignored}
-        return found
-
-    def generate(method: str) -> Schema:
-        return post(f"generate_{method}", "SGLang", "Continue prompts", "GenerateRequest", "GenerateAnswer")
-
-    def flush(method: str) -> Schema:
-        return operation(f"flush_cache_{method}", "SGLang", "Forget cached text", "Success", 400, 500)
-
-    def info(name: str) -> Schema:
-        return _with_head(operation(name, "SGLang", "The model and its limits", "ModelInfo"))
-
-    name: Schema = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-    health = operation("health", "server", "Whether requests are taken", "Health")
-    if has_key:
-        health["security"] = []
-        health["responses"].pop("401")
-    chat = post("chat_completions", "OpenAI", "Answer a chat", "ChatRequest", "ChatCompletion", 404)
-    text = post("completions", "OpenAI", "Continue prompts", "CompletionRequest", "Completion", 404)
-    return {
-        "/v1/chat/completions": {"post": chat},
-        "/v1/completions": {"post": text},
-        "/generate": {method: generate(method) for method in ("post", "put")},
-        "/v1/models": _with_head(operation("list_models", "OpenAI", "The model that is served", "ModelList")),
-        "/v1/models/{name}": _with_head(operation("retrieve_model", "OpenAI", "One model", "Model", 404))
-        | {"parameters": [name]},
-        "/get_model_info": info("get_model_info"),
-        "/model_info": info("model_info"),
-        "/flush_cache": _with_head(flush("get")) | {"post": flush("post")},
-        "/health": _with_head(health),
-    }
+    paths: dict[str, Any] = {}
+    for path, method, id, tag, summary, body, answer, *others in ROUTES:
+        statuses = {413, 503, *others, *((400, 408, 415, 500) if body else ())}
+        statuses |= {401} if has_key and path != OPEN else set()
+        responses = {"200": _response(200, "Done.", answer)}
+        responses |= {str(status): _response(status, STATUSES[status], "Error") for status in sorted(statuses)}
+        operation: Schema = {"operationId": id, "tags": [tag], "summary": summary, "responses": responses}
+        if has_key and path == OPEN:
+            operation["security"] = []
+        if body:
+            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference(body)}}}
+            responses["200"]["content"]["text/event-stream"] = {"schema": {"description": EVENTS}}
+            ignored = {"required": False, "schema": STRING, "description": "Fields of the request without effect."}
+            responses["200"]["headers"][IGNORED_HEADER] = ignored
+        item = paths.setdefault(path, {})
+        item[method] = operation
+        if method == "get":
+            bare = {status: {key: each[key] for key in each if key != "content"} for status, each in responses.items()}
+            item["head"] = operation | {"operationId": f"{id}_head", "responses": bare}
+    name = {"name": "name", "in": "path", "required": True, "schema": STRING | {"minLength": 1}}
+    paths["/v1/models/{name}"]["parameters"] = [name]
+    return paths
 
 
-def _response(about: str, schema: str, status: int) -> Schema:
-    headers = REQUEST_ID | HEADERS.get(status, {})
-    return {"description": about, "headers": headers, "content": {"application/json": {"schema": reference(schema)}}}
-
-
-def _with_head(get: Schema) -> dict[str, Schema]:
-    """GET and HEAD, which has the same headers and no bodies."""
-    responses = {
-        status: {key: value for key, value in each.items() if key != "content"}
-        for status, each in get["responses"].items()
-    }
-    return {"get": get, "head": get | {"operationId": f"{get['operationId']}_head", "responses": responses}}
+def _response(status: int, about: str, schema: str) -> Schema:
+    id = {"required": True, "schema": STRING, "description": "The client's, or a new one."}
+    content = {"application/json": {"schema": reference(schema)}}
+    return {"description": about, "headers": {"X-Request-Id": id} | HEADERS.get(status, {}), "content": content}

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import Field, PlainValidator, WithJsonSchema
 
-from specjax.engine.sampling_params import (
-    MAX_SALT,
-    MAX_STOP_LENGTH,
-    MAX_STOP_STRINGS,
-    MAX_TEMPERATURE,
-    ParameterError,
-    SamplingParams,
-)
+from specjax.engine.sampling_params import MAX_TEMPERATURE, ParameterError, SamplingParams
 from specjax.serve.errors import ApiError, bad_request, shown
 from specjax.serve.fields import (
     TOKEN,
@@ -28,54 +21,32 @@ from specjax.serve.fields import (
     Metadata,
     Number,
     Reading,
+    Salt,
     Schema,
+    Stop,
     Text,
     TokenIds,
     Values,
     has,
     implies,
 )
-from specjax.serve.json_body import Budget, parse_json
+from specjax.serve.json_body import Budget
 from specjax.serve.messages import Messages
 from specjax.serve.task import Rules, Task, check_capacity, read_prompts, refusal
 from specjax.verify import TOP_LOGPROBS
 
-MAX_CHOICES = 128
-"""Most choices of a prompt (`n`)."""
-
-COMPLETION_TOKENS = 16
-"""OpenAI's default of `max_tokens` for completions."""
-
-COMPLETION_LOGPROBS = 5
-"""OpenAI's limit of `logprobs` for completions."""
-
-GENERATE_TOKENS = 128
-"""SGLang's default of `max_new_tokens`."""
-
-MAX_ID = 256
-"""Characters of a request's name (`rid`)."""
-
-DEFAULT_MODEL = "default"
-"""SGLang's clients call any model by this name."""
+COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens` for completions
+GENERATE_TOKENS = 128  # SGLang's default of `max_new_tokens`
+MAX_ID = 256  # characters of a request's name (`rid`)
+DEFAULT_MODEL = "default"  # SGLang's clients call any model by this name
 
 NewTokens = Annotated[Integer, Field(ge=1, json_schema_extra={"maximum": "$room"})]
 LeastTokens = Annotated[Integer, Field(ge=0, json_schema_extra={"maximum": "$room"})]
 Seed = Annotated[Integer, Field(ge=-(2**63), le=2**63 - 1)]
 Penalty = Annotated[Number, Field(ge=-2, le=2)]
 TopLogprobs = Annotated[Integer, Field(ge=0, le=TOP_LOGPROBS)]
-Salt = Annotated[Text, Field(min_length=1, max_length=MAX_SALT)]
 SALT = "Requests with different salts share no memory of text."
 
-
-def _stops(given: Any) -> Any:
-    if not isinstance(given, str | list):
-        raise PydanticCustomError("stop", "must be a string or a list of non-empty strings")
-    return [given] if isinstance(given, str) else given
-
-
-StopString = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
-Stop = Annotated[StopStrings, BeforeValidator(_stops, json_schema_input_type=StopString | StopStrings)]
 
 # Prompts are checked by `read_prompts`, which knows the limits of the server.
 TEXTS: list[Schema] = [
@@ -102,7 +73,7 @@ class StreamOptions(Body):
 class SamplingFields(Body):
     """Fields with the same name in all interfaces, and in `SamplingParams`."""
 
-    n: Annotated[Integer, Field(ge=1, le=MAX_CHOICES)] | None = Field(
+    n: Annotated[Integer, Field(ge=1, le=128)] | None = Field(
         None, description="Choices of each prompt; choice i has the seed + i."
     )
     stop: Stop | None = Field(None, description="Never in the text.")
@@ -122,20 +93,21 @@ class SamplingFields(Body):
     no_stop_trim: Flag | None = Field(None, description="Keep the stop string in the text.")
 
     @property
-    def choices(self) -> int:
-        return 1 if self.n is None else self.n
+    def names(self) -> dict[str, str]:
+        """Names of `SamplingParams` to those of the request, where they differ."""
+        return {}
 
-    def params(self, rules: Rules, names: Mapping[str, str] = {}, **more: Any) -> SamplingParams:
+    def params(self, rules: Rules, **more: Any) -> SamplingParams:
         """Sampling parameters: the request's values, else the model's defaults, else temperature 1.
 
         Args:
-            names: names of `SamplingParams` to those of the request.
-            more: further parameters. None counts as not given, except for `max_new_tokens` and `logprobs`.
+            more: parameters that are not among the fields of the same name.
 
         Raises:
             ApiError: a parameter is out of range.
         """
-        own = {name: getattr(self, name) for name in SamplingFields.model_fields if name not in ("n", "sampling_seed")}
+        found = {"temperature": 1.0, **rules.defaults}
+        own = {each.name: getattr(self, each.name, None) for each in dataclasses.fields(SamplingParams)} | more
         if self.sampling_seed is not None:
             if self.seed not in (None, self.sampling_seed):
                 problem = f"sampling_seed and seed are the same parameter, got {self.sampling_seed} and {self.seed}"
@@ -143,14 +115,15 @@ class SamplingFields(Body):
             own["seed"] = self.sampling_seed
         if self.top_k == 0:
             own["top_k"] = -1
-        given = {name: value for name, value in (own | more).items() if value is not None}
-        always = {name: more.get(name) for name in ("max_new_tokens", "logprobs")}
+        # None is a value of these two, and stands for the default of the others.
+        found |= {name: own[name] for name in own if own[name] is not None or name in ("max_new_tokens", "logprobs")}
         try:
-            return SamplingParams.from_mapping({"temperature": 1.0} | dict(rules.defaults) | given | always)
+            return SamplingParams.from_mapping(found)
         except ParameterError as error:
-            raise refusal(error, names) from error
+            raise refusal(error, self.names) from error
 
 
+# Fields of `/generate` that would change the text of a chat or completion.
 MISPLACED: dict[str, tuple[str, Values]] = {
     "max_new_tokens": ("it is called max_tokens", ()),
     "min_new_tokens": ("it is called min_tokens", (0,)),
@@ -158,10 +131,8 @@ MISPLACED: dict[str, tuple[str, Values]] = {
     "text": ("the prompt has another name", ()),
     "input_ids": ("completions take token ids as prompt", ([],)),
 }
-"""Fields of `/generate` that would change the text of a chat or completion."""
 
 OPTIONS_NEED_STREAM = implies(has(stream_options={"type": "object"}), has(stream={"const": True}))
-METRICS = "`metadata.speculative` in the answer."
 
 
 class OpenAIRequest(SamplingFields):
@@ -175,7 +146,7 @@ class OpenAIRequest(SamplingFields):
     min_tokens: LeastTokens | None = Field(None, description="No stop id comes before.")
     stream: Flag | None = None
     stream_options: StreamOptions | None = Field(None, description="Needs `stream`.")
-    return_speculative_metrics: Flag | None = Field(None, description=METRICS)
+    return_speculative_metrics: Flag | None = Field(None, description="`metadata.speculative`.")
     cache_salt: Salt | None = Field(None, description=SALT)
     # Accepted, and not used.
     user: Text | None = None
@@ -185,24 +156,17 @@ class OpenAIRequest(SamplingFields):
     safety_identifier: Text | None = None
     prompt_cache_key: Text | None = None
 
-    @property
-    def wants_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    def check(self, rules: Rules) -> None:
-        """Checks relations between fields.
+    def sampling(self, rules: Rules, logprobs: int | None) -> SamplingParams:
+        """Sampling parameters, once relations between fields are checked.
 
         Raises:
-            ApiError: 404 for another model; 400 for stream options without a stream.
+            ApiError: 404 for another model; 400 for stream options without a stream, or a parameter out of range.
         """
         check_model(self.model, rules.model)
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options needs stream: true", "stream_options")
-
-    def sampling(self, rules: Rules, most: int | None, logprobs: int | None) -> SamplingParams:
-        """`most` new tokens; None: the rest of the context."""
-        more = {"max_new_tokens": most, "min_new_tokens": self.min_tokens, "cache_salt": self.cache_salt}
-        return self.params(rules, self.names, logprobs=logprobs, **more)
+        most = getattr(self, self.names["max_new_tokens"])
+        return self.params(rules, max_new_tokens=most, min_new_tokens=self.min_tokens, logprobs=logprobs)
 
     @property
     def names(self) -> dict[str, str]:
@@ -210,10 +174,7 @@ class OpenAIRequest(SamplingFields):
 
 
 def check_model(name: str | None, served: str) -> None:
-    """
-    Raises:
-        ApiError: 404, there is no model of that name.
-    """
+    """Raises an ApiError, a 404, if there is no model of that name."""
     if name not in (None, DEFAULT_MODEL, served):
         problem = f"no model {shown(name)} here; this server has {served!r}"
         raise ApiError(404, problem, param="model", code="model_not_found")
@@ -246,22 +207,16 @@ class ChatRequest(OpenAIRequest):
         return super().names | {"max_new_tokens": most}
 
     def task(self, rules: Rules, reading: Reading) -> Task:
-        """
-        Raises:
-            ApiError: a value that is refused.
-        """
-        self.check(rules)
-        check_capacity(self.choices, 1, rules, "messages")
-        most, top = self.max_completion_tokens, self.top_logprobs or 0
-        if most is not None and self.max_tokens is not None and self.max_tokens > rules.room:
+        check_capacity(self.n or 1, 1, rules, "messages")
+        if self.max_completion_tokens is not None and self.max_tokens is not None and self.max_tokens > rules.room:
             # It has no effect, but is wrong all the same.
             problem = f"max_tokens must be from 1 to {rules.room} in a context of {rules.context_length}"
             raise bad_request(f"{problem}, got {shown(self.max_tokens)}", "max_tokens")
-        if top and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
-        sampling = self.sampling(rules, self.max_tokens if most is None else most, top if self.logprobs else None)
+        sampling = self.sampling(rules, (self.top_logprobs or 0) if self.logprobs else None)
         messages = [message.for_template() for message in self.messages]
-        return Task([messages], [sampling], self.choices, tuple(self.names.items()), "messages")
+        return Task([messages], [sampling], self.n or 1, self.names, "messages")
 
 
 class CompletionRequest(OpenAIRequest):
@@ -280,22 +235,18 @@ class CompletionRequest(OpenAIRequest):
         None, json_schema_extra={"enum": [1, None]}, description="Not supported beyond n; n itself passes, too."
     )
     echo: Flag | None = Field(None, description="The prompt before the text; not with `logprobs`.")
-    logprobs: Annotated[Integer, Field(ge=0, le=COMPLETION_LOGPROBS)] | None = None
+    logprobs: Annotated[Integer, Field(ge=0, le=5)] | None = None  # OpenAI's limit
 
     def task(self, rules: Rules, reading: Reading) -> Task:
-        """
-        Raises:
-            ApiError: a value that is refused.
-        """
-        self.check(rules)
-        if self.best_of not in (None, 1, self.choices):
-            problem = f"must be 1 or n ({self.choices}), got {shown(self.best_of)}"
+        choices = self.n or 1
+        if self.best_of not in (None, 1, choices):
+            problem = f"must be 1 or n ({choices}), got {shown(self.best_of)}"
             raise bad_request(f"best_of is not supported beyond n: it {problem}", "best_of")
         if self.echo and self.logprobs is not None:
             raise bad_request("echo with logprobs is not supported: those of the prompt are not computed", "echo")
-        prompts = read_prompts(self.prompt, "prompt", self.choices, rules)
-        each = [self.sampling(rules, self.max_tokens, self.logprobs)] * len(prompts)
-        return Task(prompts, each, self.choices, tuple(self.names.items()), most=COMPLETION_TOKENS)
+        sampling = self.sampling(rules, self.logprobs)
+        prompts = read_prompts(self.prompt, "prompt", choices, rules)
+        return Task(prompts, [sampling] * len(prompts), choices, self.names, most=COMPLETION_TOKENS)
 
 
 class SamplingBody(SamplingFields):
@@ -315,10 +266,6 @@ class SamplingBody(SamplingFields):
         None, description=f"Default: {GENERATE_TOKENS}, or fewer if they do not fit."
     )
     min_new_tokens: LeastTokens | None = None
-
-
-def _unchanged(value: Any) -> Any:
-    return value
 
 
 GIVEN: Schema = {"type": ["string", "array"]}
@@ -349,8 +296,8 @@ class GenerateRequest(Body):
     text: Annotated[Any, checked_later(*TEXTS, NULL)] = None
     input_ids: Annotated[Any, checked_later(*IDS_OR_LISTS, NULL)] = None
     # A schema cannot tie the length of one list to that of another.
-    sampling_params: Annotated[Any, PlainValidator(_unchanged, json_schema_input_type=SamplingBody | None)] = Field(
-        None, description="With a list of prompts also a list, one for each."
+    sampling_params: Annotated[Any, PlainValidator(lambda given: given, json_schema_input_type=SamplingBody | None)] = (
+        Field(None, description="With a list of prompts also a list, one for each.")
     )
     rid: Annotated[Any, checked_later(NAME, NULL)] = Field(
         None, description="Names prompt i of a list rid_i. With a list also a list of names."
@@ -367,46 +314,40 @@ class GenerateRequest(Body):
         return isinstance(given, list) and (self.text is not None or (bool(given) and isinstance(given[0], list)))
 
     def task(self, rules: Rules, reading: Reading) -> Task:
-        """
-        Raises:
-            ApiError: a value that is refused.
-        """
         if (self.text is None) == (self.input_ids is None):
             raise bad_request("give either text or input_ids", "text")
-        top = self.top_logprobs_num or 0
-        if top and not self.return_logprob:
+        if self.top_logprobs_num and not self.return_logprob:
             raise bad_request("top_logprobs_num needs return_logprob: true", "top_logprobs_num")
         # The first is checked alone: it may be wrong, and there may be thousands.
         given = {} if self.sampling_params is None else self.sampling_params
         many = isinstance(given, list)
         first = SamplingBody.read((given[0] if given else None) if many else given, reading)
         field, prompt = ("input_ids", self.input_ids) if self.text is None else ("text", self.text)
-        prompts = read_prompts(prompt, field, first.choices, rules)
+        choices = first.n or 1
+        prompts = read_prompts(prompt, field, choices, rules)
         if isinstance(prompts[0], str) != (field == "text"):
             raise bad_request(f"{field} holds the other's kind: text is for strings, input_ids for token ids", field)
         if many and len(given) != len(prompts):
             raise bad_request(f"{len(prompts)} prompts, but {len(given)} sampling_params", "sampling_params")
         bodies = [SamplingBody.read(each, reading) for each in given] if many else [first]
-        if any(body.choices != first.choices for body in bodies):
+        if any((body.n or 1) != choices for body in bodies):
             raise bad_request("n must be the same for all prompts", "sampling_params")
-        more = {"logprobs": top if self.return_logprob else None, "cache_salt": self.cache_salt}
-        sampling = [
-            body.params(rules, max_new_tokens=body.max_new_tokens, min_new_tokens=body.min_new_tokens, **more)
-            for body in bodies
-        ] * (len(prompts) // len(bodies))
-        return Task(prompts, sampling, first.choices, (), field, self._ids(len(prompts)), GENERATE_TOKENS)
+        logprobs = (self.top_logprobs_num or 0) if self.return_logprob else None
+        sampling = [body.params(rules, logprobs=logprobs, cache_salt=self.cache_salt) for body in bodies]
+        sampling *= len(prompts) // len(bodies)
+        ids = self._ids(len(prompts))
+        return Task(prompts, sampling, choices, prompt_field=field, ids=ids, most=GENERATE_TOKENS)
 
     def _ids(self, count: int) -> list[str] | None:
+        """The names of `count` prompts."""
         if self.rid is None:
             return None
         ids = self.rid if isinstance(self.rid, list) else [self.rid]
-        if isinstance(self.rid, list) and len(ids) != count:
-            raise bad_request(f"rid needs one name of its own for each of the {count} prompts", "rid")
         if not all(isinstance(id, str) and 0 < len(id) <= MAX_ID for id in ids):
             raise bad_request(f"rid must be a string of 1 to {MAX_ID} characters, or a list of them", "rid")
-        if len(ids) < count:
+        if isinstance(self.rid, str) and count > 1:
             return [f"{self.rid}_{index}" for index in range(count)]  # as SGLang makes them
-        if len(set(ids)) != count:
+        if not len(ids) == len(set(ids)) == count:
             raise bad_request(f"rid needs one name of its own for each of the {count} prompts", "rid")
         return ids
 
@@ -421,5 +362,5 @@ def read_request(kind: type[AnyRequest], data: bytes | bytearray, rules: Rules) 
         ApiError: no JSON, wrong types or values; names the first wrong field.
     """
     reading = Reading(Ignored(strict=rules.strict), Budget())
-    body = kind.read(parse_json(data, reading.budget), reading)
+    body = kind.read(reading.budget.parse(data), reading)
     return body, body.task(rules, reading), reading.ignored

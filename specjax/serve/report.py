@@ -10,7 +10,6 @@ from typing import Any
 from specjax.cli.flags import in_flags
 from specjax.engine import Engine
 from specjax.engine.drafting import drafting_summary
-from specjax.engine.outputs import Counters
 from specjax.engine.phases import PhaseTimes
 
 logger = logging.getLogger("specjax.serve")
@@ -21,8 +20,8 @@ class Report:
 
     def __init__(self, engine: Engine, *, interval: int) -> None:
         self._engine, self._interval = engine, interval
-        self._last, self._decoded = replace(engine.counters), replace(engine.counters)
-        self._since = time.perf_counter()
+        self._last = replace(engine.counters)  # after the last step
+        self._decoded, self._since = self._last, time.perf_counter()  # at the last line about decoding
         self._retracted = 0
         self._explained = False  # why steps did not draft
         self._idle = True
@@ -30,67 +29,43 @@ class Report:
 
     def after_step(self) -> None:
         engine, now = self._engine, replace(self._engine.counters)
-        if now.prefilled_tokens > self._last.prefilled_tokens:
-            logger.info(
-                "Prefill batch. #new-seq: %d, #new-token: %d, #cached-token: 0, token usage: %.2f, "
-                "#running-req: %d, #queue-req: %d",
-                now.prefilled_sequences - self._last.prefilled_sequences,
-                now.prefilled_tokens - self._last.prefilled_tokens,
-                self._tokens() / engine.intake.pool_tokens,
-                len(engine.scheduler.running()),
-                len(engine.scheduler.waiting),
-            )
+        tokens = sum(max(s.committed, s.prefilled) for s in engine.scheduler.active)  # of sequences that hold pages
+        usage = f"token usage: {tokens / engine.intake.pool_tokens:.2f}"
+        running, queue = (
+            f"#running-req: {len(engine.scheduler.running())}",
+            f"#queue-req: {len(engine.scheduler.waiting)}",
+        )
+        if (new := now.prefilled_tokens - self._last.prefilled_tokens) > 0:
+            sequences = now.prefilled_sequences - self._last.prefilled_sequences
+            counts = f"#new-seq: {sequences}, #new-token: {new}, #cached-token: 0"
+            logger.info("Prefill batch. %s, %s, %s, %s", counts, usage, running, queue)
             if self._idle:  # time without work does not count
-                self._restart(now)
-        retracted = engine.scheduler.retractions - self._retracted
-        if retracted:
+                self._decoded, self._since = now, time.perf_counter()
+        if retracted := engine.scheduler.retractions - self._retracted:
             self._retracted += retracted
-            logger.warning(
-                "KV cache pool is full. Retract requests. #retracted_reqs: %d, #running-req: %d, #queue-req: %d",
-                retracted,
-                len(engine.scheduler.running()),
-                len(engine.scheduler.waiting),
-            )
-        if now.steps - self._decoded.steps >= self._interval:
-            self._decode_line(now)
-            self._restart(now)
+            problem = f"KV cache pool is full. Retract requests. #retracted_reqs: {retracted}"
+            logger.warning("%s, %s, %s", problem, running, queue)
+        before = self._decoded
+        if now.steps - before.steps >= self._interval:
+            steps = now.verifications - before.verifications
+            self._explain(steps, now.drafted_steps - before.drafted_steps)
+            length = (now.verified - before.verified) / steps if steps else 1.0
+            rate = (now.generated - before.generated) / max(time.perf_counter() - self._since, 1e-9)
+            speed = f"accept len: {length:.2f}, gen throughput (token/s): {rate:.2f}"
+            logger.info("Decode batch. %s, #token: %d, %s, %s, %s", running, tokens, usage, speed, queue)
+            if (times := engine.executables.phase_times) is not None:
+                parts = ", ".join(f"{phase}: {each:.2f} ms" for phase, each in times.since(self._phases).items())
+                logger.debug("Decode step. %s", parts)
+                self._phases = replace(times)
+            self._decoded, self._since = now, time.perf_counter()
         self._last, self._idle = now, not engine.unfinished
 
-    def _decode_line(self, now: Counters) -> None:
-        engine, before = self._engine, self._decoded
-        steps = now.verifications - before.verifications
-        summary = drafting_summary(
-            engine.drafter, engine.buckets, steps, now.drafted_steps - before.drafted_steps, in_flags
-        )
-        if summary["not_drafted"] and not self._explained:
+    def _explain(self, steps: int, drafted: int) -> None:
+        """Says once why steps did not draft."""
+        reason = drafting_summary(self._engine.drafter, self._engine.buckets, steps, drafted, in_flags)["not_drafted"]
+        if reason and not self._explained:
             self._explained = True
-            logger.info("%d of %d steps drafted: %s", summary["drafted_steps"], steps, summary["not_drafted"])
-        seconds = max(time.perf_counter() - self._since, 1e-9)
-        tokens = self._tokens()
-        logger.info(
-            "Decode batch. #running-req: %d, #token: %d, token usage: %.2f, accept len: %.2f, "
-            "gen throughput (token/s): %.2f, #queue-req: %d",
-            len(engine.scheduler.running()),
-            tokens,
-            tokens / engine.intake.pool_tokens,
-            (now.verified - before.verified) / steps if steps else 1.0,
-            (now.generated - before.generated) / seconds,
-            len(engine.scheduler.waiting),
-        )
-        times = engine.executables.phase_times
-        if times is not None:
-            logger.debug(
-                "Decode step. draft: %(draft).2f ms, verify: %(verify).2f ms, commit: %(commit).2f ms",
-                times.since(self._phases),
-            )
-            self._phases = replace(times)
-
-    def _restart(self, now: Counters) -> None:
-        self._decoded, self._since = now, time.perf_counter()
-
-    def _tokens(self) -> int:
-        """Committed tokens of all sequences that hold pages."""
-        return sum(max(s.committed, s.prefilled) for s in self._engine.scheduler.active)
+            logger.info("%d of %d steps drafted: %s", drafted, steps, reason)
 
 
 def describe(engine: Engine, model: str) -> dict[str, Any]:

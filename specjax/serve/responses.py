@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 import time
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeAlias
@@ -18,11 +18,12 @@ from typing import Any, TypeAlias
 from specjax.engine import Completion, StreamChunk
 from specjax.engine.decoders import byte_of_letter
 from specjax.engine.sequence import TokenLogprob
+from specjax.serve.protocol import ChatRequest, CompletionRequest
+from specjax.serve.task import Task
 
 DONE = b"data: [DONE]\n\n"
 
-LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot express; vLLM's number."""
+LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot express; vLLM's number
 
 
 def event(data: dict[str, Any]) -> bytes:
@@ -78,35 +79,31 @@ def chat_logprobs(found: Iterable[TokenLogprob], names: TokenNames) -> dict[str,
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(found: Iterable[TokenLogprob], names: TokenNames, offset: int) -> dict[str, Any]:
+def completion_logprobs(found: Sequence[TokenLogprob], names: TokenNames, offset: int) -> dict[str, Any]:
     """`offset`: characters of the choice's text before these tokens. The drawn token is always in the top."""
-    lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for one in found:
-        top = {names.text(token): _finite(logprob) for token, logprob in one.top}
-        lists["tokens"].append(one.text)
-        lists["token_logprobs"].append(_finite(one.logprob))
-        lists["top_logprobs"].append(top | {names.text(one.token): _finite(one.logprob)})
-        lists["text_offset"].append(offset)
-        offset += len(one.text)
-    return lists
+    tops = [(*one.top, (one.token, one.logprob)) for one in found]
+    return {
+        "tokens": [one.text for one in found],
+        "token_logprobs": [_finite(one.logprob) for one in found],
+        "top_logprobs": [{names.text(token): _finite(logprob) for token, logprob in top} for top in tops],
+        "text_offset": list(itertools.accumulate((len(one.text) for one in found), initial=offset))[:-1],
+    }
 
 
-def generate_logprobs(found: Iterable[TokenLogprob], names: TokenNames | None) -> dict[str, Any]:
+def generate_logprobs(found: Sequence[TokenLogprob], names: TokenNames | None) -> dict[str, Any]:
     """SGLang's form: (log-probability, id, text of the single token; null without `names`)."""
 
     def entry(token: int, logprob: float) -> list[Any]:
         return [_finite(logprob), token, None if names is None else names.text(token)]
 
-    found = list(found)
     return {
         "output_token_logprobs": [entry(one.token, one.logprob) for one in found],
         "output_top_logprobs": [[entry(token, logprob) for token, logprob in one.top] for one in found],
     }
 
 
-def speculative(done: Iterable[Completion], width: int) -> dict[str, Any]:
+def speculative(done: Sequence[Completion], width: int) -> dict[str, Any]:
     """Counts over all choices; names and meanings are SGLang's. `width`: nodes of a draft tree, N."""
-    done = list(done)
     steps = sum(c.spec_verify_ct for c in done)
     histogram = [sum(bins) for bins in zip(*(c.spec_accept_histogram for c in done), strict=True)]
     accepted = sum(count * drafts for drafts, count in enumerate(histogram))
@@ -119,9 +116,8 @@ def speculative(done: Iterable[Completion], width: int) -> dict[str, Any]:
     }
 
 
-def usage(done: Iterable[Completion], n: int) -> dict[str, Any]:
+def usage(done: Sequence[Completion], n: int) -> dict[str, Any]:
     """A prompt counts once, however many choices share it."""
-    done = list(done)
     prompt = sum(c.prompt_tokens for c in done[::n])
     completed = sum(c.completion_tokens for c in done)
     return {
@@ -143,57 +139,56 @@ class OpenAIAnswer:
 
     id: str
     model: str
-    chat: bool
-    n: int
+    body: ChatRequest | CompletionRequest
+    task: Task
     width: int  # N of the draft trees
     names: TokenNames
-    logprobs: bool = False
-    metrics: bool = False
-    include_usage: bool = False
-    echo: list[str] = field(default_factory=list)  # each prompt, to be repeated before its choices' texts
+    echo: Sequence[str] = ()  # each prompt, to be repeated before its choices' texts
     created: int = field(default_factory=lambda: int(time.time()))
-    finished: dict[int, Completion] = field(default_factory=dict)
-    _begun: set[int] = field(default_factory=set)
-    _offsets: dict[int, int] = field(default_factory=dict)
+    _finished: dict[int, Completion] = field(default_factory=dict)
+    _offsets: dict[int, int] = field(default_factory=dict)  # of a choice that has begun; see `completion_logprobs`
+
+    def __post_init__(self) -> None:
+        self._chat = isinstance(self.body, ChatRequest)
+        self._usage = bool(self.body.stream_options and self.body.stream_options.include_usage)
 
     def whole(self, done: list[Completion]) -> dict[str, Any]:
         choices = []
         for index, completion in enumerate(done):
             text = self._echoed(index) + completion.text
-            said = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+            said = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
             found = self._logprobs(index, completion.logprobs or ())
             choices.append({"index": index, **said, "logprobs": found, **ending(completion)})
-        return self._head("chat.completion") | {"choices": choices, "usage": usage(done, self.n)} | self._metadata(done)
+        return self._body("chat.completion", choices, done) | {"usage": usage(done, self.task.n)}
 
     def events(self, chunk: StreamChunk) -> list[bytes]:
         """The events of one chunk: the role first, then text, at last the reason of the end."""
         index, found = chunk.prompt_index, []
-        if index not in self._begun:
-            self._begun.add(index)
-            if self.chat:
+        if index not in self._offsets:
+            self._offsets[index] = 0
+            if self._chat:
                 found.append(self._event(index, {"role": "assistant", "content": ""}))
-            elif self._echoed(index):
+            elif self.echo:
                 found.append(self._event(index, self._echoed(index)))
         if chunk.text or chunk.logprobs:
-            said = {"content": chunk.text} if self.chat else chunk.text
+            said = {"content": chunk.text} if self._chat else chunk.text
             found.append(self._event(index, said, logprobs=self._logprobs(index, chunk.logprobs)))
         if chunk.completion is not None:
-            self.finished[index] = chunk.completion
-            found.append(self._event(index, {} if self.chat else "", chunk.completion))
+            self._finished[index] = chunk.completion
+            found.append(self._event(index, {} if self._chat else "", chunk.completion))
         return found
 
     def last_events(self) -> list[bytes]:
-        if not self.include_usage:
+        if not self._usage:
             return [DONE]
-        done = [self.finished[index] for index in sorted(self.finished)]
-        last = {"choices": [], "usage": usage(done, self.n)}
-        return [event(self._head("chat.completion.chunk") | last), DONE]
+        done = [self._finished[index] for index in sorted(self._finished)]
+        return [event(self._body("chat.completion.chunk", []) | {"usage": usage(done, self.task.n)}), DONE]
 
-    def _logprobs(self, index: int, found: Iterable[TokenLogprob]) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, found: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         """Of these tokens, which follow those of the last call."""
-        if not self.logprobs:
+        if self.task.sampling[0].logprobs is None:
             return None
-        if self.chat:
+        if self._chat:
             return chat_logprobs(found, self.names)
         offset = self._offsets.get(index, 0)
         self._offsets[index] = offset + sum(len(one.text) for one in found)
@@ -201,28 +196,26 @@ class OpenAIAnswer:
 
     def _event(self, index: int, said: Any, done: Completion | None = None, logprobs: Any = None) -> bytes:
         end = ending(done) if done else {"finish_reason": None}
-        choice = {"index": index, ("delta" if self.chat else "text"): said, "logprobs": logprobs, **end}
-        body = self._head("chat.completion.chunk") | {"choices": [choice]}
-        if self.include_usage:
-            body["usage"] = None
-        if done is not None:
-            body |= self._metadata([done])
-        return event(body)
+        choice = {"index": index, ("delta" if self._chat else "text"): said, "logprobs": logprobs, **end}
+        body = self._body("chat.completion.chunk", [choice], [done] if done else [])
+        return event(body | ({"usage": None} if self._usage else {}))
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {
+    def _body(self, kind: str, choices: list[dict[str, Any]], done: Sequence[Completion] = ()) -> dict[str, Any]:
+        """All but the usage. `done`: the completions whose metrics are a part of it."""
+        body: dict[str, Any] = {
             "id": self.id,
-            "object": kind if self.chat else "text_completion",
+            "object": kind if self._chat else "text_completion",
             "created": self.created,
             "model": self.model,
             "system_fingerprint": fingerprint(),
+            "choices": choices,
         }
+        if self.body.return_speculative_metrics and done:
+            body["metadata"] = {"speculative": speculative(done, self.width)}
+        return body
 
     def _echoed(self, index: int) -> str:
-        return self.echo[index // self.n] if self.echo else ""
-
-    def _metadata(self, done: list[Completion]) -> dict[str, Any]:
-        return {"metadata": {"speculative": speculative(done, self.width)}} if self.metrics else {}
+        return self.echo[index // self.task.n] if self.echo else ""
 
 
 @dataclass
@@ -240,8 +233,7 @@ class GenerateAnswer:
     incremental: bool = False
     names: TokenNames | None = None  # puts the texts of tokens into their log-probabilities
     started: float = field(default_factory=time.perf_counter)
-    _texts: dict[int, str] = field(default_factory=dict)
-    _tokens: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    _sent: dict[int, tuple[str, list[int]]] = field(default_factory=dict)  # text and tokens so far, by choice
 
     def whole(self, done: list[Completion]) -> Any:
         results = [self._result(completion) for completion in done]
@@ -252,9 +244,8 @@ class GenerateAnswer:
         if chunk.completion is not None:
             body = self._result(chunk.completion)
         else:
-            text = self._texts[index] = self._texts.get(index, "") + chunk.text
-            tokens = self._tokens[index]
-            tokens += chunk.output_ids
+            text, tokens = self._sent.get(index, ("", []))
+            text, tokens = self._sent[index] = text + chunk.text, [*tokens, *chunk.output_ids]
             meta = {"id": self.ids[index], "finish_reason": None, "prompt_tokens": self.prompt_tokens[index]}
             meta |= {"completion_tokens": len(tokens), "cached_tokens": 0}
             body = {"text": text, "output_ids": tokens, "meta_info": meta}

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -27,6 +26,7 @@ from specjax.engine import Completion, Engine, StreamChunk
 from specjax.engine.deltas import take_delta
 from specjax.engine.generation import forget_frames
 from specjax.engine.sequence import Sequence, Status
+from specjax.serve.errors import bad_request, unavailable
 from specjax.serve.report import Report
 from specjax.serve.watchdog import Watchdog
 
@@ -40,9 +40,7 @@ FAILED_REQUEST = "the request failed; the server's log has the reason"
 ENGINE_GONE = "the engine failed and the server ends; the request can be sent again when it is back"
 ENGINE_STUCK = "the engine is stuck and the server ends; the request can be sent again when it is back"
 SHUT_DOWN = "the server is shutting down"
-
-SEND_AGAIN = (FAILED_STEP, ENGINE_GONE, ENGINE_STUCK, SHUT_DOWN)
-"""Messages of requests that may succeed when they are sent again: a 503, not a 500."""
+SEND_AGAIN = (FAILED_STEP, ENGINE_GONE, ENGINE_STUCK, SHUT_DOWN)  # a 503, not a 500
 
 
 class State(Enum):
@@ -50,10 +48,6 @@ class State(Enum):
     READY = "ready"
     DRAINING = "draining"
     FAILED = "failed"
-
-
-class QueueFull(Exception):
-    """Too many requests wait already."""
 
 
 class EngineStuck(RuntimeError):
@@ -66,11 +60,7 @@ class Listener:
     def __init__(self, sequences: list[Sequence]) -> None:
         self.sequences = sequences
         self.loop = asyncio.get_running_loop()
-        self.queue: asyncio.Queue[StreamChunk | None] = asyncio.Queue()
-
-    def close(self) -> None:
-        """Ends `chunks`: the client has gone."""
-        self.queue.put_nowait(None)
+        self.queue: asyncio.Queue[StreamChunk] = asyncio.Queue()
 
     def aborted(self, index: int, message: str) -> StreamChunk:
         """The last chunk of a sequence that ends with `message`.
@@ -82,58 +72,40 @@ class Listener:
         return StreamChunk(index, "", [], Completion(id, "", [], 0, reason, 0, 0.0, [], 0))
 
     async def chunks(self) -> AsyncIterator[StreamChunk]:
-        """Stream deltas until every sequence has finished, or `close`."""
+        """Stream deltas until every sequence has finished."""
         left = len(self.sequences)
-        while left and (chunk := await self.queue.get()) is not None:
+        while left:
+            chunk = await self.queue.get()
             left -= chunk.completion is not None
             yield chunk
 
 
 def send(chunks: Iterable[tuple[Listener, StreamChunk]]) -> None:
-    """Delivers chunks from any thread, with one wake-up for each event loop."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Listener, StreamChunk]]] = {}
-    for each in chunks:
-        by_loop.setdefault(each[0].loop, []).append(each)
+    """Delivers chunks from any thread, with one wake-up of their event loop."""
 
-    def put(its: list[tuple[Listener, StreamChunk]]) -> None:
-        for listener, chunk in its:
+    def put(each: list[tuple[Listener, StreamChunk]]) -> None:
+        for listener, chunk in each:
             listener.queue.put_nowait(chunk)
 
-    for loop, its in by_loop.items():
+    for loop, each in itertools.groupby(chunks, key=lambda pair: pair[0].loop):
         with contextlib.suppress(RuntimeError):  # the loop is closed, and all its clients are gone
-            loop.call_soon_threadsafe(put, its)
-
-
-@dataclass
-class Places:
-    """Places in the queue for a request that is not tokenised yet."""
-
-    left: int
+            loop.call_soon_threadsafe(put, list(each))
 
 
 class Runner(threading.Thread):
     """Call `start`, and wait for `state` to be READY."""
 
-    def __init__(
-        self,
-        make_engine: Callable[[], Engine],
-        settings: ServerSettings,
-        *,
-        warm_up: bool = True,
-        progress: bool = True,
-    ) -> None:
+    def __init__(self, make_engine: Callable[[], Engine], settings: ServerSettings, *, warm_up: bool = True) -> None:
         super().__init__(name="specjax-engine", daemon=True)
         self.state = State.LOADING
         self.failure: BaseException | None = None
         self.ready_at = time.time()
         # Called after changes of `state`, from this thread or the watchdog's.
         self.on_change: Callable[[], None] = lambda: None
-        self._make_engine = make_engine
-        self._settings = settings
-        self._warm_up, self._progress = warm_up, progress
+        self._make_engine, self._settings, self._warm_up = make_engine, settings, warm_up
         self._engine: Engine | None = None
         self._compiler: threading.Thread | None = None
-        self._commands: deque[Callable[[], None]] = deque()
+        self._commands: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._stop_requested = False
         self._ended: str | None = None  # why no request is taken any more
@@ -171,77 +143,64 @@ class Runner(threading.Thread):
         """Sequences that are being tokenised, waiting or running."""
         return len(self._listeners) + self._reserved
 
-    # From any thread
-
     @property
     def capacity(self) -> int:
         """Most sequences that may run or wait."""
         return self.engine.config.max_running_requests + self._settings.max_queued_requests
 
+    # From any thread
+
     @contextlib.contextmanager
-    def reserve(self, count: int) -> Iterator[Places]:
-        """Reserves places for `count` sequences while they are tokenised; unused ones are given back at the end.
+    def reserve(self, count: int) -> Iterator[None]:
+        """Keeps places for `count` sequences while they are tokenised; `submit` them before the end.
 
         Raises:
-            QueueFull: too many requests wait already.
+            ApiError: 503, too many requests wait already.
         """
         with self._wake:
             if self.pending + count > self.capacity:
-                raise QueueFull(f"{self.pending} requests run or wait; at most {self.capacity} may")
+                problem = f"{self.pending} requests run or wait; at most {self.capacity} may"
+                raise unavailable(f"the queue is full: {problem}", retry_after=1)
             self._reserved += count
-        places = Places(count)
         try:
-            yield places
+            yield
         finally:
             with self._wake:
-                self._reserved -= places.left
+                self._reserved -= count
 
-    def submit(self, listener: Listener, places: Places | None = None) -> None:
-        """Queues a request's sequences, in places reserved before if there are some.
+    def submit(self, listener: Listener) -> None:
+        """Queues a request's sequences.
 
         Raises:
-            QueueFull: too many requests wait already.
-            ValueError: an id is in use.
+            ApiError: 400, an id is in use.
         """
-        if places is None:
-            with self.reserve(len(listener.sequences)) as places:
-                self.submit(listener, places)
-            return
         with self._wake:
             if self._ended is not None:
-                send([(listener, listener.aborted(i, self._ended)) for i in range(len(listener.sequences))])
+                send((listener, listener.aborted(i, self._ended)) for i in range(len(listener.sequences)))
                 return
             taken = {sequence.id for sequence in self._listeners}
             for sequence in listener.sequences:
                 if sequence.id in taken:
-                    raise ValueError(f"a request with id {sequence.id!r} is running")
+                    raise bad_request(f"a request with id {sequence.id!r} is running", "rid")
                 taken.add(sequence.id)
-            self._reserved -= places.left
-            places.left = 0
-            for index, sequence in enumerate(listener.sequences):
-                self._listeners[sequence] = (listener, index)
+            self._listeners |= {sequence: (listener, index) for index, sequence in enumerate(listener.sequences)}
             self._command(lambda: self._enqueue(listener))
 
     def abort(self, sequences: Iterable[Sequence]) -> None:
         """Ends these, if they still run; their pages come back before the next step."""
-        left = [sequence for sequence in sequences if sequence in self._listeners]
-        if left:
-            with self._wake:
-                self._command(lambda: self._abort(left))
+        if left := [sequence for sequence in sequences if sequence in self._listeners]:
+            self._command(lambda: self._abort(left))
 
     def call(self, function: Callable[[Engine], Result]) -> Future[Result]:
         """Runs a function on the engine, between two steps. Fails with a RuntimeError if the engine ends before."""
         future: Future[Result] = Future()
 
         def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = function(self.engine)
-            except Exception as error:
-                _settle(future, error=error)
-            else:
-                _settle(future, result)
+            with contextlib.suppress(InvalidStateError):  # it was cancelled, or the watchdog has ended it
+                try:
+                    future.set_result(function(self.engine))
+                except Exception as error:
+                    future.set_exception(error)
 
         with self._wake:
             if self._ended is not None:
@@ -256,23 +215,10 @@ class Runner(threading.Thread):
         """No new requests."""
         self.state = State.DRAINING
 
-    def abort_all(self, message: str) -> None:
-        """Ends all requests, with `message` as the reason."""
-
-        def run() -> None:
-            running = list(self._listeners)
-            for sequence in running:
-                self._end(sequence, message)
-            self._deliver(running)
-
-        with self._wake:
-            self._command(run)
-
     def end_all(self, message: str, failure: BaseException | None = None) -> None:
         """Ends all requests, with `message` as the reason, and takes no more. The engine is not used again.
 
-        Unlike `abort_all` this does not need the engine's thread, which may be stuck in a step for ever. With `failure`
-        the state becomes FAILED.
+        Does not need the engine's thread, which may be stuck in a step. With `failure` the state becomes FAILED.
         """
         with self._wake:
             self._ended = message
@@ -283,10 +229,10 @@ class Runner(threading.Thread):
             self._wake.notify_all()
         send((listener, listener.aborted(index, message)) for listener, index in listeners.values())
         for future in calls:
-            _settle(future, error=RuntimeError(message))
+            with contextlib.suppress(InvalidStateError):  # it has ended meanwhile
+                future.set_exception(RuntimeError(message))
         if failure is not None:
-            if self.failure is None:
-                self.failure = failure
+            self.failure = self.failure or failure
             self._change(State.FAILED)
 
     def stop(self, timeout: float | None = None) -> bool:
@@ -305,10 +251,10 @@ class Runner(threading.Thread):
         try:
             self._engine = self._make_engine()
             if self._warm_up:
-                self._engine.warm_up(self._engine.single_request_keys(), progress=self._progress, strict=False)
-            _allocate(self._engine)
+                self._engine.warm_up(self._engine.single_request_keys(), strict=False)
+            self._allocate(self._engine)
             if self._warm_up:
-                self._compiler = self._engine.warm_up_in_background(progress=self._progress)
+                self._compiler = self._engine.warm_up_in_background()
             self.ready_at = time.time()
             self._watchdog.start()
             self._change(State.READY)
@@ -320,17 +266,24 @@ class Runner(threading.Thread):
             if self._engine is not None:
                 self._engine.executables.close()
 
+    def _allocate(self, engine: Engine) -> None:
+        """Waits for the KV pool, so that READY means that there is one."""
+        try:
+            engine.wait_until_allocated()
+        except Exception as error:
+            pool = f"the KV pool of {engine.intake.pool_tokens} tokens (--max-total-tokens)"
+            state = f"the state of {engine.config.max_running_requests} requests (--max-running-requests)"
+            raise RuntimeError(f"{pool} and {state} could not be allocated: {error}") from error
+
     def _loop(self, report: Report) -> None:
         engine = self.engine
         while True:
             with self._wake:
                 self._busy = False
-                while not (self._commands or engine.unfinished or self._stop_requested):
-                    self._wake.wait()
+                self._wake.wait_for(lambda: self._commands or engine.unfinished or self._stop_requested)
                 if self._stop_requested:
                     return
-                commands = list(self._commands)
-                self._commands.clear()
+                commands, self._commands = self._commands, []
                 self._busy, self._beat = True, self._beat + 1
             for command in commands:
                 self._beat += 1
@@ -391,11 +344,10 @@ class Runner(threading.Thread):
             for sequence in changed:
                 if (place := self._listeners.get(sequence)) is None:
                     continue
-                finished = sequence.status is Status.FINISHED
-                if not finished and len(sequence.output) - sequence.sent_tokens < self._settings.stream_interval:
-                    continue
-                if finished:
+                if sequence.status is Status.FINISHED:
                     del self._listeners[sequence]
+                elif len(sequence.output) - sequence.sent_tokens < self._settings.stream_interval:
+                    continue
                 found.append((sequence, *place))
         chunks: list[tuple[Listener, StreamChunk]] = []
         for sequence, listener, index in found:
@@ -410,35 +362,11 @@ class Runner(threading.Thread):
         send(chunks)
 
     def _command(self, command: Callable[[], None]) -> None:
-        """With `_wake` held."""
-        self._commands.append(command)
-        self._wake.notify()
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
 
     def _change(self, state: State) -> None:
         if self.state is not State.DRAINING:
             self.state = state
         self.on_change()
-
-
-def _settle(future: Future[Any], result: Any = None, *, error: BaseException | None = None) -> None:
-    """Sets a result or error unless there is one: the watchdog and the engine's thread may both set it."""
-    with contextlib.suppress(InvalidStateError):
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-
-def _allocate(engine: Engine) -> None:
-    """Waits for the KV pool, so that READY means that there is one.
-
-    Raises:
-        RuntimeError: there is not enough memory.
-    """
-    try:
-        engine.wait_until_allocated()
-    except Exception as error:
-        raise RuntimeError(
-            f"the KV pool of {engine.intake.pool_tokens} tokens (--max-total-tokens) and the state of "
-            f"{engine.config.max_running_requests} requests (--max-running-requests) could not be allocated: {error}"
-        ) from error

@@ -10,34 +10,24 @@ import asyncio
 import contextlib
 import errno
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Iterator
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from specjax.cli.flags import ServerSettings
-from specjax.serve.connection import connection_class, is_answering
+from specjax.serve.connection import connection_class
 from specjax.serve.runner import SHUT_DOWN, Runner, State
 
 logger = logging.getLogger("specjax.serve")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-FORCED_GRACE = 5.0
-"""Seconds for the last answers of aborted requests, before connections are cut."""
-
-ENGINE_GRACE = 1.0
-"""Seconds for the engine to abort its requests, before they are aborted without it."""
-
-OTHER_FILES = 256
-"""Open files of a server beside its connections."""
+FORCED_GRACE = 5.0  # seconds for the last answers of aborted requests, before connections are cut
 
 
 class PortError(Exception):
@@ -51,31 +41,22 @@ def listen(host: str, port: int) -> socket.socket:
         PortError: the port is taken, or the host is not one of this machine's addresses.
     """
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, kind, proto)
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # `::` takes IPv4, too
+        sock = socket.create_server(address, family=family, backlog=2048, dualstack_ipv6=both)
     except OSError as error:
-        raise PortError(f"--host {host} --port {port}: {error.strerror or error}") from error
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(2048)
-        sock.setblocking(False)
-    except OSError as error:
-        sock.close()
-        taken = error.errno == errno.EADDRINUSE
-        hint = "; stop what listens there, or choose another --port (0 = any free one)" if taken else ""
-        raise PortError(f"--host {host} --port {port}: {error.strerror}{hint}") from error
+        reason = str(error.strerror or error).partition(" (while")[0]
+        if error.errno == errno.EADDRINUSE:
+            reason += "; stop what listens there, or choose another --port (0 = any free one)"
+        raise PortError(f"--host {host} --port {port}: {reason}") from error
+    sock.setblocking(False)
     return sock
 
 
 def allow_files(connections: int) -> None:
     """Raises this process's limit of open files, as far as allowed, for so many connections."""
-    if resource is None:
-        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = connections + OTHER_FILES
+    wanted = connections + 256
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -129,12 +110,7 @@ class Server:
 
         self._runner.on_change = changed
         self._runner.start()
-        try:
-            await self._uvicorn.serve(sockets=[self._sock])
-        finally:
-            self._runner.on_change = lambda: None
-            for number in SIGNALS:
-                loop.remove_signal_handler(number)
+        await self._uvicorn.serve(sockets=[self._sock])
 
     def _changed(self) -> None:
         if self._runner.failure is not None:
@@ -149,10 +125,9 @@ class Server:
             self._draining.cancel()
             self._uvicorn.force_exit = self._uvicorn.should_exit = True
             return
-        loaded = self._runner.state is State.READY
-        running = self._runner.unfinished if loaded else 0
         logger.info("%s: shutting down", name)
-        if running:
+        loaded = self._runner.state is State.READY
+        if loaded and (running := self._runner.unfinished):
             logger.info("%d requests may go on for %g s; once more stops at once", running, self._timeout)
         self._runner.drain()
         self._draining = asyncio.ensure_future(self._drain(loaded))
@@ -162,21 +137,16 @@ class Server:
 
         Meanwhile the socket still listens: new requests get a 503 instead of a refused connection.
         """
-        deadline = asyncio.get_running_loop().time() + self._timeout
-        if loaded and not await self._quiet(deadline):
-            logger.warning("%d requests did not finish in time", self._runner.pending)
-            self._runner.abort_all(SHUT_DOWN)
-            if not await self._quiet(deadline + ENGINE_GRACE):
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._timeout
+        connections: Any = self._uvicorn.server_state.connections
+        if loaded:
+            while clock() < deadline and (self._runner.pending or any(each.is_answering for each in connections)):
+                await asyncio.sleep(0.05)
+            if self._runner.pending:
+                logger.warning("%d requests did not finish in time", self._runner.pending)
                 self._runner.end_all(SHUT_DOWN)
-        self._exit(max(deadline - asyncio.get_running_loop().time(), 0) + FORCED_GRACE)
-
-    async def _quiet(self, deadline: float) -> bool:
-        """Waits until nothing runs and all answers are written. False: something still runs at the deadline."""
-        while self._runner.pending or any(map(is_answering, list(self._uvicorn.server_state.connections))):
-            if asyncio.get_running_loop().time() >= deadline:
-                return not self._runner.pending
-            await asyncio.sleep(0.05)
-        return True
+        self._exit(max(deadline - clock(), 0) + FORCED_GRACE)
 
     def _exit(self, seconds: float) -> None:
         """Takes no more connections, and gives the open ones so many seconds."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from specjax.engine.intake import Intake
@@ -12,9 +12,6 @@ from specjax.engine.sampling_params import ParameterError, SamplingParams, later
 from specjax.engine.sequence import Sequence
 from specjax.serve.errors import ApiError, bad_request, shown
 from specjax.serve.fields import whole
-
-MAX_SAID = 400
-"""Characters of a refusal: a number may have thousands of digits."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class Task:
     prompts: list[Prompt]
     sampling: list[SamplingParams]  # one for each prompt
     n: int = 1
-    names: tuple[tuple[str, str], ...] = ()  # names of `SamplingParams` to those of the request
+    names: Mapping[str, str] = field(default_factory=dict)  # names of `SamplingParams` to those of the request
     prompt_field: str = "prompt"
     ids: list[str] | None = None  # one for each prompt
     most: int | None = None  # new tokens where the request gives no number; fewer if they do not fit
@@ -62,25 +59,22 @@ class Task:
                     if sampling.min_new_tokens > first.limit:
                         problem = f"must be at most max_new_tokens (here {first.limit}), got {sampling.min_new_tokens}"
                         raise ParameterError("min_new_tokens", problem)
-        except ParameterError as error:
-            raise refusal(error, dict(self.names)) from error
         except ValueError as error:
-            code = "context_length_exceeded" if "context" in str(error) else None
-            raise bad_request(str(error)[:MAX_SAID], self.prompt_field, code) from error
+            raise refusal(error, self.names, self.prompt_field) from error
         return made
 
 
-def refusal(error: ParameterError, names: Mapping[str, str] = {}) -> ApiError:
-    error = error.renamed(names)
-    code = "context_length_exceeded" if "the context" in error.problem else None
-    return bad_request(str(error)[:MAX_SAID], error.name, code)
+def refusal(error: ValueError, names: Mapping[str, str], prompt_field: str | None = None) -> ApiError:
+    """The answer to a `ParameterError`, or to another error of the prompt in `prompt_field`."""
+    if isinstance(error, ParameterError):
+        error = error.renamed(names)
+        prompt_field = error.name
+    code = "context_length_exceeded" if "the context" in str(error) else None
+    return bad_request(str(error)[:400], prompt_field, code)  # a number may have thousands of digits
 
 
 def check_capacity(choices: int, prompts: int, rules: Rules, field: str) -> None:
-    """
-    Raises:
-        ApiError: the server cannot take so many choices at once.
-    """
+    """Raises an ApiError if the server cannot take so many choices at once."""
     if (count := choices * prompts) > rules.capacity:
         problem = f"{count} choices in one request; this server takes {rules.capacity}"
         raise bad_request(problem, "n" if choices > 1 else field)
@@ -103,18 +97,15 @@ def read_prompts(prompt: Any, field: str, choices: int, rules: Rules) -> list[Pr
             raise bad_request(problem, field, "context_length_exceeded")
         return [whole(token) for token in value] if float in set(map(type, value)) else value
 
-    def are_ids(value: Any) -> bool:
-        return isinstance(value, list) and not set(map(type, value)) - {int}
-
-    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and type(prompt[0]) in (int, float)):
-        prompts: list[Any] = [prompt]
-    else:
-        prompts = prompt if isinstance(prompt, list) else []
+    single = isinstance(prompt, str) or (isinstance(prompt, list) and prompt and type(prompt[0]) in (int, float))
+    prompts: list[Any] = [prompt] if single else prompt if isinstance(prompt, list) else []
     check_capacity(choices, len(prompts), rules, field)
     prompts = list(map(ids, prompts))
-    if prompt in ("", []) or (prompts and not all(prompts) and all(isinstance(p, str | list) for p in prompts)):
+    texts = bool(prompts) and all(isinstance(each, str) for each in prompts)
+    lists = bool(prompts) and all(isinstance(each, list) for each in prompts)
+    if prompt in ("", []) or ((texts or lists) and not all(prompts)):
         raise bad_request(f"{field} is empty: there is nothing to continue", field)
-    if not prompts or not (all(isinstance(p, str) for p in prompts) or all(map(are_ids, prompts))):
+    if not (texts or (lists and all(set(map(type, each)) == {int} for each in prompts))):
         forms = "a string, a list of strings, a list of token ids or a list of such lists"
         raise bad_request(f"{field} must be {forms}, got {shown(prompt)}", field)
     return cast(list[Prompt], prompts)

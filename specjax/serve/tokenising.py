@@ -1,11 +1,8 @@
 """Tokenising beside the event loop, so that a huge prompt delays neither streams nor other clients' short prompts.
 
-There are two threads: one for short requests, in the order of arrival, and one for all others. Of these the smallest
-goes first, within limits: each is queued under its time of arrival plus an allowance for its size, so that none waits
-for ever.
-
-`tokenizers` releases Python's lock while it encodes (measured: held 12 ms at a stretch for 1 MB, which takes 0.7 s), so
-both threads and the event loop run side by side.
+One thread takes short requests, in the order of arrival, and one all others. Of these the smallest goes first, but none
+waits for ever: each is queued under its time of arrival plus an allowance for its size. `tokenizers` releases Python's
+lock while it encodes (measured: held 12 ms at a stretch for 1 MB, which takes 0.7 s).
 """
 
 from __future__ import annotations
@@ -18,26 +15,20 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-SHORT = 16_384
-"""Characters of a request that counts as short: some 10 ms of work."""
-
-ALLOWANCE = 1e-5
-"""Seconds a character by which larger requests stand back: ten times what it takes to tokenise."""
-
-PER_SEQUENCE = 100
-"""The cost of making a sequence, as characters."""
+SHORT = 16_384  # characters of a request that counts as short: some 10 ms of work
+ALLOWANCE = 1e-5  # seconds a character by which larger requests stand back: ten times what it takes to tokenise
+PER_SEQUENCE = 100  # the cost of making a sequence, as characters
 
 Result = TypeVar("Result")
 
 
 class _Lane:
-    """A thread and its jobs, the smallest key first. The thread starts with the first job."""
+    """A thread and its jobs, the smallest key first."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.PriorityQueue[tuple[float, int, Future[Any], list[Callable[[], Any]]]] = queue.PriorityQueue()
         self._numbers = itertools.count()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._starting = threading.Lock()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def put(self, key: float, function: Callable[[], Result]) -> Future[Result]:
         future: Future[Result] = Future()
@@ -45,9 +36,6 @@ class _Lane:
         # A cancelled job stays in the queue, but the prompt that its function holds is freed at once.
         future.add_done_callback(lambda _: work.clear())
         self._jobs.put((key, next(self._numbers), future, work))
-        with self._starting:
-            if self._thread.ident is None:
-                self._thread.start()
         return future
 
     def _run(self) -> None:
@@ -74,15 +62,11 @@ class Tokenising:
         self._short = _Lane("specjax-tokenise-short")
         self._long = _Lane("specjax-tokenise-long")
 
-    def submit(self, size: int, function: Callable[..., Result], *arguments: Any) -> Future[Result]:
-        """Calls the function in a thread. Cancelling the future frees the arguments if the call has not begun.
-
-        Args:
-            size: characters of work, by `work`.
-        """
+    def submit(self, size: int, function: Callable[[], Result]) -> Future[Result]:
+        """Calls the function, `size` characters of `work`, in a thread. Cancelling the future before frees it."""
         if size <= SHORT:
-            return self._short.put(0.0, lambda: function(*arguments))
-        return self._long.put(time.monotonic() + size * ALLOWANCE, lambda: function(*arguments))
+            return self._short.put(0.0, function)
+        return self._long.put(time.monotonic() + size * ALLOWANCE, function)
 
 
 def work(prompts: Sequence[Any], choices: int) -> int:

@@ -6,9 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 
-LONGEST_LOOK = 1.0
-"""Most seconds between two looks."""
-
 
 class Watchdog(threading.Thread):
     """Calls `act` once, with the seconds without progress, when these exceed `timeout`.
@@ -30,7 +27,7 @@ class Watchdog(threading.Thread):
     ) -> None:
         super().__init__(name="specjax-watchdog", daemon=True)
         self._beat, self._excused, self._act = beat, excused, act
-        self._timeout, self._interval = timeout, min(LONGEST_LOOK, timeout / 8)
+        self._timeout, self._interval = timeout, min(1.0, timeout / 8)
         self._seen: int | None = None
         self._stuck = 0.0
         self._stopped = threading.Event()
@@ -51,11 +48,10 @@ class Watchdog(threading.Thread):
         last = time.monotonic()
         while not self._stopped.wait(self._interval):
             now = time.monotonic()
-            seconds = self.look(now - last)
-            last = now
-            if seconds is not None:
+            if (seconds := self.look(now - last)) is not None:
                 self._act(seconds)
                 return
+            last = now
 
     def stop(self) -> None:
         """From any thread, also before `start`."""
