@@ -214,11 +214,7 @@ def check_completion(completion: Completion) -> None:
 
 
 async def while_connected(request: Request, future: asyncio.Future[Result]) -> Result:
-    """The result of `future`, which is cancelled when the client disconnects.
-
-    Raises:
-        ClientDisconnect: the client has left.
-    """
+    """The result of `future`. If the client disconnects, cancels it and raises ClientDisconnect."""
 
     async def until_gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":

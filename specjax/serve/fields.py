@@ -40,11 +40,7 @@ class Ignored:
         self._names: dict[str, None] = {}  # in order; one more than are named
 
     def add(self, name: str, where: str = "", param: str | None = None) -> None:
-        """Notes a field. `where` is the prefix of its name, for example `stream_options.`.
-
-        Raises:
-            ApiError: unknown fields are refused (`--strict-fields`).
-        """
+        """Notes a field, or raises an ApiError with `--strict-fields`. `where`: as `Body.place`."""
         name = name[:MAX_NAME]
         if self._strict:
             message = f"unknown field {where + name!r}; this server refuses those (--strict-fields)"
@@ -115,10 +111,9 @@ Text = Annotated[str, Field(strict=True)]
 TOKEN: Schema = {"minimum": 0, "maximum": "$last_token"}
 Token = Annotated[int, Field(strict=True, json_schema_extra=TOKEN), BeforeValidator(whole)]
 TokenIds = Annotated[list[Token], Field(max_length=1024, fail_fast=True)]
-TOKEN_KEYS: Schema = {"propertyNames": {"pattern": "$token_key", "maxLength": 18}}
 Bias = Annotated[
     dict[str, Annotated[Number, Field(ge=-100, le=100)]],
-    Field(max_length=BIAS_ENTRIES, json_schema_extra=TOKEN_KEYS),
+    Field(max_length=BIAS_ENTRIES, json_schema_extra={"propertyNames": {"pattern": "$token_key", "maxLength": 18}}),
     at_most(BIAS_ENTRIES),
 ]
 Metadata = Annotated[dict[str, Any], Field(max_length=1024), at_most(1024)]
@@ -170,11 +165,7 @@ class Body(BaseModel):
 
     @classmethod
     def read(cls: type[AnyBody], values: Any, reading: Reading) -> AnyBody:
-        """Checks parsed JSON.
-
-        Raises:
-            ApiError: no object, a wrong type or a field that is not supported; names the first wrong field.
-        """
+        """Checks parsed JSON. Raises an ApiError that names the first field with a wrong type or value."""
         try:
             return cls.model_validate(values, context=reading)
         except ValidationError as error:

@@ -15,16 +15,12 @@ from specjax.serve.errors import ApiError, bad_request
 MAX_VALUES = 2**20  # most values of a body (numbers, strings, objects, ...), for a batch of prompts of token ids
 MAX_NODES = 2**17  # most lists, objects and members of objects in a body, which cost more than numbers do
 INLINE_BYTES = 2**14  # bodies up to this many bytes are read on the event loop: a thread would take longer
-
-_PIECE = 2**20
+_PIECE = 2**20  # bytes that are counted at once
 
 
 async def receive_body(request: Request) -> bytearray:
-    """The bytes of a body that is sent as JSON, in one copy.
-
-    Raises:
-        ApiError: 415, another content type (a web page may send any but JSON to a local server unasked).
-    """
+    """The bytes of a body, in one copy. Raises an ApiError, a 415, if it is not sent as JSON."""
+    # A web page may send any other type to a local server unasked.
     sent_as = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if sent_as != "application/json" and not (sent_as.startswith("application/") and sent_as.endswith("+json")):
         raise ApiError(415, f"the body must be sent as Content-Type: application/json, got {sent_as or 'none'!r:.80}")
@@ -43,8 +39,7 @@ class Budget:
     def parse(self, data: bytes | bytearray) -> object:
         """Counts the values of one more text of JSON, and parses it. Infinity and NaN pass: fields refuse them by name.
 
-        Raises:
-            ApiError: 413, more values than a request may hold; 400, no JSON, or nested too deeply.
+        Raises an ApiError: 413, more values than a request may hold; 400, no JSON, or nested too deeply.
         """
         values, nodes = count_values(data)
         self._values += values

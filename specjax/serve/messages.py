@@ -20,14 +20,12 @@ def _arguments(given: Any, info: Any) -> Any:
 
     Text that is no JSON object is passed on unchanged: a model's mistake must not end the conversation.
     """
-    if given is None or (isinstance(given, str) and not given.strip()):
-        return {}  # of a function without parameters
-    if isinstance(given, dict):
-        return given
-    if not isinstance(given, str):
+    if not isinstance(given, str | dict | None):
         raise PydanticCustomError("arguments", "must be an object or a string")
+    if not isinstance(given, str):
+        return given or {}
     try:
-        found = info.context.budget.parse(given.encode())
+        found = info.context.budget.parse(given.encode()) if given.strip() else {}  # a function without parameters
     except ApiError as error:
         if error.status != 400:
             raise

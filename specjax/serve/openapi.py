@@ -143,8 +143,8 @@ def document(rules: Rules, *, vocab_size: int, has_key: bool, version: str) -> d
         "$capacity": rules.capacity,
         "$last_token": vocab_size - 1,
         "$token_key": f"^(?:-?0+|0*(?:{numbers_to(vocab_size - 1)}))$",
-        "$models": [rules.model, DEFAULT_MODEL, None],
         "$lenient": not rules.strict,
+        "$models": [rules.model, DEFAULT_MODEL, None],
     }
     for name, limit in limits.items():
         schemas = schemas.replace(f'"{name}"', json.dumps(limit))

@@ -73,9 +73,7 @@ class StreamOptions(Body):
 class SamplingFields(Body):
     """Fields with the same name in all interfaces, and in `SamplingParams`."""
 
-    n: Annotated[Integer, Field(ge=1, le=128)] | None = Field(
-        None, description="Choices of each prompt; choice i has the seed + i."
-    )
+    n: Annotated[Integer, Field(ge=1, le=128)] | None = Field(None, description="Choices; choice i has the seed + i.")
     stop: Stop | None = Field(None, description="Never in the text.")
     temperature: Annotated[Number, Field(ge=0, le=MAX_TEMPERATURE)] | None = Field(None, description="0 = greedy.")
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
@@ -100,11 +98,7 @@ class SamplingFields(Body):
     def params(self, rules: Rules, **more: Any) -> SamplingParams:
         """Sampling parameters: the request's values, else the model's defaults, else temperature 1.
 
-        Args:
-            more: parameters that are not among the fields of the same name.
-
-        Raises:
-            ApiError: a parameter is out of range.
+        `more`: parameters that are no fields of the same name. Raises an ApiError if one is out of range.
         """
         found = {"temperature": 1.0, **rules.defaults}
         own = {each.name: getattr(self, each.name, None) for each in dataclasses.fields(SamplingParams)} | more
@@ -157,11 +151,7 @@ class OpenAIRequest(SamplingFields):
     prompt_cache_key: Text | None = None
 
     def sampling(self, rules: Rules, logprobs: int | None) -> SamplingParams:
-        """Sampling parameters, once relations between fields are checked.
-
-        Raises:
-            ApiError: 404 for another model; 400 for stream options without a stream, or a parameter out of range.
-        """
+        """Sampling parameters, once the model and the relations between fields are checked."""
         check_model(self.model, rules.model)
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options needs stream: true", "stream_options")
@@ -195,9 +185,7 @@ class ChatRequest(OpenAIRequest):
     )
 
     messages: Messages
-    max_completion_tokens: NewTokens | None = Field(
-        None, description="Wins over `max_tokens`; default of both: the rest of the context."
-    )
+    max_completion_tokens: NewTokens | None = Field(None, description="Wins over `max_tokens`. Default: what fits.")
     logprobs: Flag | None = None
     top_logprobs: TopLogprobs | None = Field(None, description="Needs `logprobs`.")
 
@@ -228,12 +216,8 @@ class CompletionRequest(OpenAIRequest):
     relations = (OPTIONS_NEED_STREAM, implies(has(echo={"const": True}), {"properties": {"logprobs": NULL}}))
 
     prompt: Annotated[Any, checked_later(*TEXTS, *IDS_OR_LISTS)]
-    max_tokens: NewTokens | None = Field(
-        None, description=f"New tokens; default: {COMPLETION_TOKENS}, or fewer if they do not fit."
-    )
-    best_of: Integer | None = Field(
-        None, json_schema_extra={"enum": [1, None]}, description="Not supported beyond n; n itself passes, too."
-    )
+    max_tokens: NewTokens | None = Field(None, description=f"New tokens. Default: {COMPLETION_TOKENS}, or what fits.")
+    best_of: Integer | None = Field(None, json_schema_extra={"enum": [1, None]}, description="`n` passes, too.")
     echo: Flag | None = Field(None, description="The prompt before the text; not with `logprobs`.")
     logprobs: Annotated[Integer, Field(ge=0, le=5)] | None = None  # OpenAI's limit
 
@@ -262,9 +246,7 @@ class SamplingBody(SamplingFields):
         "cache_salt": ("it belongs to the body", ()),
     }
 
-    max_new_tokens: NewTokens | None = Field(
-        None, description=f"Default: {GENERATE_TOKENS}, or fewer if they do not fit."
-    )
+    max_new_tokens: NewTokens | None = Field(None, description=f"Default: {GENERATE_TOKENS}, or what fits.")
     min_new_tokens: LeastTokens | None = None
 
 
@@ -358,8 +340,7 @@ AnyRequest = TypeVar("AnyRequest", bound="ChatRequest | CompletionRequest | Gene
 def read_request(kind: type[AnyRequest], data: bytes | bytearray, rules: Rules) -> tuple[AnyRequest, Task, Ignored]:
     """Parses and checks a whole body, so that only its prompts remain to be tokenised. Safe in any thread.
 
-    Raises:
-        ApiError: no JSON, wrong types or values; names the first wrong field.
+    Raises an ApiError: no JSON, or wrong types or values; names the first wrong field.
     """
     reading = Reading(Ignored(strict=rules.strict), Budget())
     body = kind.read(reading.budget.parse(data), reading)

@@ -154,8 +154,7 @@ class Runner(threading.Thread):
     def reserve(self, count: int) -> Iterator[None]:
         """Keeps places for `count` sequences while they are tokenised; `submit` them before the end.
 
-        Raises:
-            ApiError: 503, too many requests wait already.
+        Raises an ApiError, a 503, if too many requests wait already.
         """
         with self._wake:
             if self.pending + count > self.capacity:
@@ -169,11 +168,7 @@ class Runner(threading.Thread):
                 self._reserved -= count
 
     def submit(self, listener: Listener) -> None:
-        """Queues a request's sequences.
-
-        Raises:
-            ApiError: 400, an id is in use.
-        """
+        """Queues a request's sequences. Raises an ApiError, a 400, if an id is in use."""
         with self._wake:
             if self._ended is not None:
                 send((listener, listener.aborted(i, self._ended)) for i in range(len(listener.sequences)))

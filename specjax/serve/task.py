@@ -41,8 +41,7 @@ class Task:
     def sequences(self, intake: Intake, id: str) -> list[Sequence]:
         """Tokenises, and makes the choices in order: prompt * n + i. Choice i of a prompt has the seed + i.
 
-        Raises:
-            ApiError: a prompt or parameter that the model or the engine cannot take.
+        Raises an ApiError: the model or the engine cannot take a prompt or parameter.
         """
         made = []
         try:
