@@ -46,7 +46,7 @@ def set_up_logging(level: str) -> None:
 
 
 def load(settings: flags.Settings) -> Engine:
-    """The engine, with a line for each thing that a user may wonder about."""
+    """Loads the engine, and logs what was loaded and what was chosen for it."""
     started = time.perf_counter()
     timed = settings.server.log_level == "debug"
     if timed:
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     except PortError as error:
         print(f"specjax.serve: {error}", file=sys.stderr)
         return 2
-    allow_files(2 * server.max_connections)  # from twice as many on they are cut
+    allow_files(2 * server.max_connections)  # connections beyond twice the limit are cut
     logger.info("Listening on %s; requests get a 503 until the model is loaded", url(sock))
     runner = Runner(lambda: load(settings), server)
     app = create_app(runner, server, model=server.served_model_name or settings.model.model)
@@ -94,9 +94,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"specjax.serve: {failure}", file=sys.stderr)
     else:
         logger.error("The engine failed", exc_info=failure)
-    for number in SIGNALS:  # whoever is impatient needs no traceback
+    for number in SIGNALS:  # another signal ends the process without a traceback
         signal.signal(number, lambda *_: os._exit(status))
-    runner.stop(timeout=2.0 if runner.loaded else 0)  # seconds for the engine's thread to end its last step
+    runner.stop(timeout=2.0 if runner.loaded else 0)  # seconds for the last step to end
     # Loading, compiling and tokenising cannot be interrupted, and Python cannot end while a thread is inside XLA.
     sys.stderr.flush()
     os._exit(status)

@@ -1,7 +1,7 @@
 """HTTP connections: uvicorn's over h11, with answers in OpenAI's form where it has plain text, and with time limits.
 
-uvicorn's protocol class parses requests and runs the app. This module decides its own answers (400 for what is not
-HTTP), its time limits (for the rest of headers, and for the rest of a body after its answer) and its end when the
+uvicorn's protocol class parses requests and runs the app. This module replaces its answers to malformed requests,
+limits the time for headers and for the rest of a body whose request has been answered, and ends connections when the
 server stops. While the app reads a body, `specjax.serve.middleware` limits its time.
 """
 
@@ -52,7 +52,7 @@ class Connection(H11Protocol):
         """Whether the app has a request without a complete answer."""
         return self.cycle is not None and not self.cycle.response_complete
 
-    # Called by asyncio
+    # Overrides of asyncio's callbacks
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -87,10 +87,10 @@ class Connection(H11Protocol):
             handler = self.timeout_keep_alive_handler
             self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, handler)
 
-    # Called by uvicorn
+    # Overrides of uvicorn's methods
 
     def send_400_response(self, msg: str) -> None:
-        """Called while uvicorn handles the parser's error, which says more than `msg`."""
+        """Adds the parser's error, which uvicorn is handling, to `msg`."""
         error = sys.exc_info()[1]
         about = f": {error!s:.200}" if error is not None and str(error) else ""
         self._refuse(ApiError(getattr(error, "error_status_hint", 400), f"{msg.rstrip('.')}{about}"))
@@ -103,8 +103,6 @@ class Connection(H11Protocol):
             self._refuse(unavailable(SHUT_DOWN, retry_after=30))
         else:
             super().shutdown()
-
-    # Called here
 
     def _watch(self, seconds: float) -> None:
         self._timer = self.loop.call_later(seconds, self._look)

@@ -93,7 +93,7 @@ ROUTES: list[tuple[Any, ...]] = [
 
 EVENTS = "Server-sent events, if `stream` is true: each one line of JSON after `data: `; the last is `[DONE]`."
 STRING, INTEGER = {"type": "string"}, {"type": "integer"}
-HEADERS: dict[int, Schema] = {  # of some statuses, beside the one of all
+HEADERS: dict[int, Schema] = {  # by status; all answers have X-Request-Id, too
     401: {"WWW-Authenticate": {"required": True, "schema": STRING, "description": "Bearer."}},
     503: {"Retry-After": {"required": True, "schema": INTEGER, "description": "Seconds."}},
 }

@@ -110,7 +110,7 @@ class Runner(threading.Thread):
         self._stop_requested = False
         self._ended: str | None = None  # why no request is taken any more
         self._reserved = 0  # places of requests that are being tokenised
-        self._calls: set[Future[Any]] = set()  # unfinished ones of `call`
+        self._calls: set[Future[Any]] = set()  # futures of `call` that are not done
         # For the watchdog: whether anything is under way, and a number that changes with each step and command.
         self._busy, self._beat = False, 0
         self._watchdog = Watchdog(

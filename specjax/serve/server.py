@@ -54,7 +54,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def allow_files(connections: int) -> None:
-    """Raises this process's limit of open files, as far as allowed, for so many connections."""
+    """Raises this process's limit of open files, as far as allowed, to hold `connections`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + 256
     if hard != resource.RLIM_INFINITY:
@@ -149,6 +149,6 @@ class Server:
         self._exit(max(deadline - clock(), 0) + FORCED_GRACE)
 
     def _exit(self, seconds: float) -> None:
-        """Takes no more connections, and gives the open ones so many seconds."""
+        """Accepts no more connections, and cuts the open ones after `seconds`."""
         self._uvicorn.config.timeout_graceful_shutdown = int(seconds) + 1
         self._uvicorn.should_exit = True

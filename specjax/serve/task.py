@@ -73,7 +73,7 @@ def refusal(error: ValueError, names: Mapping[str, str], prompt_field: str | Non
 
 
 def check_capacity(choices: int, prompts: int, rules: Rules, field: str) -> None:
-    """Raises an ApiError if the server cannot take so many choices at once."""
+    """Raises an ApiError if `prompts` with `choices` each exceed the server's capacity."""
     if (count := choices * prompts) > rules.capacity:
         problem = f"{count} choices in one request; this server takes {rules.capacity}"
         raise bad_request(problem, "n" if choices > 1 else field)

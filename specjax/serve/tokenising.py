@@ -70,7 +70,7 @@ class Tokenising:
 
 
 def work(prompts: Sequence[Any], choices: int) -> int:
-    """The approximate work of tokenising these prompts with so many choices each, in characters."""
+    """The approximate cost of tokenising these prompts, with `choices` each, in characters."""
     return sum(_characters(prompt) for prompt in prompts) + len(prompts) * choices * PER_SEQUENCE
 
 
