@@ -15,7 +15,7 @@ from engine_helpers import END, VOCABULARY, tokenizer
 import specjax
 from specjax.checkpoint import BUILT_IN_MODEL, load_tokenizer, resolve
 from specjax.checkpoint.token_map import fingerprint, read_token_map
-from specjax.train import corpus, counting, vocab
+from specjax.train import corpus, vocab
 
 TEXTS = ["hello hello 12 the end\n", "\n", "the 1122 é🙂\n", "hell\n"]
 SHIPPED = Path(specjax.__file__).parent / "data"
@@ -91,6 +91,10 @@ MESSAGES = [
     [
         ({"text": "hello", "output_ids": [9, 9]}, ["hello"]),
         ({"messages": MESSAGES, "prompt": "no"}, ["hello", "the end"]),
+        ({"messages": MESSAGES, "prompt": "no", "response": "no", "text": "hell"}, ["hell"]),
+        ({"prompt": "hell", "prompt_ids": [3], "response_ids": [4]}, ["hell"]),
+        ({"input_ids": [3], "response": "the"}, ["the"]),
+        ({"tokens": [7, 9], "id": 1}, [[7, 9]]),
         ({"prompt": "hell", "response": "the", "prompt_ids": [3], "response_ids": [4]}, ["hell", "the"]),
         ({"response": "the", "prompt": None}, ["the"]),
         ({"prompt_ids": [3, 4], "response_ids": [4, 2]}, [[3, 4], [4, 2]]),
@@ -125,7 +129,7 @@ def test_chosen_fields_and_their_weights(run):
 
 def test_many_rows_in_several_batches(run, monkeypatch):
     monkeypatch.setattr(corpus, "BATCH", 50)
-    monkeypatch.setattr(counting, "BLOCK", 16)
+    monkeypatch.setattr(vocab, "BLOCK", 16)
     generator = np.random.default_rng(0)
     rows = [{"text": "".join(generator.choice(list("abc "), n))} for n in generator.integers(0, 15, 200)]
     ids_rows = [{"input_ids": generator.integers(0, VOCABULARY, 7).tolist()} for _ in range(50)]
@@ -138,9 +142,9 @@ def test_many_rows_in_several_batches(run, monkeypatch):
 
 @pytest.mark.parametrize("text", ["", "a", "ab cd " * 10_000, "x" * 40_000, "é" * 16385])
 def test_long_texts_are_cut_and_nothing_is_lost(text):
-    parts = list(counting.pieces(text))
+    parts = list(vocab.pieces(text))
     assert "".join(parts) == text
-    assert all(len(part) <= counting.BLOCK for part in parts)
+    assert all(len(part) <= vocab.BLOCK for part in parts)
     if " " in text:
         assert all(part.startswith(" ") for part in parts[1:])
 
@@ -278,7 +282,7 @@ def untouched(monkeypatch):
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        ("no/such/m.json", "cannot be written: No such file or directory"),
+        ("no/such/m.json", "cannot be written: "),
         ("m.bin", "must end in .pt, .safetensors, .npy, .json"),
         ("folder.json", "cannot be written: it is not a file"),
         ("device.npy", "cannot be written: it is not a file"),
@@ -312,7 +316,7 @@ BAD = {
     "not UTF-8": (b'{"text": "\xff"}', "can't decode byte 0xff"),
     "half a surrogate": (b'{"prompt": "fine", "response": "\\ud800"}', "surrogates not allowed"),
     "no object": (b"[1]", "a line must be a JSON object, got [1]"),
-    "no field": (b'{"a": 1, "b": 2}', "none of the fields messages, prompt and response, text, "),
+    "no field": (b'{"a": 1, "b": 2}', "none of the fields text, messages, prompt, response, "),
     "a number": (b'{"text": 5}', "text must be a text, a list of ids, of texts or of messages, got 5"),
     "bools": (b'{"input_ids": [true]}', "input_ids must be a text"),
     "mixed": (b'{"input_ids": [5, "a"]}', "input_ids must be a text"),

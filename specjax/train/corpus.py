@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,22 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specjax.progress import progress_bar
-
-ROW_FIELDS = (
-    ("messages",),
-    ("prompt", "response"),
-    ("text",),
-    ("prompt_ids", "response_ids"),
-    ("input_ids", "output_ids"),
-    ("tokens",),
-    ("input_ids",),
-    ("prompt",),
-)
-"""A row is read by the first group of fields that it has. Text precedes ids: ids belong to the tokenizer that made
-them."""
-
-FIELD_NAMES = [" and ".join(group) for group in ROW_FIELDS]
-"""ROW_FIELDS as help texts and errors show them."""
 
 FORMATS = {".txt": "text", ".jsonl": "jsonl"}
 SHOWN_LINES = 5
@@ -101,9 +86,8 @@ def read(source: Source) -> Iterator[Line]:
 
 def read_batches(sources: Sequence[Source], *, label: str, progress: bool) -> Iterator[tuple[Source, list[Line]]]:
     """Consecutive lines of each source, about BATCH bytes at a time, with a progress bar over all sources."""
-    # A pipe has no length.
-    sizes = [None if path == "-" else Path(path).stat().st_size for path, _ in sources]
-    total = None if None in sizes else sum(size or 0 for size in sizes)
+    piped = any(path == "-" for path, _ in sources)  # a pipe has no length
+    total = None if piped else sum(Path(path).stat().st_size for path, _ in sources)
     with progress_bar(label, total, "B", shown=progress) as bar:
         for source in sources:
             before, held = bar.n, 0
@@ -135,25 +119,28 @@ def parse_sources(given: Sequence[str], form: str) -> list[Source]:
     """
     found = []
     for path in given:
-        suffixes = [suffix for suffix in Path(path).suffixes if suffix != ".gz"]
-        known = FORMATS.get(suffixes[-1] if suffixes else "") if form == "auto" else form
+        suffix = Path(path.removesuffix(".gz")).suffix
+        known = FORMATS.get(suffix) if form == "auto" else form
         if known is None:
             raise ValueError(f"--input {path}: only .txt and .jsonl (or .gz of them) say what they are; give --format")
         if path != "-":
             Path(path).open("rb").close()  # fails before the work starts
-        if path in [source.path for source in found]:
-            raise ValueError(f"--input {path} is given twice")
         found.append(Source(path, known))
+        if given.count(path) > 1:
+            raise ValueError(f"--input {path} is given twice")
     return found
 
 
+def check_writable(file: Path) -> None:
+    """Raises ValueError: `--output FILE` cannot be written."""
+    folder = file.resolve().parent
+    if file.exists() and not file.is_file():
+        raise ValueError(f"--output {file} cannot be written: it is not a file")
+    if not os.access(folder, os.W_OK) or (file.exists() and not os.access(file, os.W_OK)):
+        raise ValueError(f"--output {file} cannot be written: {folder} is not a folder that may be written to")
+
+
 # Fields of a row.
-
-
-def present_fields(row: dict[str, Any]) -> tuple[str, ...]:
-    """The first group of ROW_FIELDS that the row has in full; empty: it has none."""
-    there = {name for name, value in row.items() if value is not None}
-    return next((group for group in ROW_FIELDS if there.issuperset(group)), ())
 
 
 def missing_fields(row: dict[str, Any], wanted: Iterable[str]) -> ValueError:
@@ -179,6 +166,6 @@ def read_json(where: str, text: str) -> Any:
 
 def check_ids(name: str, ids: Sequence[int], vocabulary: int) -> None:
     """Raises ValueError: an id is outside of 0 to vocabulary - 1."""
-    if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
-        wrong = next(token for token in ids if not 0 <= token < vocabulary)
-        raise ValueError(f"{name} holds the id {wrong!r:.20}; ids of this model are 0 to {vocabulary - 1}")
+    for token in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= token < vocabulary:
+            raise ValueError(f"{name} holds the id {token!r:.20}; ids of this model are 0 to {vocabulary - 1}")

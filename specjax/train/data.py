@@ -1,6 +1,6 @@
 """Training examples from JSONL: token ids, and which of them the target wrote. Knows no models.
 
-A row is read by the first of these groups of fields that it has (`corpus.ROW_FIELDS`):
+A row is read by the first of these groups of fields that it has in full:
 
     messages                        a chat in OpenAI's form; loss on what assistants say and on the token that ends it
     prompt, response                the same: a question (or the messages before the answer) and its answer
@@ -24,17 +24,20 @@ from jaxtyping import Bool
 from tokenizers import Encoding, Tokenizer, processors
 
 from specjax.train.chats import Chats, Text, read_messages
-from specjax.train.corpus import (
-    FIELD_NAMES,
-    SkippedLine,
-    check_ids,
-    missing_fields,
-    parse_sources,
-    present_fields,
-    read_batches,
-    read_text,
-)
+from specjax.train.corpus import SkippedLine, check_ids, missing_fields, parse_sources, read_batches, read_text
 from specjax.train.packing import Example
+
+ROW_FIELDS = (
+    ("messages",),
+    ("prompt", "response"),
+    ("text",),
+    ("prompt_ids", "response_ids"),
+    ("input_ids", "output_ids"),
+    ("tokens",),
+    ("input_ids",),
+    ("prompt",),
+)
+"""Text precedes ids: ids belong to the tokenizer that made them."""
 
 LOSS_ON = ("assistant", "all")
 
@@ -124,7 +127,10 @@ class _Encoder:
     """Tokenises rows, many at once."""
 
     def __init__(self, core: Tokenizer, max_length: int) -> None:
-        self._plain, self._exact = _without_lengths(core), _without_lengths(core)
+        self._plain, self._exact = (Tokenizer.from_str(core.to_str()) for _ in range(2))
+        for copied in (self._plain, self._exact):  # a tokenizer.json may hold the lengths of the model's training
+            copied.no_truncation()
+            copied.no_padding()
         # Offsets that leave out no spaces; this processor adds no tokens, and the replaced one would not have either.
         self._exact.post_processor = processors.ByteLevel(trim_offsets=False)
         # No token is longer than the longest name: the first max_length tokens do not depend on text after this.
@@ -132,11 +138,11 @@ class _Encoder:
 
     def encode(self, rows: list[Text | _Ids]) -> Iterator[tuple[list[int], Bool[np.ndarray, "n"]]]:
         """The ids of each row, and which of them carry loss."""
-        rows = [row._replace(text=row.text[: self._most_characters]) if isinstance(row, Text) else row for row in rows]
-        texts = [row for row in rows if isinstance(row, Text)]
-        running = iter(self._plain.encode_batch_fast([row.text for row in texts if row.spans is None]))
-        chats = [row.text for row in texts if row.spans is not None]
-        rendered = iter(self._exact.encode_batch(chats, add_special_tokens=False))
+        texts = [(row.text[: self._most_characters], row.spans) for row in rows if isinstance(row, Text)]
+        running = iter(self._plain.encode_batch_fast([text for text, spans in texts if spans is None]))
+        chats = [(text, spans) for text, spans in texts if spans is not None]
+        rendered = iter(self._exact.encode_batch([text for text, _ in chats], add_special_tokens=False))
+        masked = (self._masked(text, spans, whole) for (text, spans), whole in zip(chats, rendered, strict=True))
         for row in rows:
             if isinstance(row, _Ids):
                 yield row.ids, np.asarray(row.loss, bool)
@@ -144,7 +150,7 @@ class _Encoder:
                 ids = next(running).ids
                 yield ids, np.ones(len(ids), bool)
             else:
-                yield self._masked(row.text, row.spans, next(rendered))
+                yield next(masked)
 
     def _masked(
         self, text: str, spans: list[tuple[int, int]], whole: Encoding
@@ -154,29 +160,19 @@ class _Encoder:
         The server's prompt ends where a span starts, so a token ends there too, even if the text as a whole would have
         one across: of "assistant\\n" and "\\nHi" the two line ends stay two tokens.
         """
-        ids, offsets = whole.ids, whole.offsets
-        lefts, rights = np.asarray(offsets, np.int64).reshape(-1, 2).T
+        ids = whole.ids
+        lefts, rights = np.asarray(whole.offsets, np.int64).reshape(-1, 2).T
         inside = {start for start, _ in spans if ((lefts < start) & (start < rights)).any()}
         if inside:
-            cuts = [0, *sorted(inside), len(text)]
-            ids, parts = [], []
-            for left, right in pairwise(cuts):
-                part = self._exact.encode(text[left:right], add_special_tokens=False)
-                ids += part.ids
-                parts += [left + start for start, _ in part.offsets]
-            lefts = np.asarray(parts, np.int64)
+            starts = [0, *sorted(inside)]
+            parts = [self._exact.encode(text[a:b], add_special_tokens=False) for a, b in pairwise([*starts, len(text)])]
+            ids = [token for part in parts for token in part.ids]
+            offsets = [left + start for left, part in zip(starts, parts, strict=True) for start, _ in part.offsets]
+            lefts = np.asarray(offsets, np.int64)
         loss = np.zeros(len(ids), bool)
         for start, end in spans:
             loss |= (start <= lefts) & (lefts < end)
         return ids, loss
-
-
-def _without_lengths(core: Tokenizer) -> Tokenizer:
-    """A copy without the truncation and padding of the model's training, which a tokenizer.json may hold."""
-    copied = Tokenizer.from_str(core.to_str())
-    copied.no_truncation()
-    copied.no_padding()
-    return copied
 
 
 # Rows.
@@ -188,24 +184,25 @@ def _read_row(row: dict[str, Any], chats: Chats) -> Text | _Ids:
     Raises:
         ValueError: the row has no known group of fields, or a field has another form.
     """
-    chosen = present_fields(row)
-    if not chosen:
-        raise missing_fields(row, FIELD_NAMES)
-    if chosen == ("messages",):
-        messages = read_messages("messages", row["messages"])
-        return chats.render(messages, cut=_is_cut(row))
-    if chosen == ("prompt", "response"):
-        prompt, response = row["prompt"], read_text("response", row["response"])
-        is_text = isinstance(prompt, str)
-        before = [{"role": "user", "content": read_text("prompt", prompt, empty=True)}] if is_text else None
-        messages = [*(before or read_messages("prompt", prompt)), {"role": "assistant", "content": response}]
-        return chats.render(messages, cut=_is_cut(row) or chats.shows_no_end(row, response))
-    if chosen in (("text",), ("prompt",)):
-        return Text(read_text(chosen[0], row[chosen[0]]), None)
-    lists = [_read_ids(name, row[name]) for name in chosen]
-    if len(lists) == 2:
-        return _Ids([*lists[0], *lists[1]], [False] * len(lists[0]) + [True] * len(lists[1]))
-    return _Ids(lists[0], _read_mask(row.get("loss_mask"), len(lists[0])))
+    there = {name for name, value in row.items() if value is not None}
+    match next(filter(there.issuperset, ROW_FIELDS), ()):
+        case ():
+            raise missing_fields(row, map(" and ".join, ROW_FIELDS))
+        case ("messages",):
+            return chats.render(read_messages("messages", row["messages"]), cut=_is_cut(row))
+        case ("prompt", "response"):
+            prompt, response = row["prompt"], read_text("response", row["response"])
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            messages = [*read_messages("prompt", messages), {"role": "assistant", "content": response}]
+            return chats.render(messages, cut=_is_cut(row) or chats.shows_no_end(row, response))
+        case ("text" | "prompt" as name,):
+            return Text(read_text(name, row[name]), None)
+        case (name,):
+            ids = _read_ids(name, row[name])
+            return _Ids(ids, _read_mask(row.get("loss_mask"), len(ids)))
+        case names:
+            prompt, response = (_read_ids(name, row[name]) for name in names)
+            return _Ids([*prompt, *response], [False] * len(prompt) + [True] * len(response))
 
 
 def _read_ids(name: str, value: Any) -> list[int]:
@@ -218,8 +215,7 @@ def _read_mask(mask: Any, length: int) -> list[bool]:
     if mask is None:
         return [True] * length
     if not isinstance(mask, list) or len(mask) != length or any(each not in (0, 1) for each in mask):
-        got = f"{len(mask)} of them: {mask!r:.60}" if isinstance(mask, list) else f"{mask!r:.60}"
-        raise ValueError(f"loss_mask must be {length} of 0 and 1, one a token, got {got}")
+        raise ValueError(f"loss_mask must be a list of {length} of 0 and 1, one a token, got {mask!r:.60}")
     return [bool(each) for each in mask]
 
 

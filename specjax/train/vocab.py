@@ -6,15 +6,14 @@ A draft head that scores only the frequent part of the vocabulary is cheaper. No
 it is never proposed, so drafts are accepted less often (FR-Spec, Zhao et al. 2025, arXiv 2502.14856). A draft predicts
 the target's own output, so the best corpus is text written by the target, as ids: those include its end tokens.
 
-Text files are tokenised as running text, line ends included. Of a JSONL row the first present group of fields of
-`corpus.ROW_FIELDS` is counted. `--field NAME` (repeatable) counts just these fields; `--field NAME=20` counts every
-token there 20 times. A text, or a list of texts, is tokenised without a template and without the tokens put around a
-prompt; a list of ids is counted as it is; of a list of messages the contents are tokenised.
+Text files are tokenised as running text, line ends included. Of a JSONL row the first group of fields of `COUNTED` that
+it has any of is counted. `--field NAME` (repeatable) counts just these fields; `--field NAME=20` counts every token
+there 20 times. A text, or a list of texts, is tokenised without a template and without the tokens put around a prompt;
+a list of ids is counted as it is; of a list of messages the contents are tokenised.
 
-Ids are sorted by falling count, ties by id; ids that never occur come last. The end tokens of the model are always in
-the map, as its last entries if they are not frequent. The last line of stdout is one JSON object: `lines` read, `bad`
-ones among them, `tokens` counted, `distinct` ids, and `coverage`: the share of all counts, by weight, that a map of
-each size covers. Exit status: 0 all lines counted, 1 some were bad, 2 no map was made.
+Ids are sorted by falling count, ties by id; the end tokens of the model are always in the map. The last line of stdout
+is one JSON object: `lines` read, `bad` ones among them, `tokens` counted, `distinct` ids, and `coverage`: the share of
+all counts, by weight, that a map of each size covers. Exit status: 0 all lines counted, 1 some were bad, 2 no map.
 """
 
 from __future__ import annotations
@@ -23,29 +22,155 @@ import argparse
 import json
 import re
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int64
 
 from specjax import settings
-from specjax.checkpoint import BUILT_IN_MODEL, CheckpointError, ModelFiles, load_tokenizer, resolve, stop_token_ids
+from specjax.checkpoint import BUILT_IN_MODEL, ModelFiles, load_tokenizer, resolve, stop_token_ids
 from specjax.checkpoint.files import replacing
 from specjax.checkpoint.folder import read_json
 from specjax.checkpoint.hub import download
 from specjax.checkpoint.unpickle import write_torch_zip_list
 from specjax.checkpoint.weights import save_tensors
-from specjax.train.corpus import FIELD_NAMES, Source, parse_sources, report
-from specjax.train.counting import Counts, count, parse_weights
+from specjax.train import run_command
+from specjax.train.corpus import (
+    SkippedLine,
+    Source,
+    check_ids,
+    check_writable,
+    missing_fields,
+    parse_sources,
+    read_batches,
+    read_text,
+    report,
+)
+
+COUNTED = (
+    ("text",),
+    ("messages",),
+    ("prompt", "response"),
+    ("prompt_ids", "response_ids"),
+    ("input_ids", "output_ids"),
+    ("tokens",),
+)
+"""Text precedes ids: ids belong to the tokenizer that made them."""
 
 TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer*", "vocab*", "merges.txt"]
 DEFAULT_SIZE = 32768
 COVERAGE_SIZES = (1024, 2048, 4096, 8192, 16384, 32768)
+MAX_WEIGHT = 10**6
+
+BLOCK = 1 << 14
+"""Characters tokenised as one text: a file of one line must not become one encoding in memory."""
+
+Counts = Int64[np.ndarray, "V"]
+
+# Counting.
+
+
+class Tally(NamedTuple):
+    counts: Counts  # by weight
+    tokens: int  # without weights
+    lines: int  # skipped ones included
+    skipped: list[SkippedLine]
+
+
+def count(
+    sources: Sequence[Source], weights: Mapping[str, int], tokenizer: Any, vocabulary: int, *, progress: bool
+) -> Tally:
+    """Count the ids of all sources.
+
+    Args:
+        weights: fields of JSONL rows and how often each counts; empty: a group of COUNTED, once.
+        tokenizer: a fast one of transformers.
+        vocabulary: ids are 0 to vocabulary - 1.
+    """
+    core = tokenizer.backend_tokenizer
+    # A tokenizer.json may hold the lengths that its model was trained with.
+    core.no_truncation()
+    core.no_padding()
+    counts: Counts = np.zeros(vocabulary, np.int64)
+    tokens = lines = 0
+    skipped: list[SkippedLine] = []
+    for source, batch in read_batches(sources, label="Counting", progress=progress):
+        lines += len(batch)
+        parts: defaultdict[int, list[str | list[int]]] = defaultdict(list)  # by weight
+        for line in batch:
+            try:
+                is_text = source.format == "text"
+                found = [(1, line.text())] if is_text else weighted_parts(line.row(), weights, vocabulary)
+            except (ValueError, RecursionError) as error:
+                skipped.append(line.skipped(error))
+                continue
+            for weight, part in found:
+                parts[weight].append(part)
+        for weight, mine in parts.items():
+            texts = [part for part in mine if isinstance(part, str)]
+            if source.format == "text":
+                texts = ["".join(texts)]  # running text: tokens may cross line ends
+            cut = [piece for text in texts for piece in pieces(text)]
+            ids = [encoding.ids for encoding in core.encode_batch_fast(cut, add_special_tokens=False)]
+            flat = np.fromiter(chain(*ids, *(part for part in mine if isinstance(part, list))), np.int64)
+            counts += weight * np.bincount(flat, minlength=vocabulary)
+            tokens += len(flat)
+    return Tally(counts, tokens, lines, skipped)
+
+
+def pieces(text: str) -> Iterator[str]:
+    """The text in parts of at most BLOCK characters, cut before spaces where it has any."""
+    start = 0
+    while len(text) - start > BLOCK:
+        cut = text.rfind(" ", start + 1, start + BLOCK)
+        cut = start + BLOCK if cut < 0 else cut
+        yield text[start:cut]
+        start = cut
+    yield text[start:]
+
+
+def weighted_parts(row: dict[str, Any], weights: Mapping[str, int], vocabulary: int) -> list[tuple[int, Any]]:
+    """What counts in a row of JSONL: (weight, a text or ids).
+
+    Raises:
+        ValueError: the row has none of the fields, or one that is neither text nor ids nor messages.
+    """
+    there = {name for name, value in row.items() if value is not None}
+    weights = weights or dict.fromkeys(next(filter(there.intersection, COUNTED), ()), 1)
+    used = [name for name in weights if name in there]
+    if not used:
+        raise missing_fields(row, weights or chain(*COUNTED))
+    return [(weights[name], part) for name in used for part in _parts(name, row[name], vocabulary)]
+
+
+def _parts(name: str, value: Any, vocabulary: int) -> list[Any]:
+    """The texts or lists of ids of a field."""
+    items: Any = [value] if isinstance(value, str) else value
+    kinds = {type(item) for item in items} if isinstance(items, list) else {None}
+    if kinds == {int}:
+        check_ids(name, items, vocabulary)
+        return [items]
+    if kinds == {dict} and all("content" in message for message in items):
+        items = [text for message in items for text in _message_texts(name, message["content"])]
+    elif not kinds <= {str}:
+        raise ValueError(f"{name} must be a text, a list of ids, of texts or of messages, got {value!r:.60}")
+    return [read_text(name, text, empty=True) for text in items]
+
+
+def _message_texts(name: str, content: Any) -> list[str]:
+    """A message's content is a text, a list of parts (only text counts), or null (a tool call)."""
+    if content is None or isinstance(content, str):
+        return [content or ""]
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        return [part["text"] for part in content if isinstance(part.get("text"), str)]
+    raise ValueError(f"{name} holds a message whose content is {content!r:.60}")
+
 
 # The map.
 
@@ -67,15 +192,10 @@ def coverage(counts: Counts, sizes: Iterable[int], ends: Iterable[int]) -> dict[
     return {str(size): round(int(counts[token_map(counts, size, ends)].sum()) / total, 6) for size in sizes}
 
 
-def _write_npy(file: Path, ids: list[int]) -> None:
-    with file.open("wb") as stream:  # numpy would add a suffix to a name
-        np.save(stream, np.asarray(ids, np.uint16 if max(ids) < 1 << 16 else np.int32))
-
-
 WRITERS: dict[str, Callable[[Path, list[int]], object]] = {
     ".pt": write_torch_zip_list,
     ".safetensors": lambda file, ids: save_tensors(file, {"token_map": np.asarray(ids, np.int32)}),
-    ".npy": _write_npy,
+    ".npy": lambda file, ids: np.save(file, np.asarray(ids, np.uint16 if max(ids) < 1 << 16 else np.int32)),
     ".json": lambda file, ids: file.write_text(json.dumps(ids) + "\n", encoding="utf-8"),
 }
 
@@ -91,26 +211,34 @@ def write(outputs: list[Path], ids: list[int]) -> None:
 # The command line.
 
 
-def parse_outputs(given: list[str], sources: list[Source]) -> list[Path]:
-    """The output files. Raises ValueError: unknown format, not a file, given twice, or its folder cannot be written."""
-    found: list[Path] = []
-    taken = [Path(source.path).resolve() for source in sources]
+def parse_weights(given: Iterable[str]) -> dict[str, int]:
+    """NAME or NAME=WEIGHT of `--field` to weights by name.
+
+    Raises:
+        ValueError: a wrong form, or a name that is given twice.
+    """
+    found: dict[str, int] = {}
     for text in given:
-        file = Path(text)
-        if file.suffix not in WRITERS:
-            raise ValueError(f"--output {text} must end in {', '.join(WRITERS)}")
-        if file.exists() and not file.is_file():
-            raise ValueError(f"--output {text} cannot be written: it is not a file")
-        if file.resolve() in taken:
-            raise ValueError(f"--output {text} is also an input, or is given twice")
-        try:
-            with tempfile.TemporaryFile(dir=file.resolve().parent):
-                pass
-        except OSError as error:
-            raise ValueError(f"--output {text} cannot be written: {error.strerror or error}") from None
-        taken.append(file.resolve())
-        found.append(file)
+        match = re.fullmatch(r"([^=]+)(?:=([0-9]{1,7}))?", text)
+        if not match or not 1 <= (weight := int(match[2] or 1)) <= MAX_WEIGHT:
+            raise ValueError(f"--field must be NAME or NAME=WEIGHT, weight from 1 to {MAX_WEIGHT}, got {text!r}")
+        if match[1] in found:
+            raise ValueError(f"--field {match[1]} is given twice")
+        found[match[1]] = weight
     return found
+
+
+def parse_outputs(given: list[str], sources: list[Source]) -> list[Path]:
+    """The output files. Raises ValueError: unknown format, given twice, also an input, or it cannot be written."""
+    taken = [Path(source.path).resolve() for source in sources]
+    for file in map(Path, given):
+        if file.suffix not in WRITERS:
+            raise ValueError(f"--output {file} must end in {', '.join(WRITERS)}")
+        if file.resolve() in taken:
+            raise ValueError(f"--output {file} is also an input, or is given twice")
+        check_writable(file)
+        taken.append(file.resolve())
+    return [Path(text) for text in given]
 
 
 def tokenizer_files(name: str, *, progress: bool) -> ModelFiles:
@@ -136,16 +264,13 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m specjax.train.vocab",
         description="Count the tokens of a corpus and write the most frequent ids: a map for a small draft vocabulary.",
         epilog="What is counted of a JSONL line without --field: "
-        + "; or ".join(FIELD_NAMES)
-        + ", whichever comes first.",
+        f"{'; or '.join(map(' and '.join, COUNTED))}, whichever comes first.",
         formatter_class=settings.HelpFormatter,
     )
     parser.add_argument(
-        "--tokenizer",
-        default=BUILT_IN_MODEL,
-        metavar="MODEL",
+        "--tokenizer", default=BUILT_IN_MODEL, metavar="MODEL",
         help="a model as --model takes it, or a tokenizer's folder",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--input", required=True, nargs="+", action="extend", metavar="FILE",
         help="text or JSONL, also gzipped; - = stdin; what the target itself wrote is best",
@@ -208,16 +333,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    try:
-        summary = run(args)
-    except (CheckpointError, ValueError, OSError) as error:
-        print(f"specjax.train.vocab: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("specjax.train.vocab: interrupted; nothing was written", file=sys.stderr)
-        return 130
-    print(json.dumps(summary))
-    return 1 if summary["bad"] else 0
+    return run_command("specjax.train.vocab", lambda: run(args), failed="bad", interrupted="nothing was written")
 
 
 if __name__ == "__main__":
