@@ -29,9 +29,9 @@ from specjax.models.head_spec import head_table
 from specjax.models.llama import init_params
 from specjax.train import draft
 from specjax.train.attention import packed_attention
+from specjax.train.features import teach, training_target
 from specjax.train.optimizer import make_optimizer, schedule
 from specjax.train.options import DraftSettings, LossSettings
-from specjax.train.teacher import teach, training_target
 from specjax.train.unroll import Batch
 from specjax.train.update import TrainState, make_update, split_params
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from specjax.train import features
-from specjax.train.features import FeatureError, FeatureStore, Kept
+from specjax.train.features import FeatureError, FeatureStore
 from specjax.train.packing import Rows, batch_rows
+from specjax.train.unroll import Teacher
 
 COUNT, LENGTH, BATCH, SEED = 7, 4, 3, 1
 
@@ -30,10 +31,10 @@ class Teach:
         self.asked: list[list[int]] = []
         self.dtype = dtype
 
-    def __call__(self, given: Rows) -> Kept:
+    def __call__(self, given: Rows) -> Teacher:
         self.asked.append((given.tokens[:, 0] // LENGTH).tolist())
         values = given.tokens[..., None] + given.tokens.sum() / 1024
-        return Kept(
+        return Teacher(
             np.repeat(values, 6, axis=-1).astype(self.dtype), np.repeat(values, 2, axis=-1).astype(self.dtype),
             given.tokens + 1,
         )  # fmt: skip
@@ -141,6 +142,6 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 
 def test_too_little_memory_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(features, "available_memory", lambda: 100)
+    monkeypatch.setattr(features.psutil, "virtual_memory", lambda: SimpleNamespace(available=100))
     with pytest.raises(FeatureError, match=r"--features memory needs .* GB, and .* GB are free; give --features disk"):
         store(Teach(), tmp_path)

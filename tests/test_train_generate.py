@@ -24,7 +24,7 @@ from specjax.cli import flags
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.models import table
 from specjax.models.params import dimensions, parameter_bytes
-from specjax.train import corpus, generate, memory
+from specjax.train import corpus, generate
 
 FIELDS = ["source", "temperature", "prompt", "response", "prompt_ids", "response_ids", "finish_reason", "seed"]
 QUICK = ["--max-new-tokens", "8", "--max-prompt-tokens", "64", "--chunked-prefill-size", "16",
@@ -161,15 +161,15 @@ def test_temperatures_are_drawn_by_line(files):
 
 
 @pytest.mark.parametrize(
-    ("given", "temperatures", "shares"),
+    ("given", "shares"),
     [
-        (["0.0 0.8"], (0.0, 0.8), (1.0, 1.0)),
-        (["0", "0.8=2", "1=0.5"], (0.0, 0.8, 1.0), (1.0, 2.0, 0.5)),
-        (["1"], (1.0,), (1.0,)),
+        (["0.0 0.8"], {0.0: 1.0, 0.8: 1.0}),
+        (["0", "0.8=2", "1=0.5"], {0.0: 1.0, 0.8: 2.0, 1.0: 0.5}),
+        (["1"], {1.0: 1.0}),
     ],
 )
-def test_mixtures(given, temperatures, shares):
-    assert generate.parse_mixture(given) == (temperatures, shares)
+def test_mixtures(given, shares):
+    assert generate.parse_mixture(given) == shares
 
 
 @pytest.mark.parametrize("given", ["hot", "-1", "0.8=", "0.8=0", "0.8=-1", "0.8=inf", "nan", "0 0.0", " ", "1=2=3"])
@@ -395,7 +395,7 @@ def test_the_progress_bar_shows_the_speed(files, capsys):
 def chosen(model: str, **engine: Any) -> flags.EngineSettings:
     defaults = {"max_running_requests": None, "page_size": 16} | engine
     settings = flags.Settings(model=flags.ModelSettings(model), engine=flags.EngineSettings(**defaults))
-    return memory.batch_for(settings, 48, 1000, progress=False).engine
+    return generate.batch_for(settings, 48, 1000, progress=False).engine
 
 
 def test_the_batch_is_what_the_memory_allows(model, monkeypatch):
@@ -404,7 +404,7 @@ def test_the_batch_is_what_the_memory_allows(model, monkeypatch):
     row = 48 * 2 * 1 * 2 * 8 * 4 + int(2.5 * 4 * VOCABULARY)  # K and V, a layer, two heads of 8, float32; logits
     weights = parameter_bytes(table(config), dimensions(config), config.dtype)
     for free, rows in ((weights + 7 * row, 7), (weights + 7 * row - 1, 6), (weights, 1), (0, 1), (10**12, 64)):
-        monkeypatch.setattr(memory, "free_bytes", lambda _, free=free: free)
+        monkeypatch.setattr(generate, "free_bytes", lambda _, free=free: free)
         found = chosen(model)
         assert (found.max_running_requests, found.max_total_tokens, found.context_length) == (rows, rows * 48, 48)
 
@@ -415,11 +415,11 @@ def test_what_is_given_stays(model):
     found = chosen(model, max_total_tokens=100, context_length=64)
     assert (found.max_running_requests, found.max_total_tokens, found.context_length) == (2, 100, 64)
     settings = flags.Settings(model=flags.ModelSettings(model), engine=flags.EngineSettings(max_running_requests=None))
-    assert memory.batch_for(settings, 48, 3, progress=False).engine.max_running_requests == 3, "no more than lines"
+    assert generate.batch_for(settings, 48, 3, progress=False).engine.max_running_requests == 3, "no more than lines"
 
 
 def test_free_memory_is_some():
-    assert 10**8 < memory.free_bytes(0.85) < 10**14
+    assert 10**8 < generate.free_bytes(0.85) < 10**14
 
 
 def test_help_lists_every_flag(capsys):

@@ -18,7 +18,7 @@ from specjax.models.draft_head import draft_head, init_head_params
 from specjax.models.llama import init_params
 from specjax.train.attention import packed_attention, packed_mask
 from specjax.train.export import head_tensors
-from specjax.train.teacher import teach, training_target
+from specjax.train.features import teach, training_target
 from specjax.train.unroll import Batch, Objective, Teacher, unroll
 
 V, M, W = 19, 16, 7

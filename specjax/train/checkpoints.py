@@ -14,9 +14,9 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, cast
 
 import jax
 import orbax.checkpoint as ocp
@@ -43,41 +43,30 @@ class RunFolder:
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], *, keep: int) -> None:
-        self.folder = folder
-        self._metrics: TextIO | None = None
-        wanted = json.loads(json.dumps(settings))
+        self.folder, self._checkpoints, self._metrics = folder, folder / "checkpoints", folder / "metrics.jsonl"
         file = folder / "run.json"
-        try:
+        with ExitStack() as stack, _run_errors(f"--output {folder} cannot be used"):
             folder.mkdir(parents=True, exist_ok=True)
-            if not file.exists() and {entry.name for entry in folder.iterdir()} - {LOCK}:
+            if not file.exists() and any(entry.name != LOCK for entry in folder.iterdir()):
                 raise RunError(f"--output {folder} holds files, and no run.json: it is no run; give another folder")
-            lock = try_lock(folder / LOCK)
-        except OSError as error:
-            raise RunError(f"--output {folder} cannot be used: {error.strerror or error}") from None
-        if lock is None:
-            raise RunError(f"--output {folder} is in use by another process; wait for it or give another folder")
-        self._lock = lock.lock
-        try:
-            if file.exists() and _has_checkpoint(folder):
-                _compare(json.loads(file.read_text(encoding="utf-8")), wanted, folder)
+            if (lock := try_lock(folder / LOCK)) is None:
+                raise RunError(f"--output {folder} is in use by another process; wait for it or give another folder")
+            stack.enter_context(lock)
+            if file.exists() and any(entry.name.isdecimal() for entry in self._checkpoints.glob("*")):
+                _compare(json.loads(file.read_text(encoding="utf-8")), json.loads(json.dumps(settings)), folder)
             else:
-                write_text(file, json.dumps(wanted, indent=2) + "\n")
-            logging.getLogger("absl").setLevel(logging.WARNING)  # orbax tells of each file
+                write_text(file, json.dumps(settings, indent=2) + "\n")
+            logging.getLogger("absl").setLevel(logging.WARNING)  # orbax reports each file
             options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
-            self._manager = ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options)
-        except BaseException as error:
-            self._lock.release()
-            if not isinstance(error, (OSError, json.JSONDecodeError)):
-                raise
-            reason = getattr(error, "strerror", None) or error
-            raise RunError(f"--output {folder} cannot be used: {reason}") from None
+            manager = ocp.CheckpointManager(self._checkpoints.absolute(), options=options)
+            self._manager = stack.enter_context(manager)
+            self._stack = stack.pop_all()
 
     def __enter__(self) -> RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._manager.close()
-        self._lock.release()
+        self._stack.close()
 
     @property
     def latest(self) -> int | None:
@@ -96,8 +85,8 @@ class RunFolder:
             return cast(TrainState, self._manager.restore(step, args=ocp.args.StandardRestore(abstract)))
         except Exception as error:  # orbax and tensorstore have no common base
             raise RunError(
-                f"the checkpoint of step {step} in {self.folder / 'checkpoints'} cannot be read "
-                f"({_first_line(error)}); remove its folder to go on from the one before"
+                f"the checkpoint of step {step} in {self._checkpoints} cannot be read ({_first_line(error)}); remove "
+                "its folder to go on from the one before"
             ) from error
 
     def save(self, state: TrainState) -> None:
@@ -106,47 +95,28 @@ class RunFolder:
         if before == step:
             return
         try:
-            self._check_room(state)
+            needed, free = sum(leaf.nbytes for leaf in jax.tree.leaves(state)), shutil.disk_usage(self.folder).free
+            if needed > free:  # orbax would find out in the middle, in several threads, each of which reports it
+                raise OSError(errno.ENOSPC, f"it takes {needed / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free")
             self._manager.save(step, args=ocp.args.StandardSave(state))
             self._manager.wait_until_finished()
         except Exception as error:
             kept = "there is none before it" if before is None else f"that of step {before} is whole"
             raise RunError(
-                f"the checkpoint of step {step} cannot be written to {self.folder / 'checkpoints'} "
-                f"({_first_line(error)}); {kept}. Make room and run the same command again"
+                f"the checkpoint of step {step} cannot be written to {self._checkpoints} ({_first_line(error)}); "
+                f"{kept}. Make room and run the same command again"
             ) from error
 
-    def _check_room(self, state: TrainState) -> None:
-        """Raises OSError. Orbax finds a full disk only in the middle, in several threads, each of which tells of it."""
-        needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        free = shutil.disk_usage(self.folder).free
-        if needed > free:
-            raise OSError(errno.ENOSPC, f"it takes {needed / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free")
-
-    @contextmanager
-    def metrics(self, step: int) -> Iterator[None]:
-        """Opens the log, which then ends at `step`."""
-        file = self.folder / "metrics.jsonl"
-        kept = [line for line in read_metrics(self.folder) if line["step"] <= step]
-        try:
-            write_text(file, "".join(json.dumps(line) + "\n" for line in kept))
-            self._metrics = file.open("a", encoding="utf-8")
-        except OSError as error:
-            raise RunError(f"{file} cannot be written: {error.strerror or error}") from None
-        with self._metrics:
-            yield
-        self._metrics = None
+    def rewind(self, step: int) -> None:
+        """Drop the lines of later steps from the log."""
+        kept = [json.dumps(row) + "\n" for row in read_metrics(self.folder) if row["step"] <= step]
+        with _run_errors(f"{self._metrics} cannot be written"):
+            write_text(self._metrics, "".join(kept))
 
     def log(self, row: Mapping[str, Any]) -> None:
-        assert self._metrics is not None
-        try:
-            self._metrics.write(json.dumps(row) + "\n")
-            self._metrics.flush()
-        except OSError as error:
-            raise RunError(
-                f"{self._metrics.name} cannot be written: {error.strerror or error}. Make room and run the same "
-                "command again: it goes on from the last checkpoint"
-            ) from None
+        advice = ". Make room and run the same command again: it goes on from the last checkpoint"
+        with _run_errors(f"{self._metrics} cannot be written", advice), self._metrics.open("a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -154,15 +124,17 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     file = folder / "metrics.jsonl"
     found = []
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []:
-        try:
+        with suppress(json.JSONDecodeError):
             found.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
     return found
 
 
-def _has_checkpoint(folder: Path) -> bool:
-    return any(file.name.isdecimal() for file in (folder / "checkpoints").glob("*"))
+@contextmanager
+def _run_errors(problem: str, advice: str = "") -> Iterator[None]:
+    try:
+        yield
+    except (OSError, json.JSONDecodeError) as error:
+        raise RunError(f"{problem}: {getattr(error, 'strerror', None) or error}{advice}") from None
 
 
 def _compare(there: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:

@@ -27,41 +27,25 @@ SOFTENED = 0.3
 scale begins at a loss near that of a uniform guess, and learns in 60,000 tokens what takes 100,000 with all of it."""
 
 
-def default_aux_layers(layers: int) -> tuple[int, ...]:
-    """Outputs low, middle and high, as EAGLE-3 has them: the inputs of layers 2, L // 2 and L - 3. Of a target with
-    fewer than 7 layers, where these are not three: the first, the middle and the last.
-
-    Raises:
-        ValueError: it has no three layers.
-    """
-    if layers < 3:
-        raise ValueError(f"the target has {layers} layers, and --aux-layers are three by default; give --aux-layers")
-    return (1, layers // 2 - 1, layers - 4) if layers >= 7 else (0, (layers - 1) // 2, layers - 1)
-
-
 def head_config(settings: DraftSettings, target: ModelConfig, ends: Sequence[int] = ()) -> HeadConfig:
     """The description of a new head: as wide as its target. `ends` are in its vocabulary, whatever its size.
 
     Raises:
         ValueError: a setting does not fit the kind or the target; names the flag.
     """
-    spec = ALGORITHMS[settings.draft]
-    if not spec.own_ends and (settings.draft_vocab_size != ALL_TOKENS or settings.aux_layers):
+    spec, wanted, there = ALGORITHMS[settings.draft], settings.draft_vocab_size, target.vocab_size
+    if not spec.own_ends and (wanted != ALL_TOKENS or settings.aux_layers):
         name = "--aux-layers" if settings.aux_layers else "--draft-vocab-size"
         own = ", ".join(other.algorithm for other in ALGORITHMS.values() if other.own_ends)
         raise ValueError(
             f"{name} is for --draft {own}; a head of {settings.draft} reads and gives what its target does"
         )
-    if settings.draft_vocab_size > target.vocab_size:
-        raise ValueError(
-            f"--draft-vocab-size {settings.draft_vocab_size} is more than the target's {target.vocab_size}"
-        )
-    if 0 < settings.draft_vocab_size < len(set(ends)):
-        raise ValueError(
-            f"--draft-vocab-size {settings.draft_vocab_size} has no room for the model's {len(set(ends))} end tokens"
-        )
+    if wanted > there:
+        raise ValueError(f"--draft-vocab-size {wanted} is more than the target's {there}")
+    if 0 < wanted < len(set(ends)):
+        raise ValueError(f"--draft-vocab-size {wanted} has no room for the model's {len(set(ends))} end tokens")
     aux_layers = _aux_layers(settings.aux_layers, target.num_layers) if spec.reads_layers else ()
-    size = settings.draft_vocab_size or target.vocab_size
+    size = wanted or there
     return HeadConfig(
         spec.kind,
         hidden_size=target.hidden_size,
@@ -72,10 +56,10 @@ def head_config(settings: DraftSettings, target: ModelConfig, ends: Sequence[int
         head_dim=target.head_dim,
         norm_epsilon=target.norm_epsilon,
         rope=target.rope,
-        vocab_size=size if spec.own_ends else target.vocab_size,
+        vocab_size=size,
         aux_layers=aux_layers,
         own_head=spec.own_ends,
-        mapped=spec.own_ends and size < target.vocab_size,
+        mapped=size < there,
         fc_bias="fc_bias" in spec.biases,
         attention_bias="attention_bias" in spec.biases,
     )
@@ -101,11 +85,18 @@ def from_head(settings: DraftSettings, target: ModelConfig) -> tuple[HeadConfig,
 
 
 def _aux_layers(given: Sequence[str], layers: int) -> tuple[int, ...]:
-    if not given:
-        return default_aux_layers(layers)
-    if not all(text.isdecimal() and int(text) < layers for text in given) or len(set(given)) < len(given):
-        raise ValueError(f"--aux-layers must be different layers from 0 to {layers - 1}, got {' '.join(given)}")
-    return tuple(int(text) for text in given)
+    """The layers whose outputs an EAGLE-3 head reads.
+
+    By default low, middle and high, as EAGLE-3 has them: the inputs of layers 2, L // 2 and L - 3. Of a target with
+    fewer than 7 layers, where these are not three: the first, the middle and the last.
+    """
+    if given:
+        if not all(text.isdecimal() and int(text) < layers for text in given) or len(set(given)) < len(given):
+            raise ValueError(f"--aux-layers must be different layers from 0 to {layers - 1}, got {' '.join(given)}")
+        return tuple(map(int, given))
+    if layers < 3:
+        raise ValueError(f"the target has {layers} layers, and --aux-layers are three by default; give --aux-layers")
+    return (1, layers // 2 - 1, layers - 4) if layers >= 7 else (0, (layers - 1) // 2, layers - 1)
 
 
 def draft_ids(rows: Rows, size: int, vocabulary: int, ends: Sequence[int]) -> Int32[np.ndarray, "W"]:
@@ -157,30 +148,28 @@ def objective(algorithm: str, settings: LossSettings) -> Objective:
     """What is minimised; settings that are not given are as the kind's authors train it.
 
     Raises:
-        ValueError: as many weights as rounds are needed.
+        ValueError: a weight is negative or no number, or there is not one for each round.
     """
     default = Objective(**ALGORITHMS[algorithm].training)
+    first, given = default.weights[0], " ".join(settings.round_weights)
     try:
-        weights = tuple(float(text) for text in settings.round_weights)
+        weights = tuple(map(float, settings.round_weights))
     except ValueError:
-        raise ValueError(f"--round-weights must be numbers, got {' '.join(settings.round_weights)}") from None
+        raise ValueError(f"--round-weights must be numbers, got {given}") from None
     if any(not 0 <= weight < float("inf") for weight in weights):
-        raise ValueError(f"--round-weights must be at least 0, got {' '.join(settings.round_weights)}")
+        raise ValueError(f"--round-weights must be at least 0, got {given}")
     if weights and not any(weights):
         raise ValueError("--round-weights must not all be 0: nothing would be learnt")
-    rounds = settings.rounds or len(weights) or len(default.weights)
+    rounds = settings.rounds or len(weights or default.weights)
     if not weights:
-        usual = list(default.weights)
-        usual = usual[:rounds] if len(usual) > 1 else []
-        weights = (*usual, *(default.weights[0] * 0.8**j for j in range(len(usual), rounds)))
+        usual = default.weights[:rounds] if len(default.weights) > 1 else ()
+        weights = (*usual, *(first * 0.8**j for j in range(len(usual), rounds)))
     if len(weights) != rounds:
         raise ValueError(f"--round-weights gives {len(weights)} weights for {rounds} --rounds; give one each")
-    scale = 1.0 if settings.loss_weight is None else settings.loss_weight / default.weights[0]
-    regression, noise = settings.regression_weight, settings.feature_noise
-    return Objective(
-        loss=settings.loss or default.loss,
+    scale = 1.0 if settings.loss_weight is None else settings.loss_weight / first
+    changes = {"loss": settings.loss, "regression": settings.regression_weight, "noise": settings.feature_noise}
+    return default._replace(
         weights=tuple(weight * scale for weight in weights),
-        regression=default.regression if regression is None else regression,
-        noise=default.noise if noise is None else noise,
         temperature=settings.teacher_temperature,
+        **{name: value for name, value in changes.items() if value is not None},
     )

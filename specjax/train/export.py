@@ -60,15 +60,11 @@ def export_head(
     Args:
         folder: made if need be; an export that is there is replaced.
         params: as `specjax.models.head_spec.head_table` declares them, of any float type, on any device; rounded once.
-        target: the model that the head drafts for.
-        target_name: of that model, for the card; a hub id makes it a link.
+        target: the model that the head drafts for; `target_name` is for the card, where a hub id makes a link.
         card: Markdown, the model card below its front matter.
         extra: more keys of config.json, which must not be among those written anyway.
         dtype: of the parameters as written: bfloat16, float16 or float32.
         license: of the head, as the hub spells it.
-
-    Returns:
-        The folder.
 
     Raises:
         ValueError: the parameters are not those of such a head or not finite in `dtype`; a key of `extra` is taken.
@@ -88,9 +84,7 @@ def export_head(
     matter = "\n".join(f"{key}: {json.dumps(value)}" for key, value in front.items())
     folder = Path(folder)
     try:
-        if folder.exists() and (
-            others := {file.name for file in folder.iterdir()} - {CONFIG_NAME, CARD_NAME, SINGLE_NAME}
-        ):
+        if others := other_files(folder):
             raise CheckpointError(
                 f"{folder} holds {listed(others)}, which is no part of an exported head and would be lost; choose "
                 "another folder, or move that away"
@@ -104,6 +98,12 @@ def export_head(
             f"cannot write a draft head to {folder} ({error}); free some space or choose another folder"
         ) from error
     return folder
+
+
+def other_files(folder: Path) -> list[str]:
+    """What a folder holds besides an exported head."""
+    there = {file.name for file in folder.iterdir()} if folder.exists() else set()
+    return sorted(there - {CONFIG_NAME, CARD_NAME, SINGLE_NAME})
 
 
 def head_tensors(
@@ -185,12 +185,11 @@ def head_description(config: HeadConfig, target: ModelConfig, dtype: str = "bflo
 def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
     if rope.scaling == "none":
         return None
-    if rope.scaling == "linear":
-        return {"rope_type": "linear", "factor": rope.factor}
-    return {
-        "rope_type": "llama3",
-        "factor": rope.factor,
-        "low_freq_factor": rope.low_freq_factor,
-        "high_freq_factor": rope.high_freq_factor,
-        "original_max_position_embeddings": rope.original_max_position,
-    }
+    found = {"rope_type": rope.scaling, "factor": rope.factor}
+    if rope.scaling == "llama3":
+        found |= {
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_max_position,
+        }
+    return found

@@ -1,8 +1,9 @@
-"""Target features of training rows, computed once: on a CPU the target's forward costs more than training the head.
+"""The frozen target's outputs for packed rows: what the head reads and is taught by, computed in each step or once.
 
-A row's values come from the forward over its batch of the first epoch, whenever that forward runs, so a resumed run
-that lost the features in memory continues bit for bit. On disk the features survive the process, in a folder named
-after everything they depend on.
+On a CPU the target's forward costs more than training the head, so `FeatureStore` keeps its outputs. A row's values
+come from the forward over its batch of the first epoch, whenever that forward runs, so a resumed run that lost the
+features in memory continues bit for bit. On disk they survive the process, in a folder named after everything they
+depend on.
 """
 
 from __future__ import annotations
@@ -12,37 +13,69 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import psutil
+from jax import Array
 
-from specjax.train.memory import available_memory
+from specjax.cache import PoolShape, init_cache
+from specjax.config import ModelConfig
+from specjax.models import make_target
+from specjax.models.target import Target
+from specjax.train.attention import packed_attention, packed_mask
 from specjax.train.packing import Rows, batch_rows
+from specjax.train.unroll import Batch, Teacher
+from specjax.types import Weights
 
 MODES = ("none", "memory", "disk")
+
+CHUNK = 512
+"""Tokens whose full logits exist at one time."""
 
 
 class FeatureError(ValueError):
     """The features cannot be stored."""
 
 
-class Kept(NamedTuple):
-    """A `Teacher` on the host."""
+def training_target(config: ModelConfig, dtype: str) -> Target:
+    """The target for packed rows: no pages, differentiable attention, computing in `dtype`."""
+    return make_target(replace(config, dtype=dtype), backend=packed_attention)
 
-    features: np.ndarray  # [rows, N, F]
-    hidden: np.ndarray  # [rows, N, M]
-    top: np.ndarray  # [rows, N]
+
+def teach(target: Target, features: tuple[int, ...] | str) -> Callable[[Weights, Batch], Teacher]:
+    """(target parameters, batch) -> Teacher, for `jax.jit`."""
+
+    def run(params: Weights, batch: Batch) -> Teacher:
+        rows = batch.tokens.shape[0]
+        cache = init_cache(target.pages, PoolShape(1, 1))  # `packed_attention` reads no pages
+        table, start = jnp.zeros((rows, 1), jnp.int32), jnp.zeros(rows, jnp.int32)
+        embedded, mask = target.embed(params, batch.tokens), packed_mask(batch.segments)
+        output = target.forward(params, embedded, batch.positions, mask, cache, table, start, features=features)
+        assert output.features is not None
+        return Teacher(output.features, output.hidden, _likeliest(target, params, output.hidden))
+
+    return run
+
+
+def _likeliest(target: Target, params: Weights, hidden: Array) -> Array:
+    """argmax of the logits, computed in chunks: the logits of all tokens may be gigabytes."""
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    chunks = jnp.pad(flat, ((0, -len(flat) % CHUNK), (0, 0))).reshape(-1, CHUNK, flat.shape[1])
+    top = jax.lax.map(lambda part: jnp.argmax(target.unembed(params, part), axis=-1).astype(jnp.int32), chunks)
+    return top.reshape(-1)[: len(flat)].reshape(hidden.shape[:2])
 
 
 class FeatureStore:
     """Features of rows by index.
 
     Args:
-        teach: rows -> `Kept` of these rows, in `dtype`.
-        mode: memory or disk.
-        folder: parent of the folder on disk.
+        teach: rows -> numpy `Teacher` of these rows, in `dtype`.
+        mode: memory or disk, in a folder below `folder`.
         widths: F and M.
         batch, seed: of the run, see `batch_rows`.
         identity: names everything else that the values depend on, except the rows.
@@ -52,17 +85,18 @@ class FeatureStore:
     """
 
     def __init__(
-        self, teach: Callable[[Rows], Kept], rows: Rows, *, mode: str, folder: Path, widths: tuple[int, int],
+        self, teach: Callable[[Rows], Teacher], rows: Rows, *, mode: str, folder: Path, widths: tuple[int, int],
         dtype: str, batch: int, seed: int, identity: str,
     ) -> None:  # fmt: skip
-        count, length = rows.tokens.shape
+        count = len(rows.tokens)
         self._teach, self._rows, self._batch, self._seed = teach, rows, batch, seed
         token = np.dtype([("features", dtype, widths[0]), ("hidden", dtype, widths[1]), ("top", np.int32)])
         if mode == "memory":
-            self._kept, self._done = _allocate(token, (count, length))
+            self._kept, self._done = _allocate(token, rows.tokens.shape)
         else:
-            name = _fingerprint(rows, "rows.bin", identity, dtype, batch, seed)
-            self._kept, self._done = _open(folder / name, token, (count, length))
+            digest = hashlib.sha256(json.dumps(("rows.bin", identity, dtype, batch, seed)).encode())
+            digest.update(rows.tokens.tobytes() + rows.segments.tobytes())
+            self._kept, self._done = _open(folder / digest.hexdigest()[:16], token, rows.tokens.shape)
         self._group = np.zeros(count, np.int64)  # each row's batch in the first epoch
         for number in reversed(range(-(-count // batch))):
             self._group[batch_rows(number, count, batch, seed)] = number
@@ -72,31 +106,24 @@ class FeatureStore:
         """Rows computed so far."""
         return int(self._done.sum())
 
-    def get(self, wanted: np.ndarray) -> Kept:
+    def get(self, wanted: np.ndarray) -> Teacher:
         """The features of the rows `wanted`, in this order."""
         for number in np.unique(self._group[wanted[self._done[wanted] == 0]]):
             members = batch_rows(int(number), len(self._group), self._batch, self._seed)
             found = self._teach(Rows(*(part[members] for part in self._rows)))
             mine = self._group[members] == number
-            for name in Kept._fields:
+            for name in Teacher._fields:
                 self._kept[name][members[mine]] = getattr(found, name)[mine]
             if isinstance(self._kept, np.memmap):
                 self._kept.flush()  # before the rows are marked as done
             self._done[members[mine]] = 1
-        return Kept(*(self._kept[name][wanted] for name in Kept._fields))
-
-
-def _fingerprint(rows: Rows, *identity: object) -> str:
-    digest = hashlib.sha256(json.dumps(identity).encode())
-    for part in (rows.tokens, rows.segments):
-        digest.update(np.ascontiguousarray(part).tobytes())
-    return digest.hexdigest()[:16]
+        return Teacher._make(self._kept[name][wanted] for name in Teacher._fields)
 
 
 def _allocate(token: np.dtype, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     """Rows in memory, and which of them are computed: none."""
-    needed, free = prod(shape) * token.itemsize, available_memory()
-    if free is not None and needed > free:
+    needed, free = prod(shape) * token.itemsize, psutil.virtual_memory().available
+    if needed > free:
         raise FeatureError(
             f"--features memory needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; give --features disk, "
             "less data, or --features none"

@@ -16,30 +16,41 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
-import os
 import random
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import psutil
 from tqdm import tqdm
 
-from specjax import settings
-from specjax.checkpoint import CheckpointError
+from specjax import checkpoint, settings
+from specjax.cache import bytes_per_token, init_cache
 from specjax.checkpoint.files import sha256, try_lock, write_text
 from specjax.cli import flags
 from specjax.cli.generate import BadLine, Line, parse_object, prompt_field, run
+from specjax.config import ModelConfig
 from specjax.engine import Completion, Engine, SamplingParams
 from specjax.engine.buckets import speculation_note
+from specjax.engine.memory import STEP_COPIES
 from specjax.engine.sampling_params import later_seed
-from specjax.train import corpus
-from specjax.train.memory import batch_for
+from specjax.models import make_target, table
+from specjax.models.params import dimensions, parameter_bytes
+from specjax.train import corpus, run_command
 
 FIELDS = ("prompt", "messages")
+LARGEST = {"cpu": 64, "gpu": 256}
+"""Largest batch, whatever the memory. From 64 rows on a CPU's forward costs in proportion to its rows."""
+
+CPU_FRACTION = 0.5
+"""Share of the host's free memory that a run takes; other programs share the machine."""
+
 DEFAULTS = flags.Settings(
     # None: what fits the memory. Drafting pays in small batches, and these are as large as they can be.
     engine=flags.EngineSettings(max_running_requests=None),
@@ -48,18 +59,8 @@ DEFAULTS = flags.Settings(
 TABLES = ("model", "engine", "speculative")
 
 
-class Mixture(NamedTuple):
-    """Temperatures and how often each is drawn."""
-
-    temperatures: tuple[float, ...]
-    shares: tuple[float, ...]
-
-    def draw(self, seed: int, place: int) -> float:
-        """The temperature of one line, independent of other lines."""
-        return random.Random(f"temperature {seed} {place}").choices(self.temperatures, self.shares)[0]
-
-    def __str__(self) -> str:
-        return " ".join(f"{t:g}={share:g}" for t, share in zip(self.temperatures, self.shares, strict=True))
+Mixture = Mapping[float, float]
+"""Temperatures and how often each is drawn."""
 
 
 def parse_mixture(given: list[str]) -> Mixture:
@@ -83,108 +84,142 @@ def parse_mixture(given: list[str]) -> Mixture:
         found[temperature] = weight
     if not found:
         raise ValueError("--temperatures needs at least one")
-    return Mixture(tuple(found), tuple(found.values()))
+    return found
 
 
 # Earlier runs.
 
 
-class Progress(NamedTuple):
-    """An output file as an earlier run left it."""
-
-    size: int  # bytes in whole lines
-    seed: int | None  # of the last whole line; None: there is none
-
-
-def progress_of(output: Path) -> Progress:
-    """How far an earlier run came; an unfinished last line does not count.
+def progress_of(output: Path) -> tuple[int, int | None]:
+    """Bytes in whole lines that an earlier run left, and the seed of the last one; None: there is none.
 
     Raises:
         ValueError: the last whole line was not written by this command.
     """
-    if not output.exists() or not output.stat().st_size:
-        return Progress(0, None)
-    with output.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        size = data.rfind(b"\n") + 1
-        line = data[data.rfind(b"\n", 0, max(size - 1, 0)) + 1 : size]
+    size, last = 0, b""
+    with output.open("rb") if output.exists() else nullcontext([]) as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                size, last = size + len(line), line
     if not size:
-        return Progress(0, None)
+        return 0, None
     try:
-        seed = parse_object(line).get("seed")
+        seed = parse_object(last).get("seed")
         if type(seed) is not int:
             raise ValueError("it has no seed")
     except ValueError as error:
         raise ValueError(f"--output {output} ends with a line that is not from this command ({error})") from None
-    return Progress(size, seed)
+    return size, seed
 
 
 def check_resumable(output: Path, wanted: Mapping[str, Any]) -> None:
     """Raises ValueError: the file has lines made with other settings, or by another program."""
     if not output.exists() or not output.stat().st_size:
         return
-    file = meta_file(output)
-    advice = "give another --output, or --overwrite to start anew"
+    file, advice = meta_file(output), "give another --output, or --overwrite to start anew"
     try:
         known = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"--output {output} is there, and {file} does not say how it was made ({error}); {advice}"
-        ) from None
-    differing = [key for key in dict.fromkeys([*wanted, *known]) if known.get(key) != wanted.get(key)]
+        raise ValueError(f"--output {output}: {file} does not say how it was made ({error}); {advice}") from None
+    differing = [
+        f"{key} was {known.get(key)!r}, is {wanted.get(key)!r}"
+        for key in dict.fromkeys([*wanted, *known])
+        if known.get(key) != wanted.get(key)
+    ]
     if differing:
-        named = "; ".join(f"{key} was {known.get(key)!r}, is {wanted.get(key)!r}" for key in differing)
-        raise ValueError(f"--output {output} was made otherwise: {named}. Run it as it was, {advice}")
+        raise ValueError(f"--output {output} was made otherwise: {'; '.join(differing)}. Run it as it was, {advice}")
 
 
 def meta_file(output: Path) -> Path:
     return output.with_name(f"{output.name}.meta.json")
 
 
-def remaining(order: list[corpus.Line], found: Progress, seed: int, output: Path) -> list[corpus.Line]:
-    """The lines after the last answered one, which its seed identifies."""
-    if found.seed is None:
+def remaining(order: list[corpus.Line], last: int | None, seed: int, output: Path) -> list[corpus.Line]:
+    """The lines after the one whose answer has the seed `last`."""
+    if last is None:
         return order
     for done, line in enumerate(order, start=1):
-        if later_seed(seed, line.place) == found.seed:
+        if later_seed(seed, line.place) == last:
             return order[done:]
     raise ValueError(f"--output {output} ends with an answer to a line that --input does not have")
+
+
+# The batch.
+
+
+def batch_for(chosen: flags.Settings, tokens: int, lines: int, *, progress: bool = True) -> flags.Settings:
+    """Fill in batch, pool and context for sequences of `tokens` tokens, where the settings leave them open.
+
+    The pool holds all rows at full length, so that no request is ever retracted.
+
+    Raises:
+        CheckpointError: there is no such model.
+        ValueError: its context is shorter than `tokens`.
+    """
+    engine, model = chosen.engine, chosen.model
+    files = checkpoint.resolve(model.model, revision=model.revision, progress=progress)
+    config = checkpoint.model_config(files.config, dtype=model.dtype)
+    context = engine.context_length or config.max_positions
+    if tokens > context:
+        raise ValueError(
+            f"--max-prompt-tokens and --max-new-tokens come to {tokens} tokens, and the context is {context}"
+        )
+    row = -(-tokens // engine.page_size) * engine.page_size
+    rows = engine.max_running_requests
+    if rows is None:
+        free = free_bytes(engine.mem_fraction_static) - parameter_bytes(table(config), dimensions(config), config.dtype)
+        rows = min(rows_that_fit(config, row, free), lines, (engine.max_total_tokens or sys.maxsize) // row)
+        rows = max(rows, 1)
+    filled = {
+        "max_total_tokens": engine.max_total_tokens or rows * row,
+        "context_length": engine.context_length or tokens,
+    }
+    return replace(chosen, engine=replace(engine, max_running_requests=rows, **filled))
+
+
+def rows_that_fit(config: ModelConfig, tokens: int, free: int) -> int:
+    """Sequences of `tokens` tokens, with cache and a step's logits, that fit `free` bytes; may be below 1."""
+    kept = bytes_per_token(partial(init_cache, make_target(config).pages))
+    each = tokens * kept + int(STEP_COPIES * 4 * config.vocab_size)
+    return min(free // each, LARGEST["cpu" if jax.default_backend() == "cpu" else "gpu"])
+
+
+def free_bytes(mem_fraction: float) -> int:
+    """Bytes of the device that a run may take."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if jax.default_backend() != "cpu" and "bytes_limit" in stats:
+        return int(stats["bytes_limit"] * mem_fraction) - stats.get("bytes_in_use", 0)
+    return int(psutil.virtual_memory().available * CPU_FRACTION)
 
 
 # The answers.
 
 
-class Prompts:
-    """The requests of input lines, made one at a time."""
-
-    def __init__(self, engine: Engine, lines: list[corpus.Line], mixture: Mixture, args: argparse.Namespace) -> None:
-        self._engine, self._lines, self._mixture, self._args = engine, lines, mixture, args
-        self.too_long = 0
-
-    def __iter__(self) -> Iterator[Line | BadLine | None]:
-        """A request, a line that cannot be used, or None for a prompt that is too long."""
-        for raw in self._lines:
-            try:
-                line = self._line(raw)
-            except (ValueError, RecursionError) as error:
-                yield BadLine(raw.number, str(error))
-                continue
-            self.too_long += line is None
-            yield line
-
-    def _line(self, raw: corpus.Line) -> Line | None:
-        args, seed = self._args, later_seed(self._args.seed, raw.place)
-        row = parse_object(raw.text())
-        field = prompt_field(row, FIELDS)
-        prompt = row[field]
-        if field == "prompt" and self._engine.tokenizer.chat_template:
-            prompt = [{"role": "user", "content": prompt}]
-        ids = self._engine.encode(prompt)
+def requests(
+    engine: Engine, lines: list[corpus.Line], mixture: Mixture, args: argparse.Namespace, too_long: list[corpus.Line]
+) -> Iterator[Line | BadLine | None]:
+    """The requests of input lines, made one at a time; None for a prompt that is too long, which is noted."""
+    for raw in lines:
+        try:
+            row = parse_object(raw.text())
+            field = prompt_field(row, FIELDS)
+            prompt = row[field]
+            if field == "prompt" and engine.tokenizer.chat_template:
+                prompt = [{"role": "user", "content": prompt}]
+            ids = engine.encode(prompt)
+        except (ValueError, RecursionError) as error:
+            yield BadLine(raw.number, str(error))
+            continue
         if len(ids) > args.max_prompt_tokens:
-            return None
-        temperature = self._mixture.draw(args.seed, raw.place)
+            too_long.append(raw)
+            yield None
+            continue
+        draw = random.Random(f"temperature {args.seed} {raw.place}")  # independent of other lines
+        (temperature,) = draw.choices([*mixture], [*mixture.values()])
+        seed = later_seed(args.seed, raw.place)
         sampling = SamplingParams(max_new_tokens=args.max_new_tokens, temperature=temperature, seed=seed)
-        source = {"source": row["source"]} if "source" in row else {}
-        return Line(raw.number, raw.number, ids, sampling, {**source, "temperature": temperature, field: row[field]})
+        kept = {name: row[name] for name in ("source",) if name in row}
+        yield Line(raw.number, raw.number, ids, sampling, kept | {"temperature": temperature, field: row[field]})
 
 
 def answer(line: Line, done: Completion) -> dict[str, Any] | None:
@@ -236,21 +271,9 @@ def identity(args: argparse.Namespace, mixture: Mixture, chosen: flags.Settings,
         **{name: getattr(args, name) for name in given},
         "dtype": dtype,
         "input_sha256": digest,
-        "temperatures": str(mixture),
+        "temperatures": " ".join(f"{temperature:g}={share:g}" for temperature, share in mixture.items()),
         **({"plain_content": True} if chosen.engine.plain_content else {}),
     }
-
-
-def check_arguments(args: argparse.Namespace, output: Path) -> None:
-    for name in ("count", "max_new_tokens", "max_prompt_tokens"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    SamplingParams(seed=args.seed)
-    if output.exists() and output.samefile(args.input):
-        raise ValueError(f"--output {output} is the input file")
-    if output.is_dir() or not os.access(output if output.exists() else output.absolute().parent, os.W_OK):
-        raise ValueError(f"--output {output} cannot be written")
 
 
 def generate(args: argparse.Namespace, chosen: flags.Settings) -> dict[str, Any]:
@@ -259,15 +282,21 @@ def generate(args: argparse.Namespace, chosen: flags.Settings) -> dict[str, Any]
     if args.input == "-":
         raise ValueError("--input must be a file: a run that is resumed reads it again")
     lines, digest = list(corpus.read(corpus.Source(args.input, "jsonl"))), sha256(Path(args.input))
-    check_arguments(args, output)
+    for name in ("count", "max_new_tokens", "max_prompt_tokens"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    SamplingParams(seed=args.seed)
+    if output.exists() and output.samefile(args.input):
+        raise ValueError(f"--output {output} is the input file")
+    corpus.check_writable(output)
     mixture = parse_mixture(args.temperatures)
     if args.shuffle:
         random.Random(f"order {args.seed}").shuffle(lines)
     wanted = identity(args, mixture, chosen, digest)
     if not args.overwrite:
         check_resumable(output, wanted)
-    found = Progress(0, None) if args.overwrite else progress_of(output)
-    left = remaining(lines, found, args.seed, output)
+    found = size, last = (0, None) if args.overwrite else progress_of(output)
+    left = remaining(lines, last, args.seed, output)
     done = len(lines) - len(left)
     left = left[: max((args.count or len(lines)) - done, 0)]
     if not left:
@@ -277,34 +306,26 @@ def generate(args: argparse.Namespace, chosen: flags.Settings) -> dict[str, Any]
     if progress:
         place = f", after {done} that are done" if done else ""
         note = speculation_note(engine.drafter, engine.buckets)
-        tqdm.write(
-            f"{len(left)} lines{place}; {engine.config.max_running_requests} at once; speculation: {note}",
-            file=sys.stderr,
-        )
-    prompts = Prompts(engine, left, mixture, args)
+        rows = engine.config.max_running_requests
+        tqdm.write(f"{len(left)} lines{place}; {rows} at once; speculation: {note}", file=sys.stderr)
+    too_long: list[corpus.Line] = []
+    prompts = requests(engine, left, mixture, args, too_long)
     if (lock := try_lock(output.with_name(f".{output.name}.lock"))) is None:
         raise ValueError(f"--output {output} is being written by another run")
     with lock, output.open("a", encoding="utf-8", newline="\n") as file:  # nothing of an old file is lost before here
         if not args.overwrite and progress_of(output) != found:
             raise ValueError(f"--output {output} has been written by another run meanwhile")
-        file.truncate(found.size)
+        file.truncate(size)
         write_text(meta_file(output), json.dumps(wanted, indent=1) + "\n")
         summary = run(engine, prompts, file, progress=progress, total=len(left), describe=answer)
-    return {"resumed_after": done, "too_long": prompts.too_long, **summary}
+    return {"resumed_after": done, "too_long": len(too_long), **summary}
 
 
 def main(argv: list[str] | None = None) -> int:
     args, chosen = settings.parse(build_parser(), argv, DEFAULTS)
-    try:
-        summary = generate(args, chosen)
-    except (CheckpointError, ValueError, NotImplementedError, OSError) as error:
-        print(f"specjax.train.generate: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("specjax.train.generate: interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
-    print(json.dumps(summary))
-    return 1 if summary["failed"] else 0
+    work = partial(generate, args, chosen)
+    after = "the same command goes on from here"
+    return run_command("specjax.train.generate", work, failed="failed", interrupted=after)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,12 @@ import jax
 import numpy as np
 
 from specjax import checkpoint
-from specjax.checkpoint.weights import SINGLE_NAME
 from specjax.config import HeadConfig, ModelConfig
 from specjax.models import make_target
 from specjax.train import draft
 from specjax.train.corpus import report
 from specjax.train.data import load_examples
-from specjax.train.export import CARD_NAME, CONFIG_NAME
+from specjax.train.export import other_files
 from specjax.train.options import REPORTING, TrainOptions
 from specjax.train.packing import Example, Rows, pack, split
 from specjax.types import Weights
@@ -50,36 +49,36 @@ def read_data(options: TrainOptions, tokenizer: Any, target: ModelConfig) -> tup
     Raises:
         ValueError: nothing to learn from. OSError: a file cannot be read.
     """
-    given = options.data
-    if not given.data and not given.text_data:
+    given, seed = options.data, options.data.data_seed
+    paths = given.data + given.text_data
+    if not paths:
         raise ValueError("nothing to learn from: give --data or --text-data")
-    for flag, paths in {"--data": given.data, "--text-data": given.text_data}.items():
-        if len(set(paths)) < len(paths):
-            raise ValueError(f"{flag} names a file twice: {' '.join(paths)}")
-    length = min(given.row_length, target.max_positions)
-    load = partial(load_examples, tokenizer=tokenizer, vocabulary=target.vocab_size, max_length=length)
-    answers = load(given.data, loss_on=given.loss_on, progress=True)
-    texts = load(given.text_data, loss_on="all", progress=True)
+    for flag, files in {"--data": given.data, "--text-data": given.text_data}.items():
+        if len(set(files)) < len(files):
+            raise ValueError(f"{flag} names a file twice: {' '.join(files)}")
+    load = partial(
+        load_examples, tokenizer=tokenizer, vocabulary=target.vocab_size, progress=True,
+        max_length=min(given.row_length, target.max_positions),
+    )  # fmt: skip
+    answers, texts = load(given.data, loss_on=given.loss_on), load(given.text_data, loss_on="all")
     report([*answers.skipped, *texts.skipped])
-    there, held = len(answers.examples), given.held_back
-    if held and held >= there and there + len(texts.examples):
+    there, held, drawn = len(answers.examples), given.held_back, texts.examples
+    if held and held >= there and there + len(drawn):
         raise ValueError(f"--held-back {held} must be less than the {there} usable examples of --data")
     held = min(HELD_BACK, there // 2) if held is None else min(held, there)
-    kept, held_back = split(answers.examples, held, given.data_seed)
-    drawn = texts.examples
+    kept, held_back = split(answers.examples, held, seed)
     if given.text_skip:
         if given.text_skip >= len(drawn):
             raise ValueError(f"--text-skip {given.text_skip} leaves none of the {len(drawn)} examples of --text-data")
-        drawn, _ = split(drawn, given.text_skip, given.data_seed)
-    if given.text_examples and given.text_examples < len(drawn):
-        _, drawn = split(drawn, given.text_examples, given.data_seed)
+        drawn, _ = split(drawn, given.text_skip, seed)
+    if 0 < given.text_examples < len(drawn):
+        _, drawn = split(drawn, given.text_examples, seed)
     examples = [*kept, *drawn]
     if not examples:
-        files = ", ".join(given.data + given.text_data)
-        raise ValueError(f"--data and --text-data hold no example to learn from: {files:.300}")
-    rows = pack(examples, given.row_length, given.data_seed)
+        raise ValueError(f"--data and --text-data hold no example to learn from: {', '.join(paths):.300}")
+    rows = pack(examples, given.row_length, seed)
     facts = {
-        "files": [Path(path).name for path in given.data + given.text_data],
+        "files": [Path(path).name for path in paths],
         "examples": len(examples),
         "texts": len(drawn),
         "held_back": len(held_back),
@@ -98,30 +97,26 @@ def prepare(options: TrainOptions) -> Inputs:
     Raises:
         CheckpointError, ValueError, OSError: an input is wrong.
     """
-    model, wanted = options.model, options.draft
+    model, wanted, batch = options.model, options.draft, options.run.batch_size
     devices = jax.local_device_count()
-    if options.run.batch_size % devices:
-        raise ValueError(
-            f"--batch-size {options.run.batch_size} cannot be spread over {devices} devices; give a multiple"
-        )
+    if batch % devices:
+        raise ValueError(f"--batch-size {batch} cannot be spread over {devices} devices; give a multiple")
     if options.export.export is not None:
         check_place(Path(options.export.export))
     draft.objective(wanted.draft, options.loss)
     files = checkpoint.resolve(model.model, revision=model.revision, progress=True)
     config = checkpoint.model_config(files.config, dtype=model.dtype)
-    template = model.chat_template
-    tokenizer = checkpoint.load_tokenizer(files, folder=model.tokenizer_path, chat_template=template)
+    tokenizer = checkpoint.load_tokenizer(files, folder=model.tokenizer_path, chat_template=model.chat_template)
     eos = checkpoint.stop_token_ids(files, tokenizer, config.vocab_size)
-    params: dict[str, Any] | None = None
     if wanted.init_from is None:
-        head = draft.head_config(wanted, config, eos)
+        head, params = draft.head_config(wanted, config, eos), None
     else:
         head, params = draft.from_head(wanted, config)
     rows, held_back, facts = read_data(options, tokenizer, config)
     ids = None
     if head.mapped:
-        known = None if params is None else np.asarray(params["ids"])
-        ids = draft.draft_ids(rows, head.vocab_size, config.vocab_size, eos) if known is None else known
+        new = params is None
+        ids = draft.draft_ids(rows, head.vocab_size, config.vocab_size, eos) if new else np.asarray(params["ids"])
         facts["draft_vocabulary_coverage"] = round(draft.coverage(rows, ids), 4)
     return Inputs(files, tokenizer, config, rows, held_back, head, params, ids, eos, facts)
 
@@ -141,23 +136,22 @@ def load(options: TrainOptions, inputs: Inputs) -> tuple[Weights, Weights]:
 
 def identity(options: TrainOptions, inputs: Inputs) -> dict[str, Any]:
     """The settings that a resumed run must share with the run before."""
-    found: dict[str, Any] = {}
-    for table in fields(options):
-        values = asdict(getattr(options, table.name))
-        found |= {name.replace("_", "-"): value for name, value in values.items() if name not in REPORTING}
-    found["held-back"] = len(inputs.held_back)
-    digest = hashlib.sha256()
-    for part in inputs.rows:
-        digest.update(np.ascontiguousarray(part).tobytes())
-    return found | {"content of the data": digest.hexdigest()[:16], "devices": jax.local_device_count()}
+    tables = asdict(options).values()
+    found = {
+        name.replace("_", "-"): value for table in tables for name, value in table.items() if name not in REPORTING
+    }
+    digest = hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in inputs.rows)).hexdigest()
+    return found | {
+        "held-back": len(inputs.held_back),
+        "content of the data": digest[:16],
+        "devices": jax.local_device_count(),
+    }
 
 
 def check_place(folder: Path) -> None:
     """Raises ValueError: the export at the end of the run would be refused."""
-    there = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
-    others = sorted(there - {CARD_NAME, CONFIG_NAME, SINGLE_NAME})
     parent = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
-    if others:
-        raise ValueError(f"--export {folder} holds other things than a head: {', '.join(others)[:80]}; give another")
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise ValueError(f"--export {folder} cannot be written: {parent} is no folder that may be written to")
+    if others := other_files(folder):
+        raise ValueError(f"--export {folder} holds other things than a head: {', '.join(others)[:80]}; give another")

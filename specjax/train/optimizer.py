@@ -7,7 +7,7 @@ from typing import Any
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
-from specjax.models.params import Leaf, Table
+from specjax.models.params import Table
 from specjax.types import Weights
 
 OPTIMIZERS = ("adamw", "muon")
@@ -33,52 +33,33 @@ def schedule(name: str, learning_rate: float, *, steps: int, warmup: int, final:
 
 
 def make_optimizer(
-    name: str,
-    rate: optax.Schedule,
-    table: Table,
-    *,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    clip_norm: float,
-    clip_value: float,
-) -> optax.GradientTransformation:
+    name: str, rate: optax.Schedule, table: Table, *,
+    beta1: float, beta2: float, weight_decay: float, clip_norm: float, clip_value: float,
+) -> optax.GradientTransformation:  # fmt: skip
     """Clips by global norm, then by value (0: not at all).
 
-    Matrices and the embedding decay, norms and biases do not; under Muon only the matrices that it handles decay.
+    Matrices and the embedding decay, norms and biases do not. Muon orthogonalises matrices, and only these decay;
+    norms, biases, embedding and output layer get Adam, as Muon's authors advise.
 
     Args:
         table: declares the parameters.
     """
-
     leaves = {leaf.name: leaf for scope in table for leaf in scope.leaves}
 
     def decays(params: Weights) -> dict[str, bool]:
         return {name: leaves[name].init == "normal" for name in params}
 
     def axes(params: Any) -> Any:  # pytrees, of which optax has types of its own
-        return {name: _muon_axes(leaves[name]) for name in params}
+        matrices = {name: leaf.matrix for name, leaf in leaves.items() if "vocab" not in leaf.axes}
+        return {name: MuonDimensionNumbers(*found) if (found := matrices.get(name)) else None for name in params}
 
     if name == "adamw":
         core = optax.adamw(rate, b1=beta1, b2=beta2, weight_decay=weight_decay, mask=decays)
     else:
         core = muon(
-            rate,
-            beta=0.95,
-            weight_decay=weight_decay,
-            adam_b1=beta1,
-            adam_b2=beta2,
-            muon_weight_dimension_numbers=axes,
-            consistent_rms=MUON_RMS,
-        )
+            rate, beta=0.95, weight_decay=weight_decay, adam_b1=beta1, adam_b2=beta2,
+            muon_weight_dimension_numbers=axes, consistent_rms=MUON_RMS,
+        )  # fmt: skip
     clips = [optax.clip_by_global_norm(clip_norm)] if clip_norm else []
     clips += [optax.clip(clip_value)] if clip_value else []
     return optax.chain(*clips, core)
-
-
-def _muon_axes(leaf: Leaf) -> MuonDimensionNumbers | None:
-    """Input and output axes of a matrix that Muon orthogonalises; None: Adam updates the leaf.
-
-    Norms, biases, embedding and output layer get Adam, as Muon's authors advise.
-    """
-    return MuonDimensionNumbers(*leaf.matrix) if leaf.matrix and "vocab" not in leaf.axes else None

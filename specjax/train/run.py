@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,17 +24,15 @@ from specjax.models.head_spec import head_table
 from specjax.progress import progress_bar
 from specjax.train import draft
 from specjax.train.attention import packed_attention
-from specjax.train.card import model_card
+from specjax.train.card import model_card, plot
 from specjax.train.checkpoints import RunError, RunFolder, read_metrics
 from specjax.train.export import export_head
-from specjax.train.features import FeatureStore, Kept
+from specjax.train.features import FeatureStore, teach, training_target
 from specjax.train.inputs import Inputs, identity, load, prepare
 from specjax.train.measure import Measure, Measured
 from specjax.train.optimizer import make_optimizer, schedule
 from specjax.train.options import TrainOptions
 from specjax.train.packing import Example, Rows, batch_rows
-from specjax.train.plot import plot
-from specjax.train.teacher import teach, training_target
 from specjax.train.unroll import Batch, Teacher
 from specjax.train.update import Metrics, TrainState, data_mesh, everywhere, make_update, split_params, spread
 from specjax.types import Weights
@@ -91,21 +89,20 @@ class Trainer:
         self.best = 0.0
 
     def _feature_store(self) -> FeatureStore:
-        run, config = self.options.run, self.inputs.config
-        folder = Path(run.feature_folder) if run.feature_folder else Path(run.output) / "features"
-        aux_layers, files = self.head_config.aux_layers, [(file, file.stat()) for file in self.inputs.files.weights]
-        stamps = [(file.name, found.st_size, found.st_mtime_ns) for file, found in files]
+        run, config, head = self.options.run, self.inputs.config, self.head_config
+        stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in self.inputs.files.weights]
         return FeatureStore(
-            self._teach_on_host, self.inputs.rows, mode=run.features, folder=folder,
-            widths=(self.head_config.feature_size, config.hidden_size), dtype=run.compute_dtype,
+            self._teach_on_host, self.inputs.rows, mode=run.features,
+            folder=Path(run.feature_folder or Path(run.output) / "features"),
+            widths=(head.feature_size, config.hidden_size), dtype=run.compute_dtype,
             batch=run.batch_size, seed=self.options.data.data_seed,
-            identity=f"{self.options.model.model} {stamps} {config.dtype} {aux_layers}",
+            identity=f"{self.options.model.model} {stamps} {config.dtype} {head.aux_layers}",
         )  # fmt: skip
 
-    def _teach_on_host(self, rows: Rows) -> Kept:
+    def _teach_on_host(self, rows: Rows) -> Teacher:
         """The target's forward over one batch."""
         batch = jax.tree.map(lambda x: x[0], spread(self.mesh, Batch(*_split(rows, (1, -1)))))
-        return Kept(*(np.asarray(part) for part in self._teach_rows(self.target_params, batch)))
+        return jax.device_get(self._teach_rows(self.target_params, batch))
 
     def _feature_scale(self) -> Array | None:
         """The scale of features of auxiliary layers, from the first batch, so that a resumed run finds the same.
@@ -114,18 +111,17 @@ class Trainer:
         """
         if not self.head_config.aux_layers:
             return None
-        run, rows = self.options.run, self.inputs.rows
-        numbers = batch_rows(0, len(rows.tokens), run.batch_size, self.options.data.data_seed)
+        rows = self.inputs.rows
+        numbers = batch_rows(0, len(rows.tokens), self.options.run.batch_size, self.options.data.data_seed)
         first = Rows(*(part[numbers] for part in rows))
-        kept = self.features.get(numbers) if self.features else self._teach_on_host(first)
-        return jnp.asarray(draft.feature_scale(kept.features, first.segments))
+        found = self.features.get(numbers) if self.features else self._teach_on_host(first)
+        return jnp.asarray(draft.feature_scale(np.asarray(found.features), first.segments))
 
     # Steps
 
     def row_numbers(self, step: int) -> np.ndarray:
         """The rows of the step after `step` steps."""
-        run = self.options.run
-        size = run.batch_size * run.accumulate
+        size = self.options.run.batch_size * self.options.run.accumulate
         return batch_rows(step, len(self.inputs.rows.tokens), size, self.options.data.data_seed)
 
     def batch(self, step: int) -> tuple[Batch, Teacher | None, int]:
@@ -133,36 +129,34 @@ class Trainer:
         run, rows, numbers = self.options.run, self.inputs.rows, self.row_numbers(step)
         shape = (run.accumulate, run.batch_size)
         batch = Batch(*_split([part[numbers] for part in rows], shape))
-        kept = Teacher(*_split(self.features.get(numbers), shape)) if self.features else None
-        return spread(self.mesh, batch), spread(self.mesh, kept), int((rows.segments[numbers] > 0).sum())
+        stored = Teacher(*_split(self.features.get(numbers), shape)) if self.features else None
+        return spread(self.mesh, batch), spread(self.mesh, stored), int((rows.segments[numbers] > 0).sum())
 
     def run(self) -> dict[str, Any]:
         """Start or resume, and train to the last step. Returns the summary."""
-        run = self.options.run
+        run, folder = self.options.run, self.folder.folder
         if self.folder.latest is not None:
             self.state = self.folder.restore(self.state)
             print(f"Resuming {run.output} at step {int(self.state.step)} of {run.steps}", file=sys.stderr)
         first, measured = int(self.state.step), None
-        lines = [row for row in read_metrics(self.folder.folder) if "accept_length" in row and row["step"] <= first]
+        self.folder.rewind(first)
+        lines = [row for row in read_metrics(folder) if "accept_length" in row]
         self.best = max((row["accept_length"] for row in lines), default=0.0)
-        with self.folder.metrics(first):
-            if first and self._to_measure(first):
-                # The run may have been killed between the checkpoint and its measurement.
-                last = lines[-1] if lines and lines[-1]["step"] == first else None
-                measured = self.measure(first) if last is None else Measured(*(last[name] for name in Measured._fields))
-            for step in self._steps():
-                if self._to_measure(step):
-                    measured = self.measure(step)
-        done = int(self.state.step)
-        folder = None
+        if first and self._to_measure(first):
+            # The run may have been killed between the checkpoint and its measurement.
+            last = lines[-1] if lines and lines[-1]["step"] == first else None
+            measured = self.measure(first) if last is None else Measured(*(last[name] for name in Measured._fields))
+        for step in self._steps():
+            if self._to_measure(step):
+                measured = self.measure(step)
+        done, head = int(self.state.step), None
         if done == run.steps:
-            folder = self.export(Path(self.options.export.export or self.folder.folder / "head"), measured)
-        chart = plot(self.folder.folder)
+            head = str(self.export(Path(self.options.export.export or folder / "head"), measured))
+        chart = plot(folder)
+        found = {"accept_length": None, "by_depth": None} if measured is None else measured._asdict()
         return {
-            "step": done, "steps": run.steps, "output": run.output,
-            "accept_length": None if measured is None else measured.accept_length,
-            "by_depth": None if measured is None else measured.by_depth,
-            "head": None if folder is None else str(folder), "plot": None if chart is None else str(chart),
+            "step": done, "steps": run.steps, "output": run.output, "accept_length": found["accept_length"],
+            "by_depth": found["by_depth"], "head": head, "plot": None if chart is None else str(chart),
         }  # fmt: skip
 
     def _to_measure(self, step: int) -> bool:
@@ -171,31 +165,35 @@ class Trainer:
 
     def _steps(self) -> Iterator[int]:
         """Train; yields the number of each finished step."""
-        run = self.options.run
-        started, deadline = time.perf_counter(), run.stop_after * 60 or float("inf")
-        first = int(self.state.step)
-        pending: list[tuple[int, Metrics, int]] = []
-        since, total = started, self._tokens_until(first)
+        run, first = self.options.run, int(self.state.step)
+        since = started = time.perf_counter()
+        pending: list[tuple[Metrics, int]] = []
+        sizes = (self.inputs.rows.segments > 0).sum(axis=1)
+        total = sum(int(sizes[self.row_numbers(step)].sum()) for step in range(first))
         with progress_bar("Training", run.steps, "step", initial=first) as bar:
             for step in range(first + 1, run.steps + 1):
-                batch, kept, tokens = self.batch(step - 1)
-                self.state, metrics = self.update(self.state, self.target_params, batch, kept)
-                pending.append((step, metrics, tokens))
+                batch, stored, tokens = self.batch(step - 1)
+                self.state, metrics = self.update(self.state, self.target_params, batch, stored)
+                pending.append((metrics, tokens))
                 total += tokens
                 bar.update()
-                stop = time.perf_counter() - started > deadline
+                stop = run.stop_after and time.perf_counter() - started > run.stop_after * 60
                 save = step % run.checkpoint_every == 0 or step == run.steps or stop
                 # A line for each checkpoint: a resumed run begins a new one there, as this one does.
                 if step % run.log_every == 0 or save:
                     jax.block_until_ready(metrics)
                     now = time.perf_counter()
-                    row = self._row(pending, total, now - since)
-                    self._check_finite(row)
+                    row = {"step": step, "tokens": total, **self._row(step, pending, now - since)}
+                    if not np.isfinite([row["loss"], row["gradient_norm"]]).all():
+                        raise RunError(
+                            f"step {step} has the loss {row['loss']} and a gradient of norm {row['gradient_norm']}: "
+                            "give a lower --learning-rate or --clip-norm and another --output. The last checkpoint, "
+                            f"of step {self.folder.latest}, is from before"
+                        )
                     self.folder.log(row)
                     matched = " ".join(f"{value:.2f}" for value in row["matched"][:5])
-                    bar.set_postfix_str(
-                        f"loss {row['loss']:.3f}, right {matched}, {row['tokens_per_second']:.0f} tok/s"
-                    )
+                    speed = f"{row['tokens_per_second']:.0f} tok/s"
+                    bar.set_postfix_str(f"loss {row['loss']:.3f}, right {matched}, {speed}")
                     pending, since = [], now
                 if save:
                     self.folder.save(self.state)
@@ -205,33 +203,18 @@ class Trainer:
                 if stop:
                     return
 
-    def _check_finite(self, row: dict[str, Any]) -> None:
-        if not np.isfinite([row["loss"], row["gradient_norm"]]).all():
-            raise RunError(
-                f"step {row['step']} has the loss {row['loss']} and a gradient of norm {row['gradient_norm']}: give a "
-                "lower --learning-rate or --clip-norm and another --output. The last checkpoint, of step "
-                f"{self.folder.latest}, is from before"
-            )
-
-    def _tokens_until(self, step: int) -> int:
-        sizes = (self.inputs.rows.segments > 0).sum(axis=1)
-        return sum(int(sizes[self.row_numbers(each)].sum()) for each in range(step))
-
-    def _row(self, pending: list[tuple[int, Metrics, int]], total: int, seconds: float) -> dict[str, Any]:
+    def _row(self, step: int, pending: list[tuple[Metrics, int]], seconds: float) -> dict[str, Any]:
         """A line of metrics.jsonl: means over the steps since the last line."""
-        step, last, _ = pending[-1]
-        sums = jax.tree.map(lambda *parts: np.sum([np.asarray(part) for part in parts], axis=0),
-                            *(metrics.sums for _, metrics, _ in pending))  # fmt: skip
+        found = [jax.device_get(metrics) for metrics, _ in pending]
+        sums = jax.tree.map(lambda *parts: np.sum(parts, axis=0), *(metrics.sums for metrics in found))
         return {
-            "step": step,
-            "tokens": total,
-            "loss": round(float(np.mean([float(metrics.loss) for _, metrics, _ in pending])), 5),
+            "loss": round(float(np.mean([float(metrics.loss) for metrics in found])), 5),
             "losses": [round(float(x), 4) for x in sums.loss / np.maximum(sums.counted, 1)],
             "matched": [round(float(x), 4) for x in sums.matched / np.maximum(sums.slots, 1)],
             "inside": round(float(sums.counted[0] / max(sums.slots[0], 1)), 4),
-            "gradient_norm": round(float(last.gradient_norm), 4),
+            "gradient_norm": round(float(found[-1].gradient_norm), 4),
             "learning_rate": float(np.asarray(self.rate(step - 1))),
-            "tokens_per_second": round(sum(tokens for *_, tokens in pending) / max(seconds, 1e-9), 1),
+            "tokens_per_second": round(sum(tokens for _, tokens in pending) / max(seconds, 1e-9), 1),
         }
 
     # Results
@@ -271,19 +254,19 @@ class Trainer:
 
     def export(self, folder: Path, measured: Measured | None, unlogged: Sequence[dict[str, Any]] = ()) -> Path:
         """Export the current head, with a model card."""
-        inputs, name = self.inputs, self.options.model.model
+        inputs, target, export = self.inputs, self.options.model.model, self.options.export
         card = model_card(
-            target=name, kind=self.options.draft.draft, facts=inputs.facts, command=self.command,
+            target=target, kind=self.options.draft.draft, facts=inputs.facts, command=self.command,
             step=int(self.state.step), metrics=[*read_metrics(self.folder.folder), *unlogged], measured=measured,
             head=inputs.head,
         )  # fmt: skip
         return export_head(
-            folder, inputs.head, self.draft_params(), inputs.config, target_name=name, card=card,
-            dtype=self.options.export.export_dtype, license=self.options.export.license,
+            folder, inputs.head, self.draft_params(), inputs.config, target_name=target, card=card,
+            dtype=export.export_dtype, license=export.license,
         )  # fmt: skip
 
 
-def _split(parts: Sequence[np.ndarray], shape: tuple[int, int]) -> list[Any]:
+def _split(parts: Iterable[Any], shape: tuple[int, int]) -> list[Any]:
     """[A x B, ...] arrays -> [A, B, ...]."""
     return [part.reshape(*shape, *part.shape[1:]) for part in parts]
 
