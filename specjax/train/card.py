@@ -32,9 +32,7 @@ def model_card(
         "Trained with specjax (`python -m specjax.train`); in the layout that specjax, SGLang and vLLM read.",
         "## Data",
         "\n".join(f"- {name.replace('_', ' ')}: {value}" for name, value in listed.items()),
-        "## Command",
-        f"```sh\n{command}\n```",
-        f"This is the head after step {step}.",
+        f"## Command\n\n```sh\n{command}\n```\n\nThis is the head after step {step}.",
     ]
     if measured is not None:
         shares = ", ".join(f"{share:.2f}" for share in measured.by_depth)
@@ -44,25 +42,18 @@ def model_card(
             f"held back from the training data, in the engine: {measured.tokens} tokens in {measured.steps} steps. "
             f"Of the drafts whose parent was accepted, accepted by depth: {shares}.",
         ]
-    if table := _table(metrics):
+    # About ROWS lines: the steps with a measurement or, without any, some of the logged ones.
+    lengths = {row["step"]: row["accept_length"] for row in metrics if "accept_length" in row}
+    trained = [row for row in metrics if "loss" in row]
+    if steps := list(lengths) or [row["step"] for row in trained]:
+        table = ["| step | tokens seen | loss | right by round | accept length |", "|---|---|---|---|---|"]
+        for step in sorted({*steps[:: -(-len(steps) // ROWS)], steps[-1]}):
+            row = next((row for row in reversed(trained) if row["step"] <= step), {})
+            right = " ".join(f"{value:.2f}" for value in row.get("matched", [])[:5])
+            cells = (step, row.get("tokens", ""), row.get("loss", ""), right, lengths.get(step, ""))
+            table.append(f"| {' | '.join(map(str, cells))} |")
         sections += ["## Curves", "\n".join(table)]
     return "\n\n".join(sections) + "\n"
-
-
-def _table(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
-    """About ROWS lines: the steps with a measurement or, without any, some of the logged ones."""
-    measured = {row["step"]: row["accept_length"] for row in metrics if "accept_length" in row}
-    trained = [row for row in metrics if "loss" in row]
-    steps = list(measured) or [row["step"] for row in trained]
-    if not steps:
-        return []
-    found = ["| step | tokens seen | loss | right by round | accept length |", "|---|---|---|---|---|"]
-    for step in sorted({*steps[:: -(-len(steps) // ROWS)], steps[-1]}):
-        row = next((row for row in reversed(trained) if row["step"] <= step), {})
-        right = " ".join(f"{value:.2f}" for value in row.get("matched", [])[:5])
-        length = measured.get(step, "")
-        found.append(f"| {step} | {row.get('tokens', '')} | {row.get('loss', '')} | {right} | {length} |")
-    return found
 
 
 def plot(folder: Path) -> Path | None:

@@ -15,6 +15,7 @@ row without a finish_reason, `response_ids` that do not end in a special token m
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -23,8 +24,15 @@ import numpy as np
 from jaxtyping import Bool
 from tokenizers import Encoding, Tokenizer, processors
 
-from specjax.train.chats import Chats, Text, read_messages
-from specjax.train.corpus import SkippedLine, check_ids, missing_fields, parse_sources, read_batches, read_text
+from specjax.train.corpus import (
+    SkippedLine,
+    check_ids,
+    missing_fields,
+    parse_sources,
+    read_batches,
+    read_json,
+    read_text,
+)
 from specjax.train.packing import Example
 
 ROW_FIELDS = (
@@ -40,6 +48,8 @@ ROW_FIELDS = (
 """Text precedes ids: ids belong to the tokenizer that made them."""
 
 LOSS_ON = ("assistant", "all")
+ROLES = {"developer": "system"}
+"""New role names -> the ones that templates know, as in the server."""
 
 
 class ExampleSet(NamedTuple):
@@ -50,10 +60,17 @@ class ExampleSet(NamedTuple):
     turns_without_loss: int  # of assistants, in chats where the template renders a turn in two ways
 
 
-class _Ids(NamedTuple):
+class Text(NamedTuple):
+    """A chat, or running text."""
+
+    text: str
+    spans: list[tuple[int, int]] | None  # characters that the target wrote; None: running text
+    lost: int = 0  # assistants' turns without a place in the text
+
+
+class Tokens(NamedTuple):
     ids: list[int]
-    loss: list[bool]
-    lost: int = 0
+    loss: Bool[np.ndarray, "n"]
 
 
 def load_examples(
@@ -89,15 +106,15 @@ def load_examples(
                 rows.append((line, _read_row(line.row(), chats)))
             except (ValueError, RecursionError) as error:
                 bad.append(line.skipped(error))
-        for (line, row), (ids, loss) in zip(rows, encoder.encode([row for _, row in rows]), strict=True):
+        for (line, row), tokens in zip(rows, encoder.encode([row for _, row in rows]), strict=True):
             try:
-                example, is_cut = _example(ids, loss | everything, vocabulary, max_length)
+                example, is_cut = _example(tokens.ids, tokens.loss | everything, vocabulary, max_length)
             except ValueError as error:
                 bad.append(line.skipped(error))
                 continue
             examples.append(example)
             truncated += is_cut
-            lost += row.lost
+            lost += row.lost if isinstance(row, Text) else 0
         skipped += sorted(bad)  # by number
     return ExampleSet(examples, skipped, lines, truncated, lost)
 
@@ -111,16 +128,14 @@ def _example(ids: list[int], loss: Bool[np.ndarray, "n"], vocabulary: int, max_l
     if not ids:
         raise ValueError("the line is empty: it has no tokens")
     check_ids("the line", ids, vocabulary)
-    # Tokens after the last one with a loss teach nothing.
-    used = int(np.flatnonzero(loss)[-1]) + 1 if loss.any() else 0
+    used = len(np.trim_zeros(loss, "b"))  # tokens after the last one with a loss teach nothing
     end = min(used, max_length)
-    tokens, loss = np.asarray(ids[:end], np.int32), loss[:end]
-    if not loss[1:].any():
-        if loss.any():
+    if not loss[1:end].any():
+        if loss[:end].any():
             raise ValueError("only the first token is to be predicted, and nothing is before it")
         first = f"its first {max_length}" if len(ids) > max_length else f"its {len(ids)}"
         raise ValueError(f"none of {first} tokens is to be predicted")
-    return Example(tokens, loss), used > max_length
+    return Example(np.asarray(ids[:end], np.int32), loss[:end]), used > max_length
 
 
 class _Encoder:
@@ -136,26 +151,23 @@ class _Encoder:
         # No token is longer than the longest name: the first max_length tokens do not depend on text after this.
         self._most_characters = (max_length + 64) * max(map(len, core.get_vocab()), default=1)
 
-    def encode(self, rows: list[Text | _Ids]) -> Iterator[tuple[list[int], Bool[np.ndarray, "n"]]]:
-        """The ids of each row, and which of them carry loss."""
-        texts = [(row.text[: self._most_characters], row.spans) for row in rows if isinstance(row, Text)]
-        running = iter(self._plain.encode_batch_fast([text for text, spans in texts if spans is None]))
-        chats = [(text, spans) for text, spans in texts if spans is not None]
-        rendered = iter(self._exact.encode_batch([text for text, _ in chats], add_special_tokens=False))
-        masked = (self._masked(text, spans, whole) for (text, spans), whole in zip(chats, rendered, strict=True))
+    def encode(self, rows: list[Text | Tokens]) -> Iterator[Tokens]:
+        texts = [row._replace(text=row.text[: self._most_characters]) for row in rows if isinstance(row, Text)]
+        chats = [(row.text, row.spans) for row in texts if row.spans is not None]
+        running = iter(self._plain.encode_batch_fast([row.text for row in texts if row.spans is None]))
+        rendered = self._exact.encode_batch([text for text, _ in chats], add_special_tokens=False)
+        masked = (self._masked(*chat, whole) for chat, whole in zip(chats, rendered, strict=True))
         for row in rows:
-            if isinstance(row, _Ids):
-                yield row.ids, np.asarray(row.loss, bool)
+            if isinstance(row, Tokens):
+                yield row
             elif row.spans is None:
                 ids = next(running).ids
-                yield ids, np.ones(len(ids), bool)
+                yield Tokens(ids, np.ones(len(ids), bool))
             else:
                 yield next(masked)
 
-    def _masked(
-        self, text: str, spans: list[tuple[int, int]], whole: Encoding
-    ) -> tuple[list[int], Bool[np.ndarray, "n"]]:
-        """The ids of a chat, and which of them lie in the spans.
+    def _masked(self, text: str, spans: list[tuple[int, int]], whole: Encoding) -> Tokens:
+        """The tokens of a chat, with loss in the spans.
 
         The server's prompt ends where a span starts, so a token ends there too, even if the text as a whole would have
         one across: of "assistant\\n" and "\\nHi" the two line ends stay two tokens.
@@ -172,13 +184,93 @@ class _Encoder:
         loss = np.zeros(len(ids), bool)
         for start, end in spans:
             loss |= (start <= lefts) & (lefts < end)
-        return ids, loss
+        return Tokens(ids, loss)
+
+
+# Chats.
+
+
+class Chats:
+    """Renders chats with the template of a tokenizer."""
+
+    def __init__(self, tokenizer: Any, *, everything: bool) -> None:
+        self._tokenizer, self._everything = tokenizer, everything
+        added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        special = {each.content: token for token, each in added.items() if each.special}
+        if tokenizer.eos_token:
+            special[tokenizer.eos_token] = tokenizer.eos_token_id
+        self._special = set(special.values())
+        names = sorted(special, key=len, reverse=True)
+        # The group is the end token of a turn, without the line end that ChatML puts after it.
+        self._end = re.compile(rf"({'|'.join(map(re.escape, names)) or '(?!)'})\s*\Z")
+
+    def render(self, messages: list[dict[str, Any]], *, cut: bool) -> Text:
+        """The chat up to its last answer; with `cut`, this answer has no end.
+
+        A turn starts where the server lets the target continue: after the earlier messages and the header of an answer.
+        It ends where its own message ends. If a template renders this part differently once more messages follow (for
+        example without earlier reasoning), the turn has no place in the text and no loss: the server would not show it
+        to the target in this form either.
+
+        Raises:
+            ValueError: the template refuses the messages, or no turn has a place.
+        """
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if not self._everything:
+            if not turns:
+                roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+                raise ValueError(f"no message has the role assistant; there are {roles:.60}")
+            messages = messages[: turns[-1] + 1]
+        text = self._rendered(messages)
+        spans, reason = [], ""
+        for index in turns:
+            last = index == len(messages) - 1
+            try:
+                start = self._rendered(messages[:index], answer=True)
+                end = text if last else self._rendered(messages[: index + 1])
+            except ValueError as error:
+                reason = str(error)
+                continue
+            if not (text.startswith(end) and end.startswith(start) and len(start) < len(end)):
+                reason = f"the chat template writes messages[{index}], or what is before it, in another way later on"
+                continue
+            turn = end[len(start) :]
+            close = self._end.search(turn)
+            if cut and last:
+                turn = turn[: close.start()] if close else turn
+                turn = turn if turn.endswith(messages[index]["content"]) else turn.rstrip()
+                text = start + turn
+            elif close:
+                turn = turn[: close.end(1)]
+            spans.append((len(start), len(start) + len(turn)))
+        if not spans and not self._everything:
+            raise ValueError(f"no answer can be found in the chat: {reason}")
+        text.encode()  # a role, or other output of a template, can hold half a surrogate
+        return Text(text, spans, 0 if self._everything else len(turns) - len(spans))
+
+    def _rendered(self, messages: list[dict[str, Any]], *, answer: bool = False) -> str:
+        if not self._tokenizer.chat_template:
+            raise ValueError("this tokenizer has no chat template: give text or token ids instead of messages")
+        try:
+            return self._tokenizer.apply_chat_template(messages, add_generation_prompt=answer, tokenize=False)
+        except Exception as error:  # a template is a program and may raise anything
+            raise ValueError(f"the chat template refused these messages: {error}") from error
+
+    def shows_no_end(self, row: Mapping[str, Any], response: str) -> bool:
+        """Whether the response's ids show that the target did not stop. Ids of another tokenizer show nothing."""
+        ids = row.get("response_ids")
+        if row.get("finish_reason") is not None or not isinstance(ids, list) or set(map(type, ids)) != {int}:
+            return False
+        if ids[-1] in self._special or not 0 <= min(ids) <= max(ids) < 1 << 32:
+            return False
+        found = self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
+        return found.strip("\ufffd \n\t") == response.strip("\ufffd \n\t")
 
 
 # Rows.
 
 
-def _read_row(row: dict[str, Any], chats: Chats) -> Text | _Ids:
+def _read_row(row: dict[str, Any], chats: Chats) -> Text | Tokens:
     """The chat, text or ids of a row.
 
     Raises:
@@ -189,20 +281,20 @@ def _read_row(row: dict[str, Any], chats: Chats) -> Text | _Ids:
         case ():
             raise missing_fields(row, map(" and ".join, ROW_FIELDS))
         case ("messages",):
-            return chats.render(read_messages("messages", row["messages"]), cut=_is_cut(row))
+            return chats.render(_read_messages("messages", row["messages"]), cut=_is_cut(row))
         case ("prompt", "response"):
             prompt, response = row["prompt"], read_text("response", row["response"])
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            messages = [*read_messages("prompt", messages), {"role": "assistant", "content": response}]
+            messages = [*_read_messages("prompt", messages), {"role": "assistant", "content": response}]
             return chats.render(messages, cut=_is_cut(row) or chats.shows_no_end(row, response))
         case ("text" | "prompt" as name,):
             return Text(read_text(name, row[name]), None)
         case (name,):
             ids = _read_ids(name, row[name])
-            return _Ids(ids, _read_mask(row.get("loss_mask"), len(ids)))
+            return Tokens(ids, _read_mask(row.get("loss_mask"), len(ids)))
         case names:
             prompt, response = (_read_ids(name, row[name]) for name in names)
-            return _Ids([*prompt, *response], [False] * len(prompt) + [True] * len(response))
+            return Tokens([*prompt, *response], np.arange(len(prompt) + len(response)) >= len(prompt))
 
 
 def _read_ids(name: str, value: Any) -> list[int]:
@@ -211,14 +303,48 @@ def _read_ids(name: str, value: Any) -> list[int]:
     return value
 
 
-def _read_mask(mask: Any, length: int) -> list[bool]:
-    if mask is None:
-        return [True] * length
+def _read_mask(mask: Any, length: int) -> Bool[np.ndarray, "n"]:
+    mask = [1] * length if mask is None else mask
     if not isinstance(mask, list) or len(mask) != length or any(each not in (0, 1) for each in mask):
         raise ValueError(f"loss_mask must be a list of {length} of 0 and 1, one a token, got {mask!r:.60}")
-    return [bool(each) for each in mask]
+    return np.asarray(mask, bool)
 
 
 def _is_cut(row: Mapping[str, Any]) -> bool:
     reason = row.get("finish_reason")
     return (reason.get("type") if isinstance(reason, dict) else reason) == "length"
+
+
+def _read_messages(name: str, value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{name} must be a list of messages, got {value!r:.60}")
+    return [_read_message(f"{name}[{index}]", message) for index, message in enumerate(value)]
+
+
+def _read_message(where: str, message: Any) -> dict[str, Any]:
+    """The message with its content as one text; other fields stay for the template."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError(f"{where} must be an object with role and content, got {message!r:.60}")
+    kept = {name: value for name, value in message.items() if value is not None}
+    content, calls = kept.get("content"), kept.get("tool_calls")
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(read_text(f"{where}.content", part.get("text"), empty=True) for part in content)
+    if calls is not None:
+        kept["tool_calls"] = _read_calls(f"{where}.tool_calls", calls)
+        content = "" if content is None and calls else content
+    text = read_text(f"{where}.content", content, empty=True)
+    return kept | {"role": ROLES.get(message["role"], message["role"]), "content": text}
+
+
+def _read_calls(where: str, calls: Any) -> list[Any]:
+    """Templates want the arguments as an object; OpenAI writes them as a string of JSON."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise ValueError(f"{where} must be a list of objects, got {calls!r:.60}")
+    found = []
+    for call in calls:
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            arguments = read_json(f"{where}: the arguments", function["arguments"])
+            call = call | {"function": function | {"arguments": arguments}}
+        found.append(call)
+    return found

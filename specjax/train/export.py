@@ -1,23 +1,20 @@
 """A trained draft head as a folder that engines read: config.json, model.safetensors and a model card.
 
-The names and layouts of the tensors are those of the published heads, from the tables that reading uses; what the
-config says is what the engines look at:
+Tensors have the names and layouts of published heads, from the tables that reading uses; config.json has what the
+engines look at:
 
 - SGLang, `models/llama_eagle3.py` and `llama_eagle.py`: the class by `architectures`; `target_hidden_size`, the width
   of each of the three features; `draft_vocab_size`, null for the target's head; d2t as offsets; no embedding; `bias`,
   of fc, which EAGLE-3 lacks where nothing is said (EAGLE's always has one there). The target's side reads
   `eagle_config.eagle_aux_hidden_state_layer_ids`, where id j is the output of layer j.
-- vLLM, `models/llama_eagle3.py`: the same, and `norm_before_residual` and `eagle_config.use_aux_hidden_state`. Its
-  model runner reads the layers at the top level, where id j is the input of layer j, before those of `eagle_config`,
-  which it does not shift; so both are written. It adds `Eagle` before the architecture of an EAGLE-1 head: give it
-  `LlamaForCausalLM` instead.
-- both, `models/mimo_mtp.py`: `model.mtp_layers.0.*`. Their decoder layer is Qwen2's, with biases of q, k and v; a head
-  without them is only for engines that decide by the tensors, as ours does. The `model_type` qwen2 is the one of this
-  layer that transformers knows.
+- vLLM, `models/llama_eagle3.py`: the same, and `norm_before_residual` and `eagle_config.use_aux_hidden_state`. Before
+  `eagle_config` it reads the layers at the top level, where id j is the input of layer j; so both are written. It adds
+  `Eagle` before the architecture of an EAGLE-1 head: give it `LlamaForCausalLM` instead.
+- both, `models/mimo_mtp.py`: `model.mtp_layers.0.*`, with Qwen2's biases of q, k and v; a head without them is only for
+  engines that decide by the tensors, as ours does. transformers knows this layer by the `model_type` qwen2.
 
 Sources: sgl-project/sglang 03d5a77, 034b3be, 0564b52 and `set_eagle3_layers_to_capture`; vllm-project/vllm 00bd149,
-0bb55d6 and `_get_eagle3_aux_layers_from_config`; SafeAILab/EAGLE `cnets.py` and `cnets1.py`, whose fc has a bias
-where nothing is said.
+0bb55d6 and `_get_eagle3_aux_layers_from_config`; SafeAILab/EAGLE `cnets.py` and `cnets1.py`.
 """
 
 from __future__ import annotations
@@ -44,17 +41,9 @@ CONFIG_NAME, CARD_NAME = "config.json", "README.md"
 
 
 def export_head(
-    folder: Path | str,
-    config: HeadConfig,
-    params: Mapping[str, Any],
-    target: ModelConfig,
-    *,
-    target_name: str,
-    card: str,
-    extra: Mapping[str, Any] = {},
-    dtype: str = "bfloat16",
-    license: str = "apache-2.0",
-) -> Path:
+    folder: Path | str, config: HeadConfig, params: Mapping[str, Any], target: ModelConfig, *,
+    target_name: str, card: str, extra: Mapping[str, Any] = {}, dtype: str = "bfloat16", license: str = "apache-2.0",
+) -> Path:  # fmt: skip
     """Write a head. Everything is written beside `folder` first, which is then replaced: it is always a whole one.
 
     Args:
@@ -70,16 +59,11 @@ def export_head(
         ValueError: the parameters are not those of such a head or not finite in `dtype`; a key of `extra` is taken.
         CheckpointError: the folder cannot be written, or holds other things than an export.
     """
-    tensors = head_tensors(config, params, target, dtype)
-    described = head_description(config, target, dtype)
+    tensors, described = head_tensors(config, params, target, dtype), head_description(config, target, dtype)
     if both := described.keys() & extra.keys():
         raise ValueError(f"extra has the keys {listed(both)}, which config.json has anyway")
-    front = {
-        "license": license,
-        "base_model": target_name,
-        "library_name": "specjax",
-        "tags": ["speculative-decoding", "draft-model", config.kind, "jax"],
-    }
+    tags = ["speculative-decoding", "draft-model", config.kind, "jax"]
+    front = {"license": license, "base_model": target_name, "library_name": "specjax", "tags": tags}
     # JSON is YAML, and quotes what must be quoted.
     matter = "\n".join(f"{key}: {json.dumps(value)}" for key, value in front.items())
     folder = Path(folder)

@@ -92,7 +92,9 @@ class FeatureStore:
         self._teach, self._rows, self._batch, self._seed = teach, rows, batch, seed
         token = np.dtype([("features", dtype, widths[0]), ("hidden", dtype, widths[1]), ("top", np.int32)])
         if mode == "memory":
-            self._kept, self._done = _allocate(token, rows.tokens.shape)
+            needed, free = prod(rows.tokens.shape) * token.itemsize, psutil.virtual_memory().available
+            _check_room("memory", "", needed, free)
+            self._kept, self._done = np.empty(rows.tokens.shape, token), np.zeros(count, np.uint8)
         else:
             digest = hashlib.sha256(json.dumps(("rows.bin", identity, dtype, batch, seed)).encode())
             digest.update(rows.tokens.tobytes() + rows.segments.tobytes())
@@ -120,15 +122,13 @@ class FeatureStore:
         return Teacher._make(self._kept[name][wanted] for name in Teacher._fields)
 
 
-def _allocate(token: np.dtype, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows in memory, and which of them are computed: none."""
-    needed, free = prod(shape) * token.itemsize, psutil.virtual_memory().available
+def _check_room(mode: str, where: str, needed: int, free: int) -> None:
     if needed > free:
+        other = "another --feature-folder" if where else "--features disk"
         raise FeatureError(
-            f"--features memory needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; give --features disk, "
+            f"--features {mode} needs {needed / 1e9:.1f} GB{where}, and {free / 1e9:.1f} GB are free; give {other}, "
             "less data, or --features none"
         )
-    return np.empty(shape, token), np.zeros(shape[0], np.uint8)
 
 
 def _open(folder: Path, token: np.dtype, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
@@ -137,12 +137,7 @@ def _open(folder: Path, token: np.dtype, shape: tuple[int, int]) -> tuple[np.nda
     try:
         folder.mkdir(parents=True, exist_ok=True)
         missing = size - (file.stat().st_blocks * 512 if file.exists() else 0)
-        free = shutil.disk_usage(folder).free
-        if missing > free:
-            raise FeatureError(
-                f"--features disk needs {missing / 1e9:.1f} GB more in {folder}, where {free / 1e9:.1f} GB are free; "
-                "give another --feature-folder, less data, or --features none"
-            )
+        _check_room("disk", f" more in {folder}", missing, shutil.disk_usage(folder).free)
         with file.open("ab") as stream:
             # If the disk fills up later, writing to a mapped file kills the process.
             os.posix_fallocate(stream.fileno(), 0, size)

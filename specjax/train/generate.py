@@ -1,15 +1,14 @@
 """`python -m specjax.train.generate`: the target answers prompts; its answers train a draft.
 
-A draft learns best from what its target writes, some of it greedy and some drawn at a temperature, as in use. An input
-line is a JSON object with `prompt` (a user's message or, if the tokenizer has no chat template, the text to continue)
-or `messages`, and may have a `source`. An output line holds `source, temperature, prompt | messages, response,
-prompt_ids, response_ids, finish_reason, seed`; `response_ids` ends with the stop token where the model stopped.
+An input line is a JSON object with `prompt` (a user's message or, if the tokenizer has no chat template, the text to
+continue) or `messages`, and may have a `source`. An output line holds `source, temperature, prompt | messages,
+response, prompt_ids, response_ids, finish_reason, seed`; `response_ids` ends with the stop token where the model
+stopped. The last line of stdout is one JSON object about the run. Exit status: 0 all lines done, 1 some lines were bad,
+2 the run could not start.
 
 An answer depends on the model, the prompt and the seed, not on other requests in the batch (exactly in float32, up to
 near-ties). So a run may be killed at any time: the same command continues after the last whole line and completes the
-same file. `OUTPUT.meta.json` holds the settings that answers depend on; a run with other settings is refused. The last
-line of stdout is one JSON object about the run. Exit status: 0 all lines done, 1 some lines were bad, 2 the run could
-not start.
+same file. `OUTPUT.meta.json` holds the settings that answers depend on; a run with other settings is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import json
 import random
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from math import isfinite
@@ -87,35 +85,14 @@ def parse_mixture(given: list[str]) -> Mixture:
     return found
 
 
-# Earlier runs.
-
-
-def progress_of(output: Path) -> tuple[int, int | None]:
-    """Bytes in whole lines that an earlier run left, and the seed of the last one; None: there is none.
+def resume(output: Path, wanted: Mapping[str, Any], lines: list[corpus.Line]) -> tuple[int, list[corpus.Line]]:
+    """Bytes in whole lines that an earlier run left, and the input's lines after the last answered one.
 
     Raises:
-        ValueError: the last whole line was not written by this command.
+        ValueError: the file was made with other settings or input, or by another program.
     """
-    size, last = 0, b""
-    with output.open("rb") if output.exists() else nullcontext([]) as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                size, last = size + len(line), line
-    if not size:
-        return 0, None
-    try:
-        seed = parse_object(last).get("seed")
-        if type(seed) is not int:
-            raise ValueError("it has no seed")
-    except ValueError as error:
-        raise ValueError(f"--output {output} ends with a line that is not from this command ({error})") from None
-    return size, seed
-
-
-def check_resumable(output: Path, wanted: Mapping[str, Any]) -> None:
-    """Raises ValueError: the file has lines made with other settings, or by another program."""
     if not output.exists() or not output.stat().st_size:
-        return
+        return 0, lines
     file, advice = meta_file(output), "give another --output, or --overwrite to start anew"
     try:
         known = json.loads(file.read_text(encoding="utf-8"))
@@ -128,20 +105,25 @@ def check_resumable(output: Path, wanted: Mapping[str, Any]) -> None:
     ]
     if differing:
         raise ValueError(f"--output {output} was made otherwise: {'; '.join(differing)}. Run it as it was, {advice}")
+    size, last = 0, b""
+    with output.open("rb") as stream:
+        for line in stream:
+            if line.endswith(b"\n"):
+                size, last = size + len(line), line
+    if not size:
+        return 0, lines
+    try:
+        seed = parse_object(last)["seed"]  # identifies the line
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"--output {output} ends with a line that is not from this command ({error})") from None
+    for done, line in enumerate(lines, start=1):
+        if later_seed(wanted["seed"], line.place) == seed:
+            return size, lines[done:]
+    raise ValueError(f"--output {output} ends with an answer to a line that --input does not have")
 
 
 def meta_file(output: Path) -> Path:
     return output.with_name(f"{output.name}.meta.json")
-
-
-def remaining(order: list[corpus.Line], last: int | None, seed: int, output: Path) -> list[corpus.Line]:
-    """The lines after the one whose answer has the seed `last`."""
-    if last is None:
-        return order
-    for done, line in enumerate(order, start=1):
-        if later_seed(seed, line.place) == last:
-            return order[done:]
-    raise ValueError(f"--output {output} ends with an answer to a line that --input does not have")
 
 
 # The batch.
@@ -264,11 +246,9 @@ def identity(args: argparse.Namespace, mixture: Mixture, chosen: flags.Settings,
     """The settings that answers and their order depend on; batch, algorithm and --count may change."""
     model = chosen.model
     dtype = f"auto on {jax.default_backend()}" if model.dtype == "auto" else model.dtype
-    names = ("model", "revision", "tokenizer_path", "chat_template")
-    given = ("max_new_tokens", "max_prompt_tokens", "seed", "shuffle")
     return {
-        **{name: getattr(model, name) for name in names},
-        **{name: getattr(args, name) for name in given},
+        **{name: getattr(model, name) for name in ("model", "revision", "tokenizer_path", "chat_template")},
+        **{name: getattr(args, name) for name in ("max_new_tokens", "max_prompt_tokens", "seed", "shuffle")},
         "dtype": dtype,
         "input_sha256": digest,
         "temperatures": " ".join(f"{temperature:g}={share:g}" for temperature, share in mixture.items()),
@@ -293,31 +273,26 @@ def generate(args: argparse.Namespace, chosen: flags.Settings) -> dict[str, Any]
     if args.shuffle:
         random.Random(f"order {args.seed}").shuffle(lines)
     wanted = identity(args, mixture, chosen, digest)
-    if not args.overwrite:
-        check_resumable(output, wanted)
-    found = size, last = (0, None) if args.overwrite else progress_of(output)
-    left = remaining(lines, last, args.seed, output)
-    done = len(lines) - len(left)
-    left = left[: max((args.count or len(lines)) - done, 0)]
-    if not left:
-        return {"resumed_after": done, "requests": 0, "failed": 0, "too_long": 0}
-    chosen = batch_for(chosen, args.max_prompt_tokens + args.max_new_tokens, len(left), progress=progress)
-    engine = flags.make_engine(chosen, progress=progress)
-    if progress:
-        place = f", after {done} that are done" if done else ""
-        note = speculation_note(engine.drafter, engine.buckets)
-        rows = engine.config.max_running_requests
-        tqdm.write(f"{len(left)} lines{place}; {rows} at once; speculation: {note}", file=sys.stderr)
-    too_long: list[corpus.Line] = []
-    prompts = requests(engine, left, mixture, args, too_long)
     if (lock := try_lock(output.with_name(f".{output.name}.lock"))) is None:
         raise ValueError(f"--output {output} is being written by another run")
-    with lock, output.open("a", encoding="utf-8", newline="\n") as file:  # nothing of an old file is lost before here
-        if not args.overwrite and progress_of(output) != found:
-            raise ValueError(f"--output {output} has been written by another run meanwhile")
-        file.truncate(size)
-        write_text(meta_file(output), json.dumps(wanted, indent=1) + "\n")
-        summary = run(engine, prompts, file, progress=progress, total=len(left), describe=answer)
+    with lock:
+        size, left = (0, lines) if args.overwrite else resume(output, wanted, lines)
+        done = len(lines) - len(left)
+        left = left[: max((args.count or len(lines)) - done, 0)]
+        if not left:
+            return {"resumed_after": done, "requests": 0, "failed": 0, "too_long": 0}
+        chosen = batch_for(chosen, args.max_prompt_tokens + args.max_new_tokens, len(left), progress=progress)
+        engine = flags.make_engine(chosen, progress=progress)
+        if progress:
+            place = f", after {done} that are done" if done else ""
+            rows, note = engine.config.max_running_requests, speculation_note(engine.drafter, engine.buckets)
+            tqdm.write(f"{len(left)} lines{place}; {rows} at once; speculation: {note}", file=sys.stderr)
+        too_long: list[corpus.Line] = []
+        prompts = requests(engine, left, mixture, args, too_long)
+        with output.open("a", encoding="utf-8", newline="\n") as file:  # nothing of an old file is lost before here
+            file.truncate(size)
+            write_text(meta_file(output), json.dumps(wanted, indent=1) + "\n")
+            summary = run(engine, prompts, file, progress=progress, total=len(left), describe=answer)
     return {"resumed_after": done, "too_long": len(too_long), **summary}
 
 

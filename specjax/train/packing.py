@@ -62,8 +62,8 @@ def pack(examples: Sequence[Example], length: int, seed: int) -> Rows:
         there = row, slice(used[row], used[row] + len(tokens))
         used[row] += len(tokens)
         parts[row] += 1
-        packed.tokens[there], packed.loss[there] = tokens, loss
-        packed.positions[there], packed.segments[there] = np.arange(len(tokens), dtype=np.int32), parts[row]
+        for field, value in zip(packed, (tokens, np.arange(len(tokens)), parts[row], loss), strict=True):
+            field[there] = value
     return packed
 
 

@@ -54,16 +54,13 @@ class Trainer:
         *, command: str,
     ) -> None:  # fmt: skip
         self.options, self.inputs, self.folder, self.command = options, inputs, folder, command
-        self._serving_params = target_params
-        run, o, kind = options.run, options.optimizer, options.draft.draft
-        dtype = run.compute_dtype
+        run, o, dtype = options.run, options.optimizer, options.run.compute_dtype
         self.mesh = data_mesh()
         self.target = training_target(inputs.config, dtype)
         self.head_config = replace(inputs.head, dtype=dtype)
-        head = draft_head(self.head_config, self.target, backend=packed_attention)
-        wanted = self.head_config.features
-        self.teach = teach(self.target, wanted)
+        self.teach = teach(self.target, self.head_config.features)
         self._teach_rows = jax.jit(self.teach)
+        self._serving_params = target_params
         self.target_params = everywhere(self.mesh, jax.tree.map(lambda leaf: leaf.astype(dtype), target_params))
         self.rate = schedule(
             o.schedule, o.learning_rate, steps=run.steps, warmup=o.warmup_steps, final=o.final_learning_rate
@@ -82,7 +79,8 @@ class Trainer:
             state = TrainState(jnp.int32(0), weights, jax.jit(optimizer.init)(weights))
         self.state = everywhere(self.mesh, state)
         self.update = make_update(
-            head, self.target, draft.objective(kind, options.loss), optimizer, everywhere(self.mesh, self.frozen),
+            draft_head(self.head_config, self.target, backend=packed_attention), self.target,
+            draft.objective(options.draft.draft, options.loss), optimizer, everywhere(self.mesh, self.frozen),
             seed=run.train_seed, teach=None if self.features else self.teach, scale=self.scale,
         )  # fmt: skip
         self._measure: Measure | None = None
@@ -221,12 +219,14 @@ class Trainer:
 
     def draft_params(self, *dtypes: str) -> dict[str, Any]:
         """The head's parameters on one device: float32, or converted to each of the dtypes in turn."""
-        leaves = {name: jnp.asarray(np.asarray(leaf)) for name, leaf in self.state.params.items()}
+        leaves, frozen = jax.tree.map(
+            lambda leaf: jnp.asarray(np.asarray(leaf)), (dict(self.state.params), self.frozen)
+        )
         if self.scale is not None:
             leaves["fc"] = leaves["fc"] * self.scale[:, None]
         for dtype in dtypes:
-            leaves = {name: leaf.astype(dtype) for name, leaf in leaves.items()}
-        return leaves | {name: jnp.asarray(np.asarray(leaf)) for name, leaf in self.frozen.items()}
+            leaves = jax.tree.map(lambda leaf, dtype=dtype: leaf.astype(dtype), leaves)
+        return leaves | frozen
 
     def measure(self, step: int) -> Measured | None:
         """Decode held-back prompts, log the accept length, and keep the best head so far in best/."""

@@ -78,26 +78,30 @@ def unroll(
         params, target_params: in the dtype to compute in; logits and losses are float32.
         key: of the noise; None: no noise.
     """
-    config = head.config
-    features = teacher.features
+    features, size = teacher.features, target.config.vocab_size
+    rows, length = batch.tokens.shape
     if objective.noise and key is not None:
-        spread = objective.noise * 512 / batch.tokens.shape[1]
-        features = features + ((jax.random.uniform(key, features.shape) - 0.5) * spread).astype(features.dtype)
-    ids = params["ids"] if config.mapped else None
+        noise = (jax.random.uniform(key, features.shape) - 0.5) * (objective.noise * 512 / length)
+        features = features + noise.astype(features.dtype)
+    ids = params["ids"] if head.config.mapped else None
     logits = target.unembed(target_params, teacher.hidden, ids) / objective.temperature
     wanted = jax.lax.stop_gradient(jax.nn.softmax(logits))
-    known = _to_draft(target, ids)
+    known = jnp.arange(size, dtype=jnp.int32)  # target token -> draft id
+    if ids is not None:
+        known = jnp.full_like(known, NO_ID).at[ids].set(known[: len(ids)])
     labels, best = known[batch.tokens], known[teacher.top]
 
     mask = packed_mask(batch.segments)
-    feature, before = head.fuse(params, features), None
-    sums, total = [], jnp.float32(0)
+    empty = jnp.zeros((1, 1, 1, 1), jnp.float32)  # training rows begin at position 0: no pages
+    past = Past(KeyValue(empty, empty), jnp.zeros((rows, 1), jnp.int32), jnp.zeros(rows, jnp.int32))
+    feature, sums, total = head.fuse(params, features), [], jnp.float32(0)
     for j, weight in enumerate(objective.weights):
         embedded = head.embed(target_params, params, _ahead(batch.tokens, 1 + j))
-        feature, block = head.forward(params, embedded, feature, batch.positions + j, mask, _no_pages(batch, before))
-        before = joined(before, block)
+        feature, block = head.forward(params, embedded, feature, batch.positions + j, mask, past)
+        past = past._replace(before=joined(past.before, block))
         found = head.unembed(target_params, params, feature)
-        in_loss = _counts(batch, 2 + j)
+        same = (_ahead(batch.segments, 2 + j) == batch.segments) & (batch.segments > 0)
+        in_loss = same & _ahead(batch.loss, 2 + j)
         answer, label, likeliest = _ahead(wanted, 1 + j), _ahead(labels, 2 + j), _ahead(best, 1 + j)
         known_answer = (likeliest != NO_ID) & ((label != NO_ID) | (objective.loss != "token"))
         counts = (in_loss & known_answer).astype(jnp.float32)
@@ -114,24 +118,3 @@ def unroll(
 def _ahead(x: Array, by: int) -> Array:
     """[b, t] -> x[b, t + by], zeros (False) past the end."""
     return jnp.pad(x[:, by:], ((0, 0), (0, min(by, x.shape[1])), *((0, 0),) * (x.ndim - 2)))
-
-
-def _counts(batch: Batch, by: int) -> Bool[Array, "B N"]:
-    """Whether the token `by` slots ahead is of the same example and has a loss."""
-    same = (_ahead(batch.segments, by) == batch.segments) & (batch.segments > 0)
-    return same & _ahead(batch.loss, by)
-
-
-def _to_draft(target: Target, ids: Int32[Array, "W"] | None) -> Int32[Array, "V"]:
-    """Target token -> draft id, or NO_ID."""
-    size = target.config.vocab_size
-    if ids is None:
-        return jnp.arange(size, dtype=jnp.int32)
-    return jnp.full(size, NO_ID, jnp.int32).at[ids].set(jnp.arange(ids.shape[0], dtype=jnp.int32))
-
-
-def _no_pages(batch: Batch, before: KeyValue | None) -> Past:
-    """An empty cache: training rows begin at position 0."""
-    empty = jnp.zeros((1, 1, 1, 1), jnp.float32)
-    rows = batch.tokens.shape[0]
-    return Past(KeyValue(empty, empty), jnp.zeros((rows, 1), jnp.int32), jnp.zeros(rows, jnp.int32), before)

@@ -40,7 +40,6 @@ class Metrics(NamedTuple):
     gradient_norm: Float32[Array, ""]
 
 
-Teach = Callable[[Weights, Batch], Teacher]
 Update = Callable[..., tuple[TrainState, Metrics]]
 
 
@@ -52,7 +51,7 @@ def split_params(params: Weights) -> tuple[Weights, Weights]:
 
 def make_update(
     head: DraftHead, target: Target, objective: Objective, optimizer: optax.GradientTransformation, frozen: Weights,
-    *, seed: int, teach: Teach | None, scale: Float32[Array, "F"] | None = None,
+    *, seed: int, teach: Callable[[Weights, Batch], Teacher] | None, scale: Float32[Array, "F"] | None = None,
 ) -> Update:  # fmt: skip
     """(state, target parameters, batch [A, B, N], teacher [A, B, N, ...]) -> (state, metrics), jitted; donates state.
 
@@ -78,6 +77,7 @@ def make_update(
         (total, sums), gradient = jax.value_and_grad(loss, has_aux=True)(weights)
         return total, sums, gradient
 
+    @jax.numpy_dtype_promotion("standard")  # optax counts in int32 and multiplies by floats
     def update(
         state: TrainState, target_params: Weights, batch: Batch, teacher: Teacher | None
     ) -> tuple[TrainState, Metrics]:
@@ -85,8 +85,7 @@ def make_update(
         keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), state.step), parts)
 
         def add(carry: Any, each: Any) -> tuple[Any, None]:
-            found = part(state.params, target_params, *each)
-            return jax.tree.map(jnp.add, carry, found), None
+            return jax.tree.map(jnp.add, carry, part(state.params, target_params, *each)), None
 
         # The first part is outside of the scan: it gives the sums their shapes, and most batches have only one part.
         inputs = (batch, teacher, keys)
@@ -101,11 +100,7 @@ def make_update(
         metrics = Metrics(total / slots, sums, optax.tree.norm(gradient))
         return TrainState(state.step + 1, params, optimizer_state), metrics
 
-    def promoting(*arguments: Any) -> tuple[TrainState, Metrics]:
-        with jax.numpy_dtype_promotion("standard"):  # optax counts in int32 and multiplies by floats
-            return update(*arguments)
-
-    return jax.jit(promoting, donate_argnums=0)
+    return jax.jit(update, donate_argnums=0)
 
 
 def data_mesh() -> Mesh:
