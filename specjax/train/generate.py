@@ -33,7 +33,6 @@ from specjax.cache import bytes_per_token, init_cache
 from specjax.checkpoint.files import sha256, try_lock, write_text
 from specjax.cli import flags
 from specjax.cli.generate import BadLine, Line, parse_object, prompt_field, run
-from specjax.config import ModelConfig
 from specjax.engine import Completion, Engine, SamplingParams
 from specjax.engine.buckets import speculation_note
 from specjax.engine.memory import STEP_COPIES
@@ -85,7 +84,9 @@ def parse_mixture(given: list[str]) -> Mixture:
     return found
 
 
-def resume(output: Path, wanted: Mapping[str, Any], lines: list[corpus.Line]) -> tuple[int, list[corpus.Line]]:
+def resume(
+    output: Path, meta: Path, wanted: Mapping[str, Any], lines: list[corpus.Line]
+) -> tuple[int, list[corpus.Line]]:
     """Bytes in whole lines that an earlier run left, and the input's lines after the last answered one.
 
     Raises:
@@ -93,11 +94,11 @@ def resume(output: Path, wanted: Mapping[str, Any], lines: list[corpus.Line]) ->
     """
     if not output.exists() or not output.stat().st_size:
         return 0, lines
-    file, advice = meta_file(output), "give another --output, or --overwrite to start anew"
+    advice = "give another --output, or --overwrite to start anew"
     try:
-        known = json.loads(file.read_text(encoding="utf-8"))
+        known = json.loads(meta.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"--output {output}: {file} does not say how it was made ({error}); {advice}") from None
+        raise ValueError(f"--output {output}: {meta} does not say how it was made ({error}); {advice}") from None
     differing = [
         f"{key} was {known.get(key)!r}, is {wanted.get(key)!r}"
         for key in dict.fromkeys([*wanted, *known])
@@ -122,10 +123,6 @@ def resume(output: Path, wanted: Mapping[str, Any], lines: list[corpus.Line]) ->
     raise ValueError(f"--output {output} ends with an answer to a line that --input does not have")
 
 
-def meta_file(output: Path) -> Path:
-    return output.with_name(f"{output.name}.meta.json")
-
-
 # The batch.
 
 
@@ -147,23 +144,15 @@ def batch_for(chosen: flags.Settings, tokens: int, lines: int, *, progress: bool
             f"--max-prompt-tokens and --max-new-tokens come to {tokens} tokens, and the context is {context}"
         )
     row = -(-tokens // engine.page_size) * engine.page_size
-    rows = engine.max_running_requests
+    rows, pool = engine.max_running_requests, engine.max_total_tokens
     if rows is None:
         free = free_bytes(engine.mem_fraction_static) - parameter_bytes(table(config), dimensions(config), config.dtype)
-        rows = min(rows_that_fit(config, row, free), lines, (engine.max_total_tokens or sys.maxsize) // row)
-        rows = max(rows, 1)
-    filled = {
-        "max_total_tokens": engine.max_total_tokens or rows * row,
-        "context_length": engine.context_length or tokens,
-    }
+        each = row * bytes_per_token(partial(init_cache, make_target(config).pages))
+        each += int(STEP_COPIES * 4 * config.vocab_size)  # a step's logits
+        largest = LARGEST["cpu" if jax.default_backend() == "cpu" else "gpu"]
+        rows = max(min(free // each, largest, lines, (pool or sys.maxsize) // row), 1)
+    filled = {"max_total_tokens": pool or rows * row, "context_length": engine.context_length or tokens}
     return replace(chosen, engine=replace(engine, max_running_requests=rows, **filled))
-
-
-def rows_that_fit(config: ModelConfig, tokens: int, free: int) -> int:
-    """Sequences of `tokens` tokens, with cache and a step's logits, that fit `free` bytes; may be below 1."""
-    kept = bytes_per_token(partial(init_cache, make_target(config).pages))
-    each = tokens * kept + int(STEP_COPIES * 4 * config.vocab_size)
-    return min(free // each, LARGEST["cpu" if jax.default_backend() == "cpu" else "gpu"])
 
 
 def free_bytes(mem_fraction: float) -> int:
@@ -242,26 +231,13 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def identity(args: argparse.Namespace, mixture: Mixture, chosen: flags.Settings, digest: str) -> dict[str, Any]:
-    """The settings that answers and their order depend on; batch, algorithm and --count may change."""
-    model = chosen.model
-    dtype = f"auto on {jax.default_backend()}" if model.dtype == "auto" else model.dtype
-    return {
-        **{name: getattr(model, name) for name in ("model", "revision", "tokenizer_path", "chat_template")},
-        **{name: getattr(args, name) for name in ("max_new_tokens", "max_prompt_tokens", "seed", "shuffle")},
-        "dtype": dtype,
-        "input_sha256": digest,
-        "temperatures": " ".join(f"{temperature:g}={share:g}" for temperature, share in mixture.items()),
-        **({"plain_content": True} if chosen.engine.plain_content else {}),
-    }
-
-
 def generate(args: argparse.Namespace, chosen: flags.Settings) -> dict[str, Any]:
     """Answer the lines that are left; returns the summary."""
-    output, progress = Path(args.output), not args.no_progress
+    output, model, progress = Path(args.output), chosen.model, not args.no_progress
+    meta, lock_file = (output.with_name(name) for name in (f"{output.name}.meta.json", f".{output.name}.lock"))
     if args.input == "-":
         raise ValueError("--input must be a file: a run that is resumed reads it again")
-    lines, digest = list(corpus.read(corpus.Source(args.input, "jsonl"))), sha256(Path(args.input))
+    lines = list(corpus.read(corpus.Source(args.input, "jsonl")))
     for name in ("count", "max_new_tokens", "max_prompt_tokens"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
@@ -272,11 +248,18 @@ def generate(args: argparse.Namespace, chosen: flags.Settings) -> dict[str, Any]
     mixture = parse_mixture(args.temperatures)
     if args.shuffle:
         random.Random(f"order {args.seed}").shuffle(lines)
-    wanted = identity(args, mixture, chosen, digest)
-    if (lock := try_lock(output.with_name(f".{output.name}.lock"))) is None:
+    wanted = {  # what answers and their order depend on; batch, algorithm and --count may change
+        **{name: getattr(model, name) for name in ("model", "revision", "tokenizer_path", "chat_template")},
+        **{name: getattr(args, name) for name in ("max_new_tokens", "max_prompt_tokens", "seed", "shuffle")},
+        "dtype": f"auto on {jax.default_backend()}" if model.dtype == "auto" else model.dtype,
+        "input_sha256": sha256(Path(args.input)),
+        "temperatures": " ".join(f"{temperature:g}={share:g}" for temperature, share in mixture.items()),
+        **({"plain_content": True} if chosen.engine.plain_content else {}),
+    }
+    if (lock := try_lock(lock_file)) is None:
         raise ValueError(f"--output {output} is being written by another run")
     with lock:
-        size, left = (0, lines) if args.overwrite else resume(output, wanted, lines)
+        size, left = (0, lines) if args.overwrite else resume(output, meta, wanted, lines)
         done = len(lines) - len(left)
         left = left[: max((args.count or len(lines)) - done, 0)]
         if not left:
@@ -291,7 +274,7 @@ def generate(args: argparse.Namespace, chosen: flags.Settings) -> dict[str, Any]
         prompts = requests(engine, left, mixture, args, too_long)
         with output.open("a", encoding="utf-8", newline="\n") as file:  # nothing of an old file is lost before here
             file.truncate(size)
-            write_text(meta_file(output), json.dumps(wanted, indent=1) + "\n")
+            write_text(meta, json.dumps(wanted, indent=1) + "\n")
             summary = run(engine, prompts, file, progress=progress, total=len(left), describe=answer)
     return {"resumed_after": done, "too_long": len(too_long), **summary}
 

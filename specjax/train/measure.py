@@ -6,16 +6,18 @@ between training and serving.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
 
 import jax
 
-from specjax.config import HeadConfig
 from specjax.drafters import Params, TreeShape, eagle_drafter
 from specjax.engine import Engine, SamplingParams
 from specjax.engine.config import EngineConfig
-from specjax.models.target import Target
+from specjax.models import make_target
+from specjax.train.inputs import Inputs
+from specjax.train.options import MeasureSettings
 from specjax.types import Weights
 
 MAX_ROWS = 16
@@ -28,41 +30,40 @@ class Measured(NamedTuple):
     steps: int
 
 
-def by_depth(histogram: Sequence[int]) -> list[float]:
-    """Steps by number of accepted drafts -> conditional acceptance at each depth reached, from 1."""
-    reached = [sum(histogram[d:]) for d in range(len(histogram))]
-    return [round(deeper / reached[d], 4) for d, deeper in enumerate(reached[1:]) if reached[d]]
-
-
 class Measure:
     """One engine for all measurements of a run; each call puts another head into it.
 
     Args:
-        target, params: as they will serve.
+        target_params, draft: parameters in the serving dtype.
         prompts: token ids.
-        shape: of the draft trees.
     """
 
     def __init__(
-        self, target: Target, params: Weights, tokenizer: Any, head: HeadConfig, draft: Weights,
-        prompts: Sequence[list[int]], *, shape: TreeShape, max_new_tokens: int, eos_ids: tuple[int, ...],
+        self, settings: MeasureSettings, inputs: Inputs, target_params: Weights, draft: Weights,
+        prompts: list[list[int]],
     ) -> None:  # fmt: skip
-        rows, longest = min(MAX_ROWS, len(prompts)), max(map(len, prompts)) + max_new_tokens
+        shape = TreeShape(settings.measure_steps, 1, settings.measure_steps + 1)
+        rows, longest = min(MAX_ROWS, len(prompts)), max(map(len, prompts)) + settings.measure_tokens
         config = EngineConfig(
             max_running_requests=rows,
-            context_length=min(longest, target.config.max_positions),
+            context_length=min(longest, inputs.config.max_positions),
             max_total_tokens=rows * (longest + 64 + 4 * shape.nodes),
             random_seed=0,
         )
-        drafter = eagle_drafter(target, head, shape)
-        self._engine = Engine(target, Params(params, draft), tokenizer, drafter, config=config, eos_ids=eos_ids)
-        self._target_params, self._prompts = params, list(prompts)
-        self._sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0)
+        target = make_target(inputs.config)
+        drafter = eagle_drafter(target, replace(inputs.head, dtype=inputs.config.dtype), shape)
+        self._target_params, self._prompts = target_params, prompts
+        self._engine = Engine(
+            target, Params(target_params, draft), inputs.tokenizer, drafter, config=config, eos_ids=inputs.eos_ids
+        )
+        self._sampling = SamplingParams(max_new_tokens=settings.measure_tokens, temperature=0.0)
 
     def __call__(self, draft: Weights) -> Measured:
         self._engine.params = Params(self._target_params, jax.block_until_ready(draft))
         done = self._engine.generate(self._prompts, self._sampling)
+        # Steps by number of accepted drafts; and those that accepted at least so many.
         histogram = [sum(bins) for bins in zip(*(one.spec_accept_histogram for one in done), strict=True)]
-        steps = sum(histogram)
-        emitted = sum(count * (accepted + 1) for accepted, count in enumerate(histogram))
-        return Measured(round(emitted / max(steps, 1), 4), by_depth(histogram), emitted, steps)
+        reached = [sum(histogram[depth:]) for depth in range(len(histogram))]
+        by_depth = [round(deeper / before, 4) for before, deeper in pairwise(reached) if before]
+        steps, emitted = sum(histogram), sum(reached)
+        return Measured(round(emitted / max(steps, 1), 4), by_depth, emitted, steps)

@@ -16,9 +16,7 @@ import numpy as np
 from jax import Array
 from tqdm import tqdm
 
-from specjax.drafters import TreeShape
 from specjax.engine.executables import use_compilation_cache
-from specjax.models import make_target
 from specjax.models.draft_head import draft_head
 from specjax.models.head_spec import head_table
 from specjax.progress import progress_bar
@@ -122,14 +120,6 @@ class Trainer:
         size = self.options.run.batch_size * self.options.run.accumulate
         return batch_rows(step, len(self.inputs.rows.tokens), size, self.options.data.data_seed)
 
-    def batch(self, step: int) -> tuple[Batch, Teacher | None, int]:
-        """[A, B, N] rows of a step, their stored features if there are any, and the number of their tokens."""
-        run, rows, numbers = self.options.run, self.inputs.rows, self.row_numbers(step)
-        shape = (run.accumulate, run.batch_size)
-        batch = Batch(*_split([part[numbers] for part in rows], shape))
-        stored = Teacher(*_split(self.features.get(numbers), shape)) if self.features else None
-        return spread(self.mesh, batch), spread(self.mesh, stored), int((rows.segments[numbers] > 0).sum())
-
     def run(self) -> dict[str, Any]:
         """Start or resume, and train to the last step. Returns the summary."""
         run, folder = self.options.run, self.folder.folder
@@ -164,14 +154,19 @@ class Trainer:
     def _steps(self) -> Iterator[int]:
         """Train; yields the number of each finished step."""
         run, first = self.options.run, int(self.state.step)
+        shape = (run.accumulate, run.batch_size)
         since = started = time.perf_counter()
         pending: list[tuple[Metrics, int]] = []
         sizes = (self.inputs.rows.segments > 0).sum(axis=1)
         total = sum(int(sizes[self.row_numbers(step)].sum()) for step in range(first))
         with progress_bar("Training", run.steps, "step", initial=first) as bar:
             for step in range(first + 1, run.steps + 1):
-                batch, stored, tokens = self.batch(step - 1)
+                numbers = self.row_numbers(step - 1)
+                batch = Batch(*_split([part[numbers] for part in self.inputs.rows], shape))
+                stored = Teacher(*_split(self.features.get(numbers), shape)) if self.features else None
+                batch, stored = spread(self.mesh, (batch, stored))
                 self.state, metrics = self.update(self.state, self.target_params, batch, stored)
+                tokens = int(sizes[numbers].sum())
                 pending.append((metrics, tokens))
                 total += tokens
                 bar.update()
@@ -236,12 +231,7 @@ class Trainer:
             return None
         params = self.draft_params(self.options.export.export_dtype, inputs.config.dtype)
         if self._measure is None:
-            self._measure = Measure(
-                make_target(inputs.config), self._serving_params, inputs.tokenizer,
-                replace(inputs.head, dtype=inputs.config.dtype), params, prompts,
-                shape=TreeShape(settings.measure_steps, 1, settings.measure_steps + 1),
-                max_new_tokens=settings.measure_tokens, eos_ids=inputs.eos_ids,
-            )  # fmt: skip
+            self._measure = Measure(settings, inputs, self._serving_params, params, prompts)
         found = self._measure(params)
         row = {"step": step, **found._asdict()}
         if found.accept_length > self.best:
