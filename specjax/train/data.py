@@ -24,27 +24,13 @@ import numpy as np
 from jaxtyping import Bool
 from tokenizers import Encoding, Tokenizer, processors
 
-from specjax.train.corpus import (
-    SkippedLine,
-    check_ids,
-    missing_fields,
-    parse_sources,
-    read_batches,
-    read_json,
-    read_text,
-)
+from specjax.train import corpus
 from specjax.train.packing import Example
 
 ROW_FIELDS = (
-    ("messages",),
-    ("prompt", "response"),
-    ("text",),
-    ("prompt_ids", "response_ids"),
-    ("input_ids", "output_ids"),
-    ("tokens",),
-    ("input_ids",),
-    ("prompt",),
-)
+    ("messages",), ("prompt", "response"), ("text",), ("prompt_ids", "response_ids"), ("input_ids", "output_ids"),
+    ("tokens",), ("input_ids",), ("prompt",),
+)  # fmt: skip
 """Text precedes ids: ids belong to the tokenizer that made them."""
 
 LOSS_ON = ("assistant", "all")
@@ -54,7 +40,7 @@ ROLES = {"developer": "system"}
 
 class ExampleSet(NamedTuple):
     examples: list[Example]
-    skipped: list[SkippedLine]
+    skipped: list[corpus.SkippedLine]
     lines: int  # not blank, skipped ones included
     truncated: int  # examples cut to max_length
     turns_without_loss: int  # of assistants, in chats where the template renders a turn in two ways
@@ -96,9 +82,9 @@ def load_examples(
     everything = loss_on == "all"
     chats, encoder = Chats(tokenizer, everything=everything), _Encoder(tokenizer.backend_tokenizer, max_length)
     examples: list[Example] = []
-    skipped: list[SkippedLine] = []
+    skipped: list[corpus.SkippedLine] = []
     lines = truncated = lost = 0
-    for _, batch in read_batches(parse_sources(paths, "jsonl"), label="Reading", progress=progress):
+    for _, batch in corpus.read_batches(corpus.parse_sources(paths, "jsonl"), label="Reading", progress=progress):
         lines += len(batch)
         rows, bad = [], []
         for line in batch:
@@ -127,7 +113,7 @@ def _example(ids: list[int], loss: Bool[np.ndarray, "n"], vocabulary: int, max_l
     """
     if not ids:
         raise ValueError("the line is empty: it has no tokens")
-    check_ids("the line", ids, vocabulary)
+    corpus.check_ids("the line", ids, vocabulary)
     used = len(np.trim_zeros(loss, "b"))  # tokens after the last one with a loss teach nothing
     end = min(used, max_length)
     if not loss[1:end].any():
@@ -279,16 +265,16 @@ def _read_row(row: dict[str, Any], chats: Chats) -> Text | Tokens:
     there = {name for name, value in row.items() if value is not None}
     match next(filter(there.issuperset, ROW_FIELDS), ()):
         case ():
-            raise missing_fields(row, map(" and ".join, ROW_FIELDS))
+            raise corpus.missing_fields(row, map(" and ".join, ROW_FIELDS))
         case ("messages",):
             return chats.render(_read_messages("messages", row["messages"]), cut=_is_cut(row))
         case ("prompt", "response"):
-            prompt, response = row["prompt"], read_text("response", row["response"])
+            prompt, response = row["prompt"], corpus.read_text("response", row["response"])
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             messages = [*_read_messages("prompt", messages), {"role": "assistant", "content": response}]
             return chats.render(messages, cut=_is_cut(row) or chats.shows_no_end(row, response))
         case ("text" | "prompt" as name,):
-            return Text(read_text(name, row[name]), None)
+            return Text(corpus.read_text(name, row[name]), None)
         case (name,):
             ids = _read_ids(name, row[name])
             return Tokens(ids, _read_mask(row.get("loss_mask"), len(ids)))
@@ -328,11 +314,11 @@ def _read_message(where: str, message: Any) -> dict[str, Any]:
     kept = {name: value for name, value in message.items() if value is not None}
     content, calls = kept.get("content"), kept.get("tool_calls")
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        content = "".join(read_text(f"{where}.content", part.get("text"), empty=True) for part in content)
+        content = "".join(corpus.read_text(f"{where}.content", part.get("text"), empty=True) for part in content)
     if calls is not None:
         kept["tool_calls"] = _read_calls(f"{where}.tool_calls", calls)
         content = "" if content is None and calls else content
-    text = read_text(f"{where}.content", content, empty=True)
+    text = corpus.read_text(f"{where}.content", content, empty=True)
     return kept | {"role": ROLES.get(message["role"], message["role"]), "content": text}
 
 
@@ -344,7 +330,7 @@ def _read_calls(where: str, calls: Any) -> list[Any]:
     for call in calls:
         function = call.get("function")
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            arguments = read_json(f"{where}: the arguments", function["arguments"])
+            arguments = corpus.read_json(f"{where}: the arguments", function["arguments"])
             call = call | {"function": function | {"arguments": arguments}}
         found.append(call)
     return found

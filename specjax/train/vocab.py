@@ -40,27 +40,12 @@ from specjax.checkpoint.folder import read_json
 from specjax.checkpoint.hub import download
 from specjax.checkpoint.unpickle import write_torch_zip_list
 from specjax.checkpoint.weights import save_tensors
-from specjax.train import run_command
-from specjax.train.corpus import (
-    SkippedLine,
-    Source,
-    check_ids,
-    check_writable,
-    missing_fields,
-    parse_sources,
-    read_batches,
-    read_text,
-    report,
-)
+from specjax.train import corpus, run_command
 
 COUNTED = (
-    ("text",),
-    ("messages",),
-    ("prompt", "response"),
-    ("prompt_ids", "response_ids"),
-    ("input_ids", "output_ids"),
+    ("text",), ("messages",), ("prompt", "response"), ("prompt_ids", "response_ids"), ("input_ids", "output_ids"),
     ("tokens",),
-)
+)  # fmt: skip
 """Text precedes ids: ids belong to the tokenizer that made them."""
 
 TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer*", "vocab*", "merges.txt"]
@@ -80,11 +65,11 @@ class Tally(NamedTuple):
     counts: Counts  # by weight
     tokens: int  # without weights
     lines: int  # skipped ones included
-    skipped: list[SkippedLine]
+    skipped: list[corpus.SkippedLine]
 
 
 def count(
-    sources: Sequence[Source], weights: Mapping[str, int], tokenizer: Any, vocabulary: int, *, progress: bool
+    sources: Sequence[corpus.Source], weights: Mapping[str, int], tokenizer: Any, vocabulary: int, *, progress: bool
 ) -> Tally:
     """Count the ids of all sources.
 
@@ -99,8 +84,8 @@ def count(
     core.no_padding()
     counts: Counts = np.zeros(vocabulary, np.int64)
     tokens = lines = 0
-    skipped: list[SkippedLine] = []
-    for source, batch in read_batches(sources, label="Counting", progress=progress):
+    skipped: list[corpus.SkippedLine] = []
+    for source, batch in corpus.read_batches(sources, label="Counting", progress=progress):
         lines += len(batch)
         parts: defaultdict[int, list[str | list[int]]] = defaultdict(list)  # by weight
         for line in batch:
@@ -145,7 +130,7 @@ def weighted_parts(row: dict[str, Any], weights: Mapping[str, int], vocabulary: 
     weights = weights or dict.fromkeys(next(filter(there.intersection, COUNTED), ()), 1)
     used = [name for name in weights if name in there]
     if not used:
-        raise missing_fields(row, weights or chain(*COUNTED))
+        raise corpus.missing_fields(row, weights or chain(*COUNTED))
     return [(weights[name], part) for name in used for part in _parts(name, row[name], vocabulary)]
 
 
@@ -154,13 +139,13 @@ def _parts(name: str, value: Any, vocabulary: int) -> list[Any]:
     items: Any = [value] if isinstance(value, str) else value
     kinds = {type(item) for item in items} if isinstance(items, list) else {None}
     if kinds == {int}:
-        check_ids(name, items, vocabulary)
+        corpus.check_ids(name, items, vocabulary)
         return [items]
     if kinds == {dict} and all("content" in message for message in items):
         items = [text for message in items for text in _message_texts(name, message["content"])]
     elif not kinds <= {str}:
         raise ValueError(f"{name} must be a text, a list of ids, of texts or of messages, got {value!r:.60}")
-    return [read_text(name, text, empty=True) for text in items]
+    return [corpus.read_text(name, text, empty=True) for text in items]
 
 
 def _message_texts(name: str, content: Any) -> list[str]:
@@ -228,7 +213,7 @@ def parse_weights(given: Iterable[str]) -> dict[str, int]:
     return found
 
 
-def parse_outputs(given: list[str], sources: list[Source]) -> list[Path]:
+def parse_outputs(given: list[str], sources: list[corpus.Source]) -> list[Path]:
     """The output files. Raises ValueError: unknown format, given twice, also an input, or it cannot be written."""
     taken = [Path(source.path).resolve() for source in sources]
     for file in map(Path, given):
@@ -236,7 +221,7 @@ def parse_outputs(given: list[str], sources: list[Source]) -> list[Path]:
             raise ValueError(f"--output {file} must end in {', '.join(WRITERS)}")
         if file.resolve() in taken:
             raise ValueError(f"--output {file} is also an input, or is given twice")
-        check_writable(file)
+        corpus.check_writable(file)
         taken.append(file.resolve())
     return [Path(text) for text in given]
 
@@ -244,15 +229,10 @@ def parse_outputs(given: list[str], sources: list[Source]) -> list[Path]:
 def tokenizer_files(name: str, *, progress: bool) -> ModelFiles:
     """The files that a tokenizer needs; the folder may lack weights and config.json."""
     folder = Path(name).expanduser()
-    is_hub_id = re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) and not folder.exists()
-    if is_hub_id:  # `resolve` would fetch the weights too
-        folder = download(
-            name,
-            f"no tokenizer {name!r}: there is no such folder, and the Hugging Face hub gave none",
-            patterns=TOKENIZER_FILES,
-            progress=progress,
-            advice=f"; give {BUILT_IN_MODEL!r}, a .gguf file, a folder or a hub id",
-        )
+    if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) and not folder.exists():  # `resolve` would fetch the weights too
+        problem = f"no tokenizer {name!r}: there is no such folder, and the Hugging Face hub gave none"
+        advice = f"; give {BUILT_IN_MODEL!r}, a .gguf file, a folder or a hub id"
+        folder = download(name, problem, patterns=TOKENIZER_FILES, progress=progress, advice=advice)
     elif name.lower() == BUILT_IN_MODEL or not folder.is_dir():
         return resolve(name, progress=progress)
     config = folder / "config.json"
@@ -292,7 +272,7 @@ def build_parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Make the map; returns the summary."""
     started, progress = time.perf_counter(), not args.no_progress
-    weights, sources = parse_weights(args.field), parse_sources(args.input, args.format)
+    weights, sources = parse_weights(args.field), corpus.parse_sources(args.input, args.format)
     outputs = parse_outputs(args.output, sources)
     if weights and all(source.format == "text" for source in sources):
         raise ValueError("--field is about JSONL, and no input is")
@@ -311,24 +291,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if not ends:
         print(f"the tokenizer {args.tokenizer} names no end token, so none is forced into the map", file=sys.stderr)
     tally = count(sources, weights, tokenizer, vocabulary, progress=progress)
-    lines, bad = tally.lines, len(tally.skipped)
-    report(tally.skipped)
+    corpus.report(tally.skipped)
+    bad = len(tally.skipped)
     if not tally.tokens:
-        raise ValueError(f"nothing to count in {', '.join(args.input)}: {lines} lines, {bad} of them bad")
+        raise ValueError(f"nothing to count in {', '.join(args.input)}: {tally.lines} lines, {bad} of them bad")
     write(outputs, token_map(tally.counts, size, ends).tolist())
     sizes = sorted({size, *(each for each in COVERAGE_SIZES if len(ends) <= each <= vocabulary)})
     return {
-        "lines": lines,
-        "bad": bad,
-        "tokens": tally.tokens,
-        "distinct": int(np.count_nonzero(tally.counts)),
-        "vocabulary": vocabulary,
-        "size": size,
-        "end_ids": ends,
-        "coverage": coverage(tally.counts, sizes, ends),
-        "outputs": args.output,
-        "seconds": round(time.perf_counter() - started, 3),
-    }
+        "lines": tally.lines, "bad": bad, "tokens": tally.tokens, "distinct": int(np.count_nonzero(tally.counts)),
+        "vocabulary": vocabulary, "size": size, "end_ids": ends, "coverage": coverage(tally.counts, sizes, ends),
+        "outputs": args.output, "seconds": round(time.perf_counter() - started, 3),
+    }  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
