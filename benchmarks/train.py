@@ -28,11 +28,10 @@ from specjax.models.draft_head import draft_head
 from specjax.models.head_spec import head_table
 from specjax.models.llama import init_params
 from specjax.train import draft
-from specjax.train.attention import packed_attention
 from specjax.train.features import teach, training_target
 from specjax.train.optimizer import make_optimizer, schedule
 from specjax.train.options import DraftSettings, LossSettings
-from specjax.train.unroll import Batch
+from specjax.train.unroll import Batch, packed_attention
 from specjax.train.update import TrainState, make_update, split_params
 
 

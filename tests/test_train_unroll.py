@@ -16,10 +16,9 @@ from specjax.config import HeadConfig, ModelConfig, RopeConfig
 from specjax.models import make_target
 from specjax.models.draft_head import draft_head, init_head_params
 from specjax.models.llama import init_params
-from specjax.train.attention import packed_attention, packed_mask
 from specjax.train.export import head_tensors
 from specjax.train.features import teach, training_target
-from specjax.train.unroll import Batch, Objective, Teacher, unroll
+from specjax.train.unroll import Batch, Objective, Teacher, packed_attention, packed_mask, unroll
 
 V, M, W = 19, 16, 7
 TARGET = ModelConfig("llama", V, M, 24, 4, 4, 2, 8, 1e-5, RopeConfig(theta=500.0), 64, tied_embeddings=True)

@@ -22,12 +22,11 @@ from specjax.config import HeadConfig, RopeConfig
 from specjax.models.draft_head import draft_head
 from specjax.models.head_spec import head_table
 from specjax.train import draft
-from specjax.train.attention import packed_attention
 from specjax.train.features import teach, training_target
 from specjax.train.optimizer import make_optimizer, schedule
 from specjax.train.options import DraftSettings, LossSettings
 from specjax.train.packing import Example, Rows, pack
-from specjax.train.unroll import Batch
+from specjax.train.unroll import Batch, packed_attention
 from specjax.train.update import TrainState, make_update, split_params
 
 PLAIN: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "weight_decay": 0.0, "clip_norm": 0.5, "clip_value": 0.0}

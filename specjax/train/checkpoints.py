@@ -74,11 +74,7 @@ class RunFolder:
         return self._manager.latest_step()
 
     def restore(self, like: TrainState) -> TrainState:
-        """The newest checkpoint; `like` has its shapes, dtypes and shardings.
-
-        Raises:
-            RunError: it cannot be read.
-        """
+        """The newest checkpoint; `like` has its shapes, dtypes and shardings. Raises RunError: it cannot be read."""
         step = self.latest
         try:
             abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)

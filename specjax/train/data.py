@@ -106,11 +106,7 @@ def load_examples(
 
 
 def _example(ids: list[int], loss: Bool[np.ndarray, "n"], vocabulary: int, max_length: int) -> tuple[Example, bool]:
-    """The example of at most max_length tokens, and whether it was cut.
-
-    Raises:
-        ValueError: an id is not in the vocabulary, or no token with a loss follows another token.
-    """
+    """The example of at most max_length tokens, and whether it was cut."""
     if not ids:
         raise ValueError("the line is empty: it has no tokens")
     corpus.check_ids("the line", ids, vocabulary)
@@ -193,13 +189,10 @@ class Chats:
     def render(self, messages: list[dict[str, Any]], *, cut: bool) -> Text:
         """The chat up to its last answer; with `cut`, this answer has no end.
 
-        A turn starts where the server lets the target continue: after the earlier messages and the header of an answer.
-        It ends where its own message ends. If a template renders this part differently once more messages follow (for
+        A turn starts where the server lets the target continue, after the earlier messages and the header of an answer,
+        and ends where its own message ends. If a template renders this part differently once more messages follow (for
         example without earlier reasoning), the turn has no place in the text and no loss: the server would not show it
-        to the target in this form either.
-
-        Raises:
-            ValueError: the template refuses the messages, or no turn has a place.
+        to the target in this form either. Raises ValueError: no turn has a place.
         """
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not self._everything:
@@ -257,11 +250,6 @@ class Chats:
 
 
 def _read_row(row: dict[str, Any], chats: Chats) -> Text | Tokens:
-    """The chat, text or ids of a row.
-
-    Raises:
-        ValueError: the row has no known group of fields, or a field has another form.
-    """
     there = {name for name, value in row.items() if value is not None}
     match next(filter(there.issuperset, ROW_FIELDS), ()):
         case ():

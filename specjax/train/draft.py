@@ -28,7 +28,7 @@ scale begins at a loss near that of a uniform guess, and learns in 60,000 tokens
 
 
 def head_config(settings: DraftSettings, target: ModelConfig, ends: Sequence[int] = ()) -> HeadConfig:
-    """The description of a new head: as wide as its target. `ends` are in its vocabulary, whatever its size.
+    """A new head, as wide as its target. Its vocabulary must have room for `ends`.
 
     Raises:
         ValueError: a setting does not fit the kind or the target; names the flag.
@@ -85,10 +85,8 @@ def from_head(settings: DraftSettings, target: ModelConfig) -> tuple[HeadConfig,
 
 
 def _aux_layers(given: Sequence[str], layers: int) -> tuple[int, ...]:
-    """The layers whose outputs an EAGLE-3 head reads.
-
-    By default low, middle and high, as EAGLE-3 has them: the inputs of layers 2, L // 2 and L - 3. Of a target with
-    fewer than 7 layers, where these are not three: the first, the middle and the last.
+    """The layers whose outputs an EAGLE-3 head reads; by default, as EAGLE-3 has them, the inputs of layers 2, L // 2
+    and L - 3 or, of a target with fewer than 7 layers, where these are not three: the first, the middle and the last.
     """
     if given:
         if not all(text.isdecimal() and int(text) < layers for text in given) or len(set(given)) < len(given):
@@ -116,8 +114,7 @@ def new_params(
 ) -> Weights:
     """First weights, float32. `fc` is for features of unit size, see `feature_scale`.
 
-    `target`: what comes after an EAGLE-3 head's layer, its final norm and its language model head, is the target's, the
-    norm `SOFTENED`.
+    With the init `target`, an EAGLE-3 head's final norm and language model head are the target's, the norm `SOFTENED`.
     """
     params: dict[str, Any] = dict(init_head_params(config, target, jax.random.key(seed)))
     width = params["fc"].shape[0]
@@ -134,12 +131,13 @@ def new_params(
 def feature_scale(features: Float[np.ndarray, "B N F"], segments: Int32[np.ndarray, "B N"]) -> Float32[np.ndarray, "F"]:
     """What brings each of the target's features to about unit size: 1 over its typical magnitude.
 
-    Residual streams hold a few enormous channels and tokens, and grow with depth. A step of the optimiser moves all of
-    fc's weights by about as much, so without this nearly all of what a step changes is what those channels say. It is
-    part of fc where a head is exported. The median: the enormous tokens are few.
+    Residual streams hold a few enormous channels and tokens, and grow with depth. An optimiser step moves all of fc's
+    weights by about as much, so unscaled it would mostly change what the head reads of those channels. An exported head
+    has the scale in its fc.
     """
     shown = np.abs(features[segments > 0].astype(np.float32))
-    typical = np.median(shown, axis=0) * 1.4826  # of a normal distribution this is the deviation
+    # Few tokens are enormous: the median ignores them. Of a normal distribution this is the deviation.
+    typical = np.median(shown, axis=0) * 1.4826
     floor = max(float(np.median(typical)) * 1e-3, 1e-6)
     return (1 / np.maximum(typical, floor)).astype(np.float32)
 

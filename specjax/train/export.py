@@ -93,11 +93,7 @@ def other_files(folder: Path) -> list[str]:
 def head_tensors(
     config: HeadConfig, params: Mapping[str, Any], target: ModelConfig, dtype: str = "bfloat16"
 ) -> dict[str, np.ndarray]:
-    """The tensors by the names in the file: parameters as `dtype`, `d2t` int64 [W] and `t2d` bool [V].
-
-    Raises:
-        ValueError: as `export_head` says.
-    """
+    """The tensors by the names in the file: parameters as `dtype`, `d2t` int64 [W] and `t2d` bool [V]."""
     if dtype not in HOST_DTYPES:
         raise ValueError(f"dtype is {dtype!r}; a head can be written as: {', '.join(HOST_DTYPES)}")
     spec = head_spec(config.kind)

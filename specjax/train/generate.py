@@ -61,11 +61,7 @@ Mixture = Mapping[float, float]
 
 
 def parse_mixture(given: list[str]) -> Mixture:
-    """T or T=SHARE, separated by spaces; a share that is not given is 1.
-
-    Raises:
-        ValueError: not a temperature, or a share that is not above 0.
-    """
+    """T or T=SHARE, separated by spaces; a share that is not given is 1. Raises ValueError: a wrong number or form."""
     found: dict[float, float] = {}
     for text in " ".join(given).split():
         name, _, share = text.partition("=")

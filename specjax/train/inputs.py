@@ -44,11 +44,7 @@ class Inputs:
 
 
 def read_data(options: TrainOptions, tokenizer: Any, target: ModelConfig) -> tuple[Rows, list[Example], dict[str, Any]]:
-    """Packed rows, held-back examples, and counts.
-
-    Raises:
-        ValueError: nothing to learn from. OSError: a file cannot be read.
-    """
+    """Packed rows, held-back examples, and counts. Raises ValueError or OSError: there is nothing to learn from."""
     given, seed = options.data, options.data.data_seed
     paths = given.data + given.text_data
     if not paths:
@@ -92,11 +88,7 @@ def read_data(options: TrainOptions, tokenizer: Any, target: ModelConfig) -> tup
 
 
 def prepare(options: TrainOptions) -> Inputs:
-    """Read everything but the target's weights.
-
-    Raises:
-        CheckpointError, ValueError, OSError: an input is wrong.
-    """
+    """Read everything but the target's weights. Raises CheckpointError, ValueError, OSError: an input is wrong."""
     model, wanted, batch = options.model, options.draft, options.run.batch_size
     devices = jax.local_device_count()
     if batch % devices:
@@ -122,11 +114,7 @@ def prepare(options: TrainOptions) -> Inputs:
 
 
 def load(options: TrainOptions, inputs: Inputs) -> tuple[Weights, Weights]:
-    """The target's parameters in its serving dtype, and the head's first parameters and ids, float32.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be read.
-    """
+    """The target's parameters in its serving dtype, and the head's first parameters and ids, float32."""
     target_params = checkpoint.load_params(inputs.files, inputs.config, progress=True)
     if inputs.given is not None:
         return target_params, inputs.given

@@ -44,11 +44,7 @@ class Rows(NamedTuple):
 
 
 def pack(examples: Sequence[Example], length: int, seed: int) -> Rows:
-    """Put every example, whole, into a row by first-fit, in an order drawn from the seed.
-
-    Raises:
-      ValueError: an example is empty or longer than a row.
-    """
+    """Put every example, of 1 to `length` tokens, whole into a row by first-fit, in an order drawn from the seed."""
     for number, example in enumerate(examples):
         if not 1 <= len(example.tokens) <= length:
             raise ValueError(f"example {number} has {len(example.tokens)} tokens; a row holds 1 to {length}")
@@ -87,15 +83,10 @@ def _first_fit(sizes: Sequence[int], length: int) -> list[int]:
 
 
 def split(examples: Sequence[Example], held_back: int, seed: int) -> tuple[list[Example], list[Example]]:
-    """Examples to train on, and `held_back` others drawn by the seed. Both keep their order.
-
-    Raises:
-      ValueError: no example would be left to train on.
-    """
-    if not 0 <= held_back < max(len(examples), 1):
-        raise ValueError(
-            f"of {len(examples)} examples, 0 to {max(len(examples) - 1, 0)} can be held back, got {held_back}"
-        )
+    """Examples to train on, at least one, and `held_back` others drawn by the seed. Both keep their order."""
+    most = max(len(examples) - 1, 0)
+    if not 0 <= held_back <= most:
+        raise ValueError(f"of {len(examples)} examples, 0 to {most} can be held back, got {held_back}")
     kept_out = set(_permutation(seed, SPLIT, 0, len(examples))[:held_back].tolist())
     train = [example for i, example in enumerate(examples) if i not in kept_out]
     return train, [examples[i] for i in sorted(kept_out)]
@@ -104,13 +95,7 @@ def split(examples: Sequence[Example], held_back: int, seed: int) -> tuple[list[
 def batch_rows(step: int, count: int, batch: int, seed: int) -> Int64[np.ndarray, "b"]:
     """The rows of a batch, from 0 to count - 1. Each epoch has all of them, in a new order.
 
-    With 3 rows in batches of 2, step 1 is the last row of epoch 0 and the first of epoch 1.
-
-    Args:
-      step: from 0, since the training began.
-
-    Raises:
-      ValueError: there are no rows, or the batch is empty.
+    With 3 rows in batches of 2, step 1 (they count from 0) is the last row of epoch 0 and the first of epoch 1.
     """
     if step < 0 or count < 1 or batch < 1:
         raise ValueError(f"a batch needs a step from 0, a row and a size, got step {step}, {count} rows, size {batch}")

@@ -21,7 +21,6 @@ from specjax.models.draft_head import draft_head
 from specjax.models.head_spec import head_table
 from specjax.progress import progress_bar
 from specjax.train import draft
-from specjax.train.attention import packed_attention
 from specjax.train.card import model_card, plot
 from specjax.train.checkpoints import RunError, RunFolder, read_metrics
 from specjax.train.export import export_head
@@ -31,7 +30,7 @@ from specjax.train.measure import Measure, Measured
 from specjax.train.optimizer import make_optimizer, schedule
 from specjax.train.options import TrainOptions
 from specjax.train.packing import Example, Rows, batch_rows
-from specjax.train.unroll import Batch, Teacher
+from specjax.train.unroll import Batch, Teacher, packed_attention
 from specjax.train.update import Metrics, TrainState, data_mesh, everywhere, make_update, split_params, spread
 from specjax.types import Weights
 
@@ -271,7 +270,7 @@ def train(options: TrainOptions, *, command: str) -> dict[str, Any]:
     """Train a head; see `python -m specjax.train --help`.
 
     Raises:
-        ValueError (CheckpointError, RunError, FeatureError, ExportError among them), OSError: an input is wrong.
+        ValueError (CheckpointError, RunError, FeatureError among them), OSError: an input is wrong.
     """
     use_compilation_cache()
     inputs = prepare(options)

@@ -4,6 +4,14 @@
     round 0   slot 1    (f1, x2) -> x3          it predicts x_{t+2+j}, for which the teacher is the target's
     round 1   slot 1    (out, x3) -> x4         distribution at t + 1 + j
 
+Slot t of round j sees the same keys as in a draft tree: the slots up to t of round 0, made from the target's features,
+and, of later rounds, only its own, which are its ancestors. So a round costs one more key per slot, not N:
+
+    example of 3 slots, round 2      round 0    round 1    round 2
+    slot 0                           x . .      x . .      x . .
+    slot 1                           x x .      . x .      . x .
+    slot 2                           x x x      . . x      . . x
+
 A slot counts in round j if x_{t+2+j} belongs to the same example and has a loss, and the draft's vocabulary has the
 target's likeliest token there. So neither shifts nor masks cross from one example of a packed row to the next. All
 kinds of heads share this code; their rounds, losses and weights are in the `Objective`. Sources: EAGLE-3 (arXiv
@@ -13,20 +21,21 @@ has three rounds.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Bool, Float, Float32, Int32
 
 from specjax.models.blocks import KeyValue, Past, joined
 from specjax.models.draft_head import DraftHead
 from specjax.models.target import Target
-from specjax.train.attention import packed_mask
 from specjax.train.losses import LOSSES, feature_regression
 from specjax.types import Weights
 
+MASKED = -1e30
 NO_ID = -1
 """Draft id of a token outside of the draft's vocabulary."""
 
@@ -85,7 +94,7 @@ def unroll(
         features = features + noise.astype(features.dtype)
     ids = params["ids"] if head.config.mapped else None
     logits = target.unembed(target_params, teacher.hidden, ids) / objective.temperature
-    wanted = jax.lax.stop_gradient(jax.nn.softmax(logits))
+    wanted = lax.stop_gradient(jax.nn.softmax(logits))
     known = jnp.arange(size, dtype=jnp.int32)  # target token -> draft id
     if ids is not None:
         known = jnp.full_like(known, NO_ID).at[ids].set(known[: len(ids)])
@@ -118,3 +127,37 @@ def unroll(
 def _ahead(x: Array, by: int) -> Array:
     """[b, t] -> x[b, t + by], zeros (False) past the end."""
     return jnp.pad(x[:, by:], ((0, 0), (0, min(by, x.shape[1])), *((0, 0),) * (x.ndim - 2)))
+
+
+def packed_mask(segments: Int32[Array, "B N"]) -> Bool[Array, "B N N"]:
+    """[b, i, j]: slot i sees slot j, which is not later and of the same example."""
+    same = segments[:, :, None] == segments[:, None, :]
+    return same & jnp.tril(jnp.ones(same.shape[1:], bool))[None]
+
+
+def packed_attention(turned: Array, past: Past, positions: Array, mask: Bool[Array, "B N N"]) -> Array:
+    """A differentiable `specjax.models.blocks.Backend` that reads no pages.
+
+    Args:
+        turned: [B, N, K, G + 2, E] rotated queries and keys, and values.
+        past: `before` holds the keys and values of the rounds before this one, N of each; None in round 0.
+        mask: of round 0.
+
+    Returns:
+        [B, N, H, E].
+    """
+    del positions  # the keys are rotated
+    rows, length, _, _, size = turned.shape
+    query, block = turned[..., :-2, :], KeyValue(turned[..., -2, :], turned[..., -1, :])
+    rounds = joined(past.before, block)
+    keys, values = (jnp.split(each, each.shape[1] // length, axis=1) for each in rounds)
+    precision = lax.Precision.HIGHEST if turned.dtype == jnp.float32 else None
+    einsum = partial(jnp.einsum, preferred_element_type=jnp.float32, precision=precision)
+    scores = jnp.where(mask[:, None, None], einsum("bnkge,btke->bkgnt", query, keys[0]), MASKED)
+    own = [einsum("bnkge,bnke->bkgn", query, each)[..., None] for each in keys[1:]]
+    weights = jax.nn.softmax(jnp.concatenate([scores, *own], axis=-1) * jnp.float32(size**-0.5))
+    mixed = einsum("bkgnt,btke->bnkge", weights[..., :length].astype(turned.dtype), values[0])
+    for j, each in enumerate(values[1:]):
+        weight = weights[..., length + j].transpose(0, 3, 1, 2)[..., None]  # [B, N, K, G, 1]
+        mixed = mixed + weight * each[:, :, :, None].astype(jnp.float32)
+    return mixed.astype(turned.dtype).reshape(rows, length, -1, size)

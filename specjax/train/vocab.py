@@ -121,11 +121,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def weighted_parts(row: dict[str, Any], weights: Mapping[str, int], vocabulary: int) -> list[tuple[int, Any]]:
-    """What counts in a row of JSONL: (weight, a text or ids).
-
-    Raises:
-        ValueError: the row has none of the fields, or one that is neither text nor ids nor messages.
-    """
+    """What counts in a row of JSONL: (weight, a text or ids)."""
     there = {name for name, value in row.items() if value is not None}
     weights = weights or dict.fromkeys(next(filter(there.intersection, COUNTED), ()), 1)
     used = [name for name in weights if name in there]
@@ -197,11 +193,7 @@ def write(outputs: list[Path], ids: list[int]) -> None:
 
 
 def parse_weights(given: Iterable[str]) -> dict[str, int]:
-    """NAME or NAME=WEIGHT of `--field` to weights by name.
-
-    Raises:
-        ValueError: a wrong form, or a name that is given twice.
-    """
+    """NAME or NAME=WEIGHT of `--field` to weights by name. Raises ValueError: a wrong form, or a name given twice."""
     found: dict[str, int] = {}
     for text in given:
         match = re.fullmatch(r"([^=]+)(?:=([0-9]{1,7}))?", text)
