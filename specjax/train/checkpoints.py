@@ -75,33 +75,24 @@ class RunFolder:
 
     def restore(self, like: TrainState) -> TrainState:
         """The newest checkpoint; `like` has its shapes, dtypes and shardings. Raises RunError: it cannot be read."""
-        step = self.latest
-        try:
+        problem = f"the checkpoint of step {self.latest} in {self._checkpoints} cannot be read"
+        with _run_errors(problem, "; remove its folder to go on from the one before"):
             abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-            return cast(TrainState, self._manager.restore(step, args=ocp.args.StandardRestore(abstract)))
-        except Exception as error:  # orbax and tensorstore have no common base
-            raise RunError(
-                f"the checkpoint of step {step} in {self._checkpoints} cannot be read ({_first_line(error)}); remove "
-                "its folder to go on from the one before"
-            ) from error
+            return cast(TrainState, self._manager.restore(self.latest, args=ocp.args.StandardRestore(abstract)))
 
     def save(self, state: TrainState) -> None:
         """Raises RunError: it cannot be written; the one before is whole."""
         step, before = int(state.step), self.latest
         if before == step:
             return
-        try:
+        kept = "there is none before it" if before is None else f"that of step {before} is whole"
+        problem = f"the checkpoint of step {step} cannot be written to {self._checkpoints}"
+        with _run_errors(problem, f"; {kept}. Make room and run the same command again"):
             needed, free = sum(leaf.nbytes for leaf in jax.tree.leaves(state)), shutil.disk_usage(self.folder).free
             if needed > free:  # orbax would find out in the middle, in several threads, each of which reports it
                 raise OSError(errno.ENOSPC, f"it takes {needed / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free")
             self._manager.save(step, args=ocp.args.StandardSave(state))
             self._manager.wait_until_finished()
-        except Exception as error:
-            kept = "there is none before it" if before is None else f"that of step {before} is whole"
-            raise RunError(
-                f"the checkpoint of step {step} cannot be written to {self._checkpoints} ({_first_line(error)}); "
-                f"{kept}. Make room and run the same command again"
-            ) from error
 
     def rewind(self, step: int) -> None:
         """Drop the lines of later steps from the log."""
@@ -129,14 +120,17 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 def _run_errors(problem: str, advice: str = "") -> Iterator[None]:
     try:
         yield
-    except (OSError, json.JSONDecodeError) as error:
-        raise RunError(f"{problem}: {getattr(error, 'strerror', None) or error}{advice}") from None
+    except RunError:
+        raise
+    except Exception as error:  # orbax and tensorstore have no common base
+        reason = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+        raise RunError(f"{problem} ({reason.splitlines()[0]:.300}){advice}") from error
 
 
-def _compare(there: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:
+def _compare(there: dict[str, Any], wanted: dict[str, Any], folder: Path) -> None:
     differing = [
         f"{name if ' ' in name else '--' + name} was {there.get(name)!r:.60} and is {wanted.get(name)!r:.60}"
-        for name in sorted({*there, *wanted})
+        for name in sorted(there | wanted)
         if there.get(name) != wanted.get(name)
     ]
     if differing:
@@ -144,7 +138,3 @@ def _compare(there: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) 
             f"--output {folder} holds a run with other settings: {'; '.join(differing)}. Give the same ones to resume "
             "it, or another --output to start anew"
         )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import ChainMap
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -124,10 +125,8 @@ def load(options: TrainOptions, inputs: Inputs) -> tuple[Weights, Weights]:
 
 def identity(options: TrainOptions, inputs: Inputs) -> dict[str, Any]:
     """The settings that a resumed run must share with the run before."""
-    tables = asdict(options).values()
-    found = {
-        name.replace("_", "-"): value for table in tables for name, value in table.items() if name not in REPORTING
-    }
+    given = ChainMap(*asdict(options).values())
+    found = {name.replace("_", "-"): value for name, value in given.items() if name not in REPORTING}
     digest = hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in inputs.rows)).hexdigest()
     return found | {
         "held-back": len(inputs.held_back),

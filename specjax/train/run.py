@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,7 @@ class Trainer:
 
     def _teach_on_host(self, rows: Rows) -> Teacher:
         """The target's forward over one batch."""
-        batch = jax.tree.map(lambda x: x[0], spread(self.mesh, Batch(*_split(rows, (1, -1)))))
+        batch = jax.tree.map(lambda x: x[0], spread(self.mesh, _split(Batch._make(rows), (1, -1))))
         return jax.device_get(self._teach_rows(self.target_params, batch))
 
     def _feature_scale(self) -> Array | None:
@@ -161,9 +161,9 @@ class Trainer:
         with progress_bar("Training", run.steps, "step", initial=first) as bar:
             for step in range(first + 1, run.steps + 1):
                 numbers = self.row_numbers(step - 1)
-                batch = Batch(*_split([part[numbers] for part in self.inputs.rows], shape))
-                stored = Teacher(*_split(self.features.get(numbers), shape)) if self.features else None
-                batch, stored = spread(self.mesh, (batch, stored))
+                batch = Batch._make(part[numbers] for part in self.inputs.rows)
+                stored = self.features.get(numbers) if self.features else None
+                batch, stored = spread(self.mesh, _split((batch, stored), shape))
                 self.state, metrics = self.update(self.state, self.target_params, batch, stored)
                 tokens = int(sizes[numbers].sum())
                 pending.append((metrics, tokens))
@@ -255,15 +255,14 @@ class Trainer:
         )  # fmt: skip
 
 
-def _split(parts: Iterable[Any], shape: tuple[int, int]) -> list[Any]:
+def _split(parts: Any, shape: tuple[int, int]) -> Any:
     """[A x B, ...] arrays -> [A, B, ...]."""
-    return [part.reshape(*shape, *part.shape[1:]) for part in parts]
+    return jax.tree.map(lambda part: part.reshape(*shape, *part.shape[1:]), parts)
 
 
 def prompt_of(example: Example) -> list[int]:
     """The tokens before the first answer; empty if there are none."""
-    first = int(np.argmax(example.loss)) if example.loss.any() else 0
-    return [int(token) for token in example.tokens[:first]]
+    return example.tokens[: np.argmax(example.loss)].tolist()
 
 
 def train(options: TrainOptions, *, command: str) -> dict[str, Any]:
