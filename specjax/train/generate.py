@@ -41,7 +41,6 @@ from specjax.models import make_target, table
 from specjax.models.params import dimensions, parameter_bytes
 from specjax.train import corpus, run_command
 
-FIELDS = ("prompt", "messages")
 LARGEST = {"cpu": 64, "gpu": 256}
 """Largest batch, whatever the memory. From 64 rows on a CPU's forward costs in proportion to its rows."""
 
@@ -56,12 +55,8 @@ DEFAULTS = flags.Settings(
 TABLES = ("model", "engine", "speculative")
 
 
-Mixture = Mapping[float, float]
-"""Temperatures and how often each is drawn."""
-
-
-def parse_mixture(given: list[str]) -> Mixture:
-    """T or T=SHARE, separated by spaces; a share that is not given is 1. Raises ValueError: a wrong number or form."""
+def parse_mixture(given: list[str]) -> dict[float, float]:
+    """Temperatures and how often each is drawn, from T or T=SHARE. Raises ValueError: a wrong number or form."""
     found: dict[float, float] = {}
     for text in " ".join(given).split():
         name, _, share = text.partition("=")
@@ -163,13 +158,14 @@ def free_bytes(mem_fraction: float) -> int:
 
 
 def requests(
-    engine: Engine, lines: list[corpus.Line], mixture: Mixture, args: argparse.Namespace, too_long: list[corpus.Line]
-) -> Iterator[Line | BadLine | None]:
+    engine: Engine, lines: list[corpus.Line], mixture: Mapping[float, float], args: argparse.Namespace,
+    too_long: list[corpus.Line],
+) -> Iterator[Line | BadLine | None]:  # fmt: skip
     """The requests of input lines, made one at a time; None for a prompt that is too long, which is noted."""
     for raw in lines:
         try:
             row = parse_object(raw.text())
-            field = prompt_field(row, FIELDS)
+            field = prompt_field(row, ("prompt", "messages"))
             prompt = row[field]
             if field == "prompt" and engine.tokenizer.chat_template:
                 prompt = [{"role": "user", "content": prompt}]

@@ -81,7 +81,6 @@ class Trainer:
             seed=run.train_seed, teach=None if self.features else self.teach, scale=self.scale,
         )  # fmt: skip
         self._measure: Measure | None = None
-        self.best = 0.0
 
     def _feature_store(self) -> FeatureStore:
         run, config, head = self.options.run, self.inputs.config, self.head_config
@@ -127,11 +126,10 @@ class Trainer:
             print(f"Resuming {run.output} at step {int(self.state.step)} of {run.steps}", file=sys.stderr)
         first, measured = int(self.state.step), None
         self.folder.rewind(first)
-        lines = [row for row in read_metrics(folder) if "accept_length" in row]
-        self.best = max((row["accept_length"] for row in lines), default=0.0)
         if first and self._to_measure(first):
             # The run may have been killed between the checkpoint and its measurement.
-            last = lines[-1] if lines and lines[-1]["step"] == first else None
+            there = (row for row in read_metrics(folder) if row["step"] == first and "accept_length" in row)
+            last = next(there, None)
             measured = self.measure(first) if last is None else Measured(*(last[name] for name in Measured._fields))
         for step in self._steps():
             if self._to_measure(step):
@@ -139,11 +137,10 @@ class Trainer:
         done, head = int(self.state.step), None
         if done == run.steps:
             head = str(self.export(Path(self.options.export.export or folder / "head"), measured))
-        chart = plot(folder)
-        found = {"accept_length": None, "by_depth": None} if measured is None else measured._asdict()
+        chart, found = plot(folder), {} if measured is None else measured._asdict()
         return {
-            "step": done, "steps": run.steps, "output": run.output, "accept_length": found["accept_length"],
-            "by_depth": found["by_depth"], "head": head, "plot": None if chart is None else str(chart),
+            "step": done, "steps": run.steps, "output": run.output, "accept_length": found.get("accept_length"),
+            "by_depth": found.get("by_depth"), "head": head, "plot": None if chart is None else str(chart),
         }  # fmt: skip
 
     def _to_measure(self, step: int) -> bool:
@@ -213,9 +210,7 @@ class Trainer:
 
     def draft_params(self, *dtypes: str) -> dict[str, Any]:
         """The head's parameters on one device: float32, or converted to each of the dtypes in turn."""
-        leaves, frozen = jax.tree.map(
-            lambda leaf: jnp.asarray(np.asarray(leaf)), (dict(self.state.params), self.frozen)
-        )
+        leaves, frozen = jax.tree.map(jnp.asarray, jax.device_get((dict(self.state.params), self.frozen)))
         if self.scale is not None:
             leaves["fc"] = leaves["fc"] * self.scale[:, None]
         for dtype in dtypes:
@@ -233,8 +228,8 @@ class Trainer:
             self._measure = Measure(settings, inputs, self._serving_params, params, prompts)
         found = self._measure(params)
         row = {"step": step, **found._asdict()}
-        if found.accept_length > self.best:
-            self.best = found.accept_length
+        earlier = [each["accept_length"] for each in read_metrics(self.folder.folder) if "accept_length" in each]
+        if found.accept_length > max(earlier, default=0.0):
             self.export(self.folder.folder / "best", found, [row])
         self.folder.log(row)
         shares = " ".join(f"{share:.2f}" for share in found.by_depth)
