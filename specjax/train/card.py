@@ -66,7 +66,6 @@ def plot(folder: Path) -> Path | None:
     if not trained:
         return None
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         logger.warning("no curves.png: matplotlib is not installed (pip install 'specjax[train]')")
@@ -74,17 +73,16 @@ def plot(folder: Path) -> Path | None:
     tokens = {row["step"]: row["tokens"] for row in trained}
     seen = list(tokens.values())
     figure = Figure(figsize=(12, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
     loss, right, accept = figure.subplots(1, 3)
     loss.plot(seen, [row["loss"] for row in trained])
-    loss.set(title="loss", xlabel="tokens seen")
     for j in range(len(trained[0]["matched"])):
         right.plot(seen, [row["matched"][j] for row in trained], label=f"round {j}")
-    right.set(title="right, of the training text's tokens", xlabel="tokens seen")
     right.legend()
     measured = [row for row in rows if "accept_length" in row and row["step"] in tokens]
     accept.plot([tokens[row["step"]] for row in measured], [row["accept_length"] for row in measured], marker="o")
-    accept.set(title="accept length in the engine, held back", xlabel="tokens seen")
+    titles = ("loss", "right, of the training text's tokens", "accept length in the engine, held back")
+    for axes, title in zip((loss, right, accept), titles, strict=True):
+        axes.set(title=title, xlabel="tokens seen")
     file = folder / "curves.png"
     with replacing(file) as draft:
         figure.savefig(draft, dpi=120)

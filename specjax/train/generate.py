@@ -273,8 +273,7 @@ def generate(args: argparse.Namespace, chosen: flags.Settings) -> dict[str, Any]
 
 def main(argv: list[str] | None = None) -> int:
     args, chosen = settings.parse(build_parser(), argv, DEFAULTS)
-    work = partial(generate, args, chosen)
-    after = "the same command goes on from here"
+    work, after = partial(generate, args, chosen), "the same command goes on from here"
     return run_command("specjax.train.generate", work, failed="failed", interrupted=after)
 
 

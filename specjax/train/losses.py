@@ -14,8 +14,7 @@ itself, but where p and q hardly overlap it has almost no gradient; the hybrid l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -59,9 +58,8 @@ def hybrid(logits: Logits, teacher: Logits, labels: Labels) -> Losses:
     return share * cross_entropy(logits, teacher, labels) + (1 - share) * (1 - rate)
 
 
-LOSSES: Mapping[str, Callable[..., Losses]] = MappingProxyType(
-    {f.__name__: f for f in (cross_entropy, greedy, token, total_variation, acceptance, hybrid)}
-)
+_ALL = (cross_entropy, greedy, token, total_variation, acceptance, hybrid)
+LOSSES: dict[str, Callable[..., Losses]] = {function.__name__: function for function in _ALL}
 """Each maps draft logits [..., W], target probabilities [..., W] and the text's tokens as draft ids [...] (negative:
 not in the draft's vocabulary, any loss) to float32 losses [...]."""
 
