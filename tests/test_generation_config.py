@@ -101,7 +101,7 @@ CHANGES = {
 
 @pytest.mark.parametrize(("key", "value"), CHANGES.items())
 def test_what_would_change_the_text_is_refused_by_name(model, tmp_path, key, value):
-    with pytest.raises(CheckpointError, match=rf"generation_config.json: {key} is .*--sampling-defaults openai"):
+    with pytest.raises(CheckpointError, match=rf"generation_config.json: {key} is .*sampling_defaults='openai'"):
         sampling_defaults(model({}, {key: value}))
     (tmp_path / "generation_config.json").unlink()
     with pytest.raises(CheckpointError, match=rf"/config.json: {key} is "):

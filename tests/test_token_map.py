@@ -190,7 +190,7 @@ def test_the_data_folder_is_the_packages():
 
 
 def test_the_advice_for_a_refused_pt_file_works(tmp_path, monkeypatch):
-    """Older torch wrote a pickle without a zip, which is refused: following the message gives the same map."""
+    """Older torch wrote a pickle without a zip, which is refused: following the message mends the file."""
     torch = pytest.importorskip("torch")
     file = tmp_path / "freq.pt"
     torch.save(torch.tensor(IDS), file, _use_new_zipfile_serialization=False)
@@ -200,7 +200,7 @@ def test_the_advice_for_a_refused_pt_file_works(tmp_path, monkeypatch):
     assert found is not None, str(refused.value)
     monkeypatch.chdir(tmp_path)
     exec(found[1], {})
-    assert read_token_map(str(tmp_path / "freq.json"), vocab_size=30).tolist() == IDS
+    assert read_token_map(str(file), vocab_size=30).tolist() == IDS
 
 
 def test_files_that_ask_for_too_much(tmp_path):

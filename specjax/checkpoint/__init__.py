@@ -1,8 +1,8 @@
 """Models on disk: a name to files, a config.json to a ``ModelConfig``, tensors to the parameter tree, a tokenizer;
 and what drafts for them: EAGLE heads, those that ship among them, and token maps.
 
-Never imports torch or the engine. jax, transformers, gguf and the hub's client are imported by the functions that
-need them, so importing this package is cheap.
+All functions raise ``CheckpointError`` for what is absent, damaged or not supported. Never imports torch or the engine;
+jax, transformers, gguf and the hub's client are imported by the functions that need them.
 """
 
 from specjax.checkpoint.builtin import BUILT_IN_MODEL

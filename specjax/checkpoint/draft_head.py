@@ -15,34 +15,21 @@ from typing import Any
 import numpy as np
 
 from specjax.checkpoint import draft_names as names
-from specjax.checkpoint.draft_config import aux_layer_ids, layer_config, norm_before_residual
+from specjax.checkpoint.draft_config import aux_layer_ids, layer_config
 from specjax.checkpoint.draft_names import HeadTensors, common_names, unfused
 from specjax.checkpoint.errors import CheckpointError, listed
 from specjax.checkpoint.folder import find_weights, read_json
-from specjax.checkpoint.hf_config import given, number, require, rope
+from specjax.checkpoint.hf_config import flag, given, number, require, rope
 from specjax.checkpoint.hub import resolve_head
 from specjax.checkpoint.load import HOST_DTYPES, fill, misfits
+from specjax.checkpoint.token_map import checked_ids
 from specjax.checkpoint.unpickle import read_torch_zip
-from specjax.checkpoint.weights import DTYPES, read_headers
+from specjax.checkpoint.weights import DTYPES, read_headers, read_shards, same_content
 from specjax.config import HeadConfig, ModelConfig
-from specjax.models.head_spec import (
-    EMBED,
-    FC,
-    HEAD,
-    HEAD_SPECS,
-    MASK,
-    OFFSETS,
-    HeadSpec,
-    head_sizes,
-    head_spec,
-    head_table,
-)
+from specjax.models import head_spec as specs
+from specjax.models.head_spec import EMBED, FC, HEAD, HeadSpec, head_spec
 from specjax.models.params import Placement, placements
 from specjax.progress import progress_bar
-
-_PARAMETER_DTYPES = frozenset(DTYPES.values())
-# Two roundings to half precision of one number differ by less.
-_RELATIVE, _ABSOLUTE = 1e-2, 1e-4
 
 
 def load_head(
@@ -73,7 +60,7 @@ def load_head(
 
     Raises:
       CheckpointError: no such head, not of that kind, not for that target, or not supported; the message begins with
-        the flag and the name.
+        the name.
     """
     import jax
 
@@ -81,11 +68,14 @@ def load_head(
     try:
         folder = resolve_head(name, revision=revision, progress=progress)
         tensors, config, ids = _described(name, folder, target, head_spec(kind))
-        rules = _rules(config, target)
+        rules = list(placements(specs.head_table(config), specs.head_sizes(config, target.vocab_size)))
         _check(tensors, rules, config)
-        if config.own_embedding and _is_targets(tensors.arrays[EMBED], target_embedding):
+        # Two roundings to half precision of one number differ by less than the tolerances.
+        if config.own_embedding and (
+            target_embedding and same_content(tensors.arrays[EMBED], target_embedding(), rtol=1e-2, atol=1e-4)
+        ):
             config = replace(config, own_embedding=False)
-            rules = _rules(config, target)
+            rules = [rule for rule in rules if rule.tensor != EMBED]
         size = sum(tensors.arrays[rule.tensor].nbytes for rule in rules)
         with progress_bar(f"Loading {name}", size, "B", shown=progress) as loaded:
             params = fill(rules, tensors.arrays.__getitem__, HOST_DTYPES[target.dtype], put, loaded.update)
@@ -96,23 +86,15 @@ def load_head(
     return config, params
 
 
-def _rules(config: HeadConfig, target: ModelConfig) -> list[Placement]:
-    return list(placements(head_table(config), head_sizes(config, target.vocab_size)))
-
-
 def _described(
     name: str, folder: Path, target: ModelConfig, spec: HeadSpec
 ) -> tuple[HeadTensors, HeadConfig, np.ndarray | None]:
     """The head's tensors, its description, and the ids of its vocabulary unless they are the target's."""
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder} has no config.json; a draft head needs it beside its weights")
     merged = layer_config(read_json(folder / "config.json", name))
     tensors = common_names(_read(find_weights(name, folder, torch_too=True)))
     _check_kind(tensors, spec)
-    width = tensors.arrays[FC].shape[0]
     heads = require(merged, "num_attention_heads")
-    said = require(merged, "head_dim") if "head_dim" in merged else None
-    head_dim, kv_heads = _attention_sizes(tensors, heads, said)
+    head_dim, kv_heads = _attention_sizes(tensors, heads, merged)
     tensors = unfused(tensors, heads * head_dim, kv_heads * head_dim)
     own_head = tensors.has(HEAD)
     vocab_size = tensors.matrix(HEAD).shape[0] if own_head else target.vocab_size
@@ -122,7 +104,7 @@ def _described(
     max_positions = require(merged, "max_position_embeddings", 2048)
     config = HeadConfig(
         kind=spec.kind,
-        hidden_size=width,
+        hidden_size=tensors.arrays[FC].shape[0],
         feature_size=(len(aux_layers) or 1) * target.hidden_size,
         intermediate_size=tensors.matrix(f"{names.DOWN}.weight").shape[1],
         num_heads=heads,
@@ -139,7 +121,8 @@ def _described(
         attention_bias=tensors.has(*(f"{part}.bias" for part in (names.Q, names.K, names.V))),
         output_bias=tensors.has(f"{names.O}.bias"),
         mlp_bias=tensors.has(*(f"{part}.bias" for part in (names.GATE, names.UP, names.DOWN))),
-        norm_before_residual=spec.reads_layers and norm_before_residual(merged),
+        # Absent means false, as in speculators' own schema and in the published heads of the authors.
+        norm_before_residual=spec.reads_layers and flag(merged, "norm_before_residual"),
         dtype=target.dtype,
     )
     return tensors, config, ids
@@ -149,17 +132,16 @@ def _read(files: tuple[Path, ...]) -> dict[str, np.ndarray]:
     """All tensors of ``files`` as views of them."""
     if files[0].suffix == ".safetensors":
         return {name: entry.read(integers=True) for name, entry in read_headers(files).items()}
-    tensors: dict[str, np.ndarray] = {}
-    for file in files:
-        state = read_torch_zip(file)
-        if not isinstance(state, dict) or not all(
-            isinstance(name, str) and isinstance(value, np.ndarray) for name, value in state.items()
-        ):
-            raise CheckpointError(f"{file} does not hold a state dict, names with a tensor each; save one there")
-        if twice := state.keys() & tensors.keys():
-            raise CheckpointError(f"tensors {listed(twice)} are in {file} and in another shard; keep one of the two")
-        tensors |= state
-    return tensors
+    return read_shards(files, _state_dict)
+
+
+def _state_dict(file: Path) -> dict[str, np.ndarray]:
+    state = read_torch_zip(file)
+    if not isinstance(state, dict) or not all(
+        isinstance(name, str) and isinstance(value, np.ndarray) for name, value in state.items()
+    ):
+        raise CheckpointError(f"{file} does not hold a state dict, names with a tensor each; save one there")
+    return state
 
 
 def _check_kind(tensors: HeadTensors, spec: HeadSpec) -> None:
@@ -167,39 +149,30 @@ def _check_kind(tensors: HeadTensors, spec: HeadSpec) -> None:
     query = f"{names.QKV if tensors.has(f'{names.QKV}.weight') else names.Q}.weight"
     tensors.need(FC, query)
     width, read = tensors.matrix(FC).shape[0], tensors.matrix(query).shape[1]
-    marked = sorted(HEAD_SPECS.values(), key=lambda row: row.mark is None)
+    marked = sorted(specs.HEAD_SPECS.values(), key=lambda row: row.mark is None)
     fitting = (row for row in marked if read == row.query_parts * width and (not row.mark or tensors.has(row.mark)))
-    found = next(fitting, None)
-    if found is None:
-        known = ", ".join(f"{row.query_parts * width} ({row.algorithm})" for row in HEAD_SPECS.values())
+    if (found := next(fitting, None)) is not spec:
+        kind = f"a head for draft='{found.algorithm}'" if found else "of no kind that is supported"
+        known = ", ".join(f"{row.query_parts * width} ({row.algorithm})" for row in specs.HEAD_SPECS.values())
         raise CheckpointError(
-            f"{tensors.said(query)} reads {read} numbers, and {tensors.said(FC)} gives {width}; draft heads "
-            f"read there: {known}"
-        )
-    if found is not spec:
-        raise CheckpointError(
-            f"this is a head for draft='{found.algorithm}', not {spec.algorithm} "
-            f"({tensors.said(query)} reads {read // width} x {width}); change that, or give a head of the other kind"
+            f"this is {kind}, not {spec.algorithm} ({tensors.said(query)} reads {read} numbers, and {tensors.said(FC)} "
+            f"gives {width}; draft heads read there: {known})"
         )
 
 
-def _attention_sizes(tensors: HeadTensors, heads: int, head_dim: int | None) -> tuple[int, int]:
+def _attention_sizes(tensors: HeadTensors, heads: int, merged: Mapping[str, Any]) -> tuple[int, int]:
     """E and K. K is what the weights have: EAGLE-Qwen2-7B's config says 4, and they have 28."""
-    columns = tensors.matrix(f"{names.O}.weight").shape[1]
-    size = head_dim or columns // heads
+    output, fused = f"{names.O}.weight", f"{names.QKV}.weight"
+    columns = tensors.matrix(output).shape[1]
+    size = require(merged, "head_dim", columns // heads or 1)
     if size * heads != columns:
         raise CheckpointError(
-            f"{tensors.said(f'{names.O}.weight')} reads {columns} numbers, and config.json has num_attention_heads "
-            f"{heads}" + (f" and head_dim {head_dim}" if head_dim else "")
+            f"{tensors.said(output)} reads {columns} numbers, and config.json has num_attention_heads {heads}"
+            + (f" and head_dim {size}" if "head_dim" in merged else "")
         )
-    if tensors.has(f"{names.QKV}.weight"):
-        source = f"{names.QKV}.weight"
-        rows, parts = tensors.arrays[source].shape[0] - columns, 2
-    else:
-        source = f"{names.K}.weight"
-        rows, parts = tensors.matrix(source).shape[0], 1
-    kv_heads = rows // (parts * size)
-    if kv_heads < 1 or kv_heads * parts * size != rows or heads % kv_heads:
+    source, queries, parts = (fused, columns, 2) if tensors.has(fused) else (f"{names.K}.weight", 0, 1)
+    kv_heads, rest = divmod(tensors.matrix(source).shape[0] - queries, parts * size)
+    if kv_heads < 1 or rest or heads % kv_heads:
         raise CheckpointError(
             f"{tensors.said(source)} does not hold a divisor of {heads} (num_attention_heads) key/value heads of {size}"
         )
@@ -209,44 +182,27 @@ def _attention_sizes(tensors: HeadTensors, heads: int, head_dim: int | None) -> 
 def _check_target(
     tensors: HeadTensors, merged: Mapping[str, Any], target: ModelConfig, aux_layers: tuple[int, ...]
 ) -> None:
-    width, read = tensors.arrays[FC].shape
-    fc = tensors.said(FC)
-    if aux_layers:
-        if read != len(aux_layers) * target.hidden_size:
-            raise CheckpointError(
-                f"{fc} reads {read} features, and the target gives {len(aux_layers) * target.hidden_size}: "
-                f"{len(aux_layers)} auxiliary layers ({listed(aux_layers)}) of hidden_size {target.hidden_size}"
-            )
-    elif (width, read) != (target.hidden_size, 2 * target.hidden_size):
+    width, vocab_size, hidden_size = tensors.arrays[FC].shape[0], target.vocab_size, target.hidden_size
+    fc = (width, len(aux_layers) * hidden_size) if aux_layers else (hidden_size, 2 * hidden_size)
+    if tensors.arrays[FC].shape != fc:
+        layers = f"{len(aux_layers)} auxiliary layers ({listed(aux_layers)}) of " if aux_layers else ""
         raise CheckpointError(
-            f"{fc} is for a target of hidden_size {width}, and the target has {target.hidden_size}: "
-            f"[{target.hidden_size}, {2 * target.hidden_size}] is needed"
+            f"{tensors.said(FC)} is for another target; {list(fc)} is needed, for {layers}hidden_size {hidden_size}"
         )
-    if (size := given(merged, "hidden_size", width)) != width:
-        raise CheckpointError(f"config.json: hidden_size is {size}, and {fc} has {width} rows")
-    if (size := given(merged, "vocab_size", target.vocab_size)) != target.vocab_size:
-        raise CheckpointError(
-            f"config.json: vocab_size is {size}, and the target's is {target.vocab_size}; a head drafts only for the "
-            "model that it was trained with"
-        )
-    if not aux_layers and tensors.has(EMBED):  # a copy of the target's, and the only sign of its vocabulary
-        wanted = (target.vocab_size, target.hidden_size)
-        if tensors.arrays[EMBED].shape != wanted:
+    for key, needed, source in (
+        ("hidden_size", width, f"{tensors.said(FC)} has {width} rows"),
+        ("vocab_size", vocab_size, f"the target's is {vocab_size}; a head drafts only for the model of its training"),
+    ):
+        if (size := given(merged, key, needed)) != needed:
+            raise CheckpointError(f"config.json: {key} is {size}, and {source}")
+    for name in (EMBED, HEAD):
+        if not aux_layers and tensors.has(name) and tensors.arrays[name].shape != (vocab_size, hidden_size):
             raise CheckpointError(
-                f"{tensors.said(EMBED)} is not of the target's size: {list(wanted)}, its vocabulary and "
+                f"{tensors.said(name)} is not of the target's size: {[vocab_size, hidden_size]}, its vocabulary and "
                 "hidden_size, is needed"
             )
-    if aux_layers and width != target.hidden_size:
-        for name, what in ((EMBED, "embedding"), (HEAD, "head")):
-            if not tensors.has(name):
-                raise CheckpointError(
-                    f"it has no {name}, and the target's {what} is {target.hidden_size} wide, the draft head {width}"
-                )
-    if not aux_layers and tensors.has(HEAD) and tensors.arrays[HEAD].shape[0] != target.vocab_size:
-        raise CheckpointError(
-            f"{tensors.said(HEAD)} is for {tensors.arrays[HEAD].shape[0]} tokens, and the target has "
-            f"{target.vocab_size}"
-        )
+        if aux_layers and width != hidden_size and not tensors.has(name):
+            raise CheckpointError(f"it has no {name}, and the target's is {hidden_size} wide, the draft head {width}")
 
 
 def _ids(tensors: HeadTensors, vocab_size: int, target_size: int) -> np.ndarray | None:
@@ -254,89 +210,57 @@ def _ids(tensors: HeadTensors, vocab_size: int, target_size: int) -> np.ndarray 
 
     ``d2t`` holds offsets: target id = draft id + d2t[draft id].
     """
-    mask, offsets = tensors.arrays.get(MASK), tensors.arrays.get(OFFSETS)
+    mask, offsets = tensors.arrays.get(specs.MASK), tensors.arrays.get(specs.OFFSETS)
     if mask is not None and mask.shape != (target_size,):
-        raise CheckpointError(f"{tensors.said(MASK)} must have an element for each of the target's {target_size}")
+        raise CheckpointError(f"{tensors.said(specs.MASK)} must have an element for each of the target's {target_size}")
     if not tensors.has(HEAD) and offsets is not None:
-        raise CheckpointError(f"{tensors.said(OFFSETS)} is there and lm_head.weight, which it maps, is not")
-    own = np.arange(vocab_size)
+        raise CheckpointError(f"{tensors.said(specs.OFFSETS)} is there and lm_head.weight, which it maps, is not")
     # An integer t2d, as some trainers have in memory, is a map and not a mask.
-    marked = np.flatnonzero(mask) if mask is not None and mask.dtype in (np.bool_, np.uint8) else None
+    marked = np.flatnonzero(mask) if mask is not None and mask.dtype in (np.bool_, np.uint8) else np.empty(0, np.int64)
     if offsets is None:
         if vocab_size == target_size:
             return None
-        if marked is None or len(marked) != vocab_size:
-            mapped = f"and t2d marks {len(marked)}" if marked is not None else "and there is no t2d of bools"
+        if len(marked) != vocab_size:
             raise CheckpointError(
-                f"{tensors.said(HEAD)} is for {vocab_size} tokens and the target has {target_size}; there is no "
-                f"d2t to say which they are, {mapped}"
+                f"{tensors.said(HEAD)} is for {vocab_size} tokens and the target has {target_size}; there is no d2t to "
+                f"say which they are, and no t2d of bools that marks as many (it marks {len(marked)})"
             )
         return marked.astype(np.int32)
     if offsets.shape != (vocab_size,) or offsets.dtype.kind not in "iu":
         raise CheckpointError(
-            f"{tensors.said(OFFSETS)} ({offsets.dtype}) must have an integer for each row of {tensors.said(HEAD)}"
+            f"{tensors.said(specs.OFFSETS)} ({offsets.dtype}) must have an integer for each row of {tensors.said(HEAD)}"
         )
-    ids = own + offsets.astype(np.int64)
-    if len(outside := np.flatnonzero((ids < 0) | (ids >= target_size))):
-        raise CheckpointError(
-            f"d2t leads draft id {outside[0]} to target id {ids[outside[0]]}, outside 0..{target_size - 1}; it must "
-            "hold target id - draft id"
-        )
-    first = np.unique(ids, return_index=True)[1]
-    if len(first) != len(ids):
-        again = np.setdiff1d(own, first)[0]
-        before = np.flatnonzero(ids == ids[again])[0]
-        raise CheckpointError(
-            f"d2t leads draft ids {before} and {again} both to target id {ids[again]}; siblings of a tree must differ"
-        )
-    # Zeros of the right size, which some trainers leave in t2d, say nothing.
-    unmarked = own[~np.isin(ids, marked)] if marked is not None and len(marked) else own[:0]
-    if len(unmarked):
-        raise CheckpointError(
-            f"d2t leads draft id {unmarked[0]} to target id {ids[unmarked[0]]}, which t2d does not mark; d2t must "
-            "hold target id - draft id"
-        )
-    return None if vocab_size == target_size and np.array_equal(ids, own) else ids.astype(np.int32)
+    own = np.arange(vocab_size)
+    try:
+        ids = checked_ids(own + offsets.astype(np.int64), target_size)
+        # Zeros of the right size, which some trainers leave in t2d, say nothing.
+        if len(marked) and len(unmarked := np.flatnonzero(~np.isin(ids, marked))):
+            raise CheckpointError(f"entry {unmarked[0]} is {ids[unmarked[0]]}, which t2d does not mark")
+    except CheckpointError as error:
+        raise CheckpointError(f"d2t must hold target id - draft id; of the target ids, {error}") from error
+    return None if vocab_size == target_size and np.array_equal(ids, own) else ids
 
 
 def _check(tensors: HeadTensors, rules: list[Placement], config: HeadConfig) -> None:
     """Refuse missing and misshapen tensors, those with no place, and those that are no floats; names as in the file."""
     spec = head_spec(config.kind)
     said = {rule.tensor: tensors.names.get(rule.tensor, names.file_name(spec, rule.tensor)) for rule in rules}
-    renamed = [replace(rule, tensor=said[rule.tensor]) for rule in rules]
-    shapes = {tensors.names[name]: array.shape for name, array in tensors.arrays.items()}
-    missing, wrong = misfits(shapes, renamed)
-    extra = tensors.arrays.keys() - said.keys() - ({MASK, OFFSETS} if spec.own_ends else {EMBED})
-    integers = {
-        f"{tensors.said(name)} is of {tensors.arrays[name].dtype}"
-        for name in said.keys() & tensors.arrays.keys()
-        if tensors.arrays[name].dtype not in _PARAMETER_DTYPES
-    }
-    problems = []
-    if missing:
-        problems.append(f"missing tensors: {listed(missing)}")
-    if extra:
-        place = f"tensors with no place in {spec.algorithm} heads: {listed(tensors.said(name) for name in extra)}"
-        if any(name.startswith(("fc_norm", "norm_output", "input_norm")) for name in extra):
-            place += " (EAGLE-3.1, whose extra norms are not supported)"
-        problems.append(place)
-    if wrong:
-        problems.append(f"wrong shapes: {listed(wrong)}")
-    if integers:
-        problems.append(f"parameters that are no floats (quantised heads are not supported): {listed(integers)}")
-    if problems:
-        raise CheckpointError("unsupported draft head; " + "; ".join(problems))
-
-
-def _is_targets(embedding: np.ndarray, target_embedding: Callable[[], np.ndarray] | None) -> bool:
-    """Whether ``embedding [V, M]`` is the target's, but for rounding; compared a few rows at a time."""
-    if target_embedding is None:
-        return False
-    theirs = target_embedding()
-    if theirs.shape != embedding.shape:
-        return False
-    blocks = (slice(start, start + 4096) for start in range(0, len(embedding), 4096))
-    return all(
-        np.allclose(np.float32(embedding[rows]), np.float32(theirs[rows]), rtol=_RELATIVE, atol=_ABSOLUTE)
-        for rows in blocks
+    problems = misfits(
+        {tensors.names[name]: array.shape for name, array in tensors.arrays.items()},
+        [replace(rule, tensor=said[rule.tensor]) for rule in rules],
+        f"{spec.algorithm} heads",
+        optional={
+            tensors.names.get(name, name) for name in ((specs.MASK, specs.OFFSETS) if spec.own_ends else (EMBED,))
+        },
     )
+    integers = {
+        f"{tensors.said(name)} is of {array.dtype}"
+        for name, array in tensors.arrays.items()
+        if name in said and array.dtype not in DTYPES.values()
+    }
+    if any(name.startswith(("fc_norm", "norm_output", "input_norm")) for name in tensors.arrays):
+        problems += " (the extra norms of EAGLE-3.1 are not supported)"
+    if integers:
+        problems += f"; parameters that are no floats (quantised heads are not supported): {listed(integers)}"
+    if problems:
+        raise CheckpointError(f"unsupported draft head; {problems.removeprefix('; ')}")

@@ -25,20 +25,14 @@ _RENAMED = (
     (r"model\.", ""), (r"layers\.0\.", LAYER), (r"transformer\.", LAYER), (r"fusion_fc\.", "fc."),
     (r"mtp_layers\.0\.input_proj\.", "fc."), (r"mtp_layers\.0\.", LAYER),
 )  # fmt: skip
-_IGNORED = re.compile(re.escape(LAYER) + r"self_attn\.rotary_emb\.inv_freq|rotary_emb\.inv_freq")
 
 
 @dataclass(frozen=True)
 class HeadTensors:
-    """The tensors of a head under their common names.
+    """The tensors of a head under their common names."""
 
-    Attributes:
-      arrays: read-only views of the files.
-      names: common name -> name in the file, for messages.
-    """
-
-    arrays: Mapping[str, np.ndarray]
-    names: Mapping[str, str]
+    arrays: Mapping[str, np.ndarray]  # read-only views of the files
+    names: Mapping[str, str]  # common name -> name in the file, for messages
 
     def said(self, name: str) -> str:
         """``name`` as the file has it, with its shape."""
@@ -50,10 +44,9 @@ class HeadTensors:
 
     def need(self, *names: str) -> None:
         """Refuse a head that lacks one of ``names``."""
-        if missing := [name for name in names if name not in self.arrays]:
-            raise CheckpointError(
-                f"missing tensors: {listed(missing)}; the files hold {listed(self.names.values()) or 'none'}"
-            )
+        if missing := set(names) - self.arrays.keys():
+            found = listed(self.names.values()) or "none"
+            raise CheckpointError(f"missing tensors: {listed(missing)}; the files hold {found}")
 
     def matrix(self, name: str) -> np.ndarray:
         """The tensor ``name``, which must be there and have two dimensions."""
@@ -64,11 +57,7 @@ class HeadTensors:
 
 
 def common_names(tensors: Mapping[str, np.ndarray]) -> HeadTensors:
-    """``tensors`` under their common names, without those that carry nothing.
-
-    Raises:
-      CheckpointError: there are several layers, or two tensors of one meaning.
-    """
+    """``tensors``, which must be those of one layer, under their common names."""
     layers = {int(found[1]) for name in tensors if (found := re.match(r"(?:model\.)?(?:mtp_)?layers\.(\d+)\.", name))}
     if len(layers) > 1:
         raise CheckpointError(f"it has {len(layers)} decoder layers; heads of 1 layer are supported")
@@ -80,8 +69,7 @@ def common_names(tensors: Mapping[str, np.ndarray]) -> HeadTensors:
             name = re.sub(f"^{pattern}", replacement, name)
         if name in names:
             raise CheckpointError(f"tensors {names[name]} and {given} mean the same; one of the two must go")
-        if not _IGNORED.fullmatch(name):
-            arrays[name], names[name] = array, given
+        arrays[name], names[name] = array, given
     return HeadTensors(arrays, names)
 
 

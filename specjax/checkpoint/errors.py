@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class CheckpointError(ValueError):
     """A model that cannot be found, read or understood.
@@ -10,8 +12,8 @@ class CheckpointError(ValueError):
     """
 
 
-def listed(names: object, limit: int = 12) -> str:
-    """``names`` (any iterable of str) sorted and joined for a message, shortened after ``limit``."""
-    ordered = sorted(str(name) for name in names)  # type: ignore[attr-defined]
+def listed(names: Iterable[object], limit: int = 12) -> str:
+    """``names`` sorted and joined for a message, shortened after ``limit``."""
+    ordered = sorted(map(str, names))
     more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
     return ", ".join(ordered[:limit]) + more

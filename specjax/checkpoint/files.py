@@ -1,8 +1,8 @@
 """Writing files: each is replaced as a whole or left as it was, and locks keep processes apart.
 
-Any process may be killed at any time, so nothing is written under its final name: a file or folder is filled under
-another name and then renamed. A file can also be cut short later (a full disk, a copy that stopped), so a folder in
-the cache counts only while its files have the sizes that were noted when it was built.
+A process may be killed at any time, so a file or folder is filled under another name and then renamed. A file can also
+be cut short later (a full disk, a copy that stopped), so a folder in the cache counts only while its files have the
+sizes that were noted when it was built.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from specjax.checkpoint.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from filelock import AcquireReturnProxy
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +27,7 @@ MARKER = ".specjax-complete.json"
 
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """Yield a path to write; it becomes ``file`` when the block ends without an error, and is removed otherwise.
-
-    A symbolic link stays one: the file that it leads to is replaced.
-    """
+    """Yield a path to write; it becomes ``file``, or what that links to, when the block ends without an error."""
     target = file.resolve()
     draft = target.with_name(f".{target.name}.{os.getpid()}{file.suffix}")  # writers look at the suffix
     try:
@@ -65,27 +60,24 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
     """
     target = folder.resolve()
     draft, old = (target.with_name(f".{target.name}.{state}") for state in ("partial", "before"))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if old.exists() and not target.exists():
-        old.rename(target)
-    for left in (draft, old):
-        shutil.rmtree(left, ignore_errors=True)
-    draft.mkdir()
+
+    def tidy() -> None:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        for left in (draft, old):
+            shutil.rmtree(left, ignore_errors=True)
+
+    tidy()
+    draft.mkdir(parents=True)
     try:
         yield draft
         for file in draft.rglob("*"):
             _sync(file)
         if target.exists():
             target.rename(old)
-        try:
-            draft.rename(target)
-        except OSError:
-            if old.exists():
-                old.rename(target)
-            raise
+        draft.rename(target)
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
+        tidy()
 
 
 def try_lock(file: Path) -> AcquireReturnProxy | None:
@@ -93,8 +85,6 @@ def try_lock(file: Path) -> AcquireReturnProxy | None:
 
     Leaving the result's context, or the end of the process, frees the lock; the file stays.
     """
-    from filelock import FileLock, Timeout
-
     try:
         return FileLock(file).acquire(timeout=0)
     except Timeout:
@@ -103,15 +93,19 @@ def try_lock(file: Path) -> AcquireReturnProxy | None:
 
 @contextmanager
 def locked(file: Path) -> Iterator[None]:
-    """Hold the lock ``file``; log it if another process makes this one wait."""
-    from filelock import FileLock
-
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if (lock := try_lock(file)) is None:
-        logger.warning("waiting for another process that is preparing the same model (lock: %s)", file)
-        lock = FileLock(file).acquire()
-    with lock:
-        yield
+    """Hold the lock ``file`` while its neighbours are written; an ``OSError`` becomes a ``CheckpointError``."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if (lock := try_lock(file)) is None:
+            logger.warning("waiting for another process that is preparing the same model (lock: %s)", file)
+            lock = FileLock(file).acquire()
+        with lock:
+            yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {file.parent} ({error}); free some space or name another folder with the environment "
+            "variable SPECJAX_CACHE or the argument cache_dir"
+        ) from error
 
 
 def default_cache_dir() -> Path:
@@ -131,18 +125,10 @@ def is_complete(folder: Path) -> bool:
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
-    """Return ``folder``, first building it if it is absent or damaged.
-
-    Args:
-      folder: final place; its parent is created.
-      build: fills an empty folder given to it. If it raises, nothing is kept.
-
-    Raises:
-      CheckpointError: the cache cannot be written, or whatever ``build`` raises.
-    """
+    """Return ``folder``; if it is absent or damaged, ``build`` first fills an empty folder that it is given."""
     if is_complete(folder):
         return folder
-    with writing(folder), locked(folder.with_name(folder.name + ".lock")):
+    with locked(folder.with_name(folder.name + ".lock")):
         if is_complete(folder):  # another process built it while this one waited
             return folder
         if folder.exists():
@@ -154,18 +140,6 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     return folder
 
 
-@contextmanager
-def writing(target: Path) -> Iterator[None]:
-    """Turn an ``OSError`` into a ``CheckpointError`` that says how to place the cache elsewhere."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write {target} ({error}); free some space or name another folder with the environment variable "
-            "SPECJAX_CACHE or the argument cache_dir"
-        ) from error
-
-
 def sha256(file: Path) -> str:
     """Hex digest of a file."""
     with file.open("rb") as stream:
@@ -175,16 +149,12 @@ def sha256(file: Path) -> str:
 def cached_sha256(file: Path, cache_dir: Path) -> str:
     """``sha256(file)``, remembered by path, size and modification time: hashing 5 GB takes many seconds."""
     stat = file.stat()
-    stamp = [str(file), stat.st_size, stat.st_mtime_ns]
-    note = cache_dir / "hashes" / (hashlib.sha256(str(file).encode()).hexdigest()[:24] + ".json")
-    try:
-        *known, digest = json.loads(note.read_text(encoding="utf-8"))
-        if known == stamp:
-            return digest
-    except (OSError, ValueError, TypeError):
-        pass
+    stamp = f"{file} {stat.st_size} {stat.st_mtime_ns}"
+    note = cache_dir / "hashes" / hashlib.sha256(stamp.encode()).hexdigest()
+    with suppress(OSError, ValueError):
+        return note.read_text(encoding="ascii")
     digest = sha256(file)
-    with writing(note):
+    with suppress(OSError):
         note.parent.mkdir(parents=True, exist_ok=True)
-        write_text(note, json.dumps([*stamp, digest]))
+        write_text(note, digest)
     return digest

@@ -19,31 +19,20 @@ TORCH_SINGLE_NAME = "pytorch_model.bin"
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model on disk.
+    """A model on disk."""
 
-    Attributes:
-      name: as the user gave it.
-      folder: config.json, tokenizer files and weights.
-      config: the parsed config.json; ``tie_word_embeddings`` says what the weights say (see ``read_folder``).
-      weights: the safetensors shards.
-    """
-
-    name: str
-    folder: Path
-    config: Mapping[str, Any] = field(compare=False)
-    weights: tuple[Path, ...]
+    name: str  # as the user gave it
+    folder: Path  # config.json, tokenizer files and weights
+    config: Mapping[str, Any] = field(compare=False)  # config.json, with `tie_word_embeddings` as `read_folder` has it
+    weights: tuple[Path, ...]  # the safetensors shards
 
 
 def read_folder(name: str, folder: Path) -> ModelFiles:
     """The model in ``folder``: config.json and safetensors, single or sharded.
 
-    ``tie_word_embeddings`` is settled here. Where the key is absent, no ``lm_head.weight`` means tied: with
-    transformers' default for the key, false, the model would have no output matrix at all. A flag that says tied beside
-    an ``lm_head.weight`` that differs from the embedding means untied, as in transformers.
-
-    Raises:
-      CheckpointError: no config.json, no safetensors, a shard missing or damaged, or a flag that says untied beside
-        weights without an ``lm_head.weight``.
+    ``tie_word_embeddings`` is settled here. An absent key and no ``lm_head.weight`` mean tied: with transformers'
+    default, false, the model would have no output matrix. Tied, but with an ``lm_head.weight`` that differs from the
+    embedding, means untied, as in transformers.
     """
     config = dict(read_json(folder / "config.json", name))
     weights = find_weights(name, folder)
@@ -57,22 +46,18 @@ def read_folder(name: str, folder: Path) -> ModelFiles:
             )
         config["tie_word_embeddings"] = True
     elif head is not None and embed is not None and config.get("tie_word_embeddings"):
-        config["tie_word_embeddings"] = same_content(head, embed)
+        config["tie_word_embeddings"] = same_content(head.read(), embed.read())
     return ModelFiles(name, folder, config, weights)
 
 
 def read_json(file: Path, name: str) -> Mapping[str, Any]:
-    """A JSON object from ``file``, of the model ``name``.
-
-    Raises:
-      CheckpointError: the file is absent or is not a JSON object.
-    """
+    """A JSON object from ``file``, of the model ``name``."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{file.parent} (given as {name!r}) has no {file.name}; a model folder needs config.json, tokenizer files "
-            f"and {SINGLE_NAME} (or shards with {INDEX_NAME}), as transformers' save_pretrained writes them"
+            f"{file.parent} (given as {name!r}) has no {file.name}; a folder of a model or a draft head needs it, as "
+            "transformers' save_pretrained writes it"
         ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read as JSON ({error}); copy or download it again") from error
@@ -82,35 +67,27 @@ def read_json(file: Path, name: str) -> Mapping[str, Any]:
 
 
 def find_weights(name: str, folder: Path, *, torch_too: bool = False) -> tuple[Path, ...]:
-    """The files that hold the weights in ``folder``: safetensors if there are any, else torch's if ``torch_too``.
-
-    Raises:
-      CheckpointError: there are none, or a shard is missing.
-    """
-    layouts = [(INDEX_NAME, SINGLE_NAME)] + [(TORCH_INDEX_NAME, TORCH_SINGLE_NAME)] * torch_too
-    for index, single in layouts:
+    """The files that hold the weights in ``folder``: safetensors if there are any, else torch's if ``torch_too``."""
+    layouts = [(SINGLE_NAME, INDEX_NAME), (TORCH_SINGLE_NAME, TORCH_INDEX_NAME)][: 1 + torch_too]
+    for single, index in layouts:
         if (folder / index).is_file():
             return _shards(folder / index, name)
         if (folder / single).is_file():
             return (folder / single,)
-    if torch_too:
-        present = {file.name for file in folder.iterdir() if file.is_file()}
-        wanted = ", ".join(file for pair in layouts for file in reversed(pair))
-        raise CheckpointError(
-            f"{folder} (given as {name!r}) has none of: {wanted}; it has {listed(present) or 'no files'}"
-        )
-    present = [
-        file.name for pattern in ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf") for file in folder.glob(pattern)
-    ]
-    hint = f"; it has {listed(present)}" if present else ""
-    if any(file.endswith(".gguf") for file in present):
-        hint += ". Give the path of the .gguf file itself"
-    elif any(file.endswith((".bin", ".pt", ".pth")) for file in present):
-        hint += (
+    present = {file.name for file in folder.iterdir() if file.is_file()}
+    suffixes = {Path(file).suffix for file in present}
+    wanted = ", ".join(file for layout in layouts for file in layout)
+    hint = ""
+    if ".gguf" in suffixes:
+        hint = ". Give the path of the .gguf file itself"
+    elif suffixes & {".bin", ".pt", ".pth"} and not torch_too:
+        hint = (
             ". Convert once, where torch is installed: AutoModelForCausalLM.from_pretrained(folder)"
             ".save_pretrained(new_folder), and the same for AutoTokenizer"
         )
-    raise CheckpointError(f"{folder} (given as {name!r}) has neither {SINGLE_NAME} nor {INDEX_NAME}{hint}")
+    raise CheckpointError(
+        f"{folder} (given as {name!r}) has none of: {wanted}; it has {listed(present) or 'no files'}{hint}"
+    )
 
 
 def _shards(index: Path, name: str) -> tuple[Path, ...]:
@@ -121,10 +98,8 @@ def _shards(index: Path, name: str) -> tuple[Path, ...]:
     shards = set(weight_map.values())
     outside = {shard for shard in shards if Path(shard).name != shard}
     if outside or not shards:
-        raise CheckpointError(
-            f"{index}: weight_map must name files of its own folder, got: {listed(outside) or 'none'}"
-        )
-    missing = {shard for shard in shards if not (folder / shard).is_file()}
-    if missing:
+        names = listed(outside) or "none"
+        raise CheckpointError(f"{index}: weight_map must name files of its own folder, got: {names}")
+    if missing := {shard for shard in shards if not (folder / shard).is_file()}:
         raise CheckpointError(f"{folder} lacks shards that {index.name} lists: {listed(missing)}; copy them there")
     return tuple(folder / shard for shard in sorted(shards))

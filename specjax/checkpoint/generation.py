@@ -13,39 +13,24 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.folder import ModelFiles, read_json
 
 GENERATION_NAME = "generation_config.json"
-OPENAI_FLAG = "--sampling-defaults openai"
 
 # Keys that change the text and have no counterpart here, with the values that change nothing; null never does.
-# Keys that only bound the length (max_length), choose caches or outputs, or speed up (assistant models) are left out,
-# and so is what only beam search reads, which `num_beams` stands for.
+# Left out: keys that only bound the length (max_length), choose caches or outputs, or speed up (assistant models), and
+# those of beam search beside `num_beams`.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "bad_words_ids": ([],),
-    "begin_suppress_tokens": ([],),
-    "constraints": ([],),
-    "dola_layers": (),
-    "encoder_no_repeat_ngram_size": (0,),
-    "encoder_repetition_penalty": (1.0,),
-    "epsilon_cutoff": (0.0,),
-    "eta_cutoff": (0.0,),
-    "exponential_decay_length_penalty": (),
-    "force_bos_token_to_be_generated": (False,),
-    "force_words_ids": ([],),
-    "forced_bos_token_id": (),
-    "forced_decoder_ids": ([],),
-    "forced_eos_token_id": (),
-    "guidance_scale": (1.0,),
-    "max_time": (),
-    "min_length": (0,),
-    "min_new_tokens": (0,),
-    "no_repeat_ngram_size": (0,),
+    **dict.fromkeys(
+        ("dola_layers", "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id", "max_time"),
+        (),
+    ),
+    **dict.fromkeys(("bad_words_ids", "begin_suppress_tokens", "constraints", "force_words_ids"), ([],)),
+    **dict.fromkeys(("forced_decoder_ids", "suppress_tokens"), ([],)),
+    **dict.fromkeys(("encoder_no_repeat_ngram_size", "no_repeat_ngram_size", "min_length", "min_new_tokens"), (0,)),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha"), (0.0,)),
+    **dict.fromkeys(("encoder_repetition_penalty", "guidance_scale", "top_h", "typical_p"), (1.0,)),
+    **dict.fromkeys(("force_bos_token_to_be_generated", "token_healing"), (False,)),
     "num_beams": (1,),
-    "penalty_alpha": (0.0,),
     "sequence_bias": ({}, []),
     "stop_strings": ([], ""),
-    "suppress_tokens": ([],),
-    "token_healing": (False,),
-    "top_h": (1.0,),
-    "typical_p": (1.0,),
     "watermarking_config": ({},),
 }
 
@@ -63,12 +48,13 @@ def stop_token_ids(files: ModelFiles, tokenizer: Any = None, vocab_size: int | N
     Raises:
       CheckpointError: an ``eos_token_id`` that is neither null, a token id, nor a list of token ids.
     """
+    limit = math.inf if vocab_size is None else vocab_size
     found: list[int] = []
     for name, section in ((GENERATION_NAME, _generation(files) or {}), ("config.json", files.config)):
         value = section.get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
         for token in ids:
-            if type(token) is not int or token < 0 or (vocab_size is not None and token >= vocab_size):
+            if type(token) is not int or not 0 <= token < limit:
                 known = "at least 0" if vocab_size is None else f"from 0 to {vocab_size - 1}"
                 raise CheckpointError(
                     f"{files.folder / name}: eos_token_id is {value!r:.80}; null, a token id {known}, or a list of "
@@ -76,7 +62,7 @@ def stop_token_ids(files: ModelFiles, tokenizer: Any = None, vocab_size: int | N
                 )
         found += ids
     own = getattr(tokenizer, "eos_token_id", None)
-    if isinstance(own, int) and own >= 0 and (vocab_size is None or own < vocab_size):
+    if isinstance(own, int) and 0 <= own < limit:
         found.append(own)
     return tuple(dict.fromkeys(found))
 
@@ -92,25 +78,32 @@ def sampling_defaults(files: ModelFiles) -> dict[str, float | int]:
       CheckpointError: a value out of range, or a key that changes the text in a way that is not supported.
     """
     generation = _generation(files)
-    name = "config.json" if generation is None else GENERATION_NAME
-    _refuse_unsupported(files.config if generation is None else generation, f"{files.folder / name}")
+    section, file = (files.config, "config.json") if generation is None else (generation, GENERATION_NAME)
+
+    def wrong(key: str, problem: str) -> CheckpointError:
+        return CheckpointError(
+            f"{files.folder / file}: {key} is {section[key]!r:.80}{problem}. Change the file, or leave it unread with "
+            "sampling_defaults='openai'"
+        )
+
+    for key, neutral in NEUTRAL.items():
+        value = section.get(key)
+        if value is not None and not any(value == each and _kind(value) == _kind(each) for each in neutral):
+            known = f"{neutral[0]!r} or null" if neutral else "null"
+            raise wrong(key, f", which changes the text and is not supported; supported: {known}")
     if generation is None:
         return {}
     found: dict[str, float | int] = {}
     for key, (is_valid, needed) in _RANGES.items():
-        value = generation.get(key)
-        if value is None:
+        if (value := generation.get(key)) is None:
             continue
         # abs() < inf, not isfinite(): an integer may be too large to be a float at all
         if type(value) not in (int, float) or not abs(value) < math.inf or not is_valid(value):
-            raise CheckpointError(
-                f"{files.folder / name}: {key} is {value!r:.80}; {needed} is needed. Mend the file, or leave it unread "
-                f"with {OPENAI_FLAG}"
-            )
+            raise wrong(key, f"; {needed} is needed")
         found[key] = (int(value) or -1) if key == "top_k" else float(value)
     samples = generation.get("do_sample")
     if samples is not None and type(samples) is not bool:
-        raise CheckpointError(f"{files.folder / name}: do_sample is {samples!r:.80}; true, false or null is needed")
+        raise wrong("do_sample", "; true, false or null is needed")
     if samples is False:
         return {"temperature": 0.0} | {key: found[key] for key in ("repetition_penalty",) if key in found}
     return found
@@ -123,17 +116,6 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "min_p": (lambda value: 0 <= value <= 1, "a number from 0 to 1"),
     "repetition_penalty": (lambda value: 0 < value <= 2, "a number above 0 and at most 2"),
 }
-
-
-def _refuse_unsupported(section: Mapping[str, Any], where: str) -> None:
-    for key, neutral in NEUTRAL.items():
-        value = section.get(key)
-        if value is not None and not any(value == each and _kind(value) == _kind(each) for each in neutral):
-            what = f"supported: {neutral[0]!r} or null" if neutral else "supported: null"
-            raise CheckpointError(
-                f"{where}: {key} is {value!r:.80}, which changes the text and is not supported; {what}. Change the "
-                f"file, or leave such keys unread with {OPENAI_FLAG}"
-            )
 
 
 def _kind(value: Any) -> type:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from math import pi, prod
 from pathlib import Path
 from types import MappingProxyType
@@ -16,16 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specjax.checkpoint.errors import CheckpointError, listed
+from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.gguf_tokenizer import write_tokenizer
 from specjax.checkpoint.hf_config import model_config
+from specjax.checkpoint.load import misfits
 from specjax.checkpoint.weights import save_shards
 from specjax.models import table
 from specjax.models.params import dimensions, placements
 from specjax.progress import progress_bar
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader, ReaderTensor
+    from gguf import ReaderTensor
 
 # Part of a converted folder's name: a change of what this module writes must change it.
 CONVERSION = "v1"
@@ -33,12 +35,17 @@ CONVERSION = "v1"
 ROPE_FACTORS = "rope_freqs.weight"
 # Metadata that changes what a Llama computes, with the values that change nothing.
 NEUTRAL = {
-    "expert_count": (0,),
-    "attention.sliding_window": (0,),
-    "attention.scale": (0.0,),
-    "logit_scale": (0.0, 1.0),
-    "embedding_scale": (0.0, 1.0),
-    "residual_scale": (0.0, 1.0),
+    **dict.fromkeys(("expert_count", "attention.sliding_window", "attention.scale"), (0,)),
+    **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale"), (0, 1)),
+}
+# Metadata with one positive integer, by its key in config.json.
+INTEGERS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "max_position_embeddings": "context_length",
 }
 # general.file_type -> the type to compute in on a GPU; quantised files were made from bfloat16 models.
 FILE_DTYPES = {0: "float32", 1: "float16"}
@@ -60,93 +67,66 @@ def convert(
       progress: show a bar on stderr.
       label: what error messages call the file; its path if None.
       generation: further keys of generation_config.json: a GGUF does not say how its publisher samples.
-
-    Raises:
-      CheckpointError: not a GGUF file, or a model or tokenizer that is not supported.
     """
+    from gguf import GGUFReader
+
     label = label or str(file)
-    reader = _open(file, label)
-    metadata = _Metadata(reader, label)
+    try:
+        reader = GGUFReader(str(file))
+        metadata = {key: field.contents() for key, field in reader.fields.items()}
+    except (OSError, ValueError, IndexError, KeyError) as error:
+        raise CheckpointError(
+            f"{label} is not a readable GGUF file, or a truncated one ({error}); copy or download it again"
+        ) from error
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    config = hf_config(metadata, tensors, label)
-    special = write_tokenizer(metadata, folder, label)
-    ids = {
-        "bos_token_id": special.get("bos_token_id"),
-        "eos_token_id": special.get("eos_token_id"),
-        "pad_token_id": special.get("padding_token_id"),
-    }
-    _write_json(folder / "config.json", config | ids)
-    _write_json(folder / "generation_config.json", {"_from_model_config": True} | ids | dict(generation))
-    _write_weights(config, tensors, folder, label, progress)
+    try:
+        config = hf_config(metadata, tensors)
+        special = write_tokenizer(metadata, folder)
+        ids = {name: special.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        described = {"_from_model_config": True} | ids | dict(generation)
+        for name, value in (("config.json", config | ids), ("generation_config.json", described)):
+            (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        _write_weights(config, tensors, folder, f"Converting {label}" if progress else None)
+    except CheckpointError as error:
+        raise CheckpointError(f"{label}: {error}") from error
 
 
-class _Metadata(Mapping[str, Any]):
-    """The file's key-value pairs as Python values, decoded when asked for (a vocabulary takes a second)."""
-
-    def __init__(self, reader: GGUFReader, label: str) -> None:
-        self._fields = reader.fields
-        self._label = label
-
-    def __getitem__(self, key: str) -> Any:
-        return self._fields[key].contents()
-
-    def __iter__(self) -> Any:
-        return iter(self._fields)
-
-    def __len__(self) -> int:
-        return len(self._fields)
-
-    def require(self, key: str) -> Any:
-        """The value of ``key``, or an error that names it."""
-        if key not in self:
-            raise CheckpointError(f"{self._label} has no metadata key {key}; it is incomplete")
-        return self[key]
-
-
-def hf_config(metadata: _Metadata, tensors: Mapping[str, ReaderTensor], label: str) -> dict[str, Any]:
-    """The config.json that the metadata and the tensors' names imply, token ids left out.
-
-    Raises:
-      CheckpointError: an architecture, or a feature of it, that is not supported.
-    """
-    architecture = metadata.require("general.architecture")
+def hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:
+    """The config.json that the metadata and the tensors' names imply, token ids left out."""
+    architecture = metadata.get("general.architecture")
     if architecture != "llama":
-        raise CheckpointError(f"{label}: general.architecture is {architecture!r}; supported: llama")
-    if metadata.get("split.count", 1) > 1:
-        raise CheckpointError(
-            f"{label} is one of {metadata['split.count']} parts; join them with llama-gguf-split --merge"
-        )
-    for key, neutral in NEUTRAL.items():
-        if (value := metadata.get(f"llama.{key}", neutral[0])) not in neutral:
-            raise CheckpointError(f"{label}: llama.{key} is {value}; supported: {neutral[0]} or absent")
-    hidden, heads = (_integer(metadata, f"llama.{key}", label) for key in ("embedding_length", "attention.head_count"))
-    kv_key = "llama.attention.head_count_kv"
-    kv_heads = _integer(metadata, kv_key, label) if kv_key in metadata else heads
+        raise CheckpointError(f"general.architecture is {architecture!r}; supported: llama")
+    if (parts := metadata.get("split.count", 1)) > 1:
+        raise CheckpointError(f"it is one of {parts} parts; join them with llama-gguf-split --merge")
     if "token_embd.weight" not in tensors:
-        raise CheckpointError(f"{label} has no tensor token_embd.weight; it is not a whole model")
-    head_dim = metadata.get("llama.attention.key_length", hidden // heads)
-    rotary = metadata.get("llama.rope.dimension_count", head_dim)
-    if rotary != head_dim or metadata.get("llama.attention.value_length", head_dim) != head_dim:
-        raise CheckpointError(
-            f"{label}: llama.rope.dimension_count ({rotary}) and llama.attention.value_length must equal the width of "
-            f"a head ({head_dim})"
-        )
-    theta = _as_written(metadata.get("llama.rope.freq_base", 10000.0))
+        raise CheckpointError("it has no tensor token_embd.weight, so it is not a whole model")
+    llama: dict[str, Any] = {
+        key.removeprefix("llama."): value for key, value in metadata.items() if key.startswith("llama.")
+    }
+    for key, neutral in NEUTRAL.items():
+        if (value := llama.get(key, 0)) not in neutral:
+            raise CheckpointError(f"llama.{key} is {value}; supported: {neutral[0]} or absent")
+    llama.setdefault("attention.head_count_kv", llama.get("attention.head_count"))
+    for key in INTEGERS.values():
+        if type(value := llama.get(key)) is not int:
+            raise CheckpointError(f"llama.{key} is {value}; one number for all layers is needed")
+    head_dim = int(llama.get("attention.key_length", llama["embedding_length"] // llama["attention.head_count"]))
+    for key in ("rope.dimension_count", "attention.value_length"):
+        if (value := llama.get(key, head_dim)) != head_dim:
+            raise CheckpointError(f"llama.{key} ({value}) must equal the width of a head ({head_dim})")
+    if (epsilon := llama.get("attention.layer_norm_rms_epsilon")) is None:
+        raise CheckpointError("it has no metadata key llama.attention.layer_norm_rms_epsilon, so it is incomplete")
+    theta = _as_written(llama.get("rope.freq_base", 10000.0))
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
-        "hidden_size": hidden,
-        "intermediate_size": _integer(metadata, "llama.feed_forward_length", label),
-        "num_hidden_layers": _integer(metadata, "llama.block_count", label),
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": int(head_dim),
+        **{name: llama[key] for name, key in INTEGERS.items()},
+        "head_dim": head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": _integer(metadata, "llama.context_length", label),
-        "rms_norm_eps": _as_written(metadata.require("llama.attention.layer_norm_rms_epsilon")),
+        "rms_norm_eps": _as_written(epsilon),
         "rope_theta": theta,
-        "rope_scaling": _rope_scaling(metadata, tensors, int(head_dim), theta, label),
+        "rope_scaling": _rope_scaling(llama, tensors, head_dim, theta),
         "attention_bias": any(re.fullmatch(r"blk\.\d+\.attn_(q|k|v|output)\.bias", name) for name in tensors),
         "mlp_bias": any(re.fullmatch(r"blk\.\d+\.ffn_(gate|up|down)\.bias", name) for name in tensors),
         "attention_dropout": 0.0,
@@ -162,32 +142,11 @@ def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
     """Undo llama.cpp's order of the rows of q and k.
 
     transformers rotates the pairs ``(i, i + E/2)`` of a head, llama.cpp ``(2i, 2i + 1)``, so its converter
-    interleaves the halves of each head. For E = 4 the rows 0 1 2 3 are stored as 0 2 1 3.
-
-    Args:
-      rows: weight ``[heads * E, M]`` or bias ``[heads * E]``.
-      heads: query heads for q, key/value heads for k.
+    interleaves the halves of each head. For E = 4 the rows 0 1 2 3 are stored as 0 2 1 3. ``rows`` is a weight
+    ``[heads * E, M]`` or a bias ``[heads * E]``; k has as many ``heads`` as there are key/value heads.
     """
     half = rows.shape[0] // heads // 2
     return rows.reshape(heads, half, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-
-
-def _open(file: Path, label: str) -> GGUFReader:
-    from gguf import GGUFReader
-
-    try:
-        return GGUFReader(str(file))
-    except (OSError, ValueError, IndexError, KeyError) as error:
-        raise CheckpointError(
-            f"{label} is not a readable GGUF file, or a truncated one ({error}); copy or download it again"
-        ) from error
-
-
-def _integer(metadata: _Metadata, key: str, label: str) -> int:
-    value = metadata.require(key)
-    if not isinstance(value, int):
-        raise CheckpointError(f"{label}: {key} is {value}; supported: one number for all layers")
-    return value
 
 
 def _as_written(value: float) -> float:
@@ -196,22 +155,22 @@ def _as_written(value: float) -> float:
 
 
 def _rope_scaling(
-    metadata: _Metadata, tensors: Mapping[str, ReaderTensor], head_dim: int, theta: float, label: str
+    llama: Mapping[str, Any], tensors: Mapping[str, ReaderTensor], head_dim: int, theta: float
 ) -> dict[str, Any] | None:
-    rope_type = metadata.get("llama.rope.scaling.type", "none")
-    factor = metadata.get("llama.rope.scaling.factor", metadata.get("llama.rope.scale_linear", 1.0))
+    rope_type = llama.get("rope.scaling.type", "none")
+    factor = llama.get("rope.scaling.factor", llama.get("rope.scale_linear", 1.0))
     if rope_type not in ("none", "linear"):
         raise CheckpointError(
-            f"{label}: llama.rope.scaling.type is {rope_type!r}; supported: none, linear, and llama3's {ROPE_FACTORS}"
+            f"llama.rope.scaling.type is {rope_type!r}; supported: none, linear, and llama3's {ROPE_FACTORS}"
         )
     if ROPE_FACTORS in tensors:
-        return _llama3_scaling(np.asarray(tensors[ROPE_FACTORS].data, np.float64), head_dim, theta, label)
-    if factor not in (0.0, 1.0) and (rope_type == "linear" or "llama.rope.scale_linear" in metadata):
+        return _llama3_scaling(np.asarray(tensors[ROPE_FACTORS].data, np.float64), head_dim, theta)
+    if factor not in (0.0, 1.0) and (rope_type == "linear" or "rope.scale_linear" in llama):
         return {"rope_type": "linear", "type": "linear", "factor": float(factor)}
     return None
 
 
-def _llama3_scaling(factors: np.ndarray, head_dim: int, theta: float, label: str) -> dict[str, Any] | None:
+def _llama3_scaling(factors: np.ndarray, head_dim: int, theta: float) -> dict[str, Any] | None:
     """The parameters of llama3 scaling from its effect: the divisor of each of E/2 frequencies.
 
     The largest divisor is ``factor``. The other parameters are those of every Llama 3.x release; they are
@@ -232,26 +191,25 @@ def _llama3_scaling(factors: np.ndarray, head_dim: int, theta: float, label: str
                 "original_max_position_embeddings": original,
             }
     raise CheckpointError(
-        f"{label}: {ROPE_FACTORS} is not the llama3 rope scaling with low_freq_factor 1 and high_freq_factor 4; use "
-        "the Hugging Face folder of this model"
+        f"{ROPE_FACTORS} is not the llama3 rope scaling with low_freq_factor 1 and high_freq_factor 4; use the Hugging "
+        "Face folder of this model"
     )
 
 
 def _write_weights(
-    config: Mapping[str, Any], tensors: Mapping[str, ReaderTensor], folder: Path, label: str, progress: bool
+    config: Mapping[str, Any], tensors: Mapping[str, ReaderTensor], folder: Path, title: str | None
 ) -> None:
     from gguf import dequantize
 
     model = model_config(config, dtype="float32")
     rules = {rule.tensor: rule for rule in placements(table(model), dimensions(model))}
-    names = {rule.gguf for rule in rules.values()}
-    missing, extra = names - tensors.keys(), tensors.keys() - names - {ROPE_FACTORS}
-    if missing or extra:
-        raise CheckpointError(
-            f"{label} does not fit a Llama of {model.num_layers} layers; missing tensors: {listed(missing) or 'none'}; "
-            f"tensors with no place: {listed(extra) or 'none'}"
-        )
-    shapes = {name: rule.shape for name, rule in rules.items()}
+    if problems := misfits(
+        {name: tuple(map(int, tensor.shape[::-1])) for name, tensor in tensors.items()},
+        [replace(rule, tensor=rule.gguf) for rule in rules.values()],
+        f"a Llama of {model.num_layers} layers",
+        optional={ROPE_FACTORS},
+    ):
+        raise CheckpointError(f"its tensors do not fit its metadata; {problems}")
 
     def read(name: str) -> np.ndarray:
         rule = rules[name]
@@ -260,21 +218,14 @@ def _write_weights(
             values = dequantize(source.data, source.tensor_type)
         except NotImplementedError as error:
             raise CheckpointError(
-                f"{label}: {source.name} has type {source.tensor_type.name}, which gguf cannot decode"
+                f"{source.name} has type {source.tensor_type.name}, which gguf cannot decode"
             ) from error
-        if values.shape != rule.shape:
-            raise CheckpointError(
-                f"{label}: {source.name} is {list(values.shape)}, the metadata implies {list(rule.shape)}"
-            )
         if rule.interleaved:
             values = unpermute(values, rule.shape[0] // model.head_dim)
         written.update(values.size * 4)
         return values
 
+    shapes = {name: rule.shape for name, rule in rules.items()}
     total = sum(4 * prod(shape) for shape in shapes.values())
-    with progress_bar(f"Converting {label}", total, "B", shown=progress) as written:
+    with progress_bar(title or "", total, "B", shown=title is not None) as written:
         save_shards(folder, shapes, read)
-
-
-def _write_json(file: Path, value: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

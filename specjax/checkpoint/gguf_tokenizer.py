@@ -8,7 +8,7 @@ rule gives other tokens and no error.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,21 +29,13 @@ _LLAMA3 = (
 
 @dataclass(frozen=True)
 class WordRule:
-    """How a byte-level BPE tokenizer cuts a text into words.
+    """How a byte-level BPE tokenizer cuts a text into words."""
 
-    Attributes:
-      pattern: a regular expression for a word; None is GPT-2's, which is built into the byte-level step.
-      single_digits: digits are cut off one by one first.
-      whole_words: a word that is in the vocabulary is one token, whatever the merges say.
-      add_bos: whether texts start with the bos token where the file does not say.
-      nfc: texts are normalised to NFC.
-    """
-
-    pattern: str | None = None
-    single_digits: bool = False
-    whole_words: bool = False
-    add_bos: bool = False
-    nfc: bool = False
+    pattern: str | None = None  # a regular expression for a word; None: GPT-2's, built into the byte-level step
+    single_digits: bool = False  # digits are cut off one by one first
+    whole_words: bool = False  # a word that is in the vocabulary is one token, whatever the merges say
+    add_bos: bool = False  # texts start with the bos token where the file does not say
+    nfc: bool = False  # texts are normalised to NFC
 
 
 # tokenizer.ggml.pre
@@ -55,34 +47,23 @@ WORD_RULES: dict[str, WordRule] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), WordRule(_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"), nfc=True)),
 }
 
-_SPECIAL_KEYS = {
-    "bos_token": "bos_token_id",
-    "eos_token": "eos_token_id",
-    "unk_token": "unknown_token_id",
-    "pad_token": "padding_token_id",
-}
+# Name in the files of transformers -> tokenizer.ggml.*_token_id
+_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_ADVICE = "Use the Hugging Face folder of this model, which has a tokenizer.json"
 
 
-def write_tokenizer(metadata: Mapping[str, Any], folder: Path, label: str) -> dict[str, Any]:
+def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Write tokenizer.json, tokenizer_config.json and special_tokens_map.json into ``folder``.
-
-    Args:
-      metadata: key -> value of the GGUF file.
-      folder: exists.
-      label: what error messages call the file.
 
     Returns:
       ``bos_token_id``, ``eos_token_id`` (a list where the file names a second stop token), ``pad_token_id``,
-      ``unknown_token_id``, those that the file has.
-
-    Raises:
-      CheckpointError: a tokenizer model or word rule that is not in the tables.
+      ``unk_token_id``, those that the file has.
     """
-    tokens: list[str] = metadata.get("tokenizer.ggml.tokens") or []
-    found = {key: metadata.get(f"tokenizer.ggml.{key}") for key in _SPECIAL_KEYS.values()}
-    special: dict[str, Any] = {key: int(i) for key, i in found.items() if i is not None and i < len(tokens)}
-    build_tokenizer(metadata, label).save(str(folder / "tokenizer.json"))
-    names = {name: tokens[special[key]] for name, key in _SPECIAL_KEYS.items() if key in special}
+    build_tokenizer(metadata).save(str(folder / "tokenizer.json"))
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    found = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
+    special = {name: int(i) for name, i in found.items() if i is not None and i < len(tokens)}
+    names = {name: tokens[i] for name, i in special.items()}
     config: dict[str, Any] = {
         # The class that takes tokenizer.json as it is; a model's own class would rebuild parts of it.
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -95,50 +76,56 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path, label: str) -> di
     for file, value in (("tokenizer_config.json", config), ("special_tokens_map.json", names)):
         (folder / file).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
+    ids: dict[str, Any] = {f"{name}_id": i for name, i in special.items()}
     turn_end = metadata.get("tokenizer.ggml.eot_token_id")
-    if turn_end is not None and "eos_token_id" in special and turn_end != special["eos_token_id"]:
-        special["eos_token_id"] = [special["eos_token_id"], int(turn_end)]
-    return special
+    if turn_end is not None and turn_end != ids.get("eos_token_id", turn_end):
+        ids["eos_token_id"] = [ids["eos_token_id"], int(turn_end)]
+    return ids
 
 
-def build_tokenizer(metadata: Mapping[str, Any], label: str) -> Tokenizer:
-    """The tokenizer that the metadata describes.
+def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer that the metadata of a GGUF file describes."""
+    from tokenizers import AddedToken, processors
 
-    Raises:
-      CheckpointError: as ``write_tokenizer``.
-    """
-    from tokenizers import AddedToken
+    if not (tokens := metadata.get("tokenizer.ggml.tokens")):
+        raise CheckpointError(f"it has no tokenizer.ggml.tokens. {_ADVICE}")
+    model = metadata.get("tokenizer.ggml.model")
+    steps: list[Any] = []
+    if model == "gpt2":
+        tokenizer, add_bos = _byte_level(metadata, tokens)
+        steps.append(processors.ByteLevel(trim_offsets=True))
+    elif model == "llama":
+        tokenizer, add_bos = _sentence_piece(metadata, tokens), True
+    else:
+        raise CheckpointError(f"tokenizer.ggml.model is {model!r}; supported: gpt2, llama. {_ADVICE}")
 
-    kind = metadata.get("tokenizer.ggml.model")
-    builders = {"gpt2": _byte_level, "llama": _sentence_piece}
-    if kind not in builders:
-        raise CheckpointError(
-            f"{label}: tokenizer.ggml.model is {kind!r}; supported: {listed(builders)}. Use the Hugging Face folder of "
-            "this model, which has a tokenizer.json"
-        )
-    tokenizer, add_bos = builders[kind](metadata, label)
-    _add_template(tokenizer, metadata, add_bos)
-    types = metadata.get("tokenizer.ggml.token_type") or []
-    kinds = list(zip(metadata["tokenizer.ggml.tokens"], types, strict=False))
+    def added(key: str, default: bool) -> list[tuple[str, int]]:
+        """The special token if texts have it at that end, and its id."""
+        i = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        return [(tokens[i], i)] if i is not None and metadata.get(f"tokenizer.ggml.add_{key}_token", default) else []
+
+    bos, eos = added("bos", add_bos), added("eos", False)
+    if bos or eos:
+        first, second = ([*dict(bos), text, *dict(eos)] for text in ("$A", "$B"))
+        steps.append(processors.TemplateProcessing(single=first, pair=first + second, special_tokens=bos + eos))
+    if steps:
+        tokenizer.post_processor = processors.Sequence(steps)
+    kinds = list(zip(tokens, metadata.get("tokenizer.ggml.token_type") or [], strict=False))
     # The unknown token of a SentencePiece vocabulary is special there too.
-    control = [AddedToken(token, special=True, normalized=False) for token, kind in kinds if kind in (UNKNOWN, CONTROL)]
-    plain = [AddedToken(token, special=False, normalized=False) for token, kind in kinds if kind == USER_DEFINED]
-    tokenizer.add_special_tokens(control)
-    tokenizer.add_tokens(plain)
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t, kind in kinds if kind in (UNKNOWN, CONTROL)])
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t, kind in kinds if kind == USER_DEFINED])
     return tokenizer
 
 
-def _byte_level(metadata: Mapping[str, Any], label: str) -> tuple[Tokenizer, bool]:
+def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[Tokenizer, bool]:
+    """The tokenizer, and whether texts start with bos where the file does not say."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     name = metadata.get("tokenizer.ggml.pre")
     if name not in WORD_RULES:
-        raise CheckpointError(
-            f"{label}: tokenizer.ggml.pre is {name!r}; supported: {listed(WORD_RULES, 99)}. Use the Hugging Face "
-            "folder of this model, which has a tokenizer.json"
-        )
+        raise CheckpointError(f"tokenizer.ggml.pre is {name!r}; supported: {listed(WORD_RULES, 99)}. {_ADVICE}")
     rule = WORD_RULES[name]
-    vocabulary = {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    vocabulary = {token: i for i, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or []]
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule.whole_words))
     if rule.nfc:
@@ -154,27 +141,24 @@ def _byte_level(metadata: Mapping[str, Any], label: str) -> tuple[Tokenizer, boo
     return tokenizer, rule.add_bos
 
 
-def _sentence_piece(metadata: Mapping[str, Any], label: str) -> tuple[Tokenizer, bool]:
+def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    tokens = metadata["tokenizer.ggml.tokens"]
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    scores = metadata.get("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(tokens):
-        raise CheckpointError(
-            f"{label}: tokenizer.ggml.scores must hold one score per token, and it is "
-            f"{'absent' if scores is None else f'{len(scores)} long'}. Use the Hugging Face folder of this model"
-        )
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab=vocabulary,
-            merges=_merges(tokens, scores),
-            unk_token=tokens[unknown],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
+    scores = metadata.get("tokenizer.ggml.scores") or []
+    if len(scores) != len(tokens):
+        raise CheckpointError(f"tokenizer.ggml.scores has {len(scores)} scores for {len(tokens)} tokens. {_ADVICE}")
+    ids = {token: i for i, token in enumerate(tokens)}
+    # SentencePiece joins, of all neighbours that are a token together, those with the best score. That is BPE with
+    # every way to split a token into two tokens as a merge, best score first.
+    splits = (
+        (-score, ids[token], ids[left], left, right)
+        for token, score in zip(tokens, scores, strict=True)
+        for left, right in ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        if left in ids and right in ids
     )
+    merges = [(left, right) for *_, left, right in sorted(splits)]
+    unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     space = "\u2581"
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     before = [normalizers.Prepend(space)] if prefix else []
@@ -183,43 +167,4 @@ def _sentence_piece(metadata: Mapping[str, Any], label: str) -> tuple[Tokenizer,
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse(), *after]
     )
-    return tokenizer, True
-
-
-def _merges(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """The merges that a SentencePiece vocabulary implies.
-
-    SentencePiece joins, of all neighbours that are a token together, those with the best score. That is BPE with
-    every way to split a token into two tokens as a merge, best score first.
-    """
-    ids = {token: i for i, token in enumerate(tokens)}
-    splits = (
-        (-score, ids[token], ids[left], left, right)
-        for token, score in zip(tokens, scores, strict=True)
-        for left, right in ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-        if left in ids and right in ids
-    )
-    return [(left, right) for *_, left, right in sorted(splits)]
-
-
-def _add_template(tokenizer: Tokenizer, metadata: Mapping[str, Any], add_bos: bool) -> None:
-    """Add bos and eos around a text if the file, or else its kind of tokenizer, says so."""
-    from tokenizers import processors
-
-    def added(key: str, default: bool) -> list[int]:
-        token = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        return [token] if token is not None and metadata.get(f"tokenizer.ggml.add_{key}_token", default) else []
-
-    tokens = metadata["tokenizer.ggml.tokens"]
-    bos, eos = added("bos", add_bos), added("eos", False)
-    before, after = [tokens[i] for i in bos], [tokens[i] for i in eos]
-    steps: list[Any] = [processors.ByteLevel(trim_offsets=True)] if metadata["tokenizer.ggml.model"] == "gpt2" else []
-    if bos or eos:
-        template = processors.TemplateProcessing(
-            single=[*before, "$A", *after],
-            pair=[*before, "$A", *after, *before, "$B", *after],
-            special_tokens=[(tokens[i], i) for i in bos + eos],
-        )
-        steps.append(template)
-    if steps:
-        tokenizer.post_processor = steps[0] if len(steps) == 1 else processors.Sequence(steps)
+    return tokenizer

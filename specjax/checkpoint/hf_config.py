@@ -14,6 +14,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", "linear", "llama3")
 # Where transformers 5 and 4 say it.
 ROPE_SECTIONS = ("rope_parameters", "rope_scaling")
+# Key, the value that is implemented (as is null), and what to do about another.
+_ONLY = (
+    ("hidden_act", "silu", "silu"),
+    ("quantization_config", {}, "none; use the float32, bfloat16 or float16 checkpoint that it was made from"),
+    # Mistral 7B v0.1 has a window of 4096, later ones null; Llama configs have no such key.
+    ("sliding_window", 0, "null (attention over the whole context)"),
+)
 
 
 def model_config(hf_config: Mapping[str, Any], *, dtype: str = "auto", platform: str | None = None) -> ModelConfig:
@@ -71,20 +78,9 @@ def model_config(hf_config: Mapping[str, Any], *, dtype: str = "auto", platform:
 
 def refuse_unsupported(hf_config: Mapping[str, Any]) -> None:
     """Refuse an activation, quantisation or attention window that no model here has."""
-    activation = given(hf_config, "hidden_act", "silu")
-    if activation != "silu":
-        raise CheckpointError(f"config.json: hidden_act is {activation!r}; supported: silu")
-    if quantization := hf_config.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        raise CheckpointError(
-            f"config.json: quantization_config ({method}) is not supported; use the float32, bfloat16 or float16 "
-            "checkpoint that it was made from"
-        )
-    # Mistral 7B v0.1 has a window of 4096, later ones null; Llama configs have no such key.
-    if window := hf_config.get("sliding_window"):
-        raise CheckpointError(
-            f"config.json: sliding_window is {window}; supported: null (attention over the whole context)"
-        )
+    for key, only, supported in _ONLY:
+        if (value := given(hf_config, key, only)) != only:
+            raise CheckpointError(f"config.json: {key} is {value!r:.80}; supported: {supported}")
 
 
 def rope(hf_config: Mapping[str, Any], max_positions: int) -> RopeConfig:
@@ -92,24 +88,18 @@ def rope(hf_config: Mapping[str, Any], max_positions: int) -> RopeConfig:
 
     transformers 5 keeps everything in ``rope_parameters``; 4 has ``rope_theta`` beside an optional ``rope_scaling``.
     Where several of the three are there, each must be supported, and they must agree.
-
-    Raises:
-      CheckpointError: they do not, or one of them is malformed or not supported.
     """
     sections = {key: hf_config[key] for key in ROPE_SECTIONS if hf_config.get(key) not in (None, {})}
     scalings = {key: _scaling(key, section, max_positions) for key, section in sections.items()}
-    if len(set(scalings.values())) > 1:
-        raise _disagreement({key: dict(section) for key, section in sections.items()})
     thetas = {
-        name: number(holder, "rope_theta")
-        for name, holder in {
-            "rope_theta": hf_config,
-            **{f"{key}.rope_theta": sections[key] for key in sections},
-        }.items()
+        f"{place}rope_theta": number(holder, "rope_theta")
+        for place, holder in {"": hf_config, **{f"{key}.": section for key, section in sections.items()}}.items()
         if holder.get("rope_theta") is not None
     }
-    if len(set(thetas.values())) > 1:
-        raise _disagreement(thetas)
+    for meant, said in ((scalings, sections), (thetas, thetas)):
+        if len(set(meant.values())) > 1:
+            values = " and ".join(f"{key} is {value!r:.200}" for key, value in said.items())
+            raise CheckpointError(f"config.json: {values}; they must mean the same, or only one of them may be there")
     for holder in (hf_config, *sections.values()):
         if (partial := given(holder, "partial_rotary_factor", 1)) != 1:
             raise CheckpointError(f"config.json: partial_rotary_factor is {partial!r:.80}; supported: 1.0")
@@ -117,44 +107,34 @@ def rope(hf_config: Mapping[str, Any], max_positions: int) -> RopeConfig:
     return replace(scaling, theta=next(iter(thetas.values()), 10000.0))
 
 
-def _disagreement(said: Mapping[str, Any]) -> CheckpointError:
-    values = " and ".join(f"{key} is {value!r:.200}" for key, value in said.items())
-    return CheckpointError(f"config.json: {values}; they must mean the same, or only one of them may be there")
-
-
 def _scaling(name: str, section: Any, max_positions: int) -> RopeConfig:
     """How the section ``name`` stretches the rotary embedding; its theta is left out."""
-    if not isinstance(section, Mapping):
-        raise CheckpointError(f"config.json: {name} is {section!r:.80}; it must be an object or null")
-    if by_layer := [key for key, value in section.items() if isinstance(value, Mapping)]:
-        raise CheckpointError(
-            f"config.json: {name} is given by layer type ({listed(by_layer)}); supported: one for all layers"
-        )
-    types = [section[key] for key in ("rope_type", "type") if section.get(key) is not None]
     known = ", ".join(ROPE_TYPES)
+
+    def refuse(problem: str) -> CheckpointError:
+        return CheckpointError(f"config.json: {name} {problem}")
+
+    if not isinstance(section, Mapping):
+        raise refuse(f"is {section!r:.80}; it must be an object or null")
+    if by_layer := [key for key, value in section.items() if isinstance(value, Mapping)]:
+        raise refuse(f"is given by layer type ({listed(by_layer)}); supported: one for all layers")
+    types = [section[key] for key in ("rope_type", "type") if section.get(key) is not None]
     if unknown := [each for each in types if each not in ROPE_TYPES]:
-        raise CheckpointError(f"config.json: {name} has rope type {unknown[0]!r:.80}; supported: {known}")
+        raise refuse(f"has rope type {unknown[0]!r:.80}; supported: {known}")
     if len(set(types)) > 1:
-        raise CheckpointError(f"config.json: {name} has rope_type {types[0]!r} and type {types[1]!r}; give one of them")
+        raise refuse(f"has rope_type {types[0]!r} and type {types[1]!r}; give one of them")
     if not types and (factor := given(section, "factor", 1)) != 1:
-        raise CheckpointError(f"config.json: {name} has factor {factor!r:.80} and no rope_type; give one of: {known}")
-    rope_type = types[0] if types else "default"
+        raise refuse(f"has factor {factor!r:.80} and no rope_type; give one of: {known}")
+    if not types or types[0] == "default":
+        return RopeConfig()
+    keys = ("factor",) if types[0] == "linear" else ("factor", "low_freq_factor", "high_freq_factor")
     try:
-        if rope_type == "default":
-            return RopeConfig()
-        if rope_type == "linear":
-            found = RopeConfig(scaling="linear", factor=number(section, "factor"))
-        else:
-            found = RopeConfig(
-                scaling="llama3",
-                factor=number(section, "factor"),
-                low_freq_factor=number(section, "low_freq_factor"),
-                high_freq_factor=number(section, "high_freq_factor"),
-                original_max_position=require(section, "original_max_position_embeddings", max_positions),
-            )
+        found: dict[str, Any] = {key: number(section, key) for key in keys}
     except KeyError as error:
-        raise CheckpointError(f"config.json: {name} of type {rope_type} has no {error.args[0]!r}") from error
-    return RopeConfig() if found.factor == 1 else found
+        raise refuse(f"of type {types[0]} has no {error.args[0]!r}") from error
+    if types[0] == "llama3":
+        found["original_max_position"] = require(section, "original_max_position_embeddings", max_positions)
+    return RopeConfig() if found["factor"] == 1 else RopeConfig(scaling=types[0], **found)
 
 
 def _dtype(hf_config: Mapping[str, Any], dtype: str, platform: str | None) -> str:
@@ -191,11 +171,7 @@ def require(section: Mapping[str, Any], key: str, default: int | None = None) ->
 
 
 def number(section: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """The positive number ``section[key]``.
-
-    Raises:
-      KeyError: it is absent and has no default.
-    """
+    """The positive number ``section[key]``; a ``KeyError`` if it is absent and has no default."""
     value = given(section, key, default)
     if value is None:
         raise KeyError(key)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 
 from specjax.checkpoint.errors import CheckpointError, listed
 from specjax.checkpoint.folder import ModelFiles, read_json
-from specjax.checkpoint.weights import TensorEntry, read_headers
+from specjax.checkpoint.hf_config import DTYPES
+from specjax.checkpoint.weights import read_headers
 from specjax.config import ModelConfig
 from specjax.models import table
 from specjax.models.params import HEAD_TENSOR, Placement, dimensions, placements
@@ -23,11 +23,9 @@ from specjax.progress import progress_bar
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-HOST_DTYPES: dict[str, np.dtype] = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-}
+HOST_DTYPES = {name: np.dtype(name) for name in DTYPES}
+# Buffers without content that old versions of transformers saved.
+_IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 
 
 def load_params(
@@ -37,10 +35,7 @@ def load_params(
     progress: bool = True,
     put: Callable[[np.ndarray], Any] | None = None,
 ) -> dict[str, Any]:
-    """Read a model's weights.
-
-    A leaf's host buffer is filled from the memory-mapped files, handed to the device and dropped before the next
-    one is allocated: beyond the parameters themselves, one leaf is in memory.
+    """Read a model's weights; beyond the parameters themselves, one leaf at a time is in memory.
 
     Args:
       files: from ``resolve``.
@@ -60,8 +55,17 @@ def load_params(
     put = put or jax.device_put
     tensors = read_headers(files.weights)
     rules = list(placements(table(config), dimensions(config)))
-    _check(tensors, rules, files, config)
-    size = sum(tensors[name].stop - tensors[name].start for name in {rule.tensor for rule in rules})
+    if problems := misfits(
+        {name: entry.shape for name, entry in tensors.items()},
+        rules,
+        f"a {config.family} model",
+        optional={HEAD_TENSOR} if config.tied_embeddings else frozenset(),
+    ):
+        raise CheckpointError(
+            f"the weights in {files.folder} do not fit its config.json; {problems}. Use the config.json that was saved "
+            "with these weights"
+        )
+    size = sum(tensors[name].size for name in {rule.tensor for rule in rules})
     with progress_bar(f"Loading {files.name}", size, "B", shown=progress) as loaded:
         return fill(rules, lambda name: tensors[name].read(), HOST_DTYPES[config.dtype], put, loaded.update)
 
@@ -73,14 +77,10 @@ def fill(
     put: Callable[[np.ndarray], Any],
     loaded: Callable[[int], Any],
 ) -> dict[str, Any]:
-    """The parameter tree that ``rules`` describe, leaf by leaf.
+    """The parameter tree that ``rules`` describe, leaf by leaf; the rules of a leaf must lie next to one another.
 
-    Args:
-      rules: of all tensors, those of a leaf next to one another; the tensors' shapes were checked.
-      read: gives a tensor by its name.
-      dtype: of the leaves.
-      put: moves one finished leaf to the device.
-      loaded: progress callback; receives the number of bytes copied.
+    ``read`` gives a tensor by its name, ``put`` moves a finished leaf to the device, and ``loaded`` is a progress
+    callback that receives the number of bytes copied.
     """
     import jax
 
@@ -117,7 +117,7 @@ def load_tokenizer(
     """
     if folder is not None:
         if not Path(folder).is_dir():
-            raise CheckpointError(f"--tokenizer-path {folder} is not a folder; it needs tokenizer.json")
+            raise CheckpointError(f"tokenizer_path={folder!r} is not a folder; one with tokenizer.json is needed")
         files = replace(files, folder=Path(folder))
     try:
         tokenizer = _tokenizer_class(files).from_pretrained(str(files.folder), local_files_only=True)
@@ -135,52 +135,30 @@ def load_tokenizer(
         try:
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"--chat-template {chat_template} cannot be read: {error}") from error
+            raise CheckpointError(f"chat_template={chat_template!r} cannot be read: {error}") from error
     return tokenizer
 
 
 def _tokenizer_class(files: ModelFiles) -> Any:
     """AutoTokenizer, or what it would choose: importing it takes seconds, and torch where that is installed."""
+    import transformers
+
     file = files.folder / "tokenizer_config.json"
     declared = read_json(file, files.name).get("tokenizer_class") if file.is_file() else None
-    if declared in ("PreTrainedTokenizerFast", "TokenizersBackend"):
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer
+    is_plain = declared in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    return transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
 
 
-# Buffers without content that old versions of transformers saved.
-_IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-
-
-def _check(tensors: dict[str, TensorEntry], rules: list[Placement], files: ModelFiles, config: ModelConfig) -> None:
-    extra = {name for name in tensors.keys() - {rule.tensor for rule in rules} if not _IGNORED.fullmatch(name)}
-    if config.tied_embeddings:
-        extra.discard(HEAD_TENSOR)
-    missing, wrong = misfits({name: entry.shape for name, entry in tensors.items()}, rules)
-    problems = []
-    if missing:
-        problems.append(f"missing tensors: {listed(missing)}")
-    if extra:
-        problems.append(f"tensors with no place in a {config.family} model: {listed(extra)}")
-    if wrong:
-        problems.append(f"wrong shapes: {listed(wrong)}")
-    if problems:
-        raise CheckpointError(
-            f"the weights in {files.folder} do not fit its config.json; " + "; ".join(problems) + ". "
-            "Use the config.json that was saved with these weights"
-        )
-
-
-def misfits(found: Mapping[str, tuple[int, ...]], rules: Iterable[Placement]) -> tuple[set[str], set[str]]:
-    """Tensors of ``rules`` that are not in ``found``, and sentences about those whose shape there is another."""
+def misfits(
+    found: Mapping[str, tuple[int, ...]], rules: Iterable[Placement], kind: str, optional: Set[str] = frozenset()
+) -> str:
+    """What is wrong with tensors of the shapes ``found`` in a checkpoint of ``kind``; empty if they fit ``rules``."""
     expected = {rule.tensor: rule.shape for rule in rules}
-    wrong = {
-        f"{name} is {list(found[name])}, config.json implies {list(shape)}"
-        for name, shape in expected.items()
-        if name in found and found[name] != shape
+    extra = {name for name in found.keys() - expected.keys() - optional if not _IGNORED.fullmatch(name)}
+    wrong = {name for name in found.keys() & expected.keys() if found[name] != expected[name]}
+    problems = {
+        "missing tensors": expected.keys() - found.keys(),
+        f"tensors with no place in {kind}": {f"{name} {list(found[name])}" for name in extra},
+        "wrong shapes": {f"{name} is {list(found[name])}, not {list(expected[name])}" for name in wrong},
     }
-    return expected.keys() - found.keys(), wrong
+    return "; ".join(f"{what}: {listed(names)}" for what, names in problems.items() if names)

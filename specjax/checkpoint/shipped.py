@@ -1,8 +1,8 @@
 """The draft heads that come with specjax: which model each is for, and how it drafts best.
 
 A head lies in ``specjax/data/heads/NAME``: ``config.json`` and ``model.safetensors`` as any EAGLE head has them, and
-``serving.toml``, the trees that were measured to serve it best. A row of ``HEADS`` whose folder is not there counts
-for nothing, so that a source tree without the weights still runs.
+``serving.toml``, the trees that were measured to serve it best. Rows of ``HEADS`` without their folder are ignored, so
+that a source tree without the weights still runs.
 """
 
 from __future__ import annotations
@@ -31,21 +31,13 @@ DEVICES = ("cpu", "gpu")
 
 @dataclass(frozen=True)
 class ShippedHead:
-    """A head and the model that it was trained with.
+    """A head and the model that it was trained with."""
 
-    Attributes:
-      name: of its folder.
-      kind: of the head.
-      model: the model's name: the alias, or the last part of its hub id, in lower case.
-      norm: sha256 of the final norm's weight as bfloat16, little-endian, which tells the model by content.
-      sizes: fields of the model's ``ModelConfig``.
-    """
-
-    name: str
+    name: str  # of its folder
     kind: str
-    model: str
-    norm: str
-    sizes: Mapping[str, int]
+    model: str  # its name: the alias, or the last part of its hub id, in lower case
+    norm: str  # sha256 of the model's final norm as bfloat16, little-endian, which tells the model by content
+    sizes: Mapping[str, int]  # fields of the model's `ModelConfig`
 
     @property
     def folder(self) -> Path:
@@ -60,11 +52,7 @@ class ShippedHead:
         return Path(name).name.lower() == self.model
 
     def serving(self, device: str) -> dict[str, Any]:
-        """What ``serving.toml`` has for a kind of device: options such as ``Eagle3``'s, by name. May be empty.
-
-        Raises:
-          CheckpointError: the file is not TOML, or holds something else than a table for each kind of device.
-        """
+        """What ``serving.toml`` has for one of ``DEVICES``: options such as ``Eagle3``'s, by name. May be empty."""
         file = self.folder / "serving.toml"
         if not file.is_file():
             return {}
@@ -88,31 +76,29 @@ HEADS: tuple[ShippedHead, ...] = (
         | {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
     ),
 )
-"""The first that fits a model is its head."""
 
 
 def shipped_head(files: ModelFiles, config: ModelConfig) -> ShippedHead | None:
-    """The head that ships for a model; None if there is none.
+    """The first head that ships for a model; None if there is none.
 
-    The model must have the sizes, and either the name or the content of the one that the head was trained with. The
-    content is that of the final norm: 4-bit and 16-bit files of one model have it in common to the bit, other trainings
-    of the same architecture do not, and reading it takes no time. The name is for a fine-tune that was given the same
-    one, and for files whose norm was rounded otherwise. Where either leads to a model that is not quite the head's (an
-    adapter merged into it leaves the norm as it was), fewer drafts are accepted; the text cannot be wrong.
+    The model must have the sizes, and either the name or the final norm of the one that the head was trained with.
+    4-bit and 16-bit files of one model have the same norm to the bit, other trainings of the same architecture do not,
+    and reading it takes no time. The name is for fine-tunes of the same name, and for files whose norm was rounded
+    otherwise. Where either leads to a model that is not quite the head's (an adapter merged into it leaves the norm as
+    it was), fewer drafts are accepted; the text cannot be wrong.
     """
     for head in HEADS:
-        if any(getattr(config, name) != size for name, size in head.sizes.items()) or not head.is_there:
-            continue
-        if head.is_named(files.name) or final_norm(files) == head.norm:
+        fits = all(getattr(config, name) == size for name, size in head.sizes.items()) and head.is_there
+        if fits and (head.is_named(files.name) or final_norm(files) == head.norm):
             return head
     return None
 
 
 def may_have_head(model: str, kind: str) -> bool:
-    """Whether ``shipped_head`` can find one of that kind, judged by the model's name alone: a hub id says what it is,
-    and what lies on this disk can be looked at without a download."""
-    there = [head for head in HEADS if kind == head.kind and head.is_there]
-    return bool(there) and (Path(model).expanduser().exists() or any(head.is_named(model) for head in there))
+    """Whether ``shipped_head`` can find one of that kind, judged without a download: by a hub id's name; files on this
+    disk may be those of any model."""
+    is_local = Path(model).expanduser().exists()
+    return any(head.kind == kind and head.is_there and (is_local or head.is_named(model)) for head in HEADS)
 
 
 def final_norm(files: ModelFiles) -> str | None:

@@ -1,7 +1,7 @@
 """FR-Spec token maps: the ids of the target's vocabulary that a draft head may propose, most frequent first.
 
-From a file of the user's, a file on the hub, or the head of a map that comes with specjax. Any map is lossless; one
-that names an id twice, or one that the target lacks, is refused. Knows nothing of what a map is used for.
+From a file of the user's, a file on the hub, or the head of a map that comes with specjax. Any map is lossless. Knows
+nothing of what a map is used for.
 """
 
 from __future__ import annotations
@@ -27,16 +27,10 @@ FORMATS = (".pt", ".safetensors", ".npy", ".json")
 
 @dataclass(frozen=True)
 class ShippedMap:
-    """A map in ``specjax/data``.
+    """A map in ``specjax/data``: ``file`` holds ids by descending frequency, ``.npy``."""
 
-    Attributes:
-      name: of the vocabulary.
-      fingerprint: of the vocabulary, see ``fingerprint``.
-      file: ids by descending frequency, ``.npy``.
-    """
-
-    name: str
-    fingerprint: str
+    name: str  # of the vocabulary
+    fingerprint: str  # of the vocabulary, see `fingerprint`
     file: Path
 
     def ids(self) -> np.ndarray:
@@ -74,27 +68,55 @@ def read_token_map(given: str, *, vocab_size: int, tokens: Callable[[], list[str
     """
     try:
         is_number = re.fullmatch("[0-9]+", given)
-        return _checked(_shipped(int(given), tokens) if is_number else _values(_found(given)), vocab_size)
+        return checked_ids(_shipped(int(given), tokens) if is_number else _values(_found(given)), vocab_size)
     except CheckpointError as error:
         raise CheckpointError(f"{given}: {error}") from error
 
 
+def checked_ids(values: object, vocab_size: int) -> np.ndarray:
+    """``values``, which must be a list or an array of different ids below ``vocab_size``, as int32 ``[W]``."""
+    if isinstance(values, list):
+        # One by one: numpy would make numbers of bools and floats of large integers.
+        for index, value in enumerate(values):
+            if type(value) is not int:
+                raise CheckpointError(f"entry {index} is {reprlib.repr(value)}, not an integer")
+        values = np.array(values, object)
+    if not isinstance(values, np.ndarray):
+        raise CheckpointError(f"it holds a {type(values).__name__}; a list or a tensor of ids is needed")
+    if values.ndim != 1:
+        raise CheckpointError(f"it has the shape {list(values.shape)}; one dimension is needed")
+    if not len(values):
+        raise CheckpointError("it is empty; at least one id is needed")
+    if values.dtype.kind not in "iuO":
+        raise CheckpointError(f"entry 0 is {values[0]!r}, of {values.dtype}, not an integer")
+    if len(outside := np.flatnonzero((values < 0) | (values >= vocab_size))):
+        index = outside[0]
+        raise CheckpointError(f"entry {index} is {values[index]}, outside the target's vocabulary 0..{vocab_size - 1}")
+    values = values.astype(np.int32)
+    first = np.unique(values, return_index=True)[1]
+    if len(first) != len(values):
+        again = np.setdiff1d(np.arange(len(values)), first)[0]
+        before = np.flatnonzero(values == values[again])[0]
+        raise CheckpointError(f"entry {again} is {values[again]}, as is entry {before}; ids must differ")
+    return values
+
+
 def _shipped(count: int, tokens: Callable[[], list[str]] | None) -> np.ndarray:
-    maps = shipped_maps()
-    mark = fingerprint(tokens()) if tokens is not None else None
-    for candidate in maps:
-        if candidate.fingerprint == mark:
-            ids = candidate.ids()
-            if not 1 <= count <= len(ids):
-                raise CheckpointError(
-                    f"{count} ids are asked for, and the map of {candidate.name} has {len(ids)}; give 1..{len(ids)}"
-                )
-            return ids[:count]
-    raise CheckpointError(
-        f"a number needs a model with the vocabulary of a map that comes with specjax "
-        f"({listed(candidate.name for candidate in maps) or 'there is none'}), and this model's is another; give a "
-        f"file ({', '.join(FORMATS)}) instead, made for this model by `python -m specjax.train.vocab`"
-    )
+    maps = {found.fingerprint: found for found in shipped_maps()}
+    chosen = maps.get(fingerprint(tokens())) if tokens is not None else None
+    if chosen is None:
+        known = listed(found.name for found in maps.values()) or "there is none"
+        raise CheckpointError(
+            f"a number needs a model with the vocabulary of a map that comes with specjax ({known}), and this model's "
+            f"is another; give a file ({', '.join(FORMATS)}) instead, made for this model by "
+            "`python -m specjax.train.vocab`"
+        )
+    ids = chosen.ids()
+    if not 1 <= count <= len(ids):
+        raise CheckpointError(
+            f"{count} ids are asked for, and the map of {chosen.name} has {len(ids)}; give 1..{len(ids)}"
+        )
+    return ids[:count]
 
 
 def _found(given: str) -> Path:
@@ -119,50 +141,18 @@ def _values(file: Path) -> object:
         match file.suffix.lower():
             case ".pt":
                 return read_torch_zip(file)
-            case ".safetensors":
-                tensors = read_header(file)
-                name = "token_map" if "token_map" in tensors else next(iter(tensors), None)
-                if name is None or (len(tensors) > 1 and name != "token_map"):
-                    raise CheckpointError(
-                        f"{file} holds the tensors {listed(tensors) or '(none)'}; one is needed, or one named token_map"
-                    )
-                return tensors[name].read(integers=True)
             case ".npy":
                 return np.load(file, allow_pickle=False)
-            case _:
+            case ".json":
                 return json.loads(file.read_text(encoding="utf-8"))
     except CheckpointError:
         raise
     except (OSError, ValueError, EOFError, RecursionError, MemoryError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}); download or make it again") from error
-
-
-def _checked(values: object, vocab_size: int) -> np.ndarray:
-    if isinstance(values, list):
-        # One by one: numpy would make numbers of bools and floats of large integers.
-        for index, value in enumerate(values):
-            if type(value) is not int:
-                raise CheckpointError(f"entry {index} is {reprlib.repr(value)}, not an integer")
-            _check_range(index, value, vocab_size)
-        values = np.array(values, np.int64)
-    if not isinstance(values, np.ndarray):
-        raise CheckpointError(f"it holds a {type(values).__name__}; a list or a tensor of ids is needed")
-    if values.ndim != 1:
-        raise CheckpointError(f"it has the shape {list(values.shape)}; one dimension is needed")
-    if values.dtype.kind not in "iu" and len(values):
-        raise CheckpointError(f"entry 0 is {values[0]!r}, of {values.dtype}, not an integer")
-    if not len(values):
-        raise CheckpointError("it is empty; at least one id is needed")
-    if len(outside := np.flatnonzero((values < 0) | (values >= vocab_size))):
-        _check_range(int(outside[0]), int(values[outside[0]]), vocab_size)
-    first = np.unique(values, return_index=True)[1]
-    if len(first) != len(values):
-        again = int(np.setdiff1d(np.arange(len(values)), first)[0])
-        before = int(np.flatnonzero(values == values[again])[0])
-        raise CheckpointError(f"entry {again} is {values[again]}, as is entry {before}; ids must differ")
-    return values.astype(np.int32)
-
-
-def _check_range(index: int, value: int, vocab_size: int) -> None:
-    if not 0 <= value < vocab_size:
-        raise CheckpointError(f"entry {index} is {value}, outside the target's vocabulary 0..{vocab_size - 1}")
+    tensors = read_header(file)
+    name = next(iter(tensors)) if len(tensors) == 1 else "token_map"
+    if name not in tensors:
+        raise CheckpointError(
+            f"{file} holds the tensors {listed(tensors) or '(none)'}; one is needed, or one named token_map"
+        )
+    return tensors[name].read(integers=True)

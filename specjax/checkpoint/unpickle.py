@@ -39,8 +39,9 @@ _OPCODES = re.compile(
     "BININT[12]?|LONG1|BINFLOAT|NEWTRUE|NEWFALSE|NONE|(SHORT_)?BINUNICODE|(STACK_)?GLOBAL|REDUCE|BINPERSID|BUILD"
 )
 _NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
-_TENSOR, _PARAMETER = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter"
-_FUNCTIONS = ("collections.OrderedDict", "torch.Size", _TENSOR, _PARAMETER)
+_FUNCTIONS = (
+    "collections.OrderedDict", "torch.Size", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter"
+)  # fmt: skip
 # A state dict's pickle takes some 200 bytes a tensor, a token map's 5 a token.
 _MAX_PICKLE = 64 << 20
 # torch never compresses; more than this in memory is more likely a bomb than a checkpoint.
@@ -55,21 +56,20 @@ class _Refused(Exception):
 def read_torch_zip(file: Path) -> object:
     """The object that ``torch.save`` wrote to ``file``.
 
-    Returns:
-      Dicts, lists, tuples, numbers and strings as they are; tensors (and parameters) as numpy arrays, read-only views
-      of the mapped file, bfloat16 as ``ml_dtypes.bfloat16``. Containers may be nested deeply and hold themselves.
-
-    Raises:
-      CheckpointError: the file is not such a zip, is damaged, or asks for anything else.
+    Dicts, lists, tuples, numbers and strings come as they are, tensors (and parameters) as numpy arrays, read-only
+    views of the mapped file, bfloat16 as ``ml_dtypes.bfloat16``. Containers may be nested deeply and hold themselves.
     """
     with file.open("rb") as stream:
         start = stream.read(16)
     if start.startswith(b"version https://"):
         raise CheckpointError(f"{file} is a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`")
     if start.startswith(b"\x80"):
+        # In a command for a shell, no name that a shell or Python would read as more than a name.
+        name = file.name if re.fullmatch(r"[\w .+-]+", file.name) else "FILE"
+        program = f"import torch; torch.save(torch.load('{name}', map_location='cpu', weights_only=True), '{name}')"
         raise CheckpointError(
             f"{file} is refused: it has the format that torch.save wrote before version 1.6, one pickle without a zip. "
-            + _conversion(file)
+            f'Where torch is installed, convert it once: python -c "{program}"'
         )
     if not start.startswith(b"PK\x03\x04"):
         raise CheckpointError(
@@ -97,21 +97,6 @@ def write_torch_zip_list(file: Path, values: list[int]) -> None:
         for name, content in members.items():
             # A fixed date, so that the same list gives the same bytes.
             archive.writestr(zipfile.ZipInfo(f"archive/{name}", (1980, 1, 1, 0, 0, 0)), content)
-
-
-def _conversion(file: Path) -> str:
-    """A command for a shell, so with no name in it that a shell or Python would read as more than a name."""
-    name = file.name if re.fullmatch(r"[\w .+-]+", file.name) else "FILE"
-    load = f"torch.load('{name}', map_location='cpu', weights_only=True)"
-    if file.suffix == ".pt":  # a token map, not a checkpoint
-        write = (
-            f"pathlib.Path('{name.removesuffix('.pt')}.json').write_text(json.dumps(torch.as_tensor({load}).tolist()))"
-        )
-        program = f"import json, pathlib, torch; {write}"
-    else:
-        state = f"{{name: tensor.clone().contiguous() for name, tensor in {load}.items()}}"
-        program = f"import torch; from safetensors.torch import save_file; save_file({state}, 'model.safetensors')"
-    return f'Where torch is installed, convert it once: python -c "{program}"'
 
 
 @dataclass(frozen=True)
@@ -156,16 +141,16 @@ def _reduce(unpickler: _Unpickler) -> None:
     """REDUCE: calls what is a name here, with arguments of the right kinds."""
     given, function = unpickler.stack.pop(), unpickler.stack.pop()
     name = function.name if isinstance(function, _Name) else type(function).__name__
-    match given:
-        case () if name == "collections.OrderedDict":
+    match name, given:
+        case "collections.OrderedDict", ():
             result: object = {}
-        case (tuple() | list() as sizes,) if name == "torch.Size":
+        case "torch.Size", (tuple() | list() as sizes,):
             result = list(sizes)
-        case (np.ndarray() as result, *_) if name == _PARAMETER:
+        case "torch._utils._rebuild_parameter", (np.ndarray() as result, *_):
             pass
-        case (_Storage() as held, offset, tuple() | list() as size, tuple() | list() as stride, _, _, *metadata) if (
-            name == _TENSOR and not any(metadata)
-        ):
+        case "torch._utils._rebuild_tensor_v2", (
+            _Storage() as held, offset, tuple() | list() as size, tuple() | list() as stride, _, _, *metadata
+        ) if not any(metadata):  # fmt: skip
             result = _tensor(held, offset, size, stride)
         case _:
             raise _Refused(f"it calls {name} with arguments of the wrong kinds")
@@ -187,20 +172,23 @@ class _Unpickler(pickle._Unpickler):
     )
 
     def __init__(self, file: Path, archive: zipfile.ZipFile) -> None:
-        self._file, self._archive = file, archive
-        names = archive.namelist()
-        if len(set(names)) != len(names):
+        members = {info.filename: info for info in archive.infolist()}
+        if len(members) != len(archive.infolist()):
             raise _Refused("two of its members have one name")
-        if sum(info.file_size for info in archive.infolist() if info.compress_type) > _MAX_COMPRESSED:
+        if sum(info.file_size for info in members.values() if info.compress_type) > _MAX_COMPRESSED:
             raise _Refused(f"its compressed members take more than {_MAX_COMPRESSED} bytes")
-        pickles = [name for name in names if re.fullmatch(r"[^/\\]+/data\.pkl", name)]
+        pickles = [name for name in members if re.fullmatch(r"[^/\\]+/data\.pkl", name)]
         if len(pickles) != 1:
             raise _Refused(f"it has {len(pickles)} members <name>/data.pkl, and one is needed")
-        self._prefix = pickles[0].removesuffix("data.pkl")
-        self._arrays: dict[str, np.ndarray] = {}
-        if f"{self._prefix}byteorder" in names and (order := self._read("byteorder", 16)) != b"little":
+        prefix = pickles[0].removesuffix("data.pkl")
+        for name, limit in ((f"{prefix}byteorder", 16), (pickles[0], _MAX_PICKLE)):
+            if name in members and (size := members[name].file_size) > limit:
+                raise _Refused(f"{name} has {size} bytes, at most {limit} are read")
+        if f"{prefix}byteorder" in members and (order := archive.read(f"{prefix}byteorder")) != b"little":
             raise _Refused(f"its byte order is {order.decode(errors='replace')!r}; only 'little' is read")
-        super().__init__(io.BytesIO(self._read("data.pkl", _MAX_PICKLE)))
+        self._file, self._archive, self._prefix, self._members = file, archive, prefix, members
+        self._arrays: dict[str, np.ndarray] = {}
+        super().__init__(io.BytesIO(archive.read(pickles[0])))
 
     def find_class(self, module: str, name: str) -> object:
         full = f"{module}.{name}"
@@ -216,35 +204,30 @@ class _Unpickler(pickle._Unpickler):
             case ("storage", _Name(kind), str(key), _, int(size)) if kind in STORAGES:
                 if not re.fullmatch(r"[0-9A-Za-z_]+", key) or size < 0:
                     raise _Refused(f"it has a storage with key {key[:40]!r} and {size} elements")
-                return _Storage(key, self._storage(key, STORAGES[kind], size))
+                return _Storage(key, self._storage(f"{self._prefix}data/{key}", STORAGES[kind], size))
         raise _Refused(f"it refers to something that is not a storage: {reprlib.repr(pid)}")
 
-    def _storage(self, key: str, dtype: np.dtype, size: int) -> np.ndarray:
-        """Storage ``key``, ``size`` elements of ``dtype``; the same array each time."""
+    def _storage(self, name: str, dtype: np.dtype, size: int) -> np.ndarray:
+        """The member ``name`` as ``size`` elements of ``dtype``; the same array each time."""
         if size == 0:
             return np.empty(0, dtype)
-        name = f"{self._prefix}data/{key}"
-        if name not in self._archive.namelist():
+        if (info := self._members.get(name)) is None:
             raise _Refused(f"it has no member {name}")
-        info = self._archive.getinfo(name)
         if size * dtype.itemsize != info.file_size:
             raise _Refused(f"{name} has {info.file_size} bytes, and {size} elements of {dtype} take another number")
-        if key not in self._arrays:
-            with self._archive.open(info) as stream:  # checks that the member is there
-                if info.compress_type != zipfile.ZIP_STORED:
-                    self._arrays[key] = np.frombuffer(stream.read(), dtype)
-        if key not in self._arrays:
-            with self._file.open("rb") as stream:
-                stream.seek(info.header_offset + 26)
-                lengths = np.frombuffer(stream.read(4), "<u2")  # of the name, and of the padding before the data
-            # One mapping per storage: its pages can be reclaimed as soon as the caller has copied them.
-            start = info.header_offset + 30 + int(lengths.sum())
-            self._arrays[key] = np.memmap(self._file, dtype, "r", start, (size,))
-        if self._arrays[key].dtype != dtype:
-            raise _Refused(f"{name} is used as {self._arrays[key].dtype} and as {dtype}")
-        return self._arrays[key]
+        if name not in self._arrays:
+            self._arrays[name] = self._mapped(info, dtype)
+        if self._arrays[name].dtype != dtype:
+            raise _Refused(f"{name} is used as {self._arrays[name].dtype} and as {dtype}")
+        return self._arrays[name]
 
-    def _read(self, name: str, limit: int) -> bytes:
-        if (size := self._archive.getinfo(self._prefix + name).file_size) > limit:
-            raise _Refused(f"{name} has {size} bytes, at most {limit} are read")
-        return self._archive.read(self._prefix + name)
+    def _mapped(self, info: zipfile.ZipInfo, dtype: np.dtype) -> np.ndarray:
+        with self._archive.open(info) as stream:  # checks that the member is there
+            if info.compress_type != zipfile.ZIP_STORED:
+                return np.frombuffer(stream.read(), dtype)
+        with self._file.open("rb") as file:
+            file.seek(info.header_offset + 26)
+            lengths = np.frombuffer(file.read(4), "<u2")  # of the name, and of the padding before the data
+        # One mapping per storage: its pages can be reclaimed as soon as the caller has copied them.
+        start = info.header_offset + 30 + int(lengths.sum())
+        return np.memmap(self._file, dtype, "r", start, (info.file_size // dtype.itemsize,))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -21,44 +22,30 @@ from safetensors.numpy import save_file
 
 from specjax.checkpoint.errors import CheckpointError, listed
 
+T = TypeVar("T")
+
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
-DTYPES: dict[str, np.dtype] = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F64": np.dtype(np.float64),
-}
+DTYPES = {"F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(ml_dtypes.bfloat16), "F64": np.dtype("f8")}
 # Never parameters: token ids and masks beside the weights of a draft head.
-INTEGERS: dict[str, np.dtype] = {
-    **{f"I{bits}": np.dtype(f"i{bits // 8}") for bits in (64, 32, 16, 8)},
-    **{f"U{bits}": np.dtype(f"u{bits // 8}") for bits in (64, 32, 16, 8)},
-    "BOOL": np.dtype(np.bool_),
-}
+INTEGERS = {f"{kind}{8 * size}": np.dtype(f"{kind.lower()}{size}") for kind in "IU" for size in (8, 4, 2, 1)}
+INTEGERS["BOOL"] = np.dtype("?")
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies: ``stop - start`` bytes of ``file`` from byte ``start``."""
+    """Where one tensor lies: ``size`` bytes of ``file`` from byte ``start``."""
 
     name: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
     start: int
-    stop: int
+    size: int
 
     def read(self, *, integers: bool = False) -> np.ndarray:
-        """The tensor as a read-only view of the file.
-
-        Args:
-          integers: allow integers and bools too.
-
-        Raises:
-          CheckpointError: the file stores it in another type than ``DTYPES`` (and ``INTEGERS``, if allowed) has, or in
-            a shape that numpy cannot have.
-        """
+        """The tensor as a read-only view of the file, of a type in ``DTYPES`` (or ``INTEGERS``, if ``integers``)."""
         dtypes = DTYPES | INTEGERS if integers else DTYPES
         if self.dtype not in dtypes:
             quantised = "" if integers else " (quantised checkpoints are not supported)"
@@ -66,7 +53,7 @@ class TensorEntry:
                 f"tensor {self.name} in {self.file} has type {self.dtype}; supported: {listed(dtypes)}{quantised}"
             )
         try:
-            if self.start == self.stop:  # which cannot be mapped
+            if not self.size:  # which cannot be mapped
                 return np.empty(self.shape, dtypes[self.dtype])
             # One mapping per tensor: its pages can be reclaimed as soon as the caller has copied them.
             return np.memmap(self.file, dtypes[self.dtype], "r", self.start, self.shape)
@@ -77,11 +64,7 @@ class TensorEntry:
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """The tensors of one safetensors file, whose header the library has checked against the file's size.
-
-    Raises:
-      CheckpointError: not a safetensors file, a damaged or a truncated one.
-    """
+    """The tensors of one safetensors file, whose header the library has checked against the file's size."""
     try:
         with safe_open(file, framework="numpy"), file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -91,11 +74,13 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
             f"{file} is not a readable safetensors file, or a truncated one ({error}); download or copy it again"
         ) from error
     header.pop("__metadata__", None)
-    return {
-        name: TensorEntry(name, file, entry["dtype"], tuple(entry["shape"]), *(8 + length + n for n in offsets))
-        for name, entry in header.items()
-        if (offsets := entry["data_offsets"])
-    }
+    entries = {}
+    for name, entry in header.items():
+        start, stop = entry["data_offsets"]
+        entries[name] = TensorEntry(
+            name, file, entry["dtype"], tuple(entry["shape"]), start=8 + length + start, size=stop - start
+        )
+    return entries
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -107,36 +92,31 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def read_headers(files: Iterable[Path]) -> dict[str, TensorEntry]:
-    """The tensors of all shards of a checkpoint.
+    """``read_shards`` with ``read_header``."""
+    return read_shards(files, read_header)
 
-    Raises:
-      CheckpointError: as ``read_header``, and for a tensor that two shards hold.
-    """
-    tensors: dict[str, TensorEntry] = {}
+
+def read_shards(files: Iterable[Path], read: Callable[[Path], Mapping[str, T]]) -> dict[str, T]:
+    """What ``read`` finds in all shards of a checkpoint, by tensor; none may be in two of them."""
+    tensors: dict[str, T] = {}
     for file in files:
-        found = read_header(file)
-        for name in found.keys() & tensors.keys():
-            raise CheckpointError(
-                f"tensor {name} is in both {tensors[name].file} and {file}; keep one of the two files"
-            )
+        found = read(file)
+        if twice := found.keys() & tensors.keys():
+            raise CheckpointError(f"tensors {listed(twice)} are in {file} and in another shard; keep one of the two")
         tensors |= found
     return tensors
 
 
-def same_content(first: TensorEntry, second: TensorEntry, rows: int = 4096) -> bool:
-    """Whether two tensors are equal, compared a few rows at a time."""
-    if (first.dtype, first.shape) != (second.dtype, second.shape):
-        return False
-    a, b = first.read(), second.read()
-    return all(np.array_equal(a[i : i + rows], b[i : i + rows]) for i in range(0, len(a), rows))
+def same_content(first: np.ndarray, second: np.ndarray, rtol: float = 0, atol: float = 0) -> bool:
+    """Whether two matrices of floats are equal within ``np.allclose``'s tolerances, compared a few rows at a time."""
+    blocks = (slice(start, start + 4096) for start in range(0, len(first), 4096))
+    return first.shape == second.shape and all(
+        np.allclose(np.float32(first[rows]), np.float32(second[rows]), rtol, atol) for rows in blocks
+    )
 
 
 def save_tensors(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write a safetensors file that transformers accepts.
-
-    Raises:
-      OSError: it cannot be written.
-    """
+    """Write a safetensors file that transformers accepts; ``OSError`` if that fails."""
     whole = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
     try:
         save_file(whole, file, metadata={"format": "pt"})
@@ -145,19 +125,10 @@ def save_tensors(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
     file.chmod(0o644)  # the library gives no one else access
 
 
-def save_shards(
-    folder: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    read: Callable[[str], np.ndarray],
-    max_bytes: int = 1 << 30,
-) -> None:
-    """Write float32 tensors as model.safetensors, or as several files and their index.
+def save_shards(folder: Path, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], np.ndarray]) -> None:
+    """Write float32 tensors of ``shapes`` as model.safetensors, or as several files of about 1 GiB and their index.
 
-    Args:
-      folder: exists.
-      shapes: name -> shape.
-      read: gives a tensor by its name; those of one file are held at once.
-      max_bytes: of one file, unless a single tensor is larger.
+    ``read`` gives a tensor by its name; those of one file are held in memory at once.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
@@ -165,7 +136,7 @@ def save_shards(
         dict(shapes),
         get_storage_size=lambda shape: 4 * prod(shape),
         filename_pattern="model{suffix}.safetensors",
-        max_shard_size=max_bytes,
+        max_shard_size=1 << 30,
     )
     for file, names in plan.filename_to_tensors.items():
         save_tensors(folder / file, {name: np.asarray(read(name), np.float32) for name in names})
