@@ -17,7 +17,7 @@ import pytest
 from tiny_heads import DIALECTS, SIZES, save_head
 
 from specjax.checkpoint import CheckpointError, draft_head, hub, load_head
-from specjax.checkpoint.draft_config import aux_layer_ids
+from specjax.checkpoint.draft_format import aux_layer_ids
 from specjax.config import ModelConfig, RopeConfig
 
 FORMATS = ("safetensors", "bin", "sharded safetensors", "sharded bin")

@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from specjax.checkpoint import draft_names as names
-from specjax.checkpoint.draft_config import aux_layer_ids, layer_config
-from specjax.checkpoint.draft_names import HeadTensors, common_names, unfused
+from specjax.checkpoint import draft_format as names
+from specjax.checkpoint.draft_format import HeadTensors, aux_layer_ids, common_names, layer_config, unfused
 from specjax.checkpoint.errors import CheckpointError, listed
 from specjax.checkpoint.folder import find_weights, read_json
 from specjax.checkpoint.hf_config import flag, given, number, require, rope
 from specjax.checkpoint.hub import resolve_head
-from specjax.checkpoint.load import HOST_DTYPES, fill, misfits
+from specjax.checkpoint.load import fill, misfits
 from specjax.checkpoint.token_map import checked_ids
 from specjax.checkpoint.unpickle import read_torch_zip
 from specjax.checkpoint.weights import DTYPES, read_headers, read_shards, same_content
@@ -29,7 +28,6 @@ from specjax.config import HeadConfig, ModelConfig
 from specjax.models import head_spec as specs
 from specjax.models.head_spec import EMBED, FC, HEAD, HeadSpec, head_spec
 from specjax.models.params import Placement, placements
-from specjax.progress import progress_bar
 
 
 def load_head(
@@ -64,7 +62,6 @@ def load_head(
     """
     import jax
 
-    put = put or jax.device_put
     try:
         folder = resolve_head(name, revision=revision, progress=progress)
         tensors, config, ids = _described(name, folder, target, head_spec(kind))
@@ -76,11 +73,9 @@ def load_head(
         ):
             config = replace(config, own_embedding=False)
             rules = [rule for rule in rules if rule.tensor != EMBED]
-        size = sum(tensors.arrays[rule.tensor].nbytes for rule in rules)
-        with progress_bar(f"Loading {name}", size, "B", shown=progress) as loaded:
-            params = fill(rules, tensors.arrays.__getitem__, HOST_DTYPES[target.dtype], put, loaded.update)
+        params = fill(name, rules, tensors.arrays.__getitem__, target.dtype, put, progress)
         if ids is not None:
-            params["ids"] = jax.block_until_ready(put(ids))
+            params["ids"] = jax.block_until_ready((put or jax.device_put)(ids))
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error}") from error
     return config, params

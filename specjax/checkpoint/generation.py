@@ -18,20 +18,19 @@ GENERATION_NAME = "generation_config.json"
 # Left out: keys that only bound the length (max_length), choose caches or outputs, or speed up (assistant models), and
 # those of beam search beside `num_beams`.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(
-        ("dola_layers", "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id", "max_time"),
-        (),
-    ),
-    **dict.fromkeys(("bad_words_ids", "begin_suppress_tokens", "constraints", "force_words_ids"), ([],)),
-    **dict.fromkeys(("forced_decoder_ids", "suppress_tokens"), ([],)),
-    **dict.fromkeys(("encoder_no_repeat_ngram_size", "no_repeat_ngram_size", "min_length", "min_new_tokens"), (0,)),
-    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha"), (0.0,)),
-    **dict.fromkeys(("encoder_repetition_penalty", "guidance_scale", "top_h", "typical_p"), (1.0,)),
-    **dict.fromkeys(("force_bos_token_to_be_generated", "token_healing"), (False,)),
-    "num_beams": (1,),
-    "sequence_bias": ({}, []),
-    "stop_strings": ([], ""),
-    "watermarking_config": ({},),
+    key: neutral
+    for keys, neutral in (
+        ("dola_layers exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id max_time", ()),
+        ("bad_words_ids begin_suppress_tokens constraints force_words_ids forced_decoder_ids suppress_tokens", ([],)),
+        ("encoder_no_repeat_ngram_size min_length min_new_tokens no_repeat_ngram_size", (0,)),
+        ("epsilon_cutoff eta_cutoff penalty_alpha", (0.0,)),
+        ("encoder_repetition_penalty guidance_scale num_beams top_h typical_p", (1,)),
+        ("force_bos_token_to_be_generated token_healing", (False,)),
+        ("sequence_bias", ({}, [])),
+        ("stop_strings", ([], "")),
+        ("watermarking_config", ({},)),
+    )
+    for key in keys.split()
 }
 
 
@@ -88,7 +87,8 @@ def sampling_defaults(files: ModelFiles) -> dict[str, float | int]:
 
     for key, neutral in NEUTRAL.items():
         value = section.get(key)
-        if value is not None and not any(value == each and _kind(value) == _kind(each) for each in neutral):
+        # False is not 0.
+        if value is not None and (isinstance(value, bool), value) not in [(isinstance(n, bool), n) for n in neutral]:
             known = f"{neutral[0]!r} or null" if neutral else "null"
             raise wrong(key, f", which changes the text and is not supported; supported: {known}")
     if generation is None:
@@ -116,11 +116,6 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "min_p": (lambda value: 0 <= value <= 1, "a number from 0 to 1"),
     "repetition_penalty": (lambda value: 0 < value <= 2, "a number above 0 and at most 2"),
 }
-
-
-def _kind(value: Any) -> type:
-    """0 and 0.0 are one kind of value, False is another."""
-    return float if type(value) is int else type(value)
 
 
 def _generation(files: ModelFiles) -> Mapping[str, Any] | None:

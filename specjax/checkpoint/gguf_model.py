@@ -157,25 +157,21 @@ def _as_written(value: float) -> float:
 def _rope_scaling(
     llama: Mapping[str, Any], tensors: Mapping[str, ReaderTensor], head_dim: int, theta: float
 ) -> dict[str, Any] | None:
+    """The parameters of linear scaling, or of llama3 scaling from its effect: the divisor of each of E/2 frequencies.
+
+    The largest divisor is llama3's ``factor``. The other parameters are those of every Llama 3.x release; they are
+    accepted only if they give back exactly these divisors.
+    """
     rope_type = llama.get("rope.scaling.type", "none")
-    factor = llama.get("rope.scaling.factor", llama.get("rope.scale_linear", 1.0))
     if rope_type not in ("none", "linear"):
         raise CheckpointError(
             f"llama.rope.scaling.type is {rope_type!r}; supported: none, linear, and llama3's {ROPE_FACTORS}"
         )
-    if ROPE_FACTORS in tensors:
-        return _llama3_scaling(np.asarray(tensors[ROPE_FACTORS].data, np.float64), head_dim, theta)
-    if factor not in (0.0, 1.0) and (rope_type == "linear" or "rope.scale_linear" in llama):
-        return {"rope_type": "linear", "type": "linear", "factor": float(factor)}
-    return None
-
-
-def _llama3_scaling(factors: np.ndarray, head_dim: int, theta: float) -> dict[str, Any] | None:
-    """The parameters of llama3 scaling from its effect: the divisor of each of E/2 frequencies.
-
-    The largest divisor is ``factor``. The other parameters are those of every Llama 3.x release; they are
-    accepted only if they give back exactly these divisors.
-    """
+    if ROPE_FACTORS not in tensors:
+        factor = llama.get("rope.scaling.factor", llama.get("rope.scale_linear", 1.0))
+        is_linear = factor not in (0.0, 1.0) and (rope_type == "linear" or "rope.scale_linear" in llama)
+        return {"rope_type": "linear", "type": "linear", "factor": float(factor)} if is_linear else None
+    factors = np.asarray(tensors[ROPE_FACTORS].data, np.float64)
     if np.allclose(factors, 1.0):
         return None
     factor, low, high = _as_written(float(factors.max())), 1.0, 4.0

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import replace
 from itertools import groupby
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,9 +51,6 @@ def load_params(
       CheckpointError: a tensor is missing, left over, of the wrong shape or of an unsupported type, or a file is
         damaged.
     """
-    import jax
-
-    put = put or jax.device_put
     tensors = read_headers(files.weights)
     rules = list(placements(table(config), dimensions(config)))
     if problems := misfits(
@@ -65,40 +63,39 @@ def load_params(
             f"the weights in {files.folder} do not fit its config.json; {problems}. Use the config.json that was saved "
             "with these weights"
         )
-    size = sum(tensors[name].size for name in {rule.tensor for rule in rules})
-    with progress_bar(f"Loading {files.name}", size, "B", shown=progress) as loaded:
-        return fill(rules, lambda name: tensors[name].read(), HOST_DTYPES[config.dtype], put, loaded.update)
+    return fill(files.name, rules, lambda name: tensors[name].read(), config.dtype, put, progress)
 
 
 def fill(
-    rules: Iterable[Placement],
+    name: str,
+    rules: list[Placement],
     read: Callable[[str], np.ndarray],
-    dtype: np.dtype,
-    put: Callable[[np.ndarray], Any],
-    loaded: Callable[[int], Any],
+    dtype: str,
+    put: Callable[[np.ndarray], Any] | None,
+    progress: bool,
 ) -> dict[str, Any]:
-    """The parameter tree that ``rules`` describe, leaf by leaf; the rules of a leaf must lie next to one another.
+    """The parameters of the model ``name``, leaf by leaf; the ``rules`` of a leaf must lie next to one another.
 
-    ``read`` gives a tensor by its name, ``put`` moves a finished leaf to the device, and ``loaded`` is a progress
-    callback that receives the number of bytes copied.
+    ``read`` gives a tensor by its name; ``put`` is that of ``load_params``.
     """
     import jax
 
     params: dict[str, Any] = {}
-    for path, parts in groupby(rules, key=lambda rule: rule.leaf):
-        group = list(parts)
-        host = np.empty(group[0].leaf_shape, dtype)
-        for rule in group:
-            tensor = read(rule.tensor)
-            rule.place(host, tensor)
-            loaded(tensor[rule.rows].nbytes)
-            del tensor
-        place = params
-        for key in path[:-1]:
-            place = place.setdefault(key, {})
-        # Waiting keeps the transfers, and with them the host buffers, from piling up.
-        place[path[-1]] = jax.block_until_ready(put(host))
-        del host
+    size = HOST_DTYPES[dtype].itemsize
+    total = sum(prod(rule.split) * size for rule in rules)
+    with progress_bar(f"Loading {name}", total, "B", shown=progress) as loaded:
+        for path, parts in groupby(rules, key=lambda rule: rule.leaf):
+            group = list(parts)
+            host = np.empty(group[0].leaf_shape, HOST_DTYPES[dtype])
+            for rule in group:
+                rule.place(host, read(rule.tensor))
+                loaded.update(prod(rule.split) * size)
+            place = params
+            for key in path[:-1]:
+                place = place.setdefault(key, {})
+            # Waiting keeps the transfers, and with them the host buffers, from piling up.
+            place[path[-1]] = jax.block_until_ready((put or jax.device_put)(host))
+            del host
     return params
 
 

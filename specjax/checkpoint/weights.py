@@ -8,7 +8,6 @@ bfloat16 comes as ``ml_dtypes.bfloat16``. Knows nothing of models.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -35,14 +34,13 @@ INTEGERS["BOOL"] = np.dtype("?")
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies: ``size`` bytes of ``file`` from byte ``start``."""
+    """Where one tensor lies: in ``file`` from byte ``start`` on."""
 
     name: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
     start: int
-    size: int
 
     def read(self, *, integers: bool = False) -> np.ndarray:
         """The tensor as a read-only view of the file, of a type in ``DTYPES`` (or ``INTEGERS``, if ``integers``)."""
@@ -53,7 +51,7 @@ class TensorEntry:
                 f"tensor {self.name} in {self.file} has type {self.dtype}; supported: {listed(dtypes)}{quantised}"
             )
         try:
-            if not self.size:  # which cannot be mapped
+            if 0 in self.shape:  # which cannot be mapped
                 return np.empty(self.shape, dtypes[self.dtype])
             # One mapping per tensor: its pages can be reclaimed as soon as the caller has copied them.
             return np.memmap(self.file, dtypes[self.dtype], "r", self.start, self.shape)
@@ -74,20 +72,16 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
             f"{file} is not a readable safetensors file, or a truncated one ({error}); download or copy it again"
         ) from error
     header.pop("__metadata__", None)
-    entries = {}
-    for name, entry in header.items():
-        start, stop = entry["data_offsets"]
-        entries[name] = TensorEntry(
-            name, file, entry["dtype"], tuple(entry["shape"]), start=8 + length + start, size=stop - start
-        )
-    return entries
+    return {
+        name: TensorEntry(name, file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+        for name, entry in header.items()
+    }
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """The library takes the last of two equal names."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"its header has {Counter(name for name, _ in pairs).most_common(1)[0][0]!r:.60} twice")
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("its header has a name twice")
     return found
 
 

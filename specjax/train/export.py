@@ -27,8 +27,7 @@ from typing import Any
 import numpy as np
 
 from specjax.checkpoint import CheckpointError
-from specjax.checkpoint.draft_config import AUX_LAYERS_KEY
-from specjax.checkpoint.draft_names import file_name
+from specjax.checkpoint.draft_format import AUX_LAYERS_KEY, file_name
 from specjax.checkpoint.errors import listed
 from specjax.checkpoint.files import replacing_folder
 from specjax.checkpoint.load import HOST_DTYPES
