@@ -145,9 +145,9 @@ def aux_layer_ids(merged: Mapping[str, Any], num_layers: int) -> tuple[int, ...]
         problem = f"absent, and its default for a target of {num_layers} layers is {list(aux_layers)}"
     if len(set(aux_layers)) != len(aux_layers) or not all(0 <= layer < num_layers for layer in aux_layers):
         raise CheckpointError(
-            f"config.json: {where} is {problem}; give different layers of the target's, 0..{num_layers - 1}. In "
-            "eagle_config, id j is the output of layer j; at the top level it is the output of layer j - 1, unless the "
-            "first id is 1"
+            f"config.json: {where} is {problem}; different layers of the target's, 0..{num_layers - 1}, are needed: "
+            "give them in eagle_config, where id j is the output of layer j, or at the top level, where it is the "
+            "output of layer j - 1 unless the first id is 1"
         )
     return aux_layers
 

@@ -1,12 +1,9 @@
 """Reading what ``torch.save`` writes (``.bin``, ``.pt``) without torch, and without running what the file says.
 
 A pickle is a program. Here it can use the instructions of ``_OPCODES``, four functions and the storage types; all
-else is refused by name. The pure-Python unpickler of the standard library is used: its table of instructions can be
-replaced, and its memory is bounded by the pickle's length.
-
-The format: a zip of ``<prefix>/data.pkl``, the pickle, and ``<prefix>/data/<key>``, one uncompressed member for each
-storage; tensors are (storage, offset, sizes, strides). The CRC of storages is not checked: that would read a file of
-gigabytes twice.
+else is refused by name. The standard library's unpickler in Python is used: its table of instructions can be replaced,
+and its memory is bounded by the pickle's length. The format is a zip of ``<prefix>/data.pkl``, the pickle, and
+``<prefix>/data/<key>``, one uncompressed member for each storage, whose CRC is not checked: files have gigabytes.
 """
 
 from __future__ import annotations
