@@ -254,7 +254,7 @@ def _check(tensors: HeadTensors, rules: list[Placement], config: HeadConfig) -> 
         if name in said and array.dtype not in DTYPES.values()
     }
     if any(name.startswith(("fc_norm", "norm_output", "input_norm")) for name in tensors.arrays):
-        problems += " (the extra norms of EAGLE-3.1 are not supported)"
+        problems += " (EAGLE-3.1, whose extra norms are not supported)"
     if integers:
         problems += f"; parameters that are no floats (quantised heads are not supported): {listed(integers)}"
     if problems:
