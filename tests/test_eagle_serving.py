@@ -397,20 +397,20 @@ def test_a_head_of_the_other_kind_names_the_flag_that_works(refused, name, diale
 @pytest.mark.parametrize(
     ("name", "dialect", "changes", "parts"),
     [
-        ("EAGLE", "eagle", {"hidden_size": 24}, ("hidden_size 24", "the target has 16")),
+        ("EAGLE", "eagle", {"hidden_size": 24}, ("[24, 48] is for another target", "[16, 32] is needed")),
         ("EAGLE", "eagle", {"target_vocab_size": 300}, ("vocab_size is 300", f"the target's is {VOCABULARY}")),
         (
             "EAGLE3",
             "eagle3",
             {"target_hidden_size": 24},
-            ("reads 72 features", "the target gives 48", "hidden_size 16"),
+            ("[16, 72] is for another target", "[16, 48] is needed", "hidden_size 16"),
         ),
-        ("EAGLE3", "eagle3", {"hidden_size": 24}, ("embedding is 16 wide", "the draft head 24")),
+        ("EAGLE3", "eagle3", {"hidden_size": 24}, ("no embed_tokens.weight", "is 16 wide, the draft head 24")),
         (
             "EAGLE3",
             "eagle3",
             {"aux_layers": 2},
-            ("reads 32 features", "the target gives 48: 3 auxiliary layers (1, 2, 3)"),
+            ("[16, 32] is for another target", "[16, 48] is needed, for 3 auxiliary layers (1, 2, 3)"),
         ),
         ("EAGLE3", "eagle3", {"target_vocab_size": 300}, ("vocab_size is 300", f"the target's is {VOCABULARY}")),
     ],
