@@ -281,7 +281,7 @@ def test_parameters_that_are_not_such_a_head(tmp_path):
     assert "down has numbers that are not finite in float16" in refusal(
         "eagle", {"down": np.full((24, 16), 1e6)}, "float16"
     )
-    assert refusal("eagle", {}, "int8") == "dtype is 'int8'; a head can be written as: float32, float16, bfloat16"
+    assert refusal("eagle", {}, "int8") == "dtype is 'int8'; a head can be written as: float32, bfloat16, float16"
     mapped = HeadConfig("eagle", **SHARED | {"own_head": True, "mapped": True})
     with pytest.raises(ValueError, match="eagle heads with a vocabulary of their own have no format"):
         head_tensors(mapped, {}, target().target.config)
