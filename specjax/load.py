@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -60,10 +60,12 @@ def load(
     sampling_defaults: str = "model",
     backend: str | None = None,
     progress: bool = True,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> LoadedModel:
     """Loads the target, its tokenizer and the drafter, with the parameters of both models.
 
-    Arguments and errors are those of `Engine.from_pretrained`.
+    Arguments and errors are those of `Engine.from_pretrained`; `meanwhile` is called in a thread while the weights are
+    read, with the CPU's kernels prepared.
     """
     if sampling_defaults not in (known := get_args(SamplingDefaults)):
         raise ValueError(f"sampling_defaults={sampling_defaults!r:.60} is not one of: {', '.join(known)}")
@@ -85,8 +87,13 @@ def load(
     if config.dtype == "float32":
         # The default on recent GPUs is TF32; float32 is promised.
         jax.config.update("jax_default_matmul_precision", "highest")
+
     # Compiling the CPU's kernels takes seconds the first time: do it while the weights are read.
-    threading.Thread(target=cpu_rows.prepare, args=[config.dtype], name="specjax-kernels", daemon=True).start()
+    def prepare() -> None:
+        cpu_rows.prepare(config.dtype)
+        meanwhile()
+
+    threading.Thread(target=prepare, name="specjax-kernels", daemon=True).start()
     target = make_target(config, backend=backend)
     with ThreadPoolExecutor(1) as background:  # importing what reads tokenizers takes as long as the weights
         read = partial(checkpoint.load_tokenizer, files, folder=tokenizer_path, chat_template=chat_template)

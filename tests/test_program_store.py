@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -30,6 +31,7 @@ def folder(tmp_path):
     program_store.keep_in(place)
     yield place
     program_store.keep_in(None)
+    program_store.read_ahead("")  # forgets what it was to note
 
 
 class Compiler:
@@ -68,6 +70,41 @@ def test_a_program_is_compiled_once(folder):
     assert compiler.calls == 1
     (file,) = folder.iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700 and file.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_next_start_reads_what_this_one_used(folder, monkeypatch):
+    program_store.read_ahead("start")
+    for number in range(1, 7):
+        run(Compiler(), adding(float(number)))
+    assert not program_store._ahead, "nothing was known of an earlier start"
+    program_store.read_ahead("start")
+    assert len(program_store._ahead) == program_store.AHEAD
+    for program in list(program_store._ahead.values()):
+        assert program.result() is not None
+    monkeypatch.setattr(program_store, "_load", never)
+    for number in range(1, 1 + program_store.AHEAD):
+        assert run(never, adding(float(number))) == [number] * 3
+    assert not program_store._ahead
+
+
+def test_another_start_reads_nothing(folder, monkeypatch):
+    program_store.read_ahead("start")
+    run(Compiler())
+    program_store.read_ahead("another")
+    assert not program_store._ahead
+    monkeypatch.setattr(program_store, "sources", lambda: "other")
+    program_store.read_ahead("start")
+    assert not program_store._ahead
+
+
+def test_a_damaged_program_that_was_read_ahead_is_compiled_again(folder):
+    program_store.read_ahead("start")
+    run(Compiler())
+    (file,) = folder.iterdir()
+    file.write_bytes(file.read_bytes()[:-1])
+    program_store.read_ahead("start")
+    compiler = Compiler()
+    assert run(compiler) == [1.0] * 3 and compiler.calls == 1
 
 
 def test_a_loaded_program_donates_as_the_compiled_one_does(folder):
@@ -115,7 +152,7 @@ def test_another_environment_is_another_program(folder, what, monkeypatch):
         monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " ")
     elif what == "processor":
         monkeypatch.setattr(program_store, "_processor", lambda: "another")
-    with jax.default_matmul_precision("highest" if what == "setting" else None):
+    with jax.default_matmul_precision("tensorfloat32") if what == "setting" else contextlib.nullcontext():
         run(compiler)
     assert compiler.calls == 2
 

@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -26,6 +27,7 @@ import numpy as np
 from specjax import checkpoint
 from specjax.cache import PoolShape
 from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
+from specjax.engine import program_store
 from specjax.engine.buckets import Buckets, Key
 from specjax.engine.config import EngineConfig, check_config
 from specjax.engine.device import Device, OutOfMemory, memory_checked
@@ -158,10 +160,11 @@ class Engine:
         check_config(config)
         if compilation_cache:
             use_compilation_cache()
+        start = repr((model, draft, drafter, verify, dtype, revision, backend, config))
         loaded = load(
             model, draft=draft, dtype=dtype, drafter=drafter, verify=verify, revision=revision,
             tokenizer_path=tokenizer_path, chat_template=chat_template, sampling_defaults=sampling_defaults,
-            backend=backend, progress=progress,
+            backend=backend, progress=progress, meanwhile=partial(program_store.read_ahead, start),
         )  # fmt: skip
         return cls(**loaded._asdict(), config=config)
 

@@ -25,6 +25,7 @@ import stat
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Set
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -49,13 +50,34 @@ _STARTED = time.time()
 
 Compile: TypeAlias = Callable[[Callable[..., Any]], jax.stages.Compiled]
 
+AHEAD = 4  # most programs that `read_ahead` loads
+
 _folder: Path | None = None
+_start: Path | None = None  # names the first programs that this process uses, for the next one like it
+_used: list[str] = []
+_ahead: dict[Path, Future[Any]] = {}
 
 
 def keep_in(folder: Path | None) -> None:
     """Sets the folder of stored programs. None: nothing is stored or loaded."""
     global _folder
     _folder = folder
+
+
+def read_ahead(start: str) -> None:
+    """Loads in a thread what the last process with this `start` has used first, while this one reads weights."""
+    global _start
+    _used.clear()
+    _start = None
+    if _folder is not None and _usable(_folder):
+        with contextlib.suppress(OSError, Unknown):
+            name = hashlib.sha256("\n".join([*environment(), start]).encode()).hexdigest()
+            _start = _folder.with_name("starts") / name
+            files = [file for name in _start.read_text().split() if (file := _folder / name).is_file()]
+            loader = ThreadPoolExecutor(1, thread_name_prefix="specjax-programs")
+            for file in sorted(files[:AHEAD], key=lambda file: -file.stat().st_size):
+                _ahead[file] = loader.submit(_load, file)
+            loader.shutdown(wait=False)
 
 
 class Unknown(Exception):
@@ -80,7 +102,14 @@ def stored(function: Callable[..., Any], arguments: tuple[Any, ...], compile: Co
         logger.debug("a program is not stored: %s", unknown)
         return compile(function)
     file = folder / hashlib.sha256("\n".join(parts).encode()).hexdigest()
-    if (program := _load(file)) is not None:
+    if _start is not None and len(_used) < AHEAD:
+        _used.append(file.name)
+        with contextlib.suppress(OSError):
+            _start.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(_start) as draft:
+                draft.write_text("\n".join(_used))
+    ahead = _ahead.pop(file, None)
+    if (program := _load(file) if ahead is None or ahead.cancel() else ahead.result()) is not None:
         return program
 
     # A name that no program had before, so that JAX's cache does not have it: what XLA:CPU has loaded from there cannot

@@ -49,9 +49,10 @@ class Tools(NamedTuple):
 
 
 def callable_here() -> bool:
-    """Whether this process computes on one CPU device. A kernel cannot be split: XLA would gather the arrays of several
-    devices."""
-    return jax.default_backend() == "cpu" and jax.local_device_count() == 1
+    """Whether this process computes on one CPU device, and SPECJAX_CPU_KERNELS=0 is not set. A kernel cannot be split:
+    XLA would gather the arrays of several devices."""
+    wanted = os.environ.get("SPECJAX_CPU_KERNELS") != "0"
+    return wanted and jax.default_backend() == "cpu" and jax.local_device_count() == 1
 
 
 Build: TypeAlias = Callable[[Tools], tuple[Any, Any]]
