@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -172,3 +173,24 @@ def distil(config: HeadConfig, toy: Toy, *, steps: int = 300, unrolled: int = 3,
         for _ in range(steps):
             params, state, _ = run(params, state, jnp.asarray(data[rng.integers(0, len(data), 32)]))
     return params
+
+
+STORED = Path(__file__).parent / "golden" / "distilled_heads.npz"
+
+
+def distilled_config(kind: str) -> HeadConfig:
+    return small_head(kind, pair_model(), **{"attention_bias": True} if kind == "mtp" else {})
+
+
+@functools.cache
+def distilled(kind: str) -> tuple[HeadConfig, dict]:
+    """A head as `distil` makes it in 20 seconds; `python tests/distil.py` has stored it in float16."""
+    with np.load(STORED) as file:
+        found = {name.removeprefix(f"{kind}/"): file[name] for name in file.files if name.startswith(f"{kind}/")}
+    return distilled_config(kind), {name: jnp.asarray(leaf, jnp.float32) for name, leaf in found.items()}
+
+
+if __name__ == "__main__":
+    heads = {kind: distil(distilled_config(kind), pair_model()) for kind in ("eagle", "eagle3", "mtp")}
+    leaves = {f"{kind}/{name}": np.float16(leaf) for kind, params in heads.items() for name, leaf in params.items()}
+    np.savez_compressed(STORED, **leaves)

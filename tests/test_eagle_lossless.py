@@ -1,12 +1,10 @@
 """EAGLE changes the speed, never the text; and how much it accepts: exactly what can be computed beforehand."""
 
-import functools
-
 import jax
 import numpy as np
 import oracle
 import pytest
-from distil import distil, pair_model, perfect_head, small_head
+from distil import distil, distilled, pair_model, perfect_head, small_head
 from engine_helpers import check_idle, check_plain, make_engine
 from oracle import Sampling
 from toy_models import Runner
@@ -17,12 +15,6 @@ from specjax.models.draft_head import init_head_params
 from specjax.step import StepConfig
 
 DEEP = (5, 8, 32)
-
-
-@functools.cache
-def distilled(kind: str):
-    config = small_head(kind, pair_model())
-    return config, distil(config, pair_model())
 
 
 def untrained(kind: str, seed: int = 1):
@@ -111,6 +103,14 @@ def test_a_distilled_head_is_often_right_and_a_misaligned_one_is_not(kind):
 
     assert accept_length(drafter._replace(observe=observe_unshifted), params) < 2
     assert accept_length(drafter, untrained(kind)[1]) < 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_head_that_is_distilled_now_is_as_good_as_the_stored_one(kind):
+    config, stored = distilled(kind)
+    lengths = [accept_length(drafter_of(config, DEEP), head) for head in (stored, distil(config, pair_model()))]
+    assert min(lengths) > 2.5 and max(lengths) - min(lengths) < 0.5, lengths
 
 
 @pytest.mark.parametrize(("kind", "shape"), [("eagle", (3, 4, 12)), ("eagle3", (4, 1, 5))])

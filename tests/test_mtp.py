@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from distil import distil, pair_model, small_head
+from distil import distilled, pair_model, small_head
 from eagle_oracle import HeadSpec, draft_tree, head_forward, llama_features
 from engine_helpers import VOCABULARY, check_idle, check_plain, make_engine, tokenizer
 from oracle import Sampling
@@ -157,12 +157,6 @@ REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
 ]
 
 
-@functools.cache
-def distilled():
-    config = small_head("mtp", pair_model(), attention_bias=True)
-    return config, distil(config, pair_model())
-
-
 @pytest.mark.parametrize(("shape", "page_size"), [((3, 1, 4), 1), ((3, 3, 8), 16)])
 def test_no_text_changes(shape, page_size):
     config = small_head("mtp", pair_model(), attention_bias=True)
@@ -176,11 +170,10 @@ def test_no_text_changes(shape, page_size):
     check_idle(engine)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [None, 20], ids=["whole vocabulary", "token map"])
 def test_a_distilled_head_is_often_right(size):
     """And less so with a token map (FR-Spec), which leaves the text alone too."""
-    config, params = distilled()
+    config, params = distilled("mtp")
     if size:
         toy = pair_model()
         config, params = with_token_map(config, params, toy.target, toy.params, np.arange(size, dtype=np.int32))
