@@ -296,7 +296,13 @@ def test_golden_trees(case, expected):
         np.testing.assert_allclose(found.scores[row, live], expected["scores"][:count], atol=ERROR)
 
 
-@pytest.mark.parametrize("name", ["worked", "chain", "certain", "few tokens", "5 4 8", "5 8 32", "mapped"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("worked", "chain", "5 8 32", "mapped"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("certain", "few tokens", "5 4 8")),
+    ],
+)
 def test_golden_trees_are_cut(name):
     case = next(case for case, _ in GOLDEN if case.name == name)
     config, params, toy = table_head(case.log_probs, case.target_ids)

@@ -128,8 +128,15 @@ def test_the_texts_of_requests_that_were_retracted():
     check_idle(engine)
 
 
-@pytest.mark.parametrize("same_next", [True, False])
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize(
+    ("kind", "same_next"),
+    [
+        ("eagle", True),
+        ("eagle3", False),
+        pytest.param("eagle", False, marks=pytest.mark.slow),
+        pytest.param("eagle3", True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_page_list_that_is_reused(kind, same_next):
     """Row 1 begins with two pages of row 0. Its slot at their end is stale if what follows there is another token."""
     shared, size = [3, 1, 4, 1, 5, 9, 2, 6], 4

@@ -44,7 +44,12 @@ REQUESTS = [
 
 @pytest.mark.parametrize(
     ("kind", "shape", "page_size"),
-    [("eagle", (3, 1, 4), 1), ("eagle", (3, 3, 8), 16), ("eagle3", (3, 1, 4), 16), ("eagle3", (3, 3, 8), 1)],
+    [
+        ("eagle", (3, 3, 8), 16),
+        ("eagle3", (3, 1, 4), 16),
+        pytest.param("eagle", (3, 1, 4), 1, marks=pytest.mark.slow),
+        pytest.param("eagle3", (3, 3, 8), 1, marks=pytest.mark.slow),
+    ],
 )
 def test_no_text_changes(kind, shape, page_size):
     """Greedy and seeded, one at a time and eight at once."""

@@ -173,7 +173,10 @@ NARROW = {"max_running_requests": 1, "page_size": 16}
 @pytest.mark.parametrize(
     "given",
     [
-        lambda: drafting("EAGLE", "eagle", *WHOLE, **WIDE, speculative_token_map=token_map("json")),
+        pytest.param(
+            lambda: drafting("EAGLE", "eagle", *WHOLE, **WIDE, speculative_token_map=token_map("json")),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(lambda: drafting("eagle", "eagle-nobias", 3, 2, 6, **NARROW), marks=pytest.mark.slow),
         lambda: drafting("EAGLE", "eagle-qwen2", 3, **NARROW | {"page_size": 1}, speculative_token_map=token_map("pt")),
         lambda: drafting("Eagle3", "eagle3-own-embedding", *WHOLE, **WIDE | {"page_size": 16}),
@@ -291,6 +294,7 @@ def test_the_server_says_what_was_chosen(caplog):
     assert engine.drafter.note in line
 
 
+@pytest.mark.slow
 def test_a_tree_that_was_asked_for_is_drafted_at_any_batch_size():
     """16 trees of 13 nodes are more than a CPU checks in the time of a plain step; 16 of the automatic 8 are, too."""
     asked = make(whole(), max_running_requests=16, max_total_tokens=1024)

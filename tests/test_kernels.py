@@ -80,7 +80,13 @@ def oracle(args, options) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("spec", tagged("test"), ids=lambda spec: spec.name)
+HALF = tagged("test")[::2]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [pytest.param(spec, id=spec.name, marks=() if spec in HALF else pytest.mark.slow) for spec in tagged("test")],
+)
 def test_implementations_agree(spec: Spec) -> None:
     """NaN lies in every slot that must not be read, so agreement also shows that nothing leaks."""
     args, options = spec.arguments()

@@ -157,7 +157,7 @@ REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "page_size"), [((3, 1, 4), 1), ((3, 3, 8), 16)])
+@pytest.mark.parametrize(("shape", "page_size"), [pytest.param((3, 1, 4), 1, marks=pytest.mark.slow), ((3, 3, 8), 16)])
 def test_no_text_changes(shape, page_size):
     config = small_head("mtp", pair_model(), attention_bias=True)
     params = dict(init_head_params(config, pair_model().target, jax.random.key(1)))
@@ -170,7 +170,9 @@ def test_no_text_changes(shape, page_size):
     check_idle(engine)
 
 
-@pytest.mark.parametrize("size", [None, 20], ids=["whole vocabulary", "token map"])
+@pytest.mark.parametrize(
+    "size", [pytest.param(None, id="whole vocabulary", marks=pytest.mark.slow), pytest.param(20, id="token map")]
+)
 def test_a_distilled_head_is_often_right(size):
     """And less so with a token map (FR-Spec), which leaves the text alone too."""
     config, params = distilled("mtp")

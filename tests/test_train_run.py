@@ -210,6 +210,7 @@ def test_a_killed_run_goes_on_bit_for_bit(train, whole, model, data, tmp_path, f
     assert (tmp_path / "run" / head).read_bytes() == (whole(features) / head).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_measurement_that_a_kill_prevented_is_made(train, tmp_path):
     """Between the checkpoint of a step and its measurement."""
     measure = {"measure_prompts": 2, "measure_tokens": 6, "measure_steps": 2, "measure_every": 0}
