@@ -94,6 +94,16 @@ def getkey():
     return take
 
 
+@pytest.fixture(scope="module")
+def stored_programs():
+    """For modules that load the same model again and again: engines keep their programs on disk, as users' do."""
+    from specjax.engine import program_store
+
+    program_store.keep_in(_cache / "programs")
+    yield
+    program_store.keep_in(None)
+
+
 # Memory.
 
 
@@ -121,6 +131,9 @@ def _small_pools(request: pytest.FixtureRequest):
     """A default pool of the built-in model takes 1.5 GB, and an engine lives until the garbage collector finds it."""
     if request.node.get_closest_marker("real_model") is None:
         yield
+        if _resident() > MOST_MEMORY / 2:
+            jax.clear_caches()
+            _trim()
         return
     from specjax.engine import memory
 

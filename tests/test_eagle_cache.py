@@ -77,7 +77,7 @@ def check_sequence(engine, kind: str, sequence) -> None:
     np.testing.assert_allclose(np.asarray(engine.state.draft.hidden[sequence.slot]), hidden, atol=ERROR)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", [pytest.param("eagle", marks=pytest.mark.slow), "eagle3"])
 def test_after_chunks_retractions_and_aborts(kind):
     rng = np.random.default_rng(7)
     engine = make_engine(

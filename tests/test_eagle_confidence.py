@@ -38,8 +38,8 @@ def drafter_of(shape, least, skips=True):
 @pytest.mark.parametrize(
     ("shape", "least"),
     [
-        pytest.param(CHAIN, 0.1, id="chain-0.1"),
         pytest.param(TREE, 0.6, id="tree-0.6"),
+        pytest.param(CHAIN, 0.1, id="chain-0.1", marks=pytest.mark.slow),
         pytest.param(CHAIN, 0.6, id="chain-0.6", marks=pytest.mark.slow),
         pytest.param(TREE, 0.1, id="tree-0.1", marks=pytest.mark.slow),
     ],

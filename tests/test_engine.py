@@ -673,6 +673,7 @@ def test_texts_of_bytes_are_whole_characters():
     assert "é" in done.text
 
 
+@pytest.mark.slow
 def test_the_last_requests_of_a_wide_run_speculate():
     """A batch of 20 is too wide to draft for on a CPU; the one request that is left at its end is not."""
     engine = make_engine(toy(), "NGRAM", warm=False, max_running_requests=20, max_total_tokens=4096)

@@ -72,7 +72,7 @@ def for_gpu(function, arguments) -> str:
     return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", [pytest.param("eagle", marks=pytest.mark.slow), "eagle3"])
 @pytest.mark.parametrize("shape", TREES)
 def test_the_draft_loop_runs_without_the_host(kind, shape):
     """Neither drafting nor committing has a loop or a branch, so no compiler can make the host decide one; and no part

@@ -358,7 +358,7 @@ def test_chunks_of_a_prompt_are_one_text():
     assert memory.propose({1: 3})[1].tokens == (3, 4)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_a_small_ring_that_wraps_contradicts_nothing(seed):
     """1024 places, 4000 tokens of a small alphabet: proposals may be missed, never invented. Old text is forgotten."""
     memory = Memory(Ngram(nodes=6, max_match=4, branch_length=4, capacity=1024))

@@ -114,6 +114,7 @@ def test_the_law_of_128k_tokens_that_are_all_unlikely():
     assert scipy.stats.chisquare(observed, expected).pvalue > 1e-3
 
 
+@pytest.mark.slow
 def test_tokens_of_probability_2e_8_are_drawn():
     """131,071 of them beside one likely token: 2.6 draws in a thousand. With noise that ends at 15.9 there is none."""
     vocab, count = 131_072, 3072

@@ -27,6 +27,8 @@ from specjax.state import StepOutput, Trace
 from specjax.tree import NO_TOKEN
 from specjax.viz.trees import StepTree, render, step_tree, step_trees
 
+pytestmark = pytest.mark.usefixtures("stored_programs")
+
 WORDS = (" cat", " sat", " is", " on", " by", " a", "\n", "'", "né", "猫", "🦊", "�")
 
 
@@ -346,6 +348,7 @@ def test_time_phases_adds_three_numbers_and_changes_no_text(run):
     assert set(summary) - set(json.loads(without)) == {"phase_ms"}
 
 
+@pytest.mark.slow
 def test_trees_and_times_together(run):
     plain, _ = run()
     rows, out = run("--time-phases", "--show-trees", "--temperature", "0")
