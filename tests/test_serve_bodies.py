@@ -213,7 +213,9 @@ def test_every_body_is_a_task_or_a_refusal(path, data):
     assert error is None or (error.status in (400, 404) and 0 < len(str(error)) < 1000)
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    "path", [GENERATE, *(pytest.param(path, marks=pytest.mark.slow) for path in BODIES if path != GENERATE)]
+)
 def test_what_is_accepted_is_answered(server: Running, path):
     """Through the engine. Log-probabilities are left out: they compile other programs."""
     kind, least = BODIES[path]

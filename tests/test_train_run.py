@@ -81,8 +81,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["EAGLE3 mapped", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "EAGLE3 mapped")],
+    "kind", ["EAGLE3 mapped", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("EAGLE3", "EAGLE", "MTP"))]
 )
 def test_a_whole_run(train, model, data, tmp_path, kind):
     measure = {"measure_prompts": 2, "measure_tokens": 6, "measure_steps": 2, "measure_every": 4}

@@ -98,7 +98,7 @@ def may_have_head(model: str, kind: str) -> bool:
     """Whether ``shipped_head`` can find one of that kind, judged without a download: by a hub id's name; files on this
     disk may be those of any model."""
     is_local = Path(model).expanduser().exists()
-    return any(head.kind == kind and head.is_there and (is_local or head.is_named(model)) for head in HEADS)
+    return kind in {head.kind for head in HEADS if head.is_there and (is_local or head.is_named(model))}
 
 
 def final_norm(files: ModelFiles) -> str | None:

@@ -260,7 +260,7 @@ class Auto(DraftOptions):
         return tuple(name for name in every if name not in ("path", "revision"))
 
     def choose(self, kind: str | None) -> tuple[DraftOptions, list[str]]:
-        chosen = next((options for options in CHOICES if options.kind == kind), CHOICES[-1])
+        chosen = {options.kind: options for options in CHOICES}.get(kind, CHOICES[-1])
         own = self._own(chosen)
         return chosen(**own), [name for name in self.given if name not in own]
 
