@@ -303,6 +303,7 @@ def test_models_health_and_info(server, client):
     assert client.models.retrieve(MODEL).id == MODEL
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
+    assert server.complete(max_tokens=8).status_code == 200
     with server.client() as http:
         assert http.get("/health").status_code == 200
         info = http.get("/get_model_info").json()
