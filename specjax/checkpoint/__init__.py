@@ -5,16 +5,14 @@ All functions raise ``CheckpointError`` for what is absent, damaged or not suppo
 jax, transformers, gguf and the hub's client are imported by the functions that need them.
 """
 
-from specjax.checkpoint.builtin import BUILT_IN_MODEL
 from specjax.checkpoint.draft_head import load_head
 from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.folder import ModelFiles
-from specjax.checkpoint.generation import sampling_defaults, stop_token_ids
-from specjax.checkpoint.hf_config import model_config
-from specjax.checkpoint.hub import resolve
+from specjax.checkpoint.hf_config import model_config, sampling_defaults, stop_token_ids
+from specjax.checkpoint.hub import BUILT_IN_MODEL, resolve
 from specjax.checkpoint.load import load_params, load_tokenizer
 from specjax.checkpoint.shipped import ShippedHead, may_have_head, shipped_head
 from specjax.checkpoint.token_map import read_token_map
+from specjax.checkpoint.weights import ModelFiles
 
 __all__ = [
     "BUILT_IN_MODEL",

@@ -17,13 +17,12 @@ import numpy as np
 from specjax.checkpoint import draft_format as names
 from specjax.checkpoint.draft_format import HeadTensors, aux_layer_ids, common_names, layer_config, unfused
 from specjax.checkpoint.errors import CheckpointError, listed
-from specjax.checkpoint.folder import find_weights, read_json
 from specjax.checkpoint.hf_config import flag, given, number, require, rope
 from specjax.checkpoint.hub import resolve_head
 from specjax.checkpoint.load import fill, misfits
 from specjax.checkpoint.token_map import checked_ids
 from specjax.checkpoint.unpickle import read_torch_zip
-from specjax.checkpoint.weights import DTYPES, read_headers, read_shards, same_content
+from specjax.checkpoint.weights import DTYPES, find_weights, read_headers, read_json, read_shards, same_content
 from specjax.config import HeadConfig, ModelConfig
 from specjax.models import head_spec as specs
 from specjax.models.head_spec import EMBED, FC, HEAD, HeadSpec, head_spec
@@ -43,13 +42,10 @@ def load_head(
     """Read a draft head: safetensors or torch's ``.bin``, single or sharded, in any of the published dialects.
 
     Args:
-      name: a folder or a hub id.
+      name: a folder or a hub id; ``revision`` is for the latter.
       target: the model that it drafts for; parameters are cast to ``target.dtype``.
-      kind: what the head must be; ``eagle`` is EAGLE-1 and EAGLE-2, ``mtp`` a layer as MiMo has it, in a folder of its
-        own.
-      revision: branch, tag or commit of a hub id.
-      progress: show bars on stderr.
-      put: moves one finished leaf to the device; ``jax.device_put`` if None.
+      kind: what the head must be; ``eagle`` is EAGLE-1 and EAGLE-2, ``mtp`` a layer as MiMo has it, in its own folder.
+      put: as in ``load_params``.
       target_embedding: gives the target's embedding ``[V, M]``, so that an equal one is not kept twice; it is called
         only for a head that has an embedding of its own.
 
@@ -57,8 +53,7 @@ def load_head(
       The head's description, and the parameters that ``specjax.models.head_spec.head_table`` declares for it.
 
     Raises:
-      CheckpointError: no such head, not of that kind, not for that target, or not supported; the message begins with
-        the name.
+      CheckpointError: no such head, not of that kind or for that target, or not supported; begins with the name.
     """
     import jax
 
@@ -127,16 +122,14 @@ def _read(files: tuple[Path, ...]) -> dict[str, np.ndarray]:
     """All tensors of ``files`` as views of them."""
     if files[0].suffix == ".safetensors":
         return {name: entry.read(integers=True) for name, entry in read_headers(files).items()}
-    return read_shards(files, _state_dict)
 
-
-def _state_dict(file: Path) -> dict[str, np.ndarray]:
-    state = read_torch_zip(file)
-    if not isinstance(state, dict) or not all(
-        isinstance(name, str) and isinstance(value, np.ndarray) for name, value in state.items()
-    ):
+    def state_dict(file: Path) -> dict[str, np.ndarray]:
+        match read_torch_zip(file):
+            case dict() as state if all(isinstance(k, str) and isinstance(v, np.ndarray) for k, v in state.items()):
+                return state
         raise CheckpointError(f"{file} does not hold a state dict, names with a tensor each; save one there")
-    return state
+
+    return read_shards(files, state_dict)
 
 
 def _check_kind(tensors: HeadTensors, spec: HeadSpec) -> None:

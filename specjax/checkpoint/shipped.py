@@ -17,10 +17,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from specjax.checkpoint.builtin import BUILT_IN_MODEL
 from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.folder import ModelFiles
-from specjax.checkpoint.weights import SINGLE_NAME, read_headers
+from specjax.checkpoint.hub import BUILT_IN_MODEL
+from specjax.checkpoint.weights import SINGLE_NAME, ModelFiles, read_headers
 from specjax.config import ModelConfig
 from specjax.models.head_spec import ALGORITHMS
 

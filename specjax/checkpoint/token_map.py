@@ -11,8 +11,8 @@ import json
 import re
 import reprlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,17 +25,12 @@ FOLDER = Path(__file__).parents[1] / "data"
 FORMATS = (".pt", ".safetensors", ".npy", ".json")
 
 
-@dataclass(frozen=True)
-class ShippedMap:
+class ShippedMap(NamedTuple):
     """A map in ``specjax/data``: ``file`` holds ids by descending frequency, ``.npy``."""
 
     name: str  # of the vocabulary
     fingerprint: str  # of the vocabulary, see `fingerprint`
     file: Path
-
-    def ids(self) -> np.ndarray:
-        """All ids of the map."""
-        return np.load(self.file, allow_pickle=False)
 
 
 def fingerprint(tokens: list[str]) -> str:
@@ -102,16 +97,15 @@ def checked_ids(values: object, vocab_size: int) -> np.ndarray:
 
 
 def _shipped(count: int, tokens: Callable[[], list[str]] | None) -> np.ndarray:
-    maps = {found.fingerprint: found for found in shipped_maps()}
-    chosen = maps.get(fingerprint(tokens())) if tokens is not None else None
-    if chosen is None:
-        known = listed(found.name for found in maps.values()) or "there is none"
+    own, maps = fingerprint(tokens()) if tokens is not None else None, shipped_maps()
+    if (chosen := next((found for found in maps if found.fingerprint == own), None)) is None:
+        known = listed(found.name for found in maps) or "there is none"
         raise CheckpointError(
             f"a number needs a model with the vocabulary of a map that comes with specjax ({known}), and this model's "
             f"is another; give a file ({', '.join(FORMATS)}) instead, made for this model by "
             "`python -m specjax.train.vocab`"
         )
-    ids = chosen.ids()
+    ids = np.load(chosen.file, allow_pickle=False)
     if not 1 <= count <= len(ids):
         raise CheckpointError(
             f"{count} ids are asked for, and the map of {chosen.name} has {len(ids)}; give 1..{len(ids)}"

@@ -36,10 +36,9 @@ from jaxtyping import Int64
 from specjax import settings
 from specjax.checkpoint import BUILT_IN_MODEL, ModelFiles, load_tokenizer, resolve, stop_token_ids
 from specjax.checkpoint.files import replacing
-from specjax.checkpoint.folder import read_json
 from specjax.checkpoint.hub import download
 from specjax.checkpoint.unpickle import write_torch_zip_list
-from specjax.checkpoint.weights import save_tensors
+from specjax.checkpoint.weights import read_json, save_tensors
 from specjax.train import corpus, run_command
 
 COUNTED = (
@@ -52,13 +51,9 @@ TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer*", "vocab*", "merges.txt"]
 DEFAULT_SIZE = 32768
 COVERAGE_SIZES = (1024, 2048, 4096, 8192, 16384, 32768)
 MAX_WEIGHT = 10**6
-
-BLOCK = 1 << 14
-"""Characters tokenised as one text: a file of one line must not become one encoding in memory."""
+BLOCK = 1 << 14  # characters tokenised as one text: a file of one line must not become one encoding in memory
 
 Counts = Int64[np.ndarray, "V"]
-
-# Counting.
 
 
 class Tally(NamedTuple):
@@ -153,9 +148,6 @@ def _message_texts(name: str, content: Any) -> list[str]:
     raise ValueError(f"{name} holds a message whose content is {content!r:.60}")
 
 
-# The map.
-
-
 def token_map(counts: Counts, size: int, ends: Iterable[int]) -> Int64[np.ndarray, "X"]:
     """The `size` most frequent ids, ties to the lower id, always with the end ids.
 
@@ -187,9 +179,6 @@ def write(outputs: list[Path], ids: list[int]) -> None:
         drafts = [stack.enter_context(replacing(file)) for file in outputs]
         for draft in drafts:
             WRITERS[draft.suffix](draft, ids)
-
-
-# The command line.
 
 
 def parse_weights(given: Iterable[str]) -> dict[str, int]:
