@@ -27,12 +27,11 @@ from specjax import checkpoint
 from specjax.models.draft_head import draft_head
 from specjax.models.head_spec import head_table
 from specjax.models.llama import init_params
-from specjax.train import draft
+from specjax.train import inputs
 from specjax.train.features import teach, training_target
-from specjax.train.optimizer import make_optimizer, schedule
 from specjax.train.options import DraftSettings, LossSettings
 from specjax.train.unroll import Batch, packed_attention
-from specjax.train.update import TrainState, make_update, split_params
+from specjax.train.update import TrainState, make_optimizer, make_update, schedule, split_params
 
 
 def times(call: Callable[[], Any], count: int) -> list[float]:
@@ -64,11 +63,11 @@ def main() -> None:
     target = training_target(config, args.dtype)
     params = init_params(config, jax.random.key(0))
     settings = DraftSettings(draft_vocab_size=args.draft_vocab_size)
-    head_config = draft.head_config(settings, config)
+    head_config = inputs.head_config(settings, config)
     ids = np.arange(head_config.vocab_size, dtype=np.int32) if head_config.mapped else None
-    first = draft.new_params(head_config, target, params, ids, init="random", seed=0)
+    first = inputs.new_params(head_config, target, params, ids, init="random", seed=0)
     weights, frozen = split_params(first)
-    objective = draft.objective("EAGLE3", LossSettings(rounds=args.rounds))
+    objective = inputs.objective("EAGLE3", LossSettings(rounds=args.rounds))
     optimizer = make_optimizer(
         "adamw", schedule("constant", 1e-4, steps=100, warmup=0, final=0.0), head_table(head_config), beta1=0.9,
         beta2=0.95, weight_decay=0.0, clip_norm=0.5, clip_value=0.0,

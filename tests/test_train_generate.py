@@ -284,13 +284,13 @@ def test_killed_and_resumed(files, tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--max-new-tokens", "9"], "max_new_tokens was 8, is 9"),
-        (["--max-prompt-tokens", "30"], "max_prompt_tokens was 64, is 30"),
-        (["--seed", "1"], "seed was 0, is 1"),
-        (["--shuffle"], "shuffle was False, is True"),
-        (["--temperatures", "0 0.8=2"], "temperatures was '0=1 0.8=1', is '0=1 0.8=2'"),
-        (["--dtype", "bfloat16"], "dtype was 'auto on cpu', is 'bfloat16'"),
-        (["--tokenizer-path", "elsewhere"], "tokenizer_path was None, is 'elsewhere'"),
+        (["--max-new-tokens", "9"], "--max-new-tokens was 8 and is 9"),
+        (["--max-prompt-tokens", "30"], "--max-prompt-tokens was 64 and is 30"),
+        (["--seed", "1"], "--seed was 0 and is 1"),
+        (["--shuffle"], "--shuffle was False and is True"),
+        (["--temperatures", "0 0.8=2"], "--temperatures was '0=1 0.8=1' and is '0=1 0.8=2'"),
+        (["--dtype", "bfloat16"], "--dtype was 'auto on cpu' and is 'bfloat16'"),
+        (["--tokenizer-path", "elsewhere"], "--tokenizer-path was None and is 'elsewhere'"),
     ],
 )
 def test_another_configuration_is_refused(files, given, message):
@@ -306,7 +306,7 @@ def test_another_configuration_is_refused(files, given, message):
 def test_another_input_is_refused_and_overwritten_if_asked(files):
     files(lines=PROMPTS[:3])
     status, _, err = files(lines=PROMPTS[3:5])
-    assert status == 2 and "input_sha256 was" in err
+    assert status == 2 and "content of the input was" in err
     assert files("--overwrite")[0] == 0
     assert [row["prompt"] for row in files.rows] == [line["prompt"] for line in PROMPTS[3:5]]
     assert files()[0] == 0, "the description was replaced, too"

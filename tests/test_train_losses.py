@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.train.losses import LOSSES, feature_regression
+from specjax.train.unroll import LOSSES, feature_regression
 
 
 def softmax(x: np.ndarray) -> np.ndarray:

@@ -21,13 +21,12 @@ from train_helpers import environment
 from specjax.config import HeadConfig, RopeConfig
 from specjax.models.draft_head import draft_head
 from specjax.models.head_spec import head_table
-from specjax.train import draft
+from specjax.train import inputs
 from specjax.train.features import teach, training_target
-from specjax.train.optimizer import make_optimizer, schedule
 from specjax.train.options import DraftSettings, LossSettings
 from specjax.train.packing import Example, Rows, pack
 from specjax.train.unroll import Batch, packed_attention
-from specjax.train.update import TrainState, make_update, split_params
+from specjax.train.update import TrainState, make_optimizer, make_update, schedule, split_params
 
 PLAIN: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "weight_decay": 0.0, "clip_norm": 0.5, "clip_value": 0.0}
 
@@ -59,14 +58,14 @@ def trainer(optimizer: str = "adamw", rate: float = 1e-2, dtype: str = "float32"
     """(first state, update)."""
     config = toy().target.config
     target = training_target(config, dtype)
-    settings = replace(draft.head_config(DraftSettings(draft=kind), config), dtype=dtype)
+    settings = replace(inputs.head_config(DraftSettings(draft=kind), config), dtype=dtype)
     head = draft_head(settings, target, backend=packed_attention)
-    params = draft.new_params(settings, toy().target, toy().params, None, init="target", seed=0)
+    params = inputs.new_params(settings, toy().target, toy().params, None, init="target", seed=0)
     weights, frozen = split_params(params)
     chain = make_optimizer(optimizer, optax.constant_schedule(rate), head_table(settings), **PLAIN | changes)
     with jax.numpy_dtype_promotion("standard"):
         state = TrainState(jnp.int32(0), weights, chain.init(weights))
-    objective = draft.objective(kind, LossSettings(rounds=2, feature_noise=0.0))
+    objective = inputs.objective(kind, LossSettings(rounds=2, feature_noise=0.0))
     update = make_update(
         head, target, objective, chain, frozen, seed=0, teach=teach(target, settings.aux_layers or "final")
     )

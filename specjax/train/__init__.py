@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def run_command(name: str, work: Callable[[], Mapping[str, Any]], *, failed: str, interrupted: str) -> int:
+def run_command(name: str, work: Callable[[], Mapping[str, Any]], *, interrupted: str, failed: str = "") -> int:
     """Do a command's work and print its summary, as JSON; returns the exit status.
 
     Args:
-        failed: the key of the summary that makes the status 1 if it is not 0.
         interrupted: what is left after Ctrl-C.
+        failed: the key of the summary that makes the status 1 if it is not 0.
     """
     try:
         summary = work()
@@ -24,4 +24,14 @@ def run_command(name: str, work: Callable[[], Mapping[str, Any]], *, failed: str
         print(f"{name}: interrupted; {interrupted}", file=sys.stderr)
         return 130
     print(json.dumps(summary))
-    return 1 if summary[failed] else 0
+    return 1 if summary.get(failed) else 0
+
+
+def differences(known: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """How the settings of a run that is resumed differ from those it began with; empty if they do not."""
+    return "; ".join(
+        f"{name if ' ' in name else '--' + name.replace('_', '-')} was {known.get(name)!r:.60} and is "
+        f"{wanted.get(name)!r:.60}"
+        for name in sorted({*known, *wanted})
+        if known.get(name) != wanted.get(name)
+    )

@@ -16,11 +16,12 @@ The last line of stdout is one JSON object. Exit status: 0 done, 2 an error, 130
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
+from functools import partial
 
 from specjax import settings
+from specjax.train import run_command
 from specjax.train.options import TrainOptions
 from specjax.train.run import train
 
@@ -35,16 +36,8 @@ def main(argv: list[str] | None = None) -> int:
     settings.add_flags(parser, TrainOptions())
     _, options = settings.parse(parser, argv, TrainOptions())
     command = shlex.join(["python", "-m", "specjax.train", *(sys.argv[1:] if argv is None else argv)])
-    try:
-        summary = train(options, command=command)
-    except (ValueError, NotImplementedError, OSError) as error:
-        print(f"specjax.train: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("specjax.train: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
-    print(json.dumps(summary))
-    return 0
+    work, after = partial(train, options, command=command), "the same command goes on from the last checkpoint"
+    return run_command("specjax.train", work, interrupted=after)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from specjax.checkpoint.files import try_lock, write_text
+from specjax.train import differences
 from specjax.train.update import TrainState
 
 LOCK = ".lock"
@@ -53,7 +54,12 @@ class RunFolder:
                 raise RunError(f"--output {folder} is in use by another process; wait for it or give another folder")
             stack.enter_context(lock)
             if file.exists() and any(entry.name.isdecimal() for entry in self._checkpoints.glob("*")):
-                _compare(json.loads(file.read_text(encoding="utf-8")), json.loads(json.dumps(settings)), folder)
+                known, wanted = json.loads(file.read_text(encoding="utf-8")), json.loads(json.dumps(settings))
+                if changed := differences(known, wanted):
+                    raise RunError(
+                        f"--output {folder} holds a run with other settings: {changed}. Give the same ones to resume "
+                        "it, or another --output to start anew"
+                    )
             else:
                 write_text(file, json.dumps(settings, indent=2) + "\n")
             logging.getLogger("absl").setLevel(logging.WARNING)  # orbax reports each file
@@ -125,16 +131,3 @@ def _run_errors(problem: str, advice: str = "") -> Iterator[None]:
     except Exception as error:  # orbax and tensorstore have no common base
         reason = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
         raise RunError(f"{problem} ({reason.splitlines()[0]:.300}){advice}") from error
-
-
-def _compare(there: dict[str, Any], wanted: dict[str, Any], folder: Path) -> None:
-    differing = [
-        f"{name if ' ' in name else '--' + name} was {there.get(name)!r:.60} and is {wanted.get(name)!r:.60}"
-        for name in sorted(there | wanted)
-        if there.get(name) != wanted.get(name)
-    ]
-    if differing:
-        raise RunError(
-            f"--output {folder} holds a run with other settings: {'; '.join(differing)}. Give the same ones to resume "
-            "it, or another --output to start anew"
-        )

@@ -19,9 +19,7 @@ from specjax.progress import progress_bar
 
 FORMATS = {".txt": "text", ".jsonl": "jsonl"}
 SHOWN_LINES = 5
-
-BATCH = 1 << 20
-"""Bytes of lines that are processed together: tokenising many texts in one call uses all cores."""
+BATCH = 1 << 20  # bytes of lines that are processed together: tokenising many texts in one call uses all cores
 
 
 class Source(NamedTuple):
@@ -63,10 +61,7 @@ class Line(NamedTuple):
 
 
 def read(source: Source) -> Iterator[Line]:
-    """The lines of a source, in JSONL without the blank ones.
-
-    If the file breaks off, as half a gzip file does, the last line has a `problem`.
-    """
+    """The lines of a source, in JSONL without the blank ones; the last has a `problem` if the file breaks off there."""
     is_stdin = source.path == "-"
     name = "stdin" if is_stdin else source.path
     with nullcontext(sys.stdin.buffer) if is_stdin else Path(source.path).open("rb") as raw:
@@ -111,12 +106,7 @@ def report(skipped: Sequence[SkippedLine]) -> None:
 
 
 def parse_sources(given: Sequence[str], form: str) -> list[Source]:
-    """The inputs with their formats; `form` is text, jsonl or auto (by suffix).
-
-    Raises:
-        ValueError: a format is unknown, or a file is given twice.
-        OSError: a file cannot be read.
-    """
+    """The inputs with their formats; `form` is text, jsonl or auto (by suffix). Raises ValueError or OSError."""
     found = []
     for path in given:
         suffix = Path(path.removesuffix(".gz")).suffix
@@ -138,9 +128,6 @@ def check_writable(file: Path) -> None:
         raise ValueError(f"--output {file} cannot be written: it is not a file")
     if not os.access(folder, os.W_OK) or (file.exists() and not os.access(file, os.W_OK)):
         raise ValueError(f"--output {file} cannot be written: {folder} is not a folder that may be written to")
-
-
-# Fields of a row.
 
 
 def missing_fields(row: dict[str, Any], wanted: Iterable[str]) -> ValueError:

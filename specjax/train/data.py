@@ -34,8 +34,7 @@ ROW_FIELDS = (
 """Text precedes ids: ids belong to the tokenizer that made them."""
 
 LOSS_ON = ("assistant", "all")
-ROLES = {"developer": "system"}
-"""New role names -> the ones that templates know, as in the server."""
+ROLES = {"developer": "system"}  # new role names -> the ones that templates know, as in the server
 
 
 class ExampleSet(NamedTuple):
@@ -169,9 +168,6 @@ class _Encoder:
         return Tokens(ids, loss)
 
 
-# Chats.
-
-
 class Chats:
     """Renders chats with the template of a tokenizer."""
 
@@ -244,9 +240,6 @@ class Chats:
             return False
         found = self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
         return found.strip("\ufffd \n\t") == response.strip("\ufffd \n\t")
-
-
-# Rows.
 
 
 def _read_row(row: dict[str, Any], chats: Chats) -> Text | Tokens:

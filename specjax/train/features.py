@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import psutil
-from jax import Array
 
 from specjax.cache import PoolShape, init_cache
 from specjax.config import ModelConfig
@@ -32,9 +31,7 @@ from specjax.train.unroll import Batch, Teacher, packed_attention, packed_mask
 from specjax.types import Weights
 
 MODES = ("none", "memory", "disk")
-
-CHUNK = 512
-"""Tokens whose full logits exist at one time."""
+CHUNK = 512  # tokens whose full logits exist at one time
 
 
 class FeatureError(ValueError):
@@ -56,17 +53,14 @@ def teach(target: Target, features: tuple[int, ...] | str) -> Callable[[Weights,
         embedded, mask = target.embed(params, batch.tokens), packed_mask(batch.segments)
         output = target.forward(params, embedded, batch.positions, mask, cache, table, start, features=features)
         assert output.features is not None
-        return Teacher(output.features, output.hidden, _likeliest(target, params, output.hidden))
+        # In chunks: the logits of all tokens may be gigabytes.
+        flat = output.hidden.reshape(-1, output.hidden.shape[-1])
+        chunks = jnp.pad(flat, ((0, -len(flat) % CHUNK), (0, 0))).reshape(-1, CHUNK, flat.shape[1])
+        top = jax.lax.map(lambda part: jnp.argmax(target.unembed(params, part), axis=-1).astype(jnp.int32), chunks)
+        top = top.reshape(-1)[: len(flat)].reshape(batch.tokens.shape)
+        return Teacher(output.features, output.hidden, top)
 
     return run
-
-
-def _likeliest(target: Target, params: Weights, hidden: Array) -> Array:
-    """argmax of the logits, computed in chunks: the logits of all tokens may be gigabytes."""
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    chunks = jnp.pad(flat, ((0, -len(flat) % CHUNK), (0, 0))).reshape(-1, CHUNK, flat.shape[1])
-    top = jax.lax.map(lambda part: jnp.argmax(target.unembed(params, part), axis=-1).astype(jnp.int32), chunks)
-    return top.reshape(-1)[: len(flat)].reshape(hidden.shape[:2])
 
 
 class FeatureStore:

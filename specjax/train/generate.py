@@ -39,13 +39,11 @@ from specjax.engine.memory import STEP_COPIES
 from specjax.engine.sampling_params import later_seed
 from specjax.models import make_target, table
 from specjax.models.params import dimensions, parameter_bytes
-from specjax.train import corpus, run_command
+from specjax.train import corpus, differences, run_command
 
+# Largest batch, whatever the memory. From 64 rows on a CPU's forward costs in proportion to its rows.
 LARGEST = {"cpu": 64, "gpu": 256}
-"""Largest batch, whatever the memory. From 64 rows on a CPU's forward costs in proportion to its rows."""
-
-CPU_FRACTION = 0.5
-"""Share of the host's free memory that a run takes; other programs share the machine."""
+CPU_FRACTION = 0.5  # share of the host's free memory that a run takes; other programs share the machine
 
 DEFAULTS = flags.Settings(
     # None: what fits the memory. Drafting pays in small batches, and these are as large as they can be.
@@ -80,8 +78,7 @@ def resume(
 ) -> tuple[int, list[corpus.Line]]:
     """Bytes in whole lines that an earlier run left, and the input's lines after the last answered one.
 
-    Raises:
-        ValueError: the file was made with other settings or input, or by another program.
+    Raises ValueError: the file was made with other settings or input, or by another program.
     """
     if not output.exists() or not output.stat().st_size:
         return 0, lines
@@ -90,13 +87,8 @@ def resume(
         known = json.loads(meta.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"--output {output}: {meta} does not say how it was made ({error}); {advice}") from None
-    differing = [
-        f"{key} was {known.get(key)!r}, is {wanted.get(key)!r}"
-        for key in dict.fromkeys([*wanted, *known])
-        if known.get(key) != wanted.get(key)
-    ]
-    if differing:
-        raise ValueError(f"--output {output} was made otherwise: {'; '.join(differing)}. Run it as it was, {advice}")
+    if changed := differences(known, wanted):
+        raise ValueError(f"--output {output} was made otherwise: {changed}. Run it as it was, {advice}")
     size, last = 0, b""
     with output.open("rb") as stream:
         for line in stream:
@@ -114,17 +106,12 @@ def resume(
     raise ValueError(f"--output {output} ends with an answer to a line that --input does not have")
 
 
-# The batch.
-
-
 def batch_for(chosen: flags.Settings, tokens: int, lines: int, *, progress: bool = True) -> flags.Settings:
     """Fill in batch, pool and context for sequences of `tokens` tokens, where the settings leave them open.
 
     The pool holds all rows at full length, so that no request is ever retracted.
 
-    Raises:
-        CheckpointError: there is no such model.
-        ValueError: its context is shorter than `tokens`.
+    Raises ValueError: the context is shorter than `tokens`. CheckpointError: there is no such model.
     """
     engine, model = chosen.engine, chosen.model
     files = checkpoint.resolve(model.model, revision=model.revision, progress=progress)
@@ -152,9 +139,6 @@ def free_bytes(mem_fraction: float) -> int:
     if jax.default_backend() != "cpu" and "bytes_limit" in stats:
         return int(stats["bytes_limit"] * mem_fraction) - stats.get("bytes_in_use", 0)
     return int(psutil.virtual_memory().available * CPU_FRACTION)
-
-
-# The answers.
 
 
 def requests(
@@ -191,9 +175,6 @@ def answer(line: Line, done: Completion) -> dict[str, Any] | None:
         return None
     result = {"response": done.text, "prompt_ids": line.prompt, "response_ids": done.output_ids}
     return {**line.row, **result, "finish_reason": done.finish_reason, "seed": done.seed}
-
-
-# The command.
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -244,7 +225,7 @@ def generate(args: argparse.Namespace, chosen: flags.Settings) -> dict[str, Any]
         **{name: getattr(model, name) for name in ("model", "revision", "tokenizer_path", "chat_template")},
         **{name: getattr(args, name) for name in ("max_new_tokens", "max_prompt_tokens", "seed", "shuffle")},
         "dtype": f"auto on {jax.default_backend()}" if model.dtype == "auto" else model.dtype,
-        "input_sha256": sha256(Path(args.input)),
+        "content of the input": sha256(Path(args.input)),
         "temperatures": " ".join(f"{temperature:g}={share:g}" for temperature, share in mixture.items()),
         **({"plain_content": True} if chosen.engine.plain_content else {}),
     }

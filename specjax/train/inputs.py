@@ -1,31 +1,40 @@
-"""Inputs of a run (files, data, head configuration), all checked before the target's weights are read."""
+"""What a run starts from: files, data, the head and what it minimises; checked before the target's weights are read."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from collections import ChainMap
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, Float32, Int32
 
 from specjax import checkpoint
 from specjax.config import HeadConfig, ModelConfig
 from specjax.models import make_target
-from specjax.train import draft
+from specjax.models.draft_head import init_head_params
+from specjax.models.head_spec import ALGORITHMS
+from specjax.models.target import Target
 from specjax.train.corpus import report
 from specjax.train.data import load_examples
 from specjax.train.export import other_files
-from specjax.train.options import REPORTING, TrainOptions
+from specjax.train.options import ALL_TOKENS, REPORTING, DraftSettings, LossSettings, TrainOptions
 from specjax.train.packing import Example, Rows, pack, split
+from specjax.train.unroll import Objective
+from specjax.train.vocab import token_map
 from specjax.types import Weights
 
-HELD_BACK = 64
-"""Default of --held-back; at most half of the examples."""
+HELD_BACK = 64  # default of --held-back; at most half of the examples
+SOFTENED = 0.3
+"""A layer that knows nothing yet must not be as sure of it as the target would be. On SmolLM2 a third of the target's
+scale begins at a loss near that of a uniform guess, and learns in 60,000 tokens what takes 100,000 with all of it."""
 
 
 @dataclass(frozen=True)
@@ -94,23 +103,28 @@ def prepare(options: TrainOptions) -> Inputs:
     devices = jax.local_device_count()
     if batch % devices:
         raise ValueError(f"--batch-size {batch} cannot be spread over {devices} devices; give a multiple")
-    if options.export.export is not None:
-        check_place(Path(options.export.export))
-    draft.objective(wanted.draft, options.loss)
+    if (place := options.export.export) is not None:
+        folder = Path(place).absolute()
+        parent = next(each for each in (folder, *folder.parents) if each.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise ValueError(f"--export {place} cannot be written: {parent} is no folder that may be written to")
+        if others := other_files(folder):
+            raise ValueError(f"--export {place} holds other things than a head: {', '.join(others)[:80]}; give another")
+    objective(wanted.draft, options.loss)
     files = checkpoint.resolve(model.model, revision=model.revision, progress=True)
     config = checkpoint.model_config(files.config, dtype=model.dtype)
     tokenizer = checkpoint.load_tokenizer(files, folder=model.tokenizer_path, chat_template=model.chat_template)
     eos = checkpoint.stop_token_ids(files, tokenizer, config.vocab_size)
     if wanted.init_from is None:
-        head, params = draft.head_config(wanted, config, eos), None
+        head, params = head_config(wanted, config, eos), None
     else:
-        head, params = draft.from_head(wanted, config)
+        head, params = from_head(wanted, config)
     rows, held_back, facts = read_data(options, tokenizer, config)
     ids = None
     if head.mapped:
         new = params is None
-        ids = draft.draft_ids(rows, head.vocab_size, config.vocab_size, eos) if new else np.asarray(params["ids"])
-        facts["draft_vocabulary_coverage"] = round(draft.coverage(rows, ids), 4)
+        ids = draft_ids(rows, head.vocab_size, config.vocab_size, eos) if new else np.asarray(params["ids"])
+        facts["draft_vocabulary_coverage"] = round(coverage(rows, ids), 4)
     return Inputs(files, tokenizer, config, rows, held_back, head, params, ids, eos, facts)
 
 
@@ -120,7 +134,7 @@ def load(options: TrainOptions, inputs: Inputs) -> tuple[Weights, Weights]:
     if inputs.given is not None:
         return target_params, inputs.given
     target, init, seed = make_target(inputs.config), options.draft.init, options.run.train_seed
-    return target_params, draft.new_params(inputs.head, target, target_params, inputs.ids, init=init, seed=seed)
+    return target_params, new_params(inputs.head, target, target_params, inputs.ids, init=init, seed=seed)
 
 
 def identity(options: TrainOptions, inputs: Inputs) -> dict[str, Any]:
@@ -135,10 +149,136 @@ def identity(options: TrainOptions, inputs: Inputs) -> dict[str, Any]:
     }
 
 
-def check_place(folder: Path) -> None:
-    """Raises ValueError: the export at the end of the run would be refused."""
-    parent = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ValueError(f"--export {folder} cannot be written: {parent} is no folder that may be written to")
-    if others := other_files(folder):
-        raise ValueError(f"--export {folder} holds other things than a head: {', '.join(others)[:80]}; give another")
+def head_config(settings: DraftSettings, target: ModelConfig, ends: Sequence[int] = ()) -> HeadConfig:
+    """A new head, as wide as its target; its vocabulary must have room for `ends`. ValueError: names the wrong flag."""
+    spec, wanted, there = ALGORITHMS[settings.draft], settings.draft_vocab_size, target.vocab_size
+    if not spec.own_ends and (wanted != ALL_TOKENS or settings.aux_layers):
+        name = "--aux-layers" if settings.aux_layers else "--draft-vocab-size"
+        own = ", ".join(other.algorithm for other in ALGORITHMS.values() if other.own_ends)
+        raise ValueError(
+            f"{name} is for --draft {own}; a head of {settings.draft} reads and gives what its target does"
+        )
+    if wanted > there:
+        raise ValueError(f"--draft-vocab-size {wanted} is more than the target's {there}")
+    if 0 < wanted < len(set(ends)):
+        raise ValueError(f"--draft-vocab-size {wanted} has no room for the model's {len(set(ends))} end tokens")
+    aux_layers = _aux_layers(settings.aux_layers, target.num_layers) if spec.reads_layers else ()
+    size = wanted or there
+    return HeadConfig(
+        spec.kind,
+        hidden_size=target.hidden_size,
+        feature_size=target.hidden_size * (len(aux_layers) or 1),
+        intermediate_size=settings.draft_intermediate_size or target.intermediate_size,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        norm_epsilon=target.norm_epsilon,
+        rope=target.rope,
+        vocab_size=size,
+        aux_layers=aux_layers,
+        own_head=spec.own_ends,
+        mapped=size < there,
+        fc_bias="fc_bias" in spec.biases,
+        attention_bias="attention_bias" in spec.biases,
+    )
+
+
+def from_head(settings: DraftSettings, target: ModelConfig) -> tuple[HeadConfig, dict[str, Any]]:
+    """The head of --init-from, float32. Raises CheckpointError, or ValueError if a setting says otherwise than it."""
+    assert settings.init_from is not None
+    head, params = checkpoint.load_head(
+        settings.init_from, replace(target, dtype="float32"), kind=ALGORITHMS[settings.draft].kind
+    )
+    for flag, given, there in (
+        ("--draft-vocab-size", settings.draft_vocab_size, head.vocab_size),
+        ("--draft-intermediate-size", settings.draft_intermediate_size or 0, head.intermediate_size),
+        ("--aux-layers", " ".join(settings.aux_layers), " ".join(map(str, head.aux_layers))),
+    ):
+        if given and given != there:
+            raise ValueError(f"{flag} {given} is not that of --init-from {settings.init_from}, {there}; leave it out")
+    return head, dict(params)
+
+
+def _aux_layers(given: Sequence[str], layers: int) -> tuple[int, ...]:
+    """The layers whose outputs an EAGLE-3 head reads; by default, as EAGLE-3 has them, the inputs of layers 2, L // 2
+    and L - 3 or, of a target with fewer than 7 layers, where these are not three: the first, the middle and the last.
+    """
+    if given:
+        if not all(text.isdecimal() and int(text) < layers for text in given) or len(set(given)) < len(given):
+            raise ValueError(f"--aux-layers must be different layers from 0 to {layers - 1}, got {' '.join(given)}")
+        return tuple(map(int, given))
+    if layers < 3:
+        raise ValueError(f"the target has {layers} layers, and --aux-layers are three by default; give --aux-layers")
+    return (1, layers // 2 - 1, layers - 4) if layers >= 7 else (0, (layers - 1) // 2, layers - 1)
+
+
+def draft_ids(rows: Rows, size: int, vocabulary: int, ends: Sequence[int]) -> Int32[np.ndarray, "W"]:
+    """The `size` most frequent tokens under the loss mask, ascending; the end tokens are always among them."""
+    counts = np.bincount(rows.tokens[rows.loss], minlength=vocabulary)
+    return np.sort(token_map(counts.astype(np.int64), size, sorted(ends))).astype(np.int32)
+
+
+def coverage(rows: Rows, ids: Int32[np.ndarray, "W"]) -> float:
+    """The share of tokens under the loss mask that are among the ids."""
+    tokens = rows.tokens[rows.loss]
+    return float(np.isin(tokens, ids).mean()) if tokens.size else 0.0
+
+
+def new_params(
+    config: HeadConfig, target: Target, target_params: Weights, ids: np.ndarray | None, *, init: str, seed: int
+) -> Weights:
+    """First weights, float32. `fc` is for features of unit size, see `feature_scale`.
+
+    With the init `target`, an EAGLE-3 head's final norm and language model head are the target's, the norm `SOFTENED`.
+    """
+    params: dict[str, Any] = dict(init_head_params(config, target, jax.random.key(seed)))
+    width = params["fc"].shape[0]
+    params["fc"] = params["fc"] * (0.02**-1 * width**-0.5)  # from a deviation of 0.02 to one that keeps the size
+    if ids is not None:
+        params["ids"] = jnp.asarray(ids)
+    if init == "target" and config.own_head:
+        basis = jnp.eye(config.hidden_size, dtype=jnp.dtype(target.config.dtype))[None]
+        params["head"] = target.unembed(target_params, basis, params.get("ids"))[0]
+        params["final_norm"] = target_params["final_norm"] * SOFTENED
+    return {name: leaf if name == "ids" else leaf.astype(jnp.float32) for name, leaf in params.items()}
+
+
+def feature_scale(features: Float[np.ndarray, "B N F"], segments: Int32[np.ndarray, "B N"]) -> Float32[np.ndarray, "F"]:
+    """What brings each of the target's features to about unit size: 1 over its typical magnitude.
+
+    Residual streams hold a few enormous channels and tokens, and grow with depth. An optimiser step moves all of fc's
+    weights by about as much, so unscaled it would mostly change what the head reads of those channels. An exported head
+    has the scale in its fc.
+    """
+    shown = np.abs(features[segments > 0].astype(np.float32))
+    # Few tokens are enormous: the median ignores them. Of a normal distribution this is the deviation.
+    typical = np.median(shown, axis=0) * 1.4826
+    floor = max(float(np.median(typical)) * 1e-3, 1e-6)
+    return (1 / np.maximum(typical, floor)).astype(np.float32)
+
+
+def objective(algorithm: str, settings: LossSettings) -> Objective:
+    """What is minimised; settings that are not given are as the kind's authors train it. ValueError: wrong weights."""
+    default = Objective(**ALGORITHMS[algorithm].training)
+    first, given = default.weights[0], " ".join(settings.round_weights)
+    try:
+        weights = tuple(map(float, settings.round_weights))
+    except ValueError:
+        raise ValueError(f"--round-weights must be numbers, got {given}") from None
+    if any(not 0 <= weight < float("inf") for weight in weights):
+        raise ValueError(f"--round-weights must be at least 0, got {given}")
+    if weights and not any(weights):
+        raise ValueError("--round-weights must not all be 0: nothing would be learnt")
+    rounds = settings.rounds or len(weights or default.weights)
+    if not weights:
+        usual = default.weights[:rounds] if len(default.weights) > 1 else ()
+        weights = (*usual, *(first * 0.8**j for j in range(len(usual), rounds)))
+    if len(weights) != rounds:
+        raise ValueError(f"--round-weights gives {len(weights)} weights for {rounds} --rounds; give one each")
+    scale = 1.0 if settings.loss_weight is None else settings.loss_weight / first
+    changes = {"loss": settings.loss, "regression": settings.regression_weight, "noise": settings.feature_noise}
+    return default._replace(
+        weights=tuple(weight * scale for weight in weights),
+        temperature=settings.teacher_temperature,
+        **{name: value for name, value in changes.items() if value is not None},
+    )

@@ -9,12 +9,11 @@ from specjax.models.head_spec import ALGORITHMS
 from specjax.settings import setting
 from specjax.train.data import LOSS_ON
 from specjax.train.features import MODES
-from specjax.train.losses import LOSSES
-from specjax.train.optimizer import OPTIMIZERS, SCHEDULES
+from specjax.train.unroll import LOSSES
+from specjax.train.update import OPTIMIZERS, SCHEDULES
 
 ALL_TOKENS = 0
-MOST_BETA = 0.999999
-"""1 would divide by zero."""
+MOST_BETA = 0.999999  # 1 would divide by zero
 
 
 @dataclass(frozen=True)

@@ -14,37 +14,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 from tqdm import tqdm
 
 from specjax.engine.executables import use_compilation_cache
 from specjax.models.draft_head import draft_head
 from specjax.models.head_spec import head_table
 from specjax.progress import progress_bar
-from specjax.train import draft
-from specjax.train.card import model_card, plot
+from specjax.train import update
 from specjax.train.checkpoints import RunError, RunFolder, read_metrics
 from specjax.train.export import export_head
 from specjax.train.features import FeatureStore, teach, training_target
-from specjax.train.inputs import Inputs, identity, load, prepare
-from specjax.train.measure import Measure, Measured
-from specjax.train.optimizer import make_optimizer, schedule
+from specjax.train.inputs import Inputs, feature_scale, identity, load, objective, prepare
 from specjax.train.options import TrainOptions
 from specjax.train.packing import Example, Rows, batch_rows
+from specjax.train.results import Measure, Measured, model_card, plot
 from specjax.train.unroll import Batch, Teacher, packed_attention
-from specjax.train.update import Metrics, TrainState, data_mesh, everywhere, make_update, split_params, spread
+from specjax.train.update import Metrics, TrainState, everywhere, spread
 from specjax.types import Weights
 
 logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """One training run.
-
-    Args:
-        target_params: of the target, in its serving dtype.
-        params: the head's first parameters, float32.
-        command: for the model card.
-    """
+    """One training run. The target's parameters are in its serving dtype, the head's first ones float32; the model card
+    quotes `command`."""
 
     def __init__(
         self, options: TrainOptions, inputs: Inputs, target_params: Weights, params: Weights, folder: RunFolder,
@@ -52,32 +46,32 @@ class Trainer:
     ) -> None:  # fmt: skip
         self.options, self.inputs, self.folder, self.command = options, inputs, folder, command
         run, o, dtype = options.run, options.optimizer, options.run.compute_dtype
-        self.mesh = data_mesh()
+        self.mesh = Mesh(np.array(jax.local_devices()), ("data",))  # over which the rows of a batch are spread
         self.target = training_target(inputs.config, dtype)
         self.head_config = replace(inputs.head, dtype=dtype)
         self.teach = teach(self.target, self.head_config.features)
         self._teach_rows = jax.jit(self.teach)
         self._serving_params = target_params
         self.target_params = everywhere(self.mesh, jax.tree.map(lambda leaf: leaf.astype(dtype), target_params))
-        self.rate = schedule(
+        self.rate = update.schedule(
             o.schedule, o.learning_rate, steps=run.steps, warmup=o.warmup_steps, final=o.final_learning_rate
         )
-        optimizer = make_optimizer(
+        optimizer = update.make_optimizer(
             o.optimizer, self.rate, head_table(self.head_config), beta1=o.beta1, beta2=o.beta2,
             weight_decay=o.weight_decay, clip_norm=o.clip_norm, clip_value=o.clip_value,
         )  # fmt: skip
         self.features = None if run.features == "none" else self._feature_store()
         self.scale = self._feature_scale()
-        weights, self.frozen = split_params(params)
+        weights, self.frozen = update.split_params(params)
         if self.scale is not None and inputs.given is not None:
             weights = {**weights, "fc": weights["fc"] / self.scale[:, None]}
         weights = everywhere(self.mesh, weights)
         with jax.numpy_dtype_promotion("standard"):
             state = TrainState(jnp.int32(0), weights, jax.jit(optimizer.init)(weights))
         self.state = everywhere(self.mesh, state)
-        self.update = make_update(
+        self.update = update.make_update(
             draft_head(self.head_config, self.target, backend=packed_attention), self.target,
-            draft.objective(options.draft.draft, options.loss), optimizer, everywhere(self.mesh, self.frozen),
+            objective(options.draft.draft, options.loss), optimizer, everywhere(self.mesh, self.frozen),
             seed=run.train_seed, teach=None if self.features else self.teach, scale=self.scale,
         )  # fmt: skip
         self._measure: Measure | None = None
@@ -109,9 +103,7 @@ class Trainer:
         numbers = batch_rows(0, len(rows.tokens), self.options.run.batch_size, self.options.data.data_seed)
         first = Rows(*(part[numbers] for part in rows))
         found = self.features.get(numbers) if self.features else self._teach_on_host(first)
-        return jnp.asarray(draft.feature_scale(np.asarray(found.features), first.segments))
-
-    # Steps
+        return jnp.asarray(feature_scale(np.asarray(found.features), first.segments))
 
     def row_numbers(self, step: int) -> np.ndarray:
         """The rows of the step after `step` steps."""
@@ -206,8 +198,6 @@ class Trainer:
             "tokens_per_second": round(sum(tokens for _, tokens in pending) / max(seconds, 1e-9), 1),
         }
 
-    # Results
-
     def draft_params(self, *dtypes: str) -> dict[str, Any]:
         """The head's parameters on one device: float32, or converted to each of the dtypes in turn."""
         leaves, frozen = jax.tree.map(jnp.asarray, jax.device_get((dict(self.state.params), self.frozen)))
@@ -261,11 +251,7 @@ def prompt_of(example: Example) -> list[int]:
 
 
 def train(options: TrainOptions, *, command: str) -> dict[str, Any]:
-    """Train a head; see `python -m specjax.train --help`.
-
-    Raises:
-        ValueError (CheckpointError, RunError, FeatureError among them), OSError: an input is wrong.
-    """
+    """Train a head; see `python -m specjax.train --help`. Raises ValueError or OSError: an input is wrong."""
     use_compilation_cache()
     inputs = prepare(options)
     if options.measure.measure_prompts and not any(prompt_of(example) for example in inputs.held_back):

@@ -21,23 +21,26 @@ has three rounds.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array, lax
 from jaxtyping import Bool, Float, Float32, Int32
 
 from specjax.models.blocks import KeyValue, Past, joined
 from specjax.models.draft_head import DraftHead
 from specjax.models.target import Target
-from specjax.train.losses import LOSSES, feature_regression
 from specjax.types import Weights
 
+Logits = Float32[Array, "... W"]
+Losses = Float32[Array, "..."]
+Labels = Int32[Array, "..."]
 MASKED = -1e30
-NO_ID = -1
-"""Draft id of a token outside of the draft's vocabulary."""
+NO_ID = -1  # draft id of a token outside of the draft's vocabulary
 
 
 class Batch(NamedTuple):
@@ -161,3 +164,53 @@ def packed_attention(turned: Array, past: Past, positions: Array, mask: Bool[Arr
         weight = weights[..., length + j].transpose(0, 3, 1, 2)[..., None]  # [B, N, K, G, 1]
         mixed = mixed + weight * each[:, :, :, None].astype(jnp.float32)
     return mixed.astype(turned.dtype).reshape(rows, length, -1, size)
+
+
+# Training losses for draft heads, by name; p is the target's distribution, q the draft's, over the draft's vocabulary.
+#
+#     cross_entropy      -sum p log q                the target's distribution as the label (EAGLE-1/2/3)
+#     greedy             -log q(argmax p)            what greedy decoding will ask for
+#     token              -log q(the text's token)    an ordinary language model's loss (MTP)
+#     total_variation    1 - sum min(p, q)           the share of drafts that sampling would refuse
+#     acceptance         -log sum min(p, q)          the likelihood of acceptance (LK loss, alpha form)
+#     hybrid             l cross_entropy + (1 - l) total_variation, l = exp(-3 acceptance rate)   (LK loss, lambda form)
+#
+# sum min(p, q) is the probability that speculative sampling accepts a draft drawn from q. Maximising it is the goal
+# itself, but where p and q hardly overlap it has almost no gradient; the hybrid loss handles that case. Sources: EAGLE
+# (arXiv 2401.15077, 2503.01840); LK losses (arXiv 2602.23881).
+
+
+def accepted(logits: Logits, teacher: Logits) -> Losses:
+    """sum min(p, q): how often speculative sampling accepts a draft drawn from softmax(logits)."""
+    return jnp.minimum(jax.nn.softmax(logits), teacher).sum(axis=-1)
+
+
+def cross_entropy(logits: Logits, teacher: Logits, labels: Labels) -> Losses:
+    return jax.nn.logsumexp(logits, axis=-1) - (teacher * logits).sum(axis=-1)
+
+
+def token(logits: Logits, teacher: Logits, labels: Labels) -> Losses:
+    return optax.losses.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
+
+
+def hybrid(logits: Logits, teacher: Logits, labels: Labels) -> Losses:
+    rate = accepted(logits, teacher)
+    share = jax.lax.stop_gradient(jnp.exp(-3 * rate))
+    return share * cross_entropy(logits, teacher, labels) + (1 - share) * (1 - rate)
+
+
+LOSSES: dict[str, Callable[[Logits, Logits, Labels], Losses]] = {
+    "cross_entropy": cross_entropy,
+    "greedy": lambda logits, teacher, _: token(logits, teacher, jnp.argmax(teacher, axis=-1).astype(jnp.int32)),
+    "token": token,
+    "total_variation": lambda logits, teacher, _: 1 - accepted(logits, teacher),
+    "acceptance": lambda logits, teacher, _: -jnp.log(jnp.maximum(accepted(logits, teacher), 1e-9)),
+    "hybrid": hybrid,
+}
+"""Each maps draft logits [..., W], target probabilities [..., W] and the text's tokens as draft ids [...] (negative:
+not in the draft's vocabulary, any loss) to float32 losses [...]."""
+
+
+def feature_regression(predicted: Float[Array, "... M"], wanted: Float[Array, "... M"]) -> Losses:
+    """Smooth L1 distance of a head's output to the target's next feature, mean over M (EAGLE-1/2)."""
+    return optax.losses.huber_loss(predicted.astype(jnp.float32), wanted.astype(jnp.float32)).mean(axis=-1)

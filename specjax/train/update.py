@@ -1,4 +1,4 @@
-"""One optimiser step over a batch: gradients of the unrolled head in low precision, float32 master weights.
+"""The optimiser, and one step of it over a batch: gradients of the unrolled head in low precision, float32 weights.
 
 A batch is split into A parts whose gradients are summed, so memory does not bound its size, and each part over the
 devices of a mesh. Loss and gradient are those of the whole batch.
@@ -11,19 +11,70 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float32, Int32
+from optax.contrib import MuonDimensionNumbers, muon
 
 from specjax.models.draft_head import DraftHead
+from specjax.models.params import Table
 from specjax.models.target import Target
 from specjax.train.unroll import Batch, Objective, Sums, Teacher, unroll
 from specjax.types import Weights
 
-FROZEN = ("ids",)
-"""Leaves of a head that are not trained."""
+OPTIMIZERS = ("adamw", "muon")
+SCHEDULES = ("cosine", "linear", "constant")
+
+MUON_RMS = 0.2
+"""Muon's updates are scaled to this root mean square, which is about Adam's: one learning rate then suits both
+(Moonlight, arXiv 2502.16982)."""
+
+FROZEN = ("ids",)  # leaves of a head that are not trained
+
+
+def schedule(name: str, learning_rate: float, *, steps: int, warmup: int, final: float) -> optax.Schedule:
+    """Linear warm-up from 0, then down to `final` times the peak at `steps`."""
+    rest = max(steps - warmup, 1)
+    decay = {
+        "cosine": optax.cosine_decay_schedule(learning_rate, rest, alpha=final),
+        "linear": optax.linear_schedule(learning_rate, learning_rate * final, rest),
+        "constant": optax.constant_schedule(learning_rate),
+    }[name]
+    # The first update has rate / warm-up and not 0, which would be a step for nothing.
+    return optax.join_schedules(
+        [optax.linear_schedule(learning_rate / max(warmup, 1), learning_rate, max(warmup - 1, 1)), decay], [warmup]
+    )
+
+
+def make_optimizer(
+    name: str, rate: optax.Schedule, table: Table, *,
+    beta1: float, beta2: float, weight_decay: float, clip_norm: float, clip_value: float,
+) -> optax.GradientTransformation:  # fmt: skip
+    """Clips by global norm, then by value (0: not at all).
+
+    Matrices and the embedding decay, norms and biases do not. Muon orthogonalises matrices, and only these decay;
+    norms, biases, embedding and output layer get Adam, as Muon's authors advise. `table` declares the parameters.
+    """
+    leaves = {leaf.name: leaf for scope in table for leaf in scope.leaves}
+
+    def decays(params: Weights) -> dict[str, bool]:
+        return {name: leaves[name].init == "normal" for name in params}
+
+    def axes(params: Any) -> Any:  # pytrees, of which optax has types of its own
+        matrices = {name: leaf.matrix for name, leaf in leaves.items() if "vocab" not in leaf.axes}
+        return {name: MuonDimensionNumbers(*found) if (found := matrices.get(name)) else None for name in params}
+
+    if name == "adamw":
+        core = optax.adamw(rate, b1=beta1, b2=beta2, weight_decay=weight_decay, mask=decays)
+    else:
+        core = muon(
+            rate, beta=0.95, weight_decay=weight_decay, adam_b1=beta1, adam_b2=beta2,
+            muon_weight_dimension_numbers=axes, consistent_rms=MUON_RMS,
+        )  # fmt: skip
+    clips = [optax.clip_by_global_norm(clip_norm)] if clip_norm else []
+    clips += [optax.clip(clip_value)] if clip_value else []
+    return optax.chain(*clips, core)
 
 
 class TrainState(NamedTuple):
@@ -40,9 +91,6 @@ class Metrics(NamedTuple):
     gradient_norm: Float32[Array, ""]
 
 
-Update = Callable[..., tuple[TrainState, Metrics]]
-
-
 def split_params(params: Weights) -> tuple[Weights, Weights]:
     """The weights, as float32 copies that may be donated, and the frozen leaves."""
     weights = {name: jnp.array(leaf, jnp.float32, copy=True) for name, leaf in params.items() if name not in FROZEN}
@@ -52,7 +100,7 @@ def split_params(params: Weights) -> tuple[Weights, Weights]:
 def make_update(
     head: DraftHead, target: Target, objective: Objective, optimizer: optax.GradientTransformation, frozen: Weights,
     *, seed: int, teach: Callable[[Weights, Batch], Teacher] | None, scale: Float32[Array, "F"] | None = None,
-) -> Update:  # fmt: skip
+) -> Callable[..., tuple[TrainState, Metrics]]:  # fmt: skip
     """(state, target parameters, batch [A, B, N], teacher [A, B, N, ...]) -> (state, metrics), jitted; donates state.
 
     Args:
@@ -101,11 +149,6 @@ def make_update(
         return TrainState(state.step + 1, params, optimizer_state), metrics
 
     return jax.jit(update, donate_argnums=0)
-
-
-def data_mesh() -> Mesh:
-    """All local devices, over which the rows of a batch are spread."""
-    return Mesh(np.array(jax.local_devices()), ("data",))
 
 
 def spread(mesh: Mesh, parts: Any) -> Any:
