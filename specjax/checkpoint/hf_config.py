@@ -192,8 +192,7 @@ def flag(section: Mapping[str, Any], key: str) -> bool:
     return value
 
 
-# Generation. transformers keeps this in generation_config.json, and in config.json where that file is absent.
-
+# transformers keeps what a model says about generation here, and in config.json where this file is absent.
 GENERATION_NAME = "generation_config.json"
 # Keys that change the text and have no counterpart here, with the values that change nothing; null never does.
 # Left out: keys that only bound the length (max_length), choose caches or outputs, or speed up (assistant models), and

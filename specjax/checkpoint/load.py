@@ -102,12 +102,19 @@ def load_tokenizer(
     Raises:
       CheckpointError: the folder has no tokenizer, or one that only exists in Python.
     """
+    import transformers
+
     if folder is not None:
         if not Path(folder).is_dir():
             raise CheckpointError(f"tokenizer_path={folder!r} is not a folder; one with tokenizer.json is needed")
         files = replace(files, folder=Path(folder))
+    file = files.folder / "tokenizer_config.json"
     try:
-        tokenizer = _tokenizer_class(files).from_pretrained(str(files.folder), local_files_only=True)
+        declared = read_json(file, files.name).get("tokenizer_class") if file.is_file() else None
+        is_plain = declared in ("PreTrainedTokenizerFast", "TokenizersBackend")
+        # AutoTokenizer would choose the same; importing it takes seconds, and torch where that is installed.
+        kind: Any = transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
+        tokenizer = kind.from_pretrained(str(files.folder), local_files_only=True)
     except Exception as error:  # transformers raises whatever its backends raise
         raise CheckpointError(
             f"no usable tokenizer in {files.folder} ({type(error).__name__}: {error}); the folder needs tokenizer.json "
@@ -124,16 +131,6 @@ def load_tokenizer(
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"chat_template={chat_template!r} cannot be read: {error}") from error
     return tokenizer
-
-
-def _tokenizer_class(files: ModelFiles) -> Any:
-    """AutoTokenizer, or what it would choose: importing it takes seconds, and torch where that is installed."""
-    import transformers
-
-    file = files.folder / "tokenizer_config.json"
-    declared = read_json(file, files.name).get("tokenizer_class") if file.is_file() else None
-    is_plain = declared in ("PreTrainedTokenizerFast", "TokenizersBackend")
-    return transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
 
 
 def misfits(

@@ -43,7 +43,6 @@ _FUNCTIONS = (
 _MAX_PICKLE = 64 << 20
 # torch never compresses; more than this in memory is more likely a bomb than a checkpoint.
 _MAX_COMPRESSED = 1 << 30
-_MAX_RANK = 32
 
 
 class _Refused(Exception):
@@ -114,7 +113,7 @@ def _tensor(storage: _Storage, offset: object, size: Sequence[object], stride: S
     sizes, steps = ([n for n in part if type(n) is int and n >= 0] for part in (size, stride))
     if type(offset) is not int or offset < 0 or len(sizes) != len(size) or len(steps) != len(stride):
         raise _Refused("it has a tensor whose offset, size or stride is of the wrong kind")
-    if len(sizes) != len(steps) or len(sizes) > _MAX_RANK:
+    if len(sizes) != len(steps) or len(sizes) > 32:
         raise _Refused(f"it has a tensor of size {sizes[:8]} and stride {steps[:8]}")
     array = storage.array
     if 0 in sizes:

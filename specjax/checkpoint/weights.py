@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,9 +27,6 @@ T = TypeVar("T")
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-# Only draft heads are read from these.
-TORCH_INDEX_NAME = "pytorch_model.bin.index.json"
-TORCH_SINGLE_NAME = "pytorch_model.bin"
 
 DTYPES = {"F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(ml_dtypes.bfloat16), "F64": np.dtype("f8")}
 # Never parameters: token ids and masks beside the weights of a draft head.
@@ -89,11 +87,6 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-def read_headers(files: Iterable[Path]) -> dict[str, TensorEntry]:
-    """``read_shards`` with ``read_header``."""
-    return read_shards(files, read_header)
-
-
 def read_shards(files: Iterable[Path], read: Callable[[Path], Mapping[str, T]]) -> dict[str, T]:
     """What ``read`` finds in all shards of a checkpoint, by tensor; none may be in two of them."""
     tensors: dict[str, T] = {}
@@ -103,6 +96,9 @@ def read_shards(files: Iterable[Path], read: Callable[[Path], Mapping[str, T]]) 
             raise CheckpointError(f"tensors {listed(twice)} are in {file} and in another shard; keep one of the two")
         tensors |= found
     return tensors
+
+
+read_headers = partial(read_shards, read=read_header)
 
 
 def same_content(first: np.ndarray, second: np.ndarray, rtol: float = 0, atol: float = 0) -> bool:
@@ -194,7 +190,7 @@ def read_json(file: Path, name: str) -> Mapping[str, Any]:
 
 def find_weights(name: str, folder: Path, *, torch_too: bool = False) -> tuple[Path, ...]:
     """The files that hold the weights in ``folder``: safetensors if there are any, else torch's if ``torch_too``."""
-    layouts = [(SINGLE_NAME, INDEX_NAME), (TORCH_SINGLE_NAME, TORCH_INDEX_NAME)][: 1 + torch_too]
+    layouts = [(SINGLE_NAME, INDEX_NAME), ("pytorch_model.bin", "pytorch_model.bin.index.json")][: 1 + torch_too]
     for single, index in layouts:
         if (folder / index).is_file():
             return _shards(folder / index, name)

@@ -35,12 +35,9 @@ class RunError(ValueError):
 class RunFolder:
     """`--output` of a run, for one process at a time.
 
-    Args:
-        settings: JSON values; resuming with others is refused. A run without a checkpoint has nothing to resume, and
-            begins anew with them.
+    Resuming with other `settings`, JSON values, is refused. A run without a checkpoint begins anew with them.
 
-    Raises:
-        RunError: the folder cannot be written, is in use, or holds a run with other settings.
+    Raises RunError: the folder cannot be written, is in use, or holds a run with other settings.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], *, keep: int) -> None:

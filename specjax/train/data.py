@@ -70,9 +70,7 @@ def load_examples(
         max_length: tokens of an example, at least 2; the rest is cut off.
         loss_on: assistant, or all for every token of every line.
 
-    Raises:
-        ValueError: an argument is wrong, or a file is given twice.
-        OSError: a file cannot be read.
+    Raises ValueError: an argument is wrong, or a file is given twice. OSError: a file cannot be read.
     """
     if loss_on not in LOSS_ON:
         raise ValueError(f"loss_on must be one of {', '.join(LOSS_ON)}, got {loss_on!r}")
@@ -257,8 +255,11 @@ def _read_row(row: dict[str, Any], chats: Chats) -> Text | Tokens:
         case ("text" | "prompt" as name,):
             return Text(corpus.read_text(name, row[name]), None)
         case (name,):
-            ids = _read_ids(name, row[name])
-            return Tokens(ids, _read_mask(row.get("loss_mask"), len(ids)))
+            ids, mask = _read_ids(name, row[name]), row.get("loss_mask")
+            mask = [1] * len(ids) if mask is None else mask
+            if not isinstance(mask, list) or len(mask) != len(ids) or any(each not in (0, 1) for each in mask):
+                raise ValueError(f"loss_mask must be a list of {len(ids)} of 0 and 1, one a token, got {mask!r:.60}")
+            return Tokens(ids, np.asarray(mask, bool))
         case names:
             prompt, response = (_read_ids(name, row[name]) for name in names)
             return Tokens([*prompt, *response], np.arange(len(prompt) + len(response)) >= len(prompt))
@@ -268,13 +269,6 @@ def _read_ids(name: str, value: Any) -> list[int]:
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise ValueError(f"{name} must be a list of ids, got {value!r:.60}")
     return value
-
-
-def _read_mask(mask: Any, length: int) -> Bool[np.ndarray, "n"]:
-    mask = [1] * length if mask is None else mask
-    if not isinstance(mask, list) or len(mask) != length or any(each not in (0, 1) for each in mask):
-        raise ValueError(f"loss_mask must be a list of {length} of 0 and 1, one a token, got {mask!r:.60}")
-    return np.asarray(mask, bool)
 
 
 def _is_cut(row: Mapping[str, Any]) -> bool:

@@ -73,8 +73,7 @@ class FeatureStore:
         batch, seed: of the run, see `batch_rows`.
         identity: names everything else that the values depend on, except the rows.
 
-    Raises:
-        FeatureError: too little memory or disk space.
+    Raises FeatureError: too little memory or disk space.
     """
 
     def __init__(

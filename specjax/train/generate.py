@@ -43,14 +43,12 @@ from specjax.train import corpus, differences, run_command
 
 # Largest batch, whatever the memory. From 64 rows on a CPU's forward costs in proportion to its rows.
 LARGEST = {"cpu": 64, "gpu": 256}
-CPU_FRACTION = 0.5  # share of the host's free memory that a run takes; other programs share the machine
 
 DEFAULTS = flags.Settings(
     # None: what fits the memory. Drafting pays in small batches, and these are as large as they can be.
     engine=flags.EngineSettings(max_running_requests=None),
     speculative=flags.SpeculativeSettings(speculative_algorithm="NONE"),
 )
-TABLES = ("model", "engine", "speculative")
 
 
 def parse_mixture(given: list[str]) -> dict[float, float]:
@@ -138,7 +136,7 @@ def free_bytes(mem_fraction: float) -> int:
     stats = jax.local_devices()[0].memory_stats() or {}
     if jax.default_backend() != "cpu" and "bytes_limit" in stats:
         return int(stats["bytes_limit"] * mem_fraction) - stats.get("bytes_in_use", 0)
-    return int(psutil.virtual_memory().available * CPU_FRACTION)
+    return psutil.virtual_memory().available // 2  # other programs share the machine
 
 
 def requests(
@@ -200,7 +198,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--max-prompt-tokens", type=int, default=512, metavar="N", help="longer prompts are skipped, and counted"
     )
     answers.add_argument("--seed", type=int, default=0, metavar="N", help="line i of the input uses seed + i")
-    settings.add_flags(parser, DEFAULTS, TABLES)
+    settings.add_flags(parser, DEFAULTS, ("model", "engine", "speculative"))
     return parser
 
 

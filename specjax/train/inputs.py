@@ -31,7 +31,6 @@ from specjax.train.unroll import Objective
 from specjax.train.vocab import token_map
 from specjax.types import Weights
 
-HELD_BACK = 64  # default of --held-back; at most half of the examples
 SOFTENED = 0.3
 """A layer that knows nothing yet must not be as sure of it as the target would be. On SmolLM2 a third of the target's
 scale begins at a loss near that of a uniform guess, and learns in 60,000 tokens what takes 100,000 with all of it."""
@@ -71,7 +70,7 @@ def read_data(options: TrainOptions, tokenizer: Any, target: ModelConfig) -> tup
     there, held, drawn = len(answers.examples), given.held_back, texts.examples
     if held and held >= there and there + len(drawn):
         raise ValueError(f"--held-back {held} must be less than the {there} usable examples of --data")
-    held = min(HELD_BACK, there // 2) if held is None else min(held, there)
+    held = min(64, there // 2) if held is None else min(held, there)
     kept, held_back = split(answers.examples, held, seed)
     if given.text_skip:
         if given.text_skip >= len(drawn):

@@ -28,9 +28,6 @@ from specjax.types import Weights
 
 logger = logging.getLogger(__name__)
 
-MAX_ROWS = 16
-ROWS = 12  # approximate number of lines of the table of curves
-
 
 class Measured(NamedTuple):
     accept_length: float  # emitted tokens / verification forwards, the bonus included
@@ -47,7 +44,7 @@ class Measure:
         prompts: list[list[int]],
     ) -> None:  # fmt: skip
         shape = TreeShape(settings.measure_steps, 1, settings.measure_steps + 1)
-        rows, longest = min(MAX_ROWS, len(prompts)), max(map(len, prompts)) + settings.measure_tokens
+        rows, longest = min(16, len(prompts)), max(map(len, prompts)) + settings.measure_tokens
         config = EngineConfig(
             max_running_requests=rows,
             context_length=min(longest, inputs.config.max_positions),
@@ -97,12 +94,12 @@ def model_card(
             f"held back from the training data, in the engine: {measured.tokens} tokens in {measured.steps} steps. "
             f"Of the drafts whose parent was accepted, accepted by depth: {shares}.",
         ]
-    # About ROWS lines: the steps with a measurement or, without any, some of the logged ones.
+    # About 12 lines: the steps with a measurement or, without any, some of the logged ones.
     lengths = {row["step"]: row["accept_length"] for row in metrics if "accept_length" in row}
     trained = [row for row in metrics if "loss" in row]
     if steps := list(lengths) or [row["step"] for row in trained]:
         table = ["| step | tokens seen | loss | right by round | accept length |", "|---|---|---|---|---|"]
-        for step in sorted({*steps[:: -(-len(steps) // ROWS)], steps[-1]}):
+        for step in sorted({*steps[:: -(-len(steps) // 12)], steps[-1]}):
             row = next((row for row in reversed(trained) if row["step"] <= step), {})
             right = " ".join(f"{value:.2f}" for value in row.get("matched", [])[:5])
             cells = (step, row.get("tokens", ""), row.get("loss", ""), right, lengths.get(step, ""))

@@ -39,7 +39,6 @@ from specjax.types import Weights
 Logits = Float32[Array, "... W"]
 Losses = Float32[Array, "..."]
 Labels = Int32[Array, "..."]
-MASKED = -1e30
 NO_ID = -1  # draft id of a token outside of the draft's vocabulary
 
 
@@ -156,7 +155,7 @@ def packed_attention(turned: Array, past: Past, positions: Array, mask: Bool[Arr
     keys, values = (jnp.split(each, each.shape[1] // length, axis=1) for each in rounds)
     precision = lax.Precision.HIGHEST if turned.dtype == jnp.float32 else None
     einsum = partial(jnp.einsum, preferred_element_type=jnp.float32, precision=precision)
-    scores = jnp.where(mask[:, None, None], einsum("bnkge,btke->bkgnt", query, keys[0]), MASKED)
+    scores = jnp.where(mask[:, None, None], einsum("bnkge,btke->bkgnt", query, keys[0]), -1e30)
     own = [einsum("bnkge,bnke->bkgn", query, each)[..., None] for each in keys[1:]]
     weights = jax.nn.softmax(jnp.concatenate([scores, *own], axis=-1) * jnp.float32(size**-0.5))
     mixed = einsum("bkgnt,btke->bnkge", weights[..., :length].astype(turned.dtype), values[0])
