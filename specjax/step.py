@@ -49,7 +49,7 @@ from specjax.state import (
     admit,
 )
 from specjax.tree import NO_TOKEN, DraftTree, ancestor_mask, best_nodes, narrow, root_only
-from specjax.types import Active, PageTable, PerRequest
+from specjax.types import Active, PerRequest
 from specjax.verify import Verdict, Verifier, finite_logits, pad_levels, path_logprobs, verify_tree
 
 
@@ -79,7 +79,7 @@ def draft_phase(
     A larger tree, or one with more drafts than its row's `draft_limit`, is cut to the nodes with the best scores. With
     a width of 1 the drafter is not called.
     """
-    batch = _gather(state, inputs.slots, inputs.page_table, inputs.active)
+    batch = _gather(state, inputs)
     if config.widths == (1,):
         return root_only(batch.context.root), state
     tree, draft = drafter.propose(params, state.draft, batch.context)
@@ -101,7 +101,7 @@ def check_phase(
     allowed: UInt32[Array, "B N W"] | None = None,
 ) -> Checked:
     """One forward of the target over the trees, and the walk down each. See `verify_phase`."""
-    batch = _gather(state, inputs.slots, inputs.page_table, inputs.active)
+    batch = _gather(state, inputs)
     context, row = batch.context, batch.row
     depth = drafter.depth
     widths = config.widths or (tree.width,)
@@ -156,7 +156,7 @@ def commit_phase(
     config: StepConfig = StepConfig(),
 ) -> tuple[DecodeState, StepOutput]:
     """Commits and emits the accepted tokens, and reports them to the drafter."""
-    batch = _gather(state, inputs.slots, inputs.page_table, inputs.active)
+    batch = _gather(state, inputs)
     context, row, verdict = batch.context, batch.row, checked.verdict
     tree = _fitted(tree, config)
     emitted, finish = _truncate(verdict.tokens, verdict.accepted, row, context.active, checked.finite)
@@ -225,7 +225,7 @@ def prefill_step(
     Returns:
         The next state, and `StepOutput` with [B, 1] tokens; ``emitted`` is 1 where the token was drawn, else 0.
     """
-    batch = _gather(state, inputs.slots, inputs.page_table, inputs.active)
+    batch = _gather(state, inputs)
     context, row = batch.context, batch.row
     length = jnp.where(context.active, inputs.length, 0)
     offset = jnp.arange(inputs.tokens.shape[1], dtype=jnp.int32)[None, :]
@@ -312,7 +312,8 @@ class _Batch(NamedTuple):
     draws: DrawInputs
 
 
-def _gather(state: DecodeState, slots: PerRequest, page_table: PageTable, active: Active) -> _Batch:
+def _gather(state: DecodeState, inputs: StepInput | PrefillInput) -> _Batch:
+    slots, page_table, active = inputs[:3]
     rows = state.root.shape[0]
     index = jnp.minimum(slots, rows - 1)
     small = state.rows._replace(history=cast(Any, None))

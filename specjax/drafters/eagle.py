@@ -97,12 +97,7 @@ def eagle_drafter(
     note: str = "",
 ) -> Drafter:
     """Drafts with a head whose parameters are `Params.draft`. [B, N] trees; all nodes are valid unless the head's
-    vocabulary has fewer tokens than the tree needs, or `confidence` sets a minimum.
-
-    Args:
-        backend: the attention implementation, as for the target; None = the default.
-        explicit_width: see `Drafter`.
-    """
+    vocabulary has fewer tokens than the tree needs, or `confidence` sets a minimum. `backend`: as for the target."""
     model = draft_head(head, target, backend=backend)
 
     def init(params: Params, rows: int, pool: PoolShape) -> DraftState:

@@ -17,8 +17,16 @@ from jaxtyping import Float, Int32
 
 from specjax.cache import Cache
 from specjax.config import ModelConfig
-from specjax.models.blocks import Backend, KeyValue, Past, attention, gated_mlp, key_value_spec
-from specjax.models.layers import rms_norm, rotations
+from specjax.models.blocks import (
+    Backend,
+    KeyValue,
+    Past,
+    attention,
+    gated_mlp,
+    key_value_spec,
+    rms_norm,
+    rotations,
+)
 from specjax.models.params import (
     EMBED_TENSOR,
     HEAD_TENSOR,
