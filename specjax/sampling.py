@@ -21,22 +21,12 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float32, Int32, UInt32
 
-STOP_IDS = 8
-"""Stop ids of a row on the device; the host checks further ones."""
-
-BIAS_ENTRIES = 1024
-"""Logit biases of a row."""
-
+STOP_IDS = 8  # stop ids of a row on the device; the host checks further ones
+BIAS_ENTRIES = 1024  # logit biases of a row
 MIN_TEMPERATURE = 1e-6
-
-MIN_REPETITION_PENALTY = 1e-20
-"""Lower bound; a float32 0 would make logits infinite."""
-
-NO_STOP = -1
-"""An unused stop id. Equal to no token."""
-
-_TINY = -1e30
-"""A masked logit: below every other, yet finite, so that a row with all tokens masked still draws one."""
+MIN_REPETITION_PENALTY = 1e-20  # a float32 0 would make logits infinite
+NO_STOP = -1  # an unused stop id; equal to no token
+_TINY = -1e30  # a masked logit: below every other, yet finite, so that a row with all tokens masked still draws one
 
 
 class SamplingRows(NamedTuple):
@@ -196,14 +186,6 @@ def gumbel_noise(seed: UInt32[Array, "2"], position: Int32[Array, ""], vocab_siz
     return -jnp.log(-jnp.where(upper, jnp.log(smaller), jnp.log1p(-smaller)))
 
 
-def _ascending_bits(values: Float32[Array, "V"]) -> UInt32[Array, "V"]:
-    """Unsigned integers in the order of the floats: negatives flipped whole, the rest moved above them. -0 = +0."""
-    # Not `values + 0.0`, which XLA removes.
-    bits = jax.lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32)
-    sign = jnp.uint32(0x80000000)
-    return jnp.where(bits >= sign, ~bits, bits | sign)
-
-
 def smallest_prefix(
     values: Float32[Array, "V"], weights: Float32[Array, "V"], need: Float32[Array, ""]
 ) -> Bool[Array, "V"]:
@@ -215,7 +197,10 @@ def smallest_prefix(
 
     Example: values [3, 5, 5, 1], weights all 1, need 2 -> [F, T, T, F]; need 1 -> [F, T, F, F].
     """
-    keys = _ascending_bits(values)
+    # Integers in the order of the floats: negatives flipped whole, the rest moved above them. -0 = +0, for which XLA
+    # would remove `values + 0.0`.
+    bits, sign = jax.lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32), jnp.uint32(1 << 31)
+    keys = jnp.where(bits >= sign, ~bits, bits | sign)
     ids = jnp.arange(values.shape[0], dtype=jnp.int32)
 
     def sum_where(mask: Array) -> Array:

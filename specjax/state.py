@@ -23,11 +23,8 @@ RUNS, STOPPED, FULL, NOT_FINITE = 0, 1, 2, 3
 """`StepOutput.finish`: the request goes on, drew a stop id, reached its limit of tokens, or has logits with NaN or
 infinity, from which nothing can be drawn."""
 
-NO_FORCED_TOKEN = -1
-"""`PrefillInput.next_token`: draw it."""
-
-NO_DRAFT_LIMIT = 1 << 20
-"""`Row.draft_limit` without a limit."""
+NO_FORCED_TOKEN = -1  # `PrefillInput.next_token`: draw it
+NO_DRAFT_LIMIT = 1 << 20  # `Row.draft_limit` without a limit
 
 
 class Row(NamedTuple):

@@ -19,11 +19,9 @@ from jaxtyping import Bool, Float32, Int32
 
 from specjax.types import PerRequest
 
-NO_PARENT = -1
-"""The root's parent, and every invalid node's. A sentinel to compare with; never an index to write at."""
-
-NO_TOKEN = -1
-"""No token here: an invalid node, or a node whose draw was not needed. Equal to no token id."""
+# Sentinels to compare with, never indices to write at.
+NO_PARENT = -1  # the root's parent, and every invalid node's
+NO_TOKEN = -1  # an invalid node's token, and a draw that was not needed; equal to no token id
 
 
 class DraftTree(NamedTuple):

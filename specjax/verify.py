@@ -21,8 +21,7 @@ from specjax.sampling import DrawInputs, draw, is_plain
 from specjax.tree import NO_TOKEN, DraftTree, ancestor_mask
 from specjax.types import Active, Logits, PerRequest
 
-TOP_LOGPROBS = 20
-"""Likeliest tokens whose log-probabilities a step gives."""
+TOP_LOGPROBS = 20  # likeliest tokens whose log-probabilities a step gives
 
 
 class Logprobs(NamedTuple):

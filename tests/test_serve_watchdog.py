@@ -18,8 +18,7 @@ from server_helpers import SECONDS, running, wait_until
 import specjax
 from specjax.cli.flags import ServerSettings
 from specjax.serve import runner
-from specjax.serve.runner import ENGINE_GONE, ENGINE_STUCK, EngineStuck, State
-from specjax.serve.watchdog import Watchdog
+from specjax.serve.runner import ENGINE_GONE, ENGINE_STUCK, EngineStuck, State, Watchdog
 
 QUICK = ServerSettings(watchdog_timeout=0.1)
 BODY = {"prompt": "hello", "max_tokens": 5}

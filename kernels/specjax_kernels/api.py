@@ -29,8 +29,7 @@ IMPLEMENTATIONS = MappingProxyType(
 """Name -> module with a function `tree_attention(call)` and, unless it runs everywhere, a function `refuse()`, which
 raises NotImplementedError where it cannot. One that reads packed arrays also has `tree_attention_packed(qkv, call)`."""
 
-INACTIVE = -1
-"""The prefix length of a row that takes no part."""
+INACTIVE = -1  # the prefix length of a row that takes no part
 
 
 def default_implementation() -> str:

@@ -34,20 +34,15 @@ GENERATIONS = {
 }
 """By compute capability."""
 
-UNKNOWN = Generation(132, 99 * 1024)
-"""Also for programs compiled without a GPU."""
+UNKNOWN = Generation(132, 99 * 1024)  # also for programs compiled without a GPU
+MOST_SPLITS = 64  # the combine reads all partial results of a query at once
+LEAST_SPLIT = 128  # committed tokens of a split, at least
 
-MOST_SPLITS = 64
-"""The combine reads all partial results of a query at once."""
-
+# The widest heads of keys and of values whose tiles fit in registers and shared memory.
 WIDEST = {"float32": (256, 256), "bfloat16": (1024, 512), "float16": (1024, 512)}
-"""The widest heads of keys and of values whose tiles fit in registers and shared memory."""
 
-LEAST_SPLIT = 128
-"""Committed tokens of a split, at least."""
-
+# Bytes of tiles that a program loads ahead by the rule of thumb, so that two programs fit a larger multiprocessor.
 IN_FLIGHT = 96 * 1024
-"""Bytes of tiles that a program loads ahead by the rule of thumb, so that two programs fit a larger multiprocessor."""
 
 
 @dataclasses.dataclass(frozen=True)

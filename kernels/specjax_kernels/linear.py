@@ -16,13 +16,12 @@ from jaxtyping import Float, Float32
 
 from specjax_kernels.cpu import rows as cpu_rows
 
+# Number of partial sums in a one-row float32 product on a CPU: XLA:CPU uses all cores for a batch of products only. On
+# 2 cores 2, 3 and 8 parts are slower.
 PARTS = 4
-"""Number of partial sums in a one-row float32 product on a CPU: XLA:CPU uses all cores for a batch of products only.
-On 2 cores 2, 3 and 8 parts are slower."""
-
+# Largest number of float32 rows that a CPU multiplies one by one, which costs it clearly less than a wide product: two
+# rows take three quarters of the time, three rows four fifths, four rows all of it.
 CHEAP_ROWS = 3
-"""Largest number of float32 rows that a CPU multiplies one by one, which costs it clearly less than a wide product: two
-rows take three quarters of the time, three rows four fifths, four rows all of it."""
 
 
 def linear(x: Float[Array, "B N M"], weight: Float[Array, "M *out"]) -> Float[Array, "B N *out"]:

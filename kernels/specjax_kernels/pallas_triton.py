@@ -34,12 +34,9 @@ from specjax_kernels.masks import Causal
 
 warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
-MASKED = -1e30
-FLOOR = -1e20
-"""The least peak of a row: exp2(MASKED - FLOOR) is 0, so a row that sees nothing sums to 0."""
-
-LOG2_E = math.log2(math.e)
-"""The GPU's exponent has base 2: scores are kept in units of log 2."""
+# The least peak of a row is FLOOR: exp2(MASKED - FLOOR) is 0, so a row that sees nothing sums to 0.
+MASKED, FLOOR = -1e30, -1e20
+LOG2_E = math.log2(math.e)  # the GPU's exponent has base 2: scores are kept in units of log 2
 
 
 class Softmax(NamedTuple):

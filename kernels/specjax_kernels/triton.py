@@ -14,17 +14,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from specjax_kernels.call import Call
 from specjax_kernels.launch import Blocks, launch_for, padded, refuse_unless_ampere, too_wide
 from specjax_kernels.masks import words
-from specjax_kernels.triton_interpreter import interpret
 from specjax_kernels.triton_kernels import attend, combine
 from specjax_kernels.triton_packages import INTERPRETED, UNMET, jax_triton
 
-LOG2_E = math.log2(math.e)
-"""The GPU's exponent has base 2: scores are kept in units of log 2."""
+LOG2_E = math.log2(math.e)  # the GPU's exponent has base 2: scores are kept in units of log 2
 
 
 def tree_attention(call: Call, *, blocks: Blocks | None = None) -> Array:
@@ -115,7 +114,7 @@ def _call(
 ) -> dict[str, Array]:
     """Runs a kernel, whose parameters are named by `inputs`, `outputs` and `constants`. Returns the outputs."""
     if INTERPRETED:
-        run = functools.partial(interpret, kernel, grid, tuple(inputs), outputs, constants)
+        run = functools.partial(_interpret, kernel, grid, tuple(inputs), outputs, constants)
         results = jax.pure_callback(run, tuple(outputs.values()), *inputs.values())
     else:
         capability = jax_triton.triton_lib.make_cuda_target(None, 1).arch
@@ -136,3 +135,45 @@ def _call(
             **constants,
         )
     return dict(zip(outputs, results, strict=True))
+
+
+def _interpret(
+    kernel: Any,
+    grid: tuple[int, ...],
+    names: tuple[str, ...],
+    outputs: dict[str, jax.ShapeDtypeStruct],
+    constants: dict[str, Any],
+    *arrays: Any,
+) -> tuple[np.ndarray, ...]:
+    """Runs a kernel over numpy arrays in Triton's interpreter. Results begin as NaN, which shows what is unwritten."""
+    given = {name: np.ascontiguousarray(array) for name, array in zip(names, arrays, strict=True)}
+    results = {name: np.full(out.shape, np.nan, out.dtype) for name, out in outputs.items()}
+    kernel[grid](**{name: _Memory(array) for name, array in (given | results).items()}, **constants)
+    return tuple(results.values())
+
+
+class _Memory:
+    """As much of a torch.Tensor as Triton's interpreter asks of an argument: it copies tensors to the host and back.
+    This one is there already."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        kind, bits = array.dtype.name.rstrip("0123456789"), 8 * array.itemsize
+        self.dtype = {"float": "fp", "bfloat": "bf", "int": "i", "uint": "u"}[kind] + str(bits)
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def _itself(self, *_: Any, **__: Any) -> _Memory:
+        return self
+
+    untyped_storage = cpu = new_empty = set_ = copy_ = _itself
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def size(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(step // self.array.itemsize for step in self.array.strides)

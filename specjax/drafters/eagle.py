@@ -116,7 +116,8 @@ def eagle_drafter(
         positions = context.prefix_length[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
         embedded = model.embed(params.target, params.draft, seen.next_tokens)
         feature = model.fuse(params.draft, seen.features)
-        out, block = model.forward(params.draft, embedded, feature, positions, CAUSAL, _past(state.cache, context))
+        past = Past(state.cache, context.page_table, context.attended)
+        out, block = model.forward(params.draft, embedded, feature, positions, CAUSAL, past)
         last = jnp.take_along_axis(out, jnp.maximum(seen.length - 1, 0)[:, None, None], axis=1)[:, 0]
         # A NaN in a page would spread to the requests that hold the page later.
         length = jnp.where(jnp.isnan(last[:, 0]), 0, seen.length)
@@ -143,10 +144,6 @@ def eagle_drafter(
 def _between(width: int) -> tuple[int, ...]:
     """Narrower tree widths, for batches with few nodes: a quarter, and the row counts that are cheap on a CPU."""
     return tuple(w for w in sorted({*range(2, CHEAP_ROWS + 1), width // 4}) if 2 <= w < width)
-
-
-def _past(cache: KeyValue, context: Context, before: KeyValue | None = None) -> Past:
-    return Past(cache, context.page_table, context.attended, before)
 
 
 class _Level(NamedTuple):
@@ -200,7 +197,7 @@ def _grow(
         """One forward of the head over a level."""
         embedded = model.embed(params.target, params.draft, nodes.tokens)
         positions = jnp.broadcast_to(context.prefix_length[:, None] + (level - 1), nodes.tokens.shape)
-        past = _past(cache, context, before)
+        past = Past(cache, context.page_table, context.attended, before)
         out, block = model.forward(params.draft, embedded, nodes.features, positions, pack_bits(nodes.visible), past)
         logits = model.unembed(params.target, params.draft, out)
         return _Expanded(*candidates(logits, nodes.scores), out, joined(before, block))

@@ -28,11 +28,8 @@ from specjax.drafters.base import Context, Drafter, DraftState, Observation, Par
 from specjax.drafters.options import Ngram
 from specjax.tree import NO_PARENT, NO_TOKEN, DraftTree, Pool, rerank
 
-NOWHERE = -1
-"""No ring position: an empty table entry, the end of a chain. Never an index to write at."""
-
-WAYS = 8
-"""Positions that a bucket of the table holds."""
+NOWHERE = -1  # no ring position: an empty table entry, the end of a chain; never an index to write at
+WAYS = 8  # positions that a bucket of the table holds
 
 
 class NgramState(NamedTuple):

@@ -21,12 +21,10 @@ from typing import Any
 from specjax.config import HeadConfig
 from specjax.models.params import Leaf, Scope, Table, Tensor, attention_leaves, dimensions, linear, mlp_leaves, norm
 
-LAYER = "midlayer."
-"""Prefix of the decoder layer's tensors. Names are those of published EAGLE-3 heads; see `HeadSpec.published`."""
-
-FC, EMBED, HEAD = "fc.weight", "embed_tokens.weight", "lm_head.weight"
-OFFSETS, MASK = "d2t", "t2d"
-"""Token id of the target minus that of the head, [W]; which of the target's V tokens the head has, [V]."""
+# Names of tensors in published EAGLE-3 heads; see `HeadSpec.published`. `OFFSETS`: token id of the target minus that of
+# the head, [W]. `MASK`: which of the target's V tokens the head has, [V].
+LAYER = "midlayer."  # prefix of the decoder layer's
+FC, EMBED, HEAD, OFFSETS, MASK = "fc.weight", "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
 
 
 @dataclass(frozen=True)

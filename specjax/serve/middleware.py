@@ -26,11 +26,9 @@ MAX_BODIES = 2**30  # bytes of all bodies that are held at once. A body is held 
 WHOLE = 10.0  # a whole request may take this many times as long as one pause in it
 OPEN = "/health"  # the path that needs no key, and answers in any state
 
+# In the scope's state, set by the connection: how many connections are open, where that is too many.
 CROWDED = "specjax.crowded"
-"""In the scope's state, set by the connection: how many connections are open, where that is too many."""
-
 CLOSE = {"Connection": "close"}
-
 INTERNAL = "internal error; the server's log has it"
 
 

@@ -28,7 +28,6 @@ from specjax.engine.generation import forget_frames
 from specjax.engine.sequence import Sequence, Status
 from specjax.serve.errors import bad_request, unavailable
 from specjax.serve.report import Report
-from specjax.serve.watchdog import Watchdog
 
 logger = logging.getLogger("specjax.serve")
 
@@ -365,3 +364,54 @@ class Runner(threading.Thread):
         if self.state is not State.DRAINING:
             self.state = state
         self.on_change()
+
+
+class Watchdog(threading.Thread):
+    """Notices a thread that is stuck: calls `act` once, with the seconds without progress, when they exceed `timeout`.
+
+    Args:
+        timeout: seconds.
+        beat: a number that changes with each progress; None while there is no work.
+        excused: whether the work may take its time, because it waits for a compiler.
+        act: called from this thread, which ends after it.
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout: float,
+        beat: Callable[[], int | None],
+        excused: Callable[[], bool],
+        act: Callable[[float], None],
+    ) -> None:
+        super().__init__(name="specjax-watchdog", daemon=True)
+        self._beat, self._excused, self._act = beat, excused, act
+        self._timeout, self._interval = timeout, min(1.0, timeout / 8)
+        self._seen: int | None = None
+        self._stuck = 0.0
+        self._stopped = threading.Event()
+
+    def look(self, elapsed: float) -> float | None:
+        """Looks once, `elapsed` seconds after the last time. Returns the seconds without progress if they are too many.
+
+        Only time in which this thread could look counts: a process that was suspended for an hour is not stuck.
+        """
+        beat = self._beat()
+        if beat is None or beat != self._seen or self._excused():
+            self._seen, self._stuck = beat, 0.0
+            return None
+        self._stuck += min(elapsed, 2 * self._interval)
+        return self._stuck if self._stuck > self._timeout else None
+
+    def run(self) -> None:
+        last = time.monotonic()
+        while not self._stopped.wait(self._interval):
+            now = time.monotonic()
+            if (seconds := self.look(now - last)) is not None:
+                self._act(seconds)
+                return
+            last = now
+
+    def stop(self) -> None:
+        """From any thread, also before `start`."""
+        self._stopped.set()

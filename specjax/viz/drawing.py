@@ -26,8 +26,7 @@ from specjax.viz.trees import StepTree
 Shade = Literal["probability", "order"]
 Text = Callable[[list[int]], str]
 
-LONGEST = 14
-"""Characters of a label; longer ones are cut."""
+LONGEST = 14  # characters of a label; longer ones are cut
 
 # In pixels. Labels have a font of fixed width, so their size is known without drawing them.
 CHARACTER, PADDING, HEIGHT = 7.9, 9.0, 26.0
@@ -105,18 +104,15 @@ def layout(tree: StepTree, text: Text | None = None) -> Layout:
             y[node] = rows * LINE
             rows += 1
 
-    half = [_characters(shown) * CHARACTER / 2 + PADDING for shown in labels]
+    # Wide characters take two columns of a font of fixed width.
+    lengths = (sum(1 + (unicodedata.east_asian_width(c) in "WF") for c in shown) for shown in labels)
+    half = [length * CHARACTER / 2 + PADDING for length in lengths]
     columns, right = [], 0.0
     for level in range(max(depth) + 1):
         widest = max(half[node] for node in range(len(depth)) if depth[node] == level)
         columns.append(right + widest)
         right += 2 * widest + GAP
     return Layout(labels, parents, [columns[d] for d in depth], y, half, (right - GAP, (rows - 1) * LINE + HEIGHT + 18))
-
-
-def _characters(shown: str) -> int:
-    """Columns of a text in a font of fixed width."""
-    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in shown)
 
 
 def shades(tree: StepTree, shade: Shade) -> tuple[list[float], list[str]]:

@@ -18,12 +18,9 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+# Symbol of an array of words, filled in by `load`: addresses that differ from process to process.
 TABLE = "specjax_table"
-"""Symbol of an array of words, filled in by `load`: addresses that differ from process to process."""
-
-_IN_THE_C_LIBRARY = ("memcpy", "memmove", "memset")
-"""Functions that machine code may call besides its own; every process has them."""
-
+_IN_THE_C_LIBRARY = {"memcpy", "memmove", "memset"}  # what machine code may call besides its own
 _folder: Path | None = None
 _loaded: list[Any] = []  # keeps engines alive whose code XLA calls
 
@@ -92,9 +89,8 @@ def link(functions: Mapping[str, tuple[str, str]]) -> bytes:
             value.linkage = "internal"
     passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
     passes.getModulePassManager().run(whole, passes)
-    needed = [value.name for value in (*whole.functions, *whole.global_variables) if value.is_declaration]
-    unknown = sorted({name for name in needed if not name.startswith("llvm.")} - {*_IN_THE_C_LIBRARY})
-    if unknown:
+    needed = {value.name for value in (*whole.functions, *whole.global_variables) if value.is_declaration}
+    if unknown := sorted(name for name in needed - _IN_THE_C_LIBRARY if not name.startswith("llvm.")):
         raise RuntimeError(f"compiled, it needs {', '.join(unknown)}, as code does that may raise or allocates")
     return machine.emit_object(whole)
 

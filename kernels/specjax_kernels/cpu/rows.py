@@ -18,26 +18,13 @@ from jaxtyping import Float, Float32
 
 from specjax_kernels.cpu.runtime import Tools, callable_here, register
 
-MOST_ROWS = 8
-"""The largest number of rows for which XLA's own product takes longer."""
-
-TOGETHER = 4
-"""Rows of x that share one widened weight. Several rows are padded to a multiple of it."""
-
-DEEP = 4
-"""Rows of the matrix that are read side by side, so that sums are loaded and stored once for all of them."""
-
-PARTS = 8
-"""Number of partial sums where the matrix is narrow, so that threads share the work and read long runs of memory."""
-
-WIDE = 4096
-"""Columns of a tile, at most."""
-
-TRANSPOSED_TILE = 512
-"""Rows of a transposed matrix in one tile."""
-
-STORED = {"float32": 4, "bfloat16": 2}
-"""Dtypes of a matrix, and the bytes of a number."""
+MOST_ROWS = 8  # the largest number of rows for which XLA's own product takes longer
+TOGETHER = 4  # rows of x that share one widened weight; several rows are padded to a multiple of it
+DEEP = 4  # rows of the matrix that are read side by side, so that sums are loaded and stored once for all of them
+PARTS = 8  # partial sums of a narrow matrix, so that threads share the work and read long runs of memory
+WIDE = 4096  # columns of a tile, at most
+TRANSPOSED_TILE = 512  # rows of a transposed matrix in one tile
+STORED = {"float32": 4, "bfloat16": 2}  # dtypes of a matrix, and the bytes of a number
 
 
 def parts_of(depth: int, columns: int) -> int:
