@@ -31,7 +31,7 @@ from specjax_kernels import CAUSAL, pack_bits
 from specjax.cache import Block, commit, take_path
 from specjax.compiling import compiler_options
 from specjax.drafters.base import Context, Drafter, Observation, Params
-from specjax.models.target import ForwardOutput, Target
+from specjax.models.target import Target
 from specjax.sampling import DrawInputs
 from specjax.state import (
     FULL,
@@ -79,12 +79,12 @@ def draft_phase(
     A larger tree, or one with more drafts than its row's `draft_limit`, is cut to the nodes with the best scores. With
     a width of 1 the drafter is not called.
     """
-    batch = _gather(state, inputs)
+    context, row, _ = _gather(state, inputs)
     if config.widths == (1,):
-        return root_only(batch.context.root), state
-    tree, draft = drafter.propose(params, state.draft, batch.context)
+        return root_only(context.root), state
+    tree, draft = drafter.propose(params, state.draft, context)
     most = max(config.widths, default=tree.width)
-    tree = best_nodes(tree, jnp.where(batch.context.active, batch.row.draft_limit + 1, 1), most)
+    tree = best_nodes(tree, jnp.where(context.active, row.draft_limit + 1, 1), most)
     return tree, state._replace(draft=draft)
 
 
@@ -101,9 +101,8 @@ def check_phase(
     allowed: UInt32[Array, "B N W"] | None = None,
 ) -> Checked:
     """One forward of the target over the trees, and the walk down each. See `verify_phase`."""
-    batch = _gather(state, inputs)
-    context, row = batch.context, batch.row
-    depth = drafter.depth
+    context, row, draws = _gather(state, inputs)
+    prefix_length, depth = context.prefix_length, drafter.depth
     widths = config.widths or (tree.width,)
     if not 1 <= widths[0] <= widths[-1] <= max(drafter.width, tree.width) or list(widths) != sorted(set(widths)):
         raise ValueError(f"StepConfig.widths must ascend, from 1 to the drafter's width {drafter.width}: {widths}")
@@ -119,12 +118,13 @@ def check_phase(
         """The forward and the walk for trees of at most `width` nodes; everything returned is as long as the path."""
         part = narrow(tree, width)
         mask = pack_bits(ancestor_mask(part))
-        output = _forward(params, state, context, part.tokens, part.depth, mask, target=target, drafter=drafter)
+        embedded, positions = target.embed(params.target, part.tokens), prefix_length[:, None] + part.depth
+        past = state.cache, context.page_table, context.attended
+        output = target.forward(params.target, embedded, positions, mask, *past, features=drafter.features)
         logits = target.unembed(params.target, output.hidden)
         bits = None if allowed is None else allowed[:, :width]
         levels = min(depth, width - 1)
-        prefix_length = context.prefix_length
-        verdict = verify(part, logits, batch.draws, prefix_length, row.generated, depth=levels, allowed=bits)
+        verdict = verify(part, logits, draws, prefix_length, row.generated, depth=levels, allowed=bits)
         path = pad_levels(verdict.path, depth + 1, 0)
         tokens = pad_levels(verdict.tokens, depth + 1, NO_TOKEN)
         drawn = pad_levels(verdict.drawn, tree.width, NO_TOKEN)
@@ -156,15 +156,15 @@ def commit_phase(
     config: StepConfig = StepConfig(),
 ) -> tuple[DecodeState, StepOutput]:
     """Commits and emits the accepted tokens, and reports them to the drafter."""
-    batch = _gather(state, inputs)
-    context, row, verdict = batch.context, batch.row, checked.verdict
+    context, row, _ = _gather(state, inputs)
+    verdict = checked.verdict
     tree = _fitted(tree, config)
     emitted, finish = _truncate(verdict.tokens, verdict.accepted, row, context.active, checked.finite)
     path_tokens = jnp.take_along_axis(tree.tokens, verdict.path, axis=1)
     state, context = _commit(state, context, checked.block, path_tokens, emitted, after=checked.finite)
     observation = Observation(path_tokens, verdict.tokens, checked.features, emitted)
     state = state._replace(draft=drafter.observe(params, state.draft, context, observation))
-    state = _emit(state, batch, verdict.tokens, emitted, emitted, finish)
+    state = _emit(state, context, row, verdict.tokens, emitted, emitted, finish)
     accepted = jnp.maximum(emitted - 1, 0)
     trace = Trace(tree, verdict.drawn, verdict.path, verdict.accepted) if config.trace else None
     return state, StepOutput(verdict.tokens, emitted, accepted, finish, checked.logprobs, trace)
@@ -225,18 +225,19 @@ def prefill_step(
     Returns:
         The next state, and `StepOutput` with [B, 1] tokens; ``emitted`` is 1 where the token was drawn, else 0.
     """
-    batch = _gather(state, inputs)
-    context, row = batch.context, batch.row
+    context, row, draws = _gather(state, inputs)
     length = jnp.where(context.active, inputs.length, 0)
     offset = jnp.arange(inputs.tokens.shape[1], dtype=jnp.int32)[None, :]
-    output = _forward(params, state, context, inputs.tokens, offset, CAUSAL, target=target, drafter=drafter)
+    embedded, positions = target.embed(params.target, inputs.tokens), context.prefix_length[:, None] + offset
+    past = state.cache, context.page_table, context.attended
+    output = target.forward(params.target, embedded, positions, CAUSAL, *past, features=drafter.features)
     last = jnp.maximum(length - 1, 0)
     hidden = jnp.take_along_axis(output.hidden, last[:, None, None], axis=1)
     logits = target.unembed(params.target, hidden)
     wants_draw = context.active & (inputs.next_token == NO_FORCED_TOKEN)
     tail = root_only(jnp.take_along_axis(inputs.tokens, last[:, None], axis=1)[:, 0])
     # Rows that draw nothing must not make the others pay for their parameters.
-    draws = batch.draws._replace(active=wants_draw)
+    draws = draws._replace(active=wants_draw)
     verdict = verify_tree(tail, logits, draws, context.prefix_length + last, row.generated, depth=0)
     drawn = verdict.tokens
     token = jnp.where(wants_draw, drawn[:, 0], inputs.next_token)
@@ -251,7 +252,7 @@ def prefill_step(
     next_tokens = jnp.where(offset == last[:, None], token[:, None], shifted)
     observation = Observation(inputs.tokens, next_tokens, output.features, committed)
     state = state._replace(draft=drafter.observe(params, state.draft, context, observation))
-    state = _emit(state, batch, token[:, None], emitted, committed, finish)
+    state = _emit(state, context, row, token[:, None], emitted, committed, finish)
     logprobs = path_logprobs(logits, verdict.path, verdict, jnp.any(row.logprobs & wants_draw))
     return state, StepOutput(token[:, None], emitted, jnp.zeros_like(emitted), finish, logprobs, None)
 
@@ -287,32 +288,8 @@ def tree_widths(drafter: Drafter) -> tuple[int, ...]:
     return tuple(sorted({1, *drafter.widths, drafter.width}))
 
 
-def _forward(
-    params: Params,
-    state: DecodeState,
-    context: Context,
-    tokens: Int32[Array, "B N"],
-    offset: Int32[Array, "#B N"],
-    mask: Any,
-    *,
-    target: Target,
-    drafter: Drafter,
-) -> ForwardOutput:
-    """The target's output at new tokens, which stand at `prefix_length` + `offset`."""
-    embedded, positions = target.embed(params.target, tokens), context.prefix_length[:, None] + offset
-    past = state.cache, context.page_table, context.attended
-    return target.forward(params.target, embedded, positions, mask, *past, features=drafter.features)
-
-
-class _Batch(NamedTuple):
-    """The rows of a step, gathered."""
-
-    context: Context
-    row: Row  # [B]; `history` stays [R, V]
-    draws: DrawInputs
-
-
-def _gather(state: DecodeState, inputs: StepInput | PrefillInput) -> _Batch:
+def _gather(state: DecodeState, inputs: StepInput | PrefillInput) -> tuple[Context, Row, DrawInputs]:
+    """The rows of a step, [B]; only their `history` stays [R, V]."""
     slots, page_table, active = inputs[:3]
     rows = state.root.shape[0]
     index = jnp.minimum(slots, rows - 1)
@@ -329,7 +306,7 @@ def _gather(state: DecodeState, inputs: StepInput | PrefillInput) -> _Batch:
         sampling=row.sampling,
         tokens=state.tokens,
     )
-    return _Batch(context, row, DrawInputs(row.sampling, row.history, slots, active))
+    return context, row, DrawInputs(row.sampling, row.history, slots, active)
 
 
 def _commit(
@@ -373,14 +350,15 @@ def _truncate(
 
 def _emit(
     state: DecodeState,
-    batch: _Batch,
+    context: Context,
+    row: Row,
     tokens: Int32[Array, "B J"],
     emitted: PerRequest,
     committed: PerRequest,
     finish: PerRequest,
 ) -> DecodeState:
     """Scatters the batch's progress back to its rows. The root is the last emitted token, or the forced one."""
-    context, rows = batch.context, state.root.shape[0]
+    rows = state.root.shape[0]
     width = tokens.shape[1]
     entry = jnp.arange(context.slots.shape[0], dtype=jnp.int32)
     slot = jnp.where(context.active, context.slots, rows + entry)
@@ -395,7 +373,7 @@ def _emit(
     return state._replace(
         rows=state.rows._replace(
             prefix_length=put(state.rows.prefix_length, context.prefix_length + committed),
-            generated=put(state.rows.generated, batch.row.generated + emitted),
+            generated=put(state.rows.generated, row.generated + emitted),
             history=state.rows.history._replace(counts=counts),
         ),
         root=put(state.root, root),

@@ -105,14 +105,6 @@ def log_total(logits: Float32[Array, "B k W"], largest: Float32[Array, "B k 1"])
     return jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True))
 
 
-def next_beam(
-    scores: Float32[Array, "B Q"], count: int
-) -> tuple[Float32[Array, "B {count}"], Int32[Array, "B {count}"]]:
-    """The `count` best of a level's Q candidates: their scores and indices, best first, ties to the lower index."""
-    best, index = jax.lax.top_k(scores, count)
-    return best, index.astype(jnp.int32)
-
-
 def rerank(root: PerRequest, pool: Pool, width: int) -> DraftTree:
     """The tree of the `width - 1` best candidates, put back in pool order (parents first), the root prepended.
 

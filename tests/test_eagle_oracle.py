@@ -589,7 +589,7 @@ def jitted_tree(root, table, steps, topk, width):
     tokens, scores = tokens[:, 0], scores[:, 0]
     pool = trees.Pool(tokens, jnp.full_like(tokens, NO_PARENT), jnp.ones_like(tokens), scores)
     for level in range(1, steps):
-        best, index = trees.next_beam(scores, topk)
+        best, index = jax.lax.top_k(scores, topk)
         first = pool.tokens.shape[1] - tokens.shape[1]
         last = jnp.take_along_axis(tokens, index, axis=1)
         tokens, scores = trees.top_k_children(best, table[row, level, last], topk)

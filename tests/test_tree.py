@@ -163,7 +163,7 @@ def expand(root, table, k, depth, width):
         flat = tokens.reshape(batch, -1), jnp.repeat(parents, k, axis=1), reached.reshape(batch, -1)
         first = sum(part[0].shape[1] for part in levels)
         levels.append((flat[0], flat[1], jnp.full_like(flat[0], level + 1), flat[2]))
-        scores, index = trees.next_beam(flat[2], k)
+        scores, index = jax.lax.top_k(flat[2], k)
         last, parents = jnp.take_along_axis(flat[0], index, axis=1), index + jnp.int32(first)
     pool = trees.Pool(*(jnp.concatenate(leaves, axis=1) for leaves in zip(*levels, strict=True)))
     return trees.rerank(root, pool, width)

@@ -39,7 +39,7 @@ from specjax.models.blocks import KeyValue, Past, joined, key_value_spec
 from specjax.models.draft_head import DraftHead, draft_head
 from specjax.models.head_spec import head_spec
 from specjax.models.target import Target
-from specjax.tree import NO_PARENT, DraftTree, Pool, chain, log_total, next_beam, rerank, top_k_children
+from specjax.tree import NO_PARENT, DraftTree, Pool, chain, log_total, rerank, top_k_children
 
 
 class EagleState(NamedTuple):
@@ -217,7 +217,7 @@ def _grow(
         if is_chain:
             nodes = _Level(tokens, scores, out, jnp.ones((batch, 1, level + 1), bool), nodes.place)
         elif level + 1 < steps:
-            best, index = next_beam(scores, k)
+            best, index = jax.lax.top_k(scores, k)  # best first, ties to the lower index
             parent = index // k  # candidate i of a level belongs to node i // k
             visible = jnp.take_along_axis(nodes.visible, parent[:, :, None], axis=1)
             nodes = _Level(

@@ -14,66 +14,22 @@ from jaxtyping import Float, Float32, Int32
 
 from specjax.config import HeadConfig
 from specjax.models.blocks import Backend, KeyValue, Past, attention, gated_mlp, linear, rms_norm, rotations
-from specjax.models.head_spec import head_sizes, head_spec, head_table
+from specjax.models.head_spec import HeadSpec, head_sizes, head_spec, head_table
 from specjax.models.params import create
 from specjax.models.target import Target
 from specjax.types import Hidden, Positions, Tokens, Weights
 
 
-class _Head(nn.Module):
+class _Parameters(nn.Module):
+    """Creates a head's parameters as declared."""
+
     config: HeadConfig
     vocabulary: int  # V, of the target
-    backend: Backend = None
 
-    def setup(self) -> None:
-        self.spec = head_spec(self.config.kind)
-        sizes = head_sizes(self.config, self.vocabulary)
+    @nn.compact
+    def __call__(self) -> dict[str, Array]:
         leaves = [leaf for scope in head_table(self.config) for leaf in scope.leaves]
-        self.weights = create(self, leaves, sizes, self.config.dtype)
-
-    def parameters(self) -> Any:
-        """Touches every parameter once, which creates it."""
-        return self.weights
-
-    def embed(self, tokens: Tokens) -> Hidden:
-        return self.weights["embed"].at[tokens].get(mode="clip")
-
-    def fuse(self, features: Float[Array, "B N F"]) -> Hidden:
-        return linear(features, self.weights, "fc") if self.spec.reads_layers else features
-
-    def forward(
-        self, embedded: Hidden, feature: Hidden, positions: Positions, mask: Any, past: Past
-    ) -> tuple[Hidden, KeyValue]:
-        c, w = self.config, self.weights
-        x, residual = self._inputs(embedded, feature, positions)
-        rotation = rotations(c.rope, c.head_dim, positions)
-        added, block = attention(x, w, rotation, positions, mask, past, backend=self.backend)
-        x = residual + added
-        out = x + gated_mlp(self._norm("mlp_norm", x), w)
-        return self._norm("final_norm", out) if self.spec.next_feature_normed else out, block
-
-    def normed(self, out: Hidden) -> Hidden:
-        """What the logits are made of."""
-        return out if self.spec.next_feature_normed else self._norm("final_norm", out)
-
-    def unembed(self, normed: Hidden) -> Float32[Array, "B N W"]:
-        return kernels.unembed(normed, self.weights["head"])
-
-    def _inputs(self, embedded: Hidden, feature: Hidden, positions: Positions) -> tuple[Array, Hidden]:
-        """What q, k and v read, [B, N, M or 2 M], and the residual."""
-        if self.spec.first_embedding_zero:
-            embedded = jnp.where((positions == 0)[..., None], jnp.zeros_like(embedded), embedded)
-        normed = self._norm("feature_norm", feature)
-        pair = [self._norm("embedding_norm", embedded), normed]
-        both = jnp.concatenate(pair[::-1] if self.spec.feature_first else pair, axis=-1)
-        if self.spec.reads_layers:
-            return both, normed if self.config.norm_before_residual else feature
-        x = linear(both, self.weights, "fc")
-        return self._norm("attention_norm", x), x
-
-    def _norm(self, name: str, x: Hidden) -> Hidden:
-        """x normalised, where the head has that norm."""
-        return rms_norm(x, self.weights[name], self.config.norm_epsilon) if name in self.weights else x
+        return create(self, leaves, head_sizes(self.config, self.vocabulary), self.config.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,40 +38,63 @@ class DraftHead:
 
     config: HeadConfig
     target: Target
-    module: _Head
+    backend: Backend = None
 
-    def _apply(self, params: Weights, method: str, *arguments: Any) -> Any:
-        return self.module.apply({"params": params}, *arguments, method=method)
+    @property
+    def spec(self) -> HeadSpec:
+        return head_spec(self.config.kind)
 
     def embed(self, target_params: Weights, params: Weights, tokens: Tokens) -> Hidden:
         own = self.config.own_embedding
-        return self._apply(params, "embed", tokens) if own else self.target.embed(target_params, tokens)
+        return params["embed"].at[tokens].get(mode="clip") if own else self.target.embed(target_params, tokens)
 
     def fuse(self, params: Weights, features: Float[Array, "B N F"]) -> Hidden:
         """The target's features as the head reads them. The head's own outputs need no such step."""
-        return self._apply(params, "fuse", features)
+        return linear(features, params, "fc") if self.spec.reads_layers else features
 
     def forward(
         self, params: Weights, embedded: Hidden, feature: Hidden, positions: Positions, mask: Any, past: Past
     ) -> tuple[Hidden, KeyValue]:
         """The next features, and the block's keys and values."""
-        return self._apply(params, "forward", embedded, feature, positions, mask, past)
+        x, residual = self._inputs(params, embedded, feature, positions)
+        rotation = rotations(self.config.rope, self.config.head_dim, positions)
+        added, block = attention(x, params, rotation, positions, mask, past, backend=self.backend)
+        x = residual + added
+        out = x + gated_mlp(self._norm(params, "mlp_norm", x), params)
+        return self._norm(params, "final_norm", out) if self.spec.next_feature_normed else out, block
 
     def unembed(self, target_params: Weights, params: Weights, out: Hidden) -> Float32[Array, "B N W"]:
         """Logits, from what `forward` returned."""
-        normed = self._apply(params, "normed", out)
-        own = self.config.own_head
-        return self._apply(params, "unembed", normed) if own else self.target.unembed(target_params, normed)
+        normed = out if self.spec.next_feature_normed else self._norm(params, "final_norm", out)
+        if self.config.own_head:
+            return kernels.unembed(normed, params["head"])
+        return self.target.unembed(target_params, normed)
 
     def target_ids(self, params: Weights, ids: Int32[Array, "..."]) -> Int32[Array, "..."]:
         """The target's ids of the head's tokens."""
         return params["ids"][ids] if self.config.mapped else ids
 
+    def _inputs(self, params: Weights, embedded: Hidden, feature: Hidden, positions: Positions) -> tuple[Array, Hidden]:
+        """What q, k and v read, [B, N, M or 2 M], and the residual."""
+        if self.spec.first_embedding_zero:
+            embedded = jnp.where((positions == 0)[..., None], jnp.zeros_like(embedded), embedded)
+        normed = self._norm(params, "feature_norm", feature)
+        pair = [self._norm(params, "embedding_norm", embedded), normed]
+        both = jnp.concatenate(pair[::-1] if self.spec.feature_first else pair, axis=-1)
+        if self.spec.reads_layers:
+            return both, normed if self.config.norm_before_residual else feature
+        x = linear(both, params, "fc")
+        return self._norm(params, "attention_norm", x), x
+
+    def _norm(self, params: Weights, name: str, x: Hidden) -> Hidden:
+        """x normalised, where the head has that norm."""
+        return rms_norm(x, params[name], self.config.norm_epsilon) if name in params else x
+
 
 def draft_head(config: HeadConfig, target: Target, *, backend: Backend = None) -> DraftHead:
     """A head for one target; ValueError if they do not fit. `backend`: see `specjax.models.blocks.Backend`."""
     check_fit(config, target)
-    return DraftHead(config, target, _Head(config, target.config.vocab_size, backend))
+    return DraftHead(config, target, backend)
 
 
 def check_fit(config: HeadConfig, target: Target) -> None:
@@ -142,8 +121,7 @@ def check_fit(config: HeadConfig, target: Target) -> None:
 def init_head_params(config: HeadConfig, target: Target, key: Array) -> Weights:
     """Random parameters (normal, 0.02; the map, if there is one, leads to the first W tokens)."""
     check_fit(config, target)
-    module = _Head(config, target.config.vocab_size)
-    return cast(Weights, module.init(key, method=_Head.parameters)["params"])
+    return cast(Weights, _Parameters(config, target.config.vocab_size).init(key)["params"])
 
 
 def with_token_map(

@@ -32,16 +32,14 @@ if TYPE_CHECKING:
     import flax.linen as nn
     from jax import Array
 
-Sizes = Mapping[str, int]
-"""Dimension letter to size."""
+Sizes = Mapping[str, int]  # by dimension letter
 
 T = TypeVar("T")
 
+# Names that all families' checkpoints share.
 EMBED_TENSOR, HEAD_TENSOR = "model.embed_tokens.weight", "lm_head.weight"
-"""Names that all families' checkpoints share."""
-
+# The logical axes of dimension letters, which a tensor-parallel mesh may split. Other axes are never split.
 AXES = {"V": "vocab", "W": "vocab", "K": "kv_heads", "I": "mlp"}
-"""Dimension letter to logical axis, which a tensor-parallel mesh may split. Other axes are never split."""
 
 
 class Part(NamedTuple):
@@ -70,9 +68,8 @@ class Tensor:
     parts: tuple[Part, ...] = ()  # of the leaf that it fills, none: all; stacked experts: (Part("X", offset=3), GATE)
     gguf: str = ""  # its name in a GGUF file, after that prefix; empty: it has none
     interleaved: bool = False  # whether GGUF files hold its rows in llama.cpp's rotary order, see `gguf_model`
+    # First axes of all tensors stacked in this one, and its index: (("KGE", "KE", "KE"), 1) are the keys in `qkv_proj`.
     fused: tuple[tuple[str, ...], int] | None = None
-    """The first axes of all tensors stacked in this one, and this one's index: (("KGE", "KE", "KE"), 1) are the keys in
-    a `qkv_proj`."""
 
 
 @dataclass(frozen=True)
@@ -251,9 +248,8 @@ class Placement:
 
 def placements(table: Table, sizes: Sizes) -> Iterator[Placement]:
     """The rules of all tensors that a checkpoint must hold, in the order of the parameter tree."""
-    return (
-        _placement(scope, leaf, tensor, sizes) for scope in table for leaf in scope.leaves for tensor in leaf.tensors
-    )
+    every = ((scope, leaf, tensor) for scope in table for leaf in scope.leaves for tensor in leaf.tensors)
+    return (_placement(*each, sizes) for each in every)
 
 
 def _placement(scope: Scope, leaf: Leaf, tensor: Tensor, sizes: Sizes) -> Placement:

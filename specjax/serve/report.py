@@ -31,10 +31,8 @@ class Report:
         engine, now = self._engine, replace(self._engine.counters)
         tokens = sum(max(s.committed, s.prefilled) for s in engine.scheduler.active)  # of sequences that hold pages
         usage = f"token usage: {tokens / engine.intake.pool_tokens:.2f}"
-        running, queue = (
-            f"#running-req: {len(engine.scheduler.running())}",
-            f"#queue-req: {len(engine.scheduler.waiting)}",
-        )
+        running = f"#running-req: {len(engine.scheduler.running())}"
+        queue = f"#queue-req: {len(engine.scheduler.waiting)}"
         if (new := now.prefilled_tokens - self._last.prefilled_tokens) > 0:
             sequences = now.prefilled_sequences - self._last.prefilled_sequences
             counts = f"#new-seq: {sequences}, #new-token: {new}, #cached-token: 0"
