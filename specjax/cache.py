@@ -23,11 +23,8 @@ from jaxtyping import Int32
 
 from specjax.types import PageTable, PerRequest
 
-Cache: TypeAlias = Any
-"""A pytree of page leaves [P, S, ...]."""
-
-Block: TypeAlias = Any
-"""A pytree of the cache's structure, with leaves [B, N, ...]: what the layers keep of N new tokens per request."""
+Cache: TypeAlias = Any  # a pytree of page leaves [P, S, ...]
+Block: TypeAlias = Any  # a pytree of the cache's structure with leaves [B, N, ...]: what the layers keep of new tokens
 
 
 class PoolShape(NamedTuple):

@@ -117,14 +117,8 @@ def new_row(
 ) -> Row:
     """A request's row for `admit`, as numpy arrays without a leading axis.
 
-    Args:
-        limit: most tokens to emit, `output` included.
-        prompt: tokens that penalties count.
-        output: the same, of a resumed request.
-        draft_limit: most draft nodes a step may check for it; 0 = no speculation.
-        salt: requests with different salts share no n-gram memory.
-        logprobs: whether steps compute log-probabilities for it.
-        sampling: as in `sampling_row`; greedy by default.
+    `limit` includes `output`, the tokens that a resumed request has emitted; penalties count those and `prompt`.
+    `sampling`: as in `sampling_row`; greedy by default.
     """
     in_prompt = np.zeros(vocab_size, bool)
     in_prompt[list(prompt)] = True

@@ -202,11 +202,7 @@ def speculate_step(
     verify: Verifier = verify_tree,
     config: StepConfig = StepConfig(),
 ) -> tuple[DecodeState, StepOutput]:
-    """One step for B requests: 1 to D + 1 tokens each. Plain decoding is this with the `none` drafter.
-
-    Returns:
-        The next state, and `StepOutput` with [B, D + 1] tokens of which ``emitted[b]`` count.
-    """
+    """One step for B requests: 1 to D + 1 tokens each. Plain decoding is this with the `none` drafter."""
     tree, state = draft_phase(params, state, inputs, drafter=drafter, config=config)
     return verify_phase(params, state, inputs, tree, target=target, drafter=drafter, verify=verify, config=config)
 
@@ -222,8 +218,7 @@ def prefill_step(
 ) -> tuple[DecodeState, StepOutput]:
     """Commits a chunk of each request's prompt, and draws the token after it unless `next_token` forces one.
 
-    Returns:
-        The next state, and `StepOutput` with [B, 1] tokens; ``emitted`` is 1 where the token was drawn, else 0.
+    The output has [B, 1] tokens; ``emitted`` is 1 where the token was drawn, else 0.
     """
     context, row, draws = _gather(state, inputs)
     length = jnp.where(context.active, inputs.length, 0)
@@ -239,8 +234,7 @@ def prefill_step(
     # Rows that draw nothing must not make the others pay for their parameters.
     draws = draws._replace(active=wants_draw)
     verdict = verify_tree(tail, logits, draws, context.prefix_length + last, row.generated, depth=0)
-    drawn = verdict.tokens
-    token = jnp.where(wants_draw, drawn[:, 0], inputs.next_token)
+    token = jnp.where(wants_draw, verdict.tokens[:, 0], inputs.next_token)
     # The last token attends to all others of the chunk, so one that is not finite shows in its logits, drawn or not.
     finite = finite_logits(logits)
     committed = jnp.where(finite[:, 0], length, 0)

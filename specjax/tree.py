@@ -81,10 +81,8 @@ def top_k_children(
     """EAGLE-2's expansion: each beam node's `count` likeliest continuations and their cumulative scores.
 
     Ties go to the lower token id (`jax.lax.top_k`). Where the vocabulary has fewer than `count` tokens the rest score
-    -inf and must not become nodes. Source: SafeAILab/EAGLE `topK_genrate`.
-
-    Args:
-        normalised: False: `log_probs` are logits, and only the best are made log-probabilities.
+    -inf and must not become nodes. If not `normalised`, `log_probs` are logits, and only the best are made
+    log-probabilities. Source: SafeAILab/EAGLE `topK_genrate`.
     """
     available = min(count, log_probs.shape[-1])
     best, tokens = jax.lax.top_k(log_probs, available)
@@ -132,15 +130,11 @@ def rerank(root: PerRequest, pool: Pool, width: int) -> DraftTree:
 
 
 def best_nodes(tree: DraftTree, count: PerRequest, width: int | None = None) -> DraftTree:
-    """The root and the best of the other nodes, ``count[b]`` in all (at least the root), in their order.
+    """The root and the best of the other nodes, ``count[b]`` in all (at least 1, at most `width`), in their order.
 
     The best are closed under parents, as in `rerank`. If a drafter's scores grow along a path, the result can still be
-    verified but need not be the best; a node whose parent is missing becomes invalid.
-
-    Args:
-        tree: [B, N].
-        count: nodes to keep in each request's tree.
-        width: of the result, [B, width]; None: N. No more nodes than that are kept.
+    verified but need not be the best; a node whose parent is missing becomes invalid. The result has `width` nodes,
+    None: as many as `tree`.
 
     Example: nodes root, a (-2.0), b (-0.1), c (-0.2, child of b), count 3 -> root, b, c.
     """

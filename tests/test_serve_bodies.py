@@ -14,9 +14,9 @@ from body_helpers import CHAT, COMPLETE, EDGES, GENERATE, HELLO, RULES, refusal
 from engine_helpers import shared_engine
 from server_helpers import Running, running
 
-from specjax.serve import app, json_body
+from specjax.serve import app, fields
 from specjax.serve.errors import ApiError
-from specjax.serve.json_body import INLINE_BYTES, MAX_NODES, MAX_VALUES, Budget, count_values
+from specjax.serve.fields import INLINE_BYTES, MAX_NODES, MAX_VALUES, Budget, count_values
 from specjax.serve.protocol import ChatRequest, CompletionRequest, GenerateRequest, SamplingBody, read_request
 
 JSON = st.recursive(
@@ -39,7 +39,7 @@ def members(value: Any) -> tuple[int, int]:
 @hypothesis.settings(max_examples=50, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 def test_values_are_counted_without_parsing(monkeypatch, piece, value, ascii):
     """However the text is cut into pieces: between a backslash and what it escapes, or inside a character."""
-    monkeypatch.setattr(json_body, "_PIECE", piece)
+    monkeypatch.setattr(fields, "_PIECE", piece)
     values, nodes = count_values(json.dumps(value, ensure_ascii=ascii).encode("utf-8", "surrogatepass"))
     expected_values, expected_nodes = members(value)
     assert nodes == expected_nodes and expected_values <= values <= expected_values + expected_nodes

@@ -128,9 +128,7 @@ def attention(
             C == N. They have no positions, so a window is not possible.
 
     Returns:
-        [B, N, K * G, E] in qkv's dtype.
-
-    Raises: as `tree_attention`.
+        [B, N, K * G, E] in qkv's dtype. Raises as `tree_attention`.
     """
     if qkv.ndim != 5 or qkv.shape[3] < 3:
         raise ValueError(f"qkv must be [B, N, K, G + 2, E] with G at least 1, got shape {qkv.shape}")

@@ -33,7 +33,7 @@ def words(width: int) -> int:
 
 
 def pack_bits(visible: Array) -> Array:
-    """Packs a boolean mask, 32 keys to a word.
+    """Packs a boolean mask, 32 keys to a word: bool [..., C] to uint32 [..., ceil(C / 32)].
 
     Key j is bit ``j % 32`` (from the low end) of word ``j // 32``; unused high bits are 0. A root with two
     children, the first of which has a child of its own (nodes 0; 1, 2; 3), one row a node:
@@ -42,12 +42,6 @@ def pack_bits(visible: Array) -> Array:
         node 1 sees 0, 1        1 1 0 0  ->  0b0011 =  3
         node 2 sees 0, 2        1 0 1 0  ->  0b0101 =  5
         node 3 sees 0, 1, 3     1 1 0 1  ->  0b1011 = 11
-
-    Args:
-        visible: bool [..., C].
-
-    Returns:
-        uint32 [..., ceil(C / 32)].
     """
     if visible.dtype != jnp.bool_ or visible.ndim < 1:
         raise ValueError(f"pack_bits takes bool [..., C], got {visible.dtype} {visible.shape}")

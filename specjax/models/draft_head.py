@@ -129,10 +129,8 @@ def with_token_map(
 ) -> tuple[HeadConfig, Weights]:
     """FR-Spec: the head proposes the tokens `ids` only, so that its largest matrix has W columns instead of V.
 
-    The columns are copied once; gathering them in each call would read and write them all. Source: thunlp/FR-Spec.
-
-    Args:
-        ids: int32 [W], distinct token ids of the target.
+    `ids` int32 [W] are distinct token ids of the target. The columns are copied once; gathering them in each call would
+    read and write them all. Source: thunlp/FR-Spec.
     """
     if config.own_head:
         columns = params["head"][:, ids]

@@ -37,10 +37,9 @@ class HeadSpec:
     training: Mapping[str, Any]  # fields of `specjax.train.unroll.Objective`, as the kind's authors train it
     model_type: str = "llama"  # of config.json
     keys: Mapping[str, Any] = field(default_factory=dict)  # further ones of config.json
+    # The features are outputs of several of the target's layers, which `fc` maps to M, and attention reads embedding
+    # and feature side by side (2 M). False: they are the target's final hidden state, and `fc` maps the pair to M.
     reads_layers: bool = False
-    """The features are outputs of several of the target's layers, which `fc` maps to M, and attention reads embedding
-    and feature side by side (2 M). False: they are the target's hidden state after its final norm, and `fc` maps
-    embedding and feature to M."""
     feature_first: bool = False  # in that pair
     input_norms: tuple[Leaf, ...] = ()  # of the embedding, the feature and attention's input; tensors below `LAYER`
     final_norm: Leaf | None = None  # of the layer's output

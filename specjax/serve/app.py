@@ -21,7 +21,7 @@ from specjax.cli.flags import ServerSettings
 from specjax.engine import Completion
 from specjax.engine.sequence import Sequence
 from specjax.serve.errors import ApiError, bad_request, unavailable
-from specjax.serve.json_body import INLINE_BYTES, receive_body
+from specjax.serve.fields import INLINE_BYTES, receive_body
 from specjax.serve.middleware import INTERNAL, Gate, check_state
 from specjax.serve.openapi import document
 from specjax.serve.protocol import ChatRequest, CompletionRequest, GenerateRequest, check_model, read_request

@@ -7,8 +7,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from specjax.serve.fields import IGNORED_HEADER, Schema
-from specjax.serve.json_body import MAX_NODES, MAX_VALUES
+from specjax.serve.fields import IGNORED_HEADER, MAX_NODES, MAX_VALUES, Schema
 from specjax.serve.middleware import OPEN
 from specjax.serve.protocol import DEFAULT_MODEL, ChatRequest, CompletionRequest, GenerateRequest, SamplingBody
 from specjax.serve.task import Rules

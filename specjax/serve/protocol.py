@@ -15,6 +15,7 @@ from specjax.serve.fields import (
     UNSUPPORTED,
     Bias,
     Body,
+    Budget,
     Flag,
     Ignored,
     Integer,
@@ -30,7 +31,6 @@ from specjax.serve.fields import (
     has,
     implies,
 )
-from specjax.serve.json_body import Budget
 from specjax.serve.messages import Messages
 from specjax.serve.task import Rules, Task, check_capacity, read_prompts, refusal
 from specjax.verify import TOP_LOGPROBS

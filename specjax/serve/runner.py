@@ -369,11 +369,8 @@ class Runner(threading.Thread):
 class Watchdog(threading.Thread):
     """Notices a thread that is stuck: calls `act` once, with the seconds without progress, when they exceed `timeout`.
 
-    Args:
-        timeout: seconds.
-        beat: a number that changes with each progress; None while there is no work.
-        excused: whether the work may take its time, because it waits for a compiler.
-        act: called from this thread, which ends after it.
+    `beat` gives a number that changes with each progress, None while there is no work; `excused` says whether the work
+    waits for a compiler, which may take its time. `act` is called from this thread, which ends after it.
     """
 
     def __init__(

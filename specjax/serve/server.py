@@ -35,11 +35,7 @@ class PortError(Exception):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a listening socket. Called before anything slow begins.
-
-    Raises:
-        PortError: the port is taken, or the host is not one of this machine's addresses.
-    """
+    """Returns a listening socket. PortError: the port is taken, or the host is not an address of this machine."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # `::` takes IPv4, too

@@ -82,10 +82,8 @@ def check_capacity(choices: int, prompts: int, rules: Rules, field: str) -> None
 def read_prompts(prompt: Any, field: str, choices: int, rules: Rules) -> list[Prompt]:
     """Reads a string, a list of strings, token ids, or a list of lists of token ids.
 
-    The number of prompts and the length of each list of ids are checked before their items.
-
-    Raises:
-        ApiError: the value has another form, is empty, or is more than the server takes.
+    The number of prompts and the length of each list of ids are checked before their items. Raises an ApiError: the
+    value has another form, is empty, or is more than the server takes.
     """
 
     def ids(value: Any) -> Any:

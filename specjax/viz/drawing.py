@@ -134,10 +134,9 @@ def draw_tree(
     title: str | None = None,
     legend: bool = True,
 ) -> Drawing:
-    """Draws one step.
+    """Draws one step, a tree from `specjax.step_trees` or of `Completion.trees`.
 
     Args:
-        tree: from `specjax.step_trees`, or of `Completion.trees`.
         text: token ids to text, such as a tokenizer's `decode`; None: the ids themselves.
         shade: the meaning of a box's colour and of the note below it. "probability": exp(score), for scores that are
             cumulative log-probabilities; "order": the rank of the score, for n-grams.

@@ -54,6 +54,7 @@ def step_trees(output: StepOutput) -> list[StepTree | None]:
 
 def render(tree: StepTree, text: Callable[[list[int]], str] | None = None) -> str:
     """The tree as lines of text: each node's token and score, ✓ where it was accepted, and what the target drew there.
+    `text`: token ids to text; None: the ids themselves.
 
         ' cat' drew ' sat'
         ├── ' sat' -0.48 ✓ drew ' on'
@@ -61,9 +62,6 @@ def render(tree: StepTree, text: Callable[[list[int]], str] | None = None) -> st
         │   └── ' by' -2.41
         └── ' is' -2.21
         2 of 4 drafts accepted; emitted ' sat on a'
-
-    Args:
-        text: token ids to text; None: the ids themselves.
     """
     on_path = set(tree.path.tolist())
 

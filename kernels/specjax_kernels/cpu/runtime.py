@@ -69,7 +69,10 @@ def register(name: str, build: Build) -> str | None:
         if name in _REGISTERED:
             return _REGISTERED[name]
         try:
-            _register(name, build)
+            outside = _outside()  # fails before seconds are spent on compiling
+            address = object_code.load(object_code.kept(name, lambda: _compile(build)), _SYMBOLS, outside)
+            function = ctypes.cast(address, ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p))
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
             reason = None
         except Exception as error:
             # Numba may be absent, or may not know this Python or processor.
@@ -77,14 +80,6 @@ def register(name: str, build: Build) -> str | None:
             logger.warning("%s. XLA's own operations are used instead; decoding is slower", reason)
         _REGISTERED[name] = reason
         return reason
-
-
-def _register(name: str, build: Build) -> None:
-    outside = _outside()  # fails before seconds are spent on compiling
-    code = object_code.kept(name, lambda: _compile(build))
-    address = object_code.load(code, _SYMBOLS, outside)
-    function = ctypes.cast(address, ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p))
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
 
 
 def _outside() -> list[int]:
