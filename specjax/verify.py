@@ -58,7 +58,6 @@ def verify_tree(
     """Draws at the nodes and accepts the longest path of draws.
 
     Args:
-        tree: [B, N].
         logits: float32 [B, N, V], the target's at every node.
         inputs: sampling parameters [B] and what they depend on; see `specjax.sampling.draw`.
         prefix_length: int32 [B]. n, the root's position. The token drawn at a node stands at n + depth + 1.

@@ -218,7 +218,7 @@ def tagged(tag: str) -> tuple[Spec, ...]:
 
 
 def named(name: str) -> Spec:
-    """The spec of a name. ValueError: there is none, with the names that exist."""
+    """The spec of a name. ValueError: there is none."""
     known = {spec.name: spec for spec in SPECS}
     if name not in known:
         raise ValueError(f"no spec {name!r}; there are: {', '.join(known)}")

@@ -99,6 +99,8 @@ def eagle_drafter(
     """Drafts with a head whose parameters are `Params.draft`. [B, N] trees; all nodes are valid unless the head's
     vocabulary has fewer tokens than the tree needs, or `confidence` sets a minimum. `backend`: as for the target."""
     model = draft_head(head, target, backend=backend)
+    # Narrower trees, for batches with few nodes: a quarter, and the row counts that are cheap on a CPU.
+    narrower = sorted({*range(2, CHEAP_ROWS + 1), shape.nodes // 4})
 
     def init(params: Params, rows: int, pool: PoolShape) -> DraftState:
         del params
@@ -135,15 +137,10 @@ def eagle_drafter(
         propose=propose,
         observe=observe,
         # Trees differ in size only where drafts are left out, and a narrow step pays only where one may be chosen.
-        widths=_between(shape.nodes) if confidence.least and confidence.skips else (),
+        widths=tuple(w for w in narrower if 2 <= w < shape.nodes) if confidence.least and confidence.skips else (),
         explicit_width=explicit_width,
         note=note + confidence.note,
     )
-
-
-def _between(width: int) -> tuple[int, ...]:
-    """Narrower tree widths, for batches with few nodes: a quarter, and the row counts that are cheap on a CPU."""
-    return tuple(w for w in sorted({*range(2, CHEAP_ROWS + 1), width // 4}) if 2 <= w < width)
 
 
 class _Level(NamedTuple):

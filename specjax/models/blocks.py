@@ -89,9 +89,7 @@ Backend: TypeAlias = str | Callable[..., Array] | None
 
 def joined(before: KeyValue | None, block: KeyValue) -> KeyValue:
     """Block keys and values one after another, [B, C, K, E]; None: nothing comes before."""
-    if before is None:
-        return block
-    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), before, block)
+    return block if before is None else jax.tree.map(lambda *keys: jnp.concatenate(keys, axis=1), before, block)
 
 
 class Past(NamedTuple):

@@ -48,22 +48,17 @@ def set_up_logging(level: str) -> None:
 def load(settings: flags.Settings) -> Engine:
     """Loads the engine, and logs what was loaded and what was chosen for it."""
     started = time.perf_counter()
-    timed = settings.server.log_level == "debug"
-    if timed:
+    if timed := settings.server.log_level == "debug":
         logger.debug("Steps run in three parts, each waited for, to be measured: slower than with --log-level info")
     engine = flags.make_engine(settings, time_phases=timed)
     seconds, dtype = time.perf_counter() - started, engine.target.config.dtype
     tokens = engine.intake.pool_tokens
     draft = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(engine.executables.state_shapes.draft))
     logger.info("Loaded %s on %s in %.1f s: %s", settings.model.model, engine.device_name, seconds, dtype)
-    logger.info(
-        "KV pool: %d tokens in pages of %d, %.2f GB for the target; context %d tokens, %d requests at once",
-        tokens,
-        engine.pool.page_size,
-        tokens * bytes_per_token(partial(init_cache, engine.target.pages)) / 1e9,
-        engine.context_length,
-        engine.config.max_running_requests,
-    )
+    gigabytes = tokens * bytes_per_token(partial(init_cache, engine.target.pages)) / 1e9
+    pool = f"{tokens} tokens in pages of {engine.pool.page_size}, {gigabytes:.2f} GB for the target"
+    most = engine.config.max_running_requests
+    logger.info("KV pool: %s; context %d tokens, %d requests at once", pool, engine.context_length, most)
     note = flags.in_flags(speculation_note(engine.drafter, engine.buckets))
     logger.info("Speculation: %s; %.2f GB for the draft", note, draft / 1e9)
     return engine

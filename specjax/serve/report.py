@@ -46,7 +46,11 @@ class Report:
         before = self._decoded
         if now.steps - before.steps >= self._interval:
             steps = now.verifications - before.verifications
-            self._explain(steps, now.drafted_steps - before.drafted_steps)
+            drafted = now.drafted_steps - before.drafted_steps
+            why = drafting_summary(engine.drafter, engine.buckets, steps, drafted, in_flags)["not_drafted"]
+            if why and not self._explained:
+                self._explained = True
+                logger.info("%d of %d steps drafted: %s", drafted, steps, why)
             length = (now.verified - before.verified) / steps if steps else 1.0
             rate = (now.generated - before.generated) / max(time.perf_counter() - self._since, 1e-9)
             speed = f"accept len: {length:.2f}, gen throughput (token/s): {rate:.2f}"
@@ -57,13 +61,6 @@ class Report:
                 self._phases = replace(times)
             self._decoded, self._since = now, time.perf_counter()
         self._last, self._idle = now, not engine.unfinished
-
-    def _explain(self, steps: int, drafted: int) -> None:
-        """Says once why steps did not draft."""
-        reason = drafting_summary(self._engine.drafter, self._engine.buckets, steps, drafted, in_flags)["not_drafted"]
-        if reason and not self._explained:
-            self._explained = True
-            logger.info("%d of %d steps drafted: %s", drafted, steps, reason)
 
 
 def describe(engine: Engine, model: str) -> dict[str, Any]:
