@@ -79,11 +79,8 @@ def find_verdict(
 ) -> Verdict:
     """The verdict on trees whose nodes have these draws: the path to the deepest node that matches with all ancestors.
 
-    Args:
-        drawn: what the target draws at each node.
-        depth: D, static.
-        matches: whether a node may follow its parent; None: where its token is its parent's draw. Anything else is a
-            lossy verifier, which emits the path's own tokens and the draw at its end.
+    `matches`: whether a node may follow its parent; None: where its token is its parent's draw. Anything else is a
+    lossy verifier, which emits the path's own tokens and the draw at its end.
     """
     width, ancestors = tree.width, ancestor_mask(tree)
     lossless = matches is None

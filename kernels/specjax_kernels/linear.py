@@ -54,10 +54,8 @@ def unembed(
 ) -> Float32[Array, "... W"]:
     """Logits of the output layer, float32 whatever the dtypes.
 
-    The derivatives are products in the dtypes of x and weight with float32 sums, twice as fast as float32 products.
-
-    Args:
-        weight: [M, W] or, transposed (an embedding that is also the output layer), [W, M]. Dtypes as for `linear`.
+    The weight is [M, W] or, transposed (an embedding that is also the output layer), [W, M]; dtypes as in `linear`. The
+    derivatives are products in the dtypes of x and weight with float32 sums, twice as fast as float32 products.
     """
     _check(x, weight)
     return cast(Array, _product(x, weight, 1 if transposed else 0))

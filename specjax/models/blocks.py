@@ -111,13 +111,10 @@ def attention(
     *,
     backend: Backend,
 ) -> tuple[Float[Array, "B N M2"], KeyValue]:
-    """The addition to the residual stream, and the block's own keys and values.
+    """The addition to the residual stream for a normalised x, and the block's own keys and values.
 
-    Args:
-        x: normalised.
-        weights: as `specjax.models.params.attention_leaves` declares them.
-        rotation: `rotations` of the positions.
-        mask: over the C block keys, those of `past.before` first.
+    The weights are those of `specjax.models.params.attention_leaves`, `rotation` is `rotations` of the positions, and
+    the mask is over the C block keys, those of `past.before` first.
     """
     _, heads, group, head = weights["qkv"].shape
     group -= 2

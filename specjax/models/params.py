@@ -85,7 +85,6 @@ class Leaf:
 
     @property
     def dims(self) -> tuple[str, ...]:
-        """One letter an axis."""
         return tuple(self.letters.replace("->", "").split())
 
     @property

@@ -96,10 +96,8 @@ class SamplingFields(Body):
         return {}
 
     def params(self, rules: Rules, **more: Any) -> SamplingParams:
-        """Sampling parameters: the request's values, else the model's defaults, else temperature 1.
-
-        `more`: parameters that are no fields of the same name. Raises an ApiError if one is out of range.
-        """
+        """Sampling parameters: the request's values, else the model's defaults, else temperature 1. `more`: parameters
+        that are no fields of the same name. Raises an ApiError if one is out of range."""
         found = {"temperature": 1.0, **rules.defaults}
         own = {each.name: getattr(self, each.name, None) for each in dataclasses.fields(SamplingParams)} | more
         if self.sampling_seed is not None:

@@ -151,10 +151,8 @@ class Runner(threading.Thread):
 
     @contextlib.contextmanager
     def reserve(self, count: int) -> Iterator[None]:
-        """Keeps places for `count` sequences while they are tokenised; `submit` them before the end.
-
-        Raises an ApiError, a 503, if too many requests wait already.
-        """
+        """Keeps places for `count` sequences while they are tokenised; `submit` them before the end. Raises an
+        ApiError, a 503, if too many requests wait already."""
         with self._wake:
             if self.pending + count > self.capacity:
                 problem = f"{self.pending} requests run or wait; at most {self.capacity} may"

@@ -39,10 +39,8 @@ class Task:
     most: int | None = None  # new tokens where the request gives no number; fewer if they do not fit
 
     def sequences(self, intake: Intake, id: str) -> list[Sequence]:
-        """Tokenises, and makes the choices in order: prompt * n + i. Choice i of a prompt has the seed + i.
-
-        Raises an ApiError: the model or the engine cannot take a prompt or parameter.
-        """
+        """Tokenises, and makes the choices in order: prompt * n + i. Choice i of a prompt has the seed + i. Raises an
+        ApiError: the model or the engine cannot take a prompt or parameter."""
         made = []
         try:
             for index, (prompt, sampling) in enumerate(zip(self.prompts, self.sampling, strict=True)):

@@ -136,10 +136,9 @@ def draw_tree(
 ) -> Drawing:
     """Draws one step, a tree from `specjax.step_trees` or of `Completion.trees`.
 
-    Args:
-        text: token ids to text, such as a tokenizer's `decode`; None: the ids themselves.
-        shade: the meaning of a box's colour and of the note below it. "probability": exp(score), for scores that are
-            cumulative log-probabilities; "order": the rank of the score, for n-grams.
+    `text` maps token ids to text, such as a tokenizer's `decode`; None: the ids themselves. `shade` is the meaning of a
+    box's colour and of the note below it: "probability", exp(score), for scores that are cumulative log-probabilities,
+    or "order", the rank of the score, for n-grams.
     """
     return _document([(tree, title)], text, shade, legend)
 
