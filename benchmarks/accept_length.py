@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from specjax import Completion, Engine, SamplingParams, settings
 from specjax.cli import flags
-from specjax.engine.drafting import drafting_summary
+from specjax.engine.buckets import drafting_summary
 
 
 def read_prompts(file: Path, count: int | None) -> list[tuple[str, str]]:

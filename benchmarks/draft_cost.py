@@ -20,7 +20,7 @@ from records import finish, machine
 
 from specjax import Eagle, Engine, EngineConfig, Params, SamplingParams, checkpoint, make_drafter, make_target
 from specjax.config import HeadConfig, ModelConfig
-from specjax.engine.phases import PhaseTimes
+from specjax.engine.executables import PhaseTimes
 from specjax.models.draft_head import init_head_params, with_token_map
 
 PROMPT = "The lighthouse keeper wrote in her diary that the storm"

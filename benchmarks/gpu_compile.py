@@ -39,8 +39,7 @@ from thunks import counts, dump_options, read_dump
 
 from specjax import Params, PoolShape, StepInput, init_state, make_drafter, make_target
 from specjax.compiling import NVIDIA_OPTIONS
-from specjax.drafters.options import options_of
-from specjax.drafters.shape import candidates
+from specjax.drafters.options import candidates, options_of
 from specjax.models import init_params
 from specjax.models.draft_head import init_head_params
 from specjax.step import StepConfig, check_phase, commit_phase, draft_phase, speculate_step, tree_widths

@@ -135,10 +135,10 @@ def _small_pools(request: pytest.FixtureRequest):
             jax.clear_caches()
             _trim()
         return
-    from specjax.engine import memory
+    from specjax.engine import config
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "DEFAULT_POOL_TOKENS", 2048)
+        patch.setattr(config, "DEFAULT_POOL_TOKENS", 2048)
         yield
     _trim()
 

@@ -16,7 +16,7 @@ from specjax.cache import bytes_per_token
 from specjax.config import HeadConfig, RopeConfig
 from specjax.drafters import Drafter, Params, TreeShape, eagle_drafter, make_drafter
 from specjax.engine import EngineConfig, SamplingParams
-from specjax.engine.memory import pool_tokens
+from specjax.engine.config import pool_tokens
 from specjax.engine.sequence import Status
 from specjax.models.draft_head import init_head_params
 

@@ -31,9 +31,9 @@ from specjax import make_drafter
 from specjax.engine import Engine, EngineConfig, SamplingParams, StreamChunk
 from specjax.engine.buckets import BLOCK_TOKENS, CHUNK, HEAD_BLOCK_TOKENS, SMALL_CHUNK, Buckets
 from specjax.engine.executables import Executables, Key
-from specjax.engine.inputs import prefill_input
 from specjax.engine.intake import with_sampling
 from specjax.engine.sequence import completion
+from specjax.engine.transfers import prefill_input
 
 ALGORITHMS = ("NONE", "NGRAM")
 SAMPLINGS = {

@@ -4,14 +4,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
-
-from specjax.engine.pages import PageAllocator
+from specjax.engine.scheduler import PageAllocator
 
 PAGES = 7
 
 
 class Allocator(RuleBasedStateMachine):
-    """`owners` is the whole truth: a page is held as often as it is listed."""
+    """`owners` lists all pages that are held."""
 
     lists = Bundle("lists")
 
@@ -36,24 +35,17 @@ class Allocator(RuleBasedStateMachine):
         self.owners.append(pages)
         return pages
 
-    @rule(target=lists, pages=lists, count=st.integers(0, PAGES))
-    def share(self, pages, count):
-        part = pages[:count]
-        self.allocator.share(part)
-        self.owners.append(part)
-        return part
-
     @rule(pages=consumes(lists))
     def release(self, pages):
         self.allocator.release(pages)
         self.owners.remove(pages)
 
     @precondition(lambda self: len(self.held()) < PAGES)
-    @rule(data=st.data(), act=st.sampled_from(["share", "release"]))
-    def a_free_page_is_refused(self, data, act):
+    @rule(data=st.data())
+    def a_free_page_is_refused(self, data):
         free = data.draw(st.sampled_from(sorted(set(range(PAGES)) - self.held())))
         with pytest.raises(ValueError, match=f"page {free} is"):
-            getattr(self.allocator, act)([free])
+            self.allocator.release([free])
 
     @invariant()
     def every_page_is_counted(self):
@@ -76,19 +68,9 @@ Allocator.TestCase.settings = settings(max_examples=60, stateful_step_count=25)
 test_allocator = Allocator.TestCase
 
 
-def test_a_refused_share_changes_nothing():
-    allocator = PageAllocator(3)
-    pages = allocator.allocate(2)
-    with pytest.raises(ValueError, match="cannot be shared"):
-        allocator.share([pages[0], 2])
-    allocator.check_integrity([pages])
-
-
 def test_a_page_released_twice_is_refused():
     allocator = PageAllocator(2)
     (page,) = allocator.allocate(1)
-    allocator.share([page])
-    allocator.release([page])
     assert allocator.free == 1
     allocator.release([page])
     assert allocator.free == 2

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from specjax.engine.intake import Intake
+from specjax.engine.intake import Intake, encode
 from specjax.engine.plain import PlainText
-from specjax.engine.prompt import encode
 
 TURNS = (
     "{{% for m in messages %}}<|im_start|>{{{{ m.role }}}}\n{}<|im_end|>\n{{% endfor %}}"

@@ -14,7 +14,7 @@ from server_helpers import MODEL, Running, running
 
 from specjax.cli.flags import in_flags
 from specjax.engine import SamplingParams
-from specjax.engine.drafting import drafting_summary
+from specjax.engine.buckets import drafting_summary
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 

@@ -13,10 +13,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from specjax.engine import FinishReason, SamplingParams
-from specjax.engine.decoding import _Chain, _Windowed, decoding
-from specjax.engine.deltas import take_delta
+from specjax.engine.generation import take_delta
 from specjax.engine.sequence import RawLogprob, Status
-from specjax.engine.text import TextStream, _StopString
+from specjax.engine.text import TextStream, _Chain, _StopString, _Windowed, decoding
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 WORDS = [

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specjax.checkpoint import BUILT_IN_MODEL, load_tokenizer, resolve
-from specjax.engine import prompt
+from specjax.engine import intake
 from specjax.train import corpus
 from specjax.train.data import ExampleSet, load_examples
 from specjax.train.packing import Example, batch_rows, pack, split
@@ -139,7 +139,7 @@ def test_the_prompt_is_that_of_the_server(load):
     messages = [USER, SAID, {"role": "user", "content": "the the"}, {"role": "assistant", "content": "\nl"}]
     tokens, loss = only(load([{"messages": messages}]))
     last = len(loss) - loss[::-1].index(False)
-    assert tokens[:last] == prompt.encode(messages[:3], tokenizer(), VOCABULARY)
+    assert tokens[:last] == intake.encode(messages[:3], tokenizer(), VOCABULARY)
 
 
 def test_prompt_and_response_are_a_chat(load):
@@ -590,7 +590,7 @@ def test_what_the_built_in_model_wrote_is_read_as_it_was_written():
     same = 0
     for row, (tokens, loss) in zip(rows, loaded.examples, strict=True):
         start = int(np.flatnonzero(loss)[0])
-        assert tokens[:start].tolist() == prompt.encode([{"role": "user", "content": row["prompt"]}], like, 49152)
+        assert tokens[:start].tolist() == intake.encode([{"role": "user", "content": row["prompt"]}], like, 49152)
         same += tokens[:start].tolist() == row["prompt_ids"]
         assert loss[start:].all()
         assert (tokens[-1] == 2) == (row["response_ids"][-1] == 2)

@@ -28,9 +28,8 @@ from specjax import settings
 from specjax.checkpoint import CheckpointError
 from specjax.cli import flags
 from specjax.engine import Completion, Engine, SamplingParams
-from specjax.engine.buckets import speculation_note
-from specjax.engine.drafting import drafting_summary
-from specjax.engine.phases import PhaseTimes
+from specjax.engine.buckets import drafting_summary, speculation_note
+from specjax.engine.executables import PhaseTimes
 from specjax.engine.sampling_params import later_seed
 from specjax.engine.sequence import Sequence, Status, completion
 from specjax.progress import progress_bar

@@ -8,8 +8,18 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from specjax.drafters.options import DRAFTERS, Auto, DraftOptions, Eagle, Eagle3, HeadOptions, Mtp, Ngram, NoDraft
-from specjax.drafters.shape import TreeShape
+from specjax.drafters.options import (
+    DRAFTERS,
+    Auto,
+    DraftOptions,
+    Eagle,
+    Eagle3,
+    HeadOptions,
+    Mtp,
+    Ngram,
+    NoDraft,
+    TreeShape,
+)
 
 if TYPE_CHECKING:
     from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params

@@ -33,7 +33,7 @@ from specjax_kernels import CAUSAL, CHEAP_ROWS, pack_bits
 from specjax.cache import PoolShape, commit, init_cache
 from specjax.config import HeadConfig
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
-from specjax.drafters.shape import TreeShape
+from specjax.drafters.options import TreeShape
 from specjax.limits import check, limited
 from specjax.models.blocks import KeyValue, Past, joined, key_value_spec
 from specjax.models.draft_head import DraftHead, draft_head

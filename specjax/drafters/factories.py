@@ -15,8 +15,16 @@ from specjax.drafters.base import Drafter
 from specjax.drafters.eagle import Confidence, eagle_drafter
 from specjax.drafters.ngram import ngram_drafter
 from specjax.drafters.none import none_drafter
-from specjax.drafters.options import AUTOMATIC_TREES, OTHER_TREE, DraftOptions, HeadOptions, Ngram, NoDraft, options_of
-from specjax.drafters.shape import TreeShape
+from specjax.drafters.options import (
+    AUTOMATIC_TREES,
+    OTHER_TREE,
+    DraftOptions,
+    HeadOptions,
+    Ngram,
+    NoDraft,
+    TreeShape,
+    options_of,
+)
 from specjax.models.target import Target
 from specjax.verify import Verifier, verify_tree
 

@@ -3,12 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
-from specjax.drafters.shape import MAX_STEPS, TreeShape, candidates
 from specjax.limits import check, limited, range_of, shown
 from specjax.models.head_spec import ALGORITHMS
+
+MAX_STEPS = 64
+"""Far above what has been found useful anywhere, as the other limits are; beyond, one step takes minutes to compile."""
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """Steps D, top-k k, nodes N (the root included).
+
+    EAGLE-2 grows the tree for D levels, k nodes wide, and keeps the N - 1 best of all candidates.
+
+    Raises:
+        ValueError: a number is out of range, or there are more nodes than candidates.
+    """
+
+    steps: int = limited(MISSING, 1, MAX_STEPS)
+    topk: int = limited(MISSING, 1, 64)
+    nodes: int = limited(MISSING, 2, 512)
+
+    def __post_init__(self) -> None:
+        check(self)
+        most = candidates(self.steps, self.topk)
+        if self.nodes - 1 > most:
+            raise ValueError(
+                f"TreeShape.nodes is {self.nodes}, but {self.steps} steps of top-k {self.topk} give {most} candidates, "
+                f"so a tree of at most {most + 1} tokens; ask for fewer draft tokens, or for more steps "
+                "(TreeShape.steps) or a larger top-k (TreeShape.topk)"
+            )
+
+    @property
+    def depth(self) -> int:
+        """D: the deepest a node can be; a tree of few nodes cannot be deeper than a chain of them."""
+        return min(self.steps, self.nodes - 1)
+
+    def __str__(self) -> str:
+        return f"{self.steps} steps, top-k {self.topk}, {self.nodes} draft tokens"
+
+
+def candidates(steps: int, topk: int) -> int:
+    """Candidates below the root: k of the first level, k for each of k nodes of every further level."""
+    return topk + (steps - 1) * topk * topk
+
 
 AUTOMATIC_TREES = {"llama": TreeShape(5, 4, 8)}
 OTHER_TREE = TreeShape(3, 1, 4)

@@ -1,7 +1,7 @@
 """The engine: requests in, text out. Host side, plain Python; see `specjax.engine.engine`."""
 
-from specjax.engine.deltas import StreamChunk
 from specjax.engine.engine import Engine, EngineConfig
+from specjax.engine.generation import StreamChunk
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.sequence import Completion, FinishReason
 

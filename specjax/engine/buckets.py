@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specjax.drafters.base import Drafter
 from specjax.engine.sequence import Sequence
@@ -168,3 +168,24 @@ def speculation_note(drafter: Drafter, buckets: Buckets) -> str:
             "by flags are always drafted"
         )
     return "; ".join(parts)
+
+
+def drafting_summary(
+    drafter: Drafter,
+    buckets: Buckets,
+    verify_steps: int,
+    drafted_steps: int,
+    name_options: Callable[[str], str] = str,
+) -> dict[str, Any]:
+    """`drafted_steps`, the steps of single requests that could draft, and `not_drafted`, the reason why others could
+    not; None: all could, or there is no drafter. `name_options` puts an interface's names of options into the reason.
+    """
+    reason = None
+    if drafter.width > 1 and drafted_steps < verify_steps:
+        reason = "requests with speculate: false are decoded without drafts"
+        if (most := buckets.most_drafting) < buckets.batches[-1]:
+            reason = (
+                f"batches of more than {most} requests are decoded without drafts, which is faster here; give "
+                "TreeShape.nodes to draft in all of them"
+            )
+    return {"drafted_steps": drafted_steps, "not_drafted": reason and name_options(reason)}

@@ -13,7 +13,7 @@ import jax
 from specjax.drafters.base import Params
 from specjax.engine.buckets import Key
 from specjax.engine.executables import Program
-from specjax.engine.outputs import Output
+from specjax.engine.transfers import Output
 from specjax.state import DecodeState
 
 

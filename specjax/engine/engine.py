@@ -29,19 +29,16 @@ from specjax.cache import PoolShape
 from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
 from specjax.engine import program_store
 from specjax.engine.buckets import Buckets, Key
-from specjax.engine.config import EngineConfig, check_config
+from specjax.engine.config import EngineConfig, check_config, pool_tokens
 from specjax.engine.device import Device, OutOfMemory, memory_checked
 from specjax.engine.executables import Executables, use_compilation_cache
 from specjax.engine.generation import FairLock, complete
 from specjax.engine.generation import stream as stream_chunks
-from specjax.engine.inputs import admission_row, prefill_input, step_input
-from specjax.engine.intake import Intake, Salts, with_sampling
-from specjax.engine.memory import pool_tokens
-from specjax.engine.outputs import Counters, Output, read_output, take
-from specjax.engine.prompt import Prompt
+from specjax.engine.intake import Intake, Prompt, Salts, with_sampling
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Sequence, Status
+from specjax.engine.transfers import Counters, Output, admission_row, prefill_input, read_output, step_input, take
 from specjax.load import load
 from specjax.models.target import Target
 from specjax.state import NOT_FINITE, DecodeState, init_state
@@ -205,7 +202,7 @@ class Engine:
         return sequence
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt; see `specjax.engine.prompt.encode`."""
+        """Token ids of a prompt; see `specjax.engine.intake.encode`."""
         return self.intake.encode(prompt)
 
     def abort(self, id: str, message: str | None = None) -> bool:

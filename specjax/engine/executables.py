@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import takewhile
 from typing import Any, TypeAlias
@@ -23,11 +25,22 @@ from specjax.compiling import compiler_options
 from specjax.drafters.base import Drafter, Params
 from specjax.engine import program_store
 from specjax.engine.buckets import Buckets, Key
-from specjax.engine.outputs import Output, packed
-from specjax.engine.phases import PhaseTimes, compile_in_phases
+from specjax.engine.transfers import Output, packed
 from specjax.models.target import Target
 from specjax.progress import progress_bar
-from specjax.step import DecodeState, PrefillInput, Row, StepConfig, StepInput, admit, prefill_step, speculate_step
+from specjax.step import (
+    DecodeState,
+    PrefillInput,
+    Row,
+    StepConfig,
+    StepInput,
+    admit,
+    check_phase,
+    commit_phase,
+    draft_phase,
+    prefill_step,
+    speculate_step,
+)  # fmt: skip
 from specjax.verify import Verifier, verify_tree
 
 logger = logging.getLogger(__name__)
@@ -49,6 +62,22 @@ def use_compilation_cache() -> None:
 
 class Unavailable(RuntimeError):
     """No executable that could run some requests can be compiled or has room to run."""
+
+
+@dataclass
+class PhaseTimes:
+    """Seconds, over all steps. Reports take differences."""
+
+    steps: int = 0
+    draft: float = 0.0  # the drafter's proposal
+    verify: float = 0.0  # the target's forward and the walk
+    commit: float = 0.0  # pages, rows, and the drafter's `observe`
+
+    def since(self, before: PhaseTimes) -> dict[str, float]:
+        """Milliseconds a step, by phase."""
+        steps = max(self.steps - before.steps, 1)
+        names = ("draft", "verify", "commit")
+        return {name: 1e3 * (getattr(self, name) - getattr(before, name)) / steps for name in names}
 
 
 class Executables:
@@ -265,7 +294,7 @@ class Executables:
         arguments: Any = (self._params, self.state_shapes, inputs)
         if self.phase_times is not None and key.kind == "step":
             with self.launch_lock:
-                return compile_in_phases(arguments, self.phase_times, **fixed)
+                return _compile_in_phases(arguments, self.phase_times, **fixed)
         options = compiler_options()
 
         def compile(function: Callable[..., Any]) -> jax.stages.Compiled:
@@ -293,6 +322,37 @@ class Executables:
         if dtype not in rows.STORED or not callable_here():
             return []
         return [rows.unmet(dtype, transposed) for transposed in (False, True)]
+
+
+def _compile_in_phases(
+    arguments: Any, times: PhaseTimes, *, target: Target, drafter: Drafter, verify: Verifier, config: StepConfig
+) -> Any:
+    """`speculate_step` for arguments of these shapes, as a function that adds to `times`."""
+
+    propose = partial(draft_phase, drafter=drafter, config=config)
+    check = partial(check_phase, target=target, drafter=drafter, verify=verify, config=config)
+    finish = partial(packed, commit_phase, drafter=drafter, config=config)
+    tree, _ = jax.eval_shape(propose, *arguments)
+    checked = jax.eval_shape(check, *arguments, tree)
+    jit = partial(jax.jit, compiler_options=compiler_options())
+    draft = jit(propose, donate_argnums=1).lower(*arguments).compile()
+    check_program = jit(check).lower(*arguments, tree).compile()
+    commit = jit(finish, donate_argnums=1).lower(*arguments, tree, checked).compile()
+
+    def timed(name: str, program: Callable[..., Any], *given: Any) -> Any:
+        started = time.perf_counter()
+        result = jax.block_until_ready(program(*given))
+        setattr(times, name, getattr(times, name) + time.perf_counter() - started)
+        return result
+
+    def step(params: Params, state: DecodeState, inputs: StepInput) -> tuple[DecodeState, Output]:
+        jax.block_until_ready(state)
+        times.steps += 1
+        tree, state = timed("draft", draft, params, state, inputs)
+        checked = timed("verify", check_program, params, state, inputs, tree)
+        return timed("commit", commit, params, state, inputs, tree, checked)
+
+    return step
 
 
 def _first_line(error: BaseException) -> str:

@@ -4,9 +4,50 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from itertools import chain
 
-from specjax.engine.pages import PageAllocator
 from specjax.engine.sequence import Sequence, Status
+
+
+class PageAllocator:
+    """Pages 0 .. P-1 of the pool, each free or held once."""
+
+    def __init__(self, pages: int) -> None:
+        if pages < 1:
+            raise ValueError(f"a pool needs at least one page, got {pages}")
+        self._free = list(range(pages - 1, -1, -1))
+        self._held = set[int]()
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` pages, or None (and no change) if there are not that many."""
+        if count < 0:
+            raise ValueError(f"cannot allocate {count} pages")
+        if count > len(self._free):
+            return None
+        taken = [self._free.pop() for _ in range(count)]
+        self._held.update(taken)
+        return taken
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Frees these pages. Raises ValueError for one that is free."""
+        for page in pages:
+            if page not in self._held:
+                raise ValueError(f"page {page} is released twice")
+            self._held.remove(page)
+            self._free.append(page)
+
+    def check_integrity(self, held: Iterable[Iterable[int]]) -> None:
+        """Checks that exactly the pages in these lists are held. Raises AssertionError if a page leaked, or is free and
+        held, or held or free twice."""
+        pages = sorted(chain.from_iterable(held))
+        assert pages == sorted(self._held), f"held: {pages}, known: {sorted(self._held)}"
+        assert sorted([*self._free, *pages]) == list(range(len(self._free) + len(pages))), (
+            "a page is lost or free twice"
+        )
 
 
 class Scheduler:

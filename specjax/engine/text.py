@@ -1,11 +1,172 @@
-"""The text of a request's output as it comes: whole characters only, stop strings found across tokens and steps."""
+"""Token ids to text as they come, exactly as a tokenizer makes it of all of them at once, and stop strings in it.
+
+A decoder is a chain of the steps in `specjax.engine.decoders`. No text is taken back and no token decoded twice: text
+that a later token can change is held back, such as bytes that are no character yet, a run of byte tokens (one bad byte
+turns the whole run into U+FFFD), or a space that a later full stop may remove.
+"""
 
 from __future__ import annotations
 
+import functools
+import logging
+import random
 from array import array
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any, TypeAlias
 
-from specjax.engine.decoding import decoding
+from specjax.engine.decoders import (
+    REPLACEMENT,
+    MakeStep,
+    Step,
+    UnknownDecoderError,
+    clean_up_steps,
+    cleans,
+    decoder_steps,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Decoding:
+    """The decoder of one tokenizer, shared by its streams.
+
+    A decoder that is not known here, or that behaves in another way than here, is decoded by windows of its last
+    tokens: right for decoders whose text depends on the tokens just before, with no promise for others.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._special: dict[int, str] = dict.fromkeys(getattr(tokenizer, "all_special_ids", ()), "")
+        self._steps: list[MakeStep] | None = None
+        core = getattr(tokenizer, "backend_tokenizer", None)
+        if core is None:
+            return
+        self._special = {id: token.content for id, token in core.get_added_tokens_decoder().items() if token.special}
+        try:
+            if not _decodes_as_the_library(tokenizer):
+                raise UnknownDecoderError(f"{type(tokenizer).__name__} has a decode() of its own")
+            self._steps = decoder_steps(core.decoder) + clean_up_steps(tokenizer)
+            self._check(core.get_vocab_size())
+        except UnknownDecoderError as error:
+            self._steps = None
+            logger.warning("the tokenizer's decoder is not known (%s): text is decoded by windows of tokens", error)
+
+    def stream(self, *, skip_special_tokens: bool) -> TokenStream:
+        special = self._special if skip_special_tokens else {}
+        if self._steps is None:
+            return _Windowed(self._tokenizer, special.keys(), skip_special_tokens)
+        name = self._tokenizer.backend_tokenizer.id_to_token
+        return _Chain(name, frozenset(special.values()), [make() for make in self._steps])
+
+    def _check(self, size: int) -> None:
+        """Compares with the tokenizer's own text, so that another version of its library is noticed."""
+        draw = random.Random(0)
+        for skip in (True, False):
+            for length in (1, 2, 3, *[12] * 13):
+                ids = [draw.randrange(size) for _ in range(length)] if size else []
+                try:
+                    expected = self._tokenizer.decode(ids, skip_special_tokens=skip)
+                except BaseException as error:  # the library's stripping panics at texts shorter than what it strips
+                    if type(error).__name__ != "PanicException":
+                        raise
+                    continue
+                stream = self.stream(skip_special_tokens=skip)
+                found = "".join(map(stream.push, ids)) + stream.finish(keep_incomplete=True)
+                if found != expected:
+                    raise UnknownDecoderError(f"tokens {ids} give {found!r:.60} instead of {expected!r:.60}")
+
+
+def decoding(tokenizer: Any) -> Decoding:
+    """The `Decoding` of a tokenizer, made once for as long as its vocabulary and its decoder stay as they are."""
+    core = getattr(tokenizer, "backend_tokenizer", None)
+    if core is None:
+        return Decoding(tokenizer)
+    decoder = None if core.decoder is None else core.decoder.__getstate__()
+    own = _decodes_as_the_library(tokenizer)
+    return _decoding(tokenizer, decoder, core.get_vocab_size(), cleans(tokenizer), own)
+
+
+def _decodes_as_the_library(tokenizer: Any) -> bool:
+    """Whether its text is what its decoder makes: no class or user has put other code in the way."""
+    from transformers import PreTrainedTokenizerFast as Plain
+
+    kind, own = type(tokenizer), vars(tokenizer)
+    return all(getattr(kind, name) is getattr(Plain, name) and name not in own for name in ("decode", "_decode"))
+
+
+@functools.lru_cache(maxsize=8)
+def _decoding(tokenizer: Any, *_: object) -> Decoding:
+    return Decoding(tokenizer)
+
+
+class _Chain:
+    """The text of one sequence of tokens."""
+
+    def __init__(self, name: Callable[[int], str | None], skipped: Set[str], steps: Sequence[Step]) -> None:
+        self._name, self._skipped, self._steps = name, skipped, steps
+
+    @property
+    def holds(self) -> bool:
+        """Whether `finish` may add text."""
+        return any(step.held for step in self._steps)
+
+    def push(self, token: int) -> str:
+        """Adds a token; the text that has become final with it."""
+        name = self._name(token)
+        if name is None or name in self._skipped:  # an id without a token decodes to nothing, too
+            return ""
+        return self._through(0, (name,))
+
+    def finish(self, *, keep_incomplete: bool = False) -> str:
+        """The rest. An incomplete character at the very end is left out, or, if kept, U+FFFD as in a plain decode."""
+        ends = (self._through(i, step.end(keep_incomplete)) for i, step in enumerate(self._steps, start=1))
+        return "".join(ends)
+
+    def _through(self, first: int, tokens: Iterable[str]) -> str:
+        for step in self._steps[first:]:
+            tokens = [piece for token in tokens for piece in step.push(token)]
+        return "".join(tokens)
+
+
+class _Windowed:
+    """Decodes the last tokens together with those that were final before them, since decoding depends on these."""
+
+    def __init__(self, tokenizer: Any, skipped: Set[int], skip: bool) -> None:
+        self._tokenizer, self._skipped, self._skip = tokenizer, skipped, skip
+        self._window: list[int] = []
+        self._whole = 0  # tokens of the window whose text is final
+
+    @property
+    def holds(self) -> bool:
+        return len(self._window) > self._whole
+
+    def push(self, token: int) -> str:
+        if token in self._skipped:
+            return ""
+        self._window.append(token)
+        waiting = len(self._window) - self._whole
+        if waiting > 8 and waiting & (waiting - 1):  # no text for so long: try at powers of two, so that work is linear
+            return ""
+        text = self._new()
+        if not text or text.endswith(REPLACEMENT):
+            return ""
+        self._window, self._whole = self._window[self._whole :], waiting
+        return text
+
+    def finish(self, *, keep_incomplete: bool = False) -> str:
+        text = self._new()
+        self._whole = len(self._window)
+        return text if keep_incomplete else text.rstrip(REPLACEMENT)
+
+    def _new(self) -> str:
+        """The text after that of the tokens that were final."""
+        return self._decode(self._window)[len(self._decode(self._window[: self._whole])) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip) if tokens else ""
+
+
+TokenStream: TypeAlias = _Chain | _Windowed
 
 
 class TextStream:

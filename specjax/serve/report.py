@@ -9,8 +9,8 @@ from typing import Any
 
 from specjax.cli.flags import in_flags
 from specjax.engine import Engine
-from specjax.engine.drafting import drafting_summary
-from specjax.engine.phases import PhaseTimes
+from specjax.engine.buckets import drafting_summary
+from specjax.engine.executables import PhaseTimes
 
 logger = logging.getLogger("specjax.serve")
 

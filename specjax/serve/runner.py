@@ -23,8 +23,7 @@ from typing import Any, TypeVar
 
 from specjax.cli.flags import ServerSettings
 from specjax.engine import Completion, Engine, StreamChunk
-from specjax.engine.deltas import take_delta
-from specjax.engine.generation import forget_frames
+from specjax.engine.generation import forget_frames, take_delta
 from specjax.engine.sequence import Sequence, Status
 from specjax.serve.errors import bad_request, unavailable
 from specjax.serve.report import Report

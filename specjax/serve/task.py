@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from specjax.engine.intake import Intake
-from specjax.engine.prompt import Prompt
+from specjax.engine.intake import Intake, Prompt
 from specjax.engine.sampling_params import ParameterError, SamplingParams, later_seed
 from specjax.engine.sequence import Sequence
 from specjax.serve.errors import ApiError, bad_request, shown

@@ -1,11 +1,11 @@
-"""The output of a step: packed on the device, copied to the host, given to its sequences."""
+"""What a program is given, as small numpy arrays, and its output: packed, copied to the host, added to sequences."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,21 @@ import numpy as np
 from jax import Array
 
 from specjax.engine.sequence import RawLogprob, Sequence
-from specjax.state import FULL, NOT_FINITE, STOPPED, DecodeState, Logprobs, StepOutput, Trace
+from specjax.state import (
+    FULL,
+    NO_DRAFT_LIMIT,
+    NO_FORCED_TOKEN,
+    NOT_FINITE,
+    STOPPED,
+    DecodeState,
+    Logprobs,
+    PrefillInput,
+    Row,
+    StepInput,
+    StepOutput,
+    Trace,
+    new_row,
+)
 from specjax.viz.trees import step_tree
 
 logger = logging.getLogger(__name__)
@@ -111,3 +125,53 @@ def _raw_logprobs(found: Logprobs, row: int, count: int, top: int) -> list[RawLo
     drawn, ids, best = found.drawn[row, :count], found.top_ids[row, :count, :top], found.top[row, :count, :top]
     tops = (tuple(zip(*pair, strict=True)) for pair in zip(ids.tolist(), best.tolist(), strict=True))
     return list(map(RawLogprob, drawn.tolist(), tops))
+
+
+_AS_THEY_ARE = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+
+
+def step_input(sequences: list[Sequence], batch: int, table: int, rows: int, pages: int) -> StepInput:
+    """Input of a decode step: a bucket of `batch` entries with `table` pages each.
+
+    Empty entries get slots from R on; holes in the table hold P.
+    """
+    slots = rows + np.arange(batch, dtype=np.int32)
+    page_table = np.full((batch, table), pages, np.int32)
+    for i, sequence in enumerate(sequences):
+        slots[i] = cast(int, sequence.slot)
+        page_table[i, : len(sequence.pages)] = sequence.pages
+    return StepInput(*cast(Any, (slots, page_table, np.arange(batch) < len(sequences))))
+
+
+def prefill_input(sequence: Sequence, width: int, table: int, pages: int) -> PrefillInput:
+    """The next chunk of a sequence's context, in `width` tokens and `table` pages. The last one draws, unless the
+    sequence is a resumed one."""
+    context = sequence.context
+    length = min(len(context) - sequence.prefilled, width)
+    end = sequence.prefilled + length
+    tokens = np.zeros((1, width), np.int32)
+    tokens[0, :length] = context[sequence.prefilled : end]
+    after = context[end] if end < len(context) else sequence.forced_token
+    after = NO_FORCED_TOKEN if after is None else after
+    chunk: Any = {"tokens": tokens, "length": np.array([length], np.int32), "next_token": np.array([after], np.int32)}
+    return PrefillInput(*step_input([sequence], 1, table, 0, pages), **chunk)
+
+
+def admission_row(sequence: Sequence, vocab_size: int) -> Row:
+    """A sequence's row of the state. The output that a resumed sequence already has counts in its penalties."""
+    params = sequence.params
+    return new_row(
+        vocab_size,
+        limit=sequence.limit,
+        prompt=sequence.prompt,
+        output=sequence.output,
+        draft_limit=NO_DRAFT_LIMIT if params.speculate else 0,
+        logprobs=params.logprobs is not None,
+        salt=sequence.salt,
+        top_k=min(params.top_k, vocab_size),
+        min_tokens=params.min_new_tokens,
+        stop_ids=sequence.device_stops,
+        seed=sequence.seed,
+        logit_bias=dict(params.logit_bias),
+        **{name: getattr(params, name) for name in _AS_THEY_ARE},
+    )
