@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
+
 from specjax.engine.scheduler import PageAllocator
 
 PAGES = 7

@@ -25,8 +25,7 @@ from typing import Any, NamedTuple, TextIO
 from tqdm import tqdm
 
 from specjax import settings
-from specjax.checkpoint import CheckpointError
-from specjax.cli import flags
+from specjax.cli import flags, run_command
 from specjax.engine import Completion, Engine, SamplingParams
 from specjax.engine.buckets import drafting_summary, speculation_note
 from specjax.engine.executables import PhaseTimes
@@ -288,7 +287,8 @@ def sampling_given(args: argparse.Namespace) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     args, chosen = settings.parse(build_parser(), argv, DEFAULTS)
     progress = not args.no_progress
-    try:
+
+    def work() -> dict[str, Any]:
         given = sampling_given(args)
         SamplingParams.from_mapping(given)
         if args.input == "-":
@@ -308,15 +308,10 @@ def main(argv: list[str] | None = None) -> int:
             print(f"Speculation: {flags.in_flags(note)}", file=sys.stderr)
         lines = list(read_lines(texts, {**engine.sampling_defaults, **given}))
         with target.open("w", encoding="utf-8") as output:  # only now: a run that cannot start keeps the old file
-            summary = run(engine, lines, output, progress=progress)
-    except (CheckpointError, ValueError, NotImplementedError, OSError) as error:
-        print(f"specjax.generate: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("specjax.generate: interrupted; the completions written so far are in the output file", file=sys.stderr)
-        return 130
-    print(json.dumps(summary))
-    return 1 if summary["failed"] else 0
+            return run(engine, lines, output, progress=progress)
+
+    left = "the completions written so far are in the output file"
+    return run_command("specjax.generate", work, failed="failed", interrupted=left)
 
 
 def run_as_program() -> None:

@@ -8,18 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from specjax.drafters.options import (
-    DRAFTERS,
-    Auto,
-    DraftOptions,
-    Eagle,
-    Eagle3,
-    HeadOptions,
-    Mtp,
-    Ngram,
-    NoDraft,
-    TreeShape,
-)
+from specjax.drafters.options import DRAFTERS, Auto, DraftOptions, Eagle, Eagle3, HeadOptions, Mtp, Ngram, NoDraft
 
 if TYPE_CHECKING:
     from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
@@ -27,6 +16,7 @@ if TYPE_CHECKING:
     from specjax.drafters.factories import DrafterFactory, Speculation, load_drafter, make_drafter, make_speculation
     from specjax.drafters.ngram import ngram_drafter
     from specjax.drafters.none import none_drafter
+    from specjax.drafters.options import TreeShape
 
 _NAMES = {
     "base": "Context DraftState Drafter Observation Params",
@@ -34,6 +24,7 @@ _NAMES = {
     "factories": "DrafterFactory Speculation load_drafter make_drafter make_speculation",
     "ngram": "ngram_drafter",
     "none": "none_drafter",
+    "options": "TreeShape",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

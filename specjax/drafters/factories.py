@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
-from functools import singledispatch
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
@@ -15,16 +14,7 @@ from specjax.drafters.base import Drafter
 from specjax.drafters.eagle import Confidence, eagle_drafter
 from specjax.drafters.ngram import ngram_drafter
 from specjax.drafters.none import none_drafter
-from specjax.drafters.options import (
-    AUTOMATIC_TREES,
-    OTHER_TREE,
-    DraftOptions,
-    HeadOptions,
-    Ngram,
-    NoDraft,
-    TreeShape,
-    options_of,
-)
+from specjax.drafters.options import DraftOptions, HeadOptions, Ngram, NoDraft, TreeShape, automatic_tree, options_of
 from specjax.models.target import Target
 from specjax.verify import Verifier, verify_tree
 
@@ -51,34 +41,18 @@ def make_drafter(
         ValueError: no such algorithm, or no head of the kind that it needs.
     """
     options = options_of(draft)
-    if options.kind is not None and (target is None or head is None or options.kind != head.kind):
+    if isinstance(options, NoDraft):
+        return none_drafter()
+    if isinstance(options, Ngram):
+        return ngram_drafter(options.on(jax.default_backend()))._replace(explicit_width=options.nodes is not None)
+    if not isinstance(options, HeadOptions):
+        raise ValueError(f"{options.algorithm} chooses a drafter for a model: use Engine.from_pretrained")
+    if target is None or head is None or options.kind != head.kind:
         given = "no head" if head is None else f"a head of kind {head.kind!r}"
         given += " and no target" if target is None else ""
         needed = f"a target and a draft head of kind {options.kind!r}"
         raise ValueError(f"{options.algorithm} needs {needed}; what is given is {given}")
-    return _make(options, target, head, backend, automatic)
-
-
-@singledispatch
-def _make(options: DraftOptions, *_: Any) -> Drafter:
-    raise ValueError(f"{options.algorithm} chooses a drafter for a model: use Engine.from_pretrained")
-
-
-@_make.register
-def _(options: NoDraft, *_: Any) -> Drafter:
-    return none_drafter()
-
-
-@_make.register
-def _(options: Ngram, *_: Any) -> Drafter:
-    return ngram_drafter(options.on(jax.default_backend()))._replace(explicit_width=options.nodes is not None)
-
-
-@_make.register
-def _(
-    options: HeadOptions, target: Target, head: HeadConfig, backend: str | None, automatic: TreeShape | None
-) -> Drafter:
-    shape = options.tree(automatic or AUTOMATIC_TREES.get(target.config.family, OTHER_TREE))
+    shape = options.tree(automatic or automatic_tree(target.config.family))
     if options.nodes not in (None, shape.nodes):
         owner = type(options).__name__
         logger.warning(

@@ -51,9 +51,10 @@ def candidates(steps: int, topk: int) -> int:
     return topk + (steps - 1) * topk * topk
 
 
-AUTOMATIC_TREES = {"llama": TreeShape(5, 4, 8)}
-OTHER_TREE = TreeShape(3, 1, 4)
-"""EAGLE's tree where no number is given: SGLang's, by the target's family."""
+def automatic_tree(family: str = "llama") -> TreeShape:
+    """EAGLE's tree where no number is given: SGLang's, by the target's family."""
+    return TreeShape(5, 4, 8) if family == "llama" else TreeShape(3, 1, 4)
+
 
 MAX_AUTOMATIC_NODES = 64
 """Most nodes of a tree whose number of nodes is not given."""
@@ -202,8 +203,8 @@ class HeadOptions(DraftOptions):
     def explicit_tree(self) -> bool:
         return (self.steps, self.topk, self.nodes) != (None, None, None)
 
-    def tree(self, automatic: TreeShape = AUTOMATIC_TREES["llama"]) -> TreeShape:
-        """The tree that the options mean. `automatic` is used where none of its three numbers is given.
+    def tree(self, automatic: TreeShape | None = None) -> TreeShape:
+        """The tree that the options mean. `automatic`, by default Llama's, is used where no number is given.
 
         Otherwise a missing top-k is 1. Missing nodes are steps + 1 for top-k 1, else 1 + steps * topk, at most the
         candidates and 64. Missing steps are nodes - 1 for top-k 1, else the automatic ones. Top-k 1 is a chain, which
@@ -212,6 +213,7 @@ class HeadOptions(DraftOptions):
         Raises:
             ValueError: more nodes than candidates, or than the longest chain.
         """
+        automatic = automatic or automatic_tree()
         if not self.explicit_tree:
             return automatic
         steps, topk = self.steps or automatic.steps, self.topk or 1

@@ -28,19 +28,8 @@ from specjax.engine.buckets import Buckets, Key
 from specjax.engine.transfers import Output, packed
 from specjax.models.target import Target
 from specjax.progress import progress_bar
-from specjax.step import (
-    DecodeState,
-    PrefillInput,
-    Row,
-    StepConfig,
-    StepInput,
-    admit,
-    check_phase,
-    commit_phase,
-    draft_phase,
-    prefill_step,
-    speculate_step,
-)  # fmt: skip
+from specjax.state import DecodeState, PrefillInput, Row, StepInput
+from specjax.step import StepConfig, admit, check_phase, commit_phase, draft_phase, prefill_step, speculate_step
 from specjax.verify import Verifier, verify_tree
 
 logger = logging.getLogger(__name__)

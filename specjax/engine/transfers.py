@@ -13,21 +13,9 @@ import numpy as np
 from jax import Array
 
 from specjax.engine.sequence import RawLogprob, Sequence
-from specjax.state import (
-    FULL,
-    NO_DRAFT_LIMIT,
-    NO_FORCED_TOKEN,
-    NOT_FINITE,
-    STOPPED,
-    DecodeState,
-    Logprobs,
-    PrefillInput,
-    Row,
-    StepInput,
-    StepOutput,
-    Trace,
-    new_row,
-)
+from specjax.state import FULL, NO_DRAFT_LIMIT, NO_FORCED_TOKEN, NOT_FINITE, STOPPED, StepOutput, Trace, new_row
+from specjax.step import DecodeState, PrefillInput, Row, StepInput
+from specjax.verify import Logprobs
 from specjax.viz.trees import step_tree
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ import sys
 from functools import partial
 
 from specjax import settings
-from specjax.train import run_command
+from specjax.cli import run_command
 from specjax.train.options import TrainOptions
 from specjax.train.run import train
 

@@ -31,7 +31,7 @@ from tqdm import tqdm
 from specjax import checkpoint, settings
 from specjax.cache import bytes_per_token, init_cache
 from specjax.checkpoint.files import sha256, try_lock, write_text
-from specjax.cli import flags
+from specjax.cli import flags, run_command
 from specjax.cli.generate import BadLine, Line, parse_object, prompt_field, run
 from specjax.engine import Completion, Engine, SamplingParams
 from specjax.engine.buckets import speculation_note
@@ -39,7 +39,7 @@ from specjax.engine.config import STEP_COPIES
 from specjax.engine.sampling_params import later_seed
 from specjax.models import make_target, table
 from specjax.models.params import dimensions, parameter_bytes
-from specjax.train import corpus, differences, run_command
+from specjax.train import corpus, differences
 
 # Largest batch, whatever the memory. From 64 rows on a CPU's forward costs in proportion to its rows.
 LARGEST = {"cpu": 64, "gpu": 256}

@@ -39,7 +39,8 @@ from specjax.checkpoint.files import replacing
 from specjax.checkpoint.hub import download
 from specjax.checkpoint.unpickle import write_torch_zip_list
 from specjax.checkpoint.weights import read_json, save_tensors
-from specjax.train import corpus, run_command
+from specjax.cli import run_command
+from specjax.train import corpus
 
 COUNTED = (
     ("text",), ("messages",), ("prompt", "response"), ("prompt_ids", "response_ids"), ("input_ids", "output_ids"),
