@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import Field, field, fields
+from dataclasses import field, fields
 from types import NoneType
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, get_args, get_type_hints, runtime_checkable
+from typing import Any, NamedTuple, TypeAlias, get_args, get_type_hints
 
 Number: TypeAlias = float | int
 
@@ -18,11 +18,6 @@ KINDS: dict[Any, str] = {
     bool: "true or false",
     tuple: "a list of strings",
 }
-
-
-@runtime_checkable
-class Dataclass(Protocol):
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
 
 class Range(NamedTuple):
@@ -95,7 +90,7 @@ def check_value(value: Any, annotation: Any, limits: Range = ANY, choices: Seque
         raise ValueError("a finite number")
 
 
-def check(options: Dataclass) -> None:
+def check(options: Any) -> None:
     """Checks each field of a dataclass against its annotation and its range. None is outside every range.
 
     Raises:

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
-from specjax.limits import ANY, KINDS, Dataclass, Range, check_value, shown
+from specjax.limits import ANY, KINDS, Range, check_value, shown
 
 METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
@@ -36,7 +36,7 @@ class SettingsError(ValueError):
     """A value that cannot be used, or a file that cannot be read. Says where it was set and what would work."""
 
 
-S = TypeVar("S", bound=Dataclass)
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def setting(default: Any, help: str, *, secret: bool = False, **more: Any) -> An
     return field(default=default, repr=not secret, metadata={"setting": Setting(help, **{"range": bounds, **more})})
 
 
-def place_of(settings: Dataclass, name: str) -> str:
+def place_of(settings: Any, name: str) -> str:
     """Where the value of a field was set, as an error names it: a flag, or a file and its key."""
     return vars(settings).get("_places", {}).get(name, f"--{dashed(name)}")
 
@@ -102,7 +102,7 @@ def _kind(annotation: Any) -> type:
     return kinds[0]
 
 
-def _entries(defaults: Dataclass) -> dict[str, _Entry]:
+def _entries(defaults: Any) -> dict[str, _Entry]:
     """All settings by each of their names, with dashes. An alias stands for the same entry."""
     found: dict[str, _Entry] = {}
     for table in fields(defaults):
@@ -150,7 +150,7 @@ class Parser(argparse.ArgumentParser):
         return found
 
 
-def add_flags(parser: argparse.ArgumentParser, defaults: Dataclass, tables: Sequence[str] | None = None) -> None:
+def add_flags(parser: argparse.ArgumentParser, defaults: Any, tables: Sequence[str] | None = None) -> None:
     """Adds `--config` and the flags of the tables that this command uses, by default all.
 
     A flag that is not given leaves nothing in the namespace, so that `read` can tell; its help shows the default.
@@ -199,7 +199,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None, defaults:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
 
 
-def read(args: argparse.Namespace, defaults: S) -> S:
+def read(args: argparse.Namespace, defaults: Any) -> Any:
     """The settings of a command line that `add_flags`' parser has parsed.
 
     Raises:

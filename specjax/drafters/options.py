@@ -82,7 +82,6 @@ class DraftOptions:
     def choose(self, kind: str | None) -> tuple[DraftOptions, list[str]]:
         """The options of the algorithm that runs, given the kind of the draft head that ships for the model, and the
         names of given options that the algorithm does not have."""
-        del kind
         return self, []
 
     def on(self, platform: str) -> DraftOptions:
@@ -91,7 +90,6 @@ class DraftOptions:
         Raises:
             ValueError: options contradict these defaults.
         """
-        del platform
         return self
 
 

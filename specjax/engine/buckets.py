@@ -141,8 +141,7 @@ class Buckets:
         2. While that batch compiles in the background, the largest compiled one, which serves them in parts.
         3. What must be compiled first: batches that fit, then smaller ones.
 
-        Args:
-            pending: programs that are being compiled in the background.
+        `pending` programs are being compiled in the background.
         """
         same = self.tree_widths(self.batch(count))
         for table in self.tables_for(pages):

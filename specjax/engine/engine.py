@@ -109,7 +109,7 @@ class Engine:
             depth=drafter.depth,
             salts=Salts(isolate=config.isolate_ngrams),
             plain_content=config.plain_content,
-            seeds=None if config.random_seed is None else random.Random(config.random_seed),
+            seeds=random.SystemRandom() if config.random_seed is None else random.Random(config.random_seed),
         )
         self._unreported: list[Sequence] = []  # read in this iteration
 
@@ -206,11 +206,8 @@ class Engine:
         return self.intake.encode(prompt)
 
     def abort(self, id: str, message: str | None = None) -> bool:
-        """Ends a request now and frees its pages at once. Returns whether it was running or waiting.
-
-        Args:
-            message: of its finish reason, where the fault is ours.
-        """
+        """Ends a request now and frees its pages at once. Returns whether it was running or waiting. `message` goes into
+        its finish reason, where the fault is ours."""
         with self.lock:
             return (sequence := self.find(id)) is not None and self.end(sequence, message)
 
@@ -286,7 +283,7 @@ class Engine:
 
     def _launch_prefill(self) -> int:
         """Dispatches the next chunk of the oldest prompt that is not all dispatched. Returns the programs launched."""
-        sequence = next(iter(self.scheduler.prefilling()), None)
+        sequence = next((s for s in self.scheduler.active if s.status is Status.PREFILLING), None)
         if sequence is None:
             return 0
         left, pages = len(sequence.context) - sequence.prefilled, len(sequence.pages)
@@ -332,13 +329,12 @@ class Engine:
                 self.scheduler.retract_youngest()
 
     def _collect_all_but(self, count: int) -> None:
-        """Reads the steps in flight, the oldest first, until `count` are left."""
+        """Reads the steps in flight, the oldest first, until `count` are left. Reports the sequences that have new
+        tokens or have finished."""
         while len(self._in_flight) > count:
-            self._collect()
+            self._collect(self._in_flight.popleft())
 
-    def _collect(self) -> None:
-        """Reads the oldest step in flight, and reports the sequences that have new tokens or have finished."""
-        flight = self._in_flight.popleft()
+    def _collect(self, flight: _InFlight) -> None:
         wanted = any(sequence.wants_logprobs for sequence in flight.sequences)
         with memory_checked(flight.key):
             read = read_output(flight.output, min(TOP_LOGPROBS, self.vocab_size) if wanted else None)

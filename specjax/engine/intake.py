@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from specjax.engine.plain import PlainText
-from specjax.engine.sampling_params import GENERATED_SEEDS, ParameterError, SamplingParams, random_seed
+from specjax.engine.sampling_params import GENERATED_SEEDS, ParameterError, SamplingParams
 from specjax.engine.sequence import Sequence
 from specjax.engine.text import TextStream
 from specjax.sampling import STOP_IDS
@@ -72,16 +72,13 @@ class Intake:
     depth: int  # D
     salts: Salts = field(default_factory=lambda: Salts(isolate=False))
     plain_content: bool = False  # users' text makes no special tokens
-    seeds: random.Random | None = None  # draws the seeds of requests without one; None: the operating system does
+    seeds: random.Random = field(default_factory=random.SystemRandom)  # draws the seeds of requests without one
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
-    def __post_init__(self) -> None:
-        _ = self.plain  # raises where the tokenizer is not suited
+    plain: PlainText | None = field(init=False)  # None: `plain_content` is off
 
-    @functools.cached_property
-    def plain(self) -> PlainText | None:
-        """Encodes users' text without special tokens; None: `plain_content` is off."""
-        return PlainText(self.tokenizer) if self.plain_content else None
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plain", PlainText(self.tokenizer) if self.plain_content else None)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """As `encode`; little is done for a prompt that is far too long."""
@@ -142,15 +139,12 @@ class Intake:
         if minimum and len(stops) > STOP_IDS:
             problem = f"works with at most {STOP_IDS} stop ids (the device's); this request has {len(stops)}"
             raise ParameterError("min_new_tokens", problem)
-        seed = sampling.seed
-        if seed is None:
-            seed = random_seed() if self.seeds is None else self.seeds.randrange(GENERATED_SEEDS)
         return Sequence(
             id=id if id is not None else f"request-{number}",
             prompt=tokens,
             params=sampling,
             limit=limit,
-            seed=seed,
+            seed=self.seeds.randrange(GENERATED_SEEDS) if sampling.seed is None else sampling.seed,
             device_stops=stops[:STOP_IDS],
             host_stops=frozenset(stops[STOP_IDS:]),
             stream=TextStream(

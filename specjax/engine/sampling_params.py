@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeGuard
@@ -153,7 +152,3 @@ def _bias(bias: Any) -> dict[int, float]:
 def later_seed(seed: int, count: int) -> int:
     """seed + count, wrapped to 64 bits."""
     return (seed + count + 2**63) % 2**64 - 2**63
-
-
-def random_seed() -> int:
-    return secrets.randbelow(GENERATED_SEEDS)

@@ -91,9 +91,6 @@ class Scheduler:
             admitted.append(sequence)
         return admitted
 
-    def prefilling(self) -> list[Sequence]:
-        return [s for s in self.active if s.status is Status.PREFILLING]
-
     def running(self) -> list[Sequence]:
         return [s for s in self.active if s.status is Status.RUNNING]
 

@@ -12,7 +12,7 @@ import logging
 import random
 from array import array
 from collections.abc import Callable, Iterable, Sequence, Set
-from typing import Any, TypeAlias
+from typing import Any
 
 from specjax.engine.decoders import (
     REPLACEMENT,
@@ -51,7 +51,7 @@ class Decoding:
             self._steps = None
             logger.warning("the tokenizer's decoder is not known (%s): text is decoded by windows of tokens", error)
 
-    def stream(self, *, skip_special_tokens: bool) -> TokenStream:
+    def stream(self, *, skip_special_tokens: bool) -> _Chain | _Windowed:
         special = self._special if skip_special_tokens else {}
         if self._steps is None:
             return _Windowed(self._tokenizer, special.keys(), skip_special_tokens)
@@ -164,9 +164,6 @@ class _Windowed:
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=self._skip) if tokens else ""
-
-
-TokenStream: TypeAlias = _Chain | _Windowed
 
 
 class TextStream:

@@ -64,11 +64,8 @@ class Read(NamedTuple):
 
 
 def read_output(output: Output, top: int | None) -> Read:
-    """Copies a step's output to the host; waits for the step.
-
-    Args:
-        top: alternatives of a token in the log-probabilities; None: those are not copied.
-    """
+    """Copies a step's output to the host; waits for the step. Log-probabilities hold `top` alternatives of a token, and
+    are not copied if it is None."""
     packed = np.asarray(output.packed)
     emitted, finish, tokens = packed[:, 0], packed[:, 1], packed[:, 2:]
     if top is None:
@@ -83,10 +80,8 @@ def read_output(output: Output, top: int | None) -> Read:
 def take(sequence: Sequence, read: Read, output: Output, row: int, *, verified: bool) -> int:
     """Adds the tokens of a row to its sequence, with their log-probabilities and tree. Returns how many it kept.
 
-    An error in its text ends this sequence; the others go on.
-
-    Args:
-        verified: the tokens come from a verification, not from a prefill.
+    An error in its text ends this sequence; the others go on. `verified`: the tokens come from a verification, not from
+    a prefill.
     """
     emitted, finish = int(read.emitted[row]), int(read.finish[row])
     kept = emitted
@@ -113,9 +108,6 @@ def _raw_logprobs(found: Logprobs, row: int, count: int, top: int) -> list[RawLo
     drawn, ids, best = found.drawn[row, :count], found.top_ids[row, :count, :top], found.top[row, :count, :top]
     tops = (tuple(zip(*pair, strict=True)) for pair in zip(ids.tolist(), best.tolist(), strict=True))
     return list(map(RawLogprob, drawn.tolist(), tops))
-
-
-_AS_THEY_ARE = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
 def step_input(sequences: list[Sequence], batch: int, table: int, rows: int, pages: int) -> StepInput:
@@ -148,6 +140,7 @@ def prefill_input(sequence: Sequence, width: int, table: int, pages: int) -> Pre
 def admission_row(sequence: Sequence, vocab_size: int) -> Row:
     """A sequence's row of the state. The output that a resumed sequence already has counts in its penalties."""
     params = sequence.params
+    alike = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
     return new_row(
         vocab_size,
         limit=sequence.limit,
@@ -161,5 +154,5 @@ def admission_row(sequence: Sequence, vocab_size: int) -> Row:
         stop_ids=sequence.device_stops,
         seed=sequence.seed,
         logit_bias=dict(params.logit_bias),
-        **{name: getattr(params, name) for name in _AS_THEY_ARE},
+        **{name: getattr(params, name) for name in alike},
     )
