@@ -206,7 +206,7 @@ class Engine:
         return self.intake.encode(prompt)
 
     def abort(self, id: str, message: str | None = None) -> bool:
-        """Ends a request now and frees its pages at once. Returns whether it was running or waiting. `message` goes into
+        """Ends a request now and frees its pages at once. Returns whether it was running or waiting. `message`: of
         its finish reason, where the fault is ours."""
         with self.lock:
             return (sequence := self.find(id)) is not None and self.end(sequence, message)
