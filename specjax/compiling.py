@@ -26,7 +26,6 @@ IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDI
 """XLA's default. An option replaces the whole list; only XLA_FLAGS can add to it, by `+WHILE`."""
 
 NVIDIA_OPTIONS = MappingProxyType({"xla_gpu_enable_command_buffer": f"{IN_GRAPHS},WHILE"})
-"""For NVIDIA GPUs, as `jax.jit` and `Lowered.compile` take them."""
 
 
 def compiler_options() -> dict[str, str] | None:

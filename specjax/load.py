@@ -30,11 +30,8 @@ from specjax.verify import Verifier
 
 logger = logging.getLogger(__name__)
 
-AUTO_ATTENTION = "auto"
-"""The attention implementation that suits the device."""
-
-SamplingDefaults = Literal["model", "openai"]
-"""Where the values of `SamplingParams` come from that a request does not give."""
+AUTO_ATTENTION = "auto"  # the attention implementation that suits the device
+SamplingDefaults = Literal["model", "openai"]  # source of the values of `SamplingParams` that a request does not give
 
 
 class LoadedModel(NamedTuple):

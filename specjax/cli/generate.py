@@ -40,15 +40,12 @@ PROMPT_FIELDS: dict[str, tuple[type, type, str]] = {
     "input_ids": (list, int, "a list of token ids, which are integers"),
 }
 """The fields that may hold a prompt: the type of their value and of its items, and the words for both."""
-
 RESULT_FIELDS = (
     "text", "output_ids", "prompt_tokens", "completion_tokens", "finish_reason", "spec_verify_ct",
     "spec_accept_length", "spec_accept_histogram", "seed",
 )  # fmt: skip
-"""Fields of `Completion` that an output line holds."""
 
-AHEAD = 256
-"""Lines that are read ahead of the answers: a file of a million prompts need not be tokenised before the first."""
+AHEAD = 256  # lines read ahead of the answers: a file of a million prompts need not be tokenised before the first
 
 
 class Line(NamedTuple):

@@ -56,8 +56,7 @@ def automatic_tree(family: str = "llama") -> TreeShape:
     return TreeShape(5, 4, 8) if family == "llama" else TreeShape(3, 1, 4)
 
 
-MAX_AUTOMATIC_NODES = 64
-"""Most nodes of a tree whose number of nodes is not given."""
+MAX_AUTOMATIC_NODES = 64  # of a tree whose number of nodes is not given
 
 
 @dataclass(frozen=True)
@@ -310,9 +309,7 @@ class Auto(DraftOptions):
         return {name: value for name, value in self.given.items() if name in options.names()}
 
 
-DRAFTERS: dict[str, type[DraftOptions]] = {
-    options.algorithm: options for options in (NoDraft, Ngram, Eagle, Eagle3, Mtp)
-}
+DRAFTERS: dict[str, type[DraftOptions]] = {each.algorithm: each for each in (NoDraft, Ngram, Eagle, Eagle3, Mtp)}
 """The options of each algorithm by its name; `factories` makes the drafters."""
 
 

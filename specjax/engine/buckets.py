@@ -13,8 +13,7 @@ from specjax.step import tree_widths
 BATCHES = (1, 4, 16, 48, 128, 256)
 
 SMALL_CHUNK = {"cpu": 64, "gpu": 256}
-CHUNK = {"cpu": 512, "gpu": 2048}
-"""Chunk widths. On a CPU a forward's cost grows with its width from 64 on: wider chunks only save overhead."""
+CHUNK = {"cpu": 512, "gpu": 2048}  # on a CPU a forward's cost grows from 64 on: wider chunks only save overhead
 
 BLOCK_TOKENS = {"cpu": 64, "gpu": 1024}
 """Most tree nodes that a step checks over its whole batch. On a CPU checking 64 tokens costs six times as much as one,
@@ -26,8 +25,7 @@ HEAD_BLOCK_TOKENS = BLOCK_TOKENS | {"cpu": 1}
 a CPU it drafts for one request alone: four at once had half the speed without drafts with four nodes each
 (benchmarks/results/batch-2026-11-22.json, 2 cores)."""
 
-TABLE = 512
-"""Pages in the small page table. A request that may hold no more than this needs no other."""
+TABLE = 512  # pages in the small page table; a request that may hold no more needs no other
 
 
 class Key(NamedTuple):

@@ -13,11 +13,8 @@ from specjax.limits import check, limited
 from specjax.models.target import Target
 from specjax.state import init_state
 
-DEFAULT_POOL_TOKENS = 32_768
-"""Of the pool on a CPU, where memory is shared with everything else."""
-
-STEP_COPIES = 2.5
-"""Float32 arrays of [nodes, vocabulary] that a step holds at once: 2.1 to 2.3 in XLA's memory analysis."""
+DEFAULT_POOL_TOKENS = 32_768  # on a CPU, where memory is shared with everything else
+STEP_COPIES = 2.5  # float32 arrays of [nodes, vocabulary] that a step holds at once: 2.1 to 2.3 in XLA's analysis
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
-REPLACEMENT = "\ufffd"
-"""Stands for bytes that are not, or not yet, a character."""
+REPLACEMENT = "\ufffd"  # stands for bytes that are not, or not yet, a character
 
 # What `clean_up_tokenization` of transformers replaces, in its order.
 _CLEAN_UP = (
@@ -31,8 +30,7 @@ class UnknownDecoderError(ValueError):
 class Step:
     """One decoder of the chain. After one that joins all tokens, the pieces of that one token stand for tokens."""
 
-    held: Any = None
-    """Held back for `end`; false if that is nothing."""
+    held: Any = None  # for `end`; false if that is nothing
 
     def push(self, token: str) -> Iterable[str]:
         """Adds a token; returns the tokens that no later one can change."""

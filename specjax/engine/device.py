@@ -37,13 +37,10 @@ def memory_checked(key: Key) -> Iterator[None]:
 
 
 class Device:
-    """One donated state. Each program takes it over and gives the next.
+    """One donated state. Each program takes it over and gives the next; `params` are never donated.
 
-    Args:
-        params: of the target and the draft; never donated.
-        new_state: allocates an empty state. It is called at once, in a thread of its own: zeroing the pool takes
-            seconds on a CPU, during which programs can be compiled for its shapes.
-        launch_lock: held while a program is launched.
+    `new_state` allocates an empty state. It is called at once, in a thread of its own: zeroing the pool takes seconds
+    on a CPU, during which programs can be compiled for its shapes. `launch_lock` is held while one is launched.
     """
 
     def __init__(

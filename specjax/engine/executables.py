@@ -125,9 +125,8 @@ class Executables:
     @cached_property
     def admit(self) -> Callable[[DecodeState, Any, Row], DecodeState]:
         """Puts a row into the state, which it takes over. Compiled at the first use or by `warm_up`."""
-        state = self.state_shapes
-        row = jax.tree.map(lambda rows: jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype), state.rows)
-        arguments = (state, jax.ShapeDtypeStruct((), np.int32), row)
+        row = jax.tree.map(lambda rows: jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype), self.state_shapes.rows)
+        arguments = (self.state_shapes, jax.ShapeDtypeStruct((), np.int32), row)
         with self.launch_lock:
             return program_store.stored(
                 admit, arguments, lambda function: jax.jit(function, donate_argnums=0).lower(*arguments).compile()
@@ -201,13 +200,11 @@ class Executables:
     # Ahead of use
 
     def warm_up(self, keys: Iterable[Key], *, progress: bool = True, strict: bool = True) -> None:
-        """Compiles these and what every request needs. On a CPU a second thread helps, to which JAX's settings by
-        `with` do not apply.
+        """Compiles these and what every request needs, with a bar on stderr for `progress`. On a CPU a second thread
+        helps, to which JAX's settings by `with` do not apply.
 
         Args:
-            progress: show a bar on stderr.
-            strict: stop at the first failure, also of a key that failed before, and raise it. False: leave out what
-                fails.
+            strict: raise the first failure, also of a key that failed before. False: leave out what fails.
 
         Raises:
             Unavailable: not `strict`, and all programs of a kind have failed.

@@ -12,8 +12,7 @@ from specjax.engine.sequence import Completion, Sequence, Status, TokenLogprob, 
 if TYPE_CHECKING:
     from specjax.engine.engine import Engine
 
-ENGINE_FAILED = "the engine failed while the request ran"
-"""Message of a request that ended with another caller's failed step."""
+ENGINE_FAILED = "the engine failed while the request ran"  # in a step of another caller
 
 
 class FairLock:

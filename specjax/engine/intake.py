@@ -30,11 +30,8 @@ SHRINKS = 4
 """Most characters that become one when a text is normalised, as with NFC and NFKC. Normalisers that remove characters
 (spaces, accents) know no limit: a text that is too long by this count is refused, even if the rest would fit."""
 
-DENSE = 8
-"""Characters a token from which on a text is tokenised piece by piece, to find early that it does not fit."""
-
-MARGIN = 64
-"""Tokens by which the start of a text, cut anywhere, may exceed its share of the whole text's."""
+DENSE = 8  # characters a token from which on a text is tokenised piece by piece, to find early that it does not fit
+MARGIN = 64  # tokens by which the start of a text, cut anywhere, may exceed its share of the whole text's
 
 
 class Salts:

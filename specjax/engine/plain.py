@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 Message = Mapping[str, Any]
-Render = Callable[[Sequence[Message]], str]
 
 FLAG = "--plain-content"
 # Planes 15 and 16: characters without a meaning of their own.
@@ -69,7 +68,9 @@ class PlainText:
         # Not `encode`, which holds Python's lock all the time.
         return self._copy.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
-    def encode_chat(self, messages: Sequence[Message], text: str, render: Render, template: str) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Message], text: str, render: Callable[..., str], template: str
+    ) -> list[int]:
         """Ids of messages.
 
         Args:

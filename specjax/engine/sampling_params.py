@@ -12,16 +12,9 @@ from specjax.sampling import BIAS_ENTRIES
 from specjax.verify import TOP_LOGPROBS
 
 MAX_STOP_STRINGS = 16
-
-MAX_STOP_LENGTH = 1024
-"""Characters of a stop string."""
-
-MAX_SALT = 256
-"""Characters of a `cache_salt`."""
-
-MAX_TEMPERATURE = 1e4
-"""Far beyond uniform sampling; masks stay below every logit up to here."""
-
+MAX_STOP_LENGTH = 1024  # characters
+MAX_SALT = 256  # characters
+MAX_TEMPERATURE = 1e4  # far beyond uniform sampling; masks stay below every logit up to here
 GENERATED_SEEDS = 2**53 - 2**10
 """Upper bound of generated seeds: every language reads them from JSON exactly, and so `seed + i` of further choices."""
 
