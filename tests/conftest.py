@@ -107,6 +107,9 @@ def stored_programs():
 # Memory.
 
 
+_least = math.inf  # resident memory since the last time that programs were freed
+
+
 def _trim() -> None:
     """Return freed memory to the system: glibc keeps most of what compilation had."""
     gc.collect()
@@ -123,7 +126,7 @@ def _forget_programs(request: pytest.FixtureRequest):
             value.cache_clear()
     if _resident() > MOST_MEMORY / 3:
         jax.clear_caches()
-        _trim()
+    _trim()
 
 
 @pytest.fixture(autouse=True)
@@ -131,9 +134,12 @@ def _small_pools(request: pytest.FixtureRequest):
     """A default pool of the built-in model takes 1.5 GB, and an engine lives until the garbage collector finds it."""
     if request.node.get_closest_marker("real_model") is None:
         yield
-        if _resident() > MOST_MEMORY / 2:
+        global _least
+        _least = min(_least, _resident())
+        if _resident() > max(MOST_MEMORY / 2, _least + MOST_MEMORY / 4):  # much more than after the last time
             jax.clear_caches()
             _trim()
+            _least = _resident()
         return
     from specjax.engine import config
 
