@@ -52,22 +52,35 @@ class DecodeState(NamedTuple):
 
 
 class StepInput(NamedTuple):
-    """The small argument that the host builds for a step of B requests."""
+    """The small argument that the host builds for a step of B requests.
 
-    slots: PerRequest  # rows of the state; for empty entries >= R, each different
-    page_table: PageTable  # must cover the D + 1 tokens that a step may commit; holes are P
+    Attributes:
+        slots: int32 [B]. Rows of the state; for empty entries >= R, each different.
+        page_table: int32 [B, T]. Must cover the D + 1 tokens that a step may commit; holes are P.
+        active: bool [B].
+    """
+
+    slots: PerRequest
+    page_table: PageTable
     active: Active
 
 
 class PrefillInput(NamedTuple):
-    """A chunk of the prompts of B requests. The first three fields are those of `StepInput`."""
+    """A chunk of the prompts of B requests.
+
+    Attributes:
+        slots, page_table, active: as in `StepInput`.
+        tokens: int32 [B, C].
+        length: int32 [B]. How many of `tokens` count, at least 1 where active.
+        next_token: int32 [B]. NO_FORCED_TOKEN, the next prompt token, or a resumed request's last token.
+    """
 
     slots: PerRequest
     page_table: PageTable
     active: Active
     tokens: Int32[Array, "B C"]
-    length: PerRequest  # how many of `tokens` count, at least 1 where active
-    next_token: PerRequest  # NO_FORCED_TOKEN, the next prompt token, or a resumed request's last token
+    length: PerRequest
+    next_token: PerRequest
 
 
 class Trace(NamedTuple):
@@ -80,14 +93,23 @@ class Trace(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """What a step emits."""
+    """What a step emits.
 
-    tokens: Int32[Array, "B J"]  # J = D + 1; the first `emitted` of each row count
+    Attributes:
+        tokens: int32 [B, J], J = D + 1; the first `emitted` of each row count.
+        emitted: int32 [B].
+        accepted: int32 [B]. Drafts among the emitted.
+        finish: int32 [B]. RUNS, STOPPED, FULL or NOT_FINITE.
+        logprobs: zeros where no row wants them.
+        trace: None unless `StepConfig.trace`.
+    """
+
+    tokens: Int32[Array, "B J"]
     emitted: PerRequest
-    accepted: PerRequest  # drafts among the emitted
-    finish: PerRequest  # RUNS, STOPPED, FULL or NOT_FINITE
-    logprobs: Logprobs  # zeros where no row wants them
-    trace: Trace | None  # None unless `StepConfig.trace`
+    accepted: PerRequest
+    finish: PerRequest
+    logprobs: Logprobs
+    trace: Trace | None
 
 
 def init_state(params: Params, target: Target, drafter: Drafter, *, rows: int, pool: PoolShape) -> DecodeState:

@@ -25,13 +25,21 @@ NO_TOKEN = -1  # an invalid node's token, and a draw that was not needed; equal 
 
 
 class DraftTree(NamedTuple):
-    """Trees of N nodes for B requests, node 0 the root."""
+    """Trees of N nodes for B requests, node 0 the root.
 
-    tokens: Int32[Array, "B N"]  # NO_TOKEN where invalid
-    parents: Int32[Array, "B N"]  # node indices; NO_PARENT for the root and where invalid
-    depth: Int32[Array, "B N"]  # 0 for the root and where invalid
-    valid: Bool[Array, "B N"]  # the first nodes of each tree, the root always
-    scores: Float32[Array, "B N"]  # cumulative log-probability under the draft, 0 for the root; must not grow on a path
+    Attributes:
+        tokens: int32 [B, N]. NO_TOKEN where invalid.
+        parents: int32 [B, N]. Node indices; NO_PARENT for the root and where invalid.
+        depth: int32 [B, N]. 0 for the root and where invalid.
+        valid: bool [B, N]. The first nodes of each tree, the root always.
+        scores: float32 [B, N]. Cumulative log-probability under the draft, 0 for the root; must not grow along a path.
+    """
+
+    tokens: Int32[Array, "B N"]
+    parents: Int32[Array, "B N"]
+    depth: Int32[Array, "B N"]
+    valid: Bool[Array, "B N"]
+    scores: Float32[Array, "B N"]
 
     @property
     def width(self) -> int:

@@ -22,8 +22,7 @@ from typing import Any, TypeAlias
 from jax import Array
 from jaxtyping import Bool, Float, Float32, Int32, UInt32
 
-Weights: TypeAlias = Mapping[str, Any]
-"""Nested dicts of arrays, one leaf per layer and matrix."""
+Weights: TypeAlias = Mapping[str, Any]  # nested dicts of arrays, one leaf per layer and matrix
 
 Tokens: TypeAlias = Int32[Array, "B N"]
 Positions: TypeAlias = Int32[Array, "B N"]

@@ -33,12 +33,19 @@ class Logprobs(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What is accepted of each tree, and what the target draws."""
+    """What is accepted of each tree, and what the target draws.
 
-    path: Int32[Array, "B J"]  # J = D + 1 node indices, the root first; 0 past the accepted ones
-    accepted: PerRequest  # m, drafts accepted, from 0 to D
-    tokens: Int32[Array, "B J"]  # what may be emitted: m drafts, then the bonus; NO_TOKEN beyond
-    drawn: Int32[Array, "B N"]  # of each node; NO_TOKEN where no draw was needed
+    Attributes:
+        path: int32 [B, J], J = D + 1 node indices, the root first; 0 past the accepted ones.
+        accepted: int32 [B]. m, drafts accepted, from 0 to D.
+        tokens: int32 [B, J]. What may be emitted: m drafts, then the bonus; NO_TOKEN beyond.
+        drawn: int32 [B, N], of each node; NO_TOKEN where no draw was needed.
+    """
+
+    path: Int32[Array, "B J"]
+    accepted: PerRequest
+    tokens: Int32[Array, "B J"]
+    drawn: Int32[Array, "B N"]
 
 
 Verifier: TypeAlias = Callable[..., Verdict]

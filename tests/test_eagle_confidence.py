@@ -145,7 +145,7 @@ def test_only_where_it_saves_time_is_anything_decided(shape):
     """A conditional for each level but the first; without a threshold, and on a GPU, none."""
     runner = Runner(pair_model(), drafter_of(shape, 0.0), rows=2, draft=head()[1])
     inputs = runner.inputs([True] * 2)
-    context = _gather(runner.state, inputs).context
+    context, _, _ = _gather(runner.state, inputs)
 
     def decisions(confidence: Confidence) -> int:
         drafter = eagle_drafter(pair_model().target, head()[0], TreeShape(*shape), confidence=confidence)

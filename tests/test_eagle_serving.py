@@ -374,8 +374,6 @@ def test_numbers_of_another_type_are_refused():
     """In a program of its own: the hook of these tests would refuse some in its own words."""
     program = """
 from specjax import Eagle
-
-pytestmark = pytest.mark.usefixtures("stored_programs")
 for options in {"steps": 3.0}, {"steps": "3"}, {"topk": True}, {"nodes": 8.5}, {"min_probability": "0.5"}, {"path": 5}:
     try:
         Eagle(**options)

@@ -164,10 +164,10 @@ def test_what_ended_in_the_iteration_that_ran_out_of_memory_is_reported(monkeypa
     second = engine.add(PROMPTS[1], SamplingParams(max_new_tokens=9))
     collect, reported = engine._collect, []
 
-    def fails(self: Any = None) -> Any:
+    def fails(flight: Any) -> None:
         if first.finish_reason is not None and second.finish_reason is None and not engine.executables.has_failed(key):
             raise OutOfMemory(key, MemoryError("late"))
-        return collect()
+        collect(flight)
 
     key = Key("step", 4, engine.buckets.tables[-1])
     monkeypatch.setattr(engine, "_collect", fails)

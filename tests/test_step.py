@@ -24,8 +24,8 @@ from toy_models import (
 )
 
 from specjax.config import RopeConfig
+from specjax.drafters.base import none_drafter
 from specjax.drafters.ngram import Ngram, ngram_drafter
-from specjax.drafters.none import none_drafter
 from specjax.step import NOT_FINITE, PrefillInput, StepConfig, draft_phase, verify_phase
 
 WIDTH, DEPTH, VOCABULARY = 6, 4, 7

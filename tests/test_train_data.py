@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from specjax.checkpoint import BUILT_IN_MODEL, load_tokenizer, resolve
 from specjax.engine import intake
 from specjax.train import corpus
-from specjax.train.data import ExampleSet, load_examples
-from specjax.train.packing import Example, batch_rows, pack, split
+from specjax.train.data import Example, ExampleSet, batch_rows, load_examples, pack, split
 
 SELFGEN = Path(__file__).parents[1] / "data" / "selfgen.jsonl.gz"
 USER = {"role": "user", "content": "hello 12"}
@@ -471,7 +470,7 @@ def test_packing_is_first_fit(sizes, seed):
 
 
 def test_first_fit_by_hand():
-    from specjax.train.packing import _first_fit
+    from specjax.train.data import _first_fit
 
     assert _first_fit([6, 5, 4, 3, 6, 2, 10], 10) == [0, 1, 0, 1, 2, 1, 3]
     assert _first_fit([], 10) == [] and _first_fit([10], 10) == [0]
@@ -554,7 +553,7 @@ def test_the_same_bytes_give_the_same_rows_in_any_process(tmp_path):
     file.write_text("".join(json.dumps({"messages": [USER, SAID] * n}) + "\n" for n in range(1, 9)))
     code = (
         "import hashlib, sys\nfrom engine_helpers import tokenizer, VOCABULARY\n"
-        "from specjax.train.data import load_examples\nfrom specjax.train.packing import pack\n"
+        "from specjax.train.data import load_examples\nfrom specjax.train.data import pack\n"
         "loaded = load_examples([sys.argv[1]], tokenizer(), VOCABULARY, max_length=128)\n"
         "rows = pack(loaded.examples, 128, 3)\n"
         "print(hashlib.sha256(b''.join(field.tobytes() for field in rows)).hexdigest())"

@@ -16,9 +16,9 @@ from toy_models import tiny_llama
 from specjax import settings
 from specjax.checkpoint import CheckpointError
 from specjax.train import inputs
+from specjax.train.data import Example, pack
 from specjax.train.export import export_head, head_tensors
 from specjax.train.options import REPORTING, DraftSettings, LossSettings, TrainOptions
-from specjax.train.packing import Example, pack
 
 
 def read(*flags: str) -> TrainOptions:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from specjax.train import features
+from specjax.train.data import Rows, batch_rows
 from specjax.train.features import FeatureError, FeatureStore
-from specjax.train.packing import Rows, batch_rows
 from specjax.train.unroll import Teacher
 
 COUNT, LENGTH, BATCH, SEED = 7, 4, 3, 1

@@ -22,9 +22,9 @@ from specjax.config import HeadConfig, RopeConfig
 from specjax.models.draft_head import draft_head
 from specjax.models.head_spec import head_table
 from specjax.train import inputs
+from specjax.train.data import Example, Rows, pack
 from specjax.train.features import teach, training_target
 from specjax.train.options import DraftSettings, LossSettings
-from specjax.train.packing import Example, Rows, pack
 from specjax.train.unroll import Batch, packed_attention
 from specjax.train.update import TrainState, make_optimizer, make_update, schedule, split_params
 

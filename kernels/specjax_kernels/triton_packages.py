@@ -35,8 +35,7 @@ def unmet() -> str | None:
     )
 
 
-UNMET = unmet()
-"""Why no kernel can be made here; None: one can."""
+UNMET = unmet()  # why no kernel can be made here; None: one can
 
 jax_triton: Any = None
 tl: Any = None

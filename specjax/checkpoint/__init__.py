@@ -6,7 +6,7 @@ jax, transformers, gguf and the hub's client are imported by the functions that 
 """
 
 from specjax.checkpoint.draft_head import load_head
-from specjax.checkpoint.errors import CheckpointError
+from specjax.checkpoint.files import CheckpointError
 from specjax.checkpoint.hf_config import model_config, sampling_defaults, stop_token_ids
 from specjax.checkpoint.hub import BUILT_IN_MODEL, resolve
 from specjax.checkpoint.load import load_params, load_tokenizer

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax.checkpoint.errors import CheckpointError, listed
+from specjax.checkpoint.files import CheckpointError, listed
 from specjax.checkpoint.hf_config import ROPE_SECTIONS, refuse_unsupported
 from specjax.models.head_spec import LAYER, HeadSpec
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from specjax.checkpoint import draft_format as names
 from specjax.checkpoint.draft_format import HeadTensors, aux_layer_ids, common_names, layer_config, unfused
-from specjax.checkpoint.errors import CheckpointError, listed
+from specjax.checkpoint.files import CheckpointError, listed
 from specjax.checkpoint.hf_config import flag, given, number, require, rope
 from specjax.checkpoint.hub import resolve_head
 from specjax.checkpoint.load import fill, misfits

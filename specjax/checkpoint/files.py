@@ -12,17 +12,27 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import AcquireReturnProxy, FileLock, Timeout
 
-from specjax.checkpoint.errors import CheckpointError
-
 logger = logging.getLogger(__name__)
 
 MARKER = ".specjax-complete.json"
+
+
+class CheckpointError(ValueError):
+    """A model that cannot be found, read or understood. The message names the value that was met, what would work, and
+    where the value was set."""
+
+
+def listed(names: Iterable[object], limit: int = 12) -> str:
+    """``names`` sorted and joined for a message, shortened after ``limit``."""
+    ordered = sorted(map(str, names))
+    more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
+    return ", ".join(ordered[:limit]) + more
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specjax.checkpoint.errors import CheckpointError, listed
+from specjax.checkpoint.files import CheckpointError, listed
 from specjax.checkpoint.hf_config import model_config
 from specjax.checkpoint.load import misfits
 from specjax.checkpoint.weights import save_shards

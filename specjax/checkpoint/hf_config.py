@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from specjax.checkpoint.errors import CheckpointError, listed
+from specjax.checkpoint.files import CheckpointError, listed
 from specjax.checkpoint.weights import ModelFiles, read_json
 from specjax.config import ModelConfig, RopeConfig
 from specjax.models import ARCHITECTURES

@@ -18,8 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from specjax.checkpoint import gguf_model
-from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.files import build_once, cached_sha256, default_cache_dir, locked, sha256
+from specjax.checkpoint.files import CheckpointError, build_once, cached_sha256, default_cache_dir, locked, sha256
 from specjax.checkpoint.weights import ModelFiles, read_folder
 
 BUILT_IN_MODEL = "smollm2-135m-instruct"

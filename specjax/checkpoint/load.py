@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specjax.checkpoint.errors import CheckpointError, listed
+from specjax.checkpoint.files import CheckpointError, listed
 from specjax.checkpoint.hf_config import DTYPES
 from specjax.checkpoint.weights import ModelFiles, read_headers, read_json
 from specjax.config import ModelConfig

@@ -17,7 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from specjax.checkpoint.errors import CheckpointError
+from specjax.checkpoint.files import CheckpointError
 from specjax.checkpoint.hub import BUILT_IN_MODEL
 from specjax.checkpoint.weights import SINGLE_NAME, ModelFiles, read_headers
 from specjax.config import ModelConfig

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specjax.checkpoint.errors import CheckpointError, listed
+from specjax.checkpoint.files import CheckpointError, listed
 from specjax.checkpoint.hub import download
 from specjax.checkpoint.unpickle import read_torch_zip
 from specjax.checkpoint.weights import read_header

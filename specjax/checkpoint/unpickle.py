@@ -21,7 +21,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from specjax.checkpoint.errors import CheckpointError, listed
+from specjax.checkpoint.files import CheckpointError, listed
 
 STORAGES: dict[str, np.dtype] = {
     f"torch.{name}Storage": np.dtype(kind)

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 from specjax.drafters.options import DRAFTERS, Auto, DraftOptions, Eagle, Eagle3, HeadOptions, Mtp, Ngram, NoDraft
 
 if TYPE_CHECKING:
-    from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
+    from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, none_drafter
     from specjax.drafters.eagle import Confidence, eagle_drafter
     from specjax.drafters.factories import DrafterFactory, Speculation, load_drafter, make_drafter, make_speculation
     from specjax.drafters.ngram import ngram_drafter
-    from specjax.drafters.none import none_drafter
     from specjax.drafters.options import TreeShape
 
 _NAMES = {

@@ -16,7 +16,7 @@ from specjax_kernels import INACTIVE
 
 from specjax.cache import PoolShape
 from specjax.sampling import SamplingRows
-from specjax.tree import NO_TOKEN, DraftTree
+from specjax.tree import NO_TOKEN, DraftTree, root_only
 from specjax.types import Active, PageTable, PerRequest
 
 Features: TypeAlias = tuple[int, ...] | Literal["final"] | None
@@ -35,16 +35,27 @@ class Params(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The B requests of a step. An inactive entry must not change the drafter's state."""
+    """The B requests of a step. An inactive entry must not change the drafter's state.
 
-    slots: PerRequest  # row of the drafter's state; >= R for an empty entry
-    prefix_length: PerRequest  # n, the number of committed tokens
-    page_table: PageTable  # pages of each request, in order; holes are P
-    root: PerRequest  # the last emitted token, at position n; undefined in `observe` after a prompt's chunk
-    active: Active  # whether the entry takes part
-    salt: UInt32[Array, "B"]  # requests with different salts must share nothing
-    sampling: SamplingRows  # [B]; a drafter may look at the noise that the target will use
-    tokens: Int32[Array, "P S"] | None = None  # pages of committed tokens; None unless `Drafter.reads_tokens`
+    Attributes:
+        slots: int32 [B]. Row of the drafter's state; >= R for an empty entry.
+        prefix_length: int32 [B]. n, the number of committed tokens.
+        page_table: int32 [B, T]. Pages of each request, in order; holes are P.
+        root: int32 [B]. The last emitted token, at position n. Undefined in `observe` after a prompt's chunk.
+        active: bool [B]. Whether the entry takes part.
+        salt: uint32 [B]. Requests with different salts must share nothing.
+        sampling: [B] rows. A drafter may look at the noise that the target will use.
+        tokens: int32 [P, S]. Pages of committed tokens; None, and refused, unless the drafter says `reads_tokens`.
+    """
+
+    slots: PerRequest
+    prefix_length: PerRequest
+    page_table: PageTable
+    root: PerRequest
+    active: Active
+    salt: UInt32[Array, "B"]
+    sampling: SamplingRows
+    tokens: Int32[Array, "P S"] | None = None
 
     @property
     def attended(self) -> PerRequest:
@@ -82,36 +93,60 @@ class Context(NamedTuple):
 class Observation(NamedTuple):
     """Tokens just committed, of a prompt's chunk or a verified path, at ``context.prefix_length + [0, length)``.
 
-    `next_tokens` are `tokens` shifted left by one; the last that counts is the new root or, within a prompt, the next
-    prompt token.
+    Attributes:
+        tokens: int32 [B, C]. The first `length` of each row count.
+        next_tokens: int32 [B, C]. The same shifted left by one; the last that counts is the new root or, within a
+            prompt, the next prompt token.
+        features: [B, C, F], what `Drafter.features` selects of the target's output at these tokens; None: nothing.
+        length: int32 [B], 0 for an inactive entry.
     """
 
-    tokens: Int32[Array, "B C"]  # the first `length` of each row count
+    tokens: Int32[Array, "B C"]
     next_tokens: Int32[Array, "B C"]
-    features: Float[Array, "B C F"] | None  # what `Drafter.features` selects of the target's output at these tokens
-    length: PerRequest  # 0 for an inactive entry
+    features: Float[Array, "B C F"] | None
+    length: PerRequest
 
 
 class Drafter(NamedTuple):
     """An algorithm: static facts, and three pure functions that are traced into the step.
 
-    init(params, rows R, pool) -> state. Called once, to allocate.
-
-    propose(params, state, context) -> (`DraftTree` [B, N], state). Node 0 is ``context.root``, parents come before
-        children, siblings differ, valid nodes come first.
-
-    observe(params, state, context, observation) -> state. Called after each commit, of prompts too, and also where
-        speculation is off.
+    Attributes:
+        name: for logs and summaries.
+        features: what `observe` reads of the target: layer indices, "final" or None.
+        width: N, nodes of its trees, the root included.
+        depth: D, the greatest depth of a node; the root has depth 0.
+        init: (params, rows R, pool) -> state. Called once, to allocate.
+        propose: (params, state, context) -> (`DraftTree` [B, N], state). Node 0 is ``context.root``, parents come
+            before children, siblings differ, valid nodes come first.
+        observe: (params, state, context, observation) -> state. Called after each commit, of prompts too, and also
+            where speculation is off.
+        widths: smaller tree widths worth a program of their own; 1 and `width` are always there.
+        explicit_width: whether the user set the width; then every batch drafts, however large.
+        reads_tokens: whether it calls `Context.committed` or `Context.suffix`.
+        note: for the log.
     """
 
-    name: str  # for logs and summaries
+    name: str
     features: Features
-    width: int  # N, nodes of its trees, the root included
-    depth: int  # D, the greatest depth of a node; the root has depth 0
+    width: int
+    depth: int
     init: Callable[[Params, int, PoolShape], DraftState]
     propose: Callable[[Params, DraftState, Context], tuple[DraftTree, DraftState]]
     observe: Callable[[Params, DraftState, Context, Observation], DraftState]
-    widths: tuple[int, ...] = ()  # smaller tree widths worth a program of their own; 1 and `width` are always there
-    explicit_width: bool = False  # whether the user set the width; then every batch drafts, however large
-    reads_tokens: bool = False  # whether it calls `Context.committed` or `Context.suffix`
-    note: str = ""  # for the log
+    widths: tuple[int, ...] = ()
+    explicit_width: bool = False
+    reads_tokens: bool = False
+    note: str = ""
+
+
+def none_drafter() -> Drafter:
+    """A drafter without state, whose trees are one node: plain decoding. Accept length is exactly 1."""
+    return Drafter(
+        "NONE",
+        features=None,
+        width=1,
+        depth=0,
+        init=lambda params, rows, pool: (),
+        propose=lambda params, state, context: (root_only(context.root), state),
+        observe=lambda params, state, context, observation: state,
+    )

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import jax
 
 from specjax.config import HeadConfig
-from specjax.drafters.base import Drafter
+from specjax.drafters.base import Drafter, none_drafter
 from specjax.drafters.eagle import Confidence, eagle_drafter
 from specjax.drafters.ngram import ngram_drafter
-from specjax.drafters.none import none_drafter
 from specjax.drafters.options import DraftOptions, HeadOptions, Ngram, NoDraft, TreeShape, automatic_tree, options_of
 from specjax.models.target import Target
 from specjax.verify import Verifier, verify_tree

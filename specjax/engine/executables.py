@@ -120,8 +120,6 @@ class Executables:
         """Whether the thread with this `ident` waits for a program to be compiled or, on a GPU, any is compiled."""
         return thread in self._waiting or self._compiling
 
-    # Getting one
-
     @cached_property
     def admit(self) -> Callable[[DecodeState, Any, Row], DecodeState]:
         """Puts a row into the state, which it takes over. Compiled at the first use or by `warm_up`."""
@@ -174,8 +172,6 @@ class Executables:
                 problem = f"{key}: {self._failed.get(key, error)}"
         raise Unavailable(f"no size of batch can run ({problem})")
 
-    # Failures
-
     def fail(self, key: Key, error: BaseException) -> None:
         """Remembers that a key cannot be used, and logs it the first time."""
         problem = _first_line(error)
@@ -196,8 +192,6 @@ class Executables:
 
     def has_failed(self, key: Key) -> bool:
         return key in self._failed
-
-    # Ahead of use
 
     def warm_up(self, keys: Iterable[Key], *, progress: bool = True, strict: bool = True) -> None:
         """Compiles these and what every request needs, with a bar on stderr for `progress`. On a CPU a second thread
@@ -263,8 +257,6 @@ class Executables:
         """Ends the background's work after the program that it is compiling."""
         self._closed = True
 
-    # The compiler
-
     def _compile(self, key: Key) -> Program:
         batch = key.width if key.kind == "step" else 1
         integers = partial(jax.ShapeDtypeStruct, dtype=np.int32)
@@ -288,8 +280,11 @@ class Executables:
             with self._device_idle() if self._exclusive else contextlib.nullcontext():
                 return lowered.compile()
 
-        function = partial(packed, function, **fixed)
-        return program_store.stored(function, arguments, compile, (options, self._cpu_kernels()))
+        # Programs name the CPU's kernels that they call, which XLA must know before a stored program is loaded.
+        dtype, kernels = self._target.config.dtype, []
+        if dtype in rows.STORED and callable_here():
+            kernels = [rows.unmet(dtype, transposed) for transposed in (False, True)]
+        return program_store.stored(partial(packed, function, **fixed), arguments, compile, (options, kernels))
 
     @contextlib.contextmanager
     def _device_idle(self) -> Iterator[None]:
@@ -300,14 +295,6 @@ class Executables:
                 yield
             finally:
                 self._compiling = False
-
-    def _cpu_kernels(self) -> list[str | None]:
-        """Why each of the CPU's kernels cannot be called here; None: it can. Programs name those that they call, which
-        must be known to XLA before a stored program is loaded."""
-        dtype = self._target.config.dtype
-        if dtype not in rows.STORED or not callable_here():
-            return []
-        return [rows.unmet(dtype, transposed) for transposed in (False, True)]
 
 
 def _compile_in_phases(

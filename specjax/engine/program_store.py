@@ -39,8 +39,7 @@ from specjax.checkpoint.files import replacing
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES = 2 << 30
-"""Of all stored programs. Those that were used longest ago are removed beyond it."""
+MAX_BYTES = 2 << 30  # of all stored programs. Those that were used longest ago are removed beyond it
 
 _OURS = tuple(Path(package.__file__ or "").parent for package in (specjax, specjax_kernels))
 _KNOWN_CODE = {"specjax", "specjax_kernels", "jax", "flax", "functools"}
@@ -73,9 +72,9 @@ def read_ahead(start: str) -> None:
         with contextlib.suppress(OSError, Unknown):
             name = hashlib.sha256("\n".join([*environment(), start]).encode()).hexdigest()
             _start = _folder.with_name("starts") / name
-            files = [file for name in _start.read_text().split() if (file := _folder / name).is_file()]
+            _used.extend(name for name in _start.read_text().split() if (_folder / name).is_file())
             loader = ThreadPoolExecutor(1, thread_name_prefix="specjax-programs")
-            for file in sorted(files[:AHEAD], key=lambda file: -file.stat().st_size):
+            for file in sorted(map(_folder.joinpath, _used[:AHEAD]), key=lambda file: -file.stat().st_size):
                 _ahead[file] = loader.submit(_load, file)
             loader.shutdown(wait=False)
 
@@ -102,7 +101,7 @@ def stored(function: Callable[..., Any], arguments: tuple[Any, ...], compile: Co
         logger.debug("a program is not stored: %s", unknown)
         return compile(function)
     file = folder / hashlib.sha256("\n".join(parts).encode()).hexdigest()
-    if _start is not None and len(_used) < AHEAD:
+    if _start is not None and file.name not in _used and len(_used) < AHEAD:
         _used.append(file.name)
         with contextlib.suppress(OSError):
             _start.parent.mkdir(parents=True, exist_ok=True)

@@ -52,8 +52,6 @@ class Connection(H11Protocol):
         """Whether the app has a request without a complete answer."""
         return self.cycle is not None and not self.cycle.response_complete
 
-    # Overrides of asyncio's callbacks
-
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         count, most = len(self.connections), self.settings.max_connections
@@ -86,8 +84,6 @@ class Connection(H11Protocol):
             # uvicorn stops its timer for idle connections at any byte, even the rest of an answered body.
             handler = self.timeout_keep_alive_handler
             self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, handler)
-
-    # Overrides of uvicorn's methods
 
     def send_400_response(self, msg: str) -> None:
         """Adds the parser's error, which uvicorn is handling, to `msg`."""

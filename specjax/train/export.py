@@ -28,8 +28,7 @@ import numpy as np
 
 from specjax.checkpoint import CheckpointError
 from specjax.checkpoint.draft_format import AUX_LAYERS_KEY, file_name
-from specjax.checkpoint.errors import listed
-from specjax.checkpoint.files import replacing_folder
+from specjax.checkpoint.files import listed, replacing_folder
 from specjax.checkpoint.load import HOST_DTYPES
 from specjax.checkpoint.weights import SINGLE_NAME, save_tensors
 from specjax.config import HeadConfig, ModelConfig, RopeConfig

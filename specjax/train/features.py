@@ -26,7 +26,7 @@ from specjax.cache import PoolShape, init_cache
 from specjax.config import ModelConfig
 from specjax.models import make_target
 from specjax.models.target import Target
-from specjax.train.packing import Rows, batch_rows
+from specjax.train.data import Rows, batch_rows
 from specjax.train.unroll import Batch, Teacher, packed_attention, packed_mask
 from specjax.types import Weights
 

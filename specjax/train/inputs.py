@@ -23,10 +23,9 @@ from specjax.models.draft_head import init_head_params
 from specjax.models.head_spec import ALGORITHMS
 from specjax.models.target import Target
 from specjax.train.corpus import report
-from specjax.train.data import load_examples
+from specjax.train.data import Example, Rows, load_examples, pack, split
 from specjax.train.export import other_files
 from specjax.train.options import ALL_TOKENS, REPORTING, DraftSettings, LossSettings, TrainOptions
-from specjax.train.packing import Example, Rows, pack, split
 from specjax.train.unroll import Objective
 from specjax.train.vocab import token_map
 from specjax.types import Weights

@@ -23,11 +23,11 @@ from specjax.models.head_spec import head_table
 from specjax.progress import progress_bar
 from specjax.train import update
 from specjax.train.checkpoints import RunError, RunFolder, read_metrics
+from specjax.train.data import Example, Rows, batch_rows
 from specjax.train.export import export_head
 from specjax.train.features import FeatureStore, teach, training_target
 from specjax.train.inputs import Inputs, feature_scale, identity, load, objective, prepare
 from specjax.train.options import TrainOptions
-from specjax.train.packing import Example, Rows, batch_rows
 from specjax.train.results import Measure, Measured, model_card, plot
 from specjax.train.unroll import Batch, Teacher, packed_attention
 from specjax.train.update import Metrics, TrainState, everywhere, spread
