@@ -18,11 +18,10 @@ if TYPE_CHECKING:
     from specjax.drafters.options import TreeShape
 
 _NAMES = {
-    "base": "Context DraftState Drafter Observation Params",
+    "base": "Context DraftState Drafter Observation Params none_drafter",
     "eagle": "Confidence eagle_drafter",
     "factories": "DrafterFactory Speculation load_drafter make_drafter make_speculation",
     "ngram": "ngram_drafter",
-    "none": "none_drafter",
     "options": "TreeShape",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
