@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from engine_helpers import shared_engine
+from engine_helpers import make_engine, shared_engine, toy
 from server_helpers import SECONDS, Running, answer_of, running, slow_down, wait_until
 
 from specjax.cli.flags import ServerSettings
@@ -208,7 +208,8 @@ def test_running_requests_are_not_timed(impatient, monkeypatch):
 
 
 def test_too_many_connections():
-    with running(shared_engine("NONE"), ServerSettings(max_connections=3)) as server:
+    # An engine of its own: the servers of the fixtures run the shared one, and might take its results.
+    with running(make_engine(toy()), ServerSettings(max_connections=3)) as server:
         with contextlib.ExitStack() as stack:
             for _ in range(3):
                 stack.enter_context(connected(server))
