@@ -130,8 +130,9 @@ def _forget_programs(request: pytest.FixtureRequest):
 
 
 @pytest.fixture(autouse=True)
-def _small_pools(request: pytest.FixtureRequest):
-    """A default pool of the built-in model takes 1.5 GB, and an engine lives until the garbage collector finds it."""
+def _bounded_memory(request: pytest.FixtureRequest):
+    """Frees programs where memory has grown. A default pool of the built-in model takes 1.5 GB, and an engine lives
+    until the garbage collector finds it."""
     if request.node.get_closest_marker("real_model") is None:
         yield
         global _least

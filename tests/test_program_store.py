@@ -97,6 +97,12 @@ def test_another_start_reads_nothing(folder, monkeypatch):
     assert not program_store._ahead
 
 
+def test_a_start_with_a_plug_in_leaves_nothing(folder):
+    program_store.read_ahead(("start", lambda target: None))
+    run(Compiler())
+    assert not folder.with_name("starts").exists()
+
+
 def test_a_damaged_program_that_was_read_ahead_is_compiled_again(folder):
     program_store.read_ahead("start")
     run(Compiler())

@@ -157,7 +157,7 @@ class Engine:
         check_config(config)
         if compilation_cache:
             use_compilation_cache()
-        start = repr((model, draft, drafter, verify, dtype, revision, backend, config))
+        start = model, draft, drafter, verify, dtype, revision, backend, config
         loaded = load(
             model, draft=draft, dtype=dtype, drafter=drafter, verify=verify, revision=revision,
             tokenizer_path=tokenizer_path, chat_template=chat_template, sampling_defaults=sampling_defaults,

@@ -63,15 +63,15 @@ def keep_in(folder: Path | None) -> None:
     _folder = folder
 
 
-def read_ahead(start: str) -> None:
-    """Loads in a thread what the last process with this `start` has used first, while this one reads weights."""
+def read_ahead(start: Any) -> None:
+    """Loads in a thread what the last process with this `start` used first. Without effect where a plug-in is in it."""
     global _start
     _used.clear()
+    _ahead.clear()
     _start = None
     if _folder is not None and _usable(_folder):
         with contextlib.suppress(OSError, Unknown):
-            name = hashlib.sha256("\n".join([*environment(), start]).encode()).hexdigest()
-            _start = _folder.with_name("starts") / name
+            _start = _folder.with_name("starts") / _key(start)
             _used.extend(name for name in _start.read_text().split() if (_folder / name).is_file())
             loader = ThreadPoolExecutor(1, thread_name_prefix="specjax-programs")
             for file in sorted(map(_folder.joinpath, _used[:AHEAD]), key=lambda file: -file.stat().st_size):
@@ -96,11 +96,10 @@ def stored(function: Callable[..., Any], arguments: tuple[Any, ...], compile: Co
     if folder is None or not _usable(folder):
         return compile(function)
     try:
-        parts = [*environment(), *describe((function, arguments, options))]
+        file = folder / _key((function, arguments, options))
     except (Unknown, RecursionError) as unknown:
         logger.debug("a program is not stored: %s", unknown)
         return compile(function)
-    file = folder / hashlib.sha256("\n".join(parts).encode()).hexdigest()
     if _start is not None and file.name not in _used and len(_used) < AHEAD:
         _used.append(file.name)
         with contextlib.suppress(OSError):
@@ -185,6 +184,11 @@ def _usable(folder: Path) -> bool:
         )
         return False
     return True
+
+
+def _key(value: Any) -> str:
+    """The name of a file that depends on a value and the environment. Raises Unknown."""
+    return hashlib.sha256("\n".join([*environment(), *describe(value)]).encode()).hexdigest()
 
 
 def environment() -> Iterator[str]:
