@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 import jax
 import numpy as np
 from specjax_kernels import implementation_named
-from specjax_kernels.cpu import rows as cpu_rows
+from specjax_kernels.cpu import attention as cpu_attention
 
 from specjax import checkpoint
 from specjax.checkpoint import CheckpointError, ModelFiles, ShippedHead
@@ -87,7 +87,7 @@ def load(
 
     # Compiling the CPU's kernels takes seconds the first time: do it while the weights are read.
     def prepare() -> None:
-        cpu_rows.prepare(config.dtype)
+        cpu_attention.prepare(config.dtype)
         meanwhile()
 
     threading.Thread(target=prepare, name="specjax-kernels", daemon=True).start()

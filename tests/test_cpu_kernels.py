@@ -121,8 +121,14 @@ def test_without_numba_xla_does_the_work_and_says_so_once():
         import sys
         sys.modules["numba"] = None
         import jax, numpy as np
-        from specjax_kernels import linear, unembed
+        import jax.numpy as jnp
+        from specjax_kernels import CAUSAL, linear, tree_attention, unembed
         x, matrix = np.full((1, 2, 16), 2, np.float32), np.ones((16, 9), np.float32)
+        block, pages = jnp.ones((1, 1, 2, 8)), jnp.ones((1, 4, 2, 8))
+        table, at = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32)
+        attended = tree_attention(block, block, block, pages, pages, table, jnp.full(1, 4, jnp.int32), at, at, CAUSAL,
+                                  scale=1.0)
+        assert (np.asarray(attended) == 1).all()
         for _ in range(2):
             out = jax.jit(lambda x, w: linear(x, w))(x, matrix)
             assert (np.asarray(out) == 32).all() and out.shape == (1, 2, 9)
@@ -131,7 +137,7 @@ def test_without_numba_xla_does_the_work_and_says_so_once():
         print("right")
     """)
     assert "right" in said
-    for name in ("specjax_rows_float32 cannot", "specjax_rows_float32_transposed cannot"):
+    for name in ("rows_float32 cannot", "rows_float32_transposed cannot", "tree_attention cannot"):
         assert said.count(name) == 1
     assert "numba" in said and "decoding is slower" in said
 

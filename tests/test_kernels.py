@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import pickle
 import re
 import types
+from collections.abc import Iterator
 
 import hypothesis
 import hypothesis.strategies as st
@@ -24,11 +26,12 @@ from specjax_kernels import (
     unpack_bits,
 )
 from specjax_kernels import xla as xla_path
+from specjax_kernels.cpu import attention as cpu_attention
 from specjax_kernels.specs import SPECS, Spec, named, tagged
 
 # Largest absolute difference to the reference. The values are averages of standard normals, so below about 4; half a
 # unit in the last place there is 2**-7 in bfloat16 (8 bits) and 2**-10 in float16 (11 bits), doubled for two roundings.
-COMPARED = ("xla", "pallas")  # the last interpreted, where there is no GPU
+COMPARED = ("xla", "operations", "pallas")  # the last interpreted, where there is no GPU
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2**-6, "float16": 2**-9}
 
 
@@ -38,9 +41,32 @@ def _strict_promotion():
         yield
 
 
+@pytest.fixture
+def operations(monkeypatch) -> None:
+    """XLA's operations also where the CPU's kernel would be called."""
+    monkeypatch.setattr(cpu_attention, "takes", lambda call: False)
+
+
+@pytest.fixture(params=["kernel", "operations"])
+def way(request) -> None:
+    """Both ways that "xla" has on a CPU."""
+    if request.param == "operations":
+        request.getfixturevalue("operations")
+
+
+@contextlib.contextmanager
+def tracing(implementation: str) -> Iterator[str]:
+    """The name to give `tree_attention` for one of `COMPARED`, while a program is traced."""
+    with pytest.MonkeyPatch.context() as patch:
+        if implementation == "operations":
+            patch.setattr(cpu_attention, "takes", lambda call: False)
+        yield "xla" if implementation == "operations" else implementation
+
+
 def run(args, options, implementation: str) -> np.ndarray:
-    function = functools.partial(tree_attention, **options, implementation=implementation)
-    return np.asarray(jax.jit(function)(*args), np.float32)
+    with tracing(implementation) as name:
+        function = functools.partial(tree_attention, **options, implementation=name)
+        return np.asarray(jax.jit(function)(*args), np.float32)
 
 
 def oracle(args, options) -> np.ndarray:
@@ -144,12 +170,13 @@ def test_random_tables_lengths_and_trees(data: st.DataObject) -> None:
     args = (*args[:3], *pool, table, *args[6:])
     expected = oracle(args, options)
     for implementation in ("reference", *COMPARED):
-        out = _jitted(implementation, window)(*args)
+        with tracing(implementation) as name:
+            out = _jitted(implementation, name, window)(*args)
         np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5, err_msg=implementation)
 
 
 @functools.cache
-def _jitted(name: str, window: int | None):
+def _jitted(way: str, name: str, window: int | None):
     return jax.jit(functools.partial(tree_attention, scale=8**-0.5, window=window, implementation=name))
 
 
@@ -197,8 +224,9 @@ def test_packed_is_the_same(name: str) -> None:
     qkv = pack(q, k_block, v_block)
     expected = run(args, options, "reference")
     for implementation in ("reference", *COMPARED):
-        attend = functools.partial(attention, **options, implementation=implementation)
-        out = jax.jit(attend)(qkv, *pages, q_positions, mask)
+        with tracing(implementation) as path:
+            attend = functools.partial(attention, **options, implementation=path)
+            out = jax.jit(attend)(qkv, *pages, q_positions, mask)
         assert out.dtype == q.dtype
         out = np.asarray(out, np.float32)
         atol = TOLERANCE[str(q.dtype)]
@@ -357,6 +385,7 @@ CUDA, ROCM = "PJRT C API\ncuda 12090", "PJRT C API\nrocm 60200"
         ("tpu", "", None, "xla"),
     ],
 )
+@pytest.mark.usefixtures("operations")
 def test_the_default_suits_the_device(monkeypatch, backend: str, version: str, capability, expected: str) -> None:
     """On the host of a GPU, too, a program for the host gets the host's."""
     device = types.SimpleNamespace(
@@ -411,6 +440,7 @@ def xla_attention(*arguments):
 
 
 @pytest.mark.optimized
+@pytest.mark.usefixtures("way")
 def test_temporary_memory_grows_neither_with_the_pool_nor_with_the_table() -> None:
     def temporary(P: int, T: int) -> int:
         return (
@@ -427,6 +457,7 @@ def test_temporary_memory_grows_neither_with_the_pool_nor_with_the_table() -> No
 
 
 @pytest.mark.optimized
+@pytest.mark.usefixtures("way")
 def test_the_pool_is_not_copied_before_a_commit_in_the_same_program() -> None:
     """Donated pools, attention, then a scatter whose indices depend on what attention gave (see XLA.md)."""
     P = 2048
@@ -476,6 +507,7 @@ def test_work_follows_the_tokens_present(prefix: tuple[int, int], window: int | 
     assert int(last - first) == trips
 
 
+@pytest.mark.usefixtures("operations")
 def test_the_loop_runs_to_a_computed_bound() -> None:
     """One loop, whose bound is data: the jaxpr has a while (a fixed count would be a scan), and so has the program."""
     lowered = jax.jit(lambda *arguments: xla_attention(*arguments)).lower(*shapes(64, 64))
@@ -485,6 +517,7 @@ def test_the_loop_runs_to_a_computed_bound() -> None:
     assert "known_trip_count" not in compiled
 
 
+@pytest.mark.usefixtures("operations")
 def test_trips_of_a_run_are_those_of_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted in a real run: the loop's body is wrapped in a callback."""
     count = []
@@ -505,6 +538,51 @@ def test_trips_of_a_run_are_those_of_the_tokens(monkeypatch: pytest.MonkeyPatch)
     assert sorted(count) == [0, 1, 2]  # 300 of 1024 tokens, 128 a trip.
 
 
+KERNEL = {"one token": (1, 1), "a block": (5, 5), "earlier keys": (2, 34), "the most": (16, 128), "too many": (17, 17)}
+
+
+@pytest.mark.parametrize("shape", KERNEL)
+def test_calls_of_the_cpu_kernel(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    N, C = KERNEL[shape]
+    spec = Spec("counted", (300, -1, 20), N=N, C=C, H=4, K=2, E=16, T=64, mask="random")
+    args, options = spec.arguments()
+
+    def calls(platform: str, *, args=args, **more) -> int:
+        function = functools.partial(tree_attention, **(options | more), implementation="xla")
+        text = jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+        assert ("stablehlo.while" in text) == ("@specjax_tree_attention" not in text)
+        return text.count("@specjax_tree_attention")
+
+    assert calls("cpu") == (N <= cpu_attention.MOST_TOKENS and C <= cpu_attention.CHUNK)
+    half = [x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x for x in args]
+    assert calls("cpu", args=half) == calls("cpu", window=9) == calls("cpu", softcap=9.0) == 0
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert calls("cpu") == 0, "a process that computes on an accelerator does not compile it"
+
+
+@pytest.mark.parametrize("page_size", [16, 5, 24])
+@pytest.mark.parametrize("prefix", [0, 1, 127, 128, 129, 300])
+def test_the_cpu_kernel_gives_a_row_the_same_numbers_beside_others(prefix: int, page_size: int) -> None:
+    """The root of a tree, bit for bit, wherever the chunks of committed tokens and the pages end."""
+    spec = Spec("beside", (prefix, 40), N=7, C=7, H=6, K=2, E=24, T=64, S=page_size, mask="tree")
+    args, options = spec.arguments()
+    q, k_block, v_block, *pools, table, length, at, block_at, _ = args
+    alone = (q[:, :1], k_block[:, :1], v_block[:, :1], *pools, table, length, at[:, :1], block_at[:, :1], CAUSAL)
+    np.testing.assert_array_equal(run(args, options, "xla")[:, :1], run(alone, options, "xla"))
+
+
+def test_the_cpu_kernel_keeps_large_scores_and_clears_unseen_rows() -> None:
+    """Scores of hundreds, whose exponentials overflow unless the largest is subtracted first."""
+    args, options = Spec("large", (200, 0), N=3, C=3, H=4, K=2, E=16, T=32).arguments()
+    q, *others = args
+    args = (q * 300, *others[:8], jnp.zeros_like(pack_bits(jnp.zeros((2, 3, 3), bool))))
+    found = run(args, options, "xla")
+    # A score of a thousand is known to 6e-5, and so is the logarithm of its weight.
+    np.testing.assert_allclose(found, run(args, options, "operations"), rtol=0, atol=5e-4)
+    assert np.isfinite(found).all() and (found[1] == 0).all() and (found[0] != 0).any()
+
+
+@pytest.mark.usefixtures("operations")
 @pytest.mark.parametrize("tokens", [xla_path.GPU_TOKENS, 24], ids=["one chunk", "several"])
 @pytest.mark.parametrize("name", SMALL)
 def test_the_gpus_way_through_the_pages(name: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:

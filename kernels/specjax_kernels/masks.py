@@ -26,6 +26,10 @@ class Causal:
 
 CAUSAL = Causal()
 
+# A score that does not count, and the least peak of a row: exp(MASKED - FLOOR) is 0, so a row that sees nothing sums to
+# 0. Scores lie above FLOOR.
+MASKED, FLOOR = -1e30, -1e20
+
 
 def words(width: int) -> int:
     """The number of uint32 words that hold `width` bits: ceil(width / 32)."""

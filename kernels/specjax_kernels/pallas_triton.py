@@ -30,12 +30,10 @@ from jax.experimental.pallas import triton as plgpu
 
 from specjax_kernels.call import Call, Shape
 from specjax_kernels.launch import Blocks, Launch, launch_for, padded, refuse_unless_ampere, too_wide
-from specjax_kernels.masks import Causal
+from specjax_kernels.masks import FLOOR, MASKED, Causal
 
 warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
-# The least peak of a row is FLOOR: exp2(MASKED - FLOOR) is 0, so a row that sees nothing sums to 0.
-MASKED, FLOOR = -1e30, -1e20
 LOG2_E = math.log2(math.e)  # the GPU's exponent has base 2: scores are kept in units of log 2
 
 

@@ -1,4 +1,6 @@
-"""`tree_attention` in plain XLA: the CPU's path, and the one that runs anywhere.
+"""`tree_attention` in plain XLA: the path that runs anywhere.
+
+A CPU uses `specjax_kernels.cpu.attention` for a few float32 tokens.
 
 Online softmax over the block, then over chunks of pages. On a CPU chunks are small and the number of trips follows the
 committed tokens, not the T * S that a row may hold. On a GPU, where the host would drive the loop, one chunk holds the
@@ -15,16 +17,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from specjax_kernels.call import Call
-from specjax_kernels.masks import block_visibility
+from specjax_kernels.cpu import attention as cpu_attention
+from specjax_kernels.masks import FLOOR, MASKED, block_visibility
 
 # Committed tokens of one trip. On 2 CPU cores 64 is a little faster below 200 tokens, 256 above 1000.
 CHUNK_TOKENS = 128
 # The same on a GPU, of the whole batch: the gathered pages of a trip are a temporary (0.8 GB for Llama 3.1 8B).
 GPU_TOKENS = 65536
 BLOCK_TOKENS = 1024  # block keys of one part, which bounds the scores of a wide prefill
-
-# The least peak of a row is FLOOR: exp(MASKED - FLOOR) is 0, so a row that sees nothing sums to 0.
-MASKED, FLOOR = -1e30, -1e20
 
 
 class Partial(NamedTuple):
@@ -37,6 +37,13 @@ class Partial(NamedTuple):
 
 def tree_attention(call: Call) -> Array:
     """See `specjax_kernels.tree_attention`."""
+    if cpu_attention.takes(call):
+        return jax.lax.platform_dependent(cpu=lambda: cpu_attention.attend(call), default=lambda: _in_chunks(call))
+    return _in_chunks(call)
+
+
+def _in_chunks(call: Call) -> Array:
+    """By operations of XLA."""
     B, H, N, C, K, G, E, Ev, P, S, T = call.shape[:11]
     window, softcap = call.window, call.softcap
     prefix_length, page_table = call.prefix_length, call.page_table

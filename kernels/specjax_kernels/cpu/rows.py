@@ -19,8 +19,8 @@ from jaxtyping import Float, Float32
 from specjax_kernels.cpu.runtime import Tools, callable_here, register
 
 MOST_ROWS = 8  # the largest number of rows for which XLA's own product takes longer
-TOGETHER = 4  # rows of x that share one widened weight; several rows are padded to a multiple of it
-DEEP = 4  # rows of the matrix that are read side by side, so that sums are loaded and stored once for all of them
+TOGETHER = 4  # rows of x that share one widened weight
+DEEP = 8  # rows of the matrix that are read side by side, so that sums are loaded and stored once for all of them
 PARTS = 8  # partial sums of a narrow matrix, so that threads share the work and read long runs of memory
 WIDE = 4096  # columns of a tile, at most
 TRANSPOSED_TILE = 512  # rows of a transposed matrix in one tile
@@ -53,13 +53,6 @@ def unmet(dtype: str, transposed: bool) -> str | None:
     return register(_name(dtype, transposed), partial(_transposed if transposed else _product, dtype=dtype))
 
 
-def prepare(dtype: str) -> None:
-    """Loads or compiles the kernels for weights of this dtype. For a thread beside loading."""
-    if dtype in STORED and callable_here():
-        unmet(dtype, False)
-        unmet(dtype, True)
-
-
 def _name(dtype: Any, transposed: bool) -> str:
     return f"specjax_rows_{dtype}{'_transposed' if transposed else ''}"
 
@@ -68,16 +61,14 @@ def multiply(
     x: Float32[Array, "N M"], matrix: Float[Array, "A1 A2"], *, transposed: bool = False
 ) -> Float32[Array, "N W"]:
     """x times matrix [M, W] or, transposed, times matrix [W, M]. For what `takes` accepts; vmapped, one by one."""
-    rows = x.shape[0]
-    padded = x if rows == 1 and not transposed else jnp.pad(x, ((0, -rows % TOGETHER), (0, 0)))
     parts = () if transposed else (parts_of(*matrix.shape),)
-    shape = (*parts, padded.shape[0], matrix.shape[0 if transposed else 1])
-    name = _name(matrix.dtype, transposed)
-    sums = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(shape, jnp.float32), vmap_method="sequential")(padded, matrix)
-    if transposed:
-        return sums[:rows]
+    shape = jax.ShapeDtypeStruct((*parts, x.shape[0], matrix.shape[0 if transposed else 1]), jnp.float32)
+    kernel = jax.ffi.ffi_call(_name(matrix.dtype, transposed), shape, vmap_method="sequential")
+    if transposed:  # always whole groups of rows: one loop, and one order of its sums
+        return kernel(jnp.pad(x, ((0, -x.shape[0] % TOGETHER), (0, 0))), matrix)
+    sums = kernel(x, matrix)
     # Added one by one: XLA fuses additions into what follows, and keeps a reduction as an operation of its own.
-    return sum(sums[1:, :rows], start=sums[0, :rows])
+    return sum(sums[1:], start=sums[0])
 
 
 def _storage(tools: Tools, dtype: str) -> tuple[Any, Any, int]:
@@ -92,49 +83,62 @@ def _storage(tools: Tools, dtype: str) -> tuple[Any, Any, int]:
     return tools.floats, same, STORED[dtype]
 
 
+def adder(tools: Tools, dtype: str, rows: int, deep: int) -> Any:
+    """For kernels: add(x, x_apart, matrix, apart, out, out_apart, width) adds to some rows of sums the products of as
+    many rows of x, `deep` numbers each, and `deep` rows of a matrix of this dtype.
+
+    Arguments are addresses, and the numbers from one row to the next. Written out, since Numba has no arrays that live
+    in registers.
+    """
+    stored, wide, item = _storage(tools, dtype)
+    lines = ["def add(x, x_apart, matrix, apart, out, out_apart, width):"]
+    lines += [f"    m{m} = stored(matrix + {item * m} * apart, width)" for m in range(deep)]
+    for n in range(rows):
+        lines += [f"    o{n} = floats(out + {4 * n} * out_apart, width)"]
+        lines += [f"    row{n} = floats(x + {4 * n} * x_apart, {deep})"]
+        lines += [f"    x{n}_{m} = row{n}[{m}]" for m in range(deep)]
+    lines += ["    for column in range(width):"]
+    lines += [f"        w{m} = wide(m{m}[column])" for m in range(deep)]
+    for n in range(rows):
+        lines += [f"        o{n}[column] = o{n}[column]" + "".join(f" + x{n}_{m} * w{m}" for m in range(deep))]
+    scope = {"floats": tools.floats, "stored": stored, "wide": wide}
+    exec("\n".join(lines), scope)
+    return tools.inlined(scope["add"])
+
+
+def dots_of(tools: Tools, dtype: str) -> Any:
+    """For kernels: dots(x, other, depth) gives the products of four rows of x, one after another, and one row of a
+    matrix of this dtype. Arguments are addresses, and the numbers of a row."""
+    floats, (stored, wide, _) = tools.floats, _storage(tools, dtype)
+
+    @tools.reordered
+    def dots(x: int, other: int, depth: int) -> Any:
+        weights, x0 = stored(other, depth), floats(x, depth)
+        x1, x2 = floats(x + 4 * depth, depth), floats(x + 8 * depth, depth)
+        x3 = floats(x + 12 * depth, depth)
+        sum0 = sum1 = sum2 = sum3 = np.float32(0)
+        for m in range(depth):
+            weight = wide(weights[m])
+            sum0 += x0[m] * weight
+            sum1 += x1[m] * weight
+            sum2 += x2[m] * weight
+            sum3 += x3[m] * weight
+        return sum0, sum1, sum2, sum3
+
+    return dots
+
+
 def _product(tools: Tools, dtype: str) -> tuple[Any, Any]:
     """(x [N, M], matrix [M, W]) -> sums [parts, N, W]. A tile is a part of the sums of some columns."""
     # As names: Numba reads functions and numbers from the enclosing scope, and no fields.
-    floats, (stored, wide, item) = tools.floats, _storage(tools, dtype)
+    floats, item = tools.floats, STORED[dtype]
     argument, size, result = tools.argument, tools.argument_size, tools.result
+    add1, add2, add3, add4 = (adder(tools, dtype, rows, DEEP) for rows in range(1, TOGETHER + 1))
     parts_for = tools.inlined(parts_of)
 
     @tools.inlined
     def tiles_across(columns: int) -> int:
         return (columns + WIDE - 1) // WIDE
-
-    @tools.inlined
-    def add_row(x: int, matrix: int, columns: int, out: int, width: int) -> None:
-        """Adds the products of four numbers of x and four rows of the matrix, in the order of `add`."""
-        line = item * columns
-        m0, m1 = stored(matrix, width), stored(matrix + line, width)
-        m2, m3 = stored(matrix + 2 * line, width), stored(matrix + 3 * line, width)
-        sums, row = floats(out, width), floats(x, 4)
-        a0, a1, a2, a3 = row[0], row[1], row[2], row[3]
-        for column in range(width):
-            w0, w1, w2, w3 = wide(m0[column]), wide(m1[column]), wide(m2[column]), wide(m3[column])
-            sums[column] = sums[column] + a0 * w0 + a1 * w1 + a2 * w2 + a3 * w3
-
-    @tools.inlined
-    def add(x: int, depth: int, matrix: int, columns: int, out: int, width: int) -> None:
-        """Adds the products of four rows of x, four numbers each, and four rows of the matrix."""
-        line = item * columns
-        m0, m1 = stored(matrix, width), stored(matrix + line, width)
-        m2, m3 = stored(matrix + 2 * line, width), stored(matrix + 3 * line, width)
-        o0, o1 = floats(out, width), floats(out + 4 * columns, width)
-        o2, o3 = floats(out + 8 * columns, width), floats(out + 12 * columns, width)
-        x0, x1 = floats(x, 4), floats(x + 4 * depth, 4)
-        x2, x3 = floats(x + 8 * depth, 4), floats(x + 12 * depth, 4)
-        a0, a1, a2, a3 = x0[0], x0[1], x0[2], x0[3]
-        b0, b1, b2, b3 = x1[0], x1[1], x1[2], x1[3]
-        c0, c1, c2, c3 = x2[0], x2[1], x2[2], x2[3]
-        d0, d1, d2, d3 = x3[0], x3[1], x3[2], x3[3]
-        for column in range(width):
-            w0, w1, w2, w3 = wide(m0[column]), wide(m1[column]), wide(m2[column]), wide(m3[column])
-            o0[column] = o0[column] + a0 * w0 + a1 * w1 + a2 * w2 + a3 * w3
-            o1[column] = o1[column] + b0 * w0 + b1 * w1 + b2 * w2 + b3 * w3
-            o2[column] = o2[column] + c0 * w0 + c1 * w1 + c2 * w2 + c3 * w3
-            o3[column] = o3[column] + d0 * w0 + d1 * w1 + d2 * w2 + d3 * w3
 
     def tiles(call: int) -> int:
         return parts_for(size(call, 0, 1), size(call, 1, 1)) * tiles_across(size(call, 1, 1))
@@ -152,48 +156,39 @@ def _product(tools: Tools, dtype: str) -> tuple[Any, Any]:
                 sums[column] = 0.0
         for m in range(part * deep, part * deep + deep, DEEP):
             matrix = argument(call, 1) + item * (m * columns + first)
-            if rows == 1:
-                add_row(argument(call, 0) + 4 * m, matrix, columns, out, width)
-            for row in range(0, rows // TOGETHER * TOGETHER, TOGETHER):
-                add(argument(call, 0) + 4 * (row * depth + m), depth, matrix, columns, out + 4 * row * columns, width)
+            for row in range(0, rows, TOGETHER):
+                x, to, left = argument(call, 0) + 4 * (row * depth + m), out + 4 * row * columns, rows - row
+                if left >= 4:
+                    add4(x, depth, matrix, columns, to, columns, width)
+                elif left == 3:
+                    add3(x, depth, matrix, columns, to, columns, width)
+                elif left == 2:
+                    add2(x, depth, matrix, columns, to, columns, width)
+                else:
+                    add1(x, depth, matrix, columns, to, columns, width)
         return 0
 
     return tiles, tile
 
 
 def _transposed(tools: Tools, dtype: str) -> tuple[Any, Any]:
-    """(x [N, M], matrix [W, M]) -> [N, W]. A tile is some rows of the matrix."""
-    floats, (stored, wide, item) = tools.floats, _storage(tools, dtype)
-    argument, size, result = tools.argument, tools.argument_size, tools.result
-
-    @tools.reordered
-    def dots(x: int, other: int, depth: int) -> Any:
-        """The products of four rows of x and one row of the matrix."""
-        weights, x0 = stored(other, depth), floats(x, depth)
-        x1, x2 = floats(x + 4 * depth, depth), floats(x + 8 * depth, depth)
-        x3 = floats(x + 12 * depth, depth)
-        sum0 = sum1 = sum2 = sum3 = np.float32(0)
-        for m in range(depth):
-            weight = wide(weights[m])
-            sum0 += x0[m] * weight
-            sum1 += x1[m] * weight
-            sum2 += x2[m] * weight
-            sum3 += x3[m] * weight
-        return sum0, sum1, sum2, sum3
+    """(x [N padded, M], matrix [W, M]) -> [N, W]. A tile is some rows of the matrix."""
+    floats, dots, item = tools.floats, dots_of(tools, dtype), STORED[dtype]
+    argument, size, result, result_size = tools.argument, tools.argument_size, tools.result, tools.result_size
 
     def tiles(call: int) -> int:
         return (size(call, 1, 0) + TRANSPOSED_TILE - 1) // TRANSPOSED_TILE
 
     def tile(call: int, index: int) -> int:
-        rows, depth, columns = size(call, 0, 0), size(call, 0, 1), size(call, 1, 0)
+        rows, depth, columns = result_size(call, 0, 0), size(call, 0, 1), size(call, 1, 0)
         first = index * TRANSPOSED_TILE
         for row in range(0, rows, TOGETHER):
-            x = argument(call, 0) + 4 * row * depth
-            out = floats(result(call, 0) + 4 * row * columns, TOGETHER * columns)
+            x, left = argument(call, 0) + 4 * row * depth, min(TOGETHER, rows - row)
+            out = floats(result(call, 0) + 4 * row * columns, left * columns)
             for column in range(first, min(first + TRANSPOSED_TILE, columns)):
                 sums = dots(x, argument(call, 1) + item * column * depth, depth)
-                out[column], out[columns + column] = sums[0], sums[1]
-                out[2 * columns + column], out[3 * columns + column] = sums[2], sums[3]
+                for n in range(left):
+                    out[n * columns + column] = sums[n]
         return 0
 
     return tiles, tile

@@ -42,10 +42,14 @@ class Tools(NamedTuple):
     reordered: Callable[[Any], Any]  # decorator: sums may be reordered, so that loops over one sum become vectors
     floats: Any  # (address, count) -> float32 array
     halves: Any  # (address, count) -> uint16 array
+    integers: Any  # (address, count) -> int32 array
     widened: Any  # bits of a bfloat16, uint16 -> float32
+    bits: Any  # float32 -> int32 of the same bits
+    float_of: Any  # the inverse of `bits`
     argument: Any  # (call, i) -> address of argument i's data
     argument_size: Any  # (call, i, axis) -> size of argument i
     result: Any  # (call, i) -> address of result i's data
+    result_size: Any  # (call, i, axis) -> size of result i
 
 
 def callable_here() -> bool:
@@ -116,7 +120,7 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]]]:
     numba: Any = importlib.import_module("numba")
     importlib.import_module("numba.extending")
     carray, types = numba.carray, numba.types
-    pointer_to, widened, add, load, call, entry_of = _instructions(numba)
+    pointer_to, converters, add, load, call, entry_of = _instructions(numba)
 
     # Products and sums may be fused, but are taken in the order in which they are written.
     options: dict[str, Any] = {"fastmath": {"contract"}, "error_model": "numpy"}
@@ -140,7 +144,7 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]]]:
 
         return array
 
-    words, floats, halves = map(array_of, (types.int64, types.float32, types.uint16))
+    words, *arrays = map(array_of, (types.int64, types.float32, types.uint16, types.int32))
 
     def buffers_at(field: int) -> tuple[Any, Any]:
         """Data and size of the i-th XLA_FFI_Buffer among the arguments or the results."""
@@ -210,12 +214,12 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]]]:
 
         return handle, work, entry(two)(tile)
 
-    return Tools(inlined, reordered, floats, halves, widened, *buffers_at(9), buffers_at(14)[0]), compiled
+    return Tools(inlined, reordered, *arrays, *converters, *buffers_at(9), *buffers_at(14)), compiled
 
 
 def _instructions(numba: Any) -> tuple[Any, ...]:
-    """What Numba lacks: a maker of functions from an address to a pointer; and as functions a bfloat16's value, atomic
-    addition and loading, a call by address, a word of the table."""
+    """What Numba lacks: a maker of functions from an address to a pointer; and as functions the three conversions of
+    `Tools`, atomic addition and loading, a call by address, a word of the table."""
     ir: Any = importlib.import_module("llvmlite.ir")
     word, types = ir.IntType(64), numba.types
     pointer = word.as_pointer()
@@ -258,7 +262,11 @@ def _instructions(numba: Any) -> tuple[Any, ...]:
     one, two = types.int64(types.int64), types.int64(types.int64, types.int64)
     return (
         pointer_to,
-        intrinsic(types.float32(types.uint16), widened),
+        (
+            intrinsic(types.float32(types.uint16), widened),
+            intrinsic(types.int32(types.float32), lambda b, values, kind: b.bitcast(values[0], kind)),
+            intrinsic(types.float32(types.int32), lambda b, values, kind: b.bitcast(values[0], kind)),
+        ),
         intrinsic(two, added),
         intrinsic(one, lambda b, values, _: b.load_atomic(b.inttoptr(values[0], pointer), "seq_cst", 8)),
         intrinsic(types.int64(types.int64, types.int64, types.int64), called),
