@@ -28,9 +28,10 @@ from specjax.models.draft_head import draft_head
 from specjax.models.head_spec import head_table
 from specjax.models.llama import init_params
 from specjax.train import inputs
+from specjax.train.data import Rows
 from specjax.train.features import teach, training_target
-from specjax.train.options import DraftSettings, LossSettings
-from specjax.train.unroll import Batch, packed_attention
+from specjax.train.options import DraftSettings, LossSettings, OptimizerSettings
+from specjax.train.unroll import packed_attention
 from specjax.train.update import TrainState, make_optimizer, make_update, schedule, split_params
 
 
@@ -68,17 +69,15 @@ def main() -> None:
     first = inputs.new_params(head_config, target, params, ids, init="random", seed=0)
     weights, frozen = split_params(first)
     objective = inputs.objective("EAGLE3", LossSettings(rounds=args.rounds))
-    optimizer = make_optimizer(
-        "adamw", schedule("constant", 1e-4, steps=100, warmup=0, final=0.0), head_table(head_config), beta1=0.9,
-        beta2=0.95, weight_decay=0.0, clip_norm=0.5, clip_value=0.0,
-    )  # fmt: skip
+    chosen = OptimizerSettings(schedule="constant", warmup_steps=0)
+    optimizer = make_optimizer(chosen, schedule(chosen, 100), head_table(head_config))
     head = draft_head(replace(head_config, dtype=args.dtype), target, backend=packed_attention)
     with jax.numpy_dtype_promotion("standard"):
         state = TrainState(jnp.int32(0), weights, optimizer.init(weights))
     rng = np.random.default_rng(0)
     shape = (1, args.rows, args.row_length)
     positions = np.broadcast_to(np.arange(args.row_length, dtype=np.int32), shape)
-    batch = Batch(
+    batch = Rows(
         jnp.asarray(rng.integers(0, head_config.vocab_size, shape), jnp.int32), jnp.asarray(positions),
         jnp.ones(shape, jnp.int32), jnp.ones(shape, bool),
     )  # fmt: skip

@@ -16,9 +16,10 @@ from specjax.config import HeadConfig, ModelConfig, RopeConfig
 from specjax.models import make_target
 from specjax.models.draft_head import draft_head, init_head_params
 from specjax.models.llama import init_params
+from specjax.train.data import Rows
 from specjax.train.export import head_tensors
 from specjax.train.features import teach, training_target
-from specjax.train.unroll import Batch, Objective, Teacher, packed_attention, packed_mask, unroll
+from specjax.train.unroll import Objective, Teacher, packed_attention, packed_mask, unroll
 
 V, M, W = 19, 16, 7
 TARGET = ModelConfig("llama", V, M, 24, 4, 4, 2, 8, 1e-5, RopeConfig(theta=500.0), 64, tied_embeddings=True)
@@ -59,7 +60,7 @@ class World:
                 tokens[part], positions[part] = rng.integers(0, V, size), np.arange(size)
                 segments[part], loss[part] = number, rng.random(size) < 0.8
                 start += size
-        self.batch = Batch(
+        self.batch = Rows(
             jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(segments), jnp.asarray(loss.astype(bool))
         )
         self.teacher = Teacher(
@@ -169,7 +170,7 @@ def test_neither_a_neighbour_nor_padding_changes_an_example():
     changed = batch._replace(tokens=jnp.where(elsewhere[..., 0], 4, batch.tokens))
     head = draft_head(world.config, world.target, backend=packed_attention)
 
-    def gradient(batch: Batch, teacher: Teacher) -> Any:
+    def gradient(batch: Rows, teacher: Teacher) -> Any:
         def loss(weights: Any) -> Any:
             return unroll(head, world.target, weights, world.target_params, batch, teacher, objective, None)[0]
 

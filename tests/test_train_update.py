@@ -24,11 +24,11 @@ from specjax.models.head_spec import head_table
 from specjax.train import inputs
 from specjax.train.data import Example, Rows, pack
 from specjax.train.features import teach, training_target
-from specjax.train.options import DraftSettings, LossSettings
-from specjax.train.unroll import Batch, packed_attention
+from specjax.train.options import DraftSettings, LossSettings, OptimizerSettings
+from specjax.train.unroll import packed_attention
 from specjax.train.update import TrainState, make_optimizer, make_update, schedule, split_params
 
-PLAIN: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "weight_decay": 0.0, "clip_norm": 0.5, "clip_value": 0.0}
+PLAIN = OptimizerSettings(beta1=0.9, beta2=0.95, weight_decay=0.0, clip_norm=0.5, clip_value=0.0)
 
 
 @functools.cache
@@ -62,7 +62,8 @@ def trainer(optimizer: str = "adamw", rate: float = 1e-2, dtype: str = "float32"
     head = draft_head(settings, target, backend=packed_attention)
     params = inputs.new_params(settings, toy().target, toy().params, None, init="target", seed=0)
     weights, frozen = split_params(params)
-    chain = make_optimizer(optimizer, optax.constant_schedule(rate), head_table(settings), **PLAIN | changes)
+    chosen = replace(PLAIN, optimizer=optimizer, **changes)
+    chain = make_optimizer(chosen, optax.constant_schedule(rate), head_table(settings))
     with jax.numpy_dtype_promotion("standard"):
         state = TrainState(jnp.int32(0), weights, chain.init(weights))
     objective = inputs.objective(kind, LossSettings(rounds=2, feature_noise=0.0))
@@ -72,9 +73,8 @@ def trainer(optimizer: str = "adamw", rate: float = 1e-2, dtype: str = "float32"
     return state, update
 
 
-def batch(parts: int, size: int) -> Batch:
-    found: list[Any] = [jnp.asarray(part.reshape(parts, size, *part.shape[1:])) for part in rows()]
-    return Batch(*found)
+def batch(parts: int, size: int) -> Rows:
+    return Rows(*(jnp.asarray(part.reshape(parts, size, *part.shape[1:])) for part in rows()))
 
 
 def target_params(dtype: str = "float32"):
@@ -121,7 +121,7 @@ for count in (1, 2):
     state, update = t.trainer(clip_norm=0.0)
     state, weights = everywhere(mesh, state), everywhere(mesh, t.target_params())
     for _ in range(2):
-        given = spread(mesh, jax.tree.map(np.asarray, t.batch(2, 2)))
+        given = spread(mesh, t.rows(), (2, 2))
         state, metrics = update(state, weights, given, None)
     placed = {str(leaf.sharding.is_fully_replicated) for leaf in jax.tree.leaves(state)}
     counts = {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(state)}
@@ -165,7 +165,8 @@ def test_master_weights_are_float32():
 def test_schedule(name, warmup):
     peak, steps, final = 0.5, 50, 0.1
     with jax.numpy_dtype_promotion("standard"):
-        rate = schedule(name, peak, steps=steps, warmup=warmup, final=final)
+        chosen = replace(PLAIN, schedule=name, learning_rate=peak, final_learning_rate=final, warmup_steps=warmup)
+        rate = schedule(chosen, steps)
         found = [float(np.asarray(rate(step))) for step in range(steps + 1)]
     for step, value in enumerate(found):
         share = (step - warmup) / (steps - warmup)
@@ -188,7 +189,7 @@ def test_the_loss_falls(optimizer):
 def descend(**changes: Any):
     """The first update of known gradients: what Adam's first moment got of them, over 1 - beta1."""
     table = head_table(BIASED)
-    chain = make_optimizer("adamw", optax.constant_schedule(1.0), table, **PLAIN | changes)
+    chain = make_optimizer(replace(PLAIN, **changes), optax.constant_schedule(1.0), table)
     params = {"fc": jnp.ones((2, 2)), "mlp_norm": jnp.ones(2), "fc_bias": jnp.ones(2)}
     gradient = {"fc": jnp.array([[3.0, 0.0], [0.0, 0.0]]), "mlp_norm": jnp.array([0.0, 4.0]), "fc_bias": jnp.zeros(2)}
     with jax.numpy_dtype_promotion("standard"):
@@ -214,10 +215,8 @@ def test_clipping(changes, expected):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_only_matrices_decay(optimizer):
-    chains = [
-        make_optimizer(optimizer, optax.constant_schedule(0.1), head_table(BIASED), **PLAIN | {"weight_decay": w})
-        for w in (0.0, 0.5)
-    ]
+    chosen = [replace(PLAIN, optimizer=optimizer, weight_decay=decay) for decay in (0.0, 0.5)]
+    chains = [make_optimizer(each, optax.constant_schedule(0.1), head_table(BIASED)) for each in chosen]
     params = {name: jnp.asarray(leaf, jnp.float32) for name, leaf in trainer()[0].params.items()}
     params |= {"fc_bias": jnp.ones(16), "qkv_bias": jnp.ones((2, 4, 8))}
     gradient = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.01, jnp.float32), params)

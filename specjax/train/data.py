@@ -50,13 +50,14 @@ class Rows(NamedTuple):
         segments   1 1 1 2 2 0
         loss       F T T F T F
 
-    A token may look at, and be predicted from, tokens of its own segment alone. Padding has segment 0.
+    A token may look at, and be predicted from, tokens of its own segment alone. Padding has segment 0. The
+    arrays are numpy's, or jax's where the rows are a batch.
     """
 
-    tokens: Int32[np.ndarray, "r N"]
-    positions: Int32[np.ndarray, "r N"]  # in its own example
-    segments: Int32[np.ndarray, "r N"]  # 1, 2, .. from left to right
-    loss: Bool[np.ndarray, "r N"]
+    tokens: Int32[Any, "r N"]
+    positions: Int32[Any, "r N"]  # in its own example
+    segments: Int32[Any, "r N"]  # 1, 2, .. from left to right
+    loss: Bool[Any, "r N"]
 
 
 def pack(examples: Sequence[Example], length: int, seed: int) -> Rows:

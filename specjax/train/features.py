@@ -27,7 +27,7 @@ from specjax.config import ModelConfig
 from specjax.models import make_target
 from specjax.models.target import Target
 from specjax.train.data import Rows, batch_rows
-from specjax.train.unroll import Batch, Teacher, packed_attention, packed_mask
+from specjax.train.unroll import Teacher, packed_attention, packed_mask
 from specjax.types import Weights
 
 MODES = ("none", "memory", "disk")
@@ -43,10 +43,10 @@ def training_target(config: ModelConfig, dtype: str) -> Target:
     return make_target(replace(config, dtype=dtype), backend=packed_attention)
 
 
-def teach(target: Target, features: tuple[int, ...] | str) -> Callable[[Weights, Batch], Teacher]:
+def teach(target: Target, features: tuple[int, ...] | str) -> Callable[[Weights, Rows], Teacher]:
     """(target parameters, batch) -> Teacher, for `jax.jit`."""
 
-    def run(params: Weights, batch: Batch) -> Teacher:
+    def run(params: Weights, batch: Rows) -> Teacher:
         rows = batch.tokens.shape[0]
         cache = init_cache(target.pages, PoolShape(1, 1))  # `packed_attention` reads no pages
         table, start = jnp.zeros((rows, 1), jnp.int32), jnp.zeros(rows, jnp.int32)

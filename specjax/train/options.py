@@ -10,8 +10,9 @@ from specjax.settings import setting
 from specjax.train.data import LOSS_ON
 from specjax.train.features import MODES
 from specjax.train.unroll import LOSSES
-from specjax.train.update import OPTIMIZERS, SCHEDULES
 
+OPTIMIZERS = ("adamw", "muon")
+SCHEDULES = ("cosine", "linear", "constant")
 ALL_TOKENS = 0
 MOST_BETA = 0.999999  # 1 would divide by zero
 

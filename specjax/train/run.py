@@ -29,7 +29,7 @@ from specjax.train.features import FeatureStore, teach, training_target
 from specjax.train.inputs import Inputs, feature_scale, identity, load, objective, prepare
 from specjax.train.options import TrainOptions
 from specjax.train.results import Measure, Measured, model_card, plot
-from specjax.train.unroll import Batch, Teacher, packed_attention
+from specjax.train.unroll import Teacher, packed_attention
 from specjax.train.update import Metrics, TrainState, everywhere, spread
 from specjax.types import Weights
 
@@ -45,7 +45,7 @@ class Trainer:
         *, command: str,
     ) -> None:  # fmt: skip
         self.options, self.inputs, self.folder, self.command = options, inputs, folder, command
-        run, o, dtype = options.run, options.optimizer, options.run.compute_dtype
+        run, dtype = options.run, options.run.compute_dtype
         self.mesh = Mesh(np.array(jax.local_devices()), ("data",))  # over which the rows of a batch are spread
         self.target = training_target(inputs.config, dtype)
         self.head_config = replace(inputs.head, dtype=dtype)
@@ -53,13 +53,8 @@ class Trainer:
         self._teach_rows = jax.jit(self.teach)
         self._serving_params = target_params
         self.target_params = everywhere(self.mesh, jax.tree.map(lambda leaf: leaf.astype(dtype), target_params))
-        self.rate = update.schedule(
-            o.schedule, o.learning_rate, steps=run.steps, warmup=o.warmup_steps, final=o.final_learning_rate
-        )
-        optimizer = update.make_optimizer(
-            o.optimizer, self.rate, head_table(self.head_config), beta1=o.beta1, beta2=o.beta2,
-            weight_decay=o.weight_decay, clip_norm=o.clip_norm, clip_value=o.clip_value,
-        )  # fmt: skip
+        self.rate = update.schedule(options.optimizer, run.steps)
+        optimizer = update.make_optimizer(options.optimizer, self.rate, head_table(self.head_config))
         self.features = None if run.features == "none" else self._feature_store()
         self.scale = self._feature_scale()
         weights, self.frozen = update.split_params(params)
@@ -89,7 +84,7 @@ class Trainer:
 
     def _teach_on_host(self, rows: Rows) -> Teacher:
         """The target's forward over one batch."""
-        batch = jax.tree.map(lambda x: x[0], spread(self.mesh, _split(Batch._make(rows), (1, -1))))
+        batch = jax.tree.map(lambda x: x[0], spread(self.mesh, rows, (1, -1)))
         return jax.device_get(self._teach_rows(self.target_params, batch))
 
     def _feature_scale(self) -> Array | None:
@@ -150,9 +145,9 @@ class Trainer:
         with progress_bar("Training", run.steps, "step", initial=first) as bar:
             for step in range(first + 1, run.steps + 1):
                 numbers = self.row_numbers(step - 1)
-                batch = Batch._make(part[numbers] for part in self.inputs.rows)
+                batch = Rows(*(part[numbers] for part in self.inputs.rows))
                 stored = self.features.get(numbers) if self.features else None
-                batch, stored = spread(self.mesh, _split((batch, stored), shape))
+                batch, stored = spread(self.mesh, (batch, stored), shape)
                 self.state, metrics = self.update(self.state, self.target_params, batch, stored)
                 tokens = int(sizes[numbers].sum())
                 pending.append((metrics, tokens))
@@ -238,11 +233,6 @@ class Trainer:
             folder, inputs.head, self.draft_params(), inputs.config, target_name=target, card=card,
             dtype=export.export_dtype, license=export.license,
         )  # fmt: skip
-
-
-def _split(parts: Any, shape: tuple[int, int]) -> Any:
-    """[A x B, ...] arrays -> [A, B, ...]."""
-    return jax.tree.map(lambda part: part.reshape(*shape, *part.shape[1:]), parts)
 
 
 def prompt_of(example: Example) -> list[int]:

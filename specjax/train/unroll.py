@@ -34,21 +34,13 @@ from jaxtyping import Bool, Float, Float32, Int32
 from specjax.models.blocks import KeyValue, Past, joined
 from specjax.models.draft_head import DraftHead
 from specjax.models.target import Target
+from specjax.train.data import Rows
 from specjax.types import Weights
 
 Logits = Float32[Array, "... W"]
 Losses = Float32[Array, "..."]
 Labels = Int32[Array, "..."]
 NO_ID = -1  # draft id of a token outside of the draft's vocabulary
-
-
-class Batch(NamedTuple):
-    """Packed rows. Segment 0 is padding; positions count from 0 in each example."""
-
-    tokens: Int32[Array, "B N"]
-    positions: Int32[Array, "B N"]
-    segments: Int32[Array, "B N"]
-    loss: Bool[Array, "B N"]
 
 
 class Teacher(NamedTuple):
@@ -79,7 +71,7 @@ class Sums(NamedTuple):
 
 
 def unroll(
-    head: DraftHead, target: Target, params: Weights, target_params: Weights, batch: Batch, teacher: Teacher,
+    head: DraftHead, target: Target, params: Weights, target_params: Weights, batch: Rows, teacher: Teacher,
     objective: Objective, key: Array | None,
 ) -> tuple[Array, Sums]:  # fmt: skip
     """The weighted sum of the rounds' losses over all slots, and sums by round.

@@ -20,11 +20,10 @@ from optax.contrib import MuonDimensionNumbers, muon
 from specjax.models.draft_head import DraftHead
 from specjax.models.params import Table
 from specjax.models.target import Target
-from specjax.train.unroll import Batch, Objective, Sums, Teacher, unroll
+from specjax.train.data import Rows
+from specjax.train.options import OptimizerSettings
+from specjax.train.unroll import Objective, Sums, Teacher, unroll
 from specjax.types import Weights
-
-OPTIMIZERS = ("adamw", "muon")
-SCHEDULES = ("cosine", "linear", "constant")
 
 MUON_RMS = 0.2
 """Muon's updates are scaled to this root mean square, which is about Adam's: one learning rate then suits both
@@ -33,24 +32,21 @@ MUON_RMS = 0.2
 FROZEN = ("ids",)  # leaves of a head that are not trained
 
 
-def schedule(name: str, learning_rate: float, *, steps: int, warmup: int, final: float) -> optax.Schedule:
-    """Linear warm-up from 0, then down to `final` times the peak at `steps`."""
+def schedule(settings: OptimizerSettings, steps: int) -> optax.Schedule:
+    """Linear warm-up from 0, then down to `final_learning_rate` times the peak at `steps`."""
+    peak, final, warmup = settings.learning_rate, settings.final_learning_rate, settings.warmup_steps
     rest = max(steps - warmup, 1)
     decay = {
-        "cosine": optax.cosine_decay_schedule(learning_rate, rest, alpha=final),
-        "linear": optax.linear_schedule(learning_rate, learning_rate * final, rest),
-        "constant": optax.constant_schedule(learning_rate),
-    }[name]
+        "cosine": optax.cosine_decay_schedule(peak, rest, alpha=final),
+        "linear": optax.linear_schedule(peak, peak * final, rest),
+        "constant": optax.constant_schedule(peak),
+    }[settings.schedule]
     # The first update has rate / warm-up and not 0, which would be a step for nothing.
-    return optax.join_schedules(
-        [optax.linear_schedule(learning_rate / max(warmup, 1), learning_rate, max(warmup - 1, 1)), decay], [warmup]
-    )
+    rise = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
+    return optax.join_schedules([rise, decay], [warmup])
 
 
-def make_optimizer(
-    name: str, rate: optax.Schedule, table: Table, *,
-    beta1: float, beta2: float, weight_decay: float, clip_norm: float, clip_value: float,
-) -> optax.GradientTransformation:  # fmt: skip
+def make_optimizer(settings: OptimizerSettings, rate: optax.Schedule, table: Table) -> optax.GradientTransformation:
     """Clips by global norm, then by value (0: not at all).
 
     Matrices and the embedding decay, norms and biases do not. Muon orthogonalises matrices, and only these decay;
@@ -65,15 +61,16 @@ def make_optimizer(
         matrices = {name: leaf.matrix for name, leaf in leaves.items() if "vocab" not in leaf.axes}
         return {name: MuonDimensionNumbers(*found) if (found := matrices.get(name)) else None for name in params}
 
-    if name == "adamw":
-        core = optax.adamw(rate, b1=beta1, b2=beta2, weight_decay=weight_decay, mask=decays)
+    beta1, beta2, decay = settings.beta1, settings.beta2, settings.weight_decay
+    if settings.optimizer == "adamw":
+        core = optax.adamw(rate, b1=beta1, b2=beta2, weight_decay=decay, mask=decays)
     else:
         core = muon(
-            rate, beta=0.95, weight_decay=weight_decay, adam_b1=beta1, adam_b2=beta2,
+            rate, beta=0.95, weight_decay=decay, adam_b1=beta1, adam_b2=beta2,
             muon_weight_dimension_numbers=axes, consistent_rms=MUON_RMS,
         )  # fmt: skip
-    clips = [optax.clip_by_global_norm(clip_norm)] if clip_norm else []
-    clips += [optax.clip(clip_value)] if clip_value else []
+    clips = [optax.clip_by_global_norm(settings.clip_norm)] if settings.clip_norm else []
+    clips += [optax.clip(settings.clip_value)] if settings.clip_value else []
     return optax.chain(*clips, core)
 
 
@@ -99,7 +96,7 @@ def split_params(params: Weights) -> tuple[Weights, Weights]:
 
 def make_update(
     head: DraftHead, target: Target, objective: Objective, optimizer: optax.GradientTransformation, frozen: Weights,
-    *, seed: int, teach: Callable[[Weights, Batch], Teacher] | None, scale: Float32[Array, "F"] | None = None,
+    *, seed: int, teach: Callable[[Weights, Rows], Teacher] | None, scale: Float32[Array, "F"] | None = None,
 ) -> Callable[..., tuple[TrainState, Metrics]]:  # fmt: skip
     """(state, target parameters, batch [A, B, N], teacher [A, B, N, ...]) -> (state, metrics), jitted; donates state.
 
@@ -110,7 +107,7 @@ def make_update(
     """
     dtype = jnp.dtype(head.config.dtype)
 
-    def part(weights: Weights, target_params: Weights, batch: Batch, teacher: Teacher | None, key: Array) -> Any:
+    def part(weights: Weights, target_params: Weights, batch: Rows, teacher: Teacher | None, key: Array) -> Any:
         """Loss, sums and gradient of one part."""
         if teacher is None:
             assert teach is not None
@@ -127,7 +124,7 @@ def make_update(
 
     @jax.numpy_dtype_promotion("standard")  # optax counts in int32 and multiplies by floats
     def update(
-        state: TrainState, target_params: Weights, batch: Batch, teacher: Teacher | None
+        state: TrainState, target_params: Weights, batch: Rows, teacher: Teacher | None
     ) -> tuple[TrainState, Metrics]:
         parts = batch.tokens.shape[0]
         keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), state.step), parts)
@@ -151,8 +148,9 @@ def make_update(
     return jax.jit(update, donate_argnums=0)
 
 
-def spread(mesh: Mesh, parts: Any) -> Any:
-    """[A, B, ...] host arrays to devices: axis 1 over the mesh."""
+def spread(mesh: Mesh, parts: Any, shape: tuple[int, int]) -> Any:
+    """[A x B, ...] host arrays to devices as [A, B, ...], of the given A and B: axis 1 over the mesh."""
+    parts = jax.tree.map(lambda part: part.reshape(*shape, *part.shape[1:]), parts)
     return jax.device_put(parts, NamedSharding(mesh, PartitionSpec(None, "data")))
 
 
