@@ -14,7 +14,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,7 +32,7 @@ class RunError(ValueError):
     """The run's folder cannot be used, or a checkpoint not be written or read."""
 
 
-class RunFolder:
+class RunFolder(AbstractContextManager["RunFolder"]):
     """`--output` of a run, for one process at a time.
 
     Resuming with other `settings`, JSON values, is refused. A run without a checkpoint begins anew with them.
@@ -64,9 +64,6 @@ class RunFolder:
             manager = ocp.CheckpointManager(self._checkpoints.absolute(), options=options)
             self._manager = stack.enter_context(manager)
             self._stack = stack.pop_all()
-
-    def __enter__(self) -> RunFolder:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()

@@ -161,13 +161,8 @@ def head_description(config: HeadConfig, target: ModelConfig, dtype: str = "bflo
 
 
 def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
-    if rope.scaling == "none":
-        return None
     found = {"rope_type": rope.scaling, "factor": rope.factor}
     if rope.scaling == "llama3":
-        found |= {
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-            "original_max_position_embeddings": rope.original_max_position,
-        }
-    return found
+        found |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+        found["original_max_position_embeddings"] = rope.original_max_position
+    return None if rope.scaling == "none" else found

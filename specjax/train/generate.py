@@ -179,7 +179,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser = settings.Parser(
         prog="python -m specjax.train.generate",
         description="Let a model answer prompts, for a draft to be trained on. The same command resumes a run.",
-        formatter_class=settings.HelpFormatter,
     )
     files = parser.add_argument_group("input and output")
     files.add_argument("--input", required=True, metavar="FILE", help="JSONL of prompt or messages; may be gzipped")

@@ -120,8 +120,7 @@ def prepare(options: TrainOptions) -> Inputs:
     rows, held_back, facts = read_data(options, tokenizer, config)
     ids = None
     if head.mapped:
-        new = params is None
-        ids = draft_ids(rows, head.vocab_size, config.vocab_size, eos) if new else np.asarray(params["ids"])
+        ids = draft_ids(rows, head.vocab_size, config.vocab_size, eos) if params is None else np.asarray(params["ids"])
         facts["draft_vocabulary_coverage"] = round(coverage(rows, ids), 4)
     return Inputs(files, tokenizer, config, rows, held_back, head, params, ids, eos, facts)
 
@@ -162,22 +161,17 @@ def head_config(settings: DraftSettings, target: ModelConfig, ends: Sequence[int
         raise ValueError(f"--draft-vocab-size {wanted} has no room for the model's {len(set(ends))} end tokens")
     aux_layers = _aux_layers(settings.aux_layers, target.num_layers) if spec.reads_layers else ()
     size = wanted or there
+    same = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "norm_epsilon", "rope")
+    fields: dict[str, Any] = {name: getattr(target, name) for name in same} | dict.fromkeys(spec.biases, True)
     return HeadConfig(
         spec.kind,
-        hidden_size=target.hidden_size,
         feature_size=target.hidden_size * (len(aux_layers) or 1),
         intermediate_size=settings.draft_intermediate_size or target.intermediate_size,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        norm_epsilon=target.norm_epsilon,
-        rope=target.rope,
         vocab_size=size,
         aux_layers=aux_layers,
         own_head=spec.own_ends,
         mapped=size < there,
-        fc_bias="fc_bias" in spec.biases,
-        attention_bias="attention_bias" in spec.biases,
+        **fields,
     )
 
 

@@ -227,7 +227,6 @@ def build_parser() -> argparse.ArgumentParser:
         description="Count the tokens of a corpus and write the most frequent ids: a map for a small draft vocabulary.",
         epilog="What is counted of a JSONL line without --field: "
         f"{'; or '.join(map(' and '.join, COUNTED))}, whichever comes first.",
-        formatter_class=settings.HelpFormatter,
     )
     parser.add_argument(
         "--tokenizer", default=BUILT_IN_MODEL, metavar="MODEL",

@@ -17,12 +17,8 @@ from specjax.viz.trees import StepTree
 
 def most_telling(trees: list[StepTree]) -> int:
     """Index of the step with the most accepted drafts among those with rejected ones; of equal ones the largest."""
-
-    def rank(index: int) -> tuple[bool, int, int]:
-        tree = trees[index]
-        return tree.accepted < len(tree.tokens) - 1, tree.accepted, len(tree.tokens)
-
-    return max(range(len(trees)), key=rank)
+    ranks = [(tree.accepted < len(tree.tokens) - 1, tree.accepted, len(tree.tokens)) for tree in trees]
+    return ranks.index(max(ranks))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -127,13 +127,9 @@ def shades(tree: StepTree, shade: Shade) -> tuple[list[float], list[str]]:
 
 
 def draw_tree(
-    tree: StepTree,
-    text: Text | None = None,
-    *,
-    shade: Shade = "probability",
-    title: str | None = None,
+    tree: StepTree, text: Text | None = None, *, shade: Shade = "probability", title: str | None = None,
     legend: bool = True,
-) -> Drawing:
+) -> Drawing:  # fmt: skip
     """Draws one step, a tree from `specjax.step_trees` or of `Completion.trees`.
 
     `text` maps token ids to text, such as a tokenizer's `decode`; None: the ids themselves. `shade` is the meaning of a
