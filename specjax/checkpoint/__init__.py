@@ -15,18 +15,7 @@ from specjax.checkpoint.token_map import read_token_map
 from specjax.checkpoint.weights import ModelFiles
 
 __all__ = [
-    "BUILT_IN_MODEL",
-    "CheckpointError",
-    "ModelFiles",
-    "ShippedHead",
-    "load_head",
-    "load_params",
-    "load_tokenizer",
-    "may_have_head",
-    "model_config",
-    "read_token_map",
-    "resolve",
-    "sampling_defaults",
-    "shipped_head",
+    "BUILT_IN_MODEL", "CheckpointError", "ModelFiles", "ShippedHead", "load_head", "load_params", "load_tokenizer",
+    "may_have_head", "model_config", "read_token_map", "resolve", "sampling_defaults", "shipped_head",
     "stop_token_ids",
-]
+]  # fmt: skip

@@ -30,15 +30,9 @@ from specjax.models.params import Placement, placements
 
 
 def load_head(
-    name: str,
-    target: ModelConfig,
-    *,
-    kind: str,
-    revision: str | None = None,
-    progress: bool = True,
-    put: Callable[[np.ndarray], Any] | None = None,
-    target_embedding: Callable[[], np.ndarray] | None = None,
-) -> tuple[HeadConfig, dict[str, Any]]:
+    name: str, target: ModelConfig, *, kind: str, revision: str | None = None, progress: bool = True,
+    put: Callable[[np.ndarray], Any] | None = None, target_embedding: Callable[[], np.ndarray] | None = None,
+) -> tuple[HeadConfig, dict[str, Any]]:  # fmt: skip
     """Read a draft head: safetensors or torch's ``.bin``, single or sharded, in any of the published dialects.
 
     Args:
@@ -232,15 +226,11 @@ def _ids(tensors: HeadTensors, vocab_size: int, target_size: int) -> np.ndarray 
 def _check(tensors: HeadTensors, rules: list[Placement], config: HeadConfig) -> None:
     """Refuse missing and misshapen tensors, those with no place, and those that are no floats; names as in the file."""
     spec = head_spec(config.kind)
+    optional = {tensors.names.get(name, name) for name in ((specs.MASK, specs.OFFSETS) if spec.own_ends else (EMBED,))}
     said = {rule.tensor: tensors.names.get(rule.tensor, names.file_name(spec, rule.tensor)) for rule in rules}
-    problems = misfits(
-        {tensors.names[name]: array.shape for name, array in tensors.arrays.items()},
-        [replace(rule, tensor=said[rule.tensor]) for rule in rules],
-        f"{spec.algorithm} heads",
-        optional={
-            tensors.names.get(name, name) for name in ((specs.MASK, specs.OFFSETS) if spec.own_ends else (EMBED,))
-        },
-    )
+    found = {tensors.names[name]: array.shape for name, array in tensors.arrays.items()}
+    wanted = [replace(rule, tensor=said[rule.tensor]) for rule in rules]
+    problems = misfits(found, wanted, f"{spec.algorithm} heads", optional)
     integers = {
         f"{tensors.said(name)} is of {array.dtype}"
         for name, array in tensors.arrays.items()

@@ -176,13 +176,8 @@ def _rope_scaling(
     for original in (8192, 4096, 2048, 16384, 32768):
         smooth = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
         if np.allclose(factors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-4):
-            return {
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": low,
-                "high_freq_factor": high,
-                "original_max_position_embeddings": original,
-            }
+            scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high}
+            return scaling | {"original_max_position_embeddings": original}
     raise CheckpointError(
         f"{ROPE_FACTORS} is not the llama3 rope scaling with low_freq_factor 1 and high_freq_factor 4; use the Hugging "
         "Face folder of this model"
@@ -196,12 +191,9 @@ def _write_weights(
 
     model = model_config(config, dtype="float32")
     rules = {rule.tensor: rule for rule in placements(table(model), dimensions(model))}
-    if problems := misfits(
-        {name: tuple(map(int, tensor.shape[::-1])) for name, tensor in tensors.items()},
-        [replace(rule, tensor=rule.gguf) for rule in rules.values()],
-        f"a Llama of {model.num_layers} layers",
-        optional={ROPE_FACTORS},
-    ):
+    found = {name: tuple(map(int, tensor.shape[::-1])) for name, tensor in tensors.items()}
+    wanted = [replace(rule, tensor=rule.gguf) for rule in rules.values()]
+    if problems := misfits(found, wanted, f"a Llama of {model.num_layers} layers", optional={ROPE_FACTORS}):
         raise CheckpointError(f"its tensors do not fit its metadata; {problems}")
 
     def read(name: str) -> np.ndarray:

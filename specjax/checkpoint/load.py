@@ -47,12 +47,9 @@ def load_params(
     """
     tensors = read_headers(files.weights)
     rules = list(placements(table(config), dimensions(config)))
-    if problems := misfits(
-        {name: entry.shape for name, entry in tensors.items()},
-        rules,
-        f"a {config.family} model",
-        optional={HEAD_TENSOR} if config.tied_embeddings else frozenset(),
-    ):
+    shapes = {name: entry.shape for name, entry in tensors.items()}
+    optional = {HEAD_TENSOR} if config.tied_embeddings else frozenset()
+    if problems := misfits(shapes, rules, f"a {config.family} model", optional):
         raise CheckpointError(
             f"the weights in {files.folder} do not fit its config.json; {problems}. Use the config.json that was saved "
             "with these weights"
