@@ -87,15 +87,9 @@ class Confidence:
 
 
 def eagle_drafter(
-    target: Target,
-    head: HeadConfig,
-    shape: TreeShape,
-    *,
-    confidence: Confidence = Confidence(),
-    backend: str | None = None,
-    explicit_width: bool = True,
-    note: str = "",
-) -> Drafter:
+    target: Target, head: HeadConfig, shape: TreeShape, *, confidence: Confidence = Confidence(),
+    backend: str | None = None, explicit_width: bool = True, note: str = "",
+) -> Drafter:  # fmt: skip
     """Drafts with a head whose parameters are `Params.draft`. [B, N] trees; all nodes are valid unless the head's
     vocabulary has fewer tokens than the tree needs, or `confidence` sets a minimum. `backend`: as for the target."""
     model = draft_head(head, target, backend=backend)
@@ -163,14 +157,9 @@ class _Expanded(NamedTuple):
 
 
 def _grow(
-    model: DraftHead,
-    params: Params,
-    cache: KeyValue,
-    context: Context,
-    hidden: Float[Array, "B M"],
-    shape: TreeShape,
-    confidence: Confidence,
-) -> DraftTree:
+    model: DraftHead, params: Params, cache: KeyValue, context: Context, hidden: Float[Array, "B M"],
+    shape: TreeShape, confidence: Confidence,
+) -> DraftTree:  # fmt: skip
     """Expands level by level, then keeps the best candidates; with top-k 1 all of them, a chain.
 
     The loop is unrolled: each level has one key block more to attend to, and a GPU runs it without asking the host.

@@ -21,13 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 def make_drafter(
-    draft: DraftOptions | str,
-    *,
-    target: Target | None = None,
-    head: HeadConfig | None = None,
-    backend: str | None = None,
-    automatic: TreeShape | None = None,
-) -> Drafter:
+    draft: DraftOptions | str, *, target: Target | None = None, head: HeadConfig | None = None,
+    backend: str | None = None, automatic: TreeShape | None = None,
+) -> Drafter:  # fmt: skip
     """The drafter of an algorithm.
 
     Args:
@@ -60,14 +56,9 @@ def make_drafter(
         )  # fmt: skip
     given = [number is not None for number in (options.steps, options.topk, options.nodes)]
     how = "given" if all(given) else "what was not given was chosen" if any(given) else "automatic"
+    confidence = Confidence(options.min_probability or 0.0, skips=jax.default_backend() == "cpu")
     return eagle_drafter(
-        target,
-        head,
-        shape,
-        confidence=Confidence(options.min_probability or 0.0, skips=jax.default_backend() == "cpu"),
-        backend=backend,
-        explicit_width=any(given),
-        note=f"{shape} ({how})",
+        target, head, shape, confidence=confidence, backend=backend, explicit_width=any(given), note=f"{shape} ({how})"
     )
 
 

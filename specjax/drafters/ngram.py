@@ -58,14 +58,10 @@ def ngram_drafter(config: Ngram = DEFAULT) -> Drafter:
 
     def init(params: Params, rows: int, pool: PoolShape) -> DraftState:
         del params, pool
-
-        def ring(fill: int) -> Array:
-            return jnp.full(config.capacity, fill, jnp.int32)
-
         return NgramState(
-            tokens=ring(NO_TOKEN),
-            next=ring(NOWHERE),
-            previous=ring(NOWHERE),
+            tokens=jnp.full(config.capacity, NO_TOKEN, jnp.int32),
+            next=jnp.full(config.capacity, NOWHERE, jnp.int32),
+            previous=jnp.full(config.capacity, NOWHERE, jnp.int32),
             salt=jnp.zeros(config.capacity, jnp.uint32),
             table=jnp.full((buckets, WAYS), NOWHERE, jnp.int32),
             cursor=jnp.int32(0),
@@ -91,10 +87,6 @@ def ngram_drafter(config: Ngram = DEFAULT) -> Drafter:
             scores = jnp.where(rank < most[:, None], scores, -jnp.inf)
         return rerank(context.root, pool._replace(scores=scores), config.width), state
 
-    def observe(params: Params, state: NgramState, context: Context, observation: Observation) -> NgramState:
-        del params
-        return _append(state, context, observation.tokens, observation.length, config)
-
     return Drafter(
         "NGRAM",
         features=None,
@@ -102,7 +94,7 @@ def ngram_drafter(config: Ngram = DEFAULT) -> Drafter:
         depth=config.depth,
         init=init,
         propose=propose,
-        observe=observe,
+        observe=lambda params, state, context, seen: _append(state, context, seen, config),
         note=f"remembers the last {config.capacity:,} tokens of all requests (Ngram.capacity)",
         # One width between 1 and N: that of weak matches if they draft, else one for batches too large for N.
         widths=(weak_places + 1 if 0 < weak_places < places else min(4, config.width),),
@@ -219,10 +211,9 @@ def _merge(tokens: Int32[Array, "A D"], matched: Int32[Array, "A"], config: Ngra
     )
 
 
-def _append(
-    state: NgramState, context: Context, tokens: Int32[Array, "B C"], length: Int32[Array, "B"], config: Ngram
-) -> NgramState:
+def _append(state: NgramState, context: Context, seen: Observation, config: Ngram) -> NgramState:
     """Writes committed tokens to the ring, and an entry for each window that ends in one to the table."""
+    tokens, length = seen.tokens, seen.length
     batch, width = tokens.shape
     capacity, window = config.capacity, config.max_match
     buckets, rows = state.table.shape[0], state.length.shape[0]

@@ -52,10 +52,12 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     return np.where(wavelength < rope.original_max_position / high, frequency, scaled).astype(np.float32)
 
 
-def rotations(
-    rope: RopeConfig, head_dim: int, positions: Positions
-) -> tuple[Float32[Array, "B N E2"], Float32[Array, "B N E2"]]:
-    """cos and sin of each position's angles, [B, N, E / 2]. Computed once a forward."""
+Rotation: TypeAlias = tuple[Float32[Array, "B N E2"], Float32[Array, "B N E2"]]
+"""cos and sin of each position's angles, [B, N, E / 2]."""
+
+
+def rotations(rope: RopeConfig, head_dim: int, positions: Positions) -> Rotation:
+    """The rotation at each position. Computed once a forward."""
     angle = positions.astype(jnp.float32)[..., None] * inverse_frequencies(rope, head_dim)[None, None]
     return jnp.cos(angle), jnp.sin(angle)
 
@@ -102,14 +104,7 @@ class Past(NamedTuple):
 
 
 def attention(
-    x: Hidden,
-    weights: Weights,
-    rotation: tuple[Float32[Array, "B N E2"], Float32[Array, "B N E2"]],
-    positions: Positions,
-    mask: Any,
-    past: Past,
-    *,
-    backend: Backend,
+    x: Hidden, weights: Weights, rotation: Rotation, positions: Positions, mask: Any, past: Past, *, backend: Backend
 ) -> tuple[Float[Array, "B N M2"], KeyValue]:
     """The addition to the residual stream for a normalised x, and the block's own keys and values.
 
@@ -126,16 +121,9 @@ def attention(
         attended = backend(rotated, past, positions, mask)
     else:
         attended = kernels.attention(
-            rotated,
-            *past.pages,
-            past.page_table,
-            past.prefix_length,
-            positions,
-            mask,
-            before=past.before,
-            scale=head**-0.5,
-            implementation=backend,
-        )
+            rotated, *past.pages, past.page_table, past.prefix_length, positions, mask,
+            before=past.before, scale=head**-0.5, implementation=backend,
+        )  # fmt: skip
     # Reshaped by hand: XLA:CPU transposes the weight of a product over three axes in every call.
     flat = {**weights, "output": weights["output"].reshape(heads * group * head, -1)}
     added = linear(attended.reshape(*x.shape[:2], -1), flat, "output")

@@ -17,40 +17,14 @@ from jaxtyping import Float, Int32
 
 from specjax.cache import Cache
 from specjax.config import ModelConfig
-from specjax.models.blocks import (
-    Backend,
-    KeyValue,
-    Past,
-    attention,
-    gated_mlp,
-    key_value_spec,
-    rms_norm,
-    rotations,
-)
-from specjax.models.params import (
-    EMBED_TENSOR,
-    HEAD_TENSOR,
-    Leaf,
-    Scope,
-    Table,
-    Tensor,
-    attention_leaves,
-    create,
-    dimensions,
-    mlp_leaves,
-    norm,
-)
+from specjax.models.blocks import Backend, KeyValue, Past, attention, gated_mlp, key_value_spec, rms_norm, rotations
+from specjax.models.params import Leaf, Scope, Table, attention_leaves, create, dimensions, end_leaves, mlp_leaves, norm
 from specjax.models.target import ForwardOutput, Target
 from specjax.types import Hidden, PageTable, PerRequest, Positions, Tokens, Weights
-
-EMBED = Leaf("embed", "V M", (Tensor(EMBED_TENSOR, "V M", gguf="token_embd.weight"),))
-FINAL_NORM = norm("final_norm", "model.norm.weight", "output_norm.weight")
-HEAD = Leaf("head", "M -> V", (Tensor(HEAD_TENSOR, "V M", gguf="output.weight"),))
 
 
 def table(config: ModelConfig) -> Table:
     """All parameters: `embed`, `final_norm`, `head` (unless tied), and a dict `layers_i` for each layer."""
-    ends = (EMBED, FINAL_NORM) if config.tied_embeddings else (EMBED, FINAL_NORM, HEAD)
     layer = (
         *attention_leaves(bias=config.attention_bias, output_bias=config.attention_bias),
         norm("attention_norm", "input_layernorm.weight", "attn_norm.weight"),
@@ -58,7 +32,7 @@ def table(config: ModelConfig) -> Table:
         norm("mlp_norm", "post_attention_layernorm.weight", "ffn_norm.weight"),
     )
     layers = (Scope(layer, f"layers_{i}", f"model.layers.{i}.", f"blk.{i}.") for i in range(config.num_layers))
-    return (Scope(ends), *layers)
+    return (Scope(end_leaves(tied=config.tied_embeddings)), *layers)
 
 
 class Layer(nn.Module):
@@ -102,15 +76,9 @@ class Llama(nn.Module):
         return self.weights["embed"].at[tokens].get(mode="clip")
 
     def forward(
-        self,
-        x: Hidden,
-        positions: Positions,
-        mask: Any,
-        cache: Cache,
-        page_table: PageTable,
-        prefix_length: PerRequest,
-        features: tuple[int, ...] | str | None = None,
-    ) -> ForwardOutput:
+        self, x: Hidden, positions: Positions, mask: Any, cache: Cache, page_table: PageTable,
+        prefix_length: PerRequest, features: tuple[int, ...] | str | None = None,
+    ) -> ForwardOutput:  # fmt: skip
         c = self.config
         rotation = rotations(c.rope, c.head_dim, positions)
         # Layers of the same shapes share one trace: half the time to the first token.

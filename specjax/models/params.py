@@ -165,6 +165,14 @@ def mlp_leaves(*, bias: bool) -> tuple[Leaf, ...]:
     )
 
 
+def end_leaves(*, tied: bool) -> tuple[Leaf, ...]:
+    """The embedding, the final norm and, unless `tied`, the output matrix."""
+    embed = Leaf("embed", "V M", (Tensor(EMBED_TENSOR, "V M", gguf="token_embd.weight"),))
+    final_norm = norm("final_norm", "model.norm.weight", "output_norm.weight")
+    head = Leaf("head", "M -> V", (Tensor(HEAD_TENSOR, "V M", gguf="output.weight"),))
+    return (embed, final_norm) if tied else (embed, final_norm, head)
+
+
 def dimensions(config: ModelConfig | HeadConfig) -> dict[str, int]:
     """Sizes of the letters that all models have."""
     return {
