@@ -12,40 +12,15 @@ if TYPE_CHECKING:
     from specjax.cache import PageSpec, PoolShape, commit, init_cache
     from specjax.checkpoint import load_head
     from specjax.config import HeadConfig, ModelConfig, RopeConfig
-    from specjax.drafters import (
-        DRAFTERS,
-        Auto,
-        Context,
-        Drafter,
-        Eagle,
-        Eagle3,
-        Mtp,
-        Ngram,
-        NoDraft,
-        Observation,
-        Params,
-        Speculation,
-        TreeShape,
-        eagle_drafter,
-        load_drafter,
-        make_drafter,
-    )
+    from specjax.drafters import DRAFTERS, Auto, Context, Drafter, Eagle, Eagle3, Mtp, Ngram, NoDraft, Observation
+    from specjax.drafters import Params, Speculation, TreeShape, eagle_drafter, load_drafter, make_drafter
     from specjax.engine import Completion, Engine, EngineConfig, SamplingParams, StreamChunk
     from specjax.models import make_target
     from specjax.models.target import ForwardOutput, Target
     from specjax.sampling import DrawInputs, draw
     from specjax.state import DecodeState, PrefillInput, Row, StepInput, StepOutput, admit, init_state, new_row
-    from specjax.step import (
-        StepConfig,
-        Steps,
-        check_phase,
-        commit_phase,
-        draft_phase,
-        make_steps,
-        prefill_step,
-        speculate_step,
-        verify_phase,
-    )
+    from specjax.step import StepConfig, Steps, check_phase, commit_phase, draft_phase, make_steps
+    from specjax.step import prefill_step, speculate_step, verify_phase
     from specjax.tree import NO_PARENT, NO_TOKEN, DraftTree, Pool, best_nodes, chain, rerank, root_only, top_k_children
     from specjax.verify import Verdict, Verifier, find_verdict, verify_tree
     from specjax.viz.trees import StepTree, render, step_trees

@@ -91,11 +91,8 @@ def check_value(value: Any, annotation: Any, limits: Range = ANY, choices: Seque
 
 
 def check(options: Any) -> None:
-    """Checks each field of a dataclass against its annotation and its range. None is outside every range.
-
-    Raises:
-        TypeError, ValueError: as `check_value`, with the field: `Ngram.capacity must be an integer from ..., got ...`.
-    """
+    """Checks each field of a dataclass against its annotation and its range. None is outside every range. Raises as
+    `check_value`, with the field in the message: `Ngram.capacity must be an integer from ..., got ...`."""
     hints = get_type_hints(type(options))
     for each in fields(options):
         value = getattr(options, each.name)

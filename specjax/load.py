@@ -190,11 +190,8 @@ def _load_head(
 
 
 def attention_implementation(name: str | None) -> str | None:
-    """The name that the models are made with; None: each call takes what suits the device.
-
-    Raises:
-        ValueError: there is no such implementation, or it cannot run here.
-    """
+    """The name that the models are made with; None: each call takes what suits the device. Raises ValueError if there
+    is no such implementation, or if it cannot run here."""
     if name is None or name == AUTO_ATTENTION:
         return None
     try:

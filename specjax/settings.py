@@ -200,11 +200,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None, defaults:
 
 
 def read(args: argparse.Namespace, defaults: Any) -> Any:
-    """The settings of a command line that `add_flags`' parser has parsed.
-
-    Raises:
-        SettingsError: a value is wrong, in a flag or in the file.
-    """
+    """The settings of a command line that `add_flags`' parser has parsed. Raises SettingsError if a value is wrong, in
+    a flag or in the file."""
     entries = _entries(defaults)
     tables = [table.name for table in fields(defaults)]
     path = getattr(args, "config", None)

@@ -234,21 +234,15 @@ def named_as_flags(chosen: Settings) -> Iterator[None]:
 
 
 def make_engine(chosen: Settings, *, progress: bool = True, **config: bool) -> Engine:
-    """The engine that the settings describe. `config`: further fields of its `EngineConfig`.
-
-    Raises:
-        ValueError: as `Engine.from_pretrained`, but the message names flags.
-    """
+    """The engine that the settings describe. `config`: further fields of its `EngineConfig`. Raises a ValueError as
+    `Engine.from_pretrained` does, but the message names flags."""
     with named_as_flags(chosen):
         return Engine.from_pretrained(**engine_arguments(chosen, **config), progress=progress)
 
 
 def engine_arguments(chosen: Settings, **config: bool) -> dict[str, Any]:
-    """`Engine.from_pretrained`'s keyword arguments, the model included. `config`: as `make_engine`.
-
-    Raises:
-        ValueError: a value is out of range; names the flag.
-    """
+    """`Engine.from_pretrained`'s keyword arguments, the model included. `config`: as `make_engine`. Raises a ValueError
+    that names the flag if a value is out of range."""
     engine = chosen.engine
     values = vars(engine) | vars(chosen.speculative)
     known = EngineConfig.__dataclass_fields__
@@ -266,10 +260,7 @@ def engine_arguments(chosen: Settings, **config: bool) -> dict[str, Any]:
 
 def draft_options(speculative: SpeculativeSettings) -> DraftOptions | str:
     """The options of the algorithm, made of the flags that are its own, or ``module:function``. A warning names other
-    flags that were given.
-
-    Raises:
-        ValueError: a value is out of range, or a draft head is given to an algorithm that has none.
+    flags that were given. Raises ValueError if a value is out of range, or if an algorithm without a head is given one.
     """
     name = speculative.speculative_algorithm
     plugin = ":" in name

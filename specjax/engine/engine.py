@@ -222,10 +222,7 @@ class Engine:
 
     def reset(self, message: str) -> list[Sequence]:
         """After a step that failed: ends all requests, with `message` as the reason, and starts from an empty state.
-
-        Raises:
-            Exception: no state could be allocated. The requests have ended all the same; the next step tries again.
-        """
+        Raises what made its allocation fail. The requests have ended all the same, and the next step tries again."""
         with self.lock:
             ended = list(self._by_id.values())
             for sequence in ended:

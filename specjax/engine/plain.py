@@ -31,11 +31,8 @@ _PRIVATE = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 
 
 class PlainText:
-    """Encodes users' text without special tokens, for one tokenizer. Safe to call from any thread.
-
-    Raises:
-        ValueError: the tokenizer has special tokens that cannot be told from users' text.
-    """
+    """Encodes users' text without special tokens, for one tokenizer. Safe to call from any thread. Raises ValueError if
+    the tokenizer has special tokens that cannot be told from users' text."""
 
     def __init__(self, tokenizer: Any) -> None:
         core = getattr(tokenizer, "backend_tokenizer", None)
@@ -71,16 +68,13 @@ class PlainText:
     def encode_chat(
         self, messages: Sequence[Message], text: str, render: Callable[..., str], template: str
     ) -> list[int]:
-        """Ids of messages.
+        """Ids of messages. Raises ValueError if text of users could become a special token.
 
         Args:
             messages: all strings in them are users' text, except roles, which are the application's.
             text: the messages as the template renders them.
             render: renders messages.
             template: its source.
-
-        Raises:
-            ValueError: text of users could become a special token.
         """
         contents = [{key: value for key, value in message.items() if key != "role"} for message in messages]
         for given in (*(str(message["role"]) for message in messages), *_strings(contents, keys=True)):
