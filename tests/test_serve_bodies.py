@@ -16,7 +16,7 @@ from server_helpers import Running, running
 
 from specjax.serve import app, fields
 from specjax.serve.errors import ApiError
-from specjax.serve.fields import INLINE_BYTES, MAX_NODES, MAX_VALUES, Budget, count_values
+from specjax.serve.fields import INLINE_BYTES, MAX_NODES, MAX_VALUES, Reading, count_values
 from specjax.serve.protocol import ChatRequest, CompletionRequest, GenerateRequest, SamplingBody, read_request
 
 JSON = st.recursive(
@@ -54,7 +54,7 @@ def test_strings_full_of_escapes_count_as_one():
 def test_too_many_values_are_a_413(least):
     many = max(MAX_VALUES, MAX_NODES) + 2
     with pytest.raises(ApiError) as caught:
-        Budget().parse(b"[" + b",".join([least] * many) + b"]")
+        Reading().parse(b"[" + b",".join([least] * many) + b"]")
     assert caught.value.status == 413 and str(MAX_VALUES) in str(caught.value)
 
 
@@ -110,7 +110,7 @@ def test_lengths_are_checked_before_items(case):
     data = json.dumps(given).encode()
     tracemalloc.start()
     try:
-        Budget().parse(data)
+        Reading().parse(data)
         _, parsed = tracemalloc.get_traced_memory()
         tracemalloc.reset_peak()
         with pytest.raises(ApiError) as caught:

@@ -18,7 +18,7 @@ from specjax.engine.sampling_params import GENERATED_SEEDS, later_seed
 from specjax.engine.sequence import TokenLogprob
 from specjax.serve import fields
 from specjax.serve.errors import ApiError, shown
-from specjax.serve.fields import IGNORED_HEADER, MAX_NAMED, Ignored
+from specjax.serve.fields import IGNORED_HEADER, MAX_NAMED, Reading
 from specjax.serve.messages import Message
 from specjax.serve.protocol import ChatRequest, CompletionRequest, GenerateRequest, read_request
 from specjax.serve.responses import GenerateAnswer, TokenNames, generate_logprobs
@@ -229,23 +229,23 @@ UNKNOWN: dict[str, tuple[type, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", UNKNOWN)
 def test_unknown_fields_are_named_or_with_strict_fields_refused(case):
     kind, given, name = UNKNOWN[case]
-    ignored = read_request(kind, json.dumps(LEAST[kind] | given).encode(), RULES)[2]
-    assert ignored.headers == {IGNORED_HEADER: name}
+    reading = read_request(kind, json.dumps(LEAST[kind] | given).encode(), RULES)[2]
+    assert reading.headers == {IGNORED_HEADER: name}
     error = refused(kind, rules=STRICT, **given)
     assert error.code == "unknown_field" and name.rpartition(".")[2] in str(error)
 
 
 def test_ignored_fields_make_a_short_and_safe_header():
     names = ["a b", "x\r\nSet-Cookie: y=1", "é😀", "", "," * 500, *(f"f{i}" for i in range(1000))]
-    ignored = Ignored()
+    reading = Reading()
     for name in names:
-        ignored.add(name)
-    (header,) = ignored.headers.values()
+        reading.ignore(name)
+    (header,) = reading.headers.values()
     assert header.isascii() and header.isprintable() and len(header) < 4096
     shown_names = header.split(", ")
     assert shown_names[:4] == ["a%20b", "x%0D%0ASet-Cookie%3A%20y%3D1", "%C3%A9%F0%9F%98%80", '""']
     assert len(shown_names) == MAX_NAMED + 1 and shown_names[-1] == "..."
-    assert Ignored().headers == {}
+    assert Reading().headers == {}
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETE, GENERATE])

@@ -61,11 +61,11 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
     ) -> Response:
         data = await receive_body(request)
         if len(data) <= INLINE_BYTES:
-            body, task, ignored = read_request(kind, data, rules())
+            body, task, reading = read_request(kind, data, rules())
         else:
             loop = asyncio.get_running_loop()
-            body, task, ignored = await loop.run_in_executor(parsing, read_request, kind, data, rules())
-        ignored.log(id)
+            body, task, reading = await loop.run_in_executor(parsing, read_request, kind, data, rules())
+        reading.log(id)
         echo = isinstance(body, CompletionRequest) and bool(body.echo)
 
         def tokenise() -> tuple[list[Sequence], list[str]]:
@@ -92,12 +92,12 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
         else:
             answer = OpenAIAnswer(id, model, body, task, runner.engine.drafter.width, names(), texts)
         if body.stream:
-            return EventStream(runner, listener, answer, ignored.headers)
+            return EventStream(runner, listener, answer, reading.headers)
         try:
             completions = await while_connected(request, asyncio.ensure_future(all_completions(listener)))
         finally:
             runner.abort(sequences)
-        return JSONResponse(answer.whole(completions), headers=ignored.headers)
+        return JSONResponse(answer.whole(completions), headers=reading.headers)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:

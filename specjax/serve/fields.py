@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
 from urllib.parse import quote
 
 import numpy as np
@@ -51,18 +51,20 @@ async def receive_body(request: Request) -> bytearray:
     return data
 
 
-class Budget:
-    """The JSON values that one request holds, within limits that are checked before any of them becomes an object.
+class Reading:
+    """State of reading one body: how many JSON values it holds, and its fields that have no effect. The context of
+    pydantic's validation."""
 
-    The parser holds Python's global lock, and a value of two bytes (`[]`) becomes an object of 64. So the values are
-    counted first: one body can neither fill the memory nor stop the other requests.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
         self._values = self._nodes = 0
+        self._ignored: dict[str, None] = {}  # names in order; one more than are named
 
     def parse(self, data: bytes | bytearray) -> object:
         """Counts the values of one more text of JSON, and parses it. Infinity and NaN pass: fields refuse them by name.
+
+        The parser holds Python's global lock, and a value of two bytes (`[]`) becomes an object of 64. So the values
+        are counted first: one body can neither fill the memory nor stop the other requests.
 
         Raises an ApiError: 413, more values than a request may hold; 400, no JSON, or nested too deeply.
         """
@@ -77,6 +79,27 @@ class Budget:
             return pydantic_core.from_json(data, cache_strings="keys")
         except ValueError as error:
             raise bad_request(f"the body is not valid JSON: {error}") from error
+
+    def ignore(self, name: str, where: str = "", param: str | None = None) -> None:
+        """Notes a field, or raises an ApiError with `--strict-fields`. `where`: as `Body.place`."""
+        name = name[:MAX_NAME]
+        if self._strict:
+            message = f"unknown field {where + name!r}; this server refuses those (--strict-fields)"
+            raise bad_request(message, param or name, "unknown_field")
+        if len(self._ignored) <= MAX_NAMED:
+            self._ignored[where + name] = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Names of ignored fields, percent-encoded, so that no name can break out of the header."""
+        names = [quote(name, safe="[]", errors="replace") or '""' for name in self._ignored]
+        names[MAX_NAMED:] = ["..."] * (len(names) > MAX_NAMED)
+        return {IGNORED_HEADER: ", ".join(names)} if names else {}
+
+    def log(self, id: str) -> None:
+        """Ignored fields in one line of bounded length. Values are private and not logged."""
+        if self._ignored:
+            logger.warning("%s: ignored fields: %s", id, self.headers[IGNORED_HEADER])
 
 
 def count_values(data: bytes | bytearray) -> tuple[int, int]:
@@ -101,42 +124,6 @@ def count_values(data: bytes | bytearray) -> tuple[int, int]:
         colons += int(np.count_nonzero(outside == ord(":")))
         brackets += int(np.count_nonzero((outside == ord("[")) | (outside == ord("{"))))
     return commas + brackets + 1, brackets + colons
-
-
-class Ignored:
-    """The fields of one request that have no effect."""
-
-    def __init__(self, *, strict: bool = False) -> None:
-        self._strict = strict
-        self._names: dict[str, None] = {}  # in order; one more than are named
-
-    def add(self, name: str, where: str = "", param: str | None = None) -> None:
-        """Notes a field, or raises an ApiError with `--strict-fields`. `where`: as `Body.place`."""
-        name = name[:MAX_NAME]
-        if self._strict:
-            message = f"unknown field {where + name!r}; this server refuses those (--strict-fields)"
-            raise bad_request(message, param or name, "unknown_field")
-        if len(self._names) <= MAX_NAMED:
-            self._names[where + name] = None
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Percent-encoded, so that no name can break out of the header."""
-        names = [quote(name, safe="[]", errors="replace") or '""' for name in self._names]
-        names[MAX_NAMED:] = ["..."] * (len(names) > MAX_NAMED)
-        return {IGNORED_HEADER: ", ".join(names)} if names else {}
-
-    def log(self, id: str) -> None:
-        """One line of bounded length. Values are private and not logged."""
-        if self._names:
-            logger.warning("%s: ignored fields: %s", id, self.headers[IGNORED_HEADER])
-
-
-class Reading(NamedTuple):
-    """State of reading one body: pydantic's validation context."""
-
-    ignored: Ignored
-    budget: Budget
 
 
 def whole(value: Any) -> Any:
@@ -259,7 +246,7 @@ class Body(BaseModel):
                 passes = ", ".join(["null", *map(repr, harmless)])
                 problem = f"is not supported (only {passes}), got {shown(values[name])}"
             else:
-                info.context.ignored.add(name, cls.place, root)
+                info.context.ignore(name, cls.place, root)
                 continue
             if not changes_nothing(values[name], harmless):
                 raise bad_request(f"{cls.place}{name} {problem}", root or name, "unsupported")

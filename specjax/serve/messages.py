@@ -25,7 +25,7 @@ def _arguments(given: Any, info: Any) -> Any:
     if not isinstance(given, str):
         return given or {}
     try:
-        found = info.context.budget.parse(given.encode()) if given.strip() else {}  # a function without parameters
+        found = info.context.parse(given.encode()) if given.strip() else {}  # a function without parameters
     except ApiError as error:
         if error.status != 400:
             raise

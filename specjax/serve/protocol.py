@@ -15,9 +15,7 @@ from specjax.serve.fields import (
     UNSUPPORTED,
     Bias,
     Body,
-    Budget,
     Flag,
-    Ignored,
     Integer,
     Metadata,
     Number,
@@ -335,11 +333,11 @@ class GenerateRequest(Body):
 AnyRequest = TypeVar("AnyRequest", bound="ChatRequest | CompletionRequest | GenerateRequest")
 
 
-def read_request(kind: type[AnyRequest], data: bytes | bytearray, rules: Rules) -> tuple[AnyRequest, Task, Ignored]:
+def read_request(kind: type[AnyRequest], data: bytes | bytearray, rules: Rules) -> tuple[AnyRequest, Task, Reading]:
     """Parses and checks a whole body, so that only its prompts remain to be tokenised. Safe in any thread.
 
     Raises an ApiError: no JSON, or wrong types or values; names the first wrong field.
     """
-    reading = Reading(Ignored(strict=rules.strict), Budget())
-    body = kind.read(reading.budget.parse(data), reading)
-    return body, body.task(rules, reading), reading.ignored
+    reading = Reading(strict=rules.strict)
+    body = kind.read(reading.parse(data), reading)
+    return body, body.task(rules, reading), reading
