@@ -161,13 +161,11 @@ def commit_phase(
     tree = _fitted(tree, config)
     emitted, finish = _truncate(verdict.tokens, verdict.accepted, row, context.active, checked.finite)
     path_tokens = jnp.take_along_axis(tree.tokens, verdict.path, axis=1)
-    state, context = _commit(state, context, checked.block, path_tokens, emitted, after=checked.finite)
     observation = Observation(path_tokens, verdict.tokens, checked.features, emitted)
-    state = state._replace(draft=drafter.observe(params, state.draft, context, observation))
-    state = _emit(state, context, row, verdict.tokens, emitted, emitted, finish)
-    accepted = jnp.maximum(emitted - 1, 0)
     trace = Trace(tree, verdict.drawn, verdict.path, verdict.accepted) if config.trace else None
-    return state, StepOutput(verdict.tokens, emitted, accepted, finish, checked.logprobs, trace)
+    output = StepOutput(verdict.tokens, emitted, jnp.maximum(emitted - 1, 0), finish, checked.logprobs, trace)
+    state = _advance(params, drafter, state, context, row, checked.block, observation, output, after=checked.finite)
+    return state, output
 
 
 def verify_phase(
@@ -225,9 +223,9 @@ def prefill_step(
     offset = jnp.arange(inputs.tokens.shape[1], dtype=jnp.int32)[None, :]
     embedded, positions = target.embed(params.target, inputs.tokens), context.prefix_length[:, None] + offset
     past = state.cache, context.page_table, context.attended
-    output = target.forward(params.target, embedded, positions, CAUSAL, *past, features=drafter.features)
+    forward = target.forward(params.target, embedded, positions, CAUSAL, *past, features=drafter.features)
     last = jnp.maximum(length - 1, 0)
-    hidden = jnp.take_along_axis(output.hidden, last[:, None, None], axis=1)
+    hidden = jnp.take_along_axis(forward.hidden, last[:, None, None], axis=1)
     logits = target.unembed(params.target, hidden)
     wants_draw = context.active & (inputs.next_token == NO_FORCED_TOKEN)
     tail = root_only(jnp.take_along_axis(inputs.tokens, last[:, None], axis=1)[:, 0])
@@ -241,14 +239,13 @@ def prefill_step(
 
     emitted, finish = _truncate(token[:, None], jnp.zeros_like(length), row, wants_draw, finite)
     finish = jnp.where(context.active & ~finite[:, 0], NOT_FINITE, finish)
-    state, context = _commit(state, context, output.block, inputs.tokens, committed, after=logits)
     shifted = jnp.roll(inputs.tokens, -1, axis=1)
     next_tokens = jnp.where(offset == last[:, None], token[:, None], shifted)
-    observation = Observation(inputs.tokens, next_tokens, output.features, committed)
-    state = state._replace(draft=drafter.observe(params, state.draft, context, observation))
-    state = _emit(state, context, row, token[:, None], emitted, committed, finish)
+    observation = Observation(inputs.tokens, next_tokens, forward.features, committed)
     logprobs = path_logprobs(logits, verdict.path, verdict, jnp.any(row.logprobs & wants_draw))
-    return state, StepOutput(token[:, None], emitted, jnp.zeros_like(emitted), finish, logprobs, None)
+    output = StepOutput(token[:, None], emitted, jnp.zeros_like(emitted), finish, logprobs, None)
+    state = _advance(params, drafter, state, context, row, forward.block, observation, output, after=logits)
+    return state, output
 
 
 class Steps(NamedTuple):
@@ -260,11 +257,7 @@ class Steps(NamedTuple):
 
 
 def make_steps(
-    target: Target,
-    drafter: Drafter,
-    *,
-    verify: Verifier = verify_tree,
-    config: StepConfig = StepConfig(),
+    target: Target, drafter: Drafter, *, verify: Verifier = verify_tree, config: StepConfig = StepConfig()
 ) -> Steps:
     """Jits the step functions. They compile once for each batch bucket, chunk width and page-table width."""
     config = replace(config, widths=config.widths or tree_widths(drafter))
@@ -303,16 +296,6 @@ def _gather(state: DecodeState, inputs: StepInput | PrefillInput) -> tuple[Conte
     return context, row, DrawInputs(row.sampling, row.history, slots, active)
 
 
-def _commit(
-    state: DecodeState, context: Context, block: Block, tokens: Int32[Array, "B J"], length: PerRequest, *, after: Any
-) -> tuple[DecodeState, Context]:
-    """Writes the first `length[b]` tokens of each request, and what the layers keep of them, to the pages."""
-    pages = state.cache, state.tokens
-    kept = block, None if state.tokens is None else tokens
-    cache, known = commit(pages, kept, context.page_table, context.prefix_length, length, after=after)
-    return state._replace(cache=cache, tokens=known), context._replace(tokens=known)
-
-
 def _fitted(tree: DraftTree, config: StepConfig) -> DraftTree:
     """A tree that fits `config`'s widths: as `draft_phase` gives it, or cut to the best nodes."""
     widest = max(config.widths, default=tree.width)
@@ -342,34 +325,44 @@ def _truncate(
     return emitted, jnp.where(active, finish, RUNS).astype(jnp.int32)
 
 
-def _emit(
+def _advance(
+    params: Params,
+    drafter: Drafter,
     state: DecodeState,
     context: Context,
     row: Row,
-    tokens: Int32[Array, "B J"],
-    emitted: PerRequest,
-    committed: PerRequest,
-    finish: PerRequest,
+    block: Block,
+    observation: Observation,
+    output: StepOutput,
+    *,
+    after: Any,
 ) -> DecodeState:
-    """Scatters the batch's progress back to its rows. The root is the last emitted token, or the forced one."""
-    rows = state.root.shape[0]
-    width = tokens.shape[1]
+    """Writes the observed tokens, and what the layers keep of them, to the pages, and reports them to the
+    drafter. Scatters the batch's progress back to its rows. The root is the last emitted token, or the forced one."""
+    pages, kept = (state.cache, state.tokens), (block, None if state.tokens is None else observation.tokens)
+    where = context.page_table, context.prefix_length, observation.length
+    cache, known = commit(pages, kept, *where, after=after)
+    draft = drafter.observe(params, state.draft, context._replace(tokens=known), observation)
+    tokens, emitted = output.tokens, output.emitted
     entry = jnp.arange(context.slots.shape[0], dtype=jnp.int32)
-    slot = jnp.where(context.active, context.slots, rows + entry)
+    slot = jnp.where(context.active, context.slots, state.root.shape[0] + entry)
     root = jnp.take_along_axis(tokens, jnp.maximum(emitted - 1, 0)[:, None], axis=1)[:, 0]
-    counted = jnp.arange(width)[None, :] < emitted[:, None]
+    counted = jnp.arange(tokens.shape[1])[None, :] < emitted[:, None]
     vocab = state.rows.history.counts.shape[1]
     counts = state.rows.history.counts.at[slot[:, None], jnp.where(counted, tokens, vocab)].add(1, mode="drop")
 
     def put(values: Array, new: Array) -> Array:
         return values.at[slot].set(new, mode="drop", unique_indices=True)
 
-    return state._replace(
+    return DecodeState(
+        cache=cache,
+        tokens=known,
+        draft=draft,
         rows=state.rows._replace(
-            prefix_length=put(state.rows.prefix_length, context.prefix_length + committed),
+            prefix_length=put(state.rows.prefix_length, context.prefix_length + observation.length),
             generated=put(state.rows.generated, row.generated + emitted),
             history=state.rows.history._replace(counts=counts),
         ),
         root=put(state.root, root),
-        finished=put(state.finished, finish != RUNS),
+        finished=put(state.finished, output.finish != RUNS),
     )
