@@ -168,11 +168,7 @@ def speculation_note(drafter: Drafter, buckets: Buckets) -> str:
 
 
 def drafting_summary(
-    drafter: Drafter,
-    buckets: Buckets,
-    verify_steps: int,
-    drafted_steps: int,
-    name_options: Callable[[str], str] = str,
+    drafter: Drafter, buckets: Buckets, verify_steps: int, drafted_steps: int, name_options: Callable[[str], str] = str
 ) -> dict[str, Any]:
     """`drafted_steps`, the steps of single requests that could draft, and `not_drafted`, the reason why others could
     not; None: all could, or there is no drafter. `name_options` puts an interface's names of options into the reason.

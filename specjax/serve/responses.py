@@ -246,9 +246,7 @@ class GenerateAnswer:
         else:
             text, tokens = self._sent.get(index, ("", []))
             text, tokens = self._sent[index] = text + chunk.text, [*tokens, *chunk.output_ids]
-            meta = {"id": self.ids[index], "finish_reason": None, "prompt_tokens": self.prompt_tokens[index]}
-            meta |= {"completion_tokens": len(tokens), "cached_tokens": 0}
-            body = {"text": text, "output_ids": tokens, "meta_info": meta}
+            body = _generated(self.ids[index], None, self.prompt_tokens[index], text, tokens)
         if self.incremental:
             body |= {"text": chunk.text, "output_ids": chunk.output_ids}
             if chunk.logprobs or "output_token_logprobs" in body["meta_info"]:
@@ -259,19 +257,17 @@ class GenerateAnswer:
         return [DONE]
 
     def _result(self, done: Completion) -> dict[str, Any]:
-        meta = {
-            "id": done.id,
-            "finish_reason": done.finish_reason,
-            "prompt_tokens": done.prompt_tokens,
-            "completion_tokens": done.completion_tokens,
-            "cached_tokens": 0,
-            "e2e_latency": round(time.perf_counter() - self.started, 6),
-            "seed": done.seed,
-            **speculative([done], self.width),
-        }
+        body = _generated(done.id, done.finish_reason, done.prompt_tokens, done.text, done.output_ids)
+        seconds = round(time.perf_counter() - self.started, 6)
+        body["meta_info"] |= {"e2e_latency": seconds, "seed": done.seed, **speculative([done], self.width)}
         if done.logprobs is not None:
-            meta |= generate_logprobs(done.logprobs, self.names)
-        return {"text": done.text, "output_ids": done.output_ids, "meta_info": meta}
+            body["meta_info"] |= generate_logprobs(done.logprobs, self.names)
+        return body
+
+
+def _generated(id: str, reason: Any, prompt_tokens: int, text: str, tokens: list[int]) -> dict[str, Any]:
+    meta = {"id": id, "finish_reason": reason, "prompt_tokens": prompt_tokens, "completion_tokens": len(tokens)}
+    return {"text": text, "output_ids": tokens, "meta_info": meta | {"cached_tokens": 0}}
 
 
 Answer: TypeAlias = OpenAIAnswer | GenerateAnswer

@@ -322,26 +322,22 @@ class Runner(threading.Thread):
 
     def _end(self, sequence: Sequence, message: str | None) -> None:
         """In the engine, if it is there."""
-        if self.engine.find(sequence.id) is sequence:
-            self.engine.abort(sequence.id, message)
-        elif sequence.status is not Status.FINISHED:
+        if not self.engine.end(sequence, message) and sequence.status is not Status.FINISHED:
             sequence.abort(message)
             sequence.status = Status.FINISHED
 
     def _deliver(self, changed: Iterable[Sequence]) -> None:
         """Sends the stream deltas of these sequences."""
-        found: list[tuple[Sequence, Listener, int]] = []
-        with self._wake:
-            for sequence in changed:
+        chunks: list[tuple[Listener, StreamChunk]] = []
+        for sequence in changed:
+            with self._wake:
                 if (place := self._listeners.get(sequence)) is None:
                     continue
                 if sequence.status is Status.FINISHED:
                     del self._listeners[sequence]
                 elif len(sequence.output) - sequence.sent_tokens < self._settings.stream_interval:
                     continue
-                found.append((sequence, *place))
-        chunks: list[tuple[Listener, StreamChunk]] = []
-        for sequence, listener, index in found:
+            listener, index = place
             try:
                 chunk = take_delta(sequence, index)
             except Exception:  # of its text; the others go on
