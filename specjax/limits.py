@@ -63,15 +63,9 @@ def shown(value: Any) -> str:
 
 
 def check_value(value: Any, annotation: Any, limits: Range = ANY, choices: Sequence[str] = ()) -> None:
-    """Checks a value, or each item of a tuple of strings.
-
-    Args:
-        annotation: int, float (an int will do), str, bool, tuple, a Literal of strings, unions of these, and None.
-
-    Raises:
-        TypeError: the value has another type.
-        ValueError: it is out of range. Both messages complete "must be": `an integer from 1 to 9`.
-    """
+    """Checks a value, or each item of a tuple of strings. `annotation` is int, float (an int will do), str, bool,
+    tuple, a Literal of strings, or a union of these and None. Raises TypeError if the value has another type, and
+    ValueError if it is out of range. Both messages complete "must be": `an integer from 1 to 9`."""
     kinds = get_args(annotation) or (annotation,)
     if isinstance(kinds[0], str):  # a Literal
         kinds, choices = (str,), kinds

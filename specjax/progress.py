@@ -29,11 +29,8 @@ class _Line(tqdm):
 
 
 def progress_bar(title: str, total: int | None, unit: str, *, shown: bool = True, initial: int = 0) -> tqdm:
-    """A bar over `total` units (None: unknown), of which `initial` were done before; silent if not `shown`.
-
-    Args:
-        unit: in the singular; "B": bytes.
-    """
+    """A bar over `total` units (None: unknown), of which `initial` were done before; silent if not `shown`. `unit` is
+    in the singular; "B": bytes."""
     kind = tqdm if sys.stderr.isatty() else _Line
     scale = {"unit_scale": True, "unit_divisor": 1024} if unit == "B" else {}
     return kind(total=total, desc=title, unit=unit, initial=initial, disable=not shown, **scale)

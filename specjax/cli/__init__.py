@@ -9,12 +9,8 @@ from typing import Any
 
 
 def run_command(name: str, work: Callable[[], Mapping[str, Any]], *, interrupted: str, failed: str = "") -> int:
-    """Do a command's work and print its summary, as JSON; returns the exit status.
-
-    Args:
-        interrupted: what is left after Ctrl-C.
-        failed: the key of the summary that makes the status 1 if it is not 0.
-    """
+    """Do a command's work and print its summary, as JSON; returns the exit status. `interrupted` says what is left
+    after Ctrl-C. `failed` is the key of the summary that makes the status 1 if it is not 0."""
     try:
         summary = work()
     except (ValueError, NotImplementedError, OSError) as error:

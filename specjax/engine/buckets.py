@@ -103,10 +103,6 @@ class Buckets:
         sizes = [("prefill", chunk) for chunk in self.chunks] + [("step", batch) for batch in self.batches]
         return [Key(*size, table) for size in sizes for table in self.tables]
 
-    def single_request_keys(self) -> list[Key]:
-        """Programs that one request at a time needs."""
-        return [key for key in self.all_keys() if key.kind == "prefill" or key.width == self.batches[0]]
-
     def first_keys(self, sequences: Iterable[Sequence], page_size: int) -> list[Key]:
         """Programs that these sequences will certainly need, if they are all that runs."""
         sequences, keys, table = list(sequences), dict[Key, None](), self.tables[0]

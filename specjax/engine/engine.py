@@ -369,7 +369,8 @@ class Engine:
 
     def single_request_keys(self) -> list[Key]:
         """Executables that one request at a time needs."""
-        return self.buckets.single_request_keys()
+        smallest = self.buckets.batches[0]
+        return [key for key in self.buckets.all_keys() if key.kind == "prefill" or key.width == smallest]
 
     def first_keys(self, sequences: Iterable[Sequence]) -> list[Key]:
         """Executables that these sequences will need, if they are all that runs."""

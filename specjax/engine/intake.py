@@ -36,11 +36,8 @@ MARGIN = 64  # tokens by which the start of a text, cut anywhere, may exceed its
 
 class Salts:
     """Turns a request's `cache_salt` into the 32 bits that keep its n-gram memory apart. Equal texts give equal words
-    in one engine; a secret key keeps clients from choosing texts that collide.
-
-    Args:
-        isolate: a request without a `cache_salt` gets a word that no other has, instead of the common 0.
-    """
+    in one engine; a secret key keeps clients from choosing texts that collide. With `isolate` a request without a
+    `cache_salt` gets a word that no other has, instead of the common 0."""
 
     def __init__(self, *, isolate: bool) -> None:
         self._key = secrets.token_bytes(16)

@@ -141,10 +141,6 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
             raise bad_request(f"cannot flush while requests run or wait ({runner.unfinished} do)", code="busy")
         return {"success": True, "message": "Cache flushed."}
 
-    @app.exception_handler(ApiError)
-    async def refused(request: Request, error: ApiError) -> Response:
-        return error.response()
-
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         said = {404: f"there is no {request.url.path} here", 405: f"{request.url.path} has no {request.method}"}

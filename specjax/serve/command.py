@@ -22,7 +22,7 @@ from specjax.engine.buckets import speculation_note
 from specjax.serve.app import create_app
 from specjax.serve.runner import Runner
 from specjax.serve.server import SIGNALS, PortError, Server, allow_files, listen, url
-from specjax.settings import HelpFormatter, Parser, add_flags, parse
+from specjax.settings import Parser, add_flags, parse
 
 logger = logging.getLogger("specjax.serve")
 
@@ -66,7 +66,7 @@ def load(settings: flags.Settings) -> Engine:
 
 def main(argv: list[str] | None = None) -> int:
     about = "Serve a model behind OpenAI's interface, decoding speculatively. The text is the model's own."
-    parser = Parser(prog="python -m specjax.serve", description=about, formatter_class=HelpFormatter)
+    parser = Parser(prog="python -m specjax.serve", description=about)
     add_flags(parser, flags.Settings())
     _, settings = parse(parser, argv, flags.Settings())
     server = settings.server
