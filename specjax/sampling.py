@@ -249,6 +249,7 @@ class DrawInputs(NamedTuple):
     active: Bool[Array, "B"]
 
 
+@jax.jit  # traced once for the prefill, each tree width and each program
 def draw(
     logits: Float32[Array, "B V"],
     inputs: DrawInputs,

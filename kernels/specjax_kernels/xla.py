@@ -10,6 +10,7 @@ page table alone is computed outside of it, where all layers of a model share it
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -38,12 +39,12 @@ class Partial(NamedTuple):
 def tree_attention(call: Call) -> Array:
     """See `specjax_kernels.tree_attention`."""
     if cpu_attention.takes(call):
-        return jax.lax.platform_dependent(cpu=lambda: cpu_attention.attend(call), default=lambda: _in_chunks(call))
-    return _in_chunks(call)
+        return jax.lax.platform_dependent(cpu=lambda: cpu_attention.attend(call), default=lambda: _in_chunks(call, None))
+    return _in_chunks(call, CHUNK_TOKENS)
 
 
-def _in_chunks(call: Call) -> Array:
-    """By operations of XLA."""
+def _in_chunks(call: Call, cpu_tokens: int | None) -> Array:
+    """By operations of XLA. `cpu_tokens`: committed tokens of one trip on a CPU; None: it is not a CPU."""
     B, H, N, C, K, G, E, Ev, P, S, T = call.shape[:11]
     window, softcap = call.window, call.softcap
     prefix_length, page_table = call.prefix_length, call.page_table
@@ -109,11 +110,12 @@ def _in_chunks(call: Call) -> Array:
         first, last = trip_range(prefix_length, oldest, pages * S, -(-T // pages))
         return jax.lax.fori_loop(first, last, trip, partial)
 
-    partial = jax.lax.platform_dependent(
-        partial,
-        cpu=lambda partial: add_pages(partial, CHUNK_TOKENS, always_loop=True),  # no trips where nothing is committed
-        default=lambda partial: add_pages(partial, GPU_TOKENS // B, always_loop=False),
-    )
+    elsewhere = functools.partial(add_pages, tokens=GPU_TOKENS // B, always_loop=False)
+    if cpu_tokens is None:
+        partial = elsewhere(partial)
+    else:  # no trips where nothing is committed
+        cpu = functools.partial(add_pages, tokens=cpu_tokens, always_loop=True)
+        partial = jax.lax.platform_dependent(partial, cpu=cpu, default=elsewhere)
 
     out = partial.mixed / jnp.where(partial.total > 0, partial.total, 1)
     out = jnp.where((prefix_length >= 0)[:, None, None, None], out, 0)
