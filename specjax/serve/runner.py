@@ -218,13 +218,13 @@ class Runner(threading.Thread):
             calls = list(self._calls)
             self._commands.clear()
             self._wake.notify_all()
+        if failure is not None:
+            self.failure = self.failure or failure
+            self._change(State.FAILED)
         send((listener, listener.aborted(index, message)) for listener, index in listeners.values())
         for future in calls:
             with contextlib.suppress(InvalidStateError):  # it has ended meanwhile
                 future.set_exception(RuntimeError(message))
-        if failure is not None:
-            self.failure = self.failure or failure
-            self._change(State.FAILED)
 
     def stop(self, timeout: float | None = None) -> bool:
         """Ends the thread after the current step, and background compilation. True: both have ended."""
