@@ -5,15 +5,20 @@ Annotations are tests: every function of ours is checked by jaxtyping and bearty
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import gc
 import importlib.metadata
+import inspect
 import math
 import os
 import resource
 import sys
 import tempfile
+import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the tests need no network, and would wait for an absent one
@@ -33,6 +38,27 @@ import jax
 import jaxtyping
 import pytest
 
+# Tracing makes many objects that live on: Python would look for garbage among them all the time.
+gc.set_threshold(100_000, 20, 100)
+
+# A function inside of another is new in each call of that one: its annotations are checked the first times.
+CHECKED_TIMES = 3
+_made: collections.Counter[types.CodeType] = collections.Counter()
+_jaxtyped = jaxtyping.jaxtyped
+
+
+def _jaxtyped_at_first(**options: Any) -> Callable[[Any], Any]:
+    def decorate(code: Any) -> Any:
+        if inspect.isfunction(code) and "<locals>" in code.__qualname__:
+            _made[code.__code__] += 1
+            if _made[code.__code__] > CHECKED_TIMES:
+                return code
+        return _jaxtyped(**options)(code)
+
+    return decorate
+
+
+jaxtyping.jaxtyped = _jaxtyped_at_first
 # Before the first import of ours. Subprocesses do not inherit it, nor need to.
 jaxtyping.install_import_hook(["specjax", "specjax_kernels"], "beartype.beartype")
 
