@@ -38,13 +38,14 @@ class Partial(NamedTuple):
 
 def tree_attention(call: Call) -> Array:
     """See `specjax_kernels.tree_attention`."""
-    if cpu_attention.takes(call):
-        return jax.lax.platform_dependent(cpu=lambda: cpu_attention.attend(call), default=lambda: _in_chunks(call, None))
-    return _in_chunks(call, CHUNK_TOKENS)
+    if not cpu_attention.takes(call):
+        return _in_chunks(call)
+    elsewhere = functools.partial(_in_chunks, call, on_cpu=False)
+    return jax.lax.platform_dependent(cpu=lambda: cpu_attention.attend(call), default=elsewhere)
 
 
-def _in_chunks(call: Call, cpu_tokens: int | None) -> Array:
-    """By operations of XLA. `cpu_tokens`: committed tokens of one trip on a CPU; None: it is not a CPU."""
+def _in_chunks(call: Call, *, on_cpu: bool = True) -> Array:
+    """By operations of XLA. `on_cpu`: whether a CPU may run it, too."""
     B, H, N, C, K, G, E, Ev, P, S, T = call.shape[:11]
     window, softcap = call.window, call.softcap
     prefix_length, page_table = call.prefix_length, call.page_table
@@ -110,12 +111,13 @@ def _in_chunks(call: Call, cpu_tokens: int | None) -> Array:
         first, last = trip_range(prefix_length, oldest, pages * S, -(-T // pages))
         return jax.lax.fori_loop(first, last, trip, partial)
 
+    assert partial is not None
     elsewhere = functools.partial(add_pages, tokens=GPU_TOKENS // B, always_loop=False)
-    if cpu_tokens is None:
-        partial = elsewhere(partial)
-    else:  # no trips where nothing is committed
-        cpu = functools.partial(add_pages, tokens=cpu_tokens, always_loop=True)
+    if on_cpu:  # in a loop without trips where nothing is committed
+        cpu = functools.partial(add_pages, tokens=CHUNK_TOKENS, always_loop=True)
         partial = jax.lax.platform_dependent(partial, cpu=cpu, default=elsewhere)
+    else:
+        partial = elsewhere(partial)
 
     out = partial.mixed / jnp.where(partial.total > 0, partial.total, 1)
     out = jnp.where((prefix_length >= 0)[:, None, None, None], out, 0)

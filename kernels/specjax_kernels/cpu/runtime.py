@@ -214,7 +214,8 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]]]:
 
         return handle, work, entry(two)(tile)
 
-    return Tools(inlined, reordered, *arrays, *converters, *buffers_at(9), *buffers_at(14)), compiled
+    tools = Tools._make((inlined, reordered, *arrays, *converters, *buffers_at(9), *buffers_at(14)))
+    return tools, compiled
 
 
 def _instructions(numba: Any) -> tuple[Any, ...]:
