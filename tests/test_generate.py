@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 from engine_helpers import VOCABULARY, byte_ids, decode, shown, tokenizer
-from tiny_checkpoints import save_llama
+from generate_helpers import QUICK, saved_model
 
 import specjax
 from specjax import SamplingParams, settings
@@ -26,20 +26,11 @@ SUMMARY = [
     "requests", "failed", "completion_tokens", "seconds", "tokens_per_second", "accept_length", "verify_steps",
     "drafted_steps", "not_drafted", "algorithm", "draft", "device",
 ]  # fmt: skip
-QUICK = [
-    "--max-running-requests", "2", "--max-new-tokens", "8", "--speculative-num-draft-tokens", "4",
-    "--speculative-ngram-max-match-window-size", "4", "--speculative-ngram-capacity", "4096",
-    "--chunked-prefill-size", "16", "--no-progress",
-]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    """A folder as Hugging Face has it, with a tokenizer and a chat template."""
-    folder = tmp_path_factory.mktemp("model")
-    save_llama(folder, vocab_size=VOCABULARY, num_hidden_layers=1, initializer_range=0.3, eos_token_id=2)
-    tokenizer().save_pretrained(folder)
-    return str(folder)
+    return saved_model(tmp_path_factory.mktemp("model"))
 
 
 def as_bytes(line) -> bytes:

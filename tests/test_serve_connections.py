@@ -33,7 +33,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def impatient():
-    with running(shared_engine("NONE"), SLOW) as served:
+    with running(make_engine(toy()), SLOW) as served:  # the other server runs the shared engine
         yield served
 
 
@@ -208,7 +208,6 @@ def test_running_requests_are_not_timed(impatient, monkeypatch):
 
 
 def test_too_many_connections():
-    # An engine of its own: the servers of the fixtures run the shared one, and might take its results.
     with running(make_engine(toy()), ServerSettings(max_connections=3)) as server:
         with contextlib.ExitStack() as stack:
             for _ in range(3):

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from engine_helpers import NGRAM, VOCABULARY, make_engine, outcome, shared_engine, tokenizer, toy
+from engine_helpers import NGRAM, make_engine, outcome, shared_engine, tokenizer, toy
+from generate_helpers import QUICK, saved_model
 from oracle import NO_PARENT, Sampling, Tree
-from tiny_checkpoints import save_llama
 from toy_models import Runner, as_arrays, listed_drafter, listed_proposal, random_table, random_tree, table_model
 
 from specjax import StepConfig
@@ -272,20 +272,12 @@ def test_an_engine_keeps_the_trees_when_asked():
 
 # `python -m specjax.generate`.
 
-QUICK = [
-    "--max-running-requests", "2", "--max-new-tokens", "8", "--speculative-num-draft-tokens", "4",
-    "--speculative-ngram-max-match-window-size", "4", "--speculative-ngram-capacity", "4096",
-    "--chunked-prefill-size", "16", "--no-progress", "--ignore-eos", "--speculative-algorithm", "NGRAM",
-]  # fmt: skip
 LINES = [{"id": "a", "input_ids": [70, 71, 72] * 4, "logit_bias": {"70": 20.0, "71": 19.5}}, {"prompt": "héll\n"}]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    save_llama(folder, vocab_size=VOCABULARY, num_hidden_layers=1, initializer_range=0.3, eos_token_id=2)
-    tokenizer().save_pretrained(folder)
-    return str(folder)
+    return saved_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -295,7 +287,21 @@ def run(model, tmp_path, capsys):
     def call(*flags):
         source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
         source.write_text("".join(json.dumps(line) + "\n" for line in LINES))
-        status = generate.main(["--model", model, "--input", str(source), "--output", str(target), *QUICK, *flags])
+        status = generate.main(
+            [
+                "--model",
+                model,
+                "--input",
+                str(source),
+                "--output",
+                str(target),
+                *QUICK,
+                "--ignore-eos",
+                "--speculative-algorithm",
+                "NGRAM",
+                *flags,
+            ]
+        )
         printed = capsys.readouterr()
         assert (status, printed.err) == (0, "")
         return [json.loads(row) for row in target.read_text(encoding="utf-8").splitlines()], printed.out

@@ -1,0 +1,21 @@
+"""What the tests of `python -m specjax.generate` share: a small model and flags that compile little."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine_helpers import VOCABULARY, tokenizer
+from tiny_checkpoints import save_llama
+
+QUICK = [
+    "--max-running-requests", "2", "--max-new-tokens", "8", "--speculative-num-draft-tokens", "4",
+    "--speculative-ngram-max-match-window-size", "4", "--speculative-ngram-capacity", "4096",
+    "--chunked-prefill-size", "16", "--no-progress",
+]  # fmt: skip
+
+
+def saved_model(folder: Path) -> str:
+    """Fills a folder as Hugging Face does, with a tokenizer and a chat template."""
+    save_llama(folder, vocab_size=VOCABULARY, num_hidden_layers=1, initializer_range=0.3, eos_token_id=2)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
