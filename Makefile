@@ -28,7 +28,7 @@ check: setup
 # On every change CI runs .ci/run, at most 25 minutes on 2 cores: check, smoke, test, gpu-compile.
 # Before a release: make test-all.
 
-# At most 10 minutes on 2 cores from a clean cache. Prints the 20 slowest tests and the peak memory of each process.
+# About 15 minutes on 2 cores from a clean cache (the aim: 10). Prints the 20 slowest tests and the peak memory of each process.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
 
 test: setup

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from engine_helpers import VOCABULARY, tokenizer
 from tiny_checkpoints import save_llama
@@ -14,8 +15,8 @@ QUICK = [
 ]  # fmt: skip
 
 
-def saved_model(folder: Path) -> str:
+def saved_model(folder: Path, **changes: Any) -> str:
     """Fills a folder as Hugging Face does, with a tokenizer and a chat template."""
-    save_llama(folder, vocab_size=VOCABULARY, num_hidden_layers=1, initializer_range=0.3, eos_token_id=2)
+    save_llama(folder, vocab_size=VOCABULARY, num_hidden_layers=1, initializer_range=0.3, eos_token_id=2, **changes)
     tokenizer().save_pretrained(folder)
     return str(folder)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engine_helpers import make_engine, outcome, shared_engine, toy
+from generate_helpers import saved_model
 from toy_models import table_model
 
 import specjax
@@ -89,11 +90,19 @@ def test_with_a_model(guide, capsys):
     assert 1 < float(lossless) <= float(lossy)
 
 
-@pytest.mark.real_model
-def test_in_the_benchmark(my_drafter):
+def test_in_the_benchmark(my_drafter, tmp_path):
     path = os.pathsep.join([str(my_drafter), str(ROOT), str(ROOT / "kernels")])
     words = COMMAND.replace("PYTHONPATH=. python", "").split()
-    few = ["--limit", "1", "--max-new-tokens", "24", "--sets", "mt_bench"]
+    few = [
+        "--model",
+        saved_model(tmp_path, max_position_embeddings=1024),
+        "--limit",
+        "1",
+        "--max-new-tokens",
+        "24",
+        "--sets",
+        "mt_bench",
+    ]
     done = subprocess.run(
         [sys.executable, *words, *few], cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
     )
