@@ -25,10 +25,11 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
-# On every change CI runs .ci/run, at most 25 minutes on 2 cores: check, smoke, test, gpu-compile.
+# On every change CI runs .ci/run, about 26 minutes on 2 cores (the aim: 25): check, smoke, test, gpu-compile.
 # Before a release: make test-all.
 
-# About 15 minutes on 2 cores from a clean cache (the aim: 10). Prints the 20 slowest tests and the peak memory of each process.
+# About 17 minutes on 2 cores from a clean cache (the aim: 10). Prints the 20 slowest tests and the peak memory of each
+# process.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
 
 test: setup

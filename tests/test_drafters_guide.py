@@ -93,16 +93,8 @@ def test_with_a_model(guide, capsys):
 def test_in_the_benchmark(my_drafter, tmp_path):
     path = os.pathsep.join([str(my_drafter), str(ROOT), str(ROOT / "kernels")])
     words = COMMAND.replace("PYTHONPATH=. python", "").split()
-    few = [
-        "--model",
-        saved_model(tmp_path, max_position_embeddings=1024),
-        "--limit",
-        "1",
-        "--max-new-tokens",
-        "24",
-        "--sets",
-        "mt_bench",
-    ]
+    model = saved_model(tmp_path, max_position_embeddings=1024)
+    few = ["--model", model, "--limit", "1", "--max-new-tokens", "24", "--sets", "mt_bench"]
     done = subprocess.run(
         [sys.executable, *words, *few], cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
     )

@@ -41,19 +41,6 @@ def _strict_promotion():
         yield
 
 
-@pytest.fixture
-def operations(monkeypatch) -> None:
-    """XLA's operations also where the CPU's kernel would be called."""
-    monkeypatch.setattr(cpu_attention, "takes", lambda call: False)
-
-
-@pytest.fixture(params=["kernel", "operations"])
-def way(request) -> None:
-    """Both ways that "xla" has on a CPU."""
-    if request.param == "operations":
-        request.getfixturevalue("operations")
-
-
 @contextlib.contextmanager
 def tracing(implementation: str) -> Iterator[str]:
     """The name to give `tree_attention` for one of `COMPARED`, while a program is traced."""
@@ -61,6 +48,20 @@ def tracing(implementation: str) -> Iterator[str]:
         if implementation == "operations":
             patch.setattr(cpu_attention, "takes", lambda call: False)
         yield "xla" if implementation == "operations" else implementation
+
+
+@pytest.fixture
+def operations() -> Iterator[None]:
+    """XLA's operations also where the CPU's kernel would be called."""
+    with tracing("operations"):
+        yield
+
+
+@pytest.fixture(params=["kernel", "operations"])
+def way(request) -> None:
+    """Both ways that "xla" has on a CPU."""
+    if request.param == "operations":
+        request.getfixturevalue("operations")
 
 
 def run(args, options, implementation: str) -> np.ndarray:

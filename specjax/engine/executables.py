@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from specjax_kernels.cpu import object_code, rows
-from specjax_kernels.cpu.runtime import callable_here
+from specjax_kernels.cpu import attention as cpu_attention
+from specjax_kernels.cpu import object_code
 from tqdm import tqdm
 
 from specjax.checkpoint.files import default_cache_dir
@@ -280,10 +280,7 @@ class Executables:
             with self._device_idle() if self._exclusive else contextlib.nullcontext():
                 return lowered.compile()
 
-        # Programs name the CPU's kernels that they call, which XLA must know before a stored program is loaded.
-        dtype, kernels = self._target.config.dtype, []
-        if dtype in rows.STORED and callable_here():
-            kernels = [rows.unmet(dtype, transposed) for transposed in (False, True)]
+        kernels = cpu_attention.prepare(self._target.config.dtype)
         return program_store.stored(partial(packed, function, **fixed), arguments, compile, (options, kernels))
 
     @contextlib.contextmanager

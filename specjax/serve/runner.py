@@ -328,16 +328,18 @@ class Runner(threading.Thread):
 
     def _deliver(self, changed: Iterable[Sequence]) -> None:
         """Sends the stream deltas of these sequences."""
-        chunks: list[tuple[Listener, StreamChunk]] = []
-        for sequence in changed:
-            with self._wake:
+        found: list[tuple[Sequence, Listener, int]] = []
+        with self._wake:
+            for sequence in changed:
                 if (place := self._listeners.get(sequence)) is None:
                     continue
                 if sequence.status is Status.FINISHED:
                     del self._listeners[sequence]
                 elif len(sequence.output) - sequence.sent_tokens < self._settings.stream_interval:
                     continue
-            listener, index = place
+                found.append((sequence, *place))
+        chunks: list[tuple[Listener, StreamChunk]] = []
+        for sequence, listener, index in found:
             try:
                 chunk = take_delta(sequence, index)
             except Exception:  # of its text; the others go on

@@ -24,13 +24,13 @@ CHUNK = 128  # keys whose scores are kept at a time, and the largest number of b
 NAME = "specjax_tree_attention"
 
 
-def prepare(dtype: str) -> None:
-    """Loads or compiles the CPU's kernels for weights of this dtype. For a thread beside loading."""
-    if dtype in STORED and callable_here():
-        unmet(dtype, False)
-        unmet(dtype, True)
-        if dtype == "float32":
-            register(NAME, _attention)
+def prepare(dtype: str) -> list[str | None]:
+    """Loads or compiles all kernels for weights of this dtype, so that XLA knows them before a stored program that
+    names them is loaded. Returns for each why it cannot be called here; None: it can."""
+    if dtype not in STORED or not callable_here():
+        return []
+    reasons = [unmet(dtype, transposed) for transposed in (False, True)]
+    return [*reasons, register(NAME, _attention)] if dtype == "float32" else reasons
 
 
 def takes(call: Call) -> bool:
