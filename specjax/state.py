@@ -115,13 +115,20 @@ class StepOutput(NamedTuple):
 def init_state(params: Params, target: Target, drafter: Drafter, *, rows: int, pool: PoolShape) -> DecodeState:
     """An empty state: R = `rows` rows, all finished, and a pool of zeroed pages."""
     empty = new_row(target.config.vocab_size, limit=0, draft_limit=0)
+    # Copied from the host in one go: each operation here would be a program of its own, and make a start longer.
+    host = (
+        jax.tree.map(lambda leaf: np.broadcast_to(leaf, (rows, *leaf.shape)), empty),
+        np.zeros(rows, np.int32),
+        np.ones(rows, bool),
+    )
+    small, root, finished = jax.device_put(host, may_alias=False)
     return DecodeState(
         cache=init_cache(target.pages, pool),
         tokens=jnp.zeros(pool, jnp.int32) if drafter.reads_tokens else None,
         draft=drafter.init(params, rows, pool),
-        rows=jax.tree.map(lambda leaf: jnp.tile(leaf, (rows, *[1] * leaf.ndim)), empty),
-        root=jnp.zeros(rows, jnp.int32),
-        finished=jnp.ones(rows, bool),
+        rows=small,
+        root=root,
+        finished=finished,
     )
 
 

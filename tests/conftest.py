@@ -72,6 +72,8 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # reading 
 
 from specjax_kernels.cpu import object_code  # noqa: E402 - what it imports must see the settings above
 
+from specjax.engine import program_store  # noqa: E402
+
 object_code.keep_in(_cache / "kernels")
 
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
@@ -123,17 +125,70 @@ def getkey():
 @pytest.fixture(scope="module")
 def stored_programs():
     """For modules that load the same model again and again: engines keep their programs on disk, as users' do."""
-    from specjax.engine import program_store
-
     program_store.keep_in(_cache / "programs")
     yield
     program_store.keep_in(None)
+
+
+# Programs.
+
+MOST_PROGRAMS = 100  # that a process keeps for engines to come
+
+_programs: collections.OrderedDict[str, Any] = collections.OrderedDict()
+_replaced: collections.Counter[int] = collections.Counter()  # by MonkeyPatch: parts of modules and classes
+_load_or_compile = program_store.stored
+
+
+def _shared(function: Any, arguments: Any, compile: Any, options: Any = None) -> Any:
+    """`program_store.stored`, but engines of the same model, drafter and shapes share their programs in this process.
+
+    Not while a test keeps programs on disk, or has replaced a part of a module, which a program may depend on.
+    """
+    if program_store._folder is not None or _replaced:
+        return _load_or_compile(function, arguments, compile, options)
+    try:
+        key = program_store._key((function, arguments, options))
+    except (program_store.Unknown, RecursionError):
+        return compile(function)
+    if key not in _programs:
+        _programs[key] = compile(function)
+        if len(_programs) > MOST_PROGRAMS:
+            _programs.popitem(last=False)
+    _programs.move_to_end(key)
+    return _programs[key]
+
+
+program_store.stored = _shared
+# The tests' own modules do not change while they run.
+program_store._KNOWN_CODE |= {file.stem for file in Path(__file__).parent.glob("*.py")}
+
+
+class _NotedPatch(pytest.MonkeyPatch):
+    _setattr, _undo = pytest.MonkeyPatch.setattr, pytest.MonkeyPatch.undo
+
+    def setattr(self, target: Any, *arguments: Any, **options: Any) -> None:
+        if isinstance(target, str | type | types.ModuleType):
+            _replaced[id(self)] += 1
+        _NotedPatch._setattr(self, target, *arguments, **options)
+
+    def undo(self) -> None:
+        _NotedPatch._undo(self)
+        _replaced.pop(id(self), None)
+
+
+pytest.MonkeyPatch.setattr, pytest.MonkeyPatch.undo = _NotedPatch.setattr, _NotedPatch.undo
 
 
 # Memory.
 
 
 _least = math.inf  # resident memory since the last time that programs were freed
+
+
+def _forget() -> None:
+    """Free what has been compiled."""
+    _programs.clear()
+    jax.clear_caches()
 
 
 def _trim() -> None:
@@ -151,7 +206,7 @@ def _forget_programs(request: pytest.FixtureRequest):
         if getattr(value, "__module__", None) == request.module.__name__ and hasattr(value, "cache_clear"):
             value.cache_clear()
     if _resident() > MOST_MEMORY / 3:
-        jax.clear_caches()
+        _forget()
     _trim()
 
 
@@ -164,15 +219,15 @@ def _bounded_memory(request: pytest.FixtureRequest):
         global _least
         _least = min(_least, _resident())
         if _resident() > max(MOST_MEMORY / 2, _least + MOST_MEMORY / 4):  # much more than after the last time
-            jax.clear_caches()
+            _forget()
             _trim()
             _least = _resident()
         return
     from specjax.engine import config
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config, "DEFAULT_POOL_TOKENS", 2048)
-        yield
+    usual, config.DEFAULT_POOL_TOKENS = config.DEFAULT_POOL_TOKENS, 2048
+    yield
+    config.DEFAULT_POOL_TOKENS = usual
     _trim()
 
 
