@@ -226,8 +226,11 @@ def _bounded_memory(request: pytest.FixtureRequest):
     from specjax.engine import config
 
     usual, config.DEFAULT_POOL_TOKENS = config.DEFAULT_POOL_TOKENS, 2048
+    program_store.keep_in(_cache / "programs")  # for the other processes
     yield
+    program_store.keep_in(None)
     config.DEFAULT_POOL_TOKENS = usual
+    _forget()
     _trim()
 
 

@@ -83,16 +83,16 @@ def some_pages(rng, width: int = TABLE, pool: PoolShape = POOL) -> np.ndarray:
 @pytest.mark.parametrize(
     ("drafter", "flags", "which"),
     [
-        ("NONE", {}, "prefill"),
+        pytest.param("NONE", {}, "prefill", marks=pytest.mark.slow),
         ("NONE", {}, "speculate"),
         ("NGRAM", {}, "prefill"),
         ("NGRAM", {}, "speculate"),
         ("EAGLE", CHAIN, "prefill"),
-        ("EAGLE", CHAIN, "speculate"),
-        ("EAGLE", TREE, "speculate"),
-        ("EAGLE3", TREE, "prefill"),
+        pytest.param("EAGLE", CHAIN, "speculate", marks=pytest.mark.slow),
+        pytest.param("EAGLE", TREE, "speculate", marks=pytest.mark.slow),
+        pytest.param("EAGLE3", TREE, "prefill", marks=pytest.mark.slow),
         ("EAGLE3", TREE, "speculate"),
-        ("EAGLE3", CHAIN, "speculate"),
+        pytest.param("EAGLE3", CHAIN, "speculate", marks=pytest.mark.slow),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else {3: "tree", 1: "chain", 0: ""}[len(value)],
 )
