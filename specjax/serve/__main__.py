@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -10,6 +11,8 @@ import sys
 def main(argv: list[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: os._exit(0))  # nothing has begun; imports swallow some exceptions
+    # Imports and tracing make many objects that live on: Python would look for garbage among them all the time.
+    gc.set_threshold(100_000, 20, 100)
     from specjax.serve.command import main as serve  # takes seconds, in which signals must work, too
 
     return serve(argv)
