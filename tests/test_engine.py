@@ -109,7 +109,7 @@ def test_prompts_in_chunks(algorithm, length):
     check_plain(toy(), prompt, params, shared_engine(algorithm).generate(prompt, params))
 
 
-@pytest.mark.parametrize(("algorithm", "page_size"), [("NGRAM", 1), ("NGRAM", 16)])
+@pytest.mark.parametrize(("algorithm", "page_size"), [("NGRAM", 1), pytest.param("NGRAM", 16, marks=pytest.mark.slow)])
 def test_page_sizes(algorithm, page_size):
     engine = shared_engine(algorithm, page_size=page_size, max_running_requests=2, context_length=64)
     prompts, params = some_prompts(6, seed=3), [varied(i) for i in range(6)]

@@ -171,8 +171,14 @@ def test_a_bench_runs_and_refuses_wrong_results(tuner, monkeypatch):
     assert bench.score(Blocks(32, 16, 4, 2, 4), start) == math.inf
 
 
-@pytest.mark.parametrize("where", ["alone", "in a chain", "while it is timed"])
-@pytest.mark.parametrize("error", [KeyError("no\nroom"), MemoryError("x" * 5000), RuntimeError("")])
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        pytest.param(where, error, marks=() if i == j else pytest.mark.slow)
+        for i, where in enumerate(["alone", "in a chain", "while it is timed"])
+        for j, error in enumerate([KeyError("no\nroom"), MemoryError("x" * 5000), RuntimeError("")])
+    ],
+)
 def test_whatever_a_candidate_raises_it_is_passed_over(tuner, monkeypatch, capsys, where, error):
     """On the CPU: the kernel interpreted. The start still runs."""
     from specjax_kernels.specs import named

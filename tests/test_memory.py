@@ -132,7 +132,10 @@ def test_admission_copies_nothing_either():
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.cache)] == before
 
 
-@pytest.mark.parametrize(("drafter", "flags"), [("NONE", {}), ("NGRAM", SMALL)], ids=["NONE", "NGRAM"])
+@pytest.mark.parametrize(
+    ("drafter", "flags"),
+    [pytest.param("NONE", {}, id="NONE", marks=pytest.mark.slow), pytest.param("NGRAM", SMALL, id="NGRAM")],
+)
 def test_one_trace_for_each_shape(drafter, flags):
     """Whatever is accepted, however long the texts, wherever their pages are, and whoever takes part."""
     pool = PoolShape(pages=256, page_size=4)
