@@ -7,7 +7,7 @@ import shutil
 import signal
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -39,7 +39,7 @@ def data(tmp_path_factory) -> Path:
 def train(model, data, tmp_path, capfd):
     """train(**flags) -> status, the summary, stderr; in `output`, by default run/."""
 
-    def call(output: str = "run", **changes: Any):
+    def call(output: str | Path = "run", **changes: Any):
         capfd.readouterr()
         status = main(arguments(model, changes.pop("data", data), tmp_path / output, **changes))
         printed = capfd.readouterr()
@@ -84,7 +84,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "kind", ["EAGLE3 mapped", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("EAGLE3", "EAGLE", "MTP"))]
 )
 def test_a_whole_run(train, model, data, tmp_path, kind):
-    measure = {"measure_prompts": 2, "measure_tokens": 6, "measure_steps": 2, "measure_every": 4}
+    # One prompt at a time, here and below: each size of a batch is a program more to compile.
+    measure = {"measure_prompts": 1, "measure_tokens": 6, "measure_steps": 2, "measure_every": 4}
     status, summary, err = train(**KINDS[kind] | measure)
     assert status == 0, err
     folder = tmp_path / "run"
@@ -105,7 +106,7 @@ def test_a_whole_run(train, model, data, tmp_path, kind):
     algorithm = kind.split()[0]
     if algorithm == "MTP":
         return  # served through tests/test_mtp.py's own drafter
-    config = {"max_running_requests": 2, "max_total_tokens": 512, "context_length": 96}
+    config = {"max_running_requests": 1, "max_total_tokens": 128, "context_length": 64, "chunked_prefill_size": 16}
     plain = engine(model, "NONE", config)
     drafted = engine(model, algorithm, config, path=str(folder / "head"), steps=2, topk=1, nodes=3)
     wanted = SamplingParams(max_new_tokens=12, temperature=0.0)
@@ -145,32 +146,91 @@ def held_in(data: Path) -> list[list[int]]:
 
 # Killed and resumed.
 
-ONLY_SAVE = """
-import os, signal, sys
-from specjax.train import checkpoints, run
+KILLED = [("none", "after:2"), ("memory", "logged:3"), ("disk", "during:2")]
+
+ENDED = """
+import json, os, pathlib, resource, signal, sys, threading
+from specjax.train import checkpoints
 from specjax.train.__main__ import main
-moment, step = sys.argv.pop(1).split(":")
-def kill():
-    os.kill(os.getpid(), signal.SIGKILL)
 save, log = checkpoints.RunFolder.save, checkpoints.RunFolder.log
-def patched_save(self, state):
-    if moment == "during" and int(state.step) == int(step):
-        import threading, time, pathlib
-        def watch():
-            while True:  # orbax writes beside, and renames
-                if any("tmp" in file.name for file in (self.folder / "checkpoints").iterdir()):
-                    kill()
-        threading.Thread(target=watch, daemon=True).start()
-    save(self, state)
-    if moment == "after" and int(state.step) == int(step):
-        kill()
-def patched_log(self, row):
-    log(self, row)
-    if moment == "logged" and row["step"] == int(step):
-        kill()
-checkpoints.RunFolder.save, checkpoints.RunFolder.log = patched_save, patched_log
-sys.exit(main())
+
+def run(moment, step, arguments):
+    \"\"\"Trains, and comes to grief at this step.\"\"\"
+    def end():
+        os.kill(os.getpid(), signal.SIGINT if moment == "interrupted" else signal.SIGKILL)
+    def patched_save(self, state):
+        now = int(state.step) == step
+        if moment == "during" and now:
+            def watch():
+                while True:  # orbax writes beside, and renames
+                    if any("tmp" in file.name for file in (self.folder / "checkpoints").iterdir()):
+                        end()
+            threading.Thread(target=watch, daemon=True).start()
+        if moment == "full" and now:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        save(self, state)
+        if moment == "after" and now:
+            end()
+    def patched_log(self, row):
+        log(self, row)
+        if moment in ("logged", "interrupted") and row["step"] == step:
+            end()
+    checkpoints.RunFolder.save, checkpoints.RunFolder.log = patched_save, patched_log
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    return main(arguments)
+
+import orbax.checkpoint, matplotlib.pyplot, transformers
+assert threading.active_count() == 1
+found = []
+# Each in a process of its own, which is forked: a start takes longer than such a run. JAX has no threads yet.
+for moment, arguments in json.loads(sys.argv[1]):
+    (out, new_out), (err, new_err) = os.pipe(), os.pipe()
+    if (pid := os.fork()) == 0:
+        os.dup2(new_out, 1)
+        os.dup2(new_err, 2)
+        name, _, step = moment.partition(":")
+        sys.exit(run(name, int(step), arguments))
+    os.close(new_out)
+    os.close(new_err)
+    said = [open(end, encoding="utf-8").read() for end in (err, out)]  # of the latter it is a line
+    found.append([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), *said])
+print(json.dumps(found))
 """
+
+
+class Ended(NamedTuple):
+    """What a run left that has ended before its time: its folder, what it printed, and its status."""
+
+    output: Path
+    status: int
+    err: str
+    out: str
+
+
+@pytest.fixture(scope="module")
+def ended(model, data, tmp_path_factory):
+    """ended(features, moment) -> such a run. The first call makes all that `make test` needs."""
+    made: dict[tuple[str, str], Ended] = {}
+
+    def get(*case: str) -> Ended:
+        if case not in made:
+            cases = (
+                [case] if made else list(dict.fromkeys([*KILLED, ("none", "interrupted:3"), ("none", "full:4"), case]))
+            )
+            folders = [tmp_path_factory.mktemp("ended") / "run" for _ in cases]
+            given = [
+                (moment, arguments(model, data, folder, features=features))
+                for (features, moment), folder in zip(cases, folders, strict=True)
+            ]
+            process = start([json.dumps(given)], ENDED)
+            out, err = process.communicate(timeout=400)
+            assert process.returncode == 0, err
+            for one, folder, found in zip(cases, folders, json.loads(out), strict=True):
+                made[one] = Ended(folder, *found)
+        return made[case]
+
+    return get
 
 
 @pytest.fixture(scope="module")
@@ -190,24 +250,21 @@ def whole(model, data, tmp_path_factory):
 @pytest.mark.parametrize(
     ("features", "moment"),
     [
-        ("none", "after:2"),
-        ("memory", "logged:3"),
-        ("disk", "during:2"),
+        *KILLED,
         pytest.param("none", "logged:3", marks=pytest.mark.slow),
         pytest.param("none", "during:4", marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_run_goes_on_bit_for_bit(train, whole, model, data, tmp_path, features, moment):
-    process = start([moment, *arguments(model, data, tmp_path / "run", features=features)], ONLY_SAVE)
-    _, err = process.communicate(timeout=200)
-    assert process.returncode == -signal.SIGKILL, err
-    assert not (tmp_path / "run" / "head").exists()
-    status, _, err = train(features=features)
+def test_a_killed_run_goes_on_bit_for_bit(train, whole, ended, features, moment):
+    found = ended(features, moment)
+    assert found.status == -signal.SIGKILL, found.err
+    assert not (found.output / "head").exists()
+    status, _, err = train(found.output, features=features)
     assert status == 0, err
     assert ("Resuming" in err) == (moment != "during:2")
-    check_same(whole(features), tmp_path / "run")
+    check_same(whole(features), found.output)
     head = "head/model.safetensors"
-    assert (tmp_path / "run" / head).read_bytes() == (whole(features) / head).read_bytes()
+    assert (found.output / head).read_bytes() == (whole(features) / head).read_bytes()
 
 
 @pytest.mark.slow
@@ -224,18 +281,15 @@ def test_a_measurement_that_a_kill_prevented_is_made(train, tmp_path):
     assert summary["accept_length"] == there[-1]["accept_length"]
 
 
-def test_ctrl_c_and_stop_after(train, whole, model, data, tmp_path):
-    program = "import os, signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n" + ONLY_SAVE
-    program = program.replace("SIGKILL", "SIGINT")
-    process = start(["logged:3", *arguments(model, data, tmp_path / "run")], program)
-    out, err = process.communicate(timeout=200)
-    assert (process.returncode, out) == (130, ""), err
-    assert "interrupted; the same command goes on" in err and "Traceback" not in err
-    status, summary, err = train(stop_after=1e-9)
+def test_ctrl_c_and_stop_after(train, whole, ended):
+    found = ended("none", "interrupted:3")
+    assert (found.status, found.out) == (130, ""), found.err
+    assert "interrupted; the same command goes on" in found.err and "Traceback" not in found.err
+    status, summary, err = train(found.output, stop_after=1e-9)
     assert (status, summary["step"], summary["head"]) == (0, 3, None), err
-    status, summary, _ = train()
+    status, summary, _ = train(found.output)
     assert (status, summary["step"]) == (0, 6)
-    for one, two in zip(arrays(whole("none"), 6), arrays(tmp_path / "run", 6), strict=True):
+    for one, two in zip(arrays(whole("none"), 6), arrays(found.output, 6), strict=True):
         np.testing.assert_array_equal(one, two)
 
 
@@ -288,31 +342,15 @@ def test_a_damaged_checkpoint(train, whole, tmp_path):
     check_same(whole("none"), tmp_path / "run")
 
 
-FULL = """
-import resource, signal, sys
-from specjax.train import checkpoints
-from specjax.train.__main__ import main
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-save = checkpoints.RunFolder.save
-def patched(self, state):
-    if int(state.step) == 4:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-    save(self, state)
-checkpoints.RunFolder.save = patched
-sys.exit(main())
-"""
-
-
-def test_a_full_disk(train, whole, model, data, tmp_path):
-    process = start(arguments(model, data, tmp_path / "run"), FULL)
-    out, err = process.communicate(timeout=200)
-    assert (process.returncode, out) == (2, ""), err
+def test_a_full_disk(train, whole, ended):
+    found = ended("none", "full:4")
+    assert (found.status, found.out) == (2, ""), found.err
     # Orbax's threads tell of it, too, and may have the last word.
-    mine = next((line for line in err.splitlines() if line.startswith("specjax.train: ")), "")
-    assert "the checkpoint of step 4 cannot be written" in mine and "that of step 2 is whole" in mine, err
-    status, _, err = train()
+    mine = next((line for line in found.err.splitlines() if line.startswith("specjax.train: ")), "")
+    assert "the checkpoint of step 4 cannot be written" in mine and "that of step 2 is whole" in mine, found.err
+    status, _, err = train(found.output)
     assert status == 0 and "at step 2 of 6" in err
-    check_same(whole("none"), tmp_path / "run")
+    check_same(whole("none"), found.output)
 
 
 def test_a_disk_with_too_little_room(train, whole, tmp_path, monkeypatch):
@@ -392,6 +430,7 @@ def test_a_run_that_cannot_be_measured_says_so(train, data, caplog):
     def warned(output: str, measure_prompts: int) -> bool:
         caplog.clear()
         given = {"data": None, "text_data": data, "held_back": None, "steps": 1, "measure_prompts": measure_prompts}
+        given |= {"rounds": 1, "features": "memory"}  # least to compile
         status, summary, _ = train(output, **given)
         assert status == 0 and summary["accept_length"] is None
         return "no accept length will be measured" in caplog.text
