@@ -318,7 +318,8 @@ def test_the_server_says_what_auto_chose(row, made, caplog):
 
 
 def test_from_python(row, made):
-    config = EngineConfig(max_running_requests=1, max_total_tokens=128, chunked_prefill_size=16)
+    # The shapes of the command above, whose programs are there.
+    config = EngineConfig(max_running_requests=1, max_total_tokens=256, chunked_prefill_size=16)
     engines = [
         Engine.from_pretrained(str(made / "model"), config=config, progress=False, **given)
         for given in ({}, {"draft": "NONE"})

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from engine_helpers import END, TEMPLATE, VOCABULARY, shown, tokenizer
 from tiny_checkpoints import save_llama
+from train_helpers import environment
 
 from specjax import checkpoint
 from specjax.checkpoint.files import try_lock
@@ -229,7 +230,7 @@ def test_a_file_that_was_cut_anywhere_becomes_what_it_was(files, whole, kept, to
 def test_a_run_goes_on_with_another_batch_and_algorithm(files, whole):
     files.target.write_bytes(b"".join(whole.splitlines(keepends=True)[:6]))
     _, summary, _ = files(
-        "--shuffle", "--max-running-requests", 2, "--speculative-algorithm", "ngram", "--page-size", 4,
+        "--shuffle", "--max-running-requests", 1, "--speculative-algorithm", "ngram", "--page-size", 4,
         "--speculative-num-draft-tokens", 4, "--speculative-ngram-capacity", 4096,
     )  # fmt: skip
     assert summary is not None and summary["algorithm"] == "NGRAM"
@@ -254,7 +255,7 @@ def test_a_run_that_is_done_loads_nothing(files, monkeypatch):
 
 def test_killed_and_resumed(files, tmp_path):
     """kill -9 in the middle, twice; the file becomes that of a run that nobody disturbed, to the bit."""
-    lines = [{"source": "s", "prompt": f"{i} the hell"} for i in range(400)]
+    lines = [{"source": "s", "prompt": f"{i} the hell"} for i in range(200)]
     flags = ["--max-new-tokens", "20", "--temperatures", "0.0 1.0"]
     files(*flags, lines=lines)
     undisturbed = files.target.read_bytes()
@@ -263,7 +264,9 @@ def test_killed_and_resumed(files, tmp_path):
     command = [sys.executable, "-m", "specjax.train.generate", *files.argv(*flags)]
     sizes = []
     for _ in range(2):
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        with subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()
+        ) as process:
             start, limit = len(sizes and files.target.read_bytes()), time.monotonic() + 240
             while process.poll() is None and time.monotonic() < limit:
                 if files.target.exists() and files.target.stat().st_size > start + 2000:

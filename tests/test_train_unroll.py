@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -170,6 +171,7 @@ def test_neither_a_neighbour_nor_padding_changes_an_example():
     changed = batch._replace(tokens=jnp.where(elsewhere[..., 0], 4, batch.tokens))
     head = draft_head(world.config, world.target, backend=packed_attention)
 
+    @jax.jit
     def gradient(batch: Rows, teacher: Teacher) -> Any:
         def loss(weights: Any) -> Any:
             return unroll(head, world.target, weights, world.target_params, batch, teacher, objective, None)[0]
@@ -198,21 +200,29 @@ def test_noise_is_of_its_width_and_its_key():
 # The teacher.
 
 
-def reference(tokens: np.ndarray, features: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The target over one example alone, as prefill runs it."""
+@functools.partial(jax.jit, static_argnames="features")
+def prefilled(params: Any, row: Any, features: Any) -> tuple[Any, Any, Any]:
+    """Features, hidden states and logits of one row."""
     from specjax_kernels import CAUSAL
 
-    target, params = make_target(TARGET), init_params(TARGET, jax.random.key(0))
+    target = make_target(TARGET)
     cache = init_cache(target.pages, PoolShape(1, 4))
-    row = jnp.asarray(tokens)[None]
-    positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
+    positions = jnp.arange(row.shape[1], dtype=jnp.int32)[None]
     output = target.forward(
         params, target.embed(params, row), positions, CAUSAL, cache, jnp.ones((1, 1), jnp.int32),
         jnp.zeros(1, jnp.int32), features=features,
     )  # fmt: skip
-    logits = target.unembed(params, output.hidden)
     assert output.features is not None
-    return np.asarray(output.features[0]), np.asarray(output.hidden[0]), np.asarray(logits[0]).argmax(-1)
+    return output.features[0], output.hidden[0], target.unembed(params, output.hidden)[0]
+
+
+def reference(tokens: np.ndarray, features: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The target over one example alone, as prefill runs it: a chunk is filled up, and what follows changes nothing."""
+    chunk = np.zeros((1, 6), np.int32)  # one shape for all examples
+    chunk[0, : len(tokens)] = tokens
+    found = prefilled(init_params(TARGET, jax.random.key(0)), jnp.asarray(chunk), features)
+    given, hidden, logits = (np.asarray(each)[: len(tokens)] for each in found)
+    return given, hidden, logits.argmax(-1)
 
 
 @pytest.mark.parametrize("features", [(0, 1, 3), "final"])

@@ -299,6 +299,8 @@ def run(model, tmp_path, capsys):
                 "--ignore-eos",
                 "--speculative-algorithm",
                 "NGRAM",
+                "--max-running-requests",  # each size of a batch is a program more to compile
+                "1",
                 *flags,
             ]
         )
@@ -309,8 +311,21 @@ def run(model, tmp_path, capsys):
     return call
 
 
-def test_show_trees_prints_every_step_before_the_summary(run):
-    plain, summary = run()
+@pytest.fixture(scope="module")
+def known() -> dict[str, tuple]:
+    return {}
+
+
+@pytest.fixture
+def without(run, known):
+    """What `run` gives without a flag, from one run for all tests."""
+    if "" not in known:
+        known[""] = run()
+    return known[""]
+
+
+def test_show_trees_prints_every_step_before_the_summary(run, without):
+    plain, summary = without
     assert len(summary.splitlines()) == 1
     rows, out = run("--show-trees")
     assert rows == plain
@@ -333,8 +348,8 @@ def test_an_id_does_not_reach_the_terminal_as_it_is(run, monkeypatch):
     assert "\né\\x1b[31m\\n1: : " in out and "\x1b" not in out
 
 
-def test_show_trees_on_a_terminal_without_the_lines(run, monkeypatch):
-    plain, _ = run()
+def test_show_trees_on_a_terminal_without_the_lines(run, without, monkeypatch):
+    plain, _ = without
     narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", narrow)
     rows, _ = run("--show-trees")
@@ -343,20 +358,20 @@ def test_show_trees_on_a_terminal_without_the_lines(run, monkeypatch):
     assert "\\u2514\\u2500\\u2500 " in narrow.read()
 
 
-def test_time_phases_adds_three_numbers_and_changes_no_text(run):
-    plain, without = run()
+def test_time_phases_adds_three_numbers_and_changes_no_text(run, without):
+    plain, summary_without = without
     rows, out = run("--time-phases")
     assert rows == plain
     summary = json.loads(out)
     assert list(summary["phase_ms"]) == ["draft", "verify", "commit"]
     assert all(isinstance(value, float) and value >= 0 for value in summary["phase_ms"].values())
     assert summary["phase_ms"]["verify"] > 0
-    assert set(summary) - set(json.loads(without)) == {"phase_ms"}
+    assert set(summary) - set(json.loads(summary_without)) == {"phase_ms"}
 
 
 @pytest.mark.slow
-def test_trees_and_times_together(run):
-    plain, _ = run()
+def test_trees_and_times_together(run, without):
+    plain, _ = without
     rows, out = run("--time-phases", "--show-trees", "--temperature", "0")
     assert rows == plain
     assert "drafts accepted; emitted" in out and "phase_ms" in json.loads(out.splitlines()[-1])
