@@ -58,7 +58,7 @@ from specjax.viz.trees import render
 MODEL = "smollm2-135m-instruct"  # the built-in model; a folder or a hub id will do, too
 HEAD = os.environ.get("SPECJAX_HEAD", "")  # the folder or hub id of an EAGLE-1 or EAGLE-2 head for it, if you have one
 TINY = bool(os.environ.get("SPECJAX_NOTEBOOK_TINY"))  # random weights and few steps, for the tests
-LENGTH, LESSONS, LEVELS = (40, 15, 3) if TINY else (128, 60, 5)
+LENGTH, LESSONS, LEVELS, NODES = (40, 15, 3, 8) if TINY else (128, 60, 5, 16)
 
 # %% [markdown]
 # ## The model
@@ -67,7 +67,7 @@ LENGTH, LESSONS, LEVELS = (40, 15, 3) if TINY else (128, 60, 5)
 
 # %%
 config = EngineConfig(max_running_requests=1 if TINY else 4, context_length=512, trace=True)
-ngram = Ngram(nodes=8, max_match=6, capacity=16384)
+ngram = Ngram(nodes=NODES // 2, max_match=6, capacity=16384)
 
 
 def tiny_engine() -> Engine:
@@ -255,7 +255,7 @@ else:
 # the tree. We ask for a story that the head has seen, and for one that it has not.
 
 # %%
-drafter = make_drafter(Eagle(steps=LEVELS, topk=4, nodes=16), target=target, head=shape)
+drafter = make_drafter(Eagle(steps=LEVELS, topk=4, nodes=NODES), target=target, head=shape)
 eagle = Engine(
     target,
     Params(engine.params.target, draft),

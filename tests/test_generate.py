@@ -1,20 +1,19 @@
 """`python -m specjax.generate` on a tiny random Llama: files in, files out, and all that can be wrong with them."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 from engine_helpers import VOCABULARY, byte_ids, decode, shown, tokenizer
 from generate_helpers import QUICK, saved_model
+from train_helpers import environment
 
-import specjax
 from specjax import SamplingParams, settings
 from specjax.cli import generate
+from specjax.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("stored_programs")
 
@@ -35,6 +34,30 @@ def model(tmp_path_factory) -> str:
 
 def as_bytes(line) -> bytes:
     return line if isinstance(line, bytes) else (line if isinstance(line, str) else json.dumps(line)).encode()
+
+
+load_engine = Engine.from_pretrained
+ENGINES: dict[str, Engine] = {}
+
+
+@pytest.fixture(autouse=True)
+def engines(monkeypatch):
+    """Commands with equal arguments share an engine: each takes a second to load, and a finished one is idle."""
+
+    def shared(**given) -> Engine:
+        files = sorted((file.name, file.stat().st_mtime_ns) for file in Path(given["model"]).glob("*.json"))
+        key = repr((files, sorted(given.items())))
+        if key not in ENGINES:
+            ENGINES[key] = load_engine(**given)
+        return ENGINES[key]
+
+    monkeypatch.setattr(Engine, "from_pretrained", shared)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_engines():
+    yield
+    ENGINES.clear()
 
 
 @pytest.fixture
@@ -217,17 +240,11 @@ def by_hand(model, tmp_path, lines):
     source.write_bytes(
         b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines)
     )
-    folders = {
-        str(Path(specjax.__file__).parents[1]),
-        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
-    }
-    folders.add(str(Path(__file__).parents[1] / "kernels"))
-    cache = jax.config.values["jax_compilation_cache_dir"]
     command = [sys.executable, "-m", "specjax.generate", "--model", model, "--input", source, "--output", target]
     done = subprocess.run(
         [*map(str, command), *(flag for flag in QUICK if flag != "--no-progress")],
         capture_output=True, encoding="utf-8", timeout=240, cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(folders), "JAX_COMPILATION_CACHE_DIR": cache},
+        env=environment(),
     )  # fmt: skip
     return done, [json.loads(row) for row in target.read_text(encoding="utf-8").splitlines()]
 
@@ -465,7 +482,8 @@ def test_a_config_file(run, tmp_path):
     status, _, summary, err = run([GOOD, {"input_ids": [5] * 64}], "--config", tmp_path / "my.toml")
     assert (status, summary["algorithm"]) == (1, "NONE")
     assert "64 tokens, but the context is 64" in err
-    _, _, summary, _ = run([GOOD], "--config", tmp_path / "my.toml", "--speculative-algorithm", "ngram")
+    # Without lines: those of this context and algorithm would be programs that no other test has.
+    _, _, summary, _ = run([], "--config", tmp_path / "my.toml", "--speculative-algorithm", "ngram")
     assert summary["algorithm"] == "NGRAM", "flags win"
 
 

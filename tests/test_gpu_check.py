@@ -41,7 +41,7 @@ def tiny(request, tmp_path_factory) -> tuple[str, dict]:
     folder = tmp_path_factory.mktemp("gpu_check")
     cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "xla"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     done = run(
-        str(SCRIPT), "--tiny", "--implementation", "xla", "--minutes", "30", "--save", str(folder / "saved"),
+        str(SCRIPT), "--tiny", "--implementation", "xla", "--minutes", "30", "--layers", "1", "--save", str(folder / "saved"),
         "--part", *request.param, SPECJAX_CACHE=str(folder / "models"), **cache,
     )  # fmt: skip
     print(done.stdout)

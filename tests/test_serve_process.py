@@ -46,15 +46,88 @@ LONG = {"prompt": "a", "max_tokens": 3500, "ignore_eos": True}
 """Seconds of decoding: far more than it takes to send a signal."""
 
 
+FORKS = """
+import json, os, sys, threading
+import transformers, uvicorn
+from specjax.serve.command import main
+assert threading.active_count() == 1  # JAX has none before it has a backend
+for line in sys.stdin:
+    name, value = json.loads(line)
+    if name == "poll":
+        pid, status = os.waitpid(value, os.WNOHANG)
+        print(json.dumps(os.waitstatus_to_exitcode(status) if pid else None), flush=True)
+        continue
+    if (pid := os.fork()) == 0:
+        for number, file in enumerate((os.devnull, value["out"], value["err"])):
+            os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), number)
+        os.chdir(value["cwd"])
+        os.environ["HOME"] = value["home"]
+        sys.exit(main(value["flags"]))
+    print(pid, flush=True)
+"""
+
+
+class Forks:
+    """A process that has imported the command, and forks one for each start: importing is most of a start."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._popen = subprocess.Popen(
+            [sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def ask(self, name: str, value: Any) -> Any:
+        assert self._popen.stdin and self._popen.stdout
+        print(json.dumps([name, value]), file=self._popen.stdin, flush=True)
+        return json.loads(self._popen.stdout.readline())
+
+    def close(self) -> None:
+        self._popen.communicate(timeout=SECONDS)
+
+
+class Forked:
+    """What is used here of a `subprocess.Popen`, for a process of `Forks`."""
+
+    def __init__(self, forks: Forks, **given: Any) -> None:
+        self._forks, self._status = forks, None
+        self.pid: int = forks.ask("start", given)
+
+    def poll(self) -> int | None:
+        if self._status is None:
+            self._status = self._forks.ask("poll", self.pid)
+        return self._status
+
+    def wait(self, timeout: float = SECONDS) -> int:
+        deadline = time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a forked process", timeout)
+            time.sleep(0.01)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
 class Process:
     """The command, with what it says in files: a pipe would have to be read all the time."""
 
-    def __init__(self, folder: Path, *flags: Any, environment: dict[str, str]) -> None:
+    def __init__(self, folder: Path, *flags: Any, environment: dict[str, str], forks: Forks | None = None) -> None:
         folder.mkdir()
         self._err, self._out = folder / "err", folder / "out"
         self.cwd, self.home = folder / "cwd", folder / "home"
         self.cwd.mkdir()
         self.home.mkdir()
+        self.popen: subprocess.Popen | Forked
+        if forks is not None:
+            files = {"out": self._out, "err": self._err, "cwd": self.cwd, "home": self.home}
+            for file in (self._out, self._err):
+                file.touch()
+            given = {name: str(file) for name, file in files.items()}
+            self.popen = Forked(forks, flags=list(map(str, flags)), **given)
+            return
         command = [sys.executable, "-m", "specjax.serve", *map(str, flags)]
         with self._err.open("wb") as err, self._out.open("wb") as out:
             self.popen = subprocess.Popen(
@@ -138,16 +211,23 @@ def environment(folder) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def launch(folder, environment) -> Iterator[Callable[..., Process]]:
-    """launch(flags) -> the process, which is gone when the tests are through."""
+    """launch(flags) -> the process, which is gone when the tests are through. `forked`: without the imports."""
     processes: list[Process] = []
+    forks: list[Forks] = []
 
-    def start(*flags: Any) -> Process:
-        processes.append(Process(folder / f"run{len(processes)}", *QUICK, *flags, environment=environment))
-        return processes[-1]
+    def start(*flags: Any, forked: bool = False) -> Process:
+        if forked and not forks:
+            forks.append(Forks(environment))
+        given = forks[0] if forked else None
+        process = Process(folder / f"run{len(processes)}", *QUICK, *flags, environment=environment, forks=given)
+        processes.append(process)
+        return process
 
     yield start
     for process in processes:
         process.kill()
+    for each in forks:
+        each.close()
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +284,8 @@ def second(shared, launch, config, folder, model) -> Process:
     (folder / "letters" / "tokenizer.json").write_text(json.dumps(words), encoding="utf-8")
     (folder / "short.jinja").write_text("{{ messages[0].content }}")
     shared.process.wait_for(ALL_COMPILED)
-    return launch("--config", config, "--chat-template", folder / "short.jinja", "--tokenizer-path", folder / "letters")
+    own = ["--chat-template", folder / "short.jinja", "--tokenizer-path", folder / "letters"]
+    return launch("--config", config, *own, forked=True)
 
 
 # While it runs.
@@ -398,7 +479,8 @@ def unread(process: Process) -> socket.socket:
 
 def test_what_does_not_finish_in_time_is_told_so(launch, model):
     long_name = "x" * 5000  # stands in each event: what is not read piles up
-    server = launch("--model", model, "--port", 0, "--shutdown-timeout", 1, "--served-model-name", long_name)
+    flags = ["--shutdown-timeout", 1, "--served-model-name", long_name]
+    server = launch("--model", model, "--port", 0, *flags, forked=True)
     server.wait_ready().wait_for(ALL_COMPILED)
     with unread(server), streaming(server) as stream:
         server.wait_for("#running-req: 2")
@@ -417,7 +499,7 @@ def test_what_does_not_finish_in_time_is_told_so(launch, model):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM])
 def test_a_second_signal_stops_at_once(launch, model, number):
-    server = launch("--model", model, "--port", 0, "--shutdown-timeout", SECONDS).wait_ready()
+    server = launch("--model", model, "--port", 0, "--shutdown-timeout", SECONDS, forked=True).wait_ready()
     with streaming(server) as stream:
         server.send(signal.SIGINT)
         server.wait_for("SIGINT: shutting down")
@@ -434,7 +516,7 @@ def test_a_second_signal_stops_at_once(launch, model, number):
 def test_a_signal_while_it_loads_or_compiles(launch, model, number):
     # A context that no other test has: its programs are in no cache.
     context = CONTEXT - 64 * number
-    server = launch("--model", model, "--port", 0, "--context-length", context)
+    server = launch("--model", model, "--port", 0, "--context-length", context, forked=True)
     server.wait_for("Speculation: " if number == signal.SIGTERM else "Listening on ")
     server.wait_for("Started server process")
     server.send(number)
@@ -464,7 +546,7 @@ def damaged(model: Path) -> Path:
     ids=["no model", "damaged", "no template", "context", "host"],
 )
 def test_a_start_that_fails_says_why(launch, model, flags, message):
-    failed = launch("--port", 0, *flags(model))
+    failed = launch("--port", 0, *flags(model), forked=True)
     assert failed.status() == 2
     last = failed.log.splitlines()[-1]
     assert last.startswith("specjax.serve: ") and message in last

@@ -167,7 +167,7 @@ print(json.dumps([run(False), run(True)]))
     ("algorithm", "flags", "tied"),
     [
         pytest.param("NONE", {}, True, marks=pytest.mark.slow),
-        ("NGRAM", {"nodes": 6, "max_match": 3, "capacity": 1024}, False),
+        ("NGRAM", {"nodes": 3, "max_match": 3, "capacity": 1024}, False),
         ("EAGLE3", TREE, False),
     ],
     ids=["NONE", "NGRAM", "EAGLE3"],

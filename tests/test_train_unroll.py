@@ -137,15 +137,21 @@ class World:
             sums[j][2] += 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+OBJECTIVES = {
+    "three rounds": Objective("cross_entropy", (1.0, 0.8, 0.64), temperature=0.7),
+    "token": Objective("token", (0.5, 0.3)),
+    "regression": Objective("cross_entropy", (0.1,), regression=1.0),
+}
+CASES = [(name, kind) for name in OBJECTIVES for kind in KINDS]
+FEW = {("three rounds", kind) for kind in KINDS} | {("token", "eagle3"), ("token", "eagle"), ("regression", "eagle")}
+
+
 @pytest.mark.parametrize(
-    "objective",
+    ("objective", "kind"),
     [
-        Objective("cross_entropy", (1.0, 0.8, 0.64), temperature=0.7),
-        Objective("token", (0.5, 0.3)),
-        Objective("cross_entropy", (0.1,), regression=1.0),
+        pytest.param(OBJECTIVES[name], kind, id=f"{name}-{kind}", marks=[pytest.mark.slow] * ((name, kind) not in FEW))
+        for name, kind in CASES
     ],
-    ids=["three rounds", "token", "regression"],
 )
 def test_each_round_is_what_serving_would_compute(kind, objective):
     world = World(kind)
