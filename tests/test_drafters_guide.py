@@ -14,6 +14,7 @@ import pytest
 from engine_helpers import make_engine, outcome, shared_engine, toy
 from generate_helpers import saved_model
 from toy_models import table_model
+from train_helpers import environment
 
 import specjax
 from specjax import Params, SamplingParams, Speculation, load_drafter, make_drafter
@@ -105,7 +106,11 @@ def test_in_the_benchmark(my_drafter, tmp_path):
     model = saved_model(tmp_path, max_position_embeddings=1024)
     few = ["--model", model, "--limit", "1", "--max-new-tokens", "24", "--sets", "mt_bench"]
     done = subprocess.run(
-        [sys.executable, *words, *few], cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+        [sys.executable, *words, *few],
+        cwd=ROOT,
+        env=environment() | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert "texts of my_drafter:prompt_lookup = none: 1 equal" in done.stdout

@@ -13,6 +13,7 @@ import jax
 import pytest
 from specjax_kernels import tree_attention
 from specjax_kernels.specs import tagged
+from train_helpers import with_kernels
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "benchmarks" / "gpu_check.py"
@@ -39,10 +40,11 @@ ALL = pytest.param(PARTS, id="all", marks=pytest.mark.slow)
 def tiny(request, tmp_path_factory) -> tuple[str, dict]:
     """What a tiny run of some parts has printed, and its document."""
     folder = tmp_path_factory.mktemp("gpu_check")
+    models = str(with_kernels(folder / "models"))
     cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "xla"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     done = run(
-        str(SCRIPT), "--tiny", "--implementation", "xla", "--minutes", "30", "--layers", "1", "--save", str(folder / "saved"),
-        "--part", *request.param, SPECJAX_CACHE=str(folder / "models"), **cache,
+        str(SCRIPT), "--tiny", "--implementation", "xla", "--minutes", "30", "--layers", "1",
+        "--save", str(folder / "saved"), "--part", *request.param, SPECJAX_CACHE=models, **cache,
     )  # fmt: skip
     print(done.stdout)
     print(done.stderr[-4000:])

@@ -8,10 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import jupytext
 import nbformat
 import pytest
+from train_helpers import environment
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(file.stem for file in FOLDER.glob("*.py"))
@@ -62,17 +62,13 @@ def test_it_can_be_opened_in_colab(name):
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_it_runs(name, tmp_path):
-    cache = jax.config.values["jax_compilation_cache_dir"]
-    environment = os.environ | {
+    settings = environment() | {
         "MPLBACKEND": "Agg",
         "SPECJAX_NOTEBOOK_TINY": "1",
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": cache,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     command = [sys.executable, "-c", RUN, str(FOLDER / f"{name}.py"), str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     drawn = json.loads(done.stdout.splitlines()[-1])
     assert len(drawn) == FIGURES[name] and all(drawn), "things in each figure"

@@ -25,6 +25,7 @@ import pytest
 from engine_helpers import VOCABULARY, tokenizer
 from server_helpers import parse_events
 from tiny_checkpoints import save_llama
+from train_helpers import with_kernels
 
 import specjax
 from specjax.serve import command as serve
@@ -202,11 +203,12 @@ def model(folder) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(folder) -> dict[str, str]:
-    """Its own cache folder, and no other than the default settings of JAX."""
+    """Its own cache folder, without programs, and no other than the default settings of JAX."""
     code = Path(specjax.__file__).parents[1]
     paths = [str(code), str(code / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMPILATION", "XDG_"))}
-    return kept | {"PYTHONPATH": os.pathsep.join(paths), "SPECJAX_CACHE": str(folder / "cache"), "COLUMNS": "100"}
+    kept |= {"SPECJAX_CACHE": str(with_kernels(folder / "cache")), "COLUMNS": "100"}
+    return kept | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +251,7 @@ def port_in(config: Path) -> str:
 
 
 class Shared:
-    """The first start over an empty cache, and what it answered meanwhile."""
+    """The first start over a cache without programs, and what it answered meanwhile."""
 
     def __init__(self, process: Process) -> None:
         self.process = process

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 from engine_helpers import END, VOCABULARY, tokenizer
+from specjax_kernels.cpu import object_code
 from tiny_checkpoints import save_llama
 
 SMALL: dict[str, Any] = {
@@ -54,16 +56,27 @@ def arguments(model: Path, data: Path, output: Path, **changes: Any) -> list[str
 
 @functools.cache
 def environment() -> dict[str, str]:
-    """Of subprocesses: this checkout, and the suite's compilation cache."""
+    """Of subprocesses: this checkout, and the suite's caches of programs and of CPU kernels."""
     root = Path(__file__).parents[1]
     found = dict(os.environ) | {
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([str(root), str(root / "kernels")]),
     }
+    if object_code._folder is not None:
+        found.setdefault("SPECJAX_CACHE", str(object_code._folder.parent))
     return found | {
         "JAX_COMPILATION_CACHE_DIR": str(jax.config.values["jax_compilation_cache_dir"]),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
+
+
+def with_kernels(cache: Path) -> Path:
+    """Put the suite's CPU kernels into a new cache folder: each takes seconds to compile."""
+    (cache / "kernels").mkdir(parents=True)
+    for file in object_code._folder.glob("*") if object_code._folder else ():
+        if not file.name.startswith("new-"):  # which another process is writing
+            shutil.copy(file, cache / "kernels")
+    return cache
 
 
 def start(command: list[str], program: str = MAIN, **options: Any) -> subprocess.Popen:
