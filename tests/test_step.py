@@ -41,13 +41,19 @@ DRAFTERS = {
 TABLES = {
     "last two": lambda: table_model(random_table(0), window=2),
     "everything": lambda: table_model(random_table(1, rows=31), window=100),
-    "ties": lambda: table_model(random_table(2, ties=True), window=3),
+    "ties": lambda: table_model(random_table(2, ties=True), window=2),  # the functions of "last two"
 }
+# A forward of the target is compiled for each width. "widths" has all of its own, the others as many as they need.
+CONFIGS = {"listed": StepConfig((WIDTH,), trace=True), "ngram": StepConfig((5,))}
+
+
+def new_runner(toy, drafter, **options):
+    return Runner(toy, DRAFTERS[drafter](), config=CONFIGS.get(drafter), **options)
 
 
 @functools.cache
-def table_runner(table, drafter, config=None):
-    return Runner(TABLES[table](), DRAFTERS[drafter](), config=config)
+def table_runner(table, drafter):
+    return new_runner(TABLES[table](), drafter)
 
 
 def some_requests(rng, count=3):
@@ -139,21 +145,33 @@ def informed_trees(texts, length=64):
     return found
 
 
-@pytest.mark.parametrize("kind", LLAMAS)
-def test_llama_text_is_that_of_plain_decoding(kind):
+@pytest.mark.parametrize(
+    ("kind", "drafted"),
+    [
+        ("llama", False),
+        ("llama 3 rope, biases, tied", True),
+        pytest.param("llama", True, marks=pytest.mark.slow),
+        pytest.param("llama 3 rope, biases, tied", False, marks=pytest.mark.slow),
+    ],
+)
+def test_llama_text_is_that_of_plain_decoding(kind, drafted):
     toy = tiny_llama(**LLAMAS[kind])
-    plain = Runner(toy, DRAFTERS["none"]()).generate(LLAMA_REQUESTS)
+    if drafted:
+        texts = [
+            prompt + oracle.generate_plain(toy.logits, prompt, request).tokens for prompt, request in LLAMA_REQUESTS
+        ]
+        runner = Runner(toy, listed_drafter(informed_trees(texts), 10, 3), config=StepConfig((10,)))
+    else:
+        runner = Runner(toy, DRAFTERS["none"]())
+    results = runner.generate(LLAMA_REQUESTS)
     compared = [
         check_tokens(found, toy, prompt, request, NEAR_LLAMA)
-        for (prompt, request), found in zip(LLAMA_REQUESTS, plain, strict=True)
+        for (prompt, request), found in zip(LLAMA_REQUESTS, results, strict=True)
     ]
     assert sum(compared) > 40, compared
-    assert all(len(set(found.tokens)) > 3 for found in plain)
-    trees = informed_trees([p + found.tokens for (p, _), found in zip(LLAMA_REQUESTS, plain, strict=True)])
-    drafted = Runner(toy, listed_drafter(trees, 10, 3)).generate(LLAMA_REQUESTS)
-    for (prompt, request), found in zip(LLAMA_REQUESTS, drafted, strict=True):
-        check_tokens(found, toy, prompt, request, NEAR_LLAMA)
-        assert np.mean(found.emitted) > 2
+    for found in results:
+        assert len(set(found.tokens)) > 3
+        assert (np.mean(found.emitted) > 2) == drafted
 
 
 # Truncation, by hand: token p stands at position p, and the draft knows it.
@@ -164,9 +182,9 @@ COUNTED = [oracle.chain_tree(0, [(n + i) % LONG for i in (1, 2, 3)]) for n in ra
 
 
 @functools.cache
-def counter(config=None):
+def counter():
     toy = table_model(COUNTING, window=1)
-    return Runner(toy, listed_drafter(COUNTED, 4, 3, length=48), config=config)
+    return Runner(toy, listed_drafter(COUNTED, 4, 3, length=48), config=StepConfig((1, 4)))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +222,7 @@ def test_truncation_inside_an_accepted_run(change, emitted, finish):
 
 def test_rejected_tokens_never_touch_a_page_and_drafters_see_each_token_once():
     toy = table_model(random_table(0), window=2)
-    runner = Runner(toy, DRAFTERS["listed"]())
+    runner = new_runner(toy, "listed")
     requests = [([1, 2, 3, 4, 5, 6], Sampling(max_tokens=25)), ([4], Sampling(max_tokens=12, temperature=1.0))]
     for row, ((prompt, _), found) in enumerate(zip(requests, runner.generate(requests), strict=True)):
         text = prompt + found.tokens
@@ -228,7 +246,7 @@ def row_of(state, row):
 
 
 def test_rows_that_sit_out_are_untouched():
-    runner = Runner(TABLES["last two"](), DRAFTERS["listed"]())
+    runner = new_runner(TABLES["last two"](), "listed")
     requests = [([1, 2], Sampling(max_tokens=30, temperature=1.0, seed=s)) for s in range(3)]
     for slot, (prompt, request) in enumerate(requests):
         runner.admit(slot, prompt, request)
@@ -263,12 +281,23 @@ def test_a_request_does_not_depend_on_its_batch():
         assert runner.generate([request, *others])[0] == alone
 
 
-@pytest.mark.parametrize("toy", [TABLES["everything"], tiny_llama])
-def test_prefill_in_chunks_is_prefill_at_once(toy):
+@pytest.mark.parametrize(
+    ("toy", "drafter", "chunks"),
+    [
+        (TABLES["everything"], "listed", (1, 5, 19)),
+        (tiny_llama, "none", (5, 32)),
+        *(
+            pytest.param(toy, "none", (1, 4, 7, 19, 32), marks=pytest.mark.slow)
+            for toy in (TABLES["everything"], tiny_llama)
+        ),
+    ],
+)
+def test_prefill_in_chunks_is_prefill_at_once(toy, drafter, chunks):
+    """5 tokens at a time are what every other test of these takes."""
     toy, text = toy(), np.random.default_rng(0).integers(0, VOCABULARY, 19).tolist()
     results = []
-    for chunk in (1, 4, 7, 19, 32):
-        runner = Runner(toy, DRAFTERS["none"]())
+    for chunk in chunks:
+        runner = new_runner(toy, drafter)
         runner.admit(0, text, Sampling(max_tokens=9, temperature=1.0, seed=3))
         first = runner.prefill([text], chunk=chunk)
         results.append((first.tokens.tolist(), runner.committed(0, 0)[:19]))
@@ -312,7 +341,7 @@ def broken_runner(what, drafter):
         table[5] = -np.inf
     else:
         table[5, 4] = BROKEN_ROW[what]
-    return Runner(table_model(table), DRAFTERS[drafter]())
+    return new_runner(table_model(table), drafter)
 
 
 @pytest.mark.parametrize("drafter", ["none", "listed"])
@@ -356,7 +385,7 @@ def test_what_is_not_finite_never_reaches_a_page(where):
     """A NaN in an embedding, met in the last chunk of a prompt, in an earlier one, or as a drawn token."""
     toy = tiny_llama()
     embed = toy.params["embed"].at[5].set(jnp.nan)
-    runner = Runner(toy._replace(params=toy.params | {"embed": embed}), none_drafter(), chunk=4)
+    runner = new_runner(toy._replace(params=toy.params | {"embed": embed}), "none")
     prompts = {"prompt": [1, 2, 5], "chunk": [1, 5, 2, 3, 1, 2], "output": [1, 2]}
     bias = {5: 100.0} if where == "output" else {}
     runner.admit(0, prompts[where], Sampling(max_tokens=8, bias=bias))
@@ -376,7 +405,11 @@ def test_what_is_not_finite_never_reaches_a_page(where):
     assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(runner.state.cache))
 
 
-def test_a_narrow_width_checks_the_best_nodes():
+@pytest.mark.parametrize(
+    ("widths", "emitted"),
+    [((1, 4), 4), ((2,), 2), *(pytest.param(widths, 4, marks=pytest.mark.slow) for widths in ((4,), (1, 7)))],
+)
+def test_a_narrow_width_checks_the_best_nodes(widths, emitted):
     """A drafter's path that it is sure of comes after shallow nodes; a step of four nodes takes the path."""
     table = random_table(0)
     toy = table_model(table)
@@ -387,18 +420,17 @@ def test_a_narrow_width_checks_the_best_nodes():
     wrong = [t for t in range(7) if t != a][:3]
     tokens = (text[2], *wrong, a, b, c)
     tree = Tree(tokens, (-1, 0, 0, 0, 0, 4, 5), (0.0, -5.0, -5.1, -5.2, -0.1, -0.2, -0.3))
-    for widths, emitted in (((4,), 4), ((1, 4), 4), ((1, 7), 4), ((2,), 2)):
-        runner = Runner(toy, listed_drafter([tree] * 11, 7, 3, scored=True), config=StepConfig(widths, trace=True))
-        runner.admit(0, text[:2], Sampling(max_tokens=8))
-        runner.prefill([text[:2]])
-        output = runner.step([True, False, False])
-        assert output.emitted[0] == emitted, widths
-        assert output.tokens[0, :emitted].tolist() == text[3 : 3 + emitted]
-        assert output.trace.tree.tokens.shape[1] == widths[-1]
+    runner = Runner(toy, listed_drafter([tree] * 11, 7, 3, scored=True), config=StepConfig(widths, trace=True))
+    runner.admit(0, text[:2], Sampling(max_tokens=8))
+    runner.prefill([text[:2]])
+    output = runner.step([True, False, False])
+    assert output.emitted[0] == emitted
+    assert output.tokens[0, :emitted].tolist() == text[3 : 3 + emitted]
+    assert output.trace.tree.tokens.shape[1] == widths[-1]
 
 
 def test_logprobs_and_trace():
-    runner = Runner(TABLES["last two"](), DRAFTERS["listed"](), config=StepConfig(trace=True))
+    runner = new_runner(TABLES["last two"](), "listed")
     prompt, request = [1, 2, 3], Sampling(max_tokens=30, temperature=1.0, seed=4, bias={2: 1.0})
     runner.admit(0, prompt, request, logprobs=True)
     text = [*prompt, int(runner.prefill([prompt]).tokens[0, 0])]
@@ -424,22 +456,24 @@ def test_logprobs_and_trace():
 def test_the_halves_with_a_grammar_between_them():
     """Even tokens only: the odd draft is turned down, whatever the target prefers."""
     runner = counter()
-    fixed = {"target": runner.toy.target, "drafter": listed_drafter(COUNTED, 4, 3, length=48)}
+    drafter = listed_drafter(COUNTED, 4, 3, length=48)
+    draft = jax.jit(functools.partial(draft_phase, drafter=drafter))
+    verify = jax.jit(functools.partial(verify_phase, target=runner.toy.target, drafter=drafter))
     runner.admit(0, [0, 1], Sampling(max_tokens=20))
     runner.prefill([[0, 1]])
     inputs = runner.inputs([True, False, False])
-    tree, state = draft_phase(runner.params, runner.state, inputs, drafter=fixed["drafter"])
+    tree, state = draft(runner.params, runner.state, inputs)
     assert tree.tokens[0].tolist() == [2, 3, 4, 5]
     allowed = np.zeros((4, 4, LONG), bool)
     allowed[..., ::2] = True
     bits = jnp.asarray(np.stack([oracle.pack_bits(rows) for rows in allowed]))
-    _, output = verify_phase(runner.params, state, inputs, tree, allowed=bits, **fixed)
+    _, output = verify(runner.params, state, inputs, tree, allowed=bits)
     assert (int(output.emitted[0]), int(output.tokens[0, 0])) == (1, 0)  # 3 has the only logit; of the rest, the lowest
     allowed[0, 1:] = True
     bits = jnp.asarray(np.stack([oracle.pack_bits(rows) for rows in allowed]))
     allowed[0, 0, 3] = True
     bits = jnp.asarray(np.stack([oracle.pack_bits(rows) for rows in allowed]))
-    _, output = verify_phase(runner.params, state, inputs, tree, allowed=bits, **fixed)
+    _, output = verify(runner.params, state, inputs, tree, allowed=bits)
     assert output.tokens[0].tolist() == [3, 4, 5, 6]
 
 
@@ -447,7 +481,7 @@ def test_the_halves_with_a_grammar_between_them():
 
 
 def test_one_trace_for_a_bucket():
-    runner = Runner(TABLES["last two"](), DRAFTERS["widths"]())
+    runner = new_runner(TABLES["last two"](), "widths")
     for seed in range(3):
         runner.generate(some_requests(np.random.default_rng(seed)))
         if seed == 0:

@@ -23,7 +23,7 @@ from specjax_kernels.masks import unpack_bits
 
 from specjax.cache import PageSpec, PoolShape, pool_shape
 from specjax.config import ModelConfig, RopeConfig
-from specjax.drafters.base import Drafter, Params
+from specjax.drafters.base import Drafter, Params, none_drafter
 from specjax.models import make_target
 from specjax.models.llama import init_params
 from specjax.models.target import ForwardOutput, Target
@@ -211,6 +211,13 @@ def listed_drafter(trees: Sequence[Tree], width: int, depth: int, *, length: int
         tree = jax.tree.map(lambda leaf: leaf[context.prefix_length % len(trees)], listed)
         return tree._replace(tokens=tree.tokens.at[:, 0].set(context.root)), state
 
+    return Drafter("LISTED", None, width, depth, init, propose, _write_down(length), widths)
+
+
+@functools.cache
+def _write_down(length: int):
+    """`observe` of all listed drafters, whatever their trees: see `_compiled_prefill`."""
+
     def observe(params, state, context, seen):
         del params
         offset = jnp.arange(seen.tokens.shape[1], dtype=jnp.int32)[None, :]
@@ -222,7 +229,7 @@ def listed_drafter(trees: Sequence[Tree], width: int, depth: int, *, length: int
             state.times.at[where].add(1, mode="drop"),
         )
 
-    return Drafter("LISTED", None, width, depth, init, propose, observe, widths)
+    return observe
 
 
 def listed_proposal(trees: Sequence[Tree]) -> Callable[[list[int]], Tree]:
@@ -284,7 +291,14 @@ def some_sampling(rng: np.random.Generator, vocab: int, **fixed) -> Sampling:
 @functools.cache
 def compiled_steps(target: Target, drafter: Drafter, config: StepConfig):
     """The jitted steps, traced once for every runner of the same target, drafter and shapes."""
-    return make_steps(target, drafter, config=config)
+    steps = make_steps(target, drafter, config=config)
+    return steps._replace(prefill=_compiled_prefill(target, drafter.features, drafter.observe))
+
+
+@functools.cache
+def _compiled_prefill(target: Target, features, observe):
+    """A prefill needs nothing else of a drafter, and no `StepConfig`: one program for all that agree in these."""
+    return make_steps(target, none_drafter()._replace(features=features, observe=observe)).prefill
 
 
 class Finished(NamedTuple):
