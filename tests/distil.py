@@ -74,7 +74,8 @@ def perfect_head(toy: Toy) -> tuple[HeadConfig, dict]:
     """An eagle head whose output is the target's next feature: the embedding's one-hot, and the feature's first half
     as the second. Attention and MLP add nothing."""
     config = small_head("eagle", toy)
-    params = jax.tree.map(jnp.zeros_like, dict(init_head_params(config, toy.target, jax.random.key(0))))
+    shapes = jax.eval_shape(lambda: dict(init_head_params(config, toy.target, jax.random.key(0))))
+    params = {name: jnp.asarray(np.zeros(leaf.shape, leaf.dtype)) for name, leaf in shapes.items()}
     vocab, width = toy.vocab, config.hidden_size
     fc = np.zeros((2 * width, width), np.float32)
     fc[:vocab, :vocab] = np.eye(vocab)  # rows: the embedding, whose one-hot is the last token
