@@ -45,9 +45,10 @@ def drafter_of(shape, least, skips=True):
     ],
 )
 def test_no_text_changes(shape, least):
-    """Greedy and drawn, beside each other, and the trees are of every width."""
+    """Greedy and drawn, beside each other."""
     toy = pair_model()
-    runner = Runner(toy, drafter_of(shape, least), rows=4, draft=head()[1], chunk=12)
+    config = StepConfig((2, shape[2]))  # a narrow and the widest; all of them below
+    runner = Runner(toy, drafter_of(shape, least), rows=4, draft=head()[1], chunk=12, config=config)
     requests = [
         (prompt, Sampling(max_tokens=30, temperature=0.8 * (row % 2), seed=row))
         for row, prompt in enumerate(([1, 2, 3], [7] * 11, [40, 5], [30, 31, 30, 31]))
@@ -70,7 +71,7 @@ class Counted:
     target: list[int] = field(default_factory=list)
 
 
-def counted(monkeypatch, shape, confidence, *, rows=1, **step) -> tuple[Runner, Counted]:
+def counted(monkeypatch, shape, confidence, *, rows=1, widths=()) -> tuple[Runner, Counted]:
     """A runner whose models tell, in any order, when they run."""
     seen, toy = Counted(), pair_model()
 
@@ -92,8 +93,8 @@ def counted(monkeypatch, shape, confidence, *, rows=1, **step) -> tuple[Runner, 
     monkeypatch.setattr(eagle, "draft_head", telling)
     toy = toy._replace(target=toy.target._replace(forward=tells(toy.target.forward, "target")))
     drafter = eagle_drafter(toy.target, head()[0], TreeShape(*shape), confidence=confidence)
-    config = StepConfig(tree_widths(drafter), trace=True)
-    return Runner(toy, drafter, rows=rows, draft=head()[1], config=config, pages_a_row=32, **step), seen
+    config = StepConfig(widths or tree_widths(drafter), trace=True)
+    return Runner(toy, drafter, rows=rows, draft=head()[1], config=config, pages_a_row=32), seen
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_levels_that_nobody_needs_are_skipped_and_the_step_is_as_wide_as_its_tre
 
 
 def test_a_level_that_one_request_needs_is_computed_and_idle_entries_need_none(monkeypatch):
-    runner, seen = counted(monkeypatch, CHAIN, Confidence(0.3, skips=True), rows=4)
+    runner, seen = counted(monkeypatch, CHAIN, Confidence(0.3, skips=True), rows=4, widths=CHAIN[2:])
     requests = [([row + 1, 2, 3], Sampling(max_tokens=60, temperature=1.0, seed=row)) for row in range(4)]
     for row, (prompt, request) in enumerate(requests):
         runner.admit(row, prompt, request)

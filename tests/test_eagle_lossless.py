@@ -1,5 +1,7 @@
 """EAGLE changes the speed, never the text; and how much it accepts: exactly what can be computed beforehand."""
 
+import functools
+
 import jax
 import numpy as np
 import oracle
@@ -23,6 +25,7 @@ def untrained(kind: str, seed: int = 1):
     return config, {name: leaf * 5 if leaf.ndim > 1 else leaf for name, leaf in params.items()}
 
 
+@functools.cache
 def drafter_of(config, shape):
     return eagle_drafter(pair_model().target, config, TreeShape(*shape))
 
@@ -78,7 +81,8 @@ def test_no_text_changes(kind, shape, page_size):
 
 
 def accept_length(drafter, params, *, temperature=0.0, rows=4, tokens=97) -> float:
-    runner = Runner(pair_model(), drafter, rows=rows, pages_a_row=32, chunk=8, draft=params)
+    config = StepConfig((drafter.width,))  # no other is needed, and each takes long to compile
+    runner = Runner(pair_model(), drafter, rows=rows, pages_a_row=32, chunk=8, draft=params, config=config)
     requests = [
         ([row, row + 1, 3], Sampling(max_tokens=tokens, temperature=temperature, seed=row)) for row in range(rows)
     ]
@@ -88,7 +92,7 @@ def accept_length(drafter, params, *, temperature=0.0, rows=4, tokens=97) -> flo
     return float(np.mean([count for result in found for count in result.emitted]))
 
 
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_perfect_head_reaches_its_whole_depth(steps):
     """A chain of a head that is its target, over a number of tokens that is a multiple of steps + 1."""
     config, params = perfect_head(pair_model())
@@ -118,7 +122,9 @@ def test_a_head_that_is_distilled_now_is_as_good_as_the_stored_one(kind):
     assert min(lengths) > 2.5 and max(lengths) - min(lengths) < 0.5, lengths
 
 
-@pytest.mark.parametrize(("kind", "shape"), [("eagle", (3, 4, 12)), ("eagle3", (4, 1, 5))])
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("eagle", (3, 4, 12)), pytest.param("eagle3", (4, 1, 5), marks=pytest.mark.slow)]
+)
 def test_accepted_drafts_are_as_many_as_the_targets_probabilities_say(kind, shape):
     """The mean over many seeds is the sum over nodes of the product of p along the path (ALGORITHMS.md)."""
     toy, rows, prompt, root = pair_model(), 1024, [4, 9], 13

@@ -59,6 +59,13 @@ def test_forward_and_recurrence(saved):
     embedding = np.asarray(toy.params["embed"])
     empty = jnp.zeros((1, 1, config.num_kv_heads, config.head_dim))
 
+    @jax.jit
+    def run(tokens, feature, positions, mask, before):
+        past = Past(KeyValue(empty, empty), jnp.ones((1, 1), jnp.int32), jnp.zeros(1, jnp.int32), before)
+        embedded = head.embed(toy.params, params, tokens)
+        out, block = head.forward(params, embedded, head.fuse(params, feature), positions, mask, past)
+        return out, head.unembed(toy.params, params, out[:, -1:])[0, 0], joined(before, block)
+
     given, ours, feature, before = list(features), [], jnp.asarray(features[None]), None
     for count in (6, 7, 8, 9, 10):
         visible = [set(range(item + 1)) for item in range(count)]
@@ -67,17 +74,13 @@ def test_forward_and_recurrence(saved):
         )
         given.append(expected[-1])
         new = slice(0, 6) if count == 6 else slice(count - 1, count)
-        past = Past(KeyValue(empty, empty), jnp.ones((1, 1), jnp.int32), jnp.zeros(1, jnp.int32), before)
-        embedded = head.embed(toy.params, params, jnp.asarray(tokens[None, new], jnp.int32))
-        positions = jnp.arange(10, dtype=jnp.int32)[None, new]
-        mask = CAUSAL if before is None else jnp.full((1, 1, 1), 2**count - 1, jnp.uint32)
-        out, block = head.forward(params, embedded, head.fuse(params, feature), positions, mask, past)
+        positions = np.arange(10, dtype=np.int32)[None, new]
+        mask = CAUSAL if before is None else np.full((1, 1, 1), 2**count - 1, np.uint32)
+        out, logits, before = run(tokens[None, new].astype(np.int32), feature, positions, mask, before)
         ours.append(out[0])
         np.testing.assert_allclose(np.concatenate(ours), expected, atol=2e-5)
-        logits = head.unembed(toy.params, params, out[:, -1:])[0, 0]
         np.testing.assert_allclose(logits, np.asarray(toy.params["head"]).T @ expected[-1], atol=1e-4)
         feature = out[:, -1:]
-        before = joined(before, block)
 
 
 def test_the_token_of_slot_0_says_nothing(saved):
@@ -88,7 +91,8 @@ def test_the_token_of_slot_0_says_nothing(saved):
     past = Past(KeyValue(empty, empty), jnp.ones((1, 1), jnp.int32), jnp.zeros(1, jnp.int32))
     feature = jax.random.normal(jax.random.key(0), (1, 3, 16))
 
-    def out(*tokens: int):
+    @jax.jit
+    def out(*tokens):
         embedded = head.embed(target().params, params, jnp.asarray([tokens], jnp.int32))
         return head.forward(params, embedded, feature, jnp.arange(3, dtype=jnp.int32)[None], CAUSAL, past)[0]
 
@@ -114,7 +118,9 @@ def tree_paths(found, row: int) -> dict[tuple[int, ...], float]:
     return {path: float(found.scores[row, node]) for node, path in paths.items() if node > 0}
 
 
-@pytest.mark.parametrize("shape", [(4, 1, 5), (3, 3, 8)], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "shape", [pytest.param((4, 1, 5), id="chain", marks=pytest.mark.slow), pytest.param((3, 3, 8), id="tree")]
+)
 def test_the_step_drafts_the_oracles_trees(saved, shape):
     """Features, shifted tokens, positions and commits: the trees of five steps, each computed from scratch."""
     raw, config, params = saved
@@ -205,7 +211,7 @@ def test_served_from_folders(tmp_path):
     save_llama(tmp_path / "model", **sizes, initializer_range=0.3, eos_token_id=2)
     tokenizer().save_pretrained(tmp_path / "model")
     save_head(tmp_path / "head", "mtp", target_vocab_size=VOCABULARY)
-    settings = EngineConfig(page_size=4, chunked_prefill_size=16, max_total_tokens=160, max_running_requests=2)
+    settings = EngineConfig(page_size=4, chunked_prefill_size=16, max_total_tokens=160, max_running_requests=1)
     options = Mtp(str(tmp_path / "head"), steps=2, topk=3, nodes=6)
     texts = {}
     for algorithm, given in (("NONE", NoDraft()), ("MTP", options)):
