@@ -129,7 +129,7 @@ LINES = [
     {"id": "alone", "prompt": "x", "speculate": False, "max_new_tokens": 5},
 ]  # fmt: skip
 SAME = ("id", "text", "output_ids", "prompt_tokens", "completion_tokens", "finish_reason", "seed")
-QUICK = ["--chunked-prefill-size", "16", "--max-total-tokens", "512", "--no-progress"]
+QUICK = ["--chunked-prefill-size", "16", "--max-total-tokens", "160", "--no-progress"]
 
 
 class Run(NamedTuple):
@@ -179,10 +179,21 @@ NARROW = {"max_running_requests": 1, "page_size": 16}
         ),
         pytest.param(lambda: drafting("eagle", "eagle-nobias", 3, 2, 6, **NARROW), marks=pytest.mark.slow),
         lambda: drafting("EAGLE", "eagle-qwen2", 3, **NARROW | {"page_size": 1}, speculative_token_map=token_map("pt")),
-        lambda: drafting("Eagle3", "eagle3-own-embedding", *WHOLE, **WIDE | {"page_size": 16}),
+        lambda: drafting("Eagle3", "eagle3", *WHOLE, **WIDE | {"page_size": 4}),  # the programs of `eagle3()`
+        pytest.param(
+            lambda: drafting("Eagle3", "eagle3-own-embedding", *WHOLE, **WIDE | {"page_size": 16}),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(lambda: drafting("EAGLE3", "eagle3-speculators", 3, **NARROW), marks=pytest.mark.slow),
     ],
-    ids=["EAGLE tree, map", "EAGLE tree", "EAGLE chain, map of torch", "EAGLE3 tree", "EAGLE3 chain"],
+    ids=[
+        "EAGLE tree, map",
+        "EAGLE tree",
+        "EAGLE chain, map of torch",
+        "EAGLE3 tree",
+        "EAGLE3 tree, own",
+        "EAGLE3 chain",
+    ],
 )
 def test_the_texts_are_those_without_drafts(given, capsys):
     given = given()

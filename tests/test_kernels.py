@@ -22,6 +22,7 @@ from specjax_kernels import (
     attention,
     default_implementation,
     pack_bits,
+    specs,
     tree_attention,
     unpack_bits,
 )
@@ -33,6 +34,12 @@ from specjax_kernels.specs import SPECS, Spec, named, tagged
 # unit in the last place there is 2**-7 in bfloat16 (8 bits) and 2**-10 in float16 (11 bits), doubled for two roundings.
 COMPARED = ("xla", "operations", "pallas")  # the last interpreted, where there is no GPU
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2**-6, "float16": 2**-9}
+
+
+@pytest.fixture(autouse=True)
+def _masks_in_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of one an operation."""
+    monkeypatch.setattr(specs, "pack_bits", jax.jit(pack_bits))
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +129,14 @@ def test_implementations_agree(spec: Spec) -> None:
     assert expected.shape == (spec.B, spec.N, spec.H, spec.v_width)
     for name in COMPARED:
         np.testing.assert_allclose(run(args, options, name), expected, rtol=0, atol=TOLERANCE[spec.dtype], err_msg=name)
-    assert tree_attention(*args, **options).dtype == spec.dtype
+    assert jax.eval_shape(functools.partial(tree_attention, **options), *args).dtype == spec.dtype
+
+
+@pytest.mark.parametrize("name", ["tree", "decode"])
+def test_outside_of_any_program(name: str) -> None:
+    args, options = named(name).arguments()
+    out = tree_attention(*args, **options)
+    np.testing.assert_allclose(out, run(args, options, "reference"), rtol=0, atol=1e-5)
 
 
 SMALL = (

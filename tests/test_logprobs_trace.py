@@ -22,10 +22,11 @@ WIDTH, DEPTH = 6, 4
 SMALL = Ngram(nodes=WIDTH, max_match=3, branch_length=DEPTH, capacity=1024)
 LISTED = [random_tree(0, WIDTH, 31, np.random.default_rng(seed), DEPTH) for seed in range(11)]
 DRAFTERS = {
-    "none": none_drafter,
-    "listed": lambda: listed_drafter(LISTED, WIDTH, DEPTH),
-    "ngram": lambda: ngram_drafter(SMALL),
+    "none": functools.cache(none_drafter),
+    "listed": functools.cache(lambda: listed_drafter(LISTED, WIDTH, DEPTH)),
+    "ngram": functools.cache(lambda: ngram_drafter(SMALL)),
 }
+WIDTHS = {"none": (1,), "listed": (WIDTH,), "ngram": (1, WIDTH)}  # each is a forward to compile
 # The second request's parameters change what is drawn, never the logprobs. Both repeat themselves, so drafts are taken.
 REQUESTS = [
     ([3, 1, 4, 3, 1, 4, 3], Sampling(max_tokens=30)),
@@ -65,9 +66,13 @@ def check_logprobs(found, row: int, index: int, token: int, expected: np.ndarray
     np.testing.assert_allclose(top, expected[ids], atol=1e-4)
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+def new_runner(drafter: str, trace: bool) -> Runner:
+    return Runner(toy(), DRAFTERS[drafter](), config=StepConfig(WIDTHS[drafter], trace=trace))
+
+
+@pytest.mark.parametrize("drafter", [pytest.param("none", marks=pytest.mark.slow), "listed", "ngram"])
 def test_logprobs_and_trace_of_every_step(drafter):
-    runner = Runner(toy(), DRAFTERS[drafter](), config=StepConfig(trace=True))
+    runner = new_runner(drafter, trace=True)
     for slot, (prompt, request) in enumerate(REQUESTS):
         runner.admit(slot, prompt, request, logprobs=True)
     prompts = [prompt for prompt, _ in REQUESTS]
@@ -112,22 +117,20 @@ def test_logprobs_and_trace_of_every_step(drafter):
 
 
 def test_they_change_no_token():
-    plain, reporting = (
-        Runner(toy(), DRAFTERS["listed"](), config=StepConfig(trace=asked)).generate(REQUESTS, logprobs=asked)
-        for asked in (False, True)
-    )
+    plain, reporting = (new_runner("listed", trace=asked).generate(REQUESTS, logprobs=asked) for asked in (False, True))
     assert plain == reporting
 
 
 def test_they_are_computed_only_where_a_row_wants_them():
     """For the whole batch then: a row that does not want them costs nothing to ignore."""
-    runner = Runner(toy(), none_drafter())
+    runner = new_runner("listed", trace=False)
     for slot, (prompt, request) in enumerate(REQUESTS):
         runner.admit(slot, prompt, request, logprobs=slot == 1)
     prompts = [prompt for prompt, _ in REQUESTS]
     first = runner.prefill(prompts)
     assert (first.logprobs.drawn[1] < 0).all()
-    assert (runner.step([True, True, False]).logprobs.drawn[1] < 0).all()
+    both = runner.step([True, True, False])
+    assert both.emitted[1] > 0 and (both.logprobs.drawn[1, : both.emitted[1]] < 0).all()
     without = runner.step([True, False, False])
-    assert without.emitted[0] == 1 and without.trace is None
+    assert without.emitted[0] > 0 and without.trace is None
     assert not any(np.any(leaf) for leaf in without.logprobs)

@@ -18,7 +18,7 @@ from specjax.cache import PoolShape
 from specjax.drafters import Ngram, ngram_drafter
 from specjax.drafters.base import Context, Observation, Params
 from specjax.sampling import sampling_row
-from specjax.step import tree_widths
+from specjax.step import StepConfig, tree_widths
 
 ROWS, CHUNK = 3, 6
 SALTS = (0, 0xDEADBEEF)  # 0 and 1 would do, but their windows share buckets
@@ -460,7 +460,7 @@ def test_breadth_bounds_the_children_of_a_node():
 def test_a_draft_limit():
     toy = table_model(random_table(0), window=2)
     drafter = ngram_drafter(Ngram(**SMALL | {"nodes": 4}))
-    runner = Runner(toy, drafter, rows=1)
+    runner = Runner(toy, drafter, rows=1, config=StepConfig((4,)))
     request = Sampling(max_tokens=30)
     lengths = {}
     for limit in (0, 1, 3, 1 << 20):

@@ -144,7 +144,23 @@ def close(found: np.ndarray, expected: np.ndarray, atol: float = TOLERANCE) -> N
     np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("width", [max(LENGTHS), 13, 1], ids=["in one piece", "in chunks", "token by token"])
+WIDTHS = {"in one piece": max(LENGTHS), "in chunks": 13, "token by token": 1}
+TWICE = {("llama 2", "in one piece"), ("biases", "in one piece"), ("llama 3", "token by token")}
+"""Besides the chunks. What the other shapes compute differently does not depend on the width."""
+
+
+@pytest.mark.parametrize(
+    ("model", "width"),
+    [
+        pytest.param(
+            shape, width, id=f"{shape}-{name}",
+            marks=() if name == "in chunks" or (shape, name) in TWICE else pytest.mark.slow,
+        )
+        for shape in SHAPES
+        for name, width in WIDTHS.items()
+    ],
+    indirect=["model"],
+)  # fmt: skip
 def test_logits_are_those_of_transformers(model, width):
     texts = [text[: 40 if width == 1 else None] for text in some_texts()]
     for text, found in zip(texts, Reader(*model[:3]).read(texts, width), strict=True):

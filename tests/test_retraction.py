@@ -43,8 +43,17 @@ def alone(kind: str) -> list:
     return [outcome(plain.generate(prompt, params)) for prompt, params in requests(kind)]
 
 
-@pytest.mark.parametrize("pool", PAGES)
-@pytest.mark.parametrize("kind", SAMPLINGS)
+@pytest.mark.parametrize(
+    ("kind", "pool"),
+    [
+        ("greedy", "tiny"),
+        ("greedy, penalties", "ample"),
+        ("seeded, penalties", "tiny"),
+        pytest.param("greedy", "ample", marks=pytest.mark.slow),
+        pytest.param("greedy, penalties", "tiny", marks=pytest.mark.slow),
+        pytest.param("seeded, penalties", "ample", marks=pytest.mark.slow),
+    ],
+)
 def test_all_finish_with_the_text_they_have_alone(kind, pool):
     here, rng = engine(pool), np.random.default_rng(len(kind))
     assert here.buckets.tree_widths(16) == (1, 4), "this batch drafts"
