@@ -8,7 +8,8 @@ import inspect
 import pickle
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
@@ -77,6 +78,26 @@ def run(args, options, implementation: str) -> np.ndarray:
         return np.asarray(jax.jit(function)(*args), np.float32)
 
 
+def every(function: Callable[..., jax.Array], names: tuple[str, ...] = ("reference", *COMPARED)):
+    """function(*args, implementation=...) of each implementation, in one program: several take longer to compile."""
+
+    def run_all(*args) -> dict[str, jax.Array]:
+        found = {}
+        for implementation in names:
+            with tracing(implementation) as name:
+                found[implementation] = function(*args, implementation=name)
+        return found
+
+    return jax.jit(run_all)
+
+
+def fixed_pool(args, pages: int):
+    """The arguments with a pool of that size, whatever the lengths are, so that one program serves them all."""
+    own = args[3].shape[0]
+    pool = [jnp.pad(held, ((0, pages - own), (0, 0), (0, 0), (0, 0)), constant_values=np.nan) for held in args[3:5]]
+    return (*args[:3], *pool, jnp.where(args[5] >= own, pages, args[5]), *args[6:])
+
+
 def oracle(args, options) -> np.ndarray:
     """`tree_attention` one query, one head, one key at a time, in float64."""
     mask = args[9]
@@ -114,7 +135,9 @@ def oracle(args, options) -> np.ndarray:
     return out
 
 
-HALF = tagged("test")[::2]
+ELSEWHERE = ("page-boundary", "inactive-tree", "tree-33", "gqa-3", "width-64", "causal-33")
+"""Specs that other tests below run with every implementation, or that are like another."""
+HALF = [spec for spec in tagged("test")[::2] if spec.name not in ELSEWHERE]
 
 
 @pytest.mark.parametrize(
@@ -124,12 +147,15 @@ HALF = tagged("test")[::2]
 def test_implementations_agree(spec: Spec) -> None:
     """NaN lies in every slot that must not be read, so agreement also shows that nothing leaks."""
     args, options = spec.arguments()
-    expected = run(args, options, "reference")
+    found = every(functools.partial(tree_attention, **options))(*args)
+    assert {out.dtype for out in found.values()} == {jnp.dtype(spec.dtype)}
+    found = {name: np.asarray(out, np.float32) for name, out in found.items()}
+    expected = found.pop("reference")
     assert np.isfinite(expected).all()
     assert expected.shape == (spec.B, spec.N, spec.H, spec.v_width)
-    for name in COMPARED:
-        np.testing.assert_allclose(run(args, options, name), expected, rtol=0, atol=TOLERANCE[spec.dtype], err_msg=name)
-    assert jax.eval_shape(functools.partial(tree_attention, **options), *args).dtype == spec.dtype
+    assert found.keys() == {*COMPARED}
+    for name, out in found.items():
+        np.testing.assert_allclose(out, expected, rtol=0, atol=TOLERANCE[spec.dtype], err_msg=name)
 
 
 @pytest.mark.parametrize("name", ["tree", "decode"])
@@ -162,8 +188,7 @@ def test_reference_is_the_definition(name: str) -> None:
 @hypothesis.given(data=st.data())
 def test_random_tables_lengths_and_trees(data: st.DataObject) -> None:
     """Shapes from few values, so that few programs are compiled; lengths, tables, trees and seeds from many."""
-    T, S = 7, data.draw(st.sampled_from([1, 4]), "page size")
-    N, C = data.draw(st.sampled_from([(1, 1), (5, 5), (3, 34)]), "N, C")
+    T, (N, C, S) = 7, data.draw(st.sampled_from([(1, 1, 4), (5, 5, 1), (3, 34, 4)]), "N, C, page size")
     window = data.draw(st.sampled_from([None, 6]), "window")
     spec = Spec(
         name="random",
@@ -180,26 +205,22 @@ def test_random_tables_lengths_and_trees(data: st.DataObject) -> None:
         holes=data.draw(st.booleans(), "holes"),
     )
     args, options = spec.arguments(data.draw(st.integers(0, 2**16), "seed"))
-    pool = [jnp.pad(pages, ((0, 2 * T + 3 - spec.P), (0, 0), (0, 0), (0, 0))) for pages in args[3:5]]
-    table = jnp.where(args[5] >= spec.P, 2 * T + 3, args[5])
-    args = (*args[:3], *pool, table, *args[6:])
+    args = fixed_pool(args, 2 * T + 3)
     expected = oracle(args, options)
-    for implementation in ("reference", *COMPARED):
-        with tracing(implementation) as name:
-            out = _jitted(implementation, name, window)(*args)
+    for implementation, out in _every(8**-0.5, window)(*args).items():
         np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5, err_msg=implementation)
 
 
 @functools.cache
-def _jitted(way: str, name: str, window: int | None):
-    return jax.jit(functools.partial(tree_attention, scale=8**-0.5, window=window, implementation=name))
+def _every(scale: float, window: int | None):
+    return every(functools.partial(tree_attention, scale=scale, window=window))
 
 
 def test_a_row_that_sees_nothing_is_zero() -> None:
     args, options = named("random-mask").arguments()
-    for implementation in ("reference", *COMPARED):
-        out = run((*args[:6], jnp.zeros_like(args[6]), *args[7:9], jnp.zeros_like(args[9])), options, implementation)
-        assert (out == 0).all()
+    nothing = (*args[:6], jnp.zeros_like(args[6]), *args[7:9], jnp.zeros_like(args[9]))
+    for name, out in every(functools.partial(tree_attention, **options))(*nothing).items():
+        assert (out == 0).all(), name
 
 
 def test_a_chunk_of_prefill_equals_its_rows_one_by_one() -> None:
@@ -238,10 +259,8 @@ def test_packed_is_the_same(name: str) -> None:
     q, k_block, v_block, *pages, q_positions, _, mask = args
     qkv = pack(q, k_block, v_block)
     expected = run(args, options, "reference")
-    for implementation in ("reference", *COMPARED):
-        with tracing(implementation) as path:
-            attend = functools.partial(attention, **options, implementation=path)
-            out = jax.jit(attend)(qkv, *pages, q_positions, mask)
+    found = every(functools.partial(attention, **options))(qkv, *pages, q_positions, mask)
+    for implementation, out in found.items():
         assert out.dtype == q.dtype
         out = np.asarray(out, np.float32)
         atol = TOLERANCE[str(q.dtype)]
@@ -264,13 +283,15 @@ def test_wrong_packed_arguments() -> None:
         attention(qkv, *pages, positions, mask, **options | {"window": 0})
 
 
-@pytest.mark.parametrize("name", ["tree", "window-tree-holes", "softcap", "causal-33"])
+@pytest.mark.parametrize(
+    "name",
+    ["window-tree-holes", "causal-33", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tree", "softcap"))],
+)
 def test_64_bit_integers_change_nothing(name: str) -> None:
     args, options = named(name).arguments()
     expected = run(args, options, "reference")
     with jax.enable_x64(True):
-        for implementation in ("reference", *COMPARED):
-            out = run(args, options, implementation)
+        for implementation, out in every(functools.partial(tree_attention, **options))(*args).items():
             np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5, err_msg=implementation)
 
 
@@ -581,9 +602,16 @@ def test_the_cpu_kernel_gives_a_row_the_same_numbers_beside_others(prefix: int, 
     """The root of a tree, bit for bit, wherever the chunks of committed tokens and the pages end."""
     spec = Spec("beside", (prefix, 40), N=7, C=7, H=6, K=2, E=24, T=64, S=page_size, mask="tree")
     args, options = spec.arguments()
+    args = fixed_pool(args, 80)
     q, k_block, v_block, *pools, table, length, at, block_at, _ = args
     alone = (q[:, :1], k_block[:, :1], v_block[:, :1], *pools, table, length, at[:, :1], block_at[:, :1], CAUSAL)
-    np.testing.assert_array_equal(run(args, options, "xla")[:, :1], run(alone, options, "xla"))
+    xla = _xla(tuple(options.items()))
+    np.testing.assert_array_equal(xla(*args)[:, :1], xla(*alone))
+
+
+@functools.cache
+def _xla(options: tuple[tuple[str, Any], ...]):
+    return jax.jit(functools.partial(tree_attention, **dict(options), implementation="xla"))
 
 
 def test_the_cpu_kernel_keeps_large_scores_and_clears_unseen_rows() -> None:
@@ -598,8 +626,16 @@ def test_the_cpu_kernel_keeps_large_scores_and_clears_unseen_rows() -> None:
 
 
 @pytest.mark.usefixtures("operations")
-@pytest.mark.parametrize("tokens", [xla_path.GPU_TOKENS, 24], ids=["one chunk", "several"])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        pytest.param(
+            name, tokens, id=f"{name}-{chunks}", marks=pytest.mark.slow if chunks == "one chunk" and i % 2 else ()
+        )
+        for i, name in enumerate(SMALL)
+        for chunks, tokens in (("one chunk", xla_path.GPU_TOKENS), ("several", 24))
+    ],
+)
 def test_the_gpus_way_through_the_pages(name: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The branch that other platforms take, run here: everything at once, or in chunks where that is too much."""
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda partial, cpu, default: default(partial))
@@ -607,5 +643,5 @@ def test_the_gpus_way_through_the_pages(name: str, tokens: int, monkeypatch: pyt
     args, options = named(name).arguments(seed=2)
     loops = "while" in str(jax.make_jaxpr(functools.partial(tree_attention, **options, implementation="xla"))(*args))
     assert not loops or tokens == 24
-    expected = run(args, options, "reference")
-    np.testing.assert_allclose(run(args, options, "xla"), expected, rtol=0, atol=TOLERANCE[named(name).dtype])
+    found = every(functools.partial(tree_attention, **options), ("reference", "xla"))(*args)
+    np.testing.assert_allclose(found["xla"], found["reference"], rtol=0, atol=TOLERANCE[named(name).dtype])
