@@ -36,7 +36,8 @@ def calls(monkeypatch):
     return traced
 
 
-@pytest.mark.parametrize("algorithm", [pytest.param("NGRAM", marks=pytest.mark.slow), "EAGLE3"])
+@pytest.mark.slow  # interpreted; the kernel alone is compared in tests/test_kernels.py
+@pytest.mark.parametrize("algorithm", ["NGRAM", "EAGLE3"])
 def test_the_pallas_kernel_writes_the_same_text(algorithm, calls):
     """Interpreted. Prefill in chunks, trees, a draft's beam; three requests in four rows, so one is inactive."""
     toy = tiny_llama(vocab_size=270, max_positions=128)

@@ -89,7 +89,7 @@ def test_in_an_engine_that_samples(guide):
 def test_with_a_model(guide, built_in, tmp_path, monkeypatch, capsys):
     if not built_in:
         model = saved_model(tmp_path, max_position_embeddings=256)
-        config = specjax.EngineConfig(max_running_requests=2, max_total_tokens=512)
+        config = specjax.EngineConfig(max_running_requests=1, max_total_tokens=256, chunked_prefill_size=16)
         load = partial(specjax.Engine.from_pretrained, model, config=config, compilation_cache=False)
         monkeypatch.setattr(specjax.Engine, "from_pretrained", load)
     exec(compile(ENGINE, "docs/drafters.md, the engine", "exec"), guide)

@@ -55,7 +55,7 @@ def tiny(request, tmp_path_factory) -> tuple[str, dict]:
     return done.stdout, document
 
 
-@pytest.mark.parametrize("tiny", [ALL, pytest.param(("kernels", "steps-1"), id="two")], indirect=True)
+@pytest.mark.parametrize("tiny", [ALL, pytest.param(("attention",), id="one")], indirect=True)
 def test_every_part_runs_to_its_end(tiny, request):
     text, document = tiny
     assert document["right"] is True and document["complete"] is True

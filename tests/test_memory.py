@@ -85,7 +85,7 @@ def some_pages(rng, width: int = TABLE, pool: PoolShape = POOL) -> np.ndarray:
     [
         pytest.param("NONE", {}, "prefill", marks=pytest.mark.slow),
         ("NONE", {}, "speculate"),
-        ("NGRAM", {}, "prefill"),
+        pytest.param("NGRAM", {}, "prefill", marks=pytest.mark.slow),
         ("NGRAM", {}, "speculate"),
         ("EAGLE", CHAIN, "prefill"),
         pytest.param("EAGLE", CHAIN, "speculate", marks=pytest.mark.slow),
@@ -134,7 +134,7 @@ def test_admission_copies_nothing_either():
 
 @pytest.mark.parametrize(
     ("drafter", "flags"),
-    [pytest.param("NONE", {}, id="NONE", marks=pytest.mark.slow), pytest.param("NGRAM", SMALL, id="NGRAM")],
+    [pytest.param("NONE", {}, id="NONE"), pytest.param("NGRAM", SMALL, id="NGRAM", marks=pytest.mark.slow)],
 )
 def test_one_trace_for_each_shape(drafter, flags):
     """Whatever is accepted, however long the texts, wherever their pages are, and whoever takes part."""

@@ -146,7 +146,7 @@ def held_in(data: Path) -> list[list[int]]:
 
 # Killed and resumed.
 
-KILLED = [("none", "after:2"), ("memory", "logged:3"), ("disk", "during:2")]
+KILLED = [("memory", "logged:3"), ("disk", "during:2")]
 
 ENDED = """
 import json, os, pathlib, resource, signal, sys, threading
@@ -251,6 +251,7 @@ def whole(model, data, tmp_path_factory):
     ("features", "moment"),
     [
         *KILLED,
+        pytest.param("none", "after:2", marks=pytest.mark.slow),
         pytest.param("none", "logged:3", marks=pytest.mark.slow),
         pytest.param("none", "during:4", marks=pytest.mark.slow),
     ],

@@ -382,7 +382,7 @@ def test_trees_and_times_together(run, without):
 PHASES = "Decode step. draft: "
 
 
-@pytest.mark.parametrize("timed", [True, False])
+@pytest.mark.parametrize("timed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_log_says_what_a_step_consists_of(caplog, timed):
     engine = make_engine(toy(), NGRAM, warm=False, max_running_requests=1, time_phases=timed)
     report = Report(engine, interval=4)
