@@ -10,7 +10,7 @@ GPU_COMPILER ?= .gpu-compiler
 SCHEMATHESIS ?= .schemathesis
 DOCS_VENV    ?= .venv-docs
 
-.PHONY: setup check test test-all smoke gpu-compile gpu-compile-all schemathesis docs serve head clean
+.PHONY: setup check test test-processes test-all smoke gpu-compile gpu-compile-all schemathesis docs serve head clean
 
 setup: $(STAMP)
 
@@ -25,7 +25,8 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
-# On every change CI runs .ci/run, about 20 minutes on 2 cores: check, smoke, test, docs, gpu-compile.
+# On every change CI runs .ci/run, about 20 minutes on 2 cores: check, smoke, test, test-processes,
+# docs, gpu-compile.
 # Before a release: make test-all.
 
 # About 10 minutes on 2 cores from a clean cache. Prints the 20 slowest tests and the peak memory of each
@@ -33,8 +34,14 @@ check: setup
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
 
 test: setup
-	$(PYTEST) -m "not (slow or optimized or real_model or gpu_compile)"
-	XLA_FLAGS= $(PYTEST) -m "(optimized or real_model) and not slow"
+	$(PYTEST) -m "not (slow or process or optimized or real_model or gpu_compile)"
+	XLA_FLAGS= $(PYTEST) -m "(optimized or real_model) and not slow" \
+		$$(grep -lE 'mark\.(optimized|real_model)' tests/test_*.py)
+
+# Servers and training runs that are killed and go on, notebooks, several devices: whatever starts processes. About 3
+# minutes.
+test-processes: setup
+	$(PYTEST) -m "process and not slow" $$(grep -l 'mark\.process' tests/test_*.py)
 
 # Everything there is, with XLA's own settings: tests that repeat a case (marked `slow`), the other Python, the GPUs, the
 # generated requests. More than an hour.

@@ -105,6 +105,7 @@ def run_alone(program: str, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="a process is bound to a core through it")
 def test_one_core_is_enough():
     said = run_alone(
@@ -197,6 +198,7 @@ REFUSED = """
 """
 
 
+@pytest.mark.process
 def test_a_kernel_is_compiled_once_and_then_needs_no_numba(tmp_path):
     folder = tmp_path / "new" / "kernels"
     assert run_alone(COUNT.format(folder=str(folder), before="")).strip() == "numba"

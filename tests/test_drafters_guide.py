@@ -100,6 +100,7 @@ def test_with_a_model(guide, built_in, tmp_path, monkeypatch, capsys):
     assert float(lossless) > 1 or not built_in, "a random model repeats nothing"
 
 
+@pytest.mark.process
 def test_in_the_benchmark(my_drafter, tmp_path):
     path = os.pathsep.join([str(my_drafter), str(ROOT), str(ROOT / "kernels")])
     words = COMMAND.replace("PYTHONPATH=. python", "").split()

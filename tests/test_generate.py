@@ -249,6 +249,7 @@ def by_hand(model, tmp_path, lines):
     return done, [json.loads(row) for row in target.read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.process
 def test_as_a_program(model, tmp_path):
     """Values of the wrong type (the hook of these tests would refuse them in its own words), numbers without a point,
     the bars, and nothing but the summary on stdout."""

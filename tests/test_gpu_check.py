@@ -55,6 +55,7 @@ def tiny(request, tmp_path_factory) -> tuple[str, dict]:
     return done.stdout, document
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("tiny", [ALL, pytest.param(("attention",), id="one")], indirect=True)
 def test_every_part_runs_to_its_end(tiny, request):
     text, document = tiny
@@ -111,6 +112,7 @@ def test_checks_that_there_was_no_time_for_are_named_and_nothing_is_right():
     assert f"NOT CHECKED, for lack of time: kernels: {', '.join(cases)}\n" in done.stdout
 
 
+@pytest.mark.process
 def test_it_needs_no_web_framework_no_gguf_and_no_tokenizers():
     """Nor does the engine."""
     modules = ["specjax.engine", "specjax.checkpoint"]

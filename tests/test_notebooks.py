@@ -13,6 +13,8 @@ import nbformat
 import pytest
 from train_helpers import environment
 
+pytestmark = pytest.mark.process
+
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(file.stem for file in FOLDER.glob("*.py"))
 FIGURES = {"01_draft_trees": 1}
@@ -20,7 +22,6 @@ FIGURES = {"01_draft_trees": 1}
 RUN = """
 import json, runpy, sys
 import matplotlib.pyplot as plt
-
 plt.rcParams["savefig.bbox"] = "tight"
 names = runpy.run_path(sys.argv[1])
 figures = [plt.figure(number) for number in plt.get_fignums()]

@@ -275,6 +275,7 @@ print(*environment())
 """
 
 
+@pytest.mark.process
 def test_another_process_describes_alike():
     """No address, and no order of a hash table."""
     packages = specjax, program_store.specjax_kernels

@@ -30,6 +30,8 @@ from train_helpers import with_kernels
 import specjax
 from specjax.serve import command as serve
 
+pytestmark = pytest.mark.process
+
 SECONDS = 240.0
 """Most that a start, a request or an end may take: a machine may be busy, and a first start compiles."""
 PROMPT_END = 20.0

@@ -241,6 +241,7 @@ sys.exit(command.main(["--port", "0", "--watchdog-timeout", "0.5", "--shutdown-t
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("patch", "said"),
     [("engine.step = hang", "EngineStuck: a step or command"), ("engine.wait_until_allocated = fail", "no memory")],

@@ -16,6 +16,8 @@ from specjax.config import HeadConfig
 from specjax.models import table
 from specjax.models.head_spec import head_table
 
+pytestmark = pytest.mark.process
+
 CONFIG = {
     "family": "llama",
     "vocab_size": 64,

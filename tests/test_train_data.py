@@ -548,6 +548,7 @@ def test_the_order_is_the_same_everywhere():
     assert found == first + second[:2]
 
 
+@pytest.mark.process
 def test_the_same_bytes_give_the_same_rows_in_any_process(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"messages": [USER, SAID] * n}) + "\n" for n in range(1, 9)))

@@ -253,6 +253,7 @@ def test_a_run_that_is_done_loads_nothing(files, monkeypatch):
     assert (status, summary) == (0, {"resumed_after": 12, "requests": 0, "failed": 0, "too_long": 0})
 
 
+@pytest.mark.process
 def test_killed_and_resumed(files, tmp_path):
     """kill -9 in the middle, twice; the file becomes that of a run that nobody disturbed, to the bit."""
     lines = [{"source": "s", "prompt": f"{i} the hell"} for i in range(200)]

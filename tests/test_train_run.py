@@ -247,6 +247,7 @@ def whole(model, data, tmp_path_factory):
     return get
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("features", "moment"),
     [
@@ -282,6 +283,7 @@ def test_a_measurement_that_a_kill_prevented_is_made(train, tmp_path):
     assert summary["accept_length"] == there[-1]["accept_length"]
 
 
+@pytest.mark.process
 def test_ctrl_c_and_stop_after(train, whole, ended):
     found = ended("none", "interrupted:3")
     assert (found.status, found.out) == (130, ""), found.err
@@ -343,6 +345,7 @@ def test_a_damaged_checkpoint(train, whole, tmp_path):
     check_same(whole("none"), tmp_path / "run")
 
 
+@pytest.mark.process
 def test_a_full_disk(train, whole, ended):
     found = ended("none", "full:4")
     assert (found.status, found.out) == (2, ""), found.err

@@ -139,6 +139,7 @@ def lists(tree) -> list[list[float]]:
     return [np.asarray(leaf, np.float64).ravel().tolist() for leaf in jax.tree.leaves(tree)]
 
 
+@pytest.mark.process
 def test_two_devices_are_as_one(tmp_path):
     from pathlib import Path
 
