@@ -23,7 +23,6 @@ from specjax_kernels import (
     attention,
     default_implementation,
     pack_bits,
-    specs,
     tree_attention,
     unpack_bits,
 )
@@ -35,12 +34,6 @@ from specjax_kernels.specs import SPECS, Spec, named, tagged
 # unit in the last place there is 2**-7 in bfloat16 (8 bits) and 2**-10 in float16 (11 bits), doubled for two roundings.
 COMPARED = ("xla", "operations", "pallas")  # the last interpreted, where there is no GPU
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2**-6, "float16": 2**-9}
-
-
-@pytest.fixture(autouse=True)
-def _masks_in_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Instead of one an operation."""
-    monkeypatch.setattr(specs, "pack_bits", jax.jit(pack_bits))
 
 
 @pytest.fixture(autouse=True)

@@ -12,17 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_helpers import launched
-from specjax_kernels import INACTIVE, pack_bits, pallas_triton, specs, tree_attention
+from specjax_kernels import INACTIVE, pallas_triton, tree_attention
 from specjax_kernels.call import Call
 from specjax_kernels.specs import Spec, named
 
 P = 40
-
-
-@pytest.fixture(autouse=True)
-def _masks_in_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Instead of one an operation."""
-    monkeypatch.setattr(specs, "pack_bits", jax.jit(pack_bits))
 
 
 @pytest.fixture(autouse=True)

@@ -7,12 +7,15 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from specjax_kernels.api import INACTIVE
 from specjax_kernels.masks import CAUSAL, pack_bits
+
+_packed = jax.jit(pack_bits)  # one program instead of one for each operation
 
 MaskKind = Literal["causal", "tree", "random"]
 
@@ -100,7 +103,7 @@ class Spec:
 
         missing = (2, 4) if self.latent else ()
         arrays = [None if i in missing else jnp.asarray(array, self.dtype) for i, array in enumerate(floats)]
-        mask = CAUSAL if visible is None else pack_bits(jnp.asarray(visible))
+        mask = CAUSAL if visible is None else _packed(jnp.asarray(visible))
         integers = (page_table, prefix, q_positions, block_positions)
         args = (*arrays, *map(jnp.asarray, integers), mask)
         options = {"scale": self.E**-0.5, "window": self.window, "softcap": self.softcap}
