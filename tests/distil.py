@@ -24,7 +24,7 @@ from toy_models import Toy, table_model
 from specjax.config import HeadConfig, ModelConfig, RopeConfig
 from specjax.models.blocks import KeyValue, Past, joined
 from specjax.models.draft_head import DraftHead, draft_head, init_head_params
-from specjax.models.target import ForwardOutput
+from specjax.models.target import ForwardOutput, Target
 
 
 @functools.cache
@@ -70,12 +70,17 @@ def small_head(kind: str, toy: Toy, **changes: Any) -> HeadConfig:
     return HeadConfig(kind, **fields | third | changes)
 
 
+def zero_head(config: HeadConfig, target: Target) -> dict:
+    """A head's parameters, all zero."""
+    shapes = jax.eval_shape(lambda: dict(init_head_params(config, target, jax.random.key(0))))
+    return {name: jnp.asarray(np.zeros(leaf.shape, leaf.dtype)) for name, leaf in shapes.items()}
+
+
 def perfect_head(toy: Toy) -> tuple[HeadConfig, dict]:
     """An eagle head whose output is the target's next feature: the embedding's one-hot, and the feature's first half
     as the second. Attention and MLP add nothing."""
     config = small_head("eagle", toy)
-    shapes = jax.eval_shape(lambda: dict(init_head_params(config, toy.target, jax.random.key(0))))
-    params = {name: jnp.asarray(np.zeros(leaf.shape, leaf.dtype)) for name, leaf in shapes.items()}
+    params = zero_head(config, toy.target)
     vocab, width = toy.vocab, config.hidden_size
     fc = np.zeros((2 * width, width), np.float32)
     fc[:vocab, :vocab] = np.eye(vocab)  # rows: the embedding, whose one-hot is the last token

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from distil import pair_model
+from distil import pair_model, zero_head
 from eagle_oracle import HeadSpec, draft_tree, llama_features
 from oracle import Sampling
 from tiny_heads import DIALECTS, save_head
@@ -19,7 +19,7 @@ from specjax.cache import PoolShape
 from specjax.checkpoint import load_head
 from specjax.config import HeadConfig, RopeConfig
 from specjax.drafters import Confidence, Context, Observation, Params, TreeShape, eagle_drafter
-from specjax.models.draft_head import init_head_params, with_token_map
+from specjax.models.draft_head import with_token_map
 from specjax.sampling import sampling_row
 from specjax.step import StepConfig
 
@@ -290,8 +290,7 @@ def table_head(log_probs: np.ndarray, ids) -> tuple[HeadConfig, dict, object]:
     config = HeadConfig(
         "eagle", width, width, 8, 2, 2, 8, 1e-5, RopeConfig(), draft, own_head=True, mapped=ids is not None
     )
-    shapes = jax.eval_shape(lambda: dict(init_head_params(config, toy.target, jax.random.key(0))))
-    params = {name: jnp.asarray(np.zeros(leaf.shape, leaf.dtype)) for name, leaf in shapes.items()}
+    params = zero_head(config, toy.target)
     fc, head = np.zeros((2 * width, width), np.float32), np.zeros((width, draft), np.float32)
     fc[:vocab, :vocab] = np.eye(vocab)
     head[:vocab] = np.maximum(log_probs, IMPOSSIBLE)
