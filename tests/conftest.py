@@ -140,8 +140,9 @@ def stored_programs():
 MOST_PROGRAMS = 100  # that a process keeps for engines to come
 
 _programs: collections.OrderedDict[str, Any] = collections.OrderedDict()
-_replaced: collections.Counter[int] = collections.Counter()  # by MonkeyPatch: parts of modules and classes
+_replaced: set[int] = set()  # every MonkeyPatch that has replaced a part of a module or a class
 _load_or_compile = program_store.stored
+_setattr, _undo = pytest.MonkeyPatch.setattr, pytest.MonkeyPatch.undo
 
 
 def _shared(function: Any, arguments: Any, compile: Any, options: Any = None) -> Any:
@@ -168,20 +169,18 @@ program_store.stored = _shared
 program_store._KNOWN_CODE |= {file.stem for file in Path(__file__).parent.glob("*.py")}
 
 
-class _NotedPatch(pytest.MonkeyPatch):
-    _setattr, _undo = pytest.MonkeyPatch.setattr, pytest.MonkeyPatch.undo
-
-    def setattr(self, target: Any, *arguments: Any, **options: Any) -> None:
-        if isinstance(target, str | type | types.ModuleType):
-            _replaced[id(self)] += 1
-        _NotedPatch._setattr(self, target, *arguments, **options)
-
-    def undo(self) -> None:
-        _NotedPatch._undo(self)
-        _replaced.pop(id(self), None)
+def _noted_setattr(self: pytest.MonkeyPatch, target: Any, *arguments: Any, **options: Any) -> None:
+    if isinstance(target, str | type | types.ModuleType):
+        _replaced.add(id(self))
+    _setattr(self, target, *arguments, **options)
 
 
-pytest.MonkeyPatch.setattr, pytest.MonkeyPatch.undo = _NotedPatch.setattr, _NotedPatch.undo
+def _noted_undo(self: pytest.MonkeyPatch) -> None:
+    _undo(self)
+    _replaced.discard(id(self))
+
+
+pytest.MonkeyPatch.setattr, pytest.MonkeyPatch.undo = _noted_setattr, _noted_undo
 
 
 # Memory.
