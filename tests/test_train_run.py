@@ -350,8 +350,11 @@ def test_a_full_disk(train, whole, ended):
     found = ended("none", "full:4")
     assert (found.status, found.out) == (2, ""), found.err
     # Orbax's threads tell of it, too: they may have the last word, and the beginning of the line.
-    mine = next((line for line in found.err.splitlines() if "specjax.train: " in line), "")
-    assert "the checkpoint of step 4 cannot be written" in mine and "that of step 2 is whole" in mine, found.err
+    _, name, mine = found.err.partition("specjax.train: ")
+    mine = mine.partition("\n")[0]
+    assert name and "the checkpoint of step 4 cannot be written" in mine and "that of step 2 is whole" in mine, (
+        found.err
+    )
     status, _, err = train(found.output)
     assert status == 0 and "at step 2 of 6" in err
     check_same(whole("none"), found.output)
