@@ -25,12 +25,10 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
-# On every change CI runs .ci/run, about 20 minutes on 2 cores: check, smoke, test, test-processes,
-# docs, gpu-compile.
-# Before a release: make test-all.
+# On every change CI runs .ci/run, at most 25 minutes on 2 cores: check, smoke, test, test-processes, docs,
+# gpu-compile. Before a release: make test-all.
 
-# About 10 minutes on 2 cores from a clean cache. Prints the 20 slowest tests and the peak memory of each
-# process.
+# 10 to 13 minutes on 2 cores from a clean cache. Prints the 20 slowest tests and the peak memory of each process.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
 
 test: setup
