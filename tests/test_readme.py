@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from server_helpers import running
 
-from specjax import Engine, EngineConfig, checkpoint
+from specjax import Engine, checkpoint
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -29,9 +29,7 @@ def test_a_python_example_runs(index, capsys):
 
 @pytest.mark.real_model
 def test_the_chat_example_runs(capsys):
-    engine = Engine.from_pretrained(
-        draft="NONE", progress=False, compilation_cache=False, config=EngineConfig(max_running_requests=1)
-    )
+    engine = Engine.from_pretrained(draft="NONE", progress=False)
     with running(engine, model=checkpoint.BUILT_IN_MODEL) as server:
         assert ADDRESS in BLOCKS[CHAT]
         names: dict = {}

@@ -91,7 +91,8 @@ def expected() -> list[Greedy]:
 
 @pytest.fixture(scope="module")
 def plain(expected) -> Engine:  # after `expected`, whose model is gone by then
-    return Engine.from_pretrained(dtype="float32", draft="NONE", config=EngineConfig(max_running_requests=1))
+    # The pool that tests' engines have (see conftest.py), so that all share their programs.
+    return Engine.from_pretrained(dtype="float32", draft="NONE", config=EngineConfig(max_total_tokens=2048))
 
 
 @pytest.mark.parametrize("algorithm", ["NONE", "NGRAM"])

@@ -16,10 +16,12 @@ acceptance: every match is checked against the ring.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int32, UInt32
 
@@ -110,14 +112,28 @@ def _row_tail(state: NgramState, context: Context) -> tuple[Int32[Array, "B W1"]
 
 def _window_hashes(text: Int32[Array, "X"], salt: UInt32[Array, ""], window: int) -> UInt32[Array, "W X"]:
     """Hash of the last w tokens at each place of `text`, for w = 1 .. window. Windows that start before it are junk."""
-    value = jnp.full(text.shape, (salt + jnp.uint32(1)) * jnp.uint32(0x9E3779B9))
-    hashes = []
-    for back in range(window):
-        older = jnp.roll(text, back).astype(jnp.uint32)
-        value = (value ^ (older + jnp.uint32(1))) * jnp.uint32(0x85EBCA6B)
+
+    def longer(value: Array, older: Array) -> tuple[Array, Array]:
+        value = (value ^ (older.astype(jnp.uint32) + jnp.uint32(1))) * jnp.uint32(0x85EBCA6B)
         value ^= value >> 15
-        hashes.append((value * jnp.uint32(0xC2B2AE35)) ^ (value >> 13))
-    return jnp.stack(hashes)
+        return value, (value * jnp.uint32(0xC2B2AE35)) ^ (value >> 13)
+
+    start = jnp.full(text.shape, (salt + jnp.uint32(1)) * jnp.uint32(0x9E3779B9))
+    return _scan(longer, start, _shifted(text, window))[1]
+
+
+def _scan(
+    step: Callable[..., tuple[Any, Any]], start: Any, xs: Any = None, length: int | None = None
+) -> tuple[Any, Any]:
+    """A loop, which a CPU compiles three times faster than its iterations one by one; a GPU would launch it from the
+    host or as a graph's node, so for it they are unrolled."""
+    return jax.lax.scan(step, start, xs, length, unroll=jax.default_backend() != "cpu")
+
+
+def _shifted(text: Int32[Array, "X"], window: int) -> Int32[Array, "W X"]:
+    """The token 0, 1, .. window - 1 back from each place; junk before the first."""
+    size = text.shape[0]
+    return text[(np.arange(size) - np.arange(window)[:, None]) % size]
 
 
 def _follow(links: Int32[Array, "Q"], back_links: Int32[Array, "Q"], at: Int32[Array, "Z"]) -> Int32[Array, "Z"]:
@@ -140,13 +156,14 @@ def _candidates(
     found = state.table[(hashes & jnp.uint32(buckets - 1)).astype(jnp.int32)].reshape(-1)
 
     # How many tokens back from each place agree with the suffix.
-    at, matched = found, jnp.zeros_like(found)
-    for back in range(window):
-        if back:
-            at = _follow(state.previous, state.next, at)
-        same = (state.tokens[jnp.maximum(at, 0)] == suffix[window - 1 - back]) & (at != NOWHERE)
-        at = jnp.where(same & (state.salt[jnp.maximum(at, 0)] == salt), at, NOWHERE)
-        matched += (at != NOWHERE).astype(jnp.int32)
+    def further(walk: tuple[Array, Array], token: Array) -> tuple[tuple[Array, Array], None]:
+        at, matched = walk
+        same = (state.tokens[jnp.maximum(at, 0)] == token) & (at != NOWHERE)
+        same &= state.salt[jnp.maximum(at, 0)] == salt
+        at = _follow(state.previous, state.next, jnp.where(same, at, NOWHERE))
+        return (at, matched + same.astype(jnp.int32)), None
+
+    (_, matched), _ = _scan(further, (found, jnp.zeros_like(found)), suffix[::-1])
 
     # A place is found once a window size: keep one. Longest match first, then most recent.
     place = jnp.arange(found.shape[0])
@@ -162,12 +179,13 @@ def _candidates(
     at = jnp.where(best >= 0, found[index], NOWHERE)
 
     # What followed: [A, D] tokens.
-    tokens = []
-    for _ in range(config.depth):
+    def onward(at: Array, _: None) -> tuple[Array, Array]:
         at = _follow(state.next, state.previous, at)
         at = jnp.where(state.salt[jnp.maximum(at, 0)] == salt, at, NOWHERE)
-        tokens.append(jnp.where(at != NOWHERE, state.tokens[jnp.maximum(at, 0)], NO_TOKEN))
-    return _merge(jnp.stack(tokens, axis=1), matched, config), matched[0]
+        return at, jnp.where(at != NOWHERE, state.tokens[jnp.maximum(at, 0)], NO_TOKEN)
+
+    _, tokens = _scan(onward, at, length=config.depth)
+    return _merge(tokens.T, matched, config), matched[0]
 
 
 def _merge(tokens: Int32[Array, "A D"], matched: Int32[Array, "A"], config: Ngram) -> Pool:
@@ -191,10 +209,15 @@ def _merge(tokens: Int32[Array, "A D"], matched: Int32[Array, "A"], config: Ngra
     above = jnp.concatenate([jnp.ones((count, count, 1), bool), same[:, :, :-1]], axis=2)
     sibling = above & is_node[None, :, :] & (branch[None, :, :] < branch[:, None, :])
     kept = is_node & (jnp.sum(sibling, axis=1) < breadth)
-    columns = [kept[:, 0]]
-    for d in range(1, depth):  # a node needs its parent
-        columns.append(kept[:, d] & columns[-1][owner[:, d - 1]])
-    kept = jnp.stack(columns, axis=1)
+
+    def deeper(above: Array, here: tuple[Array, Array]) -> tuple[Array, Array]:
+        node, parent = here
+        above = node & above[parent]
+        return above, above
+
+    # A node needs its parent.
+    _, kept = _scan(deeper, jnp.ones(count, bool), (kept.T, jnp.roll(owner, 1, axis=1).T))
+    kept = kept.T
 
     # Longest match first; in it, by level (BFS) or by how many branches agree (PROB), then most recent.
     votes = jnp.sum(same, axis=1)
@@ -234,9 +257,9 @@ def _append(state: NgramState, context: Context, seen: Observation, config: Ngra
     text = jnp.concatenate([recent, tokens], axis=1)
     hashes = jax.vmap(_window_hashes, in_axes=(0, 0, None))(text, context.salt, window)[:, :, window - 1 :]
     # A window of w tokens exists where the token w - 1 back does.
-    exists = [jnp.roll(text, back, axis=1)[:, window - 1 :] != NO_TOKEN for back in range(window)]
+    exists = jax.vmap(_shifted, in_axes=(0, None))(text, window)[:, :, window - 1 :] != NO_TOKEN
     sized = slice(config.min_match - 1, window)
-    store = jnp.stack(exists, axis=1)[:, sized] & new[:, None, :]
+    store = exists[:, sized] & new[:, None, :]
     bucket = (hashes[:, sized] & jnp.uint32(buckets - 1)).astype(jnp.int32)
     way = ((at.astype(jnp.uint32) * jnp.uint32(2654435761)) >> 29).astype(jnp.int32)  # 0..7, well mixed
 
