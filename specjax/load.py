@@ -133,7 +133,7 @@ def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig) -> Cho
     if unused:
         names = ", ".join(f"{type(given).__name__}.{name}" for name in unused)
         logger.warning("no effect with draft='%s', which %s chose: %s", options.algorithm, given.algorithm, names)
-    options = options.on(jax.default_backend())
+    options.on(jax.default_backend())  # for its errors: the drafter must see what was given, and what was not
     if options.kind is None or _path(options):
         return Chosen(options)
     if shipped is None or options.kind != shipped.kind:
