@@ -382,7 +382,7 @@ def test_the_shipped_head_drafts_for_the_built_in_model_and_changes_nothing(draf
             "Why do cats purr?",
         )
     ]
-    sampling = SamplingParams(temperature=0.0, max_new_tokens=64, ignore_eos=True)
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=40, ignore_eos=True)
 
     def run(draft, name):
         engine = Engine.from_pretrained(draft=draft, progress=False)

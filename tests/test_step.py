@@ -492,7 +492,7 @@ def test_one_trace_for_a_bucket():
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("which", ["speculate", "prefill"])
+@pytest.mark.parametrize("which", [pytest.param("speculate", marks=pytest.mark.slow), "prefill"])
 def test_the_pool_is_aliased_and_nothing_of_its_size_is_temporary(which):
     toy = tiny_llama()
     drafter = listed_drafter(LISTED, WIDTH, DEPTH)
