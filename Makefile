@@ -28,7 +28,8 @@ check: setup
 # On every change CI runs .ci/run, at most 25 minutes on 2 cores: check, smoke, test, test-processes, docs,
 # gpu-compile. Before a release: make test-all.
 
-# 10 to 13 minutes on 2 cores from a clean cache. Prints the 20 slowest tests and the peak memory of each process.
+# 8 to 9 minutes on 2 cores from a clean cache, 12 where they are shared. Prints the 20 slowest tests and the peak
+# memory of each process.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
 
 test: setup
