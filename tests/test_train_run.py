@@ -296,6 +296,11 @@ def test_ctrl_c_and_stop_after(train, whole, ended):
         np.testing.assert_array_equal(one, two)
 
 
+def test_lines_that_are_no_measurements_do_not_count(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"loss": 3.0}\n[4]\n5\n\n{"step": 2}\n{"st')
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.0}, {"step": 2}]
+
+
 def test_features_train_alike(whole):
     """Not in bits: in `none` the target's forward is compiled into the step."""
     runs = [arrays(whole(features), 6) for features in ("none", "memory", "disk")]

@@ -15,7 +15,7 @@ import numpy as np
 
 from specjax.checkpoint.files import CheckpointError, listed
 from specjax.checkpoint.hf_config import ROPE_SECTIONS, refuse_unsupported
-from specjax.models.head_spec import LAYER, HeadSpec
+from specjax.models.head_spec import LAYER, HeadSpec, default_aux_layers
 
 Q, K, V, O = (f"{LAYER}self_attn.{part}_proj" for part in "qkvo")
 QKV = f"{LAYER}self_attn.qkv_proj"
@@ -141,7 +141,7 @@ def aux_layer_ids(merged: Mapping[str, Any], num_layers: int) -> tuple[int, ...]
         aux_layers = tuple(value - shift for value in ids)
         problem = f"{list(ids)}, read as the outputs of layers {list(aux_layers)}"
     else:
-        aux_layers = (1, num_layers // 2 - 1, num_layers - 4)
+        aux_layers = default_aux_layers(num_layers)
         problem = f"absent, and its default for a target of {num_layers} layers is {list(aux_layers)}"
     if len(set(aux_layers)) != len(aux_layers) or not all(0 <= layer < num_layers for layer in aux_layers):
         raise CheckpointError(

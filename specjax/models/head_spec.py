@@ -110,6 +110,12 @@ def head_spec(kind: str) -> HeadSpec:
     return HEAD_SPECS[kind]
 
 
+def default_aux_layers(layers: int) -> tuple[int, int, int]:
+    """The layers whose outputs an EAGLE-3 head reads if nothing says which, as in SafeAILab/EAGLE: what the layers 2,
+    L // 2 and L - 3 read. They are three if L is at least 7."""
+    return 1, layers // 2 - 1, layers - 4
+
+
 def head_table(config: HeadConfig) -> Table:
     """The parameters of a head, a flat dict. `ids` [W], the target's token ids of a smaller vocabulary, is made of the
     tensor `OFFSETS`."""

@@ -107,12 +107,13 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; one that a killed run left unfinished is not there."""
+    """The lines of metrics.jsonl that belong to a step; one that a killed run left unfinished is not there."""
     file = folder / "metrics.jsonl"
-    found = []
+    found: list[dict[str, Any]] = []
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []:
         with suppress(json.JSONDecodeError):
-            found.append(json.loads(line))
+            if isinstance(row := json.loads(line), dict) and isinstance(row.get("step"), int):
+                found.append(row)
     return found
 
 

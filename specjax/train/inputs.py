@@ -20,7 +20,7 @@ from specjax import checkpoint
 from specjax.config import HeadConfig, ModelConfig
 from specjax.models import make_target
 from specjax.models.draft_head import init_head_params
-from specjax.models.head_spec import ALGORITHMS
+from specjax.models.head_spec import ALGORITHMS, default_aux_layers
 from specjax.models.target import Target
 from specjax.train.corpus import report
 from specjax.train.data import Example, Rows, load_examples, pack, split
@@ -192,16 +192,15 @@ def from_head(settings: DraftSettings, target: ModelConfig) -> tuple[HeadConfig,
 
 
 def _aux_layers(given: Sequence[str], layers: int) -> tuple[int, ...]:
-    """The layers whose outputs an EAGLE-3 head reads; by default, as EAGLE-3 has them, the inputs of layers 2, L // 2
-    and L - 3 or, of a target with fewer than 7 layers, where these are not three: the first, the middle and the last.
-    """
+    """The layers whose outputs an EAGLE-3 head reads. By default EAGLE-3's or, if the target has fewer than 7 layers,
+    the first, the middle and the last."""
     if given:
         if not all(text.isdecimal() and int(text) < layers for text in given) or len(set(given)) < len(given):
             raise ValueError(f"--aux-layers must be different layers from 0 to {layers - 1}, got {' '.join(given)}")
         return tuple(map(int, given))
     if layers < 3:
         raise ValueError(f"the target has {layers} layers, and --aux-layers are three by default; give --aux-layers")
-    return (1, layers // 2 - 1, layers - 4) if layers >= 7 else (0, (layers - 1) // 2, layers - 1)
+    return default_aux_layers(layers) if layers >= 7 else (0, (layers - 1) // 2, layers - 1)
 
 
 def draft_ids(rows: Rows, size: int, vocabulary: int, ends: Sequence[int]) -> Int32[np.ndarray, "W"]:
