@@ -202,6 +202,12 @@ def _trim() -> None:
         libc.malloc_trim(0)
 
 
+@pytest.fixture(scope="session")
+def trim() -> Callable[[], None]:
+    """A function that returns freed memory to the system, for tests that load one large model after another."""
+    return _trim
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _forget_programs(request: pytest.FixtureRequest):
     """Free a module's cached engines at its end, and all programs if the process has grown: some are used again."""

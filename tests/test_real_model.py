@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import NamedTuple
 
 import jax
@@ -58,7 +57,7 @@ class Greedy(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[Greedy]:
+def expected(trim) -> list[Greedy]:
     """transformers' own rendering, greedy text and logits."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -85,7 +84,7 @@ def expected() -> list[Greedy]:
     with torch.inference_mode():
         exact = [model(torch.tensor([each.prompt + each.tokens])).logits[0].numpy() for each in found]
     del model
-    gc.collect()  # before ours is loaded
+    trim()  # before ours is loaded
     return [each._replace(exact=logits) for each, logits in zip(found, exact, strict=True)]
 
 

@@ -7,7 +7,6 @@ decoding, whatever is chosen.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import logging
 import shutil
@@ -371,7 +370,7 @@ def test_what_ships_is_whole(head):
 @pytest.mark.parametrize(
     "draft", ["AUTO", pytest.param(Eagle3(steps=3, topk=1, nodes=4), id="chain", marks=pytest.mark.slow)]
 )
-def test_the_shipped_head_drafts_for_the_built_in_model_and_changes_nothing(draft):
+def test_the_shipped_head_drafts_for_the_built_in_model_and_changes_nothing(draft, trim):
     """Prompts of nobody's evaluation. A head that learnt nothing, or reads features in another order than it was
     trained with, is accepted once in a hundred drafts; a broken depth shows as a chain that is hardly ever longer."""
     prompts = [
@@ -390,7 +389,7 @@ def test_the_shipped_head_drafts_for_the_built_in_model_and_changes_nothing(draf
         # One at a time: on a CPU the automatic tree is not for several requests.
         done = [engine.generate(prompt, sampling) for prompt in prompts]
         del engine
-        gc.collect()  # before the next model is loaded
+        trim()  # before the next model is loaded
         return done
 
     done, plain = run(draft, "EAGLE3"), run("NONE", "NONE")
