@@ -110,16 +110,16 @@ def _row_tail(state: NgramState, context: Context) -> tuple[Int32[Array, "B W1"]
     return jnp.where(goes_on[:, None], state.recent[row], NO_TOKEN), jnp.where(goes_on, state.tail[row], NOWHERE)
 
 
-def _window_hashes(text: Int32[Array, "X"], salt: UInt32[Array, ""], window: int) -> UInt32[Array, "W X"]:
-    """Hash of the last w tokens at each place of `text`, for w = 1 .. window. Windows that start before it are junk."""
+def _window_hashes(backwards: Int32[Array, "W *X"], salt: UInt32[Array, ""]) -> UInt32[Array, "W *X"]:
+    """Hashes of windows of 1, 2, .. W tokens; ``backwards[i]`` is the token i before a window's last."""
 
     def longer(value: Array, older: Array) -> tuple[Array, Array]:
         value = (value ^ (older.astype(jnp.uint32) + jnp.uint32(1))) * jnp.uint32(0x85EBCA6B)
         value ^= value >> 15
         return value, (value * jnp.uint32(0xC2B2AE35)) ^ (value >> 13)
 
-    start = jnp.full(text.shape, (salt + jnp.uint32(1)) * jnp.uint32(0x9E3779B9))
-    return _scan(longer, start, _shifted(text, window))[1]
+    start = jnp.full(backwards.shape[1:], (salt + jnp.uint32(1)) * jnp.uint32(0x9E3779B9))
+    return _scan(longer, start, backwards)[1]
 
 
 def _scan(
@@ -130,10 +130,9 @@ def _scan(
     return jax.lax.scan(step, start, xs, length, unroll=jax.default_backend() != "cpu")
 
 
-def _shifted(text: Int32[Array, "X"], window: int) -> Int32[Array, "W X"]:
-    """The token 0, 1, .. window - 1 back from each place; junk before the first."""
-    size = text.shape[0]
-    return text[(np.arange(size) - np.arange(window)[:, None]) % size]
+def _shifted(text: Int32[Array, "X"], window: int) -> Int32[Array, "W Y"]:
+    """The token 0, 1, .. window - 1 back from each place that has them, Y = X - window + 1."""
+    return text[np.arange(window - 1, text.shape[0]) - np.arange(window)[:, None]]
 
 
 def _follow(links: Int32[Array, "Q"], back_links: Int32[Array, "Q"], at: Int32[Array, "Z"]) -> Int32[Array, "Z"]:
@@ -150,9 +149,8 @@ def _candidates(
 
     Pool index = (depth - 1) * A + branch.
     """
-    window, capacity = config.max_match, config.capacity
-    buckets = state.table.shape[0]
-    hashes = _window_hashes(suffix, salt, window)[config.min_match - 1 :, -1]
+    capacity, buckets = config.capacity, state.table.shape[0]
+    hashes = _window_hashes(suffix[::-1], salt)[config.min_match - 1 :]
     found = state.table[(hashes & jnp.uint32(buckets - 1)).astype(jnp.int32)].reshape(-1)
 
     # How many tokens back from each place agree with the suffix.
@@ -255,11 +253,11 @@ def _append(state: NgramState, context: Context, seen: Observation, config: Ngra
     link = jnp.where(joins, tail, capacity + jnp.arange(batch, dtype=jnp.int32))
 
     text = jnp.concatenate([recent, tokens], axis=1)
-    hashes = jax.vmap(_window_hashes, in_axes=(0, 0, None))(text, context.salt, window)[:, :, window - 1 :]
+    backwards = jax.vmap(_shifted, in_axes=(0, None))(text, window)
+    hashes = jax.vmap(_window_hashes)(backwards, context.salt)
     # A window of w tokens exists where the token w - 1 back does.
-    exists = jax.vmap(_shifted, in_axes=(0, None))(text, window)[:, :, window - 1 :] != NO_TOKEN
     sized = slice(config.min_match - 1, window)
-    store = exists[:, sized] & new[:, None, :]
+    store = (backwards[:, sized] != NO_TOKEN) & new[:, None, :]
     bucket = (hashes[:, sized] & jnp.uint32(buckets - 1)).astype(jnp.int32)
     way = ((at.astype(jnp.uint32) * jnp.uint32(2654435761)) >> 29).astype(jnp.int32)  # 0..7, well mixed
 
