@@ -112,6 +112,7 @@ def attention(
     mask: Causal | Array,
     *,
     before: tuple[Array, Array] | None = None,
+    before_positions: Array | None = None,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
@@ -125,7 +126,8 @@ def attention(
         qkv: [B, N, K, G + 2, E], rotated: the G query heads of a key/value head, its key, its value.
         positions: int32 [B, N], of queries and block keys; read only with a window.
         before: keys and values [B, C - N, K, E] of the block's earlier tokens, the first C - N bits of the mask; None:
-            C == N. They have no positions, so a window is not possible.
+            C == N.
+        before_positions: int32 [B, C - N], theirs; needed with a window, and read only then.
 
     Returns:
         [B, N, K * G, E] in qkv's dtype. Raises as `tree_attention`.
@@ -135,14 +137,14 @@ def attention(
     pages = (k_pages, v_pages, page_table, prefix_length)
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     if before is not None:
-        if window is not None:
-            raise ValueError("earlier block keys have no positions, so they cannot be attended to with a window")
+        if window is not None and before_positions is None:
+            raise ValueError("with a window, earlier block keys need their positions: before_positions")
         q, *own = unpack(qkv)
         keys, values = (jnp.concatenate(pair, axis=1) for pair in zip(before, own, strict=True))
-        nowhere = jnp.zeros(keys.shape[:2], jnp.int32)
-        return tree_attention(
-            q, keys, values, *pages, positions, nowhere, mask, **options, implementation=implementation
-        )
+        where = jnp.zeros(keys.shape[:2], jnp.int32)
+        if before_positions is not None:
+            where = jnp.concatenate([before_positions, positions], axis=1)
+        return tree_attention(q, keys, values, *pages, positions, where, mask, **options, implementation=implementation)
     q, key, value = jax.eval_shape(unpack, qkv)
     call = Call(q, key, value, *pages, positions, positions, mask, **options)
     check(call)

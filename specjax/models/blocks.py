@@ -101,6 +101,7 @@ class Past(NamedTuple):
     page_table: PageTable
     prefix_length: PerRequest
     before: KeyValue | None = None  # [B, C - N, K, E]: a draft's upper levels, not committed
+    before_positions: Positions | None = None  # [B, C - N], theirs; read with a window only
 
 
 def attention(
@@ -122,7 +123,7 @@ def attention(
     else:
         attended = kernels.attention(
             rotated, *past.pages, past.page_table, past.prefix_length, positions, mask,
-            before=past.before, scale=head**-0.5, implementation=backend,
+            before=past.before, before_positions=past.before_positions, scale=head**-0.5, implementation=backend,
         )  # fmt: skip
     # Reshaped by hand: XLA:CPU transposes the weight of a product over three axes in every call.
     flat = {**weights, "output": weights["output"].reshape(heads * group * head, -1)}

@@ -19,7 +19,7 @@ from specjax.cache import Cache
 from specjax.config import ModelConfig
 from specjax.models.blocks import Backend, KeyValue, Past, attention, gated_mlp, key_value_spec, rms_norm, rotations
 from specjax.models.params import Leaf, Scope, Table, attention_leaves, create, dimensions, end_leaves, mlp_leaves, norm
-from specjax.models.target import ForwardOutput, Target
+from specjax.models.target import Before, ForwardOutput, Target
 from specjax.types import Hidden, PageTable, PerRequest, Positions, Tokens, Weights
 
 
@@ -77,7 +77,7 @@ class Llama(nn.Module):
 
     def forward(
         self, x: Hidden, positions: Positions, mask: Any, cache: Cache, page_table: PageTable,
-        prefix_length: PerRequest, features: tuple[int, ...] | str | None = None,
+        prefix_length: PerRequest, features: tuple[int, ...] | str | None = None, before: Before | None = None,
     ) -> ForwardOutput:  # fmt: skip
         c = self.config
         rotation = rotations(c.rope, c.head_dim, positions)
@@ -87,6 +87,8 @@ class Llama(nn.Module):
         outputs, kept = [], []
         for i, layer in enumerate(self.layers):
             past = Past(cache[i], page_table, prefix_length)
+            if before is not None:
+                past = past._replace(before=before.block[i], before_positions=before.positions)
             x, block = cast(Any, traced[layer.leaves])(layer.variables, x, rotation, positions, mask, past)
             kept.append(block)
             outputs.append(x)

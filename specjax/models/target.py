@@ -14,7 +14,7 @@ from jaxtyping import Float
 
 from specjax.cache import Block
 from specjax.config import ModelConfig
-from specjax.types import Hidden
+from specjax.types import Hidden, Positions
 
 
 class ForwardOutput(NamedTuple):
@@ -23,11 +23,19 @@ class ForwardOutput(NamedTuple):
     block: Block  # what the layers keep of the block's tokens: leaves [B, N, ...]
 
 
+class Before(NamedTuple):
+    """Uncommitted tokens that a block attends to: the upper levels of a tree that a draft model grows."""
+
+    block: Block  # leaves [B, C - N, ...]
+    positions: Positions  # [B, C - N]
+
+
 class Target(NamedTuple):
     """embed(params, tokens [B,N]) -> [B,N,M]
 
-    forward(params, x, positions [B,N], mask, cache, page_table, prefix_length, *, features) -> ForwardOutput
+    forward(params, x, positions [B,N], mask, cache, page_table, prefix_length, *, features, before) -> ForwardOutput
         mask: `specjax_kernels.CAUSAL`, or packed ancestor bits [B,N,W]. features: see `specjax.drafters.base`.
+        before: `Before` or None; its keys are the first C - N bits of the mask.
 
     unembed(params, hidden [..., M], ids=None) -> float32 logits [..., V]; ids: rows of the head (FR-Spec, draft
         vocabularies).
