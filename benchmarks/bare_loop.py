@@ -19,7 +19,8 @@ from records import finish, machine
 
 from specjax import Params, PoolShape, StepInput, checkpoint, init_state, make_drafter, make_steps, make_target, new_row
 from specjax.config import ModelConfig
-from specjax.models.blocks import rms_norm, rotate, rotations
+from specjax.models.blocks import rms_norm
+from specjax.models.rope import rotate, rotations
 
 
 def bare_step(config: ModelConfig, length: int) -> Any:

@@ -24,9 +24,9 @@ from records import finish, machine
 from timing import seconds
 
 from specjax import checkpoint
+from specjax.models import init_params
 from specjax.models.draft_head import draft_head
 from specjax.models.head_spec import head_table
-from specjax.models.llama import init_params
 from specjax.train import inputs
 from specjax.train.data import Rows
 from specjax.train.features import teach, training_target

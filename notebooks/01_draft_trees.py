@@ -76,7 +76,7 @@ def tiny_engine() -> Engine:
     from transformers import PreTrainedTokenizerFast
 
     from specjax import ModelConfig, RopeConfig, make_target
-    from specjax.models.llama import init_params
+    from specjax.models import init_params
 
     letters = "? abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,:0123456789\n"
     core = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token="?"))

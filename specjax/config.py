@@ -11,14 +11,24 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding. ``llama3`` scaling is Llama 3.1's: long wavelengths are stretched by ``factor``."""
+    """Rotary position embedding. `specjax.models.rope` has the formulas."""
 
     theta: float = 10000.0
-    scaling: Literal["none", "linear", "llama3"] = "none"
+    scaling: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = "none"
     factor: float = 1.0
-    low_freq_factor: float = 1.0
+    low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0
-    original_max_position: int = 8192
+    original_max_position: int = 8192  # dynamic, llama3, yarn
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0
+    truncate: bool = True
+    divisors: tuple[float, ...] = ()  # longrope: of each pair's frequency
+    magnitude: float = 1.0  # yarn, longrope: factor on cos and sin
+    partial: float = 1.0  # share of a head's channels that are rotated
+
+    def width(self, head_dim: int) -> int:
+        """R: channels of a head that are rotated, the first ones."""
+        return int(head_dim * self.partial)
 
 
 class GroupedHeads:
@@ -39,6 +49,38 @@ class GroupedHeads:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in the place of some layers' MLP."""
+
+    count: int  # X
+    per_token: int
+    width: int  # of each expert's MLP
+    layers: tuple[int, ...]  # which have experts; the others have an MLP
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    normalised: bool = True  # the chosen experts' scores are divided by their sum
+    scale: float = 1.0  # of the experts' sum
+    groups: int = 1  # experts are chosen from the best `top_groups` of so many groups
+    top_groups: int = 1
+    shared_width: int = 0  # of an MLP beside the experts that every token passes; 0: none
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention: keys and values of all heads are made of one latent vector a token."""
+
+    rank: int  # of the latent
+    query_rank: int | None  # queries pass through so many channels; None: they are projected at once
+    nope_dim: int  # channels of a head's query and key without rotary embedding
+    rope_dim: int  # those with it, whose key the heads share
+    value_dim: int
+
+    @property
+    def page_width(self) -> int:
+        """Numbers kept of a token."""
+        return self.rank + self.rope_dim
+
+
+@dataclass(frozen=True)
 class ModelConfig(GroupedHeads):
     """A decoder-only transformer, in the dimension letters of ``specjax.types``."""
 
@@ -54,9 +96,20 @@ class ModelConfig(GroupedHeads):
     rope: RopeConfig
     max_positions: int
     tied_embeddings: bool
-    attention_bias: bool = False
+    attention_bias: bool = False  # of queries, keys and values
+    output_bias: bool = False  # of attention's output
     mlp_bias: bool = False
+    windows: tuple[int | None, ...] = ()  # keys that a query of each layer sees, itself included; (): all, everywhere
+    window_rope: RopeConfig | None = None  # of layers with a window; None: `rope`
+    query_scale: float | None = None  # factor on attention's scores; None: E ** -0.5
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    experts: Experts | None = None
+    latent: Latent | None = None
     dtype: str = "float32"  # of parameters, activations and pages
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
 
 
 @dataclass(frozen=True)

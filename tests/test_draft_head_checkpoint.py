@@ -311,7 +311,7 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "activation": ("eagle3", {"config": {"hidden_act": "gelu"}}, {}, "hidden_act is 'gelu'; supported: silu"),
     "quantised": ("eagle3", {"config": {"quantization_config": {"quant_method": "awq"}}}, {}, "awq.*; supported: none"),
     "window": ("eagle3", {"config": {"sliding_window": 512}}, {}, "sliding_window is 512"),
-    "rope": ("eagle3", {"config": {"rope_scaling": {"rope_type": "yarn"}}}, {}, "'yarn'; supported: default, linear"),
+    "rope": ("eagle3", {"config": {"rope_scaling": {"rope_type": "ntk"}}}, {}, "'ntk'; supported: default, linear"),
     "norm_output": ("eagle3", {"config": {"norm_output": True}}, {}, r"norm_output is True; .*EAGLE-3\.1"),
     "norm_before_fc": ("eagle3", {"config": {"eagle_config": {"norm_before_fc": True}}}, {}, "norm_before_fc is True"),
     "fc_norm": ("eagle3", {"tensors": {"fc_norm.0.weight": np.ones(16, np.float32)}}, {},

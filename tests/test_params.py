@@ -31,7 +31,7 @@ from specjax.models.params import (
 )
 
 ROPE = RopeConfig()
-MODEL = ModelConfig("llama", 31, 16, 24, 3, 4, 2, 8, 1e-5, ROPE, 64, False, attention_bias=True, mlp_bias=True)
+MODEL = ModelConfig("llama", 31, 16, 24, 3, 4, 2, 8, 1e-5, ROPE, 64, False, True, True, True)
 BIASES = {"fc_bias": True, "attention_bias": True, "output_bias": True, "mlp_bias": True}
 
 
@@ -130,5 +130,5 @@ def test_the_tables_are_printed(capsys):
 
 
 def test_no_such_family():
-    with pytest.raises(ValueError, match="no model family 'other'; there are: llama"):
+    with pytest.raises(ValueError, match="no model family 'other'; there are: deepseek_v3, gemma2, gemma3, llama"):
         make_target(ModelConfig("other", 31, 16, 24, 3, 4, 2, 8, 1e-5, ROPE, 64, False))

@@ -14,9 +14,8 @@ import pytest
 
 from specjax.cache import PoolShape, init_cache
 from specjax.config import HeadConfig, ModelConfig, RopeConfig
-from specjax.models import make_target
+from specjax.models import init_params, make_target
 from specjax.models.draft_head import draft_head, init_head_params
-from specjax.models.llama import init_params
 from specjax.train.data import Rows
 from specjax.train.export import head_tensors
 from specjax.train.features import teach, training_target

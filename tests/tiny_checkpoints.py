@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +35,36 @@ GGUF_LAYER_NAMES = {
 }
 
 
-def save_llama(folder: Path, *, seed: int = 0, dtype: str = "float32", shard: str = "5GB", **changes: Any) -> dict:
-    """Save a random Llama; returns its tensors, name -> float32 array. Norms and biases are random too."""
+def save_llama(folder: Path, **changes: Any) -> dict:
+    """Save a random Llama; see `save_model`."""
+    return save_model(folder, "LlamaForCausalLM", **changes)
+
+
+def save_model(
+    folder: Path, architecture: str, *, seed: int = 0, dtype: str = "float32", shard: str = "5GB", **changes: Any
+) -> dict:
+    """Save a random model; returns its tensors, name -> float32 array. Norms, biases and routers are random too.
+
+    Args:
+      architecture: a class of transformers; MiMoForCausalLM, which has none there, is saved as a Qwen2 that says so.
+      changes: to ``SIZES``, of its config.json.
+    """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**(SIZES | changes)))
+    kind = getattr(transformers, "Qwen2ForCausalLM" if architecture == "MiMoForCausalLM" else architecture)
+    model = kind(kind.config_class(**(SIZES | changes)))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith(".bias"):
+        for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+            if "norm" in name or name.endswith(("bias", "gate.weight")):
                 parameter.uniform_(0.5, 1.5)
     model = model.to(getattr(torch, dtype))
     model.save_pretrained(folder, max_shard_size=shard)
+    if architecture == "MiMoForCausalLM":
+        file = folder / "config.json"
+        config = json.loads(file.read_text()) | {"architectures": [architecture], "model_type": "mimo"}
+        file.write_text(json.dumps(config))
     return {name: tensor.float().numpy() for name, tensor in model.state_dict().items()}
 
 

@@ -24,8 +24,7 @@ from specjax_kernels.masks import unpack_bits
 from specjax.cache import PageSpec, PoolShape, pool_shape
 from specjax.config import ModelConfig, RopeConfig
 from specjax.drafters.base import Drafter, Params, none_drafter
-from specjax.models import make_target
-from specjax.models.llama import init_params
+from specjax.models import init_params, make_target
 from specjax.models.target import ForwardOutput, Target
 from specjax.sampling import History, SamplingRows, sampling_row
 from specjax.state import PrefillInput, StepInput, StepOutput, init_state, new_row

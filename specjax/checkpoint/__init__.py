@@ -7,7 +7,8 @@ jax, transformers, gguf and the hub's client are imported by the functions that 
 
 from specjax.checkpoint.draft_head import load_head
 from specjax.checkpoint.files import CheckpointError
-from specjax.checkpoint.hf_config import model_config, sampling_defaults, stop_token_ids
+from specjax.checkpoint.generation_config import sampling_defaults, stop_token_ids
+from specjax.checkpoint.hf_config import model_config
 from specjax.checkpoint.hub import BUILT_IN_MODEL, resolve
 from specjax.checkpoint.load import load_params, load_tokenizer
 from specjax.checkpoint.shipped import ShippedHead, may_have_head, shipped_head

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from specjax.checkpoint.files import CheckpointError, listed
-from specjax.checkpoint.hf_config import ROPE_SECTIONS, refuse_unsupported
+from specjax.checkpoint.hf_config import refuse_unsupported
+from specjax.checkpoint.rope_config import ROPE_SECTIONS
 from specjax.models.head_spec import LAYER, HeadSpec, default_aux_layers
 
 Q, K, V, O = (f"{LAYER}self_attn.{part}_proj" for part in "qkvo")

@@ -17,11 +17,12 @@ import numpy as np
 from specjax.checkpoint import draft_format as names
 from specjax.checkpoint.draft_format import HeadTensors, aux_layer_ids, common_names, layer_config, unfused
 from specjax.checkpoint.files import CheckpointError, listed
-from specjax.checkpoint.hf_config import flag, given, number, require, rope
 from specjax.checkpoint.hub import resolve_head
 from specjax.checkpoint.load import fill, misfits
+from specjax.checkpoint.rope_config import rope
 from specjax.checkpoint.token_map import checked_ids
 from specjax.checkpoint.unpickle import read_torch_zip
+from specjax.checkpoint.values import flag, given, number, require
 from specjax.checkpoint.weights import DTYPES, find_weights, read_headers, read_json, read_shards, same_content
 from specjax.config import HeadConfig, ModelConfig
 from specjax.models import head_spec as specs
@@ -95,7 +96,9 @@ def _described(
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         norm_epsilon=number(merged, "rms_norm_eps", 1e-6),
-        rope=rope(merged, max_positions),  # the head's own: an absent theta is 10000 whatever the target's
+        rope=rope(
+            merged, max_positions, head_dim=head_dim
+        ),  # the head's own: an absent theta is 10000 whatever the target's
         vocab_size=vocab_size,
         aux_layers=aux_layers,
         own_embedding=spec.own_ends and tensors.has(EMBED),

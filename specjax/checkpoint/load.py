@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import replace
 from itertools import groupby
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,14 +68,14 @@ def fill(
 
     params: dict[str, Any] = {}
     size = HOST_DTYPES[dtype].itemsize
-    total = sum(prod(rule.split) * size for rule in rules)
+    total = sum(rule.size * size for rule in rules)
     with progress_bar(f"Loading {name}", total, "B", shown=progress) as loaded:
         for path, parts in groupby(rules, key=lambda rule: rule.leaf):
             group = list(parts)
             host = np.empty(group[0].leaf_shape, HOST_DTYPES[dtype])
             for rule in group:
                 rule.place(host, read(rule.tensor))
-                loaded.update(prod(rule.split) * size)
+                loaded.update(rule.size * size)
             place = params
             for key in path[:-1]:
                 place = place.setdefault(key, {})

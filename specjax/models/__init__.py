@@ -1,7 +1,7 @@
 """Models: target families, one file each, and draft heads.
 
-A family's module has `table(config)`, its parameters (`specjax.models.params`), `make_target(config, backend=)` and
-`init_params(config, key)`. It is imported when a model of the family is first used, so importing this package is cheap.
+A family's module has `FAMILY`, a `specjax.models.decoder.Family`. It is imported when a model of the family is first
+used, so importing this package is cheap.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from specjax.models import params
 
@@ -18,25 +18,27 @@ if TYPE_CHECKING:
 
     from specjax.config import ModelConfig
     from specjax.models.blocks import Backend
+    from specjax.models.decoder import Family
     from specjax.models.params import Table
     from specjax.models.target import Target
     from specjax.types import Weights
 
 
-class Architecture(NamedTuple):
-    """A Hugging Face architecture: its family, and what absent keys of its config.json mean."""
-
-    family: str
-    absent: Mapping[str, Any] = MappingProxyType({})
-
-
-ARCHITECTURES: dict[str, Architecture] = {
-    "LlamaForCausalLM": Architecture("llama"),
-    # Without a sliding window Mistral is Llama, tensor for tensor.
-    "MistralForCausalLM": Architecture(
-        "llama", {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072}
-    ),
-}
+ARCHITECTURES: Mapping[str, str] = MappingProxyType(
+    {
+        "LlamaForCausalLM": "llama",
+        "MistralForCausalLM": "llama",
+        "Qwen2ForCausalLM": "qwen2",
+        "MiMoForCausalLM": "qwen2",
+        "Qwen3ForCausalLM": "qwen3",
+        "Qwen3MoeForCausalLM": "qwen3_moe",
+        "Gemma2ForCausalLM": "gemma2",
+        "Gemma3ForCausalLM": "gemma3",
+        "Phi3ForCausalLM": "phi3",
+        "DeepseekV3ForCausalLM": "deepseek_v3",
+    }
+)
+"""The family of each Hugging Face architecture. `specjax.checkpoint.architectures` reads their config.json."""
 
 
 def table(config: ModelConfig) -> Table:
@@ -59,8 +61,8 @@ def init_params(config: ModelConfig, key: Array) -> Weights:
     return _family(config).init_params(config, key)
 
 
-def _family(config: ModelConfig) -> Any:
-    families = {architecture.family for architecture in ARCHITECTURES.values()}
+def _family(config: ModelConfig) -> Family:
+    families = set(ARCHITECTURES.values())
     if config.family not in families:
         raise ValueError(f"no model family {config.family!r}; there are: {', '.join(sorted(families))}")
-    return importlib.import_module(f"specjax.models.{config.family}")
+    return importlib.import_module(f"specjax.models.{config.family}").FAMILY

@@ -5,7 +5,7 @@ python -m specjax.models
 
 from typing import Any
 
-from specjax.config import HeadConfig, ModelConfig, RopeConfig
+from specjax.config import Experts, HeadConfig, Latent, ModelConfig, RopeConfig
 from specjax.models import ARCHITECTURES, describe
 from specjax.models.head_spec import HEAD_SPECS, head_sizes, head_table
 from specjax.models.params import describe as describe_table
@@ -15,10 +15,21 @@ SIZES: dict[str, Any] = {
     "norm_epsilon": 1e-5, "rope": RopeConfig(),
 }  # fmt: skip
 
+PARTS: dict[str, Any] = {
+    "qwen3_moe": {"experts": Experts(4, 2, 512, tuple(range(30)))},
+    "deepseek_v3": {
+        "experts": Experts(4, 2, 512, tuple(range(3, 30)), scoring="sigmoid", shared_width=512),
+        "latent": Latent(128, 192, 64, 32, 64),
+    },
+}
+
 
 def main() -> None:
-    for family in dict.fromkeys(architecture.family for architecture in ARCHITECTURES.values()):
-        model = ModelConfig(family, vocab_size=49152, num_layers=30, max_positions=8192, tied_embeddings=False, **SIZES)
+    for family in dict.fromkeys(ARCHITECTURES.values()):
+        parts = PARTS.get(family, {})
+        model = ModelConfig(
+            family, vocab_size=49152, num_layers=30, max_positions=8192, tied_embeddings=False, **SIZES | parts
+        )
         print(f"{family}\n\n{describe(model)}\n")
     for spec in HEAD_SPECS.values():
         layers = (1, 14, 26) if spec.reads_layers else ()

@@ -1,26 +1,31 @@
-"""The parts of a decoder layer as functions of arrays, shared by targets and draft heads: RMS norm, rotary embeddings,
-grouped-query attention to pages and block, and a gated MLP."""
+"""The parts of a decoder layer as functions of arrays, shared by targets and draft heads: RMS norm, grouped-query
+attention to pages and block, and a gated MLP."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import specjax_kernels as kernels
 from jax import Array
-from jaxtyping import Float, Float32
+from jaxtyping import Float
 
 from specjax.cache import PageSpec
-from specjax.config import HeadConfig, ModelConfig, RopeConfig
+from specjax.config import HeadConfig, ModelConfig
+from specjax.models.rope import Rotation, rotate
 from specjax.types import Hidden, PageTable, PerRequest, Positions, Weights
 
+T = TypeVar("T")
 
-def rms_norm(x: Float[Array, "... M"], weight: Float[Array, "M"], epsilon: float) -> Float[Array, "... M"]:
-    """x / rms(x) * weight; the statistics in float32, the product in x's dtype (as Hugging Face's Llama does)."""
+
+def rms_norm(
+    x: Float[Array, "... M"], weight: Float[Array, "M"], epsilon: float, *, offset: float = 0.0
+) -> Float[Array, "... M"]:
+    """x / rms(x) * weight; the statistics in float32, the product in x's dtype (as Hugging Face's Llama does). With an
+    offset the factor is offset + weight and the product float32 (Gemma)."""
     wide = x.astype(jnp.float32)
     if x.size == x.shape[-1]:
         # The same mean, with nothing between the sum and the root: only so does XLA:GPU fuse the norm of a single row
@@ -29,46 +34,10 @@ def rms_norm(x: Float[Array, "... M"], weight: Float[Array, "M"], epsilon: float
     else:
         mean = jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon
     scale = jax.lax.rsqrt(mean)
-    return jnp.expand_dims(weight, tuple(range(x.ndim - 1))) * (wide * scale).astype(x.dtype)
-
-
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Rotations per token of each pair of channels, float32 [E / 2].
-
-    `llama3` (Llama 3.1): wavelengths above original_max / low_freq_factor are stretched by `factor`, those below
-    original_max / high_freq_factor kept, the ones between interpolated. Source: Hugging Face `modeling_rope_utils`.
-    """
-    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    frequency = (1.0 / np.float32(rope.theta) ** exponent).astype(np.float32)
-    if rope.scaling == "none":
-        return frequency
-    if rope.scaling == "linear":
-        return frequency / np.float32(rope.factor)
-    wavelength = 2 * math.pi / frequency
-    low, high = rope.low_freq_factor, rope.high_freq_factor
-    smooth = (rope.original_max_position / wavelength - low) / (high - low)
-    blended = (1 - smooth) * frequency / rope.factor + smooth * frequency
-    scaled = np.where(wavelength > rope.original_max_position / low, frequency / rope.factor, blended)
-    return np.where(wavelength < rope.original_max_position / high, frequency, scaled).astype(np.float32)
-
-
-Rotation: TypeAlias = tuple[Float32[Array, "B N E2"], Float32[Array, "B N E2"]]
-"""cos and sin of each position's angles, [B, N, E / 2]."""
-
-
-def rotations(rope: RopeConfig, head_dim: int, positions: Positions) -> Rotation:
-    """The rotation at each position. Computed once a forward."""
-    angle = positions.astype(jnp.float32)[..., None] * inverse_frequencies(rope, head_dim)[None, None]
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(x: Float[Array, "B N *heads E"], cos: Float32[Array, "B N E2"], sin: Float32[Array, "B N E2"]) -> Array:
-    """Rotary embedding in the half-split layout: channel i is paired with channel i + E / 2."""
-    between = tuple(range(2, x.ndim - 1))
-    cos, sin = jnp.expand_dims(cos, between), jnp.expand_dims(sin, between)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
+    weight = jnp.expand_dims(weight, tuple(range(x.ndim - 1)))
+    if offset:
+        return (wide * scale * (offset + weight.astype(jnp.float32))).astype(x.dtype)
+    return weight * (wide * scale).astype(x.dtype)
 
 
 class KeyValue(NamedTuple):
@@ -89,41 +58,62 @@ Backend: TypeAlias = str | Callable[..., Array] | None
 (rotated qkv [B, N, K, G + 2, E], past, positions, mask) -> [B, N, H, E], as training has."""
 
 
-def joined(before: KeyValue | None, block: KeyValue) -> KeyValue:
-    """Block keys and values one after another, [B, C, K, E]; None: nothing comes before."""
+def joined(before: T | None, block: T) -> T:
+    """Blocks one after another, such as keys and values [B, C, K, E]; None: nothing comes before."""
     return block if before is None else jax.tree.map(lambda *keys: jnp.concatenate(keys, axis=1), before, block)
 
 
 class Past(NamedTuple):
     """Keys and values that a block may attend to besides its own."""
 
-    pages: KeyValue  # [P, S, K, E]: committed tokens
+    pages: Any  # [P, S, ...]: what the layer keeps of committed tokens, a `KeyValue` of [P, S, K, E]
     page_table: PageTable
     prefix_length: PerRequest
-    before: KeyValue | None = None  # [B, C - N, K, E]: a draft's upper levels, not committed
+    before: Any = None  # the same of a draft's upper levels, which are not committed: [B, C - N, ...]
     before_positions: Positions | None = None  # [B, C - N], theirs; read with a window only
 
 
+@dataclass(frozen=True)
+class Scores:
+    """How attention scores keys."""
+
+    scale: float | None = None  # None: E ** -0.5
+    window: int | None = None  # keys that a query sees, itself included; None: all
+    softcap: float | None = None
+
+
+PLAIN_SCORES = Scores()
+
+
 def attention(
-    x: Hidden, weights: Weights, rotation: Rotation, positions: Positions, mask: Any, past: Past, *, backend: Backend
-) -> tuple[Float[Array, "B N M2"], KeyValue]:
+    x: Hidden, weights: Weights, rotation: Rotation, positions: Positions, mask: Any, past: Past, *, backend: Backend,
+    scores: Scores = PLAIN_SCORES, head_norm: Callable[[Array, Array], Array] | None = None,
+) -> tuple[Float[Array, "B N M2"], KeyValue]:  # fmt: skip
     """The addition to the residual stream for a normalised x, and the block's own keys and values.
 
     The weights are those of `specjax.models.params.attention_leaves`, `rotation` is `rotations` of the positions, and
-    the mask is over the C block keys, those of `past.before` first.
+    the mask is over the C block keys, those of `past.before` first. `head_norm` (x, weight [E]): the norm of queries
+    and keys whose weights are `query_norm` and `key_norm`.
     """
     _, heads, group, head = weights["qkv"].shape
     group -= 2
     mixed = linear(x, weights, "qkv")
-    # Values are rotated too, then put back: XLA:GPU fuses this into one kernel, which writes what attention reads.
-    is_value = (jnp.arange(group + 2) == group + 1)[None, None, None, :, None]
-    rotated = jnp.where(is_value, mixed, rotate(mixed, *rotation))
+    # Values are normalised and rotated too, then put back: XLA:GPU fuses this into one kernel, which writes what
+    # attention reads.
+    place = jnp.arange(group + 2)[None, None, None, :, None]
+    rotated = mixed
+    if head_norm is not None:
+        queries, keys = (head_norm(mixed, weights[name]) for name in ("query_norm", "key_norm"))
+        rotated = jnp.where(place < group, queries, keys)
+    rotated = jnp.where(place == group + 1, mixed, rotate(rotated, *rotation))
     if callable(backend):
         attended = backend(rotated, past, positions, mask)
     else:
+        scale = head**-0.5 if scores.scale is None else scores.scale
         attended = kernels.attention(
-            rotated, *past.pages, past.page_table, past.prefix_length, positions, mask,
-            before=past.before, before_positions=past.before_positions, scale=head**-0.5, implementation=backend,
+            rotated, past.pages.key, past.pages.value, past.page_table, past.prefix_length, positions, mask,
+            before=past.before, before_positions=past.before_positions, scale=scale, window=scores.window,
+            softcap=scores.softcap, implementation=backend,
         )  # fmt: skip
     # Reshaped by hand: XLA:CPU transposes the weight of a product over three axes in every call.
     flat = {**weights, "output": weights["output"].reshape(heads * group * head, -1)}
@@ -131,10 +121,13 @@ def attention(
     return added, KeyValue(rotated[..., group, :], rotated[..., group + 1, :])
 
 
-def gated_mlp(x: Hidden, weights: Weights) -> Hidden:
-    """down(silu(gate(x)) * up(x)); weights as `specjax.models.params.mlp_leaves` declares them."""
-    wide = linear(x, weights, "gate_up")
-    return linear(jax.nn.silu(wide[:, :, 0]) * wide[:, :, 1], weights, "down")
+Activation: TypeAlias = Callable[[Array], Array]
+
+
+def gated_mlp(x: Hidden, weights: Weights, *, activation: Activation = jax.nn.silu, prefix: str = "") -> Hidden:
+    """down(activation(gate(x)) * up(x)); weights as `specjax.models.params.mlp_leaves` declares them."""
+    wide = linear(x, weights, f"{prefix}gate_up")
+    return linear(activation(wide[:, :, 0]) * wide[:, :, 1], weights, f"{prefix}down")
 
 
 def linear(x: Hidden, weights: Weights, name: str) -> Array:

@@ -13,9 +13,10 @@ from jax import Array
 from jaxtyping import Float, Float32, Int32
 
 from specjax.config import HeadConfig
-from specjax.models.blocks import Backend, KeyValue, Past, attention, gated_mlp, linear, rms_norm, rotations
+from specjax.models.blocks import Backend, KeyValue, Past, attention, gated_mlp, linear, rms_norm
 from specjax.models.head_spec import HeadSpec, head_sizes, head_spec, head_table
 from specjax.models.params import create
+from specjax.models.rope import rotations
 from specjax.models.target import Target
 from specjax.types import Hidden, Positions, Tokens, Weights
 

@@ -5,7 +5,9 @@ checkpoints, sharding, sizes, the optimiser's groups and the printed description
 
 Shapes are written in dimension letters. "M -> K Q E" is a linear map from an axis M to three axes; it has the shape
 [M, K, Q, E], as all weights are laid out [in, out...]. Letters besides those of `specjax.types`: Q = G + 2, a key/value
-group (its query heads, its key, its value); 2, the gate and the up projection of a gated MLP.
+group (its query heads, its key, its value); 2, the gate and the up projection of a gated MLP; X experts, i and s the
+widths of an expert's and of the shared MLP; of latent attention c the latent, a the queries' latent, n and r a head's
+channels without and with rotary embedding, v its values, q = n + r, w = n + v, p = c + r.
 
 A checkpoint's tensor fills a leaf or a part of it. Its axes are products of letters: "KGE M" is a matrix [K*G*E, M].
 Splitting the products and transposing to the leaf's order is the whole transformation. Worked example, H = 4 query
@@ -70,6 +72,8 @@ class Tensor:
     interleaved: bool = False  # whether GGUF files hold its rows in llama.cpp's rotary order, see `gguf_model`
     # First axes of all tensors stacked in this one, and its index: (("KGE", "KE", "KE"), 1) are the keys in `qkv_proj`.
     fused: tuple[tuple[str, ...], int] | None = None
+    # An axis of which only a part is meant, that part's letter, and the letter it comes after: ("w", "v", "n").
+    cut: tuple[str, str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -124,9 +128,17 @@ class Scope(NamedTuple):
 Table = tuple[Scope, ...]
 
 
-def norm(name: str, tensor: str, gguf: str = "") -> Leaf:
-    """The weight of a norm over M."""
-    return Leaf(name, "M", (Tensor(tensor, "M", gguf=gguf),), init="ones")
+def norm(name: str, tensor: str, gguf: str = "", *, letters: str = "M") -> Leaf:
+    """The weight of a norm over M, or over another axis."""
+    return Leaf(name, letters, (Tensor(tensor, letters, gguf=gguf),), init="ones")
+
+
+ATTENTION_NORM = norm("attention_norm", "input_layernorm.weight", "attn_norm.weight")
+MLP_NORM = norm("mlp_norm", "post_attention_layernorm.weight", "ffn_norm.weight")
+HEAD_NORMS = (
+    norm("query_norm", "self_attn.q_norm.weight", "attn_q_norm.weight", letters="E"),
+    norm("key_norm", "self_attn.k_norm.weight", "attn_k_norm.weight", letters="E"),
+)
 
 
 def linear(name: str, letters: str, *tensors: Tensor, bias: bool) -> tuple[Leaf, ...]:
@@ -143,26 +155,34 @@ def linear(name: str, letters: str, *tensors: Tensor, bias: bool) -> tuple[Leaf,
     return leaf, Leaf(f"{name}_bias", letters.partition("->")[2].strip(), biases, init="zeros")
 
 
-def attention_leaves(*, bias: bool, output_bias: bool, inputs: str = "M") -> tuple[Leaf, ...]:
-    """Grouped-query attention; `bias` is of queries, keys and values, `inputs` the letter of their input axis."""
+def attention_leaves(*, bias: bool, output_bias: bool, inputs: str = "M", fused: bool = False) -> tuple[Leaf, ...]:
+    """Grouped-query attention; `bias` is of queries, keys and values, `inputs` the letter of their input axis; `fused`:
+    the three are one tensor."""
     query = Tensor("self_attn.q_proj", f"KGE {inputs}", (QUERIES,), "attn_q", interleaved=True)
     key = Tensor("self_attn.k_proj", f"KE {inputs}", (KEY,), "attn_k", interleaved=True)
     value = Tensor("self_attn.v_proj", f"KE {inputs}", (VALUE,), "attn_v")
     output = Tensor("self_attn.o_proj", "M KGE", gguf="attn_output")
+    parts = _fused("self_attn.qkv_proj", query, key, value) if fused else (query, key, value)
     return (
-        *linear("qkv", f"{inputs} -> K Q E", query, key, value, bias=bias),
+        *linear("qkv", f"{inputs} -> K Q E", *parts, bias=bias),
         *linear("output", "K G E -> M", output, bias=output_bias),
     )
 
 
-def mlp_leaves(*, bias: bool) -> tuple[Leaf, ...]:
-    """A gated MLP."""
+def mlp_leaves(*, bias: bool, fused: bool = False) -> tuple[Leaf, ...]:
+    """A gated MLP; `fused`: gate and up projection are one tensor."""
     gate = Tensor("mlp.gate_proj", "I M", (GATE,), "ffn_gate")
     up = Tensor("mlp.up_proj", "I M", (UP,), "ffn_up")
     return (
-        *linear("gate_up", "M -> 2 I", gate, up, bias=bias),
+        *linear("gate_up", "M -> 2 I", *(_fused("mlp.gate_up_proj", gate, up) if fused else (gate, up)), bias=bias),
         *linear("down", "I -> M", Tensor("mlp.down_proj", "M I", gguf="ffn_down"), bias=bias),
     )
+
+
+def _fused(name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The parts of one tensor that holds these one after another. GGUF files cannot be read this way."""
+    stacked = tuple(tensor.axes.split()[0] for tensor in tensors)
+    return tuple(replace(tensor, name=name, gguf="", fused=(stacked, i)) for i, tensor in enumerate(tensors))
 
 
 def end_leaves(*, tied: bool) -> tuple[Leaf, ...]:
@@ -174,17 +194,24 @@ def end_leaves(*, tied: bool) -> tuple[Leaf, ...]:
 
 
 def dimensions(config: ModelConfig | HeadConfig) -> dict[str, int]:
-    """Sizes of the letters that all models have."""
-    return {
+    """Sizes of the letters that a model has."""
+    sizes = {
         "V": config.vocab_size,
         "M": config.hidden_size,
         "I": config.intermediate_size,
+        "H": config.num_heads,
         "K": config.num_kv_heads,
         "G": config.group_size,
         "E": config.head_dim,
         "Q": config.group_size + 2,
         "2": 2,
     }
+    if isinstance(config, ModelConfig) and (experts := config.experts):
+        sizes |= {"X": experts.count, "i": experts.width, "s": experts.shared_width}
+    if isinstance(config, ModelConfig) and (latent := config.latent):
+        c, n, r, v = latent.rank, latent.nope_dim, latent.rope_dim, latent.value_dim
+        sizes |= {"c": c, "a": latent.query_rank or 0, "n": n, "r": r, "v": v, "q": n + r, "w": n + v, "p": c + r}
+    return sizes
 
 
 def create(module: nn.Module, leaves: Iterable[Leaf], sizes: Sizes, dtype: str) -> dict[str, Array]:
@@ -226,7 +253,7 @@ def describe(table: Table, sizes: Sizes) -> str:
 
 @dataclass(frozen=True)
 class Placement:
-    """A tensor's rule with sizes filled in: ``leaf[part] = tensor[rows].reshape(split).transpose(axes)``."""
+    """A tensor's rule with sizes filled in: ``leaf[part] = tensor[rows].reshape(split)[cut].transpose(axes)``."""
 
     tensor: str
     shape: tuple[int, ...]  # in the file
@@ -234,15 +261,21 @@ class Placement:
     leaf: tuple[str, ...]  # path in the parameter tree
     leaf_shape: tuple[int, ...]
     split: tuple[int, ...]
+    cut: tuple[slice, ...]
     axes: tuple[int, ...]
     part: tuple[int | slice, ...]
     gguf: str
     interleaved: bool
 
+    @property
+    def size(self) -> int:
+        """Numbers of the leaf that it fills."""
+        return prod(len(range(*part.indices(size))) for part, size in zip(self.cut, self.split, strict=True))
+
     def place(self, leaf: np.ndarray, tensor: np.ndarray) -> None:
         """Write ``tensor [shape]`` into its part of ``leaf [leaf_shape]``, cast to the leaf's dtype."""
         axis = self.axes.index(0)
-        source = np.moveaxis(tensor[self.rows].reshape(self.split).transpose(self.axes), axis, 0)
+        source = np.moveaxis(tensor[self.rows].reshape(self.split)[self.cut].transpose(self.axes), axis, 0)
         target = np.moveaxis(leaf[self.part], axis, 0)
         # A few rows of the file at a time stay in the cache while they are transposed: 4 times as fast in bfloat16.
         for start in range(0, len(source), 64):
@@ -250,6 +283,7 @@ class Placement:
 
     def take(self, leaf: np.ndarray) -> np.ndarray:
         """The inverse of `place`: the tensor's rows, from ``leaf [leaf_shape]``."""
+        assert self.size == prod(self.split), "a tensor that fills several leaves"
         return leaf[self.part].transpose(np.argsort(self.axes)).reshape(-1, *self.shape[1:])
 
 
@@ -271,6 +305,12 @@ def _placement(scope: Scope, leaf: Leaf, tensor: Tensor, sizes: Sizes) -> Placem
         before, height = (sum(map(size, axes)) for axes in (stacked[:place], stacked))
         rows = slice(before, before + rows.stop)
     letters = tensor.axes.replace(" ", "")
+    split, cut = tuple(sizes[letter] for letter in letters), [slice(None)] * len(letters)
+    if tensor.cut:
+        whole, letter, after = tensor.cut
+        start = sizes.get(after, 0)
+        cut[letters.index(whole)] = slice(start, start + sizes[letter])
+        letters = letters.replace(whole, letter)
     parts = {part.axis: part for part in tensor.parts}
     order = "".join(parts[letter].letter if letter in parts else letter for letter in leaf.dims)
     return Placement(
@@ -279,7 +319,8 @@ def _placement(scope: Scope, leaf: Leaf, tensor: Tensor, sizes: Sizes) -> Placem
         rows=rows,
         leaf=(scope.name, leaf.name) if scope.name else (leaf.name,),
         leaf_shape=leaf.shape(sizes),
-        split=tuple(sizes[letter] for letter in letters),
+        split=split,
+        cut=tuple(cut),
         axes=tuple(letters.index(letter) for letter in order),
         part=tuple(parts[letter].of(sizes) if letter in parts else slice(None) for letter in leaf.dims),
         gguf=scope.gguf_prefix + tensor.gguf if tensor.gguf else "",

@@ -30,8 +30,9 @@ from specjax.checkpoint import CheckpointError
 from specjax.checkpoint.draft_format import AUX_LAYERS_KEY, file_name
 from specjax.checkpoint.files import listed, replacing_folder
 from specjax.checkpoint.load import HOST_DTYPES
+from specjax.checkpoint.rope_config import hf_rope_scaling
 from specjax.checkpoint.weights import SINGLE_NAME, save_tensors
-from specjax.config import HeadConfig, ModelConfig, RopeConfig
+from specjax.config import HeadConfig, ModelConfig
 from specjax.models.head_spec import MASK, OFFSETS, head_sizes, head_spec, head_table
 from specjax.models.params import map_leaves, placements, tensors_of
 
@@ -138,7 +139,7 @@ def head_description(config: HeadConfig, target: ModelConfig, dtype: str = "bflo
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_epsilon,
         "rope_theta": config.rope.theta,
-        "rope_scaling": _rope_scaling(config.rope),
+        "rope_scaling": hf_rope_scaling(config.rope),
         "max_position_embeddings": target.max_positions,
         "vocab_size": target.vocab_size,
         "attention_bias": config.attention_bias,
@@ -158,11 +159,3 @@ def head_description(config: HeadConfig, target: ModelConfig, dtype: str = "bflo
             AUX_LAYERS_KEY: [layer + 1 for layer in config.aux_layers],
         }
     return described
-
-
-def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
-    found = {"rope_type": rope.scaling, "factor": rope.factor}
-    if rope.scaling == "llama3":
-        found |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
-        found["original_max_position_embeddings"] = rope.original_max_position
-    return None if rope.scaling == "none" else found

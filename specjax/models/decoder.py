@@ -1,0 +1,168 @@
+"""What all families share: layers between an embedding and an output layer. Linen modules, used functionally.
+
+A family's file declares its parameters (`table`) and derives its layer from `Layer` where it differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import specjax_kernels as kernels
+from jax import Array
+from jaxtyping import Float, Int32
+
+from specjax.cache import Cache
+from specjax.config import ModelConfig
+from specjax.models.blocks import Activation, Backend, Past, Scores, attention, gated_mlp, key_value_spec, rms_norm
+from specjax.models.experts import mixture
+from specjax.models.params import Leaf, Scope, Table, create, dimensions, end_leaves
+from specjax.models.rope import Rotation, rotations
+from specjax.models.target import Before, ForwardOutput, Target
+from specjax.types import Hidden, PageTable, PerRequest, Positions, Tokens, Weights
+
+
+def decoder_table(config: ModelConfig, layer: Callable[[int], tuple[Leaf, ...]]) -> Table:
+    """All parameters: `embed`, `final_norm`, `head` (unless tied), and a dict `layers_i` of `layer(i)` for each i."""
+    every = (Scope(layer(i), f"layers_{i}", f"model.layers.{i}.", f"blk.{i}.") for i in range(config.num_layers))
+    return (Scope(end_leaves(tied=config.tied_embeddings)), *every)
+
+
+class Layer(nn.Module):
+    """A decoder layer: attention and a gated MLP, each on a normalised copy of the residual stream.
+
+    Optional parts follow from the leaves: norms of queries and keys (`query_norm`, `key_norm`), experts (`router`).
+    """
+
+    config: ModelConfig
+    leaves: tuple[Leaf, ...]
+    window: int | None = None
+    backend: Backend = None
+
+    activation: ClassVar[Activation] = staticmethod(jax.nn.silu)
+    norm_offset: ClassVar[float] = 0.0  # see `rms_norm`
+
+    def setup(self) -> None:
+        self.weights = create(self, self.leaves, dimensions(self.config), self.config.dtype)
+
+    def __call__(
+        self, x: Hidden, rotation: Rotation, positions: Positions, mask: Any, past: Past
+    ) -> tuple[Hidden, Any]:
+        added, block = self.attend(self.norm("attention_norm", x), rotation, positions, mask, past)
+        x = x + added
+        return x + self.feed(self.norm("mlp_norm", x)), block
+
+    def attend(self, x: Hidden, rotation: Rotation, positions: Positions, mask: Any, past: Past) -> tuple[Hidden, Any]:
+        c, w = self.config, self.weights
+        norm = partial(rms_norm, epsilon=c.norm_epsilon, offset=self.norm_offset)
+        return attention(
+            x, w, rotation, positions, mask, past, backend=self.backend,
+            scores=Scores(c.query_scale, self.window, c.attention_softcap),
+            head_norm=norm if "query_norm" in w else None,
+        )  # fmt: skip
+
+    @staticmethod
+    def page_spec(config: ModelConfig) -> Any:
+        """What the layer keeps of a token: a pytree of `PageSpec`s."""
+        return key_value_spec(config)
+
+    def feed(self, x: Hidden) -> Hidden:
+        experts = self.config.experts
+        if experts is not None and "router" in self.weights:
+            return mixture(x, self.weights, experts, activation=self.activation)
+        return gated_mlp(x, self.weights, activation=self.activation)
+
+    def norm(self, name: str, x: Hidden) -> Hidden:
+        return rms_norm(x, self.weights[name], self.config.norm_epsilon, offset=self.norm_offset)
+
+
+class Decoder(nn.Module):
+    """`embed`, `forward`, `unembed` over one set of parameters; see `specjax.models.target`."""
+
+    config: ModelConfig
+    table: Table
+    layer: type[Layer]
+    input_scale: float = 1.0  # of the embeddings that the layers read; draft heads read them unscaled
+    backend: Backend = None
+
+    def setup(self) -> None:
+        c = self.config
+        ends, *scopes = self.table
+        self.weights = create(self, ends.leaves, dimensions(c), c.dtype)
+        self.layers = [self.layer(c, scope.leaves, c.window(i), self.backend) for i, scope in enumerate(scopes)]
+
+    def parameters(self) -> Any:
+        """Touches every parameter once, which creates it."""
+        return self.weights, [layer.weights for layer in self.layers]
+
+    def embed(self, tokens: Tokens) -> Hidden:
+        # A clipped id is a padding token's: its output is never used.
+        return self.weights["embed"].at[tokens].get(mode="clip")
+
+    def forward(
+        self, x: Hidden, positions: Positions, mask: Any, cache: Cache, page_table: PageTable,
+        prefix_length: PerRequest, features: tuple[int, ...] | str | None = None, before: Before | None = None,
+    ) -> ForwardOutput:  # fmt: skip
+        c = self.config
+        if self.input_scale != 1:
+            x = x * jnp.asarray(self.input_scale, x.dtype)  # rounded, as in Hugging Face's models
+        width = c.latent.rope_dim if c.latent else c.head_dim
+        everywhere = rotations(c.rope, width, positions)
+        in_windows = everywhere if c.window_rope is None else rotations(c.window_rope, width, positions)
+        # Layers of the same shapes share one trace: half the time to the first token.
+        kinds = {(layer.leaves, layer.window) for layer in self.layers}
+        traced = {kind: jax.jit(self.layer(c, *kind, self.backend, parent=None).apply) for kind in kinds}
+        outputs, kept = [], []
+        for i, layer in enumerate(self.layers):
+            past = Past(cache[i], page_table, prefix_length)
+            if before is not None:
+                past = past._replace(before=before.block[i], before_positions=before.positions)
+            rotation = everywhere if layer.window is None else in_windows
+            run = cast(Any, traced[layer.leaves, layer.window])
+            x, block = run(layer.variables, x, rotation, positions, mask, past)
+            kept.append(block)
+            outputs.append(x)
+        hidden = rms_norm(x, self.weights["final_norm"], c.norm_epsilon, offset=self.layer.norm_offset)
+        wanted = hidden if features == "final" else None
+        if isinstance(features, tuple):
+            wanted = jnp.concatenate([outputs[i] for i in features], axis=-1)
+        return ForwardOutput(hidden, wanted, tuple(kept))
+
+    def unembed(self, hidden: Float[Array, "... M"], ids: Int32[Array, "W"] | None = None) -> Float[Array, "... W"]:
+        if self.config.tied_embeddings:
+            rows = self.weights["embed"]
+            logits = kernels.unembed(hidden, rows if ids is None else rows[ids], transposed=True)
+        else:
+            head = self.weights["head"]
+            logits = kernels.unembed(hidden, head if ids is None else head[:, ids])
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+class Family(NamedTuple):
+    """What a family's file declares."""
+
+    table: Callable[[ModelConfig], Table]
+    layer: type[Layer] = Layer
+    input_scale: Callable[[ModelConfig], float] = lambda config: 1.0  # see `Decoder`
+
+    def module(self, config: ModelConfig, backend: Backend = None) -> Decoder:
+        return Decoder(config, self.table(config), self.layer, self.input_scale(config), backend)
+
+    def make_target(self, config: ModelConfig, *, backend: Backend = None) -> Target:
+        """The three functions for one config. `backend`: see `specjax.models.blocks.Backend`."""
+        module = self.module(config, backend)
+
+        def call(params: Weights, *arguments: Any, method: str, **options: Any) -> Any:
+            return module.apply({"params": params}, *arguments, method=method, **options)
+
+        functions = {name: partial(call, method=name) for name in ("embed", "forward", "unembed")}
+        return Target(config, **functions, pages=(self.layer.page_spec(config),) * config.num_layers)
+
+    def init_params(self, config: ModelConfig, key: Array) -> Weights:
+        """Random parameters (normal, 0.02), for tests and benchmarks."""
+        return jax.jit(partial(self.module(config).init, method=Decoder.parameters))(key)["params"]

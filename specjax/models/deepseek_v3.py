@@ -1,0 +1,104 @@
+"""DeepSeek-V3 and R1: multi-head latent attention, and experts with groups and a shared MLP.
+
+Attention runs on the latents themselves: a query head is carried into the latent space, attends to the one latent (and
+the one rotated key) a token as if all heads shared it, and the result is carried out to the head's values. Pages hold
+rank + rope_dim numbers a token and layer.
+
+    keys [T, H, n] = latent [T, c] @ key_up [H, n, c]      q . (key_up latent) = (q key_up) . latent
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import specjax_kernels as kernels
+from jax import Array
+
+from specjax.cache import PageSpec
+from specjax.config import Latent, ModelConfig
+from specjax.models.blocks import Past, joined, linear, rms_norm
+from specjax.models.decoder import Family, Layer, decoder_table
+from specjax.models.experts import expert_leaves
+from specjax.models.params import ATTENTION_NORM, MLP_NORM, Leaf, Table, Tensor, mlp_leaves, norm
+from specjax.models.params import linear as linear_leaves
+from specjax.models.rope import Rotation, half_split, rotate
+from specjax.types import Hidden, Positions
+
+
+def latent_leaves(latent: Latent, *, bias: bool) -> tuple[Leaf, ...]:
+    """Multi-head latent attention."""
+    a = "self_attn."
+
+    if latent.query_rank is None:
+        queries = linear_leaves("queries", "M -> H q", Tensor(f"{a}q_proj", "Hq M"), bias=False)
+    else:
+        queries = (
+            *linear_leaves("query_down", "M -> a", Tensor(f"{a}q_a_proj", "a M"), bias=bias),
+            norm("query_down_norm", f"{a}q_a_layernorm.weight", letters="a"),
+            *linear_leaves("queries", "a -> H q", Tensor(f"{a}q_b_proj", "Hq a"), bias=False),
+        )
+    up = f"{a}kv_b_proj.weight"  # rows of a head: its keys' n, then its values' v
+    return (
+        *queries,
+        *linear_leaves("latent", "M -> p", Tensor(f"{a}kv_a_proj_with_mqa", "p M"), bias=bias),
+        norm("latent_norm", f"{a}kv_a_layernorm.weight", letters="c"),
+        Leaf("key_up", "H n c", (Tensor(up, "Hw c", cut=("w", "n", "")),)),
+        Leaf("value_up", "H c v", (Tensor(up, "Hw c", cut=("w", "v", "n")),)),
+        *linear_leaves("output", "H v -> M", Tensor(f"{a}o_proj", "M Hv"), bias=bias),
+    )
+
+
+def table(config: ModelConfig) -> Table:
+    assert config.latent is not None
+    own = (*latent_leaves(config.latent, bias=config.attention_bias), ATTENTION_NORM, MLP_NORM)
+    dense, experts = (*own, *mlp_leaves(bias=False)), config.experts
+    if experts is None:
+        return decoder_table(config, lambda i: dense)
+    mixed = (*own, *expert_leaves(experts))
+    return decoder_table(config, lambda i: mixed if i in experts.layers else dense)
+
+
+class Latents(NamedTuple):
+    """What a layer keeps of tokens: latent and rotated key side by side, [..., 1, rank + rope_dim]."""
+
+    latent: Array
+
+
+class LatentLayer(Layer):
+    @staticmethod
+    def page_spec(config: ModelConfig) -> Any:
+        assert config.latent is not None
+        return Latents(cast(Any, PageSpec((1, config.latent.page_width), config.dtype, (None, None))))
+
+    def attend(
+        self, x: Hidden, rotation: Rotation, positions: Positions, mask: Any, past: Past
+    ) -> tuple[Hidden, Latents]:
+        c, w, scale = self.config.latent, self.weights, self.config.query_scale
+        assert c is not None and scale is not None and not callable(self.backend)
+        epsilon = 1e-6  # as transformers and DeepSeek's own code have it, whatever rms_norm_eps is
+        narrow = x
+        if c.query_rank is not None:
+            narrow = rms_norm(linear(x, w, "query_down"), w["query_down_norm"], epsilon)
+        queries = linear(narrow, w, "queries")  # [B, N, H, n + r]
+        both = linear(x, w, "latent")
+        latent = rms_norm(both[..., : c.rank], w["latent_norm"], epsilon)
+        key = rotate(half_split(both[..., c.rank :]), *rotation)
+        block = Latents(jnp.concatenate([latent, key], axis=-1)[:, :, None])
+        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        inward = jnp.einsum("bnhd,hdc->bnhc", queries[..., : c.nope_dim], w["key_up"], precision=precision)
+        turned = rotate(half_split(queries[..., c.nope_dim :]), *rotation)
+        keys: Latents = joined(past.before, block)
+        nowhere = jnp.zeros(keys.latent.shape[:2], jnp.int32)  # read with a window only, which no such model has
+        attended = kernels.tree_attention(
+            jnp.concatenate([inward, turned], axis=-1), keys.latent, None, past.pages.latent, None, past.page_table,
+            past.prefix_length, positions, nowhere, mask, scale=scale, v_width=c.rank,
+            implementation=self.backend,
+        )  # fmt: skip
+        values = jnp.einsum("bnhc,hcv->bnhv", attended, w["value_up"], precision=precision)
+        flat = {**w, "output": w["output"].reshape(-1, w["output"].shape[-1])}
+        return linear(values.reshape(*x.shape[:2], -1), flat, "output"), block
+
+
+FAMILY = Family(table, LatentLayer)

@@ -1,0 +1,112 @@
+"""A mixture of experts: the router, and the sum of the chosen experts' MLPs.
+
+Sources: Qwen3-MoE (softmax over all experts), DeepSeek-V3 (sigmoid, a bias that only chooses, groups of experts).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import specjax_kernels as kernels
+from jax import Array
+from jaxtyping import Float, Float32, Int32
+
+from specjax.config import Experts
+from specjax.models.blocks import Activation, gated_mlp
+from specjax.models.params import GATE, UP, Leaf, Part, Tensor, linear
+from specjax.types import Hidden, Weights
+
+
+def expert_leaves(experts: Experts) -> tuple[Leaf, ...]:
+    """Router, stacked experts and the shared MLP of a layer."""
+
+    def each(projection: str, axes: str, *parts: Part) -> list[Tensor]:
+        """The tensor of every expert."""
+        return [
+            Tensor(f"mlp.experts.{e}.{projection}.weight", axes, (Part("X", offset=e), *parts))
+            for e in range(experts.count)
+        ]
+
+    wide = (*each("gate_proj", "i M", GATE), *each("up_proj", "i M", UP))
+    leaves = [
+        Leaf("router", "M -> X", (Tensor("mlp.gate.weight", "X M"),)),
+        Leaf("experts_gate_up", "X M -> 2 i", wide),
+        Leaf("experts_down", "X i -> M", tuple(each("down_proj", "M i"))),
+    ]
+    if experts.scoring == "sigmoid":
+        bias = Tensor("mlp.gate.e_score_correction_bias", "X")
+        leaves.append(Leaf("router_bias", "X", (bias,), init="zeros", dtype="float32"))
+    if experts.shared_width:
+        name = "mlp.shared_experts."
+        gate, up = Tensor(f"{name}gate_proj", "s M", (GATE,)), Tensor(f"{name}up_proj", "s M", (UP,))
+        leaves += linear("shared_gate_up", "M -> 2 s", gate, up, bias=False)
+        leaves += linear("shared_down", "s -> M", Tensor(f"{name}down_proj", "M s"), bias=False)
+    return tuple(leaves)
+
+
+def mixture(x: Hidden, weights: Weights, experts: Experts, *, activation: Activation = jax.nn.silu) -> Hidden:
+    """What a layer with experts adds to the residual stream for a normalised x."""
+    rows = x.reshape(-1, x.shape[-1])
+    ids, gates = route(rows, weights, experts)
+    few = ids.size <= experts.count
+    mixed = (_gathered if few else _grouped)(rows, weights, ids, gates, activation).astype(x.dtype)
+    mixed = mixed.reshape(x.shape)
+    return mixed + gated_mlp(x, weights, activation=activation, prefix="shared_") if experts.shared_width else mixed
+
+
+def route(
+    rows: Float[Array, "T M"], weights: Weights, experts: Experts
+) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
+    """The experts of each row, and their weights in its sum. Computed in float32."""
+    logits = kernels.unembed(rows.astype(jnp.float32), weights["router"])
+    softmax = experts.scoring == "softmax"
+    scores = jax.nn.softmax(logits, axis=-1) if softmax else jax.nn.sigmoid(logits)
+    chosen_by = scores if softmax else scores + weights["router_bias"][None]
+    if experts.groups > 1:
+        grouped = chosen_by.reshape(len(rows), experts.groups, -1)
+        of_group = jnp.sum(jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0], axis=-1)
+        best = jax.lax.top_k(of_group, experts.top_groups)[1]
+        allowed = jnp.any(best[:, :, None] == jnp.arange(experts.groups)[None, None], axis=1)
+        chosen_by = jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
+    ids = jax.lax.top_k(chosen_by, experts.per_token)[1]
+    gates = jnp.take_along_axis(scores, ids, axis=1)
+    if experts.normalised:
+        gates = gates / (jnp.sum(gates, axis=1, keepdims=True) + 1e-20)
+    return ids, gates * experts.scale
+
+
+def _gathered(
+    rows: Float[Array, "T M"], weights: Weights, ids: Int32[Array, "T k"], gates: Float32[Array, "T k"],
+    activation: Activation,
+) -> Float32[Array, "T M"]:  # fmt: skip
+    """For fewer choices than experts: reads the chosen experts' weights only, one by one."""
+
+    def one(pair: tuple[Array, Array]) -> Array:
+        row, expert = pair
+        wide = kernels.linear(row[None, None], weights["experts_gate_up"][expert])
+        inner = activation(wide[:, :, 0]) * wide[:, :, 1]
+        return kernels.linear(inner, weights["experts_down"][expert])[0, 0]
+
+    each = jax.lax.map(one, (jnp.repeat(rows, ids.shape[1], axis=0), ids.reshape(-1)))
+    return jnp.einsum("tkm,tk->tm", each.reshape(*ids.shape, -1).astype(jnp.float32), gates)
+
+
+def _grouped(
+    rows: Float[Array, "T M"], weights: Weights, ids: Int32[Array, "T k"], gates: Float32[Array, "T k"],
+    activation: Activation,
+) -> Float32[Array, "T M"]:  # fmt: skip
+    """For many: rows sorted by expert, one product over the groups of rows."""
+    count, per_token = weights["router"].shape[1], ids.shape[1]
+    order = jnp.argsort(ids.reshape(-1), stable=True)
+    sizes = jnp.bincount(ids.reshape(-1), length=count).astype(jnp.int32)
+    precision = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
+
+    def product(x: Array, name: str) -> Array:
+        weight = weights[name].reshape(count, x.shape[1], -1)
+        return jax.lax.ragged_dot(x, weight, sizes, precision=precision, preferred_element_type=x.dtype)
+
+    wide = product(rows[order // per_token], "experts_gate_up").reshape(len(order), 2, -1)
+    each = product(activation(wide[:, 0]) * wide[:, 1], "experts_down")
+    # Back in the order of the rows.
+    each = jnp.zeros_like(each).at[order].set(each, unique_indices=True).reshape(*ids.shape, -1)
+    return jnp.einsum("tkm,tk->tm", each.astype(jnp.float32), gates)

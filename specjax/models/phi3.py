@@ -1,0 +1,16 @@
+"""Phi-3, Phi-3.5, Phi-4: Llama with fused tensors in its checkpoints."""
+
+from __future__ import annotations
+
+from specjax.config import ModelConfig
+from specjax.models.decoder import Family, decoder_table
+from specjax.models.params import ATTENTION_NORM, MLP_NORM, Table, attention_leaves, mlp_leaves
+
+
+def table(config: ModelConfig) -> Table:
+    attention = attention_leaves(bias=config.attention_bias, output_bias=config.output_bias, fused=True)
+    layer = (*attention, ATTENTION_NORM, *mlp_leaves(bias=config.mlp_bias, fused=True), MLP_NORM)
+    return decoder_table(config, lambda i: layer)
+
+
+FAMILY = Family(table)
