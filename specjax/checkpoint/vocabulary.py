@@ -21,6 +21,10 @@ SHOWN = 3  # differing ids that a message names
 _PADDING = re.compile(r"\[PAD(\d+)\]")  # what GGUF files call a row of padding, with its id
 
 
+class VocabularyMismatch(CheckpointError):
+    """Two tokenizers differ that should be the same."""
+
+
 class VocabularyMap(NamedTuple):
     """Attributes:
     ids: int32 [W], the target's id of each row of the draft's output layer, NO_ID where the target has no such token;
@@ -41,12 +45,12 @@ def match_vocabularies(
 
     Args:
       target_size, draft_size: rows of the models' output layers, padding included.
-      intersection: tokenizers may differ. A token that only the target has is read as the last of the draft's own tokens
-        for it, on which the next token depends most.
+      intersection: tokenizers may differ. A token that only the target has is read as the last of the draft's own
+        tokens for it, on which the next token depends most.
 
     Raises:
-      CheckpointError: without `intersection`, the tokenizers differ: names the first ids and both tokens; with it, no
-        token is known to be in both.
+      VocabularyMismatch: without `intersection`, the tokenizers differ: names the first ids and both tokens.
+      CheckpointError: with it, no token is known to be in both.
     """
     ours, theirs = _tokens(target), _tokens(draft)
     if ours == theirs:
@@ -57,7 +61,7 @@ def match_vocabularies(
         ids[real] = real
         return VocabularyMap(ids, None, len(real))
     if not intersection:
-        raise CheckpointError(_differences(ours, theirs))
+        raise VocabularyMismatch(_differences(ours, theirs))
     kinds = _kind(draft), _kind(target)
     if kinds[0] is None or kinds[0] != kinds[1]:
         names = [kind or "of an unknown kind" for kind in kinds]

@@ -8,8 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from specjax.drafters.options import DRAFTERS, Auto, DraftOptions, Eagle, Eagle3, HeadOptions, ModelOptions, Mtp, Ngram
-from specjax.drafters.options import NoDraft, Standalone
+from specjax.drafters.options import DRAFTERS, Auto, DraftOptions, Eagle, Eagle3, Mtp, Ngram, NoDraft, Standalone
 
 if TYPE_CHECKING:
     from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, none_drafter

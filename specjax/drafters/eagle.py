@@ -24,7 +24,7 @@ from specjax_kernels import CAUSAL
 from specjax.cache import PoolShape, commit, init_cache
 from specjax.config import HeadConfig
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
-from specjax.drafters.grow import Confidence, Read, grow
+from specjax.drafters.grow import ANY_DRAFT, Confidence, Read, grow
 from specjax.drafters.options import TreeShape
 from specjax.models.blocks import KeyValue, Past, joined, key_value_spec
 from specjax.models.draft_head import draft_head
@@ -39,7 +39,7 @@ class EagleState(NamedTuple):
 
 
 def eagle_drafter(
-    target: Target, head: HeadConfig, shape: TreeShape, *, confidence: Confidence = Confidence(),
+    target: Target, head: HeadConfig, shape: TreeShape, *, confidence: Confidence = ANY_DRAFT,
     backend: str | None = None, explicit_width: bool = True, note: str = "",
 ) -> Drafter:  # fmt: skip
     """Drafts with a head whose parameters are `Params.draft`. [B, N] trees; all nodes are valid unless the head's

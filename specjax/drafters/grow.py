@@ -87,6 +87,9 @@ class Confidence:
         return jax.lax.cond(jnp.any(scores > -jnp.inf), run, nothing)
 
 
+ANY_DRAFT = Confidence()  # no minimum
+
+
 class _Level(NamedTuple):
     """The nodes of a level that are expanded: k of them, the best first."""
 

@@ -1,7 +1,7 @@
 """STANDALONE: an ordinary model drafts for a larger one that writes the same tokens, or most of them.
 
-n tokens are committed, the root x_n is the last one drawn. The draft's pages are the target's (one page table), and slot
-t holds what the draft keeps of x_t; of the root it is kept beside the pages, since the root may not have a page yet:
+n tokens are committed, the root x_n is the last one drawn. The draft's pages are the target's (one page table), and
+slot t holds what the draft keeps of x_t; of the root it is kept beside the pages, since it may not have a page yet:
 
     observe   the tokens that became certain and the new root go through the draft in one forward; all but the root are
               committed, and what is kept of the root, with the draft's output there, waits in the state
@@ -14,7 +14,7 @@ depends on the text before it and on nothing else, and reused pages are exact.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from specjax_kernels import CAUSAL
 
 from specjax.cache import Block, Cache, PoolShape, commit, init_cache, take_path
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
-from specjax.drafters.grow import Confidence, Read, grow
+from specjax.drafters.grow import ANY_DRAFT, Confidence, Read, grow
 from specjax.drafters.options import Standalone, TreeShape
 from specjax.models.target import Before, Target
 from specjax.tree import DraftTree, best_nodes
@@ -53,7 +53,7 @@ class StandaloneState(NamedTuple):
 
 
 def standalone_drafter(
-    target: Target, draft: Target, shape: TreeShape, *, confidence: Confidence = Confidence(),
+    target: Target, draft: Target, shape: TreeShape, *, confidence: Confidence = ANY_DRAFT,
     explicit_width: bool = True, note: str = "",
 ) -> Drafter:  # fmt: skip
     """Drafts with a model whose `StandaloneParams` are `Params.draft`. [B, N] trees; all nodes are valid unless fewer

@@ -22,7 +22,7 @@ verification is nearly free up to far more."""
 
 HEAD_BLOCK_TOKENS = BLOCK_TOKENS | {"cpu": 1}
 """The same limit for a drafter that runs a model. It always proposes something and takes time itself, so on a CPU it
-drafts for one request alone; measured with a draft head: four at once had half the speed without drafts with four nodes each
+drafts for one request alone: with a draft head, four at once had half the speed without drafts with four nodes each
 (benchmarks/results/batch-2026-11-22.json, 2 cores)."""
 
 TABLE = 512  # pages in the small page table; a request that may hold no more needs no other
