@@ -16,7 +16,7 @@ from specjax.checkpoint.vocabulary import VocabularyMap, VocabularyMismatch, mat
 from specjax.checkpoint.weights import ModelFiles
 
 __all__ = [
-    "BUILT_IN_MODEL", "CheckpointError", "ModelFiles", "ShippedHead", "VocabularyMap", "VocabularyMismatch", "load_head",
-    "load_params", "load_tokenizer", "match_vocabularies", "may_have_head", "model_config", "read_token_map", "resolve",
-    "sampling_defaults", "shipped_head", "stop_token_ids",
+    "BUILT_IN_MODEL", "CheckpointError", "ModelFiles", "ShippedHead", "VocabularyMap", "VocabularyMismatch",
+    "load_head", "load_params", "load_tokenizer", "match_vocabularies", "may_have_head", "model_config",
+    "read_token_map", "resolve", "sampling_defaults", "shipped_head", "stop_token_ids",
 ]  # fmt: skip
