@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from specjax.checkpoint import load_head
     from specjax.config import HeadConfig, ModelConfig, RopeConfig
     from specjax.drafters import DRAFTERS, Auto, Context, Drafter, Eagle, Eagle3, Mtp, Ngram, NoDraft, Observation
-    from specjax.drafters import Params, Speculation, TreeShape, eagle_drafter, load_drafter, make_drafter
+    from specjax.drafters import Params, Speculation, Standalone, StandaloneParams, TreeShape, eagle_drafter
+    from specjax.drafters import load_drafter, make_drafter, standalone_drafter
     from specjax.engine import Completion, Engine, EngineConfig, SamplingParams, StreamChunk
     from specjax.models import make_target
     from specjax.models.target import ForwardOutput, Target
@@ -30,8 +31,8 @@ _NAMES = {
     "specjax.checkpoint": "load_head",
     "specjax.config": "HeadConfig ModelConfig RopeConfig",
     "specjax.drafters": (
-        "DRAFTERS Auto Context Drafter Eagle Eagle3 Mtp Ngram NoDraft Observation Params Speculation TreeShape "
-        "eagle_drafter load_drafter make_drafter"
+        "DRAFTERS Auto Context Drafter Eagle Eagle3 Mtp Ngram NoDraft Observation Params Speculation Standalone "
+        "StandaloneParams TreeShape eagle_drafter load_drafter make_drafter standalone_drafter"
     ),
     "specjax.engine": "Completion Engine EngineConfig SamplingParams StreamChunk",
     "specjax.viz.trees": "StepTree render step_trees",

@@ -19,9 +19,9 @@ from specjax import checkpoint
 from specjax.checkpoint import CheckpointError, ModelFiles, ShippedHead
 from specjax.checkpoint.weights import read_headers
 from specjax.config import HeadConfig, ModelConfig
-from specjax.drafters import Auto, Drafter, DraftOptions, HeadOptions, NoDraft, Params, TreeShape
+from specjax.drafters import Auto, Drafter, DraftOptions, NoDraft, Params, StandaloneParams, TreeShape
 from specjax.drafters.factories import DrafterFactory, Speculation, load_drafter, make_drafter, make_speculation
-from specjax.drafters.options import options_of
+from specjax.drafters.options import ModelOptions, Standalone, options_of
 from specjax.models import make_target
 from specjax.models.draft_head import with_token_map
 from specjax.models.params import EMBED_TENSOR
@@ -71,8 +71,9 @@ def load(
     if drafter is None and isinstance(draft, str) and ":" in draft:
         drafter = load_drafter(draft)
     options = options_of(draft) if drafter is None else NoDraft()
-    if options.kind and not _path(options) and not checkpoint.may_have_head(model, options.kind):
-        raise _no_head(options)
+    shipped = options.kind is not None and checkpoint.may_have_head(model, options.kind)
+    if options.needs and not _path(options) and not shipped:
+        raise _no_path(options)
     options.on(jax.default_backend())
     backend = attention_implementation(backend)
     files = checkpoint.resolve(model, revision=revision, progress=progress)
@@ -95,14 +96,20 @@ def load(
     with ThreadPoolExecutor(1) as background:  # importing what reads tokenizers takes as long as the weights
         read = partial(checkpoint.load_tokenizer, files, folder=tokenizer_path, chat_template=chat_template)
         reading = background.submit(read)
-        head, draft_params, ids = _load_head(chosen.options, files, config, reading, progress)
+        if chosen.options.kind is None:
+            given = _load_model(chosen.options, config, reading, dtype, backend, progress)
+        else:
+            given = _load_head(chosen.options, files, config, reading, progress)
         weights = checkpoint.load_params(files, config, progress=progress)
         tokenizer = reading.result()
-    if head is not None and ids is not None:
-        head, draft_params = with_token_map(head, draft_params, target, weights, ids)
+    if given.head is not None and given.ids is not None:
+        head, draft_params = with_token_map(given.head, given.params, target, weights, given.ids)
+        given = given._replace(head=head, params=draft_params)
     if drafter is None:
-        made = make_drafter(chosen.options, target=target, head=head, backend=backend, automatic=chosen.tree)
-        found = Speculation(made, draft_params)
+        made = make_drafter(
+            chosen.options, target=target, head=given.head, model=given.model, backend=backend, automatic=chosen.tree
+        )
+        found = Speculation(made._replace(note=made.note + given.note), given.params)
     else:
         found = make_speculation(drafter, target)
     made = found.drafter
@@ -116,7 +123,7 @@ class Chosen(NamedTuple):
     """The algorithm for a model."""
 
     options: DraftOptions
-    tree: TreeShape | None = None  # of a head where the options give no number of it; None: the target's family decides
+    tree: TreeShape | None = None  # where the options give no number of it; None: `ModelOptions.automatic`
     head: ShippedHead | None = None  # the shipped head that `options.path` names
 
 
@@ -134,11 +141,11 @@ def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig) -> Cho
         names = ", ".join(f"{type(given).__name__}.{name}" for name in unused)
         logger.warning("no effect with draft='%s', which %s chose: %s", options.algorithm, given.algorithm, names)
     options.on(jax.default_backend())  # for its errors: the drafter must see what was given, and what was not
-    if options.kind is None or _path(options):
+    if options.needs is None or _path(options):
         return Chosen(options)
     if shipped is None or options.kind != shipped.kind:
-        raise _no_head(options)
-    options = cast(HeadOptions, options)
+        raise _no_path(options)
+    options = cast(ModelOptions, options)
     try:
         measured = type(options)(**shipped.serving("cpu" if jax.default_backend() == "cpu" else "gpu"))
         numbers = [measured.steps, measured.topk, measured.nodes]
@@ -155,17 +162,25 @@ def _path(options: DraftOptions) -> str | None:
     return getattr(options, "path", None)
 
 
-def _no_head(options: DraftOptions) -> ValueError:
-    return ValueError(f"draft='{options.algorithm}' needs a draft head: {type(options).__name__}.path")
+def _no_path(options: DraftOptions) -> ValueError:
+    return ValueError(f"draft='{options.algorithm}' needs {options.needs}: {type(options).__name__}.path")
+
+
+class _Draft(NamedTuple):
+    """What an algorithm drafts with: a head, a model or nothing."""
+
+    params: Any = None  # `Params.draft`
+    head: HeadConfig | None = None
+    ids: np.ndarray | None = None  # [W], the tokens that the head may propose if a map reduces them
+    model: Target | None = None
+    note: str = ""
 
 
 def _load_head(
     options: DraftOptions, files: ModelFiles, config: ModelConfig, tokenizer: Future[Any], progress: bool
-) -> tuple[HeadConfig | None, Any, np.ndarray | None]:
-    """The draft head, its parameters, and the ids [W] of the tokens that it may propose if a map reduces them."""
+) -> _Draft:
     path, kind = _path(options), options.kind
-    if path is None or kind is None:
-        return None, None, None
+    assert path is not None and kind is not None, "see `choose`"
 
     def tokens() -> list[str]:
         known = tokenizer.result().convert_ids_to_tokens(list(range(config.vocab_size)))
@@ -177,7 +192,7 @@ def _load_head(
             path,
             config,
             kind=kind,
-            revision=cast(HeadOptions, options).revision,
+            revision=cast(ModelOptions, options).revision,
             progress=progress,
             target_embedding=lambda: read_headers(files.weights)[EMBED_TENSOR].read(),
         )
@@ -186,7 +201,38 @@ def _load_head(
             ids = checkpoint.read_token_map(str(token_map), vocab_size=config.vocab_size, tokens=tokens)
     except CheckpointError as error:
         raise CheckpointError(f"{type(options).__name__}.{name} {error}") from error
-    return head, params, ids
+    return _Draft(params, head, ids)
+
+
+def _load_model(
+    options: DraftOptions, config: ModelConfig, tokenizer: Future[Any], dtype: str, backend: str | None, progress: bool
+) -> _Draft:
+    """A whole model that drafts, where the options name one; its vocabulary is compared before its weights are read."""
+    if (path := _path(options)) is None:
+        return _Draft()
+    given, owner = cast(Standalone, options), type(options).__name__
+    try:
+        files = checkpoint.resolve(path, revision=given.revision, progress=progress)
+        own = checkpoint.model_config(files.config, dtype=dtype)
+        both = tokenizer.result(), checkpoint.load_tokenizer(files)
+        sizes, intersection = (config.vocab_size, own.vocab_size), given.vocabulary == "intersection"
+        found = checkpoint.match_vocabularies(*both, *sizes, intersection=intersection)
+        params = checkpoint.load_params(files, own, progress=progress)
+    except CheckpointError as error:
+        advice = ""
+        if isinstance(error, checkpoint.VocabularyMismatch):
+            advice = f"; to draft with the tokens that both have, set {owner}.vocabulary 'intersection'"
+        raise CheckpointError(f"{owner}.path {path}: {error}{advice}") from error
+    if own.max_positions < config.max_positions:
+        logger.warning(
+            "%s.path %s: the draft model has %d positions, the target %d; nothing is drafted beyond the draft's",
+            owner, path, own.max_positions, config.max_positions,
+        )  # fmt: skip
+    note = f"; drafted by {files.name}"
+    if found.reads is not None:
+        note += f", whose tokenizer has {found.common} of the target's tokens"
+    ids, reads = (None if each is None else jax.device_put(each) for each in (found.ids, found.reads))
+    return _Draft(StandaloneParams(params, ids, reads), model=make_target(own, backend=backend), note=note)
 
 
 def attention_implementation(name: str | None) -> str | None:

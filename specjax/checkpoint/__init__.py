@@ -1,5 +1,5 @@
 """Models on disk: a name to files, a config.json to a ``ModelConfig``, tensors to the parameter tree, a tokenizer;
-and what drafts for them: EAGLE heads, those that ship among them, and token maps.
+and what drafts for them: EAGLE heads, those that ship among them, token maps, and vocabularies that are compared.
 
 All functions raise ``CheckpointError`` for what is absent, damaged or not supported. Never imports torch or the engine;
 jax, transformers, gguf and the hub's client are imported by the functions that need them.
@@ -13,10 +13,11 @@ from specjax.checkpoint.hub import BUILT_IN_MODEL, resolve
 from specjax.checkpoint.load import load_params, load_tokenizer
 from specjax.checkpoint.shipped import ShippedHead, may_have_head, shipped_head
 from specjax.checkpoint.token_map import read_token_map
+from specjax.checkpoint.vocabulary import VocabularyMap, VocabularyMismatch, match_vocabularies
 from specjax.checkpoint.weights import ModelFiles
 
 __all__ = [
-    "BUILT_IN_MODEL", "CheckpointError", "ModelFiles", "ShippedHead", "load_head", "load_params", "load_tokenizer",
-    "may_have_head", "model_config", "read_token_map", "resolve", "sampling_defaults", "shipped_head",
-    "stop_token_ids",
+    "BUILT_IN_MODEL", "CheckpointError", "ModelFiles", "ShippedHead", "VocabularyMap", "VocabularyMismatch",
+    "load_head", "load_params", "load_tokenizer", "match_vocabularies", "may_have_head", "model_config",
+    "read_token_map", "resolve", "sampling_defaults", "shipped_head", "stop_token_ids",
 ]  # fmt: skip

@@ -18,7 +18,8 @@ from specjax_kernels import IMPLEMENTATIONS
 
 from specjax.checkpoint import BUILT_IN_MODEL
 from specjax.checkpoint.hf_config import DTYPES
-from specjax.drafters import DRAFTERS, Auto, DraftOptions, Eagle, HeadOptions, Ngram, NoDraft
+from specjax.drafters import DRAFTERS, Auto, DraftOptions, Eagle, Ngram, NoDraft, Standalone
+from specjax.drafters.options import ModelOptions
 from specjax.engine import Engine, EngineConfig
 from specjax.limits import range_of
 from specjax.load import AUTO_ATTENTION, SamplingDefaults
@@ -34,7 +35,7 @@ def _engine(name: str, help: str, **more: Any) -> Any:
 
 _DOCS = {
     name: " ".join(text.split()).rstrip(".").replace("`", "")
-    for options in (HeadOptions, Eagle, Ngram)
+    for options in (ModelOptions, Eagle, Standalone, Ngram)
     for name, text in re.findall(r"^ {4}(\w+): (.+(?:\n {6}.+)*)", cleandoc(options.__doc__ or ""), re.MULTILINE)
 }
 """What the docstrings say of the algorithms' options."""
@@ -42,8 +43,9 @@ _DOCS = {
 
 def _draft(name: str, help: str = "", **more: Any) -> Any:
     """A setting of an option, by default with its documentation. Its range is checked if such an algorithm runs."""
-    owners = [key for key, options in DRAFTERS.items() if name in options.names()]
-    return setting(getattr(Ngram, name, None), help or f"{', '.join(owners)}: {_DOCS.get(name)}", sets=name, **more)
+    owners = {key: options for key, options in DRAFTERS.items() if name in options.names()}
+    default = getattr(next(iter(owners.values())), name)
+    return setting(default, help or f"{', '.join(owners)}: {_DOCS.get(name)}", sets=name, **more)
 
 
 def _algorithm(name: str) -> str:
@@ -114,9 +116,9 @@ class SpeculativeSettings:
     speculative_draft_model_revision: str | None = _draft("revision")
     speculative_num_steps: int | None = _draft(
         "steps",
-        "EAGLE, EAGLE3, MTP: levels of the draft tree, each a forward of the head; default of this, the top-k and the "
-        "draft tokens where none is given: the measured values of a head that comes with specjax, else 5, 4, 8 for "
-        "Llama, 3, 1, 4 for others",
+        "EAGLE, EAGLE3, MTP, STANDALONE: levels of the draft tree, each a forward of the draft; default of this, the "
+        "top-k and the draft tokens where none is given: the measured values of a head that comes with specjax, else "
+        "5, 4, 8 for heads of Llama, 3, 1, 4 for others and for STANDALONE",
     )
     speculative_eagle_topk: int | None = _draft("topk")
     speculative_num_draft_tokens: int | None = _draft(
@@ -125,6 +127,7 @@ class SpeculativeSettings:
         "1 + steps * top-k and 64; for NGRAM 12; on a CPU 8 where the match is strong, else 1; where neither this nor "
         "the steps nor the top-k is given, batches so large that drafting would slow them do not draft",
     )
+    speculative_draft_vocabulary: str = _draft("vocabulary", choices=("same", "intersection"), parse=str.lower)
     speculative_draft_p_min: float | None = _draft("min_probability")
     speculative_token_map: str | None = _draft("token_map", metavar="MAP", digits=True)
     speculative_ngram_min_match_window_size: int = _draft("min_match")
@@ -260,7 +263,8 @@ def engine_arguments(chosen: Settings, **config: bool) -> dict[str, Any]:
 
 def draft_options(speculative: SpeculativeSettings) -> DraftOptions | str:
     """The options of the algorithm, made of the flags that are its own, or ``module:function``. A warning names other
-    flags that were given. Raises ValueError if a value is out of range, or if an algorithm without a head is given one.
+    flags that were given. Raises ValueError if a value is out of range, or if an algorithm without a draft model or
+    head is given one.
     """
     name = speculative.speculative_algorithm
     plugin = ":" in name
@@ -273,7 +277,7 @@ def draft_options(speculative: SpeculativeSettings) -> DraftOptions | str:
         if option in options.names():
             given[option] = value
         elif option == "path":
-            heads = " or ".join(key for key, other in DRAFTERS.items() if other.kind)
+            heads = " or ".join(key for key, other in DRAFTERS.items() if other.needs)
             raise ValueError(f"draft.path {value} is no use to {name}: --speculative-algorithm {heads}")
         else:
             unused.append(f"--{dashed(each.name)}")

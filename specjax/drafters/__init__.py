@@ -8,21 +8,25 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from specjax.drafters.options import DRAFTERS, Auto, DraftOptions, Eagle, Eagle3, HeadOptions, Mtp, Ngram, NoDraft
+from specjax.drafters.options import DRAFTERS, Auto, DraftOptions, Eagle, Eagle3, Mtp, Ngram, NoDraft, Standalone
 
 if TYPE_CHECKING:
     from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, none_drafter
-    from specjax.drafters.eagle import Confidence, eagle_drafter
+    from specjax.drafters.eagle import eagle_drafter
     from specjax.drafters.factories import DrafterFactory, Speculation, load_drafter, make_drafter, make_speculation
+    from specjax.drafters.grow import Confidence
     from specjax.drafters.ngram import ngram_drafter
     from specjax.drafters.options import TreeShape
+    from specjax.drafters.standalone import StandaloneParams, standalone_drafter
 
 _NAMES = {
     "base": "Context DraftState Drafter Observation Params none_drafter",
-    "eagle": "Confidence eagle_drafter",
+    "eagle": "eagle_drafter",
     "factories": "DrafterFactory Speculation load_drafter make_drafter make_speculation",
+    "grow": "Confidence",
     "ngram": "ngram_drafter",
     "options": "TreeShape",
+    "standalone": "StandaloneParams standalone_drafter",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

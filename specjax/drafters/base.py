@@ -123,6 +123,7 @@ class Drafter(NamedTuple):
         widths: smaller tree widths worth a program of their own; 1 and `width` are always there.
         explicit_width: whether the user set the width; then every batch drafts, however large.
         reads_tokens: whether it calls `Context.committed` or `Context.suffix`.
+        runs_model: whether it runs a model of its own, which takes time in every step.
         note: for the log.
     """
 
@@ -136,6 +137,7 @@ class Drafter(NamedTuple):
     widths: tuple[int, ...] = ()
     explicit_width: bool = False
     reads_tokens: bool = False
+    runs_model: bool = False
     note: str = ""
 
 

@@ -11,9 +11,11 @@ import jax
 
 from specjax.config import HeadConfig
 from specjax.drafters.base import Drafter, none_drafter
-from specjax.drafters.eagle import Confidence, eagle_drafter
+from specjax.drafters.eagle import eagle_drafter
+from specjax.drafters.grow import Confidence
 from specjax.drafters.ngram import ngram_drafter
-from specjax.drafters.options import DraftOptions, HeadOptions, Ngram, NoDraft, TreeShape, automatic_tree, options_of
+from specjax.drafters.options import DraftOptions, ModelOptions, Ngram, NoDraft, TreeShape, options_of
+from specjax.drafters.standalone import standalone_drafter
 from specjax.models.target import Target
 from specjax.verify import Verifier, verify_tree
 
@@ -22,32 +24,57 @@ logger = logging.getLogger(__name__)
 
 def make_drafter(
     draft: DraftOptions | str, *, target: Target | None = None, head: HeadConfig | None = None,
-    backend: str | None = None, automatic: TreeShape | None = None,
+    model: Target | None = None, backend: str | None = None, automatic: TreeShape | None = None,
 ) -> Drafter:  # fmt: skip
     """The drafter of an algorithm.
 
     Args:
         draft: its options, or its name in any case for the defaults; not AUTO, which needs a model to choose for.
         target, head: for algorithms with a draft head; the head's parameters go into `Params.draft`.
-        backend: the head's attention implementation.
-        automatic: the head's tree where the options give no number of it; None: the target's family decides.
+        model: for STANDALONE, with `target`; its `StandaloneParams` go into `Params.draft`.
+        backend: the head's attention implementation; a model has its own.
+        automatic: the tree where the options give no number of it; None: the algorithm and the target's family decide.
 
     Raises:
-        ValueError: no such algorithm, or no head of the kind that it needs.
+        ValueError: no such algorithm, or not the head or model that it needs.
     """
     options = options_of(draft)
     if isinstance(options, NoDraft):
         return none_drafter()
     if isinstance(options, Ngram):
         return ngram_drafter(options.on(jax.default_backend()))._replace(explicit_width=options.nodes is not None)
-    if not isinstance(options, HeadOptions):
+    if not isinstance(options, ModelOptions):
         raise ValueError(f"{options.algorithm} chooses a drafter for a model: use Engine.from_pretrained")
+    if options.kind is None:
+        return _standalone(options, target, model, automatic)
     if target is None or head is None or options.kind != head.kind:
         given = "no head" if head is None else f"a head of kind {head.kind!r}"
         given += " and no target" if target is None else ""
         needed = f"a target and a draft head of kind {options.kind!r}"
         raise ValueError(f"{options.algorithm} needs {needed}; what is given is {given}")
-    shape = options.tree(automatic or automatic_tree(target.config.family))
+    return eagle_drafter(target, head, backend=backend, **_tree(options, target, automatic)._asdict())
+
+
+def _standalone(
+    options: ModelOptions, target: Target | None, model: Target | None, automatic: TreeShape | None
+) -> Drafter:
+    if target is None or model is None:
+        missing = " and ".join(name for name, given in (("target", target), ("model", model)) if given is None)
+        raise ValueError(f"{options.algorithm} needs a target and {options.needs}; what is missing is {missing}")
+    return standalone_drafter(target, model, **_tree(options, target, automatic)._asdict())
+
+
+class _Tree(NamedTuple):
+    """The arguments that drafters with trees share."""
+
+    shape: TreeShape
+    confidence: Confidence
+    explicit_width: bool
+    note: str
+
+
+def _tree(options: ModelOptions, target: Target, automatic: TreeShape | None) -> _Tree:
+    shape = options.tree(automatic or options.automatic(target.config.family))
     if options.nodes not in (None, shape.nodes):
         owner = type(options).__name__
         logger.warning(
@@ -57,9 +84,7 @@ def make_drafter(
     given = [number is not None for number in (options.steps, options.topk, options.nodes)]
     how = "given" if all(given) else "what was not given was chosen" if any(given) else "automatic"
     confidence = Confidence(options.min_probability or 0.0, skips=jax.default_backend() == "cpu")
-    return eagle_drafter(
-        target, head, shape, confidence=confidence, backend=backend, explicit_width=any(given), note=f"{shape} ({how})"
-    )
+    return _Tree(shape, confidence, any(given), f"{shape} ({how})")
 
 
 class Speculation(NamedTuple):

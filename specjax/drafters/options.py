@@ -51,11 +51,6 @@ def candidates(steps: int, topk: int) -> int:
     return topk + (steps - 1) * topk * topk
 
 
-def automatic_tree(family: str = "llama") -> TreeShape:
-    """EAGLE's tree where no number is given: SGLang's, by the target's family."""
-    return TreeShape(5, 4, 8) if family == "llama" else TreeShape(3, 1, 4)
-
-
 MAX_AUTOMATIC_NODES = 64  # of a tree whose number of nodes is not given
 
 
@@ -65,10 +60,12 @@ class DraftOptions:
 
     Attributes:
         algorithm: name of the algorithm, a key of `DRAFTERS`.
-        kind: the kind of draft head whose checkpoint the algorithm needs; None: it needs none.
+        needs: what the algorithm loads beside the target, for messages; None: nothing.
+        kind: the kind of draft head that it loads; None: it loads no head.
     """
 
     algorithm: ClassVar[str]
+    needs: ClassVar[str | None] = None
     kind: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
@@ -172,16 +169,16 @@ class Ngram(DraftOptions):
 
 
 @dataclass(frozen=True)
-class HeadOptions(DraftOptions):
-    """What the algorithms with a draft head have in common.
+class ModelOptions(DraftOptions):
+    """What the algorithms that draft with a head or a model have in common.
 
     Attributes:
-        path: the draft head, a folder or hub id; default: the one that comes with specjax for the model.
+        path: the draft head or model, a folder or hub id; default: the head that comes with specjax for the model.
         revision: branch, tag or commit of a hub id.
-        steps: levels D of the draft tree, each a forward of the head; default: see `tree`.
+        steps: levels D of the draft tree, each a forward of the draft; default: see `tree`.
         topk: nodes of a level that are expanded, and children of each; default: 1, if another number is given.
         nodes: nodes N of the tree, the root included; default: see `tree`.
-        min_probability: minimum product (below 1) of the head's probabilities along the path of a draft; default: the
+        min_probability: minimum product (below 1) of the draft's probabilities along the path of a token; default: the
             measured value of a head that comes with specjax, else 0 (all drafts are proposed).
     """
 
@@ -196,12 +193,17 @@ class HeadOptions(DraftOptions):
         super().__post_init__()
         self.tree()  # refuses what is wrong for every target; others have fewer steps
 
+    @classmethod
+    def automatic(cls, family: str = "llama") -> TreeShape:
+        """The tree where no number is given: SGLang's, by the target's family."""
+        return TreeShape(5, 4, 8) if family == "llama" else TreeShape(3, 1, 4)
+
     @property
     def explicit_tree(self) -> bool:
         return (self.steps, self.topk, self.nodes) != (None, None, None)
 
     def tree(self, automatic: TreeShape | None = None) -> TreeShape:
-        """The tree that the options mean. `automatic`, by default Llama's, is used where no number is given.
+        """The tree that the options mean. `automatic`, by default a Llama target's, is used where no number is given.
 
         Otherwise a missing top-k is 1. Missing nodes are steps + 1 for top-k 1, else 1 + steps * topk, at most the
         candidates and 64. Missing steps are nodes - 1 for top-k 1, else the automatic ones. Top-k 1 is a chain, which
@@ -210,7 +212,7 @@ class HeadOptions(DraftOptions):
         Raises:
             ValueError: more nodes than candidates, or than the longest chain.
         """
-        automatic = automatic or automatic_tree()
+        automatic = automatic or self.automatic()
         if not self.explicit_tree:
             return automatic
         steps, topk = self.steps or automatic.steps, self.topk or 1
@@ -224,6 +226,13 @@ class HeadOptions(DraftOptions):
             return TreeShape(steps, 1, steps + 1)
         most = min(1 + steps * topk, 1 + candidates(steps, topk), MAX_AUTOMATIC_NODES)
         return TreeShape(steps, topk, self.nodes or most)
+
+
+@dataclass(frozen=True)
+class HeadOptions(ModelOptions):
+    """What the algorithms with a draft head have in common."""
+
+    needs: ClassVar[str | None] = "a draft head"
 
 
 @dataclass(frozen=True)
@@ -255,6 +264,26 @@ class Mtp(Eagle):
 
     algorithm: ClassVar[str] = "MTP"
     kind: ClassVar[str | None] = ALGORITHMS[algorithm].kind
+
+
+@dataclass(frozen=True)
+class Standalone(ModelOptions):
+    """Another, smaller model drafts.
+
+    Attributes:
+        vocabulary: same = the draft's tokenizer must have the target's tokens and ids; intersection = the draft
+            proposes the tokens that both tokenizers have, and reads others as the last of its own tokens for them.
+    """
+
+    algorithm: ClassVar[str] = "STANDALONE"
+    needs: ClassVar[str | None] = "a draft model"
+
+    vocabulary: Literal["same", "intersection"] = "same"
+
+    @classmethod
+    def automatic(cls, family: str = "llama") -> TreeShape:
+        del family
+        return TreeShape(3, 1, 4)
 
 
 CHOICES: tuple[type[DraftOptions], ...] = (Eagle, Eagle3, Mtp, Ngram)
@@ -309,7 +338,9 @@ class Auto(DraftOptions):
         return {name: value for name, value in self.given.items() if name in options.names()}
 
 
-DRAFTERS: dict[str, type[DraftOptions]] = {each.algorithm: each for each in (NoDraft, Ngram, Eagle, Eagle3, Mtp)}
+DRAFTERS: dict[str, type[DraftOptions]] = {
+    each.algorithm: each for each in (NoDraft, Ngram, Eagle, Eagle3, Mtp, Standalone)
+}
 """The options of each algorithm by its name; `factories` makes the drafters."""
 
 

@@ -21,8 +21,8 @@ so large batches draft less (and the largest not at all) unless the user has cho
 verification is nearly free up to far more."""
 
 HEAD_BLOCK_TOKENS = BLOCK_TOKENS | {"cpu": 1}
-"""The same limit for a drafter that reads features. A draft head always proposes something and takes time itself, so on
-a CPU it drafts for one request alone: four at once had half the speed without drafts with four nodes each
+"""The same limit for a drafter that runs a model. It always proposes something and takes time itself, so on a CPU it
+drafts for one request alone: with a draft head, four at once had half the speed without drafts with four nodes each
 (benchmarks/results/batch-2026-11-22.json, 2 cores)."""
 
 TABLE = 512  # pages in the small page table; a request that may hold no more needs no other
@@ -55,7 +55,7 @@ class Buckets:
     ) -> Buckets:
         """For R rows, and requests that may hold `request_pages` pages. A width set explicitly is never reduced."""
         kind = "cpu" if platform == "cpu" else "gpu"
-        most = (BLOCK_TOKENS if drafter.features is None else HEAD_BLOCK_TOKENS)[kind]
+        most = (HEAD_BLOCK_TOKENS if drafter.runs_model else BLOCK_TOKENS)[kind]
         largest = min(chunk or CHUNK[kind], CHUNK[kind])
         return cls(
             batches=(*(b for b in BATCHES if b < rows), rows),

@@ -1,0 +1,184 @@
+"""EAGLE-2's tree: a draft model is run level by level, and the best candidates form a tree.
+
+    start      what the model read last -> the k likeliest tokens: level 1
+    D - 1 times: the k best of a level run in one forward (they see what is committed, their ancestors and themselves)
+               and bring k candidates each
+    of all candidates the N - 1 best by cumulative log-probability are the tree
+
+A drafter gives the forward as a function. The keys of tree nodes never reach a page. Source: SafeAILab/EAGLE
+`topK_genrate`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float32, Int32, UInt32
+from specjax_kernels import CHEAP_ROWS, pack_bits
+
+from specjax.drafters.base import Context
+from specjax.drafters.options import TreeShape
+from specjax.limits import check, limited
+from specjax.tree import NO_PARENT, DraftTree, Pool, chain, log_total, rerank, top_k_children
+
+
+class Read(NamedTuple):
+    """What a draft model says after it has read k tokens of each request."""
+
+    logits: Float32[Array, "B k W"]  # over the draft's own tokens
+    carry: Any  # a pytree of [B, k, ...] leaves that a forward reads of the parents, such as their outputs
+    keys: Any  # a pytree of [B, C, ...] leaves: what uncommitted tokens of all levels so far left for later ones; None
+
+
+ReadLevel: TypeAlias = Callable[[int, Int32[Array, "B k"], Any, UInt32[Array, "B k words"], Any], Read]
+"""(level from 1, the target's ids, the parents' carry, packed mask over keys old and new, old keys) -> Read."""
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """The minimum probability of a draft.
+
+    A candidate becomes a node only if the product of the draft's probabilities along its path is at least `least`.
+    Scores never grow along a path, so the remaining candidates are a tree. Inactive entries propose nothing.
+
+        least 0.3       the .9 ─┬─ cat .8 (.72) ── sat .4 (.29, left out)
+                                └─ dog .1 (.09, left out)
+    """
+
+    least: float = limited(0.0, 0, below=1)  # llama.cpp's draft-p-min compares each draft's own probability instead
+    skips: bool = False  # levels without parents; a branch costs nothing on a CPU, but a GPU would ask the host
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def note(self) -> str:
+        return f"; only drafts of a probability of at least {self.least:g}" if self.least else ""
+
+    def widths(self, shape: TreeShape) -> tuple[int, ...]:
+        """Narrower trees that are worth a program: a quarter, and the row counts that are cheap on a CPU. Trees differ
+        in size only where drafts are left out, and a narrow step pays only where one may be chosen."""
+        if not (self.least and self.skips):
+            return ()
+        return tuple(w for w in sorted({*range(2, CHEAP_ROWS + 1), shape.nodes // 4}) if 2 <= w < shape.nodes)
+
+    def cut(self, scores: Float32[Array, "B k"], context: Context) -> Float32[Array, "B k"]:
+        """The scores, -inf below the minimum."""
+        if not self.least:
+            return scores
+        return jnp.where((scores >= math.log(self.least)) & context.active[:, None], scores, -jnp.inf)
+
+    def expand(self, scores: Float32[Array, "B k"], run: Callable[[], _Expanded]) -> _Expanded:
+        """`run()`, the candidates below nodes with these scores; if all are -inf, zeros with scores of -inf."""
+        if not (self.least and self.skips):
+            return run()
+
+        def nothing() -> _Expanded:
+            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(run))
+            return zeros._replace(scores=jnp.full_like(zeros.scores, -jnp.inf))
+
+        return jax.lax.cond(jnp.any(scores > -jnp.inf), run, nothing)
+
+
+ANY_DRAFT = Confidence()  # no minimum
+
+
+class _Level(NamedTuple):
+    """The nodes of a level that are expanded: k of them, the best first."""
+
+    tokens: Int32[Array, "B k"]  # the target's ids
+    scores: Float32[Array, "B k"]
+    carry: Any  # the parents', [B, k, ...] leaves
+    visible: Bool[Array, "B k C"]  # which uncommitted keys each sees: its ancestors' and its own, the last k of C
+    place: Int32[Array, "B k"]  # in the pool
+
+
+class _Expanded(NamedTuple):
+    """A level's candidates, Q of them, and what the next level reads."""
+
+    tokens: Int32[Array, "B Q"]  # the target's ids
+    scores: Float32[Array, "B Q"]
+    carry: Any  # of the expanded nodes
+    keys: Any  # of all levels so far
+
+
+def grow(
+    context: Context, shape: TreeShape, confidence: Confidence, start: Read, read: ReadLevel,
+    target_ids: Callable[[Int32[Array, "..."]], Int32[Array, "..."]] = lambda ids: ids,
+) -> DraftTree:  # fmt: skip
+    """Expands level by level, then keeps the best candidates; with top-k 1 all of them, a chain.
+
+    The loop is unrolled: each level has one key block more to attend to, and a GPU runs it without asking the host.
+
+    Args:
+        start: [B, 1, ...]: what the draft says after the root. All nodes see its keys, if it has any.
+        read: one forward over a level's nodes.
+        target_ids: the target's ids of the draft's tokens.
+    """
+    k, batch = shape.topk, start.logits.shape[0]
+    is_chain = k == 1
+
+    def candidates(
+        logits: Float32[Array, "B k W"], scores: Float32[Array, "B k"]
+    ) -> tuple[Int32[Array, "B Q"], Float32[Array, "B Q"]]:
+        """Tokens and scores of each node's k likeliest continuations."""
+        if is_chain:  # an argmax costs less than a top-k
+            drafts = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            scores = scores - log_total(logits, jnp.take_along_axis(logits, drafts[:, :, None], axis=2))[:, :, 0]
+        else:
+            drafts, scores = top_k_children(scores, logits, k, normalised=False)
+        tokens = target_ids(drafts)
+        return tokens.reshape(batch, -1), confidence.cut(scores.reshape(batch, -1), context)
+
+    def expand(level: int, nodes: _Level, keys: Any) -> _Expanded:
+        """One forward of the draft over a level."""
+        found = read(level, nodes.tokens, nodes.carry, pack_bits(nodes.visible), keys)
+        return _Expanded(*candidates(found.logits, nodes.scores), found.carry, found.keys)
+
+    def to_children(carry: Any, parent: Int32[Array, "B k"]) -> Any:
+        def take(leaf: Array) -> Array:
+            return jnp.take_along_axis(leaf, parent.reshape(*parent.shape, *[1] * (leaf.ndim - 2)), axis=1)
+
+        return jax.tree.map(take, carry)
+
+    tokens, scores = candidates(start.logits, jnp.zeros((batch, 1), jnp.float32))
+    pool = [Pool(tokens, jnp.full_like(tokens, NO_PARENT), jnp.ones_like(tokens), scores)]
+    own = jnp.broadcast_to(jnp.eye(k, dtype=bool), (batch, k, k))
+    place = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (batch, k))
+    carry = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (batch, k, *leaf.shape[2:])), start.carry)
+    keys = start.keys
+    seen = jax.tree.leaves(keys)[0].shape[1] if keys is not None else 0
+    visible = jnp.concatenate([jnp.ones((batch, k, seen), bool), own], axis=2) if seen else own
+    nodes = _Level(tokens, scores, carry, visible, place)
+    steps = shape.depth if is_chain else shape.steps
+    for level in range(1, steps):
+        tokens, scores, carry, keys = confidence.expand(nodes.scores, partial(expand, level, nodes, keys))
+        first = sum(part.tokens.shape[1] for part in pool)
+        pool.append(Pool(tokens, jnp.repeat(nodes.place, k, axis=1), jnp.full_like(tokens, level + 1), scores))
+        if is_chain:
+            nodes = _Level(tokens, scores, carry, jnp.ones((batch, 1, seen + level + 1), bool), nodes.place)
+        elif level + 1 < steps:
+            best, index = jax.lax.top_k(scores, k)  # best first, ties to the lower index
+            parent = index // k  # candidate i of a level belongs to node i // k
+            visible = jnp.take_along_axis(nodes.visible, parent[:, :, None], axis=1)
+            nodes = _Level(
+                tokens=jnp.take_along_axis(tokens, index, axis=1),
+                scores=best,
+                carry=to_children(carry, parent),
+                visible=jnp.concatenate([visible, own], axis=2),
+                place=first + index,
+            )
+    whole = Pool(*(jnp.concatenate(parts, axis=1) for parts in zip(*pool, strict=True)))
+    if not is_chain:
+        return rerank(context.root, whole, shape.nodes)
+    length = jnp.full(batch, steps, jnp.int32)
+    if confidence.least:
+        length = jnp.sum(whole.scores > -jnp.inf, axis=1, dtype=jnp.int32)
+    return chain(context.root, whole.tokens, length, whole.scores)

@@ -1,0 +1,136 @@
+"""STANDALONE: an ordinary model drafts for a larger one that writes the same tokens, or most of them.
+
+n tokens are committed, the root x_n is the last one drawn. The draft's pages are the target's (one page table), and
+slot t holds what the draft keeps of x_t; of the root it is kept beside the pages, since it may not have a page yet:
+
+    observe   the tokens that became certain and the new root go through the draft in one forward; all but the root are
+              committed, and what is kept of the root, with the draft's output there, waits in the state
+    propose   that output predicts level 1; a level's nodes, at position n + level, see the n slots, the root, their
+              ancestors and themselves (`grow`)
+
+So a tree of D levels costs D - 1 forwards of k tokens, beside the one of D + 2. The draft reads tokens alone: a slot
+depends on the text before it and on nothing else, and reused pages are exact.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Float32, Int32, UInt32
+from specjax_kernels import CAUSAL
+
+from specjax.cache import Block, Cache, PoolShape, commit, init_cache, take_path
+from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
+from specjax.drafters.grow import ANY_DRAFT, Confidence, Read, grow
+from specjax.drafters.options import Standalone, TreeShape
+from specjax.models.target import Before, Target
+from specjax.tree import DraftTree, best_nodes
+from specjax.types import Hidden, Tokens, Weights
+
+
+class StandaloneParams(NamedTuple):
+    """`Params.draft`: the model's parameters, and how the two vocabularies belong together (`checkpoint.vocabulary`).
+
+    Attributes:
+        model: as the draft's family has them.
+        ids: int32 [W], the target's id of each row of the draft's output layer; NO_TOKEN: never proposed, such as
+            padding. None: the same ids.
+        reads: int32 [V], the token that the draft reads for each of the target's. None: the same ids.
+    """
+
+    model: Weights
+    ids: Int32[Array, "W"] | None = None
+    reads: Int32[Array, "V"] | None = None
+
+
+class StandaloneState(NamedTuple):
+    cache: Cache  # the draft's page leaves, in the target's pages
+    root: Block  # [R, 1, ...] leaves: what the draft keeps of the row's root
+    hidden: Float[Array, "R M"]  # its output at the root: predicts level 1
+
+
+def standalone_drafter(
+    target: Target, draft: Target, shape: TreeShape, *, confidence: Confidence = ANY_DRAFT,
+    explicit_width: bool = True, note: str = "",
+) -> Drafter:  # fmt: skip
+    """Drafts with a model whose `StandaloneParams` are `Params.draft`. [B, N] trees; all nodes are valid unless fewer
+    tokens may be proposed than the tree needs, `confidence` sets a minimum, or the text is longer than the draft's
+    positions, where nothing is proposed."""
+
+    def embed(given: StandaloneParams, tokens: Tokens) -> Hidden:
+        return draft.embed(given.model, tokens if given.reads is None else given.reads[tokens])
+
+    def unembed(given: StandaloneParams, hidden: Hidden) -> Float32[Array, "B k W"]:
+        logits = draft.unembed(given.model, hidden)
+        if given.ids is None:
+            return logits[..., : target.config.vocab_size]
+        return jnp.where((given.ids >= 0)[None, None], logits, -jnp.inf)
+
+    def init(params: Params, rows: int, pool: PoolShape) -> DraftState:
+        del params
+        root = jax.tree.map(lambda spec: jnp.zeros((rows, 1, *spec.shape), jnp.dtype(spec.dtype)), draft.pages)
+        hidden = jnp.zeros((rows, draft.config.hidden_size), jnp.dtype(draft.config.dtype))
+        return StandaloneState(init_cache(draft.pages, pool), root, hidden)
+
+    def propose(params: Params, state: StandaloneState, context: Context) -> tuple[DraftTree, DraftState]:
+        given, start = params.draft, context.prefix_length[:, None]
+        row = jnp.minimum(context.slots, state.hidden.shape[0] - 1)
+
+        def read(
+            level: int, tokens: Int32[Array, "B k"], carry: tuple[()], mask: UInt32[Array, "B k words"], before: Before
+        ) -> Read:
+            positions = jnp.broadcast_to(start + level, tokens.shape)
+            past = state.cache, context.page_table, context.attended
+            output = draft.forward(given.model, embed(given, tokens), positions, mask, *past, before=before)
+            own = Before(output.block, positions)
+            keys = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), before, own)
+            return Read(unembed(given, output.hidden), carry, keys)
+
+        root, hidden = jax.tree.map(lambda leaf: leaf[row], state.root), state.hidden[row][:, None]
+        first = Read(unembed(given, hidden), (), Before(root, start))
+        tree = grow(context, shape, confidence, first, read, lambda ids: ids if given.ids is None else given.ids[ids])
+        if draft.config.max_positions < target.config.max_positions:
+            inside = context.prefix_length + shape.steps <= draft.config.max_positions
+            tree = best_nodes(tree, jnp.where(inside, shape.nodes, 1))
+        return tree, state
+
+    def observe(params: Params, state: StandaloneState, context: Context, seen: Observation) -> DraftState:
+        given, rows = params.draft, state.hidden.shape[0]
+        # The first token again, which was the root: another request's chunk may have ended before it.
+        tokens = jnp.concatenate([seen.tokens[:, :1], seen.next_tokens], axis=1)
+        index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+        positions = context.prefix_length[:, None] + index
+        past = state.cache, context.page_table, context.attended
+        output = draft.forward(given.model, embed(given, tokens), positions, CAUSAL, *past)
+        # A NaN in a page would spread to the requests that hold the page later.
+        broken = jnp.any(jnp.isnan(output.hidden[:, :, 0]) & (index <= seen.length[:, None]), axis=1)
+        length = jnp.where(broken, 0, seen.length)
+        where = context.page_table, context.prefix_length, length
+        cache = commit(state.cache, output.block, *where, after=output.hidden)
+        nowhere = rows + jnp.arange(length.shape[0], dtype=jnp.int32)
+        row = jnp.where(seen.length > 0, context.slots, nowhere)
+
+        def put(leaf: Array, new: Array) -> Array:
+            return leaf.at[row].set(new, mode="drop", unique_indices=True)
+
+        last = seen.length[:, None]  # the root's index
+        root = jax.tree.map(put, state.root, take_path(output.block, last))
+        hidden = put(state.hidden, jnp.take_along_axis(output.hidden, last[:, :, None], axis=1)[:, 0])
+        return StandaloneState(cache, root, hidden)
+
+    return Drafter(
+        Standalone.algorithm,
+        features=None,
+        width=shape.nodes,
+        depth=shape.depth,
+        init=init,
+        propose=propose,
+        observe=observe,
+        widths=confidence.widths(shape),
+        explicit_width=explicit_width,
+        runs_model=True,
+        note=note + confidence.note,
+    )
