@@ -13,6 +13,7 @@ import numpy as np
 
 from specjax.checkpoint.files import CheckpointError, listed
 from specjax.checkpoint.hf_config import DTYPES
+from specjax.checkpoint.quantised import matrices
 from specjax.checkpoint.weights import ModelFiles, read_headers, read_json
 from specjax.config import ModelConfig
 from specjax.models import table
@@ -44,7 +45,7 @@ def load_params(
     Raises:
       CheckpointError: a tensor is missing, left over, of the wrong shape or type, or a file is damaged.
     """
-    tensors = read_headers(files.weights)
+    tensors = matrices(read_headers(files.weights), files.config)
     rules = list(placements(table(config), dimensions(config)))
     shapes = {name: entry.shape for name, entry in tensors.items()}
     optional = {HEAD_TENSOR} if config.tied_embeddings else frozenset()

@@ -28,10 +28,13 @@ T = TypeVar("T")
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
+QUANTISED_HEAD = HEAD_TENSOR.removesuffix("weight")  # prefix of the tensors of a quantised output matrix
+
 DTYPES = {"F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(ml_dtypes.bfloat16), "F64": np.dtype("f8")}
 # Never parameters: token ids and masks beside the weights of a draft head.
 INTEGERS = {f"{kind}{8 * size}": np.dtype(f"{kind.lower()}{size}") for kind in "IU" for size in (8, 4, 2, 1)}
 INTEGERS["BOOL"] = np.dtype("?")
+INTEGERS["F8_E4M3"] = np.dtype(ml_dtypes.float8_e4m3fn)  # codes of a quantised matrix
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,9 @@ def read_folder(name: str, folder: Path) -> ModelFiles:
     weights = find_weights(name, folder)
     tensors = read_headers(weights)
     head, embed = tensors.get(HEAD_TENSOR), tensors.get(EMBED_TENSOR)
-    if head is None and embed is not None:
+    if any(name.startswith(QUANTISED_HEAD) for name in tensors) and (head is None or head.dtype not in DTYPES):
+        config["tie_word_embeddings"] = False
+    elif head is None and embed is not None:
         if (tied := config.get("tie_word_embeddings")) is not None and tied is not True:
             raise CheckpointError(
                 f"{folder / 'config.json'}: tie_word_embeddings is {tied!r:.80}, and there is no {HEAD_TENSOR}; write "
