@@ -5,7 +5,7 @@ All functions raise ``CheckpointError`` for what is absent, damaged or not suppo
 jax, transformers, gguf and the hub's client are imported by the functions that need them.
 """
 
-from specjax.checkpoint.draft_head import load_head
+from specjax.checkpoint.draft_head import describe_head, load_head
 from specjax.checkpoint.files import CheckpointError
 from specjax.checkpoint.hf_config import model_config, sampling_defaults, stop_token_ids
 from specjax.checkpoint.hub import BUILT_IN_MODEL, resolve
@@ -15,7 +15,7 @@ from specjax.checkpoint.token_map import read_token_map
 from specjax.checkpoint.weights import ModelFiles
 
 __all__ = [
-    "BUILT_IN_MODEL", "CheckpointError", "ModelFiles", "ShippedHead", "load_head", "load_params", "load_tokenizer",
-    "may_have_head", "model_config", "read_token_map", "resolve", "sampling_defaults", "shipped_head",
-    "stop_token_ids",
+    "BUILT_IN_MODEL", "CheckpointError", "ModelFiles", "ShippedHead", "describe_head", "load_head", "load_params",
+    "load_tokenizer", "may_have_head", "model_config", "read_token_map", "resolve", "sampling_defaults",
+    "shipped_head", "stop_token_ids",
 ]  # fmt: skip

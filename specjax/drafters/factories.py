@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 def make_drafter(
     draft: DraftOptions | str, *, target: Target | None = None, head: HeadConfig | None = None,
-    backend: str | None = None, automatic: TreeShape | None = None,
+    backend: str | None = None, automatic: TreeShape | None = None, platform: str | None = None,
 ) -> Drafter:  # fmt: skip
     """The drafter of an algorithm.
 
@@ -31,15 +31,16 @@ def make_drafter(
         target, head: for algorithms with a draft head; the head's parameters go into `Params.draft`.
         backend: the head's attention implementation.
         automatic: the head's tree where the options give no number of it; None: the target's family decides.
+        platform: that it will run on, "cpu" or "gpu"; None: this process's.
 
     Raises:
         ValueError: no such algorithm, or no head of the kind that it needs.
     """
-    options = options_of(draft)
+    options, platform = options_of(draft), platform or jax.default_backend()
     if isinstance(options, NoDraft):
         return none_drafter()
     if isinstance(options, Ngram):
-        return ngram_drafter(options.on(jax.default_backend()))._replace(explicit_width=options.nodes is not None)
+        return ngram_drafter(options.on(platform))._replace(explicit_width=options.nodes is not None)
     if not isinstance(options, HeadOptions):
         raise ValueError(f"{options.algorithm} chooses a drafter for a model: use Engine.from_pretrained")
     if target is None or head is None or options.kind != head.kind:
@@ -56,7 +57,7 @@ def make_drafter(
         )  # fmt: skip
     given = [number is not None for number in (options.steps, options.topk, options.nodes)]
     how = "given" if all(given) else "what was not given was chosen" if any(given) else "automatic"
-    confidence = Confidence(options.min_probability or 0.0, skips=jax.default_backend() == "cpu")
+    confidence = Confidence(options.min_probability or 0.0, skips=platform == "cpu")
     return eagle_drafter(
         target, head, shape, confidence=confidence, backend=backend, explicit_width=any(given), note=f"{shape} ({how})"
     )
