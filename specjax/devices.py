@@ -1,4 +1,4 @@
-"""What bounds a step on a device: its memory, the speed of the memory, and of products. A table of GPUs, and this machine.
+"""What bounds a step on a device: its memory, the memory's speed, that of products. A table of GPUs, and this machine.
 
 Sources: NVIDIA's data sheets of the H200 SXM, H100 SXM, A100 80GB SXM and L40S, and appendix A of its whitepaper on the
 Ada GPU architecture for the GeForce RTX 4090. Products are dense, of bfloat16 or float16 with sums in float32, and of
@@ -51,7 +51,7 @@ def xla_share() -> float:
 
 
 def this_device(dtype: str) -> Device:
-    """This process's device. Its speeds are measured, in a second or two: with a copy, and with a product of `dtype`."""
+    """This process's device. Its speeds are measured in a second, by a copy and by a product of `dtype`."""
     device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit") or system_memory()
     speed = _product_speed(dtype)
