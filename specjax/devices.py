@@ -21,9 +21,12 @@ XLA_SHARE_VARIABLE, XLA_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75
 """The share of a GPU's memory that jax takes: an environment variable, and its default in jax."""
 
 
+GB = 10**9
+
+
 class Device(NamedTuple):
     name: str
-    memory: float  # bytes
+    memory: int  # bytes
     bandwidth: float  # of the memory, bytes/s
     flops: float  # multiplications and additions a second, of 16-bit numbers
     float32_flops: float
@@ -36,11 +39,11 @@ class Device(NamedTuple):
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
-        Device("H200", 141e9, 4.8e12, 989e12, 67e12),
-        Device("H100", 80e9, 3.35e12, 989e12, 67e12),
-        Device("A100", 80e9, 2.039e12, 312e12, 19.5e12),
-        Device("L40S", 48e9, 864e9, 362e12, 91.6e12),
-        Device("RTX4090", 24e9, 1008e9, 165.2e12, 82.6e12),
+        Device("H200", 141 * GB, 4.8e12, 989e12, 67e12),
+        Device("H100", 80 * GB, 3.35e12, 989e12, 67e12),
+        Device("A100", 80 * GB, 2.039e12, 312e12, 19.5e12),
+        Device("L40S", 48 * GB, 864e9, 362e12, 91.6e12),
+        Device("RTX4090", 24 * GB, 1008e9, 165.2e12, 82.6e12),
     )
 }
 

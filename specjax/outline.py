@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -21,7 +22,8 @@ from specjax.models.params import Sizes, Table, dimensions, map_leaves
 from specjax.models.target import Target
 
 
-class Outline(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Outline:
     target: Target
     params: Params  # `jax.ShapeDtypeStruct` leaves; the draft's may be arrays that a drafter of the user's made
     drafter: Drafter

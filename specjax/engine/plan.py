@@ -8,6 +8,7 @@ Launches of kernels, attention's products and, with several devices, the exchang
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -21,7 +22,17 @@ from specjax.engine.config import EngineConfig, Layout, Memory, context_length, 
 from specjax.models import table
 from specjax.models.blocks import key_value_spec
 from specjax.models.head_spec import head_reads
-from specjax.models.params import Leaf, Sizes, dimensions, leaf_bytes, leaves_of, parameter_bytes, read_leaves, shards
+from specjax.models.params import (
+    Leaf,
+    Sizes,
+    Table,
+    dimensions,
+    leaf_bytes,
+    leaves_of,
+    parameter_bytes,
+    read_leaves,
+    shards,
+)
 from specjax.outline import Outline, head_parameters
 from specjax.state import init_state
 
@@ -96,19 +107,15 @@ class Plan(NamedTuple):
 
 def make_plan(case: Case) -> Plan:
     """Raises ValueError for a context that the model does not have."""
-    (target, params, drafter, head, _), config, n = case.outline, case.config, case.devices
-    context, size, rows = context_length(target, config), config.page_size, config.max_running_requests
-
-    def state(pool: PoolShape) -> Any:
-        return init_state(params, target, drafter, rows=rows, pool=pool)
-
-    whole = bytes_per_token(state, size)
-    beside = _nbytes(jax.eval_shape(lambda: state(PoolShape(1, size)))) - whole * size
+    target, drafter, head = case.outline.target, case.outline.drafter, case.outline.head
+    config, n = case.config, case.devices
+    context, rows = context_length(target, config), config.max_running_requests
+    whole, beside = _state_bytes(case.outline, config.page_size, rows)
     pages = _page_bytes(target.pages, n)
     draft_pages = whole - _page_bytes(target.pages)
     if head is not None:
         draft_pages += _page_bytes(key_value_spec(head), n) - _page_bytes(key_value_spec(head))
-    reads = Reads.of(case.outline, n)
+    reads = _reads(case.outline, n)
     weights, draft_weights = reads.weights, reads.draft_weights
 
     problems: list[str] = []
@@ -157,30 +164,31 @@ class Reads(NamedTuple):
     level: int  # bytes that a level of the draft reads, the target's output matrix among them if it is the head's
     once: int  # bytes that the draft reads once a step
 
-    @classmethod
-    def of(cls, outline: Outline, devices: int) -> Reads:
-        target, head = outline.target, outline.head
-        model, declared, sizes = target.config, table(target.config), dimensions(target.config)
-        read = [*read_leaves(declared)]
-        shapes = [(leaf.axes, leaf.shape(sizes)) for leaf in read]
 
-        def size(leaves: Iterable[Leaf], sizes: Sizes = sizes) -> int:
-            return sum(leaf_bytes(leaf, sizes, model.dtype, devices) for leaf in leaves)
+@lru_cache(16)
+def _reads(outline: Outline, devices: int) -> Reads:
+    target, head = outline.target, outline.head
+    model, declared, sizes = target.config, table(target.config), dimensions(target.config)
+    read = [*read_leaves(declared)]
+    shapes = [(leaf.axes, leaf.shape(sizes)) for leaf in read]
 
-        draft, level, once = (_nbytes(outline.params.draft),) * 2 + (0,)  # of a drafter of the user's: all, each level
-        if head is not None:
-            head_table, head_sizes = head_parameters(head, target)
-            draft = parameter_bytes(head_table, head_sizes, head.dtype, devices=devices)
-            level, once = (size(leaves, head_sizes) for leaves in head_reads(head))
-            level += 0 if head.own_head else size(leaf for leaf in read if "vocab" in leaf.axes)
-        return cls(
-            weights=parameter_bytes(declared, sizes, model.dtype, devices=devices),
-            draft_weights=draft,
-            forward=size(read),
-            products=sum(prod(shape) // shards(axes, shape, devices) for axes, shape in shapes),
-            level=level,
-            once=once,
-        )
+    def size(leaves: Iterable[Leaf], sizes: Sizes = sizes) -> int:
+        return sum(leaf_bytes(leaf, sizes, model.dtype, devices) for leaf in leaves)
+
+    draft, level, once = (_nbytes(outline.params.draft),) * 2 + (0,)  # of a drafter of the user's: all, each level
+    if head is not None:
+        head_table, head_sizes = head_parameters(head, target)
+        draft = parameter_bytes(head_table, head_sizes, head.dtype, devices=devices)
+        level, once = (size(leaves, head_sizes) for leaves in head_reads(head))
+        level += 0 if head.own_head else size(leaf for leaf in read if "vocab" in leaf.axes)
+    return Reads(
+        weights=parameter_bytes(declared, sizes, model.dtype, devices=devices),
+        draft_weights=draft,
+        forward=size(read),
+        products=sum(prod(shape) // shards(axes, shape, devices) for axes, shape in shapes),
+        level=level,
+        once=once,
+    )
 
 
 def temporary_bytes(outline: Outline, buckets: Buckets, devices: int) -> int:
@@ -193,6 +201,15 @@ def temporary_bytes(outline: Outline, buckets: Buckets, devices: int) -> int:
     XLA for an H200 has 33 MB for one tree of 32 nodes of Llama-3.1-8B with an EAGLE-3 head, the estimate is 51 MB
     (benchmarks/results/gpu-compile-2026-11-21.json). Attention's workspace is left out.
     """
+    each, vocab_size = _activation_bytes(outline, devices), outline.target.config.vocab_size
+    steps = [batch * buckets.tree_widths(batch)[-1] for batch in buckets.batches]
+    programs = [(nodes, nodes) for nodes in steps] + [(chunk, 1) for chunk in buckets.chunks]
+    return max(tokens * each + logits_bytes(rows, vocab_size) for tokens, rows in programs)
+
+
+@lru_cache(16)
+def _activation_bytes(outline: Outline, devices: int) -> int:
+    """Of a token: the last two lines of `temporary_bytes`."""
     target, head = outline.target, outline.head
     model, sizes = target.config, dimensions(target.config)
     matrices = (leaf for leaf in leaves_of(table(model)) if leaf.matrix and "vocab" not in leaf.axes)
@@ -203,10 +220,7 @@ def temporary_bytes(outline: Outline, buckets: Buckets, devices: int) -> int:
     )
     features = head.feature_size if head is not None else 0
     numbers = 2 * max(outputs, default=0) + 4 * model.hidden_size + features
-    each = numbers * np.dtype(model.dtype).itemsize + _page_bytes(target.pages, devices)
-    steps = [batch * buckets.tree_widths(batch)[-1] for batch in buckets.batches]
-    programs = [(nodes, nodes) for nodes in steps] + [(chunk, 1) for chunk in buckets.chunks]
-    return max(tokens * each + logits_bytes(rows, model.vocab_size) for tokens, rows in programs)
+    return numbers * np.dtype(model.dtype).itemsize + _page_bytes(target.pages, devices)
 
 
 def _speed(case: Case, reads: Reads, batch: int, nodes: int, context: int, pages: int, draft_pages: int) -> Speed:
@@ -223,13 +237,14 @@ def _speed(case: Case, reads: Reads, batch: int, nodes: int, context: int, pages
     return Speed(batch, nodes, forward(batch), read / device.bandwidth, forward(batch * nodes))
 
 
+@lru_cache(16)
 def _undivided(outline: Outline, devices: int) -> dict[str, int]:
     """Bytes by name, of what several devices hold whole each."""
     found: dict[str, int] = {}
     if devices == 1:
         return found
     model, head = outline.target.config, outline.head
-    parts = [("", table(model), dimensions(model), outline.target.pages)]
+    parts: list[tuple[str, Table, Sizes, Any]] = [("", table(model), dimensions(model), outline.target.pages)]
     if head is not None:
         parts.append(("draft ", *head_parameters(head, outline.target), key_value_spec(head)))
     for name, declared, sizes, specs in parts:
@@ -240,6 +255,17 @@ def _undivided(outline: Outline, devices: int) -> dict[str, int]:
         if (whole := _page_bytes(specs)) == _page_bytes(specs, devices):
             found[f"{name}pages of a token"] = whole
     return found
+
+
+@lru_cache(16)
+def _state_bytes(outline: Outline, page_size: int, rows: int) -> tuple[int, int]:
+    """Of a token in all pools, and of everything else in the state; on one device."""
+
+    def state(pool: PoolShape) -> Any:
+        return init_state(outline.params, outline.target, outline.drafter, rows=rows, pool=pool)
+
+    each = bytes_per_token(state, page_size)
+    return each, _nbytes(jax.eval_shape(lambda: state(PoolShape(1, page_size)))) - each * page_size
 
 
 def _page_bytes(specs: Any, devices: int = 1) -> int:

@@ -23,7 +23,7 @@ from specjax.engine.buckets import speculation_note
 from specjax.engine.plan import CONTEXT, Case, Plan, make_plan
 from specjax.limits import Range, check_value
 from specjax.outline import Outline, outline
-from specjax.serve.remedies import Remedy, remedies
+from specjax.serve.remedies import Outlines, Remedy, remedies
 from specjax.settings import Parser, dashed
 
 FITS, DOES_NOT_FIT, WRONG = 0, 1, 2
@@ -75,14 +75,14 @@ def dry_run(settings: flags.Settings, device: str | None, devices: int) -> int:
     return DOES_NOT_FIT if plan.problems else FITS
 
 
-def _case(arguments: dict[str, Any], device: str | None, devices: int) -> tuple[Case, Any]:
+def _case(arguments: dict[str, Any], device: str | None, devices: int) -> tuple[Case, Outlines]:
     platform = "gpu" if device or jax.default_backend() != "cpu" else "cpu"
-    described = {name: arguments[name] for name in ("model", "revision")} | {"platform": platform}
+    model, revision = arguments["model"], arguments["revision"]
 
     @functools.cache
     def outlines(dtype: str | None, drafts: bool) -> Outline:
         draft = arguments["draft"] if drafts else NoDraft()
-        return outline(**described, draft=draft, dtype=dtype or arguments["dtype"])
+        return outline(model, draft=draft, dtype=dtype or arguments["dtype"], revision=revision, platform=platform)
 
     asked = outlines(None, True)
     bounds = DEVICES[device] if device else this_device(asked.target.config.dtype)
@@ -98,7 +98,8 @@ def _report(settings: flags.Settings, case: Case, plan: Plan, found: list[Remedy
     count = f"{case.devices} devices, figures of each" if case.devices > 1 else "1 device"
     yield from _fact(
         "model",
-        f"{settings.model.model}: {model.family}, {model.num_layers} layers, {model.dtype}, context {plan.context_length}; from {source}",
+        f"{settings.model.model}: {model.family}, {model.num_layers} layers, {model.dtype}, "
+        f"context {plan.context_length}; from {source}",
     )
     yield from _fact("draft", flags.in_flags(speculation_note(case.outline.drafter, plan.buckets)))
     yield from _fact(
@@ -173,7 +174,7 @@ def _speeds(case: Case, plan: Plan) -> Iterator[str]:
 
 
 def _accept_lengths(depth: int) -> list[float]:
-    return [length for length in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8) if length <= depth + 1]
+    return [length for length in (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0) if length <= depth + 1]
 
 
 def _verdict(case: Case, plan: Plan, found: list[Remedy]) -> Iterator[str]:
@@ -196,7 +197,7 @@ def _fact(name: str, text: str) -> Iterator[str]:
     yield from (f"{name if index == 0 else '':8}  {line}" for index, line in enumerate(lines))
 
 
-def _gb(size: float) -> str:
+def _gb(size: float | int) -> str:
     return f"{size / 1e9:.2f}" if size >= 1e7 or not size else f"{size / 1e9:.4f}"
 
 
