@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from math import prod
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,12 +20,15 @@ from specjax.checkpoint import CheckpointError
 from specjax.devices import DEVICES, XLA_SHARE_VARIABLE
 from specjax.drafters import Eagle, Eagle3, Mtp, Ngram, NoDraft
 from specjax.engine import Engine, EngineConfig
-from specjax.engine.config import pool_tokens
-from specjax.engine.plan import Case, make_plan
+from specjax.engine.buckets import Key
+from specjax.engine.config import Layout, pool_tokens
+from specjax.engine.executables import Executables
+from specjax.engine.plan import Case, make_plan, temporary_bytes
 from specjax.models import table
 from specjax.models.params import dimensions, leaves_of
 from specjax.outline import outline
 from specjax.serve import command
+from specjax.state import init_state
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -205,6 +209,26 @@ def test_an_engine_takes_what_was_predicted(tiny, monkeypatch, name):
     tokens = pool_tokens(engine.target, config, engine.context_length, "gpu", engine.drafter, engine.params)
     small = make_plan(Case(described, config, device._replace(memory=limit), "gpu"))
     assert small.tokens == tokens // 4 * 4 > 0
+
+
+@pytest.mark.parametrize("kind", ["step", "prefill"])
+def test_the_estimate_of_temporaries_is_near_what_xla_holds(tmp_path, kind):
+    """Of a step of 32 nodes, whose logits take most; and of 512 tokens of a prompt, whose activations do."""
+    sizes = {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | sizes | heads))
+    described = outline(str(tmp_path), draft=Ngram(nodes=8, capacity=4096))
+    parts, config = (described.target, described.drafter), EngineConfig(max_running_requests=4)
+    pool, buckets = Layout.of(config, 1024, 1024, "cpu", described.drafter)
+    # The other kind of program is made too small to count.
+    few: dict[str, Any] = {"chunks": (8,)} if kind == "step" else {"batches": (1,)}
+    buckets = replace(buckets, **few)
+    state = jax.eval_shape(lambda: init_state(described.params, *parts, rows=4, pool=pool))
+    program: Any = Executables(*parts, buckets, described.params, state).get(
+        Key(kind, 4 if kind == "step" else 512, buckets.tables[0])
+    )
+    held = program.memory_analysis().temp_size_in_bytes
+    assert 0.7 * held < temporary_bytes(described, buckets, "cpu") < 1.5 * held
 
 
 def nbytes(tree: Any) -> int:

@@ -134,7 +134,7 @@ def make_plan(case: Case) -> Plan:
         token_bytes=pages,
         draft_token_bytes=draft_pages,
         rows=beside,
-        temporaries=temporary_bytes(case.outline, buckets, n),
+        temporaries=temporary_bytes(case.outline, buckets, case.platform, n),
         tokens=tokens,
         buckets=buckets,
         reads=reads,
@@ -191,20 +191,21 @@ def _reads(outline: Outline, devices: int) -> Reads:
     )
 
 
-def temporary_bytes(outline: Outline, buckets: Buckets, devices: int) -> int:
+def temporary_bytes(outline: Outline, buckets: Buckets, platform: str, devices: int = 1) -> int:
     """An estimate of what the largest program holds beside its arguments:
 
         logits of the nodes        `logits_bytes`; a prompt's chunk has them of one token
         keys and values            of all layers, which are committed together at the end
-        activations                two of the widest layer's outputs, four of the residual stream, the features
+        activations                two of the widest layer's outputs, six of the residual stream, the features
 
-    XLA for an H200 has 33 MB for one tree of 32 nodes of Llama-3.1-8B with an EAGLE-3 head, the estimate is 51 MB
-    (benchmarks/results/gpu-compile-2026-11-21.json). Attention's workspace is left out.
+    XLA holds 33 MB for one tree of 32 nodes of Llama-3.1-8B with an EAGLE-3 head on an H200, and the estimate is 51 MB
+    (benchmarks/results/gpu-compile-2026-11-21.json). A test compares others on a CPU. Attention's workspace is left
+    out.
     """
+    programs = [(nodes, nodes) for nodes in (batch * buckets.tree_widths(batch)[-1] for batch in buckets.batches)]
+    programs += [(chunk, 1) for chunk in buckets.chunks]
     each, vocab_size = _activation_bytes(outline, devices), outline.target.config.vocab_size
-    steps = [batch * buckets.tree_widths(batch)[-1] for batch in buckets.batches]
-    programs = [(nodes, nodes) for nodes in steps] + [(chunk, 1) for chunk in buckets.chunks]
-    return max(tokens * each + logits_bytes(rows, vocab_size) for tokens, rows in programs)
+    return max(tokens * each + logits_bytes(rows, vocab_size, platform) for tokens, rows in programs)
 
 
 @lru_cache(16)
@@ -219,7 +220,7 @@ def _activation_bytes(outline: Outline, devices: int) -> int:
         if leaf.matrix and (shape := leaf.shape(sizes))
     )
     features = head.feature_size if head is not None else 0
-    numbers = 2 * max(outputs, default=0) + 4 * model.hidden_size + features
+    numbers = 2 * max(outputs, default=0) + 6 * model.hidden_size + features
     return numbers * np.dtype(model.dtype).itemsize + _page_bytes(target.pages, devices)
 
 
