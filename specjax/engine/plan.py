@@ -194,34 +194,38 @@ def _reads(outline: Outline, devices: int) -> Reads:
 def temporary_bytes(outline: Outline, buckets: Buckets, platform: str, devices: int = 1) -> int:
     """An estimate of what the largest program holds beside its arguments:
 
-        logits of the nodes        `logits_bytes`; a prompt's chunk has them of one token
-        keys and values            of all layers, which are committed together at the end
-        activations                two of the widest layer's outputs, six of the residual stream, the features
+        logits of the nodes     `logits_bytes`; a prompt's chunk has them of one token
+        of all layers           keys and values, which are committed together at the end; the features
+        of one layer            two of its widest output, six of the residual stream; on a CPU, if that is more, the
+                                scores of attention within the chunk, twice [H, tokens, tokens] in float32
 
     XLA holds 33 MB for one tree of 32 nodes of Llama-3.1-8B with an EAGLE-3 head on an H200, and the estimate is 51 MB
-    (benchmarks/results/gpu-compile-2026-11-21.json). A test compares others on a CPU. Attention's workspace is left
-    out.
+    (benchmarks/results/gpu-compile-2026-11-21.json). A test compares others on a CPU.
     """
-    programs = [(nodes, nodes) for nodes in (batch * buckets.tree_widths(batch)[-1] for batch in buckets.batches)]
-    programs += [(chunk, 1) for chunk in buckets.chunks]
-    each, vocab_size = _activation_bytes(outline, devices), outline.target.config.vocab_size
-    return max(tokens * each + logits_bytes(rows, vocab_size, platform) for tokens, rows in programs)
+    model = outline.target.config
+    lasting, passing = _activation_bytes(outline, devices)
+
+    def held(tokens: int, rows: int) -> int:
+        scores = 8 * model.num_heads * tokens if platform == "cpu" else 0
+        return tokens * (lasting + max(passing, scores)) + logits_bytes(rows, model.vocab_size, platform)
+
+    steps = [batch * buckets.tree_widths(batch)[-1] for batch in buckets.batches]
+    return max(*(held(nodes, nodes) for nodes in steps), *(held(chunk, 1) for chunk in buckets.chunks))
 
 
 @lru_cache(16)
-def _activation_bytes(outline: Outline, devices: int) -> int:
-    """Of a token: the last two lines of `temporary_bytes`."""
+def _activation_bytes(outline: Outline, devices: int) -> tuple[int, int]:
+    """Of a token: of all layers, and of one; see `temporary_bytes`."""
     target, head = outline.target, outline.head
     model, sizes = target.config, dimensions(target.config)
-    matrices = (leaf for leaf in leaves_of(table(model)) if leaf.matrix and "vocab" not in leaf.axes)
-    outputs = (
-        prod(shape[axis] for axis in leaf.matrix[1]) // shards(leaf.axes, shape, devices)
-        for leaf in matrices
-        if leaf.matrix and (shape := leaf.shape(sizes))
-    )
-    features = head.feature_size if head is not None else 0
-    numbers = 2 * max(outputs, default=0) + 6 * model.hidden_size + features
-    return numbers * np.dtype(model.dtype).itemsize + _page_bytes(target.pages, devices)
+    widest = 0
+    for leaf in leaves_of(table(model)):
+        if leaf.matrix and "vocab" not in leaf.axes:
+            shape = leaf.shape(sizes)
+            widest = max(widest, prod(shape[axis] for axis in leaf.matrix[1]) // shards(leaf.axes, shape, devices))
+    size, features = np.dtype(model.dtype).itemsize, 0 if head is None else head.feature_size
+    lasting = _page_bytes(target.pages, devices) + size * (2 * model.hidden_size + features)
+    return lasting, size * (2 * widest + 4 * model.hidden_size)
 
 
 def _speed(case: Case, reads: Reads, batch: int, nodes: int, context: int, pages: int, draft_pages: int) -> Speed:
