@@ -66,15 +66,7 @@ def load(
     """
     if sampling_defaults not in (known := get_args(SamplingDefaults)):
         raise ValueError(f"sampling_defaults={sampling_defaults!r:.60} is not one of: {', '.join(known)}")
-    if drafter is not None and draft != Auto.algorithm:
-        raise ValueError(f"give drafter or draft, not both; draft={draft!r:.60}")
-    if drafter is None and isinstance(draft, str) and ":" in draft:
-        drafter = load_drafter(draft)
-    options = options_of(draft) if drafter is None else NoDraft()
-    shipped = options.kind is not None and checkpoint.may_have_head(model, options.kind)
-    if options.needs and not _path(options) and not shipped:
-        raise _no_path(options)
-    options.on(jax.default_backend())
+    options, drafter = requested(model, draft, drafter)
     backend = attention_implementation(backend)
     files = checkpoint.resolve(model, revision=revision, progress=progress)
     config = checkpoint.model_config(files.config, dtype=dtype)
@@ -106,17 +98,33 @@ def load(
         head, draft_params = with_token_map(given.head, given.params, target, weights, given.ids)
         given = given._replace(head=head, params=draft_params)
     if drafter is None:
-        made = make_drafter(
-            chosen.options, target=target, head=given.head, model=given.model, backend=backend, automatic=chosen.tree
-        )
+        made = chosen.drafter(target, given.head, model=given.model, backend=backend)
         found = Speculation(made._replace(note=made.note + given.note), given.params)
     else:
         found = make_speculation(drafter, target)
     made = found.drafter
-    if chosen.head is not None:
-        made = made._replace(note=f"{made.note}; the head {chosen.head.name}, which comes with specjax")
     eos = checkpoint.stop_token_ids(files, tokenizer, config.vocab_size)
     return LoadedModel(target, Params(weights, found.params), tokenizer, made, verify or found.verify, eos, sampled)
+
+
+def requested(
+    model: str,
+    draft: DraftOptions | str,
+    drafter: Drafter | DrafterFactory | None = None,
+    platform: str | None = None,
+) -> tuple[DraftOptions, Drafter | DrafterFactory | None]:
+    """The options that `draft` means, and the drafter that is given or that it names. `platform`: as `choose`. Raises
+    ValueError for what can be refused before the model is looked for."""
+    if drafter is not None and draft != Auto.algorithm:
+        raise ValueError(f"give drafter or draft, not both; draft={draft!r:.60}")
+    if drafter is None and isinstance(draft, str) and ":" in draft:
+        drafter = load_drafter(draft)
+    options = options_of(draft) if drafter is None else NoDraft()
+    shipped = options.kind is not None and checkpoint.may_have_head(model, options.kind)
+    if options.needs and not _path(options) and not shipped:
+        raise _no_path(options)
+    options.on(platform or jax.default_backend())
+    return options, drafter
 
 
 class Chosen(NamedTuple):
@@ -126,28 +134,41 @@ class Chosen(NamedTuple):
     tree: TreeShape | None = None  # where the options give no number of it; None: `ModelOptions.automatic`
     head: ShippedHead | None = None  # the shipped head that `options.path` names
 
+    def drafter(
+        self, target: Target, head: HeadConfig | None, *, model: Target | None = None, backend: str | None = None,
+        platform: str | None = None,
+    ) -> Drafter:  # fmt: skip
+        """The drafter, whose draft head or model `options.path` names is `head` or `model`."""
+        shared: Any = {"backend": backend, "automatic": self.tree, "platform": platform}
+        made = make_drafter(self.options, target=target, head=head, model=model, **shared)
+        if self.head is None:
+            return made
+        return made._replace(note=f"{made.note}; the head {self.head.name}, which comes with specjax")
 
-def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig) -> Chosen:
+
+def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platform: str | None = None) -> Chosen:
     """The algorithm for this model. AUTO is the draft head that ships for it, else n-grams; an algorithm that needs a
     head and is given none drafts with the one that ships. A warning names the options that AUTO's choice does not have.
+    `platform`: that it is chosen for, "cpu" or "gpu"; None: this process's.
 
     Raises:
         ValueError: a value is out of the range of what AUTO chose, or there is no draft head.
         CheckpointError: the measured options of the shipped head cannot be used.
     """
+    platform = platform or jax.default_backend()
     shipped = None if _path(options) else checkpoint.shipped_head(files, config)
     given, (options, unused) = options, options.choose(shipped.kind if shipped else None)
     if unused:
         names = ", ".join(f"{type(given).__name__}.{name}" for name in unused)
         logger.warning("no effect with draft='%s', which %s chose: %s", options.algorithm, given.algorithm, names)
-    options.on(jax.default_backend())  # for its errors: the drafter must see what was given, and what was not
+    options.on(platform)  # for its errors: the drafter must see what was given, and what was not
     if options.needs is None or _path(options):
         return Chosen(options)
     if shipped is None or options.kind != shipped.kind:
         raise _no_path(options)
     options = cast(ModelOptions, options)
     try:
-        measured = type(options)(**shipped.serving("cpu" if jax.default_backend() == "cpu" else "gpu"))
+        measured = type(options)(**shipped.serving("cpu" if platform == "cpu" else "gpu"))
         numbers = [measured.steps, measured.topk, measured.nodes]
         if measured.explicit_tree and None in numbers:
             raise ValueError(f"{numbers} for steps, topk and nodes; all three are needed")

@@ -5,7 +5,7 @@ All functions raise ``CheckpointError`` for what is absent, damaged or not suppo
 jax, transformers, gguf and the hub's client are imported by the functions that need them.
 """
 
-from specjax.checkpoint.draft_head import load_head
+from specjax.checkpoint.draft_head import describe_head, load_head
 from specjax.checkpoint.files import CheckpointError
 from specjax.checkpoint.generation_config import sampling_defaults, stop_token_ids
 from specjax.checkpoint.hf_config import model_config
@@ -18,6 +18,6 @@ from specjax.checkpoint.weights import ModelFiles
 
 __all__ = [
     "BUILT_IN_MODEL", "CheckpointError", "ModelFiles", "ShippedHead", "VocabularyMap", "VocabularyMismatch",
-    "load_head", "load_params", "load_tokenizer", "match_vocabularies", "may_have_head", "model_config",
-    "read_token_map", "resolve", "sampling_defaults", "shipped_head", "stop_token_ids",
+    "describe_head", "load_head", "load_params", "load_tokenizer", "match_vocabularies", "may_have_head",
+    "model_config", "read_token_map", "resolve", "sampling_defaults", "shipped_head", "stop_token_ids",
 ]  # fmt: skip

@@ -65,17 +65,8 @@ def convert(
       label: what error messages call the file, instead of its path.
       generation: further keys of generation_config.json: a GGUF does not say how its publisher samples.
     """
-    from gguf import GGUFReader
-
     label = label or str(file)
-    try:
-        reader = GGUFReader(str(file))
-        metadata = {key: field.contents() for key, field in reader.fields.items()}
-    except (OSError, ValueError, IndexError, KeyError) as error:
-        raise CheckpointError(
-            f"{label} is not a readable GGUF file, or a truncated one ({error}); copy or download it again"
-        ) from error
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    metadata, tensors = _read(file, label)
     try:
         config = hf_config(metadata, tensors)
         special = write_tokenizer(metadata, folder)
@@ -86,6 +77,29 @@ def convert(
         _write_weights(config, tensors, folder, f"Converting {label}" if progress else None)
     except CheckpointError as error:
         raise CheckpointError(f"{label}: {error}") from error
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The config.json that `convert` would write, token ids left out. Reads no weights."""
+    metadata, tensors = _read(file, str(file))
+    try:
+        return hf_config(metadata, tensors)
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def _read(file: Path, label: str) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
+    """The metadata, and the tensors as views of the file."""
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(str(file))
+        metadata = {key: field.contents() for key, field in reader.fields.items()}
+    except (OSError, ValueError, IndexError, KeyError) as error:
+        raise CheckpointError(
+            f"{label} is not a readable GGUF file, or a truncated one ({error}); copy or download it again"
+        ) from error
+    return metadata, {tensor.name: tensor for tensor in reader.tensors}
 
 
 def hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:

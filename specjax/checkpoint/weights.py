@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+LAYOUTS = [(SINGLE_NAME, INDEX_NAME), ("pytorch_model.bin", "pytorch_model.bin.index.json")]  # ours, and torch's
 
 QUANTISED_HEAD = HEAD_TENSOR.removesuffix("weight")  # prefix of the tensors of a quantised output matrix
 
@@ -152,6 +153,18 @@ class ModelFiles:
     weights: tuple[Path, ...]  # the safetensors shards
 
 
+def read_outline(name: str, path: Path) -> ModelFiles:
+    """As `read_folder` for what is described by config.json, or the headers of weights beside it; reads no weights.
+    ``path`` is the folder or its config.json, which then stands alone."""
+    folder = path if path.is_dir() else path.parent
+    config = dict(read_json(folder / "config.json" if path.is_dir() else path, name))
+    has_weights = path.is_dir() and any((folder / file).is_file() for file in LAYOUTS[0])
+    weights = find_weights(name, folder) if has_weights else ()
+    if config.get("tie_word_embeddings") is None and weights and HEAD_TENSOR not in read_headers(weights):
+        config["tie_word_embeddings"] = True
+    return ModelFiles(name, folder, config, weights)
+
+
 def read_folder(name: str, folder: Path) -> ModelFiles:
     """The model in ``folder``: config.json and safetensors, single or sharded.
 
@@ -195,7 +208,7 @@ def read_json(file: Path, name: str) -> Mapping[str, Any]:
 
 def find_weights(name: str, folder: Path, *, torch_too: bool = False) -> tuple[Path, ...]:
     """The files that hold the weights in ``folder``: safetensors if there are any, else torch's if ``torch_too``."""
-    layouts = [(SINGLE_NAME, INDEX_NAME), ("pytorch_model.bin", "pytorch_model.bin.index.json")][: 1 + torch_too]
+    layouts = LAYOUTS[: 1 + torch_too]
     for single, index in layouts:
         if (folder / index).is_file():
             return _shards(folder / index, name)

@@ -25,11 +25,10 @@ import jax
 import numpy as np
 
 from specjax import checkpoint
-from specjax.cache import PoolShape
 from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
 from specjax.engine import program_store
-from specjax.engine.buckets import Buckets, Key
-from specjax.engine.config import EngineConfig, check_config, pool_tokens
+from specjax.engine.buckets import Key
+from specjax.engine.config import EngineConfig, Layout, check_config, context_length, pool_tokens
 from specjax.engine.device import Device, OutOfMemory, memory_checked
 from specjax.engine.executables import Executables, use_compilation_cache
 from specjax.engine.generation import FairLock, complete
@@ -77,19 +76,11 @@ class Engine:
         self.target, self.params, self.tokenizer, self.drafter = target, params, tokenizer, drafter
         self.config, self.eos_ids, self.sampling_defaults = config, eos_ids, sampling_defaults
         self.vocab_size = target.config.vocab_size
-        self.context_length = config.context_length or target.config.max_positions
-        if self.context_length > target.config.max_positions:
-            raise ValueError(
-                f"EngineConfig.context_length {self.context_length} exceeds the model's "
-                f"{target.config.max_positions} positions"
-            )
+        self.context_length = context_length(target, config)
         self.platform = jax.default_backend()
         rows, size = config.max_running_requests, config.page_size
         tokens = pool_tokens(target, config, self.context_length, self.platform, drafter, params)
-        self.pool = PoolShape(max(tokens // size, 1), size)
-        request_pages = min(-(-self.context_length // size), self.pool.pages)
-        chunk = config.chunked_prefill_size
-        self.buckets = Buckets.build(self.platform, drafter, rows=rows, request_pages=request_pages, chunk=chunk)
+        self.pool, self.buckets = Layout.of(config, self.context_length, tokens, self.platform, drafter)
         lookahead = (2 if config.overlap else 1) * (drafter.depth + 1)
         self.scheduler = Scheduler(rows=rows, pages=self.pool.pages, page_size=size, lookahead=lookahead)
         shapes = jax.eval_shape(self._new_state)

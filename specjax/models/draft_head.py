@@ -125,6 +125,11 @@ def init_head_params(config: HeadConfig, target: Target, key: Array) -> Weights:
     return cast(Weights, _Parameters(config, target.config.vocab_size).init(key)["params"])
 
 
+def with_vocabulary(config: HeadConfig, size: int) -> HeadConfig:
+    """The description of a head after `with_token_map`."""
+    return replace(config, own_head=True, mapped=True, vocab_size=size)
+
+
 def with_token_map(
     config: HeadConfig, params: Weights, target: Target, target_params: Weights, ids: np.ndarray
 ) -> tuple[HeadConfig, Weights]:
@@ -139,5 +144,4 @@ def with_token_map(
         # The logits of the basis vectors are the head's columns, whatever the target calls and lays out its own.
         basis = jnp.eye(config.hidden_size, dtype=jnp.dtype(config.dtype))[None]
         columns = target.unembed(target_params, basis, jnp.asarray(ids))[0].astype(config.dtype)
-    mapped = replace(config, own_head=True, mapped=True, vocab_size=len(ids))
-    return mapped, {**params, "head": columns, "ids": jnp.asarray(ids, jnp.int32)}
+    return with_vocabulary(config, len(ids)), {**params, "head": columns, "ids": jnp.asarray(ids, jnp.int32)}
