@@ -1,9 +1,9 @@
-"""The product of a few float32 rows and a quantised matrix on a CPU, in the time of reading its codes once.
+"""The product of a few float32 rows and a quantised matrix on a CPU, in little more than the time of reading its codes.
 
 Codes become float32 weights in registers, for up to four rows of x at a time: w = code * scale + offset, fused where
 the processor can. A row's sums are taken in one order however many rows there are, so its result is bit for bit that of
-the row alone. The loop over a row of codes is written in LLVM's vectors, which every processor has an equivalent of:
-left to itself LLVM adds up each group of codes to one number first, which takes longer than all the rest.
+the row alone. The loop over a row of codes is written in LLVM's vectors, which it maps to any processor's: left to
+itself LLVM adds up each group of codes to one number first, which takes longer than all the rest.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from jaxtyping import Float32
 
 from specjax_kernels.cpu.runtime import Tools, callable_here, register
 
-MOST_ROWS = 8  # more rows go through XLA's product of the dequantised matrix
-CACHED = 8192  # numbers of x that share one dequantised weight, at most: more do not stay in the nearest cache
+MOST_ROWS = 8  # the largest number of rows for which dequantising the matrix first takes longer
+TOGETHER = 4  # rows of x that share a dequantised weight
+BESIDE = 2  # rows of codes that share a reading of x
 LANES = 16  # numbers of a vector
-TILE = 512  # rows of the matrix in one tile, at most
-LEAST_TILES = 8  # of a matrix that has so many blocks of `LANES` rows: threads share the work
-BYTES = {"uint8": 1, "int8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
+TILE = 512  # rows of codes in one tile, at most
+TILES = 16  # of a matrix of so many times `LANES` rows or more, at least: the threads share them
+BYTES = {"uint8": 1, "int8": 1, "bfloat16": 2, "float16": 2, "float32": 4}  # of a scale or an offset
 
 
 class Layout(NamedTuple):
     """What a kernel is compiled for."""
 
-    codes: str  # dtype: uint8 (two codes of 4 bits a byte), int8, float8_e4m3fn
+    codes: str  # dtype: uint8 (two codes of 4 bits in a byte), int8 or float8_e4m3fn
     scale: str  # dtype
-    offset: str  # dtype; "": none
+    offset: str  # dtype, "": none
     shift: int
-    chunk: int  # codes that are read together, 16 or 32: a part of a group
+    chunk: int  # codes that are read together, 16 or 32: a group or a part of one
     whole: bool  # whether a chunk is a group
-    coarse: int  # groups of one super-scale; 0: scales have one level
+    coarse: int  # groups of a super-scale, 0: scales have one level
 
     @property
     def name(self) -> str:
@@ -44,9 +45,9 @@ class Layout(NamedTuple):
         return "specjax_quantised_" + "_".join(map(str, shown))
 
 
-def takes(rows: int, layout: Layout | None) -> bool:
+def takes(rows: int, layout: Layout) -> bool:
     """Whether `multiply` can be called here. The first call loads the kernel or compiles it, which takes seconds."""
-    return layout is not None and 0 < rows <= MOST_ROWS and callable_here() and unmet(layout) is None
+    return 0 < rows <= MOST_ROWS and callable_here() and unmet(layout) is None
 
 
 def unmet(layout: Layout) -> str | None:
@@ -55,24 +56,23 @@ def unmet(layout: Layout) -> str | None:
 
 
 def multiply(x: Float32[Array, "N M"], layout: Layout, codes: Array, *scales: Array) -> Float32[Array, "N W"]:
-    """x times the transpose of the matrix [W, M] of these codes [W, ...]. `scales`: scale and, where the layout has
-    them, offset, super-scale and super-offset, each [W / n, ...], n rows sharing theirs. Vmapped, one by one."""
+    """x times the transpose of the matrix [W, M] of these codes [W, ...]. `scales`: the scales and, where the layout
+    has them, offsets, super-scales and super-offsets, each [W / n, ...] for n rows that share theirs. Vmapped, one by
+    one."""
     shape = jax.ShapeDtypeStruct((x.shape[0], codes.shape[0]), jnp.float32)
     return jax.ffi.ffi_call(layout.name, shape, vmap_method="sequential")(x, codes, *scales)
 
 
 def _kernel(tools: Tools, layout: Layout) -> tuple[Any, Any]:
-    """(x [N, M], codes, scales) -> [N, W]. A tile is some rows of the matrix."""
+    """(x [N, M], codes, scales) -> [N, W]. A tile is some rows of codes."""
     argument, size, result = tools.argument, tools.argument_size, tools.result
-    dots = tools.emitted(11, partial(_emit, layout))
-    half_bytes = layout.codes == "uint8"
-    scale_bytes, offset_bytes = BYTES[layout.scale], BYTES.get(layout.offset, 0)
+    dots = tools.emitted(13, partial(_emit, layout))
     has_offset, coarse = bool(layout.offset), layout.coarse
     super_at = 4 if has_offset else 3
 
     @tools.inlined
     def tile_rows(columns: int) -> int:
-        return max(LANES, min(TILE, (columns // LEAST_TILES + LANES - 1) // LANES * LANES))
+        return max(LANES, min(TILE, (columns // TILES + LANES - 1) // LANES * LANES))
 
     def tiles(call: int) -> int:
         columns = size(call, 1, 0)
@@ -81,191 +81,180 @@ def _kernel(tools: Tools, layout: Layout) -> tuple[Any, Any]:
     def tile(call: int, index: int) -> int:
         rows, depth, columns = size(call, 0, 0), size(call, 0, 1), size(call, 1, 0)
         groups, shared, most = size(call, 2, 1), columns // size(call, 2, 0), tile_rows(columns)
-        row_bytes = depth // 2 if half_bytes else depth
-        together = MOST_ROWS if depth <= CACHED // MOST_ROWS else MOST_ROWS // 2
         offset = super_scale = super_offset = 0
-        for column in range(index * most, min(index * most + most, columns)):
-            at = column // shared * groups
-            codes, scale = argument(call, 1) + column * row_bytes, argument(call, 2) + scale_bytes * at
+        if has_offset:
+            offset = argument(call, 3)
+        if coarse > 0:
+            super_scale = argument(call, super_at)
             if has_offset:
-                offset = argument(call, 3) + offset_bytes * at
-            if coarse > 0:
-                super_scale = argument(call, super_at) + 2 * (at // coarse)
-                if has_offset:
-                    super_offset = argument(call, super_at + 1) + 2 * (at // coarse)
-            for row in range(0, rows, together):
-                x, out = argument(call, 0) + 4 * row * depth, result(call, 0) + 4 * (row * columns + column)
-                count = min(together, rows - row)
-                dots(count, codes, scale, offset, super_scale, super_offset, x, out, depth, columns, groups)
+                super_offset = argument(call, super_at + 1)
+        for first in range(index * most, min(index * most + most, columns), BESIDE):
+            for row in range(0, rows, TOGETHER):
+                x, out = argument(call, 0) + 4 * row * depth, result(call, 0) + 4 * row * columns
+                codes, scale, count = argument(call, 1), argument(call, 2), min(TOGETHER, rows - row)
+                dots(count, first, codes, scale, offset, super_scale, super_offset, x, out, depth, columns, groups, shared)
         return 0
 
     return tiles, tile
 
 
 def _emit(layout: Layout, b: Any, values: Any) -> None:
-    """The products of `count` rows of x, out of 1 to MOST_ROWS, and one row of codes."""
+    """The products of `count` rows of x, out of 1 to `TOGETHER`, and `BESIDE` rows of codes."""
     count, *values = values
-    for rows in range(1, MOST_ROWS + 1):
+    for rows in range(1, TOGETHER + 1):
         with b.if_then(b.icmp_signed("==", count, count.type(rows))):
-            _Dots(layout, rows).emit(b, *values)
+            _Dots(layout, rows, b).emit(*values)
 
 
 class _Dots:
-    """Emits the products of a fixed number of rows of x and one row of codes."""
+    """Emits the products of a fixed number of rows of x and `BESIDE` rows of codes, with an LLVM builder."""
 
-    def __init__(self, layout: Layout, rows: int) -> None:
-        self.layout, self.rows = layout, rows
+    def __init__(self, layout: Layout, rows: int, b: Any) -> None:
+        self.layout, self.rows, self.b = layout, rows, b
         self.ir: Any = importlib.import_module("llvmlite.ir")
         self.control: Any = importlib.import_module("numba.core.cgutils")
         self.word, self.byte, self.float = self.ir.IntType(64), self.ir.IntType(8), self.ir.FloatType()
         self.lanes = self.vector(self.float)
 
     def emit(
-        self, b: Any, codes: Any, scale: Any, offset: Any, super_scale: Any, super_offset: Any, x: Any, out: Any,
-        depth: Any, columns: Any, groups: Any,
+        self, first: Any, codes: Any, scale: Any, offset: Any, super_scale: Any, super_offset: Any, x: Any, out: Any,
+        depth: Any, columns: Any, groups: Any, shared: Any,
     ) -> None:  # fmt: skip
-        """Arguments are addresses and, from `depth` on, the numbers of a row of x, rows of codes, groups of a row."""
-        layout, word = self.layout, self.word
-        parts = range(layout.chunk // LANES)
-        sums = [[self.variable(b, self.lanes) for _ in parts] for _ in range(self.rows)]
-        for place in sum(sums, []):
-            b.store(self.constant(self.lanes, 0.0), place)
+        """For the rows of codes from `first` on, of `columns`; `shared`: rows that share their scales. A last row
+        without a neighbour is computed twice."""
+        b, layout, word = self.b, self.layout, self.word
+        row_bytes = b.udiv(depth, word(2)) if layout.codes == "uint8" else depth
+        last = b.sub(columns, word(1))
+        matrix, scales = [], []  # of each row of codes: the address of its codes, the number of its first group
+        indices = []
+        for beside in range(BESIDE):
+            index = b.add(first, word(beside))
+            index = b.select(b.icmp_unsigned("<", index, last), index, last)
+            indices.append(index)
+            matrix.append(b.add(codes, b.mul(index, row_bytes)))
+            scales.append(b.mul(b.udiv(index, shared), groups))
         xs = [b.add(x, b.mul(b.mul(depth, word(4)), word(row))) for row in range(self.rows)]
+        parts = range(layout.chunk // LANES)
+        zero = self.constant(self.lanes, 0.0)
+        sums = [[[self.variable(zero) for _ in parts] for _ in xs] for _ in matrix]
 
-        def chunk(index: Any, scale: Any, offset: Any) -> None:
+        def chunk(index: Any, of_group: list[tuple[Any, Any]]) -> None:
+            weights = [
+                [self.weight(code, *of_row) for code in self.codes(address, index)]
+                for address, of_row in zip(matrix, of_group, strict=True)
+            ]
             at = b.mul(index, word(4 * layout.chunk))
-            for part, code in zip(parts, self.codes(b, codes, index), strict=True):
-                weight = b.fmul(code, scale) if offset is None else self.fused(b, code, scale, offset)
-                for row, places in zip(xs, sums, strict=True):
-                    number = self.load(b, self.lanes, b.add(row, b.add(at, word(4 * LANES * part))))
-                    b.store(self.fused(b, weight, number, b.load(places[part])), places[part])
+            for row, address in enumerate(xs):
+                for part in parts:
+                    number = self.load(self.lanes, b.add(address, b.add(at, word(4 * LANES * part))))
+                    for beside in range(BESIDE):
+                        place = sums[beside][row][part]
+                        b.store(self.fused(weights[beside][part], number, b.load(place)), place)
 
-        def group(index: Any, scale: Any, offset: Any) -> None:
+        with self.control.for_range(b, groups, intp=word) as group:
+            index = group.index
+            of_group = [self.scale(b.add(s, index), scale, offset, super_scale, super_offset) for s in scales]
             if layout.whole:
-                chunk(index, scale, offset)
-                return
-            chunks = b.udiv(b.udiv(depth, word(layout.chunk)), groups)
-            with self.control.for_range(b, chunks, intp=word) as inner:
-                chunk(b.add(b.mul(index, chunks), inner.index), scale, offset)
+                chunk(index, of_group)
+            else:
+                chunks = b.udiv(b.udiv(depth, word(layout.chunk)), groups)
+                with self.control.for_range(b, chunks, intp=word) as inner:
+                    chunk(b.add(b.mul(index, chunks), inner.index), of_group)
+        for index, of_code_row in zip(indices, sums, strict=True):
+            for row, places in enumerate(of_code_row):
+                total = self.total([b.load(place) for place in places])
+                at = b.add(b.mul(columns, word(row)), index)
+                b.store(total, b.inttoptr(b.add(out, b.mul(at, word(4))), self.float.as_pointer()))
 
-        # Scales are made float32 many at a time: one at a time takes longer than a chunk's weights.
-        many = layout.coarse or LANES
-        kind = self.vector(self.float, many)
-        staged = [self.variable(b, kind) for _ in range(2)]
-        blocks = b.udiv(groups, word(many))
-        with self.control.for_range(b, blocks, intp=word) as block:
-            first = b.mul(block.index, word(many))
-            made = self.scales(b, many, first, block.index, scale, offset, super_scale, super_offset)
-            for vector, place in zip(made, staged, strict=True):
-                if vector is not None:
-                    b.store(vector, place)
-            with self.control.for_range(b, word(many), intp=word) as inner:
-                ready = [
-                    None if vector is None else self.splat(b, self.load(b, self.float, b.add(b.ptrtoint(place, word), b.mul(inner.index, word(4)))))
-                    for vector, place in zip(made, staged, strict=True)
-                ]
-                group(b.add(first, inner.index), *ready)
-        if not layout.coarse:
-            done = b.mul(blocks, word(many))
-            with self.control.for_range(b, b.sub(groups, done), intp=word) as inner:
-                index = b.add(done, inner.index)
-                made = self.scales(b, 1, index, None, scale, offset, super_scale, super_offset)
-                ready = [None if one is None else self.splat(b, b.extract_element(one, self.ir.IntType(32)(0))) for one in made]
-                group(index, *ready)
-
-        for row, places in enumerate(sums):
-            total = b.load(places[0])
-            for place in places[1:]:
-                total = b.fadd(total, b.load(place))
-            at = b.add(out, b.mul(b.mul(columns, word(4)), word(row)))
-            b.store(self.total(b, total), b.inttoptr(at, self.float.as_pointer()))
-
-    def vector(self, kind: Any, width: int = LANES) -> Any:
-        return self.ir.VectorType(kind, width)
+    def vector(self, kind: Any) -> Any:
+        return self.ir.VectorType(kind, LANES)
 
     def constant(self, kind: Any, number: Any) -> Any:
         return self.ir.Constant(kind, [number] * kind.count)
 
-    def variable(self, b: Any, kind: Any) -> Any:
-        return self.control.alloca_once(b, kind)
+    def variable(self, value: Any) -> Any:
+        place = self.control.alloca_once(self.b, value.type)
+        self.b.store(value, place)
+        return place
 
-    def load(self, b: Any, kind: Any, address: Any) -> Any:
-        return b.load(b.inttoptr(address, kind.as_pointer()), align=1)
+    def load(self, kind: Any, address: Any) -> Any:
+        return self.b.load(self.b.inttoptr(address, kind.as_pointer()), align=1)
 
-    def fused(self, b: Any, one: Any, other: Any, added: Any) -> Any:
+    def fused(self, one: Any, other: Any, added: Any) -> Any:
         kind = self.ir.FunctionType(self.lanes, [self.lanes] * 3)
-        function = self.control.get_or_insert_function(b.module, kind, f"llvm.fmuladd.v{LANES}f32")
-        return b.call(function, [one, other, added])
+        function = self.control.get_or_insert_function(self.b.module, kind, f"llvm.fmuladd.v{LANES}f32")
+        return self.b.call(function, [one, other, added])
 
-    def codes(self, b: Any, codes: Any, index: Any) -> list[Any]:
-        """Codes of a chunk as vectors of float32; codes of fp8 divided by 256."""
-        layout = self.layout
+    def weight(self, code: Any, scale: Any, offset: Any) -> Any:
+        return self.b.fmul(code, scale) if offset is None else self.fused(code, scale, offset)
+
+    def codes(self, address: Any, index: Any) -> list[Any]:
+        """Codes of the index-th chunk of a row as vectors of float32; those of fp8 are divided by 256."""
+        b, layout = self.b, self.layout
         some, words = self.vector(self.byte), self.vector(self.ir.IntType(32))
         if layout.codes == "uint8":
-            both = b.zext(self.load(b, some, b.add(codes, b.mul(index, self.word(LANES)))), words)
+            both = b.zext(self.load(some, b.add(address, b.mul(index, self.word(LANES)))), words)
             low, high = b.and_(both, self.constant(words, 15)), b.lshr(both, self.constant(words, 4))
             return [b.sitofp(low, self.lanes), b.sitofp(high, self.lanes)]
-        first = b.add(codes, b.mul(index, self.word(layout.chunk)))
-        parts = [self.load(b, some, b.add(first, self.word(at))) for at in range(0, layout.chunk, LANES)]
+        first = b.add(address, b.mul(index, self.word(layout.chunk)))
+        parts = [self.load(some, b.add(first, self.word(at))) for at in range(0, layout.chunk, LANES)]
         if layout.codes == "int8":
             return [b.sitofp(b.sext(part, words), self.lanes) for part in parts]
-        return [self.from_fp8(b, part) for part in parts]
+        return [self.from_fp8(part) for part in parts]
 
-    def from_fp8(self, b: Any, codes: Any) -> Any:
+    def from_fp8(self, codes: Any) -> Any:
         """float8_e4m3fn by way of float16, which has 7 bits more of mantissa and an exponent that is 8 larger."""
-        kind = self.vector(self.ir.IntType(16))
+        b, kind = self.b, self.vector(self.ir.IntType(16))
         bits = b.and_(b.shl(b.sext(codes, kind), self.constant(kind, 7)), self.constant(kind, 0xBFFF))
         largest = self.constant(codes.type, 127)
         nan = b.icmp_unsigned("==", b.and_(codes, largest), largest)
         bits = b.select(nan, self.constant(kind, 0x7E00), bits)
         return b.fpext(b.bitcast(bits, self.vector(self.ir.HalfType())), self.lanes)
 
-    def numbers(self, b: Any, dtype: str, base: Any, first: Any, many: int) -> Any:
-        """A vector of float32: the numbers at an address, from the first-th on."""
-        ir, floats = self.ir, self.vector(self.float, many)
-        address = b.add(base, b.mul(first, self.word(BYTES[dtype])))
-        if dtype in ("float32", "float16"):
-            found = self.load(b, self.vector(self.float if dtype == "float32" else ir.HalfType(), many), address)
-            return found if dtype == "float32" else b.fpext(found, floats)
-        if dtype == "bfloat16":
-            words = self.vector(ir.IntType(32), many)
-            wide = b.zext(self.load(b, self.vector(ir.IntType(16), many), address), words)
-            return b.bitcast(b.shl(wide, self.constant(words, 16)), floats)
-        code = self.load(b, self.vector(self.byte, many), address)
-        return (b.uitofp if dtype == "uint8" else b.sitofp)(code, floats)
-
-    def splat(self, b: Any, number: Any, many: int = LANES) -> Any:
-        kind, places = self.vector(number.type, many), self.vector(self.ir.IntType(32), many)
-        nothing = self.ir.Constant(kind, self.ir.Undefined)
-        one = b.insert_element(nothing, number, places.element(0))
-        return b.shuffle_vector(one, nothing, self.constant(places, 0))
-
-    def scales(
-        self, b: Any, many: int, first: Any, block: Any, scale: Any, offset: Any, super_scale: Any, super_offset: Any
-    ) -> tuple[Any, Any]:
-        """Scales and offsets (None: there are none) of some groups: vectors of float32."""
-        layout = self.layout
-        found = self.numbers(b, layout.scale, scale, first, many)
-        added = self.numbers(b, layout.offset, offset, first, many) if layout.offset else None
+    def scale(self, group: Any, scale: Any, offset: Any, super_scale: Any, super_offset: Any) -> tuple[Any, Any]:
+        """Scale and offset (None: there is none) of a group, in every lane."""
+        b, layout = self.b, self.layout
+        found = self.number(layout.scale, scale, group)
+        added = self.number(layout.offset, offset, group) if layout.offset else None
         if layout.coarse:
-            found = b.fmul(found, self.coarse(b, super_scale, block))
-            added = None if added is None else b.fmul(added, self.coarse(b, super_offset, block))
+            coarse = b.udiv(group, self.word(layout.coarse))
+            found = b.fmul(found, self.number("float16", super_scale, coarse))
+            added = None if added is None else b.fmul(added, self.number("float16", super_offset, coarse))
         if layout.shift:  # code * scale + this is exact until it is rounded, where the processor fuses the two
-            added = b.fmul(found, self.constant(found.type, -float(layout.shift)))
-        if layout.codes.startswith("float8"):
-            found = b.fmul(found, self.constant(found.type, 256.0))
+            added = b.fmul(found, self.constant(self.lanes, -float(layout.shift)))
+        if layout.codes == "float8_e4m3fn":
+            found = b.fmul(found, self.constant(self.lanes, 256.0))
         return found, added
 
-    def coarse(self, b: Any, address: Any, block: Any) -> Any:
-        one = self.numbers(b, "float16", address, block, 1)
-        return self.splat(b, b.extract_element(one, self.ir.IntType(32)(0)), self.layout.coarse)
+    def number(self, dtype: str, base: Any, index: Any) -> Any:
+        """The index-th number at an address as float32, in every lane."""
+        b, ir = self.b, self.ir
+        address = b.add(base, b.mul(index, self.word(BYTES[dtype])))
+        if dtype == "float16":
+            return b.fpext(self.splat(self.load(ir.HalfType(), address)), self.lanes)
+        if dtype == "bfloat16":
+            wide = b.zext(self.load(ir.IntType(16), address), ir.IntType(32))
+            return self.splat(b.bitcast(b.shl(wide, ir.IntType(32)(16)), self.float))
+        if dtype == "float32":
+            return self.splat(self.load(self.float, address))
+        code = self.load(self.byte, address)
+        return self.splat((b.uitofp if dtype == "uint8" else b.sitofp)(code, self.float))
 
-    def total(self, b: Any, lanes: Any) -> Any:
-        """The sum of a vector's lanes, halves added to halves."""
-        ir, width = self.ir, LANES
+    def splat(self, number: Any) -> Any:
+        kind, places = self.vector(number.type), self.vector(self.ir.IntType(32))
+        nothing = self.ir.Constant(kind, self.ir.Undefined)
+        one = self.b.insert_element(nothing, number, self.ir.IntType(32)(0))
+        return self.b.shuffle_vector(one, nothing, self.constant(places, 0))
+
+    def total(self, vectors: list[Any]) -> Any:
+        """The sum of all lanes, halves added to halves."""
+        b, ir, width = self.b, self.ir, LANES
+        lanes = vectors[0]
+        for other in vectors[1:]:
+            lanes = b.fadd(lanes, other)
         while width > 1:
             width //= 2
-            kind = ir.VectorType(ir.IntType(32), width)
-            low, high = (b.shuffle_vector(lanes, lanes, ir.Constant(kind, list(range(at, at + width)))) for at in (0, width))
-            lanes = b.fadd(low, high)
+            places = [list(range(at, at + width)) for at in (0, width)]
+            halves = [ir.Constant(ir.VectorType(ir.IntType(32), width), place) for place in places]
+            lanes = b.fadd(*(b.shuffle_vector(lanes, lanes, half) for half in halves))
         return b.extract_element(lanes, ir.IntType(32)(0))
