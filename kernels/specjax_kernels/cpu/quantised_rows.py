@@ -1,7 +1,7 @@
 """The product of a few float32 rows and a quantised matrix on a CPU, in little more than the time of reading its codes.
 
-Codes become float32 weights in registers, for up to four rows of x at a time: w = code * scale + offset, fused where
-the processor can. A row's sums are taken in one order however many rows there are, so its result is bit for bit that of
+Codes become float32 weights in registers, once for all rows of x: w = code * scale + offset, fused where the processor
+can. A row's sums are taken in one order however many rows there are, so its result is bit for bit that of
 the row alone. The loop over a row of codes is written in LLVM's vectors, which it maps to any processor's: left to
 itself LLVM adds up each group of codes to one number first, which takes longer than all the rest.
 """
@@ -20,7 +20,6 @@ from jaxtyping import Float32
 from specjax_kernels.cpu.runtime import Tools, callable_here, register
 
 MOST_ROWS = 8  # the largest number of rows for which dequantising the matrix first takes longer
-TOGETHER = 4  # rows of x that share a dequantised weight
 BESIDE = 2  # rows of codes that share a reading of x
 LANES = 16  # numbers of a vector
 TILE = 512  # rows of codes in one tile, at most
@@ -81,6 +80,7 @@ def _kernel(tools: Tools, layout: Layout) -> tuple[Any, Any]:
     def tile(call: int, index: int) -> int:
         rows, depth, columns = size(call, 0, 0), size(call, 0, 1), size(call, 1, 0)
         groups, shared, most = size(call, 2, 1), columns // size(call, 2, 0), tile_rows(columns)
+        x, codes, scale, out = argument(call, 0), argument(call, 1), argument(call, 2), result(call, 0)
         offset = super_scale = super_offset = 0
         if has_offset:
             offset = argument(call, 3)
@@ -89,19 +89,16 @@ def _kernel(tools: Tools, layout: Layout) -> tuple[Any, Any]:
             if has_offset:
                 super_offset = argument(call, super_at + 1)
         for first in range(index * most, min(index * most + most, columns), BESIDE):
-            for row in range(0, rows, TOGETHER):
-                x, out = argument(call, 0) + 4 * row * depth, result(call, 0) + 4 * row * columns
-                codes, scale, count = argument(call, 1), argument(call, 2), min(TOGETHER, rows - row)
-                dots(count, first, codes, scale, offset, super_scale, super_offset, x, out, depth, columns, groups, shared)
+            dots(rows, first, codes, scale, offset, super_scale, super_offset, x, out, depth, columns, groups, shared)
         return 0
 
     return tiles, tile
 
 
 def _emit(layout: Layout, b: Any, values: Any) -> None:
-    """The products of `count` rows of x, out of 1 to `TOGETHER`, and `BESIDE` rows of codes."""
+    """The products of `count` rows of x, out of 1 to `MOST_ROWS`, and `BESIDE` rows of codes."""
     count, *values = values
-    for rows in range(1, TOGETHER + 1):
+    for rows in range(1, MOST_ROWS + 1):
         with b.if_then(b.icmp_signed("==", count, count.type(rows))):
             _Dots(layout, rows, b).emit(*values)
 
@@ -136,7 +133,7 @@ class _Dots:
         xs = [b.add(x, b.mul(b.mul(depth, word(4)), word(row))) for row in range(self.rows)]
         parts = range(layout.chunk // LANES)
         zero = self.constant(self.lanes, 0.0)
-        sums = [[[self.variable(zero) for _ in parts] for _ in xs] for _ in matrix]
+        sums = [[self.variable(zero) for _ in xs] for _ in matrix]
 
         def chunk(index: Any, of_group: list[tuple[Any, Any]]) -> None:
             weights = [
@@ -148,7 +145,7 @@ class _Dots:
                 for part in parts:
                     number = self.load(self.lanes, b.add(address, b.add(at, word(4 * LANES * part))))
                     for beside in range(BESIDE):
-                        place = sums[beside][row][part]
+                        place = sums[beside][row]
                         b.store(self.fused(weights[beside][part], number, b.load(place)), place)
 
         with self.control.for_range(b, groups, intp=word) as group:
@@ -161,8 +158,8 @@ class _Dots:
                 with self.control.for_range(b, chunks, intp=word) as inner:
                     chunk(b.add(b.mul(index, chunks), inner.index), of_group)
         for index, of_code_row in zip(indices, sums, strict=True):
-            for row, places in enumerate(of_code_row):
-                total = self.total([b.load(place) for place in places])
+            for row, place in enumerate(of_code_row):
+                total = self.total(b.load(place))
                 at = b.add(b.mul(columns, word(row)), index)
                 b.store(total, b.inttoptr(b.add(out, b.mul(at, word(4))), self.float.as_pointer()))
 
@@ -246,12 +243,9 @@ class _Dots:
         one = self.b.insert_element(nothing, number, self.ir.IntType(32)(0))
         return self.b.shuffle_vector(one, nothing, self.constant(places, 0))
 
-    def total(self, vectors: list[Any]) -> Any:
+    def total(self, lanes: Any) -> Any:
         """The sum of all lanes, halves added to halves."""
         b, ir, width = self.b, self.ir, LANES
-        lanes = vectors[0]
-        for other in vectors[1:]:
-            lanes = b.fadd(lanes, other)
         while width > 1:
             width //= 2
             places = [list(range(at, at + width)) for at in (0, width)]
