@@ -44,9 +44,9 @@ class Layout(NamedTuple):
         return "specjax_quantised_" + "_".join(map(str, shown))
 
 
-def takes(rows: int, layout: Layout) -> bool:
+def takes(rows: int, layout: Layout | None) -> bool:
     """Whether `multiply` can be called here. The first call loads the kernel or compiles it, which takes seconds."""
-    return 0 < rows <= MOST_ROWS and callable_here() and unmet(layout) is None
+    return layout is not None and 0 < rows <= MOST_ROWS and callable_here() and unmet(layout) is None
 
 
 def unmet(layout: Layout) -> str | None:
