@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,8 @@ PACKED = 32
 """Codes of 4 bits are stored 32 by 32 in 16 bytes: byte j holds code j in its low half and code j + 16 in its high
 half, as in GGUF's Q4_0 and Q4_1. So 16 bytes make two vectors of 16 codes without a shuffle."""
 
-Kind: TypeAlias = Literal["fp8", "int8", "int4"]
-KINDS: tuple[Kind, ...] = ("fp8", "int8", "int4")
+KINDS = ("fp8", "int8", "int4")
+"""What `quantise` makes."""
 
 
 @jax.tree_util.register_dataclass
@@ -100,7 +100,7 @@ def check(leaf: Quantised) -> Quantised:
     if total % leaf.rows:
         refuse(f"{leaf.rows} outputs share scales, and {total} is no multiple of that")
     groups = leaf.scale.shape[-1]
-    if groups == 0 or depth % groups or leaf.bits == 4 and leaf.group % PACKED:
+    if groups == 0 or depth % groups or (leaf.bits == 4 and leaf.group % PACKED):
         refuse(f"{groups} scales for {depth} inputs; groups are equal" + f", multiples of {PACKED}" * (leaf.bits == 4))
     lead = leaf.out if leaf.rows == 1 else (total // leaf.rows,)
     for name in ("scale", "offset"):
@@ -168,12 +168,13 @@ def embed(leaf: Quantised, ids: Array, dtype: Any = jnp.float32) -> Array:
     return dequantise(leaf[ids], dtype)
 
 
-def quantise(matrix: Any, kind: Kind, group: int = 32) -> Quantised:
+def quantise(matrix: Any, kind: str, group: int = 32) -> Quantised:
     """A float matrix [*out, M] in 8 or 4 bits, by numpy on the host. Rounds to the nearest code.
 
-    "fp8" and "int8" have a float32 scale for each output: the largest magnitude becomes 448 or 127. "int4" has a float16
-    scale and minimum for each group of `group` inputs: of normally distributed weights its root mean square error is
-    0.078 standard deviations in groups of 32 (5 bits a weight), against 0.086 for Q4_0's symmetric codes (4.5 bits).
+    "fp8" and "int8" have a float32 scale for each output: the largest magnitude becomes 448 or 127. "int4" has a
+    float16 scale and minimum for each group of `group` inputs: of normally distributed weights its root mean square
+    error is 0.078 standard deviations in groups of 32 (5 bits a weight), against 0.086 for Q4_0's symmetric codes (4.5
+    bits).
 
     Raises:
         ValueError: an unknown kind, or inputs that do not divide into groups of a multiple of 32.
@@ -190,7 +191,7 @@ def quantise(matrix: Any, kind: Kind, group: int = 32) -> Quantised:
         return Quantised(codes, scale)
     if group % PACKED or depth % group:
         raise ValueError(
-            f"int4 needs groups of a multiple of {PACKED} that divide the inputs, got groups of {group} and a matrix of "
+            f"int4 needs groups of a multiple of {PACKED} that divide the inputs, got groups of {group} and a matrix "
             f"{list(matrix.shape)}; 'int8' and 'fp8' take any number of inputs"
         )
     grouped = matrix.reshape(*matrix.shape[:-1], -1, group)

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -51,8 +52,9 @@ def product(x: Array, leaf: Quantised) -> Array:
 
 def _matrix(leaf: Quantised) -> Quantised:
     """Without order, and all outputs as one axis."""
-    flat = jax.tree.map(lambda array: array.reshape(-1, array.shape[-1]), Quantised(**vars(leaf) | {"order": None}))
-    return flat
+    return jax.tree.map(
+        lambda array: jnp.asarray(array).reshape(-1, array.shape[-1]), dataclasses.replace(leaf, order=None)
+    )
 
 
 def _has_gpu_kernel(rows: Array, leaf: Quantised) -> bool:
