@@ -51,6 +51,7 @@ def load(
     drafter: Drafter | DrafterFactory | None = None,
     verify: Verifier | None = None,
     dtype: str = "auto",
+    quantization: str = "auto",
     revision: str | None = None,
     tokenizer_path: str | None = None,
     chat_template: str | None = None,
@@ -92,7 +93,7 @@ def load(
             given = _load_model(chosen.options, config, reading, dtype, backend, progress)
         else:
             given = _load_head(chosen.options, files, config, reading, progress)
-        weights = checkpoint.load_params(files, config, progress=progress)
+        weights = checkpoint.load_params(files, config, quantization=quantization, progress=progress)
         tokenizer = reading.result()
     if given.head is not None and given.ids is not None:
         head, draft_params = with_token_map(given.head, given.params, target, weights, given.ids)
@@ -215,7 +216,9 @@ def _load_head(
             kind=kind,
             revision=cast(ModelOptions, options).revision,
             progress=progress,
-            target_embedding=lambda: read_headers(files.weights)[EMBED_TENSOR].read(),
+            target_embedding=lambda: checkpoint.matrices(read_headers(files.weights), files.config)[
+                EMBED_TENSOR
+            ].read(),
         )
         name = "token_map"
         if (token_map := getattr(options, name, None)) is not None:

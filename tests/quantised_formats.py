@@ -50,7 +50,7 @@ def gptq(bits: int, *, ordered: bool = False, version: int = 1) -> Format:
         inside = matrix.shape[1]
         index = np.arange(inside) // GROUP
         if ordered:
-            index = rng.permutation(index)
+            index = np.random.default_rng(inside).permutation(index)  # all that read the same inputs share it
         codes, scale, zero, value = grouped(matrix, bits, GROUP, rng, index)
         if version == 1:
             zero = (zero - 1) % 2**bits

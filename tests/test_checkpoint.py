@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from specjax_kernels import Quantised
 from tiny_checkpoints import SIZES, byte_level_metadata, save_llama, write_gguf
 
 from specjax import checkpoint
@@ -447,7 +448,10 @@ def test_gguf_quantised(tmp_path):
     # Q8_0 packs rows of 32.
     tensors = save_llama(tmp_path / "source", intermediate_size=64)
     write_gguf(tmp_path / "q8.gguf", tensors, quantize=True, intermediate_size=64)
-    _, config, params = read(tmp_path / "q8.gguf")
+    files, config, kept = read(tmp_path / "q8.gguf")
+    assert isinstance(kept["layers_0"]["down"], Quantised)
+    assert sum(file.stat().st_size for file in files.weights) < 1.5 * (tmp_path / "q8.gguf").stat().st_size
+    params = load_params(files, config, quantization="none", progress=False)
     assert_same_weights(params, tensors, config, head=True, atol=1e-3)
 
 

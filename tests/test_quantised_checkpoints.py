@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from quantised_formats import FORMATS
 from safetensors.numpy import load_file, save_file
+from specjax_kernels import Quantised, dequantise
 from tiny_checkpoints import save_model
 
 from specjax.checkpoint import CheckpointError, load_params, model_config, resolve
@@ -42,7 +43,7 @@ def save_quantised(folder: Path, name: str, *, head: bool = False, without: str 
 
 def load(folder: Path):
     files = resolve(str(folder), progress=False)
-    return load_params(files, model_config(files.config, dtype="float32"), progress=False)
+    return load_params(files, model_config(files.config, dtype="float32"), quantization="none", progress=False)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -90,3 +91,24 @@ def test_a_scale_is_missing(tmp_path):
     save_quantised(tmp_path, "fp8 blocks", without="model.layers.0.mlp.down_proj.weight_scale_inv")
     with pytest.raises(CheckpointError, match=r"down_proj\.weight in .* is F8_E4M3 and has no"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_stay_quantised(tmp_path, name):
+    """The leaves are those of the format, smaller than float16, and their weights the dequantised ones."""
+    save_quantised(tmp_path, name, head=True)
+    files = resolve(str(tmp_path), progress=False)
+    config = model_config(files.config, dtype="float32")
+    kept = load_params(files, config, progress=False)
+    plain = load_params(files, config, quantization="none", progress=False)
+    found = {}
+    for layer, leaf in (("layers_0", "qkv"), ("layers_1", "output"), ("layers_1", "gate_up"), ("layers_0", "down")):
+        weight, wanted = kept[layer][leaf], np.asarray(plain[layer][leaf])
+        assert isinstance(weight, Quantised)
+        found[leaf] = weight.nbytes / wanted.size
+        values = np.asarray(dequantise(weight))
+        inputs = 1 if wanted.shape[0] == values.shape[-1] else 3
+        flat = wanted.reshape(values.shape[-1], *wanted.shape[inputs:])
+        np.testing.assert_allclose(np.moveaxis(values, -1, 0), flat, rtol=1e-6, atol=1e-7)
+    assert isinstance(kept["head"], Quantised)
+    assert max(found.values()) < (0.8 if "4" in name or name in ("awq", "gptq act order", "gptq v2") else 1.4), found

@@ -55,15 +55,15 @@ def load_head(
     try:
         folder = resolve_head(name, revision=revision, progress=progress)
         tensors, config, ids = _described(name, folder, target, head_spec(kind))
-        rules = list(placements(specs.head_table(config), specs.head_sizes(config, target.vocab_size)))
-        _check(tensors, rules, config)
+        sizes = specs.head_sizes(config, target.vocab_size)
+        _check(tensors, list(placements(specs.head_table(config), sizes)), config)
         # Two roundings to half precision of one number differ by less than the tolerances.
         if config.own_embedding and (
             target_embedding and same_content(tensors.arrays[EMBED], target_embedding(), rtol=1e-2, atol=1e-4)
         ):
             config = replace(config, own_embedding=False)
-            rules = [rule for rule in rules if rule.tensor != EMBED]
-        params = fill(name, rules, tensors.arrays.__getitem__, target.dtype, put, progress)
+        declared = specs.head_table(config)
+        params = fill(name, declared, sizes, tensors.arrays.__getitem__, target.dtype, put, progress)
         if ids is not None:
             params["ids"] = jax.block_until_ready((put or jax.device_put)(ids))
     except CheckpointError as error:

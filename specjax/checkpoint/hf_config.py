@@ -14,6 +14,7 @@ from specjax.config import ModelConfig
 from specjax.models import ARCHITECTURES
 
 DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZATIONS = ("auto", "none", "fp8", "int8", "int4")  # see `load_params`
 
 
 def model_config(

@@ -1,8 +1,7 @@
 """Quantised weights in safetensors, as published: fp8, GPTQ, AWQ and compressed-tensors.
 
-All are brought to one form, `Stored`: of a matrix [out, in] a small number for each weight, and a scale and an offset
-for each group of them along `in`. Activations are never quantised here, whatever the config says of them, so the text
-is that of the dequantised weights. Layouts: the config's `quant_method`, and the projects' documents and code.
+All are brought to one form, `Stored`. Activations are never quantised here, whatever the config says of them, so the
+text is that of the dequantised weights. Layouts: the config's `quant_method`, and the projects' documents and code.
 
     fp8                 weight float8_e4m3 [out, in], weight_scale_inv [out / 128, in / 128] (DeepSeek, Qwen3)
     gptq                qweight int32 [in / 8, out], qzeros [groups, out / 8], scales [groups, out], g_idx [in]
@@ -13,49 +12,30 @@ is that of the dequantised weights. Layouts: the config's `quant_method`, and th
 
 from __future__ import annotations
 
+import json
+import math
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from specjax.checkpoint import gguf_blocks
 from specjax.checkpoint.files import CheckpointError, listed
+from specjax.checkpoint.gguf_blocks import KINDS
+from specjax.checkpoint.stored import Stored
 from specjax.checkpoint.values import flag, given, require
-from specjax.checkpoint.weights import TensorEntry
+from specjax.checkpoint.weights import INDEX_NAME, ModelFiles, TensorEntry, read_headers, save_shards
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds this column of the eight
-METHODS = ("fp8", "gptq", "awq", "compressed-tensors")
+METHODS = ("fp8", "gptq", "awq", "compressed-tensors", "gguf")
 # Of activations and caches, which are not quantised here.
 _UNUSED = re.compile(r".*\.(input_scale|input_zero_point|input_global_scale|[kv]_scale|k_zero_point|v_zero_point)")
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A matrix [out, in]: weight = code * scale + offset, scale and offset of the code's group."""
-
-    codes: np.ndarray  # [out, in]: int8, uint8 (from 0 to 15 or 255) or float8_e4m3
-    scale: np.ndarray  # float [out or out / block or 1, groups]
-    offset: np.ndarray | None = None  # of the scale's shape
-    block: tuple[int, int] = (1, 1)  # rows and columns that share a scale, where it is not one for all
-    group: np.ndarray | None = None  # int [in], the group of each column; None: runs of `block` columns
-
-    def dequantised(self) -> np.ndarray:
-        """float32 [out, in]."""
-        values = self.codes.astype(np.float32) * self._spread(self.scale)
-        return values if self.offset is None else values + self._spread(self.offset)
-
-    def _spread(self, numbers: np.ndarray) -> np.ndarray:
-        """A number of each group as one for each weight, [out or 1, in or 1]."""
-        wide = numbers.astype(np.float32)
-        if self.group is not None:
-            return wide[:, self.group]
-        for axis, (size, block) in enumerate(zip(self.codes.shape, self.block, strict=True)):
-            if wide.shape[axis] > 1 and block > 1:
-                wide = np.repeat(wide, block, axis=axis)[(slice(None),) * axis + (slice(size),)]
-        return wide
 
 
 @dataclass(frozen=True)
@@ -101,6 +81,18 @@ def matrices(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any]) -> E
     return found
 
 
+def save_dequantised(files: ModelFiles, folder: Path) -> None:
+    """Write a model to an empty folder with float32 weights, for programs that do not read its format."""
+    tensors = matrices(read_headers(files.weights), files.config)
+    for file in files.folder.iterdir():
+        if file.suffix in (".json", ".jinja", ".model", ".txt") and file.name != INDEX_NAME:
+            shutil.copy(file, folder)
+    config = {key: value for key, value in files.config.items() if key != "quantization_config"}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    sizes = {name: 4 * math.prod(entry.shape) for name, entry in tensors.items()}
+    save_shards(folder, sizes, lambda name: np.asarray(tensors[name].read(), np.float32))
+
+
 def _reader(section: Mapping[str, Any]) -> Callable[[dict[str, TensorEntry]], Entries]:
     method = section.get("quant_method")
     if method == "fp8":
@@ -118,9 +110,10 @@ def _reader(section: Mapping[str, Any]) -> Callable[[dict[str, TensorEntry]], En
         return lambda tensors: _awq(tensors, bits)
     if method == "compressed-tensors":
         return _compressed(section)
+    if method == "gguf":
+        return _blocks
     raise CheckpointError(
-        f"config.json: quantization_config has quant_method {method!r:.80}; supported: {', '.join(METHODS)}, none, and "
-        "GGUF files"
+        f"config.json: quantization_config has quant_method {method!r:.80}; supported: {', '.join(METHODS)}, none"
     )
 
 
@@ -152,9 +145,9 @@ def _scaled(tensors: dict[str, TensorEntry], block: tuple[int, int]) -> Entries:
         taken |= {name, scales[0], f"{name}_zero_point"}
 
         def load(entry: TensorEntry = entry, scale: TensorEntry = scale, zero: TensorEntry | None = zero) -> Stored:
-            scales = _matrix(scale.read(integers=True))
-            offset = None if zero is None else -_matrix(zero.read(integers=True)).astype(np.float32) * scales
-            return Stored(entry.read(integers=True), scales, offset, block)
+            codes = entry.read(integers=True)
+            zeros = None if zero is None else _rows(zero.read(integers=True), codes.shape, block)
+            return Stored(codes, _rows(scale.read(integers=True), codes.shape, block), zero=zeros)
 
         entries[name] = QuantisedEntry(name, _two(entry), load)
     return {name: entry for name, entry in tensors.items() if name not in taken} | entries
@@ -168,13 +161,9 @@ def _packed_by_input(tensors: dict[str, TensorEntry], bits: int, back: int) -> E
 
         def load() -> Stored:
             codes = unpacked(words.read(integers=True).T, bits)
-            # 8-bit codes and zeros wrap: the zero of a symmetric weight, 128, is stored as 127.
-            zero = (unpacked(zeros.read(integers=True), bits).astype(np.int32) + back) & (2**bits - 1 if back else -1)
-            scale = np.asarray(scales.read()).astype(np.float32)
-            group = np.asarray(index.read(integers=True)).astype(np.int64)
-            even = len(group) // len(scale)
-            is_even = even * len(scale) == len(group) and np.array_equal(group, np.arange(len(group)) // even)
-            return Stored(codes, scale.T, -(zero * scale).T, (1, even), None if is_even else group)
+            # Zeros wrap: that of a symmetric 8-bit weight, 128, is stored as 127, and 0 as all ones.
+            zero = (unpacked(zeros.read(integers=True), bits).astype(np.int16) + back) & (2**bits - 1 if back else -1)
+            return _ordered(codes, np.asarray(scales.read()).T, zero.T, bits, index.read(integers=True))
 
         shape = words.shape[1], words.shape[0] * (32 // bits)
         return shape, {f"{stem}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")}, load
@@ -188,8 +177,7 @@ def _awq(tensors: dict[str, TensorEntry], bits: int) -> Entries:
 
         def load() -> Stored:
             codes, zero = (unpacked(each.read(integers=True), bits, order=AWQ_ORDER) for each in (words, zeros))
-            scale = np.asarray(scales.read()).astype(np.float32)
-            return Stored(codes.T, scale.T, -(zero.astype(np.float32) * scale).T, (1, len(codes) // len(scale)))
+            return Stored(codes.T, np.asarray(scales.read()).T, bits, zero.T)
 
         shape = words.shape[1] * (32 // bits), words.shape[0]
         return shape, {f"{stem}.{part}" for part in ("qweight", "qzeros", "scales")}, load
@@ -234,19 +222,33 @@ def _packed_by_output(tensors: dict[str, TensorEntry], bits: int, symmetric: boo
 
         def load() -> Stored:
             codes = unpacked(words.read(integers=True), bits)[:, :inside]
-            scale = np.asarray(scales.read()).astype(np.float32)
-            zero: Any = 2 ** (bits - 1)  # codes are stored as unsigned numbers
+            scale = np.asarray(scales.read())
+            zero = np.full(scale.shape, 2 ** (bits - 1), np.int16)  # codes are stored as unsigned numbers
             if zeros is not None:  # packed along the rows
-                zero = unpacked(zeros.read(integers=True).T, bits)[:, :out].T.astype(np.float32)
-            group = None if index is None else np.asarray(index.read(integers=True)).astype(np.int64)
-            if group is not None and (group < 0).any():
-                group = None
-            return Stored(codes, scale, -zero * scale, (1, inside // scale.shape[1]), group)
+                zero = unpacked(zeros.read(integers=True).T, bits)[:, :out].T
+            return _ordered(codes, scale, zero, bits, None if index is None else index.read(integers=True))
 
         names = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
         return (out, inside), {f"{stem}.{name}" for name in names}, load
 
     return _by_stem(tensors, ".weight_packed", make)
+
+
+def _blocks(tensors: dict[str, TensorEntry]) -> Entries:
+    """Matrices of a GGUF file, as `gguf_model` keeps them: rows of blocks under the name of their type."""
+    found: Entries = {}
+    for name, rows in tensors.items():
+        stem, _, suffix = name.rpartition(".")
+        if (kind := suffix.upper()) not in KINDS:
+            found[name] = rows
+            continue
+        shape = rows.shape[0], rows.shape[1] // KINDS[kind].size * KINDS[kind].weights
+
+        def load(rows: TensorEntry = rows, kind: str = kind) -> Stored:
+            return gguf_blocks.read(kind, rows.read(integers=True))
+
+        found[f"{stem}.weight"] = QuantisedEntry(f"{stem}.weight", shape, load)
+    return found
 
 
 def _by_stem(tensors: dict[str, TensorEntry], suffix: str, make: Callable[[str, TensorEntry], Any]) -> Entries:
@@ -273,10 +275,32 @@ def unpacked(words: np.ndarray, bits: int, order: tuple[int, ...] = ()) -> np.nd
     return numbers.reshape(len(words), -1)
 
 
-def _matrix(numbers: np.ndarray) -> np.ndarray:
-    """A scale of all, of each row, or of each group of a row, as two axes, in float32 if it is narrower."""
+def _ordered(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, bits: int, index: np.ndarray | None) -> Stored:
+    """Columns sorted by their groups (act-order), which `index` [in] gives; negative or None: as they are."""
+    if index is None or (np.asarray(index) < 0).any():
+        return Stored(codes, scale, bits, zero)
+    order = np.argsort(index, kind="stable")
+    if np.array_equal(order, np.arange(len(order))):
+        return Stored(codes, scale, bits, zero)
+    counts = np.bincount(index, minlength=scale.shape[1])
+    if (counts != counts[0]).any():
+        raise CheckpointError(f"g_idx has groups of {listed(set(counts.tolist()))} columns; equal groups are needed")
+    return Stored(codes[:, order], scale, bits, zero, order=order)
+
+
+def _rows(numbers: np.ndarray, shape: tuple[int, ...], block: tuple[int, int]) -> np.ndarray:
+    """A number of all, of each row or of each block as numbers of each row and of equal groups, [out, groups]."""
     wide = np.asarray(numbers)
-    return wide.reshape(-1, 1) if wide.ndim < 2 else wide
+    wide = wide.reshape(-1, 1) if wide.ndim < 2 else wide
+    out, inside = shape
+    if len(wide) == 1:
+        wide = wide.repeat(out, axis=0)
+    elif len(wide) != out:
+        wide = wide.repeat(block[0], axis=0)[:out]
+    if wide.shape[1] > 1 and block[1] > 1 and wide.shape[1] * block[1] != inside:
+        group = math.gcd(block[1], inside)  # the last block is shorter
+        wide = wide.repeat(block[1] // group, axis=1)[:, : inside // group]
+    return wide
 
 
 def _two(entry: TensorEntry) -> tuple[int, int]:

@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -123,21 +122,21 @@ def save_tensors(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
     file.chmod(0o644)  # the library gives no one else access
 
 
-def save_shards(folder: Path, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], np.ndarray]) -> None:
-    """Write float32 tensors of ``shapes`` as model.safetensors, or as several files of about 1 GiB and their index.
+def save_shards(folder: Path, sizes: Mapping[str, int], read: Callable[[str], np.ndarray]) -> None:
+    """Write tensors of so many bytes as model.safetensors, or as several files of about 1 GiB and their index.
 
     ``read`` gives a tensor by its name; those of one file are held in memory at once.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
     plan = split_state_dict_into_shards_factory(
-        dict(shapes),
-        get_storage_size=lambda shape: 4 * prod(shape),
+        dict(sizes),
+        get_storage_size=lambda size: size,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=1 << 30,
     )
     for file, names in plan.filename_to_tensors.items():
-        save_tensors(folder / file, {name: np.asarray(read(name), np.float32) for name in names})
+        save_tensors(folder / file, {name: read(name) for name in names})
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -111,6 +111,7 @@ class Engine:
         *,
         draft: DraftOptions | str = Auto.algorithm,
         dtype: str = "auto",
+        quantization: str = "auto",
         drafter: Drafter | DrafterFactory | None = None,
         verify: Verifier | None = None,
         revision: str | None = None,
@@ -129,6 +130,8 @@ class Engine:
                 in `DRAFTERS` for its defaults, or module:function for a function as `drafter` takes it. AUTO: the draft
                 head that ships for the model, else n-grams.
             dtype: auto (float32 on a CPU, the checkpoint's on a GPU), float32, bfloat16 or float16.
+            quantization: auto: matrices that the checkpoint holds in few bits stay so; none: they are dequantised; fp8,
+                int8 or int4: the matrices of a float checkpoint are quantised. Activations never are.
             drafter: in place of `draft`, a ready `Drafter` or a function of the `Target` that returns one; it may
                 return a `Speculation`, which adds parameters and a verifier.
             verify: decides which drafts are accepted; None: the drafter's, which by default is `verify_tree`. Another
@@ -148,9 +151,9 @@ class Engine:
         check_config(config)
         if compilation_cache:
             use_compilation_cache()
-        start = model, draft, drafter, verify, dtype, revision, backend, config
+        start = model, draft, drafter, verify, dtype, quantization, revision, backend, config
         loaded = load(
-            model, draft=draft, dtype=dtype, drafter=drafter, verify=verify, revision=revision,
+            model, draft=draft, dtype=dtype, quantization=quantization, drafter=drafter, verify=verify, revision=revision,
             tokenizer_path=tokenizer_path, chat_template=chat_template, sampling_defaults=sampling_defaults,
             backend=backend, progress=progress, meanwhile=partial(program_store.read_ahead, start),
         )  # fmt: skip

@@ -95,9 +95,8 @@ def attention(
     the mask is over the C block keys, those of `past.before` first. `head_norm` (x, weight [E]): the norm of queries
     and keys whose weights are `query_norm` and `key_norm`.
     """
-    _, heads, group, head = weights["qkv"].shape
-    group -= 2
     mixed = linear(x, weights, "qkv")
+    group, head = mixed.shape[3] - 2, mixed.shape[4]
     # Values are normalised and rotated too, then put back: XLA:GPU fuses this into one kernel, which writes what
     # attention reads.
     place = jnp.arange(group + 2)[None, None, None, :, None]
@@ -115,9 +114,7 @@ def attention(
             before=past.before, before_positions=past.before_positions, scale=scale, window=scores.window,
             softcap=scores.softcap, implementation=backend,
         )  # fmt: skip
-    # Reshaped by hand: XLA:CPU transposes the weight of a product over three axes in every call.
-    flat = {**weights, "output": weights["output"].reshape(heads * group * head, -1)}
-    added = linear(attended.reshape(*x.shape[:2], -1), flat, "output")
+    added = linear(attended.reshape(*x.shape[:2], -1), weights, "output")
     return added, KeyValue(rotated[..., group, :], rotated[..., group + 1, :])
 
 
@@ -131,7 +128,11 @@ def gated_mlp(x: Hidden, weights: Weights, *, activation: Activation = jax.nn.si
 
 
 def linear(x: Hidden, weights: Weights, name: str) -> Array:
-    """The product with a matrix, plus its bias if there is one."""
-    out = kernels.linear(x, weights[name])
+    """The product with a matrix, plus its bias if there is one. A map from several axes takes them as one."""
+    weight = weights[name]
+    if not isinstance(weight, kernels.Quantised) and weight.shape[0] != x.shape[-1]:
+        # Reshaped by hand: XLA:CPU transposes the weight of a product over several axes in every call.
+        weight = weight.reshape(x.shape[-1], -1)
+    out = kernels.linear(x, weight)
     bias = weights.get(f"{name}_bias")
     return out if bias is None else out + bias[None, None]

@@ -100,8 +100,7 @@ class Decoder(nn.Module):
         return self.weights, [layer.weights for layer in self.layers]
 
     def embed(self, tokens: Tokens) -> Hidden:
-        # A clipped id is a padding token's: its output is never used.
-        return self.weights["embed"].at[tokens].get(mode="clip")
+        return embedding_rows(self.weights["embed"], tokens, self.config.dtype)
 
     def forward(
         self, x: Hidden, positions: Positions, mask: Any, cache: Cache, page_table: PageTable,
@@ -138,9 +137,21 @@ class Decoder(nn.Module):
             logits = kernels.unembed(hidden, rows if ids is None else rows[ids], transposed=True)
         else:
             head = self.weights["head"]
-            logits = kernels.unembed(hidden, head if ids is None else head[:, ids])
+            logits = kernels.unembed(hidden, head if ids is None else head_columns(head, ids))
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def embedding_rows(table: Any, tokens: Tokens, dtype: str) -> Hidden:
+    """Rows of an embedding [V, M], of a dtype if it is quantised. A clipped id is a padding token's: never used."""
+    if isinstance(table, kernels.Quantised):
+        return kernels.embed(table, jnp.clip(tokens, 0, table.shape[0] - 1), jnp.dtype(dtype))
+    return table.at[tokens].get(mode="clip")
+
+
+def head_columns(head: Any, ids: Int32[Array, "W"]) -> Any:
+    """An output matrix [M, V], or quantised [V, M], for these tokens."""
+    return head[ids] if isinstance(head, kernels.Quantised) else head[:, ids]
 
 
 class Family(NamedTuple):

@@ -97,8 +97,7 @@ class LatentLayer(Layer):
             implementation=self.backend,
         )  # fmt: skip
         values = jnp.einsum("bnhc,hcv->bnhv", attended, w["value_up"], precision=precision)
-        flat = {**w, "output": w["output"].reshape(-1, w["output"].shape[-1])}
-        return linear(values.reshape(*x.shape[:2], -1), flat, "output"), block
+        return linear(values.reshape(*x.shape[:2], -1), w, "output"), block
 
 
 FAMILY = Family(table, LatentLayer)

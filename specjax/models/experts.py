@@ -6,6 +6,7 @@ Sources: Qwen3-MoE (softmax over all experts), DeepSeek-V3 (sigmoid, a bias that
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,10 +105,15 @@ def _grouped(
     count, per_token = weights["router"].shape[1], ids.shape[1]
     order = jnp.argsort(ids.reshape(-1), stable=True)
     sizes = jnp.bincount(ids.reshape(-1), length=count).astype(jnp.int32)
-    each = jax.lax.platform_dependent(
-        rows[order // per_token], sizes, weights["experts_gate_up"], weights["experts_down"],
-        cpu=partial(_in_tiles, activation=activation), default=partial(_ragged, activation=activation),
-    )  # fmt: skip
+    both = weights["experts_gate_up"], weights["experts_down"]
+    rows = rows[order // per_token]
+    if any(isinstance(weight, kernels.Quantised) for weight in both):
+        each = _in_tiles(rows, sizes, *both, activation=activation)
+    else:
+        each = jax.lax.platform_dependent(
+            rows, sizes, *both,
+            cpu=partial(_in_tiles, activation=activation), default=partial(_ragged, activation=activation),
+        )  # fmt: skip
     # Back in the order of the rows.
     each = jnp.zeros_like(each).at[order].set(each, unique_indices=True).reshape(*ids.shape, -1)
     return jnp.einsum("tkm,tk->tm", each.astype(jnp.float32), gates)
@@ -127,7 +133,7 @@ def _ragged(
 
 
 def _in_tiles(
-    rows: Float[Array, "R M"], sizes: Int32[Array, "X"], gate_up: Array, down: Array, *, activation: Activation
+    rows: Float[Array, "R M"], sizes: Int32[Array, "X"], gate_up: Any, down: Any, *, activation: Activation
 ) -> Float[Array, "R M"]:
     """Tile after tile of rows of the same expert. XLA:CPU multiplies every row by every expert in a ragged product: 30
     times as long with 32 experts."""

@@ -214,12 +214,28 @@ def dimensions(config: ModelConfig | HeadConfig) -> dict[str, int]:
     return sizes
 
 
+def output_major(leaf: Leaf) -> Leaf:
+    """The declaration with outputs first and all inputs as one axis "@", as quantised leaves are stored: "M -> K Q E"
+    is "K Q E @". Stacked experts are outputs."""
+    inputs, arrow, outputs = leaf.letters.partition("->")
+    before = inputs.split() if arrow else leaf.letters.split()[1:]
+    stacked = [letter for letter in before if letter == "X"]
+    letters = [*stacked, *(outputs if arrow else leaf.letters.split()[0]).split(), "@"]
+    tensors = tuple(replace(tensor, axes=f"{tensor.axes.split()[0]} @") for tensor in leaf.tensors)
+    return replace(leaf, letters=" ".join(letters), tensors=tensors)
+
+
 def create(module: nn.Module, leaves: Iterable[Leaf], sizes: Sizes, dtype: str) -> dict[str, Array]:
-    """A module's parameters, as declared."""
-    return {
-        leaf.name: module.param(leaf.name, leaf.initial, leaf.shape(sizes), np.dtype(leaf.dtype or dtype))
-        for leaf in leaves
-    }
+    """A module's parameters, as declared, or quantised ones where it was given those."""
+    import jax
+
+    def made(leaf: Leaf) -> Any:
+        given = module.get_variable("params", leaf.name) if module.has_variable("params", leaf.name) else 0
+        if not jax.tree_util.all_leaves([given]):
+            return given  # of another shape than declared
+        return module.param(leaf.name, leaf.initial, leaf.shape(sizes), np.dtype(leaf.dtype or dtype))
+
+    return {leaf.name: made(leaf) for leaf in leaves}
 
 
 def map_leaves(table: Table, function: Callable[[Leaf], T]) -> dict[str, Any]:

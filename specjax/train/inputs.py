@@ -127,7 +127,7 @@ def prepare(options: TrainOptions) -> Inputs:
 
 def load(options: TrainOptions, inputs: Inputs) -> tuple[Weights, Weights]:
     """The target's parameters in its serving dtype, and the head's first parameters and ids, float32."""
-    target_params = checkpoint.load_params(inputs.files, inputs.config, progress=True)
+    target_params = checkpoint.load_params(inputs.files, inputs.config, quantization="none", progress=True)
     if inputs.given is not None:
         return target_params, inputs.given
     target, init, seed = make_target(inputs.config), options.draft.init, options.run.train_seed
