@@ -27,7 +27,7 @@ from specjax_kernels.quantised import Quantised, check, dequantise, scales
 
 
 def product(x: Array, leaf: Quantised, dtype: Any) -> Array:
-    """x [..., M] times the transpose of the dequantised weights [*out, M]: [..., *out] in a dtype, with float32 sums."""
+    """x [..., M] times the transpose of the dequantised weights [*out, M]: [..., *out] in a dtype; sums are float32."""
     check(leaf)
     if x.shape[-1] != leaf.depth:
         raise ValueError(f"a quantised weight of shape {leaf.shape} takes {leaf.depth} inputs, got {x.shape[-1]}")
@@ -61,8 +61,12 @@ def _matrix(leaf: Quantised) -> Quantised:
 
 
 def _has_gpu_kernel(rows: Array, leaf: Quantised) -> bool:
-    capable = launch.has_kernels() or not launch.on_nvidia()  # compiled for a GPU that is not there: assumed
-    return capable and pallas_quantised.takes(rows.shape[0], leaf)
+    if not pallas_quantised.takes(rows.shape[0], leaf):
+        return False
+    if not launch.on_nvidia():
+        return True  # compiled for a GPU that is not there
+    needed = (8, 9) if leaf.codes.dtype == jnp.float8_e4m3fn else (8, 0)  # Triton's conversions of fp8
+    return tuple(map(int, str(launch.generation()).split("."))) >= needed
 
 
 def layout_of(leaf: Quantised) -> Layout | None:
