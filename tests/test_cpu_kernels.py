@@ -22,7 +22,7 @@ def random(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("depth", "columns"), [(8, 1), (576, 960), (40, 4103), (16, 9001), (136, 700)])
 def test_the_products_are_the_exact_ones(depth, columns, transposed, dtype):
@@ -43,7 +43,12 @@ def test_shapes_without_a_kernel():
     takes = cpu_rows.takes
     assert takes(8, 16, 9, jnp.bfloat16) and not takes(9, 16, 9, jnp.float32) and not takes(0, 16, 9, jnp.float32)
     assert not takes(1, 10, 9, jnp.float32) and takes(1, 10, 9, jnp.float32, transposed=True)
-    assert not takes(1, 16, 9, jnp.float16) and not takes(1, 16, 0, jnp.float32) and not takes(1, 0, 9, jnp.float32)
+    assert (
+        takes(1, 16, 9, jnp.float16)
+        and not takes(1, 16, 9, jnp.int8)
+        and not takes(1, 16, 0, jnp.float32)
+        and not takes(1, 0, 9, jnp.float32)
+    )
     assert cpu_rows.parts_of(576, 960) == 8 and cpu_rows.parts_of(1536, 576) == 8
     assert cpu_rows.parts_of(576, 2 * cpu_rows.WIDE) == 4 and cpu_rows.parts_of(576, 49152) == 1
     assert cpu_rows.parts_of(40, 10) == 5 and cpu_rows.parts_of(10, 10) == 0

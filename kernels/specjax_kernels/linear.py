@@ -40,7 +40,7 @@ def linear(x: Float[Array, "B N M"], weight: Float[Array, "M *out"] | Quantised)
         ValueError: the weight is wider than x, or quantised in a way that `quantised.check` refuses.
     """
     if isinstance(weight, Quantised):
-        return quantised_product.product(x, weight).astype(x.dtype)
+        return quantised_product.product(x, weight, x.dtype)
     _check(x, weight)
     if x.dtype == jnp.float32:
         return cast(Array, _product(x, weight, 0))
@@ -64,7 +64,7 @@ def unembed(
     with float32 sums, twice as fast as float32 products.
     """
     if isinstance(weight, Quantised):
-        return quantised_product.product(x, weight)
+        return quantised_product.product(x, weight, jnp.float32)
     _check(x, weight)
     return cast(Array, _product(x, weight, 1 if transposed else 0))
 

@@ -5,8 +5,10 @@ their codes once, widens them in registers to x's dtype, in which they are exact
 cores. Scales are applied to the groups' sums, which are float32: the weights themselves are never rounded.
 
     grid (tiles of outputs, tiles of rows)
-    trip k:  part = x[rows, codes of step k] @ codes[outputs, step k].T        a step is a group or a part of one
+    step k:  part = x[rows, codes of step k] @ codes[outputs, step k].T        a step is a group or a part of one
              sums += part * scale[outputs, group] + sum(x) * offset[outputs, group]
+
+Several steps are one trip of the loop, so that enough bytes are on their way.
 
 Pallas's Triton backend is deprecated (jax 0.11), see `pallas_triton.py`. On a CPU Pallas interprets the kernel, for
 tests.
@@ -31,13 +33,15 @@ warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", Dep
 
 MOST_ROWS = 64  # more rows pay for dequantising the weight once
 OUTPUTS = 32  # of one program
-STEP = 128  # codes of one trip, at most
+STEP = {2: 128, 4: 32}  # codes of one step, at most, by bytes of a number of x: exact float32 products fill registers
+TILE = {2: 64, 4: 16}  # rows of x of one program, at most, by the same
+TRIP = 4096  # codes of one trip times rows of the tile, at most
 WARPS, STAGES = 4, 4
 
 
-def step_of(leaf: Quantised) -> int:
-    """Codes of one trip: the largest power of two that divides a group, `STEP` at most."""
-    return min(STEP, leaf.group & -leaf.group)
+def step_of(leaf: Quantised, bytes_of_x: int = 2) -> int:
+    """Codes of one step: the largest power of two that divides a group, `STEP` at most."""
+    return min(STEP[bytes_of_x], leaf.group & -leaf.group)
 
 
 def takes(rows: int, leaf: Quantised) -> bool:
@@ -45,15 +49,15 @@ def takes(rows: int, leaf: Quantised) -> bool:
     return 0 < rows <= MOST_ROWS and step_of(leaf) >= 16 and 0 not in leaf.out
 
 
-def multiply(x: Array, leaf: Quantised, *, interpret: bool = False) -> Array:
-    """x [N, M] times the transpose of a leaf [W, M] without `order`: float32 [N, W]."""
+def multiply(x: Array, leaf: Quantised, dtype: Any = jnp.float32, *, interpret: bool = False) -> Array:
+    """x [N, M] times the transpose of a leaf [W, M] without `order`: [N, W] in a dtype."""
     rows, outputs = x.shape[0], leaf.out[0]
-    tile = padded(rows)
+    tile = min(padded(rows), TILE[x.dtype.itemsize])
     arrays, kind = jax.tree.flatten(leaf)
     return pl.pallas_call(
         functools.partial(_kernel, kind=kind, leaf=_facts(leaf), rows=rows, tile=tile),
-        grid=(pl.cdiv(outputs, OUTPUTS),),
-        out_shape=jax.ShapeDtypeStruct((rows, outputs), jnp.float32),
+        grid=(pl.cdiv(outputs, OUTPUTS), pl.cdiv(rows, tile)),
+        out_shape=jax.ShapeDtypeStruct((rows, outputs), dtype),
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=STAGES),
         interpret=interpret,
         name="quantised_rows",
@@ -66,14 +70,15 @@ def _facts(leaf: Quantised) -> Quantised:
 
 
 def _kernel(x_ref: Any, *refs: Any, kind: Any, leaf: Quantised, rows: int, tile: int) -> None:
-    """One program: all rows of x, `OUTPUTS` outputs."""
+    """One program: `tile` rows of x, `OUTPUTS` outputs."""
     *arrays, out_ref = refs
     at: Quantised = jax.tree.unflatten(kind, arrays)
-    step, packed, dtype = step_of(leaf), leaf.bits == 4, x_ref.dtype
-    row, output = _range(tile), pl.program_id(0) * OUTPUTS + _range(OUTPUTS)
+    step, packed, dtype = step_of(leaf, x_ref.dtype.itemsize), leaf.bits == 4, x_ref.dtype
+    row, output = pl.program_id(1) * tile + _range(tile), pl.program_id(0) * OUTPUTS + _range(OUTPUTS)
     is_row, is_output = row < rows, output < leaf.out[0]
-    codes_of_trip = _range(step // 2 if packed else step)
-    in_chunk = codes_of_trip % (PACKED // 2) + codes_of_trip // (PACKED // 2) * PACKED  # of the low halves
+    last = jnp.minimum(output, leaf.out[0] - 1)  # past the end: read again, and not written
+    codes_of_step = _range(step // 2 if packed else step)
+    in_step = codes_of_step % (PACKED // 2) + codes_of_step // (PACKED // 2) * PACKED  # of the low halves
     precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
     def inputs(column: Array) -> Array:
@@ -81,12 +86,12 @@ def _kernel(x_ref: Any, *refs: Any, kind: Any, leaf: Quantised, rows: int, tile:
 
     def of_group(ref: Any, coarse: Any, group: Array) -> Array:
         """A scale or an offset for each output, float32."""
-        shared = output // leaf.rows
-        found = plgpu.load(ref.at[shared, group], mask=is_output, other=0).astype(jnp.float32)
+        shared = last // leaf.rows
+        found = plgpu.load(ref.at[shared, group]).astype(jnp.float32)
         if coarse is None:
             return found
         many = ref.shape[1] // coarse.shape[1]
-        return found * plgpu.load(coarse.at[shared, group // many], mask=is_output, other=0).astype(jnp.float32)
+        return found * plgpu.load(coarse.at[shared, group // many]).astype(jnp.float32)
 
     def dot(x: Array, codes: Array) -> Array:
         dims = (((1,), (1,)), ((), ()))
@@ -97,17 +102,15 @@ def _kernel(x_ref: Any, *refs: Any, kind: Any, leaf: Quantised, rows: int, tile:
             codes = codes.astype(jnp.int32) - leaf.shift
         return codes.astype(jnp.float32).astype(dtype)
 
-    def trip(k: Array, sums: Array) -> Array:
+    def add(k: Array, sums: Array) -> Array:
         group = k * step // leaf.group
-        first = k * codes_of_trip.shape[0]
-        at_codes = at.codes.at[output[:, None], (first + codes_of_trip)[None, :]]
-        codes = plgpu.load(at_codes, mask=is_output[:, None], other=0)
+        codes = plgpu.load(at.codes.at[last[:, None], (k * codes_of_step.shape[0] + codes_of_step)[None, :]])
         if packed:
-            low, high = inputs(k * step + in_chunk), inputs(k * step + in_chunk + PACKED // 2)
+            low, high = inputs(k * step + in_step), inputs(k * step + in_step + PACKED // 2)
             codes = codes.astype(jnp.int32)
             parts = [(low, exact(codes & 15)), (high, exact(codes >> 4))]
         else:
-            parts = [(inputs(k * step + codes_of_trip), exact(codes))]
+            parts = [(inputs(k * step + codes_of_step), exact(codes))]
         part = sum(dot(*both) for both in parts)
         sums = sums + part * of_group(at.scale, at.super_scale, group)[None, :]
         if at.offset is not None:
@@ -115,8 +118,16 @@ def _kernel(x_ref: Any, *refs: Any, kind: Any, leaf: Quantised, rows: int, tile:
             sums = sums + total[:, None] * of_group(at.offset, at.super_offset, group)[None, :]
         return sums
 
-    zeros = jnp.zeros((tile, OUTPUTS), jnp.float32)
-    sums = jax.lax.fori_loop(jnp.int32(0), jnp.int32(leaf.depth // step), trip, zeros)
+    steps = leaf.depth // step
+    together = next(n for n in range(max(1, TRIP // (tile * step)), 0, -1) if steps % n == 0)
+
+    def trip(k: Array, sums: Array) -> Array:
+        for n in range(together):
+            sums = add(k * together + n, sums)
+        return sums
+
+    sums = jax.lax.fori_loop(jnp.int32(0), jnp.int32(steps // together), trip, jnp.zeros((tile, OUTPUTS), jnp.float32))
+    sums = sums.astype(out_ref.dtype)
     plgpu.store(out_ref.at[row[:, None], output[None, :]], sums, mask=is_row[:, None] & is_output[None, :])
 
 

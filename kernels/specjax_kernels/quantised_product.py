@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +26,8 @@ from specjax_kernels.cpu.quantised_rows import Layout
 from specjax_kernels.quantised import Quantised, check, dequantise, scales
 
 
-def product(x: Array, leaf: Quantised) -> Array:
-    """x [..., M] times the transpose of the dequantised weights [*out, M]: float32 [..., *out]."""
+def product(x: Array, leaf: Quantised, dtype: Any) -> Array:
+    """x [..., M] times the transpose of the dequantised weights [*out, M]: [..., *out] in a dtype; sums are float32."""
     check(leaf)
     if x.shape[-1] != leaf.depth:
         raise ValueError(f"a quantised weight of shape {leaf.shape} takes {leaf.depth} inputs, got {x.shape[-1]}")
@@ -35,15 +36,17 @@ def product(x: Array, leaf: Quantised) -> Array:
         rows = rows[:, leaf.order]
     arrays, of_arrays = jax.tree.flatten(_matrix(leaf))
 
-    def by(implementation, *arguments: Array) -> Array:
-        return implementation(arguments[0], jax.tree.unflatten(of_arrays, arguments[1:]))
+    def by(implementation: Any, *arguments: Array) -> Array:
+        return implementation(arguments[0], jax.tree.unflatten(of_arrays, arguments[1:])).astype(dtype)
 
     on_cpu = by_rows if quantised_rows.takes(rows.shape[0], layout_of(leaf)) else by_dequantising
     if leaf.scale.shape[-1] == 1 and leaf.bits == 8:
         elsewhere = on_nvidia = by_channel
     else:
         elsewhere = by_dequantising
-        on_nvidia = pallas_quantised.multiply if _has_gpu_kernel(rows, leaf) else elsewhere
+        on_nvidia = (
+            functools.partial(pallas_quantised.multiply, dtype=dtype) if _has_gpu_kernel(rows, leaf) else elsewhere
+        )
     branches = {"cpu": on_cpu, "cuda": on_nvidia, "default": elsewhere}
     bound = {platform: functools.partial(by, implementation) for platform, implementation in branches.items()}
     out = jax.lax.platform_dependent(rows, *arrays, **bound)
@@ -58,8 +61,12 @@ def _matrix(leaf: Quantised) -> Quantised:
 
 
 def _has_gpu_kernel(rows: Array, leaf: Quantised) -> bool:
-    capable = launch.has_kernels() or not launch.on_nvidia()  # compiled for a GPU that is not there: assumed
-    return capable and pallas_quantised.takes(rows.shape[0], leaf)
+    if not pallas_quantised.takes(rows.shape[0], leaf):
+        return False
+    if not launch.on_nvidia():
+        return True  # compiled for a GPU that is not there
+    needed = (8, 9) if leaf.codes.dtype == jnp.float8_e4m3fn else (8, 0)  # Triton's conversions of fp8
+    return tuple(map(int, str(launch.generation()).split("."))) >= needed
 
 
 def layout_of(leaf: Quantised) -> Layout | None:
