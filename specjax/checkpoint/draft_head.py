@@ -96,9 +96,8 @@ def _described(
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         norm_epsilon=number(merged, "rms_norm_eps", 1e-6),
-        rope=rope(
-            merged, max_positions, head_dim=head_dim
-        ),  # the head's own: an absent theta is 10000 whatever the target's
+        # The head's own: an absent theta is 10000 whatever the target's.
+        rope=rope(merged, max_positions, head_dim=head_dim, partial=True),
         vocab_size=vocab_size,
         aux_layers=aux_layers,
         own_embedding=spec.own_ends and tensors.has(EMBED),
