@@ -135,6 +135,7 @@ class HeadConfig(GroupedHeads):
     output_bias: bool = False  # of o
     mlp_bias: bool = False
     norm_before_residual: bool = False  # EAGLE-3: the residual is the normalised feature
+    logit_softcap: float | None = None  # of its own output layer's logits, where that was copied from the target's
     dtype: str = "float32"
 
     @property

@@ -20,5 +20,6 @@ from specjax.checkpoint.weights import ModelFiles
 __all__ = [
     "BUILT_IN_MODEL", "CheckpointError", "ModelFiles", "ShippedHead", "VocabularyMap", "VocabularyMismatch",
     "describe_head", "load_head", "load_params", "load_tokenizer", "match_vocabularies", "matrices", "may_have_head",
-    "model_config", "read_token_map", "resolve", "sampling_defaults", "save_dequantised", "shipped_head", "stop_token_ids",
+    "model_config", "read_token_map", "resolve", "sampling_defaults", "save_dequantised", "shipped_head",
+    "stop_token_ids",
 ]  # fmt: skip

@@ -116,7 +116,7 @@ def _settings(merged: Mapping[str, Any], target: ModelConfig, spec: HeadSpec, he
         "feature_size": (len(aux_layers) or 1) * target.hidden_size,
         "norm_epsilon": number(merged, "rms_norm_eps", 1e-6),
         # The head's own: an absent theta is 10000 whatever the target's.
-        "rope": rope(merged, require(merged, "max_position_embeddings", 2048), head_dim=head_dim),
+        "rope": rope(merged, require(merged, "max_position_embeddings", 2048), head_dim=head_dim, partial=True),
         "aux_layers": aux_layers,
         # Absent means false, as in speculators' own schema and in the published heads of the authors.
         "norm_before_residual": spec.reads_layers and flag(merged, "norm_before_residual"),

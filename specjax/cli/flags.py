@@ -67,8 +67,8 @@ class ModelSettings:
     dtype: str = setting("auto", "auto = float32 on a CPU, the checkpoint's on a GPU", choices=("auto", *DTYPES))
     quantization: str = setting(
         "auto",
-        "of the matrices: auto = as the checkpoint has them; none = dequantised; fp8, int8, int4 = a float checkpoint's "
-        "are quantised, which changes the text",
+        "of the matrices: auto = as the checkpoint has them; none = dequantised; fp8, int8, int4 = those of a "
+        "float checkpoint are quantised, which changes the text",
         choices=QUANTIZATIONS,
     )
 

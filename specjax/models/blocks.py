@@ -55,7 +55,7 @@ def key_value_spec(config: ModelConfig | HeadConfig) -> KeyValue:
 
 Backend: TypeAlias = str | Callable[..., Array] | None
 """Attention of a block: the name of a `specjax_kernels` implementation, None for the default, or a function
-(rotated qkv [B, N, K, G + 2, E], past, positions, mask) -> [B, N, H, E], as training has."""
+(rotated qkv [B, N, K, G + 2, E], past, positions, mask, `Scores`) -> [B, N, H, E], as training has."""
 
 
 def joined(before: T | None, block: T) -> T:
@@ -106,7 +106,7 @@ def attention(
         rotated = jnp.where(place < group, queries, keys)
     rotated = jnp.where(place == group + 1, mixed, rotate(rotated, *rotation))
     if callable(backend):
-        attended = backend(rotated, past, positions, mask)
+        attended = backend(rotated, past, positions, mask, scores)
     else:
         scale = head**-0.5 if scores.scale is None else scores.scale
         attended = kernels.attention(
@@ -116,6 +116,11 @@ def attention(
         )  # fmt: skip
     added = linear(attended.reshape(*x.shape[:2], -1), weights, "output")
     return added, KeyValue(rotated[..., group, :], rotated[..., group + 1, :])
+
+
+def soft_cap(x: Array, cap: float | None) -> Array:
+    """x brought between -cap and cap (Gemma 2). None: as it is."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 Activation: TypeAlias = Callable[[Array], Array]
