@@ -154,8 +154,9 @@ class Engine:
         start = model, draft, drafter, verify, dtype, quantization, revision, backend, config
         loaded = load(
             model, draft=draft, dtype=dtype, quantization=quantization, drafter=drafter, verify=verify,
-            revision=revision, tokenizer_path=tokenizer_path, chat_template=chat_template, sampling_defaults=sampling_defaults,
-            backend=backend, progress=progress, meanwhile=partial(program_store.read_ahead, start),
+            revision=revision, tokenizer_path=tokenizer_path, chat_template=chat_template,
+            sampling_defaults=sampling_defaults, backend=backend, progress=progress,
+            meanwhile=partial(program_store.read_ahead, start),
         )  # fmt: skip
         return cls(**loaded._asdict(), config=config)
 
