@@ -16,6 +16,7 @@ from specjax.checkpoint.hf_config import DTYPES
 from specjax.checkpoint.weights import ModelFiles, read_headers, read_json
 from specjax.config import ModelConfig
 from specjax.models import table
+from specjax.models.mtp_spec import mtp_tensors
 from specjax.models.params import HEAD_TENSOR, Placement, dimensions, placements
 from specjax.progress import progress_bar
 
@@ -39,14 +40,16 @@ def load_params(
       put: moves one finished leaf to the device; ``jax.device_put`` if None.
 
     Returns:
-      The parameter tree that ``specjax.models.table(config)`` declares.
+      The parameter tree that ``specjax.models.table(config)`` declares; layers for multi-token prediction are left
+      to ``load_mtp``.
 
     Raises:
       CheckpointError: a tensor is missing, left over, of the wrong shape or type, or a file is damaged.
     """
     tensors = read_headers(files.weights)
     rules = list(placements(table(config), dimensions(config)))
-    shapes = {name: entry.shape for name, entry in tensors.items()}
+    others = mtp_tensors(tensors.keys(), config)
+    shapes = {name: entry.shape for name, entry in tensors.items() if name not in others}
     optional = {HEAD_TENSOR} if config.tied_embeddings else frozenset()
     if problems := misfits(shapes, rules, f"a {config.family} model", optional):
         raise CheckpointError(
