@@ -198,6 +198,8 @@ def test_the_least_probability_of_a_draft(toml, caplog):
     assert drafting("--config", file, "--speculative-draft-p-min", 0) == Auto(min_probability=0.0)
     head = ("--speculative-algorithm", "mtp", "--speculative-draft-model", "h")
     assert drafting("--config", file, *head) == Mtp("h", min_probability=0.35)
+    nextn = toml("[speculative]\nspeculative-algorithm = 'NextN'\n")
+    assert drafting("--config", nextn) == drafting("--speculative-algorithm", "nextn") == Mtp(), "SGLang's name"
     assert drafting(*head) == Mtp("h")
     assert not caplog.records
     for name, options in (("NGRAM", Ngram()), ("NONE", NoDraft())):

@@ -161,7 +161,7 @@ def _seen(valid: Bool[Array, "B l"], known: int) -> Bool[Array, "B m l"]:
     """Which slots of a path each of the last m, those after `known`, attends to: valid ones up to itself."""
     slot = jnp.arange(valid.shape[1], dtype=jnp.int32)
     query = slot[known:, None]
-    return ((slot[None, :] <= query) & valid[:, None]) | (slot[None, :] == query)[None]
+    return ((slot[None, :] <= query)[None] & valid[:, None]) | (slot[None, :] == query)[None]
 
 
 def _apart(sees: Bool[Array, "B m c"], k: int) -> Bool[Array, "B km kc"]:
