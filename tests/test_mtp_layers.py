@@ -202,7 +202,7 @@ def test_the_step_drafts_the_oracles_trees(saved, name, count, shape):
     requests = [([4, 8, 15, 16, 23], Sampling(max_tokens=12)), ([7], Sampling(max_tokens=12, temperature=1.0, seed=1))]
     for slot, (prompt, request) in enumerate(requests):
         runner.admit(slot, prompt, request)
-    first = runner.prefill([prompt for prompt, _ in requests], chunk=2)
+    first = runner.prefill([prompt for prompt, _ in requests], chunk=3)
     texts = [[*prompt, int(first.tokens[row, 0])] for row, (prompt, _) in enumerate(requests)]
     clear = 0
     for _ in range(5):

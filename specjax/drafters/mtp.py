@@ -131,7 +131,7 @@ def mtp_drafter(
             # A NaN in a page would spread to the requests that hold the page later.
             kept = jnp.where(jnp.isnan(newest[:, 0]), 0, length)
             caches.append(commit(state.caches[i], block, context.page_table, start, kept, after=newest))
-            last.append(jnp.where((length > 0)[:, None], newest, known[:, i]))
+            last.append(newest)  # a head without slots yet has none, and it is not read before it has one
         nowhere = rows + jnp.arange(seen.length.shape[0], dtype=jnp.int32)
         row = jnp.where(seen.length > 0, context.slots, nowhere)
         put = state.last.at[row].set(jnp.stack(last, axis=1), mode="drop", unique_indices=True)
