@@ -280,7 +280,7 @@ def test_a_head_is_no_use_to_an_algorithm_without_one():
     [
         (
             "--speculative-algorithm eagle9",
-            f"--speculative-algorithm must be one of {', '.join(('AUTO', *DRAFTERS))}, got 'eagle9'",
+            f"--speculative-algorithm must be one of {', '.join(('AUTO', *DRAFTERS, 'NEXTN'))}, got 'eagle9'",
         ),
         ("--dtype float64", "--dtype must be one of auto, float32, bfloat16, float16, got 'float64'"),
         ("--page-size 0", "--page-size must be an integer of at least 1, got 0"),

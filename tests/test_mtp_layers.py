@@ -16,7 +16,6 @@ from engine_helpers import VOCABULARY, check_idle, tokenizer
 from oracle import Sampling
 from safetensors.numpy import load_file, save_file
 from specjax_kernels import CAUSAL
-from test_parity import DEEPSEEK, EXPERTS, UNTIED
 from tiny_checkpoints import save_model, save_mtp
 from toy_models import Runner, Toy
 
@@ -35,15 +34,21 @@ from specjax.step import StepConfig
 
 ERROR = 1e-4
 """In scores. Where the oracle's own gap is below, a tree may differ."""
-SIZES = UNTIED | {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 256,
-    "initializer_range": 0.3, "eos_token_id": 2, "head_dim": 8,
+    "initializer_range": 0.3, "eos_token_id": 2, "head_dim": 8, "tie_word_embeddings": False,
 }  # fmt: skip
+DEEPSEEK = {
+    "num_key_value_heads": 4, "n_group": 4, "topk_group": 2, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "kv_lora_rank": 12, "q_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 10, "v_head_dim": 6,
+    "moe_intermediate_size": 12, "first_k_dense_replace": 1,
+}  # fmt: skip
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mimo": ("MiMo", "mimo", {"rope_parameters": {"rope_type": "default", "rope_theta": 640000.0}}),
-    "deepseek": ("DeepseekV3", "deepseek", DEEPSEEK | {"num_hidden_layers": 2}),
+    "deepseek": ("DeepseekV3", "deepseek", DEEPSEEK),
     "qwen3": ("Qwen3", "qwen3_next", {}),
-    "qwen3 moe": ("Qwen3Moe", "qwen3_next", EXPERTS | {"norm_topk_prob": True}),
+    "qwen3 moe": ("Qwen3Moe", "qwen3_next", EXPERTS),
 }
 
 
