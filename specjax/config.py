@@ -6,7 +6,7 @@ Knows nothing of arrays, files or other modules of ours.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 
 @dataclass(frozen=True)
@@ -146,3 +146,32 @@ class HeadConfig(GroupedHeads):
     @property
     def num_layers(self) -> int:
         return 1
+
+
+@dataclass(frozen=True)
+class MtpConfig:
+    """Layers for multi-token prediction that lie in a target's own checkpoint; each is a layer as the target's are."""
+
+    style: str  # a key of `specjax.models.mtp_spec.STYLES`
+    layer: ModelConfig  # the target's with one layer, as these are
+    target_layers: int  # of the target itself; some checkpoints number the heads' on from there
+    count: int  # heads: one layer each
+    vocab_size: int  # W: tokens that they can propose
+    own_head: bool = False  # with a token map: its columns of the target's output matrix
+    mapped: bool = False  # as in `HeadConfig`
+    logit_softcap: float | None = None  # as in `HeadConfig`
+
+    kind: ClassVar[str] = "mtp"
+    features: ClassVar[Literal["final"]] = "final"
+
+    @property
+    def hidden_size(self) -> int:
+        return self.layer.hidden_size
+
+    @property
+    def feature_size(self) -> int:
+        return self.layer.hidden_size
+
+    @property
+    def dtype(self) -> str:
+        return self.layer.dtype

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast, get_args
@@ -18,10 +19,10 @@ from specjax_kernels.cpu import attention as cpu_attention
 from specjax import checkpoint
 from specjax.checkpoint import CheckpointError, ModelFiles, ShippedHead
 from specjax.checkpoint.weights import read_headers
-from specjax.config import HeadConfig, ModelConfig
+from specjax.config import HeadConfig, ModelConfig, MtpConfig
 from specjax.drafters import Auto, Drafter, DraftOptions, NoDraft, Params, StandaloneParams, TreeShape
 from specjax.drafters.factories import DrafterFactory, Speculation, load_drafter, make_drafter, make_speculation
-from specjax.drafters.options import ModelOptions, Standalone, options_of
+from specjax.drafters.options import Eagle, ModelOptions, Mtp, Standalone, options_of
 from specjax.models import make_target
 from specjax.models.draft_head import with_token_map
 from specjax.models.params import EMBED_TENSOR
@@ -92,7 +93,7 @@ def load(
         if chosen.options.kind is None:
             given = _load_model(chosen.options, config, reading, dtype, backend, progress)
         else:
-            given = _load_head(chosen.options, files, config, reading, progress)
+            given = _load_head(chosen, files, config, reading, quantization, progress)
         weights = checkpoint.load_params(files, config, quantization=quantization, progress=progress)
         tokenizer = reading.result()
     if given.head is not None and given.ids is not None:
@@ -122,7 +123,8 @@ def requested(
         drafter = load_drafter(draft)
     options = options_of(draft) if drafter is None else NoDraft()
     shipped = options.kind is not None and checkpoint.may_have_head(model, options.kind)
-    if options.needs and not _path(options) and not shipped:
+    inside = isinstance(options, Eagle) and model != checkpoint.BUILT_IN_MODEL  # perhaps: its tensors will show
+    if options.needs and not _path(options) and not shipped and not inside:
         raise _no_path(options)
     options.on(platform or jax.default_backend())
     return options, drafter
@@ -134,10 +136,11 @@ class Chosen(NamedTuple):
     options: DraftOptions
     tree: TreeShape | None = None  # where the options give no number of it; None: `ModelOptions.automatic`
     head: ShippedHead | None = None  # the shipped head that `options.path` names
+    mtp: MtpConfig | None = None  # the model's own layers, if they draft
 
     def drafter(
-        self, target: Target, head: HeadConfig | None, *, model: Target | None = None, backend: str | None = None,
-        platform: str | None = None,
+        self, target: Target, head: HeadConfig | MtpConfig | None, *, model: Target | None = None,
+        backend: str | None = None, platform: str | None = None,
     ) -> Drafter:  # fmt: skip
         """The drafter, whose draft head or model `options.path` names is `head` or `model`."""
         shared: Any = {"backend": backend, "automatic": self.tree, "platform": platform}
@@ -148,8 +151,9 @@ class Chosen(NamedTuple):
 
 
 def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platform: str | None = None) -> Chosen:
-    """The algorithm for this model. AUTO is the draft head that ships for it, else n-grams; an algorithm that needs a
-    head and is given none drafts with the one that ships. A warning names the options that AUTO's choice does not have.
+    """The algorithm for this model. AUTO is the draft head that ships for it, else its MTP layers, else n-grams; an
+    algorithm that needs a head and is given none drafts with the one that ships, or, if it is MTP or EAGLE, with these
+    layers. A warning names the options that AUTO's choice does not have.
     `platform`: that it is chosen for, "cpu" or "gpu"; None: this process's.
 
     Raises:
@@ -158,7 +162,9 @@ def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platfo
     """
     platform = platform or jax.default_backend()
     shipped = None if _path(options) else checkpoint.shipped_head(files, config)
-    given, (options, unused) = options, options.choose(shipped.kind if shipped else None)
+    inside = checkpoint.mtp_config(files, config) if isinstance(options, Auto | Eagle) and not _path(options) else None
+    found = shipped or inside
+    given, (options, unused) = options, options.choose(found.kind if found else None)
     if unused:
         names = ", ".join(f"{type(given).__name__}.{name}" for name in unused)
         logger.warning("no effect with draft='%s', which %s chose: %s", options.algorithm, given.algorithm, names)
@@ -166,7 +172,11 @@ def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platfo
     if options.needs is None or _path(options):
         return Chosen(options)
     if shipped is None or options.kind != shipped.kind:
-        raise _no_path(options)
+        if inside is None or not isinstance(options, Eagle):
+            raise _no_path(options)
+        if not isinstance(options, Mtp):
+            logger.info("draft='%s' without a head: the model's MTP layers draft (MTP)", options.algorithm)
+        return Chosen(options.as_mtp(), mtp=inside)
     options = cast(ModelOptions, options)
     try:
         measured = type(options)(**shipped.serving("cpu" if platform == "cpu" else "gpu"))
@@ -192,40 +202,51 @@ class _Draft(NamedTuple):
     """What an algorithm drafts with: a head, a model or nothing."""
 
     params: Any = None  # `Params.draft`
-    head: HeadConfig | None = None
+    head: HeadConfig | MtpConfig | None = None
     ids: np.ndarray | None = None  # [W], the tokens that the head may propose if a map reduces them
     model: Target | None = None
     note: str = ""
 
 
 def _load_head(
-    options: DraftOptions, files: ModelFiles, config: ModelConfig, tokenizer: Future[Any], progress: bool
+    chosen: Chosen, files: ModelFiles, config: ModelConfig, tokenizer: Future[Any], quantization: str, progress: bool
 ) -> _Draft:
-    path, kind = _path(options), options.kind
-    assert path is not None and kind is not None, "see `choose`"
+    options, head, ids, note = cast(ModelOptions, chosen.options), chosen.mtp, None, ""
+    owner = type(options).__name__
 
     def tokens() -> list[str]:
         known = tokenizer.result().convert_ids_to_tokens(list(range(config.vocab_size)))
         return [token or "" for token in known]
 
-    ids, name = None, "path"
-    try:
-        head, params = checkpoint.load_head(
-            path,
-            config,
-            kind=kind,
-            revision=cast(ModelOptions, options).revision,
-            progress=progress,
-            target_embedding=lambda: checkpoint.matrices(read_headers(files.weights), files.config)[
-                EMBED_TENSOR
-            ].read(),
-        )
-        name = "token_map"
-        if (token_map := getattr(options, name, None)) is not None:
+    if head is None:
+        assert options.path is not None and options.kind is not None, "see `choose`"
+        with _naming(f"{owner}.path"):
+            head, params = checkpoint.load_head(
+                options.path,
+                config,
+                kind=options.kind,
+                revision=options.revision,
+                progress=progress,
+                target_embedding=lambda: checkpoint.matrices(read_headers(files.weights), files.config)[
+                    EMBED_TENSOR
+                ].read(),
+            )
+    else:
+        params = checkpoint.load_mtp(files, config, head, quantization=quantization, progress=progress)
+        note = f"; {head.count} MTP layer{'s' if head.count > 1 else ''} of the model"
+    if (token_map := getattr(options, "token_map", None)) is not None:
+        with _naming(f"{owner}.token_map"):
             ids = checkpoint.read_token_map(str(token_map), vocab_size=config.vocab_size, tokens=tokens)
+    return _Draft(params, head, ids, note=note)
+
+
+@contextmanager
+def _naming(option: str) -> Iterator[None]:
+    """Within the context, errors of a checkpoint begin with the option that led to it."""
+    try:
+        yield
     except CheckpointError as error:
-        raise CheckpointError(f"{type(options).__name__}.{name} {error}") from error
-    return _Draft(params, head, ids)
+        raise CheckpointError(f"{option} {error}") from error
 
 
 def _load_model(

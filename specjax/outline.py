@@ -11,15 +11,17 @@ import numpy as np
 
 from specjax import checkpoint
 from specjax.checkpoint import CheckpointError
-from specjax.config import HeadConfig
+from specjax.config import HeadConfig, MtpConfig
 from specjax.drafters import Auto, Drafter, DraftOptions, Params, StandaloneParams
 from specjax.drafters.factories import make_speculation
 from specjax.drafters.options import ModelOptions
 from specjax.load import choose, requested
-from specjax.models import make_target, table
+from specjax.models import family, make_target, table
+from specjax.models.blocks import key_value_spec
 from specjax.models.draft_head import with_vocabulary
-from specjax.models.head_spec import head_sizes, head_table
-from specjax.models.params import Sizes, Table, dimensions, map_leaves
+from specjax.models.head_spec import head_reads, head_sizes, head_table
+from specjax.models.mtp_spec import mtp_sizes, mtp_table
+from specjax.models.params import Leaf, Sizes, Table, dimensions, map_leaves
 from specjax.models.target import Target
 
 
@@ -28,9 +30,18 @@ class Outline:
     target: Target
     params: Params  # `jax.ShapeDtypeStruct` leaves; the draft's may be arrays that a drafter of the user's made
     drafter: Drafter
-    head: HeadConfig | None  # of the draft head, if the drafter has one
+    head: HeadConfig | MtpConfig | None  # of the draft head, if the drafter has one
     model: Target | None  # the draft model, if the drafter has one
     headers: bool  # whether there were tensors' headers, or config.json alone
+
+    @property
+    def draft_pages(self) -> Any:
+        """What the draft keeps of a token, a pytree of `PageSpec`s; None: nothing."""
+        if self.model is not None:
+            return self.model.pages
+        if isinstance(self.head, MtpConfig):
+            return (family(self.head.layer).layer.page_spec(self.head.layer),) * self.head.count
+        return None if self.head is None else key_value_spec(self.head)
 
 
 def outline(
@@ -53,7 +64,8 @@ def outline(
     if plugin is not None:
         made = make_speculation(plugin, target)
         return Outline(target, Params(weights, made.params), made.drafter, None, None, bool(files.weights))
-    head, drafts = _head(chosen.options, target, progress), _model(chosen.options, dtype, platform, progress)
+    head = chosen.mtp or _head(chosen.options, target, progress)
+    drafts = _model(chosen.options, dtype, platform, progress)
     drafter = chosen.drafter(target, head, model=drafts, platform=platform)
     params: Any = None if head is None else _shapes(*head_parameters(head, target), head.dtype)
     if drafts is not None:
@@ -75,8 +87,17 @@ def _model(options: DraftOptions, dtype: str, platform: str | None, progress: bo
         raise CheckpointError(f"{type(options).__name__}.path {error}") from error
 
 
-def head_parameters(head: HeadConfig, target: Target) -> tuple[Table, Sizes]:
+def head_parameters(head: HeadConfig | MtpConfig, target: Target) -> tuple[Table, Sizes]:
+    if isinstance(head, MtpConfig):
+        return mtp_table(head), mtp_sizes(head)
     return head_table(head), head_sizes(head, target.config.vocab_size)
+
+
+def level_reads(head: HeadConfig | MtpConfig) -> tuple[list[Leaf], list[Leaf]]:
+    """As `head_reads`; of several heads the first stands for all."""
+    if not isinstance(head, MtpConfig):
+        return head_reads(head)
+    return [leaf for scope in mtp_table(head)[: 2 if mtp_table(head)[0].name == "" else 1] for leaf in scope.leaves], []
 
 
 def _shapes(table: Table, sizes: Sizes, dtype: str) -> dict[str, Any]:

@@ -198,6 +198,8 @@ def test_the_least_probability_of_a_draft(toml, caplog):
     assert drafting("--config", file, "--speculative-draft-p-min", 0) == Auto(min_probability=0.0)
     head = ("--speculative-algorithm", "mtp", "--speculative-draft-model", "h")
     assert drafting("--config", file, *head) == Mtp("h", min_probability=0.35)
+    nextn = toml("[speculative]\nspeculative-algorithm = 'NextN'\n")
+    assert drafting("--config", nextn) == drafting("--speculative-algorithm", "nextn") == Mtp(), "SGLang's name"
     assert drafting(*head) == Mtp("h")
     assert not caplog.records
     for name, options in (("NGRAM", Ngram()), ("NONE", NoDraft())):
@@ -278,7 +280,7 @@ def test_a_head_is_no_use_to_an_algorithm_without_one():
     [
         (
             "--speculative-algorithm eagle9",
-            f"--speculative-algorithm must be one of {', '.join(('AUTO', *DRAFTERS))}, got 'eagle9'",
+            f"--speculative-algorithm must be one of {', '.join(('AUTO', *DRAFTERS, 'NEXTN'))}, got 'eagle9'",
         ),
         ("--dtype float64", "--dtype must be one of auto, float32, bfloat16, float16, got 'float64'"),
         ("--page-size 0", "--page-size must be an integer of at least 1, got 0"),

@@ -564,7 +564,8 @@ def test_a_start_that_fails_says_why(launch, model, flags, message):
         (["--dtype", "float64"], "--dtype must be one of auto, float32, bfloat16, float16, got 'float64'"),
         (
             ["--speculative-algorithm", "eagle9"],
-            "--speculative-algorithm must be one of AUTO, NONE, NGRAM, EAGLE, EAGLE3, MTP, STANDALONE, got 'eagle9'",
+            "--speculative-algorithm must be one of AUTO, NONE, NGRAM, EAGLE, EAGLE3, MTP, STANDALONE, NEXTN, "
+            "got 'eagle9'",
         ),
         (["--log-level", "loud"], "--log-level must be one of debug, info, warning, error, got 'loud'"),
         (["--port", "65536"], "--port must be an integer from 0 to 65535, got 65536"),

@@ -238,7 +238,7 @@ def test_each_kind_of_device_has_its_tree(row, made, monkeypatch, platform, tree
     files = resolve(str(made / "model"))
     config = checkpoint.model_config(files.config)
     monkeypatch.setattr("specjax.load.jax.default_backend", lambda: platform)
-    assert load.choose(Auto(), files, config) == (Eagle3(str(row.folder)), TreeShape(*tree), row)
+    assert load.choose(Auto(), files, config) == (Eagle3(str(row.folder)), TreeShape(*tree), row, None)
 
 
 @pytest.mark.parametrize(

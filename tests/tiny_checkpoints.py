@@ -68,6 +68,65 @@ def save_model(
     return {name: tensor.float().numpy() for name, tensor in model.state_dict().items()}
 
 
+MTP_NAMES: dict[str, tuple[str, str, dict[str, str]]] = {
+    "mimo": (
+        "model.mtp_layers.{i}.", "model.mtp_layers.{i}.",
+        {"fc": "input_proj", "embedding": "token_layernorm", "feature": "hidden_layernorm", "final": "final_layernorm"},
+    ),
+    "deepseek": (
+        "model.layers.{layer}.", "model.layers.{layer}.",
+        {"fc": "eh_proj", "embedding": "enorm", "feature": "hnorm", "final": "shared_head.norm"},
+    ),
+    "qwen3_next": (
+        "mtp.layers.{i}.", "mtp.",
+        {"fc": "fc", "embedding": "pre_fc_norm_embedding", "feature": "pre_fc_norm_hidden", "final": "norm"},
+    ),
+}  # fmt: skip
+"""Style of multi-token prediction layers -> prefixes of a layer and of what is around it, and names of the latter."""
+
+
+def save_mtp(folder: Path, architecture: str, style: str, *, count: int = 1, seed: int = 0, **changes: Any) -> dict:
+    """Save a random model whose shards also hold MTP layers; see ``save_model``.
+
+    Head i's layer is that of a random model of one layer, saved in ``folder / "head{i}"``, whose final norm is the
+    head's. In the style qwen3_next all heads have the first one's.
+
+    Returns: the tensors around each layer, ``{i}.fc`` and so on -> float32 array.
+    """
+    from safetensors.numpy import load_file, save_file
+
+    save_model(folder, architecture, seed=seed, **changes)
+    tensors, around = load_file(folder / "model.safetensors"), {}
+    width, layers = (
+        changes.get("hidden_size", SIZES["hidden_size"]),
+        changes.get("num_hidden_layers", SIZES["num_hidden_layers"]),
+    )
+    rng, (inner, outer, names) = np.random.default_rng(seed), MTP_NAMES[style]
+    one = changes | {"num_hidden_layers": 1} | ({"first_k_dense_replace": 0} if style == "deepseek" else {})
+    for i in range(count):
+        save_model(folder / f"head{i}", architecture, seed=seed + 1 + i, **one)
+        layer = load_file(folder / f"head{i}" / "model.safetensors")
+        own = {
+            "fc": rng.normal(0, 0.3, (width, 2 * width)).astype(np.float32),
+            "embedding": rng.uniform(0.5, 1.5, width).astype(np.float32),
+            "feature": rng.uniform(0.5, 1.5, width).astype(np.float32),
+            "final": layer["model.norm.weight"],
+        }
+        if i and style == "qwen3_next":
+            own = {name: around[f"0.{name}"] for name in own}
+        around |= {f"{i}.{name}": tensor for name, tensor in own.items()}
+        numbers = {"i": i, "layer": layers + i}
+        for name, tensor in layer.items():
+            if name.startswith("model.layers.0."):
+                tensors[inner.format(**numbers) + name.removeprefix("model.layers.0.")] = tensor
+        tensors |= {f"{outer.format(**numbers)}{names[name]}.weight": own[name] for name in own}
+        if style == "deepseek":
+            for name, original in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+                tensors[f"{inner.format(**numbers)}{name}.weight"] = tensors[f"{original}.weight"].copy()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return around
+
+
 def llama_cpp_order(rows: np.ndarray, heads: int) -> np.ndarray:
     """The order of q and k rows in a GGUF: of each head, rows 0, E/2, 1, E/2 + 1, ..."""
     width = len(rows) // heads

@@ -12,11 +12,12 @@ import numpy as np
 
 from specjax.checkpoint.files import CheckpointError, listed
 from specjax.checkpoint.hf_config import DTYPES, QUANTIZATIONS
-from specjax.checkpoint.quantised import QuantisedEntry, matrices
+from specjax.checkpoint.quantised import Entries, QuantisedEntry, matrices
 from specjax.checkpoint.stored import is_product, make_leaf, quantised_leaf
 from specjax.checkpoint.weights import ModelFiles, read_headers, read_json
 from specjax.config import ModelConfig
 from specjax.models import table
+from specjax.models.mtp_spec import mtp_tensors
 from specjax.models.params import HEAD_TENSOR, Leaf, Placement, Scope, Sizes, Table, dimensions, placements
 from specjax.progress import progress_bar
 
@@ -43,7 +44,8 @@ def load_params(
       put: moves one finished array to the device; ``jax.device_put`` if None.
 
     Returns:
-      The parameter tree that ``specjax.models.table(config)`` declares.
+      The parameter tree that ``specjax.models.table(config)`` declares; layers for multi-token prediction are left
+      to ``load_mtp``.
 
     Raises:
       CheckpointError: a tensor is missing, left over, of the wrong shape or type, or a file is damaged; weights that
@@ -51,7 +53,8 @@ def load_params(
     """
     tensors = matrices(read_headers(files.weights), files.config)
     declared, sizes = table(config), dimensions(config)
-    shapes = {name: entry.shape for name, entry in tensors.items()}
+    others = mtp_tensors(tensors.keys(), config)
+    shapes = {name: entry.shape for name, entry in tensors.items() if name not in others}
     optional = {HEAD_TENSOR} if config.tied_embeddings else frozenset()
     if problems := misfits(shapes, placements(declared, sizes), f"a {config.family} model", optional):
         raise CheckpointError(
@@ -67,6 +70,17 @@ def load_params(
             f"{stored[0]}; auto keeps them as they are, none dequantises them"
         )
 
+    few_bits = reduced(tensors, sizes, quantization, tied=config.tied_embeddings)
+    return fill(files.name, declared, sizes, lambda name: tensors[name].read(), config.dtype, put, progress, few_bits)
+
+
+FewBits = Callable[[Scope, Leaf, list[Placement]], Any]
+"""A quantised leaf, or None."""
+
+
+def reduced(tensors: Entries, sizes: Sizes, quantization: str, *, tied: bool) -> FewBits:
+    """What `quantization` makes of leaves; `tied`: whether the embedding is also the output matrix."""
+
     def few_bits(scope: Scope, leaf: Leaf, rules: list[Placement]) -> Any | None:
         if quantization == "none" or not is_product(leaf):
             return None
@@ -74,17 +88,17 @@ def load_params(
         if quantization == "auto":
             found = [entry.load() for entry in entries if isinstance(entry, QuantisedEntry)]
             return make_leaf(found, scope, leaf, sizes) if len(found) == len(entries) else None
-        if leaf.name == "embed" and not config.tied_embeddings:
+        if leaf.name == "embed" and not tied:
             return None  # rows are looked up, and read once a token
         return quantised_leaf([np.asarray(entry.read()) for entry in entries], scope, leaf, sizes, quantization)
 
-    return fill(files.name, declared, sizes, lambda name: tensors[name].read(), config.dtype, put, progress, few_bits)
+    return few_bits
 
 
 def fill(
     name: str, declared: Table, sizes: Sizes, read: Callable[[str], np.ndarray], dtype: str,
     put: Callable[[np.ndarray], Any] | None, progress: bool,
-    few_bits: Callable[[Scope, Leaf, list[Placement]], Any | None] = lambda scope, leaf, rules: None,
+    few_bits: FewBits = lambda scope, leaf, rules: None,
 ) -> dict[str, Any]:  # fmt: skip
     """The parameters of the model ``name``, leaf by leaf, those without tensors left out.
 

@@ -19,7 +19,7 @@ from specjax_kernels import IMPLEMENTATIONS
 from specjax.checkpoint import BUILT_IN_MODEL
 from specjax.checkpoint.hf_config import DTYPES, QUANTIZATIONS
 from specjax.drafters import DRAFTERS, Auto, DraftOptions, Eagle, Ngram, NoDraft, Standalone
-from specjax.drafters.options import ModelOptions
+from specjax.drafters.options import ModelOptions, algorithm, algorithms
 from specjax.engine import Engine, EngineConfig
 from specjax.limits import range_of
 from specjax.load import AUTO_ATTENTION, SamplingDefaults
@@ -50,10 +50,10 @@ def _draft(name: str, help: str = "", **more: Any) -> Any:
 
 def _algorithm(name: str) -> str:
     """An algorithm's name in capitals, or ``module:function`` as it is."""
-    names = (Auto.algorithm, *DRAFTERS)
-    if ":" not in name and name.upper() not in names:
-        raise ValueError(f"one of {', '.join(names)}")
-    return name if ":" in name else name.upper()
+    found = name if ":" in name else algorithm(name)
+    if found is None:
+        raise ValueError(f"one of {algorithms()}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,9 @@ class SpeculativeSettings:
 
     speculative_algorithm: str = setting(
         Auto.algorithm,
-        f"{Auto.algorithm} (the draft head that comes with specjax for the model, else NGRAM), {', '.join(DRAFTERS)},"
-        " or module:function for a drafter of your own",
+        f"{Auto.algorithm} (the draft head that comes with specjax for the model, else its MTP layers, else NGRAM), "
+        f"{', '.join(DRAFTERS)} (NEXTN is MTP; so is EAGLE, given no head, on a model with MTP layers), or "
+        "module:function for a drafter of your own",
         parse=_algorithm, metavar="NAME", sets="draft",
     )  # fmt: skip
     speculative_draft_model_path: str | None = _draft("path", names=("--speculative-draft-model",), metavar="MODEL")
@@ -124,7 +125,7 @@ class SpeculativeSettings:
         "steps",
         "EAGLE, EAGLE3, MTP, STANDALONE: levels of the draft tree, each a forward of the draft; default of this, the "
         "top-k and the draft tokens where none is given: the measured values of a head that comes with specjax, else "
-        "5, 4, 8 for heads of Llama, 3, 1, 4 for others and for STANDALONE",
+        "5, 4, 8 for heads of Llama, 3, 1, 4 for others, MTP and STANDALONE",
     )
     speculative_eagle_topk: int | None = _draft("topk")
     speculative_num_draft_tokens: int | None = _draft(

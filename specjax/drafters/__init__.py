@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from specjax.drafters.eagle import eagle_drafter
     from specjax.drafters.factories import DrafterFactory, Speculation, load_drafter, make_drafter, make_speculation
     from specjax.drafters.grow import Confidence
+    from specjax.drafters.mtp import mtp_drafter
     from specjax.drafters.ngram import ngram_drafter
     from specjax.drafters.options import TreeShape
     from specjax.drafters.standalone import StandaloneParams, standalone_drafter
@@ -24,6 +25,7 @@ _NAMES = {
     "eagle": "eagle_drafter",
     "factories": "DrafterFactory Speculation load_drafter make_drafter make_speculation",
     "grow": "Confidence",
+    "mtp": "mtp_drafter",
     "ngram": "ngram_drafter",
     "options": "TreeShape",
     "standalone": "StandaloneParams standalone_drafter",

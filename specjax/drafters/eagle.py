@@ -1,7 +1,8 @@
 """EAGLE: a head of one layer continues the target's features, level by level.
 
-Serves EAGLE-1/2, EAGLE-3 and MTP heads alike (`specjax.models.draft_head`); `grow` makes the tree, EAGLE-2's. n tokens
-are committed, the root x_n is the last one drawn, and the head's cache holds n slots, slot t made of (f_t, x_{t+1}):
+Serves EAGLE-1/2, EAGLE-3 and MTP heads alike (`specjax.models.draft_head`; `specjax.models.mtp`, if there is one);
+`grow` makes the tree, EAGLE-2's. n tokens are committed, the root x_n is the last one drawn, and the head's cache holds
+n slots, slot t made of (f_t, x_{t+1}):
 
     observe   the tokens that became certain go through the head with the TARGET's features; their slots are kept, and
               so is the output at the last one
@@ -14,7 +15,7 @@ derives the alignment.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -22,34 +23,36 @@ from jaxtyping import Float, Int32, UInt32
 from specjax_kernels import CAUSAL
 
 from specjax.cache import PoolShape, commit, init_cache
-from specjax.config import HeadConfig
+from specjax.config import HeadConfig, MtpConfig
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
 from specjax.drafters.grow import ANY_DRAFT, Confidence, Read, grow
 from specjax.drafters.options import TreeShape
-from specjax.models.blocks import KeyValue, Past, joined, key_value_spec
+from specjax.models.blocks import Past, joined
 from specjax.models.draft_head import draft_head
 from specjax.models.head_spec import head_spec
+from specjax.models.mtp import MtpHead
 from specjax.models.target import Target
 from specjax.tree import DraftTree
 
 
 class EagleState(NamedTuple):
-    cache: KeyValue  # [P, S, K, E]: the head's one layer, in the target's pages
+    cache: Any  # [P, S, ...] leaves, such as a `KeyValue`: the head's one layer, in the target's pages
     hidden: Float[Array, "R M"]  # the head's output at the row's last slot: predicts what follows the root
 
 
 def eagle_drafter(
-    target: Target, head: HeadConfig, shape: TreeShape, *, confidence: Confidence = ANY_DRAFT,
+    target: Target, head: HeadConfig | MtpConfig, shape: TreeShape, *, confidence: Confidence = ANY_DRAFT,
     backend: str | None = None, explicit_width: bool = True, note: str = "",
 ) -> Drafter:  # fmt: skip
     """Drafts with a head whose parameters are `Params.draft`. [B, N] trees; all nodes are valid unless the head's
     vocabulary has fewer tokens than the tree needs, or `confidence` sets a minimum. `backend`: as for the target."""
-    model = draft_head(head, target, backend=backend)
+    of_target = isinstance(head, MtpConfig)
+    model = MtpHead(head, target, backend) if of_target else draft_head(head, target, backend=backend)
 
     def init(params: Params, rows: int, pool: PoolShape) -> DraftState:
         del params
         hidden = jnp.zeros((rows, head.hidden_size), jnp.dtype(head.dtype))
-        return EagleState(init_cache(key_value_spec(head), pool), hidden)
+        return EagleState(init_cache(model.pages, pool), hidden)
 
     def propose(params: Params, state: EagleState, context: Context) -> tuple[DraftTree, DraftState]:
         rows = state.hidden.shape[0]
@@ -57,7 +60,7 @@ def eagle_drafter(
 
         def read(
             level: int, tokens: Int32[Array, "B k"], feature: Float[Array, "B k M"], mask: UInt32[Array, "B k words"],
-            before: KeyValue | None,
+            before: Any,
         ) -> Read:  # fmt: skip
             embedded = model.embed(params.target, params.draft, tokens)
             positions = jnp.broadcast_to(context.prefix_length[:, None] + (level - 1), tokens.shape)

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 
-from specjax.config import HeadConfig
+from specjax.config import HeadConfig, MtpConfig
 from specjax.drafters.base import Drafter, none_drafter
 from specjax.drafters.eagle import eagle_drafter
 from specjax.drafters.grow import Confidence
+from specjax.drafters.mtp import mtp_drafter
 from specjax.drafters.ngram import ngram_drafter
 from specjax.drafters.options import DraftOptions, ModelOptions, Ngram, NoDraft, TreeShape, options_of
 from specjax.drafters.standalone import standalone_drafter
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_drafter(
-    draft: DraftOptions | str, *, target: Target | None = None, head: HeadConfig | None = None,
+    draft: DraftOptions | str, *, target: Target | None = None, head: HeadConfig | MtpConfig | None = None,
     model: Target | None = None, backend: str | None = None, automatic: TreeShape | None = None,
     platform: str | None = None,
 ) -> Drafter:  # fmt: skip
@@ -54,7 +55,10 @@ def make_drafter(
         given += " and no target" if target is None else ""
         needed = f"a target and a draft head of kind {options.kind!r}"
         raise ValueError(f"{options.algorithm} needs {needed}; what is given is {given}")
-    return eagle_drafter(target, head, backend=backend, **_tree(options, target, automatic, platform)._asdict())
+    tree = _tree(options, target, automatic, platform)._asdict()
+    if isinstance(head, MtpConfig):
+        return mtp_drafter(target, head, backend=backend, **tree)
+    return eagle_drafter(target, head, backend=backend, **tree)
 
 
 def _standalone(

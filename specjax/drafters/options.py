@@ -76,8 +76,8 @@ class DraftOptions:
         return tuple(field.name for field in fields(cls))
 
     def choose(self, kind: str | None) -> tuple[DraftOptions, list[str]]:
-        """The options of the algorithm that runs, given the kind of the draft head that ships for the model, and the
-        names of given options that the algorithm does not have."""
+        """The options of the algorithm that runs, given the kind of the draft head that ships for the model or lies in
+        it, and the names of given options that the algorithm does not have."""
         return self, []
 
     def on(self, platform: str) -> DraftOptions:
@@ -173,7 +173,8 @@ class ModelOptions(DraftOptions):
     """What the algorithms that draft with a head or a model have in common.
 
     Attributes:
-        path: the draft head or model, a folder or hub id; default: the head that comes with specjax for the model.
+        path: the draft head or model, a folder or hub id; default: the head that comes with specjax for the model, else
+            the model's own MTP layers (EAGLE, MTP).
         revision: branch, tag or commit of a hub id.
         steps: levels D of the draft tree, each a forward of the draft; default: see `tree`.
         topk: nodes of a level that are expanded, and children of each; default: 1, if another number is given.
@@ -245,7 +246,8 @@ class Eagle3(HeadOptions):
 
 @dataclass(frozen=True)
 class Eagle(HeadOptions):
-    """EAGLE-1 and EAGLE-2: a draft head that reads the target's final hidden states.
+    """EAGLE-1 and EAGLE-2: a draft head that reads the target's final hidden states. MTP layers are such heads: given
+    no head, those of the model draft.
 
     Attributes:
         token_map: the tokens that the draft may propose (FR-Spec): a .pt, .safetensors, .npy or .json file, repo/file
@@ -257,13 +259,24 @@ class Eagle(HeadOptions):
 
     token_map: str | int | None = None
 
+    def as_mtp(self) -> Mtp:
+        """The same options for the model's MTP layers."""
+        return Mtp(**{name: getattr(self, name) for name in self.names()})
+
 
 @dataclass(frozen=True)
 class Mtp(Eagle):
-    """A multi-token prediction layer such as MiMo's. Options as for `Eagle`."""
+    """Multi-token prediction layers: those in the model's own checkpoint, or a head such as MiMo's in a folder of its
+    own. Options as for `Eagle`."""
 
     algorithm: ClassVar[str] = "MTP"
+    needs: ClassVar[str | None] = "MTP layers in the model, or a draft head"
     kind: ClassVar[str | None] = ALGORITHMS[algorithm].kind
+
+    @classmethod
+    def automatic(cls, family: str = "llama") -> TreeShape:
+        del family
+        return TreeShape(3, 1, 4)
 
 
 @dataclass(frozen=True)
@@ -287,12 +300,12 @@ class Standalone(ModelOptions):
 
 
 CHOICES: tuple[type[DraftOptions], ...] = (Eagle, Eagle3, Mtp, Ngram)
-"""What `Auto` may choose; the last where no draft head ships for the model."""
+"""What `Auto` may choose; the last where the model has no draft head."""
 
 
 @dataclass(frozen=True, init=False)
 class Auto(DraftOptions):
-    """The draft head that ships for the model, else n-grams.
+    """The draft head that ships for the model, else the model's MTP layers, else n-grams.
 
     Takes the options of all algorithms that it may choose, except for `path` and `revision`: `Auto(steps=3)`. A warning
     names those that the chosen algorithm does not have.
@@ -342,6 +355,20 @@ DRAFTERS: dict[str, type[DraftOptions]] = {
     each.algorithm: each for each in (NoDraft, Ngram, Eagle, Eagle3, Mtp, Standalone)
 }
 """The options of each algorithm by its name; `factories` makes the drafters."""
+ALIASES = {"NEXTN": Mtp.algorithm}
+"""Other names of algorithms: SGLang's."""
+
+
+def algorithm(name: str) -> str | None:
+    """An algorithm's name, AUTO included, as `DRAFTERS` has it; None: there is none. Any case, aliases too."""
+    name = name.upper()
+    name = ALIASES.get(name, name)
+    return name if name in (Auto.algorithm, *DRAFTERS) else None
+
+
+def algorithms() -> str:
+    """The names that `algorithm` knows, for messages."""
+    return ", ".join((Auto.algorithm, *DRAFTERS, *ALIASES))
 
 
 def options_of(draft: object, **given: Any) -> DraftOptions:
@@ -358,7 +385,6 @@ def options_of(draft: object, **given: Any) -> DraftOptions:
         return draft
     if not isinstance(draft, str):
         raise TypeError(f"draft must be options such as Eagle(steps=5) or an algorithm's name, got {shown(draft)}")
-    known = {Auto.algorithm: Auto, **DRAFTERS}
-    if draft.upper() not in known:
-        raise ValueError(f"no algorithm draft={shown(draft)}; there are: {', '.join(known)}")
-    return known[draft.upper()](**given)
+    if (name := algorithm(draft)) is None:
+        raise ValueError(f"no algorithm draft={shown(draft)}; there are: {algorithms()}")
+    return {Auto.algorithm: Auto, **DRAFTERS}[name](**given)

@@ -128,7 +128,7 @@ class Engine:
         Args:
             draft: how to draft: options such as `Eagle3(path, steps=5, topk=8, nodes=32)`, or the name of an algorithm
                 in `DRAFTERS` for its defaults, or module:function for a function as `drafter` takes it. AUTO: the draft
-                head that ships for the model, else n-grams.
+                head that ships for the model, else the model's MTP layers, else n-grams.
             dtype: auto (float32 on a CPU, the checkpoint's on a GPU), float32, bfloat16 or float16.
             quantization: auto: matrices that the checkpoint holds in few bits stay so; none: they are dequantised; fp8,
                 int8 or int4: the matrices of a float checkpoint are quantised. Activations never are.

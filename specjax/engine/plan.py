@@ -21,8 +21,6 @@ from specjax.devices import Device
 from specjax.engine.buckets import Buckets
 from specjax.engine.config import EngineConfig, Layout, Memory, context_length, fitting_tokens, logits_bytes
 from specjax.models import table
-from specjax.models.blocks import key_value_spec
-from specjax.models.head_spec import head_reads
 from specjax.models.params import (
     Leaf,
     Sizes,
@@ -34,7 +32,7 @@ from specjax.models.params import (
     read_leaves,
     shards,
 )
-from specjax.outline import Outline, head_parameters
+from specjax.outline import Outline, head_parameters, level_reads
 from specjax.state import init_state
 
 CONTEXT = 1024  # tokens before those of a step, in the bounds of its speed
@@ -108,13 +106,13 @@ class Plan(NamedTuple):
 
 def make_plan(case: Case) -> Plan:
     """Raises ValueError for a context that the model does not have."""
-    target, drafter, head = case.outline.target, case.outline.drafter, case.outline.head
+    target, drafter = case.outline.target, case.outline.drafter
     config, n = case.config, case.devices
     context, rows = context_length(target, config), config.max_running_requests
     whole, beside = _state_bytes(case.outline, config.page_size, rows)
     pages = _page_bytes(target.pages, n)
     draft_pages = whole - _page_bytes(target.pages)
-    own = case.outline.model.pages if case.outline.model else key_value_spec(head) if head else None
+    own = case.outline.draft_pages
     if own is not None:
         draft_pages += _page_bytes(own, n) - _page_bytes(own)
     reads = _reads(case.outline, n)
@@ -180,7 +178,7 @@ def _reads(outline: Outline, devices: int) -> Reads:
     if head is not None:
         head_table, head_sizes = head_parameters(head, target)
         draft = parameter_bytes(head_table, head_sizes, head.dtype, devices=devices)
-        level, once = (size(leaves, head_sizes) for leaves in head_reads(head))
+        level, once = (size(leaves, head_sizes) for leaves in level_reads(head))
         level += 0 if head.own_head else size(leaf for leaf in read if "vocab" in leaf.axes)
     if (drafts := outline.model) is not None:
         own, own_sizes = table(drafts.config), dimensions(drafts.config)
@@ -265,7 +263,7 @@ def _undivided(outline: Outline, devices: int) -> dict[str, int]:
     model, head = outline.target.config, outline.head
     parts: list[tuple[str, Table, Sizes, Any]] = [("", table(model), dimensions(model), outline.target.pages)]
     if head is not None:
-        parts.append(("draft ", *head_parameters(head, outline.target), key_value_spec(head)))
+        parts.append(("draft ", *head_parameters(head, outline.target), outline.draft_pages))
     for name, declared, sizes, specs in parts:
         for leaf in leaves_of(declared):
             if shards(leaf.axes, leaf.shape(sizes), devices) == 1:

@@ -43,7 +43,7 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
 
 def table(config: ModelConfig) -> Table:
     """The declarations of a target's parameters."""
-    return _family(config).table(config)
+    return family(config).table(config)
 
 
 def describe(config: ModelConfig) -> str:
@@ -53,15 +53,16 @@ def describe(config: ModelConfig) -> str:
 
 def make_target(config: ModelConfig, *, backend: Backend = None) -> Target:
     """The target of a config's family. `backend`: see `specjax.models.blocks.Backend`."""
-    return _family(config).make_target(config, backend=backend)
+    return family(config).make_target(config, backend=backend)
 
 
 def init_params(config: ModelConfig, key: Array) -> Weights:
     """Random parameters of a target, for tests and benchmarks."""
-    return _family(config).init_params(config, key)
+    return family(config).init_params(config, key)
 
 
-def _family(config: ModelConfig) -> Family:
+def family(config: ModelConfig) -> Family:
+    """What the file of a config's family declares. ValueError: there is no such family."""
     families = set(ARCHITECTURES.values())
     if config.family not in families:
         raise ValueError(f"no model family {config.family!r}; there are: {', '.join(sorted(families))}")

@@ -5,9 +5,10 @@ python -m specjax.models
 
 from typing import Any
 
-from specjax.config import Experts, HeadConfig, Latent, ModelConfig, RopeConfig
+from specjax.config import Experts, HeadConfig, Latent, ModelConfig, MtpConfig, RopeConfig
 from specjax.models import ARCHITECTURES, describe
 from specjax.models.head_spec import HEAD_SPECS, head_sizes, head_table
+from specjax.models.mtp_spec import STYLES, mtp_sizes, mtp_table
 from specjax.models.params import describe as describe_table
 
 SIZES: dict[str, Any] = {
@@ -37,6 +38,10 @@ def main() -> None:
         biases: dict[str, Any] = dict.fromkeys(spec.biases, True)
         head = HeadConfig(spec.kind, feature_size=576 * (len(layers) or 1), aux_layers=layers, **SIZES, **own, **biases)
         print(f"{spec.algorithm} head\n\n{describe_table(head_table(head), head_sizes(head, 49152))}\n")
+    layer = ModelConfig("qwen3", vocab_size=49152, num_layers=1, max_positions=8192, tied_embeddings=False, **SIZES)
+    for style in STYLES:
+        mtp = MtpConfig(style, layer, target_layers=30, count=1, vocab_size=49152)
+        print(f"MTP layer of Qwen3, style {style}\n\n{describe_table(mtp_table(mtp), mtp_sizes(mtp))}\n")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -12,13 +12,25 @@ import specjax_kernels as kernels
 from jax import Array
 from jaxtyping import Float, Float32, Int32
 
-from specjax.config import HeadConfig
-from specjax.models.blocks import Backend, KeyValue, Past, attention, gated_mlp, linear, rms_norm, soft_cap
+from specjax.config import HeadConfig, MtpConfig
+from specjax.models.blocks import (
+    Backend,
+    KeyValue,
+    Past,
+    attention,
+    gated_mlp,
+    key_value_spec,
+    linear,
+    rms_norm,
+    soft_cap,
+)
 from specjax.models.head_spec import HeadSpec, head_sizes, head_spec, head_table
 from specjax.models.params import create
 from specjax.models.rope import rotations
 from specjax.models.target import Target
 from specjax.types import Hidden, Positions, Tokens, Weights
+
+AnyHead = TypeVar("AnyHead", bound=HeadConfig | MtpConfig)
 
 
 class _Parameters(nn.Module):
@@ -44,6 +56,11 @@ class DraftHead:
     @property
     def spec(self) -> HeadSpec:
         return head_spec(self.config.kind)
+
+    @property
+    def pages(self) -> KeyValue:
+        """What the head keeps of a token: `PageSpec`s."""
+        return key_value_spec(self.config)
 
     def embed(self, target_params: Weights, params: Weights, tokens: Tokens) -> Hidden:
         own = self.config.own_embedding
@@ -125,7 +142,7 @@ def init_head_params(config: HeadConfig, target: Target, key: Array) -> Weights:
     return cast(Weights, _Parameters(config, target.config.vocab_size).init(key)["params"])
 
 
-def with_vocabulary(config: HeadConfig, size: int) -> HeadConfig:
+def with_vocabulary(config: AnyHead, size: int) -> AnyHead:
     """The description of a head after `with_token_map`."""
     return replace(config, own_head=True, mapped=True, vocab_size=size)
 
@@ -139,8 +156,8 @@ def output_columns(
 
 
 def with_token_map(
-    config: HeadConfig, params: Weights, target: Target, target_params: Weights, ids: np.ndarray
-) -> tuple[HeadConfig, Weights]:
+    config: AnyHead, params: Weights, target: Target, target_params: Weights, ids: np.ndarray
+) -> tuple[AnyHead, Weights]:
     """FR-Spec: the head proposes the tokens `ids` only, so that its largest matrix has W columns instead of V.
 
     `ids` int32 [W] are distinct token ids of the target. The columns are copied once; gathering them in each call would

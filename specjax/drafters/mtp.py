@@ -1,0 +1,170 @@
+"""MTP with several heads in the target's checkpoint: level l of the tree is read by head l, further ones by the last.
+
+Head i's slot t is made of the output of head i-1 at slot t (of head 0: the target's feature f_t) and of x_{t+1+i}
+(`specjax.models.mtp_spec`), so n committed tokens and the root x_n give it n - i slots, which its cache holds:
+
+    observe   head by head over the tokens that became certain. Head i's new slots lie i before those of head 0, so what
+              they read of head i-1 starts with its last output of the time before, which waits in the state
+    propose   head 0's last output predicts level 1. A path c_1 .. c_i below the root gives head i its slots n-i .. n-1,
+              the tokens of which are the path's: all are read at once, and the last predicts level i + 1
+
+The last head, applied again, reads its own output at slot n and on. A node carries what its head keeps of its own path,
+so siblings need no common keys. With one head this is `eagle`, which is used for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int32, UInt32
+from specjax_kernels import CAUSAL, pack_bits
+
+from specjax.cache import PoolShape, commit, init_cache
+from specjax.config import MtpConfig
+from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
+from specjax.drafters.eagle import eagle_drafter
+from specjax.drafters.grow import ANY_DRAFT, Confidence, Read, grow
+from specjax.drafters.options import Mtp, TreeShape
+from specjax.models.blocks import Past
+from specjax.models.mtp import MtpHead
+from specjax.models.target import Target
+from specjax.tree import DraftTree
+
+
+class MtpState(NamedTuple):
+    caches: tuple[Any, ...]  # of each head: [P, S, ...] leaves in the target's pages
+    last: Float[Array, "R heads M"]  # each head's output at its last slot
+
+
+class _Path(NamedTuple):
+    """What a node hands to its children."""
+
+    tokens: Int32[Array, "B k l"]  # below the root, down to the node
+    outs: Float[Array, "B k m M"]  # its head's, at the slots that these give it
+    keys: Any  # [B, k, c, ...]: what the last head keeps of these slots; (): another head read the node
+
+
+def mtp_drafter(
+    target: Target, config: MtpConfig, shape: TreeShape, *, confidence: Confidence = ANY_DRAFT,
+    backend: str | None = None, explicit_width: bool = True, note: str = "",
+) -> Drafter:  # fmt: skip
+    """Drafts with the heads of `Params.draft`; those beyond the tree's steps are not run. As `eagle_drafter`."""
+    heads = [MtpHead(config, target, backend, i) for i in range(min(config.count, shape.steps))]
+    if len(heads) == 1:
+        return eagle_drafter(
+            target, config, shape, confidence=confidence, backend=backend, explicit_width=explicit_width, note=note
+        )
+    final = len(heads) - 1
+
+    def init(params: Params, rows: int, pool: PoolShape) -> DraftState:
+        del params
+        last = jnp.zeros((rows, len(heads), config.hidden_size), jnp.dtype(config.dtype))
+        return MtpState(tuple(init_cache(head.pages, pool) for head in heads), last)
+
+    def committed(state: MtpState, context: Context, head: int, before: Any = None) -> Past:
+        slots = jnp.maximum(context.prefix_length - head, 0)
+        return Past(
+            state.caches[head], context.page_table, context._replace(prefix_length=slots).attended, before
+        )  # fmt: skip
+
+    def propose(params: Params, state: MtpState, context: Context) -> tuple[DraftTree, DraftState]:
+        last = state.last[jnp.minimum(context.slots, state.last.shape[0] - 1)]
+
+        def read(
+            level: int, tokens: Int32[Array, "B k"], above: _Path, mask: UInt32[Array, "B k words"], before: Any
+        ) -> Read:
+            del mask, before
+            head = min(level, final)
+            batch, k = tokens.shape
+            path = jnp.concatenate([above.tokens, tokens[:, :, None]], axis=2)
+            if level > final:  # the last head again
+                known, feature = level - 1, above.outs[:, :, -1:]
+            else:
+                first = jnp.broadcast_to(last[:, None, None, head - 1], (batch, k, 1, last.shape[2]))
+                known, feature = 0, jnp.concatenate([first, above.outs], axis=2)
+            new = level - known
+            slots = context.prefix_length[:, None] - head + jnp.arange(level, dtype=jnp.int32)[None, :]
+            sees = _seen(slots >= 0, known)
+            # Slots before the text's start are hidden, but 0 times a NaN that a row left would be NaN.
+            feature = jnp.where((slots >= 0)[:, None, known:, None], feature, jnp.zeros_like(feature))
+            embedded = heads[head].embed(params.target, params.draft, _flat(path[:, :, known:]))
+            positions = jnp.broadcast_to(jnp.maximum(slots, 0)[:, None, known:], (batch, k, new))
+            visible = jnp.concatenate([_apart(sees[:, :, :known], k), _apart(sees[:, :, known:], k)], axis=2)
+            past = committed(state, context, head, jax.tree.map(_flat, above.keys) if known else None)
+            out, block = heads[head].forward(
+                params.draft, embedded, _flat(feature), _flat(positions), pack_bits(visible), past
+            )
+            outs, keys = jax.tree.map(lambda leaf: leaf.reshape(batch, k, new, *leaf.shape[2:]), (out, block))
+            if known:
+                keys = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=2), above.keys, keys)
+            logits = heads[head].unembed(params.target, params.draft, outs[:, :, -1])
+            return Read(logits, _Path(path, outs, keys if head == final else ()), None)
+
+        batch = last.shape[0]
+        nothing = _Path(jnp.zeros((batch, 1, 0), jnp.int32), jnp.zeros((batch, 1, 0, last.shape[2]), last.dtype), ())
+        start = Read(heads[0].unembed(params.target, params.draft, last[:, :1]), nothing, None)
+        tree = grow(context, shape, confidence, start, read, lambda ids: heads[0].target_ids(params.draft, ids))
+        return tree, state
+
+    def observe(params: Params, state: MtpState, context: Context, seen: Observation) -> DraftState:
+        assert seen.features is not None
+        rows, width = state.last.shape[0], seen.tokens.shape[1]
+        known = state.last[jnp.minimum(context.slots, rows - 1)]
+        index = jnp.arange(width, dtype=jnp.int32)[None, :]
+        caches, last, out = [], [], seen.features
+        for i, head in enumerate(heads):
+            start = jnp.maximum(context.prefix_length - i, 0)
+            absent = jnp.maximum(i - context.prefix_length, 0)  # tokens whose slots would lie before the text's start
+            length = jnp.maximum(seen.length - absent, 0)
+            at = jnp.minimum(index + absent[:, None], width - 1)
+            embedded = head.embed(params.target, params.draft, jnp.take_along_axis(seen.next_tokens, at, axis=1))
+            if i:
+                shifted = jnp.concatenate([known[:, i - 1, None], out[:, :-1]], axis=1)
+                out = jnp.where((absent > 0)[:, None, None], out, shifted)
+            out, block = head.forward(
+                params.draft, embedded, out, start[:, None] + index, CAUSAL, committed(state, context, i)
+            )
+            newest = jnp.take_along_axis(out, jnp.maximum(length - 1, 0)[:, None, None], axis=1)[:, 0]
+            # A NaN in a page would spread to the requests that hold the page later.
+            kept = jnp.where(jnp.isnan(newest[:, 0]), 0, length)
+            caches.append(commit(state.caches[i], block, context.page_table, start, kept, after=newest))
+            last.append(newest)  # a head without slots yet has none, and it is not read before it has one
+        nowhere = rows + jnp.arange(seen.length.shape[0], dtype=jnp.int32)
+        row = jnp.where(seen.length > 0, context.slots, nowhere)
+        put = state.last.at[row].set(jnp.stack(last, axis=1), mode="drop", unique_indices=True)
+        return MtpState(tuple(caches), put)
+
+    return Drafter(
+        Mtp.algorithm,
+        features=config.features,
+        width=shape.nodes,
+        depth=shape.depth,
+        init=init,
+        propose=propose,
+        observe=observe,
+        widths=confidence.widths(shape),
+        explicit_width=explicit_width,
+        runs_model=True,
+        note=note + confidence.note,
+    )
+
+
+def _flat(leaf: Array) -> Array:
+    """[B, k, m, ...] -> [B, k m, ...]"""
+    return leaf.reshape(leaf.shape[0], -1, *leaf.shape[3:])
+
+
+def _seen(valid: Bool[Array, "B l"], known: int) -> Bool[Array, "B m l"]:
+    """Which slots of a path each of the last m, those after `known`, attends to: valid ones up to itself."""
+    slot = jnp.arange(valid.shape[1], dtype=jnp.int32)
+    query = slot[known:, None]
+    return ((slot[None, :] <= query)[None] & valid[:, None]) | (slot[None, :] == query)[None]
+
+
+def _apart(sees: Bool[Array, "B m c"], k: int) -> Bool[Array, "B km kc"]:
+    """The same for k paths side by side, none of which sees another."""
+    own = jnp.eye(k, dtype=bool)[None, :, None, :, None]
+    return (own & sees[:, None, :, None, :]).reshape(sees.shape[0], k * sees.shape[1], -1)

@@ -1,0 +1,78 @@
+"""Heads of multi-token prediction in a target's own checkpoint; `mtp_spec` declares kinds and parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import specjax_kernels as kernels
+from jax import Array
+from jaxtyping import Float, Float32, Int32
+
+from specjax.config import MtpConfig
+from specjax.models import family
+from specjax.models.blocks import Backend, Past, linear, rms_norm, soft_cap
+from specjax.models.decoder import Layer
+from specjax.models.mtp_spec import STYLES
+from specjax.models.rope import rotations
+from specjax.models.target import Target
+from specjax.types import Hidden, Positions, Tokens, Weights
+
+
+@dataclass(frozen=True, eq=False)
+class MtpHead:
+    """One head beside its target, with the functions of `specjax.models.draft_head.DraftHead`; its next feature is
+    normed, and is what the logits are made of."""
+
+    config: MtpConfig
+    target: Target
+    backend: Backend = None
+    index: int = 0
+
+    @property
+    def pages(self) -> Any:
+        """What the head keeps of a token: a pytree of `PageSpec`s."""
+        return self._layer.page_spec(self.config.layer)
+
+    def embed(self, target_params: Weights, params: Weights, tokens: Tokens) -> Hidden:
+        return self.target.embed(target_params, tokens)
+
+    def fuse(self, params: Weights, features: Float[Array, "B N M"]) -> Hidden:
+        return features
+
+    def forward(
+        self, params: Weights, embedded: Hidden, feature: Hidden, positions: Positions, mask: Any, past: Past
+    ) -> tuple[Hidden, Any]:
+        """The next features, and what the layer keeps of the block."""
+        config, style = self.config.layer, STYLES[self.config.style]
+        own = params[f"layers_{self.index}"]
+        around = own if style.shared is None else params
+
+        def norm(name: str, x: Hidden) -> Hidden:
+            return rms_norm(x, around[name], config.norm_epsilon, offset=self._layer.norm_offset)
+
+        if style.first_embedding_zero:
+            embedded = jnp.where((positions == 0)[..., None], jnp.zeros_like(embedded), embedded)
+        pair = [norm("embedding_norm", embedded), norm("feature_norm", feature)]
+        x = linear(jnp.concatenate(pair[::-1] if style.feature_first else pair, axis=-1), around, "fc")
+        rotation = rotations(config.rope, config.latent.rope_dim if config.latent else config.head_dim, positions)
+        leaves = family(config).table(config)[1].leaves
+        layer = self._layer(config, leaves, None, self.backend, parent=None)
+        weights = {leaf.name: own[leaf.name] for leaf in leaves}
+        out, block = layer.apply({"params": weights}, x, rotation, positions, mask, past)
+        return norm("final_norm", out), block
+
+    def unembed(self, target_params: Weights, params: Weights, out: Hidden) -> Float32[Array, "B N W"]:
+        """Logits, from what `forward` returned."""
+        if self.config.own_head:
+            return soft_cap(kernels.unembed(out, params["head"]), self.config.logit_softcap)
+        return self.target.unembed(target_params, out)
+
+    def target_ids(self, params: Weights, ids: Int32[Array, "..."]) -> Int32[Array, "..."]:
+        """The target's ids of the head's tokens."""
+        return params["ids"][ids] if self.config.mapped else ids
+
+    @property
+    def _layer(self) -> type[Layer]:
+        return family(self.config.layer).layer

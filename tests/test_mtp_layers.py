@@ -1,0 +1,350 @@
+"""MTP layers in the target's own shards: what each style computes, the trees of one and of several heads, what is
+chosen and what is refused, and that no text changes. The layers of the oracle are those of transformers."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eagle_oracle import grow_tree, log_softmax
+from engine_helpers import VOCABULARY, check_idle, tokenizer
+from oracle import Sampling
+from safetensors.numpy import load_file, save_file
+from specjax_kernels import CAUSAL
+from tiny_checkpoints import save_model, save_mtp
+from toy_models import Runner, Toy
+
+from specjax.cache import PoolShape, init_cache
+from specjax.checkpoint import CheckpointError, load_mtp, load_params, model_config, mtp_config, resolve
+from specjax.config import ModelConfig, MtpConfig
+from specjax.drafters import Auto, Eagle, Mtp, NoDraft
+from specjax.drafters.factories import make_drafter
+from specjax.drafters.options import options_of
+from specjax.engine import Engine, EngineConfig, SamplingParams
+from specjax.load import choose, load
+from specjax.models import make_target
+from specjax.models.blocks import Past
+from specjax.models.mtp import MtpHead
+from specjax.step import StepConfig
+
+ERROR = 1e-4
+"""In scores. Where the oracle's own gap is below, a tree may differ."""
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 256,
+    "initializer_range": 0.3, "eos_token_id": 2, "head_dim": 8, "tie_word_embeddings": False,
+}  # fmt: skip
+DEEPSEEK = {
+    "num_key_value_heads": 4, "n_group": 4, "topk_group": 2, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "kv_lora_rank": 12, "q_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 10, "v_head_dim": 6,
+    "moe_intermediate_size": 12, "first_k_dense_replace": 1,
+}  # fmt: skip
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "mimo": ("MiMo", "mimo", {"rope_parameters": {"rope_type": "default", "rope_theta": 640000.0}}),
+    "deepseek": ("DeepseekV3", "deepseek", DEEPSEEK),
+    "qwen3": ("Qwen3", "qwen3_next", {}),
+    "qwen3 moe": ("Qwen3Moe", "qwen3_next", EXPERTS),
+}
+
+
+class Saved(NamedTuple):
+    folder: Any
+    style: str
+    kind: str  # transformers' class
+    around: dict[str, np.ndarray]
+    config: ModelConfig
+    head: MtpConfig
+    toy: Toy
+    draft: Any  # the heads' parameters
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory):
+    """(name of a model, heads) -> the model, saved and loaded."""
+    root = tmp_path_factory.mktemp("mtp")
+
+    @functools.cache
+    def make(name: str, count: int = 1) -> Saved:
+        architecture, style, changes = MODELS[name]
+        folder = root / f"{name}-{count}".replace(" ", "-")
+        around = save_mtp(folder, f"{architecture}ForCausalLM", style, count=count, **SIZES | changes)
+        tokenizer().save_pretrained(folder)
+        files = resolve(str(folder), progress=False)
+        config = model_config(files.config, dtype="float32")
+        head = mtp_config(files, config)
+        assert head is not None and (head.style, head.count) == (style, count)
+        params = load_params(files, config, progress=False)
+        toy = Toy(make_target(config, backend="reference"), params, lambda tokens: np.zeros(0))
+        draft = load_mtp(files, config, head, progress=False)
+        kind = "Qwen2" if architecture == "MiMo" else architecture
+        return Saved(folder, style, f"{kind}ForCausalLM", around, config, head, toy, draft)
+
+    return make
+
+
+class Oracle:
+    """The heads, each over the whole text at once, without a cache."""
+
+    def __init__(self, saved: Saved) -> None:
+        import torch
+        import transformers
+
+        torch.set_num_threads(1)
+        kind = getattr(transformers, saved.kind)
+
+        def read(folder):
+            return kind.from_pretrained(folder, attn_implementation="eager").eval()
+
+        self.saved, self.model = saved, read(saved.folder)
+        self.heads = [read(saved.folder / f"head{i}") for i in range(saved.head.count)]
+        for i, head in enumerate(self.heads):
+            head.model.norm.weight.data = torch.tensor(saved.around[f"{i}.final"])
+        self.embedding, self.output = (
+            leaf.weight.detach().numpy() for leaf in (self.model.get_input_embeddings(), self.model.lm_head)
+        )
+
+    def features(self, tokens) -> np.ndarray:
+        """[n, M], after the final norm."""
+        return self._run(self.model, input_ids=[[int(token) for token in tokens]])
+
+    def head(self, i: int, features: np.ndarray, tokens) -> np.ndarray:
+        """[n, M]: slot t reads features[t] and tokens[t]."""
+
+        def rms(x, name):
+            return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * self.saved.around[f"{i}.{name}"]
+
+        embedded = self.embedding[list(tokens)].copy()
+        if self.saved.style == "mimo":
+            embedded[0] = 0
+        pair = [rms(embedded, "embedding"), rms(features, "feature")]
+        both = np.concatenate(pair[::-1] if self.saved.style == "mimo" else pair, axis=1)
+        return self._run(self.heads[i], inputs_embeds=(both @ self.saved.around[f"{i}.fc"].T)[None])
+
+    def logits(self, outs: np.ndarray) -> np.ndarray:
+        return outs @ self.output.T
+
+    def log_probs(self, text, path, count: int) -> np.ndarray:
+        """Of what follows the path below the last token of the text, as the heads 0 .. count - 1 see it."""
+        n, whole, last = len(text) - 1, [*text, *path], count - 1
+        given = self.features(text[:-1])
+        out = self.head(0, given, whole[1 : n + 1])
+        for level in range(1, len(path) + 1):
+            i = min(level, last)
+            given = out if level <= last else np.concatenate([given, out[-1:]])
+            out = self.head(i, given, whole[1 + i : 1 + i + len(given)])
+        return log_softmax(self.logits(out[-1]))
+
+    def _run(self, model, **inputs) -> np.ndarray:
+        import torch
+
+        with torch.inference_mode():
+            tensors = {name: torch.tensor(value) for name, value in inputs.items()}
+            return model.model(**tensors, use_cache=False).last_hidden_state[0].numpy()
+
+
+# What a head computes.
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_forward(saved, name):
+    """Nine slots from position 0 on, in one block: order of the two halves, norms, layer, logits."""
+    model = saved(name)
+    truth, rng = Oracle(model), np.random.default_rng(0)
+    tokens, features = rng.integers(3, VOCABULARY, 9), rng.normal(0, 1, (9, 16)).astype(np.float32)
+    head = MtpHead(model.head, model.toy.target, "reference")
+
+    @jax.jit
+    def run(tokens, features):
+        pages = init_cache(head.pages, PoolShape(1, 1))
+        past = Past(pages, jnp.ones((1, 1), jnp.int32), jnp.zeros(1, jnp.int32))
+        embedded = head.embed(model.toy.params, model.draft, tokens)
+        positions = jnp.arange(9, dtype=jnp.int32)[None]
+        out, _ = head.forward(model.draft, embedded, head.fuse(model.draft, features), positions, CAUSAL, past)
+        return out, head.unembed(model.toy.params, model.draft, out)
+
+    out, logits = run(tokens[None].astype(np.int32), features[None])
+    expected = truth.head(0, features, tokens)
+    np.testing.assert_allclose(out[0], expected, atol=5e-5)
+    np.testing.assert_allclose(logits[0], truth.logits(expected), atol=3e-4)
+
+
+# What the step feeds the heads.
+
+
+def paths(found, row: int) -> dict[tuple[int, ...], float]:
+    """Path below the root -> score."""
+    each: dict[int, tuple[int, ...]] = {0: ()}
+    for node in range(1, int(np.sum(found.valid[row]))):
+        each[node] = (*each[int(found.parents[row, node])], int(found.tokens[row, node]))
+    return {path: float(found.scores[row, node]) for node, path in each.items() if node > 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "shape"),
+    [
+        pytest.param("mimo", 1, (3, 2, 6), id="one head, tree", marks=pytest.mark.slow),
+        pytest.param("deepseek", 1, (3, 1, 4), id="one head, chain, latents"),
+        pytest.param("mimo", 3, (5, 2, 9), id="three heads, tree"),
+        pytest.param("deepseek", 2, (4, 2, 7), id="two heads, tree, latents", marks=pytest.mark.slow),
+        pytest.param("qwen3", 2, (3, 1, 4), id="two heads, chain", marks=pytest.mark.slow),
+        pytest.param("qwen3", 4, (2, 3, 6), id="more heads than steps", marks=pytest.mark.slow),
+    ],
+)
+def test_the_step_drafts_the_oracles_trees(saved, name, count, shape):
+    """Features, shifted tokens, slots and commits of each head: the trees of five steps, each from the text alone. A
+    text of one token has fewer slots than there are heads."""
+    model = saved(name, count)
+    truth, run = Oracle(model), min(count, shape[0])
+    drafter = make_drafter(Mtp(None, None, *shape), target=model.toy.target, head=model.head, backend="reference")
+    assert (drafter.name, drafter.features) == ("MTP", "final")
+    config = StepConfig(widths=(drafter.width,), trace=True)
+    runner = Runner(model.toy, drafter, rows=2, draft=model.draft, config=config, page_size=3)
+    requests = [([4, 8, 15, 16, 23], Sampling(max_tokens=12)), ([7], Sampling(max_tokens=12, temperature=1.0, seed=1))]
+    for slot, (prompt, request) in enumerate(requests):
+        runner.admit(slot, prompt, request)
+    first = runner.prefill([prompt for prompt, _ in requests], chunk=3)
+    texts = [[*prompt, int(first.tokens[row, 0])] for row, (prompt, _) in enumerate(requests)]
+    clear = 0
+    for _ in range(5):
+        before = [list(text) for text in texts]
+        output = runner.step([True, True])
+        for row, text in enumerate(before):
+            known = functools.cache(lambda path, text=text: truth.log_probs(text, path, run))
+            expected = grow_tree(known, text[-1], *shape)
+            if expected.gap > ERROR:
+                ours = paths(output.trace.tree, row)
+                wanted = {expected.path(node): expected.scores[node] for node in range(1, expected.size)}
+                assert ours.keys() == wanted.keys()
+                np.testing.assert_allclose([ours[path] for path in wanted], list(wanted.values()), atol=ERROR)
+                clear += 1
+            texts[row] += output.tokens[row, : output.emitted[row]].tolist()
+    assert clear >= 6, "of 10"
+
+
+# The text, and the parameters on the device.
+
+
+def engine(folder, draft) -> Engine:
+    settings = EngineConfig(page_size=4, chunked_prefill_size=8, max_total_tokens=160, max_running_requests=1)
+    return Engine.from_pretrained(str(folder), draft=draft, config=settings, dtype="float32", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "draft"),
+    [
+        ("mimo", 1, Auto()),
+        pytest.param("mimo", 3, "nextn", marks=pytest.mark.slow),
+        ("deepseek", 1, Eagle(steps=2, topk=2, nodes=4)),
+        pytest.param("qwen3 moe", 2, Mtp(steps=3, topk=2, nodes=6), marks=pytest.mark.slow),
+        pytest.param("qwen3", 1, Mtp(), marks=pytest.mark.slow),
+    ],
+)
+def test_no_text_changes(saved, name, count, draft):
+    folder, texts = saved(name, count).folder, {}
+    for each in (NoDraft(), draft):
+        made = engine(folder, each)
+        wanted = [SamplingParams(max_new_tokens=20), SamplingParams(max_new_tokens=20, temperature=1.0, seed=4)]
+        texts[made.drafter.name] = [done.output_ids for done in made.generate([[5, 6, 7] * 4, [9]], wanted)]
+        check_idle(made)
+    assert texts["MTP"] == texts["NONE"]
+
+
+def test_the_layers_are_on_the_device_once(saved):
+    """And share the target's embedding and output matrix."""
+    found = load(str(saved("deepseek").folder), draft="MTP", progress=False)
+    assert found.drafter.note == "3 steps, top-k 1, 4 draft tokens (automatic); 1 MTP layer of the model"
+    assert found.params.draft.keys() == {"layers_0"}
+    assert not {"embed", "head"} & found.params.draft["layers_0"].keys()
+    assert "layers_2" not in found.params.target, "the target has two"
+    large = [leaf.shape for leaf in jax.tree.leaves(found.params) if VOCABULARY in leaf.shape]
+    assert len(large) == 2
+    plain = load(str(saved("deepseek").folder), draft="NONE", progress=False)
+    jax.tree.map(np.testing.assert_array_equal, plain.params.target, found.params.target)
+
+
+def test_a_token_map(saved, tmp_path):
+    """Its columns of the output matrix, and the target's ids."""
+    np.save(tmp_path / "map.npy", np.arange(40, 10, -1))
+    found = load(str(saved("qwen3", 2).folder), draft=Mtp(token_map=str(tmp_path / "map.npy")), progress=False)
+    draft, target = found.params.draft, found.params.target
+    np.testing.assert_array_equal(draft["head"], target["head"][:, draft["ids"]])
+    assert sorted(draft["ids"].tolist()) == list(range(11, 41))
+
+
+# What is chosen.
+
+
+def test_what_is_chosen(saved, tmp_path, caplog):
+    files, config = resolve(str(saved("mimo", 3).folder)), saved("mimo", 3).config
+    caplog.set_level(logging.INFO)
+    assert choose(Auto(steps=2), files, config)[0] == Mtp(steps=2)
+    assert choose(Mtp(), files, config).mtp == saved("mimo", 3).head
+    assert not caplog.records
+    chosen = choose(Eagle(topk=3, token_map=5), files, config)
+    assert chosen.options == Mtp(topk=3, token_map=5) and chosen.mtp is not None
+    assert [each.getMessage() for each in caplog.records] == [
+        "draft='EAGLE' without a head: the model's MTP layers draft (MTP)"
+    ]
+    assert choose(Eagle(path="h"), files, config) == (Eagle(path="h"), None, None, None)
+    with pytest.raises(ValueError, match=r"^draft='EAGLE3' needs a draft head: Eagle3\.path$"):
+        choose(options_of("EAGLE3"), files, config)
+    save_model(tmp_path, "Qwen3ForCausalLM", **SIZES)
+    files = resolve(str(tmp_path))
+    assert choose(Auto(), files, model_config(files.config)).options.algorithm == "NGRAM"
+    with pytest.raises(ValueError, match=r"^draft='MTP' needs MTP layers in the model, or a draft head: Mtp\.path$"):
+        load(str(tmp_path), draft="NEXTN", progress=False)
+
+
+# What is refused.
+
+
+def changed(model: Saved, folder, **changes: np.ndarray | None):
+    """A copy of a checkpoint; `changes` by names with __ for a dot, None removes a tensor."""
+    tensors = load_file(model.folder / "model.safetensors")
+    for name, tensor in changes.items():
+        if tensor is None:
+            del tensors[name.replace("__", ".")]
+        else:
+            tensors[name.replace("__", ".")] = tensor
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text((model.folder / "config.json").read_text())
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+ONE = np.ones(16, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("mimo", {"model__mtp_layers__0__input_proj__weight": None}, "missing tensors: model.mtp_layers.0.input_proj"),
+        ("qwen3", {"mtp__layers__0__self_attn__q_norm__weight": None}, "missing tensors: mtp.layers.0.self_attn.q_n"),
+        ("qwen3", {"mtp__fc__weight": None}, "missing tensors: mtp.fc.weight"),
+        ("deepseek", {"model__layers__2__mlp__experts__3__up_proj__weight": None}, "layers.2.mlp.experts.3.up_proj"),
+        ("deepseek", {"model__layers__2__eh_proj__bias": ONE}, "no place .*model.layers.2.eh_proj.bias"),
+        ("deepseek", {"model__layers__2__embed_tokens__weight": np.zeros((VOCABULARY, 16), np.float32)},
+         "model.layers.2.embed_tokens.weight in .* differs from model.embed_tokens.weight"),
+    ],
+)  # fmt: skip
+def test_damaged_layers_are_refused_where_they_draft(saved, tmp_path, name, changes, said):
+    folder = str(changed(saved(name), tmp_path / "m", **changes))
+    with pytest.raises(CheckpointError, match=said):
+        load(folder, draft="MTP", progress=False)
+    assert load(folder, draft="NGRAM", progress=False).drafter.name == "NGRAM", "the target itself is whole"
+
+
+def test_other_layers_are_refused_still(saved, tmp_path):
+    """One that has nothing of an MTP layer around it, and a head that follows a gap."""
+    for name, tensor in (("model.layers.3", "model__layers__3__input_layernorm__weight"), ("mtp_layers.2", None)):
+        model = saved("mimo" if tensor is None else "deepseek")
+        tensor = tensor or "model__mtp_layers__2__input_layernorm__weight"
+        files = resolve(str(changed(model, tmp_path / name, **{tensor: ONE})))
+        with pytest.raises(CheckpointError, match=f"no place in a .* model: .*{name}"):
+            load_params(files, model.config, progress=False)
