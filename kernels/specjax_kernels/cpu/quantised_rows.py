@@ -1,9 +1,9 @@
 """The product of float32 rows and a quantised matrix on a CPU, in little more than the time of reading its codes.
 
-Codes become float32 weights in registers, once for up to eight rows of x: w = code * scale + offset, fused where the processor
-can. A row's sums are taken in one order however many rows there are, so its result is bit for bit that of
-the row alone. The loop over a row of codes is written in LLVM's vectors, which it maps to any processor's: left to
-itself LLVM adds up each group of codes to one number first, which takes longer than all the rest.
+Codes become float32 weights in registers, once for up to eight rows of x: w = code * scale + offset, fused where the
+processor can. A row's sums are taken in one order however many rows there are, so its result is bit for bit that of the
+row alone. The loop over a row of codes is written in LLVM's vectors, which it maps to any processor's: left to itself
+LLVM adds up each group of codes to one number first, which takes longer than all the rest.
 """
 
 from __future__ import annotations
