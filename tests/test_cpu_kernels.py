@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import logging
 import os
@@ -290,6 +291,14 @@ def test_code_that_may_raise_is_refused():
 
     reason = runtime.register("specjax_test_of_what_raises", build)
     assert reason is not None and "as code does that may raise or allocates" in reason
+
+
+def test_float16_needs_a_processor_that_converts_it(monkeypatch):
+    """LLVM would call a function that is not there, and end the process."""
+    monkeypatch.setattr(object_code, "_converts_float16", lambda llvm: False)
+    with pytest.raises(RuntimeError, match="reads float16, which this processor does not convert"):
+        runtime._compile(functools.partial(cpu_rows._transposed, dtype="float16"))
+    assert runtime._compile(functools.partial(cpu_rows._transposed, dtype="bfloat16"))
 
 
 def test_another_interface_than_the_known_one_is_refused(tmp_path, monkeypatch):

@@ -76,7 +76,7 @@ def test_the_codes_are_all_that_is_read(device: str, name: str, rows: int, dtype
             assert counts["spilled_bytes"] == counts["stack_bytes"] == 0, kernel
     if leaf.scale.shape[-1] > 1:
         (kernel,) = [text for text in texts if re.search(r"\.entry quantised_rows\b", text)]
-        assert ("mma.sync" in kernel) == (dtype == "bfloat16") and "cp.async" in kernel
+        assert bool(re.search(r"\b(mma\.sync|wgmma)", kernel)) == (dtype == "bfloat16") and "cp.async" in kernel
 
 
 def no_array_of_the_weights(hlo: str, leaf: Quantised) -> bool:

@@ -137,7 +137,7 @@ def test_dequantised_weights(read, name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("rows", [1, 5, 9])
+@pytest.mark.parametrize("rows", [1, 9, 257])
 def test_products(read, name, rows):
     leaf, weights = read(name)
     x = inputs(rows)
@@ -148,14 +148,12 @@ def test_products(read, name, rows):
 @pytest.mark.parametrize("name", ["Q4_1", "Q8_0", "fp8 per output"])
 def test_a_row_is_bit_for_bit_that_of_the_row_alone(read, name):
     leaf, weights = read(name)
-    x = inputs(8)
+    x = inputs(40)
     product = jax.jit(lambda x, w: linear(x, w))
-    alone = np.concatenate([np.asarray(product(x[:, i : i + 1], leaf)) for i in range(8)], axis=1)
+    alone = np.concatenate([np.asarray(product(x[:, i : i + 1], leaf)) for i in range(40)], axis=1)
     assert_product(alone, x, weights)
-    for rows in range(2, 9):
+    for rows in (*range(2, 10), 40):
         np.testing.assert_array_equal(np.asarray(product(x[:, :rows], leaf)), alone[:, :rows])
-    many = inputs(40)
-    assert_product(product(many, leaf), many, weights)
 
 
 @pytest.mark.parametrize("out", [(1,), (33,), (530,), (2, 4099)], ids=str)
@@ -168,7 +166,7 @@ def test_odd_numbers_of_outputs(name, out):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("rows", [2, 9])
+@pytest.mark.parametrize("rows", [2, 257])
 def test_half_precision_activations(read, dtype, rows):
     leaf, weights = read("Q4_1")
     x = jnp.asarray(inputs(rows), dtype)
@@ -199,7 +197,7 @@ def test_rows_of_a_table(name):
 
 
 @pytest.mark.parametrize("name", ["Q4_1", "fp8 per output"])
-@pytest.mark.parametrize("rows", [2, 9])
+@pytest.mark.parametrize("rows", [2, 257])
 def test_nan_and_infinity_flow_through(read, name, rows):
     leaf, _ = read(name)
     x = inputs(rows).at[0, 0, 5].set(np.nan).at[0, 1, 7].set(np.inf)
@@ -213,7 +211,7 @@ def test_nan_codes_of_fp8():
     codes = np.asarray(leaf.codes).view(np.uint8).copy()
     codes[1, 3], codes[2, 40] = 127, 255
     leaf = dataclasses.replace(leaf, codes=codes.view(jnp.float8_e4m3fn))
-    for rows in (1, 9):
+    for rows in (1, 257):
         found = np.asarray(linear(inputs(rows, 64), leaf))
         assert np.isnan(found[..., 1:3]).all() and np.isfinite(found[..., [0, 3]]).all()
 

@@ -111,11 +111,10 @@ def _kernel(x_ref: Any, *refs: Any, kind: Any, leaf: Quantised, rows: int, tile:
             parts = [(low, exact(codes & 15)), (high, exact(codes >> 4))]
         else:
             parts = [(inputs(k * step + codes_of_step), exact(codes))]
-        part = sum((dot(*both) for both in parts[1:]), start=dot(*parts[0]))
+        part = functools.reduce(jnp.add, [dot(*both) for both in parts])
         sums = sums + part * of_group(at.scale, at.super_scale, group)[None, :]
         if at.offset is not None:
-            totals = [jnp.sum(x.astype(jnp.float32), axis=1) for x, _ in parts]
-            total = sum(totals[1:], start=totals[0])
+            total = functools.reduce(jnp.add, [jnp.sum(x.astype(jnp.float32), axis=1) for x, _ in parts])
             sums = sums + total[:, None] * of_group(at.offset, at.super_offset, group)[None, :]
         return sums
 

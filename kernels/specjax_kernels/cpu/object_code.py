@@ -11,6 +11,7 @@ import importlib
 import importlib.metadata
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -78,8 +79,8 @@ def link(functions: Mapping[str, tuple[str, str]]) -> bytes:
     """
     llvm = importlib.import_module("llvmlite.binding")
     machine = _machine(llvm)
-    if any("half" in text for text, _ in functions.values()) and not _converts_float16(llvm):
-        raise RuntimeError("it reads float16, which this processor converts in software only")
+    if not _converts_float16(llvm) and any(re.search(r"\bhalf\b", text) for text, _ in functions.values()):
+        raise RuntimeError("it reads float16, which this processor does not convert")
     whole = llvm.parse_assembly("")
     for symbol, (text, before) in functions.items():
         module = llvm.parse_assembly(text)

@@ -1,9 +1,9 @@
-"""The product of a few float32 rows and a quantised matrix on a CPU, in little more than the time of reading its codes.
+"""The product of float32 rows and a quantised matrix on a CPU, in little more than the time of reading its codes.
 
-Codes become float32 weights in registers, once for all rows of x: w = code * scale + offset, fused where the processor
-can. A row's sums are taken in one order however many rows there are, so its result is bit for bit that of
-the row alone. The loop over a row of codes is written in LLVM's vectors, which it maps to any processor's: left to
-itself LLVM adds up each group of codes to one number first, which takes longer than all the rest.
+Codes become float32 weights in registers, once for up to eight rows of x: w = code * scale + offset, fused where the
+processor can. A row's sums are taken in one order however many rows there are, so its result is bit for bit that of the
+row alone. The loop over a row of codes is written in LLVM's vectors, which it maps to any processor's: left to itself
+LLVM adds up each group of codes to one number first, which takes longer than all the rest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from jaxtyping import Float32
 
 from specjax_kernels.cpu.runtime import Tools, callable_here, register
 
-MOST_ROWS = 8  # the largest number of rows for which dequantising the matrix first takes longer
+MOST_ROWS = 256  # up to there dequantising the matrix for XLA's product takes longer on 2 cores
+TOGETHER = 8  # rows of x that share a dequantised weight
 BESIDE = 2  # rows of codes that share a reading of x
 LANES = 16  # numbers of a vector
 TILE = 512  # rows of codes in one tile, at most
@@ -80,7 +81,7 @@ def _kernel(tools: Tools, layout: Layout) -> tuple[Any, Any]:
     def tile(call: int, index: int) -> int:
         rows, depth, columns = size(call, 0, 0), size(call, 0, 1), size(call, 1, 0)
         groups, shared, most = size(call, 2, 1), columns // size(call, 2, 0), tile_rows(columns)
-        x, codes, scale, out = argument(call, 0), argument(call, 1), argument(call, 2), result(call, 0)
+        xs, codes, scale, outs = argument(call, 0), argument(call, 1), argument(call, 2), result(call, 0)
         offset = super_scale = super_offset = 0
         if has_offset:
             offset = argument(call, 3)
@@ -88,17 +89,33 @@ def _kernel(tools: Tools, layout: Layout) -> tuple[Any, Any]:
             super_scale = argument(call, super_at)
             if has_offset:
                 super_offset = argument(call, super_at + 1)
-        for first in range(index * most, min(index * most + most, columns), BESIDE):
-            dots(rows, first, codes, scale, offset, super_scale, super_offset, x, out, depth, columns, groups, shared)
+        for row in range(0, rows, TOGETHER):
+            count, x, out = min(TOGETHER, rows - row), xs + 4 * row * depth, outs + 4 * row * columns
+            for first in range(index * most, min(index * most + most, columns), BESIDE):
+                dots(
+                    count,
+                    first,
+                    codes,
+                    scale,
+                    offset,
+                    super_scale,
+                    super_offset,
+                    x,
+                    out,
+                    depth,
+                    columns,
+                    groups,
+                    shared,
+                )
         return 0
 
     return tiles, tile
 
 
 def _emit(layout: Layout, b: Any, values: Any) -> None:
-    """The products of `count` rows of x, out of 1 to `MOST_ROWS`, and `BESIDE` rows of codes."""
+    """The products of `count` rows of x, out of 1 to `TOGETHER`, and `BESIDE` rows of codes."""
     count, *values = values
-    for rows in range(1, MOST_ROWS + 1):
+    for rows in range(1, TOGETHER + 1):
         with b.if_then(b.icmp_signed("==", count, count.type(rows))):
             _Dots(layout, rows, b).emit(*values)
 
