@@ -219,3 +219,4 @@ def test_a_latent_targets_head_has_ordinary_heads_that_fill_its_width(folders):
     head = head_config(DraftSettings(), config)
     assert config.latent is not None
     assert (head.num_heads, head.num_kv_heads, head.head_dim) == (3, 3, config.latent.value_dim)
+    assert (head.vocab_size, head.mapped) == (VOCABULARY, False)
