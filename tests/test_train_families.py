@@ -128,7 +128,7 @@ def test_ten_steps(folders, answers, tmp_path, capfd, family, algorithm):
     assert status == 0, capfd.readouterr().err
     losses = [row["loss"] for row in read_metrics(tmp_path / "run")]
     assert len(losses) == 10 and np.isfinite(losses).all()
-    assert losses[-1] < 0.95 * losses[0], losses
+    assert losses[-1] < 0.98 * losses[0], losses
     head = tmp_path / "run" / "head"
     if algorithm == "MTP":
         config, _ = load_head(str(head), read(model)[0], kind="mtp")
@@ -219,3 +219,4 @@ def test_a_latent_targets_head_has_ordinary_heads_that_fill_its_width(folders):
     head = head_config(DraftSettings(), config)
     assert config.latent is not None
     assert (head.num_heads, head.num_kv_heads, head.head_dim) == (3, 3, config.latent.value_dim)
+    assert (head.vocab_size, head.mapped) == (VOCABULARY, False)

@@ -164,9 +164,9 @@ def head_config(settings: DraftSettings, target: ModelConfig, ends: Sequence[int
     same = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "norm_epsilon", "rope")
     fields: dict[str, Any] = {name: getattr(target, name) for name in same} | dict.fromkeys(spec.biases, True)
     if target.latent is not None:  # whose query heads, all on one key, would be a head larger than a layer
-        size = target.latent.value_dim
-        heads = max(target.hidden_size // size, 1)
-        fields |= {"num_heads": heads, "num_kv_heads": heads, "head_dim": size}
+        head_dim = target.latent.value_dim
+        heads = max(target.hidden_size // head_dim, 1)
+        fields |= {"num_heads": heads, "num_kv_heads": heads, "head_dim": head_dim}
     return HeadConfig(
         spec.kind,
         feature_size=target.hidden_size * (len(aux_layers) or 1),
