@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import math
 from typing import Any
 
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax_kernels import launch, pallas_quantised
+from specjax_kernels import launch
 from specjax_kernels.cpu import quantised_rows
 from specjax_kernels.cpu.quantised_rows import Layout
 from specjax_kernels.quantised import Quantised, check, dequantise, scales
@@ -44,9 +45,7 @@ def product(x: Array, leaf: Quantised, dtype: Any) -> Array:
         elsewhere = on_nvidia = by_channel
     else:
         elsewhere = by_dequantising
-        on_nvidia = (
-            functools.partial(pallas_quantised.multiply, dtype=dtype) if _has_gpu_kernel(rows, leaf) else elsewhere
-        )
+        on_nvidia = _gpu_kernel(rows, leaf, dtype) or elsewhere
     branches = {"cpu": on_cpu, "cuda": on_nvidia, "default": elsewhere}
     bound = {platform: functools.partial(by, implementation) for platform, implementation in branches.items()}
     out = jax.lax.platform_dependent(rows, *arrays, **bound)
@@ -60,13 +59,17 @@ def _matrix(leaf: Quantised) -> Quantised:
     )
 
 
-def _has_gpu_kernel(rows: Array, leaf: Quantised) -> bool:
-    if not pallas_quantised.takes(rows.shape[0], leaf):
-        return False
+def _gpu_kernel(rows: Array, leaf: Quantised, dtype: Any) -> Any:
+    """The implementation for an NVIDIA GPU, None: it has none for this."""
+    # Imported here: a model that is not quantised starts sooner.
+    kernel = importlib.import_module("specjax_kernels.pallas_quantised")
+    if not kernel.takes(rows.shape[0], leaf):
+        return None
+    implementation = functools.partial(kernel.multiply, dtype=dtype)
     if not launch.on_nvidia():
-        return True  # compiled for a GPU that is not there
+        return implementation  # for a GPU that is not there
     needed = (8, 9) if leaf.codes.dtype == jnp.float8_e4m3fn else (8, 0)  # Triton's conversions of fp8
-    return tuple(map(int, str(launch.generation()).split("."))) >= needed
+    return implementation if tuple(map(int, str(launch.generation()).split("."))) >= needed else None
 
 
 def layout_of(leaf: Quantised) -> Layout | None:
