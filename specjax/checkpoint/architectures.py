@@ -25,6 +25,7 @@ class Reader:
     activation: tuple[str, str] = ("hidden_act", "silu")
     only: Mapping[str, tuple[Any, str]] = field(default_factory=dict)  # see `refuse_unsupported`
     partial_rope: bool = False
+    text: bool = False  # of several modalities, the keys of the language model lie in `text_config`
     remote_code: bool = False  # published with Python code, which the family was compared with
 
 
@@ -186,6 +187,10 @@ READERS: Mapping[str, Reader] = {
     ),
     "Gemma3ForCausalLM": Reader(
         _gemma3, _GEMMA | {"max_position_embeddings": 131072}, ("hidden_activation", "gelu_pytorch_tanh"), _ONE_WAY
+    ),
+    "Gemma3ForConditionalGeneration": Reader(
+        _gemma3, _GEMMA | {"max_position_embeddings": 131072, "vocab_size": 262208, "num_attention_heads": 8},
+        ("hidden_activation", "gelu_pytorch_tanh"), _ONE_WAY, text=True,
     ),
     "Phi3ForCausalLM": Reader(
         _phi3, {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}, partial_rope=True, remote_code=True

@@ -45,7 +45,7 @@ def model_config(
             f"config.json: auto_map ({named}) says that the model is computed by Python code of its own, which is not "
             f"run here and may differ from {architecture}; remove the key if the code is that of transformers"
         )
-    hf_config = dict(reader.absent) | dict(hf_config)
+    hf_config = dict(reader.absent) | dict(hf_config) | _text_config(hf_config, reader.text)
     refuse_unknown(hf_config)
     refuse_unsupported(
         {key: value for key, value in hf_config.items() if key != "quantization_config"},
@@ -83,6 +83,18 @@ def model_config(
     windows = tuple(None if w is None or w >= common["max_positions"] else w for w in fields.get("windows", ()))
     fields |= {"windows": windows if any(windows) else ()}
     return ModelConfig(**cast(Any, common | fields))
+
+
+def _text_config(hf_config: Mapping[str, Any], is_there: bool) -> dict[str, Any]:
+    """The language model's own keys, where a config.json of several modalities has them in a section."""
+    section = given(hf_config, "text_config", {}) if is_there else {}
+    if not isinstance(section, Mapping):
+        raise CheckpointError(f"config.json: text_config is {section!r:.80}; an object is needed")
+    return {
+        key: value
+        for key, value in section.items()
+        if key not in ("architectures", "quantization_config", "tie_word_embeddings")
+    }
 
 
 def refuse_unsupported(

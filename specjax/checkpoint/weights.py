@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +27,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 LAYOUTS = [(SINGLE_NAME, INDEX_NAME), ("pytorch_model.bin", "pytorch_model.bin.index.json")]  # ours, and torch's
 
+OTHER_MODALITIES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 QUANTISED_HEAD = HEAD_TENSOR.removesuffix("weight")  # prefix of the tensors of a quantised output matrix
 
 DTYPES = {"F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(ml_dtypes.bfloat16), "F64": np.dtype("f8")}
@@ -101,7 +101,19 @@ def read_shards(files: Iterable[Path], read: Callable[[Path], Mapping[str, T]]) 
     return tensors
 
 
-read_headers = partial(read_shards, read=read_header)
+def read_headers(files: Iterable[Path]) -> dict[str, TensorEntry]:
+    """The tensors of all shards of a model; of one for several modalities those of its language model, by the names
+    that it has alone."""
+    tensors = read_shards(files, read_header)
+    if not any(name.startswith(OTHER_MODALITIES) for name in tensors):
+        return tensors
+    found: dict[str, TensorEntry] = {}
+    for name, entry in tensors.items():
+        if not name.startswith(OTHER_MODALITIES):
+            # language_model.model.layers (as published), model.language_model.layers (as transformers 5 saves)
+            name = name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
+            found[name] = replace(entry, name=name)
+    return found
 
 
 def same_content(first: np.ndarray, second: np.ndarray, rtol: float = 0, atol: float = 0) -> bool:

@@ -34,6 +34,7 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "Qwen3MoeForCausalLM": "qwen3_moe",
         "Gemma2ForCausalLM": "gemma2",
         "Gemma3ForCausalLM": "gemma3",
+        "Gemma3ForConditionalGeneration": "gemma3",
         "Phi3ForCausalLM": "phi3",
         "DeepseekV3ForCausalLM": "deepseek_v3",
     }
