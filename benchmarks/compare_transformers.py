@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,7 +102,9 @@ def main() -> int:
     document = machine("torch", "transformers")
     torch.set_num_threads(args.threads)
     prompts = read_prompts(args.prompts, args.count)
-    oracle = Oracle(checkpoint.resolve(args.model).folder)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint.save_dequantised(checkpoint.resolve(args.model), Path(folder))
+        oracle = Oracle(Path(folder))
     started = time.perf_counter()
     references = [oracle.generate(text, args.max_new_tokens) for _, text in tqdm(prompts, desc="transformers")]
     document |= {"model": args.model, "prompts": len(prompts), "max_new_tokens": args.max_new_tokens, "near": NEAR}

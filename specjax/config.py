@@ -135,6 +135,7 @@ class HeadConfig(GroupedHeads):
     output_bias: bool = False  # of o
     mlp_bias: bool = False
     norm_before_residual: bool = False  # EAGLE-3: the residual is the normalised feature
+    logit_softcap: float | None = None  # of its own output layer's logits, where that was copied from the target's
     dtype: str = "float32"
 
     @property
@@ -158,12 +159,17 @@ class MtpConfig:
     vocab_size: int  # W: tokens that they can propose
     own_head: bool = False  # with a token map: its columns of the target's output matrix
     mapped: bool = False  # as in `HeadConfig`
+    logit_softcap: float | None = None  # as in `HeadConfig`
 
     kind: ClassVar[str] = "mtp"
     features: ClassVar[Literal["final"]] = "final"
 
     @property
     def hidden_size(self) -> int:
+        return self.layer.hidden_size
+
+    @property
+    def feature_size(self) -> int:
         return self.layer.hidden_size
 
     @property

@@ -52,6 +52,7 @@ def load(
     drafter: Drafter | DrafterFactory | None = None,
     verify: Verifier | None = None,
     dtype: str = "auto",
+    quantization: str = "auto",
     revision: str | None = None,
     tokenizer_path: str | None = None,
     chat_template: str | None = None,
@@ -67,16 +68,7 @@ def load(
     """
     if sampling_defaults not in (known := get_args(SamplingDefaults)):
         raise ValueError(f"sampling_defaults={sampling_defaults!r:.60} is not one of: {', '.join(known)}")
-    if drafter is not None and draft != Auto.algorithm:
-        raise ValueError(f"give drafter or draft, not both; draft={draft!r:.60}")
-    if drafter is None and isinstance(draft, str) and ":" in draft:
-        drafter = load_drafter(draft)
-    options = options_of(draft) if drafter is None else NoDraft()
-    shipped = options.kind is not None and checkpoint.may_have_head(model, options.kind)
-    inside = isinstance(options, Eagle) and model != checkpoint.BUILT_IN_MODEL  # perhaps: its tensors will show
-    if options.needs and not _path(options) and not shipped and not inside:
-        raise _no_path(options)
-    options.on(jax.default_backend())
+    options, drafter = requested(model, draft, drafter)
     backend = attention_implementation(backend)
     files = checkpoint.resolve(model, revision=revision, progress=progress)
     config = checkpoint.model_config(files.config, dtype=dtype)
@@ -101,24 +93,41 @@ def load(
         if chosen.options.kind is None:
             given = _load_model(chosen.options, config, reading, dtype, backend, progress)
         else:
-            given = _load_head(chosen, files, config, reading, progress)
-        weights = checkpoint.load_params(files, config, progress=progress)
+            given = _load_head(chosen, files, config, reading, quantization, progress)
+        weights = checkpoint.load_params(files, config, quantization=quantization, progress=progress)
         tokenizer = reading.result()
     if given.head is not None and given.ids is not None:
         head, draft_params = with_token_map(given.head, given.params, target, weights, given.ids)
         given = given._replace(head=head, params=draft_params)
     if drafter is None:
-        made = make_drafter(
-            chosen.options, target=target, head=given.head, model=given.model, backend=backend, automatic=chosen.tree
-        )
+        made = chosen.drafter(target, given.head, model=given.model, backend=backend)
         found = Speculation(made._replace(note=made.note + given.note), given.params)
     else:
         found = make_speculation(drafter, target)
     made = found.drafter
-    if chosen.head is not None:
-        made = made._replace(note=f"{made.note}; the head {chosen.head.name}, which comes with specjax")
     eos = checkpoint.stop_token_ids(files, tokenizer, config.vocab_size)
     return LoadedModel(target, Params(weights, found.params), tokenizer, made, verify or found.verify, eos, sampled)
+
+
+def requested(
+    model: str,
+    draft: DraftOptions | str,
+    drafter: Drafter | DrafterFactory | None = None,
+    platform: str | None = None,
+) -> tuple[DraftOptions, Drafter | DrafterFactory | None]:
+    """The options that `draft` means, and the drafter that is given or that it names. `platform`: as `choose`. Raises
+    ValueError for what can be refused before the model is looked for."""
+    if drafter is not None and draft != Auto.algorithm:
+        raise ValueError(f"give drafter or draft, not both; draft={draft!r:.60}")
+    if drafter is None and isinstance(draft, str) and ":" in draft:
+        drafter = load_drafter(draft)
+    options = options_of(draft) if drafter is None else NoDraft()
+    shipped = options.kind is not None and checkpoint.may_have_head(model, options.kind)
+    inside = isinstance(options, Eagle) and model != checkpoint.BUILT_IN_MODEL  # perhaps: its tensors will show
+    if options.needs and not _path(options) and not shipped and not inside:
+        raise _no_path(options)
+    options.on(platform or jax.default_backend())
+    return options, drafter
 
 
 class Chosen(NamedTuple):
@@ -129,16 +138,29 @@ class Chosen(NamedTuple):
     head: ShippedHead | None = None  # the shipped head that `options.path` names
     mtp: MtpConfig | None = None  # the model's own layers, if they draft
 
+    def drafter(
+        self, target: Target, head: HeadConfig | MtpConfig | None, *, model: Target | None = None,
+        backend: str | None = None, platform: str | None = None,
+    ) -> Drafter:  # fmt: skip
+        """The drafter, whose draft head or model `options.path` names is `head` or `model`."""
+        shared: Any = {"backend": backend, "automatic": self.tree, "platform": platform}
+        made = make_drafter(self.options, target=target, head=head, model=model, **shared)
+        if self.head is None:
+            return made
+        return made._replace(note=f"{made.note}; the head {self.head.name}, which comes with specjax")
 
-def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig) -> Chosen:
+
+def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platform: str | None = None) -> Chosen:
     """The algorithm for this model. AUTO is the draft head that ships for it, else its MTP layers, else n-grams; an
     algorithm that needs a head and is given none drafts with the one that ships, or, if it is MTP or EAGLE, with these
     layers. A warning names the options that AUTO's choice does not have.
+    `platform`: that it is chosen for, "cpu" or "gpu"; None: this process's.
 
     Raises:
         ValueError: a value is out of the range of what AUTO chose, or there is no draft head.
         CheckpointError: the measured options of the shipped head cannot be used.
     """
+    platform = platform or jax.default_backend()
     shipped = None if _path(options) else checkpoint.shipped_head(files, config)
     inside = checkpoint.mtp_config(files, config) if isinstance(options, Auto | Eagle) and not _path(options) else None
     found = shipped or inside
@@ -146,7 +168,7 @@ def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig) -> Cho
     if unused:
         names = ", ".join(f"{type(given).__name__}.{name}" for name in unused)
         logger.warning("no effect with draft='%s', which %s chose: %s", options.algorithm, given.algorithm, names)
-    options.on(jax.default_backend())  # for its errors: the drafter must see what was given, and what was not
+    options.on(platform)  # for its errors: the drafter must see what was given, and what was not
     if options.needs is None or _path(options):
         return Chosen(options)
     if shipped is None or options.kind != shipped.kind:
@@ -157,7 +179,7 @@ def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig) -> Cho
         return Chosen(options.as_mtp(), mtp=inside)
     options = cast(ModelOptions, options)
     try:
-        measured = type(options)(**shipped.serving("cpu" if jax.default_backend() == "cpu" else "gpu"))
+        measured = type(options)(**shipped.serving("cpu" if platform == "cpu" else "gpu"))
         numbers = [measured.steps, measured.topk, measured.nodes]
         if measured.explicit_tree and None in numbers:
             raise ValueError(f"{numbers} for steps, topk and nodes; all three are needed")
@@ -187,7 +209,7 @@ class _Draft(NamedTuple):
 
 
 def _load_head(
-    chosen: Chosen, files: ModelFiles, config: ModelConfig, tokenizer: Future[Any], progress: bool
+    chosen: Chosen, files: ModelFiles, config: ModelConfig, tokenizer: Future[Any], quantization: str, progress: bool
 ) -> _Draft:
     options, head, ids, note = cast(ModelOptions, chosen.options), chosen.mtp, None, ""
     owner = type(options).__name__
@@ -205,10 +227,12 @@ def _load_head(
                 kind=options.kind,
                 revision=options.revision,
                 progress=progress,
-                target_embedding=lambda: read_headers(files.weights)[EMBED_TENSOR].read(),
+                target_embedding=lambda: checkpoint.matrices(read_headers(files.weights), files.config)[
+                    EMBED_TENSOR
+                ].read(),
             )
     else:
-        params = checkpoint.load_mtp(files, config, head, progress=progress)
+        params = checkpoint.load_mtp(files, config, head, quantization=quantization, progress=progress)
         note = f"; {head.count} MTP layer{'s' if head.count > 1 else ''} of the model"
     if (token_map := getattr(options, "token_map", None)) is not None:
         with _naming(f"{owner}.token_map"):

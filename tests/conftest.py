@@ -91,6 +91,8 @@ SLOWEST_FIRST = (
     "test_readme.py",
     # In the first part.
     "test_train_run.py",
+    "test_train_families.py",
+    "test_family_matrix.py",
     "test_serve_process.py",
     "test_eagle_lossless.py",
     "test_eagle_serving.py",

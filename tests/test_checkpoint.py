@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from specjax_kernels import Quantised
 from tiny_checkpoints import SIZES, byte_level_metadata, save_llama, write_gguf
 
 from specjax import checkpoint
@@ -349,7 +350,10 @@ def test_config_that_says_a_thing_twice(twice, once):
         ),
         ({"rope_scaling": {"rope_type": "dynamic"}}, "of type dynamic has no 'factor'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "llama3 has no 'low_freq_factor'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        (
+            {"quantization_config": {"quant_method": "hqq"}},
+            "'hqq'; supported: fp8, gptq, awq, compressed-tensors, none",
+        ),
         ({"sliding_window": 4096}, "sliding_window is 4096; supported: null"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": "all"}, "sliding_window is 'all'; a positive int"),
         ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": 1}, "use_sliding_window is 1; true or false"),
@@ -444,7 +448,10 @@ def test_gguf_quantised(tmp_path):
     # Q8_0 packs rows of 32.
     tensors = save_llama(tmp_path / "source", intermediate_size=64)
     write_gguf(tmp_path / "q8.gguf", tensors, quantize=True, intermediate_size=64)
-    _, config, params = read(tmp_path / "q8.gguf")
+    files, config, kept = read(tmp_path / "q8.gguf")
+    assert isinstance(kept["layers_0"]["down"], Quantised)
+    assert sum(file.stat().st_size for file in files.weights) < 1.5 * (tmp_path / "q8.gguf").stat().st_size
+    params = load_params(files, config, quantization="none", progress=False)
     assert_same_weights(params, tensors, config, head=True, atol=1e-3)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import logging
 import os
@@ -22,7 +23,7 @@ def random(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("depth", "columns"), [(8, 1), (576, 960), (40, 4103), (16, 9001), (136, 700)])
 def test_the_products_are_the_exact_ones(depth, columns, transposed, dtype):
@@ -43,7 +44,12 @@ def test_shapes_without_a_kernel():
     takes = cpu_rows.takes
     assert takes(8, 16, 9, jnp.bfloat16) and not takes(9, 16, 9, jnp.float32) and not takes(0, 16, 9, jnp.float32)
     assert not takes(1, 10, 9, jnp.float32) and takes(1, 10, 9, jnp.float32, transposed=True)
-    assert not takes(1, 16, 9, jnp.float16) and not takes(1, 16, 0, jnp.float32) and not takes(1, 0, 9, jnp.float32)
+    assert (
+        takes(1, 16, 9, jnp.float16)
+        and not takes(1, 16, 9, jnp.int8)
+        and not takes(1, 16, 0, jnp.float32)
+        and not takes(1, 0, 9, jnp.float32)
+    )
     assert cpu_rows.parts_of(576, 960) == 8 and cpu_rows.parts_of(1536, 576) == 8
     assert cpu_rows.parts_of(576, 2 * cpu_rows.WIDE) == 4 and cpu_rows.parts_of(576, 49152) == 1
     assert cpu_rows.parts_of(40, 10) == 5 and cpu_rows.parts_of(10, 10) == 0
@@ -285,6 +291,14 @@ def test_code_that_may_raise_is_refused():
 
     reason = runtime.register("specjax_test_of_what_raises", build)
     assert reason is not None and "as code does that may raise or allocates" in reason
+
+
+def test_float16_needs_a_processor_that_converts_it(monkeypatch):
+    """LLVM would call a function that is not there, and end the process."""
+    monkeypatch.setattr(object_code, "_converts_float16", lambda llvm: False)
+    with pytest.raises(RuntimeError, match="reads float16, which this processor does not convert"):
+        runtime._compile(functools.partial(cpu_rows._transposed, dtype="float16"))
+    assert runtime._compile(functools.partial(cpu_rows._transposed, dtype="bfloat16"))
 
 
 def test_another_interface_than_the_known_one_is_refused(tmp_path, monkeypatch):

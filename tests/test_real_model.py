@@ -15,7 +15,7 @@ from specjax_kernels import CAUSAL
 
 from specjax import Engine, EngineConfig, SamplingParams, init_cache
 from specjax.cache import PoolShape
-from specjax.checkpoint import BUILT_IN_MODEL, resolve
+from specjax.checkpoint import BUILT_IN_MODEL, resolve, save_dequantised
 from specjax.drafters import make_drafter
 
 pytestmark = pytest.mark.real_model
@@ -57,13 +57,14 @@ class Greedy(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def expected(trim) -> list[Greedy]:
+def expected(trim, tmp_path_factory) -> list[Greedy]:
     """transformers' own rendering, greedy text and logits."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(1)
-    folder = resolve(BUILT_IN_MODEL).folder
+    folder = tmp_path_factory.mktemp("float")
+    save_dequantised(resolve(BUILT_IN_MODEL), folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     found = []

@@ -10,6 +10,7 @@ from specjax_kernels.api import (
 )
 from specjax_kernels.linear import CHEAP_ROWS, linear, unembed
 from specjax_kernels.masks import CAUSAL, Causal, pack_bits, unpack_bits
+from specjax_kernels.quantised import Quantised, dequantise, embed, quantise
 
 __all__ = [
     "CAUSAL",
@@ -17,11 +18,15 @@ __all__ = [
     "IMPLEMENTATIONS",
     "INACTIVE",
     "Causal",
+    "Quantised",
     "attention",
     "default_implementation",
+    "dequantise",
+    "embed",
     "implementation_named",
     "linear",
     "pack_bits",
+    "quantise",
     "tree_attention",
     "unembed",
     "unpack_bits",

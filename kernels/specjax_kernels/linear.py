@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32
 
+from specjax_kernels import quantised_product
 from specjax_kernels.cpu import rows as cpu_rows
+from specjax_kernels.quantised import Quantised
 
 # Number of partial sums in a one-row float32 product on a CPU: XLA:CPU uses all cores for a batch of products only. On
 # 2 cores 2, 3 and 8 parts are slower.
@@ -24,18 +26,21 @@ PARTS = 4
 CHEAP_ROWS = 3
 
 
-def linear(x: Float[Array, "B N M"], weight: Float[Array, "M *out"]) -> Float[Array, "B N *out"]:
+def linear(x: Float[Array, "B N M"], weight: Float[Array, "M *out"] | Quantised) -> Float[Array, "B N *out"]:
     """x times weight, over the weight's first axis. Sums are float32; half-precision results are rounded once.
 
     Args:
-        weight: stored in x's dtype or, beside a float32 x, in bfloat16 or float16.
+        weight: stored in x's dtype or, beside a float32 x, in bfloat16 or float16. Or quantised, which is output-major:
+            [*out, M]. Then the result is that of the dequantised weights; activations are never quantised.
 
     Returns:
         In x's dtype. Float32 products are exact float32, also where XLA defaults to TF32.
 
     Raises:
-        ValueError: the weight is wider than x.
+        ValueError: the weight is wider than x, or quantised in a way that `quantised.check` refuses.
     """
+    if isinstance(weight, Quantised):
+        return quantised_product.product(x, weight, x.dtype)
     _check(x, weight)
     if x.dtype == jnp.float32:
         return cast(Array, _product(x, weight, 0))
@@ -50,13 +55,16 @@ def linear(x: Float[Array, "B N M"], weight: Float[Array, "M *out"]) -> Float[Ar
 
 
 def unembed(
-    x: Float[Array, "... M"], weight: Float[Array, "A1 A2"], *, transposed: bool = False
+    x: Float[Array, "... M"], weight: Float[Array, "A1 A2"] | Quantised, *, transposed: bool = False
 ) -> Float32[Array, "... W"]:
     """Logits of the output layer, float32 whatever the dtypes.
 
-    The weight is [M, W] or, transposed (an embedding that is also the output layer), [W, M]; dtypes as in `linear`. The
-    derivatives are products in the dtypes of x and weight with float32 sums, twice as fast as float32 products.
+    The weight is [M, W] or, transposed (an embedding that is also the output layer), [W, M]; dtypes as in `linear`. A
+    quantised weight is [W, M] whatever `transposed` says. The derivatives are products in the dtypes of x and weight
+    with float32 sums, twice as fast as float32 products.
     """
+    if isinstance(weight, Quantised):
+        return quantised_product.product(x, weight, jnp.float32)
     _check(x, weight)
     return cast(Array, _product(x, weight, 1 if transposed else 0))
 

@@ -268,6 +268,7 @@ PRODUCTS: tuple[Product, ...] = (
     Product("bfloat16-one-row", "linear", (1, 1, 576), (576, 64), dtype="bfloat16"),
     Product("float16", "linear", (1, 4, 96), (96, 40), dtype="float16"),
     Product("stored-bfloat16", "linear", (1, 5, 576), (576, 96), stored="bfloat16"),
+    Product("stored-float16", "linear", (1, 3, 576), (576, 96), stored="float16"),
     Product("stored-bfloat16-many-rows", "linear", (1, 9, 96), (96, 40), stored="bfloat16"),
     Product("head", "unembed", (1, 3, 64), (64, 1000)),
     Product("head-bfloat16", "unembed", (1, 5, 64), (64, 1000), dtype="bfloat16"),

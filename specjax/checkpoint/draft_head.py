@@ -23,7 +23,7 @@ from specjax.checkpoint.rope_config import rope
 from specjax.checkpoint.token_map import checked_ids
 from specjax.checkpoint.unpickle import read_torch_zip
 from specjax.checkpoint.values import flag, given, number, require
-from specjax.checkpoint.weights import DTYPES, find_weights, read_headers, read_json, read_shards, same_content
+from specjax.checkpoint.weights import DTYPES, LAYOUTS, find_weights, read_headers, read_json, read_shards, same_content
 from specjax.config import HeadConfig, ModelConfig
 from specjax.models import head_spec as specs
 from specjax.models.head_spec import EMBED, FC, HEAD, HeadSpec, head_spec
@@ -55,20 +55,73 @@ def load_head(
     try:
         folder = resolve_head(name, revision=revision, progress=progress)
         tensors, config, ids = _described(name, folder, target, head_spec(kind))
-        rules = list(placements(specs.head_table(config), specs.head_sizes(config, target.vocab_size)))
-        _check(tensors, rules, config)
+        sizes = specs.head_sizes(config, target.vocab_size)
+        _check(tensors, list(placements(specs.head_table(config), sizes)), config)
         # Two roundings to half precision of one number differ by less than the tolerances.
         if config.own_embedding and (
             target_embedding and same_content(tensors.arrays[EMBED], target_embedding(), rtol=1e-2, atol=1e-4)
         ):
             config = replace(config, own_embedding=False)
-            rules = [rule for rule in rules if rule.tensor != EMBED]
-        params = fill(name, rules, tensors.arrays.__getitem__, target.dtype, put, progress)
+        declared = specs.head_table(config)
+        params = fill(name, declared, sizes, tensors.arrays.__getitem__, target.dtype, put, progress)
         if ids is not None:
             params["ids"] = jax.block_until_ready((put or jax.device_put)(ids))
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error}") from error
     return config, params
+
+
+def describe_head(
+    name: str, target: ModelConfig, *, kind: str, revision: str | None = None, progress: bool = True
+) -> HeadConfig:
+    """The description that `load_head` gives, from config.json and the headers of the weights, or from config.json
+    alone. An embedding in the files counts as the head's own: whether it equals the target's takes reading both."""
+    try:
+        folder, spec = resolve_head(name, revision=revision, progress=progress, outline=True), head_spec(kind)
+        if not any((folder / file).is_file() for layout in LAYOUTS for file in layout):
+            return _published(layer_config(read_json(folder / "config.json", name)), target, spec)
+        tensors, config, _ = _described(name, folder, target, spec)
+        _check(tensors, [*placements(specs.head_table(config), specs.head_sizes(config, target.vocab_size))], config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error}") from error
+    return config
+
+
+def _published(merged: Mapping[str, Any], target: ModelConfig, spec: HeadSpec) -> HeadConfig:
+    """A head of which only config.json is there: its tensors are taken to be those of published heads."""
+    heads, width = require(merged, "num_attention_heads"), require(merged, "hidden_size", target.hidden_size)
+    vocab_size = require(merged, "draft_vocab_size", target.vocab_size) if spec.own_ends else target.vocab_size
+    head_dim = require(merged, "head_dim", width // heads)
+    return HeadConfig(
+        hidden_size=width,
+        intermediate_size=require(merged, "intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=require(merged, "num_key_value_heads", heads),
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        own_head=spec.own_ends,
+        mapped=vocab_size != target.vocab_size,
+        fc_bias=bool(given(merged, "bias", spec.absent_bias)),
+        attention_bias=flag(merged, "attention_bias") or "attention_bias" in spec.biases,
+        mlp_bias=flag(merged, "mlp_bias"),
+        **_settings(merged, target, spec, head_dim),
+    )
+
+
+def _settings(merged: Mapping[str, Any], target: ModelConfig, spec: HeadSpec, head_dim: int) -> dict[str, Any]:
+    """The fields of `HeadConfig` that config.json and the target decide."""
+    aux_layers = aux_layer_ids(merged, target.num_layers) if spec.reads_layers else ()
+    return {
+        "kind": spec.kind,
+        "feature_size": (len(aux_layers) or 1) * target.hidden_size,
+        "norm_epsilon": number(merged, "rms_norm_eps", 1e-6),
+        # The head's own: an absent theta is 10000 whatever the target's.
+        "rope": rope(merged, require(merged, "max_position_embeddings", 2048), head_dim=head_dim, partial=True),
+        "aux_layers": aux_layers,
+        # Absent means false, as in speculators' own schema and in the published heads of the authors.
+        "norm_before_residual": spec.reads_layers and flag(merged, "norm_before_residual"),
+        "dtype": target.dtype,
+    }
 
 
 def _described(
@@ -83,24 +136,16 @@ def _described(
     tensors = unfused(tensors, heads * head_dim, kv_heads * head_dim)
     own_head = tensors.has(HEAD)
     vocab_size = tensors.matrix(HEAD).shape[0] if own_head else target.vocab_size
-    aux_layers = aux_layer_ids(merged, target.num_layers) if spec.reads_layers else ()
-    _check_target(tensors, merged, target, aux_layers)
+    settings = _settings(merged, target, spec, head_dim)
+    _check_target(tensors, merged, target, settings["aux_layers"])
     ids = _ids(tensors, vocab_size, target.vocab_size) if spec.own_ends else None
-    max_positions = require(merged, "max_position_embeddings", 2048)
     config = HeadConfig(
-        kind=spec.kind,
         hidden_size=tensors.arrays[FC].shape[0],
-        feature_size=(len(aux_layers) or 1) * target.hidden_size,
         intermediate_size=tensors.matrix(f"{names.DOWN}.weight").shape[1],
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        norm_epsilon=number(merged, "rms_norm_eps", 1e-6),
-        rope=rope(
-            merged, max_positions, head_dim=head_dim
-        ),  # the head's own: an absent theta is 10000 whatever the target's
         vocab_size=vocab_size,
-        aux_layers=aux_layers,
         own_embedding=spec.own_ends and tensors.has(EMBED),
         own_head=own_head,
         mapped=ids is not None,
@@ -108,9 +153,7 @@ def _described(
         attention_bias=tensors.has(*(f"{part}.bias" for part in (names.Q, names.K, names.V))),
         output_bias=tensors.has(f"{names.O}.bias"),
         mlp_bias=tensors.has(*(f"{part}.bias" for part in (names.GATE, names.UP, names.DOWN))),
-        # Absent means false, as in speculators' own schema and in the published heads of the authors.
-        norm_before_residual=spec.reads_layers and flag(merged, "norm_before_residual"),
-        dtype=target.dtype,
+        **settings,
     )
     return tensors, config, ids
 

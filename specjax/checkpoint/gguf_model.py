@@ -14,19 +14,21 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import pi, prod
+from math import pi
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 
 from specjax.checkpoint.files import CheckpointError, listed
+from specjax.checkpoint.gguf_blocks import KINDS
 from specjax.checkpoint.hf_config import model_config
 from specjax.checkpoint.load import misfits
 from specjax.checkpoint.weights import save_shards
 from specjax.models import table
-from specjax.models.params import dimensions, placements
+from specjax.models.params import Placement, dimensions, placements
 from specjax.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -34,7 +36,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 # Part of a converted folder's name: a change of what this module writes must change it.
-CONVERSION = "v1"
+CONVERSION = "v2"
+
+FLOATS = ("F32", "F16", "BF16")
 
 ROPE_FACTORS = "rope_freqs.weight"
 # Metadata that changes what a Llama computes, with the values that change nothing.
@@ -65,17 +69,8 @@ def convert(
       label: what error messages call the file, instead of its path.
       generation: further keys of generation_config.json: a GGUF does not say how its publisher samples.
     """
-    from gguf import GGUFReader
-
     label = label or str(file)
-    try:
-        reader = GGUFReader(str(file))
-        metadata = {key: field.contents() for key, field in reader.fields.items()}
-    except (OSError, ValueError, IndexError, KeyError) as error:
-        raise CheckpointError(
-            f"{label} is not a readable GGUF file, or a truncated one ({error}); copy or download it again"
-        ) from error
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    metadata, tensors = _read(file, label)
     try:
         config = hf_config(metadata, tensors)
         special = write_tokenizer(metadata, folder)
@@ -86,6 +81,29 @@ def convert(
         _write_weights(config, tensors, folder, f"Converting {label}" if progress else None)
     except CheckpointError as error:
         raise CheckpointError(f"{label}: {error}") from error
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The config.json that `convert` would write, token ids left out. Reads no weights."""
+    metadata, tensors = _read(file, str(file))
+    try:
+        return hf_config(metadata, tensors)
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def _read(file: Path, label: str) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
+    """The metadata, and the tensors as views of the file."""
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(str(file))
+        metadata = {key: field.contents() for key, field in reader.fields.items()}
+    except (OSError, ValueError, IndexError, KeyError) as error:
+        raise CheckpointError(
+            f"{label} is not a readable GGUF file, or a truncated one ({error}); copy or download it again"
+        ) from error
+    return metadata, {tensor.name: tensor for tensor in reader.tensors}
 
 
 def hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:
@@ -114,6 +132,7 @@ def hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) 
     if (epsilon := llama.get("attention.layer_norm_rms_epsilon")) is None:
         raise CheckpointError("it has no metadata key llama.attention.layer_norm_rms_epsilon, so it is incomplete")
     theta = _as_written(llama.get("rope.freq_base", 10000.0))
+    is_quantised = any(tensor.tensor_type.name in KINDS for tensor in tensors.values())
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -132,6 +151,7 @@ def hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) 
         # llama.cpp writes the output matrix only where it is not the embedding.
         "tie_word_embeddings": "output.weight" not in tensors,
         "torch_dtype": FILE_DTYPES.get(metadata.get("general.file_type", -1), "bfloat16"),
+        **({"quantization_config": {"quant_method": "gguf"}} if is_quantised else {}),
     }
 
 
@@ -196,24 +216,38 @@ def _write_weights(
     if problems := misfits(found, wanted, f"a Llama of {model.num_layers} layers", optional={ROPE_FACTORS}):
         raise CheckpointError(f"its tensors do not fit its metadata; {problems}")
 
-    def read(name: str) -> np.ndarray:
-        rule = rules[name]
+    def read(stored: str) -> np.ndarray:
+        """As the file has it: rows of blocks, or floats; float32 of types that `gguf_blocks` does not know."""
+        rule = rules[named[stored]]
         source = tensors[rule.gguf]
-        try:
-            values = dequantize(source.data, source.tensor_type)
-        except NotImplementedError as error:
-            raise CheckpointError(
-                f"{source.name} has type {source.tensor_type.name}, which gguf cannot decode"
-            ) from error
+        if source.tensor_type.name in (*KINDS, *FLOATS):
+            values = np.asarray(source.data)
+            if source.tensor_type.name == "BF16":
+                values = values.view(ml_dtypes.bfloat16)
+        else:
+            try:
+                values = dequantize(source.data, source.tensor_type)
+            except NotImplementedError as error:
+                raise CheckpointError(
+                    f"{source.name} has type {source.tensor_type.name}, which gguf cannot decode"
+                ) from error
         if rule.interleaved:
             values = unpermute(values, rule.shape[0] // model.head_dim)
-        written.update(values.size * 4)
+        written.update(values.nbytes)
         return values
 
-    shapes = {name: rule.shape for name, rule in rules.items()}
-    total = sum(4 * prod(shape) for shape in shapes.values())
-    with progress_bar(title or "", total, "B", shown=title is not None) as written:
-        save_shards(folder, shapes, read)
+    def stored_name(rule: Placement) -> str:
+        kind = tensors[rule.gguf].tensor_type.name
+        return f"{rule.tensor.removesuffix('.weight')}.{kind.lower()}" if kind in KINDS else rule.tensor
+
+    named = {stored_name(rule): name for name, rule in rules.items()}
+    sources = {stored: tensors[rules[name].gguf] for stored, name in named.items()}
+    sizes = {
+        stored: int(source.n_bytes if source.tensor_type.name in (*KINDS, *FLOATS) else 4 * source.n_elements)
+        for stored, source in sources.items()
+    }
+    with progress_bar(title or "", sum(sizes.values()), "B", shown=title is not None) as written:
+        save_shards(folder, sizes, read)
 
 
 # tokenizer.ggml.token_type

@@ -7,12 +7,14 @@ from typing import Any, cast
 
 from specjax.checkpoint.architectures import READERS
 from specjax.checkpoint.files import CheckpointError, listed
+from specjax.checkpoint.quantised import refuse_unknown
 from specjax.checkpoint.rope_config import longest, rope
 from specjax.checkpoint.values import flag, given, number, require
 from specjax.config import ModelConfig
 from specjax.models import ARCHITECTURES
 
 DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZATIONS = ("auto", "none", "fp8", "int8", "int4")  # see `load_params`
 
 
 def model_config(
@@ -44,7 +46,11 @@ def model_config(
             f"run here and may differ from {architecture}; remove the key if the code is that of transformers"
         )
     hf_config = dict(reader.absent) | dict(hf_config)
-    refuse_unsupported(hf_config, activation=reader.activation, only=reader.only)
+    refuse_unknown(hf_config)
+    refuse_unsupported(
+        {key: value for key, value in hf_config.items() if key != "quantization_config"},
+        activation=reader.activation, only=reader.only,
+    )  # fmt: skip
     heads = require(hf_config, "num_attention_heads")
     hidden = require(hf_config, "hidden_size")
     kv_heads = require(hf_config, "num_key_value_heads", heads)

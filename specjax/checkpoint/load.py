@@ -5,19 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from specjax.checkpoint.files import CheckpointError, listed
-from specjax.checkpoint.hf_config import DTYPES
+from specjax.checkpoint.hf_config import DTYPES, QUANTIZATIONS
+from specjax.checkpoint.quantised import Entries, QuantisedEntry, matrices
+from specjax.checkpoint.stored import is_product, make_leaf, quantised_leaf
 from specjax.checkpoint.weights import ModelFiles, read_headers, read_json
 from specjax.config import ModelConfig
 from specjax.models import table
 from specjax.models.mtp_spec import mtp_tensors
-from specjax.models.params import HEAD_TENSOR, Placement, dimensions, placements
+from specjax.models.params import HEAD_TENSOR, Leaf, Placement, Scope, Sizes, Table, dimensions, placements
 from specjax.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -29,61 +30,100 @@ _IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 
 
 def load_params(
-    files: ModelFiles, config: ModelConfig, *, progress: bool = True, put: Callable[[np.ndarray], Any] | None = None
-) -> dict[str, Any]:
+    files: ModelFiles, config: ModelConfig, *, quantization: str = "auto", progress: bool = True,
+    put: Callable[[np.ndarray], Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Read a model's weights; beyond the parameters themselves, one leaf at a time is in memory.
 
     Args:
       files: from ``resolve``.
       config: from ``model_config(files.config)``; parameters are cast to ``config.dtype``.
+      quantization: auto: matrices that the files hold in few bits stay so, as ``specjax_kernels.Quantised``; none: they
+        are dequantised; fp8, int8 or int4: matrices of float weights are quantised (``specjax_kernels.quantise``).
       progress: show a bar on stderr.
-      put: moves one finished leaf to the device; ``jax.device_put`` if None.
+      put: moves one finished array to the device; ``jax.device_put`` if None.
 
     Returns:
       The parameter tree that ``specjax.models.table(config)`` declares; layers for multi-token prediction are left
       to ``load_mtp``.
 
     Raises:
-      CheckpointError: a tensor is missing, left over, of the wrong shape or type, or a file is damaged.
+      CheckpointError: a tensor is missing, left over, of the wrong shape or type, or a file is damaged; weights that
+        are to be quantised are so already.
     """
-    tensors = read_headers(files.weights)
-    rules = list(placements(table(config), dimensions(config)))
+    tensors = matrices(read_headers(files.weights), files.config)
+    declared, sizes = table(config), dimensions(config)
     others = mtp_tensors(tensors.keys(), config)
     shapes = {name: entry.shape for name, entry in tensors.items() if name not in others}
     optional = {HEAD_TENSOR} if config.tied_embeddings else frozenset()
-    if problems := misfits(shapes, rules, f"a {config.family} model", optional):
+    if problems := misfits(shapes, placements(declared, sizes), f"a {config.family} model", optional):
         raise CheckpointError(
             f"the weights in {files.folder} do not fit its config.json; {problems}. Use the config.json that was saved "
             "with these weights"
         )
-    return fill(files.name, rules, lambda name: tensors[name].read(), config.dtype, put, progress)
+    if quantization not in QUANTIZATIONS:
+        raise CheckpointError(f"quantization {quantization!r} is not one of: {', '.join(QUANTIZATIONS)}")
+    stored = [name for name, entry in tensors.items() if isinstance(entry, QuantisedEntry)]
+    if stored and quantization not in ("auto", "none"):
+        raise CheckpointError(
+            f"quantization {quantization} is for float weights, and {files.name} has quantised ones, such as "
+            f"{stored[0]}; auto keeps them as they are, none dequantises them"
+        )
+
+    few_bits = reduced(tensors, sizes, quantization, tied=config.tied_embeddings)
+    return fill(files.name, declared, sizes, lambda name: tensors[name].read(), config.dtype, put, progress, few_bits)
+
+
+FewBits = Callable[[Scope, Leaf, list[Placement]], Any]
+"""A quantised leaf, or None."""
+
+
+def reduced(tensors: Entries, sizes: Sizes, quantization: str, *, tied: bool) -> FewBits:
+    """What `quantization` makes of leaves; `tied`: whether the embedding is also the output matrix."""
+
+    def few_bits(scope: Scope, leaf: Leaf, rules: list[Placement]) -> Any | None:
+        if quantization == "none" or not is_product(leaf):
+            return None
+        entries = [tensors[rule.tensor] for rule in rules]
+        if quantization == "auto":
+            found = [entry.load() for entry in entries if isinstance(entry, QuantisedEntry)]
+            return make_leaf(found, scope, leaf, sizes) if len(found) == len(entries) else None
+        if leaf.name == "embed" and not tied:
+            return None  # rows are looked up, and read once a token
+        return quantised_leaf([np.asarray(entry.read()) for entry in entries], scope, leaf, sizes, quantization)
+
+    return few_bits
 
 
 def fill(
-    name: str, rules: list[Placement], read: Callable[[str], np.ndarray], dtype: str,
+    name: str, declared: Table, sizes: Sizes, read: Callable[[str], np.ndarray], dtype: str,
     put: Callable[[np.ndarray], Any] | None, progress: bool,
+    few_bits: FewBits = lambda scope, leaf, rules: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The parameters of the model ``name``, leaf by leaf; the ``rules`` of a leaf must lie next to one another.
+    """The parameters of the model ``name``, leaf by leaf, those without tensors left out.
 
-    ``read`` gives a tensor by its name; ``put`` is that of ``load_params``.
+    ``read`` gives a tensor by its name, ``few_bits`` a quantised leaf or None; ``put`` is that of ``load_params``.
     """
     import jax
 
     params: dict[str, Any] = {}
     size = HOST_DTYPES[dtype].itemsize
-    total = sum(rule.size * size for rule in rules)
+    leaves = [(scope, leaf) for scope in declared for leaf in scope.leaves if leaf.tensors]
+    total = sum(rule.size * size for rule in placements(declared, sizes))
     with progress_bar(f"Loading {name}", total, "B", shown=progress) as loaded:
-        for path, parts in groupby(rules, key=lambda rule: rule.leaf):
-            group = list(parts)
-            host = np.empty(group[0].leaf_shape, HOST_DTYPES[dtype])
-            for rule in group:
-                rule.place(host, read(rule.tensor))
-                loaded.update(rule.size * size)
-            place = params
-            for key in path[:-1]:
-                place = place.setdefault(key, {})
+        for scope, leaf in leaves:
+            rules = list(placements((scope._replace(leaves=(leaf,)),), sizes))
+            host = few_bits(scope, leaf, rules)
+            if host is None:
+                host = np.empty(leaf.shape(sizes), np.dtype(leaf.dtype) if leaf.dtype else HOST_DTYPES[dtype])
+                for rule in rules:
+                    rule.place(host, read(rule.tensor))
+                    loaded.update(rule.size * size)
+            else:
+                loaded.update(sum(rule.size * size for rule in rules))
+            place = params.setdefault(scope.name, {}) if scope.name else params
             # Waiting keeps the transfers, and with them the host buffers, from piling up.
-            place[path[-1]] = jax.block_until_ready((put or jax.device_put)(host))
+            place[leaf.name] = jax.block_until_ready(jax.tree.map(put or jax.device_put, host))
             del host
     return params
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from specjax.checkpoint.files import CheckpointError
-from specjax.checkpoint.load import fill, misfits
+from specjax.checkpoint.load import fill, misfits, reduced
+from specjax.checkpoint.quantised import matrices
 from specjax.checkpoint.weights import ModelFiles, read_headers, same_content
 from specjax.config import ModelConfig, MtpConfig
 from specjax.models import mtp_spec
@@ -18,11 +19,11 @@ from specjax.models.params import EMBED_TENSOR, HEAD_TENSOR, placements
 
 def mtp_config(files: ModelFiles, config: ModelConfig) -> MtpConfig | None:
     """The MTP layers of a model, as its tensors show; None if it has none. Reads headers only."""
-    return mtp_spec.mtp_config(read_headers(files.weights).keys(), config)
+    return mtp_spec.mtp_config(matrices(read_headers(files.weights), files.config).keys(), config)
 
 
 def load_mtp(
-    files: ModelFiles, target: ModelConfig, config: MtpConfig, *, progress: bool = True,
+    files: ModelFiles, target: ModelConfig, config: MtpConfig, *, quantization: str = "auto", progress: bool = True,
     put: Callable[[np.ndarray], Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Read the layers that ``mtp_config`` found. Embedding and output matrix are the target's own.
@@ -36,13 +37,13 @@ def load_mtp(
       CheckpointError: a tensor is missing, left over or of the wrong shape, or a copy of the embedding or the output
         matrix differs from the target's.
     """
-    tensors, style = read_headers(files.weights), STYLES[config.style]
+    tensors, style = matrices(read_headers(files.weights), files.config), STYLES[config.style]
     names = mtp_tensors(tensors.keys(), target)
-    rules = list(placements(mtp_table(config), mtp_sizes(config)))
+    declared, sizes = mtp_table(config), mtp_sizes(config)
     prefixes = [style.layer_prefix(i, target.num_layers) for i in range(config.count)]
     copies = {prefix + name: original for prefix in prefixes for name, original in style.copies.items()}
     found = {name: tensors[name].shape for name in names}
-    if problems := misfits(found, rules, f"{config.style} MTP layers", copies.keys()):
+    if problems := misfits(found, placements(declared, sizes), f"{config.style} MTP layers", copies.keys()):
         raise CheckpointError(
             f"the MTP layers in {files.folder} do not fit their model; {problems}. Copy the weights again, or draft "
             "with another algorithm"
@@ -57,4 +58,5 @@ def load_mtp(
                 "of their own are not supported"
             )
     name = f"MTP layers of {files.name}"
-    return fill(name, rules, lambda name: tensors[name].read(), target.dtype, put, progress)
+    few_bits = reduced(tensors, sizes, quantization, tied=False)
+    return fill(name, declared, sizes, lambda name: tensors[name].read(), target.dtype, put, progress, few_bits)

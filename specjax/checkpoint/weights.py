@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,11 +26,15 @@ T = TypeVar("T")
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+LAYOUTS = [(SINGLE_NAME, INDEX_NAME), ("pytorch_model.bin", "pytorch_model.bin.index.json")]  # ours, and torch's
+
+QUANTISED_HEAD = HEAD_TENSOR.removesuffix("weight")  # prefix of the tensors of a quantised output matrix
 
 DTYPES = {"F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(ml_dtypes.bfloat16), "F64": np.dtype("f8")}
 # Never parameters: token ids and masks beside the weights of a draft head.
 INTEGERS = {f"{kind}{8 * size}": np.dtype(f"{kind.lower()}{size}") for kind in "IU" for size in (8, 4, 2, 1)}
 INTEGERS["BOOL"] = np.dtype("?")
+INTEGERS["F8_E4M3"] = np.dtype(ml_dtypes.float8_e4m3fn)  # codes of a quantised matrix
 
 
 @dataclass(frozen=True)
@@ -119,21 +122,21 @@ def save_tensors(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
     file.chmod(0o644)  # the library gives no one else access
 
 
-def save_shards(folder: Path, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], np.ndarray]) -> None:
-    """Write float32 tensors of ``shapes`` as model.safetensors, or as several files of about 1 GiB and their index.
+def save_shards(folder: Path, sizes: Mapping[str, int], read: Callable[[str], np.ndarray]) -> None:
+    """Write tensors of so many bytes as model.safetensors, or as several files of about 1 GiB and their index.
 
     ``read`` gives a tensor by its name; those of one file are held in memory at once.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
     plan = split_state_dict_into_shards_factory(
-        dict(shapes),
-        get_storage_size=lambda shape: 4 * prod(shape),
+        dict(sizes),
+        get_storage_size=lambda size: size,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=1 << 30,
     )
     for file, names in plan.filename_to_tensors.items():
-        save_tensors(folder / file, {name: np.asarray(read(name), np.float32) for name in names})
+        save_tensors(folder / file, {name: read(name) for name in names})
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -149,6 +152,18 @@ class ModelFiles:
     weights: tuple[Path, ...]  # the safetensors shards
 
 
+def read_outline(name: str, path: Path) -> ModelFiles:
+    """As `read_folder` for what is described by config.json, or the headers of weights beside it; reads no weights.
+    ``path`` is the folder or its config.json, which then stands alone."""
+    folder = path if path.is_dir() else path.parent
+    config = dict(read_json(folder / "config.json" if path.is_dir() else path, name))
+    has_weights = path.is_dir() and any((folder / file).is_file() for file in LAYOUTS[0])
+    weights = find_weights(name, folder) if has_weights else ()
+    if config.get("tie_word_embeddings") is None and weights and HEAD_TENSOR not in read_headers(weights):
+        config["tie_word_embeddings"] = True
+    return ModelFiles(name, folder, config, weights)
+
+
 def read_folder(name: str, folder: Path) -> ModelFiles:
     """The model in ``folder``: config.json and safetensors, single or sharded.
 
@@ -160,7 +175,9 @@ def read_folder(name: str, folder: Path) -> ModelFiles:
     weights = find_weights(name, folder)
     tensors = read_headers(weights)
     head, embed = tensors.get(HEAD_TENSOR), tensors.get(EMBED_TENSOR)
-    if head is None and embed is not None:
+    if any(name.startswith(QUANTISED_HEAD) for name in tensors) and (head is None or head.dtype not in DTYPES):
+        config["tie_word_embeddings"] = False
+    elif head is None and embed is not None:
         if (tied := config.get("tie_word_embeddings")) is not None and tied is not True:
             raise CheckpointError(
                 f"{folder / 'config.json'}: tie_word_embeddings is {tied!r:.80}, and there is no {HEAD_TENSOR}; write "
@@ -190,7 +207,7 @@ def read_json(file: Path, name: str) -> Mapping[str, Any]:
 
 def find_weights(name: str, folder: Path, *, torch_too: bool = False) -> tuple[Path, ...]:
     """The files that hold the weights in ``folder``: safetensors if there are any, else torch's if ``torch_too``."""
-    layouts = [(SINGLE_NAME, INDEX_NAME), ("pytorch_model.bin", "pytorch_model.bin.index.json")][: 1 + torch_too]
+    layouts = LAYOUTS[: 1 + torch_too]
     for single, index in layouts:
         if (folder / index).is_file():
             return _shards(folder / index, name)

@@ -17,7 +17,7 @@ from typing import Any, get_args
 from specjax_kernels import IMPLEMENTATIONS
 
 from specjax.checkpoint import BUILT_IN_MODEL
-from specjax.checkpoint.hf_config import DTYPES
+from specjax.checkpoint.hf_config import DTYPES, QUANTIZATIONS
 from specjax.drafters import DRAFTERS, Auto, DraftOptions, Eagle, Ngram, NoDraft, Standalone
 from specjax.drafters.options import ModelOptions, algorithm, algorithms
 from specjax.engine import Engine, EngineConfig
@@ -65,6 +65,12 @@ class ModelSettings:
     tokenizer_path: str | None = setting(None, "a folder with a tokenizer; default: the model's", metavar="FOLDER")
     chat_template: str | None = setting(None, "Jinja template of chats; default: the tokenizer's", metavar="FILE")
     dtype: str = setting("auto", "auto = float32 on a CPU, the checkpoint's on a GPU", choices=("auto", *DTYPES))
+    quantization: str = setting(
+        "auto",
+        "of the matrices: auto = as the checkpoint has them; none = dequantised; fp8, int8, int4 = those of a "
+        "float checkpoint are quantised, which changes the text",
+        choices=QUANTIZATIONS,
+    )
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 def make_drafter(
     draft: DraftOptions | str, *, target: Target | None = None, head: HeadConfig | MtpConfig | None = None,
     model: Target | None = None, backend: str | None = None, automatic: TreeShape | None = None,
+    platform: str | None = None,
 ) -> Drafter:  # fmt: skip
     """The drafter of an algorithm.
 
@@ -35,37 +36,38 @@ def make_drafter(
         model: for STANDALONE, with `target`; its `StandaloneParams` go into `Params.draft`.
         backend: the head's attention implementation; a model has its own.
         automatic: the tree where the options give no number of it; None: the algorithm and the target's family decide.
+        platform: that it will run on, "cpu" or "gpu"; None: this process's.
 
     Raises:
         ValueError: no such algorithm, or not the head or model that it needs.
     """
-    options = options_of(draft)
+    options, platform = options_of(draft), platform or jax.default_backend()
     if isinstance(options, NoDraft):
         return none_drafter()
     if isinstance(options, Ngram):
-        return ngram_drafter(options.on(jax.default_backend()))._replace(explicit_width=options.nodes is not None)
+        return ngram_drafter(options.on(platform))._replace(explicit_width=options.nodes is not None)
     if not isinstance(options, ModelOptions):
         raise ValueError(f"{options.algorithm} chooses a drafter for a model: use Engine.from_pretrained")
     if options.kind is None:
-        return _standalone(options, target, model, automatic)
+        return _standalone(options, target, model, automatic, platform)
     if target is None or head is None or options.kind != head.kind:
         given = "no head" if head is None else f"a head of kind {head.kind!r}"
         given += " and no target" if target is None else ""
         needed = f"a target and a draft head of kind {options.kind!r}"
         raise ValueError(f"{options.algorithm} needs {needed}; what is given is {given}")
-    tree = _tree(options, target, automatic)._asdict()
+    tree = _tree(options, target, automatic, platform)._asdict()
     if isinstance(head, MtpConfig):
         return mtp_drafter(target, head, backend=backend, **tree)
     return eagle_drafter(target, head, backend=backend, **tree)
 
 
 def _standalone(
-    options: ModelOptions, target: Target | None, model: Target | None, automatic: TreeShape | None
+    options: ModelOptions, target: Target | None, model: Target | None, automatic: TreeShape | None, platform: str
 ) -> Drafter:
     if target is None or model is None:
         missing = " and ".join(name for name, given in (("target", target), ("model", model)) if given is None)
         raise ValueError(f"{options.algorithm} needs a target and {options.needs}; what is missing is {missing}")
-    return standalone_drafter(target, model, **_tree(options, target, automatic)._asdict())
+    return standalone_drafter(target, model, **_tree(options, target, automatic, platform)._asdict())
 
 
 class _Tree(NamedTuple):
@@ -77,7 +79,7 @@ class _Tree(NamedTuple):
     note: str
 
 
-def _tree(options: ModelOptions, target: Target, automatic: TreeShape | None) -> _Tree:
+def _tree(options: ModelOptions, target: Target, automatic: TreeShape | None, platform: str) -> _Tree:
     shape = options.tree(automatic or options.automatic(target.config.family))
     if options.nodes not in (None, shape.nodes):
         owner = type(options).__name__
@@ -87,7 +89,7 @@ def _tree(options: ModelOptions, target: Target, automatic: TreeShape | None) ->
         )  # fmt: skip
     given = [number is not None for number in (options.steps, options.topk, options.nodes)]
     how = "given" if all(given) else "what was not given was chosen" if any(given) else "automatic"
-    confidence = Confidence(options.min_probability or 0.0, skips=jax.default_backend() == "cpu")
+    confidence = Confidence(options.min_probability or 0.0, skips=platform == "cpu")
     return _Tree(shape, confidence, any(given), f"{shape} ({how})")
 
 

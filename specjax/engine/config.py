@@ -1,20 +1,22 @@
-"""Settings of an engine, and the number of tokens that its KV pool holds."""
+"""Settings of an engine, and what follows from them: the tokens that its KV pool holds, and its buckets."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 
-from specjax.cache import bytes_per_token
+from specjax.cache import PoolShape, bytes_per_token
 from specjax.drafters.base import Drafter, Params
-from specjax.engine.buckets import BLOCK_TOKENS
+from specjax.engine.buckets import BLOCK_TOKENS, Buckets
 from specjax.limits import check, limited
 from specjax.models.target import Target
 from specjax.state import init_state
 
 DEFAULT_POOL_TOKENS = 32_768  # on a CPU, where memory is shared with everything else
 STEP_COPIES = 2.5  # float32 arrays of [nodes, vocabulary] that a step holds at once: 2.1 to 2.3 in XLA's analysis
+CPU_STEP_COPIES = 4.2  # the same on a CPU: 4.1 for a Llama of 4 layers, 32,000 tokens, 8 to 128 nodes
 
 
 @dataclass(frozen=True)
@@ -49,22 +51,57 @@ def check_config(config: object) -> None:
         raise TypeError(f"config must be an EngineConfig, got {type(config).__name__}{hint}")
 
 
+class Memory(NamedTuple):
+    """Of one device, in bytes."""
+
+    limit: int  # that this process can have
+    used: int
+
+
+def context_length(target: Target, config: EngineConfig) -> int:
+    """Tokens that a request may have. Raises ValueError if the model has fewer positions."""
+    length, most = config.context_length or target.config.max_positions, target.config.max_positions
+    if length > most:
+        raise ValueError(f"EngineConfig.context_length {length} exceeds the model's {most} positions")
+    return length
+
+
 def pool_tokens(
     target: Target, config: EngineConfig, context_length: int, platform: str, drafter: Drafter, params: Params
 ) -> int:
-    """Tokens that the pool should hold: `max_total_tokens`, else as many as all rows can use or as fit. Raises
-    ValueError if they, or the temporaries of explicitly wide trees, do not fit the device."""
-    given, rows = config.max_total_tokens, config.max_running_requests
-    wanted = rows * context_length
+    """`fitting_tokens` for this process's device, on which the weights lie."""
     stats = jax.local_devices()[0].memory_stats() or {}
     if platform == "cpu" or "bytes_limit" not in stats:
+        return fitting_tokens(target, config, context_length, drafter)
+    memory = Memory(stats["bytes_limit"], stats.get("bytes_in_use", 0))
+    each = bytes_per_token(lambda pool: init_state(params, target, drafter, rows=1, pool=pool), config.page_size)
+    return fitting_tokens(target, config, context_length, drafter, memory, each)
+
+
+def fitting_tokens(
+    target: Target,
+    config: EngineConfig,
+    context_length: int,
+    drafter: Drafter,
+    memory: Memory | None = None,
+    each: int = 0,
+) -> int:
+    """Tokens that the pool should hold: `max_total_tokens`, else as many as all rows can use or as fit. Raises
+    ValueError if they, or the temporaries of explicitly wide trees, do not fit the device.
+
+    Args:
+        memory: of the device, the weights among what is used; None: shared with everything else, as on a CPU.
+        each: bytes of a token in the pool.
+    """
+    given, rows = config.max_total_tokens, config.max_running_requests
+    wanted = rows * context_length
+    if memory is None:
         return given or min(wanted, DEFAULT_POOL_TOKENS)
     # Temporaries of trees beyond what `mem_fraction` leaves room for; `BLOCK_TOKENS` limits automatic widths.
     nodes = max(rows * drafter.width - BLOCK_TOKENS["gpu"], 0) if drafter.explicit_width else 0
-    trees = int(STEP_COPIES * nodes * target.config.vocab_size * 4)
-    limit, used = stats["bytes_limit"], stats.get("bytes_in_use", 0)
+    trees = logits_bytes(nodes, target.config.vocab_size)
+    limit, used = memory
     fewer = f"EngineConfig.max_running_requests ({rows}) or draft.nodes ({drafter.width})"
-    each = bytes_per_token(lambda pool: init_state(params, target, drafter, rows=1, pool=pool), config.page_size)
     if given is not None:
         if given * each + trees > limit - used:
             raise ValueError(
@@ -80,3 +117,24 @@ def pool_tokens(
             f"or fewer {fewer}"
         )
     return min(wanted, free // each)
+
+
+def logits_bytes(nodes: int, vocab_size: int, platform: str = "gpu") -> int:
+    """What a step holds at once of arrays of [nodes, vocabulary], which are most of its temporaries."""
+    return int((CPU_STEP_COPIES if platform == "cpu" else STEP_COPIES) * nodes * vocab_size * 4)
+
+
+class Layout(NamedTuple):
+    """What is compiled for."""
+
+    pool: PoolShape
+    buckets: Buckets
+
+    @classmethod
+    def of(cls, config: EngineConfig, context_length: int, tokens: int, platform: str, drafter: Drafter) -> Layout:
+        """For a pool of `tokens` tokens, rounded down to pages; it has at least one."""
+        size = config.page_size
+        pool = PoolShape(max(tokens // size, 1), size)
+        request_pages = min(-(-context_length // size), pool.pages)
+        rows, chunk = config.max_running_requests, config.chunked_prefill_size
+        return cls(pool, Buckets.build(platform, drafter, rows=rows, request_pages=request_pages, chunk=chunk))

@@ -25,11 +25,10 @@ import jax
 import numpy as np
 
 from specjax import checkpoint
-from specjax.cache import PoolShape
 from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
 from specjax.engine import program_store
-from specjax.engine.buckets import Buckets, Key
-from specjax.engine.config import EngineConfig, check_config, pool_tokens
+from specjax.engine.buckets import Key
+from specjax.engine.config import EngineConfig, Layout, check_config, context_length, pool_tokens
 from specjax.engine.device import Device, OutOfMemory, memory_checked
 from specjax.engine.executables import Executables, use_compilation_cache
 from specjax.engine.generation import FairLock, complete
@@ -77,19 +76,11 @@ class Engine:
         self.target, self.params, self.tokenizer, self.drafter = target, params, tokenizer, drafter
         self.config, self.eos_ids, self.sampling_defaults = config, eos_ids, sampling_defaults
         self.vocab_size = target.config.vocab_size
-        self.context_length = config.context_length or target.config.max_positions
-        if self.context_length > target.config.max_positions:
-            raise ValueError(
-                f"EngineConfig.context_length {self.context_length} exceeds the model's "
-                f"{target.config.max_positions} positions"
-            )
+        self.context_length = context_length(target, config)
         self.platform = jax.default_backend()
         rows, size = config.max_running_requests, config.page_size
         tokens = pool_tokens(target, config, self.context_length, self.platform, drafter, params)
-        self.pool = PoolShape(max(tokens // size, 1), size)
-        request_pages = min(-(-self.context_length // size), self.pool.pages)
-        chunk = config.chunked_prefill_size
-        self.buckets = Buckets.build(self.platform, drafter, rows=rows, request_pages=request_pages, chunk=chunk)
+        self.pool, self.buckets = Layout.of(config, self.context_length, tokens, self.platform, drafter)
         lookahead = (2 if config.overlap else 1) * (drafter.depth + 1)
         self.scheduler = Scheduler(rows=rows, pages=self.pool.pages, page_size=size, lookahead=lookahead)
         shapes = jax.eval_shape(self._new_state)
@@ -120,6 +111,7 @@ class Engine:
         *,
         draft: DraftOptions | str = Auto.algorithm,
         dtype: str = "auto",
+        quantization: str = "auto",
         drafter: Drafter | DrafterFactory | None = None,
         verify: Verifier | None = None,
         revision: str | None = None,
@@ -138,6 +130,8 @@ class Engine:
                 in `DRAFTERS` for its defaults, or module:function for a function as `drafter` takes it. AUTO: the draft
                 head that ships for the model, else the model's MTP layers, else n-grams.
             dtype: auto (float32 on a CPU, the checkpoint's on a GPU), float32, bfloat16 or float16.
+            quantization: auto: matrices that the checkpoint holds in few bits stay so; none: they are dequantised; fp8,
+                int8 or int4: the matrices of a float checkpoint are quantised. Activations never are.
             drafter: in place of `draft`, a ready `Drafter` or a function of the `Target` that returns one; it may
                 return a `Speculation`, which adds parameters and a verifier.
             verify: decides which drafts are accepted; None: the drafter's, which by default is `verify_tree`. Another
@@ -157,11 +151,12 @@ class Engine:
         check_config(config)
         if compilation_cache:
             use_compilation_cache()
-        start = model, draft, drafter, verify, dtype, revision, backend, config
+        start = model, draft, drafter, verify, dtype, quantization, revision, backend, config
         loaded = load(
-            model, draft=draft, dtype=dtype, drafter=drafter, verify=verify, revision=revision,
-            tokenizer_path=tokenizer_path, chat_template=chat_template, sampling_defaults=sampling_defaults,
-            backend=backend, progress=progress, meanwhile=partial(program_store.read_ahead, start),
+            model, draft=draft, dtype=dtype, quantization=quantization, drafter=drafter, verify=verify,
+            revision=revision, tokenizer_path=tokenizer_path, chat_template=chat_template,
+            sampling_defaults=sampling_defaults, backend=backend, progress=progress,
+            meanwhile=partial(program_store.read_ahead, start),
         )  # fmt: skip
         return cls(**loaded._asdict(), config=config)
 

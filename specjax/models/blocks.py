@@ -55,7 +55,7 @@ def key_value_spec(config: ModelConfig | HeadConfig) -> KeyValue:
 
 Backend: TypeAlias = str | Callable[..., Array] | None
 """Attention of a block: the name of a `specjax_kernels` implementation, None for the default, or a function
-(rotated qkv [B, N, K, G + 2, E], past, positions, mask) -> [B, N, H, E], as training has."""
+(rotated qkv [B, N, K, G + 2, E], past, positions, mask, `Scores`) -> [B, N, H, E], as training has."""
 
 
 def joined(before: T | None, block: T) -> T:
@@ -95,9 +95,8 @@ def attention(
     the mask is over the C block keys, those of `past.before` first. `head_norm` (x, weight [E]): the norm of queries
     and keys whose weights are `query_norm` and `key_norm`.
     """
-    _, heads, group, head = weights["qkv"].shape
-    group -= 2
     mixed = linear(x, weights, "qkv")
+    group, head = mixed.shape[3] - 2, mixed.shape[4]
     # Values are normalised and rotated too, then put back: XLA:GPU fuses this into one kernel, which writes what
     # attention reads.
     place = jnp.arange(group + 2)[None, None, None, :, None]
@@ -107,7 +106,7 @@ def attention(
         rotated = jnp.where(place < group, queries, keys)
     rotated = jnp.where(place == group + 1, mixed, rotate(rotated, *rotation))
     if callable(backend):
-        attended = backend(rotated, past, positions, mask)
+        attended = backend(rotated, past, positions, mask, scores)
     else:
         scale = head**-0.5 if scores.scale is None else scores.scale
         attended = kernels.attention(
@@ -115,10 +114,13 @@ def attention(
             before=past.before, before_positions=past.before_positions, scale=scale, window=scores.window,
             softcap=scores.softcap, implementation=backend,
         )  # fmt: skip
-    # Reshaped by hand: XLA:CPU transposes the weight of a product over three axes in every call.
-    flat = {**weights, "output": weights["output"].reshape(heads * group * head, -1)}
-    added = linear(attended.reshape(*x.shape[:2], -1), flat, "output")
+    added = linear(attended.reshape(*x.shape[:2], -1), weights, "output")
     return added, KeyValue(rotated[..., group, :], rotated[..., group + 1, :])
+
+
+def soft_cap(x: Array, cap: float | None) -> Array:
+    """x brought between -cap and cap (Gemma 2). None: as it is."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 Activation: TypeAlias = Callable[[Array], Array]
@@ -131,7 +133,11 @@ def gated_mlp(x: Hidden, weights: Weights, *, activation: Activation = jax.nn.si
 
 
 def linear(x: Hidden, weights: Weights, name: str) -> Array:
-    """The product with a matrix, plus its bias if there is one."""
-    out = kernels.linear(x, weights[name])
+    """The product with a matrix, plus its bias if there is one. A map from several axes takes them as one."""
+    weight = weights[name]
+    if not isinstance(weight, kernels.Quantised) and weight.shape[0] != x.shape[-1]:
+        # Reshaped by hand: XLA:CPU transposes the weight of a product over several axes in every call.
+        weight = weight.reshape(x.shape[-1], -1)
+    out = kernels.linear(x, weight)
     bias = weights.get(f"{name}_bias")
     return out if bias is None else out + bias[None, None]

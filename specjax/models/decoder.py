@@ -18,7 +18,17 @@ from jaxtyping import Float, Int32
 
 from specjax.cache import Cache
 from specjax.config import ModelConfig
-from specjax.models.blocks import Activation, Backend, Past, Scores, attention, gated_mlp, key_value_spec, rms_norm
+from specjax.models.blocks import (
+    Activation,
+    Backend,
+    Past,
+    Scores,
+    attention,
+    gated_mlp,
+    key_value_spec,
+    rms_norm,
+    soft_cap,
+)
 from specjax.models.experts import mixture
 from specjax.models.params import Leaf, Scope, Table, create, dimensions, end_leaves
 from specjax.models.rope import Rotation, rotations
@@ -100,8 +110,7 @@ class Decoder(nn.Module):
         return self.weights, [layer.weights for layer in self.layers]
 
     def embed(self, tokens: Tokens) -> Hidden:
-        # A clipped id is a padding token's: its output is never used.
-        return self.weights["embed"].at[tokens].get(mode="clip")
+        return embedding_rows(self.weights["embed"], tokens, self.config.dtype)
 
     def forward(
         self, x: Hidden, positions: Positions, mask: Any, cache: Cache, page_table: PageTable,
@@ -132,15 +141,28 @@ class Decoder(nn.Module):
             wanted = jnp.concatenate([outputs[i] for i in features], axis=-1)
         return ForwardOutput(hidden, wanted, tuple(kept))
 
-    def unembed(self, hidden: Float[Array, "... M"], ids: Int32[Array, "W"] | None = None) -> Float[Array, "... W"]:
+    def unembed(
+        self, hidden: Float[Array, "... M"], ids: Int32[Array, "W"] | None = None, *, capped: bool = True
+    ) -> Float[Array, "... W"]:
         if self.config.tied_embeddings:
             rows = self.weights["embed"]
             logits = kernels.unembed(hidden, rows if ids is None else rows[ids], transposed=True)
         else:
             head = self.weights["head"]
-            logits = kernels.unembed(hidden, head if ids is None else head[:, ids])
-        cap = self.config.logit_softcap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+            logits = kernels.unembed(hidden, head if ids is None else head_columns(head, ids))
+        return soft_cap(logits, self.config.logit_softcap if capped else None)
+
+
+def embedding_rows(table: Any, tokens: Tokens, dtype: str) -> Hidden:
+    """Rows of an embedding [V, M], of a dtype if it is quantised. A clipped id is a padding token's: never used."""
+    if isinstance(table, kernels.Quantised):
+        return kernels.embed(table, jnp.clip(tokens, 0, table.shape[0] - 1), jnp.dtype(dtype))
+    return table.at[tokens].get(mode="clip")
+
+
+def head_columns(head: Any, ids: Int32[Array, "W"]) -> Any:
+    """An output matrix [M, V], or quantised [V, M], for these tokens."""
+    return head[ids] if isinstance(head, kernels.Quantised) else head[:, ids]
 
 
 class Family(NamedTuple):
@@ -161,7 +183,12 @@ class Family(NamedTuple):
             return module.apply({"params": params}, *arguments, method=method, **options)
 
         functions = {name: partial(call, method=name) for name in ("embed", "forward", "unembed")}
-        return Target(config, **functions, pages=(self.layer.page_spec(config),) * config.num_layers)
+        return Target(
+            config,
+            **functions,
+            pages=(self.layer.page_spec(config),) * config.num_layers,
+            norm_offset=self.layer.norm_offset,
+        )
 
     def init_params(self, config: ModelConfig, key: Array) -> Weights:
         """Random parameters (normal, 0.02), for tests and benchmarks."""

@@ -18,7 +18,7 @@ from jax import Array
 
 from specjax.cache import PageSpec
 from specjax.config import Latent, ModelConfig
-from specjax.models.blocks import Past, joined, linear, rms_norm
+from specjax.models.blocks import Past, Scores, joined, linear, rms_norm
 from specjax.models.decoder import Family, Layer, decoder_table
 from specjax.models.experts import expert_leaves
 from specjax.models.params import ATTENTION_NORM, MLP_NORM, Leaf, Table, Tensor, mlp_leaves, norm
@@ -76,7 +76,7 @@ class LatentLayer(Layer):
         self, x: Hidden, rotation: Rotation, positions: Positions, mask: Any, past: Past
     ) -> tuple[Hidden, Latents]:
         c, w, scale = self.config.latent, self.weights, self.config.query_scale
-        assert c is not None and scale is not None and not callable(self.backend)
+        assert c is not None and scale is not None
         epsilon = 1e-6  # as transformers and DeepSeek's own code have it, whatever rms_norm_eps is
         narrow = x
         if c.query_rank is not None:
@@ -89,16 +89,20 @@ class LatentLayer(Layer):
         precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
         inward = jnp.einsum("bnhd,hdc->bnhc", queries[..., : c.nope_dim], w["key_up"], precision=precision)
         turned = rotate(half_split(queries[..., c.nope_dim :]), *rotation)
-        keys: Latents = joined(past.before, block)
-        nowhere = jnp.zeros(keys.latent.shape[:2], jnp.int32)  # read with a window only, which no such model has
-        attended = kernels.tree_attention(
-            jnp.concatenate([inward, turned], axis=-1), keys.latent, None, past.pages.latent, None, past.page_table,
-            past.prefix_length, positions, nowhere, mask, scale=scale, v_width=c.rank,
-            implementation=self.backend,
-        )  # fmt: skip
+        query = jnp.concatenate([inward, turned], axis=-1)
+        if callable(self.backend):
+            # One key for all heads, which is also the value, less its rotated channels.
+            shared = jnp.concatenate([query, block.latent, block.latent], axis=2)[:, :, None]
+            attended = self.backend(shared, past, positions, mask, Scores(scale))[..., : c.rank]
+        else:
+            keys: Latents = joined(past.before, block)
+            nowhere = jnp.zeros(keys.latent.shape[:2], jnp.int32)  # read with a window only, which no such model has
+            attended = kernels.tree_attention(
+                query, keys.latent, None, past.pages.latent, None, past.page_table, past.prefix_length, positions,
+                nowhere, mask, scale=scale, v_width=c.rank, implementation=self.backend,
+            )  # fmt: skip
         values = jnp.einsum("bnhc,hcv->bnhv", attended, w["value_up"], precision=precision)
-        flat = {**w, "output": w["output"].reshape(-1, w["output"].shape[-1])}
-        return linear(values.reshape(*x.shape[:2], -1), flat, "output"), block
+        return linear(values.reshape(*x.shape[:2], -1), w, "output"), block
 
 
 FAMILY = Family(table, LatentLayer)

@@ -13,7 +13,17 @@ from jax import Array
 from jaxtyping import Float, Float32, Int32
 
 from specjax.config import HeadConfig, MtpConfig
-from specjax.models.blocks import Backend, KeyValue, Past, attention, gated_mlp, key_value_spec, linear, rms_norm
+from specjax.models.blocks import (
+    Backend,
+    KeyValue,
+    Past,
+    attention,
+    gated_mlp,
+    key_value_spec,
+    linear,
+    rms_norm,
+    soft_cap,
+)
 from specjax.models.head_spec import HeadSpec, head_sizes, head_spec, head_table
 from specjax.models.params import create
 from specjax.models.rope import rotations
@@ -75,7 +85,7 @@ class DraftHead:
         """Logits, from what `forward` returned."""
         normed = out if self.spec.next_feature_normed else self._norm(params, "final_norm", out)
         if self.config.own_head:
-            return kernels.unembed(normed, params["head"])
+            return soft_cap(kernels.unembed(normed, params["head"]), self.config.logit_softcap)
         return self.target.unembed(target_params, normed)
 
     def target_ids(self, params: Weights, ids: Int32[Array, "..."]) -> Int32[Array, "..."]:
@@ -132,6 +142,19 @@ def init_head_params(config: HeadConfig, target: Target, key: Array) -> Weights:
     return cast(Weights, _Parameters(config, target.config.vocab_size).init(key)["params"])
 
 
+def with_vocabulary(config: AnyHead, size: int) -> AnyHead:
+    """The description of a head after `with_token_map`."""
+    return replace(config, own_head=True, mapped=True, vocab_size=size)
+
+
+def output_columns(
+    target: Target, target_params: Weights, ids: Int32[Array, "W"] | None = None
+) -> Float32[Array, "M W"]:
+    """The target's output layer, or its columns `ids`: the logits of the basis vectors, whatever its layout."""
+    basis = jnp.eye(target.config.hidden_size, dtype=jnp.dtype(target.config.dtype))[None]
+    return target.unembed(target_params, basis, ids, capped=False)[0]
+
+
 def with_token_map(
     config: AnyHead, params: Weights, target: Target, target_params: Weights, ids: np.ndarray
 ) -> tuple[AnyHead, Weights]:
@@ -141,10 +164,9 @@ def with_token_map(
     read and write them all. Source: thunlp/FR-Spec.
     """
     if config.own_head:
-        columns = params["head"][:, ids]
+        columns, cap = params["head"][:, ids], config.logit_softcap
     else:
-        # The logits of the basis vectors are the head's columns, whatever the target calls and lays out its own.
-        basis = jnp.eye(config.hidden_size, dtype=jnp.dtype(config.dtype))[None]
-        columns = target.unembed(target_params, basis, jnp.asarray(ids))[0].astype(config.dtype)
-    mapped = replace(config, own_head=True, mapped=True, vocab_size=len(ids))
+        columns = output_columns(target, target_params, jnp.asarray(ids)).astype(config.dtype)
+        cap = target.config.logit_softcap
+    mapped = replace(with_vocabulary(config, len(ids)), logit_softcap=cap)
     return mapped, {**params, "head": columns, "ids": jnp.asarray(ids, jnp.int32)}

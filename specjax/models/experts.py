@@ -5,6 +5,9 @@ Sources: Qwen3-MoE (softmax over all experts), DeepSeek-V3 (sigmoid, a bias that
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import specjax_kernels as kernels
@@ -91,22 +94,61 @@ def _gathered(
     return jnp.einsum("tkm,tk->tm", each.reshape(*ids.shape, -1).astype(jnp.float32), gates)
 
 
+TILE = 32  # rows of one expert that are multiplied at once on a CPU
+
+
 def _grouped(
     rows: Float[Array, "T M"], weights: Weights, ids: Int32[Array, "T k"], gates: Float32[Array, "T k"],
     activation: Activation,
 ) -> Float32[Array, "T M"]:  # fmt: skip
-    """For many: rows sorted by expert, one product over the groups of rows."""
+    """For many: rows sorted by expert, so that each expert's weights are read once."""
     count, per_token = weights["router"].shape[1], ids.shape[1]
     order = jnp.argsort(ids.reshape(-1), stable=True)
     sizes = jnp.bincount(ids.reshape(-1), length=count).astype(jnp.int32)
-    precision = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
-
-    def product(x: Array, name: str) -> Array:
-        weight = weights[name].reshape(count, x.shape[1], -1)
-        return jax.lax.ragged_dot(x, weight, sizes, precision=precision, preferred_element_type=x.dtype)
-
-    wide = product(rows[order // per_token], "experts_gate_up").reshape(len(order), 2, -1)
-    each = product(activation(wide[:, 0]) * wide[:, 1], "experts_down")
+    both = weights["experts_gate_up"], weights["experts_down"]
+    rows = rows[order // per_token]
+    if any(isinstance(weight, kernels.Quantised) for weight in both):
+        each = _in_tiles(rows, sizes, *both, activation=activation)
+    else:
+        each = jax.lax.platform_dependent(
+            rows, sizes, *both,
+            cpu=partial(_in_tiles, activation=activation), default=partial(_ragged, activation=activation),
+        )  # fmt: skip
     # Back in the order of the rows.
     each = jnp.zeros_like(each).at[order].set(each, unique_indices=True).reshape(*ids.shape, -1)
     return jnp.einsum("tkm,tk->tm", each.astype(jnp.float32), gates)
+
+
+def _ragged(
+    rows: Float[Array, "R M"], sizes: Int32[Array, "X"], gate_up: Array, down: Array, *, activation: Activation
+) -> Float[Array, "R M"]:
+    precision = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
+
+    def product(x: Array, weight: Array) -> Array:
+        weight = weight.reshape(*weight.shape[:2], -1)
+        return jax.lax.ragged_dot(x, weight, sizes, precision=precision, preferred_element_type=x.dtype)
+
+    wide = product(rows, gate_up).reshape(len(rows), 2, -1)
+    return product(activation(wide[:, 0]) * wide[:, 1], down)
+
+
+def _in_tiles(
+    rows: Float[Array, "R M"], sizes: Int32[Array, "X"], gate_up: Any, down: Any, *, activation: Activation
+) -> Float[Array, "R M"]:
+    """Tile after tile of rows of the same expert. XLA:CPU multiplies every row by every expert in a ragged product: 30
+    times as long with 32 experts."""
+    tiles = -(-sizes // TILE)
+    last_tile, last_row = jnp.cumsum(tiles), jnp.cumsum(sizes)
+    padded = jnp.pad(rows, ((0, TILE), (0, 0)))
+
+    def one(index: Array, out: Array) -> Array:
+        expert = jnp.searchsorted(last_tile, index, side="right")
+        first = last_row[expert] - sizes[expert] + (index - last_tile[expert] + tiles[expert]) * TILE
+        x = jax.lax.dynamic_slice_in_dim(padded, first, TILE)
+        wide = kernels.linear(x[None], gate_up[expert])
+        y = kernels.linear(activation(wide[:, :, 0]) * wide[:, :, 1], down[expert])[0]
+        own = first + jnp.arange(TILE, dtype=jnp.int32) < last_row[expert]
+        kept = jnp.where(own[:, None], y, jax.lax.dynamic_slice_in_dim(out, first, TILE))
+        return jax.lax.dynamic_update_slice_in_dim(out, kept, first, 0)
+
+    return jax.lax.fori_loop(0, last_tile[-1], one, jnp.zeros_like(padded))[: len(rows)]

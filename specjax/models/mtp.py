@@ -12,7 +12,7 @@ from jaxtyping import Float, Float32, Int32
 
 from specjax.config import MtpConfig
 from specjax.models import family
-from specjax.models.blocks import Backend, Past, linear, rms_norm
+from specjax.models.blocks import Backend, Past, linear, rms_norm, soft_cap
 from specjax.models.decoder import Layer
 from specjax.models.mtp_spec import STYLES
 from specjax.models.rope import rotations
@@ -66,7 +66,7 @@ class MtpHead:
     def unembed(self, target_params: Weights, params: Weights, out: Hidden) -> Float32[Array, "B N W"]:
         """Logits, from what `forward` returned."""
         if self.config.own_head:
-            return kernels.unembed(out, params["head"])
+            return soft_cap(kernels.unembed(out, params["head"]), self.config.logit_softcap)
         return self.target.unembed(target_params, out)
 
     def target_ids(self, params: Weights, ids: Int32[Array, "..."]) -> Int32[Array, "..."]:

@@ -19,7 +19,7 @@ Imports neither jax nor any model, so that reading a checkpoint's description st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
@@ -214,12 +214,28 @@ def dimensions(config: ModelConfig | HeadConfig) -> dict[str, int]:
     return sizes
 
 
+def output_major(leaf: Leaf) -> Leaf:
+    """The declaration with outputs first and all inputs as one axis "@", as quantised leaves are stored: "M -> K Q E"
+    is "K Q E @". Stacked experts are outputs."""
+    inputs, arrow, outputs = leaf.letters.partition("->")
+    before = inputs.split() if arrow else leaf.letters.split()[1:]
+    stacked = [letter for letter in before if letter == "X"]
+    letters = [*stacked, *(outputs if arrow else leaf.letters.split()[0]).split(), "@"]
+    tensors = tuple(replace(tensor, axes=f"{tensor.axes.split()[0]} @") for tensor in leaf.tensors)
+    return replace(leaf, letters=" ".join(letters), tensors=tensors)
+
+
 def create(module: nn.Module, leaves: Iterable[Leaf], sizes: Sizes, dtype: str) -> dict[str, Array]:
-    """A module's parameters, as declared."""
-    return {
-        leaf.name: module.param(leaf.name, leaf.initial, leaf.shape(sizes), np.dtype(leaf.dtype or dtype))
-        for leaf in leaves
-    }
+    """A module's parameters, as declared, or quantised ones where it was given those."""
+    import jax
+
+    def made(leaf: Leaf) -> Any:
+        given = module.get_variable("params", leaf.name) if module.has_variable("params", leaf.name) else 0
+        if not jax.tree_util.all_leaves([given]):
+            return given  # of another shape than declared
+        return module.param(leaf.name, leaf.initial, leaf.shape(sizes), np.dtype(leaf.dtype or dtype))
+
+    return {leaf.name: made(leaf) for leaf in leaves}
 
 
 def map_leaves(table: Table, function: Callable[[Leaf], T]) -> dict[str, Any]:
@@ -231,9 +247,32 @@ def map_leaves(table: Table, function: Callable[[Leaf], T]) -> dict[str, Any]:
     return tree
 
 
-def parameter_bytes(table: Table, sizes: Sizes, dtype: str) -> int:
-    leaves = (leaf for scope in table for leaf in scope.leaves)
-    return sum(prod(leaf.shape(sizes)) * np.dtype(leaf.dtype or dtype).itemsize for leaf in leaves)
+def leaves_of(table: Table) -> Iterator[Leaf]:
+    return (leaf for scope in table for leaf in scope.leaves)
+
+
+def parameter_bytes(table: Table, sizes: Sizes, dtype: str, *, devices: int = 1) -> int:
+    """Bytes of all leaves; with several `devices`, of one device's share (`shards`)."""
+    return sum(leaf_bytes(leaf, sizes, dtype, devices) for leaf in leaves_of(table))
+
+
+def leaf_bytes(leaf: Leaf, sizes: Sizes, dtype: str, devices: int = 1) -> int:
+    shape = leaf.shape(sizes)
+    return prod(shape) * np.dtype(leaf.dtype or dtype).itemsize // shards(leaf.axes, shape, devices)
+
+
+def shards(axes: Sequence[str | None], shape: Sequence[int], devices: int) -> int:
+    """In how many parts a tensor-parallel mesh splits an array with these logical axes: `devices` if one that has a
+    name is a multiple of it, else 1."""
+    return devices if any(axis and size % devices == 0 for axis, size in zip(axes, shape, strict=True)) else 1
+
+
+def read_leaves(table: Table) -> Iterator[Leaf]:
+    """The leaves that a forward reads whole: all but an embedding, of which it takes rows, unless it is the output
+    matrix, too."""
+    leaves = [*leaves_of(table)]
+    tied = not any(leaf.matrix and "vocab" in leaf.axes for leaf in leaves)
+    return (leaf for leaf in leaves if tied or leaf.matrix or "vocab" not in leaf.axes)
 
 
 def describe(table: Table, sizes: Sizes) -> str:

@@ -37,8 +37,8 @@ class Target(NamedTuple):
         mask: `specjax_kernels.CAUSAL`, or packed ancestor bits [B,N,W]. features: see `specjax.drafters.base`.
         before: `Before` or None; its keys are the first C - N bits of the mask.
 
-    unembed(params, hidden [..., M], ids=None) -> float32 logits [..., V]; ids: rows of the head (FR-Spec, draft
-        vocabularies).
+    unembed(params, hidden [..., M], ids=None, *, capped=True) -> float32 logits [..., V]; ids: rows of the head
+        (FR-Spec, draft vocabularies). capped: with the config's soft cap.
     """
 
     config: ModelConfig
@@ -46,3 +46,4 @@ class Target(NamedTuple):
     forward: Callable[..., ForwardOutput]
     unembed: Callable[..., Any]
     pages: Any  # a pytree of `specjax.cache.PageSpec`: what the layers keep of each token
+    norm_offset: float = 0.0  # norms multiply by this + their weight

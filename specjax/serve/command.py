@@ -19,6 +19,7 @@ from specjax.checkpoint import CheckpointError
 from specjax.cli import flags
 from specjax.engine import Engine
 from specjax.engine.buckets import speculation_note
+from specjax.serve import dry_run
 from specjax.serve.app import create_app
 from specjax.serve.runner import Runner
 from specjax.serve.server import SIGNALS, PortError, Server, allow_files, listen, url
@@ -68,9 +69,13 @@ def main(argv: list[str] | None = None) -> int:
     about = "Serve a model behind OpenAI's interface, decoding speculatively. The text is the model's own."
     parser = Parser(prog="python -m specjax.serve", description=about)
     add_flags(parser, flags.Settings())
-    _, settings = parse(parser, argv, flags.Settings())
+    dry_run.add_flags(parser)
+    args, settings = parse(parser, argv, flags.Settings())
+    dry_run.check_flags(parser, args)
     server = settings.server
     set_up_logging(server.log_level)
+    if args.dry_run:
+        return dry_run.dry_run(settings, args.assume_device, args.assume_devices or 1)
     try:
         sock = listen(server.host, server.port)
     except PortError as error:

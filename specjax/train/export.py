@@ -126,7 +126,7 @@ def head_tensors(
 
 def head_description(config: HeadConfig, target: ModelConfig, dtype: str = "bfloat16") -> dict[str, Any]:
     """config.json of a head. Nothing is left to a default that engines could disagree on, the rope's base above all."""
-    spec = head_spec(config.kind)
+    spec, rope = head_spec(config.kind), config.rope
     described: dict[str, Any] = {
         "architectures": [spec.architecture],
         "model_type": spec.model_type,
@@ -138,9 +138,10 @@ def head_description(config: HeadConfig, target: ModelConfig, dtype: str = "bflo
         "head_dim": config.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_epsilon,
-        "rope_theta": config.rope.theta,
-        "rope_scaling": hf_rope_scaling(config.rope),
-        "max_position_embeddings": target.max_positions,
+        "rope_theta": rope.theta,
+        "rope_scaling": hf_rope_scaling(rope),
+        # Dynamic scaling starts from this length, and reaches further.
+        "max_position_embeddings": rope.original_max_position if rope.scaling == "dynamic" else target.max_positions,
         "vocab_size": target.vocab_size,
         "attention_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,
@@ -148,6 +149,8 @@ def head_description(config: HeadConfig, target: ModelConfig, dtype: str = "bflo
         "torch_dtype": dtype,
         **spec.keys,
     }
+    if rope.partial != 1:
+        described["partial_rotary_factor"] = rope.partial
     if spec.absent_bias is not None and config.fc_bias != spec.absent_bias:
         described["bias"] = config.fc_bias
     if spec.reads_layers:

@@ -19,7 +19,7 @@ from jaxtyping import Float, Float32, Int32
 from specjax import checkpoint
 from specjax.config import HeadConfig, ModelConfig
 from specjax.models import make_target
-from specjax.models.draft_head import init_head_params
+from specjax.models.draft_head import init_head_params, output_columns
 from specjax.models.head_spec import ALGORITHMS, default_aux_layers
 from specjax.models.target import Target
 from specjax.train.corpus import report
@@ -127,7 +127,7 @@ def prepare(options: TrainOptions) -> Inputs:
 
 def load(options: TrainOptions, inputs: Inputs) -> tuple[Weights, Weights]:
     """The target's parameters in its serving dtype, and the head's first parameters and ids, float32."""
-    target_params = checkpoint.load_params(inputs.files, inputs.config, progress=True)
+    target_params = checkpoint.load_params(inputs.files, inputs.config, quantization="none", progress=True)
     if inputs.given is not None:
         return target_params, inputs.given
     target, init, seed = make_target(inputs.config), options.draft.init, options.run.train_seed
@@ -163,6 +163,10 @@ def head_config(settings: DraftSettings, target: ModelConfig, ends: Sequence[int
     size = wanted or there
     same = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "norm_epsilon", "rope")
     fields: dict[str, Any] = {name: getattr(target, name) for name in same} | dict.fromkeys(spec.biases, True)
+    if target.latent is not None:  # whose query heads, all on one key, would be a head larger than a layer
+        head_dim = target.latent.value_dim
+        heads = max(target.hidden_size // head_dim, 1)
+        fields |= {"num_heads": heads, "num_kv_heads": heads, "head_dim": head_dim}
     return HeadConfig(
         spec.kind,
         feature_size=target.hidden_size * (len(aux_layers) or 1),
@@ -228,9 +232,8 @@ def new_params(
     if ids is not None:
         params["ids"] = jnp.asarray(ids)
     if init == "target" and config.own_head:
-        basis = jnp.eye(config.hidden_size, dtype=jnp.dtype(target.config.dtype))[None]
-        params["head"] = target.unembed(target_params, basis, params.get("ids"))[0]
-        params["final_norm"] = target_params["final_norm"] * SOFTENED
+        params["head"] = output_columns(target, target_params, params.get("ids"))
+        params["final_norm"] = (target.norm_offset + target_params["final_norm"].astype(jnp.float32)) * SOFTENED
     return {name: leaf if name == "ids" else leaf.astype(jnp.float32) for name, leaf in params.items()}
 
 

@@ -31,7 +31,7 @@ import optax
 from jax import Array, lax
 from jaxtyping import Bool, Float, Float32, Int32
 
-from specjax.models.blocks import KeyValue, Past, joined
+from specjax.models.blocks import PLAIN_SCORES, KeyValue, Past, Scores, joined, soft_cap
 from specjax.models.draft_head import DraftHead
 from specjax.models.target import Target
 from specjax.train.data import Rows
@@ -129,13 +129,16 @@ def packed_mask(segments: Int32[Array, "B N"]) -> Bool[Array, "B N N"]:
     return same & jnp.tril(jnp.ones(same.shape[1:], bool))[None]
 
 
-def packed_attention(turned: Array, past: Past, positions: Array, mask: Bool[Array, "B N N"]) -> Array:
+def packed_attention(
+    turned: Array, past: Past, positions: Array, mask: Bool[Array, "B N N"], scores: Scores = PLAIN_SCORES
+) -> Array:
     """A differentiable `specjax.models.blocks.Backend` that reads no pages.
 
     Args:
         turned: [B, N, K, G + 2, E] rotated queries and keys, and values.
         past: `before` holds the keys and values of the rounds before this one, N of each; None in round 0.
         mask: of round 0.
+        scores: a window is one over round 0's slots, which is all that a target has.
 
     Returns:
         [B, N, H, E].
@@ -147,9 +150,14 @@ def packed_attention(turned: Array, past: Past, positions: Array, mask: Bool[Arr
     keys, values = (jnp.split(each, each.shape[1] // length, axis=1) for each in rounds)
     precision = lax.Precision.HIGHEST if turned.dtype == jnp.float32 else None
     einsum = partial(jnp.einsum, preferred_element_type=jnp.float32, precision=precision)
-    scores = jnp.where(mask[:, None, None], einsum("bnkge,btke->bkgnt", query, keys[0]), -1e30)
-    own = [einsum("bnkge,bnke->bkgn", query, each)[..., None] for each in keys[1:]]
-    weights = jax.nn.softmax(jnp.concatenate([scores, *own], axis=-1) * jnp.float32(size**-0.5))
+    scale = size**-0.5 if scores.scale is None else scores.scale
+    if scores.window is not None:  # a slot's index in its row and its position grow alike
+        slot = jnp.arange(length)
+        mask = mask & (slot[:, None] - slot[None] < scores.window)[None]
+    products = [einsum("bnkge,btke->bkgnt", query, keys[0])]
+    products += [einsum("bnkge,bnke->bkgn", query, each)[..., None] for each in keys[1:]]
+    first, *own = (soft_cap(product * jnp.float32(scale), scores.softcap) for product in products)
+    weights = jax.nn.softmax(jnp.concatenate([jnp.where(mask[:, None, None], first, -1e30), *own], axis=-1))
     mixed = einsum("bkgnt,btke->bnkge", weights[..., :length].astype(turned.dtype), values[0])
     for j, each in enumerate(values[1:]):
         weight = weights[..., length + j].transpose(0, 3, 1, 2)[..., None]  # [B, N, K, G, 1]

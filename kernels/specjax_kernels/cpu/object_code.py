@@ -11,6 +11,7 @@ import importlib
 import importlib.metadata
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -78,6 +79,8 @@ def link(functions: Mapping[str, tuple[str, str]]) -> bytes:
     """
     llvm = importlib.import_module("llvmlite.binding")
     machine = _machine(llvm)
+    if not _converts_float16(llvm) and any(re.search(r"\bhalf\b", text) for text, _ in functions.values()):
+        raise RuntimeError("it reads float16, which this processor does not convert")
     whole = llvm.parse_assembly("")
     for symbol, (text, before) in functions.items():
         module = llvm.parse_assembly(text)
@@ -115,6 +118,10 @@ def _machine(llvm: Any) -> Any:
     cpu, features = _processor(llvm)
     target = llvm.Target.from_triple(llvm.get_process_triple())
     return target.create_target_machine(cpu=cpu, features=features, opt=3, jit=True)
+
+
+def _converts_float16(llvm: Any) -> bool:
+    return not llvm.get_process_triple().startswith(("x86", "i")) or "+f16c" in _processor(llvm)[1]
 
 
 def _processor(llvm: Any) -> tuple[str, str]:

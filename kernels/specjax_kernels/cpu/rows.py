@@ -24,7 +24,7 @@ DEEP = 8  # rows of the matrix that are read side by side, so that sums are load
 PARTS = 8  # partial sums of a narrow matrix, so that threads share the work and read long runs of memory
 WIDE = 4096  # columns of a tile, at most
 TRANSPOSED_TILE = 512  # rows of a transposed matrix in one tile
-STORED = {"float32": 4, "bfloat16": 2}  # dtypes of a matrix, and the bytes of a number
+STORED = {"float32": 4, "bfloat16": 2, "float16": 2}  # dtypes of a matrix, and the bytes of a number
 
 
 def parts_of(depth: int, columns: int) -> int:
@@ -73,8 +73,8 @@ def multiply(
 
 def _storage(tools: Tools, dtype: str) -> tuple[Any, Any, int]:
     """For a matrix of this dtype: array at an address, the float32 of a stored number, bytes of a number."""
-    if dtype == "bfloat16":
-        return tools.halves, tools.widened, STORED[dtype]
+    if dtype != "float32":
+        return tools.halves, tools.widened if dtype == "bfloat16" else tools.half, STORED[dtype]
 
     @tools.inlined
     def same(number: Any) -> Any:

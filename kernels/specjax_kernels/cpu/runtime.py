@@ -44,12 +44,14 @@ class Tools(NamedTuple):
     halves: Any  # (address, count) -> uint16 array
     integers: Any  # (address, count) -> int32 array
     widened: Any  # bits of a bfloat16, uint16 -> float32
+    half: Any  # bits of a float16, uint16 -> float32
     bits: Any  # float32 -> int32 of the same bits
     float_of: Any  # the inverse of `bits`
     argument: Any  # (call, i) -> address of argument i's data
     argument_size: Any  # (call, i, axis) -> size of argument i
     result: Any  # (call, i) -> address of result i's data
     result_size: Any  # (call, i, axis) -> size of result i
+    emitted: Any  # (count, generate) -> a function of `count` int64 that generate(LLVM builder, values) writes; gives 0
 
 
 def callable_here() -> bool:
@@ -120,7 +122,7 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]]]:
     numba: Any = importlib.import_module("numba")
     importlib.import_module("numba.extending")
     carray, types = numba.carray, numba.types
-    pointer_to, converters, add, load, call, entry_of = _instructions(numba)
+    pointer_to, converters, add, load, call, entry_of, emitted = _instructions(numba)
 
     # Products and sums may be fused, but are taken in the order in which they are written.
     options: dict[str, Any] = {"fastmath": {"contract"}, "error_model": "numpy"}
@@ -214,13 +216,13 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]]]:
 
         return handle, work, entry(two)(tile)
 
-    tools = Tools._make((inlined, reordered, *arrays, *converters, *buffers_at(9), *buffers_at(14)))
+    tools = Tools._make((inlined, reordered, *arrays, *converters, *buffers_at(9), *buffers_at(14), emitted))
     return tools, compiled
 
 
 def _instructions(numba: Any) -> tuple[Any, ...]:
-    """What Numba lacks: a maker of functions from an address to a pointer; and as functions the three conversions of
-    `Tools`, atomic addition and loading, a call by address, a word of the table."""
+    """What Numba lacks: a maker of functions from an address to a pointer; and as functions the four conversions of
+    `Tools`, atomic addition and loading, a call by address, a word of the table; a maker of functions in LLVM IR."""
     ir: Any = importlib.import_module("llvmlite.ir")
     word, types = ir.IntType(64), numba.types
     pointer = word.as_pointer()
@@ -232,12 +234,9 @@ def _instructions(numba: Any) -> tuple[Any, ...]:
             return generate(builder, values, context.get_value_type(typed.return_type))
 
         # Numba takes the number of arguments from the function's own signature.
-        typed = (
-            lambda context, a: (signature, code),
-            lambda context, a, b: (signature, code),
-            lambda context, a, b, c: (signature, code),
-        )
-        return numba.extending.intrinsic(typed[len(signature.args) - 1])
+        names = ", ".join(f"a{i}" for i in range(len(signature.args)))
+        typed = eval(f"lambda context, {names}: (signature, code)", {"signature": signature, "code": code})
+        return numba.extending.intrinsic(typed)
 
     def pointer_to(kind: Any) -> Any:
         return intrinsic(types.CPointer(kind)(types.int64), lambda b, values, kind: b.inttoptr(values[0], kind))
@@ -253,6 +252,16 @@ def _instructions(numba: Any) -> tuple[Any, ...]:
         bits = builder.shl(builder.zext(values[0], ir.IntType(32)), ir.IntType(32)(16))
         return builder.bitcast(bits, kind)
 
+    def half(builder: Any, values: Any, kind: Any) -> Any:
+        return builder.fpext(builder.bitcast(values[0], ir.HalfType()), kind)
+
+    def emitted(count: int, generate: Callable[[Any, Any], None]) -> Any:
+        def code(builder: Any, values: Any, kind: Any) -> Any:
+            generate(builder, values)
+            return kind(0)
+
+        return intrinsic(types.int64(*[types.int64] * count), code)
+
     def added(builder: Any, values: Any, _: Any) -> Any:
         return builder.atomic_rmw("add", builder.inttoptr(values[0], pointer), values[1], "seq_cst")
 
@@ -265,6 +274,7 @@ def _instructions(numba: Any) -> tuple[Any, ...]:
         pointer_to,
         (
             intrinsic(types.float32(types.uint16), widened),
+            intrinsic(types.float32(types.uint16), half),
             intrinsic(types.int32(types.float32), lambda b, values, kind: b.bitcast(values[0], kind)),
             intrinsic(types.float32(types.int32), lambda b, values, kind: b.bitcast(values[0], kind)),
         ),
@@ -272,4 +282,5 @@ def _instructions(numba: Any) -> tuple[Any, ...]:
         intrinsic(one, lambda b, values, _: b.load_atomic(b.inttoptr(values[0], pointer), "seq_cst", 8)),
         intrinsic(types.int64(types.int64, types.int64, types.int64), called),
         intrinsic(one, entry),
+        emitted,
     )

@@ -1,0 +1,271 @@
+"""The product of float32 rows and a quantised matrix on a CPU, in little more than the time of reading its codes.
+
+Codes become float32 weights in registers, once for up to eight rows of x: w = code * scale + offset, fused where the
+processor can. A row's sums are taken in one order however many rows there are, so its result is bit for bit that of the
+row alone. The loop over a row of codes is written in LLVM's vectors, which it maps to any processor's: left to itself
+LLVM adds up each group of codes to one number first, which takes longer than all the rest.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float32
+
+from specjax_kernels.cpu.runtime import Tools, callable_here, register
+
+MOST_ROWS = 256  # up to there dequantising the matrix for XLA's product takes longer on 2 cores
+TOGETHER = 8  # rows of x that share a dequantised weight
+BESIDE = 2  # rows of codes that share a reading of x
+LANES = 16  # numbers of a vector
+TILE = 512  # rows of codes in one tile, at most
+TILES = 16  # of a matrix of so many times `LANES` rows or more, at least: the threads share them
+BYTES = {"uint8": 1, "int8": 1, "bfloat16": 2, "float16": 2, "float32": 4}  # of a scale or an offset
+
+
+class Layout(NamedTuple):
+    """What a kernel is compiled for."""
+
+    codes: str  # dtype: uint8 (two codes of 4 bits in a byte), int8 or float8_e4m3fn
+    scale: str  # dtype
+    offset: str  # dtype, "": none
+    shift: int
+    chunk: int  # codes that are read together, 16 or 32: a group or a part of one
+    whole: bool  # whether a chunk is a group
+    coarse: int  # groups of a super-scale, 0: scales have one level
+
+    @property
+    def name(self) -> str:
+        shown = (self.codes, self.scale, self.offset or "none", self.shift, self.chunk, int(self.whole), self.coarse)
+        return "specjax_quantised_" + "_".join(map(str, shown))
+
+
+def takes(rows: int, layout: Layout | None) -> bool:
+    """Whether `multiply` can be called here. The first call loads the kernel or compiles it, which takes seconds."""
+    return layout is not None and 0 < rows <= MOST_ROWS and callable_here() and unmet(layout) is None
+
+
+def unmet(layout: Layout) -> str | None:
+    """Why the kernel cannot be called in this process; None: it can."""
+    return register(layout.name, partial(_kernel, layout=layout))
+
+
+def multiply(x: Float32[Array, "N M"], layout: Layout, codes: Array, *scales: Array) -> Float32[Array, "N W"]:
+    """x times the transpose of the matrix [W, M] of these codes [W, ...]. `scales`: the scales and, where the layout
+    has them, offsets, super-scales and super-offsets, each [W / n, ...] for n rows that share theirs. Vmapped, one by
+    one."""
+    shape = jax.ShapeDtypeStruct((x.shape[0], codes.shape[0]), jnp.float32)
+    return jax.ffi.ffi_call(layout.name, shape, vmap_method="sequential")(x, codes, *scales)
+
+
+def _kernel(tools: Tools, layout: Layout) -> tuple[Any, Any]:
+    """(x [N, M], codes, scales) -> [N, W]. A tile is some rows of codes."""
+    argument, size, result = tools.argument, tools.argument_size, tools.result
+    dots = tools.emitted(13, partial(_emit, layout))
+    has_offset, coarse = bool(layout.offset), layout.coarse
+    super_at = 4 if has_offset else 3
+
+    @tools.inlined
+    def tile_rows(columns: int) -> int:
+        return max(LANES, min(TILE, (columns // TILES + LANES - 1) // LANES * LANES))
+
+    def tiles(call: int) -> int:
+        columns = size(call, 1, 0)
+        return (columns + tile_rows(columns) - 1) // tile_rows(columns)
+
+    def tile(call: int, index: int) -> int:
+        rows, depth, columns = size(call, 0, 0), size(call, 0, 1), size(call, 1, 0)
+        groups, shared, most = size(call, 2, 1), columns // size(call, 2, 0), tile_rows(columns)
+        xs, codes, scale, outs = argument(call, 0), argument(call, 1), argument(call, 2), result(call, 0)
+        offset = super_scale = super_offset = 0
+        if has_offset:
+            offset = argument(call, 3)
+        if coarse > 0:
+            super_scale = argument(call, super_at)
+            if has_offset:
+                super_offset = argument(call, super_at + 1)
+        for row in range(0, rows, TOGETHER):
+            count, x, out = min(TOGETHER, rows - row), xs + 4 * row * depth, outs + 4 * row * columns
+            for first in range(index * most, min(index * most + most, columns), BESIDE):
+                dots(
+                    count,
+                    first,
+                    codes,
+                    scale,
+                    offset,
+                    super_scale,
+                    super_offset,
+                    x,
+                    out,
+                    depth,
+                    columns,
+                    groups,
+                    shared,
+                )
+        return 0
+
+    return tiles, tile
+
+
+def _emit(layout: Layout, b: Any, values: Any) -> None:
+    """The products of `count` rows of x, out of 1 to `TOGETHER`, and `BESIDE` rows of codes."""
+    count, *values = values
+    for rows in range(1, TOGETHER + 1):
+        with b.if_then(b.icmp_signed("==", count, count.type(rows))):
+            _Dots(layout, rows, b).emit(*values)
+
+
+class _Dots:
+    """Emits the products of a fixed number of rows of x and `BESIDE` rows of codes, with an LLVM builder."""
+
+    def __init__(self, layout: Layout, rows: int, b: Any) -> None:
+        self.layout, self.rows, self.b = layout, rows, b
+        self.ir: Any = importlib.import_module("llvmlite.ir")
+        self.control: Any = importlib.import_module("numba.core.cgutils")
+        self.word, self.byte, self.float = self.ir.IntType(64), self.ir.IntType(8), self.ir.FloatType()
+        self.lanes = self.vector(self.float)
+
+    def emit(
+        self, first: Any, codes: Any, scale: Any, offset: Any, super_scale: Any, super_offset: Any, x: Any, out: Any,
+        depth: Any, columns: Any, groups: Any, shared: Any,
+    ) -> None:  # fmt: skip
+        """For the rows of codes from `first` on, of `columns`; `shared`: rows that share their scales. A last row
+        without a neighbour is computed twice."""
+        b, layout, word = self.b, self.layout, self.word
+        row_bytes = b.udiv(depth, word(2)) if layout.codes == "uint8" else depth
+        last = b.sub(columns, word(1))
+        matrix, scales = [], []  # of each row of codes: the address of its codes, the number of its first group
+        indices = []
+        for beside in range(BESIDE):
+            index = b.add(first, word(beside))
+            index = b.select(b.icmp_unsigned("<", index, last), index, last)
+            indices.append(index)
+            matrix.append(b.add(codes, b.mul(index, row_bytes)))
+            scales.append(b.mul(b.udiv(index, shared), groups))
+        xs = [b.add(x, b.mul(b.mul(depth, word(4)), word(row))) for row in range(self.rows)]
+        parts = range(layout.chunk // LANES)
+        zero = self.constant(self.lanes, 0.0)
+        sums = [[self.variable(zero) for _ in xs] for _ in matrix]
+
+        def chunk(index: Any, of_group: list[tuple[Any, Any]]) -> None:
+            weights = [
+                [self.weight(code, *of_row) for code in self.codes(address, index)]
+                for address, of_row in zip(matrix, of_group, strict=True)
+            ]
+            at = b.mul(index, word(4 * layout.chunk))
+            for row, address in enumerate(xs):
+                for part in parts:
+                    number = self.load(self.lanes, b.add(address, b.add(at, word(4 * LANES * part))))
+                    for beside in range(BESIDE):
+                        place = sums[beside][row]
+                        b.store(self.fused(weights[beside][part], number, b.load(place)), place)
+
+        with self.control.for_range(b, groups, intp=word) as group:
+            index = group.index
+            of_group = [self.scale(b.add(s, index), scale, offset, super_scale, super_offset) for s in scales]
+            if layout.whole:
+                chunk(index, of_group)
+            else:
+                chunks = b.udiv(b.udiv(depth, word(layout.chunk)), groups)
+                with self.control.for_range(b, chunks, intp=word) as inner:
+                    chunk(b.add(b.mul(index, chunks), inner.index), of_group)
+        for index, of_code_row in zip(indices, sums, strict=True):
+            for row, place in enumerate(of_code_row):
+                total = self.total(b.load(place))
+                at = b.add(b.mul(columns, word(row)), index)
+                b.store(total, b.inttoptr(b.add(out, b.mul(at, word(4))), self.float.as_pointer()))
+
+    def vector(self, kind: Any) -> Any:
+        return self.ir.VectorType(kind, LANES)
+
+    def constant(self, kind: Any, number: Any) -> Any:
+        return self.ir.Constant(kind, [number] * kind.count)
+
+    def variable(self, value: Any) -> Any:
+        place = self.control.alloca_once(self.b, value.type)
+        self.b.store(value, place)
+        return place
+
+    def load(self, kind: Any, address: Any) -> Any:
+        return self.b.load(self.b.inttoptr(address, kind.as_pointer()), align=1)
+
+    def fused(self, one: Any, other: Any, added: Any) -> Any:
+        kind = self.ir.FunctionType(self.lanes, [self.lanes] * 3)
+        function = self.control.get_or_insert_function(self.b.module, kind, f"llvm.fmuladd.v{LANES}f32")
+        return self.b.call(function, [one, other, added])
+
+    def weight(self, code: Any, scale: Any, offset: Any) -> Any:
+        return self.b.fmul(code, scale) if offset is None else self.fused(code, scale, offset)
+
+    def codes(self, address: Any, index: Any) -> list[Any]:
+        """Codes of the index-th chunk of a row as vectors of float32; those of fp8 are divided by 256."""
+        b, layout = self.b, self.layout
+        some, words = self.vector(self.byte), self.vector(self.ir.IntType(32))
+        if layout.codes == "uint8":
+            both = b.zext(self.load(some, b.add(address, b.mul(index, self.word(LANES)))), words)
+            low, high = b.and_(both, self.constant(words, 15)), b.lshr(both, self.constant(words, 4))
+            return [b.sitofp(low, self.lanes), b.sitofp(high, self.lanes)]
+        first = b.add(address, b.mul(index, self.word(layout.chunk)))
+        parts = [self.load(some, b.add(first, self.word(at))) for at in range(0, layout.chunk, LANES)]
+        if layout.codes == "int8":
+            return [b.sitofp(b.sext(part, words), self.lanes) for part in parts]
+        return [self.from_fp8(part) for part in parts]
+
+    def from_fp8(self, codes: Any) -> Any:
+        """float8_e4m3fn by way of float16, which has 7 bits more of mantissa and an exponent that is 8 larger."""
+        b, kind = self.b, self.vector(self.ir.IntType(16))
+        bits = b.and_(b.shl(b.sext(codes, kind), self.constant(kind, 7)), self.constant(kind, 0xBFFF))
+        largest = self.constant(codes.type, 127)
+        nan = b.icmp_unsigned("==", b.and_(codes, largest), largest)
+        bits = b.select(nan, self.constant(kind, 0x7E00), bits)
+        return b.fpext(b.bitcast(bits, self.vector(self.ir.HalfType())), self.lanes)
+
+    def scale(self, group: Any, scale: Any, offset: Any, super_scale: Any, super_offset: Any) -> tuple[Any, Any]:
+        """Scale and offset (None: there is none) of a group, in every lane."""
+        b, layout = self.b, self.layout
+        found = self.number(layout.scale, scale, group)
+        added = self.number(layout.offset, offset, group) if layout.offset else None
+        if layout.coarse:
+            coarse = b.udiv(group, self.word(layout.coarse))
+            found = b.fmul(found, self.number("float16", super_scale, coarse))
+            added = None if added is None else b.fmul(added, self.number("float16", super_offset, coarse))
+        if layout.shift:  # code * scale + this is exact until it is rounded, where the processor fuses the two
+            added = b.fmul(found, self.constant(self.lanes, -float(layout.shift)))
+        if layout.codes == "float8_e4m3fn":
+            found = b.fmul(found, self.constant(self.lanes, 256.0))
+        return found, added
+
+    def number(self, dtype: str, base: Any, index: Any) -> Any:
+        """The index-th number at an address as float32, in every lane."""
+        b, ir = self.b, self.ir
+        address = b.add(base, b.mul(index, self.word(BYTES[dtype])))
+        if dtype == "float16":
+            return b.fpext(self.splat(self.load(ir.HalfType(), address)), self.lanes)
+        if dtype == "bfloat16":
+            wide = b.zext(self.load(ir.IntType(16), address), ir.IntType(32))
+            return self.splat(b.bitcast(b.shl(wide, ir.IntType(32)(16)), self.float))
+        if dtype == "float32":
+            return self.splat(self.load(self.float, address))
+        code = self.load(self.byte, address)
+        return self.splat((b.uitofp if dtype == "uint8" else b.sitofp)(code, self.float))
+
+    def splat(self, number: Any) -> Any:
+        kind, places = self.vector(number.type), self.vector(self.ir.IntType(32))
+        nothing = self.ir.Constant(kind, self.ir.Undefined)
+        one = self.b.insert_element(nothing, number, self.ir.IntType(32)(0))
+        return self.b.shuffle_vector(one, nothing, self.constant(places, 0))
+
+    def total(self, lanes: Any) -> Any:
+        """The sum of all lanes, halves added to halves."""
+        b, ir, width = self.b, self.ir, LANES
+        while width > 1:
+            width //= 2
+            places = [list(range(at, at + width)) for at in (0, width)]
+            halves = [ir.Constant(ir.VectorType(ir.IntType(32), width), place) for place in places]
+            lanes = b.fadd(*(b.shuffle_vector(lanes, lanes, half) for half in halves))
+        return b.extract_element(lanes, ir.IntType(32)(0))

@@ -1,0 +1,119 @@
+"""The product of activations and a `Quantised` weight: platform, rows and format choose the implementation.
+
+| where | rows | how |
+|---|---|---|
+| CPU | up to 256 | `cpu/quantised_rows.py`: codes are widened in registers |
+| CPU | more | the weights are dequantised to float32, then XLA's product |
+| NVIDIA, a scale for each output | any | XLA's product of codes, which it widens inside; then the scale |
+| NVIDIA, groups | up to 64 | `pallas_quantised.py`: codes are widened in registers |
+| NVIDIA, groups; other accelerators | more | the weights are dequantised to x's dtype, then XLA's product |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from specjax_kernels import launch, pallas_quantised
+from specjax_kernels.cpu import quantised_rows
+from specjax_kernels.cpu.quantised_rows import Layout
+from specjax_kernels.quantised import Quantised, check, dequantise, scales
+
+
+def product(x: Array, leaf: Quantised, dtype: Any) -> Array:
+    """x [..., M] times the transpose of the dequantised weights [*out, M]: [..., *out] in a dtype; sums are float32."""
+    check(leaf)
+    if x.shape[-1] != leaf.depth:
+        raise ValueError(f"a quantised weight of shape {leaf.shape} takes {leaf.depth} inputs, got {x.shape[-1]}")
+    rows = x.reshape(-1, leaf.depth)
+    if leaf.order is not None:
+        rows = rows[:, leaf.order]
+    arrays, of_arrays = jax.tree.flatten(_matrix(leaf))
+
+    def by(implementation: Any, *arguments: Array) -> Array:
+        return implementation(arguments[0], jax.tree.unflatten(of_arrays, arguments[1:])).astype(dtype)
+
+    on_cpu = by_rows if quantised_rows.takes(rows.shape[0], layout_of(leaf)) else by_dequantising
+    if leaf.scale.shape[-1] == 1 and leaf.bits == 8:
+        elsewhere = on_nvidia = by_channel
+    else:
+        elsewhere = by_dequantising
+        on_nvidia = (
+            functools.partial(pallas_quantised.multiply, dtype=dtype) if _has_gpu_kernel(rows, leaf) else elsewhere
+        )
+    branches = {"cpu": on_cpu, "cuda": on_nvidia, "default": elsewhere}
+    bound = {platform: functools.partial(by, implementation) for platform, implementation in branches.items()}
+    out = jax.lax.platform_dependent(rows, *arrays, **bound)
+    return out.reshape(*x.shape[:-1], *leaf.out)
+
+
+def _matrix(leaf: Quantised) -> Quantised:
+    """Without order, and all outputs as one axis."""
+    return jax.tree.map(
+        lambda array: jnp.asarray(array).reshape(-1, array.shape[-1]), dataclasses.replace(leaf, order=None)
+    )
+
+
+def _has_gpu_kernel(rows: Array, leaf: Quantised) -> bool:
+    if not pallas_quantised.takes(rows.shape[0], leaf):
+        return False
+    if not launch.on_nvidia():
+        return True  # compiled for a GPU that is not there
+    needed = (8, 9) if leaf.codes.dtype == jnp.float8_e4m3fn else (8, 0)  # Triton's conversions of fp8
+    return tuple(map(int, str(launch.generation()).split("."))) >= needed
+
+
+def layout_of(leaf: Quantised) -> Layout | None:
+    """What the CPU's kernel is compiled for; None: it does not take this format."""
+    group = leaf.group
+    chunk = next((chunk for chunk in (32, 16) if group % chunk == 0), 0)
+    if not chunk or not math.prod(leaf.out):
+        return None
+    coarse = 0 if leaf.super_scale is None else leaf.scale.shape[-1] // leaf.super_scale.shape[-1]
+    offset = "" if leaf.offset is None else str(leaf.offset.dtype)
+    return Layout(str(leaf.codes.dtype), str(leaf.scale.dtype), offset, leaf.shift, chunk, group == chunk, coarse)
+
+
+def by_rows(rows: Array, leaf: Quantised) -> Array:
+    layout = layout_of(leaf)
+    assert layout is not None
+    codes, *others = jax.tree.leaves(leaf)
+    return quantised_rows.multiply(rows.astype(jnp.float32), layout, codes, *others)
+
+
+def by_dequantising(rows: Array, leaf: Quantised) -> Array:
+    """In float32 on a CPU, elsewhere in x's dtype with float32 sums."""
+
+    def plain(rows: Array, *arrays: Array, dtype=rows.dtype) -> Array:
+        weights = dequantise(jax.tree.unflatten(kind, arrays), dtype)
+        return _dot(rows.astype(dtype), weights)
+
+    arrays, kind = jax.tree.flatten(leaf)
+    if rows.dtype == jnp.float32:
+        return plain(rows, *arrays)
+    return jax.lax.platform_dependent(rows, *arrays, cpu=functools.partial(plain, dtype=jnp.float32), default=plain)
+
+
+def by_channel(rows: Array, leaf: Quantised) -> Array:
+    """Codes of 8 bits are exact in every dtype of x: XLA widens them inside of its product."""
+    scale, offset = scales(leaf)
+    out = _dot(rows, jnp.asarray(leaf.codes).astype(rows.dtype))
+    wide = [jnp.repeat(one[:, 0], leaf.rows) for one in (scale, offset) if one is not None]
+    if leaf.shift:
+        wide.append(wide[0] * jnp.float32(-leaf.shift))
+    out = out * wide[0][None]
+    if len(wide) == 1:
+        return out
+    return out + jnp.sum(rows.astype(jnp.float32), axis=1, keepdims=True) * wide[1][None]
+
+
+def _dot(rows: Array, matrix: Array) -> Array:
+    precision = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    axes = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(rows, matrix, axes, precision=precision, preferred_element_type=jnp.float32)

@@ -1,0 +1,171 @@
+"""A quantised matrix as it comes from a file, and the leaf of parameters that several of them make.
+
+    weight[o, i] = (code[o, i] - zero[o, g]) * scale[o, g] + offset[o, g]        g: the group of column i
+
+Files differ in how they pack and share these numbers. Here each row has its own, and groups are equal runs of columns,
+which costs a few hundredths of a weight's bits and makes a leaf of rows of several tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from specjax.checkpoint.files import CheckpointError
+from specjax.models.params import Leaf, Scope, Sizes, output_major, placements
+
+PACKED = 32  # columns that codes of 4 bits are packed by; see `specjax_kernels.Quantised`
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A matrix [out, in]. A scale, zero or offset [out, groups]."""
+
+    codes: np.ndarray  # [out, in]: uint8 from 0 to 15 if `bits` is 4, else int8, uint8 or float8_e4m3fn
+    scale: np.ndarray  # float, or uint8 or int8 where there is a `super_scale`
+    bits: int = 8
+    zero: np.ndarray | None = None  # integers
+    offset: np.ndarray | None = None  # as `scale`
+    super_scale: np.ndarray | None = None  # float16 [out, groups / n]: a factor on n scales
+    super_offset: np.ndarray | None = None
+    order: np.ndarray | None = None  # int [in]: column i of the codes is column order[i] of the matrix; None: i
+
+    def dequantised(self) -> np.ndarray:
+        """float32 [out, in], each operation rounded once."""
+        inside = self.codes.shape[1]
+
+        def spread(numbers: np.ndarray, coarse: np.ndarray | None = None) -> np.ndarray:
+            wide = numbers.astype(np.float32)
+            if coarse is not None:
+                wide *= coarse.astype(np.float32).repeat(wide.shape[1] // coarse.shape[1], axis=1)
+            return wide.repeat(inside // wide.shape[1], axis=1)
+
+        values = self.codes.astype(np.float32)
+        if self.zero is not None:
+            values -= spread(self.zero)
+        values *= spread(self.scale, self.super_scale)
+        if self.offset is not None:
+            values += spread(self.offset, self.super_offset)
+        if self.order is None:
+            return values
+        found = np.empty_like(values)
+        found[:, self.order] = values
+        return found
+
+    def simplified(self) -> Stored:
+        """The same weights: zeros as a part of 8-bit codes or as offsets, exactly; 4 bits as 8 where their groups do
+        not fit the packing."""
+        codes, bits, zero = self.codes, self.bits, self.zero
+        groups, inside = self.scale.shape[1], codes.shape[1]
+        if bits == 4 and (inside % PACKED or inside // groups % PACKED):
+            codes, bits = codes.astype(np.int8), 8
+        if zero is None or (bits == 4 and (zero == 8).all()):
+            return replace(self, codes=codes, bits=bits)
+        if bits == 8 and codes.dtype.kind in "iu":
+            moved = codes.astype(np.int32) - zero.astype(np.int32).repeat(inside // groups, axis=1)
+            if moved.min() >= -128 and moved.max() <= 127:
+                return replace(self, codes=moved.astype(np.int8), bits=8, zero=None)
+            if codes.dtype == np.uint8:
+                codes, zero = (codes.astype(np.int16) - 128).astype(np.int8), zero.astype(np.int16) - 128
+        # A product of two short numbers: exact.
+        offset = -zero.astype(np.float32) * self.scale.astype(np.float32)
+        return replace(self, codes=codes, bits=bits, zero=None, offset=offset)
+
+
+def is_product(leaf: Leaf) -> bool:
+    """Whether a leaf is only multiplied by, so that it may be quantised: linear maps and the embedding. A router is
+    small, and what it chooses should not change."""
+    return leaf.name == "embed" or (leaf.matrix is not None and leaf.name != "router")
+
+
+def quantised_leaf(parts: Sequence[np.ndarray], scope: Scope, leaf: Leaf, sizes: Sizes, kind: str) -> Any:
+    """The leaf of these float tensors, quantised. CheckpointError: its inputs do not divide into groups."""
+    from specjax_kernels import quantise
+
+    try:
+        return quantise(_placed([part.astype(np.float32) for part in parts], scope, leaf, sizes), kind)
+    except ValueError as error:
+        raise CheckpointError(f"quantization {kind} of {scope.prefix}{leaf.tensors[0].name}: {error}") from error
+
+
+def _placed(parts: Sequence[np.ndarray], scope: Scope, leaf: Leaf, sizes: Sizes) -> np.ndarray:
+    """Arrays [out, n] of the tensors that fill a leaf as one array, [*out of the leaf, n]."""
+    declared = output_major(leaf)
+    sizes = {**sizes, "@": parts[0].shape[1]}
+    found = np.empty(declared.shape(sizes), parts[0].dtype)
+    for rule, array in zip(placements((scope._replace(leaves=(declared,)),), sizes), parts, strict=True):
+        rule.place(found, array)
+    return found
+
+
+def make_leaf(parts: Sequence[Stored], scope: Scope, leaf: Leaf, sizes: Sizes) -> Any | None:
+    """The `specjax_kernels.Quantised` of the tensors that fill a leaf, in their order; None: no format holds all."""
+    from specjax_kernels import Quantised
+    from specjax_kernels.quantised import pack
+
+    parts = _alike([part.simplified() for part in parts])
+    first = parts[0]
+    if any(not _equal(part.order, first.order) for part in parts):
+        return None
+
+    def whole(name: str) -> np.ndarray | None:
+        arrays = [getattr(part, name) for part in parts]
+        return None if arrays[0] is None else _placed(arrays, scope, leaf, sizes)
+
+    codes, zero = whole("codes"), first.zero
+    assert codes is not None
+    return Quantised(
+        codes=pack(codes) if first.bits == 4 else codes,
+        shift=0 if zero is None else int(zero.flat[0]),
+        order=None if first.order is None else first.order.astype(np.int32),
+        scale=whole("scale"),
+        offset=whole("offset"),
+        super_scale=whole("super_scale"),
+        super_offset=whole("super_offset"),
+    )
+
+
+def _alike(parts: Sequence[Stored]) -> list[Stored]:
+    """The parts in one format: their own if they share it, else 8 bits with float32 scales of the smallest group."""
+
+    def form(part: Stored) -> tuple[Any, ...]:
+        arrays = (part.scale, part.offset, part.super_scale, part.super_offset)
+        return (
+            part.codes.dtype,
+            part.bits,
+            part.zero is None,
+            *(None if a is None else (a.dtype, a.shape[1]) for a in arrays),
+        )
+
+    if len({form(part) for part in parts}) == 1:
+        return list(parts)
+    groups = math.lcm(*(part.scale.shape[1] for part in parts))
+    has_offset = any(part.offset is not None for part in parts)
+
+    def changed(part: Stored) -> Stored:
+        def fine(numbers: np.ndarray, coarse: np.ndarray | None) -> np.ndarray:
+            wide = numbers.astype(np.float32)
+            if coarse is not None:
+                wide *= coarse.astype(np.float32).repeat(wide.shape[1] // coarse.shape[1], axis=1)
+            return wide.repeat(groups // wide.shape[1], axis=1)
+
+        codes = part.codes.astype(np.int8)
+        if part.zero is not None:
+            codes -= part.zero.astype(np.int8).repeat(codes.shape[1] // part.zero.shape[1], axis=1)
+        offset = None
+        if has_offset:
+            nothing = np.zeros((len(codes), groups), np.float32)
+            offset = nothing if part.offset is None else fine(part.offset, part.super_offset)
+        return Stored(codes, fine(part.scale, part.super_scale), offset=offset, order=part.order)
+
+    if any(part.codes.dtype.kind not in "iu" for part in parts):  # fp8 beside integers
+        return [replace(part, order=np.full(1, i)) for i, part in enumerate(parts)]  # differ: dequantised
+    return [changed(part) for part in parts]
+
+
+def _equal(one: np.ndarray | None, other: np.ndarray | None) -> bool:
+    return one is other or (one is not None and other is not None and np.array_equal(one, other))

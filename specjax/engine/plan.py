@@ -1,0 +1,298 @@
+"""What an engine would need and at best reach on a device, computed from shapes: nothing is loaded, compiled or run.
+
+Memory is what the engine allocates, by the functions that it allocates with, plus an estimate of the temporaries. A
+speed is a bound: what a step must read over the memory's speed, or its products over theirs, whichever takes longer.
+Launches of kernels, attention's products and, with several devices, the exchange between them are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from specjax.cache import PageSpec, PoolShape, bytes_per_token
+from specjax.config import ModelConfig
+from specjax.devices import Device
+from specjax.engine.buckets import Buckets
+from specjax.engine.config import EngineConfig, Layout, Memory, context_length, fitting_tokens, logits_bytes
+from specjax.models import table
+from specjax.models.params import (
+    Leaf,
+    Sizes,
+    Table,
+    dimensions,
+    leaf_bytes,
+    leaves_of,
+    parameter_bytes,
+    read_leaves,
+    shards,
+)
+from specjax.outline import Outline, head_parameters, level_reads
+from specjax.state import init_state
+
+CONTEXT = 1024  # tokens before those of a step, in the bounds of its speed
+
+
+class Case(NamedTuple):
+    """What is asked about."""
+
+    outline: Outline
+    config: EngineConfig
+    device: Device
+    platform: str  # "cpu" or "gpu"
+    devices: int = 1  # over which weights and pages are split
+    share: float = 1.0  # of a device's memory, that jax takes
+
+    @property
+    def limit(self) -> int:
+        """Bytes of a device that weights, pool and everything else share."""
+        own = self.config.mem_fraction if self.platform == "cpu" else 1
+        return int(self.device.memory * self.share * own)
+
+
+class Speed(NamedTuple):
+    """Bounds for a batch of requests: seconds a step."""
+
+    batch: int
+    nodes: int  # of each tree; 1: this batch does not draft
+    plain: float
+    draft: float
+    verify: float
+
+    @property
+    def break_even(self) -> float:
+        """The accept length from which on drafting is faster than plain decoding."""
+        return (self.draft + self.verify) / self.plain
+
+    def rate(self, accept_length: float) -> float:
+        """Tokens a second."""
+        return self.batch * accept_length / (self.draft + self.verify)
+
+
+class Plan(NamedTuple):
+    """Bytes are of each device."""
+
+    context_length: int
+    weights: int
+    draft_weights: int
+    token_bytes: int  # of a token in the target's pages
+    draft_token_bytes: int  # in the drafter's, and 4 for the token itself if it reads those
+    rows: int  # of the requests' rows, and of what the drafter keeps beside pages
+    temporaries: int  # see `temporary_bytes`
+    tokens: int  # in the pool; 0: there is no room for one
+    buckets: Buckets
+    reads: Reads
+    speeds: tuple[Speed, ...]  # by batch bucket
+    undivided: dict[str, int]  # what several devices hold whole: bytes by name
+    problems: tuple[str, ...]  # none: it fits
+
+    @property
+    def pool(self) -> int:
+        return self.tokens * self.token_bytes
+
+    @property
+    def draft_pool(self) -> int:
+        return self.tokens * self.draft_token_bytes
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.draft_weights + self.pool + self.draft_pool + self.rows + self.temporaries
+
+
+def make_plan(case: Case) -> Plan:
+    """Raises ValueError for a context that the model does not have."""
+    target, drafter = case.outline.target, case.outline.drafter
+    config, n = case.config, case.devices
+    context, rows = context_length(target, config), config.max_running_requests
+    whole, beside = _state_bytes(case.outline, config.page_size, rows)
+    pages = _page_bytes(target.pages, n)
+    draft_pages = whole - _page_bytes(target.pages)
+    own = case.outline.draft_pages
+    if own is not None:
+        draft_pages += _page_bytes(own, n) - _page_bytes(own)
+    reads = _reads(case.outline, n)
+    weights, draft_weights = reads.weights, reads.draft_weights
+
+    problems: list[str] = []
+    memory = None if case.platform == "cpu" else Memory(case.limit, weights + draft_weights)
+    try:
+        tokens = fitting_tokens(target, config, context, drafter, memory, pages + draft_pages)
+        pool, buckets = Layout.of(config, context, tokens, case.platform, drafter)
+        tokens = prod(pool)
+    except ValueError as error:
+        problems.append(str(error))
+        tokens, buckets = 0, Layout.of(config, context, rows * context, case.platform, drafter).buckets
+    plan = Plan(
+        context_length=context,
+        weights=weights,
+        draft_weights=draft_weights,
+        token_bytes=pages,
+        draft_token_bytes=draft_pages,
+        rows=beside,
+        temporaries=temporary_bytes(case.outline, buckets, case.platform, n),
+        tokens=tokens,
+        buckets=buckets,
+        reads=reads,
+        speeds=tuple(
+            _speed(case, reads, batch, buckets.tree_widths(batch)[-1], min(CONTEXT, context), pages, draft_pages)
+            for batch in buckets.batches
+        ),
+        undivided=_undivided(case.outline, n),
+        problems=(),
+    )
+    if not problems and plan.total > case.limit:
+        problems.append(f"{plan.total / 1e9:.2f} GB are needed and there are {case.limit / 1e9:.2f} GB")
+    if not problems and config.context_length and tokens < config.context_length:
+        problems.append(
+            f"the KV pool holds {tokens} tokens, so no request of EngineConfig.context_length {context} tokens can run"
+        )
+    return plan._replace(problems=tuple(problems))
+
+
+class Reads(NamedTuple):
+    """Parameters, and what of them a step reads. Of each device."""
+
+    weights: int  # bytes
+    draft_weights: int
+    forward: int  # bytes that a forward of the target reads
+    products: int  # elements of that, each of which a token is multiplied with
+    level: int  # bytes that a level of the draft reads, the target's output matrix among them if it is the head's
+    once: int  # bytes that the draft reads once a step
+
+
+@lru_cache(16)
+def _reads(outline: Outline, devices: int) -> Reads:
+    target, head = outline.target, outline.head
+    model, declared, sizes = target.config, table(target.config), dimensions(target.config)
+    read = [*read_leaves(declared)]
+
+    def size(leaves: Iterable[Leaf], sizes: Sizes = sizes, of: ModelConfig = model) -> int:
+        return sum(int(leaf_bytes(leaf, sizes, of.dtype, devices) * _active(leaf, of)) for leaf in leaves)
+
+    draft, level, once = (_nbytes(outline.params.draft),) * 2 + (0,)  # of a drafter of the user's: all, each level
+    if head is not None:
+        head_table, head_sizes = head_parameters(head, target)
+        draft = parameter_bytes(head_table, head_sizes, head.dtype, devices=devices)
+        level, once = (size(leaves, head_sizes) for leaves in level_reads(head))
+        level += 0 if head.own_head else size(leaf for leaf in read if "vocab" in leaf.axes)
+    if (drafts := outline.model) is not None:
+        own, own_sizes = table(drafts.config), dimensions(drafts.config)
+        draft = parameter_bytes(own, own_sizes, drafts.config.dtype, devices=devices)
+        level = once = size(read_leaves(own), own_sizes, drafts.config)
+    return Reads(
+        weights=parameter_bytes(declared, sizes, model.dtype, devices=devices),
+        draft_weights=draft,
+        forward=size(read),
+        products=sum(
+            int(prod(leaf.shape(sizes)) // shards(leaf.axes, leaf.shape(sizes), devices) * _active(leaf, model))
+            for leaf in read
+        ),
+        level=level,
+        once=once,
+    )
+
+
+def _active(leaf: Leaf, model: ModelConfig) -> float:
+    """The share of a leaf that one token needs: of stacked experts those that it is routed to."""
+    stacked = model.experts is not None and leaf.dims[0] == "X" and len(leaf.dims) > 1
+    return model.experts.per_token / model.experts.count if model.experts and stacked else 1.0
+
+
+def temporary_bytes(outline: Outline, buckets: Buckets, platform: str, devices: int = 1) -> int:
+    """An estimate of what the largest program holds beside its arguments:
+
+        logits of the nodes     `logits_bytes`; a prompt's chunk has them of one token
+        of all layers           keys and values, which are committed together at the end; the features
+        of one layer            two of its widest output, six of the residual stream; on a CPU, if that is more, the
+                                scores of attention within the chunk, twice [H, tokens, tokens] in float32
+
+    XLA holds 33 MB for one tree of 32 nodes of Llama-3.1-8B with an EAGLE-3 head on an H200, and the estimate is 51 MB
+    (benchmarks/results/gpu-compile-2026-11-21.json). A test compares others on a CPU.
+    """
+    model = outline.target.config
+    lasting, passing = _activation_bytes(outline, devices)
+
+    def held(tokens: int, rows: int) -> int:
+        scores = 8 * model.num_heads * tokens if platform == "cpu" else 0
+        return tokens * (lasting + max(passing, scores)) + logits_bytes(rows, model.vocab_size, platform)
+
+    steps = [batch * buckets.tree_widths(batch)[-1] for batch in buckets.batches]
+    return max(*(held(nodes, nodes) for nodes in steps), *(held(chunk, 1) for chunk in buckets.chunks))
+
+
+@lru_cache(16)
+def _activation_bytes(outline: Outline, devices: int) -> tuple[int, int]:
+    """Of a token: of all layers, and of one; see `temporary_bytes`."""
+    target, head = outline.target, outline.head
+    model, sizes = target.config, dimensions(target.config)
+    widest = 0
+    for leaf in leaves_of(table(model)):
+        if leaf.matrix and "vocab" not in leaf.axes:
+            shape = leaf.shape(sizes)
+            widest = max(widest, prod(shape[axis] for axis in leaf.matrix[1]) // shards(leaf.axes, shape, devices))
+    size, features = np.dtype(model.dtype).itemsize, 0 if head is None else head.feature_size
+    lasting = _page_bytes(target.pages, devices) + size * (2 * model.hidden_size + features)
+    return lasting, size * (2 * widest + 4 * model.hidden_size)
+
+
+def _speed(case: Case, reads: Reads, batch: int, nodes: int, context: int, pages: int, draft_pages: int) -> Speed:
+    device, drafter, model = case.device, case.outline.drafter, case.outline.target.config
+    speed = device.speed(model.dtype)
+
+    def forward(tokens: int) -> float:
+        read = reads.forward + batch * context * pages
+        return max(read / device.bandwidth, 2 * reads.products * tokens / speed)
+
+    read = 0
+    if nodes > 1 and reads.draft_weights:
+        read = drafter.depth * (reads.level + batch * context * draft_pages) + reads.once
+    return Speed(batch, nodes, forward(batch), read / device.bandwidth, forward(batch * nodes))
+
+
+@lru_cache(16)
+def _undivided(outline: Outline, devices: int) -> dict[str, int]:
+    """Bytes by name, of what several devices hold whole each."""
+    found: dict[str, int] = {}
+    if devices == 1:
+        return found
+    model, head = outline.target.config, outline.head
+    parts: list[tuple[str, Table, Sizes, Any]] = [("", table(model), dimensions(model), outline.target.pages)]
+    if head is not None:
+        parts.append(("draft ", *head_parameters(head, outline.target), outline.draft_pages))
+    for name, declared, sizes, specs in parts:
+        for leaf in leaves_of(declared):
+            if shards(leaf.axes, leaf.shape(sizes), devices) == 1:
+                key = name + leaf.name
+                found[key] = found.get(key, 0) + leaf_bytes(leaf, sizes, model.dtype)
+        if (whole := _page_bytes(specs)) == _page_bytes(specs, devices):
+            found[f"{name}pages of a token"] = whole
+    return found
+
+
+@lru_cache(16)
+def _state_bytes(outline: Outline, page_size: int, rows: int) -> tuple[int, int]:
+    """Of a token in all pools, and of everything else in the state; on one device."""
+
+    def state(pool: PoolShape) -> Any:
+        return init_state(outline.params, outline.target, outline.drafter, rows=rows, pool=pool)
+
+    each = bytes_per_token(state, page_size)
+    return each, _nbytes(jax.eval_shape(lambda: state(PoolShape(1, page_size)))) - each * page_size
+
+
+def _page_bytes(specs: Any, devices: int = 1) -> int:
+    """Bytes of a token in pages."""
+    leaves: list[PageSpec] = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PageSpec))
+    sizes = (
+        prod(leaf.shape) * np.dtype(leaf.dtype).itemsize // shards(leaf.axes, leaf.shape, devices) for leaf in leaves
+    )
+    return sum(sizes)
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,240 @@
+"""`--dry-run`: what a model would need on a device and at best reach there, and what to change if it does not fit.
+
+Reads configs and tensors' headers. Prints text, then one line of JSON. The figures are those of `specjax.engine.plan`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from specjax.checkpoint import CheckpointError
+from specjax.cli import flags
+from specjax.devices import DEVICES, XLA_SHARE_VARIABLE, this_device, xla_share
+from specjax.drafters import NoDraft
+from specjax.engine.buckets import speculation_note
+from specjax.engine.plan import CONTEXT, Case, Plan, make_plan
+from specjax.limits import Range, check_value
+from specjax.outline import Outline, outline
+from specjax.serve.remedies import Outlines, Remedy, remedies
+from specjax.settings import Parser, dashed
+
+FITS, DOES_NOT_FIT, WRONG = 0, 1, 2
+"""Exit statuses."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Actions, which have no keys in a file."""
+    about = "What the model would need, from its configs and tensors' headers alone; status 1 if it does not fit."
+    group = parser.add_argument_group("dry run", about)
+    group.add_argument("--dry-run", action="store_true", help="print memory, buckets and bounds of the speed, and end")
+    names = ", ".join(DEVICES)
+    group.add_argument(
+        "--assume-device", type=str.upper, metavar="NAME", help=f"compute for one of {names}; default: this machine's"
+    )
+    group.add_argument("--assume-devices", type=int, metavar="N", help="split over so many of them; default: 1")
+
+
+def check_flags(parser: Parser, args: argparse.Namespace) -> None:
+    """Ends the command if the flags of a dry run are wrong, or given without one."""
+    limits = {"assume_device": (str, Range(), tuple(DEVICES)), "assume_devices": (int, Range(minimum=1), ())}
+    for name, (kind, bounds, choices) in limits.items():
+        flag, value = f"--{dashed(name)}", getattr(args, name)
+        try:
+            check_value(value, kind | None, bounds, choices)
+        except ValueError as error:
+            parser.exit(WRONG, f"{parser.prog}: error: {flag} must be {error}, got {value!r}\n")
+        if value is not None and not args.dry_run:
+            advice = "is for --dry-run; the server runs on the device that is here"
+            parser.exit(WRONG, f"{parser.prog}: error: {flag} {value} {advice}\n")
+
+
+def dry_run(settings: flags.Settings, device: str | None, devices: int) -> int:
+    """Prints the plan; returns the exit status. `device`: a key of `DEVICES`; None: this process's."""
+    if device is not None:
+        jax.config.update("jax_platforms", "cpu")  # a GPU that is here stays free
+    try:
+        arguments = flags.engine_arguments(settings)
+        with flags.named_as_flags(settings):
+            case, outlines = _case(arguments, device, devices)
+            plan = make_plan(case)
+            found = remedies(case, outlines) if plan.problems else []
+    except (CheckpointError, ValueError, NotImplementedError, OSError) as error:
+        print(f"specjax.serve: {error}", file=sys.stderr)
+        return WRONG
+    for line in _report(settings, case, plan, found):
+        print(line)
+    print(json.dumps(document(settings, case, plan, found)))
+    return DOES_NOT_FIT if plan.problems else FITS
+
+
+def _case(arguments: dict[str, Any], device: str | None, devices: int) -> tuple[Case, Outlines]:
+    platform = "gpu" if device or jax.default_backend() != "cpu" else "cpu"
+    model, revision = arguments["model"], arguments["revision"]
+
+    @functools.cache
+    def outlines(dtype: str | None, drafts: bool) -> Outline:
+        draft = arguments["draft"] if drafts else NoDraft()
+        return outline(model, draft=draft, dtype=dtype or arguments["dtype"], revision=revision, platform=platform)
+
+    asked = outlines(None, True)
+    bounds = DEVICES[device] if device else this_device(asked.target.config.dtype)
+    return Case(asked, arguments["config"], bounds, platform, devices, xla_share() if device else 1.0), outlines
+
+
+# Text, of at most 80 columns.
+
+
+def _report(settings: flags.Settings, case: Case, plan: Plan, found: list[Remedy]) -> Iterator[str]:
+    device, model = case.device, case.outline.target.config
+    source = "its tensors' headers" if case.outline.headers else "config.json alone"
+    count = f"{case.devices} devices, figures of each" if case.devices > 1 else "1 device"
+    yield from _fact(
+        "model",
+        f"{settings.model.model}: {model.family}, {model.num_layers} layers, {model.dtype}, "
+        f"context {plan.context_length}; from {source}",
+    )
+    yield from _fact("draft", flags.in_flags(speculation_note(case.outline.drafter, plan.buckets)))
+    yield from _fact(
+        "device",
+        f"{device.name}, {count}: {_gb(device.memory)} GB at {device.bandwidth / 1e9:,.0f} GB/s, "
+        f"{device.speed(model.dtype) / 1e12:.3g} TFLOP/s ({device.note})",
+    )
+    yield ""
+    yield from _memory(case, plan)
+    if plan.undivided:
+        whole = sum(size for name, size in plan.undivided.items() if not name.endswith("token"))
+        names = ", ".join(plan.undivided)
+        yield from _fact("whole", f"not divided, so {_gb(whole)} GB of weights lie on each device: {names}")
+    if case.devices > 1:
+        yield from _fact("note", "the server cannot run on several devices yet; this is what it would need")
+    longest = plan.context_length
+    if 0 < plan.tokens < longest:
+        yield from _fact("note", f"the pool holds no request of the whole context, {longest} tokens")
+    yield ""
+    buckets = plan.buckets
+    sizes = {"requests a step": buckets.batches, "tokens of a prompt's chunk": buckets.chunks, "pages": buckets.tables}
+    yield from _fact("buckets", "; ".join(f"{name} {', '.join(map(str, each))}" for name, each in sizes.items()))
+    yield ""
+    yield from _speeds(case, plan)
+    yield ""
+    yield from _verdict(case, plan, found)
+
+
+def _memory(case: Case, plan: Plan) -> Iterator[str]:
+    pages = f"{plan.tokens} tokens in pages of {case.config.page_size}, {plan.token_bytes:,} B each"
+    rows = [
+        ("weights", plan.weights, ""),
+        ("draft's weights", plan.draft_weights, ""),
+        ("pool, target", plan.pool, pages if plan.tokens else "no room"),
+        ("pool, draft", plan.draft_pool, f"{plan.draft_token_bytes:,} B a token"),
+        ("rows of requests", plan.rows, f"{case.config.max_running_requests} rows; the drafter's memory"),
+        ("temporaries", plan.temporaries, "an estimate from shapes"),
+        ("together", plan.total, f"of {_gb(case.limit)} GB"),
+    ]
+    yield f"{'memory':18}{'GB':>9}"
+    yield from (f"{name:18}{_gb(size):>9}  {note}".rstrip() for name, size, note in rows)
+    fraction = case.config.mem_fraction
+    if case.platform == "cpu":
+        text = f"{fraction:.0%} of the machine's {_gb(case.device.memory)} GB (--mem-fraction-static)"
+    else:
+        text = f"{fraction:.0%} of it (--mem-fraction-static) is for weights and pool: {_gb(fraction * case.limit)} GB"
+        if case.share < 1:
+            text = f"jax takes {case.share:.0%} of the device ({XLA_SHARE_VARIABLE}), {_gb(case.limit)} GB; " + text
+    yield from _fact("limit", text)
+
+
+def _speeds(case: Case, plan: Plan) -> Iterator[str]:
+    reads, context = plan.reads, min(CONTEXT, plan.context_length)
+    text = f"a forward reads {_gb(reads.forward)} GB of weights and the pages of {context} tokens a request"
+    if reads.level:
+        depth = case.outline.drafter.depth
+        text += f"; a draft {depth} levels of {_gb(reads.level)} GB" + (
+            f" and {_gb(reads.once)} GB" if reads.once else ""
+        )
+    yield from _fact("bounds", f"{text}. Launches, attention's products and exchange between devices cost more")
+    yield "requests  plain tok/s  plain ms  tree   + draft  + verify  accept to break even"
+    for speed in plan.speeds:
+        line = f"{speed.batch:8} {speed.batch / speed.plain:12,.1f} {1e3 * speed.plain:9.3f}"
+        if speed.nodes > 1:
+            more = 1e3 * (speed.verify - speed.plain)
+            line += f" {speed.nodes:5} {1e3 * speed.draft:9.3f} {more:9.3f}  {speed.break_even:.2f}"
+        yield line
+    if (first := plan.speeds[0]).nodes > 1:
+        lengths = _accept_lengths(case.outline.drafter.depth)
+        rates = ", ".join(f"{length:g}: {first.rate(length):,.1f}" for length in lengths)
+        yield from _fact("tree", f"at most tokens/s of {first.batch} request by accept length: {rates}")
+
+
+def _accept_lengths(depth: int) -> list[float]:
+    return [length for length in (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0) if length <= depth + 1]
+
+
+def _verdict(case: Case, plan: Plan, found: list[Remedy]) -> Iterator[str]:
+    if not plan.problems:
+        yield f"fits: {_gb(case.limit - plan.total)} GB are left"
+        return
+    yield "does not fit"
+    for problem in plan.problems:
+        yield from _fact("why", flags.in_flags(problem))
+    for remedy in found:
+        text = f"{flags.in_flags(remedy.change)}: {_gb(remedy.plan.total)} of {_gb(remedy.case.limit)} GB, "
+        text += f"{remedy.plan.tokens} tokens"
+        yield from _fact("change", text + (" (the server cannot run so yet)" if remedy.case.devices > 1 else ""))
+    if not found:
+        yield from _fact("change", "no flag and no device of the table is enough; a smaller model is needed")
+
+
+def _fact(name: str, text: str) -> Iterator[str]:
+    lines = textwrap.wrap(text, 70, break_long_words=False, break_on_hyphens=False)
+    yield from (f"{name if index == 0 else '':8}  {line}" for index, line in enumerate(lines))
+
+
+def _gb(size: float | int) -> str:
+    return f"{size / 1e9:.2f}" if size >= 1e7 or not size else f"{size / 1e9:.4f}"
+
+
+# The last line.
+
+
+def document(settings: flags.Settings, case: Case, plan: Plan, found: list[Remedy]) -> dict[str, Any]:
+    """The plan as JSON: bytes, seconds and tokens a second; memory is of each device."""
+    buckets, drafter, model = plan.buckets, case.outline.drafter, case.outline.target.config
+    return {
+        "model": settings.model.model,
+        "dtype": model.dtype,
+        "headers": case.outline.headers,
+        "device": case.device._asdict(),
+        "devices": case.devices,
+        "fits": not plan.problems,
+        "problems": [flags.in_flags(problem) for problem in plan.problems],
+        "memory": {
+            "weights": plan.weights,
+            "draft_weights": plan.draft_weights,
+            "pool": plan.pool,
+            "draft_pool": plan.draft_pool,
+            "rows": plan.rows,
+            "temporaries": plan.temporaries,
+            "total": plan.total,
+            "limit": case.limit,
+            "undivided": plan.undivided,
+        },
+        "pool_tokens": plan.tokens,
+        "page_size": case.config.page_size,
+        "context_length": plan.context_length,
+        "buckets": {"batches": buckets.batches, "chunks": buckets.chunks, "tables": buckets.tables},
+        "drafter": {"name": drafter.name, "nodes": drafter.width, "levels": drafter.depth},
+        "reads": plan.reads._asdict(),
+        "speeds": [
+            speed._asdict() | {"plain_tokens_per_second": speed.batch / speed.plain, "break_even": speed.break_even}
+            for speed in plan.speeds
+        ],
+        "changes": [flags.in_flags(remedy.change) for remedy in found],
+    }

@@ -1,0 +1,95 @@
+"""Tiny random models of every family, on disk as users have them, with transformers as the oracle."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from tiny_checkpoints import save_model
+from toy_models import Toy
+
+from specjax.checkpoint import load_params, model_config, resolve
+from specjax.config import ModelConfig
+from specjax.models import make_target
+
+WINDOW = 4
+"""Shorter than a path of a tree: its deep nodes see neither the prefix nor their first ancestors."""
+
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+DEEPSEEK = {
+    "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
+    "num_key_value_heads": 4, "n_group": 4, "topk_group": 2, "n_routed_experts": 16, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24, "first_k_dense_replace": 1, "head_dim": 8,
+    "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+}  # fmt: skip
+PARTIAL_LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 500.0, "original_max_position_embeddings": 32, "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 9.0],
+}  # fmt: skip
+GEMMA = {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 24}
+# Of Gemma 2's random models logits reach 20: caps of 2 and 8 bend them.
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 8.0}
+
+DENSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"num_attention_heads": 8}),
+    "mistral": ("Mistral", {"sliding_window": WINDOW}),
+    "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "mimo": ("MiMo", {"head_dim": 8}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "gemma2": ("Gemma2", GEMMA | CAPS),
+    "gemma3": ("Gemma3", GEMMA | {"sliding_window_pattern": 2}),
+    "phi3": ("Phi3", {"rope_parameters": PARTIAL_LONGROPE, "sliding_window": WINDOW}),
+}
+FAMILIES = DENSE | {
+    "qwen3_moe": ("Qwen3Moe", EXPERTS | {"head_dim": 16, "mlp_only_layers": [0]}),
+    "deepseek_v3": ("DeepseekV3", DEEPSEEK),
+}
+
+
+def save_family(folder: Path, family: str, **changes: Any) -> Path:
+    """A random model of two layers; both kinds, where a family has two. Wide enough weights for text that varies."""
+    name, own = FAMILIES[family]
+    common = {"initializer_range": 0.2, "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 0}
+    save_model(folder, f"{name}ForCausalLM", seed=list(FAMILIES).index(family), **common | own | changes)
+    return folder
+
+
+def load_oracle(folder: Path, family: str) -> Any:
+    """transformers' model."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)  # two that share their cores with other work wait for each other
+    name = FAMILIES[family][0]
+    kind = getattr(transformers, f"{'Qwen2' if name == 'MiMo' else name}ForCausalLM")
+    return kind.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+class Family(NamedTuple):
+    folder: Path
+    config: ModelConfig
+    toy: Toy  # its logits are transformers'
+    oracle: Any
+
+
+def load_family(folder: Path, family: str) -> Family:
+    import torch
+
+    files = resolve(str(folder), progress=False)
+    config = model_config(files.config, dtype="float32")
+    oracle = load_oracle(folder, family)
+
+    @functools.cache
+    def last(tokens: tuple[int, ...]) -> np.ndarray:
+        with torch.inference_mode():
+            return oracle(torch.tensor([tokens])).logits[0, -1].double().numpy()
+
+    def logits(tokens: Sequence[int]) -> np.ndarray:
+        return last(tuple(map(int, tokens)))
+
+    params = load_params(files, config, progress=False)
+    return Family(folder, config, Toy(make_target(config), params, logits), oracle)

@@ -1,0 +1,355 @@
+"""What `--dry-run` says: against engines, against figures worked out by hand, and its advice against itself."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from math import prod
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import pytest
+from engine_helpers import VOCABULARY, tokenizer
+from tiny_checkpoints import save_llama, write_gguf
+from tiny_heads import save_head
+
+from specjax import checkpoint
+from specjax.checkpoint import CheckpointError
+from specjax.devices import DEVICES, XLA_SHARE_VARIABLE
+from specjax.drafters import Eagle, Eagle3, Mtp, Ngram, NoDraft
+from specjax.engine import Engine, EngineConfig
+from specjax.engine.buckets import Key
+from specjax.engine.config import Layout, pool_tokens
+from specjax.engine.executables import Executables
+from specjax.engine.plan import Case, make_plan, temporary_bytes
+from specjax.models import table
+from specjax.models.params import dimensions, leaves_of
+from specjax.outline import outline
+from specjax.serve import command
+from specjax.state import init_state
+
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+LLAMA_70B = LLAMA_8B | {
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64
+}  # fmt: skip
+EAGLE3 = LLAMA_8B | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 32000}
+
+
+class Said(NamedTuple):
+    status: int
+    text: str
+    document: dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    """The command's own handler would take the place of pytest's; and nothing may listen, or be loaded."""
+
+    def refuse(*_: Any, **options: Any) -> Any:
+        raise AssertionError("a dry run must not")
+
+    monkeypatch.setattr(command, "set_up_logging", lambda level: None)
+    monkeypatch.setattr(command, "listen", refuse)
+    monkeypatch.setattr(command.flags, "make_engine", refuse)
+    monkeypatch.delenv(XLA_SHARE_VARIABLE, raising=False)
+
+
+@pytest.fixture
+def configs(tmp_path):
+    """Folders with a config.json and nothing else."""
+    for name, config in (("8b", LLAMA_8B), ("70b", LLAMA_70B), ("eagle3", EAGLE3)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.fixture
+def said(capsys):
+    def call(*argv: Any) -> Said:
+        status = command.main(["--dry-run", *map(str, argv)])
+        text, _, last = capsys.readouterr().out.rstrip("\n").rpartition("\n")
+        return Said(status, text, json.loads(last))
+
+    return call
+
+
+def head_flags(configs) -> tuple[Any, ...]:
+    return "--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", configs / "eagle3"
+
+
+# Figures worked out by hand.
+
+
+def test_llama_8b_with_an_eagle3_head_on_an_h200(configs, said):
+    tree = "--speculative-num-steps", 7, "--speculative-eagle-topk", 1
+    found = said("--model", configs / "8b", "--assume-device", "h200", *head_flags(configs), *tree)
+    document, memory = found.document, found.document["memory"]
+    assert found.status == 0 and document["fits"] and document["dtype"] == "bfloat16" and not document["headers"]
+    assert memory["weights"] == 2 * 8_030_261_248
+    assert document["reads"]["forward"] == memory["weights"] - 2 * 128256 * 4096, "an embedding is read by rows"
+    layer = 2 * 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336 + 4 * 4096 + 4096
+    level = 2 * (layer + 32000 * 4096)
+    assert document["reads"]["level"] == level - 2 * 4096, "norms of the embedding, the feature, the MLP and the end"
+    assert document["reads"]["once"] == 2 * 3 * 4096 * 4096
+    limit = 0.75 * 141e9
+    assert memory["limit"] == limit
+    room = int(limit * 0.85) - memory["weights"] - memory["draft_weights"]
+    token, draft_token = 32 * 2 * 8 * 128 * 2, 2 * 8 * 128 * 2
+    assert document["pool_tokens"] == room // (token + draft_token) // 16 * 16
+    assert memory["pool"] == document["pool_tokens"] * token
+    one = document["speeds"][0]
+    context = 1024
+    assert one["plain"] == pytest.approx((document["reads"]["forward"] + context * token) / 4.8e12)
+    draft = 7 * (document["reads"]["level"] + context * draft_token) + document["reads"]["once"]
+    assert one["draft"] == pytest.approx(draft / 4.8e12)
+    assert one["verify"] == one["plain"], "eight tokens cost what one costs"
+    assert one["break_even"] == pytest.approx(1 + one["draft"] / one["plain"]) == pytest.approx(1.355, abs=2e-3)
+    many = document["speeds"][-1]
+    assert (many["batch"], many["nodes"]) == (48, 8)
+    assert many["verify"] == pytest.approx(2 * document["reads"]["products"] * 48 * 8 / 989e12)
+    assert "accept to break even" in found.text and max(map(len, found.text.splitlines())) <= 80
+    assert re.search(r"^fits: \d+\.\d\d GB are left$", found.text, re.MULTILINE)
+
+
+def test_a_path_to_a_config_is_a_folder_with_it(configs, said):
+    folder, file = (
+        said("--model", path, "--assume-device", "A100").document
+        for path in (configs / "8b", configs / "8b" / "config.json")
+    )
+    assert folder | {"model": ""} == file | {"model": ""}
+    assert file["drafter"]["name"] == "NGRAM"
+    with pytest.raises(CheckpointError, match=r"has none of: model.safetensors"):
+        checkpoint.resolve(str(configs / "8b"))
+    with pytest.raises(CheckpointError, match=r"is a file and not a \.gguf"):
+        checkpoint.resolve(str(configs / "8b" / "config.json"))
+
+
+def test_a_tied_embedding_is_read_whole(configs):
+    config = LLAMA_8B | {"tie_word_embeddings": True, "num_hidden_layers": 2}
+    (configs / "8b" / "config.json").write_text(json.dumps(config))
+    reads = planned(outline(str(configs / "8b"), draft=NoDraft(), platform="gpu")).reads
+    assert reads.forward == reads.weights
+
+
+def planned(described: Any, devices: int = 1) -> Any:
+    return make_plan(Case(described, EngineConfig(), DEVICES["H200"], "gpu", devices))
+
+
+def test_several_devices_split_what_the_logical_axes_allow(configs):
+    described = outline(str(configs / "8b"), draft=Eagle3(str(configs / "eagle3")), platform="gpu")
+    one, two, many = (planned(described, devices=devices) for devices in (1, 2, 16))
+    norms = 2 * 4096 * (2 * 32 + 1)
+    assert two.weights == (one.weights - norms) // 2 + norms
+    assert (two.token_bytes, two.draft_token_bytes) == (one.token_bytes // 2, one.draft_token_bytes // 2)
+    assert two.undivided["draft fc"] == one.reads.once and "qkv" not in two.undivided and not one.undivided
+    assert two.speeds[0].plain < 0.51 * one.speeds[0].plain
+    # 8 key/value heads are no multiple of 16; 14336 and 128256 are.
+    leaves = {leaf.name: leaf for leaf in leaves_of(table(described.target.config))}
+    sizes = dimensions(described.target.config)
+    whole = sum(2 * 32 * prod(leaves[name].shape(sizes)) for name in ("qkv", "output"))
+    assert many.weights == (one.weights - norms - whole) // 16 + norms + whole
+    assert many.token_bytes == one.token_bytes == many.undivided["pages of a token"]
+    assert many.undivided["qkv"] + many.undivided["output"] == whole
+
+
+def test_the_server_cannot_run_on_several_devices_and_says_so(configs, said):
+    found = said("--model", configs / "70b", "--assume-device", "H100", "--assume-devices", 4)
+    assert found.status == 0 and "server cannot run on several devices yet" in found.text
+
+
+# Engines.
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    root = tmp_path_factory.mktemp("tiny")
+    save_llama(root / "model", num_hidden_layers=3, vocab_size=VOCABULARY)
+    tokenizer().save_pretrained(root / "model")
+    head = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+    sizes = {"target_hidden_size": 32, "target_vocab_size": VOCABULARY, "hidden_size": 32}
+    save_head(root / "head", "eagle3", config=head, **sizes)
+    return root
+
+
+@pytest.mark.parametrize("name", ["NONE", "NGRAM", "EAGLE3"])
+def test_an_engine_takes_what_was_predicted(tiny, monkeypatch, name):
+    draft = {"NONE": NoDraft(), "NGRAM": Ngram(capacity=4096), "EAGLE3": Eagle3(str(tiny / "head"))}[name]
+    config = EngineConfig(max_running_requests=3, page_size=4)
+    engine = Engine.from_pretrained(str(tiny / "model"), draft=draft, config=config, compilation_cache=False)
+    described = outline(str(tiny / "model"), draft=draft)
+    device = DEVICES["RTX4090"]
+    plan = make_plan(Case(described, config, device, "cpu"))
+    assert described.headers and not plan.problems
+    assert described.drafter._replace(init=0, propose=0, observe=0) == engine.drafter._replace(
+        init=0, propose=0, observe=0
+    )
+    assert plan.weights == nbytes(engine.params.target) and plan.draft_weights == nbytes(engine.params.draft)
+    state = engine.executables.state_shapes
+    assert plan.pool == nbytes(state.cache)
+    assert plan.pool + plan.draft_pool + plan.rows == nbytes(state)
+    assert (plan.tokens, plan.buckets) == (engine.intake.pool_tokens, engine.buckets)
+    assert plan.context_length == engine.context_length
+    # A GPU's engine, which sizes its pool by what is free.
+    used, limit = plan.weights + plan.draft_weights, 5_000_000
+    stats = {"bytes_limit": limit, "bytes_in_use": used}
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
+    tokens = pool_tokens(engine.target, config, engine.context_length, "gpu", engine.drafter, engine.params)
+    small = make_plan(Case(described, config, device._replace(memory=limit), "gpu"))
+    assert small.tokens == tokens // 4 * 4 > 0
+
+
+@pytest.mark.parametrize("kind", ["step", "prefill"])
+def test_the_estimate_of_temporaries_is_near_what_xla_holds(tmp_path, kind):
+    """Of a step of 32 nodes, whose logits take most; and of 512 tokens of a prompt, whose activations do."""
+    sizes = {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | sizes | heads))
+    described = outline(str(tmp_path), draft=Ngram(nodes=8, capacity=4096))
+    parts, config = (described.target, described.drafter), EngineConfig(max_running_requests=4)
+    pool, buckets = Layout.of(config, 1024, 1024, "cpu", described.drafter)
+    # The other kind of program is made too small to count.
+    few: dict[str, Any] = {"chunks": (8,)} if kind == "step" else {"batches": (1,)}
+    buckets = replace(buckets, **few)
+    state = jax.eval_shape(lambda: init_state(described.params, *parts, rows=4, pool=pool))
+    program: Any = Executables(*parts, buckets, described.params, state).get(
+        Key(kind, 4 if kind == "step" else 512, buckets.tables[0])
+    )
+    held = program.memory_analysis().temp_size_in_bytes
+    assert 0.7 * held < temporary_bytes(described, buckets, "cpu") < 1.5 * held
+
+
+def nbytes(tree: Any) -> int:
+    return sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("options", [Eagle, Eagle3, Mtp])
+def test_a_head_is_described_by_its_config_as_by_its_tensors(tiny, tmp_path, options):
+    kind, target = options.kind, outline(str(tiny / "model"), draft=NoDraft()).target.config
+    sizes = {"target_hidden_size": 32, "target_vocab_size": VOCABULARY, "hidden_size": 32, "head_dim": 8}
+    published = {"hidden_size": 32, "head_dim": 8}  # without biases that config.json does not mention
+    if kind == "eagle3":
+        published |= {"draft_vocab_size": 11, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+    save_head(tmp_path, kind, format="safetensors", config=published, **sizes)
+    by_tensors = checkpoint.describe_head(str(tmp_path), target, kind=kind)
+    loaded, _ = checkpoint.load_head(str(tmp_path), target, kind=kind, progress=False)
+    (tmp_path / "model.safetensors").unlink()
+    assert by_tensors == loaded == checkpoint.describe_head(str(tmp_path), target, kind=kind)
+
+
+def test_a_gguf_is_described_without_conversion(tmp_path, monkeypatch):
+    tensors = save_llama(tmp_path / "model")
+    write_gguf(tmp_path / "it.gguf", tensors)
+    monkeypatch.setenv("SPECJAX_CACHE", str(tmp_path / "cache"))
+    described = outline(str(tmp_path / "it.gguf"), draft=NoDraft(), platform="cpu")
+    assert not (tmp_path / "cache").exists()
+    config = checkpoint.model_config(checkpoint.resolve(str(tmp_path / "it.gguf"), progress=False).config)
+    assert described.target.config == config
+
+
+# What to change.
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        # A pool of 131,072 B a token, of which none fits into the share.
+        (
+            "8b --assume-device RTX4090",
+            {"--max-total-tokens", XLA_SHARE_VARIABLE, "--assume-devices", "--assume-device"},
+        ),
+        ("8b --assume-device RTX4090 --dtype float32", {"--dtype", "--assume-devices", "--assume-device"}),
+        ("70b --assume-device H200", {"--assume-devices"}),
+        (
+            "8b --assume-device L40S --context-length 131072 --mem-fraction 0.7",
+            {"--max-total-tokens", "--context-length", "--mem-fraction-static"},
+        ),
+        (
+            "8b --assume-device H200 --max-total-tokens 850000",
+            {"--max-total-tokens", XLA_SHARE_VARIABLE},
+        ),
+        (
+            "8b --assume-device L40S --max-running-requests 256 --speculative-algorithm NGRAM "
+            "--speculative-num-draft-tokens 64 --max-total-tokens 20000",
+            {"--max-running-requests", "--speculative-algorithm"},
+        ),
+    ],
+)  # fmt: skip
+def test_each_change_that_is_named_makes_it_fit(configs, said, monkeypatch, argv, expected):
+    name, *given = argv.split()
+    found = said("--model", configs / name, *given)
+    assert found.status == 1 and found.document["problems"] and "does not fit" in found.text
+    changes = found.document["changes"]
+    assert expected <= {re.split("[ =]", change)[0] for one in changes for change in one.split(" and ")}, changes
+    assert max(map(len, found.text.splitlines())) <= 80
+    for change in changes:
+        with monkeypatch.context() as patch:
+            argv = [*given]
+            for part in change.split(" and "):
+                if part.startswith(XLA_SHARE_VARIABLE):
+                    patch.setenv(*part.removesuffix(" in the environment").split("="))
+                else:
+                    argv += part.split()
+            assert said("--model", configs / name, *argv).status == 0, change
+
+
+def test_the_largest_pool_that_fits_is_the_one_that_is_named(configs, said):
+    argv = ("--model", configs / "8b", "--assume-device", "RTX4090")
+    tokens = int(said(*argv).document["changes"][0].removeprefix("--max-total-tokens "))
+    assert said(*argv, "--max-total-tokens", tokens).status == 0
+    assert said(*argv, "--max-total-tokens", tokens + 16).status == 1
+
+
+# Flags.
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--assume-device H200", "--assume-device H200 is for --dry-run; the server runs on the device that is here"),
+        ("--assume-devices 2", "--assume-devices 2 is for --dry-run; the server runs on the device that is here"),
+        ("--dry-run --assume-device B9", f"--assume-device must be one of {', '.join(DEVICES)}, got 'B9'"),
+        ("--dry-run --assume-devices 0", "--assume-devices must be an integer of at least 1, got 0"),
+    ],
+)
+def test_flags_of_a_dry_run_are_checked_first(capsys, argv, message):
+    with pytest.raises(SystemExit) as end:
+        command.main(argv.split())
+    assert (end.value.code, capsys.readouterr().err) == (2, f"python -m specjax.serve: error: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--model", "./nowhere"), "the model './nowhere' looks like a path"),
+        (("--context-length", 10**6), "--context-length 1000000 exceeds the model's 131072 positions"),
+        (("--speculative-algorithm", "EAGLE3"), "--speculative-algorithm EAGLE3 needs a draft head"),
+    ],
+)
+def test_what_cannot_be_described_ends_with_status_2(configs, capsys, argv, message):
+    model = () if "--model" in argv else ("--model", configs / "8b")
+    assert command.main([*map(str, ("--dry-run", "--assume-device", "H100", *model, *argv))]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and message in printed.err and printed.err.startswith("specjax.serve: ")
+
+
+def test_this_machine_is_measured(tiny, said):
+    found = said("--model", tiny / "model", "--speculative-algorithm", "NONE", "--max-running-requests", 2)
+    device = found.document["device"]
+    assert found.status == 0 and found.document["dtype"] == "float32"
+    assert device["bandwidth"] > 1e8 and device["flops"] > 1e8 and "measured: a copy" in found.text
+    assert found.document["memory"]["limit"] == int(device["memory"] * 0.85)
+    # More than any machine has: 10^9 tokens of 3 layers.
+    assert said("--model", tiny / "model", "--max-total-tokens", 10**10).status == 1

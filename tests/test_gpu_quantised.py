@@ -1,0 +1,107 @@
+"""What the GPU compiler makes of quantised products, for GPUs that are not there: see `test_gpu_compile.py`.
+
+A decoding step reads the codes, and nothing of the size of the weights is written.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from specjax_kernels import Quantised, linear
+from test_gpu_compile import benchmarks, gpu, slow  # noqa: F401 - `benchmarks` is a fixture
+
+pytestmark = pytest.mark.gpu_compile
+OUT, DEPTH = (2, 14336), 4096
+"""Gate and up of Llama-3.1-8B."""
+
+
+def leaf_of(name: str) -> Quantised:
+    def of(dtype, group: int, rows: int = 1) -> jax.ShapeDtypeStruct:
+        out = OUT if rows == 1 else (math.prod(OUT) // rows,)
+        return jax.ShapeDtypeStruct((*out, DEPTH // group), dtype)
+
+    four, eight, fp8 = of(jnp.uint8, 2), of(jnp.int8, 1), of(jnp.float8_e4m3fn, 1)
+    half, single, byte = jnp.float16, jnp.float32, jnp.uint8
+    return {
+        "Q4_0": Quantised(four, of(half, 32), shift=8),
+        "Q4_1": Quantised(four, of(half, 32), of(half, 32)),
+        "Q4_K": Quantised(four, of(byte, 32), of(byte, 32), of(half, 256), of(half, 256)),
+        "GPTQ": Quantised(four, of(half, 128), of(single, 128)),
+        "Q8_0": Quantised(eight, of(half, 32)),
+        "int8 per output": Quantised(eight, of(single, DEPTH)),
+        "fp8 per output": Quantised(fp8, of(single, DEPTH)),
+        "fp8 per tensor": Quantised(fp8, of(single, DEPTH, math.prod(OUT)), rows=math.prod(OUT)),
+        "fp8 blocks": Quantised(fp8, of(single, 128, 128), rows=128),
+    }[name]
+
+
+FORMATS = "Q4_0", "Q4_1", "Q4_K", "GPTQ", "Q8_0", "int8 per output", "fp8 per output", "fp8 per tensor", "fp8 blocks"
+CASES = [("h200", name, rows, "bfloat16") for name in FORMATS for rows in (1, 8)]
+MORE = [("h200", name, rows, "bfloat16") for name in FORMATS for rows in (32, 64)]
+MORE += [("h200", name, rows, "float32") for name in FORMATS for rows in (1, 32)]
+MORE += [("a100_sxm_80", name, 8, "bfloat16") for name in FORMATS if "fp8" not in name]
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "rows", "dtype"), [*CASES, *(pytest.param(*case, marks=slow) for case in MORE)]
+)
+def test_the_codes_are_all_that_is_read(device: str, name: str, rows: int, dtype: str) -> None:
+    from ptx import assembled, assembler, described_device
+
+    leaf = leaf_of(name)
+    x = jax.ShapeDtypeStruct((1, rows, DEPTH), dtype)
+    arguments = gpu(device).place((x, leaf))
+    with tempfile.TemporaryDirectory(prefix="specjax-ptx-") as folder:
+        with described_device(arguments):
+            lowered = jax.jit(lambda x, weight: linear(x, weight)).trace(*arguments).lower()
+        compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        texts = [file.read_text() for file in Path(folder).glob("*.ptx")]
+    memory = compiled.memory_analysis()
+    bits = 8 * memory.argument_size_in_bytes / math.prod(leaf.shape)
+    outputs = rows * math.prod(OUT) * 4
+    print(f"{name}, {rows} rows of {dtype}: {bits:.2f} bits read a weight, {memory.temp_size_in_bytes} bytes written")
+    assert bits < leaf.bits + 1.1 + (0.2 if rows > 8 else 0)
+    assert memory.temp_size_in_bytes <= outputs, "at most the result once more"
+    assert no_array_of_the_weights(compiled.as_text(), leaf)
+    ptxas = assembler()
+    assert ptxas is not None and texts
+    for text in texts:
+        for kernel, counts in assembled(text, gpu(device).architecture, ptxas).items() if ".entry" in text else ():
+            assert counts["spilled_bytes"] == counts["stack_bytes"] == 0, kernel
+    if leaf.scale.shape[-1] > 1:
+        (kernel,) = [text for text in texts if re.search(r"\.entry quantised_rows\b", text)]
+        assert bool(re.search(r"\b(mma\.sync|wgmma)", kernel)) == (dtype == "bfloat16") and "cp.async" in kernel
+
+
+def no_array_of_the_weights(hlo: str, leaf: Quantised) -> bool:
+    """Whether no computation that writes its result makes an array of the weights' size. Inside of a fusion one is a
+    name for numbers that stay in registers."""
+    fused = set(re.findall(r"calls=(%[\w.-]+)", hlo))
+    for computation in re.split(r"\n(?=(?:ENTRY )?%)", hlo):
+        name = re.match(r"(?:ENTRY )?(%[\w.-]+)", computation)
+        if name is None or name[1] in fused:
+            continue
+        for shape, kind in re.findall(r"= \w+\[([\d,]+)\]\S* (\w[\w-]*)\(", computation):
+            large = math.prod(map(int, shape.split(","))) >= math.prod(leaf.shape) // 2
+            if large and kind not in ("parameter", "bitcast"):
+                return False
+    return True
+
+
+def test_an_array_of_the_weights_would_be_found() -> None:
+    """Many rows pay for dequantising: there it is."""
+    leaf = leaf_of("Q4_1")
+    arguments = gpu("h200").place((jax.ShapeDtypeStruct((1, 512, DEPTH), "bfloat16"), leaf))
+    from ptx import described_device
+
+    with described_device(arguments):
+        lowered = jax.jit(lambda x, weight: linear(x, weight)).trace(*arguments).lower()
+    compiled = lowered.compile()
+    assert compiled.memory_analysis().temp_size_in_bytes >= 2 * math.prod(leaf.shape)
+    assert not no_array_of_the_weights(compiled.as_text(), leaf)

@@ -1,0 +1,318 @@
+"""Quantised weights: whichever implementation runs, the product with the weights that numpy reads from the codes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from specjax_kernels import Quantised, dequantise, embed, linear, pallas_quantised, quantise, unembed
+from specjax_kernels.cpu import quantised_rows
+from specjax_kernels.quantised import KINDS, check, pack
+from specjax_kernels.quantised_product import layout_of
+
+OUT, DEPTH = (3, 2, 7), 512
+
+
+def leaf_of(name: str, out: tuple[int, ...] = OUT, depth: int = DEPTH, seed: int = 0) -> Quantised:
+    """A leaf of random codes and scales, in one of the formats that checkpoints have."""
+    rng = np.random.default_rng(seed)
+
+    def four_bits() -> np.ndarray:
+        return rng.integers(0, 256, (*out, depth // 2), np.uint8)
+
+    def whole_bytes(kind: str) -> np.ndarray:
+        if kind == "int8":
+            return rng.integers(-128, 128, (*out, depth)).astype(np.int8)
+        codes = rng.integers(0, 256, (*out, depth), np.uint8)
+        return np.where(codes & 127 == 127, 0, codes).astype(np.uint8).view(jnp.float8_e4m3fn)  # no NaN
+
+    def scale(group: int, dtype="float16", *lead: int) -> np.ndarray:
+        return rng.normal(0, 0.01, (*(lead or out), depth // group)).astype(dtype)
+
+    def small(group: int, dtype="uint8") -> np.ndarray:
+        return rng.integers(0 if dtype == "uint8" else -32, 64, (*out, depth // group)).astype(dtype)
+
+    match name:
+        case "Q4_0":
+            return Quantised(four_bits(), scale(32), shift=8)
+        case "Q4_1":
+            return Quantised(four_bits(), scale(32), scale(32))
+        case "Q4_K":
+            return Quantised(four_bits(), small(32), small(32), scale(256), scale(256))
+        case "Q6_K":
+            return Quantised(whole_bytes("int8"), small(16, "int8"), super_scale=scale(256))
+        case "Q8_0":
+            return Quantised(whole_bytes("int8"), scale(32))
+        case "GPTQ":
+            order = rng.permutation(depth).astype(np.int32)
+            return Quantised(four_bits(), scale(128), scale(128, np.float32), order=order)
+        case "AWQ":
+            return Quantised(four_bits(), scale(64, jnp.bfloat16), scale(64, jnp.bfloat16))
+        case "int4 per output":
+            return Quantised(four_bits(), scale(depth, np.float32), shift=8)
+        case "int8 per output":
+            return Quantised(whole_bytes("int8"), scale(depth, np.float32), scale(depth, np.float32))
+        case "fp8 per output":
+            return Quantised(whole_bytes("fp8"), scale(depth, np.float32))
+        case "fp8 per tensor":
+            return Quantised(whole_bytes("fp8"), scale(depth, jnp.bfloat16, 1), rows=math.prod(out))
+        case "fp8 blocks":
+            return Quantised(whole_bytes("fp8"), scale(128, np.float32, math.prod(out) // 6), rows=6)
+    raise ValueError(name)
+
+
+FORMATS = (
+    "Q4_0", "Q4_1", "Q4_K", "Q6_K", "Q8_0", "GPTQ", "AWQ", "int4 per output", "int8 per output", "fp8 per output",
+    "fp8 per tensor", "fp8 blocks",
+)  # fmt: skip
+
+
+def read_by_numpy(leaf: Quantised) -> np.ndarray:
+    """The weights [*out, M] in float64, one output at a time."""
+    codes = np.asarray(leaf.codes).reshape(-1, leaf.codes.shape[-1])
+    weights = np.zeros((len(codes), leaf.depth))
+    place = range(leaf.depth) if leaf.order is None else leaf.order
+
+    def factor(array, coarse, output: int, column: int) -> float:
+        if array is None:
+            return 0.0
+        row = np.asarray(array).reshape(-1, array.shape[-1])[output // leaf.rows].astype(np.float64)
+        found = row[column * len(row) // leaf.depth]
+        if coarse is None:
+            return found
+        row = np.asarray(coarse).reshape(-1, coarse.shape[-1])[output].astype(np.float64)
+        return found * row[column * len(row) // leaf.depth]
+
+    for output, stored in enumerate(codes):
+        for column in range(leaf.depth):
+            if stored.dtype == np.uint8:
+                byte = int(stored[column // 32 * 16 + column % 16])
+                code = float(byte >> 4 if column % 32 >= 16 else byte & 15)
+            else:
+                code = float(stored[column])
+            scale = factor(leaf.scale, leaf.super_scale, output, column)
+            added = factor(leaf.offset, leaf.super_offset, output, column)
+            weights[output, place[column]] = (code - leaf.shift) * scale + added
+    return weights.reshape(leaf.shape)
+
+
+@pytest.fixture(scope="module")
+def read():
+    """leaf and its weights by numpy, by format; each is made once."""
+    made: dict[str, tuple[Quantised, np.ndarray]] = {}
+
+    def get(name: str) -> tuple[Quantised, np.ndarray]:
+        if name not in made:
+            leaf = leaf_of(name)
+            made[name] = leaf, read_by_numpy(leaf)
+        return made[name]
+
+    return get
+
+
+def inputs(rows: int, depth: int = DEPTH) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(rows).standard_normal((1, rows, depth), np.float32))
+
+
+def assert_product(found, x, weights: np.ndarray, once: float = 0.0) -> None:
+    x = np.asarray(x, np.float64)
+    exact = np.einsum("bnm,...m->bn...", x, weights)
+    terms = np.einsum("bnm,...m->bn...", np.abs(x), np.abs(weights))  # what rounding is a share of
+    assert found.shape == exact.shape
+    assert (np.abs(np.asarray(found, np.float64) - exact) <= 2e-6 * terms + once * np.abs(exact) + 1e-30).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_dequantised_weights(read, name):
+    leaf, weights = read(name)
+    assert check(leaf) is leaf and leaf.shape == weights.shape and leaf.out == OUT and leaf.depth == DEPTH
+    found = dequantise(leaf)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(np.asarray(found), weights, rtol=3e-7, atol=3e-7 * np.abs(weights).max())
+    assert (dequantise(leaf, jnp.bfloat16) == found.astype(jnp.bfloat16)).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("rows", [1, 9, 257])
+def test_products(read, name, rows):
+    leaf, weights = read(name)
+    x = inputs(rows)
+    assert quantised_rows.takes(rows, layout_of(leaf)) == (rows <= quantised_rows.MOST_ROWS)
+    assert_product(jax.jit(lambda x, w: linear(x, w))(x, leaf), x, weights)
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "Q8_0", "fp8 per output"])
+def test_a_row_is_bit_for_bit_that_of_the_row_alone(read, name):
+    leaf, weights = read(name)
+    x = inputs(40)
+    product = jax.jit(lambda x, w: linear(x, w))
+    alone = np.concatenate([np.asarray(product(x[:, i : i + 1], leaf)) for i in range(40)], axis=1)
+    assert_product(alone, x, weights)
+    for rows in (*range(2, 10), 40):
+        np.testing.assert_array_equal(np.asarray(product(x[:, :rows], leaf)), alone[:, :rows])
+
+
+@pytest.mark.parametrize("out", [(1,), (33,), (530,), (2, 4099)], ids=str)
+@pytest.mark.parametrize("name", ["Q4_1", "fp8 per tensor"])
+def test_odd_numbers_of_outputs(name, out):
+    """A last output without a neighbour, tiles of unequal size; a depth of an odd number of groups."""
+    leaf = leaf_of(name, out, 96)
+    x = inputs(3, 96)
+    assert_product(linear(x, leaf), x, np.asarray(dequantise(leaf), np.float64))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("rows", [2, 257])
+def test_half_precision_activations(read, dtype, rows):
+    leaf, weights = read("Q4_1")
+    x = jnp.asarray(inputs(rows), dtype)
+    found = linear(x, leaf)
+    assert found.dtype == dtype
+    assert_product(found.astype(jnp.float32), x, weights, once=float(jnp.finfo(dtype).eps))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_logits(transposed):
+    leaf = leaf_of("Q8_0", (100,), 64)
+    x = jnp.asarray(inputs(2, 64), jnp.bfloat16)
+    found = unembed(x, leaf, transposed=transposed)
+    assert found.dtype == jnp.float32
+    assert_product(found, x, np.asarray(dequantise(leaf), np.float64))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_of_a_table(name):
+    leaf = leaf_of(name, (12,), 512)
+    ids = jnp.array([[3, 11, 3], [0, 7, 5]], jnp.int32)
+    whole = np.asarray(dequantise(leaf))
+    np.testing.assert_array_equal(np.asarray(jax.jit(embed)(leaf, ids)), whole[np.asarray(ids)])
+    chosen = check(leaf[ids[0]])
+    np.testing.assert_array_equal(np.asarray(dequantise(chosen)), whole[np.asarray(ids[0])])
+    x = inputs(2, 512)
+    assert_product(unembed(x, chosen), x, whole[np.asarray(ids[0])].astype(np.float64))
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "fp8 per output"])
+@pytest.mark.parametrize("rows", [2, 257])
+def test_nan_and_infinity_flow_through(read, name, rows):
+    leaf, _ = read(name)
+    x = inputs(rows).at[0, 0, 5].set(np.nan).at[0, 1, 7].set(np.inf)
+    found = np.asarray(linear(x, leaf)).reshape(rows, -1)
+    assert np.isnan(found[0]).all() and not np.isfinite(found[1]).any()
+    assert np.isfinite(found[2:]).all()
+
+
+def test_nan_codes_of_fp8():
+    leaf = leaf_of("fp8 per output", (4,), 64)
+    codes = np.asarray(leaf.codes).view(np.uint8).copy()
+    codes[1, 3], codes[2, 40] = 127, 255
+    leaf = dataclasses.replace(leaf, codes=codes.view(jnp.float8_e4m3fn))
+    for rows in (1, 257):
+        found = np.asarray(linear(inputs(rows, 64), leaf))
+        assert np.isnan(found[..., 1:3]).all() and np.isfinite(found[..., [0, 3]]).all()
+
+
+def test_subnormal_scales_and_codes():
+    codes = np.arange(64, dtype=np.uint8).reshape(2, 32).view(jnp.float8_e4m3fn)  # the first 8 are subnormal
+    for leaf in (
+        Quantised(codes, np.full((2, 1), 3e-6, np.float16)),
+        Quantised(np.arange(64, dtype=np.int8).reshape(2, 32), np.full((2, 1), 6e-8, np.float16)),
+    ):
+        x = jnp.eye(32, dtype=jnp.float32)[None, :8]
+        np.testing.assert_allclose(np.asarray(linear(x, leaf))[0], read_by_numpy(leaf)[:, :8].T, rtol=1e-6)
+
+
+def test_without_the_kernel(read, monkeypatch):
+    monkeypatch.setattr(quantised_rows, "unmet", lambda layout: "as where Numba is not installed")
+    leaf, weights = read("Q4_1")
+    x = inputs(2)
+    text = jax.jit(lambda x, w: linear(x, w)).lower(x, leaf).as_text()
+    assert "custom_call @specjax" not in text
+    assert_product(linear(x, leaf), x, weights)
+
+
+def test_groups_without_a_kernel():
+    """Groups of 24 are no whole vectors: the weights are dequantised."""
+    rng = np.random.default_rng(0)
+    leaf = Quantised(rng.integers(-128, 128, (5, 72)).astype(np.int8), rng.random((5, 3), np.float32))
+    assert layout_of(leaf) is None and not pallas_quantised.takes(1, leaf)
+    assert_product(linear(inputs(1, 72), leaf), inputs(1, 72), read_by_numpy(leaf))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_gpu_kernel_interpreted(read, name):
+    leaf, weights = read(name)
+    leaf = jax.tree.map(lambda a: jnp.asarray(a).reshape(-1, a.shape[-1]), dataclasses.replace(leaf, order=None))
+    weights = np.asarray(dequantise(leaf), np.float64)
+    x = inputs(3)[0]
+    assert pallas_quantised.takes(3, leaf)
+    found = jax.jit(lambda x, w: pallas_quantised.multiply(x, w, interpret=True))(x, leaf)
+    assert_product(found[None], x[None], weights)
+
+
+def test_the_gpu_kernel_does_not_round_weights():
+    """In bfloat16 codes are exact and scales are applied to float32 sums."""
+    leaf = jax.tree.map(jnp.asarray, leaf_of("Q4_1", (40,), 256))
+    x = jnp.asarray(inputs(17, 256)[0], jnp.bfloat16)
+    found = jax.jit(lambda x, w: pallas_quantised.multiply(x, w, interpret=True))(x, leaf)
+    assert_product(found[None], x[None], read_by_numpy(leaf))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantising_at_load(kind):
+    matrix = np.random.default_rng(0).standard_normal((3, 5, 128), np.float32)
+    matrix[0, 0] = 0
+    leaf = check(quantise(matrix, kind))
+    found = np.asarray(dequantise(leaf))
+    assert leaf.nbytes == {"fp8": 15 * 132, "int8": 15 * 132, "int4": 15 * 80}[kind]
+    error = np.sqrt(np.mean((found - matrix) ** 2))
+    assert error < {"fp8": 0.03, "int8": 0.012, "int4": 0.082}[kind]
+    assert (found[0, 0] == 0).all()
+    again = quantise(found, kind)
+    if kind != "int4":  # the codes of a quantised matrix are its own
+        np.testing.assert_array_equal(np.asarray(again.codes).view(np.uint8), np.asarray(leaf.codes).view(np.uint8))
+
+
+def test_codes_of_four_bits_as_gguf_stores_them():
+    codes = np.arange(64, dtype=np.uint8).reshape(1, 64) % 16
+    packed = pack(codes)
+    assert packed.shape == (1, 32) and packed[0, 3] == 3 | 3 << 4
+    codes[0, 16:32] = 0
+    assert pack(codes)[0, 3] == 3 and pack(codes)[0, 19] == 3 | 3 << 4
+
+
+F4 = np.dtype(np.float32)
+REFUSED = {
+    "float32": ({"codes": np.zeros((4, 64), F4)}, "codes are uint8"),
+    "depth": ({"codes": np.zeros((4, 24), np.uint8), "scale": np.zeros((4, 1), F4)}, "a multiple of 32 inputs"),
+    "groups": ({"scale": np.zeros((4, 3), F4)}, "3 scales for 64 inputs"),
+    "small groups": ({"scale": np.zeros((4, 4), F4)}, "multiples of 32"),
+    "scale": ({"scale": np.zeros((5, 2), F4)}, r"scale must be \[4, 2\], got \[5, 2\]"),
+    "scale dtype": ({"scale": np.zeros((4, 2), np.int8)}, "float32 or bfloat16 or float16, got int8"),
+    "offset and shift": ({"offset": np.zeros((4, 2), F4), "shift": 8}, "not both"),
+    "rows": ({"rows": 3}, "3 outputs share scales"),
+    "super": ({"super_scale": np.zeros((4, 1), np.float16)}, "scale must be uint8 or int8"),
+    "inputs": ({"codes": np.zeros((4, 48), np.uint8), "scale": np.zeros((4, 3), F4)}, "takes 96 inputs, got 64"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused(case):
+    changes, message = REFUSED[case]
+    leaf = Quantised(np.zeros((4, 32), np.uint8), np.zeros((4, 2), np.float32))
+    with pytest.raises(ValueError, match=message):
+        linear(inputs(1, 64), dataclasses.replace(leaf, **changes))
+
+
+def test_what_cannot_be_quantised():
+    with pytest.raises(ValueError, match=r"got groups of 32 and a matrix \[4, 48\]"):
+        quantise(np.zeros((4, 48), np.float32), "int4")
+    with pytest.raises(ValueError, match="'int3' is none of fp8, int8, int4"):
+        quantise(np.zeros((4, 48), np.float32), "int3")
+    blocks = leaf_of("fp8 blocks")
+    with pytest.raises(ValueError, match="cannot be chosen"):
+        blocks[np.array([0])]

@@ -1,0 +1,114 @@
+"""Quantised checkpoints, written bit by bit: they are the model of the dequantised weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from quantised_formats import FORMATS
+from safetensors.numpy import load_file, save_file
+from specjax_kernels import Quantised, dequantise
+from tiny_checkpoints import save_model
+
+from specjax.checkpoint import CheckpointError, load_params, model_config, resolve
+
+SIZES = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 192, "tie_word_embeddings": False}
+
+
+def save_quantised(folder: Path, name: str, *, head: bool = False, without: str = "") -> dict[str, np.ndarray]:
+    """A tiny Llama whose layers (and output matrix) are quantised; its values."""
+    save_model(folder, "LlamaForCausalLM", **SIZES)
+    tensors, rng, form = load_file(folder / "model.safetensors"), np.random.default_rng(0), FORMATS[name]
+    written, values = {}, {}
+    for key, tensor in tensors.items():
+        values[key] = tensor
+        if key.endswith("proj.weight") or (head and key == "lm_head.weight"):
+            done = form.write(tensor, rng)
+            values[key] = done.value
+            written |= {f"{key.removesuffix('weight')}{part}": array for part, array in done.tensors.items()}
+            written[f"{key.removesuffix('weight')}input_scale"] = np.float32([1])
+        else:
+            written[key] = tensor
+    save_file(
+        {key: np.ascontiguousarray(array) for key, array in written.items() if key != without},
+        folder / "model.safetensors",
+    )
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": form.config}
+    (folder / "config.json").write_text(json.dumps(config))
+    return values
+
+
+def load(folder: Path):
+    files = resolve(str(folder), progress=False)
+    return load_params(files, model_config(files.config, dtype="float32"), quantization="none", progress=False)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_are_the_dequantised_ones(tmp_path, name):
+    values = save_quantised(tmp_path / "quantised", name, head=name != "fp8 tensor")
+    plain = tmp_path / "plain"
+    save_model(plain, "LlamaForCausalLM", **SIZES)
+    save_file(values, plain / "model.safetensors")
+    found, wanted = load(tmp_path / "quantised"), load(plain)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+    moved = np.abs(np.asarray(wanted["layers_0"]["down"]) - load_original(tmp_path)).max()
+    assert moved > 1e-4, "the quantisation changed nothing"
+
+
+def load_original(folder: Path) -> np.ndarray:
+    save_model(folder / "original", "LlamaForCausalLM", **SIZES)
+    return np.asarray(load(folder / "original")["layers_0"]["down"])
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("gptq 4", {"bits": 3}, "bits is 3; supported: 4, 8"),
+        ("gptq 4", {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; supported: gptq, gptq_v2"),
+        ("awq", {"version": "gemv"}, "version of awq is 'gemv'; supported: gemm"),
+        ("awq", {"quant_method": "bitsandbytes"}, "'bitsandbytes'; supported: fp8, gptq, awq, compressed-tensors"),
+        ("int4 groups", {"format": "marlin-24"}, "format of compressed-tensors is 'marlin-24'"),
+        ("int4 groups", {"config_groups": {}}, "no config_groups"),
+        ("fp8 blocks", {"weight_block_size": 128}, "weight_block_size is 128; two positive integers"),
+        ("fp8 blocks", {"quant_method": "awq", "bits": 4}, "says awq, and no tensor is quantised that way"),
+    ],
+)
+def test_refusals(tmp_path, name, change, message):
+    save_quantised(tmp_path, name)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] |= change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
+def test_a_scale_is_missing(tmp_path):
+    save_quantised(tmp_path, "fp8 blocks", without="model.layers.0.mlp.down_proj.weight_scale_inv")
+    with pytest.raises(CheckpointError, match=r"down_proj\.weight in .* is F8_E4M3 and has no"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_stay_quantised(tmp_path, name):
+    """The leaves are those of the format, smaller than float16, and their weights the dequantised ones."""
+    save_quantised(tmp_path, name, head=True)
+    files = resolve(str(tmp_path), progress=False)
+    config = model_config(files.config, dtype="float32")
+    kept = load_params(files, config, progress=False)
+    plain = load_params(files, config, quantization="none", progress=False)
+    found = {}
+    for layer, leaf in (("layers_0", "qkv"), ("layers_1", "output"), ("layers_1", "gate_up"), ("layers_0", "down")):
+        weight, wanted = kept[layer][leaf], np.asarray(plain[layer][leaf])
+        assert isinstance(weight, Quantised)
+        found[leaf] = weight.nbytes / wanted.size
+        values = np.asarray(dequantise(weight))
+        inputs = 1 if wanted.shape[0] == values.shape[-1] else 3
+        flat = wanted.reshape(values.shape[-1], *wanted.shape[inputs:])
+        np.testing.assert_allclose(np.moveaxis(values, -1, 0), flat, rtol=1e-6, atol=1e-7)
+    assert isinstance(kept["head"], Quantised)
+    assert max(found.values()) < (0.8 if "4" in name or name in ("awq", "gptq act order", "gptq v2") else 1.4), found

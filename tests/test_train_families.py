@@ -1,0 +1,222 @@
+"""Heads for every family: what they are taught, ten steps on the target's own answers, and serving with what came out.
+
+transformers' models decide what the target's features and answers are.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine_helpers import END, NEAR, VOCABULARY, tokenizer
+from family_helpers import DENSE, FAMILIES, WINDOW, load_oracle, save_family
+from train_helpers import arguments
+
+from specjax import Engine, EngineConfig, SamplingParams
+from specjax.checkpoint import load_head, load_params, model_config, resolve
+from specjax.config import ModelConfig, RopeConfig
+from specjax.drafters.options import options_of
+from specjax.models import make_target
+from specjax.models.draft_head import draft_head, init_head_params, output_columns, with_token_map
+from specjax.train import generate
+from specjax.train.__main__ import main
+from specjax.train.checkpoints import read_metrics
+from specjax.train.data import Rows
+from specjax.train.export import export_head
+from specjax.train.features import teach, training_target
+from specjax.train.inputs import head_config, new_params
+from specjax.train.options import DraftSettings
+
+PROMPTS = ["the hell 1", "12 cat the the end", "hello", "a b c 12 12"]
+MEMORY = {"max_total_tokens": 256, "context_length": 64, "chunked_prefill_size": 16, "max_running_requests": 4}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Callable[[str], Path]:
+    """Family to a model of three layers, whose output layer is the embedding where published ones have it so."""
+    root = tmp_path_factory.mktemp("families")
+
+    def save(family: str) -> Path:
+        tied = family.startswith("gemma")
+        sizes = {"vocab_size": VOCABULARY, "num_hidden_layers": 3, "eos_token_id": END, "tie_word_embeddings": tied}
+        folder = save_family(root / family, family, **sizes)
+        tokenizer().save_pretrained(folder)
+        return folder
+
+    return functools.cache(save)
+
+
+def read(folder: Path) -> tuple[ModelConfig, Any]:
+    files = resolve(str(folder), progress=False)
+    config = model_config(files.config, dtype="float32")
+    return config, load_params(files, config, progress=False)
+
+
+# What a head is taught.
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_rows_have_the_features_of_transformers(folders, family):
+    """Two examples in a row, each longer than a window."""
+    import torch
+
+    config, params = read(folders(family))
+    lengths = (WINDOW + 17, WINDOW + 9)
+    texts = [np.random.default_rng(i).integers(3, VOCABULARY, length) for i, length in enumerate(lengths)]
+    where = [np.arange(length, dtype=np.int32) for length in lengths]
+    parts = np.concatenate(texts), np.concatenate(where), np.repeat([1, 2], lengths), np.ones(sum(lengths))
+    rows = Rows(*(jnp.asarray(part[None].astype(dtype)) for part, dtype in zip(parts, "iii?", strict=True)))
+    found = jax.jit(teach(training_target(config, "float32"), (0, 1)))(params, rows)
+    oracle, start = load_oracle(folders(family), family), 0
+    for text in texts:
+        with torch.inference_mode():
+            output = oracle(torch.tensor(text[None]), output_hidden_states=True)
+        states = [state[0].numpy() for state in output.hidden_states]  # [0]: the embedding; the last is normalised
+        mine = slice(start, start := start + len(text))
+        wanted = np.concatenate(states[1:3], axis=-1)
+        np.testing.assert_allclose(found.features[0, mine], wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
+        np.testing.assert_allclose(found.hidden[0, mine], states[-1], rtol=0, atol=1e-4 * np.abs(states[-1]).max())
+        best = output.logits[0].topk(2).values.numpy()
+        sure = best[:, 0] - best[:, 1] > NEAR
+        assert sure.any()
+        np.testing.assert_array_equal(np.asarray(found.top[0, mine])[sure], output.logits[0].argmax(-1).numpy()[sure])
+
+
+# Ten steps.
+
+QUICK = {("gemma2", "EAGLE3"), ("qwen3", "EAGLE3")}
+TRAINED = [(family, "EAGLE3") for family in FAMILIES] + [
+    ("gemma2", "EAGLE"), ("phi3", "EAGLE"), ("mimo", "MTP"), ("gemma3", "MTP"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def answers(folders, tmp_path_factory) -> Callable[[str], Path]:
+    """Family to the target's greedy answers, by `specjax.train.generate`."""
+    root = tmp_path_factory.mktemp("answers")
+
+    def make(family: str) -> Path:
+        prompts, output = root / f"{family}-in.jsonl", root / f"{family}.jsonl"
+        prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+        flags = {"model": folders(family), "input": prompts, "output": output, "temperatures": 0}
+        flags |= {"max-new-tokens": 16, "max-prompt-tokens": 48, "chunked-prefill-size": 16}
+        command = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+        assert generate.main([*command, "--max-running-requests", "4", "--no-progress"]) == 0
+        return output
+
+    return functools.cache(make)
+
+
+@pytest.mark.parametrize(
+    ("family", "algorithm"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in TRAINED],
+)
+def test_ten_steps(folders, answers, tmp_path, capfd, family, algorithm):
+    model, data = folders(family), answers(family)
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    check_greedy(load_oracle(model, family), rows)
+    # One batch has all the data.
+    sizes = {"steps": 10, "batch_size": 4, "held_back": 0, "checkpoint_every": 10, "log_every": 1}
+    status = main(arguments(model, data, tmp_path / "run", draft=algorithm, export_dtype="float32", **sizes))
+    assert status == 0, capfd.readouterr().err
+    losses = [row["loss"] for row in read_metrics(tmp_path / "run")]
+    assert len(losses) == 10 and np.isfinite(losses).all()
+    assert losses[-1] < 0.98 * losses[0], losses
+    head = tmp_path / "run" / "head"
+    if algorithm == "MTP":
+        config, _ = load_head(str(head), read(model)[0], kind="mtp")
+        assert config == head_config(DraftSettings(draft=algorithm), read(model)[0])
+        return
+    draft = options_of(algorithm, path=str(head), steps=3, topk=2, nodes=6)
+    engine = Engine.from_pretrained(str(model), draft=draft, config=EngineConfig(**MEMORY), progress=False)
+    found = engine.generate([row["prompt_ids"] for row in rows], SamplingParams(max_new_tokens=16, temperature=0.0))
+    assert [one.output_ids for one in found] == [row["response_ids"] for row in rows]
+
+
+def check_greedy(oracle: Any, rows: list[dict[str, Any]]) -> None:
+    """Each answer's tokens are transformers' likeliest, up to the first near-tie."""
+    import torch
+
+    for row in rows:
+        prompt, answer = row["prompt_ids"], row["response_ids"]
+        with torch.inference_mode():
+            logits = oracle(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        best = logits.topk(2).values
+        close = torch.nonzero(best[:, 0] - best[:, 1] < NEAR).flatten().tolist()
+        sure = close[0] if close else len(answer)
+        assert logits.argmax(-1).tolist()[:sure] == answer[:sure]
+        assert len(answer) == 16 or answer[-1] == END
+
+
+# The target's output layer in a head.
+
+
+def test_a_copied_output_layer_has_no_soft_cap(folders):
+    """EAGLE's token map: the logits of its tokens are those of the target's own layer."""
+    config, params = read(folders("gemma2"))
+    target = make_target(config)
+    head = head_config(DraftSettings(draft="EAGLE"), config)
+    weights, ids = init_head_params(head, target, jax.random.key(0)), np.arange(5, 45, 3, dtype=np.int32)
+    mapped, few = with_token_map(head, weights, target, params, ids)
+    hidden = jax.random.normal(jax.random.key(1), (1, 9, head.hidden_size)) * 4
+    wanted = draft_head(head, target).unembed(params, weights, hidden)[..., ids]
+    assert np.abs(wanted).max() > 0.7 * config.logit_softcap, "the cap must bend some"
+    np.testing.assert_allclose(draft_head(mapped, target).unembed(params, few, hidden), wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(output_columns(target, params), params["embed"].T, rtol=1e-6)
+
+
+def test_a_new_head_begins_with_the_targets_norm_and_output_layer(folders):
+    """Its likeliest tokens for a hidden state are the target's, though Gemma's norms have an offset and it has none."""
+    for family in ("gemma2", "qwen3"):
+        config, params = read(folders(family))
+        target = make_target(config)
+        head = head_config(DraftSettings(), config)
+        weights = new_params(head, target, params, None, init="target", seed=0)
+        stream = jax.random.normal(jax.random.key(2), (1, 20, config.hidden_size))
+        offset = 1 if family == "gemma2" else 0
+        normed = stream / jnp.sqrt(jnp.mean(stream**2, axis=-1, keepdims=True) + config.norm_epsilon)
+        wanted = target.unembed(params, normed * (offset + params["final_norm"])[None, None])
+        found = draft_head(head, target).unembed(params, weights, stream)
+        np.testing.assert_array_equal(np.argmax(found, axis=-1), np.argmax(wanted, axis=-1))
+
+
+# A new head's description.
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_an_exported_head_is_read_as_it_was(folders, tmp_path, family):
+    """Above all its rotary embedding, which is the target's."""
+    config, _ = read(folders(family))
+    check_export(tmp_path, config)
+
+
+def test_an_exported_head_of_a_target_with_dynamic_scaling_is_read_as_it_was(folders, tmp_path):
+    import dataclasses
+
+    config, _ = read(folders("llama"))
+    rope = RopeConfig(scaling="dynamic", factor=2.0, original_max_position=64)
+    check_export(tmp_path, dataclasses.replace(config, rope=rope, max_positions=128))
+
+
+def check_export(folder: Path, config: ModelConfig) -> None:
+    head = head_config(DraftSettings(), config)
+    assert (head.rope, head.head_dim, head.num_kv_heads) == (config.rope, config.head_dim, config.num_kv_heads)
+    params = init_head_params(head, make_target(config), jax.random.key(0))
+    export_head(folder / "head", head, params, config, target_name="a/b", card="A head.", dtype="float32")
+    found, _ = load_head(str(folder / "head"), config, kind="eagle3")
+    assert found == head
+
+
+def test_a_latent_targets_head_has_ordinary_heads_that_fill_its_width(folders):
+    config, _ = read(folders("deepseek_v3"))
+    head = head_config(DraftSettings(), config)
+    assert config.latent is not None
+    assert (head.num_heads, head.num_kv_heads, head.head_dim) == (3, 3, config.latent.value_dim)
+    assert (head.vocab_size, head.mapped) == (VOCABULARY, False)
