@@ -48,7 +48,8 @@ def pair_model(seed: int = 0, vocab: int = 48) -> Toy:
         hidden = jnp.concatenate([last, before], axis=-1)
         return ForwardOutput(hidden, None if features is None else hidden, output.block)
 
-    def unembed(params, hidden, ids=None):
+    def unembed(params, hidden, ids=None, *, capped=True):
+        del capped  # there is no cap
         head = params["head"] if ids is None else params["head"][:, ids]
         return jnp.einsum("...m,mv->...v", hidden, head, precision=jax.lax.Precision.HIGHEST)
 

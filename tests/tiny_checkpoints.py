@@ -102,7 +102,9 @@ def save_mtp(folder: Path, architecture: str, style: str, *, count: int = 1, see
         changes.get("num_hidden_layers", SIZES["num_hidden_layers"]),
     )
     rng, (inner, outer, names) = np.random.default_rng(seed), MTP_NAMES[style]
-    one = changes | {"num_hidden_layers": 1} | ({"first_k_dense_replace": 0} if style == "deepseek" else {})
+    one: dict[str, Any] = (
+        changes | {"num_hidden_layers": 1} | ({"first_k_dense_replace": 0} if style == "deepseek" else {})
+    )
     for i in range(count):
         save_model(folder / f"head{i}", architecture, seed=seed + 1 + i, **one)
         layer = load_file(folder / f"head{i}" / "model.safetensors")

@@ -65,10 +65,9 @@ def mtp_drafter(
         return MtpState(tuple(init_cache(head.pages, pool) for head in heads), last)
 
     def committed(state: MtpState, context: Context, head: int, before: Any = None) -> Past:
-        slots = jnp.maximum(context.prefix_length - head, 0)
-        return Past(
-            state.caches[head], context.page_table, context._replace(prefix_length=slots).attended, before
-        )  # fmt: skip
+        """What a head's block attends to: its own slots."""
+        slots = context._replace(prefix_length=jnp.maximum(context.prefix_length - head, 0))
+        return Past(state.caches[head], context.page_table, slots.attended, before)
 
     def propose(params: Params, state: MtpState, context: Context) -> tuple[DraftTree, DraftState]:
         last = state.last[jnp.minimum(context.slots, state.last.shape[0] - 1)]
