@@ -53,6 +53,7 @@ def load(
     verify: Verifier | None = None,
     dtype: str = "auto",
     quantization: str = "auto",
+    context_length: int | None = None,
     revision: str | None = None,
     tokenizer_path: str | None = None,
     chat_template: str | None = None,
@@ -63,7 +64,7 @@ def load(
 ) -> LoadedModel:
     """Loads the target, its tokenizer and the drafter, with the parameters of both models.
 
-    Arguments and errors are those of `Engine.from_pretrained`; `meanwhile` is called in a thread while the weights are
+    Arguments and errors are those of `Engine.from_pretrained` and its `EngineConfig`; `meanwhile` is called in a thread while the weights are
     read, with the CPU's kernels prepared.
     """
     if sampling_defaults not in (known := get_args(SamplingDefaults)):
@@ -71,7 +72,7 @@ def load(
     options, drafter = requested(model, draft, drafter)
     backend = attention_implementation(backend)
     files = checkpoint.resolve(model, revision=revision, progress=progress)
-    config = checkpoint.model_config(files.config, dtype=dtype)
+    config = checkpoint.model_config(files.config, dtype=dtype, context_length=context_length)
     # Before the weights, which may take minutes.
     checkpoint.stop_token_ids(files, vocab_size=config.vocab_size)
     sampled = checkpoint.sampling_defaults(files) if sampling_defaults == "model" else {}

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from specjax_kernels import Quantised
 from tiny_checkpoints import SIZES, byte_level_metadata, save_llama, save_model, write_gguf
 

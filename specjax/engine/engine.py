@@ -154,6 +154,7 @@ class Engine:
         start = model, draft, drafter, verify, dtype, quantization, revision, backend, config
         loaded = load(
             model, draft=draft, dtype=dtype, quantization=quantization, drafter=drafter, verify=verify,
+            context_length=config.context_length,
             revision=revision, tokenizer_path=tokenizer_path, chat_template=chat_template,
             sampling_defaults=sampling_defaults, backend=backend, progress=progress,
             meanwhile=partial(program_store.read_ahead, start),
