@@ -228,6 +228,8 @@ def _load_head(
                 kind=options.kind,
                 revision=options.revision,
                 progress=progress,
+                # A draft's weights change no text: beside a target in few bits they take few, too.
+                quantization="int8" if quantization == "auto" and files.config.get("quantization_config") else "none",
                 target_embedding=lambda: checkpoint.matrices(read_headers(files.weights), files.config)[
                     EMBED_TENSOR
                 ].read(),

@@ -20,6 +20,7 @@ from specjax.checkpoint.files import CheckpointError, listed
 from specjax.checkpoint.hub import resolve_head
 from specjax.checkpoint.load import fill, misfits
 from specjax.checkpoint.rope_config import rope
+from specjax.checkpoint.stored import is_product, quantised_leaf
 from specjax.checkpoint.token_map import checked_ids
 from specjax.checkpoint.unpickle import read_torch_zip
 from specjax.checkpoint.values import flag, given, number, require
@@ -27,12 +28,13 @@ from specjax.checkpoint.weights import DTYPES, LAYOUTS, find_weights, read_heade
 from specjax.config import HeadConfig, ModelConfig
 from specjax.models import head_spec as specs
 from specjax.models.head_spec import EMBED, FC, HEAD, HeadSpec, head_spec
-from specjax.models.params import Placement, placements
+from specjax.models.params import Leaf, Placement, Scope, placements
 
 
 def load_head(
     name: str, target: ModelConfig, *, kind: str, revision: str | None = None, progress: bool = True,
-    put: Callable[[np.ndarray], Any] | None = None, target_embedding: Callable[[], np.ndarray] | None = None,
+    put: Callable[[np.ndarray], Any] | None = None, quantization: str = "none",
+    target_embedding: Callable[[], np.ndarray] | None = None,
 ) -> tuple[HeadConfig, dict[str, Any]]:  # fmt: skip
     """Read a draft head: safetensors or torch's ``.bin``, single or sharded, in any of the published dialects.
 
@@ -41,6 +43,7 @@ def load_head(
       target: the model that it drafts for; parameters are cast to ``target.dtype``.
       kind: what the head must be; ``eagle`` is EAGLE-1 and EAGLE-2, ``mtp`` a layer as MiMo has it, in its own folder.
       put: as in ``load_params``.
+      quantization: of its matrices: none, or fp8, int8 or int4. The text is the target's either way.
       target_embedding: gives the target's embedding ``[V, M]``, so that an equal one is not kept twice; it is called
         only for a head that has an embedding of its own.
 
@@ -63,7 +66,14 @@ def load_head(
         ):
             config = replace(config, own_embedding=False)
         declared = specs.head_table(config)
-        params = fill(name, declared, sizes, tensors.arrays.__getitem__, target.dtype, put, progress)
+
+        def few_bits(scope: Scope, leaf: Leaf, parts: list[Placement]) -> Any:
+            if quantization == "none" or not is_product(leaf) or leaf.name == "embed":
+                return None
+            arrays = [tensors.arrays[part.tensor] for part in parts]
+            return quantised_leaf(arrays, scope, leaf, sizes, quantization)
+
+        params = fill(name, declared, sizes, tensors.arrays.__getitem__, target.dtype, put, progress, few_bits)
         if ids is not None:
             params["ids"] = jax.block_until_ready((put or jax.device_put)(ids))
     except CheckpointError as error:

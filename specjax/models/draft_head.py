@@ -24,6 +24,7 @@ from specjax.models.blocks import (
     rms_norm,
     soft_cap,
 )
+from specjax.models.decoder import head_columns
 from specjax.models.head_spec import HeadSpec, head_sizes, head_spec, head_table
 from specjax.models.params import create
 from specjax.models.rope import rotations
@@ -164,7 +165,7 @@ def with_token_map(
     read and write them all. Source: thunlp/FR-Spec.
     """
     if config.own_head:
-        columns, cap = params["head"][:, ids], config.logit_softcap
+        columns, cap = head_columns(params["head"], jnp.asarray(ids)), config.logit_softcap
     else:
         columns = output_columns(target, target_params, jnp.asarray(ids)).astype(config.dtype)
         cap = target.config.logit_softcap
