@@ -14,6 +14,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import openai
 import pytest
@@ -25,6 +26,7 @@ from specjax_kernels import Quantised
 from tiny_checkpoints import save_model, save_mtp
 from tiny_heads import save_head
 
+from specjax.checkpoint import model_config, mtp_config, resolve
 from specjax.cli import flags
 from specjax.drafters import DraftOptions, Eagle, Eagle3, Mtp, Ngram, Standalone
 from specjax.serve import command, dry_run
@@ -127,7 +129,12 @@ SIZES: dict[str, Any] = {
     "vocab_size": PADDED, "max_position_embeddings": 256, "initializer_range": 0.3, "bos_token_id": 0,
     "eos_token_id": 2, "pad_token_id": None, "tie_word_embeddings": False,
 }  # fmt: skip
-HEAD = {"hidden_size": 32, "target_hidden_size": 32, "target_vocab_size": PADDED, "draft_vocab_size": len(LETTERS)}
+HEAD: dict[str, Any] = {
+    "hidden_size": 32,
+    "target_hidden_size": 32,
+    "target_vocab_size": PADDED,
+    "draft_vocab_size": len(LETTERS),
+}
 ROPE_31 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
@@ -187,7 +194,7 @@ def model(name: str) -> Path:
         config["quantization_config"] = FORMATS["fp8 blocks"].config
         (folder / "config.json").write_text(json.dumps(config))
     elif name == MIMO:
-        save_mtp(folder, "MiMoForCausalLM", "mimo", **SIZES)
+        save_mtp(folder, "MiMoForCausalLM", "mimo", num_nextn_predict_layers=1, **SIZES)
     elif name == SMALL_QWEN:  # 151936 rows, where the large one has 152064
         small = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": VOCABULARY + 7, "tie_word_embeddings": True}
         save_model(folder, "Qwen2ForCausalLM", seed=1, **SIZES | small)
@@ -304,9 +311,105 @@ def test_the_answers_are_those_without_drafts(name):
         assert (engine.drafter.name, engine.drafter.depth, engine.drafter.width) == (
             wanted.ran, wanted.depth, wanted.width
         )  # fmt: skip
-        assert engine.target.config.dtype == "float32"
+        assert engine.target.config.dtype == "float32" and engine.config.overlap
+        assert engine.config.mem_fraction == wanted.others.get("mem_fraction_static", 0.85)
+        leaves = jax.tree.leaves(engine.params, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+        assert any(isinstance(leaf, Quantised) for leaf in leaves) == (wanted.model == DEEPSEEK)
+        if getattr(wanted.draft, "path", None) == EAGLE_3 or getattr(wanted.draft, "token_map", None):
+            assert engine.params.draft["ids"].tolist() == LETTERS
         found = ask(client, settings.model.model)
         assert engine.counters.drafted_steps == engine.counters.verifications > 0
     assert found.texts == plain(settings.model, replace(settings.engine, mem_fraction_static=0.85)).texts
     assert len({text for text, *_ in found.texts}) == 3 and all(len(set(text)) > 3 for text, *_ in found.texts)
     assert sum(found.histogram[1:]) > 0, "some drafts were accepted"
+
+
+# The sizes of the real models, without weights.
+
+
+def config(architecture: str, *sizes: int, **others: Any) -> dict[str, Any]:
+    """A published config.json; `sizes`: vocabulary, hidden, intermediate, layers, heads, key/value heads, positions."""
+    names = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "max_position_embeddings",
+    )  # fmt: skip
+    common = {"architectures": [architecture], "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
+    return common | dict(zip(names, sizes, strict=True)) | others
+
+
+ROPE_LLAMA_31 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+YARN = {
+    "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+    "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
+REAL: dict[str, dict[str, Any]] = {
+    LLAMA_2: config("LlamaForCausalLM", 32000, 4096, 11008, 32, 32, 32, 4096, torch_dtype="float16"),
+    EAGLE_2: config("LlamaForCausalLMEagle", 32000, 4096, 11008, 1, 32, 32, 4096, torch_dtype="float16"),
+    LLAMA_3: config("LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 8192, rope_theta=500000.0),
+    EAGLE_LLAMA_3: config("LlamaForCausalLMEagle", 128256, 4096, 14336, 1, 32, 8, 8192, bias=False),
+    LLAMA_31: config(
+        "LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 131072, rope_theta=500000.0, rope_scaling=ROPE_LLAMA_31
+    ),
+    EAGLE_3: config("LlamaForCausalLMEagle3", 128256, 4096, 14336, 1, 32, 8, 2048, draft_vocab_size=32000),
+    MIMO: config(
+        "MiMoForCausalLM", 151680, 4096, 11008, 36, 32, 8, 32768, model_type="mimo", rope_theta=640000,
+        attention_bias=True, head_dim=128, num_nextn_predict_layers=1,
+    ),
+    QWEN: config("Qwen2ForCausalLM", 152064, 3584, 18944, 28, 28, 4, 32768, rope_theta=1000000.0),
+    SMALL_QWEN: config(
+        "Qwen2ForCausalLM", 151936, 1536, 8960, 28, 12, 2, 32768, rope_theta=1000000.0, tie_word_embeddings=True
+    ),
+    DEEPSEEK: config(
+        "DeepseekV3ForCausalLM", 129280, 7168, 18432, 61, 128, 128, 163840, model_type="deepseek_v3",
+        moe_intermediate_size=2048, n_shared_experts=1, n_routed_experts=256, routed_scaling_factor=2.5,
+        kv_lora_rank=512, q_lora_rank=1536, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128,
+        topk_method="noaux_tc", n_group=8, topk_group=4, num_experts_per_tok=8, moe_layer_freq=1,
+        first_k_dense_replace=3, norm_topk_prob=True, scoring_func="sigmoid", num_nextn_predict_layers=1,
+        rope_theta=10000, rope_scaling=YARN,
+        quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]},
+    ),
+}  # fmt: skip
+PARAMETERS = {
+    LLAMA_2: 6_738_415_616, LLAMA_3: 8_030_261_248, LLAMA_31: 8_030_261_248, QWEN: 7_615_616_512,
+    DEEPSEEK: 671_026_419_200,
+}  # fmt: skip
+"""Of the published checkpoints, MTP layers aside. All have two bytes, but four if they are DeepSeek's router biases."""
+
+
+def described(name: str) -> Path:
+    """A folder with the config.json and nothing else."""
+    folder = root() / "real" / name.replace("/", "-")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(REAL[name]))
+    return folder
+
+
+@pytest.mark.parametrize("name", [MIMO, DEEPSEEK])
+def test_mtp_layers_are_described_by_config_json_as_by_tensors(name):
+    files = resolve(str(model(name)), progress=False)
+    target = model_config(files.config)
+    found = mtp_config(files, target)
+    assert found is not None and found == mtp_config(replace(files, weights=()), target)
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_dry_run_of_the_real_sizes(name, capsys, monkeypatch):
+    monkeypatch.setattr(command, "set_up_logging", lambda level: None)  # its handler would take the place of pytest's
+    wanted, file = LAUNCHES[name], FOLDER / f"{name}.toml"
+    argv = ["--dry-run", "--assume-device", "H200", "--config", file, "--model", described(wanted.model)]
+    if path := getattr(wanted.draft, "path", None):
+        argv += ["--speculative-draft-model-path", described(path)]
+    if getattr(wanted.draft, "token_map", None):
+        argv += ["--speculative-token-map", token_map(list(range(32768)))]
+    status = command.main([str(each) for each in argv])
+    printed = capsys.readouterr()
+    assert status == (1 if wanted.model == DEEPSEEK else 0), printed  # of which no device holds the weights
+    document = json.loads(printed.out.splitlines()[-1])
+    assert document["drafter"] == {"name": wanted.ran, "nodes": wanted.width, "levels": wanted.depth}
+    assert document["dtype"] == wanted.others.get("dtype", REAL[wanted.model]["torch_dtype"])
+    if count := PARAMETERS.get(wanted.model):
+        biases = 58 * 256 if wanted.model == DEEPSEEK else 0
+        assert document["memory"]["weights"] == 2 * (count + biases)
