@@ -241,6 +241,8 @@ def token_map(ids: list[int]) -> Path:
 SMALL = ("--dtype", "float32", "--max-running-requests", 2, "--max-total-tokens", 512, "--chunked-prefill-size", 16)
 WANTED: dict[str, Any] = {"temperature": 0, "max_tokens": 32, "extra_body": {"ignore_eos": True}}
 METERED = WANTED | {"extra_body": {"ignore_eos": True, "return_speculative_metrics": True}}
+SLOW = {"llama-2-7b-chat-eagle2-wide"}
+"""Another has its tree, another its models."""
 MESSAGES: Any = [{"role": "user", "content": "is the hell in a hall?"}]
 
 
@@ -303,7 +305,9 @@ def plain(model: flags.ModelSettings, engine: flags.EngineSettings) -> Answers:
         return ask(client, model.model)
 
 
-@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LAUNCHES]
+)
 def test_the_answers_are_those_without_drafts(name):
     wanted, settings = LAUNCHES[name], with_checkpoints(name)
     with served(settings) as (server, client):
