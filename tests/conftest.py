@@ -93,6 +93,7 @@ SLOWEST_FIRST = (
     "test_train_run.py",
     "test_train_families.py",
     "test_family_matrix.py",
+    "test_configs.py",
     "test_serve_process.py",
     "test_eagle_lossless.py",
     "test_eagle_serving.py",

@@ -10,15 +10,24 @@ import numpy as np
 from specjax.checkpoint.files import CheckpointError
 from specjax.checkpoint.load import fill, misfits, reduced
 from specjax.checkpoint.quantised import matrices
+from specjax.checkpoint.values import given, require
 from specjax.checkpoint.weights import ModelFiles, read_headers, same_content
 from specjax.config import ModelConfig, MtpConfig
 from specjax.models import mtp_spec
 from specjax.models.mtp_spec import STYLES, mtp_sizes, mtp_table, mtp_tensors
 from specjax.models.params import EMBED_TENSOR, HEAD_TENSOR, placements
 
+COUNT = "num_nextn_predict_layers"  # of config.json
+
 
 def mtp_config(files: ModelFiles, config: ModelConfig) -> MtpConfig | None:
-    """The MTP layers of a model, as its tensors show; None if it has none. Reads headers only."""
+    """The MTP layers of a model, as its tensors show or, where only config.json is there, as such models are published;
+    None if it has none. Reads headers only."""
+    if not files.weights:
+        if not given(files.config, COUNT, 0):
+            return None
+        architecture, count = files.config["architectures"][0], require(files.config, COUNT)
+        return mtp_spec.published_mtp_config(architecture, config, count)
     return mtp_spec.mtp_config(matrices(read_headers(files.weights), files.config).keys(), config)
 
 

@@ -34,6 +34,7 @@ class MtpStyle:
     feature_first: bool = False  # in what `fc` reads
     first_embedding_zero: bool = False  # slot 0 reads the feature alone
     copies: Mapping[str, str] = field(default_factory=dict)  # names of tensors that repeat the target's -> which
+    architecture: str | None = None  # in config.json, of models that are published with such layers
 
     def layer_prefix(self, head: int, layers: int) -> str:
         return self.prefix.format(i=head, layer=layers + head)
@@ -47,11 +48,12 @@ class MtpStyle:
 STYLES: Mapping[str, MtpStyle] = {
     "mimo": MtpStyle(
         "model.mtp_layers.{i}.", "input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm",
-        feature_first=True, first_embedding_zero=True,
+        feature_first=True, first_embedding_zero=True, architecture="MiMoForCausalLM",
     ),
     "deepseek": MtpStyle(
         "model.layers.{layer}.", "eh_proj", "enorm", "hnorm", "shared_head.norm",
         copies={"embed_tokens.weight": EMBED_TENSOR, "shared_head.head.weight": HEAD_TENSOR},
+        architecture="DeepseekV3ForCausalLM",
     ),
     "qwen3_next": MtpStyle(
         "mtp.layers.{i}.", "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", shared="mtp."
@@ -65,13 +67,22 @@ def mtp_config(names: Collection[str], target: ModelConfig) -> MtpConfig | None:
         prefixes = (style.layer_prefix(i, target.num_layers) for i in count())
         heads = list(takewhile(lambda prefix, style=style: _is_head(names, prefix, style), prefixes))
         if heads:
-            experts = target.experts
-            if experts is not None:
-                mixed = any(name.startswith(f"{heads[0]}mlp.experts.") for name in names)
-                experts = replace(experts, layers=(0,)) if mixed else None
-            layer = replace(target, num_layers=1, windows=(), window_rope=None, experts=experts)
-            return MtpConfig(key, layer, target.num_layers, len(heads), target.vocab_size)
+            mixed = any(name.startswith(f"{heads[0]}mlp.experts.") for name in names)
+            return _layers(key, target, len(heads), mixed)
     return None
+
+
+def published_mtp_config(architecture: str, target: ModelConfig, heads: int) -> MtpConfig | None:
+    """The ``heads`` MTP layers that a model of this architecture is published with; None if there is no such model."""
+    found = (key for key, style in STYLES.items() if style.architecture == architecture)
+    return next((_layers(key, target, heads, mixed=True) for key in found), None)
+
+
+def _layers(style: str, target: ModelConfig, heads: int, mixed: bool) -> MtpConfig:
+    """``mixed``: with the experts that the target has, if it has any."""
+    experts = replace(target.experts, layers=(0,)) if target.experts is not None and mixed else None
+    layer = replace(target, num_layers=1, windows=(), window_rope=None, experts=experts)
+    return MtpConfig(style, layer, target.num_layers, heads, target.vocab_size)
 
 
 def _is_head(names: Collection[str], prefix: str, style: MtpStyle) -> bool:
