@@ -353,7 +353,7 @@ def test_config_that_says_a_thing_twice(twice, once):
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "llama3 has no 'low_freq_factor'"),
         (
             {"quantization_config": {"quant_method": "hqq"}},
-            "'hqq'; supported: fp8, gptq, awq, compressed-tensors, none",
+            "'hqq'; supported: fp8, gptq, awq, compressed-tensors, gguf, none",
         ),
         ({"sliding_window": 4096}, "sliding_window is 4096; supported: null"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": "all"}, "sliding_window is 'all'; a positive int"),

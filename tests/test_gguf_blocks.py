@@ -31,7 +31,7 @@ def test_weights_are_those_of_gguf(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_leaves_keep_the_numbers(kind):
-    """At most 3 bits more than the file's: scales of two levels stay so."""
+    """At most 3.5 bits more than the file's: scales of two levels stay so."""
     from specjax_kernels import dequantise
 
     rows = blocks(kind, 6, 1, seed=1)
@@ -39,4 +39,4 @@ def test_leaves_keep_the_numbers(kind):
     found = make_leaf([read(kind, rows)], Scope((leaf,)), leaf, {"M": 6, "I": KINDS[kind].weights})
     assert found is not None
     np.testing.assert_allclose(dequantise(found), dequantize(rows, GGMLQuantizationType[kind]), rtol=1e-6)
-    assert found.nbytes * 8 / (6 * KINDS[kind].weights) <= rows.size * 8 / (6 * KINDS[kind].weights) + 3
+    assert found.nbytes * 8 / (6 * KINDS[kind].weights) <= rows.size * 8 / (6 * KINDS[kind].weights) + 3.5
