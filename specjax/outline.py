@@ -21,7 +21,7 @@ from specjax.models.blocks import key_value_spec
 from specjax.models.draft_head import with_vocabulary
 from specjax.models.head_spec import head_reads, head_sizes, head_table
 from specjax.models.mtp_spec import mtp_sizes, mtp_table
-from specjax.models.params import Leaf, Sizes, Table, dimensions, map_leaves
+from specjax.models.params import Bits, Leaf, Sizes, Table, dimensions, map_leaves
 from specjax.models.target import Target
 
 
@@ -32,6 +32,7 @@ class Outline:
     drafter: Drafter
     head: HeadConfig | MtpConfig | None  # of the draft head, if the drafter has one
     model: Target | None  # the draft model, if the drafter has one
+    bits: Bits | None  # of the target's quantised weights
     headers: bool  # whether there were tensors' headers, or config.json alone
 
     @property
@@ -49,6 +50,7 @@ def outline(
     *,
     draft: DraftOptions | str = Auto.algorithm,
     dtype: str = "auto",
+    quantization: str = "auto",
     revision: str | None = None,
     platform: str | None = None,
     progress: bool = True,
@@ -61,9 +63,10 @@ def outline(
     chosen = choose(options, files, config, platform)
     target = make_target(config)
     weights = _shapes(table(config), dimensions(config), config.dtype)
+    bits = checkpoint.bits_per_weight(files.config, quantization)
     if plugin is not None:
         made = make_speculation(plugin, target)
-        return Outline(target, Params(weights, made.params), made.drafter, None, None, bool(files.weights))
+        return Outline(target, Params(weights, made.params), made.drafter, None, None, bits, bool(files.weights))
     head = chosen.mtp or _head(chosen.options, target, progress)
     drafts = _model(chosen.options, dtype, platform, progress)
     drafter = chosen.drafter(target, head, model=drafts, platform=platform)
@@ -71,7 +74,7 @@ def outline(
     if drafts is not None:
         own = drafts.config
         params = StandaloneParams(_shapes(table(own), dimensions(own), own.dtype))
-    return Outline(target, Params(weights, params), drafter, head, drafts, bool(files.weights))
+    return Outline(target, Params(weights, params), drafter, head, drafts, bits, bool(files.weights))
 
 
 def _model(options: DraftOptions, dtype: str, platform: str | None, progress: bool) -> Target | None:

@@ -115,9 +115,9 @@ def test_engine_arguments():
         mem_fraction=0.5, overlap=False, random_seed=-5, plain_content=True,
     )  # fmt: skip
     assert found == {
-        "model": "m", "revision": "r", "tokenizer_path": "t", "chat_template": "c", "dtype": "bfloat16", "quantization": "auto",
-        "draft": Ngram(nodes=6, match_type="PROB", weak_nodes=3), "backend": "xla", "config": config,
-        "sampling_defaults": "openai",
+        "model": "m", "revision": "r", "tokenizer_path": "t", "chat_template": "c", "dtype": "bfloat16",
+        "quantization": "auto", "draft": Ngram(nodes=6, match_type="PROB", weak_nodes=3), "backend": "xla",
+        "config": config, "sampling_defaults": "openai",
     }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from specjax.checkpoint.hf_config import model_config
 from specjax.checkpoint.hub import BUILT_IN_MODEL, resolve
 from specjax.checkpoint.load import load_params, load_tokenizer
 from specjax.checkpoint.mtp import load_mtp, mtp_config
-from specjax.checkpoint.quantised import matrices, save_dequantised
+from specjax.checkpoint.quantised import bits_per_weight, matrices, save_dequantised
 from specjax.checkpoint.shipped import ShippedHead, may_have_head, shipped_head
 from specjax.checkpoint.token_map import read_token_map
 from specjax.checkpoint.vocabulary import VocabularyMap, VocabularyMismatch, match_vocabularies
@@ -20,7 +20,7 @@ from specjax.checkpoint.weights import ModelFiles
 
 __all__ = [
     "BUILT_IN_MODEL", "CheckpointError", "ModelFiles", "ShippedHead", "VocabularyMap", "VocabularyMismatch",
-    "describe_head", "load_head", "load_mtp", "load_params", "load_tokenizer", "match_vocabularies", "matrices",
-    "may_have_head", "model_config", "mtp_config", "read_token_map", "resolve", "sampling_defaults",
-    "save_dequantised", "shipped_head", "stop_token_ids",
+    "bits_per_weight", "describe_head", "load_head", "load_mtp", "load_params", "load_tokenizer",
+    "match_vocabularies", "matrices", "may_have_head", "model_config", "mtp_config", "read_token_map", "resolve",
+    "sampling_defaults", "save_dequantised", "shipped_head", "stop_token_ids",
 ]  # fmt: skip

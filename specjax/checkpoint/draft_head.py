@@ -20,7 +20,7 @@ from specjax.checkpoint.files import CheckpointError, listed
 from specjax.checkpoint.hub import resolve_head
 from specjax.checkpoint.load import fill, misfits
 from specjax.checkpoint.rope_config import rope
-from specjax.checkpoint.stored import is_product, quantised_leaf
+from specjax.checkpoint.stored import quantised_leaf
 from specjax.checkpoint.token_map import checked_ids
 from specjax.checkpoint.unpickle import read_torch_zip
 from specjax.checkpoint.values import flag, given, number, require
@@ -28,7 +28,7 @@ from specjax.checkpoint.weights import DTYPES, LAYOUTS, find_weights, read_heade
 from specjax.config import HeadConfig, ModelConfig
 from specjax.models import head_spec as specs
 from specjax.models.head_spec import EMBED, FC, HEAD, HeadSpec, head_spec
-from specjax.models.params import Leaf, Placement, Scope, placements
+from specjax.models.params import Leaf, Placement, Scope, is_product, placements
 
 
 def load_head(

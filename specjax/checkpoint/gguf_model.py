@@ -133,6 +133,8 @@ def hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) 
         raise CheckpointError("it has no metadata key llama.attention.layer_norm_rms_epsilon, so it is incomplete")
     theta = _as_written(llama.get("rope.freq_base", 10000.0))
     is_quantised = any(tensor.tensor_type.name in KINDS for tensor in tensors.values())
+    matrices = [tensor for tensor in tensors.values() if len(tensor.shape) == 2]
+    bits = round(8 * sum(int(m.n_bytes) for m in matrices) / sum(int(m.n_elements) for m in matrices), 3)
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -151,7 +153,7 @@ def hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) 
         # llama.cpp writes the output matrix only where it is not the embedding.
         "tie_word_embeddings": "output.weight" not in tensors,
         "torch_dtype": FILE_DTYPES.get(metadata.get("general.file_type", -1), "bfloat16"),
-        **({"quantization_config": {"quant_method": "gguf"}} if is_quantised else {}),
+        **({"quantization_config": {"quant_method": "gguf", "bits_per_weight": bits}} if is_quantised else {}),
     }
 
 

@@ -13,12 +13,12 @@ import numpy as np
 from specjax.checkpoint.files import CheckpointError, listed
 from specjax.checkpoint.hf_config import DTYPES, QUANTIZATIONS
 from specjax.checkpoint.quantised import Entries, QuantisedEntry, matrices
-from specjax.checkpoint.stored import is_product, make_leaf, quantised_leaf
+from specjax.checkpoint.stored import make_leaf, quantised_leaf
 from specjax.checkpoint.weights import ModelFiles, read_headers, read_json
 from specjax.config import ModelConfig
 from specjax.models import table
 from specjax.models.mtp_spec import mtp_tensors
-from specjax.models.params import HEAD_TENSOR, Leaf, Placement, Scope, Sizes, Table, dimensions, placements
+from specjax.models.params import HEAD_TENSOR, Leaf, Placement, Scope, Sizes, Table, dimensions, is_product, placements
 from specjax.progress import progress_bar
 
 if TYPE_CHECKING:

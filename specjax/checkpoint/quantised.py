@@ -30,6 +30,7 @@ from specjax.checkpoint.gguf_blocks import KINDS
 from specjax.checkpoint.stored import Stored
 from specjax.checkpoint.values import flag, given, require
 from specjax.checkpoint.weights import INDEX_NAME, ModelFiles, TensorEntry, read_headers, save_shards
+from specjax.models.params import Bits
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds this column of the eight
@@ -79,6 +80,29 @@ def matrices(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any]) -> E
             f"config.json: quantization_config says {section.get('quant_method')}, and no tensor is quantised that way"
         )
     return found
+
+
+def bits_per_weight(config: Mapping[str, Any], quantization: str = "auto") -> Bits | None:
+    """An estimate of what a model's matrices take, from its config.json; None: they have the model's dtype.
+
+    ``quantization``: as in ``load_params``.
+    """
+    section = given(config, "quantization_config", {})
+    if quantization != "auto":
+        known = {"fp8": 8.0, "int8": 8.0, "int4": 5.0}
+        return Bits(known[quantization], True) if quantization in known else None
+    method = section.get("quant_method")
+    if method == "gguf":
+        return Bits(float(given(section, "bits_per_weight", 5.0)), True)
+    if method == "fp8":
+        return Bits(8.0, False)
+    if method in ("gptq", "awq"):
+        # Of each group a scale in 16 bits and an offset in 32.
+        return Bits(require(section, "bits") + 48 / max(int(given(section, "group_size", 128)), 32), False)
+    if method == "compressed-tensors":
+        groups = [given(group, "weights", {}) for group in given(section, "config_groups", {}).values()]
+        return Bits(max((require(each, "num_bits") for each in groups), default=8) + 0.25, False)
+    return None
 
 
 def save_dequantised(files: ModelFiles, folder: Path) -> None:

@@ -76,12 +76,6 @@ class Stored:
         return replace(self, codes=codes, bits=bits, zero=None, offset=offset)
 
 
-def is_product(leaf: Leaf) -> bool:
-    """Whether a leaf is only multiplied by, so that it may be quantised: linear maps and the embedding. A router is
-    small, and what it chooses should not change."""
-    return leaf.name == "embed" or (leaf.matrix is not None and leaf.name != "router")
-
-
 def quantised_leaf(parts: Sequence[np.ndarray], scope: Scope, leaf: Leaf, sizes: Sizes, kind: str) -> Any:
     """The leaf of these float tensors, quantised. CheckpointError: its inputs do not divide into groups."""
     from specjax_kernels import quantise

@@ -22,6 +22,7 @@ from specjax.engine.buckets import Buckets
 from specjax.engine.config import EngineConfig, Layout, Memory, context_length, fitting_tokens, logits_bytes
 from specjax.models import table
 from specjax.models.params import (
+    Bits,
     Leaf,
     Sizes,
     Table,
@@ -171,21 +172,23 @@ def _reads(outline: Outline, devices: int) -> Reads:
     model, declared, sizes = target.config, table(target.config), dimensions(target.config)
     read = [*read_leaves(declared)]
 
-    def size(leaves: Iterable[Leaf], sizes: Sizes = sizes, of: ModelConfig = model) -> int:
-        return sum(int(leaf_bytes(leaf, sizes, of.dtype, devices) * _active(leaf, of)) for leaf in leaves)
+    def size(
+        leaves: Iterable[Leaf], sizes: Sizes = sizes, of: ModelConfig = model, bits: Bits | None = outline.bits
+    ) -> int:
+        return sum(int(leaf_bytes(leaf, sizes, of.dtype, devices, bits) * _active(leaf, of)) for leaf in leaves)
 
     draft, level, once = (_nbytes(outline.params.draft),) * 2 + (0,)  # of a drafter of the user's: all, each level
     if head is not None:
         head_table, head_sizes = head_parameters(head, target)
         draft = parameter_bytes(head_table, head_sizes, head.dtype, devices=devices)
-        level, once = (size(leaves, head_sizes) for leaves in level_reads(head))
+        level, once = (size(leaves, head_sizes, bits=None) for leaves in level_reads(head))
         level += 0 if head.own_head else size(leaf for leaf in read if "vocab" in leaf.axes)
     if (drafts := outline.model) is not None:
         own, own_sizes = table(drafts.config), dimensions(drafts.config)
         draft = parameter_bytes(own, own_sizes, drafts.config.dtype, devices=devices)
-        level = once = size(read_leaves(own), own_sizes, drafts.config)
+        level = once = size(read_leaves(own), own_sizes, drafts.config, None)
     return Reads(
-        weights=parameter_bytes(declared, sizes, model.dtype, devices=devices),
+        weights=parameter_bytes(declared, sizes, model.dtype, devices=devices, bits=outline.bits),
         draft_weights=draft,
         forward=size(read),
         products=sum(
@@ -268,7 +271,7 @@ def _undivided(outline: Outline, devices: int) -> dict[str, int]:
         for leaf in leaves_of(declared):
             if shards(leaf.axes, leaf.shape(sizes), devices) == 1:
                 key = name + leaf.name
-                found[key] = found.get(key, 0) + leaf_bytes(leaf, sizes, model.dtype)
+                found[key] = found.get(key, 0) + leaf_bytes(leaf, sizes, model.dtype, bits=outline.bits)
         if (whole := _page_bytes(specs)) == _page_bytes(specs, devices):
             found[f"{name}pages of a token"] = whole
     return found

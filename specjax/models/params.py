@@ -41,7 +41,7 @@ T = TypeVar("T")
 # Names that all families' checkpoints share.
 EMBED_TENSOR, HEAD_TENSOR = "model.embed_tokens.weight", "lm_head.weight"
 # The logical axes of dimension letters, which a tensor-parallel mesh may split. Other axes are never split.
-AXES = {"V": "vocab", "W": "vocab", "K": "kv_heads", "I": "mlp"}
+AXES = {"V": "vocab", "W": "vocab", "K": "kv_heads", "H": "heads", "I": "mlp", "i": "mlp", "s": "mlp"}
 
 
 class Part(NamedTuple):
@@ -251,14 +251,29 @@ def leaves_of(table: Table) -> Iterator[Leaf]:
     return (leaf for scope in table for leaf in scope.leaves)
 
 
-def parameter_bytes(table: Table, sizes: Sizes, dtype: str, *, devices: int = 1) -> int:
+class Bits(NamedTuple):
+    """An estimate for quantised weights."""
+
+    weight: float  # bits of one, its share of scales included
+    ends: bool  # whether embedding and output matrix are quantised, too
+
+
+def parameter_bytes(table: Table, sizes: Sizes, dtype: str, *, devices: int = 1, bits: Bits | None = None) -> int:
     """Bytes of all leaves; with several `devices`, of one device's share (`shards`)."""
-    return sum(leaf_bytes(leaf, sizes, dtype, devices) for leaf in leaves_of(table))
+    return sum(leaf_bytes(leaf, sizes, dtype, devices, bits) for leaf in leaves_of(table))
 
 
-def leaf_bytes(leaf: Leaf, sizes: Sizes, dtype: str, devices: int = 1) -> int:
-    shape = leaf.shape(sizes)
-    return prod(shape) * np.dtype(leaf.dtype or dtype).itemsize // shards(leaf.axes, shape, devices)
+def leaf_bytes(leaf: Leaf, sizes: Sizes, dtype: str, devices: int = 1, bits: Bits | None = None) -> int:
+    shape, each = leaf.shape(sizes), np.dtype(leaf.dtype or dtype).itemsize
+    if bits and is_product(leaf) and (bits.ends or "vocab" not in leaf.axes):
+        return int(prod(shape) * bits.weight / 8) // shards(leaf.axes, shape, devices)
+    return prod(shape) * each // shards(leaf.axes, shape, devices)
+
+
+def is_product(leaf: Leaf) -> bool:
+    """Whether a leaf is only multiplied by, so that it may be quantised: linear maps and the embedding. A router is
+    small, and what it chooses should not change."""
+    return leaf.name == "embed" or (leaf.matrix is not None and leaf.name != "router")
 
 
 def shards(axes: Sequence[str | None], shape: Sequence[int], devices: int) -> int:

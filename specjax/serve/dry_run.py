@@ -82,7 +82,8 @@ def _case(arguments: dict[str, Any], device: str | None, devices: int) -> tuple[
     @functools.cache
     def outlines(dtype: str | None, drafts: bool) -> Outline:
         draft = arguments["draft"] if drafts else NoDraft()
-        return outline(model, draft=draft, dtype=dtype or arguments["dtype"], revision=revision, platform=platform)
+        given = {"dtype": dtype or arguments["dtype"], "quantization": arguments["quantization"]}
+        return outline(model, draft=draft, **given, revision=revision, platform=platform)
 
     asked = outlines(None, True)
     bounds = DEVICES[device] if device else this_device(asked.target.config.dtype)
