@@ -415,5 +415,6 @@ def test_a_dry_run_of_the_real_sizes(name, capsys, monkeypatch):
     assert document["drafter"] == {"name": wanted.ran, "nodes": wanted.width, "levels": wanted.depth}
     assert document["dtype"] == wanted.others.get("dtype", REAL[wanted.model]["torch_dtype"])
     if count := PARAMETERS.get(wanted.model):
-        biases = 58 * 256 if wanted.model == DEEPSEEK else 0
-        assert document["memory"]["weights"] == 2 * (count + biases)
+        weights = document["memory"]["weights"]
+        # DeepSeek's matrices are fp8; its embedding, output matrix, router and what makes keys and values are not.
+        assert 1.0 < weights / count < 1.01 if wanted.model == DEEPSEEK else weights == 2 * count
