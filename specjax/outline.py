@@ -63,7 +63,8 @@ def outline(
     chosen = choose(options, files, config, platform)
     target = make_target(config)
     weights = _shapes(table(config), dimensions(config), config.dtype)
-    bits = checkpoint.bits_per_weight(files.config, quantization)
+    on_cpu = (platform or jax.default_backend()) == "cpu"
+    bits = checkpoint.bits_per_weight(files.config, quantization, keeps_half=on_cpu and config.dtype == "float32")
     if plugin is not None:
         made = make_speculation(plugin, target)
         return Outline(target, Params(weights, made.params), made.drafter, None, None, bits, bool(files.weights))

@@ -41,10 +41,10 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-def read(folder: Path, dtype: str = "float32"):
+def read(folder: Path, dtype: str = "float32", quantization: str = "auto"):
     files = resolve(str(folder), progress=False)
     config = model_config(files.config, dtype=dtype)
-    return files, config, load_params(files, config, progress=False)
+    return files, config, load_params(files, config, quantization=quantization, progress=False)
 
 
 def assert_same_weights(params, tensors, config, *, head: bool, atol: float = 0.0):
@@ -117,7 +117,7 @@ def test_folder(tmp_path, changes):
 @pytest.mark.parametrize("wanted", ["bfloat16", "float16", "float32"])
 def test_stored_and_wanted_types(tmp_path, stored, wanted):
     tensors = save_llama(tmp_path, dtype=stored)
-    _, config, params = read(tmp_path, wanted)
+    _, config, params = read(tmp_path, wanted, "none")
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(wanted)}
     cast = {name: np.float32(tensor.astype(load.HOST_DTYPES[wanted])) for name, tensor in tensors.items()}
     assert_same_weights(params, cast, config, head=True)

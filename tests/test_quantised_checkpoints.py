@@ -11,9 +11,11 @@ import pytest
 from quantised_formats import FORMATS
 from safetensors.numpy import load_file, save_file
 from specjax_kernels import Quantised, dequantise
+from test_parity import Reader
 from tiny_checkpoints import save_model
 
 from specjax.checkpoint import CheckpointError, load_params, model_config, resolve
+from specjax.models import make_target
 
 SIZES = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 192, "tie_word_embeddings": False}
 
@@ -112,3 +114,23 @@ def test_weights_stay_quantised(tmp_path, name):
         np.testing.assert_allclose(np.moveaxis(values, -1, 0), flat, rtol=1e-6, atol=1e-7)
     assert isinstance(kept["head"], Quantised)
     assert max(found.values()) < (0.8 if "4" in name or name in ("awq", "gptq act order", "gptq v2") else 1.4), found
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_stays_so_beside_float32_activations(tmp_path, dtype):
+    """On a CPU; the logits are those of the same weights in float32."""
+    save_model(tmp_path, "LlamaForCausalLM", dtype=dtype, initializer_range=0.2, **SIZES)
+    files = resolve(str(tmp_path), progress=False)
+    config = model_config(files.config, dtype="float32")
+    kept = load_params(files, config, progress=False)
+    plain = load_params(files, config, quantization="none", progress=False)
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(plain)} == {"float32"}
+    assert str(kept["layers_0"]["qkv"].dtype) == str(kept["head"].dtype) == dtype
+    assert str(kept["layers_0"]["mlp_norm"].dtype) == "float32"
+    text = np.random.default_rng(0).integers(0, 320, 20)
+    for width in (1, 13):
+        one, other = (
+            Reader(config, make_target(config), params, rows=1).read([text], width)[0] for params in (kept, plain)
+        )
+        assert one.dtype == np.float32 and one.std() > 0.5
+        np.testing.assert_allclose(one, other, atol=1e-4)

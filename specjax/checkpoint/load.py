@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,8 +38,9 @@ def load_params(
     Args:
       files: from ``resolve``.
       config: from ``model_config(files.config)``; parameters are cast to ``config.dtype``.
-      quantization: auto: matrices that the files hold in few bits stay so, as ``specjax_kernels.Quantised``; none: they
-        are dequantised; fp8, int8 or int4: matrices of float weights are quantised (``specjax_kernels.quantise``).
+      quantization: auto: matrices that the files hold in few bits stay so, as ``specjax_kernels.Quantised``, and on a
+        CPU beside float32 activations those in 16 bits; none: all are of ``config.dtype``; fp8, int8 or int4: matrices
+        of float weights are quantised (``specjax_kernels.quantise``).
       progress: show a bar on stderr.
       put: moves one finished array to the device; ``jax.device_put`` if None.
 
@@ -70,7 +71,7 @@ def load_params(
             f"{stored[0]}; auto keeps them as they are, none dequantises them"
         )
 
-    few_bits = reduced(tensors, sizes, quantization, tied=config.tied_embeddings)
+    few_bits = reduced(tensors, sizes, config.dtype, quantization, tied=config.tied_embeddings)
     return fill(files.name, declared, sizes, lambda name: tensors[name].read(), config.dtype, put, progress, few_bits)
 
 
@@ -78,8 +79,11 @@ FewBits = Callable[[Scope, Leaf, list[Placement]], Any]
 """A quantised leaf, or None."""
 
 
-def reduced(tensors: Entries, sizes: Sizes, quantization: str, *, tied: bool) -> FewBits:
+def reduced(tensors: Entries, sizes: Sizes, dtype: str, quantization: str, *, tied: bool) -> FewBits:
     """What `quantization` makes of leaves; `tied`: whether the embedding is also the output matrix."""
+    import jax
+
+    keeps_half = dtype == "float32" and jax.default_backend() == "cpu"  # whose kernels widen them as they read
 
     def few_bits(scope: Scope, leaf: Leaf, rules: list[Placement]) -> Any | None:
         if quantization == "none" or not is_product(leaf):
@@ -87,12 +91,24 @@ def reduced(tensors: Entries, sizes: Sizes, quantization: str, *, tied: bool) ->
         entries = [tensors[rule.tensor] for rule in rules]
         if quantization == "auto":
             found = [entry.load() for entry in entries if isinstance(entry, QuantisedEntry)]
-            return make_leaf(found, scope, leaf, sizes) if len(found) == len(entries) else None
+            if len(found) == len(entries):
+                return make_leaf(found, scope, leaf, sizes)
+            return half_leaf([entry.read() for entry in entries], leaf, sizes, rules) if keeps_half else None
         if leaf.name == "embed" and not tied:
             return None  # rows are looked up, and read once a token
         return quantised_leaf([np.asarray(entry.read()) for entry in entries], scope, leaf, sizes, quantization)
 
     return few_bits
+
+
+def half_leaf(arrays: Sequence[np.ndarray], leaf: Leaf, sizes: Sizes, rules: Sequence[Placement]) -> np.ndarray | None:
+    """The leaf of tensors in one 16-bit type, in that type; None: they have another, or several."""
+    if {array.dtype for array in arrays} not in ({HOST_DTYPES["bfloat16"]}, {HOST_DTYPES["float16"]}):
+        return None
+    host = np.empty(leaf.shape(sizes), arrays[0].dtype)
+    for rule, array in zip(rules, arrays, strict=True):
+        rule.place(host, array)
+    return host
 
 
 def fill(

@@ -67,5 +67,5 @@ def load_mtp(
                 "of their own are not supported"
             )
     name = f"MTP layers of {files.name}"
-    few_bits = reduced(tensors, sizes, quantization, tied=False)
+    few_bits = reduced(tensors, sizes, target.dtype, quantization, tied=False)
     return fill(name, declared, sizes, lambda name: tensors[name].read(), target.dtype, put, progress, few_bits)

@@ -82,10 +82,10 @@ def matrices(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any]) -> E
     return found
 
 
-def bits_per_weight(config: Mapping[str, Any], quantization: str = "auto") -> Bits | None:
+def bits_per_weight(config: Mapping[str, Any], quantization: str = "auto", *, keeps_half: bool = False) -> Bits | None:
     """An estimate of what a model's matrices take, from its config.json; None: they have the model's dtype.
 
-    ``quantization``: as in ``load_params``.
+    ``quantization``: as in ``load_params``; ``keeps_half``: whether matrices in 16 bits stay so beside float32.
     """
     section = given(config, "quantization_config", {})
     if quantization != "auto":
@@ -102,7 +102,8 @@ def bits_per_weight(config: Mapping[str, Any], quantization: str = "auto") -> Bi
     if method == "compressed-tensors":
         groups = [given(group, "weights", {}) for group in given(section, "config_groups", {}).values()]
         return Bits(max((require(each, "num_bits") for each in groups), default=8) + 0.25, False)
-    return None
+    stored = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    return Bits(16.0, True) if keeps_half and stored in ("bfloat16", "float16") else None
 
 
 def save_dequantised(files: ModelFiles, folder: Path) -> None:

@@ -154,10 +154,10 @@ class Decoder(nn.Module):
 
 
 def embedding_rows(table: Any, tokens: Tokens, dtype: str) -> Hidden:
-    """Rows of an embedding [V, M], of a dtype if it is quantised. A clipped id is a padding token's: never used."""
+    """Rows of an embedding [V, M], of a dtype. A clipped id is a padding token's: never used."""
     if isinstance(table, kernels.Quantised):
         return kernels.embed(table, jnp.clip(tokens, 0, table.shape[0] - 1), jnp.dtype(dtype))
-    return table.at[tokens].get(mode="clip")
+    return table.at[tokens].get(mode="clip").astype(jnp.dtype(dtype))
 
 
 def head_columns(head: Any, ids: Int32[Array, "W"]) -> Any:
