@@ -92,7 +92,7 @@ def load(
         read = partial(checkpoint.load_tokenizer, files, folder=tokenizer_path, chat_template=chat_template)
         reading = background.submit(read)
         if chosen.options.kind is None:
-            given = _load_model(chosen.options, config, reading, dtype, backend, progress)
+            given = _load_model(chosen.options, config, reading, dtype, context_length, backend, progress)
         else:
             given = _load_head(chosen, files, config, reading, quantization, progress)
         weights = checkpoint.load_params(files, config, quantization=quantization, progress=progress)
@@ -253,15 +253,16 @@ def _naming(option: str) -> Iterator[None]:
 
 
 def _load_model(
-    options: DraftOptions, config: ModelConfig, tokenizer: Future[Any], dtype: str, backend: str | None, progress: bool
-) -> _Draft:
+    options: DraftOptions, config: ModelConfig, tokenizer: Future[Any], dtype: str, context_length: int | None,
+    backend: str | None, progress: bool,
+) -> _Draft:  # fmt: skip
     """A whole model that drafts, where the options name one; its vocabulary is compared before its weights are read."""
     if (path := _path(options)) is None:
         return _Draft()
     given, owner = cast(Standalone, options), type(options).__name__
     try:
         files = checkpoint.resolve(path, revision=given.revision, progress=progress)
-        own = checkpoint.model_config(files.config, dtype=dtype)
+        own = checkpoint.model_config(files.config, dtype=dtype, context_length=context_length)
         both = tokenizer.result(), checkpoint.load_tokenizer(files)
         sizes, intersection = (config.vocab_size, own.vocab_size), given.vocabulary == "intersection"
         found = checkpoint.match_vocabularies(*both, *sizes, intersection=intersection)

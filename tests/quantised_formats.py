@@ -85,7 +85,9 @@ def compressed(layout: str, **weights: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
 
 
-def compressed_packed(bits: int, *, symmetric: bool) -> Format:
+def compressed_packed(bits: int, *, symmetric: bool, old: bool = False) -> Format:
+    """`old`: zero points are signed numbers, one a byte."""
+
     def write(matrix: np.ndarray, rng: np.random.Generator) -> Written:
         codes, scale, zero, value = grouped(matrix, bits, GROUP, rng)
         if symmetric:
@@ -98,6 +100,8 @@ def compressed_packed(bits: int, *, symmetric: bool) -> Format:
         rounded = scale.astype(ml_dtypes.bfloat16).astype(np.float64).repeat(GROUP, axis=1)
         value = ((codes - zero.repeat(GROUP, axis=1)) * rounded).astype(np.float32)
         if not symmetric:
+            tensors["weight_zero_point"] = (zero - 2 ** (bits - 1)).astype(np.int8)
+        if not symmetric and not old:
             padded = np.pad(zero, ((0, -len(zero) % (32 // bits)), (0, 0)))
             tensors["weight_zero_point"] = packed(padded.T, bits).T
         return Written(tensors, value)
@@ -138,6 +142,7 @@ FORMATS: dict[str, Format] = {
     ),
     "int4 groups": compressed_packed(4, symmetric=True),
     "int4 zero points": compressed_packed(4, symmetric=False),
+    "int4 zero points in bytes": compressed_packed(4, symmetric=False, old=True),
     "gptq 4": gptq(4),
     "gptq 8": gptq(8),
     "gptq act order": gptq(4, ordered=True),

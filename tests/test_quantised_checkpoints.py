@@ -134,3 +134,20 @@ def test_half_precision_stays_so_beside_float32_activations(tmp_path, dtype):
         )
         assert one.dtype == np.float32 and one.std() > 0.5
         np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+def test_older_gptq_checkpoints(tmp_path):
+    """No g_idx, biases of zeros that no matrix has, and the description in a file of its own."""
+    values = save_quantised(tmp_path, "gptq 4")
+    file = tmp_path / "model.safetensors"
+    tensors = {name: tensor for name, tensor in load_file(file).items() if not name.endswith("g_idx")}
+    stems = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
+    save_file(tensors | {f"{stem}.bias": np.zeros(8, np.float16) for stem in stems}, file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    section = config.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"look quantised, and config\.json has no quantization_config"):
+        load(tmp_path)
+    (tmp_path / "quantize_config.json").write_text(json.dumps(section))
+    down = np.asarray(load(tmp_path)["layers_1"]["down"])
+    np.testing.assert_allclose(down, values["model.layers.1.mlp.down_proj.weight"].T, rtol=1e-6, atol=1e-7)

@@ -196,7 +196,11 @@ READERS: Mapping[str, Reader] = {
         _phi3, {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}, partial_rope=True, remote_code=True
     ),
     "DeepseekV3ForCausalLM": Reader(
-        _deepseek_v3, {"max_position_embeddings": 4096, "norm_topk_prob": True, "first_k_dense_replace": 3},
+        _deepseek_v3,
+        {
+            "max_position_embeddings": 4096, "norm_topk_prob": True, "first_k_dense_replace": 3, "n_group": 8,
+            "topk_group": 4, "routed_scaling_factor": 2.5,
+        },
         only={
             "rope_interleave": (True, "true"), "scoring_func": ("sigmoid", "sigmoid"),
             "topk_method": ("noaux_tc", "noaux_tc"), "moe_layer_freq": (1, "1"),

@@ -80,7 +80,11 @@ def model_config(
         "tied_embeddings": flag(hf_config, "tie_word_embeddings"),
         "dtype": _dtype(hf_config, dtype, platform),
     }
-    windows = tuple(None if w is None or w >= common["max_positions"] else w for w in fields.get("windows", ()))
+    # One as long as any text is none, but for the rotary embedding that layers with a window may have.
+    longest_window = None if "window_rope" in fields else common["max_positions"]
+    windows = tuple(
+        None if w is None or (longest_window and w >= longest_window) else w for w in fields.get("windows", ())
+    )
     fields |= {"windows": windows if any(windows) else ()}
     return ModelConfig(**cast(Any, common | fields))
 

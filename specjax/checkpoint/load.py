@@ -56,11 +56,15 @@ def load_params(
     declared, sizes = table(config), dimensions(config)
     others = mtp_tensors(tensors.keys(), config)
     shapes = {name: entry.shape for name, entry in tensors.items() if name not in others}
-    optional = {HEAD_TENSOR} if config.tied_embeddings else frozenset()
+    optional = ({HEAD_TENSOR} if config.tied_embeddings else set()) | zero_biases(tensors)
     if problems := misfits(shapes, placements(declared, sizes), f"a {config.family} model", optional):
         raise CheckpointError(
-            f"the weights in {files.folder} do not fit its config.json; {problems}. Use the config.json that was saved "
-            "with these weights"
+            f"the weights in {files.folder} do not fit its config.json; {problems}. "
+            + (
+                "They look quantised, and config.json has no quantization_config that says how"
+                if any(name.endswith(QUANTISED_NAMES) for name in tensors)
+                else "Use the config.json that was saved with these weights"
+            )
         )
     if quantization not in QUANTIZATIONS:
         raise CheckpointError(f"quantization {quantization!r} is not one of: {', '.join(QUANTIZATIONS)}")
@@ -73,6 +77,20 @@ def load_params(
 
     few_bits = reduced(tensors, sizes, config.dtype, quantization, tied=config.tied_embeddings)
     return fill(files.name, declared, sizes, lambda name: tensors[name].read(), config.dtype, put, progress, few_bits)
+
+
+QUANTISED_NAMES = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight.absmax")
+
+
+def zero_biases(tensors: Entries) -> set[str]:
+    """Biases of quantised matrices that are all zero, which AutoGPTQ wrote for matrices without one."""
+    return {
+        name
+        for name, entry in tensors.items()
+        if name.endswith(".bias")
+        and isinstance(tensors.get(f"{name.removesuffix('bias')}weight"), QuantisedEntry)
+        and not np.any(entry.read())
+    }
 
 
 FewBits = Callable[[Scope, Leaf, list[Placement]], Any]

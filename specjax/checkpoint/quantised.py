@@ -36,7 +36,9 @@ FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds this column of the eight
 METHODS = ("fp8", "gptq", "awq", "compressed-tensors", "gguf")
 # Of activations and caches, which are not quantised here.
-_UNUSED = re.compile(r".*\.(input_scale|input_zero_point|input_global_scale|[kv]_scale|k_zero_point|v_zero_point)")
+_UNUSED = re.compile(
+    r".*\.((input|output)_(scale|zero_point|global_scale)|(q|k|v|kv|prob|prob_output)_(scale|zero_point))"
+)
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,8 @@ def _reader(section: Mapping[str, Any]) -> Callable[[dict[str, TensorEntry]], En
         bits, back = _bits(section, "bits"), given(section, "checkpoint_format", "gptq") == "gptq"
         if (kind := given(section, "checkpoint_format", "gptq")) not in ("gptq", "gptq_v2"):
             raise CheckpointError(f"config.json: checkpoint_format is {kind!r:.80}; supported: gptq, gptq_v2")
-        return lambda tensors: _packed_by_input(tensors, bits, int(back))
+        ordered = "desc_act" in section and flag(section, "desc_act")
+        return lambda tensors: _packed_by_input(tensors, bits, int(back), ordered)
     if method == "awq":
         bits = _bits(section, "bits", (4,))
         if (version := str(given(section, "version", "gemm")).lower()) != "gemm":
@@ -178,17 +181,19 @@ def _scaled(tensors: dict[str, TensorEntry], block: tuple[int, int]) -> Entries:
     return {name: entry for name, entry in tensors.items() if name not in taken} | entries
 
 
-def _packed_by_input(tensors: dict[str, TensorEntry], bits: int, back: int) -> Entries:
-    """GPTQ. Version 1 stores each zero point less one (`back`)."""
+def _packed_by_input(tensors: dict[str, TensorEntry], bits: int, back: int, ordered: bool) -> Entries:
+    """GPTQ. Version 1 stores each zero point less one (`back`); `ordered`: columns may lie in any order of groups."""
 
     def make(stem: str, words: TensorEntry) -> tuple[tuple[int, int], set[str], Callable[[], Stored]]:
-        zeros, scales, index = (_need(tensors, f"{stem}.{part}") for part in ("qzeros", "scales", "g_idx"))
+        zeros, scales = (_need(tensors, f"{stem}.{part}") for part in ("qzeros", "scales"))
+        index = _need(tensors, f"{stem}.g_idx") if ordered else tensors.get(f"{stem}.g_idx")
 
         def load() -> Stored:
             codes = unpacked(words.read(integers=True).T, bits)
             # Zeros wrap: that of a symmetric 8-bit weight, 128, is stored as 127, and 0 as all ones.
             zero = (unpacked(zeros.read(integers=True), bits).astype(np.int16) + back) & (2**bits - 1 if back else -1)
-            return _ordered(codes, np.asarray(scales.read()).T, zero.T, bits, index.read(integers=True))
+            groups = None if index is None else index.read(integers=True)
+            return _ordered(stem, codes, np.asarray(scales.read()).T, zero.T, bits, groups)
 
         shape = words.shape[1], words.shape[0] * (32 // bits)
         return shape, {f"{stem}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")}, load
@@ -202,7 +207,7 @@ def _awq(tensors: dict[str, TensorEntry], bits: int) -> Entries:
 
         def load() -> Stored:
             codes, zero = (unpacked(each.read(integers=True), bits, order=AWQ_ORDER) for each in (words, zeros))
-            return Stored(codes.T, np.asarray(scales.read()).T, bits, zero.T)
+            return _ordered(stem, codes.T, np.asarray(scales.read()).T, zero.T, bits, None)
 
         shape = words.shape[1] * (32 // bits), words.shape[0]
         return shape, {f"{stem}.{part}" for part in ("qweight", "qzeros", "scales")}, load
@@ -249,9 +254,11 @@ def _packed_by_output(tensors: dict[str, TensorEntry], bits: int, symmetric: boo
             codes = unpacked(words.read(integers=True), bits)[:, :inside]
             scale = np.asarray(scales.read())
             zero = np.full(scale.shape, 2 ** (bits - 1), np.int16)  # codes are stored as unsigned numbers
-            if zeros is not None:  # packed along the rows
-                zero = unpacked(zeros.read(integers=True).T, bits)[:, :out].T
-            return _ordered(codes, scale, zero, bits, None if index is None else index.read(integers=True))
+            if zeros is not None:  # packed along the rows; before 2025 signed numbers, one a byte
+                stored = zeros.read(integers=True)
+                is_packed = stored.dtype.itemsize == 4
+                zero = unpacked(stored.T, bits)[:, :out].T if is_packed else stored.astype(np.int16) + 2 ** (bits - 1)
+            return _ordered(stem, codes, scale, zero, bits, None if index is None else index.read(integers=True))
 
         names = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
         return (out, inside), {f"{stem}.{name}" for name in names}, load
@@ -291,6 +298,8 @@ def _by_stem(tensors: dict[str, TensorEntry], suffix: str, make: Callable[[str, 
 
 def unpacked(words: np.ndarray, bits: int, order: tuple[int, ...] = ()) -> np.ndarray:
     """The numbers in int32 words [rows, words], from the low end: uint8 [rows, words * 32 / bits]."""
+    if words.dtype.itemsize != 4:
+        raise CheckpointError(f"packed weights of {words.dtype}; words of 32 bits are needed")
     count = 32 // bits
     shifts = (np.arange(count, dtype=np.uint32) * bits)[None, None]
     wide = np.ascontiguousarray(words).view(np.uint32)[:, :, None]
@@ -300,8 +309,13 @@ def unpacked(words: np.ndarray, bits: int, order: tuple[int, ...] = ()) -> np.nd
     return numbers.reshape(len(words), -1)
 
 
-def _ordered(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, bits: int, index: np.ndarray | None) -> Stored:
+def _ordered(
+    stem: str, codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, bits: int, index: np.ndarray | None
+) -> Stored:
     """Columns sorted by their groups (act-order), which `index` [in] gives; negative or None: as they are."""
+    inside, groups = codes.shape[1], scale.shape[1]
+    if inside % groups:
+        raise CheckpointError(f"{stem} has {groups} groups of scales for {inside} columns; equal groups are needed")
     if index is None or (np.asarray(index) < 0).any():
         return Stored(codes, scale, bits, zero)
     order = np.argsort(index, kind="stable")
@@ -309,7 +323,9 @@ def _ordered(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, bits: int, 
         return Stored(codes, scale, bits, zero)
     counts = np.bincount(index, minlength=scale.shape[1])
     if (counts != counts[0]).any():
-        raise CheckpointError(f"g_idx has groups of {listed(set(counts.tolist()))} columns; equal groups are needed")
+        raise CheckpointError(
+            f"{stem}.g_idx has groups of {listed(set(counts.tolist()))} columns; equal groups are needed"
+        )
     return Stored(codes[:, order], scale, bits, zero, order=order)
 
 

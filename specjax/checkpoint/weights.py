@@ -168,7 +168,7 @@ def read_outline(name: str, path: Path) -> ModelFiles:
     """As `read_folder` for what is described by config.json, or the headers of weights beside it; reads no weights.
     ``path`` is the folder or its config.json, which then stands alone."""
     folder = path if path.is_dir() else path.parent
-    config = dict(read_json(folder / "config.json" if path.is_dir() else path, name))
+    config = _read_config(folder / "config.json" if path.is_dir() else path, name)
     has_weights = path.is_dir() and any((folder / file).is_file() for file in LAYOUTS[0])
     weights = find_weights(name, folder) if has_weights else ()
     if config.get("tie_word_embeddings") is None and weights and HEAD_TENSOR not in read_headers(weights):
@@ -183,7 +183,7 @@ def read_folder(name: str, folder: Path) -> ModelFiles:
     default, false, the model would have no output matrix. Tied, but with an ``lm_head.weight`` that differs from the
     embedding, means untied, as in transformers.
     """
-    config = dict(read_json(folder / "config.json", name))
+    config = _read_config(folder / "config.json", name)
     weights = find_weights(name, folder)
     tensors = read_headers(weights)
     head, embed = tensors.get(HEAD_TENSOR), tensors.get(EMBED_TENSOR)
@@ -199,6 +199,18 @@ def read_folder(name: str, folder: Path) -> ModelFiles:
     elif head is not None and embed is not None and config.get("tie_word_embeddings"):
         config["tie_word_embeddings"] = same_content(head.read(), embed.read())
     return ModelFiles(name, folder, config, weights)
+
+
+def _read_config(file: Path, name: str) -> dict[str, Any]:
+    """config.json, with `quantization_config` from where older checkpoints have it."""
+    config = dict(read_json(file, name))
+    beside = file.with_name("quantize_config.json")  # GPTQ before 2023-08
+    if config.get("quantization_config") is None:
+        if config.get("compression_config") is not None:
+            config["quantization_config"] = config["compression_config"]
+        elif beside.is_file():
+            config["quantization_config"] = {"quant_method": "gptq", **read_json(beside, name)}
+    return config
 
 
 def read_json(file: Path, name: str) -> Mapping[str, Any]:
