@@ -103,7 +103,7 @@ def main() -> None:
     document = machine("jaxlib", "flax") | {"model": args.model}
     files = checkpoint.resolve(args.model)
     config = checkpoint.model_config(files.config, dtype="float32")
-    weights = checkpoint.load_params(files, config)
+    weights = checkpoint.load_params(files, config, quantization="none")
     rows = []
     for prefix in args.prefix:
         rows.append(measure(prefix, args.steps, config, weights))

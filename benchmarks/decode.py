@@ -25,8 +25,10 @@ lie closer than `NEAR` in float32. The last line is one JSON document with every
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +45,9 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from specjax import Engine, EngineConfig, SamplingParams, checkpoint
+from specjax.checkpoint.hf_config import QUANTIZATIONS
+from specjax.models import table
+from specjax.models.params import dimensions, read_leaves
 
 ENGINE = {"none": "NONE", "auto": "AUTO", "ngram": "NGRAM"}
 TRANSFORMERS = ("transformers-float32", "transformers-bfloat16")
@@ -274,29 +279,32 @@ def same_texts(ours: Run, theirs: Run, prompt: list[int], oracle: Any) -> str:
 
 def build(args: argparse.Namespace) -> tuple[dict[str, Contender], Engine, Any]:
     """The contenders asked for, an engine (to render prompts, and for its facts), and the float32 oracle if loaded."""
-    folder = checkpoint.resolve(args.model).folder
     contenders: dict[str, Contender] = {}
     models: dict[str, Any] = {}
     engine = None
     for name in args.contenders:
         if algorithm := algorithm_of(name):
             config = EngineConfig(max_running_requests=1)
-            engine = Engine.from_pretrained(args.model, dtype=args.dtype, draft=algorithm, config=config)
+            engine = Engine.from_pretrained(
+                args.model, dtype=args.dtype, quantization=args.quantization, draft=algorithm, config=config
+            )
             engine.warm_up(engine.single_request_keys())
             contenders[name] = engine_contender(engine)
             continue
         dtype = name.partition("-")[2]
         if dtype not in models:
-            models[dtype] = load_transformers(folder, dtype)
+            with tempfile.TemporaryDirectory() as folder:
+                checkpoint.save_dequantised(checkpoint.resolve(args.model), Path(folder))
+                models[dtype] = load_transformers(Path(folder), dtype)
         how = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if name in LOOKUP else {}
         contenders[name] = transformers_contender(models[dtype], 0, **how)
     if engine is None:
         raise SystemExit(f"--contenders must hold one of {', '.join(ENGINE)}: prompts are rendered by the engine")
-    # The same weights, so as many bytes for each of them.
-    ours = weight_bytes(engine) // jnp.dtype(engine.target.config.dtype).itemsize
+    declared = engine.target.config
+    weights = sum(math.prod(leaf.shape(dimensions(declared))) for leaf in read_leaves(table(declared)))
     for name in contenders.keys() & {*TRANSFORMERS, *LOOKUP}:
         size = getattr(torch, name.partition("-")[2]).itemsize
-        contenders[name] = contenders[name]._replace(weight_bytes=ours * size)
+        contenders[name] = contenders[name]._replace(weight_bytes=weights * size)
     return contenders, engine, models.get("float32")
 
 
@@ -318,6 +326,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default=checkpoint.BUILT_IN_MODEL, help="alias, local folder or hub id")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="the engine's")
+    parser.add_argument("--quantization", default="auto", choices=QUANTIZATIONS, help="the engine's")
     parser.add_argument("--data", type=Path, default=DATA, help="folder of SET.jsonl files")
     parser.add_argument("--sets", nargs="+", default=["mt_bench", "eagle_sum"], metavar="SET")
     parser.add_argument("--limit", type=int, default=10, help="prompts of each set")
@@ -333,12 +342,13 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     contenders, engine, oracle = build(args)
     bandwidths, config = [read_bandwidth()], engine.target.config
-    document |= {"model": args.model, "dtype": config.dtype, "threads": args.threads, "limit": args.limit}
+    document |= {"model": args.model, "dtype": config.dtype, "quantization": args.quantization}
+    document |= {"threads": args.threads, "limit": args.limit}
     weights, bandwidth = weight_bytes(engine), bandwidths[0]
     document |= {"max_new_tokens": args.max_new_tokens, "weight_bytes": weights}
     print(
         f"ceiling on {document['processor'] if engine.platform == 'cpu' else document['device']}: reads "
-        f"{bandwidth / 1e9:.1f} GB/s; a forward reads {weights / 1e6:.0f} MB of {config.dtype} weights: at most "
+        f"{bandwidth / 1e9:.1f} GB/s; a forward reads {weights / 1e6:.0f} MB of weights: at most "
         f"{bandwidth / weights:.1f} forwards/s, at least {1e3 * weights / bandwidth:.1f} ms each"
     )
 

@@ -60,7 +60,7 @@ def main() -> None:
     files = checkpoint.resolve(args.model)
     config = checkpoint.model_config(files.config)
     tokenizer = checkpoint.load_tokenizer(files)
-    weights = checkpoint.load_params(files, config)
+    weights = checkpoint.load_params(files, config, quantization="none")
     target = make_target(config)
     head = head_like(config)
     draft = init_head_params(head, target, jax.random.key(0))

@@ -32,7 +32,7 @@ def export(model: str, folder: Path, megabytes: int) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     parts: list[dict[str, np.ndarray]] = [{}]
     room = most = megabytes * 10**6
-    for name, entry in read_headers(files.weights).items():
+    for name, entry in checkpoint.matrices(read_headers(files.weights), files.config).items():
         tensor = np.ascontiguousarray(entry.read(), dtype=np.float16)
         assert np.isfinite(tensor).all(), f"{name} does not fit into float16"
         if tensor.nbytes > room and parts[-1]:
@@ -53,9 +53,10 @@ def export(model: str, folder: Path, megabytes: int) -> list[Path]:
         )
         for question in QUESTIONS
     ]
+    config = {key: value for key, value in files.config.items() if key != "quantization_config"}
     small = {
         "model.safetensors.index.json": {"metadata": {}, "weight_map": places},
-        "config.json": {**files.config, "torch_dtype": "float16"},
+        "config.json": {**config, "torch_dtype": "float16"},
         PROMPTS_FILE: prompts,
     }
     for name, content in small.items():

@@ -143,7 +143,8 @@ def _files(report: Report) -> list[Case]:
     prompts = prompts[:2] if report.plan.tiny else prompts
 
     def params(dtype: str) -> Any:
-        return checkpoint.load_params(files, dataclasses.replace(config, dtype=dtype), progress=False)
+        typed = dataclasses.replace(config, dtype=dtype)
+        return checkpoint.load_params(files, typed, quantization="none", progress=False)
 
     return [Case(Path(model).name, config, prompts, params)]
 
