@@ -29,8 +29,8 @@ from specjax.models.blocks import (
     rms_norm,
     soft_cap,
 )
-from specjax.models.experts import mixture
-from specjax.models.params import Leaf, Scope, Table, create, dimensions, end_leaves
+from specjax.models.experts import expert_leaves, mixture
+from specjax.models.params import Leaf, Scope, Table, create, dimensions, end_leaves, mlp_leaves
 from specjax.models.rope import Rotation, rotations
 from specjax.models.target import Before, ForwardOutput, Target
 from specjax.types import Hidden, PageTable, PerRequest, Positions, Tokens, Weights
@@ -40,6 +40,15 @@ def decoder_table(config: ModelConfig, layer: Callable[[int], tuple[Leaf, ...]])
     """All parameters: `embed`, `final_norm`, `head` (unless tied), and a dict `layers_i` of `layer(i)` for each i."""
     every = (Scope(layer(i), f"layers_{i}", f"model.layers.{i}.", f"blk.{i}.") for i in range(config.num_layers))
     return (Scope(end_leaves(tied=config.tied_embeddings)), *every)
+
+
+def mixed_table(config: ModelConfig, own: tuple[Leaf, ...]) -> Table:
+    """`decoder_table` of layers that have the leaves `own`, and experts or, where the config has none, an MLP."""
+    dense, experts = (*own, *mlp_leaves(bias=False)), config.experts
+    if experts is None:
+        return decoder_table(config, lambda i: dense)
+    mixed = (*own, *expert_leaves(experts))
+    return decoder_table(config, lambda i: mixed if i in experts.layers else dense)
 
 
 class Layer(nn.Module):

@@ -19,9 +19,8 @@ from jax import Array
 from specjax.cache import PageSpec
 from specjax.config import Latent, ModelConfig
 from specjax.models.blocks import Past, Scores, joined, linear, rms_norm
-from specjax.models.decoder import Family, Layer, decoder_table
-from specjax.models.experts import expert_leaves
-from specjax.models.params import ATTENTION_NORM, MLP_NORM, Leaf, Table, Tensor, mlp_leaves, norm
+from specjax.models.decoder import Family, Layer, mixed_table
+from specjax.models.params import ATTENTION_NORM, MLP_NORM, Leaf, Table, Tensor, norm
 from specjax.models.params import linear as linear_leaves
 from specjax.models.rope import Rotation, half_split, rotate
 from specjax.types import Hidden, Positions
@@ -52,12 +51,7 @@ def latent_leaves(latent: Latent, *, bias: bool) -> tuple[Leaf, ...]:
 
 def table(config: ModelConfig) -> Table:
     assert config.latent is not None
-    own = (*latent_leaves(config.latent, bias=config.attention_bias), ATTENTION_NORM, MLP_NORM)
-    dense, experts = (*own, *mlp_leaves(bias=False)), config.experts
-    if experts is None:
-        return decoder_table(config, lambda i: dense)
-    mixed = (*own, *expert_leaves(experts))
-    return decoder_table(config, lambda i: mixed if i in experts.layers else dense)
+    return mixed_table(config, (*latent_leaves(config.latent, bias=config.attention_bias), ATTENTION_NORM, MLP_NORM))
 
 
 class Latents(NamedTuple):

@@ -105,8 +105,8 @@ def _one_by_one(
 
     def one(pair: tuple[Array, Array]) -> Array:
         row, expert = pair
-        wide = kernels.linear(row[None, None], gate_up[expert])
-        return kernels.linear(activation(wide[:, :, 0]) * wide[:, :, 1], down[expert])[0, 0]
+        weights = {"gate_up": gate_up[expert], "down": down[expert]}
+        return gated_mlp(row[None, None], weights, activation=activation)[0, 0]
 
     return jax.lax.map(one, (rows, experts))
 
@@ -162,8 +162,8 @@ def _in_tiles(
         expert = jnp.searchsorted(last_tile, index, side="right")
         first = last_row[expert] - sizes[expert] + (index - last_tile[expert] + tiles[expert]) * TILE
         x = jax.lax.dynamic_slice_in_dim(padded, first, TILE)
-        wide = kernels.linear(x[None], gate_up[expert])
-        y = kernels.linear(activation(wide[:, :, 0]) * wide[:, :, 1], down[expert])[0]
+        weights = {"gate_up": gate_up[expert], "down": down[expert]}
+        y = gated_mlp(x[None], weights, activation=activation)[0]
         own = first + jnp.arange(TILE, dtype=jnp.int32) < last_row[expert]
         kept = jnp.where(own[:, None], y, jax.lax.dynamic_slice_in_dim(out, first, TILE))
         return jax.lax.dynamic_update_slice_in_dim(out, kept, first, 0)
