@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32, UInt32
@@ -105,6 +106,22 @@ class Observation(NamedTuple):
     next_tokens: Int32[Array, "B C"]
     features: Float[Array, "B C F"] | None
     length: PerRequest
+
+
+def take_rows(leaves: Any, context: Context) -> Any:
+    """[B, ...] of a state's [R, ...] leaves: the requests' rows. An empty entry has another's."""
+    return jax.tree.map(lambda leaf: leaf[jnp.minimum(context.slots, leaf.shape[0] - 1)], leaves)
+
+
+def put_rows(leaves: Any, new: Any, context: Context, seen: Observation) -> Any:
+    """A state's [R, ...] leaves with `new` [B, ...] in the rows of the requests of which tokens were seen."""
+
+    def put(leaf: Array, own: Array) -> Array:
+        nowhere = leaf.shape[0] + jnp.arange(seen.length.shape[0], dtype=jnp.int32)
+        row = jnp.where(seen.length > 0, context.slots, nowhere)
+        return leaf.at[row].set(own, mode="drop", unique_indices=True)
+
+    return jax.tree.map(put, leaves, new)
 
 
 class Drafter(NamedTuple):

@@ -24,8 +24,8 @@ from specjax_kernels import CAUSAL
 
 from specjax.cache import PoolShape, commit, init_cache
 from specjax.config import HeadConfig, MtpConfig
-from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
-from specjax.drafters.grow import ANY_DRAFT, Confidence, Read, grow
+from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, put_rows, take_rows
+from specjax.drafters.grow import ANY_DRAFT, Confidence, Read, grow, growing_drafter
 from specjax.drafters.options import TreeShape
 from specjax.models.blocks import Past, joined
 from specjax.models.draft_head import draft_head
@@ -55,8 +55,7 @@ def eagle_drafter(
         return EagleState(init_cache(model.pages, pool), hidden)
 
     def propose(params: Params, state: EagleState, context: Context) -> tuple[DraftTree, DraftState]:
-        rows = state.hidden.shape[0]
-        hidden = state.hidden[jnp.minimum(context.slots, rows - 1)][:, None]
+        hidden = take_rows(state.hidden, context)[:, None]
 
         def read(
             level: int, tokens: Int32[Array, "B k"], feature: Float[Array, "B k M"], mask: UInt32[Array, "B k words"],
@@ -74,8 +73,7 @@ def eagle_drafter(
 
     def observe(params: Params, state: EagleState, context: Context, seen: Observation) -> DraftState:
         assert seen.features is not None
-        rows, width = state.hidden.shape[0], seen.tokens.shape[1]
-        positions = context.prefix_length[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
+        positions = context.prefix_length[:, None] + jnp.arange(seen.tokens.shape[1], dtype=jnp.int32)[None, :]
         embedded = model.embed(params.target, params.draft, seen.next_tokens)
         feature = model.fuse(params.draft, seen.features)
         past = Past(state.cache, context.page_table, context.attended)
@@ -84,20 +82,9 @@ def eagle_drafter(
         # A NaN in a page would spread to the requests that hold the page later.
         length = jnp.where(jnp.isnan(last[:, 0]), 0, seen.length)
         cache = commit(state.cache, block, context.page_table, context.prefix_length, length, after=last)
-        nowhere = rows + jnp.arange(length.shape[0], dtype=jnp.int32)
-        row = jnp.where(seen.length > 0, context.slots, nowhere)
-        return EagleState(cache, state.hidden.at[row].set(last, mode="drop", unique_indices=True))
+        return EagleState(cache, put_rows(state.hidden, last, context, seen))
 
-    return Drafter(
-        head_spec(head.kind).algorithm,
-        features=head.features,
-        width=shape.nodes,
-        depth=shape.depth,
-        init=init,
-        propose=propose,
-        observe=observe,
-        widths=confidence.widths(shape),
-        explicit_width=explicit_width,
-        runs_model=True,
-        note=note + confidence.note,
-    )
+    return growing_drafter(
+        head_spec(head.kind).algorithm, head.features, shape, confidence, init=init, propose=propose, observe=observe,
+        explicit_width=explicit_width, note=note,
+    )  # fmt: skip

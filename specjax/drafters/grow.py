@@ -23,7 +23,7 @@ from jax import Array
 from jaxtyping import Bool, Float32, Int32, UInt32
 from specjax_kernels import CHEAP_ROWS, pack_bits
 
-from specjax.drafters.base import Context
+from specjax.drafters.base import Context, Drafter, Features
 from specjax.drafters.options import TreeShape
 from specjax.limits import check, limited
 from specjax.tree import NO_PARENT, DraftTree, Pool, chain, log_total, rerank, top_k_children
@@ -88,6 +88,26 @@ class Confidence:
 
 
 ANY_DRAFT = Confidence()  # no minimum
+
+
+def growing_drafter(
+    name: str, features: Features, shape: TreeShape, confidence: Confidence, *, init: Any, propose: Any, observe: Any,
+    explicit_width: bool, note: str,
+) -> Drafter:  # fmt: skip
+    """The drafter of these functions, which runs a model and proposes trees of this shape."""
+    return Drafter(
+        name,
+        features,
+        width=shape.nodes,
+        depth=shape.depth,
+        init=init,
+        propose=propose,
+        observe=observe,
+        widths=confidence.widths(shape),
+        explicit_width=explicit_width,
+        runs_model=True,
+        note=note + confidence.note,
+    )
 
 
 class _Level(NamedTuple):

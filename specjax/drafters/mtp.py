@@ -24,9 +24,9 @@ from specjax_kernels import CAUSAL, pack_bits
 
 from specjax.cache import PoolShape, commit, init_cache
 from specjax.config import MtpConfig
-from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
+from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, put_rows, take_rows
 from specjax.drafters.eagle import eagle_drafter
-from specjax.drafters.grow import ANY_DRAFT, Confidence, Read, grow
+from specjax.drafters.grow import ANY_DRAFT, Confidence, Read, grow, growing_drafter
 from specjax.drafters.options import Mtp, TreeShape
 from specjax.models.blocks import Past
 from specjax.models.mtp import MtpHead
@@ -70,7 +70,7 @@ def mtp_drafter(
         return Past(state.caches[head], context.page_table, slots.attended, before)
 
     def propose(params: Params, state: MtpState, context: Context) -> tuple[DraftTree, DraftState]:
-        last = state.last[jnp.minimum(context.slots, state.last.shape[0] - 1)]
+        last = take_rows(state.last, context)
 
         def read(
             level: int, tokens: Int32[Array, "B k"], above: _Path, mask: UInt32[Array, "B k words"], before: Any
@@ -110,8 +110,7 @@ def mtp_drafter(
 
     def observe(params: Params, state: MtpState, context: Context, seen: Observation) -> DraftState:
         assert seen.features is not None
-        rows, width = state.last.shape[0], seen.tokens.shape[1]
-        known = state.last[jnp.minimum(context.slots, rows - 1)]
+        known, width = take_rows(state.last, context), seen.tokens.shape[1]
         index = jnp.arange(width, dtype=jnp.int32)[None, :]
         caches, last, out = [], [], seen.features
         for i, head in enumerate(heads):
@@ -131,24 +130,12 @@ def mtp_drafter(
             kept = jnp.where(jnp.isnan(newest[:, 0]), 0, length)
             caches.append(commit(state.caches[i], block, context.page_table, start, kept, after=newest))
             last.append(newest)  # a head without slots yet has none, and it is not read before it has one
-        nowhere = rows + jnp.arange(seen.length.shape[0], dtype=jnp.int32)
-        row = jnp.where(seen.length > 0, context.slots, nowhere)
-        put = state.last.at[row].set(jnp.stack(last, axis=1), mode="drop", unique_indices=True)
-        return MtpState(tuple(caches), put)
+        return MtpState(tuple(caches), put_rows(state.last, jnp.stack(last, axis=1), context, seen))
 
-    return Drafter(
-        Mtp.algorithm,
-        features=config.features,
-        width=shape.nodes,
-        depth=shape.depth,
-        init=init,
-        propose=propose,
-        observe=observe,
-        widths=confidence.widths(shape),
-        explicit_width=explicit_width,
-        runs_model=True,
-        note=note + confidence.note,
-    )
+    return growing_drafter(
+        Mtp.algorithm, config.features, shape, confidence, init=init, propose=propose, observe=observe,
+        explicit_width=explicit_width, note=note,
+    )  # fmt: skip
 
 
 def _flat(leaf: Array) -> Array:

@@ -26,7 +26,7 @@ from jax import Array
 from jaxtyping import Bool, Int32, UInt32
 
 from specjax.cache import PoolShape
-from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
+from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, take_rows
 from specjax.drafters.options import Ngram
 from specjax.tree import NO_PARENT, NO_TOKEN, DraftTree, Pool, rerank
 
@@ -105,9 +105,9 @@ def ngram_drafter(config: Ngram = DEFAULT) -> Drafter:
 
 def _row_tail(state: NgramState, context: Context) -> tuple[Int32[Array, "B W1"], Int32[Array, "B"]]:
     """The rows' last committed tokens and the ring position of the last; NO_TOKEN and NOWHERE for a new request."""
-    row = jnp.minimum(context.slots, state.length.shape[0] - 1)
-    goes_on = (state.length[row] == context.prefix_length) & (context.prefix_length > 0)
-    return jnp.where(goes_on[:, None], state.recent[row], NO_TOKEN), jnp.where(goes_on, state.tail[row], NOWHERE)
+    length, recent, tail = take_rows((state.length, state.recent, state.tail), context)
+    goes_on = (length == context.prefix_length) & (context.prefix_length > 0)
+    return jnp.where(goes_on[:, None], recent, NO_TOKEN), jnp.where(goes_on, tail, NOWHERE)
 
 
 def _window_hashes(backwards: Int32[Array, "W *X"], salt: UInt32[Array, ""]) -> UInt32[Array, "W *X"]:

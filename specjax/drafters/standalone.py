@@ -23,8 +23,8 @@ from jaxtyping import Float, Float32, Int32, UInt32
 from specjax_kernels import CAUSAL
 
 from specjax.cache import Block, Cache, PoolShape, commit, init_cache, take_path
-from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
-from specjax.drafters.grow import ANY_DRAFT, Confidence, Read, grow
+from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, put_rows, take_rows
+from specjax.drafters.grow import ANY_DRAFT, Confidence, Read, grow, growing_drafter
 from specjax.drafters.options import Standalone, TreeShape
 from specjax.models.target import Before, Target
 from specjax.tree import DraftTree, best_nodes
@@ -77,7 +77,6 @@ def standalone_drafter(
 
     def propose(params: Params, state: StandaloneState, context: Context) -> tuple[DraftTree, DraftState]:
         given, start = params.draft, context.prefix_length[:, None]
-        row = jnp.minimum(context.slots, state.hidden.shape[0] - 1)
 
         def read(
             level: int, tokens: Int32[Array, "B k"], carry: tuple[()], mask: UInt32[Array, "B k words"], before: Before
@@ -89,8 +88,8 @@ def standalone_drafter(
             keys = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), before, own)
             return Read(unembed(given, output.hidden), carry, keys)
 
-        root, hidden = jax.tree.map(lambda leaf: leaf[row], state.root), state.hidden[row][:, None]
-        first = Read(unembed(given, hidden), (), Before(root, start))
+        root, hidden = take_rows((state.root, state.hidden), context)
+        first = Read(unembed(given, hidden[:, None]), (), Before(root, start))
         tree = grow(context, shape, confidence, first, read, lambda ids: ids if given.ids is None else given.ids[ids])
         if draft.config.max_positions < target.config.max_positions:
             inside = context.prefix_length + shape.steps <= draft.config.max_positions
@@ -98,7 +97,7 @@ def standalone_drafter(
         return tree, state
 
     def observe(params: Params, state: StandaloneState, context: Context, seen: Observation) -> DraftState:
-        given, rows = params.draft, state.hidden.shape[0]
+        given = params.draft
         # The first token again, which was the root: another request's chunk may have ended before it.
         tokens = jnp.concatenate([seen.tokens[:, :1], seen.next_tokens], axis=1)
         index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
@@ -110,27 +109,12 @@ def standalone_drafter(
         length = jnp.where(broken, 0, seen.length)
         where = context.page_table, context.prefix_length, length
         cache = commit(state.cache, output.block, *where, after=output.hidden)
-        nowhere = rows + jnp.arange(length.shape[0], dtype=jnp.int32)
-        row = jnp.where(seen.length > 0, context.slots, nowhere)
-
-        def put(leaf: Array, new: Array) -> Array:
-            return leaf.at[row].set(new, mode="drop", unique_indices=True)
-
         last = seen.length[:, None]  # the root's index
-        root = jax.tree.map(put, state.root, take_path(output.block, last))
-        hidden = put(state.hidden, jnp.take_along_axis(output.hidden, last[:, :, None], axis=1)[:, 0])
-        return StandaloneState(cache, root, hidden)
+        root = take_path(output.block, last)
+        hidden = jnp.take_along_axis(output.hidden, last[:, :, None], axis=1)[:, 0]
+        return StandaloneState(cache, *put_rows((state.root, state.hidden), (root, hidden), context, seen))
 
-    return Drafter(
-        Standalone.algorithm,
-        features=None,
-        width=shape.nodes,
-        depth=shape.depth,
-        init=init,
-        propose=propose,
-        observe=observe,
-        widths=confidence.widths(shape),
-        explicit_width=explicit_width,
-        runs_model=True,
-        note=note + confidence.note,
-    )
+    return growing_drafter(
+        Standalone.algorithm, None, shape, confidence, init=init, propose=propose, observe=observe,
+        explicit_width=explicit_width, note=note,
+    )  # fmt: skip
