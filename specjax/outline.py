@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import jax
@@ -21,7 +21,7 @@ from specjax.models.blocks import key_value_spec
 from specjax.models.draft_head import with_vocabulary
 from specjax.models.head_spec import head_reads, head_sizes, head_table
 from specjax.models.mtp_spec import mtp_sizes, mtp_table
-from specjax.models.params import Bits, Leaf, Sizes, Table, dimensions, map_leaves
+from specjax.models.params import Bits, Leaf, Sizes, Table, dimensions, leaves_of, map_leaves
 from specjax.models.target import Target
 
 
@@ -101,7 +101,7 @@ def level_reads(head: HeadConfig | MtpConfig) -> tuple[list[Leaf], list[Leaf]]:
     """As `head_reads`; of several heads the first stands for all."""
     if not isinstance(head, MtpConfig):
         return head_reads(head)
-    return [leaf for scope in mtp_table(head)[: 2 if mtp_table(head)[0].name == "" else 1] for leaf in scope.leaves], []
+    return list(leaves_of(mtp_table(replace(head, count=1)))), []
 
 
 def _shapes(table: Table, sizes: Sizes, dtype: str) -> dict[str, Any]:
