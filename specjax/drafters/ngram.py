@@ -125,7 +125,7 @@ def _window_hashes(backwards: Int32[Array, "W *X"], salt: UInt32[Array, ""]) -> 
 def _scan(
     step: Callable[..., tuple[Any, Any]], start: Any, xs: Any = None, length: int | None = None
 ) -> tuple[Any, Any]:
-    """A loop, which a CPU compiles three times faster than its iterations one by one; a GPU would launch it from the
+    """A loop, which XLA:CPU compiles faster than its iterations one by one; a GPU would launch it from the
     host or as a graph's node, so for it they are unrolled."""
     return jax.lax.scan(step, start, xs, length, unroll=jax.default_backend() != "cpu")
 

@@ -114,8 +114,8 @@ def _one_by_one(
 def _side_by_side(
     rows: Float[Array, "R M"], experts: Int32[Array, "R"], gate_up: Any, down: Any, *, activation: Activation
 ) -> Float[Array, "R M"]:
-    """On a GPU, where XLA fuses the choice of experts into the products: no temporary and no loop, compiled for an H200
-    (`ragged_dot` has 29 MB for 4 rows of Qwen3-30B-A3B, and a loop of products waits for the host in each turn)."""
+    """On a GPU, where XLA fuses the choice of experts into the products: no temporary and no loop. (`ragged_dot` has
+    temporaries, and a loop of products waits for the host in each turn.)"""
     precision = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
 
     def product(x: Array, weight: Any, letters: str) -> Array:
@@ -152,8 +152,8 @@ def _in_tiles(
 ) -> Float[Array, "R M"]:
     """Tile after tile of rows of the same expert.
 
-    XLA multiplies every row by every expert in `ragged_dot`: on a CPU with 32 experts 30 times as long, and compiled
-    for an H200 it has 2.1 GB of temporaries for 512 rows of Qwen3-30B-A3B."""
+    XLA multiplies every row by every expert in `ragged_dot`, on a CPU and in the programs that it compiles for a GPU,
+    with temporaries for all of the products."""
     tiles = -(-sizes // TILE)
     last_tile, last_row = jnp.cumsum(tiles), jnp.cumsum(sizes)
     padded = jnp.pad(rows, ((0, TILE), (0, 0)))
