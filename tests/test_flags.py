@@ -275,6 +275,31 @@ def test_a_head_is_no_use_to_an_algorithm_without_one():
             drafting("--speculative-algorithm", name, "--speculative-draft-model-path", "h")
 
 
+def test_an_algorithm_on_the_command_line_overrides_the_files_draft(toml, caplog):
+    caplog.set_level("INFO")
+    draft = "speculative-draft-model-path = 'h'\nspeculative-num-steps = 3\n"
+    file = toml(f"speculative-algorithm = 'EAGLE3'\n{draft}speculative-ngram-capacity = 4096\n")
+    names = ["speculative-draft-model-path", "speculative-num-steps"]
+    for name, wanted, overridden in (
+        ("NONE", NoDraft(), [*names, "speculative-ngram-capacity"]),
+        ("NGRAM", Ngram(capacity=4096), names),
+    ):
+        assert drafting("--config", file, "--speculative-algorithm", name) == wanted
+        (record,) = caplog.records
+        assert (record.levelname, record.getMessage()) == (
+            "INFO", f"--speculative-algorithm {name} overrides the file's {', '.join(overridden)}"
+        )  # fmt: skip
+        caplog.clear()
+    place = "^--speculative-draft-model-path h is no use to NONE"
+    with pytest.raises(ValueError, match=place):  # both on the command line
+        drafting("--config", file, "--speculative-algorithm", "none", "--speculative-draft-model-path", "h")
+    file = toml(f"speculative-algorithm = 'NONE'\n{draft}")
+    with pytest.raises(ValueError, match=r"^--config .*: speculative-draft-model-path h is no use to NONE"):
+        drafting("--config", file)  # both in the file
+    with pytest.raises(ValueError, match=place):
+        drafting("--config", file, "--speculative-draft-model-path", "h")
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

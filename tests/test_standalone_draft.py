@@ -442,7 +442,9 @@ def test_flags_and_options():
     speculative = flags.SpeculativeSettings(
         "STANDALONE", "m", speculative_num_steps=2, speculative_draft_vocabulary="intersection"
     )
-    assert flags.draft_options(speculative) == Standalone("m", None, 2, vocabulary="intersection")
+    assert flags.draft_options(flags.Settings(speculative=speculative)) == Standalone(
+        "m", None, 2, vocabulary="intersection"
+    )
     assert (Standalone("m").tree(), Standalone("m", topk=2).tree()) == (TreeShape(3, 1, 4), TreeShape(3, 2, 7))
     assert options_of("standalone", path="m") == Standalone("m") and Standalone.kind is None
     with pytest.raises(ValueError, match="STANDALONE needs a target and a draft model; what is missing is model"):

@@ -23,7 +23,7 @@ from specjax.drafters.options import ModelOptions, algorithm, algorithms
 from specjax.engine import Engine, EngineConfig
 from specjax.limits import range_of
 from specjax.load import AUTO_ATTENTION, SamplingDefaults
-from specjax.settings import dashed, place_of, setting
+from specjax.settings import dashed, overrides, place_of, setting
 
 logger = logging.getLogger(__name__)
 
@@ -262,27 +262,30 @@ def engine_arguments(chosen: Settings, **config: bool) -> dict[str, Any]:
         return {
             **vars(chosen.model),
             "sampling_defaults": engine.sampling_defaults,
-            "draft": draft_options(chosen.speculative),
+            "draft": draft_options(chosen),
             "backend": engine.attention_backend,
             "config": EngineConfig(**given, overlap=not engine.disable_overlap_schedule, **config),
         }
 
 
-def draft_options(speculative: SpeculativeSettings) -> DraftOptions | str:
+def draft_options(chosen: Settings) -> DraftOptions | str:
     """The options of the algorithm, made of the flags that are its own, or ``module:function``. A warning names other
-    flags that were given. Raises ValueError if a value is out of range, or if an algorithm without a draft model or
-    head is given one.
+    flags that were given; an algorithm on the command line overrides a file's options that it does not have. Raises
+    ValueError if a value is out of range, or if an algorithm without a draft model or head is given one.
     """
+    speculative = chosen.speculative
     name = speculative.speculative_algorithm
     plugin = ":" in name
     options = NoDraft if plugin else Auto if name == Auto.algorithm else DRAFTERS[name]
-    given, unused = {}, []
+    given, unused, overridden = {}, [], []
     for each in fields(speculative):
         value, option = getattr(speculative, each.name), each.metadata["setting"].sets
         if value == each.default or option in ("draft", "isolate_ngrams"):
             continue
         if option in options.names():
             given[option] = value
+        elif overrides(chosen, "speculative_algorithm", each.name):
+            overridden.append(dashed(each.name))
         elif option == "path":
             heads = " or ".join(key for key, other in DRAFTERS.items() if other.needs)
             raise ValueError(f"draft.path {value} is no use to {name}: --speculative-algorithm {heads}")
@@ -290,4 +293,6 @@ def draft_options(speculative: SpeculativeSettings) -> DraftOptions | str:
             unused.append(f"--{dashed(each.name)}")
     if unused:
         logger.warning("no effect with --speculative-algorithm %s: %s", name, ", ".join(unused))
+    if overridden:
+        logger.info("--speculative-algorithm %s overrides the file's %s", name, ", ".join(overridden))
     return name if plugin else options(**given)
