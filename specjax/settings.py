@@ -50,6 +50,7 @@ class Setting:
             text of a ValueError completes "must be".
         digits: for a string that may be a number: TOML may have it without quotes.
         sets: the option of the library that it sets, where that has another name.
+        instead: accepted for commands of other programs, without effect: what happens in its place.
     """
 
     help: str
@@ -60,6 +61,7 @@ class Setting:
     metavar: str | None = None
     digits: bool = False
     sets: str = ""
+    instead: str = ""
 
 
 def setting(default: Any, help: str, *, secret: bool = False, **more: Any) -> Any:

@@ -567,6 +567,29 @@ def test_requests_do_not_wait_for_a_compiler_where_a_larger_batch_is_ready():
     assert [key.width for key in engine.executables.compiled() if key == Key("step", key.width, key.table)] == [4]
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_more_requests_than_the_largest_batch_are_decoded_in_parts(algorithm):
+    engine = make_engine(toy(), DRAFTS[algorithm], max_batch=2)
+    assert engine.buckets.batches == (1, 2) and engine.buckets.batch(4) == 2
+    prompts, params = some_prompts(5), [varied(i) for i in range(5)]
+    for prompt, each, done in zip(prompts, params, engine.generate(prompts, params), strict=True):
+        check_plain(toy(), prompt, each, done)
+    check_idle(engine)
+    assert max(key.width for key in engine.executables.compiled() if key.kind == "step") == 2
+    sequences = [engine.add([5], varied(0)) for _ in range(4)]
+    assert {key.width for key in engine.first_keys(sequences) if key.kind == "step"} <= {1, 2}
+    for sequence in sequences:
+        engine.abort(sequence.id)
+
+
+def test_the_largest_batch_is_at_most_all_rows():
+    engine = EngineConfig(max_running_requests=4, max_batch=9)
+    assert engine.largest_batch == 4 and replace(engine, max_batch=None).largest_batch == 4
+    assert replace(engine, max_batch=3).largest_batch == 3
+    with pytest.raises(ValueError, match="max_batch must be an integer of at least 1"):
+        EngineConfig(max_batch=0)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 4, 16, 47, 48, 100])
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_buckets_hold_whatever_may_come(rows, platform):

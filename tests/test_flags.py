@@ -104,21 +104,32 @@ def test_engine_arguments():
     found = flags.engine_arguments(ours(
         "--model-path", "m", "--revision", "r", "--tokenizer-path", "t", "--chat-template", "c", "--dtype", "bfloat16",
         "--sampling-defaults", "OpenAI",
-        "--max-running-requests", 2, "--max-total-tokens", 64, "--context-length", 32, "--page-size", 4,
+        "--max-running-requests", 2, "--cuda-graph-max-bs", 1, "--max-total-tokens", 64,
+        "--context-length", 32, "--page-size", 4,
         "--chunked-prefill-size", 8, "--mem-fraction", 0.5, "--attention-backend", "xla", "--disable-overlap-schedule",
         "--plain-content",
         "--random-seed", -5, "--speculative-algorithm", "ngram", "--speculative-num-draft-tokens", 6,
         "--speculative-ngram-match-type", "prob", "--speculative-ngram-weak-draft-tokens", 3,
     ))  # fmt: skip
     config = EngineConfig(
-        max_running_requests=2, page_size=4, max_total_tokens=64, context_length=32, chunked_prefill_size=8,
-        mem_fraction=0.5, overlap=False, random_seed=-5, plain_content=True,
+        max_running_requests=2, max_batch=1, page_size=4, max_total_tokens=64, context_length=32,
+        chunked_prefill_size=8, mem_fraction=0.5, overlap=False, random_seed=-5, plain_content=True,
     )  # fmt: skip
     assert found == {
         "model": "m", "revision": "r", "tokenizer_path": "t", "chat_template": "c", "dtype": "bfloat16",
         "quantization": "auto", "draft": Ngram(nodes=6, match_type="PROB", weak_nodes=3), "backend": "xla",
         "config": config, "sampling_defaults": "openai",
     }  # fmt: skip
+
+
+def test_flags_of_sglang_without_effect_are_named_with_what_happens_instead(toml, caplog):
+    file = toml("[engine]\ntrust-remote-code = true\n")
+    assert flags.engine_arguments(ours("--enable-torch-compile", "--config", file)) == flags.engine_arguments(ours())
+    assert [record.getMessage() for record in caplog.records] == [
+        "--enable-torch-compile has no effect: every step is compiled by XLA",
+        f"--config {file}: [engine] trust-remote-code has no effect: no code of a checkpoint is ever run",
+    ]
+    assert ours("--max-batch-bucket", 8).engine == flags.EngineSettings(cuda_graph_max_bs=8)
 
 
 def drafting(*argv) -> DraftOptions:
@@ -308,6 +319,7 @@ def test_an_algorithm_on_the_command_line_overrides_the_files_draft(toml, caplog
             f"--speculative-algorithm must be one of {', '.join(('AUTO', *DRAFTERS, 'NEXTN'))}, got 'eagle9'",
         ),
         ("--dtype float64", "--dtype must be one of auto, float32, bfloat16, float16, got 'float64'"),
+        ("--cuda-graph-max-bs 0", "--cuda-graph-max-bs must be an integer of at least 1, got 0"),
         ("--page-size 0", "--page-size must be an integer of at least 1, got 0"),
         ("--mem-fraction 0", "--mem-fraction-static must be a number above 0 and at most 1, got 0.0"),
         ("--port 65536", "--port must be an integer from 0 to 65535, got 65536"),

@@ -33,6 +33,11 @@ def _engine(name: str, help: str, **more: Any) -> Any:
     return setting(getattr(EngineConfig, name), help, range=range_of(EngineConfig, name), sets=name, **more)
 
 
+def _ignored(instead: str) -> Any:
+    """A flag of SGLang's that may be given and has no effect."""
+    return setting(False, f"accepted as a flag of SGLang's, without effect: {instead}", instead=instead)
+
+
 _DOCS = {
     name: " ".join(text.split()).rstrip(".").replace("`", "")
     for options in (ModelOptions, Eagle, Standalone, Ngram)
@@ -78,6 +83,12 @@ class EngineSettings:
     """How many requests run at once, and in how much memory."""
 
     max_running_requests: int | None = _engine("max_running_requests", "requests that share a batch")
+    cuda_graph_max_bs: int | None = _engine(
+        "max_batch",
+        "requests of the largest program that is compiled; more are decoded in several batches; default, and most: "
+        "--max-running-requests",
+        names=("--max-batch-bucket",),
+    )
     max_total_tokens: int | None = _engine("max_total_tokens", "tokens in the KV pool; default: fits the device")
     context_length: int | None = _engine(
         "context_length", "tokens of prompt and output; default, and most: the model's"
@@ -106,6 +117,8 @@ class EngineSettings:
         choices=get_args(SamplingDefaults), parse=str.lower,
     )  # fmt: skip
     random_seed: int | None = _engine("random_seed", "seed of requests that have none; default: another in each run")
+    enable_torch_compile: bool = _ignored("every step is compiled by XLA")
+    trust_remote_code: bool = _ignored("no code of a checkpoint is ever run")
 
 
 @dataclass(frozen=True)
@@ -256,6 +269,9 @@ def engine_arguments(chosen: Settings, **config: bool) -> dict[str, Any]:
     engine = chosen.engine
     values = vars(engine) | vars(chosen.speculative)
     known = EngineConfig.__dataclass_fields__
+    for each in fields(engine):
+        if (instead := each.metadata["setting"].instead) and values[each.name]:
+            logger.warning("%s has no effect: %s", place_of(chosen, each.name), instead)
     given = {option: values[setting] for option, setting in _OPTIONS.items() if option in known}
     given["max_running_requests"] = engine.max_running_requests or EngineConfig.max_running_requests
     with named_as_flags(chosen):

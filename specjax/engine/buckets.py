@@ -42,7 +42,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Buckets:
-    batches: tuple[int, ...]  # the last is R
+    batches: tuple[int, ...]  # more requests than the last are served in parts
     chunks: tuple[int, ...]  # one or two
     tables: tuple[int, ...]
     widths: tuple[int, ...]  # of the drafter's trees
@@ -53,7 +53,8 @@ class Buckets:
     def build(
         cls, platform: str, drafter: Drafter, *, rows: int, request_pages: int, chunk: int | None = None
     ) -> Buckets:
-        """For R rows, and requests that may hold `request_pages` pages. A width set explicitly is never reduced."""
+        """For batches of up to `rows` requests that may hold `request_pages` pages. A width set explicitly is never
+        reduced."""
         kind = "cpu" if platform == "cpu" else "gpu"
         most = (HEAD_BLOCK_TOKENS if drafter.runs_model else BLOCK_TOKENS)[kind]
         largest = min(chunk or CHUNK[kind], CHUNK[kind])
@@ -68,7 +69,7 @@ class Buckets:
         )
 
     def batch(self, count: int) -> int:
-        return next(b for b in self.batches if b >= count)
+        return next((b for b in self.batches if b >= count), self.batches[-1])
 
     def tables_for(self, pages: int) -> tuple[int, ...]:
         """Page-table widths that hold `pages` pages, the smallest first."""
@@ -128,7 +129,8 @@ class Buckets:
         return needed
 
     def step_keys(self, count: int, pages: int, compiled: set[Key], pending: set[Key]) -> Iterator[Key]:
-        """Programs that can serve `count` requests of up to `pages` pages, the best first.
+        """Programs that can serve `count` requests of up to `pages` pages, the best first; a batch of them if that is
+        more than the largest.
 
         1. The smallest compiled batch that fits and does not draft less: an idle row costs less than a compiler, and
            the last requests of a wide run are to speculate.
@@ -137,6 +139,7 @@ class Buckets:
 
         `pending` programs are being compiled in the background.
         """
+        count = min(count, self.batches[-1])
         same = self.tree_widths(self.batch(count))
         for table in self.tables_for(pages):
             keys = [Key("step", batch, table) for batch in self.batches]

@@ -28,6 +28,7 @@ class EngineConfig:
     """
 
     max_running_requests: int = limited(48, 1)  # R
+    max_batch: int | None = limited(None, 1)  # of one step's program; more requests take several; None: R
     page_size: int = limited(16, 1)  # S
     max_total_tokens: int | None = limited(None, 1)  # of the pool; None: fits the device
     context_length: int | None = limited(None, 1)  # None: the model's
@@ -42,6 +43,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check(self)
+
+    @property
+    def largest_batch(self) -> int:
+        return min(self.max_running_requests, self.max_batch or self.max_running_requests)
 
 
 def check_config(config: object) -> None:
@@ -98,7 +103,7 @@ def fitting_tokens(
     if memory is None:
         return given or min(wanted, DEFAULT_POOL_TOKENS)
     # Temporaries of trees beyond what `mem_fraction` leaves room for; `BLOCK_TOKENS` limits automatic widths.
-    nodes = max(rows * drafter.width - BLOCK_TOKENS["gpu"], 0) if drafter.explicit_width else 0
+    nodes = max(config.largest_batch * drafter.width - BLOCK_TOKENS["gpu"], 0) if drafter.explicit_width else 0
     trees = logits_bytes(nodes, target.config.vocab_size)
     limit, used = memory
     fewer = f"EngineConfig.max_running_requests ({rows}) or draft.nodes ({drafter.width})"
@@ -136,5 +141,5 @@ class Layout(NamedTuple):
         size = config.page_size
         pool = PoolShape(max(tokens // size, 1), size)
         request_pages = min(-(-context_length // size), pool.pages)
-        rows, chunk = config.max_running_requests, config.chunked_prefill_size
+        rows, chunk = config.largest_batch, config.chunked_prefill_size
         return cls(pool, Buckets.build(platform, drafter, rows=rows, request_pages=request_pages, chunk=chunk))
