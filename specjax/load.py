@@ -73,6 +73,7 @@ def load(
     backend = attention_implementation(backend)
     files = checkpoint.resolve(model, revision=revision, progress=progress)
     config = checkpoint.model_config(files.config, dtype=dtype, context_length=context_length)
+    quantization = checkpoint.effective_quantization(files.name, files.config, config, quantization)
     # Before the weights, which may take minutes.
     checkpoint.stop_token_ids(files, vocab_size=config.vocab_size)
     sampled = checkpoint.sampling_defaults(files) if sampling_defaults == "model" else {}

@@ -60,6 +60,7 @@ def outline(
     options, plugin = requested(model, draft, platform=platform)
     files = checkpoint.resolve(model, revision=revision, progress=progress, outline=True)
     config = checkpoint.model_config(files.config, dtype=dtype, platform=platform)
+    quantization = checkpoint.effective_quantization(files.name, files.config, config, quantization)
     chosen = choose(options, files, config, platform)
     target = make_target(config)
     weights = _shapes(table(config), dimensions(config), config.dtype)

@@ -27,6 +27,7 @@ class Reader:
     partial_rope: bool = False
     text: bool = False  # of several modalities, the keys of the language model lie in `text_config`
     remote_code: bool = False  # published with Python code, which the family was compared with
+    float16: bool = True  # whether activations fit it; vLLM refuses it for Gemma, and scales DeepSeek's
 
 
 def _llama(config: Section, layers: int) -> dict[str, Any]:
@@ -183,14 +184,15 @@ READERS: Mapping[str, Reader] = {
     "Qwen3MoeForCausalLM": Reader(_qwen3_moe, _QWEN | {"sliding_window": 4096, "num_key_value_heads": 4}),
     "Gemma2ForCausalLM": Reader(
         _gemma2, _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        ("hidden_activation", "gelu_pytorch_tanh"), _ONE_WAY,
+        ("hidden_activation", "gelu_pytorch_tanh"), _ONE_WAY, float16=False,
     ),
     "Gemma3ForCausalLM": Reader(
-        _gemma3, _GEMMA | {"max_position_embeddings": 131072}, ("hidden_activation", "gelu_pytorch_tanh"), _ONE_WAY
+        _gemma3, _GEMMA | {"max_position_embeddings": 131072}, ("hidden_activation", "gelu_pytorch_tanh"), _ONE_WAY,
+        float16=False,
     ),
     "Gemma3ForConditionalGeneration": Reader(
         _gemma3, _GEMMA | {"max_position_embeddings": 131072, "vocab_size": 262208, "num_attention_heads": 8},
-        ("hidden_activation", "gelu_pytorch_tanh"), _ONE_WAY, text=True,
+        ("hidden_activation", "gelu_pytorch_tanh"), _ONE_WAY, text=True, float16=False,
     ),
     "Phi3ForCausalLM": Reader(
         _phi3, {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}, partial_rope=True, remote_code=True
@@ -205,6 +207,6 @@ READERS: Mapping[str, Reader] = {
             "rope_interleave": (True, "true"), "scoring_func": ("sigmoid", "sigmoid"),
             "topk_method": ("noaux_tc", "noaux_tc"), "moe_layer_freq": (1, "1"),
         },
-        remote_code=True,
+        remote_code=True, float16=False,
     ),
 }  # fmt: skip

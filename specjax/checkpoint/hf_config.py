@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any, cast
 
 from specjax.checkpoint.architectures import READERS
 from specjax.checkpoint.files import CheckpointError, listed
 from specjax.checkpoint.quantised import refuse_unknown
 from specjax.checkpoint.rope_config import longest, rope
+from specjax.checkpoint.stored import PACKED
 from specjax.checkpoint.values import flag, given, number, require
 from specjax.config import ModelConfig
-from specjax.models import ARCHITECTURES
+from specjax.models import ARCHITECTURES, table
+from specjax.models.params import dimensions, input_letters, is_product, leaves_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("auto", "none", "fp8", "int8", "int4")  # see `load_params`
@@ -29,8 +32,8 @@ def model_config(
       context_length: the longest text that will be served; only longrope looks at it. None: the model's.
 
     Raises:
-      CheckpointError: an architecture, activation, rope type, quantisation or dtype that is not implemented, or a
-        key that is missing.
+      CheckpointError: an architecture, activation, rope type, quantisation or dtype that is not implemented, float16
+        where activations overflow in it, or a key that is missing.
     """
     architectures = hf_config.get("architectures") or []
     architecture = next((name for name in architectures if name in ARCHITECTURES), None)
@@ -80,6 +83,12 @@ def model_config(
         "tied_embeddings": flag(hf_config, "tie_word_embeddings"),
         "dtype": _dtype(hf_config, dtype, platform),
     }
+    if common["dtype"] == "float16" and not reader.float16:
+        if dtype == "float16":
+            raise CheckpointError(
+                f"dtype='float16' is too small for the activations of {architecture}; use auto, bfloat16 or float32"
+            )
+        common["dtype"] = "bfloat16"
     # One as long as any text is none, but for the rotary embedding that layers with a window may have.
     longest_window = None if "window_rope" in fields else common["max_positions"]
     windows = tuple(
@@ -87,6 +96,36 @@ def model_config(
     )
     fields |= {"windows": windows if any(windows) else ()}
     return ModelConfig(**cast(Any, common | fields))
+
+
+def effective_quantization(name: str, hf_config: Mapping[str, Any], config: ModelConfig, quantization: str) -> str:
+    """How ``load_params`` should quantise the model ``name``: as asked for, or auto where it is stored so already.
+
+    Raises:
+      CheckpointError: before any weight is read: no such kind; the weights are stored in another; or their inputs do
+        not divide into its groups.
+    """
+    if quantization not in QUANTIZATIONS:
+        raise CheckpointError(f"quantization='{quantization:.60}' is not one of: {', '.join(QUANTIZATIONS)}")
+    if quantization in ("auto", "none"):
+        return quantization
+    if method := given(hf_config, "quantization_config", {}).get("quant_method"):
+        if method == quantization:
+            return "auto"
+        raise CheckpointError(
+            f"quantization='{quantization}' is for float weights, and those of {name} are quantised already "
+            f"({method}); auto keeps them as they are, none dequantises them"
+        )
+    if quantization == "int4":
+        sizes = dimensions(config)
+        for leaf in filter(is_product, leaves_of(table(config))):
+            depth = prod(sizes[letter] for letter in input_letters(leaf))
+            if depth % PACKED and (leaf.name != "embed" or config.tied_embeddings):
+                raise CheckpointError(
+                    f"quantization='int4' needs inputs in groups of {PACKED}, and {leaf.name} of {name} has {depth}; "
+                    "int8 and fp8 take any number"
+                )
+    return quantization
 
 
 def _text_config(hf_config: Mapping[str, Any], is_there: bool) -> dict[str, Any]:

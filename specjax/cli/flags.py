@@ -213,10 +213,12 @@ _OPTIONS = {
     each.metadata["setting"].sets or each.name: each.name
     for group in (EngineSettings, SpeculativeSettings)
     for each in fields(group)
-}
+} | {name: name for name in ("dtype", "quantization")}
 """The library's option to the setting that sets it."""
 
-_NAMED = re.compile(r"\b(?:(?:[A-Z]\w*|draft)\.(?P<option>\w+)|(?P<keyword>draft|backend)='(?P<value>[^']+)')")
+_NAMED = re.compile(
+    r"\b(?:(?:[A-Z]\w*|draft)\.(?P<option>\w+)|(?P<keyword>draft|backend|dtype|quantization)='(?P<value>[^']+)')"
+)
 
 
 def in_flags(text: str, chosen: Settings = Settings()) -> str:

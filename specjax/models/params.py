@@ -218,11 +218,16 @@ def output_major(leaf: Leaf) -> Leaf:
     """The declaration with outputs first and all inputs as one axis "@", as quantised leaves are stored: "M -> K Q E"
     is "K Q E @". Stacked experts are outputs."""
     inputs, arrow, outputs = leaf.letters.partition("->")
-    before = inputs.split() if arrow else leaf.letters.split()[1:]
-    stacked = [letter for letter in before if letter == "X"]
+    stacked = [letter for letter in inputs.split() if letter == "X"]
     letters = [*stacked, *(outputs if arrow else leaf.letters.split()[0]).split(), "@"]
     tensors = tuple(replace(tensor, axes=f"{tensor.axes.split()[0]} @") for tensor in leaf.tensors)
     return replace(leaf, letters=" ".join(letters), tensors=tensors)
+
+
+def input_letters(leaf: Leaf) -> list[str]:
+    """The axes that a product with the leaf sums over, those of "@" above."""
+    inputs, arrow, _ = leaf.letters.partition("->")
+    return [letter for letter in (inputs.split() if arrow else leaf.letters.split()[1:]) if letter != "X"]
 
 
 def create(module: nn.Module, leaves: Iterable[Leaf], sizes: Sizes, dtype: str) -> dict[str, Array]:

@@ -98,6 +98,9 @@ def read_data(options: TrainOptions, tokenizer: Any, target: ModelConfig) -> tup
 def prepare(options: TrainOptions) -> Inputs:
     """Read everything but the target's weights. Raises CheckpointError, ValueError, OSError: an input is wrong."""
     model, wanted, batch = options.model, options.draft, options.run.batch_size
+    if model.quantization not in ("auto", "none"):
+        advice = "a head learns from a checkpoint's own weights; leave the flag out"
+        raise ValueError(f"--quantization {model.quantization} is no use here: {advice}")
     devices = jax.local_device_count()
     if batch % devices:
         raise ValueError(f"--batch-size {batch} cannot be spread over {devices} devices; give a multiple")
