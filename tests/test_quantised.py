@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from specjax_kernels import Quantised, dequantise, embed, linear, pallas_quantised, quantise, unembed
-from specjax_kernels.cpu import quantised_rows
+from specjax_kernels.cpu import object_code, quantised_rows
 from specjax_kernels.quantised import KINDS, check, pack
 from specjax_kernels.quantised_product import layout_of
 
@@ -163,6 +163,26 @@ def test_odd_numbers_of_outputs(name, out):
     leaf = leaf_of(name, out, 96)
     x = inputs(3, 96)
     assert_product(linear(x, leaf), x, np.asarray(dequantise(leaf), np.float64))
+
+
+@pytest.mark.parametrize("groups", [15, 16, 17, 33, 48])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0"])
+def test_numbers_of_groups(name, groups):
+    """Scales are widened 16 at a time where a row has as many."""
+    leaf = leaf_of(name, (33,), 32 * groups)
+    x = inputs(2, 32 * groups)
+    assert_product(linear(x, leaf), x, np.asarray(dequantise(leaf), np.float64))
+
+
+def test_other_processors_give_the_same_numbers(read, monkeypatch):
+    """Codes of 4 bits are looked up by a permutation where there is one."""
+    leaf, _ = read("Q4_1")
+    x = inputs(3)
+    here = jax.jit(lambda x, w: linear(x, w))(x, leaf)
+    monkeypatch.setattr(object_code, "has", lambda feature: False)
+    monkeypatch.setattr(quantised_rows.Layout, "name", "specjax_quantised_elsewhere")
+    there = jax.jit(lambda x, w: linear(x, w) + 0)(x, leaf)
+    np.testing.assert_array_equal(np.asarray(here), np.asarray(there))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -120,6 +120,11 @@ def _machine(llvm: Any) -> Any:
     return target.create_target_machine(cpu=cpu, features=features, opt=3, jit=True)
 
 
+def has(feature: str) -> bool:
+    """Whether kernels are compiled for a processor with a feature, by LLVM's name of it."""
+    return f"+{feature}" in _processor(importlib.import_module("llvmlite.binding"))[1].split(",")
+
+
 def _converts_float16(llvm: Any) -> bool:
     return not llvm.get_process_triple().startswith(("x86", "i")) or "+f16c" in _processor(llvm)[1]
 

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float32
 
+from specjax_kernels.cpu import object_code
 from specjax_kernels.cpu.runtime import Tools, callable_here, register
 
 MOST_ROWS = 256  # up to there dequantising the matrix for XLA's product takes longer on 2 cores
 TOGETHER = 8  # rows of x that share a dequantised weight
-BESIDE = 2  # rows of codes that share a reading of x
 LANES = 16  # numbers of a vector
 TILE = 512  # rows of codes in one tile, at most
 TILES = 16  # of a matrix of so many times `LANES` rows or more, at least: the threads share them
@@ -66,7 +66,7 @@ def multiply(x: Float32[Array, "N M"], layout: Layout, codes: Array, *scales: Ar
 def _kernel(tools: Tools, layout: Layout) -> tuple[Any, Any]:
     """(x [N, M], codes, scales) -> [N, W]. A tile is some rows of codes."""
     argument, size, result = tools.argument, tools.argument_size, tools.result
-    dots = tools.emitted(13, partial(_emit, layout))
+    dots = tools.emitted(14, partial(_emit, layout))
     has_offset, coarse = bool(layout.offset), layout.coarse
     super_at = 4 if has_offset else 3
 
@@ -91,10 +91,13 @@ def _kernel(tools: Tools, layout: Layout) -> tuple[Any, Any]:
                 super_offset = argument(call, super_at + 1)
         for row in range(0, rows, TOGETHER):
             count, x, out = min(TOGETHER, rows - row), xs + 4 * row * depth, outs + 4 * row * columns
-            for first in range(index * most, min(index * most + most, columns), BESIDE):
+            start, end = index * most, min(index * most + most, columns)
+            apart = (end - start + 1) // 2
+            for first in range(start, start + apart):
                 dots(
                     count,
                     first,
+                    min(first + apart, end - 1),
                     codes,
                     scale,
                     offset,
@@ -113,7 +116,7 @@ def _kernel(tools: Tools, layout: Layout) -> tuple[Any, Any]:
 
 
 def _emit(layout: Layout, b: Any, values: Any) -> None:
-    """The products of `count` rows of x, out of 1 to `TOGETHER`, and `BESIDE` rows of codes."""
+    """The products of `count` rows of x, out of 1 to `TOGETHER`, and two rows of codes."""
     count, *values = values
     for rows in range(1, TOGETHER + 1):
         with b.if_then(b.icmp_signed("==", count, count.type(rows))):
@@ -121,7 +124,7 @@ def _emit(layout: Layout, b: Any, values: Any) -> None:
 
 
 class _Dots:
-    """Emits the products of a fixed number of rows of x and `BESIDE` rows of codes, with an LLVM builder."""
+    """Emits the products of a fixed number of rows of x and two rows of codes, with an LLVM builder."""
 
     def __init__(self, layout: Layout, rows: int, b: Any) -> None:
         self.layout, self.rows, self.b = layout, rows, b
@@ -131,54 +134,89 @@ class _Dots:
         self.lanes = self.vector(self.float)
 
     def emit(
-        self, first: Any, codes: Any, scale: Any, offset: Any, super_scale: Any, super_offset: Any, x: Any, out: Any,
-        depth: Any, columns: Any, groups: Any, shared: Any,
+        self, first: Any, second: Any, codes: Any, scale: Any, offset: Any, super_scale: Any, super_offset: Any, x: Any,
+        out: Any, depth: Any, columns: Any, groups: Any, shared: Any,
     ) -> None:  # fmt: skip
-        """For the rows of codes from `first` on, of `columns`; `shared`: rows that share their scales. A last row
-        without a neighbour is computed twice."""
+        """For two rows of codes, of `columns`; `shared`: rows that share their scales."""
         b, layout, word = self.b, self.layout, self.word
         row_bytes = b.udiv(depth, word(2)) if layout.codes == "uint8" else depth
-        last = b.sub(columns, word(1))
-        matrix, scales = [], []  # of each row of codes: the address of its codes, the number of its first group
-        indices = []
-        for beside in range(BESIDE):
-            index = b.add(first, word(beside))
-            index = b.select(b.icmp_unsigned("<", index, last), index, last)
-            indices.append(index)
-            matrix.append(b.add(codes, b.mul(index, row_bytes)))
-            scales.append(b.mul(b.udiv(index, shared), groups))
+        indices = first, second
+        matrix = [b.add(codes, b.mul(index, row_bytes)) for index in indices]
+        scales = [b.mul(b.udiv(index, shared), groups) for index in indices]  # the number of each row's first group
+        rooms = [self.rooms() for _ in indices]
         xs = [b.add(x, b.mul(b.mul(depth, word(4)), word(row))) for row in range(self.rows)]
         parts = range(layout.chunk // LANES)
         zero = self.constant(self.lanes, 0.0)
-        sums = [[self.variable(zero) for _ in xs] for _ in matrix]
+        sums = [[self.variable(zero) for _ in xs] for _ in indices]
 
         def chunk(index: Any, of_group: list[tuple[Any, Any]]) -> None:
-            weights = [
-                [self.weight(code, *of_row) for code in self.codes(address, index)]
-                for address, of_row in zip(matrix, of_group, strict=True)
-            ]
+            weights = [self.weights(address, index, *of_row) for address, of_row in zip(matrix, of_group, strict=True)]
             at = b.mul(index, word(4 * layout.chunk))
             for row, address in enumerate(xs):
                 for part in parts:
                     number = self.load(self.lanes, b.add(address, b.add(at, word(4 * LANES * part))))
-                    for beside in range(BESIDE):
-                        place = sums[beside][row]
-                        b.store(self.fused(weights[beside][part], number, b.load(place)), place)
+                    for of_row, of_code_row in zip(weights, sums, strict=True):
+                        place = of_code_row[row]
+                        b.store(self.fused(of_row[part], number, b.load(place)), place)
 
-        with self.control.for_range(b, groups, intp=word) as group:
-            index = group.index
-            of_group = [self.scale(b.add(s, index), scale, offset, super_scale, super_offset) for s in scales]
-            if layout.whole:
-                chunk(index, of_group)
-            else:
-                chunks = b.udiv(b.udiv(depth, word(layout.chunk)), groups)
-                with self.control.for_range(b, chunks, intp=word) as inner:
-                    chunk(b.add(b.mul(index, chunks), inner.index), of_group)
+        blocks = b.udiv(b.add(groups, word(LANES - 1)), word(LANES))
+        with self.control.for_range(b, blocks, intp=word) as block:
+            begin = b.mul(block.index, word(LANES))
+            left = b.sub(groups, begin)
+            count = b.select(b.icmp_unsigned("<", left, word(LANES)), left, word(LANES))
+            skipped = self.skipped(count, groups)
+            for base, room in zip(scales, rooms, strict=True):
+                self.widen(b.add(base, begin), count, groups, room, scale, offset, super_scale, super_offset)
+            with self.control.for_range(b, count, intp=word) as inside:
+                index, place = b.add(begin, inside.index), b.add(skipped, inside.index)
+                of_group = [tuple(room and self.splat(b.load(b.gep(room, [place]))) for room in pair) for pair in rooms]
+                if layout.whole:
+                    chunk(index, of_group)
+                else:
+                    chunks = b.udiv(b.udiv(depth, word(layout.chunk)), groups)
+                    with self.control.for_range(b, chunks, intp=word) as inner:
+                        chunk(b.add(b.mul(index, chunks), inner.index), of_group)
         for index, of_code_row in zip(indices, sums, strict=True):
             for row, place in enumerate(of_code_row):
                 total = self.total(b.load(place))
                 at = b.add(b.mul(columns, word(row)), index)
                 b.store(total, b.inttoptr(b.add(out, b.mul(at, word(4))), self.float.as_pointer()))
+
+    def rooms(self) -> tuple[Any, Any]:
+        """Memory for the scales and offsets (None: there are none) of `LANES` groups as float32."""
+        has_offset = self.layout.offset or self.layout.shift
+        scale, offset = (self.control.alloca_once(self.b, self.float, self.word(LANES)) for _ in range(2))
+        return scale, offset if has_offset else None
+
+    def skipped(self, count: Any, groups: Any) -> Any:
+        """Where in its memory the first of `count` groups lies: behind others that were read with it, since vectors are
+        read whole, and never beyond a row."""
+        if self.layout.coarse:
+            return self.word(0)
+        b, word = self.b, self.word
+        return b.select(b.icmp_unsigned(">=", groups, word(LANES)), b.sub(word(LANES), count), word(0))
+
+    def widen(self, first: Any, count: Any, groups: Any, room: tuple[Any, Any], *numbers: Any) -> None:
+        """Writes the scales and offsets of `count` groups, up to `LANES`, as float32."""
+        b, word = self.b, self.word
+
+        def write(group: Any, place: Any, width: int) -> None:
+            for memory, values in zip(room, self.scales(width, group, *numbers), strict=True):
+                if memory is not None:
+                    b.store(values, b.bitcast(b.gep(memory, [place]), values.type.as_pointer()), align=4)
+
+        def one_by_one() -> None:
+            with self.control.for_range(b, count, intp=word) as group:
+                write(b.add(first, group.index), group.index, 1)
+
+        if self.layout.coarse:
+            one_by_one()
+            return
+        with b.if_else(b.icmp_unsigned(">=", groups, word(LANES))) as (whole, few):
+            with whole:
+                write(b.sub(first, self.skipped(count, groups)), word(0), LANES)
+            with few:
+                one_by_one()
 
     def vector(self, kind: Any) -> Any:
         return self.ir.VectorType(kind, LANES)
@@ -195,19 +233,39 @@ class _Dots:
         return self.b.load(self.b.inttoptr(address, kind.as_pointer()), align=1)
 
     def fused(self, one: Any, other: Any, added: Any) -> Any:
-        kind = self.ir.FunctionType(self.lanes, [self.lanes] * 3)
-        function = self.control.get_or_insert_function(self.b.module, kind, f"llvm.fmuladd.v{LANES}f32")
+        function = self.function(f"llvm.fmuladd.v{one.type.count}f32", *[one.type] * 3)
         return self.b.call(function, [one, other, added])
 
-    def weight(self, code: Any, scale: Any, offset: Any) -> Any:
-        return self.b.fmul(code, scale) if offset is None else self.fused(code, scale, offset)
+    def function(self, name: str, *arguments: Any) -> Any:
+        """A function of LLVM's, whose result has its first argument's type."""
+        kind = self.ir.FunctionType(arguments[0], arguments)
+        return self.control.get_or_insert_function(self.b.module, kind, name)
+
+    def weights(self, address: Any, index: Any, scale: Any, offset: Any) -> list[Any]:
+        """The index-th chunk of a row, as vectors of float32."""
+        if self.layout.codes != "uint8" or not object_code.has("avx512f"):
+            return [self.scaled(codes, scale, offset) for codes in self.codes(address, index)]
+        # The weights of all 16 codes in one vector, from which a permutation takes those of 16 codes at once.
+        b, words = self.b, self.vector(self.ir.IntType(32))
+        every = self.scaled(self.ir.Constant(self.lanes, [float(code) for code in range(LANES)]), scale, offset)
+        function = self.function("llvm.x86.avx512.permvar.sf.512", self.lanes, words)
+        both = self.bytes_of(address, index)
+        return [b.call(function, [every, codes]) for codes in (both, b.lshr(both, self.constant(words, 4)))]
+
+    def scaled(self, codes: Any, scale: Any, offset: Any) -> Any:
+        return self.b.fmul(codes, scale) if offset is None else self.fused(codes, scale, offset)
+
+    def bytes_of(self, address: Any, index: Any) -> Any:
+        """The bytes of the index-th chunk of a row, each of two codes of 4 bits."""
+        some, words = self.vector(self.byte), self.vector(self.ir.IntType(32))
+        return self.b.zext(self.load(some, self.b.add(address, self.b.mul(index, self.word(LANES)))), words)
 
     def codes(self, address: Any, index: Any) -> list[Any]:
         """Codes of the index-th chunk of a row as vectors of float32; those of fp8 are divided by 256."""
         b, layout = self.b, self.layout
         some, words = self.vector(self.byte), self.vector(self.ir.IntType(32))
         if layout.codes == "uint8":
-            both = b.zext(self.load(some, b.add(address, b.mul(index, self.word(LANES)))), words)
+            both = self.bytes_of(address, index)
             low, high = b.and_(both, self.constant(words, 15)), b.lshr(both, self.constant(words, 4))
             return [b.sitofp(low, self.lanes), b.sitofp(high, self.lanes)]
         first = b.add(address, b.mul(index, self.word(layout.chunk)))
@@ -225,37 +283,42 @@ class _Dots:
         bits = b.select(nan, self.constant(kind, 0x7E00), bits)
         return b.fpext(b.bitcast(bits, self.vector(self.ir.HalfType())), self.lanes)
 
-    def scale(self, group: Any, scale: Any, offset: Any, super_scale: Any, super_offset: Any) -> tuple[Any, Any]:
-        """Scale and offset (None: there is none) of a group, in every lane."""
+    def scales(
+        self, width: int, first: Any, scale: Any, offset: Any, super_scale: Any, super_offset: Any
+    ) -> tuple[Any, Any]:
+        """Scales and offsets (None: there are none) of some groups, or of one where there are super-scales."""
         b, layout = self.b, self.layout
-        found = self.number(layout.scale, scale, group)
-        added = self.number(layout.offset, offset, group) if layout.offset else None
+        found = self.numbers(layout.scale, width, scale, first)
+        added = self.numbers(layout.offset, width, offset, first) if layout.offset else None
         if layout.coarse:
-            coarse = b.udiv(group, self.word(layout.coarse))
-            found = b.fmul(found, self.number("float16", super_scale, coarse))
-            added = None if added is None else b.fmul(added, self.number("float16", super_offset, coarse))
+            coarse = b.udiv(first, self.word(layout.coarse))
+            found = b.fmul(found, self.numbers("float16", width, super_scale, coarse))
+            added = None if added is None else b.fmul(added, self.numbers("float16", width, super_offset, coarse))
         if layout.shift:  # code * scale + this is exact until it is rounded, where the processor fuses the two
-            added = b.fmul(found, self.constant(self.lanes, -float(layout.shift)))
+            added = b.fmul(found, self.constant(found.type, -float(layout.shift)))
         if layout.codes == "float8_e4m3fn":
-            found = b.fmul(found, self.constant(self.lanes, 256.0))
+            found = b.fmul(found, self.constant(found.type, 256.0))
         return found, added
 
-    def number(self, dtype: str, base: Any, index: Any) -> Any:
-        """The index-th number at an address as float32, in every lane."""
+    def numbers(self, dtype: str, width: int, base: Any, index: Any) -> Any:
+        """Some numbers of an array, from the index-th on, as float32."""
         b, ir = self.b, self.ir
         address = b.add(base, b.mul(index, self.word(BYTES[dtype])))
+
+        def load(kind: Any) -> Any:
+            return self.load(ir.VectorType(kind, width), address)
+
+        floats, words = ir.VectorType(self.float, width), ir.VectorType(ir.IntType(32), width)
         if dtype == "float16":
-            return b.fpext(self.splat(self.load(ir.HalfType(), address)), self.lanes)
+            return b.fpext(load(ir.HalfType()), floats)
         if dtype == "bfloat16":
-            wide = b.zext(self.load(ir.IntType(16), address), ir.IntType(32))
-            return self.splat(b.bitcast(b.shl(wide, ir.IntType(32)(16)), self.float))
+            return b.bitcast(b.shl(b.zext(load(ir.IntType(16)), words), self.constant(words, 16)), floats)
         if dtype == "float32":
-            return self.splat(self.load(self.float, address))
-        code = self.load(self.byte, address)
-        return self.splat((b.uitofp if dtype == "uint8" else b.sitofp)(code, self.float))
+            return load(self.float)
+        return (b.uitofp if dtype == "uint8" else b.sitofp)(load(self.byte), floats)
 
     def splat(self, number: Any) -> Any:
-        kind, places = self.vector(number.type), self.vector(self.ir.IntType(32))
+        kind, places = self.lanes, self.vector(self.ir.IntType(32))
         nothing = self.ir.Constant(kind, self.ir.Undefined)
         one = self.b.insert_element(nothing, number, self.ir.IntType(32)(0))
         return self.b.shuffle_vector(one, nothing, self.constant(places, 0))
