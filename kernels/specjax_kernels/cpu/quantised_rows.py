@@ -92,6 +92,7 @@ def _kernel(tools: Tools, layout: Layout) -> tuple[Any, Any]:
         for row in range(0, rows, TOGETHER):
             count, x, out = min(TOGETHER, rows - row), xs + 4 * row * depth, outs + 4 * row * columns
             start, end = index * most, min(index * most + most, columns)
+            # Two long runs of memory, which the processor reads ahead; two neighbouring rows take three times as long.
             apart = (end - start + 1) // 2
             for first in range(start, start + apart):
                 dots(
