@@ -36,20 +36,13 @@ class Stored:
 
     def dequantised(self) -> np.ndarray:
         """float32 [out, in], each operation rounded once."""
-        inside = self.codes.shape[1]
-
-        def spread(numbers: np.ndarray, coarse: np.ndarray | None = None) -> np.ndarray:
-            wide = numbers.astype(np.float32)
-            if coarse is not None:
-                wide *= coarse.astype(np.float32).repeat(wide.shape[1] // coarse.shape[1], axis=1)
-            return wide.repeat(inside // wide.shape[1], axis=1)
-
         values = self.codes.astype(np.float32)
+        inside = values.shape[1]
         if self.zero is not None:
-            values -= spread(self.zero)
-        values *= spread(self.scale, self.super_scale)
+            values -= _spread(self.zero, None, inside)
+        values *= _spread(self.scale, self.super_scale, inside)
         if self.offset is not None:
-            values += spread(self.offset, self.super_offset)
+            values += _spread(self.offset, self.super_offset, inside)
         if self.order is None:
             return values
         found = np.empty_like(values)
@@ -74,6 +67,15 @@ class Stored:
         # A product of two short numbers: exact.
         offset = -zero.astype(np.float32) * self.scale.astype(np.float32)
         return replace(self, codes=codes, bits=bits, zero=None, offset=offset)
+
+
+def _spread(numbers: np.ndarray, coarse: np.ndarray | None, count: int) -> np.ndarray:
+    """Numbers [out, n], times coarser ones [out, m] where there are any, for each of `count` columns or groups;
+    float32."""
+    wide = numbers.astype(np.float32)
+    if coarse is not None:
+        wide *= coarse.astype(np.float32).repeat(wide.shape[1] // coarse.shape[1], axis=1)
+    return wide.repeat(count // wide.shape[1], axis=1)
 
 
 def quantised_leaf(parts: Sequence[np.ndarray], scope: Scope, leaf: Leaf, sizes: Sizes, kind: str) -> Any:
@@ -101,13 +103,13 @@ def make_leaf(parts: Sequence[Stored], scope: Scope, leaf: Leaf, sizes: Sizes) -
     from specjax_kernels import Quantised
     from specjax_kernels.quantised import pack
 
-    parts = _alike([part.simplified() for part in parts])
-    first = parts[0]
-    if any(not _equal(part.order, first.order) for part in parts):
+    alike = _alike([part.simplified() for part in parts])
+    if alike is None:
         return None
+    first = alike[0]
 
     def whole(name: str) -> np.ndarray | None:
-        arrays = [getattr(part, name) for part in parts]
+        arrays = [getattr(part, name) for part in alike]
         return None if arrays[0] is None else _placed(arrays, scope, leaf, sizes)
 
     codes, zero = whole("codes"), first.zero
@@ -123,8 +125,11 @@ def make_leaf(parts: Sequence[Stored], scope: Scope, leaf: Leaf, sizes: Sizes) -
     )
 
 
-def _alike(parts: Sequence[Stored]) -> list[Stored]:
-    """The parts in one format: their own if they share it, else 8 bits with float32 scales of the smallest group."""
+def _alike(parts: Sequence[Stored]) -> list[Stored] | None:
+    """The parts in one format: their own if they share it, else 8 bits with float32 scales of the smallest group. None:
+    their columns are in different orders, or fp8 codes are beside integers."""
+    if any(not _equal(part.order, parts[0].order) for part in parts):
+        return None
 
     def form(part: Stored) -> tuple[Any, ...]:
         arrays = (part.scale, part.offset, part.super_scale, part.super_offset)
@@ -137,27 +142,21 @@ def _alike(parts: Sequence[Stored]) -> list[Stored]:
 
     if len({form(part) for part in parts}) == 1:
         return list(parts)
+    if any(part.codes.dtype.kind not in "iu" for part in parts):
+        return None
     groups = math.lcm(*(part.scale.shape[1] for part in parts))
     has_offset = any(part.offset is not None for part in parts)
 
     def changed(part: Stored) -> Stored:
-        def fine(numbers: np.ndarray, coarse: np.ndarray | None) -> np.ndarray:
-            wide = numbers.astype(np.float32)
-            if coarse is not None:
-                wide *= coarse.astype(np.float32).repeat(wide.shape[1] // coarse.shape[1], axis=1)
-            return wide.repeat(groups // wide.shape[1], axis=1)
-
         codes = part.codes.astype(np.int8)
         if part.zero is not None:
             codes -= part.zero.astype(np.int8).repeat(codes.shape[1] // part.zero.shape[1], axis=1)
         offset = None
         if has_offset:
             nothing = np.zeros((len(codes), groups), np.float32)
-            offset = nothing if part.offset is None else fine(part.offset, part.super_offset)
-        return Stored(codes, fine(part.scale, part.super_scale), offset=offset, order=part.order)
+            offset = nothing if part.offset is None else _spread(part.offset, part.super_offset, groups)
+        return Stored(codes, _spread(part.scale, part.super_scale, groups), offset=offset, order=part.order)
 
-    if any(part.codes.dtype.kind not in "iu" for part in parts):  # fp8 beside integers
-        return [replace(part, order=np.full(1, i)) for i, part in enumerate(parts)]  # differ: dequantised
     return [changed(part) for part in parts]
 
 
