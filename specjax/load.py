@@ -18,7 +18,6 @@ from specjax_kernels.cpu import attention as cpu_attention
 
 from specjax import checkpoint
 from specjax.checkpoint import CheckpointError, ModelFiles, ShippedHead
-from specjax.checkpoint.weights import read_headers
 from specjax.config import HeadConfig, ModelConfig, MtpConfig
 from specjax.drafters import Auto, Drafter, DraftOptions, NoDraft, Params, StandaloneParams, TreeShape
 from specjax.drafters.factories import DrafterFactory, Speculation, load_drafter, make_drafter, make_speculation
@@ -163,8 +162,11 @@ def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platfo
         CheckpointError: the measured options of the shipped head cannot be used.
     """
     platform = platform or jax.default_backend()
-    shipped = None if _path(options) else checkpoint.shipped_head(files, config)
-    inside = checkpoint.mtp_config(files, config) if isinstance(options, Auto | Eagle) and not _path(options) else None
+    shipped = inside = None
+    if not _path(options):
+        shipped = checkpoint.shipped_head(files, config)
+        if isinstance(options, Auto | Eagle) and (shipped is None or options.kind not in (None, shipped.kind)):
+            inside = checkpoint.mtp_config(files, config)
     found = shipped or inside
     given, (options, unused) = options, options.choose(found.kind if found else None)
     if unused:
@@ -231,9 +233,7 @@ def _load_head(
                 progress=progress,
                 # A draft's weights change no text: beside a target in few bits they take few, too.
                 quantization="int8" if quantization == "auto" and files.config.get("quantization_config") else "none",
-                target_embedding=lambda: checkpoint.matrices(read_headers(files.weights), files.config)[
-                    EMBED_TENSOR
-                ].read(),
+                target_embedding=lambda: checkpoint.matrices(files)[EMBED_TENSOR].read(),
             )
     else:
         params = checkpoint.load_mtp(files, config, head, quantization=quantization, progress=progress)

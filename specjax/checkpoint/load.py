@@ -14,7 +14,7 @@ from specjax.checkpoint.files import CheckpointError, listed
 from specjax.checkpoint.hf_config import DTYPES, QUANTIZATIONS
 from specjax.checkpoint.quantised import Entries, QuantisedEntry, matrices
 from specjax.checkpoint.stored import make_leaf, quantised_leaf
-from specjax.checkpoint.weights import ModelFiles, read_headers, read_json
+from specjax.checkpoint.weights import ModelFiles, read_json
 from specjax.config import ModelConfig
 from specjax.models import table
 from specjax.models.mtp_spec import mtp_tensors
@@ -52,7 +52,7 @@ def load_params(
       CheckpointError: a tensor is missing, left over, of the wrong shape or type, or a file is damaged; weights that
         are to be quantised are so already.
     """
-    tensors = matrices(read_headers(files.weights), files.config)
+    tensors = matrices(files)
     declared, sizes = table(config), dimensions(config)
     others = mtp_tensors(tensors.keys(), config)
     shapes = {name: entry.shape for name, entry in tensors.items() if name not in others}

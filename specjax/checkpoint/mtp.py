@@ -11,7 +11,7 @@ from specjax.checkpoint.files import CheckpointError
 from specjax.checkpoint.load import fill, misfits, reduced
 from specjax.checkpoint.quantised import matrices
 from specjax.checkpoint.values import given, require
-from specjax.checkpoint.weights import ModelFiles, read_headers, same_content
+from specjax.checkpoint.weights import ModelFiles, same_content
 from specjax.config import ModelConfig, MtpConfig
 from specjax.models import mtp_spec
 from specjax.models.mtp_spec import STYLES, mtp_sizes, mtp_table, mtp_tensors
@@ -28,7 +28,7 @@ def mtp_config(files: ModelFiles, config: ModelConfig) -> MtpConfig | None:
             return None
         architecture, count = files.config["architectures"][0], require(files.config, COUNT)
         return mtp_spec.published_mtp_config(architecture, config, count)
-    return mtp_spec.mtp_config(matrices(read_headers(files.weights), files.config).keys(), config)
+    return mtp_spec.mtp_config(matrices(files).keys(), config)
 
 
 def load_mtp(
@@ -46,7 +46,7 @@ def load_mtp(
       CheckpointError: a tensor is missing, left over or of the wrong shape, or a copy of the embedding or the output
         matrix differs from the target's.
     """
-    tensors, style = matrices(read_headers(files.weights), files.config), STYLES[config.style]
+    tensors, style = matrices(files), STYLES[config.style]
     names = mtp_tensors(tensors.keys(), target)
     declared, sizes = mtp_table(config), mtp_sizes(config)
     prefixes = [style.layer_prefix(i, target.num_layers) for i in range(config.count)]

@@ -29,7 +29,7 @@ from specjax.checkpoint.files import CheckpointError, listed
 from specjax.checkpoint.gguf_blocks import KINDS
 from specjax.checkpoint.stored import Stored
 from specjax.checkpoint.values import flag, given, require
-from specjax.checkpoint.weights import INDEX_NAME, ModelFiles, TensorEntry, read_headers, save_shards
+from specjax.checkpoint.weights import INDEX_NAME, ModelFiles, TensorEntry, save_shards
 from specjax.models.params import Bits
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -67,16 +67,16 @@ def refuse_unknown(config: Mapping[str, Any]) -> None:
     _reader(section)
 
 
-def matrices(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any]) -> Entries:
-    """The tensors of a checkpoint, with one entry `x.weight` in the place of those that hold a quantised matrix.
+def matrices(files: ModelFiles) -> Entries:
+    """The tensors of a model, with one entry `x.weight` in the place of those that hold a quantised matrix.
 
     Raises:
       CheckpointError: a method, a number of bits or a layout that is not supported.
     """
-    section = config.get("quantization_config")
+    section = files.config.get("quantization_config")
     if section in (None, {}):
-        return dict(tensors)
-    found = _reader(section)({name: entry for name, entry in tensors.items() if not _UNUSED.fullmatch(name)})
+        return dict(files.headers)
+    found = _reader(section)({name: entry for name, entry in files.headers.items() if not _UNUSED.fullmatch(name)})
     if not any(isinstance(entry, QuantisedEntry) for entry in found.values()):
         raise CheckpointError(
             f"config.json: quantization_config says {section.get('quant_method')}, and no tensor is quantised that way"
@@ -110,7 +110,7 @@ def bits_per_weight(config: Mapping[str, Any], quantization: str = "auto", *, ke
 
 def save_dequantised(files: ModelFiles, folder: Path) -> None:
     """Write a model to an empty folder with float32 weights, for programs that do not read its format."""
-    tensors = matrices(read_headers(files.weights), files.config)
+    tensors = matrices(files)
     for file in files.folder.iterdir():
         if file.suffix in (".json", ".jinja", ".model", ".txt") and file.name != INDEX_NAME:
             shutil.copy(file, folder)

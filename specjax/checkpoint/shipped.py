@@ -19,7 +19,7 @@ import numpy as np
 
 from specjax.checkpoint.files import CheckpointError
 from specjax.checkpoint.hub import BUILT_IN_MODEL
-from specjax.checkpoint.weights import SINGLE_NAME, ModelFiles, read_headers
+from specjax.checkpoint.weights import SINGLE_NAME, ModelFiles
 from specjax.config import ModelConfig
 from specjax.models.head_spec import ALGORITHMS
 
@@ -102,7 +102,7 @@ def may_have_head(model: str, kind: str) -> bool:
 
 def final_norm(files: ModelFiles) -> str | None:
     """What ``ShippedHead.norm`` is compared with; None for a model without that tensor."""
-    entry = read_headers(files.weights).get(FINAL_NORM)
+    entry = files.headers.get(FINAL_NORM)
     if entry is None:
         return None
     rounded = np.asarray(entry.read()).astype(ml_dtypes.bfloat16)

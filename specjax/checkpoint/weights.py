@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -163,6 +164,11 @@ class ModelFiles:
     config: Mapping[str, Any] = field(compare=False)  # config.json, with `tie_word_embeddings` as `read_folder` has it
     weights: tuple[Path, ...]  # the safetensors shards
 
+    @cached_property
+    def headers(self) -> dict[str, TensorEntry]:
+        """`read_headers` of the weights, read once."""
+        return read_headers(self.weights)
+
 
 def read_outline(name: str, path: Path) -> ModelFiles:
     """As `read_folder` for what is described by config.json, or the headers of weights beside it; reads no weights.
@@ -171,9 +177,10 @@ def read_outline(name: str, path: Path) -> ModelFiles:
     config = _read_config(folder / "config.json" if path.is_dir() else path, name)
     has_weights = path.is_dir() and any((folder / file).is_file() for file in LAYOUTS[0])
     weights = find_weights(name, folder) if has_weights else ()
-    if config.get("tie_word_embeddings") is None and weights and HEAD_TENSOR not in read_headers(weights):
+    files = ModelFiles(name, folder, config, weights)
+    if config.get("tie_word_embeddings") is None and weights and HEAD_TENSOR not in files.headers:
         config["tie_word_embeddings"] = True
-    return ModelFiles(name, folder, config, weights)
+    return files
 
 
 def read_folder(name: str, folder: Path) -> ModelFiles:
@@ -184,8 +191,8 @@ def read_folder(name: str, folder: Path) -> ModelFiles:
     embedding, means untied, as in transformers.
     """
     config = _read_config(folder / "config.json", name)
-    weights = find_weights(name, folder)
-    tensors = read_headers(weights)
+    files = ModelFiles(name, folder, config, find_weights(name, folder))
+    tensors = files.headers
     head, embed = tensors.get(HEAD_TENSOR), tensors.get(EMBED_TENSOR)
     if any(name.startswith(QUANTISED_HEAD) for name in tensors) and (head is None or head.dtype not in DTYPES):
         config["tie_word_embeddings"] = False
@@ -198,7 +205,7 @@ def read_folder(name: str, folder: Path) -> ModelFiles:
         config["tie_word_embeddings"] = True
     elif head is not None and embed is not None and config.get("tie_word_embeddings"):
         config["tie_word_embeddings"] = same_content(head.read(), embed.read())
-    return ModelFiles(name, folder, config, weights)
+    return files
 
 
 def _read_config(file: Path, name: str) -> dict[str, Any]:
