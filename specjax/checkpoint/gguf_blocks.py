@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specjax.checkpoint.stored import Stored
+from specjax.checkpoint.stored import Stored, by_rows
 
 HALF = np.dtype("<f2")
 
@@ -31,16 +31,30 @@ def _halves(nibbles: np.ndarray) -> np.ndarray:
 
 def _half(blocks: np.ndarray, at: int) -> np.ndarray:
     """The float16 at a byte of each block, [rows, blocks]."""
-    return np.ascontiguousarray(blocks[..., at : at + 2]).view(HALF)[..., 0]
+    return blocks[..., at : at + 2].view(HALF)[..., 0].copy()
+
+
+def _from(blocks: np.ndarray, at: int) -> np.ndarray:
+    """The bytes of each block from there on, uint8 [rows, bytes], copied as one element a block."""
+    whole = np.dtype((np.void, blocks.shape[-1] - at))
+    return blocks[..., at:].view(whole)[..., 0].copy().view(np.uint8)
+
+
+def _nibbles(blocks: np.ndarray) -> np.ndarray:
+    """The codes of 256 weights in the last 128 bytes: each 32 bytes hold 32 weights in their low halves and the next 32
+    in their high ones."""
+    runs = _from(blocks, blocks.shape[-1] - 128).view("V16")
+    first, second = (runs[:, i::2].copy().view(np.uint8) for i in (0, 1))
+    runs[:, ::2], runs[:, 1::2] = (first & 15 | second << 4).view("V16"), (first >> 4 | second & 0xF0).view("V16")
+    return runs.view(np.uint8)
 
 
 def _q4_0(blocks: np.ndarray) -> Stored:
-    codes = _halves(blocks[:, :, None, 2:])
-    return Stored(codes, scale := _half(blocks, 0), 4, zero=np.full(scale.shape, 8, np.int8))
+    return Stored(_from(blocks, 2), scale := _half(blocks, 0), 4, zero=np.full(scale.shape, 8, np.int8))
 
 
 def _q4_1(blocks: np.ndarray) -> Stored:
-    return Stored(_halves(blocks[:, :, None, 4:]), _half(blocks, 0), 4, offset=_half(blocks, 2))
+    return Stored(_from(blocks, 4), _half(blocks, 0), 4, offset=_half(blocks, 2))
 
 
 def _fifth(blocks: np.ndarray, at: int) -> np.ndarray:
@@ -60,8 +74,7 @@ def _q5_1(blocks: np.ndarray) -> Stored:
 
 
 def _q8_0(blocks: np.ndarray) -> Stored:
-    codes = np.ascontiguousarray(blocks[..., 2:]).view(np.int8)
-    return Stored(codes.reshape(len(blocks), -1), _half(blocks, 0))
+    return Stored(_from(blocks, 2).view(np.int8), _half(blocks, 0))
 
 
 def _six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -74,8 +87,7 @@ def _six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _q4_k(blocks: np.ndarray) -> Stored:
     scale, least = _six_bits(blocks[..., 4:16])
-    codes = _halves(blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32))
-    return Stored(codes, scale, 4, None, least, _half(blocks, 0), -_half(blocks, 2))
+    return Stored(_nibbles(blocks), scale, 4, None, least, _half(blocks, 0), -_half(blocks, 2))
 
 
 def _q5_k(blocks: np.ndarray) -> Stored:
@@ -111,5 +123,5 @@ KINDS: dict[str, Kind] = {
 
 def read(kind: str, rows: Any) -> Stored:
     """The matrix whose rows of blocks are `rows`, uint8 [rows, bytes]."""
-    size = KINDS[kind].size
-    return KINDS[kind].read(np.asarray(rows).reshape(len(rows), -1, size))
+    blocks = np.asarray(rows).reshape(len(rows), -1, KINDS[kind].size)
+    return by_rows(len(rows), blocks[0].nbytes, lambda part: KINDS[kind].read(blocks[part]))

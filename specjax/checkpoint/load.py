@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from specjax.checkpoint.files import CheckpointError, listed
 from specjax.checkpoint.hf_config import DTYPES, QUANTIZATIONS
 from specjax.checkpoint.quantised import Entries, QuantisedEntry, matrices
-from specjax.checkpoint.stored import make_leaf, quantised_leaf
+from specjax.checkpoint.stored import empty, make_leaf, quantised_leaf
 from specjax.checkpoint.weights import ModelFiles, read_json
 from specjax.config import ModelConfig
 from specjax.models import table
@@ -24,6 +28,9 @@ from specjax.progress import progress_bar
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
+U = TypeVar("U")
+
 HOST_DTYPES = {name: np.dtype(name) for name in DTYPES}
 # Buffers without content that old versions of transformers saved.
 _IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
@@ -33,7 +40,7 @@ def load_params(
     files: ModelFiles, config: ModelConfig, *, quantization: str = "auto", progress: bool = True,
     put: Callable[[np.ndarray], Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Read a model's weights; beyond the parameters themselves, one leaf at a time is in memory.
+    """Read a model's weights; beyond the parameters themselves, a few leaves at a time are in memory.
 
     Args:
       files: from ``resolve``.
@@ -123,7 +130,7 @@ def half_leaf(arrays: Sequence[np.ndarray], leaf: Leaf, sizes: Sizes, rules: Seq
     """The leaf of tensors in one 16-bit type, in that type; None: they have another, or several."""
     if {array.dtype for array in arrays} not in ({HOST_DTYPES["bfloat16"]}, {HOST_DTYPES["float16"]}):
         return None
-    host = np.empty(leaf.shape(sizes), arrays[0].dtype)
+    host = empty(leaf.shape(sizes), arrays[0].dtype)
     for rule, array in zip(rules, arrays, strict=True):
         rule.place(host, array)
     return host
@@ -143,23 +150,41 @@ def fill(
     params: dict[str, Any] = {}
     size = HOST_DTYPES[dtype].itemsize
     leaves = [(scope, leaf) for scope in declared for leaf in scope.leaves if leaf.tensors]
+    # What making a large leaf takes beside it is free again before the others take their memory.
+    leaves.sort(key=lambda item: prod(item[1].shape(sizes)), reverse=True)
+
+    def made(item: tuple[Scope, Leaf]) -> tuple[Any, int]:
+        scope, leaf = item
+        rules = list(placements((scope._replace(leaves=(leaf,)),), sizes))
+        host = few_bits(scope, leaf, rules)
+        if host is None:
+            host = empty(leaf.shape(sizes), leaf.dtype or HOST_DTYPES[dtype])
+            for rule in rules:
+                rule.place(host, read(rule.tensor))
+        return host, sum(rule.size * size for rule in rules)
+
     total = sum(rule.size * size for rule in placements(declared, sizes))
     with progress_bar(f"Loading {name}", total, "B", shown=progress) as loaded:
-        for scope, leaf in leaves:
-            rules = list(placements((scope._replace(leaves=(leaf,)),), sizes))
-            host = few_bits(scope, leaf, rules)
-            if host is None:
-                host = np.empty(leaf.shape(sizes), np.dtype(leaf.dtype) if leaf.dtype else HOST_DTYPES[dtype])
-                for rule in rules:
-                    rule.place(host, read(rule.tensor))
-                    loaded.update(rule.size * size)
-            else:
-                loaded.update(sum(rule.size * size for rule in rules))
+        for (scope, leaf), (host, count) in zip(leaves, ahead(made, leaves), strict=True):
             place = params.setdefault(scope.name, {}) if scope.name else params
             # Waiting keeps the transfers, and with them the host buffers, from piling up.
             place[leaf.name] = jax.block_until_ready(jax.tree.map(put or jax.device_put, host))
+            loaded.update(count)
             del host
     return params
+
+
+def ahead(function: Callable[[T], U], items: Iterable[T]) -> Iterator[U]:
+    """``map(function, items)`` in threads, which are ahead by as many items as there are threads."""
+    count = min(4, os.cpu_count() or 1)
+    running: deque[Future[U]] = deque()
+    with ThreadPoolExecutor(count, thread_name_prefix="specjax-load") as pool:
+        for item in items:
+            running.append(pool.submit(function, item))
+            if len(running) > count:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
 
 
 def load_tokenizer(

@@ -17,23 +17,23 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from specjax.checkpoint import gguf_blocks
+from specjax.checkpoint import four_bits, gguf_blocks
 from specjax.checkpoint.files import CheckpointError, listed
+from specjax.checkpoint.four_bits import AWQ_ORDER
 from specjax.checkpoint.gguf_blocks import KINDS
-from specjax.checkpoint.stored import Stored
+from specjax.checkpoint.stored import PACKED, Stored
 from specjax.checkpoint.values import flag, given, require
 from specjax.checkpoint.weights import INDEX_NAME, ModelFiles, TensorEntry, save_shards
 from specjax.models.params import Bits
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds this column of the eight
 METHODS = ("fp8", "gptq", "awq", "compressed-tensors", "gguf")
 # Of activations and caches, which are not quantised here.
 _UNUSED = re.compile(
@@ -188,14 +188,15 @@ def _packed_by_input(tensors: dict[str, TensorEntry], bits: int, back: int, orde
         zeros, scales = (_need(tensors, f"{stem}.{part}") for part in ("qzeros", "scales"))
         index = _need(tensors, f"{stem}.g_idx") if ordered else tensors.get(f"{stem}.g_idx")
 
+        shape = words.shape[1], words.shape[0] * (32 // bits)
+
         def load() -> Stored:
-            codes = unpacked(words.read(integers=True).T, bits)
+            codes = _codes(words.read(integers=True).T, bits, shape[1])
             # Zeros wrap: that of a symmetric 8-bit weight, 128, is stored as 127, and 0 as all ones.
             zero = (unpacked(zeros.read(integers=True), bits).astype(np.int16) + back) & (2**bits - 1 if back else -1)
             groups = None if index is None else index.read(integers=True)
-            return _ordered(stem, codes, np.asarray(scales.read()).T, zero.T, bits, groups)
+            return _ordered(stem, codes, np.asarray(scales.read()).T, zero.T, groups)
 
-        shape = words.shape[1], words.shape[0] * (32 // bits)
         return shape, {f"{stem}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")}, load
 
     return _by_stem(tensors, ".qweight", make)
@@ -206,8 +207,12 @@ def _awq(tensors: dict[str, TensorEntry], bits: int) -> Entries:
         zeros, scales = (_need(tensors, f"{stem}.{part}") for part in ("qzeros", "scales"))
 
         def load() -> Stored:
-            codes, zero = (unpacked(each.read(integers=True), bits, order=AWQ_ORDER) for each in (words, zeros))
-            return _ordered(stem, codes.T, np.asarray(scales.read()).T, zero.T, bits, None)
+            codes, zero = words.read(integers=True), unpacked(zeros.read(integers=True), bits, order=AWQ_ORDER)
+            if len(codes) % PACKED == 0 and codes.dtype.itemsize == 4:
+                stored = four_bits.from_awq(codes), bits
+            else:
+                stored = unpacked(codes, bits, order=AWQ_ORDER).T, 8
+            return _ordered(stem, stored, np.asarray(scales.read()).T, zero.T, None)
 
         shape = words.shape[1] * (32 // bits), words.shape[0]
         return shape, {f"{stem}.{part}" for part in ("qweight", "qzeros", "scales")}, load
@@ -251,14 +256,14 @@ def _packed_by_output(tensors: dict[str, TensorEntry], bits: int, symmetric: boo
         out, inside = (int(each) for each in np.asarray(shape.read(integers=True)))
 
         def load() -> Stored:
-            codes = unpacked(words.read(integers=True), bits)[:, :inside]
+            codes = _codes(words.read(integers=True), bits, inside)
             scale = np.asarray(scales.read())
             zero = np.full(scale.shape, 2 ** (bits - 1), np.int16)  # codes are stored as unsigned numbers
             if zeros is not None:  # packed along the rows; before 2025 signed numbers, one a byte
                 stored = zeros.read(integers=True)
                 is_packed = stored.dtype.itemsize == 4
                 zero = unpacked(stored.T, bits)[:, :out].T if is_packed else stored.astype(np.int16) + 2 ** (bits - 1)
-            return _ordered(stem, codes, scale, zero, bits, None if index is None else index.read(integers=True))
+            return _ordered(stem, codes, scale, zero, None if index is None else index.read(integers=True))
 
         names = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
         return (out, inside), {f"{stem}.{name}" for name in names}, load
@@ -296,6 +301,14 @@ def _by_stem(tensors: dict[str, TensorEntry], suffix: str, make: Callable[[str, 
     return {name: entry for name, entry in tensors.items() if name not in taken} | entries
 
 
+def _codes(words: np.ndarray, bits: int, inside: int) -> tuple[np.ndarray, int]:
+    """The codes in int32 words [out, words], the first `inside` of each row, as `Stored` has them; and their bits: 8
+    instead of 4 where they do not fit the packing."""
+    if bits == 4 and inside % PACKED == 0 and words.dtype.itemsize == 4:
+        return four_bits.from_rows(words[:, : inside // 8]), 4
+    return unpacked(words, bits)[:, :inside], 8
+
+
 def unpacked(words: np.ndarray, bits: int, order: tuple[int, ...] = ()) -> np.ndarray:
     """The numbers in int32 words [rows, words], from the low end: uint8 [rows, words * 32 / bits]."""
     if words.dtype.itemsize != 4:
@@ -310,23 +323,28 @@ def unpacked(words: np.ndarray, bits: int, order: tuple[int, ...] = ()) -> np.nd
 
 
 def _ordered(
-    stem: str, codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, bits: int, index: np.ndarray | None
+    stem: str, codes: tuple[np.ndarray, int], scale: np.ndarray, zero: np.ndarray, index: np.ndarray | None
 ) -> Stored:
-    """Columns sorted by their groups (act-order), which `index` [in] gives; negative or None: as they are."""
-    inside, groups = codes.shape[1], scale.shape[1]
+    """Of codes and their bits. Columns are sorted by their groups (act-order), which `index` [in] gives; negative or
+    None: as they are."""
+    stored = Stored(codes[0], scale, codes[1], zero)
+    inside, groups = stored.inside, scale.shape[1]
     if inside % groups:
         raise CheckpointError(f"{stem} has {groups} groups of scales for {inside} columns; equal groups are needed")
     if index is None or (np.asarray(index) < 0).any():
-        return Stored(codes, scale, bits, zero)
+        return stored
     order = np.argsort(index, kind="stable")
     if np.array_equal(order, np.arange(len(order))):
-        return Stored(codes, scale, bits, zero)
+        return stored
     counts = np.bincount(index, minlength=scale.shape[1])
     if (counts != counts[0]).any():
         raise CheckpointError(
             f"{stem}.g_idx has groups of {listed(set(counts.tolist()))} columns; equal groups are needed"
         )
-    return Stored(codes[:, order], scale, bits, zero, order=order)
+    from specjax_kernels.quantised import pack
+
+    found = stored.bytewise()[:, order]
+    return replace(stored, codes=pack(found) if stored.bits == 4 else found, order=order)
 
 
 def _rows(numbers: np.ndarray, shape: tuple[int, ...], block: tuple[int, int]) -> np.ndarray:

@@ -9,15 +9,17 @@ which costs a few hundredths of a weight's bits and makes a leaf of rows of seve
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from specjax.checkpoint import four_bits
 from specjax.checkpoint.files import CheckpointError
 from specjax.models.params import Leaf, Scope, Sizes, output_major, placements
 
+AT_ONCE = 2**18  # bytes
 PACKED = 32  # columns that codes of 4 bits are packed by; see `specjax_kernels.Quantised`
 
 
@@ -25,7 +27,7 @@ PACKED = 32  # columns that codes of 4 bits are packed by; see `specjax_kernels.
 class Stored:
     """A matrix [out, in]. A scale, zero or offset [out, groups]."""
 
-    codes: np.ndarray  # [out, in]: uint8 from 0 to 15 if `bits` is 4, else int8, uint8 or float8_e4m3fn
+    codes: np.ndarray  # [out, in]: int8, uint8 or float8_e4m3fn; [out, in / 2]: uint8, see `four_bits`, if `bits` is 4
     scale: np.ndarray  # float, or uint8 or int8 where there is a `super_scale`
     bits: int = 8
     zero: np.ndarray | None = None  # integers
@@ -34,10 +36,17 @@ class Stored:
     super_offset: np.ndarray | None = None
     order: np.ndarray | None = None  # int [in]: column i of the codes is column order[i] of the matrix; None: i
 
+    @property
+    def inside(self) -> int:
+        return self.codes.shape[1] * 8 // self.bits
+
+    def bytewise(self) -> np.ndarray:
+        """The codes with a byte for each, [out, in]."""
+        return four_bits.unpack(self.codes) if self.bits == 4 else self.codes
+
     def dequantised(self) -> np.ndarray:
         """float32 [out, in], each operation rounded once."""
-        values = self.codes.astype(np.float32)
-        inside = values.shape[1]
+        values, inside = self.bytewise().astype(np.float32), self.inside
         if self.zero is not None:
             values -= _spread(self.zero, None, inside)
         values *= _spread(self.scale, self.super_scale, inside)
@@ -53,9 +62,9 @@ class Stored:
         """The same weights: zeros as a part of 8-bit codes or as offsets, exactly; 4 bits as 8 where their groups do
         not fit the packing."""
         codes, bits, zero = self.codes, self.bits, self.zero
-        groups, inside = self.scale.shape[1], codes.shape[1]
-        if bits == 4 and (inside % PACKED or inside // groups % PACKED):
-            codes, bits = codes.astype(np.int8), 8
+        groups, inside = self.scale.shape[1], self.inside
+        if bits == 4 and inside // groups % PACKED:
+            codes, bits = self.bytewise().astype(np.int8), 8
         if zero is None or (bits == 4 and (zero == 8).all()):
             return replace(self, codes=codes, bits=bits)
         if bits == 8 and codes.dtype.kind in "iu":
@@ -78,12 +87,42 @@ def _spread(numbers: np.ndarray, coarse: np.ndarray | None, count: int) -> np.nd
     return wide.repeat(count // wide.shape[1], axis=1)
 
 
+def by_rows(count: int, size: int, read: Callable[[slice], Stored]) -> Stored:
+    """The matrix of so many rows, of `size` bytes each, that `read` gives a few at a time: its temporary arrays are
+    small, and stay in the cache."""
+    step = max(1, AT_ONCE // size)
+    found: dict[str, Any] = {}
+    for start in range(0, count, step):
+        part = vars(read(rows := slice(start, start + step)))
+        if not found:
+            found = part | {n: np.empty((count, a.shape[1]), a.dtype) for n, a in part.items() if np.ndim(a)}
+        for name, array in part.items():
+            if np.ndim(array):
+                found[name][rows] = array
+    return Stored(**found)
+
+
+def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An array that XLA:CPU takes as it is: one that does not begin at a multiple of 64 bytes would be copied."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    space = np.empty(size + 64, np.uint8)
+    start = -space.ctypes.data % 64
+    return space[start : start + size].view(dtype).reshape(shape)
+
+
 def quantised_leaf(parts: Sequence[np.ndarray], scope: Scope, leaf: Leaf, sizes: Sizes, kind: str) -> Any:
     """The leaf of these float tensors, quantised. CheckpointError: its inputs do not divide into groups."""
     from specjax_kernels import quantise
 
+    def made(part: np.ndarray) -> Stored:
+        def rows(some: slice) -> Stored:
+            found = quantise(np.asarray(part[some]), kind)
+            return Stored(found.codes, found.scale, found.bits, offset=found.offset)
+
+        return by_rows(len(part), 4 * part.shape[1], rows)
+
     try:
-        return quantise(_placed([part.astype(np.float32) for part in parts], scope, leaf, sizes), kind)
+        return make_leaf([made(part) for part in parts], scope, leaf, sizes)
     except ValueError as error:
         raise CheckpointError(f"quantization {kind} of {scope.prefix}{leaf.tensors[0].name}: {error}") from error
 
@@ -92,7 +131,7 @@ def _placed(parts: Sequence[np.ndarray], scope: Scope, leaf: Leaf, sizes: Sizes)
     """Arrays [out, n] of the tensors that fill a leaf as one array, [*out of the leaf, n]."""
     declared = output_major(leaf)
     sizes = {**sizes, "@": parts[0].shape[1]}
-    found = np.empty(declared.shape(sizes), parts[0].dtype)
+    found = empty(declared.shape(sizes), parts[0].dtype)
     for rule, array in zip(placements((scope._replace(leaves=(declared,)),), sizes), parts, strict=True):
         rule.place(found, array)
     return found
@@ -101,7 +140,6 @@ def _placed(parts: Sequence[np.ndarray], scope: Scope, leaf: Leaf, sizes: Sizes)
 def make_leaf(parts: Sequence[Stored], scope: Scope, leaf: Leaf, sizes: Sizes) -> Any | None:
     """The `specjax_kernels.Quantised` of the tensors that fill a leaf, in their order; None: no format holds all."""
     from specjax_kernels import Quantised
-    from specjax_kernels.quantised import pack
 
     alike = _alike([part.simplified() for part in parts])
     if alike is None:
@@ -115,7 +153,7 @@ def make_leaf(parts: Sequence[Stored], scope: Scope, leaf: Leaf, sizes: Sizes) -
     codes, zero = whole("codes"), first.zero
     assert codes is not None
     return Quantised(
-        codes=pack(codes) if first.bits == 4 else codes,
+        codes=codes,
         shift=0 if zero is None else int(zero.flat[0]),
         order=None if first.order is None else first.order.astype(np.int32),
         scale=whole("scale"),
@@ -148,7 +186,7 @@ def _alike(parts: Sequence[Stored]) -> list[Stored] | None:
     has_offset = any(part.offset is not None for part in parts)
 
     def changed(part: Stored) -> Stored:
-        codes = part.codes.astype(np.int8)
+        codes = part.bytewise().astype(np.int8)
         if part.zero is not None:
             codes -= part.zero.astype(np.int8).repeat(codes.shape[1] // part.zero.shape[1], axis=1)
         offset = None

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, product
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -333,17 +333,40 @@ class Placement:
 
     def place(self, leaf: np.ndarray, tensor: np.ndarray) -> None:
         """Write ``tensor [shape]`` into its part of ``leaf [leaf_shape]``, cast to the leaf's dtype."""
-        axis = self.axes.index(0)
-        source = np.moveaxis(tensor[self.rows].reshape(self.split)[self.cut].transpose(self.axes), axis, 0)
-        target = np.moveaxis(leaf[self.part], axis, 0)
-        # A few rows of the file at a time stay in the cache while they are transposed.
-        for start in range(0, len(source), 64):
-            target[start : start + 64] = source[start : start + 64]
+        source = tensor[self.rows].reshape(self.split)[self.cut]
+        _copy(leaf[self.part].transpose(np.argsort(self.axes)), source)
 
     def take(self, leaf: np.ndarray) -> np.ndarray:
         """The inverse of `place`: the tensor's rows, from ``leaf [leaf_shape]``."""
         assert self.size == prod(self.split), "a tensor that fills several leaves"
         return leaf[self.part].transpose(np.argsort(self.axes)).reshape(-1, *self.shape[1:])
+
+
+def _copy(target: np.ndarray, source: np.ndarray) -> None:
+    """``target[...] = source``, where one may be the other transposed: 10 to 20 times as fast as numpy then, by blocks
+    that stay in the cache. They pass through rows of a length that is no power of two, whose columns would share a few
+    lines of the cache."""
+    shape: list[int] = []  # with axes joined that are one in both
+    for i, size in enumerate(source.shape):
+        if shape and all(array.strides[i - 1] == size * array.strides[i] for array in (target, source)):
+            shape[-1] *= size
+        else:
+            shape.append(size)
+    target, source = target.reshape(shape), source.reshape(shape)
+    inner = int(np.argmin(target.strides))
+    if inner == source.ndim - 1:
+        target[...] = source
+        return
+    target, source = (np.moveaxis(array, inner, -2) for array in (target, source))
+    height, width = 64, 4096
+    *before, rows, columns = source.shape
+    buffer = np.empty((height, min(columns, width) + 32), target.dtype)
+    for place in np.ndindex(*before):
+        for row, column in product(range(0, rows, height), range(0, columns, width)):
+            block = *place, slice(row, row + height), slice(column, column + width)
+            held = buffer[: min(height, rows - row), : min(width, columns - column)]
+            held[...] = source[block]
+            target[block] = held
 
 
 def placements(table: Table, sizes: Sizes) -> Iterator[Placement]:

@@ -1,0 +1,123 @@
+"""Loading by blocks and in threads gives what plain numpy gives, and takes hardly more memory than the weights."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+
+import jax
+import numpy as np
+import pytest
+from quantised_formats import packed
+from specjax_kernels import quantise
+
+from specjax.checkpoint import four_bits, load_params, model_config, resolve
+from specjax.checkpoint.load import ahead
+from specjax.checkpoint.stored import AT_ONCE, empty, quantised_leaf
+from specjax.checkpoint.weights import save_shards
+from specjax.models.params import Leaf, Scope, Tensor, placements
+
+WIDTH, INNER, VOCABULARY, LAYERS = 512, 2048, 4096, 8
+
+
+def stored_bytes(codes: np.ndarray) -> np.ndarray:
+    """Of 32 codes, byte j holds code j and, in its high half, code j + 16."""
+    found = np.zeros((len(codes), codes.shape[1] // 2), np.uint8)
+    for run in range(codes.shape[1] // 32):
+        for j in range(16):
+            found[:, 16 * run + j] = codes[:, 32 * run + j] + 16 * codes[:, 32 * run + j + 16]
+    return found
+
+
+@pytest.mark.parametrize("out", [8, 136])
+def test_words_of_four_bits(out):
+    codes = np.random.default_rng(out).integers(0, 16, (out, 96), np.uint8)
+    wanted, words = stored_bytes(codes), packed(codes, 4)
+    np.testing.assert_array_equal(four_bits.from_rows(words), wanted)
+    np.testing.assert_array_equal(four_bits.from_rows(np.ascontiguousarray(words.T).T), wanted)
+    shuffled = codes.T.reshape(96, -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(96, -1)
+    np.testing.assert_array_equal(four_bits.from_awq(packed(shuffled, 4)), wanted)
+    np.testing.assert_array_equal(four_bits.unpack(wanted), codes)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(70, 9), (128, 4200)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_transposed_by_blocks(rows, columns, dtype):
+    """Rows and columns that blocks do not divide, into a part of a leaf and in the order of the file."""
+    tensor = np.arange(2 * rows * columns, dtype=np.float32).reshape(2 * rows, columns).astype(np.dtype(dtype))
+    sizes = {"K": 2, "E": rows, "M": columns}
+    for letters, wanted in (
+        ("M -> K E", tensor.T.reshape(columns, 2, rows)),
+        ("K E -> M", tensor.reshape(2, rows, columns)),
+        ("K M -> E", tensor.reshape(2, rows, columns).swapaxes(1, 2)),
+    ):
+        leaf = Leaf("leaf", letters, (Tensor("tensor", "KE M"),))
+        (rule,) = placements((Scope((leaf,)),), sizes)
+        found = np.zeros(leaf.shape(sizes), np.float32)
+        rule.place(found, tensor)
+        np.testing.assert_array_equal(found, wanted.astype(np.float32))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
+def test_quantised_by_rows(kind):
+    matrix = np.random.default_rng(0).standard_normal((3 * AT_ONCE // 256 + 5, 64), np.float32)
+    leaf = Leaf("down", "I -> M", (Tensor("down", "M I"),))
+    found = quantised_leaf([matrix], Scope((leaf,)), leaf, {"M": len(matrix), "I": 64}, kind)
+    wanted = quantise(matrix, kind)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_arrays_are_not_copied_to_a_cpu():
+    host = empty((3, 5000), np.dtype("bfloat16"))
+    assert jax.device_put(host, jax.devices("cpu")[0]).unsafe_buffer_pointer() == host.ctypes.data
+
+
+def test_results_are_in_order_and_errors_are_raised():
+    assert list(ahead(lambda x: x * x, range(50))) == [x * x for x in range(50)]
+    with pytest.raises(ZeroDivisionError):
+        list(ahead(lambda x: 1 // (x - 7), range(50)))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": WIDTH, "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "float32",
+    }  # fmt: skip
+    shapes: dict[str, tuple[int, ...]] = {
+        f"model.layers.{i}.{name}.weight": shape
+        for i in range(LAYERS)
+        for name, shape in {
+            "self_attn.q_proj": (WIDTH, WIDTH), "self_attn.k_proj": (WIDTH // 2, WIDTH),
+            "self_attn.v_proj": (WIDTH // 2, WIDTH), "self_attn.o_proj": (WIDTH, WIDTH),
+            "mlp.gate_proj": (INNER, WIDTH), "mlp.up_proj": (INNER, WIDTH), "mlp.down_proj": (WIDTH, INNER),
+            "input_layernorm": (WIDTH,), "post_attention_layernorm": (WIDTH,),
+        }.items()
+    }  # fmt: skip
+    shapes |= {"model.norm.weight": (WIDTH,)}
+    shapes |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (VOCABULARY, WIDTH))
+    rng = np.random.default_rng(0)
+    sizes = {name: 4 * int(np.prod(shape)) for name, shape in shapes.items()}
+    save_shards(folder, sizes, lambda name: rng.standard_normal(shapes[name], np.float32))
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_peak_memory(model, quantization, monkeypatch):
+    """Of numpy's arrays: files are mapped, and on a CPU these arrays are the leaves."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    files = resolve(model, progress=False)
+    config = model_config(files.config, dtype="float32", platform="cpu")
+    load_params(files, config, quantization=quantization, progress=False)  # imports
+    tracemalloc.start()
+    try:
+        params = load_params(files, config, quantization=quantization, progress=False)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak <= 1.15 * sum(leaf.nbytes for leaf in jax.tree.leaves(params))
