@@ -131,8 +131,9 @@ def read(files: list[str], *, hold: bool) -> dict[str, Any]:
 def load(model: str, dtype: str, quantization: str) -> dict[str, Any]:
     started = time.perf_counter()
     import jax
+    import specjax_kernels  # noqa: F401 (as the engine has it before it loads)
 
-    from specjax import checkpoint
+    from specjax import checkpoint, make_target  # noqa: F401
 
     imported = time.perf_counter()
     jax.block_until_ready(jax.device_put(0))
