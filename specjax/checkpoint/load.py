@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 U = TypeVar("U")
 
+LARGE = 2**22  # bytes of a leaf
 HOST_DTYPES = {name: np.dtype(name) for name in DTYPES}
 # Buffers without content that old versions of transformers saved.
 _IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
@@ -164,8 +165,10 @@ def fill(
         return host, sum(rule.size * size for rule in rules)
 
     total = sum(rule.size * size for rule in placements(declared, sizes))
+    # Threads that make small leaves mostly wait for each other, as these are more Python's work than numpy's.
+    each = ahead if total > len(leaves) * LARGE else map
     with progress_bar(f"Loading {name}", total, "B", shown=progress) as loaded:
-        for (scope, leaf), (host, count) in zip(leaves, ahead(made, leaves), strict=True):
+        for (scope, leaf), (host, count) in zip(leaves, each(made, leaves), strict=True):
             place = params.setdefault(scope.name, {}) if scope.name else params
             # Waiting keeps the transfers, and with them the host buffers, from piling up.
             place[leaf.name] = jax.block_until_ready(jax.tree.map(put or jax.device_put, host))
