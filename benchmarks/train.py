@@ -27,12 +27,13 @@ from specjax import checkpoint
 from specjax.models import init_params
 from specjax.models.draft_head import draft_head
 from specjax.models.head_spec import head_table
-from specjax.train import inputs
+from specjax.train import head as heads
 from specjax.train.data import Rows
+from specjax.train.draft import objective
 from specjax.train.features import teach, training_target
 from specjax.train.options import DraftSettings, LossSettings, OptimizerSettings
 from specjax.train.unroll import packed_attention
-from specjax.train.update import TrainState, make_optimizer, make_update, schedule, split_params
+from specjax.train.update import TrainState, make_optimizer, make_update, schedule
 
 
 def times(call: Callable[[], Any], count: int) -> list[float]:
@@ -64,11 +65,10 @@ def main() -> None:
     target = training_target(config, args.dtype)
     params = init_params(config, jax.random.key(0))
     settings = DraftSettings(draft_vocab_size=args.draft_vocab_size)
-    head_config = inputs.head_config(settings, config)
+    head_config = heads.head_config(settings, config)
     ids = np.arange(head_config.vocab_size, dtype=np.int32) if head_config.mapped else None
-    first = inputs.new_params(head_config, target, params, ids, init="random", seed=0)
-    weights, frozen = split_params(first)
-    objective = inputs.objective("EAGLE3", LossSettings(rounds=args.rounds))
+    first = heads.new_params(head_config, target, params, ids, init="random", seed=0)
+    weights, frozen = heads.split_params(first)
     chosen = OptimizerSettings(schedule="constant", warmup_steps=0)
     optimizer = make_optimizer(chosen, schedule(chosen, 100), head_table(head_config))
     head = draft_head(replace(head_config, dtype=args.dtype), target, backend=packed_attention)
@@ -85,9 +85,10 @@ def main() -> None:
     forward = jax.jit(teacher_of)
     one = jax.tree.map(lambda x: x[0], batch)
     kept = jax.tree.map(lambda x: x[None], forward(params, one))
-    options: dict[str, Any] = {"seed": 0}
-    cached = make_update(head, target, objective, optimizer, frozen, teach=None, **options)
-    online = make_update(head, target, objective, optimizer, frozen, teach=teacher_of, **options)
+    loss = heads.head_loss(head, target, objective("EAGLE3", LossSettings(rounds=args.rounds)))
+    options: dict[str, Any] = {"dtype": args.dtype, "seed": 0}
+    cached = make_update(loss, optimizer, frozen, teach=None, **options)
+    online = make_update(loss, optimizer, frozen, teach=teacher_of, **options)
 
     def step(update: Any, teacher: Any) -> Any:
         nonlocal state

@@ -21,7 +21,7 @@ from specjax.drafters import Drafter, StandaloneParams, TreeShape, eagle_drafter
 from specjax.drafters.standalone import standalone_drafter
 from specjax.engine import Completion, SamplingParams
 from specjax.models.draft_head import init_head_params
-from specjax.train.inputs import head_config
+from specjax.train.head import head_config
 from specjax.train.options import DraftSettings
 
 VOCABULARY = 40  # small, so that random heads are right now and then

@@ -15,8 +15,9 @@ from toy_models import tiny_llama
 
 from specjax import settings
 from specjax.checkpoint import CheckpointError
-from specjax.train import inputs
+from specjax.train import head
 from specjax.train.data import Example, pack
+from specjax.train.draft import objective
 from specjax.train.export import export_head, head_tensors
 from specjax.train.options import REPORTING, DraftSettings, LossSettings, TrainOptions
 
@@ -75,19 +76,19 @@ def config(**changes):
 )
 def test_a_head_that_does_not_fit(given, expected):
     with pytest.raises(ValueError, match=expected):
-        inputs.head_config(given, config(), (2, 5))
+        head.head_config(given, config(), (2, 5))
 
 
 def test_heads_that_fit():
-    assert inputs.head_config(DraftSettings(), config(), (2,)).aux_layers == (1, 3, 4)
-    found = inputs.head_config(DraftSettings(aux_layers=("7", "0"), draft_vocab_size=2), config(), (2, 5))
+    assert head.head_config(DraftSettings(), config(), (2,)).aux_layers == (1, 3, 4)
+    found = head.head_config(DraftSettings(aux_layers=("7", "0"), draft_vocab_size=2), config(), (2, 5))
     assert (found.aux_layers, found.feature_size, found.vocab_size, found.mapped) == ((7, 0), 32, 2, True)
-    assert not inputs.head_config(DraftSettings(draft_vocab_size=31), config()).mapped
-    assert inputs.head_config(DraftSettings(), replace(config(), num_layers=4)).aux_layers == (0, 1, 3)
+    assert not head.head_config(DraftSettings(draft_vocab_size=31), config()).mapped
+    assert head.head_config(DraftSettings(), replace(config(), num_layers=4)).aux_layers == (0, 1, 3)
     with pytest.raises(
         ValueError, match="the target has 2 layers, and --aux-layers are three by default; give --aux-layers"
     ):
-        inputs.head_config(DraftSettings(), replace(config(), num_layers=2))
+        head.head_config(DraftSettings(), replace(config(), num_layers=2))
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 9, 30])
@@ -103,17 +104,17 @@ def test_the_vocabulary_is_the_most_frequent_under_the_mask(size):
         counted.update(example.tokens[example.loss].tolist())
     end = 30  # never seen
     ranked = [token for token in sorted(range(31), key=lambda t: (-counted[t], t)) if token != end]
-    ids = inputs.draft_ids(rows, size, 31, (end,))
+    ids = head.draft_ids(rows, size, 31, (end,))
     assert ids.tolist() == sorted([*ranked[: size - 1], end])
     share = sum(counted[token] for token in ids.tolist()) / counted.total()
-    assert inputs.coverage(rows, ids) == pytest.approx(share)
+    assert head.coverage(rows, ids) == pytest.approx(share)
 
 
 def test_the_map_is_exported_as_offsets():
     toy = tiny_llama(3, num_layers=4)
-    described = inputs.head_config(DraftSettings(draft_vocab_size=5), toy.target.config)
+    described = head.head_config(DraftSettings(draft_vocab_size=5), toy.target.config)
     ids = np.array([0, 3, 4, 17, 30], np.int32)
-    params = inputs.new_params(described, toy.target, toy.params, ids, init="target", seed=0)
+    params = head.new_params(described, toy.target, toy.params, ids, init="target", seed=0)
     tensors = head_tensors(described, params, toy.target.config, "float32")
     assert tensors["d2t"].tolist() == [0, 2, 2, 14, 26]
     assert np.flatnonzero(tensors["t2d"]).tolist() == ids.tolist()
@@ -124,16 +125,16 @@ def test_the_map_is_exported_as_offsets():
 
 def exported(folder, **changes):
     toy = tiny_llama(3, num_layers=4)
-    described = inputs.head_config(DraftSettings(**changes), toy.target.config)
+    described = head.head_config(DraftSettings(**changes), toy.target.config)
     ids = np.array([1, 2, 5], np.int32) if described.mapped else None
-    params = dict(inputs.new_params(described, toy.target, toy.params, ids, init="random", seed=5))
+    params = dict(head.new_params(described, toy.target, toy.params, ids, init="random", seed=5))
     export_head(folder, described, params, toy.target.config, target_name="t", card="", dtype="float32")
     return toy.target.config, described, params
 
 
 def test_a_head_goes_on_from_an_export(tmp_path):
     target, described, params = exported(tmp_path / "head", draft_vocab_size=3, aux_layers=("0", "2"))
-    found, weights = inputs.from_head(DraftSettings(init_from=str(tmp_path / "head")), target)
+    found, weights = head.from_head(DraftSettings(init_from=str(tmp_path / "head")), target)
     assert replace(found, dtype=described.dtype) == described
     assert weights.keys() == params.keys()
     for name, leaf in params.items():
@@ -152,13 +153,13 @@ def test_a_head_goes_on_from_an_export(tmp_path):
 def test_settings_that_are_not_those_of_the_head(tmp_path, flag, changes):
     target, _, _ = exported(tmp_path / "head", draft_vocab_size=3, aux_layers=("0", "2"))
     with pytest.raises(ValueError, match=f"{flag} is not that of --init-from .*leave it out"):
-        inputs.from_head(DraftSettings(init_from=str(tmp_path / "head"), **changes), target)
+        head.from_head(DraftSettings(init_from=str(tmp_path / "head"), **changes), target)
 
 
 def test_a_head_of_another_kind_is_refused(tmp_path):
     save_head(tmp_path / "head", "eagle")
     with pytest.raises(CheckpointError, match="head"):
-        inputs.from_head(DraftSettings(init_from=str(tmp_path / "head")), tiny_llama(3).target.config)
+        head.from_head(DraftSettings(init_from=str(tmp_path / "head")), tiny_llama(3).target.config)
 
 
 # First weights, and what is minimised.
@@ -166,9 +167,9 @@ def test_a_head_of_another_kind_is_refused(tmp_path):
 
 def test_first_weights_are_the_seeds():
     toy = tiny_llama(3, num_layers=4)
-    described = inputs.head_config(DraftSettings(), toy.target.config)
+    described = head.head_config(DraftSettings(), toy.target.config)
     one, same, other = (
-        inputs.new_params(described, toy.target, toy.params, None, init="target", seed=seed) for seed in (0, 0, 1)
+        head.new_params(described, toy.target, toy.params, None, init="target", seed=seed) for seed in (0, 0, 1)
     )
     assert {leaf.dtype.name for leaf in one.values()} == {"float32"}
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), one, same))
@@ -182,7 +183,7 @@ def test_feature_scale_brings_features_to_unit_size():
     sizes = np.array([1.0, 100.0, 0.01], np.float32)
     features = rng.normal(0, 1, (4, 200, 3)).astype(np.float32) * sizes
     features[0, 0] *= 1e6  # one enormous token
-    scale = inputs.feature_scale(features, np.ones((4, 200), np.int32))
+    scale = head.feature_scale(features, np.ones((4, 200), np.int32))
     np.testing.assert_allclose(scale * sizes, 1, rtol=0.1)
 
 
@@ -199,7 +200,7 @@ def test_feature_scale_brings_features_to_unit_size():
     ],
 )
 def test_weights_of_the_rounds(kind, given, weights):
-    assert inputs.objective(kind, LossSettings(**given)).weights == pytest.approx(weights)
+    assert objective(kind, LossSettings(**given)).weights == pytest.approx(weights)
 
 
 @pytest.mark.parametrize(
@@ -214,4 +215,4 @@ def test_weights_of_the_rounds(kind, given, weights):
 )
 def test_round_weights_that_cannot_be(given, expected):
     with pytest.raises(ValueError, match=expected):
-        inputs.objective("EAGLE3", LossSettings(**given))
+        objective("EAGLE3", LossSettings(**given))

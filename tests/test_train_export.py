@@ -265,7 +265,7 @@ def test_the_oracle_computes_the_same_from_the_file(tmp_path, name):
 def test_parameters_that_are_not_such_a_head(tmp_path):
     def refusal(name: str, changes: dict[str, Any], dtype: str = "bfloat16") -> str:
         params = {leaf: array for leaf, array in (params_of(name) | changes).items() if array is not None}
-        with pytest.raises(ValueError, match=r"head|parameter") as caught:
+        with pytest.raises(ValueError, match=r"head|draft|parameter") as caught:
             export_head(
                 tmp_path / "head", HEADS[name], params, target().target.config, target_name="t", card="", dtype=dtype
             )
@@ -281,7 +281,7 @@ def test_parameters_that_are_not_such_a_head(tmp_path):
     assert "down has numbers that are not finite in float16" in refusal(
         "eagle", {"down": np.full((24, 16), 1e6)}, "float16"
     )
-    assert refusal("eagle", {}, "int8") == "dtype is 'int8'; a head can be written as: float32, bfloat16, float16"
+    assert refusal("eagle", {}, "int8") == "dtype is 'int8'; a draft can be written as: float32, bfloat16, float16"
     mapped = HeadConfig("eagle", **SHARED | {"own_head": True, "mapped": True})
     with pytest.raises(ValueError, match="eagle heads with a vocabulary of their own have no format"):
         head_tensors(mapped, {}, target().target.config)
@@ -316,7 +316,7 @@ def test_a_full_disk_leaves_the_old_head(tmp_path, monkeypatch, full):
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(
         CheckpointError,
-        match=r"cannot write a draft head to .*head \(.*No space left.*free some space or choose another",
+        match=r"cannot write a draft to .*head \(.*No space left.*free some space or choose another",
     ):
         export(folder, "eagle")
     assert content(folder) == before
@@ -333,7 +333,7 @@ def test_a_failed_rename_leaves_the_old_head(tmp_path, monkeypatch):
         return real(self, goal)
 
     monkeypatch.setattr(Path, "rename", rename)
-    with pytest.raises(CheckpointError, match="cannot write a draft head"):
+    with pytest.raises(CheckpointError, match="cannot write a draft"):
         export(folder, "eagle")
     assert content(folder) == before and [file.name for file in tmp_path.iterdir()] == ["head"]
 
@@ -386,7 +386,7 @@ def test_a_folder_with_other_things_is_not_replaced(tmp_path):
     folder = export(tmp_path / "head", "eagle3")
     (folder / "checkpoints").mkdir()
     with pytest.raises(
-        CheckpointError, match=r"head holds checkpoints, which is no part of an exported head and would"
+        CheckpointError, match=r"head holds checkpoints, which is no part of an exported draft and would"
     ):
         export(folder, "eagle")
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle3"]
@@ -395,8 +395,6 @@ def test_a_folder_with_other_things_is_not_replaced(tmp_path):
 def test_places_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("kept")
     for place in ("file", "file/head"):
-        with pytest.raises(
-            CheckpointError, match=rf"cannot write a draft head to {re.escape(str(tmp_path / place))} \("
-        ):
+        with pytest.raises(CheckpointError, match=rf"cannot write a draft to {re.escape(str(tmp_path / place))} \("):
             export(tmp_path / place, "eagle")
     assert [file.name for file in tmp_path.iterdir()] == ["file"]

@@ -31,7 +31,7 @@ from specjax.train.checkpoints import read_metrics
 from specjax.train.data import Rows
 from specjax.train.export import export_head
 from specjax.train.features import teach, training_target
-from specjax.train.inputs import head_config, new_params
+from specjax.train.head import head_config, new_params
 from specjax.train.options import DraftSettings
 
 PROMPTS = ["the hell 1", "12 cat the the end", "hello", "a b c 12 12"]

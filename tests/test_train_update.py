@@ -21,12 +21,13 @@ from train_helpers import environment
 from specjax.config import HeadConfig, RopeConfig
 from specjax.models.draft_head import draft_head
 from specjax.models.head_spec import head_table
-from specjax.train import inputs
+from specjax.train import head as heads
 from specjax.train.data import Example, Rows, pack
+from specjax.train.draft import objective
 from specjax.train.features import teach, training_target
 from specjax.train.options import DraftSettings, LossSettings, OptimizerSettings
 from specjax.train.unroll import packed_attention
-from specjax.train.update import TrainState, make_optimizer, make_update, schedule, split_params
+from specjax.train.update import TrainState, make_optimizer, make_update, schedule
 
 PLAIN = OptimizerSettings(beta1=0.9, beta2=0.95, weight_decay=0.0, clip_norm=0.5, clip_value=0.0)
 
@@ -59,16 +60,14 @@ def made_trainer(optimizer: str, rate: float, dtype: str, kind: str, **changes: 
     """(weights, chain, update): with equal arguments a program is compiled once."""
     config = toy().target.config
     target = training_target(config, dtype)
-    settings = replace(inputs.head_config(DraftSettings(draft=kind), config), dtype=dtype)
+    settings = replace(heads.head_config(DraftSettings(draft=kind), config), dtype=dtype)
     head = draft_head(settings, target, backend=packed_attention)
-    params = inputs.new_params(settings, toy().target, toy().params, None, init="target", seed=0)
-    weights, frozen = split_params(params)
+    params = heads.new_params(settings, toy().target, toy().params, None, init="target", seed=0)
+    weights, frozen = heads.split_params(params)
     chosen = replace(PLAIN, optimizer=optimizer, **changes)
     chain = make_optimizer(chosen, optax.constant_schedule(rate), head_table(settings))
-    objective = inputs.objective(kind, LossSettings(rounds=2, feature_noise=0.0))
-    update = make_update(
-        head, target, objective, chain, frozen, seed=0, teach=teach(target, settings.aux_layers or "final")
-    )
+    loss = heads.head_loss(head, target, objective(kind, LossSettings(rounds=2, feature_noise=0.0)))
+    update = make_update(loss, chain, frozen, dtype=dtype, seed=0, teach=teach(target, settings.aux_layers or "final"))
     return weights, chain, update
 
 

@@ -1,4 +1,4 @@
-"""Tools that make what drafters read: token maps, data and heads."""
+"""Tools that make what drafters read: token maps, data, heads and models."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""`python -m specjax.train`: trains a draft head (EAGLE-3, EAGLE-1/2 or an MTP layer) for a target.
+"""`python -m specjax.train`: trains a draft (EAGLE-3, EAGLE-1/2, an MTP layer, a STANDALONE model) for a target.
 
     python -m specjax.train --config configs/train/smollm2-135m-instruct-eagle3-1.toml
 
-The target is frozen and runs beside the head; the only data needed is text. The same command resumes a stopped run: a
+The target is frozen and runs beside the draft; the only data needed is text. The same command resumes a stopped run: a
 killed one loses at most the steps since its last checkpoint. The folder --output then holds
 
     checkpoints/     to resume from
     metrics.jsonl    loss, accuracy by round, tokens a second; accept length where the engine measured it
-    best/, head/     the head with the best accept length, and the last one: draft models for the server
+    best/, head/     the draft with the best accept length, and the last one: for the server
     curves.png       with matplotlib
 
 The last line of stdout is one JSON object. Exit status: 0 done, 2 an error, 130 interrupted.
@@ -29,7 +29,7 @@ from specjax.train.run import train
 def main(argv: list[str] | None = None) -> int:
     parser = settings.Parser(
         prog="python -m specjax.train",
-        description="Train a draft head for a target: EAGLE-3, EAGLE-1/2 or an MTP layer.",
+        description="Train a draft for a target: an EAGLE-3, EAGLE-1/2 or MTP head, or a STANDALONE model.",
         epilog=(__doc__ or "").split("\n\n", 2)[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

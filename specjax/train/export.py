@@ -20,7 +20,7 @@ Sources: sgl-project/sglang 03d5a77, 034b3be, 0564b52 and `set_eagle3_layers_to_
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,9 @@ from specjax.models.head_spec import MASK, OFFSETS, head_sizes, head_spec, head_
 from specjax.models.params import map_leaves, placements, tensors_of
 
 CONFIG_NAME, CARD_NAME = "config.json", "README.md"
+HEAD_FILES = frozenset({CONFIG_NAME, CARD_NAME, SINGLE_NAME})
+MODEL_FILES = HEAD_FILES | {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"}
+"""What the folder of an exported head may hold, and that of a model."""
 
 
 def export_head(
@@ -61,40 +64,65 @@ def export_head(
     tensors, described = head_tensors(config, params, target, dtype), head_description(config, target, dtype)
     if both := described.keys() & extra.keys():
         raise ValueError(f"extra has the keys {listed(both)}, which config.json has anyway")
-    tags = ["speculative-decoding", "draft-model", config.kind, "jax"]
+    return write_draft(
+        Path(folder), {**described, **extra}, tensors, card=card, target_name=target_name, kind=config.kind,
+        license=license,
+    )  # fmt: skip
+
+
+def write_draft(
+    folder: Path, described: Mapping[str, Any], tensors: Mapping[str, np.ndarray], *, card: str, target_name: str,
+    kind: str, license: str, allowed: frozenset[str] = HEAD_FILES, more: Callable[[Path], Any] = lambda folder: None,
+) -> Path:  # fmt: skip
+    """Write a draft's folder as `export_head` does; `described` is config.json, `more` writes what else is `allowed`.
+
+    Raises CheckpointError: the folder cannot be written, or holds other things than such an export.
+    """
+    tags = ["speculative-decoding", "draft-model", kind, "jax"]
     front = {"license": license, "base_model": target_name, "library_name": "specjax", "tags": tags}
     # JSON is YAML, and quotes what must be quoted.
     matter = "\n".join(f"{key}: {json.dumps(value)}" for key, value in front.items())
-    folder = Path(folder)
     try:
-        if others := other_files(folder):
+        if others := other_files(folder, allowed):
             raise CheckpointError(
-                f"{folder} holds {listed(others)}, which is no part of an exported head and would be lost; choose "
+                f"{folder} holds {listed(others)}, which is no part of an exported draft and would be lost; choose "
                 "another folder, or move that away"
             )
         with replacing_folder(folder) as draft:
-            (draft / CONFIG_NAME).write_text(json.dumps({**described, **extra}, indent=2) + "\n", encoding="utf-8")
+            (draft / CONFIG_NAME).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
             (draft / CARD_NAME).write_text(f"---\n{matter}\n---\n\n{card.strip()}\n", encoding="utf-8")
             save_tensors(draft / SINGLE_NAME, tensors)
+            more(draft)
     except OSError as error:
         raise CheckpointError(
-            f"cannot write a draft head to {folder} ({error}); free some space or choose another folder"
+            f"cannot write a draft to {folder} ({error}); free some space or choose another folder"
         ) from error
     return folder
 
 
-def other_files(folder: Path) -> list[str]:
-    """What a folder holds besides an exported head."""
+def other_files(folder: Path, allowed: frozenset[str] = HEAD_FILES) -> list[str]:
+    """What a folder holds besides an exported draft of the `allowed` files."""
     there = {file.name for file in folder.iterdir()} if folder.exists() else set()
-    return sorted(there - {CONFIG_NAME, CARD_NAME, SINGLE_NAME})
+    return sorted(there - allowed)
+
+
+def rounded(leaves: Mapping[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
+    """The leaves in a dtype. Raises ValueError: some are not finite in it."""
+    if dtype not in HOST_DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; a draft can be written as: {', '.join(HOST_DTYPES)}")
+    found: dict[str, np.ndarray] = {}
+    for name, leaf in leaves.items():
+        with np.errstate(over="ignore"):  # found below
+            found[name] = leaf.astype(HOST_DTYPES[dtype])
+        if not np.isfinite(found[name].astype(np.float32)).all():
+            raise ValueError(f"parameter {name} has numbers that are not finite in {dtype}; the training diverged")
+    return found
 
 
 def head_tensors(
     config: HeadConfig, params: Mapping[str, Any], target: ModelConfig, dtype: str = "bfloat16"
 ) -> dict[str, np.ndarray]:
     """The tensors by the names in the file: parameters as `dtype`, `d2t` int64 [W] and `t2d` bool [V]."""
-    if dtype not in HOST_DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; a head can be written as: {', '.join(HOST_DTYPES)}")
     spec = head_spec(config.kind)
     if config.mapped and not spec.own_ends:
         raise ValueError(
@@ -109,12 +137,8 @@ def head_tensors(
         leaf = np.asarray(params[name])
         if leaf.shape != shape:
             raise ValueError(f"parameter {name} is {list(leaf.shape)}; the head's description implies {list(shape)}")
-        if name != "ids":
-            with np.errstate(over="ignore"):  # found below
-                leaf = leaf.astype(HOST_DTYPES[dtype])
-            if not np.isfinite(leaf.astype(np.float32)).all():
-                raise ValueError(f"parameter {name} has numbers that are not finite in {dtype}; the training diverged")
         leaves[name] = leaf
+    leaves |= rounded({name: leaf for name, leaf in leaves.items() if name != "ids"}, dtype)
     tensors = tensors_of(placements(table, sizes), lambda path: leaves[path[-1]])
     tensors = {file_name(spec, name): np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     if config.mapped:

@@ -33,15 +33,25 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class DraftSettings:
-    """The head that is trained."""
+    """The head or model that is trained."""
 
-    draft: str = setting("EAGLE3", "kind of head", choices=tuple(ALGORITHMS), parse=str.upper)
-    init_from: str | None = setting(None, "a head's folder or hub id; default: a new head", metavar="MODEL")
+    draft: str = setting("EAGLE3", "algorithm that it is for", choices=(*ALGORITHMS, "STANDALONE"), parse=str.upper)
+    init_from: str | None = setting(None, "a draft's folder or hub id; default: a new one", metavar="MODEL")
     init: str = setting(
         "target", "EAGLE3: target = start from the target's language model head", choices=("target", "random")
     )
     draft_vocab_size: int = setting(
-        ALL_TOKENS, "EAGLE3: tokens the head can propose, the most frequent in the loss; 0 = all", minimum=0
+        ALL_TOKENS, "EAGLE3, STANDALONE: tokens it can propose, the most frequent in the data; 0 = all", minimum=0
+    )
+    keep_layers: tuple[str, ...] = setting(
+        (),
+        "STANDALONE: the target's layers that it begins with: first:K, spaced:K or indices; default: spaced:4",
+        metavar="LAYER",
+    )
+    trainable: str = setting(
+        "all",
+        "STANDALONE: output = the final norm and an output layer alone (self-speculation)",
+        choices=("all", "output"),
     )
     aux_layers: tuple[str, ...] = setting(
         (), "EAGLE3: layers, from 0, whose outputs it reads; default: 1, L // 2 - 1 and L - 4", metavar="LAYER"
@@ -52,7 +62,8 @@ class DraftSettings:
 @dataclass(frozen=True)
 class LossSettings:
     """What is minimised. Defaults by kind: EAGLE3 cross_entropy in 7 rounds of weight 0.8^j; EAGLE 0.1 cross_entropy +
-    1.0 regression in one round, noise 0.2; MTP token in 3 rounds of weight 0.51, 0.31, 0.18."""
+    1.0 regression in one round, noise 0.2; MTP token in 3 rounds of weight 0.51, 0.31, 0.18; STANDALONE cross_entropy
+    in one."""
 
     loss: str | None = setting(None, "of each round; see the text above", choices=tuple(LOSSES), metavar="NAME")
     rounds: int | None = setting(None, "times that the head reads its own output (training-time test)", minimum=1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,12 +15,12 @@ from typing import Any, NamedTuple
 import jax
 
 from specjax.checkpoint.files import replacing
-from specjax.config import HeadConfig
-from specjax.drafters import Params, TreeShape, eagle_drafter
+from specjax.drafters import Params, TreeShape
 from specjax.engine import Engine, SamplingParams
 from specjax.engine.config import EngineConfig
 from specjax.models import make_target
 from specjax.train.checkpoints import read_metrics
+from specjax.train.draft import Draft
 from specjax.train.inputs import Inputs
 from specjax.train.options import MeasureSettings
 from specjax.types import Weights
@@ -40,26 +39,27 @@ class Measure:
     """One engine for all measurements of a run; each call puts another head, in the serving dtype, into it."""
 
     def __init__(
-        self, settings: MeasureSettings, inputs: Inputs, target_params: Weights, draft: Weights,
+        self, settings: MeasureSettings, inputs: Inputs, target_params: Weights, draft: Any,
         prompts: list[list[int]],
     ) -> None:  # fmt: skip
         shape = TreeShape(settings.measure_steps, 1, settings.measure_steps + 1)
         rows, longest = min(16, len(prompts)), max(map(len, prompts)) + settings.measure_tokens
         config = EngineConfig(
             max_running_requests=rows,
-            context_length=min(longest, inputs.config.max_positions),
+            context_length=min(longest, inputs.source.config.max_positions),
             max_total_tokens=rows * (longest + 64 + 4 * shape.nodes),
             random_seed=0,
         )
-        target = make_target(inputs.config)
-        drafter = eagle_drafter(target, replace(inputs.head, dtype=inputs.config.dtype), shape)
+        target = make_target(inputs.source.config)
+        drafter = inputs.draft.drafter(target, shape)
         self._target_params, self._prompts = target_params, prompts
         self._engine = Engine(
-            target, Params(target_params, draft), inputs.tokenizer, drafter, config=config, eos_ids=inputs.eos_ids
-        )
+            target, Params(target_params, draft), inputs.source.tokenizer, drafter, config=config,
+            eos_ids=inputs.source.eos_ids,
+        )  # fmt: skip
         self._sampling = SamplingParams(max_new_tokens=settings.measure_tokens, temperature=0.0)
 
-    def __call__(self, draft: Weights) -> Measured:
+    def __call__(self, draft: Any) -> Measured:
         self._engine.params = Params(self._target_params, jax.block_until_ready(draft))
         done = self._engine.generate(self._prompts, self._sampling)
         # Steps by number of accepted drafts; and those that accepted at least so many.
@@ -71,20 +71,18 @@ class Measure:
 
 
 def model_card(
-    *, target: str, kind: str, facts: Mapping[str, Any], command: str, step: int,
-    metrics: Sequence[Mapping[str, Any]], measured: Measured | None, head: HeadConfig,
+    *, target: str, draft: Draft, facts: Mapping[str, Any], command: str, step: int,
+    metrics: Sequence[Mapping[str, Any]], measured: Measured | None,
 ) -> str:  # fmt: skip
     """Markdown, without front matter."""
-    layers = f", reading the outputs of layers {', '.join(map(str, head.aux_layers))}" if head.aux_layers else ""
     listed = {name: ", ".join(value) if isinstance(value, list) else value for name, value in facts.items()}
     sections = [
-        f"# {kind} draft head for {target}",
+        f"# {draft.title} for {target}",
         f"Proposes tokens for {target}, which checks them: it changes the speed of decoding and never the text.\n"
-        f"One decoder layer of width {head.hidden_size}, a vocabulary of {head.vocab_size} tokens{layers}.\n"
-        "Trained with specjax (`python -m specjax.train`); in the layout that specjax, SGLang and vLLM read.",
+        f"{draft.description}",
         "## Data",
         "\n".join(f"- {name.replace('_', ' ')}: {value}" for name, value in listed.items()),
-        f"## Command\n\n```sh\n{command}\n```\n\nThis is the head after step {step}.",
+        f"## Command\n\n```sh\n{command}\n```\n\nThis is the draft after step {step}.",
     ]
     if measured is not None:
         shares = ", ".join(f"{share:.2f}" for share in measured.by_depth)

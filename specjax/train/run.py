@@ -6,30 +6,26 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from jax.sharding import Mesh
 from tqdm import tqdm
 
+from specjax import checkpoint
 from specjax.engine.executables import use_compilation_cache
-from specjax.models.draft_head import draft_head
-from specjax.models.head_spec import head_table
 from specjax.progress import progress_bar
 from specjax.train import update
 from specjax.train.checkpoints import RunError, RunFolder, read_metrics
 from specjax.train.data import Example, Rows, batch_rows
-from specjax.train.export import export_head
 from specjax.train.features import FeatureStore, teach, training_target
-from specjax.train.inputs import Inputs, feature_scale, identity, load, objective, prepare
+from specjax.train.inputs import Inputs, identity, prepare
 from specjax.train.options import TrainOptions
 from specjax.train.results import Measure, Measured, model_card, plot
-from specjax.train.unroll import Teacher, packed_attention
+from specjax.train.unroll import Teacher
 from specjax.train.update import Metrics, TrainState, everywhere, spread
 from specjax.types import Weights
 
@@ -37,49 +33,43 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """One training run. The target's parameters are in its serving dtype, the head's first ones float32; the model card
-    quotes `command`."""
+    """One training run. The target's parameters are in its serving dtype; the model card quotes `command`."""
 
     def __init__(
-        self, options: TrainOptions, inputs: Inputs, target_params: Weights, params: Weights, folder: RunFolder,
-        *, command: str,
+        self, options: TrainOptions, inputs: Inputs, target_params: Weights, folder: RunFolder, *, command: str
     ) -> None:  # fmt: skip
         self.options, self.inputs, self.folder, self.command = options, inputs, folder, command
-        run, dtype = options.run, options.run.compute_dtype
+        run, dtype, draft = options.run, options.run.compute_dtype, inputs.draft
         self.mesh = Mesh(np.array(jax.local_devices()), ("data",))  # over which the rows of a batch are spread
-        self.target = training_target(inputs.config, dtype)
-        self.head_config = replace(inputs.head, dtype=dtype)
-        self.teach = teach(self.target, self.head_config.features)
+        self.target = training_target(inputs.source.config, dtype)
+        self.teach = teach(self.target, draft.features)
         self._teach_rows = jax.jit(self.teach)
         self._serving_params = target_params
         self.target_params = everywhere(self.mesh, jax.tree.map(lambda leaf: leaf.astype(dtype), target_params))
         self.rate = update.schedule(options.optimizer, run.steps)
-        optimizer = update.make_optimizer(options.optimizer, self.rate, head_table(self.head_config))
+        optimizer = update.make_optimizer(options.optimizer, self.rate, draft.table)
         self.features = None if run.features == "none" else self._feature_store()
-        self.scale = self._feature_scale()
-        weights, self.frozen = update.split_params(params)
-        if self.scale is not None and inputs.given is not None:
-            weights = {**weights, "fc": weights["fc"] / self.scale[:, None]}
+        weights, self.frozen = draft.split(draft.first_params(target_params), self._first_batch)
         weights = everywhere(self.mesh, weights)
         with jax.numpy_dtype_promotion("standard"):
             state = TrainState(jnp.int32(0), weights, jax.jit(optimizer.init)(weights))
         self.state = everywhere(self.mesh, state)
         self.update = update.make_update(
-            draft_head(self.head_config, self.target, backend=packed_attention), self.target,
-            objective(options.draft.draft, options.loss), optimizer, everywhere(self.mesh, self.frozen),
-            seed=run.train_seed, teach=None if self.features else self.teach, scale=self.scale,
+            draft.loss(self.target), optimizer, everywhere(self.mesh, self.frozen), dtype=dtype,
+            seed=run.train_seed, teach=None if self.features else self.teach,
         )  # fmt: skip
         self._measure: Measure | None = None
 
     def _feature_store(self) -> FeatureStore:
-        run, config, head = self.options.run, self.inputs.config, self.head_config
-        stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in self.inputs.files.weights]
+        run, source, draft = self.options.run, self.inputs.source, self.inputs.draft
+        stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in source.files.weights]
+        layers = () if draft.features == "final" else draft.features
         return FeatureStore(
             self._teach_on_host, self.inputs.rows, mode=run.features,
             folder=Path(run.feature_folder or Path(run.output) / "features"),
-            widths=(head.feature_size, config.hidden_size), dtype=run.compute_dtype,
+            widths=(draft.feature_size, source.config.hidden_size), dtype=run.compute_dtype,
             batch=run.batch_size, seed=self.options.data.data_seed,
-            identity=f"{self.options.model.model} {stamps} {config.dtype} {head.aux_layers}",
+            identity=f"{self.options.model.model} {stamps} {source.config.dtype} {layers}",
         )  # fmt: skip
 
     def _teach_on_host(self, rows: Rows) -> Teacher:
@@ -87,18 +77,12 @@ class Trainer:
         batch = jax.tree.map(lambda x: x[0], spread(self.mesh, rows, (1, -1)))
         return jax.device_get(self._teach_rows(self.target_params, batch))
 
-    def _feature_scale(self) -> Array | None:
-        """The scale of features of auxiliary layers, from the first batch, so that a resumed run finds the same.
-
-        Heads of other kinds read normalised features.
-        """
-        if not self.head_config.aux_layers:
-            return None
+    def _first_batch(self) -> tuple[Teacher, Rows]:
+        """The target's outputs for the first batch, which a resumed run finds the same."""
         rows = self.inputs.rows
         numbers = batch_rows(0, len(rows.tokens), self.options.run.batch_size, self.options.data.data_seed)
         first = Rows(*(part[numbers] for part in rows))
-        found = self.features.get(numbers) if self.features else self._teach_on_host(first)
-        return jnp.asarray(feature_scale(np.asarray(found.features), first.segments))
+        return self.features.get(numbers) if self.features else self._teach_on_host(first), first
 
     def row_numbers(self, step: int) -> np.ndarray:
         """The rows of the step after `step` steps."""
@@ -193,14 +177,10 @@ class Trainer:
             "tokens_per_second": round(sum(tokens for _, tokens in pending) / max(seconds, 1e-9), 1),
         }
 
-    def draft_params(self, *dtypes: str) -> dict[str, Any]:
-        """The head's parameters on one device: float32, or converted to each of the dtypes in turn."""
-        leaves, frozen = jax.tree.map(jnp.asarray, jax.device_get((dict(self.state.params), self.frozen)))
-        if self.scale is not None:
-            leaves["fc"] = leaves["fc"] * self.scale[:, None]
-        for dtype in dtypes:
-            leaves = jax.tree.map(lambda leaf, dtype=dtype: leaf.astype(dtype), leaves)
-        return leaves | frozen
+    def draft_params(self) -> Weights:
+        """The draft's parameters on one device, float32."""
+        weights, frozen = jax.tree.map(jnp.asarray, jax.device_get((dict(self.state.params), self.frozen)))
+        return self.inputs.draft.exported(weights, frozen)
 
     def measure(self, step: int) -> Measured | None:
         """Decode held-back prompts, log the accept length, and keep the best head so far in best/."""
@@ -208,7 +188,8 @@ class Trainer:
         prompts = [found for example in inputs.held_back if (found := prompt_of(example))][: settings.measure_prompts]
         if not prompts:
             return None
-        params = self.draft_params(self.options.export.export_dtype, inputs.config.dtype)
+        dtypes = self.options.export.export_dtype, inputs.source.config.dtype
+        params = inputs.draft.served(self.draft_params(), *dtypes)
         if self._measure is None:
             self._measure = Measure(settings, inputs, self._serving_params, params, prompts)
         found = self._measure(params)
@@ -223,16 +204,12 @@ class Trainer:
 
     def export(self, folder: Path, measured: Measured | None, unlogged: Sequence[dict[str, Any]] = ()) -> Path:
         """Export the current head, with a model card."""
-        inputs, target, export = self.inputs, self.options.model.model, self.options.export
+        draft = self.inputs.draft
         card = model_card(
-            target=target, kind=self.options.draft.draft, facts=inputs.facts, command=self.command,
+            target=self.options.model.model, draft=draft, facts=self.inputs.facts, command=self.command,
             step=int(self.state.step), metrics=[*read_metrics(self.folder.folder), *unlogged], measured=measured,
-            head=inputs.head,
         )  # fmt: skip
-        return export_head(
-            folder, inputs.head, self.draft_params(), inputs.config, target_name=target, card=card,
-            dtype=export.export_dtype, license=export.license,
-        )  # fmt: skip
+        return draft.export(folder, self.draft_params(), card)
 
 
 def prompt_of(example: Example) -> list[int]:
@@ -250,4 +227,6 @@ def train(options: TrainOptions, *, command: str) -> dict[str, Any]:
         )
     with RunFolder(Path(options.run.output), identity(options, inputs), keep=options.run.keep_checkpoints) as folder:
         print(", ".join(f"{name} {value}" for name, value in inputs.facts.items()), file=sys.stderr)
-        return Trainer(options, inputs, *load(options, inputs), folder, command=command).run()
+        source = inputs.source
+        params = checkpoint.load_params(source.files, source.config, quantization="none", progress=True)
+        return Trainer(options, inputs, params, folder, command=command).run()

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +70,52 @@ class Sums(NamedTuple):
     slots: Float32[Array, "J"]  # with a loss, also where the draft's vocabulary lacks the answer
 
 
+Loss: TypeAlias = Callable[[Weights, Weights, Rows, Teacher, Array], tuple[Array, Sums]]
+"""(a draft's parameters, the target's, batch, teacher, key of the noise) -> the loss over all slots, and sums."""
+
+
+class Answers(NamedTuple):
+    """What a draft is taught at each token of a batch, in the draft's vocabulary."""
+
+    wanted: Float32[Array, "B N W"]  # the target's distribution of the next token
+    labels: Labels  # the text's token as a draft id, or NO_ID
+    best: Labels  # the target's likeliest next token, likewise
+
+
+def answers(
+    target: Target, target_params: Weights, batch: Rows, teacher: Teacher, ids: Int32[Array, "W"] | None,
+    temperature: float,
+) -> Answers:  # fmt: skip
+    """`ids`: the target's token of each draft id; None: the same."""
+    logits = target.unembed(target_params, teacher.hidden, ids) / temperature
+    known = jnp.arange(target.config.vocab_size, dtype=jnp.int32)  # target token -> draft id
+    if ids is not None:
+        known = jnp.full_like(known, NO_ID).at[ids].set(known[: len(ids)])
+    return Answers(lax.stop_gradient(jax.nn.softmax(logits)), known[batch.tokens], known[teacher.top])
+
+
+class Compared(NamedTuple):
+    losses: Losses
+    counts: Float32[Array, "B N"]  # 1 where the loss counts
+    matched: Float32[Array, ""]  # see `Sums`
+    slots: Float32[Array, ""]
+
+
+def compare(found: Logits, given: Answers, batch: Rows, loss: str, ahead: int) -> Compared:
+    """Logits [B, N, W] that predict the token `ahead` slots after each, at least 1, with the answers there."""
+    same = (_ahead(batch.segments, ahead) == batch.segments) & (batch.segments > 0)
+    in_loss = same & _ahead(batch.loss, ahead)
+    answer, label, likeliest = (
+        _ahead(given.wanted, ahead - 1),
+        _ahead(given.labels, ahead),
+        _ahead(given.best, ahead - 1),
+    )
+    known_answer = (likeliest != NO_ID) & ((label != NO_ID) | (loss != "token"))
+    matched = jnp.sum(in_loss & (jnp.argmax(found, axis=-1) == likeliest), dtype=jnp.float32)
+    counts = (in_loss & known_answer).astype(jnp.float32)
+    return Compared(LOSSES[loss](found, answer, label), counts, matched, in_loss.sum(dtype=jnp.float32))
+
+
 def unroll(
     head: DraftHead, target: Target, params: Weights, target_params: Weights, batch: Rows, teacher: Teacher,
     objective: Objective, key: Array | None,
@@ -81,18 +127,13 @@ def unroll(
         params, target_params: in the dtype to compute in; logits and losses are float32.
         key: of the noise; None: no noise.
     """
-    features, size = teacher.features, target.config.vocab_size
+    features = teacher.features
     rows, length = batch.tokens.shape
     if objective.noise and key is not None:
         noise = (jax.random.uniform(key, features.shape) - 0.5) * (objective.noise * 512 / length)
         features = features + noise.astype(features.dtype)
     ids = params["ids"] if head.config.mapped else None
-    logits = target.unembed(target_params, teacher.hidden, ids) / objective.temperature
-    wanted = lax.stop_gradient(jax.nn.softmax(logits))
-    known = jnp.arange(size, dtype=jnp.int32)  # target token -> draft id
-    if ids is not None:
-        known = jnp.full_like(known, NO_ID).at[ids].set(known[: len(ids)])
-    labels, best = known[batch.tokens], known[teacher.top]
+    given = answers(target, target_params, batch, teacher, ids, objective.temperature)
 
     mask = packed_mask(batch.segments)
     empty = jnp.zeros((1, 1, 1, 1), jnp.float32)  # training rows begin at position 0: no pages
@@ -103,17 +144,12 @@ def unroll(
         feature, block = head.forward(params, embedded, feature, batch.positions + j, mask, past)
         past = past._replace(before=joined(past.before, block))
         found = head.unembed(target_params, params, feature)
-        same = (_ahead(batch.segments, 2 + j) == batch.segments) & (batch.segments > 0)
-        in_loss = same & _ahead(batch.loss, 2 + j)
-        answer, label, likeliest = _ahead(wanted, 1 + j), _ahead(labels, 2 + j), _ahead(best, 1 + j)
-        known_answer = (likeliest != NO_ID) & ((label != NO_ID) | (objective.loss != "token"))
-        counts = (in_loss & known_answer).astype(jnp.float32)
-        losses = LOSSES[objective.loss](found, answer, label)
+        compared = compare(found, given, batch, objective.loss, 2 + j)
+        losses, counts = compared.losses, compared.counts
         if objective.regression:
             losses = losses + objective.regression * feature_regression(feature, _ahead(teacher.hidden, 1 + j))
         loss = jnp.sum(counts * losses)
-        matched = jnp.sum(in_loss & (jnp.argmax(found, axis=-1) == likeliest), dtype=jnp.float32)
-        sums.append((loss, matched, counts.sum(), in_loss.sum(dtype=jnp.float32)))
+        sums.append((loss, compared.matched, counts.sum(), compared.slots))
         total = total + weight * loss
     return total, Sums(*(jnp.stack(parts) for parts in zip(*sums, strict=True)))
 

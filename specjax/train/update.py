@@ -17,19 +17,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float32, Int32
 from optax.contrib import MuonDimensionNumbers, muon
 
-from specjax.models.draft_head import DraftHead
 from specjax.models.params import Table
-from specjax.models.target import Target
 from specjax.train.data import Rows
 from specjax.train.options import OptimizerSettings
-from specjax.train.unroll import Objective, Sums, Teacher, unroll
+from specjax.train.unroll import Loss, Sums, Teacher
 from specjax.types import Weights
 
 MUON_RMS = 0.2
 """Muon's updates are scaled to this root mean square, which is about Adam's: one learning rate then suits both
 (Moonlight, arXiv 2502.16982)."""
-
-FROZEN = ("ids",)  # leaves of a head that are not trained
 
 
 def schedule(settings: OptimizerSettings, steps: int) -> optax.Schedule:
@@ -52,7 +48,7 @@ def make_optimizer(settings: OptimizerSettings, rate: optax.Schedule, table: Tab
     Matrices and the embedding decay, norms and biases do not. Muon orthogonalises matrices, and only these decay;
     norms, biases, embedding and output layer get Adam, as Muon's authors advise. `table` declares the parameters.
     """
-    leaves = {leaf.name: leaf for scope in table for leaf in scope.leaves}
+    leaves = {f"{scope.name}/{leaf.name}".lstrip("/"): leaf for scope in table for leaf in scope.leaves}
 
     def decays(params: Weights) -> dict[str, bool]:
         return {name: leaves[name].init == "normal" for name in params}
@@ -88,36 +84,27 @@ class Metrics(NamedTuple):
     gradient_norm: Float32[Array, ""]
 
 
-def split_params(params: Weights) -> tuple[Weights, Weights]:
-    """The weights, as float32 copies that may be donated, and the frozen leaves."""
-    weights = {name: jnp.array(leaf, jnp.float32, copy=True) for name, leaf in params.items() if name not in FROZEN}
-    return weights, {name: params[name] for name in FROZEN if name in params}
-
-
 def make_update(
-    head: DraftHead, target: Target, objective: Objective, optimizer: optax.GradientTransformation, frozen: Weights,
-    *, seed: int, teach: Callable[[Weights, Rows], Teacher] | None, scale: Float32[Array, "F"] | None = None,
+    compute: Loss, optimizer: optax.GradientTransformation, frozen: Weights, *, dtype: str, seed: int,
+    teach: Callable[[Weights, Rows], Teacher] | None,
 ) -> Callable[..., tuple[TrainState, Metrics]]:  # fmt: skip
     """(state, target parameters, batch [A, B, N], teacher [A, B, N, ...]) -> (state, metrics), jitted; donates state.
 
     Args:
+        compute: the loss of the draft, whose weights it gets in `dtype`, together with the `frozen` ones as they are.
         seed: of the noise.
         teach: the target's forward, run in the same step; None: the caller passes `teacher`.
-        scale: factor of each feature, applied before the head reads it.
     """
-    dtype = jnp.dtype(head.config.dtype)
 
     def part(weights: Weights, target_params: Weights, batch: Rows, teacher: Teacher | None, key: Array) -> Any:
         """Loss, sums and gradient of one part."""
         if teacher is None:
             assert teach is not None
             teacher = jax.lax.stop_gradient(teach(target_params, batch))
-        if scale is not None:
-            teacher = teacher._replace(features=teacher.features * scale.astype(dtype)[None, None])
 
         def loss(weights: Weights) -> tuple[Array, Sums]:
             params = {name: leaf.astype(dtype) for name, leaf in weights.items()} | dict(frozen)
-            return unroll(head, target, params, target_params, batch, teacher, objective, key)
+            return compute(params, target_params, batch, teacher, key)
 
         (total, sums), gradient = jax.value_and_grad(loss, has_aux=True)(weights)
         return total, sums, gradient
