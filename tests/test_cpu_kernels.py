@@ -205,6 +205,25 @@ REFUSED = """
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("setting", ["NUMBA_CPU_NAME=generic", "NUMBA_ENABLE_AVX=0"])
+def test_codes_of_four_bits_where_numba_leaves_out_features(setting):
+    """LLVM ends the process at an instruction that the processor it compiles for lacks."""
+    name, value = setting.split("=")
+    said = run_alone(
+        f"""
+        import os
+        os.environ[{name!r}] = {value!r}
+        import jax.numpy as jnp, numpy as np
+        from specjax_kernels import quantise, quantised_product
+        leaf = quantise(np.ones((40, 64), np.float32), "int4")
+        assert quantised_product.quantised_rows.unmet(quantised_product.layout_of(leaf)) is None
+        print(float(quantised_product.by_rows(jnp.ones((3, 64), jnp.float32), leaf).min()))
+        """
+    )
+    assert float(said) == pytest.approx(64)
+
+
+@pytest.mark.process
 def test_a_kernel_is_compiled_once_and_then_needs_no_numba(tmp_path):
     folder = tmp_path / "new" / "kernels"
     assert run_alone(COUNT.format(folder=str(folder), before="")).strip() == "numba"

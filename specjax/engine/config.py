@@ -106,7 +106,8 @@ def fitting_tokens(
     nodes = max(config.largest_batch * drafter.width - BLOCK_TOKENS["gpu"], 0) if drafter.explicit_width else 0
     trees = logits_bytes(nodes, target.config.vocab_size)
     limit, used = memory
-    fewer = f"EngineConfig.max_running_requests ({rows}) or draft.nodes ({drafter.width})"
+    batch = f"max_batch ({config.largest_batch})" if config.largest_batch < rows else f"max_running_requests ({rows})"
+    fewer = f"EngineConfig.{batch} or draft.nodes ({drafter.width})"
     if given is not None:
         if given * each + trees > limit - used:
             raise ValueError(

@@ -121,8 +121,12 @@ def _machine(llvm: Any) -> Any:
 
 
 def has(feature: str) -> bool:
-    """Whether kernels are compiled for a processor with a feature, by LLVM's name of it."""
-    return f"+{feature}" in _processor(importlib.import_module("llvmlite.binding"))[1].split(",")
+    """Whether kernels are compiled for a processor with a feature, by LLVM's name of it: by Numba, which does it first
+    and whose settings may leave features out, and by `link`."""
+    registry = importlib.import_module("numba.core.registry")
+    numba = registry.cpu_target.target_context.codegen()._tm_features
+    here = _processor(importlib.import_module("llvmlite.binding"))[1]
+    return all(f"+{feature}" in features.split(",") for features in (numba, here))
 
 
 def _converts_float16(llvm: Any) -> bool:
