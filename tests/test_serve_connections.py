@@ -112,7 +112,7 @@ def test_ids_cannot_forge_log_lines(server, caplog):
     with server.client() as client:
         client.get("/health", headers={"X-Request-Id": 'x" 200, request y'})
         client.get("/%0a[2026] forged", headers={"X-Request-Id": "plain-1"})
-    lines = [record.getMessage() for record in caplog.records]
+    lines = [record.getMessage() for record in caplog.records if record.name == "specjax.serve"]
     assert r'request "x\" 200, request y"' in lines[-2]
     assert lines[-1].endswith("404, request plain-1") and "\n" not in lines[-1]
 
