@@ -6,8 +6,8 @@
 
 Either way the draft reads tokens alone and learns the target's distribution of the next one, on the target's hidden
 states that heads learn from. What is exported is an ordinary checkpoint. With `--draft-vocab-size` its embedding and
-output layer have fewer rows and its tokenizer fewer tokens (`pruning`); it then drafts with
-`--speculative-draft-vocabulary intersection`.
+output layer have fewer rows and its tokenizer fewer tokens (`pruning`); it then drafts over the intersection of the
+vocabularies.
 """
 
 from __future__ import annotations
@@ -181,10 +181,10 @@ class StudentDraft:
     @property
     def description(self) -> str:
         c, vocabulary = self.config, self._vocabulary.ids is not None
-        option = "" if not vocabulary else ", with `--speculative-draft-vocabulary intersection`"
+        option = ", over the intersection of the vocabularies" if vocabulary else ""
         return (
             f"{c.num_layers} decoder layers of width {c.hidden_size}, a vocabulary of {c.vocab_size} tokens.\nTrained "
-            f"with specjax (`python -m specjax.train`); for `--speculative-algorithm STANDALONE`{option}."
+            f"with specjax (`python -m specjax.train`); for STANDALONE{option}."
         )
 
     def _description(self, dtype: str) -> dict[str, Any]:
