@@ -1,7 +1,7 @@
 """Codes of 4 bits from the words of published formats to the layout of `specjax_kernels.Quantised`, and back.
 
 Of 32 codes of a row, byte j of 16 holds code j in its low half and code j + 16 in its high half. Words are converted a
-few rows at a time, and two codes stay in a byte: that takes a fifth of the time, and little memory.
+few rows at a time, and two codes stay in a byte, which takes less time and memory than a byte for each.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds this column of 
 ROWS = 64  # at a time; a multiple of 8
 
 
-def unpack(codes: np.ndarray) -> np.ndarray:
-    """uint8 [out, in / 2] in that layout; uint8 [out, in] from 0 to 15. The inverse of `specjax_kernels`' `pack`."""
-    halves = codes.reshape(len(codes), -1, 1, 16)
+def unpack(codes: np.ndarray, run: int = 16) -> np.ndarray:
+    """Of each run of bytes the low halves, then the high ones: uint8 [out, in / 2] to [out, in], from 0 to 15. Runs of
+    16 are that layout, where this is the inverse of `specjax_kernels`' `pack`."""
+    halves = codes.reshape(len(codes), -1, 1, run)
     return np.concatenate([halves & 15, halves >> 4], axis=2).reshape(len(codes), -1)
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specjax.checkpoint.four_bits import unpack
 from specjax.checkpoint.stored import Stored, by_rows
 
 HALF = np.dtype("<f2")
@@ -21,12 +22,6 @@ class Kind(NamedTuple):
     weights: int  # of a block
     size: int  # bytes of a block
     read: Callable[[np.ndarray], Stored]  # [rows, blocks, size] -> the matrix
-
-
-def _halves(nibbles: np.ndarray) -> np.ndarray:
-    """Bytes [rows, blocks, runs, n]: of each run the low halves, then the high ones; uint8 [rows, weights]."""
-    low_high = np.concatenate([nibbles & 15, nibbles >> 4], axis=-1)
-    return low_high.reshape(len(nibbles), -1)
 
 
 def _half(blocks: np.ndarray, at: int) -> np.ndarray:
@@ -64,12 +59,12 @@ def _fifth(blocks: np.ndarray, at: int) -> np.ndarray:
 
 
 def _q5_0(blocks: np.ndarray) -> Stored:
-    codes = _halves(blocks[:, :, None, 6:]) | _fifth(blocks, 2)
+    codes = unpack(_from(blocks, 6)) | _fifth(blocks, 2)
     return Stored((codes.astype(np.int8) - 16).astype(np.int8), _half(blocks, 0))
 
 
 def _q5_1(blocks: np.ndarray) -> Stored:
-    codes = _halves(blocks[:, :, None, 8:]) | _fifth(blocks, 4)
+    codes = unpack(_from(blocks, 8)) | _fifth(blocks, 4)
     return Stored(codes.astype(np.int8), _half(blocks, 0), offset=_half(blocks, 2))
 
 
@@ -92,7 +87,7 @@ def _q4_k(blocks: np.ndarray) -> Stored:
 
 def _q5_k(blocks: np.ndarray) -> Stored:
     scale, least = _six_bits(blocks[..., 4:16])
-    codes = _halves(blocks[..., 48:].reshape(*blocks.shape[:2], 4, 32))
+    codes = unpack(_from(blocks, 48), 32)
     # Bit i of byte j belongs to weight j of the i-th run of 32.
     fifth = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
     codes = codes | (fifth << 4).reshape(len(blocks), -1)
