@@ -17,7 +17,7 @@ import numpy as np
 from specjax.checkpoint.files import CheckpointError, listed
 from specjax.checkpoint.hf_config import DTYPES, QUANTIZATIONS
 from specjax.checkpoint.quantised import Entries, QuantisedEntry, matrices
-from specjax.checkpoint.stored import empty, make_leaf, quantised_leaf
+from specjax.checkpoint.stored import filled, make_leaf, quantised_leaf
 from specjax.checkpoint.weights import ModelFiles, read_json
 from specjax.config import ModelConfig
 from specjax.models import table
@@ -116,10 +116,13 @@ def reduced(tensors: Entries, sizes: Sizes, dtype: str, quantization: str, *, ti
             return None
         entries = [tensors[rule.tensor] for rule in rules]
         if quantization == "auto":
-            found = [entry.load() for entry in entries if isinstance(entry, QuantisedEntry)]
+            found = [entry for entry in entries if isinstance(entry, QuantisedEntry)]
             if len(found) == len(entries):
-                return make_leaf(found, scope, leaf, sizes)
-            return half_leaf([entry.read() for entry in entries], leaf, sizes, rules) if keeps_half else None
+                return make_leaf([entry.load() for entry in found], scope, leaf, sizes)
+            # One that is dequantised is float32, so beside it nothing stays in 16 bits.
+            if found or not keeps_half:
+                return None
+            return half_leaf([entry.read() for entry in entries], leaf, sizes, rules)
         if leaf.name == "embed" and not tied:
             return None  # rows are looked up, and read once a token
         return quantised_leaf([np.asarray(entry.read()) for entry in entries], scope, leaf, sizes, quantization)
@@ -131,10 +134,7 @@ def half_leaf(arrays: Sequence[np.ndarray], leaf: Leaf, sizes: Sizes, rules: Seq
     """The leaf of tensors in one 16-bit type, in that type; None: they have another, or several."""
     if {array.dtype for array in arrays} not in ({HOST_DTYPES["bfloat16"]}, {HOST_DTYPES["float16"]}):
         return None
-    host = empty(leaf.shape(sizes), arrays[0].dtype)
-    for rule, array in zip(rules, arrays, strict=True):
-        rule.place(host, array)
-    return host
+    return filled(leaf.shape(sizes), arrays[0].dtype, rules, arrays)
 
 
 def fill(
@@ -159,9 +159,8 @@ def fill(
         rules = list(placements((scope._replace(leaves=(leaf,)),), sizes))
         host = few_bits(scope, leaf, rules)
         if host is None:
-            host = empty(leaf.shape(sizes), leaf.dtype or HOST_DTYPES[dtype])
-            for rule in rules:
-                rule.place(host, read(rule.tensor))
+            tensors = (read(rule.tensor) for rule in rules)
+            host = filled(leaf.shape(sizes), leaf.dtype or HOST_DTYPES[dtype], rules, tensors)
         return host, sum(rule.size * size for rule in rules)
 
     total = sum(rule.size * size for rule in placements(declared, sizes))

@@ -9,7 +9,7 @@ which costs a few hundredths of a weight's bits and makes a leaf of rows of seve
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from specjax.checkpoint import four_bits
 from specjax.checkpoint.files import CheckpointError
-from specjax.models.params import Leaf, Scope, Sizes, output_major, placements
+from specjax.models.params import Leaf, Placement, Scope, Sizes, output_major, placements
 
 AT_ONCE = 2**18  # bytes
 PACKED = 32  # columns that codes of 4 bits are packed by; see `specjax_kernels.Quantised`
@@ -110,6 +110,14 @@ def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return space[start : start + size].view(dtype).reshape(shape)
 
 
+def filled(shape: tuple[int, ...], dtype: Any, rules: Iterable[Placement], tensors: Iterable[np.ndarray]) -> np.ndarray:
+    """The array of a leaf, `empty` at first, with each of its tensors where its rule says."""
+    found = empty(shape, dtype)
+    for rule, tensor in zip(rules, tensors, strict=True):
+        rule.place(found, tensor)
+    return found
+
+
 def quantised_leaf(parts: Sequence[np.ndarray], scope: Scope, leaf: Leaf, sizes: Sizes, kind: str) -> Any:
     """The leaf of these float tensors, quantised. CheckpointError: its inputs do not divide into groups."""
     from specjax_kernels import quantise
@@ -131,10 +139,8 @@ def _placed(parts: Sequence[np.ndarray], scope: Scope, leaf: Leaf, sizes: Sizes)
     """Arrays [out, n] of the tensors that fill a leaf as one array, [*out of the leaf, n]."""
     declared = output_major(leaf)
     sizes = {**sizes, "@": parts[0].shape[1]}
-    found = empty(declared.shape(sizes), parts[0].dtype)
-    for rule, array in zip(placements((scope._replace(leaves=(declared,)),), sizes), parts, strict=True):
-        rule.place(found, array)
-    return found
+    rules = placements((scope._replace(leaves=(declared,)),), sizes)
+    return filled(declared.shape(sizes), parts[0].dtype, rules, parts)
 
 
 def make_leaf(parts: Sequence[Stored], scope: Scope, leaf: Leaf, sizes: Sizes) -> Any | None:
