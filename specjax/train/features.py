@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import psutil
+from jax import Array
 
-from specjax.cache import PoolShape, init_cache
+from specjax.cache import Cache, PoolShape, init_cache
 from specjax.config import ModelConfig
 from specjax.models import make_target
 from specjax.models.target import Target
@@ -43,15 +44,18 @@ def training_target(config: ModelConfig, dtype: str) -> Target:
     return make_target(replace(config, dtype=dtype), backend=packed_attention)
 
 
+def no_past(target: Target, rows: int) -> tuple[Cache, Array, Array]:
+    """Cache, page table and prefix length of rows that begin at position 0; `packed_attention` reads no pages."""
+    return init_cache(target.pages, PoolShape(1, 1)), jnp.zeros((rows, 1), jnp.int32), jnp.zeros(rows, jnp.int32)
+
+
 def teach(target: Target, features: tuple[int, ...] | str) -> Callable[[Weights, Rows], Teacher]:
     """(target parameters, batch) -> Teacher, for `jax.jit`."""
 
     def run(params: Weights, batch: Rows) -> Teacher:
-        rows = batch.tokens.shape[0]
-        cache = init_cache(target.pages, PoolShape(1, 1))  # `packed_attention` reads no pages
-        table, start = jnp.zeros((rows, 1), jnp.int32), jnp.zeros(rows, jnp.int32)
+        past = no_past(target, len(batch.tokens))
         embedded, mask = target.embed(params, batch.tokens), packed_mask(batch.segments)
-        output = target.forward(params, embedded, batch.positions, mask, cache, table, start, features=features)
+        output = target.forward(params, embedded, batch.positions, mask, *past, features=features)
         assert output.features is not None
         # In chunks: the logits of all tokens may be gigabytes.
         flat = output.hidden.reshape(-1, output.hidden.shape[-1])

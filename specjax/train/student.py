@@ -24,7 +24,6 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
 
 from specjax import checkpoint
-from specjax.cache import PoolShape, init_cache
 from specjax.checkpoint import CheckpointError, VocabularyMap
 from specjax.checkpoint.vocabulary import NO_ID
 from specjax.config import ModelConfig
@@ -37,8 +36,8 @@ from specjax.models.target import Target
 from specjax.train.data import Rows
 from specjax.train.draft import DraftSource, objective
 from specjax.train.export import MODEL_FILES, rounded, write_draft
-from specjax.train.features import training_target
-from specjax.train.head import SOFTENED
+from specjax.train.features import no_past, training_target
+from specjax.train.head import SOFTENED, coverage
 from specjax.train.options import TrainOptions
 from specjax.train.pruning import pruned_tokenizer
 from specjax.train.unroll import Loss, Sums, Teacher, answers, compare, feature_regression, packed_mask
@@ -86,7 +85,7 @@ class StudentDraft:
             if given:
                 raise ValueError(f"{flag} is that of --init-from {name}; leave it out")
         files = checkpoint.resolve(name, progress=True)
-        config = replace(checkpoint.model_config(files.config, dtype=source.config.dtype))
+        config = checkpoint.model_config(files.config, dtype=source.config.dtype)
         self._tokenizer = checkpoint.load_tokenizer(files)
         self._vocabulary = match(source.tokenizer, self._tokenizer, source.config, config)
         params = checkpoint.load_params(files, replace(config, dtype="float32"), quantization="none", progress=True)
@@ -101,9 +100,8 @@ class StudentDraft:
             self._vocabulary = match(source.tokenizer, self._tokenizer, source.config, self.config)
             self._described = self._description(self._options.export.export_dtype)
         facts = {"layers": list(map(str, self.layers)) or self.config.num_layers, "trainable": self._what_learns}
-        if self._vocabulary.ids is not None:
-            known = np.isin(rows.tokens[rows.loss], self._vocabulary.ids)
-            facts["draft_vocabulary_coverage"] = round(float(known.mean()), 4)
+        if (ids := self._vocabulary.ids) is not None:
+            facts["draft_vocabulary_coverage"] = round(coverage(rows, ids), 4)
         return facts
 
     @property
@@ -141,12 +139,7 @@ class StudentDraft:
                 embed = target_params["embed"]
                 weights["embed"] = embed if ids is None else embed[ids]
                 weights |= {f"layers_{i}": target_params[f"layers_{layer}"] for i, layer in enumerate(layers)}
-            rows = batch.tokens.shape[0]
-            past = (
-                init_cache(student.pages, PoolShape(1, 1)),
-                jnp.zeros((rows, 1), jnp.int32),
-                jnp.zeros(rows, jnp.int32),
-            )
+            past = no_past(student, len(batch.tokens))
             embedded = student.embed(weights, batch.tokens if reads is None else reads[batch.tokens])
             output = student.forward(weights, embedded, batch.positions, packed_mask(batch.segments), *past)
             found = student.unembed(weights, output.hidden)
