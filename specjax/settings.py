@@ -86,7 +86,7 @@ def place_of(settings: Any, name: str) -> str:
 def overrides(settings: Any, flag: str, key: str) -> bool:
     """Whether the field `flag` was set on the command line and the field `key` in the file."""
     places = vars(settings).get("_places", {})
-    return places.get(flag) == f"--{dashed(flag)}" and places.get(key, f"--{dashed(key)}") != f"--{dashed(key)}"
+    return places.get(flag) == f"--{dashed(flag)}" and place_of(settings, key) != f"--{dashed(key)}"
 
 
 def dashed(name: str) -> str:
