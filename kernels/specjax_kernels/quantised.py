@@ -172,9 +172,7 @@ def quantise(matrix: Any, kind: str, group: int = 32) -> Quantised:
     """A float matrix [*out, M] in 8 or 4 bits, by numpy on the host. Rounds to the nearest code.
 
     "fp8" and "int8" have a float32 scale for each output: the largest magnitude becomes 448 or 127. "int4" has a
-    float16 scale and minimum for each group of `group` inputs: of normally distributed weights its root mean square
-    error is 0.078 standard deviations in groups of 32 (5 bits a weight), against 0.086 for Q4_0's symmetric codes (4.5
-    bits).
+    float16 scale and minimum for each group of `group` inputs, 5 bits a weight in groups of 32.
 
     Raises:
         ValueError: an unknown kind, or inputs that do not divide into groups of a multiple of 32.

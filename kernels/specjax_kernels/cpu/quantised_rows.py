@@ -92,7 +92,7 @@ def _kernel(tools: Tools, layout: Layout) -> tuple[Any, Any]:
         for row in range(0, rows, TOGETHER):
             count, x, out = min(TOGETHER, rows - row), xs + 4 * row * depth, outs + 4 * row * columns
             start, end = index * most, min(index * most + most, columns)
-            # Two long runs of memory, which the processor reads ahead; two neighbouring rows take three times as long.
+            # Two long runs of memory, which the processor reads ahead; neighbouring rows would spoil that.
             apart = (end - start + 1) // 2
             for first in range(start, start + apart):
                 dots(
@@ -167,7 +167,7 @@ class _Dots:
             count = b.select(b.icmp_unsigned("<", left, word(LANES)), left, word(LANES))
             skipped = self.skipped(count, groups)
             for base, room in zip(scales, rooms, strict=True):
-                self.widen(b.add(base, begin), count, groups, room, scale, offset, super_scale, super_offset)
+                self.widen(b.add(base, begin), count, skipped, room, groups, scale, offset, super_scale, super_offset)
             with self.control.for_range(b, count, intp=word) as inside:
                 index, place = b.add(begin, inside.index), b.add(skipped, inside.index)
                 of_group = [tuple(room and self.splat(b.load(b.gep(room, [place]))) for room in pair) for pair in rooms]
@@ -197,8 +197,10 @@ class _Dots:
         b, word = self.b, self.word
         return b.select(b.icmp_unsigned(">=", groups, word(LANES)), b.sub(word(LANES), count), word(0))
 
-    def widen(self, first: Any, count: Any, groups: Any, room: tuple[Any, Any], *numbers: Any) -> None:
-        """Writes the scales and offsets of `count` groups, up to `LANES`, as float32."""
+    def widen(
+        self, first: Any, count: Any, skipped: Any, room: tuple[Any, Any], groups: Any, *numbers: Any
+    ) -> None:  # fmt: skip
+        """Writes the scales and offsets of `count` groups, up to `LANES`, as float32, behind the skipped ones."""
         b, word = self.b, self.word
 
         def write(group: Any, place: Any, width: int) -> None:
@@ -215,7 +217,7 @@ class _Dots:
             return
         with b.if_else(b.icmp_unsigned(">=", groups, word(LANES))) as (whole, few):
             with whole:
-                write(b.sub(first, self.skipped(count, groups)), word(0), LANES)
+                write(b.sub(first, skipped), word(0), LANES)
             with few:
                 one_by_one()
 
