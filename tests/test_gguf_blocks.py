@@ -13,7 +13,7 @@ from specjax.models.params import Leaf, Scope, Tensor
 
 def blocks(kind: str, rows: int, count: int, seed: int = 0) -> np.ndarray:
     """Random rows of blocks whose float16 scales are finite."""
-    weights, size, _ = KINDS[kind]
+    weights, size = KINDS[kind][:2]
     del weights
     made = np.random.default_rng(seed).integers(0, 256, (rows, count, size), np.uint8)
     halves = {"Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q6_K": (208,)}.get(kind, (0, 2))

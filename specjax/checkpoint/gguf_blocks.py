@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specjax.checkpoint.four_bits import unpack
-from specjax.checkpoint.stored import Stored, by_rows
+from specjax.checkpoint.stored import Rows, Stored, by_rows
 
 HALF = np.dtype("<f2")
 
@@ -22,23 +22,29 @@ class Kind(NamedTuple):
     weights: int  # of a block
     size: int  # bytes of a block
     read: Callable[[np.ndarray], Stored]  # [rows, blocks, size] -> the matrix
+    by_parts: bool = True  # whether `read` calculates, so that its temporary arrays should be small
 
 
 def _half(blocks: np.ndarray, at: int) -> np.ndarray:
-    """The float16 at a byte of each block, [rows, blocks]."""
-    return blocks[..., at : at + 2].view(HALF)[..., 0].copy()
+    """The float16 at a byte of each block, a view [rows, blocks]."""
+    return blocks[..., at : at + 2].view(HALF)[..., 0]
 
 
-def _from(blocks: np.ndarray, at: int) -> np.ndarray:
-    """The bytes of each block from there on, uint8 [rows, bytes], copied as one element a block."""
-    whole = np.dtype((np.void, blocks.shape[-1] - at))
-    return blocks[..., at:].view(whole)[..., 0].copy().view(np.uint8)
+def _from(blocks: np.ndarray, at: int, dtype: type = np.uint8) -> Rows:
+    """The bytes of each block from there on, [rows, bytes], copied as one element a block."""
+    size = blocks.shape[-1] - at
+    elements = blocks[..., at:].view(np.dtype((np.void, size)))[..., 0]
+
+    def write(rows: slice, found: np.ndarray) -> None:
+        found.view(elements.dtype)[...] = elements[rows]
+
+    return Rows((len(blocks), elements.shape[1] * size), np.dtype(dtype), write)
 
 
 def _nibbles(blocks: np.ndarray) -> np.ndarray:
     """The codes of 256 weights in the last 128 bytes: each 32 bytes hold 32 weights in their low halves and the next 32
     in their high ones."""
-    runs = _from(blocks, blocks.shape[-1] - 128).view("V16")
+    runs = _from(blocks, blocks.shape[-1] - 128).whole().view("V16")
     first, second = (runs[:, i::2].copy().view(np.uint8) for i in (0, 1))
     runs[:, ::2], runs[:, 1::2] = (first & 15 | second << 4).view("V16"), (first >> 4 | second & 0xF0).view("V16")
     return runs.view(np.uint8)
@@ -59,17 +65,17 @@ def _fifth(blocks: np.ndarray, at: int) -> np.ndarray:
 
 
 def _q5_0(blocks: np.ndarray) -> Stored:
-    codes = unpack(_from(blocks, 6)) | _fifth(blocks, 2)
+    codes = unpack(_from(blocks, 6).whole()) | _fifth(blocks, 2)
     return Stored((codes.astype(np.int8) - 16).astype(np.int8), _half(blocks, 0))
 
 
 def _q5_1(blocks: np.ndarray) -> Stored:
-    codes = unpack(_from(blocks, 8)) | _fifth(blocks, 4)
+    codes = unpack(_from(blocks, 8).whole()) | _fifth(blocks, 4)
     return Stored(codes.astype(np.int8), _half(blocks, 0), offset=_half(blocks, 2))
 
 
 def _q8_0(blocks: np.ndarray) -> Stored:
-    return Stored(_from(blocks, 2).view(np.int8), _half(blocks, 0))
+    return Stored(_from(blocks, 2, np.int8), _half(blocks, 0))
 
 
 def _six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -87,7 +93,7 @@ def _q4_k(blocks: np.ndarray) -> Stored:
 
 def _q5_k(blocks: np.ndarray) -> Stored:
     scale, least = _six_bits(blocks[..., 4:16])
-    codes = unpack(_from(blocks, 48), 32)
+    codes = unpack(_from(blocks, 48).whole(), 32)
     # Bit i of byte j belongs to weight j of the i-th run of 32.
     fifth = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
     codes = codes | (fifth << 4).reshape(len(blocks), -1)
@@ -105,11 +111,11 @@ def _q6_k(blocks: np.ndarray) -> Stored:
 
 
 KINDS: dict[str, Kind] = {
-    "Q4_0": Kind(32, 18, _q4_0),
-    "Q4_1": Kind(32, 20, _q4_1),
+    "Q4_0": Kind(32, 18, _q4_0, by_parts=False),
+    "Q4_1": Kind(32, 20, _q4_1, by_parts=False),
     "Q5_0": Kind(32, 22, _q5_0),
     "Q5_1": Kind(32, 24, _q5_1),
-    "Q8_0": Kind(32, 34, _q8_0),
+    "Q8_0": Kind(32, 34, _q8_0, by_parts=False),
     "Q4_K": Kind(256, 144, _q4_k),
     "Q5_K": Kind(256, 176, _q5_k),
     "Q6_K": Kind(256, 210, _q6_k),
@@ -118,5 +124,10 @@ KINDS: dict[str, Kind] = {
 
 def read(kind: str, rows: Any) -> Stored:
     """The matrix whose rows of blocks are `rows`, uint8 [rows, bytes]."""
-    blocks = np.asarray(rows).reshape(len(rows), -1, KINDS[kind].size)
-    return by_rows(len(rows), blocks[0].nbytes, lambda part: KINDS[kind].read(blocks[part]))
+    known = KINDS[kind]
+    blocks = np.asarray(rows).reshape(len(rows), -1, known.size)
+    return (
+        by_rows(len(rows), blocks[0].nbytes, lambda part: known.read(blocks[part]))
+        if known.by_parts
+        else known.read(blocks)
+    )

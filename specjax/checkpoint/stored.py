@@ -24,10 +24,25 @@ PACKED = 32  # columns that codes of 4 bits are packed by; see `specjax_kernels.
 
 
 @dataclass(frozen=True)
+class Rows:
+    """An array [out, n] that is written to its final place, some rows at a time, without a copy of its own."""
+
+    shape: tuple[int, int]
+    dtype: np.dtype
+    write: Callable[[slice, np.ndarray], None]  # (rows, start and stop given; C-contiguous [rows, n] to fill)
+
+    def whole(self) -> np.ndarray:
+        found = np.empty(self.shape, self.dtype)
+        self.write(slice(0, len(found)), found)
+        return found
+
+
+@dataclass(frozen=True)
 class Stored:
     """A matrix [out, in]. A scale, zero or offset [out, groups]."""
 
-    codes: np.ndarray  # [out, in]: int8, uint8 or float8_e4m3fn; [out, in / 2]: uint8, see `four_bits`, if `bits` is 4
+    codes: np.ndarray | Rows
+    """[out, in]: int8, uint8 or float8_e4m3fn; [out, in / 2]: uint8, see `four_bits`, if `bits` is 4."""
     scale: np.ndarray  # float, or uint8 or int8 where there is a `super_scale`
     bits: int = 8
     zero: np.ndarray | None = None  # integers
@@ -42,7 +57,8 @@ class Stored:
 
     def bytewise(self) -> np.ndarray:
         """The codes with a byte for each, [out, in]."""
-        return four_bits.unpack(self.codes) if self.bits == 4 else self.codes
+        codes = self.codes.whole() if isinstance(self.codes, Rows) else self.codes
+        return four_bits.unpack(codes) if self.bits == 4 else codes
 
     def dequantised(self) -> np.ndarray:
         """float32 [out, in], each operation rounded once."""
@@ -68,6 +84,7 @@ class Stored:
         if zero is None or (bits == 4 and (zero == 8).all()):
             return replace(self, codes=codes, bits=bits)
         if bits == 8 and codes.dtype.kind in "iu":
+            codes = codes.whole() if isinstance(codes, Rows) else codes
             moved = codes.astype(np.int32) - zero.astype(np.int32).repeat(inside // groups, axis=1)
             if moved.min() >= -128 and moved.max() <= 127:
                 return replace(self, codes=moved.astype(np.int8), bits=8, zero=None)
@@ -135,12 +152,18 @@ def quantised_leaf(parts: Sequence[np.ndarray], scope: Scope, leaf: Leaf, sizes:
         raise CheckpointError(f"quantization {kind} of {scope.prefix}{leaf.tensors[0].name}: {error}") from error
 
 
-def _placed(parts: Sequence[np.ndarray], scope: Scope, leaf: Leaf, sizes: Sizes) -> np.ndarray:
+def _placed(parts: Sequence[np.ndarray | Rows], scope: Scope, leaf: Leaf, sizes: Sizes) -> np.ndarray:
     """Arrays [out, n] of the tensors that fill a leaf as one array, [*out of the leaf, n]."""
     declared = output_major(leaf)
     sizes = {**sizes, "@": parts[0].shape[1]}
-    rules = placements((scope._replace(leaves=(declared,)),), sizes)
-    return filled(declared.shape(sizes), parts[0].dtype, rules, parts)
+    found = empty(declared.shape(sizes), parts[0].dtype)
+    for rule, part in zip(placements((scope._replace(leaves=(declared,)),), sizes), parts, strict=True):
+        if isinstance(part, Rows):
+            for rows, place in rule.runs(found):
+                part.write(rows, place)
+        else:
+            rule.place(found, part)
+    return found
 
 
 def make_leaf(parts: Sequence[Stored], scope: Scope, leaf: Leaf, sizes: Sizes) -> Any | None:

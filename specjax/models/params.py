@@ -336,6 +336,18 @@ class Placement:
         source = tensor[self.rows].reshape(self.split)[self.cut]
         _copy(leaf[self.part].transpose(np.argsort(self.axes)), source)
 
+    def runs(self, leaf: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
+        """The tensor's rows that lie together in both, with the part of ``leaf`` [..., n] that they fill, as [rows, n].
+        ``leaf`` is C-contiguous, of an `output_major` declaration."""
+        target = leaf[self.part].transpose(np.argsort(self.axes))
+        numbers = np.arange(self.rows.start, self.rows.stop).reshape(self.split[:-1])[self.cut[:-1]]
+        outer = 0
+        while not (target[(0,) * outer].flags.c_contiguous and numbers[(0,) * outer].flags.c_contiguous):
+            outer += 1
+        for place in np.ndindex(*numbers.shape[:outer]):
+            first, found = int(np.min(numbers[place])), target[place].reshape(-1, leaf.shape[-1])
+            yield slice(first, first + len(found)), found
+
     def take(self, leaf: np.ndarray) -> np.ndarray:
         """The inverse of `place`: the tensor's rows, from ``leaf [leaf_shape]``."""
         assert self.size == prod(self.split), "a tensor that fills several leaves"
