@@ -133,7 +133,8 @@ def load(model: str, dtype: str, quantization: str) -> dict[str, Any]:
     import jax
     import specjax_kernels  # noqa: F401 (as the engine has it before it loads)
 
-    from specjax import checkpoint, make_target  # noqa: F401
+    import specjax.models.llama  # noqa: F401 (the same: its target is made first)
+    from specjax import checkpoint
 
     imported = time.perf_counter()
     jax.block_until_ready(jax.device_put(0))
