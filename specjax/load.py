@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from specjax_kernels import implementation_named
 from specjax_kernels.cpu import attention as cpu_attention
+from specjax_kernels.cpu import repacking
 
 from specjax import checkpoint
 from specjax.checkpoint import CheckpointError, ModelFiles, ShippedHead
@@ -85,6 +86,7 @@ def load(
     def prepare() -> None:
         cpu_attention.prepare(config.dtype)
         meanwhile()
+        repacking.prepare()  # for the next start: this one does not wait for it
 
     threading.Thread(target=prepare, name="specjax-kernels", daemon=True).start()
     target = make_target(config, backend=backend)

@@ -28,7 +28,7 @@ from specjax.checkpoint import four_bits, gguf_blocks
 from specjax.checkpoint.files import CheckpointError, listed
 from specjax.checkpoint.four_bits import AWQ_ORDER
 from specjax.checkpoint.gguf_blocks import KINDS
-from specjax.checkpoint.stored import PACKED, Stored
+from specjax.checkpoint.stored import PACKED, Rows, Stored
 from specjax.checkpoint.values import flag, given, require
 from specjax.checkpoint.weights import INDEX_NAME, ModelFiles, TensorEntry, save_shards
 from specjax.models.params import Bits
@@ -209,7 +209,11 @@ def _awq(tensors: dict[str, TensorEntry], bits: int) -> Entries:
         def load() -> Stored:
             codes, zero = words.read(integers=True), unpacked(zeros.read(integers=True), bits, order=AWQ_ORDER)
             if len(codes) % PACKED == 0 and codes.dtype.itemsize == 4:
-                stored = four_bits.from_awq(codes), bits
+
+                def write(rows: slice, found: np.ndarray) -> None:
+                    four_bits.rows_from_awq(codes, rows, found)
+
+                stored = Rows((8 * codes.shape[1], len(codes) // 2), np.dtype(np.uint8), write), bits
             else:
                 stored = unpacked(codes, bits, order=AWQ_ORDER).T, 8
             return _ordered(stem, stored, np.asarray(scales.read()).T, zero.T, None)
@@ -301,11 +305,16 @@ def _by_stem(tensors: dict[str, TensorEntry], suffix: str, make: Callable[[str, 
     return {name: entry for name, entry in tensors.items() if name not in taken} | entries
 
 
-def _codes(words: np.ndarray, bits: int, inside: int) -> tuple[np.ndarray, int]:
+def _codes(words: np.ndarray, bits: int, inside: int) -> tuple[np.ndarray | Rows, int]:
     """The codes in int32 words [out, words], the first `inside` of each row, as `Stored` has them; and their bits: 8
     instead of 4 where they do not fit the packing."""
     if bits == 4 and inside % PACKED == 0 and words.dtype.itemsize == 4:
-        return four_bits.from_rows(words[:, : inside // 8]), 4
+        words = words[:, : inside // 8]
+
+        def write(rows: slice, found: np.ndarray) -> None:
+            four_bits.from_rows(words[rows], found)
+
+        return Rows((len(words), inside // 2), np.dtype(np.uint8), write), 4
     return unpacked(words, bits)[:, :inside], 8
 
 
@@ -323,7 +332,7 @@ def unpacked(words: np.ndarray, bits: int, order: tuple[int, ...] = ()) -> np.nd
 
 
 def _ordered(
-    stem: str, codes: tuple[np.ndarray, int], scale: np.ndarray, zero: np.ndarray, index: np.ndarray | None
+    stem: str, codes: tuple[np.ndarray | Rows, int], scale: np.ndarray, zero: np.ndarray, index: np.ndarray | None
 ) -> Stored:
     """Of codes and their bits. Columns are sorted by their groups (act-order), which `index` [in] gives; negative or
     None: as they are."""

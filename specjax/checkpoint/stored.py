@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from specjax.checkpoint import four_bits
@@ -21,6 +22,7 @@ from specjax.models.params import Leaf, Placement, Scope, Sizes, output_major, p
 
 AT_ONCE = 2**18  # bytes
 PACKED = 32  # columns that codes of 4 bits are packed by; see `specjax_kernels.Quantised`
+FULL_SCALE = {"int8": (127, np.int8), "fp8": (448, ml_dtypes.float8_e4m3fn)}  # the largest code, and its type
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,9 @@ def quantised_leaf(parts: Sequence[np.ndarray], scope: Scope, leaf: Leaf, sizes:
     from specjax_kernels import quantise
 
     def made(part: np.ndarray) -> Stored:
+        if (found := _quantised(part, kind)) is not None:
+            return found
+
         def rows(some: slice) -> Stored:
             found = quantise(np.asarray(part[some]), kind)
             return Stored(found.codes, found.scale, found.bits, offset=found.offset)
@@ -152,12 +157,31 @@ def quantised_leaf(parts: Sequence[np.ndarray], scope: Scope, leaf: Leaf, sizes:
         raise CheckpointError(f"quantization {kind} of {scope.prefix}{leaf.tensors[0].name}: {error}") from error
 
 
-def _placed(parts: Sequence[np.ndarray | Rows], scope: Scope, leaf: Leaf, sizes: Sizes) -> np.ndarray:
-    """Arrays [out, n] of the tensors that fill a leaf as one array, [*out of the leaf, n]."""
-    declared = output_major(leaf)
-    sizes = {**sizes, "@": parts[0].shape[1]}
-    found = empty(declared.shape(sizes), parts[0].dtype)
-    for rule, part in zip(placements((scope._replace(leaves=(declared,)),), sizes), parts, strict=True):
+def _quantised(matrix: np.ndarray, kind: str) -> Stored | None:
+    """`specjax_kernels.quantise` by compiled code, codes straight to their leaf. None: there is none for this kind or
+    dtype, or a number is not finite."""
+    from specjax_kernels.cpu import repacking
+
+    scale = np.empty(len(matrix), np.float32)
+    if kind not in FULL_SCALE or not matrix.flags.c_contiguous or not repacking.magnitudes(matrix, scale):
+        return None
+    most, dtype = FULL_SCALE[kind]
+    scale /= np.float32(most)
+    if not np.isfinite(scale).all():
+        return None
+
+    def write(rows: slice, found: np.ndarray) -> None:
+        repacking.codes(matrix[rows], scale[rows], found)
+
+    return Stored(Rows(matrix.shape, np.dtype(dtype), write), scale[:, None])
+
+
+def _placed(parts: Sequence[np.ndarray | Rows], declared: Leaf, sizes: Sizes, rules: Sequence[Placement]) -> np.ndarray:
+    """Arrays [out, n] of the tensors that fill a leaf as one array, [*out of the leaf, n]. `rules`: of n = 1."""
+    width = parts[0].shape[1]
+    found = empty(declared.shape({**sizes, "@": width}), parts[0].dtype)
+    for rule, part in zip(rules, parts, strict=True):
+        rule = replace(rule, split=(*rule.split[:-1], width))
         if isinstance(part, Rows):
             for rows, place in rule.runs(found):
                 part.write(rows, place)
@@ -173,11 +197,12 @@ def make_leaf(parts: Sequence[Stored], scope: Scope, leaf: Leaf, sizes: Sizes) -
     alike = _alike([part.simplified() for part in parts])
     if alike is None:
         return None
-    first = alike[0]
+    first, declared = alike[0], output_major(leaf)
+    rules = list(placements((scope._replace(leaves=(declared,)),), {**sizes, "@": 1}))
 
     def whole(name: str) -> np.ndarray | None:
         arrays = [getattr(part, name) for part in alike]
-        return None if arrays[0] is None else _placed(arrays, scope, leaf, sizes)
+        return None if arrays[0] is None else _placed(arrays, declared, sizes, rules)
 
     codes, zero = whole("codes"), first.zero
     assert codes is not None

@@ -107,8 +107,8 @@ def load(code: bytes, symbols: Sequence[str], outside: Sequence[int]) -> int:
     engine.finalize_object()
     _loaded.append(engine)
     first, *others = map(engine.get_function_address, symbols)
-    words = [*others, *outside]
-    (ctypes.c_int64 * len(words)).from_address(engine.get_global_value_address(TABLE))[:] = words
+    if words := [*others, *outside]:
+        (ctypes.c_int64 * len(words)).from_address(engine.get_global_value_address(TABLE))[:] = words
     return first
 
 

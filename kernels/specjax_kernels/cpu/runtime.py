@@ -33,6 +33,7 @@ _WORDS = _ARGUMENTS + 5
 # Words of the table: addresses of functions, the largest number of threads of a call, and XLA's interface.
 _WORK, _OF_TILE, _ALLOCATE, _FREE, _CORES, _SCHEDULE, _DESTROY, _VERSION = range(8)
 _SYMBOLS = "specjax_handle", "specjax_work", "specjax_tile"
+_ALONE = "specjax_host"
 
 
 class Tools(NamedTuple):
@@ -43,6 +44,8 @@ class Tools(NamedTuple):
     floats: Any  # (address, count) -> float32 array
     halves: Any  # (address, count) -> uint16 array
     integers: Any  # (address, count) -> int32 array
+    octets: Any  # (address, count) -> uint8 array
+    longs: Any  # (address, count) -> int64 array
     widened: Any  # bits of a bfloat16, uint16 -> float32
     half: Any  # bits of a float16, uint16 -> float32
     bits: Any  # float32 -> int32 of the same bits
@@ -88,6 +91,48 @@ def register(name: str, build: Build) -> str | None:
         return reason
 
 
+_HOST_LOCK = threading.Lock()  # beside `_LOCK`: who loads a model does not wait for a compiler
+_HOST: dict[str, Any] = {}
+
+
+def host_function(name: str, build: Callable[[Tools], Any], *, compile: bool = False) -> Any | None:
+    """A compiled function of integers for this process's own threads, called by ctypes without Python's lock: it needs
+    no XLA, so any device will do. None: it is not kept and not to be compiled now, or cannot be, or
+    SPECJAX_CPU_KERNELS=0 is set. `build` gives what Numba compiles, (int64, ...) -> 0."""
+    if os.environ.get("SPECJAX_CPU_KERNELS") == "0":
+        return None
+    if not compile:
+        with _HOST_LOCK:
+            if name not in _HOST:
+                _HOST[name] = _host_function(name, _not_now)
+            return _HOST[name]
+    if (function := _HOST.get(name)) is None:
+        with _LOCK:
+            function = _host_function(name, lambda: _compile_alone(build))
+        _HOST[name] = function
+    return function
+
+
+def _host_function(name: str, compile: Callable[[], bytes]) -> Any | None:
+    try:
+        address = object_code.load(object_code.kept(name, compile), [_ALONE], [])
+    except Exception as error:
+        level = logging.DEBUG if isinstance(error, LookupError) else logging.WARNING
+        logger.log(level, "numpy loads weights without %s: %s: %s", name, type(error).__name__, error)
+        return None
+    return ctypes.CFUNCTYPE(ctypes.c_int64)(address)
+
+
+def _not_now() -> bytes:
+    raise LookupError("it is not compiled yet")
+
+
+def _compile_alone(build: Callable[[Tools], Any]) -> bytes:
+    tools, _, alone = _workshop()
+    function = alone(inspect.unwrap(build(tools)))
+    return object_code.link({_ALONE: (function.inspect_llvm(), function.native_name)})
+
+
 def _outside() -> list[int]:
     """The words of the table from `_ALLOCATE` on."""
     libc = ctypes.CDLL(None)
@@ -110,15 +155,15 @@ def _interface() -> tuple[int, int, int]:
 
 
 def _compile(build: Build) -> bytes:
-    tools, compiled = _workshop()
+    tools, compiled, _ = _workshop()
     functions = zip(_SYMBOLS, compiled(*build(tools)), strict=True)
     return object_code.link({symbol: (function.inspect_llvm(), function.native_name) for symbol, function in functions})
 
 
 @functools.cache
-def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]]]:
-    """The tools, and a function from a kernel's two functions to the three of `_SYMBOLS`, the first of which is the
-    handler: XLA_FFI_Error* (XLA_FFI_CallFrame*)."""
+def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]], Callable[[Any], Any]]:
+    """The tools; a function from a kernel's two functions to the three of `_SYMBOLS`, the first of which is the
+    handler: XLA_FFI_Error* (XLA_FFI_CallFrame*); and one that compiles a function of int64 for `host_function`."""
     numba: Any = importlib.import_module("numba")
     importlib.import_module("numba.extending")
     carray, types = numba.carray, numba.types
@@ -146,7 +191,8 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]]]:
 
         return array
 
-    words, *arrays = map(array_of, (types.int64, types.float32, types.uint16, types.int32))
+    kinds = (types.float32, types.uint16, types.int32, types.uint8, types.int64)
+    *_, words = arrays = tuple(map(array_of, kinds))
 
     def buffers_at(field: int) -> tuple[Any, Any]:
         """Data and size of the i-th XLA_FFI_Buffer among the arguments or the results."""
@@ -217,7 +263,11 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]]]:
         return handle, work, entry(two)(tile)
 
     tools = Tools._make((inlined, reordered, *arrays, *converters, *buffers_at(9), *buffers_at(14), emitted))
-    return tools, compiled
+
+    def alone(function: Any) -> Any:
+        return entry(types.int64(*[types.int64] * len(inspect.signature(function).parameters)))(function)
+
+    return tools, compiled, alone
 
 
 def _instructions(numba: Any) -> tuple[Any, ...]:

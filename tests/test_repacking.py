@@ -1,0 +1,120 @@
+"""The compiled functions that load weights have the result of their definitions in numpy."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from quantised_formats import packed
+from specjax_kernels import quantise
+from specjax_kernels.cpu import repacking
+from specjax_kernels.cpu.runtime import host_function
+from specjax_kernels.quantised import pack
+
+from specjax.checkpoint import four_bits
+from specjax.checkpoint.stored import quantised_leaf
+from specjax.models.params import Leaf, Scope, Tensor, attention_leaves, mlp_leaves, output_major, placements
+
+SHAPES = [(8, 32), (24, 96), (136, 64), (40, 1056)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    repacking.prepare()
+    for name, build in repacking._BUILDS.items():
+        assert host_function(f"specjax_repacking_{name}", build) is not None
+
+
+@pytest.mark.parametrize(("out", "inside"), SHAPES)
+def test_words_of_rows(out, inside):
+    codes = np.random.default_rng(out).integers(0, 16, (out, inside), np.uint8)
+    words, found = packed(codes, 4), np.empty((out, inside // 2), np.uint8)
+    wider = np.concatenate([words, words[:, :3]], axis=1)
+    layouts = {"rows": words, "transposed": np.asarray(words.T, order="C").T, "cut": wider[:, : words.shape[1]]}
+    for name, layout in layouts.items():
+        found[...] = 0xAA
+        assert repacking.from_rows(layout, found), name
+        np.testing.assert_array_equal(found, pack(codes), name)
+    np.testing.assert_array_equal(four_bits.from_rows(layouts["transposed"][3:7]), pack(codes[3:7]))
+
+
+@pytest.mark.parametrize(("out", "inside"), SHAPES)
+def test_words_of_awq(out, inside):
+    codes = np.random.default_rng(out).integers(0, 16, (out, inside), np.uint8)
+    words = packed(codes.T.reshape(inside, -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(inside, -1), 4)
+    found = np.empty((out, inside // 2), np.uint8)
+    assert repacking.from_awq(words, found)
+    np.testing.assert_array_equal(found, pack(codes))
+    for rows in (slice(0, out), slice(out - 8, out), slice(0, 3), slice(5, out - 2)):
+        some = np.empty((len(codes[rows]), inside // 2), np.uint8)
+        four_bits.rows_from_awq(words, rows, some)
+        np.testing.assert_array_equal(some, pack(codes[rows]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("columns", [1, 37, 256])
+def test_quantised_codes(kind, dtype, columns):
+    """Numbers of many sizes, halves between codes, zeros and the smallest numbers."""
+    rng = np.random.default_rng(columns)
+    matrix = rng.standard_normal((64, columns)) * np.exp(3 * rng.standard_normal((64, columns)))
+    matrix[3], matrix[4], matrix[5] = 0, 1e-7, rng.integers(-254, 255, columns) / 2
+    matrix[5, 0], matrix[6, 0] = 127, -448
+    matrix = np.clip(matrix, -6e4, 6e4).astype(np.dtype(dtype))
+    wanted = quantise(matrix, kind)
+    largest = np.empty(64, np.float32)
+    assert repacking.magnitudes(matrix, largest)
+    np.testing.assert_array_equal(largest, np.abs(matrix.astype(np.float32)).max(1))
+    found = np.empty(matrix.shape, wanted.codes.dtype)
+    assert repacking.codes(matrix, wanted.scale, found)
+    np.testing.assert_array_equal(found.view(np.uint8), wanted.codes.view(np.uint8))
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
+def test_leaves_do_not_depend_on_the_compiler(kind, monkeypatch):
+    sizes = {"M": 96, "I": 40, "2": 2}
+    (leaf, *_) = mlp_leaves(bias=False)
+    parts = [np.random.default_rng(i).standard_normal((40, 96), np.float32).astype("bfloat16") for i in range(2)]
+    found = quantised_leaf(parts, Scope((leaf,)), leaf, sizes, kind)
+    monkeypatch.setenv("SPECJAX_CPU_KERNELS", "0")
+    assert not repacking.magnitudes(parts[0], np.empty(40, np.float32))
+    wanted = quantised_leaf(parts, Scope((leaf,)), leaf, sizes, kind)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(np.asarray(one).view(np.uint8), np.asarray(other).view(np.uint8))
+
+
+@pytest.mark.parametrize("number", [np.inf, np.nan])
+def test_magnitudes_show_what_is_not_finite(number):
+    matrix = np.ones((3, 40), np.float32)
+    matrix[1, 7] = number
+    found = np.empty(3, np.float32)
+    assert repacking.magnitudes(matrix, found)
+    np.testing.assert_array_equal(np.isfinite(found), [True, False, True])
+
+
+CUT = Tensor("both", "Hw M", cut=("w", "n", "v"))
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        *attention_leaves(bias=False, output_bias=False),
+        *attention_leaves(bias=False, output_bias=False, fused=True),
+        *mlp_leaves(bias=False),
+        *mlp_leaves(bias=False, fused=True),
+        Leaf("cut", "M -> H n", (CUT,)),
+    ],
+    ids=lambda leaf: f"{leaf.name}-{len({tensor.name for tensor in leaf.tensors})}",
+)
+def test_runs_of_rows(leaf):
+    """Rows written run by run lie where `place` puts them."""
+    sizes = {"M": 6, "K": 2, "Q": 5, "G": 3, "E": 4, "I": 8, "2": 2, "H": 3, "n": 2, "v": 4, "w": 6, "@": 6}
+    declared = output_major(leaf)
+    for rule in placements((Scope((declared,)),), sizes):
+        tensor = np.arange(rule.shape[0] * 6).reshape(-1, 6)
+        found, wanted = (np.full(declared.shape(sizes), -1) for _ in range(2))
+        rule.place(wanted, tensor)
+        for rows, place in rule.runs(found):
+            place[...] = tensor[rows]
+        np.testing.assert_array_equal(found, wanted)
