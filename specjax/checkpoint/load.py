@@ -150,27 +150,31 @@ def fill(
 
     params: dict[str, Any] = {}
     size = HOST_DTYPES[dtype].itemsize
-    leaves = [(scope, leaf) for scope in declared for leaf in scope.leaves if leaf.tensors]
+    leaves = [
+        (scope, leaf, list(placements((scope._replace(leaves=(leaf,)),), sizes)))
+        for scope in declared
+        for leaf in scope.leaves
+        if leaf.tensors
+    ]
     # What making a large leaf takes beside it is free again before the others take their memory.
     leaves.sort(key=lambda item: prod(item[1].shape(sizes)), reverse=True)
 
-    def made(item: tuple[Scope, Leaf]) -> tuple[Any, int]:
-        scope, leaf = item
-        rules = list(placements((scope._replace(leaves=(leaf,)),), sizes))
+    def made(item: tuple[Scope, Leaf, list[Placement]]) -> tuple[Any, int]:
+        scope, leaf, rules = item
         host = few_bits(scope, leaf, rules)
         if host is None:
             tensors = (read(rule.tensor) for rule in rules)
             host = filled(leaf.shape(sizes), leaf.dtype or HOST_DTYPES[dtype], rules, tensors)
         return host, sum(rule.size * size for rule in rules)
 
-    total = sum(rule.size * size for rule in placements(declared, sizes))
+    total = sum(rule.size * size for _, _, rules in leaves for rule in rules)
     # Threads that make small leaves mostly wait for each other, as these are more Python's work than numpy's.
     each = ahead if total > len(leaves) * LARGE else map
     with progress_bar(f"Loading {name}", total, "B", shown=progress) as loaded:
-        for (scope, leaf), (host, count) in zip(leaves, each(made, leaves), strict=True):
+        for (scope, leaf, _), (host, count) in zip(leaves, each(made, leaves), strict=True):
             place = params.setdefault(scope.name, {}) if scope.name else params
             # Waiting keeps the transfers, and with them the host buffers, from piling up.
-            place[leaf.name] = jax.block_until_ready(jax.tree.map(put or jax.device_put, host))
+            place[leaf.name] = jax.block_until_ready(jax.tree.map(put, host) if put else jax.device_put(host))
             loaded.update(count)
             del host
     return params

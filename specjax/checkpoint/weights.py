@@ -8,9 +8,11 @@ bfloat16 comes as ``ml_dtypes.bfloat16``.
 from __future__ import annotations
 
 import json
+import mmap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,8 +61,13 @@ class TensorEntry:
         try:
             if 0 in self.shape:  # which cannot be mapped
                 return np.empty(self.shape, dtypes[self.dtype])
-            # One mapping per tensor: its pages can be reclaimed as soon as the caller has copied them.
-            return np.memmap(self.file, dtypes[self.dtype], "r", self.start, self.shape)
+            # One mapping per tensor: its pages can be reclaimed as soon as the caller has copied them. `np.memmap` does
+            # the same in several times the time.
+            before, size = self.start % mmap.ALLOCATIONGRANULARITY, prod(self.shape)
+            with self.file.open("rb") as stream:
+                whole = before + size * dtypes[self.dtype].itemsize
+                mapped = mmap.mmap(stream.fileno(), whole, access=mmap.ACCESS_READ, offset=self.start - before)
+            return np.frombuffer(mapped, dtypes[self.dtype], size, before).reshape(self.shape)
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"tensor {self.name} in {self.file}, of shape {self.shape!r:.80}, cannot be read ({error})"
