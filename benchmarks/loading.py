@@ -135,6 +135,9 @@ def load(model: str, dtype: str, quantization: str) -> dict[str, Any]:
 
     import specjax.models.llama  # noqa: F401 (the same: its target is made first)
     from specjax import checkpoint
+    from specjax.engine.executables import use_compilation_cache
+
+    use_compilation_cache()
 
     imported = time.perf_counter()
     jax.block_until_ready(jax.device_put(0))
@@ -240,9 +243,13 @@ def main() -> None:
     parser.add_argument("--record", nargs="?", const=True, help="write benchmarks/results/loading-<date>.json")
     args = parser.parse_args()
     from records import finish, machine
+    from specjax_kernels.cpu import repacking
 
     from specjax import checkpoint
+    from specjax.engine.executables import use_compilation_cache
 
+    use_compilation_cache()
+    repacking.prepare()  # as a first start does beside its work
     document: dict[str, Any] = machine("jaxlib", "numpy") | {"cases": {}}
     columns = ("read GB/s", "load GB/s", "of read", "of hold")
     print(f"{'':10}{'MB':>6}{'cold:':>7}{''.join(f'{c:>11}' for c in columns)}{'warm:':>7}", end="")
