@@ -7,7 +7,6 @@ few rows at a time, and two codes stay in a byte, which takes less time and memo
 from __future__ import annotations
 
 import numpy as np
-from specjax_kernels.cpu import repacking
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds this column of the eight
 ROWS = 64  # at a time; a multiple of 8
@@ -23,6 +22,8 @@ def unpack(codes: np.ndarray, run: int = 16) -> np.ndarray:
 def from_rows(words: np.ndarray, found: np.ndarray | None = None) -> np.ndarray:
     """Little-endian words [out, in / 8] of 32 bits, whose nibbles are codes from the low end; `in` is a multiple of 32.
     They may lie transposed, as in GPTQ's files. Written to `found`, uint8 [out, in / 2] and C-contiguous, if given."""
+    from specjax_kernels.cpu import repacking
+
     found = np.empty((len(words), words.shape[1] * 4), np.uint8) if found is None else found
     if repacking.from_rows(words, found):
         return found
@@ -38,6 +39,8 @@ def from_rows(words: np.ndarray, found: np.ndarray | None = None) -> np.ndarray:
 def from_awq(words: np.ndarray, found: np.ndarray | None = None) -> np.ndarray:
     """AWQ's words [in, out / 8], of eight rows each, to codes [out, in / 2]; `in` is a multiple of 32. `found`: as for
     `from_rows`."""
+    from specjax_kernels.cpu import repacking
+
     inside, count = words.shape
     found = np.empty((8 * count, inside // 2), np.uint8) if found is None else found
     if repacking.from_awq(words, found):
