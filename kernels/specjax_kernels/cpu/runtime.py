@@ -104,7 +104,7 @@ def host_function(name: str, build: Callable[[Tools], Any], *, compile: bool = F
     if not compile:
         with _HOST_LOCK:
             if name not in _HOST:
-                _HOST[name] = _host_function(name, _not_now)
+                _HOST.setdefault(name, _host_function(name, _not_now))  # compiled meanwhile, perhaps
             return _HOST[name]
     if (function := _HOST.get(name)) is None:
         with _LOCK:
