@@ -62,13 +62,16 @@ def leaf_of(name: str, out: tuple[int, ...] = OUT, depth: int = DEPTH, seed: int
             return Quantised(whole_bytes("fp8"), scale(depth, jnp.bfloat16, 1), rows=math.prod(out))
         case "fp8 blocks":
             return Quantised(whole_bytes("fp8"), scale(128, np.float32, math.prod(out) // 6), rows=6)
+        case "float16" | "bfloat16":
+            return Quantised(rng.normal(0, 0.1, (*out, depth)).astype(name), None)
     raise ValueError(name)
 
 
-FORMATS = (
+IN_FEW_BITS = (
     "Q4_0", "Q4_1", "Q4_K", "Q6_K", "Q8_0", "GPTQ", "AWQ", "int4 per output", "int8 per output", "fp8 per output",
     "fp8 per tensor", "fp8 blocks",
 )  # fmt: skip
+FORMATS = (*IN_FEW_BITS, "float16", "bfloat16")
 
 
 def read_by_numpy(leaf: Quantised) -> np.ndarray:
@@ -94,7 +97,7 @@ def read_by_numpy(leaf: Quantised) -> np.ndarray:
                 code = float(byte >> 4 if column % 32 >= 16 else byte & 15)
             else:
                 code = float(stored[column])
-            scale = factor(leaf.scale, leaf.super_scale, output, column)
+            scale = 1.0 if leaf.scale is None else factor(leaf.scale, leaf.super_scale, output, column)
             added = factor(leaf.offset, leaf.super_offset, output, column)
             weights[output, place[column]] = (code - leaf.shift) * scale + added
     return weights.reshape(leaf.shape)
@@ -145,7 +148,7 @@ def test_products(read, name, rows):
     assert_product(jax.jit(lambda x, w: linear(x, w))(x, leaf), x, weights)
 
 
-@pytest.mark.parametrize("name", ["Q4_1", "Q8_0", "fp8 per output"])
+@pytest.mark.parametrize("name", ["Q4_1", "Q8_0", "fp8 per output", "float16", "bfloat16"])
 def test_a_row_is_bit_for_bit_that_of_the_row_alone(read, name):
     leaf, weights = read(name)
     x = inputs(40)
@@ -157,7 +160,7 @@ def test_a_row_is_bit_for_bit_that_of_the_row_alone(read, name):
 
 
 @pytest.mark.parametrize("out", [(1,), (33,), (530,), (2, 4099)], ids=str)
-@pytest.mark.parametrize("name", ["Q4_1", "fp8 per tensor"])
+@pytest.mark.parametrize("name", ["Q4_1", "fp8 per tensor", "float16"])
 def test_odd_numbers_of_outputs(name, out):
     """A last output without a neighbour, tiles of unequal size; a depth of an odd number of groups."""
     leaf = leaf_of(name, out, 96)
@@ -263,7 +266,7 @@ def test_groups_without_a_kernel():
     assert_product(linear(inputs(1, 72), leaf), inputs(1, 72), read_by_numpy(leaf))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", IN_FEW_BITS)
 def test_the_gpu_kernel_interpreted(read, name):
     leaf, weights = read(name)
     leaf = jax.tree.map(lambda a: jnp.asarray(a).reshape(-1, a.shape[-1]), dataclasses.replace(leaf, order=None))
@@ -313,6 +316,8 @@ REFUSED = {
     "small groups": ({"scale": np.zeros((4, 4), F4)}, "multiples of 32"),
     "scale": ({"scale": np.zeros((5, 2), F4)}, r"scale must be \[4, 2\], got \[5, 2\]"),
     "scale dtype": ({"scale": np.zeros((4, 2), np.int8)}, "float32 or bfloat16 or float16, got int8"),
+    "no scale": ({"scale": None}, "its scales are missing"),
+    "16 bits": ({"codes": np.zeros((4, 64), np.float16)}, "weights in 16 bits have no scales"),
     "offset and shift": ({"offset": np.zeros((4, 2), F4), "shift": 8}, "not both"),
     "rows": ({"rows": 3}, "3 outputs share scales"),
     "super": ({"super_scale": np.zeros((4, 1), np.float16)}, "scale must be uint8 or int8"),

@@ -125,7 +125,11 @@ def test_half_precision_stays_so_beside_float32_activations(tmp_path, dtype):
     kept = load_params(files, config, progress=False)
     plain = load_params(files, config, quantization="none", progress=False)
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(plain)} == {"float32"}
-    assert str(kept["layers_0"]["qkv"].dtype) == str(kept["head"].dtype) == dtype
+    assert {
+        str(kept["layers_0"]["qkv"].codes.dtype),
+        str(kept["head"].codes.dtype),
+        str(kept["embed"].codes.dtype),
+    } == {dtype}
     assert str(kept["layers_0"]["mlp_norm"].dtype) == "float32"
     text = np.random.default_rng(0).integers(0, 320, 20)
     for width in (1, 13):

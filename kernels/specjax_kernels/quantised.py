@@ -33,7 +33,9 @@ class Quantised:
     Arrays are jax's or numpy's. `check` says what is allowed.
     """
 
-    codes: Any  # uint8 [*out, M / 2]: 4 bits, see PACKED; int8 or float8_e4m3fn [*out, M]
+    # uint8 [*out, M / 2]: 4 bits, see PACKED; int8 or float8_e4m3fn [*out, M]; or float16 or bfloat16 [*out, M]: the
+    # weights themselves, with nothing but an order beside them
+    codes: Any
     scale: Any  # [*out, M / group] or, with `rows`, [prod(out) / rows, M / group]: float32, bfloat16 or float16
     offset: Any = None  # as `scale`, with its own dtype; None: no offset
     super_scale: Any = None  # float16 [*out, M / (group * n)]: multiplies n scales, which are uint8 or int8 then
@@ -47,12 +49,12 @@ class Quantised:
 
     @property
     def bits(self) -> int:
-        return 4 if self.codes.dtype == jnp.uint8 else 8
+        return 4 if self.codes.dtype == jnp.uint8 else 8 * self.codes.dtype.itemsize
 
     @property
     def depth(self) -> int:
         """M, the number of inputs."""
-        return self.codes.shape[-1] * 8 // self.bits
+        return self.codes.shape[-1] * (2 if self.bits == 4 else 1)
 
     @property
     def out(self) -> tuple[int, ...]:
@@ -65,8 +67,8 @@ class Quantised:
 
     @property
     def group(self) -> int:
-        """Inputs that share a scale."""
-        return self.depth // self.scale.shape[-1]
+        """Inputs that share a scale; without scales all of them."""
+        return self.depth if self.scale is None else self.depth // self.scale.shape[-1]
 
     @property
     def nbytes(self) -> int:
@@ -92,9 +94,16 @@ def check(leaf: Quantised) -> Quantised:
     def refuse(problem: str) -> None:
         raise ValueError(f"quantised weight of codes {leaf.codes.dtype}{list(leaf.codes.shape)}: {problem}")
 
-    depth, total = leaf.depth, math.prod(leaf.out)
-    if str(leaf.codes.dtype) not in ("uint8", "int8", "float8_e4m3fn"):
-        refuse("codes are uint8 (two of 4 bits), int8 or float8_e4m3fn")
+    depth, total, kind = leaf.depth, math.prod(leaf.out), str(leaf.codes.dtype)
+    if kind in ("float16", "bfloat16"):
+        others = (leaf.scale, leaf.offset, leaf.super_scale, leaf.super_offset)
+        if leaf.shift or leaf.rows != 1 or any(array is not None for array in others):
+            refuse("weights in 16 bits have no scales, offsets or shift")
+        return leaf
+    if kind not in ("uint8", "int8", "float8_e4m3fn"):
+        refuse("codes are uint8 (two of 4 bits), int8, float8_e4m3fn, float16 or bfloat16")
+    if leaf.scale is None:
+        refuse("its scales are missing")
     if leaf.bits == 4 and depth % PACKED:
         refuse(f"4 bits need a multiple of {PACKED} inputs, got {depth}")
     if total % leaf.rows:
@@ -123,13 +132,16 @@ def check(leaf: Quantised) -> Quantised:
 
 def dequantise(leaf: Quantised, dtype: Any = jnp.float32) -> Array:
     """The weights [*out, M]: calculated in float32, rounded to dtype once. The definition of everything else."""
-    codes = _codes(leaf)
-    if leaf.shift:
-        codes = codes - jnp.float32(leaf.shift)
-    scale, offset = scales(leaf)
-    weights = codes.reshape(-1, scale.shape[-1], leaf.group) * _spread(scale, leaf)
-    if offset is not None:
-        weights = weights + _spread(offset, leaf)
+    if leaf.scale is None:
+        weights = jnp.asarray(leaf.codes)
+    else:
+        codes = _codes(leaf)
+        if leaf.shift:
+            codes = codes - jnp.float32(leaf.shift)
+        scale, offset = scales(leaf)
+        weights = codes.reshape(-1, scale.shape[-1], leaf.group) * _spread(scale, leaf)
+        if offset is not None:
+            weights = weights + _spread(offset, leaf)
     weights = weights.reshape(leaf.shape).astype(dtype)
     return weights if leaf.order is None else weights[..., jnp.argsort(leaf.order)]
 

@@ -41,7 +41,9 @@ def product(x: Array, leaf: Quantised, dtype: Any) -> Array:
         return implementation(arguments[0], jax.tree.unflatten(of_arrays, arguments[1:])).astype(dtype)
 
     on_cpu = by_rows if quantised_rows.takes(rows.shape[0], layout_of(leaf)) else by_dequantising
-    if leaf.scale.shape[-1] == 1 and leaf.bits == 8:
+    if leaf.scale is None:
+        elsewhere = on_nvidia = by_dequantising
+    elif leaf.scale.shape[-1] == 1 and leaf.bits == 8:
         elsewhere = on_nvidia = by_channel
     else:
         elsewhere = by_dequantising
@@ -78,6 +80,8 @@ def layout_of(leaf: Quantised) -> Layout | None:
     chunk = next((chunk for chunk in (32, 16) if group % chunk == 0), 0)
     if not chunk or not math.prod(leaf.out):
         return None
+    if leaf.scale is None:
+        return Layout(str(leaf.codes.dtype), "", "", 0, chunk, False, 0)
     coarse = 0 if leaf.super_scale is None else leaf.scale.shape[-1] // leaf.super_scale.shape[-1]
     offset = "" if leaf.offset is None else str(leaf.offset.dtype)
     return Layout(str(leaf.codes.dtype), str(leaf.scale.dtype), offset, leaf.shift, chunk, group == chunk, coarse)

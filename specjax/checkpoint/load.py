@@ -17,7 +17,7 @@ import numpy as np
 from specjax.checkpoint.files import CheckpointError, listed
 from specjax.checkpoint.hf_config import DTYPES, QUANTIZATIONS
 from specjax.checkpoint.quantised import Entries, QuantisedEntry, matrices
-from specjax.checkpoint.stored import filled, make_leaf, quantised_leaf
+from specjax.checkpoint.stored import filled, make_leaf, output_major_leaf, quantised_leaf
 from specjax.checkpoint.weights import ModelFiles, read_json
 from specjax.config import ModelConfig
 from specjax.models import table
@@ -32,6 +32,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 LARGE = 2**22  # bytes of a leaf
+LANES = 16  # the inputs of a matrix in 16 bits are a multiple of this, or it is stored as declared
 HOST_DTYPES = {name: np.dtype(name) for name in DTYPES}
 # Buffers without content that old versions of transformers saved.
 _IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
@@ -122,7 +123,7 @@ def reduced(tensors: Entries, sizes: Sizes, dtype: str, quantization: str, *, ti
             # One that is dequantised is float32, so beside it nothing stays in 16 bits.
             if found or not keeps_half:
                 return None
-            return half_leaf([entry.read() for entry in entries], leaf, sizes, rules)
+            return half_leaf([entry.read() for entry in entries], scope, leaf, sizes, rules)
         if leaf.name == "embed" and not tied:
             return None  # rows are looked up, and read once a token
         return quantised_leaf([np.asarray(entry.read()) for entry in entries], scope, leaf, sizes, quantization)
@@ -130,11 +131,16 @@ def reduced(tensors: Entries, sizes: Sizes, dtype: str, quantization: str, *, ti
     return few_bits
 
 
-def half_leaf(arrays: Sequence[np.ndarray], leaf: Leaf, sizes: Sizes, rules: Sequence[Placement]) -> np.ndarray | None:
-    """The leaf of tensors in one 16-bit type, in that type; None: they have another, or several."""
+def half_leaf(
+    arrays: Sequence[np.ndarray], scope: Scope, leaf: Leaf, sizes: Sizes, rules: Sequence[Placement]
+) -> Any | None:
+    """The leaf of tensors in one 16-bit type, in that type; None: they have another, or several. Output-major where the
+    CPU's kernel takes their inputs."""
     if {array.dtype for array in arrays} not in ({HOST_DTYPES["bfloat16"]}, {HOST_DTYPES["float16"]}):
         return None
-    return filled(leaf.shape(sizes), arrays[0].dtype, rules, arrays)
+    if arrays[0].shape[1] % LANES:
+        return filled(leaf.shape(sizes), arrays[0].dtype, rules, arrays)
+    return output_major_leaf(arrays, scope, leaf, sizes)
 
 
 def fill(

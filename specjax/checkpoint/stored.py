@@ -190,6 +190,13 @@ def _placed(parts: Sequence[np.ndarray | Rows], declared: Leaf, sizes: Sizes, ru
     return found
 
 
+def output_major_leaf(parts: Sequence[np.ndarray], scope: Scope, leaf: Leaf, sizes: Sizes) -> Any:
+    """The `specjax_kernels.Quantised` whose codes are the weights themselves: 16-bit tensors [out, in] of one dtype."""
+    from specjax_kernels import Quantised
+
+    return Quantised(codes=_placed(parts, scope, leaf, sizes), scale=None)
+
+
 def make_leaf(parts: Sequence[Stored], scope: Scope, leaf: Leaf, sizes: Sizes) -> Any | None:
     """The `specjax_kernels.Quantised` of the tensors that fill a leaf, in their order; None: no format holds all."""
     from specjax_kernels import Quantised

@@ -1,9 +1,10 @@
 """The product of float32 rows and a quantised matrix on a CPU, in little more than the time of reading its codes.
 
-Codes become float32 weights in registers, once for up to eight rows of x: w = code * scale + offset, fused where the
-processor can. A row's sums are taken in one order however many rows there are, so its result is bit for bit that of the
-row alone. The loop over a row of codes is written in LLVM's vectors, which it maps to any processor's: left to itself
-LLVM adds up each group of codes to one number first, which takes longer than all the rest.
+Codes become float32 weights in registers, once for several rows of x: w = code * scale + offset, fused where the
+processor can; codes in 16 bits are the weights themselves. A row's sums are taken in one order however many rows there
+are, so its result is bit for bit that of the row alone. The loop over a row of codes is written in LLVM's vectors,
+which it maps to any processor's: left to itself LLVM adds up each group of codes to one number first, which takes
+longer than all the rest.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from specjax_kernels.cpu import object_code
 from specjax_kernels.cpu.runtime import Tools, callable_here, register
 
 MOST_ROWS = 256  # up to there dequantising the matrix for XLA's product takes longer on 2 cores
-TOGETHER = 8  # rows of x that share a dequantised weight
+TOGETHER = {True: 8, False: 3}  # rows of x that share a weight: with 32 registers of 16 lanes, or 16 of 8
 LANES = 16  # numbers of a vector
 TILE = 512  # rows of codes in one tile, at most
 TILES = 16  # of a matrix of so many times `LANES` rows or more, at least: the threads share them
-BYTES = {"uint8": 1, "int8": 1, "bfloat16": 2, "float16": 2, "float32": 4}  # of a scale or an offset
+BYTES = {"uint8": 1, "int8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}  # of a number
 
 
 class Layout(NamedTuple):
     """What a kernel is compiled for."""
 
-    codes: str  # dtype: uint8 (two codes of 4 bits in a byte), int8 or float8_e4m3fn
-    scale: str  # dtype
+    codes: str  # dtype: uint8 (two codes of 4 bits in a byte), int8, float8_e4m3fn; float16 or bfloat16, the weights
+    scale: str  # dtype, "": the codes are the weights
     offset: str  # dtype, "": none
     shift: int
     chunk: int  # codes that are read together, 16 or 32: a group or a part of one
@@ -41,7 +42,15 @@ class Layout(NamedTuple):
 
     @property
     def name(self) -> str:
-        shown = (self.codes, self.scale, self.offset or "none", self.shift, self.chunk, int(self.whole), self.coarse)
+        shown = (
+            self.codes,
+            self.scale or "none",
+            self.offset or "none",
+            self.shift,
+            self.chunk,
+            int(self.whole),
+            self.coarse,
+        )
         return "specjax_quantised_" + "_".join(map(str, shown))
 
 
@@ -66,8 +75,8 @@ def multiply(x: Float32[Array, "N M"], layout: Layout, codes: Array, *scales: Ar
 def _kernel(tools: Tools, layout: Layout) -> tuple[Any, Any]:
     """(x [N, M], codes, scales) -> [N, W]. A tile is some rows of codes."""
     argument, size, result = tools.argument, tools.argument_size, tools.result
-    dots = tools.emitted(14, partial(_emit, layout))
-    has_offset, coarse = bool(layout.offset), layout.coarse
+    products = products_of(tools, layout)
+    has_scale, has_offset, coarse = bool(layout.scale), bool(layout.offset), layout.coarse
     super_at = 4 if has_offset else 3
 
     @tools.inlined
@@ -80,46 +89,55 @@ def _kernel(tools: Tools, layout: Layout) -> tuple[Any, Any]:
 
     def tile(call: int, index: int) -> int:
         rows, depth, columns = size(call, 0, 0), size(call, 0, 1), size(call, 1, 0)
-        groups, shared, most = size(call, 2, 1), columns // size(call, 2, 0), tile_rows(columns)
-        xs, codes, scale, outs = argument(call, 0), argument(call, 1), argument(call, 2), result(call, 0)
-        offset = super_scale = super_offset = 0
+        xs, codes, outs, most = argument(call, 0), argument(call, 1), result(call, 0), tile_rows(columns)
+        scale = offset = super_scale = super_offset = 0
+        groups = shared = 1
+        if has_scale:
+            scale, groups, shared = argument(call, 2), size(call, 2, 1), columns // size(call, 2, 0)
         if has_offset:
             offset = argument(call, 3)
         if coarse > 0:
             super_scale = argument(call, super_at)
             if has_offset:
                 super_offset = argument(call, super_at + 1)
-        for row in range(0, rows, TOGETHER):
-            count, x, out = min(TOGETHER, rows - row), xs + 4 * row * depth, outs + 4 * row * columns
-            start, end = index * most, min(index * most + most, columns)
-            # Two long runs of memory, which the processor reads ahead; neighbouring rows would spoil that.
-            apart = (end - start + 1) // 2
-            for first in range(start, start + apart):
-                dots(
-                    count,
-                    first,
-                    min(first + apart, end - 1),
-                    codes,
-                    scale,
-                    offset,
-                    super_scale,
-                    super_offset,
-                    x,
-                    out,
-                    depth,
-                    columns,
-                    groups,
-                    shared,
-                )
+        start, end = index * most, min(index * most + most, columns)
+        products(
+            rows, start, end, codes, scale, offset, super_scale, super_offset, xs, outs, depth, columns, groups, shared
+        )
         return 0
 
     return tiles, tile
 
 
-def _emit(layout: Layout, b: Any, values: Any) -> None:
-    """The products of `count` rows of x, out of 1 to `TOGETHER`, and two rows of codes."""
+def products_of(tools: Tools, layout: Layout) -> Any:
+    """For kernels: the products of all rows of x and rows `start` to `end` of the codes. Arguments are addresses and
+    sizes; `shared`: rows of codes that share their scales."""
+    together = TOGETHER[object_code.has("avx512f")]
+    dots = tools.emitted(14, partial(_emit, layout, together))
+
+    @tools.inlined
+    def products(
+        rows: int, start: int, end: int, codes: int, scale: int, offset: int, super_scale: int, super_offset: int,
+        xs: int, outs: int, depth: int, columns: int, groups: int, shared: int,
+    ) -> None:  # fmt: skip
+        # Two long runs of memory, which the processor reads ahead; neighbouring rows would spoil that.
+        apart = (end - start + 1) // 2
+        for row in range(0, rows, together):
+            count, x, out = min(together, rows - row), xs + 4 * row * depth, outs + 4 * row * columns
+            for first in range(start, start + apart):
+                second = min(first + apart, end - 1)
+                dots(
+                    count, first, second, codes, scale, offset, super_scale, super_offset, x, out, depth, columns,
+                    groups, shared,
+                )  # fmt: skip
+
+    return products
+
+
+def _emit(layout: Layout, together: int, b: Any, values: Any) -> None:
+    """The products of `count` rows of x, out of 1 to `together`, and two rows of codes."""
     count, *values = values
-    for rows in range(1, TOGETHER + 1):
+    for rows in range(1, together + 1):
         with b.if_then(b.icmp_signed("==", count, count.type(rows))):
             _Dots(layout, rows, b).emit(*values)
 
@@ -140,11 +158,10 @@ class _Dots:
     ) -> None:  # fmt: skip
         """For two rows of codes, of `columns`; `shared`: rows that share their scales."""
         b, layout, word = self.b, self.layout, self.word
-        row_bytes = b.udiv(depth, word(2)) if layout.codes == "uint8" else depth
+        row_bytes = b.udiv(depth, word(2)) if layout.codes == "uint8" else b.mul(depth, word(BYTES[layout.codes]))
         indices = first, second
         matrix = [b.add(codes, b.mul(index, row_bytes)) for index in indices]
         scales = [b.mul(b.udiv(index, shared), groups) for index in indices]  # the number of each row's first group
-        rooms = [self.rooms() for _ in indices]
         xs = [b.add(x, b.mul(b.mul(depth, word(4)), word(row))) for row in range(self.rows)]
         parts = range(layout.chunk // LANES)
         zero = self.constant(self.lanes, 0.0)
@@ -160,6 +177,22 @@ class _Dots:
                         place = of_code_row[row]
                         b.store(self.fused(of_row[part], number, b.load(place)), place)
 
+        if layout.scale:
+            self.each_group(chunk, scales, depth, groups, scale, offset, super_scale, super_offset)
+        else:
+            with self.control.for_range(b, b.udiv(depth, word(layout.chunk)), intp=word) as loop:
+                chunk(loop.index, [(None, None)] * 2)
+        for index, of_code_row in zip(indices, sums, strict=True):
+            for row, place in enumerate(of_code_row):
+                total = self.total(b.load(place))
+                at = b.add(b.mul(columns, word(row)), index)
+                b.store(total, b.inttoptr(b.add(out, b.mul(at, word(4))), self.float.as_pointer()))
+
+    def each_group(self, chunk: Any, scales: list[Any], depth: Any, groups: Any, *numbers: Any) -> None:
+        """Calls `chunk` for all chunks of two rows of codes, with their scales. `scales`: numbers of the rows' first
+        groups."""
+        b, layout, word = self.b, self.layout, self.word
+        rooms = [self.rooms() for _ in scales]
         blocks = b.udiv(b.add(groups, word(LANES - 1)), word(LANES))
         with self.control.for_range(b, blocks, intp=word) as block:
             begin = b.mul(block.index, word(LANES))
@@ -167,7 +200,7 @@ class _Dots:
             count = b.select(b.icmp_unsigned("<", left, word(LANES)), left, word(LANES))
             skipped = self.skipped(count, groups)
             for base, room in zip(scales, rooms, strict=True):
-                self.widen(b.add(base, begin), count, skipped, room, groups, scale, offset, super_scale, super_offset)
+                self.widen(b.add(base, begin), count, skipped, room, groups, *numbers)
             with self.control.for_range(b, count, intp=word) as inside:
                 index, place = b.add(begin, inside.index), b.add(skipped, inside.index)
                 of_group = [tuple(room and self.splat(b.load(b.gep(room, [place]))) for room in pair) for pair in rooms]
@@ -177,11 +210,6 @@ class _Dots:
                     chunks = b.udiv(b.udiv(depth, word(layout.chunk)), groups)
                     with self.control.for_range(b, chunks, intp=word) as inner:
                         chunk(b.add(b.mul(index, chunks), inner.index), of_group)
-        for index, of_code_row in zip(indices, sums, strict=True):
-            for row, place in enumerate(of_code_row):
-                total = self.total(b.load(place))
-                at = b.add(b.mul(columns, word(row)), index)
-                b.store(total, b.inttoptr(b.add(out, b.mul(at, word(4))), self.float.as_pointer()))
 
     def rooms(self) -> tuple[Any, Any]:
         """Memory for the scales and offsets (None: there are none) of `LANES` groups as float32."""
@@ -256,6 +284,8 @@ class _Dots:
         return [b.call(function, [every, codes]) for codes in (both, b.lshr(both, self.constant(words, 4)))]
 
     def scaled(self, codes: Any, scale: Any, offset: Any) -> Any:
+        if scale is None:
+            return codes
         return self.b.fmul(codes, scale) if offset is None else self.fused(codes, scale, offset)
 
     def bytes_of(self, address: Any, index: Any) -> Any:
@@ -271,6 +301,10 @@ class _Dots:
             both = self.bytes_of(address, index)
             low, high = b.and_(both, self.constant(words, 15)), b.lshr(both, self.constant(words, 4))
             return [b.sitofp(low, self.lanes), b.sitofp(high, self.lanes)]
+        if not layout.scale:
+            first = b.mul(index, self.word(layout.chunk))
+            places = [b.add(first, self.word(at)) for at in range(0, layout.chunk, LANES)]
+            return [self.numbers(layout.codes, LANES, address, place) for place in places]
         first = b.add(address, b.mul(index, self.word(layout.chunk)))
         parts = [self.load(some, b.add(first, self.word(at))) for at in range(0, layout.chunk, LANES)]
         if layout.codes == "int8":
