@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Float32
 
+from specjax_kernels.cpu.quantised_rows import LANES, Layout, products_of
 from specjax_kernels.cpu.runtime import Tools, callable_here, register
 
 MOST_ROWS = 8  # the largest number of rows for which XLA's own product takes longer
@@ -174,6 +175,7 @@ def _product(tools: Tools, dtype: str) -> tuple[Any, Any]:
 def _transposed(tools: Tools, dtype: str) -> tuple[Any, Any]:
     """(x [N padded, M], matrix [W, M]) -> [N, W]. A tile is some rows of the matrix."""
     floats, dots, item = tools.floats, dots_of(tools, dtype), STORED[dtype]
+    products = products_of(tools, Layout(dtype, "", "", 0, LANES, False, 0))
     argument, size, result, result_size = tools.argument, tools.argument_size, tools.result, tools.result_size
 
     def tiles(call: int) -> int:
@@ -182,6 +184,10 @@ def _transposed(tools: Tools, dtype: str) -> tuple[Any, Any]:
     def tile(call: int, index: int) -> int:
         rows, depth, columns = result_size(call, 0, 0), size(call, 0, 1), size(call, 1, 0)
         first = index * TRANSPOSED_TILE
+        if depth % LANES == 0:
+            end, x, matrix = min(first + TRANSPOSED_TILE, columns), argument(call, 0), argument(call, 1)
+            products(rows, first, end, matrix, 0, 0, 0, 0, x, result(call, 0), depth, columns, 1, 1)
+            return 0
         for row in range(0, rows, TOGETHER):
             x, left = argument(call, 0) + 4 * row * depth, min(TOGETHER, rows - row)
             out = floats(result(call, 0) + 4 * row * columns, left * columns)
