@@ -294,6 +294,33 @@ def test_another_process_describes_alike():
     assert len(found) == 1 and " at 0x" not in found.pop()
 
 
+KERNELS = """
+import pathlib, sys
+import jax, jax.numpy as jnp, numpy as np
+from specjax_kernels import linear, quantise
+from specjax_kernels.cpu import object_code
+from specjax.engine import program_store
+folder = pathlib.Path(sys.argv[1])
+object_code.keep_in(folder / "kernels")
+program_store.keep_in(folder / "programs")
+leaf, x = jax.device_put(quantise(np.ones((32, 64), np.float32), "int8")), jnp.ones((1, 2, 64))
+product = lambda x, leaf: linear(x, leaf)
+product.__module__ = "specjax.test"
+compile = lambda function: print("compiles") or jax.jit(function).lower(x, leaf).compile()
+assert (program_store.stored(product, (x, leaf), compile)(x, leaf) == 64).all()
+"""
+
+
+@pytest.mark.process
+def test_kernels_of_a_stored_program_are_registered(tmp_path):
+    """Before anything is traced: only tracing tells which kernels a quantised model needs."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", KERNELS, str(tmp_path)]
+    said = [subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120) for _ in range(2)]
+    assert [done.returncode for done in said] == [0, 0], said
+    assert ["compiles" in done.stdout for done in said] == [True, False] and "not used" not in said[1].stderr
+
+
 def test_options_of_a_drafter_are_told_apart():
     few, many = make_drafter(Ngram(nodes=4)), make_drafter(Ngram(nodes=8))
     assert list(describe(few)) == list(describe(make_drafter(Ngram(nodes=4))))

@@ -33,6 +33,7 @@ import jax
 import numpy as np
 import specjax_kernels
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
+from specjax_kernels.cpu.runtime import register_kept, registered
 
 import specjax
 from specjax.checkpoint.files import replacing
@@ -130,7 +131,10 @@ def _load(file: Path) -> Any:
         digest, body = content[:32], content[32:]
         if digest != _digest(file, body):
             raise ValueError("it is damaged")
-        program = deserialize_and_load(*pickle.loads(zlib.decompress(body)), execution_devices=jax.devices()[:1])
+        kernels, saved = pickle.loads(zlib.decompress(body))
+        for name in kernels:  # XLA refuses a program that names one it does not know
+            register_kept(name)
+        program = deserialize_and_load(*saved, execution_devices=jax.devices()[:1])
         os.utime(file)
         return program
     except FileNotFoundError:
@@ -143,7 +147,7 @@ def _load(file: Path) -> Any:
 def _save(file: Path, program: Any) -> None:
     """Writes the whole file or nothing. A failure costs time at the next start, no more."""
     try:
-        body = zlib.compress(pickle.dumps(serialize(program)), 1)
+        body = zlib.compress(pickle.dumps((registered(), serialize(program))), 1)
         with replacing(file) as draft:
             draft.touch(mode=0o600)
             draft.write_bytes(_digest(file, body) + body)

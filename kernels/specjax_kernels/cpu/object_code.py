@@ -32,14 +32,10 @@ def keep_in(folder: Path | None) -> None:
     _folder = folder
 
 
-def kept(name: str, compile: Callable[[], bytes]) -> bytes:
-    """The object file of a kernel of this folder's sources, from the folder or compiled and written there."""
-    try:
-        file = None if _folder is None else _folder / f"{name}-{_version()}.o"
-    except (ImportError, OSError):  # no Numba or LLVM; sources that are no files
-        file = None
-    if file is None:
-        return compile()
+def found(name: str) -> bytes | None:
+    """The same, None: the folder does not have it."""
+    if (file := _file(name)) is None:
+        return None
     try:
         content = file.read_bytes()
         if hashlib.sha256(content[32:]).digest() == content[:32]:
@@ -49,6 +45,23 @@ def kept(name: str, compile: Callable[[], bytes]) -> bytes:
         pass
     except OSError as error:
         logger.warning("%s cannot be read (%s); the kernel is compiled again", file, error)
+    return None
+
+
+def _file(name: str) -> Path | None:
+    """None: there is no folder, no Numba or no LLVM, or the sources are no files."""
+    try:
+        return None if _folder is None else _folder / f"{name}-{_version()}.o"
+    except (ImportError, OSError):
+        return None
+
+
+def kept(name: str, compile: Callable[[], bytes]) -> bytes:
+    """The object file of a kernel of this folder's sources, from the folder or compiled and written there."""
+    if (code := found(name)) is not None:
+        return code
+    if (file := _file(name)) is None:
+        return compile()
     code = compile()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
