@@ -2,7 +2,7 @@
 
 | where | rows | how |
 |---|---|---|
-| CPU | up to 256 | `cpu/quantised_rows.py`: codes are widened in registers |
+| CPU | up to 256, in 16 bits up to 512 | `cpu/quantised_rows.py`: codes are widened in registers |
 | CPU | more | the weights are dequantised to float32, then XLA's product |
 | NVIDIA, a scale for each output | any | XLA's product of codes, which it widens inside; then the scale |
 | NVIDIA, groups | up to 64 | `pallas_quantised.py`: codes are widened in registers |

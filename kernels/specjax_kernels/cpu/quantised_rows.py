@@ -21,7 +21,8 @@ from jaxtyping import Float32
 from specjax_kernels.cpu import object_code
 from specjax_kernels.cpu.runtime import Tools, callable_here, register
 
-MOST_ROWS = 256  # up to there dequantising the matrix for XLA's product takes longer on 2 cores
+# Largest number of rows, with and without scales: up to there dequantising for XLA's product takes longer on 2 cores.
+MOST_ROWS = {True: 256, False: 512}
 TOGETHER = {True: 8, False: 3}  # rows of x that share a weight: with 32 registers of 16 lanes, or 16 of 8
 LANES = 16  # numbers of a vector
 TILE = 512  # rows of codes in one tile, at most
@@ -56,7 +57,8 @@ class Layout(NamedTuple):
 
 def takes(rows: int, layout: Layout | None) -> bool:
     """Whether `multiply` can be called here. The first call loads the kernel or compiles it, which takes seconds."""
-    return layout is not None and 0 < rows <= MOST_ROWS and callable_here() and unmet(layout) is None
+    fits = layout is not None and 0 < rows <= MOST_ROWS[bool(layout.scale)]
+    return fits and callable_here() and unmet(layout) is None
 
 
 def unmet(layout: Layout) -> str | None:
