@@ -31,6 +31,7 @@ class Device(NamedTuple):
     flops: float  # multiplications and additions a second, of 16-bit numbers
     float32_flops: float
     note: str = "data sheet"
+    measured: bool = False  # the speeds are those that a program reaches
 
     def speed(self, dtype: str) -> float:
         return self.float32_flops if dtype == "float32" else self.flops
@@ -58,7 +59,7 @@ def this_device(dtype: str) -> Device:
     device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit") or system_memory()
     speed = _product_speed(dtype)
-    return Device(device.device_kind, limit, _copy_speed(), speed, speed, "measured: a copy of 256 MB, a product")
+    return Device(device.device_kind, limit, _copy_speed(), speed, speed, "measured: a copy of 256 MB, a product", True)
 
 
 def system_memory() -> int:

@@ -141,6 +141,7 @@ class Drafter(NamedTuple):
         explicit_width: whether the user set the width; then every batch drafts, however large.
         reads_tokens: whether it calls `Context.committed` or `Context.suffix`.
         runs_model: whether it runs a model of its own, which takes time in every step.
+        topk: nodes of a level that its model is run over.
         note: for the log.
     """
 
@@ -155,6 +156,7 @@ class Drafter(NamedTuple):
     explicit_width: bool = False
     reads_tokens: bool = False
     runs_model: bool = False
+    topk: int = 1
     note: str = ""
 
 

@@ -106,6 +106,7 @@ def growing_drafter(
         widths=confidence.widths(shape),
         explicit_width=explicit_width,
         runs_model=True,
+        topk=shape.topk,
         note=note + confidence.note,
     )
 
