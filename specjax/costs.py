@@ -177,7 +177,7 @@ def splits(heads: int, rows: int, table: int) -> int:
     return 1 << most.bit_length() - 1
 
 
-def distinct_experts(experts: Experts, rows: float) -> float:
+def distinct_experts(experts: Experts, rows: int) -> float:
     """The expected number of experts that are chosen by any of `rows` tokens, each choosing uniformly.
 
     Example: of 128 experts and 8 a token, 16 tokens choose 128 (1 - (120/128)^16) = 82.4.
@@ -355,7 +355,7 @@ def step_cost(
             key = f"{phase}, {op.kind}"
             parts[key] = parts.get(key, Cost()).plus(op_cost(op, on, batch, rows, context, table), count * times)
 
-    def small(phase: str, kernels: int, bytes: float = 0.0) -> None:
+    def small(phase: str, kernels: int, bytes: int = 0) -> None:
         add(phase, ((Op(SMALL, kernels, row_bytes=bytes), 1),), 1)
 
     drafted, path = tree != PLAIN, tree.depth + 1
