@@ -332,3 +332,23 @@ def test_devices():
         assert (on.name, on.bandwidth, on.flops) == (name, 0.9 * device.bandwidth, 0.7 * device.flops)
     measured = machine(DEVICES["L40S"]._replace(measured=True), "float32", "cpu")
     assert (measured.bandwidth, measured.flops) == (864e9, 91.6e12) and not measured.overlapped
+
+
+# The benchmark.
+
+
+def test_estimates_beside_a_record_of_the_device(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    from cost_model import compared, measured
+
+    step = {"kind": "step", "batch": 8, "context": 1024, "implementation": "pallas"}
+    rows = [
+        {"kind": "ceiling"},
+        step | {"tree": None, "milliseconds": 5.0},
+        step | {"tree": [7, 1, 8], "milliseconds": 9.0},
+    ]
+    record = {"parts": {"steps-8": {"rows": rows}}}
+    (tmp_path / "gpu-check-nvidia-h200-2026-11-23.json").write_text(json.dumps(record))
+    (tmp_path / "gpu-check-nvidia-l40s-2026-11-23.json").write_text(json.dumps(record))
+    found = [compared(EIGHT_B, H200, row) for row in measured("H200", tmp_path)]
+    assert [row["ratio"] for row in found] == pytest.approx([5.0 / 5.127, 9.0 / 7.154], rel=1e-3)
