@@ -203,7 +203,10 @@ def estimates(case: Case, plan: Plan) -> list[tuple[StepCost, StepCost | None]]:
         return []
     drafter, model = case.outline.drafter, Decoding.of(case.outline)
     on = machine(case.device, case.outline.target.config.dtype, case.platform)
-    shared = {"context": min(CONTEXT, plan.context_length), "table": plan.buckets.tables[0] * case.config.page_size}
+    shared: Any = {
+        "context": min(CONTEXT, plan.context_length),
+        "table": plan.buckets.tables[0] * case.config.page_size,
+    }
     found = []
     for speed in plan.speeds:
         tree = Tree(drafter.depth, drafter.topk, speed.nodes)
