@@ -46,6 +46,9 @@ GOAL_TREE: Tree = (7, 1, 8)
 GOALS = {"share": 0.85, "ratio": 1.35}
 """Issue 5: a plain step at batch 1, as a share of its ceiling; a (7,1,8) step, as a multiple of a plain one."""
 
+HEAD_WEIGHTS = Eagle3().weights("the head", "bfloat16", "gpu", otherwise="none")
+"""How the server stores them on a GPU."""
+
 NEVER = 10**9
 """Tokens that a row may still emit."""
 
@@ -148,14 +151,16 @@ class Bench:
         """Bytes that a step must read: weights once a forward, and the rows' keys and values once a forward."""
         tokens = self.batch * self.context
         steps = 0 if tree is None else self.drafter(tree).depth
-        weights = least_bytes(self.config, None if tree is None else self.head, steps)
+        head = None if tree is None else self.head
+        weights = least_bytes(self.config, head, steps, quantization=HEAD_WEIGHTS)
         return sum(weights.values()) + tokens * (kv_bytes(self.config) + steps * kv_bytes(self.head))
 
 
 def models(plan: Plan) -> tuple[ModelConfig, HeadConfig, Params]:
     config = model_of(plan)
     head = eagle3_head(config)
-    return config, head, Params(random_target(config, plan.seed), random_head(head, config, plan.seed + 1))
+    drafts = random_head(head, config, plan.seed + 1, quantization=HEAD_WEIGHTS)
+    return config, head, Params(random_target(config, plan.seed), drafts)
 
 
 def steps(report: Report, batch: int) -> None:

@@ -32,16 +32,15 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # before jax: what is compiled for is descr
 
 import jax
 import jax.numpy as jnp
-from llama_shapes import eagle3_head, least_bytes, llama_8b, nbytes
+from llama_shapes import eagle3_head, head_shapes, least_bytes, llama_8b, nbytes
 from ptx import WHEELS, Gpu, described_device, missing
 from records import finish, machine
 from thunks import counts, dump_options, read_dump
 
-from specjax import Params, PoolShape, StepInput, init_state, make_drafter, make_target
+from specjax import Eagle3, Params, PoolShape, StepInput, init_state, make_drafter, make_target
 from specjax.compiling import NVIDIA_OPTIONS
 from specjax.drafters.options import candidates, options_of
 from specjax.models import init_params
-from specjax.models.draft_head import init_head_params
 from specjax.step import StepConfig, check_phase, commit_phase, draft_phase, speculate_step, tree_widths
 
 SPEC = Path(__file__).parent / "gpu" / "h200.txtpb"
@@ -61,6 +60,11 @@ class Shapes(NamedTuple):
     context: int
     pool: PoolShape
     backend: str
+    draft_quantization: str | None = None  # of the head's weights; None: the default on a GPU
+
+    @property
+    def head_weights(self) -> str:
+        return Eagle3(quantization=self.draft_quantization).weights("the head", "bfloat16", "gpu", otherwise="none")
 
 
 class Program(NamedTuple):
@@ -81,12 +85,9 @@ def programs(
         tree = options_of(algorithm, steps=shapes.steps, topk=shapes.topk, nodes=shapes.draft_tokens)
         drafter = make_drafter(tree, target=target, head=head, backend=shapes.backend)
 
-    def init(key: jax.Array) -> Params:
-        weights = init_params(config, key)
-        return Params(weights, None if algorithm == "NONE" else init_head_params(head, target, key))
-
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    params = place(jax.eval_shape(init, key))
+    weights = jax.eval_shape(partial(init_params, config), jax.eval_shape(lambda: jax.random.key(0)))
+    drafts = None if algorithm == "NONE" else head_shapes(head, config, shapes.head_weights)
+    params = place(Params(weights, drafts))
     begin = partial(init_state, target=target, drafter=drafter, rows=shapes.batch, pool=shapes.pool)
     state = place(jax.eval_shape(begin, params))
     table = -(-shapes.context // shapes.page_size)
@@ -160,6 +161,9 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=4096, help="tokens that a row's page table covers")
     parser.add_argument("--pages", type=int, help="of the pool (default: four times what the batch's tables hold)")
     parser.add_argument("--backend", default="pallas", help="attention implementation (default: pallas)")
+    parser.add_argument(
+        "--draft-quantization", choices=("int8", "none"), help="of the head's weights (default: the server's)"
+    )
     parser.add_argument("--gpu-spec", type=Path, default=SPEC, help="a GpuTargetConfigProto as text")
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/gpu-compile-<date>.json")
     arguments = parser.parse_args()
@@ -174,11 +178,12 @@ def main() -> None:
         arguments.layers, arguments.steps, arguments.topk, arguments.draft_tokens, arguments.batch,
         arguments.page_size, arguments.context,
         PoolShape(arguments.pages or 4 * table * arguments.batch, arguments.page_size), arguments.backend,
+        arguments.draft_quantization,
     )  # fmt: skip
     wanted = machine("jaxlib", *WHEELS)
     wanted |= {"compiled_for": gpu.kind, "gpu_spec": spec.strip().splitlines()}
     model = llama_8b(shapes.layers)
-    floor: dict[str, Any] = dict(least_bytes(model, eagle3_head(model), shapes.steps))
+    floor: dict[str, Any] = dict(least_bytes(model, eagle3_head(model), shapes.steps, quantization=shapes.head_weights))
     if bandwidth := bandwidth_of(spec):
         floor["milliseconds_to_read_them"] = round(1e3 * sum(floor.values()) / bandwidth, 2)
     document = wanted | {

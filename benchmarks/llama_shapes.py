@@ -8,11 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from specjax_kernels import Quantised
 
-from specjax import ModelConfig, RopeConfig, make_target
+from specjax import ModelConfig, RopeConfig
 from specjax.config import HeadConfig
 from specjax.models import init_params
-from specjax.models.draft_head import init_head_params
+from specjax.models.head_spec import head_sizes, head_table
+from specjax.models.params import Leaf, input_letters, is_product, map_leaves, output_major
 
 ROPE = RopeConfig(theta=500000.0, scaling="llama3", factor=8.0)
 
@@ -39,8 +41,11 @@ def nbytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def least_bytes(target: ModelConfig, head: HeadConfig | None = None, steps: int = 0) -> dict[str, float]:
-    """Weights that a step must read, each once a forward: what bounds it however few kernels there are."""
+def least_bytes(
+    target: ModelConfig, head: HeadConfig | None = None, steps: int = 0, *, quantization: str = "none"
+) -> dict[str, float]:
+    """Weights that a step must read, each once a forward: what bounds it however few kernels there are. `quantization`:
+    of the head's, none or int8 (whose scales are not counted)."""
     m, v, size = target.hidden_size, target.vocab_size, jnp.dtype(target.dtype).itemsize
     mlp = 3 * target.intermediate_size
     attention = (target.num_heads + 2 * target.num_kv_heads) * target.head_dim
@@ -51,6 +56,7 @@ def least_bytes(target: ModelConfig, head: HeadConfig | None = None, steps: int 
     w = head.vocab_size
     layer = 2 * m * attention + output + m * mlp
     # levels 2 .. D and the observed tokens; D times the vocabulary
+    size = 1 if quantization == "int8" else size
     return found | {"head_bytes": size * (steps * (layer + m * w) + 3 * m * m)}
 
 
@@ -66,10 +72,24 @@ def random_target(config: ModelConfig, seed: int = 0) -> Any:
     return _fill(shapes, jax.random.key(seed))
 
 
-def random_head(head: HeadConfig, config: ModelConfig, seed: int = 1) -> Any:
-    """The same for a draft head of this target."""
-    shapes = jax.eval_shape(partial(init_head_params, head, make_target(config)), jax.random.key(0))
-    return _fill(shapes, jax.random.key(seed))
+def random_head(head: HeadConfig, config: ModelConfig, seed: int = 1, *, quantization: str = "none") -> Any:
+    """The same for a draft head of this target; `quantization` as `head_shapes`."""
+    return _fill(head_shapes(head, config, quantization), jax.random.key(seed))
+
+
+def head_shapes(head: HeadConfig, config: ModelConfig, quantization: str = "none") -> Any:
+    """The shapes of a head's parameters; `quantization`: none, or int8 as `specjax.checkpoint.load_head` makes them."""
+    sizes = head_sizes(head, config.vocab_size)
+
+    def shape(leaf: Leaf) -> Any:
+        if quantization == "none" or leaf.name == "embed" or not is_product(leaf):
+            return jax.ShapeDtypeStruct(leaf.shape(sizes), jnp.dtype(leaf.dtype or head.dtype))
+        depth = prod(sizes[letter] for letter in input_letters(leaf))
+        *out, _ = output_major(leaf).shape({**sizes, "@": depth})
+        arrays = jax.ShapeDtypeStruct((*out, depth), jnp.int8), jax.ShapeDtypeStruct((*out, 1), jnp.float32)
+        return Quantised(*arrays)
+
+    return map_leaves(head_table(head), shape)
 
 
 def normal(shape: Any, key: jax.Array, scale: float = 1.0) -> jax.Array:
@@ -84,7 +104,11 @@ def _normal(key: jax.Array, scale: jax.Array, shape: tuple[int, ...], dtype: Any
 
 def _fill(shapes: Any, key: jax.Array) -> Any:
     def leaf(path: Any, shape: Any, index: int) -> jax.Array:
-        name = path[-1].key
+        name = getattr(path[-1], "key", None)
+        if shape.dtype == jnp.int8:  # codes of 8 bits; a uniform one has the deviation 73
+            return jax.random.randint(jax.random.fold_in(key, index), shape.shape, -127, 128, jnp.int8)
+        if name is None:  # their scales, after the codes
+            return jnp.full(shape.shape, paths[index - 1][1].shape[-1] ** -0.5 / 73, shape.dtype)
         if jnp.issubdtype(shape.dtype, jnp.integer):  # the ids of a head's vocabulary
             return jnp.arange(shape.shape[0], dtype=shape.dtype)
         if len(shape.shape) == 1:

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import field, fields
 from types import NoneType
-from typing import Any, NamedTuple, TypeAlias, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args, get_origin, get_type_hints
 
 Number: TypeAlias = float | int
 
@@ -66,9 +66,9 @@ def check_value(value: Any, annotation: Any, limits: Range = ANY, choices: Seque
     """Checks a value, or each item of a tuple of strings. `annotation` is int, float (an int will do), str, bool,
     tuple, a Literal of strings, or a union of these and None. Raises TypeError if the value has another type, and
     ValueError if it is out of range. Both messages complete "must be": `an integer from 1 to 9`."""
-    kinds = get_args(annotation) or (annotation,)
-    if isinstance(kinds[0], str):  # a Literal
-        kinds, choices = (str,), kinds
+    kinds = (annotation,) if get_origin(annotation) is Literal else get_args(annotation) or (annotation,)
+    if literals := [kind for kind in kinds if get_origin(kind) is Literal]:
+        kinds, choices = tuple(str if kind in literals else kind for kind in kinds), get_args(literals[0])
     if value is None and NoneType in kinds:
         return
     words = f"one of {', '.join(choices)}" if choices else " or ".join(KINDS[k] for k in kinds if k is not NoneType)

@@ -100,10 +100,11 @@ def load(
         weights = checkpoint.load_params(files, config, quantization=quantization, progress=progress)
         tokenizer = reading.result()
     if given.head is not None and given.ids is not None:
-        head, draft_params = with_token_map(given.head, given.params, target, weights, given.ids)
+        head, draft_params = with_token_map(given.head, given.params, target, weights, given.ids, given.quantization)
         given = given._replace(head=head, params=draft_params)
     if drafter is None:
-        made = chosen.drafter(target, given.head, model=given.model, backend=backend)
+        shared: Any = {"model": given.model, "backend": backend, "quantization": given.quantization}
+        made = chosen.drafter(target, given.head, **shared)
         found = Speculation(made._replace(note=made.note + given.note), given.params)
     else:
         found = make_speculation(drafter, target)
@@ -143,14 +144,16 @@ class Chosen(NamedTuple):
 
     def drafter(
         self, target: Target, head: HeadConfig | MtpConfig | None, *, model: Target | None = None,
-        backend: str | None = None, platform: str | None = None,
+        backend: str | None = None, platform: str | None = None, quantization: str = "none",
     ) -> Drafter:  # fmt: skip
-        """The drafter, whose draft head or model `options.path` names is `head` or `model`."""
+        """The drafter, whose draft head or model `options.path` names is `head` or `model`. `quantization`: of its
+        weights, for the log."""
         shared: Any = {"backend": backend, "automatic": self.tree, "platform": platform}
         made = make_drafter(self.options, target=target, head=head, model=model, **shared)
-        if self.head is None:
-            return made
-        return made._replace(note=f"{made.note}; the head {self.head.name}, which comes with specjax")
+        note = "" if self.head is None else f"; the head {self.head.name}, which comes with specjax"
+        if quantization in ("int8", "fp8"):
+            note += f"; draft weights in {quantization}"
+        return made._replace(note=made.note + note)
 
 
 def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platform: str | None = None) -> Chosen:
@@ -204,10 +207,35 @@ def _no_path(options: DraftOptions) -> ValueError:
     return ValueError(f"draft='{options.algorithm}' needs {options.needs}: {type(options).__name__}.path")
 
 
+def head_quantization(
+    chosen: Chosen, files: ModelFiles, config: ModelConfig, quantization: str, platform: str | None = None
+) -> str:
+    """How the weights of a draft head or of MTP layers are quantised beside a target with this `quantization`, in the
+    words of `load_params`. `platform`: as `choose`. Raises ValueError as `ModelOptions.weights`."""
+    options, platform = cast(ModelOptions, chosen.options), platform or jax.default_backend()
+    if chosen.mtp is not None:
+        stored = checkpoint.mtp_method(files, config)
+        return options.weights(files.name, config.dtype, platform, otherwise=quantization, stored=stored)
+    # A draft's weights change no text: beside a target in few bits they take few, too.
+    beside = "int8" if quantization == "auto" and files.config.get("quantization_config") else "none"
+    return options.weights(str(options.path), config.dtype, platform, otherwise=beside)
+
+
+def model_quantization(
+    options: DraftOptions, files: ModelFiles, config: ModelConfig, platform: str | None = None
+) -> str:
+    """The same for a draft model, whose files and description are given."""
+    method = (files.config.get("quantization_config") or {}).get("quant_method")
+    return cast(ModelOptions, options).weights(
+        files.name, config.dtype, platform or jax.default_backend(), otherwise="auto", stored=method
+    )
+
+
 class _Draft(NamedTuple):
     """What an algorithm drafts with: a head, a model or nothing."""
 
     params: Any = None  # `Params.draft`
+    quantization: str = "none"  # of these
     head: HeadConfig | MtpConfig | None = None
     ids: np.ndarray | None = None  # [W], the tokens that the head may propose if a map reduces them
     model: Target | None = None
@@ -218,7 +246,7 @@ def _load_head(
     chosen: Chosen, files: ModelFiles, config: ModelConfig, tokenizer: Future[Any], quantization: str, progress: bool
 ) -> _Draft:
     options, head, ids, note = cast(ModelOptions, chosen.options), chosen.mtp, None, ""
-    owner = type(options).__name__
+    owner, quantization = type(options).__name__, head_quantization(chosen, files, config, quantization)
 
     def tokens() -> list[str]:
         known = tokenizer.result().convert_ids_to_tokens(list(range(config.vocab_size)))
@@ -233,8 +261,7 @@ def _load_head(
                 kind=options.kind,
                 revision=options.revision,
                 progress=progress,
-                # A draft's weights change no text: beside a target in few bits they take few, too.
-                quantization="int8" if quantization == "auto" and files.config.get("quantization_config") else "none",
+                quantization=quantization,
                 target_embedding=lambda: checkpoint.matrices(files)[EMBED_TENSOR].read(),
             )
     else:
@@ -243,7 +270,7 @@ def _load_head(
     if (token_map := getattr(options, "token_map", None)) is not None:
         with _naming(f"{owner}.token_map"):
             ids = checkpoint.read_token_map(str(token_map), vocab_size=config.vocab_size, tokens=tokens)
-    return _Draft(params, head, ids, note=note)
+    return _Draft(params, quantization, head, ids, note=note)
 
 
 @contextmanager
@@ -269,7 +296,8 @@ def _load_model(
         both = tokenizer.result(), checkpoint.load_tokenizer(files)
         sizes, intersection = (config.vocab_size, own.vocab_size), given.vocabulary == "intersection"
         found = checkpoint.match_vocabularies(*both, *sizes, intersection=intersection)
-        params = checkpoint.load_params(files, own, progress=progress)
+        quantization = model_quantization(options, files, own)
+        params = checkpoint.load_params(files, own, quantization=quantization, progress=progress)
     except CheckpointError as error:
         advice = ""
         if isinstance(error, checkpoint.VocabularyMismatch):
@@ -284,7 +312,8 @@ def _load_model(
     if found.reads is not None:
         note += f", whose tokenizer has {found.common} of the target's tokens"
     ids, reads = (None if each is None else jax.device_put(each) for each in (found.ids, found.reads))
-    return _Draft(StandaloneParams(params, ids, reads), model=make_target(own, backend=backend), note=note)
+    given_model = make_target(own, backend=backend)
+    return _Draft(StandaloneParams(params, ids, reads), quantization, model=given_model, note=note)
 
 
 def attention_implementation(name: str | None) -> str | None:

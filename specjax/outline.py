@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -11,11 +12,11 @@ import numpy as np
 
 from specjax import checkpoint
 from specjax.checkpoint import CheckpointError
-from specjax.config import HeadConfig, MtpConfig
+from specjax.config import HeadConfig, ModelConfig, MtpConfig
 from specjax.drafters import Auto, Drafter, DraftOptions, Params, StandaloneParams
 from specjax.drafters.factories import make_speculation
 from specjax.drafters.options import ModelOptions
-from specjax.load import choose, requested
+from specjax.load import choose, head_quantization, model_quantization, requested
 from specjax.models import family, make_target, table
 from specjax.models.blocks import key_value_spec
 from specjax.models.draft_head import with_vocabulary
@@ -33,6 +34,7 @@ class Outline:
     head: HeadConfig | MtpConfig | None  # of the draft head, if the drafter has one
     model: Target | None  # the draft model, if the drafter has one
     bits: Bits | None  # of the target's quantised weights
+    draft_bits: Bits | None  # of the draft's
     headers: bool  # whether there were tensors' headers, or config.json alone
 
     @property
@@ -64,30 +66,52 @@ def outline(
     chosen = choose(options, files, config, platform)
     target = make_target(config)
     weights = _shapes(table(config), dimensions(config), config.dtype)
-    on_cpu = (platform or jax.default_backend()) == "cpu"
-    bits = checkpoint.bits_per_weight(files.config, quantization, keeps_half=on_cpu and config.dtype == "float32")
+    bits = _bits(files.config, quantization, config, platform)
     if plugin is not None:
         made = make_speculation(plugin, target)
-        return Outline(target, Params(weights, made.params), made.drafter, None, None, bits, bool(files.weights))
-    head = chosen.mtp or _head(chosen.options, target, progress)
+        return Outline(target, Params(weights, made.params), made.drafter, None, None, bits, None, bool(files.weights))
+    head, kind, draft_bits = chosen.mtp or _head(chosen.options, target, progress), "none", None
+    if head is not None:
+        kind = head_quantization(chosen, files, config, quantization, platform)
+        stored = {} if chosen.mtp is None else dict(files.config)
+        if stored and checkpoint.mtp_method(files, config) is None:
+            stored.pop("quantization_config", None)
+        draft_bits = _bits(stored, kind, config, platform, own_embedding=chosen.mtp is None)
     drafts = _model(chosen.options, dtype, platform, progress)
-    drafter = chosen.drafter(target, head, model=drafts, platform=platform)
+    if drafts is not None:
+        drafts, kind, draft_bits = drafts
+    drafter = chosen.drafter(target, head, model=drafts, platform=platform, quantization=kind)
     params: Any = None if head is None else _shapes(*head_parameters(head, target), head.dtype)
     if drafts is not None:
         own = drafts.config
         params = StandaloneParams(_shapes(table(own), dimensions(own), own.dtype))
-    return Outline(target, Params(weights, params), drafter, head, drafts, bits, bool(files.weights))
+    return Outline(target, Params(weights, params), drafter, head, drafts, bits, draft_bits, bool(files.weights))
 
 
-def _model(options: DraftOptions, dtype: str, platform: str | None, progress: bool) -> Target | None:
-    """The model that drafts. The tokenizers are not compared."""
+def _bits(
+    hf_config: Mapping[str, Any], quantization: str, config: ModelConfig, platform: str | None,
+    own_embedding: bool = False,
+) -> Bits | None:  # fmt: skip
+    """`bits_per_weight`; an embedding that is only looked up is never quantised at load."""
+    on_cpu = (platform or jax.default_backend()) == "cpu"
+    bits = checkpoint.bits_per_weight(hf_config, quantization, keeps_half=on_cpu and config.dtype == "float32")
+    looked_up = quantization != "auto" and (own_embedding or not config.tied_embeddings)
+    return bits and bits._replace(embed=not looked_up)
+
+
+def _model(
+    options: DraftOptions, dtype: str, platform: str | None, progress: bool
+) -> tuple[Target, str, Bits | None] | None:
+    """The model that drafts, how its weights are quantised, and their bits. The tokenizers are not compared."""
     if options.needs is None or options.kind is not None:
         return None
     options = cast(ModelOptions, options)
     path = cast(str, options.path)
     try:
         files = checkpoint.resolve(path, revision=options.revision, progress=progress, outline=True)
-        return make_target(checkpoint.model_config(files.config, dtype=dtype, platform=platform))
+        config = checkpoint.model_config(files.config, dtype=dtype, platform=platform)
+        kind = model_quantization(options, files, config, platform)
+        return make_target(config), kind, _bits(files.config, kind, config, platform)
     except CheckpointError as error:
         raise CheckpointError(f"{type(options).__name__}.path {error}") from error
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from specjax.checkpoint.files import CheckpointError
 from specjax.checkpoint.load import fill, misfits, reduced
-from specjax.checkpoint.quantised import matrices
+from specjax.checkpoint.quantised import QuantisedEntry, matrices
 from specjax.checkpoint.values import given, require
 from specjax.checkpoint.weights import ModelFiles, same_content
 from specjax.config import ModelConfig, MtpConfig
@@ -29,6 +29,17 @@ def mtp_config(files: ModelFiles, config: ModelConfig) -> MtpConfig | None:
         architecture, count = files.config["architectures"][0], require(files.config, COUNT)
         return mtp_spec.published_mtp_config(architecture, config, count)
     return mtp_spec.mtp_config(matrices(files).keys(), config)
+
+
+def mtp_method(files: ModelFiles, config: ModelConfig) -> str | None:
+    """The `quant_method` by which a model's MTP layers are stored in few bits; None: their weights are float. Reads
+    headers only; where only config.json is there, they are taken to be stored as the model."""
+    method = given(files.config, "quantization_config", {}).get("quant_method")
+    if not files.weights or method is None:
+        return method
+    tensors = matrices(files)
+    names = mtp_tensors(tensors.keys(), config)
+    return method if any(isinstance(tensors[name], QuantisedEntry) for name in names) else None
 
 
 def load_mtp(

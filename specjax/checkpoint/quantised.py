@@ -91,8 +91,8 @@ def bits_per_weight(config: Mapping[str, Any], quantization: str = "auto", *, ke
     """
     section = given(config, "quantization_config", {})
     if quantization != "auto":
-        known = {"fp8": 8.0, "int8": 8.0, "int4": 5.0}
-        return Bits(known[quantization], True) if quantization in known else None
+        known = {"fp8": Bits(8.0, True, channel=4), "int8": Bits(8.0, True, channel=4), "int4": Bits(5.0, True)}
+        return known.get(quantization)
     method = section.get("quant_method")
     if method == "gguf":
         return Bits(float(given(section, "bits_per_weight", 5.0)), True)

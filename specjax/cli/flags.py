@@ -149,6 +149,9 @@ class SpeculativeSettings:
     )
     speculative_draft_vocabulary: str = _draft("vocabulary", choices=("same", "intersection"), parse=str.lower)
     speculative_draft_p_min: float | None = _draft("min_probability")
+    speculative_draft_quantization: str | None = _draft(
+        "quantization", choices=("int8", "fp8", "none"), parse=str.lower
+    )
     speculative_token_map: str | None = _draft("token_map", metavar="MAP", digits=True)
     speculative_ngram_min_match_window_size: int = _draft("min_match")
     speculative_ngram_max_match_window_size: int = _draft("max_match")
@@ -213,8 +216,10 @@ _OPTIONS = {
     each.metadata["setting"].sets or each.name: each.name
     for group in (EngineSettings, SpeculativeSettings)
     for each in fields(group)
-} | {name: name for name in ("dtype", "quantization")}
+}
 """The library's option to the setting that sets it."""
+_KEYWORDS = _OPTIONS | {name: name for name in ("dtype", "quantization")}
+"""The same of the keyword arguments of `Engine.from_pretrained`."""
 
 _NAMED = re.compile(
     r"\b(?:(?:[A-Z]\w*|draft)\.(?P<option>\w+)|(?P<keyword>draft|backend|dtype|quantization)='(?P<value>[^']+)')"
@@ -228,7 +233,7 @@ def in_flags(text: str, chosen: Settings = Settings()) -> str:
     """
 
     def named(match: re.Match[str]) -> str:
-        field = _OPTIONS.get(match["option"] or match["keyword"])
+        field = _OPTIONS.get(match["option"]) if match["option"] else _KEYWORDS.get(match["keyword"])
         if field is None:
             return match[0]
         place = place_of(chosen, field) if match.start() == 0 else f"--{dashed(field)}"
@@ -304,9 +309,9 @@ def draft_options(chosen: Settings) -> DraftOptions | str:
             given[option] = value
         elif overrides(chosen, "speculative_algorithm", each.name):
             overridden.append(dashed(each.name))
-        elif option == "path":
+        elif option in ("path", "quantization"):
             heads = " or ".join(key for key, other in DRAFTERS.items() if other.needs)
-            raise ValueError(f"draft.path {value} is no use to {name}: --speculative-algorithm {heads}")
+            raise ValueError(f"draft.{option} {value} is no use to {name}: --speculative-algorithm {heads}")
         else:
             unused.append(f"--{dashed(each.name)}")
     if unused:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 
 from specjax.limits import check, limited, range_of, shown
@@ -181,6 +181,9 @@ class ModelOptions(DraftOptions):
         nodes: nodes N of the tree, the root included; default: see `tree`.
         min_probability: minimum product (below 1) of the draft's probabilities along the path of a token; default: the
             measured value of a head that comes with specjax, else 0 (all drafts are proposed).
+        quantization: of the draft's own matrices: int8, fp8 (a scale for each output) or none; changes the speed, not
+            the text; default: int8 on a GPU where they would have 16 bits; else as in the checkpoint, int8 for a head
+            of a target in few bits, and as the target for MTP layers.
     """
 
     path: str | None = None
@@ -189,10 +192,36 @@ class ModelOptions(DraftOptions):
     topk: int | None = limited(None, *range_of(TreeShape, "topk")[:2])
     nodes: int | None = limited(None, *range_of(TreeShape, "nodes")[:2])
     min_probability: float | None = limited(None, 0, below=1)
+    quantization: Literal["int8", "fp8", "none"] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.tree()  # refuses what is wrong for every target; others have fewer steps
+
+    def weights(self, name: str, dtype: str, platform: str, *, otherwise: str, stored: str | None = None) -> str:
+        """How `specjax.checkpoint` should quantise the draft's weights, in the words of `load_params`.
+
+        Args:
+            name: of their checkpoint, for messages.
+            dtype: that they would have.
+            platform: that they are read on, "cpu" or "gpu". On a GPU a level of a draft costs what it reads.
+            otherwise: how they are quantised where neither `quantization` nor the platform says.
+            stored: the method by which the checkpoint holds them in few bits; None: it holds float weights.
+
+        Raises:
+            ValueError: weights that are stored in few bits are to be quantised in another way.
+        """
+        if self.quantization is None:
+            in_few_bits = stored is not None or otherwise not in ("auto", "none")
+            return otherwise if in_few_bits or platform == "cpu" or dtype == "float32" else "int8"
+        if stored is None or self.quantization == "none":
+            return self.quantization
+        if stored == self.quantization:
+            return "auto"
+        raise ValueError(
+            f"{type(self).__name__}.quantization {self.quantization} is for float weights, and those of {name} are "
+            f"quantised already ({stored}); without it they stay as they are, none dequantises them"
+        )
 
     @classmethod
     def automatic(cls, family: str = "llama") -> TreeShape:

@@ -180,13 +180,15 @@ def _reads(outline: Outline, devices: int) -> Reads:
     draft, level, once = (_nbytes(outline.params.draft),) * 2 + (0,)  # of a drafter of the user's: all, each level
     if head is not None:
         head_table, head_sizes = head_parameters(head, target)
-        draft = parameter_bytes(head_table, head_sizes, head.dtype, devices=devices)
-        level, once = (size(leaves, head_sizes, bits=None) for leaves in level_reads(head))
+        few_bits = outline.draft_bits
+        draft = parameter_bytes(head_table, head_sizes, head.dtype, devices=devices, bits=few_bits)
+        level, once = (size(leaves, head_sizes, bits=few_bits) for leaves in level_reads(head))
         level += 0 if head.own_head else size(leaf for leaf in read if "vocab" in leaf.axes)
     if (drafts := outline.model) is not None:
         own, own_sizes = table(drafts.config), dimensions(drafts.config)
-        draft = parameter_bytes(own, own_sizes, drafts.config.dtype, devices=devices)
-        level = once = size(read_leaves(own), own_sizes, drafts.config, None)
+        few_bits = outline.draft_bits
+        draft = parameter_bytes(own, own_sizes, drafts.config.dtype, devices=devices, bits=few_bits)
+        level = once = size(read_leaves(own), own_sizes, drafts.config, few_bits)
     return Reads(
         weights=parameter_bytes(declared, sizes, model.dtype, devices=devices, bits=outline.bits),
         draft_weights=draft,
@@ -264,14 +266,15 @@ def _undivided(outline: Outline, devices: int) -> dict[str, int]:
     if devices == 1:
         return found
     model, head = outline.target.config, outline.head
-    parts: list[tuple[str, Table, Sizes, Any]] = [("", table(model), dimensions(model), outline.target.pages)]
+    parts: list[tuple[str, Table, Sizes, Any, Bits | None]]
+    parts = [("", table(model), dimensions(model), outline.target.pages, outline.bits)]
     if head is not None:
-        parts.append(("draft ", *head_parameters(head, outline.target), outline.draft_pages))
-    for name, declared, sizes, specs in parts:
+        parts.append(("draft ", *head_parameters(head, outline.target), outline.draft_pages, outline.draft_bits))
+    for name, declared, sizes, specs, bits in parts:
         for leaf in leaves_of(declared):
             if shards(leaf.axes, leaf.shape(sizes), devices) == 1:
                 key = name + leaf.name
-                found[key] = found.get(key, 0) + leaf_bytes(leaf, sizes, model.dtype, bits=outline.bits)
+                found[key] = found.get(key, 0) + leaf_bytes(leaf, sizes, model.dtype, bits=bits)
         if (whole := _page_bytes(specs)) == _page_bytes(specs, devices):
             found[f"{name}pages of a token"] = whole
     return found

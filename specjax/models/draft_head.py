@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 import specjax_kernels as kernels
@@ -157,17 +158,21 @@ def output_columns(
 
 
 def with_token_map(
-    config: AnyHead, params: Weights, target: Target, target_params: Weights, ids: np.ndarray
-) -> tuple[AnyHead, Weights]:
+    config: AnyHead, params: Weights, target: Target, target_params: Weights, ids: np.ndarray,
+    quantization: str = "none",
+) -> tuple[AnyHead, Weights]:  # fmt: skip
     """FR-Spec: the head proposes the tokens `ids` only, so that its largest matrix has W columns instead of V.
 
     `ids` int32 [W] are distinct token ids of the target. The columns are copied once; gathering them in each call would
-    read and write them all. Source: thunlp/FR-Spec.
+    read and write them all. `quantization`: of columns of the target's, int8 or fp8; others leave them float. Source:
+    thunlp/FR-Spec.
     """
     if config.own_head:
         columns, cap = head_columns(params["head"], jnp.asarray(ids)), config.logit_softcap
     else:
         columns = output_columns(target, target_params, jnp.asarray(ids)).astype(config.dtype)
+        if quantization in ("int8", "fp8"):
+            columns = jax.device_put(kernels.quantise(np.asarray(columns).T, quantization))
         cap = target.config.logit_softcap
     mapped = replace(with_vocabulary(config, len(ids)), logit_softcap=cap)
     return mapped, {**params, "head": columns, "ids": jnp.asarray(ids, jnp.int32)}

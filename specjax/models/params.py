@@ -261,6 +261,8 @@ class Bits(NamedTuple):
 
     weight: float  # bits of one, its share of scales included
     ends: bool  # whether embedding and output matrix are quantised, too
+    embed: bool = True  # False: of these the embedding is not
+    channel: int = 0  # bytes of the scales of each output
 
 
 def parameter_bytes(table: Table, sizes: Sizes, dtype: str, *, devices: int = 1, bits: Bits | None = None) -> int:
@@ -270,8 +272,9 @@ def parameter_bytes(table: Table, sizes: Sizes, dtype: str, *, devices: int = 1,
 
 def leaf_bytes(leaf: Leaf, sizes: Sizes, dtype: str, devices: int = 1, bits: Bits | None = None) -> int:
     shape, each = leaf.shape(sizes), np.dtype(leaf.dtype or dtype).itemsize
-    if bits and is_product(leaf) and (bits.ends or "vocab" not in leaf.axes):
-        return int(prod(shape) * bits.weight / 8) // shards(leaf.axes, shape, devices)
+    if bits and is_product(leaf) and (bits.ends or "vocab" not in leaf.axes) and (bits.embed or leaf.name != "embed"):
+        outputs = prod(shape) // prod(sizes[letter] for letter in input_letters(leaf))
+        return (int(prod(shape) * bits.weight / 8) + outputs * bits.channel) // shards(leaf.axes, shape, devices)
     return prod(shape) * each // shards(leaf.axes, shape, devices)
 
 

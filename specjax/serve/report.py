@@ -7,6 +7,9 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import jax
+from specjax_kernels import Quantised
+
 from specjax.cli.flags import in_flags
 from specjax.engine import Engine
 from specjax.engine.buckets import drafting_summary
@@ -63,6 +66,13 @@ class Report:
         self._last, self._idle = now, not engine.unfinished
 
 
+def stored_in(params: Any) -> str:
+    """How matrices are quantised: int8, fp8, int4, several of these, or none."""
+    names = {"int8": "int8", "float8_e4m3fn": "fp8", "uint8": "int4"}
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+    return ", ".join(sorted({names[str(x.codes.dtype)] for x in leaves if isinstance(x, Quantised)})) or "none"
+
+
 def describe(engine: Engine, model: str) -> dict[str, Any]:
     """The answer of `/get_model_info`."""
     config, counters = engine.target.config, engine.counters
@@ -77,6 +87,7 @@ def describe(engine: Engine, model: str) -> dict[str, Any]:
         "page_size": engine.pool.page_size,
         "speculative_algorithm": engine.drafter.name,
         "speculative_num_draft_tokens": engine.drafter.width,
+        "speculative_draft_quantization": stored_in(engine.params.draft),
         "verify_steps": counters.verifications,
         **drafting_summary(engine.drafter, engine.buckets, counters.verifications, counters.drafted_steps, in_flags),
         "device": engine.device_name,
