@@ -98,17 +98,24 @@ def widest(text: str) -> int:
     return max(len(line) for line in text.splitlines() if not line.startswith("model "))
 
 
-def test_llama_8b_with_an_eagle3_head_on_an_h200(configs, said):
+@pytest.mark.parametrize(
+    ("kind", "size", "beside", "break_even"), [("none", 2, 0, 1.355), ("int8", 1, 4, 1.178), (None, 1, 4, 1.178)]
+)
+def test_llama_8b_with_an_eagle3_head_on_an_h200(configs, said, kind, size, beside, break_even):
+    """A draft weight takes `size` bytes, an output of a matrix `beside`; int8 is the default on a GPU."""
     tree = "--speculative-num-steps", 7, "--speculative-eagle-topk", 1
+    tree += ("--speculative-draft-quantization", kind) if kind else ()
     found = said("--model", configs / "8b", "--assume-device", "h200", *head_flags(configs), *tree)
     document, memory = found.document, found.document["memory"]
     assert found.status == 0 and document["fits"] and document["dtype"] == "bfloat16" and not document["headers"]
     assert memory["weights"] == 2 * 8_030_261_248
     assert document["reads"]["forward"] == memory["weights"] - 2 * 128256 * 4096, "an embedding is read by rows"
-    layer = 2 * 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336 + 4 * 4096 + 4096
-    level = 2 * (layer + 32000 * 4096)
-    assert document["reads"]["level"] == level - 2 * 4096, "norms of the embedding, the feature, the MLP and the end"
-    assert document["reads"]["once"] == 2 * 3 * 4096 * 4096
+    layer = 2 * 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
+    outputs = (4096 + 2 * 1024) + 4096 + 2 * 14336 + 4096 + 32000
+    norms = 2 * 4 * 4096  # of the embedding, the feature, the MLP and the end
+    assert document["reads"]["level"] == size * (layer + 32000 * 4096) + beside * outputs + norms
+    assert document["reads"]["once"] == size * 3 * 4096 * 4096 + beside * 4096
+    assert ("draft weights in int8" in " ".join(found.text.split())) == (size == 1)
     limit = 0.75 * 141e9
     assert memory["limit"] == limit
     room = int(limit * 0.85) - memory["weights"] - memory["draft_weights"]
@@ -121,7 +128,7 @@ def test_llama_8b_with_an_eagle3_head_on_an_h200(configs, said):
     draft = 7 * (document["reads"]["level"] + context * draft_token) + document["reads"]["once"]
     assert one["draft"] == pytest.approx(draft / 4.8e12)
     assert one["verify"] == one["plain"], "eight tokens cost what one costs"
-    assert one["break_even"] == pytest.approx(1 + one["draft"] / one["plain"]) == pytest.approx(1.355, abs=2e-3)
+    assert one["break_even"] == pytest.approx(1 + one["draft"] / one["plain"]) == pytest.approx(break_even, abs=2e-3)
     many = document["speeds"][-1]
     assert (many["batch"], many["nodes"]) == (48, 8)
     assert many["verify"] == pytest.approx(2 * document["reads"]["products"] * 48 * 8 / 989e12)

@@ -1,0 +1,187 @@
+"""`--speculative-draft-quantization`: a draft's matrices in 8 bits change no text; the platform decides the default."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from engine_helpers import VOCABULARY, check_idle, tokenizer
+from specjax_kernels import Quantised, dequantise
+from tiny_checkpoints import save_llama, save_mtp
+from tiny_heads import save_head
+
+import specjax.load
+from specjax.checkpoint import CheckpointError
+from specjax.cli import flags
+from specjax.devices import DEVICES
+from specjax.drafters import Auto, DraftOptions, Eagle, Eagle3, Mtp, NoDraft, Standalone
+from specjax.engine import Engine, EngineConfig, SamplingParams
+from specjax.engine.plan import Case, make_plan
+from specjax.outline import outline
+from specjax.serve import command
+from specjax.serve.report import describe
+from specjax.settings import Parser, SettingsError, add_flags, read
+
+FLAG = "--speculative-draft-quantization"
+SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": VOCABULARY, "eos_token_id": 2}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A target, one with an MTP layer, and a draft of each kind."""
+    root = tmp_path_factory.mktemp("drafts")
+    save_llama(root / "model", **SIZES, num_hidden_layers=3, initializer_range=0.3)
+    save_llama(root / "small", **SIZES, num_hidden_layers=1, initializer_range=0.3)
+    changes = {"max_position_embeddings": 256, "head_dim": 8, "tie_word_embeddings": False}
+    save_mtp(root / "mtp", "MiMoForCausalLM", "mimo", count=1, **SIZES, **changes, initializer_range=0.3)
+    for name in ("model", "small", "mtp"):
+        tokenizer().save_pretrained(root / name)
+    config = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+    save_head(root / "eagle3", "eagle3", config=config, target_vocab_size=VOCABULARY)
+    save_head(root / "eagle", "eagle", target_vocab_size=VOCABULARY)
+    return root
+
+
+@functools.cache
+def engine(model: str, draft: DraftOptions) -> Engine:
+    return Engine.from_pretrained(model, draft=draft, config=CONFIG, progress=False)
+
+
+CONFIG = EngineConfig(max_running_requests=2, page_size=4, max_total_tokens=128, context_length=64)
+CHAIN: dict[str, Any] = {"steps": 2, "topk": 1, "nodes": 3}
+DRAFTS = {"EAGLE": (Eagle, "model", "eagle"), "EAGLE3": (Eagle3, "model", "eagle3"), "MTP": (Mtp, "mtp", None)}
+DRAFTS["STANDALONE"] = (Standalone, "model", "small")
+
+
+def nbytes(tree: Any) -> int:
+    return sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, "int8") for name in DRAFTS), *(pytest.param(name, "fp8", marks=pytest.mark.slow) for name in DRAFTS)],
+)
+def test_no_text_changes(saved, name, kind):
+    """Greedy and sampled; the draft's matrices are there in 8 bits only, and a dry run counts them."""
+    options, model, path = DRAFTS[name]
+    path = None if path is None else str(saved / path)
+    draft = options(path=path, **CHAIN, quantization=kind)
+    plain, drafting = (engine(str(saved / model), each) for each in (NoDraft(), draft))
+    wanted = [SamplingParams(max_new_tokens=16), SamplingParams(max_new_tokens=16, temperature=1.0, seed=4)]
+    prompts = ["the hell", "12 and 12"]
+    texts = [
+        [each.generate(*pair).output_ids for pair in zip(prompts, wanted, strict=True)] for each in (plain, drafting)
+    ]
+    assert texts[0] == texts[1] and drafting.counters.drafted_steps > 0
+    check_idle(drafting)
+
+    leaves = jax.tree.leaves(drafting.params.draft, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+    matrices = [leaf for leaf in leaves if isinstance(leaf, Quantised)]
+    assert {str(leaf.codes.dtype) for leaf in matrices} == {{"int8": "int8", "fp8": "float8_e4m3fn"}[kind]}
+    assert {leaf.scale.shape[-1] for leaf in matrices} == {1}, "a scale for each output"
+    others = [leaf.shape for leaf in leaves if not isinstance(leaf, Quantised) and len(leaf.shape) > 1]
+    assert others == ([(VOCABULARY, 16)] if name == "STANDALONE" else []), "an embedding that is looked up"
+    jax.tree.map(np.testing.assert_array_equal, plain.params.target, drafting.params.target)
+    described = outline(str(saved / model), draft=draft)
+    plan = make_plan(Case(described, CONFIG, DEVICES["RTX4090"], "cpu"))
+    assert plan.draft_weights == nbytes(drafting.params.draft)
+    assert f"draft weights in {kind}" in drafting.drafter.note and f"weights in {kind}" in described.drafter.note
+    found = [describe(each, "m")["speculative_draft_quantization"] for each in (plain, drafting)]
+    assert found == ["none", kind]
+
+
+def test_columns_of_the_target_are_quantised_for_a_token_map(saved, tmp_path):
+    ids = np.arange(40, 10, -1)
+    np.save(tmp_path / "map.npy", ids)
+    draft = Eagle(str(saved / "eagle"), token_map=str(tmp_path / "map.npy"), quantization="int8")
+    found = specjax.load.load(str(saved / "model"), draft=draft, progress=False)
+    head, columns = found.params.draft["head"], np.asarray(found.params.target["head"])[:, ids].T
+    assert isinstance(head, Quantised) and head.shape == columns.shape
+    np.testing.assert_array_less(np.abs(np.asarray(dequantise(head)) - columns), 0.51 * np.asarray(head.scale))
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype", "platform", "otherwise", "stored", "expected"),
+    [
+        (None, "bfloat16", "gpu", "none", None, "int8"),
+        (None, "float16", "gpu", "auto", None, "int8"),
+        (None, "float32", "gpu", "none", None, "none"),
+        (None, "float32", "cpu", "auto", None, "auto"),
+        (None, "bfloat16", "cpu", "none", None, "none"),
+        (None, "float32", "cpu", "int8", None, "int8"),
+        (None, "bfloat16", "gpu", "int4", None, "int4"),
+        (None, "bfloat16", "gpu", "auto", "awq", "auto"),
+        (None, "bfloat16", "gpu", "none", "awq", "none"),
+        ("none", "bfloat16", "gpu", "int8", None, "none"),
+        ("none", "bfloat16", "gpu", "auto", "awq", "none"),
+        ("fp8", "float32", "cpu", "none", None, "fp8"),
+        ("int8", "float32", "cpu", "int4", None, "int8"),
+        ("fp8", "bfloat16", "gpu", "auto", "fp8", "auto"),
+        ("int8", "bfloat16", "gpu", "auto", "fp8", None),
+        ("fp8", "float32", "cpu", "auto", "gguf", None),
+    ],
+)
+def test_what_is_chosen(given, dtype, platform, otherwise, stored, expected):
+    def chosen() -> str:
+        return Standalone("p", quantization=given).weights("m", dtype, platform, otherwise=otherwise, stored=stored)
+
+    if expected is not None:
+        assert chosen() == expected
+        return
+    message = f"Standalone.quantization {given} is for float weights, and those of m are quantised already ({stored});"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)} without it they stay .*, none dequantises them$"):
+        chosen()
+
+
+def drafting(*argv: object) -> DraftOptions | str:
+    parser = Parser()
+    add_flags(parser, flags.Settings())
+    return flags.draft_options(read(parser.parse_args([str(arg) for arg in argv]), flags.Settings()))
+
+
+def test_the_flag_and_the_key_of_a_file(tmp_path):
+    head = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "h")
+    assert drafting(*head, FLAG, "FP8") == Eagle3("h", quantization="fp8")
+    assert drafting(FLAG, "none") == Auto(quantization="none")
+    file = tmp_path / "my.toml"
+    file.write_text("[speculative]\nspeculative-draft-quantization = 'int8'\n")
+    assert drafting(*head, "--config", file) == Eagle3("h", quantization="int8")
+    for name in ("NGRAM", "NONE", "my:factory"):
+        message = f"^{FLAG} int8 is no use to {name}: --speculative-algorithm EAGLE or"
+        with pytest.raises(ValueError, match=message), flags.named_as_flags(flags.Settings()):
+            drafting("--speculative-algorithm", name, FLAG, "int8")
+    with pytest.raises(SettingsError, match=f"^{FLAG} must be one of int8, fp8, none, got 'int4'$"):
+        drafting(FLAG, "int4")
+    assert flags.in_flags("Mtp.quantization int8, quantization='int8'") == f"{FLAG} int8, --quantization int8"
+
+
+def test_weights_that_are_quantised_already_are_refused_before_any_are_read(saved, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(specjax.load.checkpoint, "load_params", lambda *_, **__: pytest.fail("weights were read"))
+    for name in ("small", "mtp"):
+        (folder := tmp_path / name).mkdir()
+        for file in (saved / name).glob("*.json*"):
+            (folder / file.name).write_bytes(file.read_bytes())
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"quantization_config": FP8, "num_nextn_predict_layers": 1}
+        (folder / "config.json").write_text(json.dumps(config))
+    standalone = ("--speculative-algorithm", "STANDALONE", "--speculative-draft-model", str(tmp_path / "small"))
+    for argv in (
+        ("--model", str(saved / "model"), *standalone),
+        ("--model", str(tmp_path / "mtp"), "--speculative-algorithm", "MTP"),
+    ):
+        assert command.main([*argv, FLAG, "int8", "--dry-run"]) == 2
+        assert f"{FLAG} int8 is for float weights, and those of " in capsys.readouterr().err
+        assert command.main([*argv, "--dry-run", "--assume-device", "h200"]) in (0, 1), "they stay as they are"
+        capsys.readouterr()
+    chosen = Standalone(str(tmp_path / "small"), quantization="int8")
+    (tmp_path / "small" / "model.safetensors").write_bytes((saved / "small" / "model.safetensors").read_bytes())
+    with pytest.raises((CheckpointError, ValueError), match=r"Standalone.quantization int8 is for float weights"):
+        specjax.load.load(str(saved / "model"), draft=chosen, progress=False)
