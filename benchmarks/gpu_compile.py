@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from llama_shapes import eagle3_head, head_shapes, least_bytes, llama_8b, nbytes
 from ptx import WHEELS, Gpu, described_device, missing
 from records import finish, machine
-from thunks import counts, dump_options, read_dump
+from thunks import counts, dump_options, read_dump, weights_read
 
 from specjax import Eagle3, Params, PoolShape, StepInput, init_state, make_drafter, make_target
 from specjax.compiling import NVIDIA_OPTIONS
@@ -121,6 +121,7 @@ def compiled(program: Program, options: dict[str, str]) -> dict[str, Any]:
     assert dump is not None, "the compiler wrote no thunk sequence"
     memory = executable.memory_analysis()
     record: dict[str, Any] = {"options": options} | counts(*dump)
+    record["weights_read"] = weights_read(executable.as_text())
     record |= {
         "argument_bytes": memory.argument_size_in_bytes,
         "alias_bytes": memory.alias_size_in_bytes,

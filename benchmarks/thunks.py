@@ -9,6 +9,7 @@ Kernels are counted as thunks: a matrix product through cuBLAS is one, even wher
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -32,6 +33,37 @@ def read_dump(folder: str) -> tuple[list[Thunk], Places] | None:
     sequence = read(".thunk_sequence_after_thunk_passes.txt")
     metadata, hlo = read(".thunk_metadata.txt"), read("gpu_after_optimizations.txt")
     return None if sequence is None else (read_thunks(sequence), Places(metadata or "", hlo or ""))
+
+
+def weights_read(hlo: str) -> dict[str, int]:
+    """Bytes of the parameters called `params` that kernels of an optimised program read, by name: a parameter's size
+    for each kernel that has it as an operand. A gather, such as an embedding's, reads less than is counted."""
+    sizes: dict[str, int] = {}
+    origin: dict[str, str] = {}  # an instruction to the parameter that it is another view of
+    read: Counter[str] = Counter()
+    for name, dtype, shape, kind, operands in re.findall(
+        r"^  (?:ROOT )?(%[\w.-]+) = (?:\(.*?\)|(\w+)\[([\d,]*)\]\S*) ([\w-]+)\(([^)]*)\)", _entry(hlo), re.MULTILINE
+    ):
+        if kind == "parameter" and name.startswith("%params"):
+            bits = re.sub(r"\D*(\d+).*", r"\1", dtype)
+            sizes[name] = math.prod(map(int, filter(None, shape.split(",")))) * int(bits) // 8
+            origin[name] = name
+            continue
+        found = {origin[operand] for operand in re.findall(r"%[\w.-]+", operands) if operand in origin}
+        if kind == "bitcast":
+            for parameter in found:
+                origin[name] = parameter
+        elif found and kind not in ("fusion", "custom-call"):
+            raise ValueError(f"{name} hands {sorted(found)} to a {kind}, whose kernels are not followed")
+        else:
+            read.update({parameter: sizes[parameter] for parameter in found})
+    return dict(read)
+
+
+def _entry(hlo: str) -> str:
+    """The computation that a program begins with."""
+    start = hlo.index("\nENTRY ")
+    return hlo[start : hlo.index("\n}", start)]
 
 
 def counts(thunks: list[Thunk], places: Places) -> dict[str, Any]:

@@ -93,6 +93,7 @@ def test_kernels_use_what_the_gpu_has(device: str, spec) -> None:
 # Whole steps of Llama-3.1-8B's shape
 
 TREES = {"plain": ("NONE", (2, 1, 3)), "chain": ("EAGLE3", (7, 1, 8)), "tree": ("EAGLE3", (5, 8, 32))}
+TREES["float chain"] = TREES["chain"]
 """Name: algorithm, and its (steps, top-k, draft tokens)."""
 
 FORWARD, COMMIT = 12, 2
@@ -108,7 +109,8 @@ def step(device: str, shape: str, batch: int, layers: int, backend: str | None =
     from specjax import PoolShape
 
     algorithm, tree = TREES[shape]
-    shapes = Shapes(layers, *tree, batch, PAGE_SIZE, 8192, PoolShape(PAGES, PAGE_SIZE), backend)
+    pool, kind = PoolShape(PAGES, PAGE_SIZE), "none" if shape.startswith("float") else None
+    shapes = Shapes(layers, *tree, batch, PAGE_SIZE, 8192, pool, backend, kind)
     chosen = programs(shapes, gpu(device).place, algorithm=algorithm, several_widths=False)
     return compiled(chosen["step"], dict(NVIDIA_OPTIONS))
 
@@ -124,7 +126,7 @@ def check(record: dict) -> None:
 
 @pytest.mark.parametrize("layers", [MORE, pytest.param(ALL, marks=slow)])
 @pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize("shape", TREES)
+@pytest.mark.parametrize("shape", ["plain", "chain", "tree"])
 def test_a_step_is_one_graph_that_updates_the_pool_where_it_lies(shape: str, batch: int, layers: int) -> None:
     more, few = step("h200", shape, batch, layers), step("h200", shape, batch, FEW)
     check(more)
@@ -132,6 +134,27 @@ def test_a_step_is_one_graph_that_updates_the_pool_where_it_lies(shape: str, bat
     print(f"{shape}, batch {batch}: {a_layer} kernels a layer, {more['kernels_every_call']} in all, "
           f"{more['copies_every_call']} copies, {more['temp_bytes'] / 1e6:.1f} MB of temporaries")  # fmt: skip
     assert round(a_layer) <= FORWARD + COMMIT
+
+
+def weight_bytes(record: dict, layers: int = ALL) -> int:
+    """What a step of so many layers reads of weights, of which `record` has `FEW`. An embedding is read by rows."""
+    read = {name: size for name, size in record["weights_read"].items() if "__embed__" not in name}
+    each = [sum(size for name, size in read.items() if f"layers_{i}__" in name) for i in range(FEW)]
+    assert len(set(each)) == 1 and each[0] > 0
+    return sum(read.values()) + (layers - FEW) * each[0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "least", "most"), [("chain", 1.17, 1.19), pytest.param("float chain", 1.35, 1.37, marks=slow)]
+)
+def test_bytes_of_a_chain_beside_those_of_a_plain_step(shape: str, least: float, most: float) -> None:
+    """At batch 1, of the 32 layers of Llama-3.1-8B: draft weights in int8, the default, against bfloat16. No matrix
+    is dequantised to memory, where the smallest would take 33.6 MB."""
+    chain, plain = step("h200", shape, 1, FEW), step("h200", "plain", 1, FEW)
+    assert weight_bytes(plain) == pytest.approx(15.01e9, rel=1e-3)
+    print(f"{shape}: {weight_bytes(chain) / weight_bytes(plain):.4f} of a plain step's {weight_bytes(plain)} bytes")
+    assert least < weight_bytes(chain) / weight_bytes(plain) < most
+    assert chain["temp_bytes"] < 2 * 4096 * 4096
 
 
 def test_the_default_is_the_same_program(monkeypatch) -> None:

@@ -94,6 +94,31 @@ def no_array_of_the_weights(hlo: str, leaf: Quantised) -> bool:
     return True
 
 
+@pytest.mark.parametrize("rows", [1, 8, 64, *(pytest.param(rows, marks=slow) for rows in (2, 4, 16, 32))])
+def test_matrices_of_an_eagle3_head_are_never_dequantised_to_memory(rows: int) -> None:
+    """Of Llama-3.1-8B, in int8 as a GPU's draft has them."""
+    from llama_shapes import eagle3_head, head_shapes, llama_8b
+    from ptx import described_device
+
+    config = llama_8b(4)
+    params = head_shapes(eagle3_head(config), config, "int8")
+    leaves = {name: leaf for name, leaf in params.items() if isinstance(leaf, Quantised)}
+    assert set(leaves) == {"fc", "qkv", "output", "gate_up", "down", "head"}
+    inputs = {name: jax.ShapeDtypeStruct((1, rows, leaf.depth), "bfloat16") for name, leaf in leaves.items()}
+    arguments = gpu("h200").place((inputs, leaves))
+
+    def products(inputs, leaves):
+        return {name: linear(inputs[name], leaf) for name, leaf in leaves.items()}
+
+    with described_device(arguments):
+        lowered = jax.jit(products).trace(*arguments).lower()
+    compiled = lowered.compile()
+    written = compiled.memory_analysis().temp_size_in_bytes
+    print(f"{rows} rows: {written} bytes written")
+    assert written < min(2 * math.prod(leaf.shape) for leaf in leaves.values()), "the smallest matrix in bfloat16"
+    assert all(no_array_of_the_weights(compiled.as_text(), leaf) for leaf in leaves.values())
+
+
 def test_an_array_of_the_weights_would_be_found() -> None:
     """Many rows pay for dequantising: there it is."""
     leaf = leaf_of("Q4_1")
