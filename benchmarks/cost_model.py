@@ -36,9 +36,16 @@ BY_RANK = (0.78, 0.07, 0.03, 0.02, 0.01)
 def decoding(layers: int, draft_bits: Bits | None) -> Decoding:
     config = llama_8b(layers)
     outline = Outline(
-        make_target(config), Params(None, None), none_drafter(), eagle3_head(config), None, None, headers=False
+        make_target(config),
+        Params(None, None),
+        none_drafter(),
+        eagle3_head(config),
+        None,
+        None,
+        draft_bits,
+        headers=False,
     )
-    return Decoding.of(outline, draft_bits=draft_bits)
+    return Decoding.of(outline)
 
 
 def name(tree: Tree) -> str:

@@ -276,11 +276,9 @@ class Decoding:
     draft_written: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, outline: Outline, *, draft_bits: Bits | None = None) -> Decoding:
-        """`draft_bits`: of the draft head's or model's quantised weights; None: its dtype's.
-
-        A drafter of the user's is taken to read all its parameters in every level."""
-        target, head, drafts = outline.target, outline.head, outline.model
+    def of(cls, outline: Outline) -> Decoding:
+        """A drafter of the user's is taken to read all its parameters in every level."""
+        target, head, drafts, draft_bits = outline.target, outline.head, outline.model, outline.draft_bits
         forward, output = _model_ops(target.config, target.pages, outline.bits)
         found = cls(forward, output, _written(target.pages))
         if head is not None:

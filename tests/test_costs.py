@@ -57,7 +57,13 @@ INT8 = Bits(8, ends=True)
 
 
 def described(config: ModelConfig, head: HeadConfig | None = None, **given: Any) -> Outline:
-    none: dict[str, Any] = {"model": None, "bits": None, "headers": False, "params": Params(None, None)}
+    none: dict[str, Any] = {
+        "model": None,
+        "bits": None,
+        "draft_bits": None,
+        "headers": False,
+        "params": Params(None, None),
+    }
     return Outline(make_target(config), drafter=none_drafter(), head=head, **none | given)
 
 
@@ -120,7 +126,7 @@ def test_counts_of_a_plain_step():
 
 def test_a_chain_with_an_int8_head():
     """The step's time by the kernels' range: 700 tokens/s need the fast end of it."""
-    few = Decoding.of(described(LLAMA, HEAD), draft_bits=INT8)
+    few = Decoding.of(described(LLAMA, HEAD, draft_bits=INT8))
     saved = step_cost(EIGHT_B, H200, tree=CHAIN).seconds - step_cost(few, H200, tree=CHAIN).seconds
     assert saved == pytest.approx(0.7e-3, rel=0.15)
     side_by_side = step_cost(EIGHT_B, H200).seconds - step_cost(EIGHT_B, H200, concurrent=True).seconds

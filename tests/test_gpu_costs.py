@@ -44,7 +44,7 @@ def test_bytes_of_a_program_are_within_5_percent(algorithm: str, tree: Tree, bat
 
     config = llama_8b(LAYERS)
     head = None if tree == PLAIN else eagle3_head(config)
-    described = Outline(make_target(config), Params(None, None), none_drafter(), head, None, None, headers=False)
+    described = Outline(make_target(config), Params(None, None), none_drafter(), head, None, None, None, headers=False)
     cost = step_cost(
         Decoding.of(described), machine(DEVICES["H200"], "bfloat16", "gpu"), batch=batch, tree=tree, context=0,
         table=TABLE,
