@@ -27,13 +27,27 @@ IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDI
 
 NVIDIA_OPTIONS = MappingProxyType({"xla_gpu_enable_command_buffer": f"{IN_GRAPHS},WHILE"})
 
+WITHOUT_LOOPS = NVIDIA_OPTIONS | {"xla_gpu_enable_command_buffer": IN_GRAPHS.removesuffix(",CONDITIONAL")}
+"""The options where a driver fails on loops and branches in graphs; see `specjax.engine.probe`."""
+
+
+_loops = True
+
+
+def loops_in_graphs(wanted: bool) -> None:
+    """Sets whether the programs that this process compiles from now on have their loops and branches in CUDA graphs.
+    Without them a step is several graphs, between which the host decides."""
+    global _loops
+    _loops = wanted
+
 
 def compiler_options() -> dict[str, str] | None:
     """For ``jax.jit(..., compiler_options=)`` of a step on JAX's default device; None where it is no NVIDIA GPU."""
     if not on_nvidia():
         return None
+    options = NVIDIA_OPTIONS if _loops else WITHOUT_LOOPS
     given = re.findall(r"--(xla_\w+)", os.environ.get("XLA_FLAGS", ""))
-    return {name: value for name, value in NVIDIA_OPTIONS.items() if name not in given and _known(name, value)} or None
+    return {name: value for name, value in options.items() if name not in given and _known(name, value)} or None
 
 
 @functools.cache

@@ -17,9 +17,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-XLA_SHARE_VARIABLE, XLA_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75
-"""The share of a GPU's memory that jax takes: an environment variable, and its default in jax."""
+SHARE_VARIABLES, XLA_SHARE = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"), 0.75
+"""The share of a GPU's memory that jax takes: environment variables, of which one may be set, and jax's default."""
 
+REST = 0.1
+"""The share of a GPU's memory for what is neither weights nor pool, such as a program's temporaries."""
+
+LEAST_OUTSIDE, SHARE_OUTSIDE = 750 * 10**6, 0.03
+"""What is left outside of what jax takes, at least: bytes (CUDA's context, libraries and graphs), and a share."""
+
+ROOM = 0.93
+"""The share of what jax has taken that weights and pool may have at most."""
 
 GB = 10**9
 
@@ -49,17 +57,43 @@ DEVICES: dict[str, Device] = {
 }
 
 
-def xla_share() -> float:
-    """The share of a GPU's memory that jax would take in this environment."""
-    return float(os.environ.get(XLA_SHARE_VARIABLE, XLA_SHARE))
+def given_share() -> float | None:
+    """The share of a GPU's memory that jax takes, where the environment says it."""
+    return next((float(os.environ[name]) for name in SHARE_VARIABLES if os.environ.get(name)), None)
+
+
+def share_of(mem_fraction: float, memory: int) -> float:
+    """The share of a GPU of `memory` bytes that jax should take for weights and pool to have `mem_fraction` of it."""
+    return min(mem_fraction + REST, 1 - max(SHARE_OUTSIDE, LEAST_OUTSIDE / memory))
+
+
+class Memory(NamedTuple):
+    """Of one device, in bytes."""
+
+    total: int  # that the device has
+    limit: int  # that jax has taken of it
+    used: int
+
+    def budget(self, mem_fraction: float) -> int:
+        """What weights and pool may have: this share of the device, and no more than `ROOM` of what jax has taken."""
+        return int(min(self.total * mem_fraction, self.limit * ROOM))
+
+
+def this_memory() -> Memory | None:
+    """That of this process's device; None: it has none of its own, as a CPU."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return None
+    limit = stats["bytes_limit"]
+    return Memory(int(limit / (given_share() or XLA_SHARE)), limit, stats.get("bytes_in_use", 0))
 
 
 def this_device(dtype: str) -> Device:
     """This process's device. Its speeds are measured in a second, by a copy and by a product of `dtype`."""
-    device = jax.local_devices()[0]
-    limit = (device.memory_stats() or {}).get("bytes_limit") or system_memory()
+    device, memory = jax.local_devices()[0], this_memory()
+    total = system_memory() if memory is None else memory.total
     speed = _product_speed(dtype)
-    return Device(device.device_kind, limit, _copy_speed(), speed, speed, "measured: a copy of 256 MB, a product", True)
+    return Device(device.device_kind, total, _copy_speed(), speed, speed, "measured: a copy of 256 MB, a product", True)
 
 
 def system_memory() -> int:

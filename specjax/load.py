@@ -20,12 +20,13 @@ from specjax_kernels.cpu import repacking
 from specjax import checkpoint
 from specjax.checkpoint import CheckpointError, ModelFiles, ShippedHead
 from specjax.config import HeadConfig, ModelConfig, MtpConfig
+from specjax.devices import this_memory
 from specjax.drafters import Auto, Drafter, DraftOptions, NoDraft, Params, StandaloneParams, TreeShape
 from specjax.drafters.factories import DrafterFactory, Speculation, load_drafter, make_drafter, make_speculation
 from specjax.drafters.options import Eagle, ModelOptions, Mtp, Standalone, options_of
-from specjax.models import make_target
+from specjax.models import make_target, table
 from specjax.models.draft_head import with_token_map
-from specjax.models.params import EMBED_TENSOR
+from specjax.models.params import EMBED_TENSOR, dimensions, parameter_bytes
 from specjax.models.target import Target
 from specjax.verify import Verifier
 
@@ -59,6 +60,7 @@ def load(
     chat_template: str | None = None,
     sampling_defaults: str = "model",
     backend: str | None = None,
+    mem_fraction: float = 1.0,
     progress: bool = True,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> LoadedModel:
@@ -75,6 +77,7 @@ def load(
     config = checkpoint.model_config(files.config, dtype=dtype, context_length=context_length)
     quantization = checkpoint.effective_quantization(files.name, files.config, config, quantization)
     # Before the weights, which may take minutes.
+    _check_room(files, config, quantization, mem_fraction)
     checkpoint.stop_token_ids(files, vocab_size=config.vocab_size)
     sampled = checkpoint.sampling_defaults(files) if sampling_defaults == "model" else {}
     chosen = choose(options, files, config)
@@ -111,6 +114,28 @@ def load(
     made = found.drafter
     eos = checkpoint.stop_token_ids(files, tokenizer, config.vocab_size)
     return LoadedModel(target, Params(weights, found.params), tokenizer, made, verify or found.verify, eos, sampled)
+
+
+def _check_room(files: ModelFiles, config: ModelConfig, quantization: str, mem_fraction: float) -> None:
+    """Raises ValueError if the target's weights alone are more than a GPU has for them."""
+    if (memory := this_memory()) is None:
+        return
+    declared, sizes = table(config), dimensions(config)
+
+    def needed(quantization: str) -> int:
+        bits = checkpoint.bits_per_weight(files.config, quantization)
+        return parameter_bytes(declared, sizes, config.dtype, bits=bits)
+
+    room, weights = memory.budget(mem_fraction) - memory.used, needed(quantization)
+    if weights > room:
+        smaller = [name for name in ("int8", "int4") if quantization == "auto" and needed(name) <= room]
+        advice = "".join(f"quantization {name} takes {needed(name) / 1e9:.2f} GB; " for name in smaller)
+        raise ValueError(
+            f"{files.name} has {weights / 1e9:.2f} GB of weights in {config.dtype}, and there are {room / 1e9:.2f} GB: "
+            f"EngineConfig.mem_fraction {mem_fraction:g} of the device's {memory.total / 1e9:.2f} GB, of which jax has "
+            f"{memory.limit / 1e9:.2f} and {memory.used / 1e9:.2f} are in use; {advice}a dry run of "
+            "specjax.serve says what else fits"
+        )
 
 
 def requested(

@@ -188,10 +188,11 @@ def test_what_a_token_takes_in_the_drafts_cache(kind, page_size):
 
 
 def test_the_pool_leaves_room_for_trees_that_were_asked_for(monkeypatch):
-    """A GPU of which half may be used: weights, then the pool; large trees' logits come out of the pool's share."""
+    """A GPU of 200 MB, of which jax has taken three quarters and half may be used: weights, then the pool; large trees'
+    logits come out of the pool's share."""
     target, params = toy().target, Params(toy().params)
     model = target.config
-    device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 200_000_000, "bytes_in_use": 20_000_000})
+    device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 150_000_000, "bytes_in_use": 20_000_000})
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     config = EngineConfig(max_running_requests=64, page_size=16, mem_fraction=0.5)
 
@@ -206,16 +207,16 @@ def test_the_pool_leaves_room_for_trees_that_were_asked_for(monkeypatch):
     wide = target._replace(config=replace(model, vocab_size=1000))
     large = automatic._replace(explicit_width=True, width=512)
     with pytest.raises(
-        ValueError, match=r"no memory is left .* 0\.02 of 0\.20 GB .*EngineConfig.mem_fraction 0\.5 .*\(64\).*\(512\)"
+        ValueError, match=r"no memory is left .* 0\.02 of 0\.20 GB .*EngineConfig.mem_fraction 0\.5; .*\(64\).*\(512\)"
     ):
         pool_tokens(wide, config, 1 << 30, "gpu", large, params)
     # A size that is given must leave room for the same trees.
     given = replace(config, max_total_tokens=100_000_000 // a_token)
     assert pool_tokens(target, given, 1 << 30, "gpu", automatic, params) == given.max_total_tokens
     with pytest.raises(
-        ValueError, match=r"^EngineConfig.max_total_tokens \d+ takes 0\.10 GB .* 0\.32 GB, but 0\.18 GB are free"
+        ValueError, match=r"^EngineConfig.max_total_tokens \d+ takes 0\.10 GB .* 0\.32 GB, but 0\.13 GB are free"
     ):
         pool_tokens(wide, given, 1 << 30, "gpu", large, params)
     too_many = replace(config, max_total_tokens=200_000_000 // a_token)
-    with pytest.raises(ValueError, match=r"takes 0\.20 GB .*trees 0\.00 GB, but 0\.18 GB are free; give fewer tokens"):
+    with pytest.raises(ValueError, match=r"takes 0\.20 GB .*trees 0\.00 GB, but 0\.13 GB are free; give fewer tokens"):
         pool_tokens(target, too_many, 1 << 30, "gpu", automatic, params)

@@ -210,7 +210,7 @@ LAYERS = [  # a module may import those of its own row and of the rows below
     {"models"},
     {"cache"},
     {"settings"},
-    {"types", "config", "limits", "compiling", "progress", "devices"},
+    {"types", "config", "limits", "compiling", "progress", "devices", "gpu"},
 ]
 
 

@@ -16,11 +16,13 @@ from typing import Any, get_args
 
 from specjax_kernels import IMPLEMENTATIONS
 
+from specjax import compiling, gpu
 from specjax.checkpoint import BUILT_IN_MODEL
 from specjax.checkpoint.hf_config import DTYPES, QUANTIZATIONS
 from specjax.drafters import DRAFTERS, Auto, DraftOptions, Eagle, Ngram, NoDraft, Standalone
 from specjax.drafters.options import ModelOptions, algorithm, algorithms
 from specjax.engine import Engine, EngineConfig
+from specjax.engine.probe import graphs_run
 from specjax.limits import range_of
 from specjax.load import AUTO_ATTENTION, SamplingDefaults
 from specjax.settings import dashed, overrides, place_of, setting
@@ -97,7 +99,13 @@ class EngineSettings:
     chunked_prefill_size: int | None = _engine(
         "chunked_prefill_size", "prompt tokens a forward; default and most: 512 on a CPU, 2048 on a GPU"
     )
-    mem_fraction_static: float = _engine("mem_fraction", "share of GPU memory to use", names=("--mem-fraction",))
+    mem_fraction_static: float = _engine(
+        "mem_fraction",
+        "share of the GPU's memory for weights and KV pool; JAX takes a tenth more for the rest, where the environment "
+        "does not set what it takes",
+        names=("--mem-fraction",),
+    )
+    base_gpu_id: int = setting(0, "the GPU to use, of those that CUDA shows; others are left alone", minimum=0)
     attention_backend: str = setting(
         AUTO_ATTENTION,
         f"tree attention: {AUTO_ATTENTION} (pallas on an NVIDIA GPU, else xla), {', '.join(IMPLEMENTATIONS)}; a named "
@@ -261,6 +269,27 @@ def named_as_flags(chosen: Settings) -> Iterator[None]:
     finally:
         for each in loggers:
             each.removeFilter(rename)
+
+
+def claim_gpu(chosen: Settings, *, probe: bool = True) -> None:
+    """Prepares JAX, before its backend starts, for the GPU that the settings name; without one, nothing happens.
+
+    Args:
+        probe: try once on this card whether loops run in CUDA graphs, in another process, and leave them out if not.
+
+    Raises:
+        GpuError: there is no such GPU, or JAX cannot use it.
+    """
+    engine = chosen.engine
+    try:
+        card = gpu.claim(engine.mem_fraction_static, engine.base_gpu_id)
+    except gpu.GpuError as error:
+        raise gpu.GpuError(
+            f"{place_of(chosen, 'base_gpu_id')}: {error}" if engine.base_gpu_id else str(error)
+        ) from None
+    if card is not None:
+        logger.info("GPU %d: %s", engine.base_gpu_id, card)
+        compiling.loops_in_graphs(not probe or graphs_run(card))
 
 
 def make_engine(chosen: Settings, *, progress: bool = True, **config: bool) -> Engine:

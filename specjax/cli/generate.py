@@ -292,6 +292,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--output {args.output} cannot be written")
         if args.show_trees and isinstance(sys.stdout, io.TextIOWrapper):  # which may not know the trees' lines
             sys.stdout.reconfigure(errors="backslashreplace")
+        flags.claim_gpu(chosen)
         engine = flags.make_engine(chosen, progress=progress, trace=args.show_trees, time_phases=args.time_phases)
         if progress:
             note = speculation_note(engine.drafter, engine.buckets)

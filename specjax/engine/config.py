@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax
-
 from specjax.cache import PoolShape, bytes_per_token
+from specjax.devices import Memory, this_memory
 from specjax.drafters.base import Drafter, Params
 from specjax.engine.buckets import BLOCK_TOKENS, Buckets
 from specjax.limits import check, limited
@@ -33,7 +32,7 @@ class EngineConfig:
     max_total_tokens: int | None = limited(None, 1)  # of the pool; None: fits the device
     context_length: int | None = limited(None, 1)  # None: the model's
     chunked_prefill_size: int | None = limited(None, 1)  # None: 512 on a CPU, 2048 on a GPU
-    mem_fraction: float = limited(0.85, above=0, maximum=1)  # of a GPU's memory, for weights and pool
+    mem_fraction: float = limited(0.85, above=0, maximum=1)  # of a GPU's memory, for weights and KV pool
     overlap: bool = True  # dispatch a step before the last one is read
     trace: bool = False  # keep each step's tree, in `Completion.trees`
     time_phases: bool = False  # measure drafting, verifying and committing; slower, since each is waited for
@@ -56,13 +55,6 @@ def check_config(config: object) -> None:
         raise TypeError(f"config must be an EngineConfig, got {type(config).__name__}{hint}")
 
 
-class Memory(NamedTuple):
-    """Of one device, in bytes."""
-
-    limit: int  # that this process can have
-    used: int
-
-
 def context_length(target: Target, config: EngineConfig) -> int:
     """Tokens that a request may have. Raises ValueError if the model has fewer positions."""
     length, most = config.context_length or target.config.max_positions, target.config.max_positions
@@ -75,10 +67,9 @@ def pool_tokens(
     target: Target, config: EngineConfig, context_length: int, platform: str, drafter: Drafter, params: Params
 ) -> int:
     """`fitting_tokens` for this process's device, on which the weights lie."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    if platform == "cpu" or "bytes_limit" not in stats:
+    memory = None if platform == "cpu" else this_memory()
+    if memory is None:
         return fitting_tokens(target, config, context_length, drafter)
-    memory = Memory(stats["bytes_limit"], stats.get("bytes_in_use", 0))
     each = bytes_per_token(lambda pool: init_state(params, target, drafter, rows=1, pool=pool), config.page_size)
     return fitting_tokens(target, config, context_length, drafter, memory, each)
 
@@ -105,7 +96,7 @@ def fitting_tokens(
     # Temporaries of trees beyond what `mem_fraction` leaves room for; `BLOCK_TOKENS` limits automatic widths.
     nodes = max(config.largest_batch * drafter.width - BLOCK_TOKENS["gpu"], 0) if drafter.explicit_width else 0
     trees = logits_bytes(nodes, target.config.vocab_size)
-    limit, used = memory
+    total, limit, used = memory
     batch = f"max_batch ({config.largest_batch})" if config.largest_batch < rows else f"max_running_requests ({rows})"
     fewer = f"EngineConfig.{batch} or draft.nodes ({drafter.width})"
     if given is not None:
@@ -115,12 +106,12 @@ def fitting_tokens(
                 f"{trees / 1e9:.2f} GB, but {(limit - used) / 1e9:.2f} GB are free; give fewer tokens, {fewer}"
             )
         return given
-    free = int(limit * config.mem_fraction) - used - trees
+    free = memory.budget(config.mem_fraction) - used - trees
     if free < each * config.page_size:
         raise ValueError(
-            f"no memory is left for the KV pool: {used / 1e9:.2f} of {limit / 1e9:.2f} GB are taken, and "
-            f"EngineConfig.mem_fraction {config.mem_fraction:g} of it is for weights and pool; give a higher fraction, "
-            f"or fewer {fewer}"
+            f"no memory is left for the KV pool: {used / 1e9:.2f} of {total / 1e9:.2f} GB are taken, and "
+            f"{memory.budget(config.mem_fraction) / 1e9:.2f} GB are for weights and pool (EngineConfig.mem_fraction "
+            f"{config.mem_fraction:g}; jax has {limit / 1e9:.2f} GB); give a higher fraction, or fewer {fewer}"
         )
     return min(wanted, free // each)
 

@@ -156,7 +156,7 @@ class Engine:
             model, draft=draft, dtype=dtype, quantization=quantization, drafter=drafter, verify=verify,
             context_length=config.context_length,
             revision=revision, tokenizer_path=tokenizer_path, chat_template=chat_template,
-            sampling_defaults=sampling_defaults, backend=backend, progress=progress,
+            sampling_defaults=sampling_defaults, backend=backend, mem_fraction=config.mem_fraction, progress=progress,
             meanwhile=partial(program_store.read_ahead, start),
         )  # fmt: skip
         return cls(**loaded._asdict(), config=config)

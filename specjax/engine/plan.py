@@ -17,9 +17,9 @@ import numpy as np
 
 from specjax.cache import PageSpec, PoolShape, bytes_per_token
 from specjax.config import ModelConfig
-from specjax.devices import Device
+from specjax.devices import Device, Memory, share_of
 from specjax.engine.buckets import Buckets
-from specjax.engine.config import EngineConfig, Layout, Memory, context_length, fitting_tokens, logits_bytes
+from specjax.engine.config import EngineConfig, Layout, context_length, fitting_tokens, logits_bytes
 from specjax.models import table
 from specjax.models.params import (
     Bits,
@@ -47,13 +47,14 @@ class Case(NamedTuple):
     device: Device
     platform: str  # "cpu" or "gpu"
     devices: int = 1  # over which weights and pages are split
-    share: float = 1.0  # of a device's memory, that jax takes
+    share: float | None = None  # of a GPU's memory that jax takes; None: as the commands set it
 
     @property
     def limit(self) -> int:
         """Bytes of a device that weights, pool and everything else share."""
-        own = self.config.mem_fraction if self.platform == "cpu" else 1
-        return int(self.device.memory * self.share * own)
+        if self.platform == "cpu":
+            return int(self.device.memory * self.config.mem_fraction)
+        return int(self.device.memory * (self.share or share_of(self.config.mem_fraction, self.device.memory)))
 
 
 class Speed(NamedTuple):
@@ -120,7 +121,7 @@ def make_plan(case: Case) -> Plan:
     weights, draft_weights = reads.weights, reads.draft_weights
 
     problems: list[str] = []
-    memory = None if case.platform == "cpu" else Memory(case.limit, weights + draft_weights)
+    memory = None if case.platform == "cpu" else Memory(case.device.memory, case.limit, weights + draft_weights)
     try:
         tokens = fitting_tokens(target, config, context, drafter, memory, pages + draft_pages)
         pool, buckets = Layout.of(config, context, tokens, case.platform, drafter)

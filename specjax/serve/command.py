@@ -51,6 +51,7 @@ def load(settings: flags.Settings) -> Engine:
     started = time.perf_counter()
     if timed := settings.server.log_level == "debug":
         logger.debug("Steps run in three parts, each waited for, to be measured: slower than with --log-level info")
+    flags.claim_gpu(settings)
     engine = flags.make_engine(settings, time_phases=timed)
     seconds, dtype = time.perf_counter() - started, engine.target.config.dtype
     tokens = engine.intake.pool_tokens

@@ -19,7 +19,7 @@ import jax
 from specjax.checkpoint import CheckpointError
 from specjax.cli import flags
 from specjax.costs import PLAIN, Decoding, StepCost, Tree, machine, step_cost
-from specjax.devices import DEVICES, XLA_SHARE_VARIABLE, this_device, xla_share
+from specjax.devices import DEVICES, SHARE_VARIABLES, Memory, given_share, this_device
 from specjax.drafters import NoDraft
 from specjax.engine.buckets import speculation_note
 from specjax.engine.plan import CONTEXT, Case, Plan, make_plan
@@ -67,7 +67,7 @@ def dry_run(settings: flags.Settings, device: str | None, devices: int) -> int:
     try:
         arguments = flags.engine_arguments(settings)
         with flags.named_as_flags(settings):
-            case, outlines = _case(arguments, device, devices)
+            case, outlines = _case(settings, arguments, device, devices)
             plan = make_plan(case)
             found = remedies(case, outlines) if plan.problems else []
     except (CheckpointError, ValueError, NotImplementedError, OSError) as error:
@@ -79,7 +79,12 @@ def dry_run(settings: flags.Settings, device: str | None, devices: int) -> int:
     return DOES_NOT_FIT if plan.problems else FITS
 
 
-def _case(arguments: dict[str, Any], device: str | None, devices: int) -> tuple[Case, Outlines]:
+def _case(
+    settings: flags.Settings, arguments: dict[str, Any], device: str | None, devices: int
+) -> tuple[Case, Outlines]:
+    share = given_share()
+    if device is None:
+        flags.claim_gpu(settings, probe=False)
     platform = "gpu" if device or jax.default_backend() != "cpu" else "cpu"
     model, revision = arguments["model"], arguments["revision"]
 
@@ -91,7 +96,7 @@ def _case(arguments: dict[str, Any], device: str | None, devices: int) -> tuple[
 
     asked = outlines(None, True)
     bounds = DEVICES[device] if device else this_device(asked.target.config.dtype)
-    return Case(asked, arguments["config"], bounds, platform, devices, xla_share() if device else 1.0), outlines
+    return Case(asked, arguments["config"], bounds, platform, devices, share), outlines
 
 
 # Text, of at most 80 columns.
@@ -151,9 +156,13 @@ def _memory(case: Case, plan: Plan) -> Iterator[str]:
     if case.platform == "cpu":
         text = f"{fraction:.0%} of the machine's {_gb(case.device.memory)} GB (--mem-fraction-static)"
     else:
-        text = f"{fraction:.0%} of it (--mem-fraction-static) is for weights and pool: {_gb(fraction * case.limit)} GB"
-        if case.share < 1:
-            text = f"jax takes {case.share:.0%} of the device ({XLA_SHARE_VARIABLE}), {_gb(case.limit)} GB; " + text
+        memory = Memory(case.device.memory, case.limit, 0)
+        share = "" if case.share is None else f" ({' or '.join(SHARE_VARIABLES)} in the environment)"
+        text = (
+            f"{fraction:.0%} of the device (--mem-fraction-static) is for weights and pool: "
+            f"{_gb(memory.budget(fraction))} GB; jax takes {case.limit / case.device.memory:.0%}{share}, "
+            f"{_gb(case.limit)} GB"
+        )
     yield from _fact("limit", text)
 
 

@@ -9,13 +9,13 @@ from dataclasses import replace
 from itertools import chain, islice
 from typing import NamedTuple
 
-from specjax.devices import DEVICES, XLA_SHARE_VARIABLE
+from specjax.devices import DEVICES, SHARE_VARIABLES
 from specjax.engine.buckets import BATCHES
 from specjax.engine.plan import Case, Plan, make_plan
 from specjax.outline import Outline
 
 LEAST_POOL = 1024  # tokens; a smaller pool may fit and is of little use
-HIGH_FRACTION = 0.95  # of a GPU's memory for jax, and of that for weights and pool
+HIGH_FRACTION = 0.9  # of a GPU's memory, for weights and pool
 MOST_DEVICES = 64
 MOST_PAIRS = 3
 
@@ -87,8 +87,8 @@ def _switches(case: Case, outlines: Outlines) -> Iterator[tuple[str, Case]]:
     if config.mem_fraction < HIGH_FRACTION:
         changed = replace(config, mem_fraction=HIGH_FRACTION)
         yield f"--mem-fraction-static {HIGH_FRACTION}", case._replace(config=changed)
-    if case.share < HIGH_FRACTION:
-        yield f"{XLA_SHARE_VARIABLE}={HIGH_FRACTION} in the environment", case._replace(share=HIGH_FRACTION)
+    if case.share is not None:
+        yield f"unset {' and '.join(SHARE_VARIABLES)}", case._replace(share=None)
 
 
 def _more_devices(case: Case) -> Iterator[tuple[str, Case]]:

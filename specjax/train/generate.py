@@ -33,6 +33,7 @@ from specjax.cache import bytes_per_token, init_cache
 from specjax.checkpoint.files import sha256, try_lock, write_text
 from specjax.cli import flags, run_command
 from specjax.cli.generate import BadLine, Line, parse_object, prompt_field, run
+from specjax.devices import this_memory
 from specjax.engine import Completion, Engine, SamplingParams
 from specjax.engine.buckets import speculation_note
 from specjax.engine.config import STEP_COPIES
@@ -133,9 +134,8 @@ def batch_for(chosen: flags.Settings, tokens: int, lines: int, *, progress: bool
 
 def free_bytes(mem_fraction: float) -> int:
     """Bytes of the device that a run may take."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    if jax.default_backend() != "cpu" and "bytes_limit" in stats:
-        return int(stats["bytes_limit"] * mem_fraction) - stats.get("bytes_in_use", 0)
+    if (memory := this_memory()) is not None:
+        return memory.budget(mem_fraction) - memory.used
     return psutil.virtual_memory().available // 2  # other programs share the machine
 
 
@@ -208,6 +208,7 @@ def generate(args: argparse.Namespace, chosen: flags.Settings) -> dict[str, Any]
     if args.input == "-":
         raise ValueError("--input must be a file: a run that is resumed reads it again")
     lines = list(corpus.read(corpus.Source(args.input, "jsonl")))
+    flags.claim_gpu(chosen)
     for name in ("count", "max_new_tokens", "max_prompt_tokens"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")

@@ -1,0 +1,294 @@
+"""What a command does about an NVIDIA GPU before JAX starts: with a machine's `nvidia-smi` played by a script."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+from tiny_checkpoints import save_llama
+
+from specjax import compiling, devices, gpu
+from specjax.cli import flags
+from specjax.devices import GB, SHARE_VARIABLES, Memory, share_of, this_memory
+from specjax.engine import probe
+from specjax.gpu import Card, GpuError, cards, claim
+from specjax.load import load
+from specjax.settings import Parser, add_flags, parse
+
+H200 = "GPU-aaaa, NVIDIA H200, 580.95.05, 9.0, 143771, 143000"
+T4 = "GPU-bbbb, Tesla T4, 570.86.10, 7.5, 15360, 15000"
+CARD = Card(0, "GPU-aaaa", "NVIDIA H200", "580.95.05", "9.0", 143771 << 20, 143000 << 20)
+
+
+@pytest.fixture(autouse=True)
+def settings(monkeypatch):
+    """The process's settings, as a user's are who has set nothing; put back afterwards."""
+    for name in (*SHARE_VARIABLES, "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    before = jax.config.values["jax_cuda_visible_devices"], jax.config.values["jax_platforms"]
+    jax.config.update("jax_platforms", "")
+    yield
+    for name, value in zip(("jax_cuda_visible_devices", "jax_platforms"), before, strict=True):
+        jax.config.update(name, value)
+    compiling.loops_in_graphs(True)
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A machine with these GPUs, and JAX with this plugin."""
+
+    def build(*lines: str, plugin: str | None = "jax_cuda12_plugin", status: int = 0) -> None:
+        script = tmp_path / "nvidia-smi"
+        text = "\n".join(f"{index}, {line}" for index, line in enumerate(lines))
+        script.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\nexit {status}\n")
+        script.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        find = importlib.util.find_spec
+
+        def found(name: str, *rest: Any) -> Any:
+            return (SimpleNamespace() if name == plugin else None) if name in gpu.LEAST else find(name, *rest)
+
+        monkeypatch.setattr(importlib.util, "find_spec", found)
+
+    return build
+
+
+def visible() -> str:
+    return str(jax.config.values["jax_cuda_visible_devices"])
+
+
+def test_without_a_gpu_nothing_is_set(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert claim(0.85) is None and visible() == "all"
+    assert not any(name in os.environ for name in SHARE_VARIABLES)
+    with pytest.raises(GpuError, match="GPU 1 was asked for; CUDA shows none"):
+        claim(0.85, gpu=1)
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (None, ["NVIDIA H200", "Tesla T4"]),
+        ("1,0", ["Tesla T4", "NVIDIA H200"]),
+        ("GPU-bb", ["Tesla T4"]),
+        ("0,7,1", ["NVIDIA H200"]),  # CUDA stops at the first that it does not know
+        ("", []),
+        ("-1", []),
+    ],
+)
+def test_cards_are_those_that_cuda_shows(machine, monkeypatch, shown, expected):
+    machine(H200, T4)
+    if shown is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    assert [card.name for card in cards()] == expected
+    if shown is None:
+        assert cards()[0] == CARD
+
+
+def test_a_line_that_is_not_understood_is_told_of(machine, caplog):
+    machine("GPU-cccc, NVIDIA Odd, [N/A], [N/A], [N/A], [N/A]", H200)
+    with caplog.at_level(logging.WARNING):
+        assert [card.name for card in cards()] == ["NVIDIA H200"]
+    assert "NVIDIA Odd" in caplog.text
+    machine(H200, status=9)
+    with caplog.at_level(logging.WARNING):
+        assert cards() == []
+    assert "nvidia-smi says nothing" in caplog.text
+
+
+def test_one_gpu_is_taken_and_the_others_are_left_alone(machine):
+    machine(T4, H200)
+    card = claim(0.85, gpu=1)
+    assert card is not None and card.name == "NVIDIA H200" and visible() == "1"
+    assert float(os.environ[SHARE_VARIABLES[0]]) == pytest.approx(0.95)
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    with pytest.raises(GpuError, match="GPU 2 was asked for; CUDA shows Tesla T4, NVIDIA H200"):
+        claim(0.85, gpu=2)
+
+
+def test_what_the_user_sets_wins(machine, monkeypatch):
+    machine(H200, T4)
+    monkeypatch.setenv(SHARE_VARIABLES[1], "0.4")
+    jax.config.update("jax_cuda_visible_devices", "0,1")
+    assert claim(0.85) is not None
+    assert SHARE_VARIABLES[0] not in os.environ and visible() == "0,1"
+    jax.config.update("jax_platforms", "cpu")
+    assert claim(0.85) is None
+
+
+def test_memory_of_other_programs_is_left_to_them(machine, caplog):
+    machine("GPU-aaaa, NVIDIA H200, 580.95.05, 9.0, 100000, 40000")
+    with caplog.at_level(logging.WARNING):
+        assert claim(0.85) is not None
+    assert float(os.environ[SHARE_VARIABLES[0]]) == pytest.approx(0.40 - 0.03, abs=1e-3)
+    assert "Other programs have 62.9 of the GPU's 104.9 GB" in caplog.text
+    del os.environ[SHARE_VARIABLES[0]]
+    machine("GPU-aaaa, NVIDIA H200, 580.95.05, 9.0, 100000, 100")
+    with pytest.raises(GpuError, match=r"has 0\.1 GB that no other program has taken"):
+        claim(0.85)
+
+
+@pytest.mark.parametrize(
+    ("line", "plugin", "message"),
+    [
+        (
+            "GPU-a, Tesla V100, 470.10, 7.0, 16384, 16000",
+            "jax_cuda12_plugin",
+            r"driver 470.*CUDA 12 needs a driver from 525\.60\.13 on.*JAX_PLATFORMS=cpu",
+        ),
+        (
+            "GPU-a, NVIDIA H200, 570.86, 9.0, 143771, 143000",
+            "jax_cuda13_plugin",
+            r"CUDA 13 needs a driver from 580\.65\.06 on \(or pip install 'specjax\[cuda12\]'",
+        ),
+        (
+            "GPU-a, Tesla V100, 580.95, 7.0, 16384, 16000",
+            "jax_cuda13_plugin",
+            r"needs a compute capability from 7\.5 on",
+        ),
+        (
+            "GPU-a, Tesla K80, 580.95, 3.7, 12288, 12000",
+            "jax_cuda12_plugin",
+            r"compute capability 3\.7, 12\.9 GB\).*from 5\.2 on",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_too_old_is_refused_with_the_numbers(machine, line, plugin, message):
+    machine(line, plugin=plugin)
+    with pytest.raises(GpuError, match=message):
+        claim(0.85)
+
+
+@pytest.mark.parametrize(
+    ("line", "plugin", "message"),
+    [
+        (T4, "jax_cuda12_plugin", "attention is XLA's"),
+        ("GPU-a, NVIDIA A100, 545.23, 8.0, 81920, 81000", "jax_cuda12_plugin", "drivers from 570 on"),
+        (H200, None, "JAX no CUDA, so it runs on the CPU: pip install 'specjax[cuda12]'"),
+    ],
+)
+def test_what_works_less_well_is_told_of(machine, caplog, line, plugin, message):
+    machine(line, plugin=plugin)
+    with caplog.at_level(logging.WARNING):
+        assert (claim(0.85) is None) == (plugin is None)
+    assert message in caplog.text
+
+
+@pytest.mark.parametrize("memory", [8 * GB, 24 * GB, 141 * GB])
+@pytest.mark.parametrize("fraction", [0.1, 0.5, 0.85, 0.9])
+def test_the_fraction_is_of_the_device(memory, fraction):
+    """As in SGLang, not of what JAX has taken; where that leaves no room for temporaries, it is a little less."""
+    limit = int(memory * share_of(fraction, memory))
+    assert limit <= memory - 0.75 * GB
+    budget = Memory(memory, limit, 0).budget(fraction)
+    assert budget == pytest.approx(fraction * memory, rel=0.07 if memory < 10 * GB else 1e-6)
+    assert budget <= 0.93 * limit
+
+
+def test_this_devices_memory_is_told_from_what_jax_has_taken(monkeypatch):
+    assert this_memory() is None, "a CPU has none of its own"
+    stats = {"bytes_limit": 75 * GB, "bytes_in_use": GB}
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
+    assert this_memory() == Memory(100 * GB, 75 * GB, GB), "JAX's default is three quarters"
+    monkeypatch.setenv(SHARE_VARIABLES[1], "0.5")
+    assert devices.given_share() == 0.5 and this_memory() == Memory(150 * GB, 75 * GB, GB)
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "message"),
+    [
+        (0.001, None),
+        (0.00015, r"has 0\.00 GB of weights in float32.*mem_fraction 0\.85.*; quantization int8 takes"),
+        (0.00001, r"in use; a dry run of specjax\.serve"),
+    ],
+)
+def test_a_card_that_is_too_small_is_told_before_weights_are_read(tmp_path, monkeypatch, gigabytes, message):
+    save_llama(tmp_path)
+    stats = {"bytes_limit": int(0.75 * gigabytes * GB), "bytes_in_use": 0}
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
+
+    class Read(Exception):
+        pass
+
+    def read(*_: Any, **__: Any) -> Any:
+        raise Read
+
+    monkeypatch.setattr("specjax.checkpoint.load_params", read)
+    expected = Read if message is None else ValueError
+    with pytest.raises(expected, match=message):
+        load(str(tmp_path), draft="NONE", dtype="float32", mem_fraction=0.85, progress=False)
+
+
+# The flags.
+
+
+def test_the_flags_claim_the_gpu_and_name_themselves(machine, monkeypatch):
+    machine(T4, H200)
+    tried: list[Card] = []
+    monkeypatch.setattr(flags, "graphs_run", lambda card: tried.append(card) or False)
+
+    def chosen(*argv: str) -> flags.Settings:
+        parser = Parser()
+        add_flags(parser, flags.Settings())
+        return parse(parser, list(argv), flags.Settings())[1]
+
+    flags.claim_gpu(chosen("--base-gpu-id", "1", "--mem-fraction-static", "0.5"))
+    assert visible() == "1" and float(os.environ[SHARE_VARIABLES[0]]) == pytest.approx(0.6)
+    assert [card.name for card in tried] == ["NVIDIA H200"]
+    assert not compiling._loops, "the probe failed"
+    with pytest.raises(GpuError, match=r"^--base-gpu-id: GPU 5 was asked for"):
+        flags.claim_gpu(chosen("--base-gpu-id", "5"))
+
+
+# The probe.
+
+
+def python(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", code)
+
+
+@pytest.mark.parametrize(
+    ("code", "problem", "lasting"),
+    [
+        ("", "", True),
+        ("import os; os.kill(os.getpid(), 11)", "was ended by signal 11", True),
+        ("import time; time.sleep(60)", "did not end in 0.5 s", True),
+        ("raise SystemExit(3)", "drew other tokens than without graphs", True),
+        ("raise ImportError('no such thing')", "ended with status 1: ImportError: no such thing", False),
+    ],
+)
+def test_the_probe_survives_what_it_tries(monkeypatch, tmp_path, caplog, code, problem, lasting):
+    monkeypatch.setenv("SPECJAX_CACHE", str(tmp_path))
+    seconds = 0.5 if "sleep" in code else 60.0
+    with caplog.at_level(logging.WARNING):
+        assert probe.graphs_run(CARD, command=python(code), seconds=seconds) == (not problem)
+    assert problem in caplog.text
+    files = [*tmp_path.rglob("*.json")]
+    assert len(files) == lasting
+    # A second start asks the file; another driver asks the card.
+    other = python("" if problem else "raise SystemExit(3)")
+    assert probe.graphs_run(CARD, command=other) == (not problem if lasting else True)
+    assert probe.graphs_run(CARD._replace(driver="590.1"), command=other) == bool(problem)
+    for file in files:
+        file.write_text("damaged")
+    assert probe.graphs_run(CARD, command=other) == bool(problem)
+    assert all("problem" in json.loads(file.read_text()) for file in tmp_path.rglob("*.json"))
+
+
+def test_the_probes_steps_emit_tokens_and_differ_where_a_step_is_wrong(monkeypatch):
+    drawn = probe.tokens_drawn(None)
+    assert len(drawn) == probe.STEPS and all(len(row) >= 1 for step in drawn for row in step)
+    assert len({tuple(map(tuple, step)) for step in drawn}) == probe.STEPS, "each step draws anew"
+    results = [drawn, drawn]
+    monkeypatch.setattr(probe, "tokens_drawn", lambda options: results.pop())
+    assert probe.main() == 0
+    results += [drawn, drawn[:-1]]
+    assert probe.main() == probe.WRONG_TOKENS
