@@ -1,6 +1,6 @@
 """Everything that can only be known on a GPU, by one command: is it right there, and how fast is it?
 
-    PYTHONPATH=.:kernels python benchmarks/gpu_check.py [--part NAME ...] [--record]
+    PYTHONPATH=.:kernels python benchmarks/gpu_check.py [--plan first | --part NAME ...] [--record]
 
     kernels      every spec of tree_attention, in each dtype, against its definition
     lossless     the same greedy text with no speculation, n-gram and EAGLE-3: SmolLM2 if it is there, random models
@@ -10,6 +10,12 @@
     steps-64     the same for larger batches
     peer         the same model's plain decoding by transformers, if torch is there
     memory       what is in use, beside what its sizes say; that a step copies no pool
+
+`--plan first` is the first half hour on a device, in one command: `sampled` (rows that sample draw the tokens of this
+machine's CPU), `kernels`, `steps-1`, `profile` (a step by kernel), `products` (by shape and rows), `options` (a step with
+one of XLA's options changed), `steps-64`, `steps-48`, `blocks` (the attention kernel's block sizes in what time is left);
+each in its own time, results as they come. XLA keeps what it measures of products in $XLA_FLAGS's
+--xla_gpu_per_fusion_autotune_cache_dir, or else beside --save.
 
 Each part runs in a process of its own, so that it finds the device's memory empty and none can break another; it stops
 beginning new measurements after `--minutes`. What fails is a line, and the run goes on. Tables first, then one JSON
@@ -66,9 +72,29 @@ PARTS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
 }
 """Part -> module, function, arguments after the report."""
 
+FIRST_PARTS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
+    name: ("gpu_check_first", name, ()) for name in ("sampled", "profile", "products", "options", "blocks")
+} | {"steps-48": ("gpu_check_steps", "steps", (48,))}
+
+FIRST: dict[str, tuple[float, str]] = {
+    "sampled": (2.5, ""),
+    "kernels": (2.5, "--implementation pallas"),
+    "steps-1": (6, "--context 1024 --trees 7,1,8 5,8,32 --implementation pallas"),
+    "profile": (3, "--context 1024"),
+    "products": (3, ""),
+    "options": (5, "--context 1024"),
+    "steps-64": (2.5, "--context 1024 --trees 3,1,4 7,1,8 --implementation pallas"),
+    "steps-48": (2.5, "--context 1024 --trees 3,1,4 7,1,8 --implementation pallas"),
+    "blocks": (2, ""),
+}
+"""--plan first: part -> minutes, flags; the most valuable first, 29 minutes together."""
+
 TREES = ("3,1,4", "5,1,6", "7,1,8", "5,8,32", "7,10,60")
 GRACE = 75
 """Seconds after its minutes at which a part is ended: what it began in time may take that long."""
+
+GRACE_OF_PLAN = 45
+"""The same with --plan, whose parts share half an hour."""
 
 
 def tree(text: str) -> tuple[int, int, int]:
@@ -80,8 +106,10 @@ def flags() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Checks and times specjax on a GPU.", epilog=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), metavar="NAME",
-                        help=f"out of {', '.join(PARTS)} (default: all)")  # fmt: skip
+    parser.add_argument("--part", nargs="+", choices=PARTS | FIRST_PARTS, default=list(PARTS), metavar="NAME",
+                        help=f"out of {', '.join(PARTS)} (default: all of these), {', '.join(FIRST_PARTS)}")  # fmt: skip
+    parser.add_argument("--plan", choices=("first",), help="first: the parts that a first half hour on a device should "
+                        "have, each in its own time, and a summary beside the record; in place of --part")  # fmt: skip
     parser.add_argument("--tiny", action="store_true", help="small shapes, on any device: to see that it runs")
     parser.add_argument("--implementation", nargs="+", default=["pallas", "xla"], metavar="NAME", help="of "
                         "tree_attention; the first one is timed with all trees (default: pallas xla)")  # fmt: skip
@@ -136,7 +164,7 @@ def child(arguments: argparse.Namespace) -> None:
     document = machine("jaxlib", "flax") | {"backend": jax.default_backend(), "nvidia_smi": nvidia_smi()}
     (folder / "machine.json").write_text(json.dumps(document))
     for name in arguments.part:
-        module, function, more = PARTS[name]
+        module, function, more = (PARTS | FIRST_PARTS)[name]
         report = Report(name, plan_of(arguments), folder / f"{name}.json")
         say(f"\n{name}")
         with report.attempt(name, check=True):
@@ -167,15 +195,24 @@ def refusal(backend: str, kind: str) -> str:
 def run_parts(names: list[str], folder: Path, arguments: argparse.Namespace) -> int:
     """In a process of its own. Its exit status, or 124 where it had to be ended."""
     environment = dict(os.environ, PYTHONUNBUFFERED="1")
+    if arguments.plan and "autotune_cache_dir" not in environment.get("XLA_FLAGS", "") and not arguments.tiny:
+        autotuned = folder.resolve() / "autotune"
+        autotuned.mkdir(exist_ok=True)
+        kept = f"--xla_gpu_per_fusion_autotune_cache_dir={autotuned}"
+        environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {kept}".strip()
     if "peer" in names:  # torch wants the memory
         environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     else:
         environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     mine = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:]]
-    command = [*mine, "--child", str(folder.resolve()), "--part", *names]  # a later --part replaces an earlier one
+    command = [*mine, "--child", str(folder.resolve()), "--part", *names]  # a later flag replaces an earlier one
+    minutes = arguments.minutes
+    if arguments.plan and not arguments.tiny:
+        minutes, more = FIRST[names[0]]
+        command += ["--minutes", str(minutes), *more.split()]
     process = subprocess.Popen(command, env=environment)
     try:
-        return process.wait(len(names) * (60 * arguments.minutes + GRACE))
+        return process.wait(len(names) * (60 * minutes + (GRACE_OF_PLAN if arguments.plan else GRACE)))
     except subprocess.TimeoutExpired:
         return 124
     finally:
@@ -244,7 +281,7 @@ def main() -> int:
         for file in export(arguments.model or BUILT_IN_MODEL, arguments.export_model, arguments.export_megabytes):
             print(f"{file}  {file.stat().st_size / 1e6:.1f} MB")
         return 0
-    names = list(dict.fromkeys(arguments.part))
+    names = list(FIRST) if arguments.plan else list(dict.fromkeys(arguments.part))
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
         folder = arguments.save or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
@@ -259,13 +296,22 @@ def main() -> int:
         document = json.loads((folder / "machine.json").read_text())
         parts = collect(folder, names, statuses)
         good = summarise(parts)
-    from records import command, finish
+    from records import RESULTS, command, finish
 
     document |= {"command": command(), "right": good, "complete": complete(parts)}
     document |= {"minutes": round((time.monotonic() - start) / 60, 1)}
     kind = "-".join(document["device"].lower().split())
-    chosen = "" if names == list(PARTS) else "-" + "-".join(names)
-    finish(f"gpu-check{chosen}-{kind}", document | {"parts": parts}, record=arguments.record)
+    chosen = f"-{arguments.plan}" if arguments.plan else "" if names == list(PARTS) else "-" + "-".join(names)
+    document |= {"parts": parts}
+    if arguments.plan:
+        from gpu_check_first import table
+
+        summary = table(document)
+        say(summary)
+        for place in (arguments.save, RESULTS if arguments.record else None):
+            if place is not None:
+                (place / f"gpu-check{chosen}-{kind}-{document['date'][:10]}.md").write_text(summary)
+    finish(f"gpu-check{chosen}-{kind}", document, record=arguments.record)
     return 0 if good else 1
 
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -114,8 +116,10 @@ class Bench:
         rows = state.rows._replace(prefix_length=begin, generated=jnp.zeros(self.batch, jnp.int32))
         self.state = jax.block_until_ready(state._replace(rows=rows))
 
-    def compile(self, tree: Tree | None, backend: str) -> tuple[Any, dict[str, Any]]:
-        """A step as `make_steps` jits it, and what the compiler says of it."""
+    def compile(
+        self, tree: Tree | None, backend: str, options: Mapping[str, str] = MappingProxyType({})
+    ) -> tuple[Any, dict[str, Any]]:
+        """A step as `make_steps` jits it, with these of XLA's options changed, and what the compiler says of it."""
         drafter = self.drafter(tree, backend)
         config = StepConfig() if self.plan.several_widths else StepConfig((drafter.width,))
         jitted = make_steps(make_target(self.config, backend=backend), drafter, config=config).speculate
@@ -124,7 +128,7 @@ class Bench:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (self.params, state, self.inputs))
         with tempfile.TemporaryDirectory(prefix="specjax-gpu-") as folder:
             start = time.perf_counter()
-            executable = jitted.lower(*shapes).compile(compiler_options=dump_options(folder))
+            executable = jitted.lower(*shapes).compile(compiler_options=dump_options(folder) | dict(options))
             seconds = time.perf_counter() - start
             dump = read_dump(folder)
         try:

@@ -1,0 +1,386 @@
+"""Parts of `gpu_check.py --plan first` that no other run has: what a first half hour on a GPU should tell.
+
+`sampled` compares tokens with those of this machine's CPU, which another process draws from the same weights; `profile`
+sums a step's time by kernel; `products` times the 8B's products by rows; `options` times steps with one of XLA's
+options changed; `blocks` searches the attention kernel's block sizes in what time is left.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gpu_check_report import Report, say
+from gpu_check_steps import GOAL_TREE, Bench, model_of, models
+from llama_shapes import eagle3_head
+from timing import WARMUP, copy_bandwidth, interleaved
+
+from specjax import (
+    ModelConfig,
+    Params,
+    PoolShape,
+    RopeConfig,
+    StepConfig,
+    StepInput,
+    init_state,
+    make_drafter,
+    make_steps,
+    make_target,
+    new_row,
+)
+from specjax.compiling import compiler_options
+from specjax.drafters.options import options_of
+from specjax.models import init_params
+from specjax.models.draft_head import init_head_params
+
+WAYS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.8},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 0.8, "top_k": 40},
+    {"temperature": 0.8, "min_p": 0.05},
+    {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "frequency_penalty": 0.3, "repetition_penalty": 1.1},
+    {"presence_penalty": 0.5},
+)
+"""How the rows of `sampled` draw, one row each."""
+
+DRAFTS: dict[str, tuple[str, dict[str, int]]] = {
+    "NONE": ("NONE", {}),
+    "NGRAM": ("NGRAM", {"capacity": 4096, "nodes": 8}),
+    "EAGLE3": ("EAGLE3", {"steps": 3, "topk": 4, "nodes": 8}),
+}
+SAMPLED_STEPS = 8
+"""A fault of a loop in a graph showed at its second execution."""
+
+PARTING_ROWS = 1
+"""Rows of an algorithm that may part from the CPU's: a sum in another order may turn a draw at a near tie."""
+
+
+# Tokens.
+
+
+def sampled(report: Report) -> None:
+    """Rows that sample, on this device and on this machine's CPU, step by step with inputs that are new each time."""
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+        file = Path(folder, "cpu.json")
+        environment = dict(os.environ, JAX_PLATFORMS="cpu")
+        command = [sys.executable, str(Path(__file__).resolve()), str(file), str(report.plan.seed)]
+        other = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        try:
+            mine = drawn(report.plan.seed)
+            _, said = other.communicate(timeout=60 * report.plan.minutes)
+        finally:
+            other.kill()
+        if other.returncode:
+            raise RuntimeError(f"the CPU's process ended with status {other.returncode}: {said.strip()[-300:]}")
+        theirs = json.loads(file.read_text())
+    for name, rows in mine.items():
+        parted = [row for row, (one, two) in enumerate(zip(rows, theirs[name], strict=True)) if one != two]
+        tokens = sum(map(len, rows))
+        say(
+            f"{name:8} {len(rows) - len(parted)}/{len(rows)} rows equal to the CPU's, {tokens} tokens, parted: {parted}"
+        )
+        report.add("sampled", algorithm=name, rows=len(rows), parted=parted, tokens=tokens)
+        report.check(len(parted) <= PARTING_ROWS, f"sampled {name}: rows {parted} draw other tokens than the CPU")
+
+
+def drawn(seed: int) -> dict[str, list[list[int]]]:
+    """Per algorithm, the tokens of each row of `WAYS` after `SAMPLED_STEPS` steps, in float32. Weights are numpy's, the
+    same on every device."""
+    config = ModelConfig(
+        "llama", 512, 128, 256, 4, 4, 2, 32, 1e-5, RopeConfig(), 512, tied_embeddings=False, dtype="float32"
+    )
+    rows, pages = len(WAYS), 8
+    found: dict[str, list[list[int]]] = {}
+    with jax.default_matmul_precision("highest"):
+        target = make_target(config)
+        head = replace(eagle3_head(config, 256), dtype="float32")
+        rng = np.random.default_rng(seed)
+
+        def filled(shapes: Any) -> Any:
+            def leaf(path: Any, shape: Any) -> jax.Array:
+                if not jnp.issubdtype(shape.dtype, jnp.floating):
+                    return jnp.arange(shape.size, dtype=shape.dtype).reshape(shape.shape)  # the draft vocabulary's ids
+                scale = 1.0 if len(shape.shape) < 2 else 2.0 / np.sqrt(config.hidden_size)
+                return jnp.asarray(rng.normal(size=shape.shape) * scale, shape.dtype)
+
+            return jax.tree_util.tree_map_with_path(leaf, shapes)
+
+        key = jax.random.key(0)
+        weights = filled(jax.eval_shape(partial(init_params, config), key))
+        draft = filled(jax.eval_shape(partial(init_head_params, head, target), key))
+        for name, (algorithm, options) in DRAFTS.items():
+            drafter = make_drafter(options_of(algorithm, **options), target=target, head=head)
+            params = Params(weights, draft if name == "EAGLE3" else ())
+            steps = make_steps(target, drafter, config=StepConfig((drafter.width,)))
+            state = init_state(params, target, drafter, rows=rows, pool=PoolShape(pages * rows, 16))
+            for slot, way in enumerate(WAYS):
+                row = new_row(config.vocab_size, limit=1000, prompt=[5, 7, 5, 7], prefix_length=4, seed=slot, **way)
+                state = steps.admit(state, np.int32(slot), row)
+            texts: list[list[int]] = [[] for _ in WAYS]
+            for _ in range(SAMPLED_STEPS):
+                table = np.arange(pages * rows, dtype=np.int32).reshape(rows, pages)
+                inputs = StepInput(*map(jnp.asarray, (np.arange(rows, dtype=np.int32), table, np.ones(rows, bool))))
+                state, output = steps.speculate(params, state, inputs)
+                for text, new, emitted in zip(
+                    texts, np.asarray(output.tokens), np.asarray(output.emitted), strict=True
+                ):
+                    text.extend(new[:emitted].tolist())
+            found[name] = texts
+    return found
+
+
+# Where a step's time goes.
+
+
+def profile(report: Report) -> None:
+    """A plain step and one of the aim's tree, by kernel: milliseconds a step, calls a step, share."""
+    plan = report.plan
+    config, head, params = models(plan)
+    bench = Bench(plan, config, head, jax.block_until_ready(params), 1, plan.contexts[0])
+    for tree in (None, plan.trees[0] if plan.tiny else GOAL_TREE):
+        name = "plain" if tree is None else ",".join(map(str, tree))
+        if not report.in_time(name):
+            continue
+        with report.attempt(name):
+            executable, _ = bench.compile(tree, plan.implementations[0])
+            bench.reset()
+            for _ in range(WARMUP):
+                jax.block_until_ready(bench.call(executable, tree))
+            with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+                with jax.profiler.trace(folder):
+                    for _ in range(bench.times):
+                        emitted = bench.call(executable, tree)
+                    jax.block_until_ready(emitted)
+                events = device_events(Path(folder))
+            rows = by_kernel(events, bench.times)
+            report.check(bool(rows), f"{name}: the trace has no event of a device")
+            whole = sum(row["milliseconds"] for row in rows)
+            say(f"{name}: {whole:.3f} ms of kernels a step, {sum(row['calls'] for row in rows):.0f} of them")
+            for row in rows[:20]:
+                say(f"  {row['milliseconds']:8.4f} ms {row['calls']:7.1f} calls  {row['kernel']}")
+            report.add("profile", tree=tree, milliseconds=round(whole, 4), kernels=rows[:80])
+
+
+def device_events(folder: Path) -> list[dict[str, Any]]:
+    """Complete events of the device's streams in a trace that `jax.profiler` wrote; on a CPU those of XLA's threads."""
+    (file,) = folder.rglob("*.trace.json.gz")
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    processes = {event["pid"]: event["args"]["name"] for event in events if event.get("name") == "process_name"}
+    threads = {
+        (event["pid"], event["tid"]): event["args"]["name"] for event in events if event.get("name") == "thread_name"
+    }
+    on_gpu = any("GPU" in name for name in processes.values())
+
+    def of_device(event: dict[str, Any]) -> bool:
+        if event.get("ph") != "X":
+            return False
+        process, thread = processes.get(event["pid"], ""), threads.get((event["pid"], event["tid"]), "")
+        return ("GPU" in process and "Stream" in thread) if on_gpu else ("XLA" in thread or "tf_" in thread)
+
+    return [event for event in events if of_device(event)]
+
+
+def by_kernel(events: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
+    """Time and calls a step of each kernel, the longest first."""
+    time, calls = Counter[str](), Counter[str]()
+    for event in events:
+        time[event["name"]] += event["dur"]
+        calls[event["name"]] += 1
+    return [
+        {"kernel": name, "milliseconds": round(spent / 1e3 / steps, 5), "calls": round(calls[name] / steps, 2)}
+        for name, spent in time.most_common()
+    ]
+
+
+# Products.
+
+
+class Product(NamedTuple):
+    name: str
+    depth: int
+    columns: int
+
+
+def products_of(config: ModelConfig) -> tuple[Product, ...]:
+    """The matrices of a layer and of the output, [in, out]."""
+    m, heads = config.hidden_size, config.num_heads + 2 * config.num_kv_heads
+    return (
+        Product("qkv", m, heads * config.head_dim),
+        Product("o", config.num_heads * config.head_dim, m),
+        Product("gate-up", m, 2 * config.intermediate_size),
+        Product("down", config.intermediate_size, m),
+        Product("output", m, config.vocab_size),
+    )
+
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+def products(report: Report) -> None:
+    """XLA's product of each shape by rows: microseconds, and the share of a copy's speed at which weights are read. Of
+    each matrix there are so many that none is left in a cache."""
+    plan = report.plan
+    bandwidth = copy_bandwidth(16 if plan.tiny else None)
+    report.add("ceiling", copy_gigabytes_per_second=round(bandwidth / 1e9, 1))
+    say(f"{'':10} {'rows':>5} {'us':>9} {'of a copy':>9}")
+    for shape in products_of(model_of(plan)):
+        size = 2 * shape.depth * shape.columns
+        count = 2 if plan.tiny else max(2, -(-(512 << 20) // size))
+        keys = jax.random.split(jax.random.key(plan.seed), count)
+        matrices = [jax.random.normal(key, (shape.depth, shape.columns), jnp.bfloat16) for key in keys]
+        for rows in ROWS[:2] if plan.tiny else ROWS:
+            name = f"{shape.name} {rows}"
+            if not report.in_time(name):
+                return
+            with report.attempt(name):
+                x = jnp.ones((rows, shape.depth), jnp.bfloat16)
+                # In one program: a call of its own would take longer than a product of few rows.
+                each = jax.jit(lambda x, all: [x @ one for one in all], compiler_options=compiler_options())
+                (taken,) = interleaved({"xla": partial(each, x, matrices)}, runs=5, region_seconds=0.02).values()
+                seconds = float(np.median([one.total for one in taken])) / count
+                share = (size + 2 * rows * (shape.depth + shape.columns)) / bandwidth / seconds
+                say(f"{shape.name:10} {rows:5} {1e6 * seconds:9.2f} {share:8.1%}")
+                found = {"microseconds": round(1e6 * seconds, 3), "share_of_copy": round(share, 4)}
+                report.add("product", shape=shape.name, rows=rows, implementation="xla", **found)
+        del matrices
+
+
+# Options.
+
+OPTIONS: dict[str, dict[str, str]] = {
+    "as it is": {},
+    "concurrent graphs": {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"},
+    "serial graphs": {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"},
+    "no loops in graphs": {
+        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"
+    },
+    "no graphs": {"xla_gpu_enable_command_buffer": ""},
+    "exhaustive tiling": {"xla_gpu_exhaustive_tiling_search": "true"},
+    "cuBLAS alone": {"xla_gpu_enable_triton_gemm": "false"},
+    "Triton alone": {"xla_gpu_cublas_fallback": "false"},
+    "latency hiding": {"xla_gpu_enable_latency_hiding_scheduler": "true"},
+}
+
+
+def options(report: Report) -> None:
+    """Plain steps, then those of the aim's tree, with one option changed each; all of one kind take turns."""
+    plan = report.plan
+    config, head, params = models(plan)
+    bench = Bench(plan, config, head, jax.block_until_ready(params), 1, plan.contexts[0])
+    changes = dict(list(OPTIONS.items())[:2]) if plan.tiny else OPTIONS
+    for tree in (None, plan.trees[0] if plan.tiny else GOAL_TREE):
+        name = "plain" if tree is None else ",".join(map(str, tree))
+        calls: dict[str, Any] = {}
+        for change, values in changes.items():
+            label = f"{name}, {change}"
+            if report.in_time(label, needs=0 if plan.tiny else 20):
+                with report.attempt(label):
+                    executable, found = bench.compile(tree, plan.implementations[0], values)
+                    bench.reset()
+                    jax.block_until_ready(bench.call(executable, tree))
+                    calls[change] = (partial(bench.call, executable, tree), found)
+        times: dict[str, list[float]] = {change: [] for change in calls}
+        for turn in range(2 if plan.tiny else 6):
+            for change, (call, _) in calls.items():
+                with report.attempt(f"{name}, {change}"):
+                    bench.reset()
+                    (taken,) = interleaved({change: call}, runs=1, region_seconds=0.0).values()
+                    if turn:
+                        times[change] += [one.total for one in taken]
+        first = next(iter(times.values()), [])
+        for change, all_times in times.items():
+            if all_times and first:
+                milliseconds, ratio = 1e3 * float(np.median(all_times)), np.median(all_times) / np.median(first)
+                say(f"{name:8} {change:20} {milliseconds:8.3f} ms  {ratio:6.3f} of '{next(iter(times))}'")
+                report.add("option", tree=tree, change=change, options=changes[change],
+                           milliseconds=round(milliseconds, 4), ratio=round(float(ratio), 4),
+                           temp_bytes=calls[change][1].get("temp_bytes"))  # fmt: skip
+
+
+# Blocks.
+
+
+def blocks(report: Report) -> None:
+    """The attention kernel's block sizes for the specs of the 8B, one entry of the table at a time. Entries are in the
+    report: the checkout on a lent machine does not come back."""
+    from specjax_kernels import launch  # the kernel's module is not there on every machine
+    from specjax_kernels.specs import tagged
+    from tuner import groups, tune
+
+    if launch.generation() is None:
+        report.note("blocks: no NVIDIA GPU, nothing to tune")
+        return
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+        for name, specs in groups(tagged("bench")).items():
+            if report.in_time(name, needs=45):
+                with report.attempt(name):
+                    for record in tune(specs, table=Path(folder, "table.json")):
+                        report.add("blocks", generation=launch.generation(), **record)
+
+
+# The table for people.
+
+
+def table(document: dict[str, Any]) -> str:
+    """Markdown of what the parts found, for README and docs/performance.md."""
+    parts = document["parts"]
+
+    def rows(kind: str) -> list[dict[str, Any]]:
+        return [row for part in parts.values() for row in part["rows"] if row["kind"] == kind]
+
+    lines = [f"# First half hour on {document['device']}", "", f"{document['date']}, commit {document['commit']}", ""]
+    lines += ["| part | right | seconds | failed, skipped |", "|---|---|---|---|"]
+    for name, part in parts.items():
+        right = "yes" if part["done"] and not part["wrong"] else "**no**"
+        told = "; ".join([*part["wrong"], *part["failed"], *part.get("skipped", ())])[:300]
+        lines.append(f"| {name} | {right} | {part.get('seconds', 0):.0f} | {told} |")
+    if steps := rows("step"):
+        lines += ["", "| batch | context | tree | ms a step | of plain | of the ceiling |", "|---|---|---|---|---|---|"]
+        lines += [
+            f"| {row['batch']} | {row['context']} | {_tree(row['tree'])} | {row['milliseconds']:.3f} | "
+            f"{row['ratio_to_plain'] or 1:.3f} | {row['share_of_ceiling']:.1%} |"
+            for row in steps
+        ]
+    if found := rows("profile"):
+        lines += ["", "| tree | kernel | ms a step | calls |", "|---|---|---|---|"]
+        lines += [
+            f"| {_tree(row['tree'])} | {kernel['kernel'][:60]} | {kernel['milliseconds']:.4f} | {kernel['calls']:g} |"
+            for row in found for kernel in row["kernels"][:8]
+        ]  # fmt: skip
+    if found := rows("product"):
+        lines += ["", "| product | rows | us | of a copy |", "|---|---|---|---|"]
+        lines += [
+            f"| {row['shape']} | {row['rows']} | {row['microseconds']:.1f} | {row['share_of_copy']:.1%} |"
+            for row in found
+        ]
+    if found := rows("option"):
+        lines += ["", "| tree | changed | ms a step | ratio |", "|---|---|---|---|"]
+        lines += [
+            f"| {_tree(row['tree'])} | {row['change']} | {row['milliseconds']:.3f} | {row['ratio']:.3f} |"
+            for row in found
+        ]
+    if found := rows("blocks"):
+        lines += ["", "| entry | best blocks | of the time |", "|---|---|---|"]
+        lines += [f"| {row['entry']} | {row['best']} | {row['score']:.3f} |" for row in found]
+    return "\n".join(lines) + "\n"
+
+
+def _tree(tree: Any) -> str:
+    return "plain" if tree is None else ",".join(map(str, tree))
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(json.dumps(drawn(int(sys.argv[2]))))
