@@ -40,7 +40,7 @@ class GpuError(ValueError):
 
 
 class Card(NamedTuple):
-    index: int  # in the order of PCI addresses
+    number: int  # in the order of PCI addresses
     uuid: str
     name: str
     driver: str
@@ -68,7 +68,7 @@ def cards() -> list[Card]:
         return found
     chosen = []
     for name in map(str.strip, shown.split(",")):
-        match = [card for card in found if name == str(card.index) or (name and card.uuid.startswith(name))]
+        match = [card for card in found if name == str(card.number) or (name and card.uuid.startswith(name))]
         if not match:
             break  # as CUDA does: what follows an unknown device is not shown either
         chosen.append(match[0])

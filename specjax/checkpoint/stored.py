@@ -176,6 +176,12 @@ def _quantised(matrix: np.ndarray, kind: str) -> Stored | None:
     return Stored(Rows(matrix.shape, np.dtype(dtype), write), scale[:, None])
 
 
+def _rules(scope: Scope, leaf: Leaf, sizes: Sizes) -> tuple[Leaf, Sizes, list[Placement]]:
+    """A leaf laid out by its outputs, and where the tensors that fill it lie in it: the arguments of `_placed`."""
+    declared = output_major(leaf)
+    return declared, sizes, list(placements((scope._replace(leaves=(declared,)),), {**sizes, "@": 1}))
+
+
 def _placed(parts: Sequence[np.ndarray | Rows], declared: Leaf, sizes: Sizes, rules: Sequence[Placement]) -> np.ndarray:
     """Arrays [out, n] of the tensors that fill a leaf as one array, [*out of the leaf, n]. `rules`: of n = 1."""
     width = parts[0].shape[1]
@@ -194,7 +200,7 @@ def output_major_leaf(parts: Sequence[np.ndarray], scope: Scope, leaf: Leaf, siz
     """The `specjax_kernels.Quantised` whose codes are the weights themselves: 16-bit tensors [out, in] of one dtype."""
     from specjax_kernels import Quantised
 
-    return Quantised(codes=_placed(parts, scope, leaf, sizes), scale=None)
+    return Quantised(codes=_placed(parts, *_rules(scope, leaf, sizes)), scale=None)
 
 
 def make_leaf(parts: Sequence[Stored], scope: Scope, leaf: Leaf, sizes: Sizes) -> Any | None:
@@ -204,12 +210,11 @@ def make_leaf(parts: Sequence[Stored], scope: Scope, leaf: Leaf, sizes: Sizes) -
     alike = _alike([part.simplified() for part in parts])
     if alike is None:
         return None
-    first, declared = alike[0], output_major(leaf)
-    rules = list(placements((scope._replace(leaves=(declared,)),), {**sizes, "@": 1}))
+    first, where = alike[0], _rules(scope, leaf, sizes)
 
     def whole(name: str) -> np.ndarray | None:
         arrays = [getattr(part, name) for part in alike]
-        return None if arrays[0] is None else _placed(arrays, declared, sizes, rules)
+        return None if arrays[0] is None else _placed(arrays, *where)
 
     codes, zero = whole("codes"), first.zero
     assert codes is not None

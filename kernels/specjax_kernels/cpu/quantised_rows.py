@@ -57,8 +57,9 @@ class Layout(NamedTuple):
 
 def takes(rows: int, layout: Layout | None) -> bool:
     """Whether `multiply` can be called here. The first call loads the kernel or compiles it, which takes seconds."""
-    fits = layout is not None and 0 < rows <= MOST_ROWS[bool(layout.scale)]
-    return fits and callable_here() and unmet(layout) is None
+    if layout is None or not 0 < rows <= MOST_ROWS[bool(layout.scale)]:
+        return False
+    return callable_here() and unmet(layout) is None
 
 
 def unmet(layout: Layout) -> str | None:

@@ -61,7 +61,7 @@ def _from_rows(tools: Tools) -> Any:
     integers, longs = tools.integers, tools.longs
 
     @tools.inlined
-    def spread(word: int) -> int:
+    def spread(word: Any) -> Any:
         """The eight nibbles of a word as the low halves of eight bytes."""
         wide = np.int64(word) & 0xFFFFFFFF
         wide = (wide | wide << 16) & 0x0000FFFF0000FFFF
@@ -86,7 +86,7 @@ def _from_awq(tools: Tools) -> Any:
     integers, longs = tools.integers, tools.longs
 
     @tools.inlined
-    def joined(first: int, second: int) -> int:
+    def joined(first: Any, second: Any) -> Any:
         """A byte for each of rows 0, 4, 1, 5, 2, 6, 3, 7: the code of `first` low, that of `second` high."""
         low, high = np.int64(first) & 0xFFFFFFFF, np.int64(second) & 0xFFFFFFFF
         even = low & 0x0F0F0F0F | (high & 0x0F0F0F0F) << 4
