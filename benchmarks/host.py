@@ -1,0 +1,304 @@
+"""The engine's own time: everything in an iteration but the device's work. Its programs compute nothing.
+
+The programs take the arguments of real ones (the leaves of Llama-3.1-8B and an EAGLE-3 head, with tiny matrices), pass
+the donated state on, and emit `--accepted` tokens of a real text for each request. So a step's time is that of the
+scheduler, the inputs, the launch, the copies and the text.
+
+    python benchmarks/host.py [--batch 1 16 48 64] [--accepted 4] [--steps 100] [--rounds 3] [--record LABEL]
+
+Per batch, medians over all steps: milliseconds of `Engine.step`, and in further rounds, with a clock around each part:
+
+    inputs    the arrays of a step made                launch    the call of the compiled program
+    output    the copy of its results to the host      text      tokens to text, stop strings, ends
+    rest      the scheduler and everything else        deltas    what a server does after a step, not part of it
+
+Independent of the batch: an admission (its time and the bytes that it sends), decoding one token beside `DecodeStream`
+of the tokenizers library, and the call alone with its arguments as trees and as flat lists. The last line is one JSON
+document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import pstats
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from llama_shapes import eagle3_head, llama_8b
+from records import DATA, finish, machine
+from tokenizers.decoders import DecodeStream
+
+from specjax import Engine, EngineConfig, Params, SamplingParams, checkpoint, make_drafter, make_target
+from specjax.drafters import Eagle3
+from specjax.engine import engine as engine_module
+from specjax.engine import executables
+from specjax.engine.generation import take_delta
+from specjax.engine.sequence import Sequence
+from specjax.engine.text import TextStream
+from specjax.models import init_params
+from specjax.models.draft_head import init_head_params
+from specjax.state import FULL, RUNS, DecodeState, PrefillInput, StepInput, StepOutput
+from specjax.verify import TOP_LOGPROBS, Logprobs
+
+PROMPT = 200  # tokens of each request's prompt
+CONTEXT = 8192
+
+
+def corpus(tokenizer: Any) -> np.ndarray:
+    """Token ids of the questions of MT-bench, one after another."""
+    rows = map(json.loads, (DATA / "mt_bench.jsonl").read_text().splitlines())
+    return np.array(tokenizer("\n".join(turn for row in rows for turn in row["turns"]))["input_ids"], np.int32)
+
+
+def fake_step(
+    params: Params, state: DecodeState, inputs: Any, *, text: np.ndarray, accepted: int, depth: int, **_: Any
+) -> tuple[DecodeState, StepOutput]:
+    """A step or a prefill that reads and computes nothing: row r continues at `text[root[r]]`. All `params` remain
+    arguments of the program."""
+    *_, slots = jax.lax.optimization_barrier((*jax.tree.leaves(params), inputs[0]))
+    width = depth + 1 if isinstance(inputs, StepInput) else 1
+    rows = state.root.shape[0]
+    index = jnp.minimum(slots, rows - 1)
+    active = inputs.active & (slots < rows)
+    at = state.root[index] + 37 * index
+    tokens = jnp.asarray(text)[(at[:, None] + jnp.arange(width)) % len(text)]
+    row = jax.tree.map(lambda leaf: leaf[index], (state.rows.generated, state.rows.limit))
+    left = row[1] - row[0]
+    emitted = jnp.where(active, jnp.minimum(min(accepted, width), left), 0)
+    if isinstance(inputs, PrefillInput):
+        emitted = jnp.where(inputs.next_token < 0, emitted, 0)
+    top = min(TOP_LOGPROBS, state.rows.history.counts.shape[1])
+    shape = (*tokens.shape, top)
+    logprobs = Logprobs(jnp.zeros(tokens.shape), jnp.zeros(shape), jnp.zeros(shape, jnp.int32))
+    finish = jnp.where(emitted >= left, FULL, RUNS)
+    generated = state.rows.generated.at[slots].add(emitted, mode="drop")
+    state = state._replace(
+        root=state.root.at[slots].add(emitted, mode="drop"), rows=state.rows._replace(generated=generated)
+    )
+    return state, StepOutput(tokens, emitted, jnp.maximum(emitted - 1, 0), finish, logprobs, None)
+
+
+def build(tokenizer: Any, text: np.ndarray, rows: int, accepted: int) -> Engine:
+    """An engine over fake programs."""
+    config = replace(
+        llama_8b(32), hidden_size=8, intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=4, dtype="float32"
+    )
+    target, head = make_target(config), eagle3_head(config, 64)
+    shapes = jax.eval_shape(
+        lambda key: Params(init_params(config, key), init_head_params(head, target, key)), jax.random.key(0)
+    )
+    params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    drafter = make_drafter(Eagle3(steps=7, topk=1, nodes=8), target=target, head=head)
+    fake = partial(fake_step, text=text, accepted=accepted, depth=drafter.depth)
+    executables.speculate_step = executables.prefill_step = fake
+    options = EngineConfig(rows, max_total_tokens=2048 * rows, context_length=CONTEXT, chunked_prefill_size=256)
+    return Engine(target, params, tokenizer, drafter, config=options)
+
+
+class Clock:
+    """Adds up the seconds that functions take, each under the name of its part."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._undo: list[Callable[[], None]] = []
+
+    def around(self, owner: Any, name: str, part: str) -> None:
+        function = getattr(owner, name)
+        own = name in vars(owner)
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return function(*arguments, **named)
+            finally:
+                self.seconds[part] += time.perf_counter() - started
+
+        self.seconds.setdefault(part, 0.0)
+        setattr(owner, name, timed)
+        self._undo.append(lambda: setattr(owner, name, function) if own else delattr(owner, name))
+
+    def stop(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+
+def parts(engine: Engine) -> Clock:
+    clock = Clock()
+    clock.around(engine_module, "step_input", "inputs")
+    clock.around(engine.device, "run", "launch")
+    clock.around(engine_module, "read_output", "output")
+    clock.around(Sequence, "accept", "text")
+    return clock
+
+
+def fill(engine: Engine, text: np.ndarray, batch: int, most: int) -> None:
+    """Starts `batch` requests and runs them until all are past their prompts and a few steps further."""
+    for i in range(batch):
+        prompt = text[13 * i :][:PROMPT].tolist()
+        engine.add(prompt, SamplingParams(max_new_tokens=most, ignore_eos=True, stop=("\n\nUser:",)))
+    for _ in range(batch + 20):
+        engine.step()
+
+
+def measure(engine: Engine, text: np.ndarray, batch: int, steps: int, accepted: int, *, clock: bool) -> Any:
+    """A round: milliseconds of each step; with `clock` those of its parts as a mean."""
+    fill(engine, text, batch, (steps + batch + 30) * accepted)
+    watch = parts(engine) if clock else Clock()
+    samples, deltas = [], 0.0
+    for _ in range(steps):
+        started = time.perf_counter()
+        changed = engine.step()
+        samples.append(1e3 * (time.perf_counter() - started))
+        assert len(changed) == batch
+        started = time.perf_counter()
+        for sequence in changed:
+            take_delta(sequence, 0)
+        deltas += time.perf_counter() - started
+    watch.stop()
+    engine.reset("the round has ended")
+    if not clock:
+        return samples
+    found = {part: 1e3 * seconds / steps for part, seconds in watch.seconds.items()}
+    return found | {"rest": sum(samples) / steps - sum(found.values()), "deltas": 1e3 * deltas / steps}
+
+
+def admission(engine: Engine, text: np.ndarray, count: int) -> dict[str, Any]:
+    """Milliseconds and bytes of one of `count` admissions, without their prefill."""
+    sent: list[int] = []
+    update = engine.device.update
+
+    def counted(change: Any, *arguments: Any) -> None:
+        sent.append(sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(arguments)))
+        update(change, *arguments)
+
+    engine.device.update = counted
+    samples = []
+    for _ in range(count):
+        engine.add(text[:PROMPT].tolist(), SamplingParams(max_new_tokens=8))
+        started = time.perf_counter()
+        with engine._guarded():
+            engine._admit()
+        samples.append(1e3 * (time.perf_counter() - started))
+        jax.block_until_ready(engine.state)
+    engine.device.update = update
+    engine.reset("measured")
+    return {"ms": median(samples[5:]), "bytes": sent[-1], "samples": samples[5:]}
+
+
+def detokenising(tokenizer: Any, text: np.ndarray, rounds: int) -> dict[str, float]:
+    """Microseconds a token."""
+    ids = text.tolist()
+
+    def ours() -> None:
+        stream = TextStream(tokenizer, (), skip_special_tokens=True, keep_stop=False)
+        for token in ids:
+            stream.push(token)
+
+    def library() -> None:
+        stream = DecodeStream(skip_special_tokens=True)
+        for token in ids:
+            stream.step(tokenizer.backend_tokenizer, token)
+
+    return interleaved({"TextStream": ours, "DecodeStream": library}, rounds, 1e6 / len(ids))
+
+
+def calls(engine: Engine, rounds: int) -> dict[str, Any]:
+    """Milliseconds of one launch, its arguments as trees and as flat lists."""
+    params, state = engine.params, engine.state
+    leaves, tree = jax.tree.flatten((params, state))
+    count = len(jax.tree.leaves(params))
+
+    def touch(params: Any, state: Any, number: Any) -> Any:
+        *_, number = jax.lax.optimization_barrier((*jax.tree.leaves(params), number))
+        return state, number + 1
+
+    def flat(params: list[Any], state: list[Any], number: Any) -> Any:
+        new, number = touch(*jax.tree.unflatten(tree, [*params, *state]), number)
+        return jax.tree.leaves(new), number
+
+    number = np.zeros(1, np.int32)
+    held: dict[str, Any] = {"trees": (params, jax.tree.map(jnp.copy, state))}
+    held["lists"] = (leaves[:count], jax.tree.map(jnp.copy, leaves[count:]))
+    made = {
+        name: jax.jit(function, donate_argnums=1).lower(*held[name], number).compile()
+        for name, function in (("trees", touch), ("lists", flat))
+    }
+
+    def call(name: str) -> None:
+        state, _ = made[name](*held[name], number)
+        held[name] = held[name][0], state
+
+    found = interleaved({name: partial(call, name) for name in made}, 60 * rounds, 1e3)
+    return {"leaves": len(leaves), "state_leaves": len(leaves) - count, "ms": found}
+
+
+def interleaved(functions: dict[str, Callable[[], None]], rounds: int, scale: float) -> dict[str, float]:
+    """The median time of each, times `scale`; they take turns, and a first tenth does not count."""
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds + rounds // 10 + 1):
+        for name, function in functions.items():
+            started = time.perf_counter()
+            function()
+            samples[name].append(scale * (time.perf_counter() - started))
+    return {name: median(found[-rounds:]) for name, found in samples.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 48, 64])
+    parser.add_argument("--accepted", type=int, default=4, help="tokens of each request in a step, 1 to 8")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--profile", type=int, metavar="BATCH", help="print what takes the time, and measure nothing")
+    parser.add_argument("--record", metavar="LABEL", help="write benchmarks/results/host-<date>-LABEL.json")
+    args = parser.parse_args()
+    if not 1 <= args.accepted <= 8 or (args.steps + 100) * args.accepted > 1500:
+        parser.error("--accepted must be 1 to 8, and --steps such that 1500 tokens suffice")
+    tokenizer = checkpoint.load_tokenizer(checkpoint.resolve(checkpoint.BUILT_IN_MODEL))
+    text = corpus(tokenizer)
+    engine = build(tokenizer, text, max(args.batch), args.accepted)
+    run = partial(measure, engine, text, steps=args.steps, accepted=args.accepted)
+    if args.profile:
+        fill(engine, text, args.profile, 1500)
+        with cProfile.Profile() as profile:
+            for _ in range(args.steps):
+                engine.step()
+        pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+        return
+
+    document = machine("jaxlib", "tokenizers") | {"accepted": args.accepted, "steps": args.steps}
+    samples: dict[int, list[float]] = {batch: [] for batch in args.batch}
+    clocked: dict[int, list[dict[str, float]]] = {batch: [] for batch in args.batch}
+    for turn in range(args.rounds + 1):
+        for batch in args.batch:
+            plain, shares = run(batch=batch, clock=False), run(batch=batch, clock=True)
+            if turn:  # the first compiles
+                samples[batch] += plain
+                clocked[batch].append(shares)
+    rows = []
+    for batch in args.batch:
+        shares = {part: round(median(each[part] for each in clocked[batch]), 4) for part in clocked[batch][0]}
+        rows.append({"batch": batch, "ms": round(median(samples[batch]), 4), "parts_ms": shares})
+        figures = "  ".join(f"{part} {value:.3f}" for part, value in shares.items())
+        print(f"B = {batch:3d}: {rows[-1]['ms']:.3f} ms a step    {figures}")
+        rows[-1]["samples_ms"] = np.round(samples[batch], 3).tolist()
+    document["rows"] = rows
+    document["admission"] = admission(engine, text, 40)
+    document["detokenising_us"] = detokenising(tokenizer, text, 4 * args.rounds)
+    document["call"] = calls(engine, args.rounds)
+    for name in ("admission", "detokenising_us", "call"):
+        print(name, {key: value for key, value in document[name].items() if key != "samples"})
+    finish("host", document, record=args.record)
+
+
+if __name__ == "__main__":
+    main()
