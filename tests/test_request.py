@@ -118,6 +118,36 @@ def test_a_stream_ends_as_a_plain_decode(ids):
         assert stream.text in (whole, whole.removesuffix("\ufffd"))
 
 
+@settings(max_examples=200)
+@given(
+    st.one_of(st.lists(st.integers(0, VOCABULARY - 1), max_size=16), UNICODE.map(lambda s: byte_ids(s.encode()))),
+    st.lists(st.text("ab é漢", min_size=1, max_size=3), max_size=3),
+    st.booleans(),
+    st.lists(st.integers(0, 5), max_size=8),
+)
+@example(byte_ids(b"aab"), ["ab", "aa", "a"], False, [3])
+@example(byte_ids("xé漢a".encode()), ["漢a", "é漢a"], True, [2, 4])
+def test_tokens_of_a_step_give_the_text_of_single_tokens(ids, stop, keep, sizes):
+    single, several = stream_of(stop, keep=keep), stream_of(stop, keep=keep)
+    found, left = 0, ids
+    for size in [*sizes, len(ids)]:
+        found = several.extend(left[:size])
+        assert found <= size
+        for token in left[: found or size]:
+            assert not single.matched
+            single.push(token)
+        assert (single.text, single.ends, single.matched, single.settled) == (
+            several.text, several.ends, several.matched, several.settled
+        )  # fmt: skip
+        assert bool(found) == (several.matched is not None)
+        if found:
+            break
+        left = left[size:]
+    single.finish()
+    several.finish()
+    assert (single.text, single.ends, single.matched) == (several.text, several.ends, several.matched)
+
+
 @given(UNICODE.filter(lambda s: "\ufffd" not in s))
 def test_no_half_character_is_ever_shown(text):
     stream = stream_of()

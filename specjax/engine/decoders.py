@@ -1,7 +1,7 @@
 """The decoders of the `tokenizers` library as transducers: tokens go in one at a time, final text comes out.
 
-The library's own `DecodeStream` is not used: it has no end, so it never gives out text that it holds back, and it fails
-where a byte turns a run of byte tokens into U+FFFD.
+The library's own `DecodeStream` is not used: it has no end, so it never gives out text that it holds back, it fails
+where a byte turns a run of byte tokens into U+FFFD, and it is slower than remembering tokens (`benchmarks/host.py`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,12 @@ class Step:
 
     held: Any = None  # for `end`; false if that is nothing
 
+    @property
+    def settled(self) -> bool:
+        """Whether nothing of the tokens so far matters for later ones, so that these give the text that they would give
+        after any other tokens that leave the step settled."""
+        return not self.held
+
     def push(self, token: str) -> Iterable[str]:
         """Adds a token; returns the tokens that no later one can change."""
         return (token,)
@@ -47,6 +53,10 @@ class _Each(Step):
     def __init__(self, first: Callable[[str], str], rest: Callable[[str], str] | None = None) -> None:
         self._function, self._rest = first, rest or first
 
+    @property
+    def settled(self) -> bool:
+        return self._function is self._rest
+
     def push(self, token: str) -> Iterable[str]:
         found = self._function(token)
         self._function = self._rest
@@ -58,6 +68,10 @@ class _Suffix(Step):
 
     def __init__(self, suffix: str) -> None:
         self._suffix = suffix
+
+    @property
+    def settled(self) -> bool:
+        return False
 
     def push(self, token: str) -> Iterable[str]:
         held, self.held = self.held, token
@@ -77,6 +91,10 @@ class _ByteLevel(Step):
     def __init__(self) -> None:
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
         self.held = 0
+
+    @property
+    def settled(self) -> bool:
+        return not self.held and not self._bytes.getstate()[0]
 
     def push(self, token: str) -> Iterable[str]:
         table = byte_of_letter()
@@ -148,6 +166,10 @@ class _Strip(Step):
     def __init__(self, content: str, start: int, stop: int) -> None:
         self._content, self._start, self._stop = content, start, stop
         self._end = ""
+
+    @property
+    def settled(self) -> bool:
+        return not self._start and not self._end
 
     def push(self, token: str) -> Iterable[str]:
         while self._start and token.startswith(self._content):

@@ -97,12 +97,15 @@ class Sequence:
     def accept(self, tokens: list[int], stopped: bool, full: bool) -> int:
         """Adds the tokens that a step emitted, and finishes on a stop. Returns how many were kept: a stop string, or a
         stop id that only the host knows, may end the sequence inside the run; what follows is dropped."""
-        for kept, token in enumerate(tokens, start=1):
-            self.output.append(token)
-            is_stop = token in self.host_stops or (stopped and kept == len(tokens))  # in `output`, not in the text
-            if is_stop or self.stream.push(token):
-                self._finish(FinishReason("stop", token))
-                return kept
+        last = len(tokens) - 1 if stopped else None  # the stop token: in `output`, not in the text
+        if self.host_stops:
+            last = next((i for i, token in enumerate(tokens) if token in self.host_stops), last)
+        kept = self.stream.extend(tokens if last is None else tokens[:last])
+        if kept or last is not None:
+            self.output += tokens[: kept or last + 1]
+            self._finish(FinishReason("stop", self.output[-1]))
+            return kept or last + 1
+        self.output += tokens
         if full:
             self._finish(FinishReason("length"))
         return len(tokens)

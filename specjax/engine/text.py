@@ -8,9 +8,11 @@ turns the whole run into U+FFFD), or a space that a later full stop may remove.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import random
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
@@ -38,6 +40,7 @@ class Decoding:
         self._tokenizer = tokenizer
         self._special: dict[int, str] = dict.fromkeys(getattr(tokenizer, "all_special_ids", ()), "")
         self._steps: list[MakeStep] | None = None
+        self._known: dict[bool, dict[int, str]] = {True: {}, False: {}}  # see `_Chain`; by `skip_special_tokens`
         core = getattr(tokenizer, "backend_tokenizer", None)
         if core is None:
             return
@@ -56,7 +59,8 @@ class Decoding:
         if self._steps is None:
             return _Windowed(self._tokenizer, special.keys(), skip_special_tokens)
         name = self._tokenizer.backend_tokenizer.id_to_token
-        return _Chain(name, frozenset(special.values()), [make() for make in self._steps])
+        steps = [make() for make in self._steps]
+        return _Chain(name, frozenset(special.values()), steps, self._known[skip_special_tokens])
 
     def _check(self, size: int) -> None:
         """Compares with the tokenizer's own text, so that another version of its library is noticed."""
@@ -100,10 +104,22 @@ def _decoding(tokenizer: Any, *_: object) -> Decoding:
 
 
 class _Chain:
-    """The text of one sequence of tokens."""
+    """The text of one sequence of tokens.
 
-    def __init__(self, name: Callable[[int], str | None], skipped: Set[str], steps: Sequence[Step]) -> None:
+    `known`: the text of tokens that came while all steps were settled and left them so, as nearly all do. Their text is
+    then the same in every sequence, and each token goes through the steps once.
+    """
+
+    def __init__(
+        self,
+        name: Callable[[int], str | None],
+        skipped: Set[str],
+        steps: Sequence[Step],
+        known: dict[int, str] | None = None,
+    ) -> None:
         self._name, self._skipped, self._steps = name, skipped, steps
+        self._known = {} if known is None else known
+        self._settled = self._are_settled()
 
     @property
     def holds(self) -> bool:
@@ -112,15 +128,25 @@ class _Chain:
 
     def push(self, token: int) -> str:
         """Adds a token; the text that has become final with it."""
+        before = self._settled
+        if before and (text := self._known.get(token)) is not None:
+            return text
         name = self._name(token)
         if name is None or name in self._skipped:  # an id without a token decodes to nothing, too
             return ""
-        return self._through(0, (name,))
+        text = self._through(0, (name,))
+        self._settled = self._are_settled()
+        if before and self._settled:
+            self._known[token] = text
+        return text
 
     def finish(self, *, keep_incomplete: bool = False) -> str:
         """The rest. An incomplete character at the very end is left out, or, if kept, U+FFFD as in a plain decode."""
         ends = (self._through(i, step.end(keep_incomplete)) for i, step in enumerate(self._steps, start=1))
         return "".join(ends)
+
+    def _are_settled(self) -> bool:
+        return all(step.settled for step in self._steps)
 
     def _through(self, first: int, tokens: Iterable[str]) -> str:
         for step in self._steps[first:]:
@@ -184,9 +210,17 @@ class TextStream:
 
     def push(self, token: int) -> bool:
         """Adds a token. True: a stop string is complete, and `text` ends before it (or after, if it is kept)."""
-        found = self._add(self._tokens.push(token))
-        self.ends.append(len(self.text))
-        return found
+        return self.extend((token,)) > 0
+
+    def extend(self, tokens: Sequence[int]) -> int:
+        """Adds tokens, up to the one that completes a stop string. Returns how many these are; 0: none does."""
+        pieces = list(map(self._tokens.push, tokens))
+        ends = list(itertools.accumulate(map(len, pieces), initial=len(self.text)))[1:]
+        stop = self._add("".join(pieces), ends)
+        self.ends += ends[: stop or None]
+        if stop:
+            self.ends[-1] = len(self.text)
+        return stop
 
     def piece(self, index: int) -> str:
         """The part of `text` that a token added; all pieces joined are the text.
@@ -204,29 +238,37 @@ class TextStream:
     def finish(self) -> None:
         """Ends the tokens and adds the text held back, without bytes that are only the beginning of a character."""
         if self.matched is None:
-            self._add(self._tokens.finish())
+            rest = self._tokens.finish()
+            self._add(rest, [len(self.text) + len(rest)])
             if self.ends:
                 self.ends[-1] = len(self.text)
 
     @property
     def settled(self) -> int:
         """Number of characters that no later token can turn into a stop string. All, once one has been found."""
-        if self.matched is not None:
+        if self.matched is not None or not self._stops:
             return len(self.text)
-        return len(self.text) - max((stop.begun for stop in self._stops), default=0)
+        return len(self.text) - max(stop.begun for stop in self._stops)
 
-    def _add(self, piece: str) -> bool:
+    def _add(self, piece: str, ends: Sequence[int]) -> int:
+        """Adds the text of tokens, of which each ends at one of `ends`. Returns the number of tokens up to the first
+        that completes a stop string, after which the text ends; 0: none does."""
         before = len(self.text)
         # The only reference, so that CPython extends the string in place instead of copying it.
         text, self.text = self.text, ""
         text += piece
         self.text = text
-        hits = [(before + end - len(stop.text), stop.text) for stop in self._stops if (end := stop.feed(piece))]
+        if not self._stops:
+            return 0
+        hits = [(before + end, stop.text) for stop in self._stops if (end := stop.feed(piece))]
         if not hits:
-            return False
-        at, self.matched = min(hits, key=lambda hit: (hit[0], -len(hit[1])))
+            return 0
+        # Of those that the same token completes the one that begins first, then the longest.
+        count = min(bisect_left(ends, end) for end, _ in hits) + 1
+        found = [(end - len(stop), stop) for end, stop in hits if end <= ends[count - 1]]
+        at, self.matched = min(found, key=lambda hit: (hit[0], -len(hit[1])))
         self.text = self.text[: at + len(self.matched) if self._keep_stop else at]
-        return True
+        return count
 
 
 class _StopString:
