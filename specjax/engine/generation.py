@@ -60,6 +60,8 @@ def take_delta(sequence: Sequence, index: int) -> StreamChunk | None:
     text = sequence.stream.text[sequence.sent : settled]
     tokens = sequence.output[sequence.sent_tokens :]
     sequence.sent, sequence.sent_tokens = settled, len(sequence.output)
+    if not sequence.wants_logprobs:
+        return StreamChunk(index, text, tokens, completion(sequence) if finished else None)
     ends, final = sequence.stream.ends, sequence.stream.final_tokens
     # Text that is held back holds back its tokens; a character of several tokens comes with the last.
     logprobs = tuple(

@@ -97,8 +97,12 @@ class Scheduler:
     def reserve(self, sequences: Iterable[Sequence]) -> bool:
         """Reserves pages for all that these may commit before the next step is read. False: there are not enough."""
         for sequence in sequences:
+            if len(sequence.pages) * self.page_size >= sequence.committed + self.lookahead:
+                continue
             missing = self._pages_for(sequence, sequence.committed) - len(sequence.pages)
-            pages = self.allocator.allocate(max(missing, 0))
+            if missing <= 0:
+                continue
+            pages = self.allocator.allocate(missing)
             if pages is None:
                 return False
             sequence.pages.extend(pages)
