@@ -83,8 +83,9 @@ def sampling_row(
         raise ValueError(f"logit_bias has {len(bias)} entries; at most {BIAS_ENTRIES} are supported")
 
     def filled(values: Iterable[Any], size: int, fill: int, dtype: Any) -> np.ndarray:
-        values = np.array([*values], dtype)
-        return np.pad(values, (0, size - len(values)), constant_values=fill)
+        whole, values = np.full(size, fill, dtype), [*values]
+        whole[: len(values)] = values
+        return whole
 
     fields: dict[str, Any] = {
         "temperature": np.float32(temperature),

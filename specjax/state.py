@@ -151,7 +151,8 @@ def new_row(
     """
     in_prompt = np.zeros(vocab_size, bool)
     in_prompt[list(prompt)] = True
-    counts = np.bincount(np.asarray(output, np.int64), minlength=vocab_size).astype(np.int32)
+    counts = np.zeros(vocab_size, np.int32)
+    np.add.at(counts, np.asarray(output, np.int64), 1)
     fields: dict[str, Any] = {
         "prefix_length": np.int32(prefix_length),
         "generated": np.int32(len(output)),
@@ -167,8 +168,14 @@ def new_row(
 
 def admit(state: DecodeState, slot: Int32[Array, ""], row: Row) -> DecodeState:
     """Puts a request's row (no leading axis) at `slot`. Its pages and its prompt come with `prefill_step`."""
+    rows, finished = admit_row(state.rows, state.finished, slot, row)
+    return state._replace(rows=rows, finished=finished)
+
+
+def admit_row(rows: Row, finished: Bool[Array, "R"], slot: Int32[Array, ""], row: Row) -> tuple[Row, Bool[Array, "R"]]:
+    """`admit` for the two parts of the state that it changes."""
 
     def put(rows: Array, value: Any) -> Array:
         return rows.at[slot].set(jnp.asarray(value, rows.dtype), mode="drop")
 
-    return state._replace(rows=jax.tree.map(put, state.rows, row), finished=put(state.finished, False))
+    return jax.tree.map(put, rows, row), put(finished, False)

@@ -5,6 +5,7 @@ import threading
 from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
@@ -32,8 +33,8 @@ from specjax.engine import Engine, EngineConfig, SamplingParams, StreamChunk
 from specjax.engine.buckets import BLOCK_TOKENS, CHUNK, HEAD_BLOCK_TOKENS, SMALL_CHUNK, Buckets
 from specjax.engine.executables import Executables, Key
 from specjax.engine.intake import with_sampling
+from specjax.engine.packing import prefill_input, unpack_prefill
 from specjax.engine.sequence import completion
-from specjax.engine.transfers import prefill_input
 
 ALGORITHMS = ("NONE", "NGRAM")
 SAMPLINGS = {
@@ -639,7 +640,11 @@ def test_chunks_cover_a_prompt_once(chunk):
         taken, after = [], []
         while sequence.prefilled < length:
             width = buckets.chunks_for(length - sequence.prefilled)[0]
-            inputs = prefill_input(sequence, width, buckets.tables_for(2)[0], engine.pool.pages)
+            table = buckets.tables_for(2)[0]
+            packed = prefill_input(sequence, width, table, engine.pool.pages)
+            tables = np.full((4, table + 3), engine.pool.pages, np.int32)
+            inputs, tables = unpack_prefill(jnp.asarray(packed), jnp.asarray(tables), table, engine.pool.pages)
+            assert tables[2].tolist() == [4, 5] + [engine.pool.pages] * (table + 1)
             count = int(inputs.length[0])
             assert 1 <= count <= inputs.tokens.shape[1] and inputs.tokens.shape[1] in buckets.chunks
             taken += inputs.tokens[0, :count].tolist()

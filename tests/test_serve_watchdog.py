@@ -143,7 +143,7 @@ def test_waiting_for_the_compiler_is_not_stuck(monkeypatch):
         return compile_(key)
 
     monkeypatch.setattr(engine.executables, "_compile", slow)
-    _ = engine.executables.admit
+    engine.executables.admit(resumed=False)
     with running(engine) as server:
         answer = in_background(server.complete, **BODY)
         wait_until(lambda: engine.executables.is_waiting(server.runner.ident))

@@ -6,15 +6,18 @@ import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 
 from specjax.drafters.base import Params
 from specjax.engine.buckets import Key
 from specjax.engine.executables import Program
+from specjax.engine.packing import Resident
 from specjax.engine.transfers import Output
-from specjax.state import DecodeState
+
+Flat: TypeAlias = tuple[list[jax.Array], Any]  # the leaves of a `Resident`, and their tree
 
 
 class OutOfMemory(Exception):
@@ -39,26 +42,30 @@ def memory_checked(key: Key) -> Iterator[None]:
 class Device:
     """One donated state. Each program takes it over and gives the next; `params` are never donated.
 
+    Both are kept as flat lists of leaves, in which a program takes them: with hundreds of leaves a call that flattens
+    trees takes clearly longer (`benchmarks/host.py`).
+
     `new_state` allocates an empty state. It is called at once, in a thread of its own: zeroing the pool takes seconds
     on a CPU, during which programs can be compiled for its shapes. `launch_lock` is held while one is launched.
     """
 
     def __init__(
-        self, params: Params, new_state: Callable[[], DecodeState], launch_lock: AbstractContextManager[Any]
+        self, params: Params, new_state: Callable[[], Resident], launch_lock: AbstractContextManager[Any]
     ) -> None:
-        self._params, self._new_state, self._launch_lock = params, new_state, launch_lock
+        self._params, self._new_state, self._launch_lock = jax.tree.leaves(params), new_state, launch_lock
         pool = ThreadPoolExecutor(1)
-        self._state = pool.submit(new_state)
+        self._state: Future[Flat] = pool.submit(lambda: jax.tree.flatten(new_state()))
         pool.shutdown(wait=False)  # its thread ends with the allocation
 
     @property
-    def state(self) -> DecodeState:
+    def state(self) -> Resident:
         """Waits for the allocation; raises what made it fail."""
-        return self._state.result()
+        leaves, tree = self._state.result()
+        return jax.tree.unflatten(tree, leaves)
 
-    def _set(self, state: DecodeState | Exception) -> None:
+    def _set(self, state: Flat | Exception) -> None:
         """Sets what `state` returns or raises. After an interrupt just before, the donated state counts as lost."""
-        future: Future[DecodeState] = Future()
+        future: Future[Flat] = Future()
         if isinstance(state, Exception):
             future.set_exception(state)
         else:
@@ -71,7 +78,7 @@ class Device:
         self._set(RuntimeError("there is no state"))
         try:
             with self._launch_lock:
-                self._set(jax.block_until_ready(self._new_state()))
+                self._set(jax.tree.flatten(jax.block_until_ready(self._new_state())))
         except Exception as error:
             self._set(error)
             raise
@@ -81,24 +88,25 @@ class Device:
         """Whether there is no state: a program took it over and gave none back, or its allocation failed."""
         if not self._state.done():
             return False
-        return self._state.exception() is not None or self.state.root.is_deleted()
+        return self._state.exception() is not None or any(leaf.is_deleted() for leaf in self._state.result()[0])
 
     @property
     def poisoned(self) -> bool:
         """Whether the state is lost, or the program that computes it has failed. Waits for that program."""
         try:
-            return self.lost or not jax.block_until_ready(self.state)
+            return self.lost or not jax.block_until_ready(self._state.result()[0])
         except Exception:
             return True
 
-    def run(self, key: Key, program: Program, inputs: Any) -> Output:
+    def run(self, key: Key, program: Program, inputs: np.ndarray) -> Output:
         """Launches a step or a prefill. Raises OutOfMemory if XLA has no room for it."""
         with memory_checked(key), self._launch_lock:
-            state, output = program(self._params, self.state, inputs)
-            self._set(state)
+            leaves, tree = self._state.result()
+            leaves, output = program(self._params, leaves, inputs)
+            self._set((leaves, tree))
         return output
 
-    def update(self, change: Callable[..., DecodeState], *arguments: Any) -> None:
+    def update(self, change: Callable[..., Resident], *arguments: Any) -> None:
         """Replaces the state by ``change(state, *arguments)``."""
         with self._launch_lock:
-            self._set(change(self.state, *arguments))
+            self._set(jax.tree.flatten(change(self.state, *arguments)))

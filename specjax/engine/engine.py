@@ -19,10 +19,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 from specjax import checkpoint
 from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
@@ -34,10 +34,11 @@ from specjax.engine.executables import Executables, use_compilation_cache
 from specjax.engine.generation import FairLock, complete
 from specjax.engine.generation import stream as stream_chunks
 from specjax.engine.intake import Intake, Prompt, Salts, with_sampling
+from specjax.engine.packing import Resident, admission, prefill_input, step_input
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Sequence, Status
-from specjax.engine.transfers import Counters, Output, admission_row, prefill_input, read_output, step_input, take
+from specjax.engine.transfers import Counters, Output, read_output, take
 from specjax.load import load
 from specjax.models.target import Target
 from specjax.state import NOT_FINITE, DecodeState, init_state
@@ -83,9 +84,12 @@ class Engine:
         self.pool, self.buckets = Layout.of(config, self.context_length, tokens, self.platform, drafter)
         lookahead = (2 if config.overlap else 1) * (drafter.depth + 1)
         self.scheduler = Scheduler(rows=rows, pages=self.pool.pages, page_size=size, lookahead=lookahead)
+        self._new_pages = -(-lookahead // size)  # most pages that a row may get between two steps
         shapes = jax.eval_shape(self._new_state)
         variants = {"verify": verify, "trace": config.trace, "time_phases": config.time_phases}
-        self.executables = Executables(target, drafter, self.buckets, params, shapes, **variants)
+        self.executables = Executables(
+            target, drafter, self.buckets, params, shapes, new_pages=self._new_pages, **variants
+        )
         self.device = Device(params, self._new_state, self.executables.launch_lock)
         self.counters = Counters()
         self._in_flight: deque[_InFlight] = deque()
@@ -164,11 +168,12 @@ class Engine:
     @property
     def state(self) -> DecodeState:
         """Donated to each step, which returns the next."""
-        return self.device.state
+        return self.device.state.decode
 
-    def _new_state(self) -> DecodeState:
+    def _new_state(self) -> Resident:
         rows = self.config.max_running_requests
-        return init_state(self.params, self.target, self.drafter, rows=rows, pool=self.pool)
+        state = init_state(self.params, self.target, self.drafter, rows=rows, pool=self.pool)
+        return Resident(state, jnp.full((rows, self.buckets.tables[-1]), self.pool.pages, jnp.int32))
 
     def _start_over(self) -> None:
         """Sends all running requests back to the queue. They go on later with the same text: tokens that have not been
@@ -271,8 +276,8 @@ class Engine:
     def _admit(self) -> None:
         """Puts sequences for which there is room into rows of the state."""
         for sequence in self.scheduler.admit():
-            slot = np.int32(cast(int, sequence.slot))
-            self.device.update(self.executables.admit, slot, admission_row(sequence, self.vocab_size))
+            admit = self.executables.admit(resumed=bool(sequence.output))
+            self.device.update(admit, admission(sequence, self.vocab_size))
 
     def _launch_prefill(self) -> int:
         """Dispatches the next chunk of the oldest prompt that is not all dispatched. Returns the programs launched."""
@@ -284,7 +289,7 @@ class Engine:
         key, program = self.executables.first_usable(Key("prefill", c, t) for t in tables for c in chunks)
         inputs = prefill_input(sequence, key.width, key.table, self.pool.pages)
         self._in_flight.append(_InFlight(key, self.device.run(key, program, inputs), [sequence]))
-        length = int(inputs.length[0])
+        length = min(left, key.width)
         self.counters.prefilled_sequences += sequence.prefilled == 0
         self.counters.prefilled_tokens += length
         sequence.prefilled += length
@@ -303,7 +308,7 @@ class Engine:
             ready = self.executables.compiled(), self.executables.pending
             key, program = self.executables.first_usable(self.buckets.step_keys(len(left), pages, *ready))
             part, left = left[: key.width], left[key.width :]
-            inputs = step_input(part, key.width, key.table, self.config.max_running_requests, self.pool.pages)
+            inputs = step_input(part, key.width, self._new_pages, self.config.max_running_requests)
             self._in_flight.append(_InFlight(key, self.device.run(key, program, inputs), part))
             self.counters.steps += 1
             launched += 1
@@ -331,14 +336,16 @@ class Engine:
         wanted = any(sequence.wants_logprobs for sequence in flight.sequences)
         with memory_checked(flight.key):
             read = read_output(flight.output, min(TOP_LOGPROBS, self.vocab_size) if wanted else None)
+        verified = flight.key.kind == "step"
+        drafts = verified and self.buckets.drafts(flight.key.width)
         for i, sequence in enumerate(flight.sequences):
-            if sequence.status is Status.FINISHED or (read.emitted[i] == 0 and read.finish[i] != NOT_FINITE):
+            if sequence.status is Status.FINISHED or not (read.tokens[i] or read.finish[i] == NOT_FINITE):
                 continue
-            kept = take(sequence, read, flight.output, i, verified=flight.key.kind == "step")
+            kept = take(sequence, read, flight.output, i, verified=verified)
             self.counters.generated += kept
-            if flight.key.kind == "step" and read.emitted[i]:
+            if verified and read.tokens[i]:
                 self.counters.verifications += 1
-                self.counters.drafted_steps += sequence.params.speculate and self.buckets.drafts(flight.key.width)
+                self.counters.drafted_steps += sequence.params.speculate and drafts
                 self.counters.verified += kept
             if sequence.finish_reason is not None:
                 self._finish(sequence)
@@ -380,7 +387,8 @@ class Engine:
             with self._guarded():
                 self._collect_all_but(0)  # steps dispatched ahead for requests that have ended
             rows = self.config.max_running_requests
-            self.device.update(lambda state: state._replace(draft=self.drafter.init(self.params, rows, self.pool)))
+            draft = self.drafter.init(self.params, rows, self.pool)
+            self.device.update(lambda state: state._replace(decode=state.decode._replace(draft=draft)))
             return True
 
     def check_integrity(self) -> None:

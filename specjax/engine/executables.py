@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import takewhile
 from typing import Any, TypeAlias
 
@@ -20,22 +20,24 @@ from specjax_kernels.cpu import attention as cpu_attention
 from specjax_kernels.cpu import object_code
 from tqdm import tqdm
 
+from specjax.cache import pool_shape
 from specjax.checkpoint.files import default_cache_dir
 from specjax.compiling import compiler_options
 from specjax.drafters.base import Drafter, Params
 from specjax.engine import program_store
 from specjax.engine.buckets import Buckets, Key
+from specjax.engine.packing import Resident, admission_size, admit_packed, unpack_prefill, unpack_step
 from specjax.engine.transfers import Output, packed
 from specjax.models.target import Target
 from specjax.progress import progress_bar
-from specjax.state import DecodeState, PrefillInput, Row, StepInput
-from specjax.step import StepConfig, admit, check_phase, commit_phase, draft_phase, prefill_step, speculate_step
+from specjax.state import DecodeState
+from specjax.step import StepConfig, check_phase, commit_phase, draft_phase, prefill_step, speculate_step
 from specjax.verify import Verifier, verify_tree
 
 logger = logging.getLogger(__name__)
 
-Program: TypeAlias = Callable[..., tuple[DecodeState, Output]]
-"""(params, state, inputs) -> (the next state, output); takes the state over."""
+Program: TypeAlias = Callable[[list[Any], list[Any], np.ndarray], tuple[list[Any], Output]]
+"""(leaves of params, leaves of the state, packed input) -> (leaves of the next state, output). Donates the state."""
 
 
 def use_compilation_cache() -> None:
@@ -86,8 +88,9 @@ class Executables:
         drafter: Drafter,
         buckets: Buckets,
         params: Params,
-        state: DecodeState,
+        state: Resident,
         *,
+        new_pages: int,
         verify: Verifier = verify_tree,
         trace: bool = False,
         time_phases: bool = False,
@@ -95,9 +98,10 @@ class Executables:
         self._target, self._drafter, self._buckets, self._trace = target, drafter, buckets, trace
         self._verify = verify
         self.phase_times = PhaseTimes() if time_phases else None
-        self._params, self.state_shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state)
-        )
+        self._params, self._state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
+        self.state_shapes: DecodeState = self._state.decode
+        self._new_pages, self._pages = new_pages, pool_shape(state.decode.cache).pages
+        self._admit: dict[bool, Callable[..., Resident]] = {}
         self._futures: dict[Key, Future[Program]] = {}
         self._failed: dict[Key, str] = {}  # the message; an exception would keep its frames alive
         self._background: list[Key] = []  # keys of `warm_up_in_background` while it runs
@@ -120,15 +124,28 @@ class Executables:
         """Whether the thread with this `ident` waits for a program to be compiled or, on a GPU, any is compiled."""
         return thread in self._waiting or self._compiling
 
-    @cached_property
-    def admit(self) -> Callable[[DecodeState, Any, Row], DecodeState]:
-        """Puts a row into the state, which it takes over. Compiled at the first use or by `warm_up`."""
-        row = jax.tree.map(lambda rows: jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype), self.state_shapes.rows)
-        arguments = (self.state_shapes, jax.ShapeDtypeStruct((), np.int32), row)
+    def admit(self, *, resumed: bool) -> Callable[[Resident, np.ndarray], Resident]:
+        """Puts a packed `admission` into the state, which it takes over. `resumed`: whether it has emitted tokens.
+        Compiled at the first use or by `warm_up`."""
+        if resumed in self._admit:
+            return self._admit[resumed]
+        rows, finished = self.state_shapes.rows, self.state_shapes.finished
+        row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), rows)
+        packed = jax.ShapeDtypeStruct((admission_size(row, resumed=resumed),), np.int32)
+        arguments = (rows, finished, packed)
         with self.launch_lock:
-            return program_store.stored(
-                admit, arguments, lambda function: jax.jit(function, donate_argnums=0).lower(*arguments).compile()
+            program = program_store.stored(
+                admit_packed,
+                arguments,
+                lambda function: jax.jit(function, donate_argnums=(0, 1)).lower(*arguments).compile(),
             )
+
+        def admit(state: Resident, packed: np.ndarray) -> Resident:
+            rows, finished = program(state.decode.rows, state.decode.finished, packed)
+            return state._replace(decode=state.decode._replace(rows=rows, finished=finished))
+
+        self._admit[resumed] = admit
+        return admit
 
     def get(self, key: Key) -> Program:
         """The program of a key; compiles it, or waits for the thread that does. Raises Unavailable if the key has
@@ -222,7 +239,8 @@ class Executables:
             helper = threading.Thread(target=work, name="specjax-compile-2", daemon=True)
             if len(missing) > 1 and not self._exclusive:
                 helper.start()
-            _ = self.admit
+            for resumed in (False, True):
+                self.admit(resumed=resumed)
             work()
             if helper.ident and not any(isinstance(error, KeyboardInterrupt) for error in errors):
                 helper.join()
@@ -258,30 +276,37 @@ class Executables:
         self._closed = True
 
     def _compile(self, key: Key) -> Program:
-        batch = key.width if key.kind == "step" else 1
-        integers = partial(jax.ShapeDtypeStruct, dtype=np.int32)
-        common: Any = (integers((batch,)), integers((batch, key.table)), jax.ShapeDtypeStruct((batch,), np.bool_))
         fixed: dict[str, Any] = {"target": self._target, "drafter": self._drafter}
+        width = {"width": key.table, "pages": self._pages}
         if key.kind == "step":
-            fixed |= {"config": StepConfig(self._buckets.tree_widths(batch), self._trace), "verify": self._verify}
-            function, inputs = speculate_step, StepInput(*common)
+            fixed |= {"config": StepConfig(self._buckets.tree_widths(key.width), self._trace), "verify": self._verify}
+            function, unpack, shape = speculate_step, partial(unpack_step, **width), (key.width, 2 + self._new_pages)
         else:
-            chunk: Any = {"tokens": integers((1, key.width)), "length": integers((1,)), "next_token": integers((1,))}
             fixed["config"] = StepConfig()
-            function, inputs = prefill_step, PrefillInput(*common, **chunk)
-        arguments: Any = (self._params, self.state_shapes, inputs)
+            function, unpack, shape = prefill_step, partial(unpack_prefill, **width), (3 + key.width + key.table,)
+        arguments: Any = (self._params, self._state, jax.ShapeDtypeStruct(shape, np.int32))
         if self.phase_times is not None and key.kind == "step":
             with self.launch_lock:
-                return _compile_in_phases(arguments, self.phase_times, **fixed)
+                return _compile_in_phases(arguments, unpack, self.phase_times, **fixed)
         options = compiler_options()
+        leaves, tree = jax.tree.flatten(arguments)
+        count = len(jax.tree.leaves(self._params))
 
         def compile(function: Callable[..., Any]) -> jax.stages.Compiled:
-            lowered = jax.jit(function, donate_argnums=1, compiler_options=options).lower(*arguments)
+            def flat(params: list[Any], state: list[Any], inputs: Any) -> Any:
+                state, output = function(*jax.tree.unflatten(tree, [*params, *state, inputs]))
+                return jax.tree.leaves(state), output
+
+            flat.__name__ = flat.__qualname__ = getattr(function, "__name__", key.kind)
+            jitted = jax.jit(flat, donate_argnums=1, compiler_options=options)
+            lowered = jitted.lower(leaves[:count], leaves[count:-1], leaves[-1])
             with self._device_idle() if self._exclusive else contextlib.nullcontext():
                 return lowered.compile()
 
         kernels = cpu_attention.prepare(self._target.config.dtype)
-        return program_store.stored(partial(packed, function, **fixed), arguments, compile, (options, kernels))
+        return program_store.stored(
+            partial(_from_packed, partial(function, **fixed), unpack), arguments, compile, (options, kernels)
+        )
 
     @contextlib.contextmanager
     def _device_idle(self) -> Iterator[None]:
@@ -294,17 +319,37 @@ class Executables:
                 self._compiling = False
 
 
+def _from_packed(
+    function: Callable[..., Any], unpack: Callable[..., Any], params: Params, state: Resident, inputs: Any
+) -> tuple[Resident, Output]:
+    """A step or a prefill whose input and output are packed, to be traced."""
+    given, tables = unpack(inputs, state.tables)
+    decode, output = packed(function, params, state.decode, given)
+    return Resident(decode, tables), output
+
+
 def _compile_in_phases(
-    arguments: Any, times: PhaseTimes, *, target: Target, drafter: Drafter, verify: Verifier, config: StepConfig
-) -> Any:
+    arguments: Any,
+    unpack: Callable[..., Any],
+    times: PhaseTimes,
+    *,
+    target: Target,
+    drafter: Drafter,
+    verify: Verifier,
+    config: StepConfig,
+) -> Program:
     """`speculate_step` for arguments of these shapes, as a function that adds to `times`."""
 
+    params, state, inputs = arguments
+    trees = jax.tree.structure(params), jax.tree.structure(state)
     propose = partial(draft_phase, drafter=drafter, config=config)
     check = partial(check_phase, target=target, drafter=drafter, verify=verify, config=config)
     finish = partial(packed, commit_phase, drafter=drafter, config=config)
+    jit = partial(jax.jit, compiler_options=compiler_options())
+    unpacked = jit(unpack, donate_argnums=1).lower(inputs, state.tables).compile()
+    arguments = (params, state.decode, jax.eval_shape(unpack, inputs, state.tables)[0])
     tree, _ = jax.eval_shape(propose, *arguments)
     checked = jax.eval_shape(check, *arguments, tree)
-    jit = partial(jax.jit, compiler_options=compiler_options())
     draft = jit(propose, donate_argnums=1).lower(*arguments).compile()
     check_program = jit(check).lower(*arguments, tree).compile()
     commit = jit(finish, donate_argnums=1).lower(*arguments, tree, checked).compile()
@@ -315,12 +360,15 @@ def _compile_in_phases(
         setattr(times, name, getattr(times, name) + time.perf_counter() - started)
         return result
 
-    def step(params: Params, state: DecodeState, inputs: StepInput) -> tuple[DecodeState, Output]:
+    def step(params_leaves: list[Any], leaves: list[Any], packed: np.ndarray) -> tuple[list[Any], Output]:
+        params, state = map(jax.tree.unflatten, trees, (params_leaves, leaves))
         jax.block_until_ready(state)
         times.steps += 1
-        tree, state = timed("draft", draft, params, state, inputs)
-        checked = timed("verify", check_program, params, state, inputs, tree)
-        return timed("commit", commit, params, state, inputs, tree, checked)
+        inputs, tables = unpacked(packed, state.tables)
+        tree, decode = timed("draft", draft, params, state.decode, inputs)
+        checked = timed("verify", check_program, params, decode, inputs, tree)
+        decode, output = timed("commit", commit, params, decode, inputs, tree, checked)
+        return jax.tree.leaves(Resident(decode, tables)), output
 
     return step
 

@@ -66,6 +66,7 @@ class Sequence:
     status: Status = Status.WAITING
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
+    placed: int = 0  # pages that the device's page table holds
     salt: int = 0  # sequences with different salts share no n-gram memory
     prefilled: int = 0  # tokens whose prefill was dispatched
     committed: int = 0  # tokens known to be in pages: the last length read

@@ -1,0 +1,145 @@
+"""What the host sends to the device, packed: one int32 array for a step, a prefill or an admission.
+
+Each array that is sent costs a copy of its own, and page tables hardly change between steps. So the device keeps all
+page tables, [R, T], and a step's input has only the pages that are new:
+
+    step        [B, 2 + K]           slot, the number of pages that the device knows, K new pages (NO_PAGE: none)
+    prefill     [3 + C + T']         slot, length, next token, C tokens, all T' <= T pages of the row
+    admission   [1 + W + V/32]       slot, the fields of a `Row` bit for bit, whether each token is in the prompt
+                [... + V]            and, for a resumed request, how often each token has been emitted
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Int32
+
+from specjax.engine.sequence import Sequence
+from specjax.sampling import History
+from specjax.state import NO_DRAFT_LIMIT, NO_FORCED_TOKEN, DecodeState, PrefillInput, Row, StepInput, admit_row, new_row
+
+NO_PAGE = -1
+_WORD = 32  # bits
+
+
+class Resident(NamedTuple):
+    """What stays on the device between programs."""
+
+    decode: DecodeState
+    tables: Int32[Array, "R T"]  # page tables of the rows; holes are P
+
+
+def step_input(sequences: list[Sequence], batch: int, new_pages: int, rows: int) -> np.ndarray:
+    """Input of a decode step, int32 [batch, 2 + new_pages], for a bucket of `batch` entries.
+
+    Empty entries get slots from R = `rows` on. The pages count as known to the device from then on.
+    """
+    packed = np.full((batch, 2 + new_pages), NO_PAGE, np.int32)
+    packed[:, 0] = range(rows, rows + batch)
+    packed[: len(sequences), 0] = [cast(int, sequence.slot) for sequence in sequences]
+    for i, sequence in enumerate(sequences):
+        if new := sequence.pages[sequence.placed :]:
+            packed[i, 1] = sequence.placed
+            packed[i, 2 : 2 + len(new)] = new
+            sequence.placed = len(sequence.pages)
+    return packed
+
+
+def unpack_step(packed: Int32[Array, "B X"], tables: Int32[Array, "R T"], width: int, pages: int) -> Any:
+    """The `StepInput` with page tables of `width`, and the tables of all rows with the new pages."""
+    slots, known, new = packed[:, 0], packed[:, 1], packed[:, 2:]
+    rows, size = tables.shape
+    ahead = jnp.arange(new.shape[1], dtype=jnp.int32)
+    columns = jnp.where(new == NO_PAGE, size, known[:, None]) + ahead[None]  # from T on: distinct, and dropped
+    tables = tables.at[slots[:, None], columns].set(new, mode="drop", unique_indices=True)
+    active = slots < rows
+    page_table = jnp.where(active[:, None], tables[jnp.minimum(slots, rows - 1), :width], pages)
+    return StepInput(slots, page_table, active), tables
+
+
+def prefill_input(sequence: Sequence, width: int, table: int, pages: int) -> np.ndarray:
+    """Input for the next chunk of a sequence's context, in `width` tokens and `table` pages: int32 [3 + width + table].
+    The last chunk draws, unless the sequence is a resumed one. `pages` is P."""
+    context = sequence.context
+    length = min(len(context) - sequence.prefilled, width)
+    end = sequence.prefilled + length
+    after = context[end] if end < len(context) else sequence.forced_token
+    packed = np.zeros(3 + width + table, np.int32)
+    packed[:3] = sequence.slot, length, NO_FORCED_TOKEN if after is None else after
+    packed[3 : 3 + length] = context[sequence.prefilled : end]
+    packed[3 + width :] = pages
+    packed[3 + width : 3 + width + len(sequence.pages)] = sequence.pages
+    sequence.placed = len(sequence.pages)
+    return packed
+
+
+def unpack_prefill(packed: Int32[Array, "X"], tables: Int32[Array, "R T"], width: int, pages: int) -> Any:
+    """The `PrefillInput` of one row with a page table of `width`, and the tables of all rows with this one."""
+    slot, length, after = packed[:1], packed[1:2], packed[2:3]
+    tokens, row = packed[None, 3:-width], packed[-width:]
+    whole = jnp.pad(row, (0, tables.shape[1] - width), constant_values=pages)
+    tables = tables.at[slot].set(whole[None], mode="drop")
+    return PrefillInput(slot, row[None], jnp.ones(1, bool), tokens, length, after), tables
+
+
+def admission(sequence: Sequence, vocab_size: int) -> np.ndarray:
+    """A sequence's row of the state and its slot, as int32. The output that a resumed sequence already has counts in
+    its penalties."""
+    params = sequence.params
+    alike = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+    row = new_row(
+        vocab_size,
+        limit=sequence.limit,
+        prompt=sequence.prompt,
+        output=sequence.output,
+        draft_limit=NO_DRAFT_LIMIT if params.speculate else 0,
+        logprobs=params.logprobs is not None,
+        salt=sequence.salt,
+        top_k=min(params.top_k, vocab_size),
+        min_tokens=params.min_new_tokens,
+        stop_ids=sequence.device_stops,
+        seed=sequence.seed,
+        logit_bias=dict(params.logit_bias),
+        **{name: getattr(params, name) for name in alike},
+    )
+    in_prompt, counts = cast(Any, row.history)
+    small = [_words(leaf) for leaf in jax.tree.leaves(row._replace(history=cast(Any, None)))]
+    bits, seen = np.packbits(in_prompt, bitorder="little"), np.zeros(-(-vocab_size // _WORD), "<i4")
+    seen.view(np.uint8)[: bits.size] = bits
+    return np.concatenate([[np.int32(cast(int, sequence.slot))], *small, seen, *([counts] if sequence.output else [])])
+
+
+def _words(value: Any) -> np.ndarray:
+    value = np.atleast_1d(value)
+    return value.astype(np.int32) if value.dtype == np.bool_ else value.view(np.int32)
+
+
+def admission_size(row: Row, *, resumed: bool) -> int:
+    """Length of an `admission` to a state with rows like `row`, whose leaves have no leading axis."""
+    small = sum(leaf.size for leaf in jax.tree.leaves(row._replace(history=cast(Any, None))))
+    vocab_size = row.history.counts.size
+    return 1 + small + -(-vocab_size // _WORD) + vocab_size * resumed
+
+
+def admit_packed(rows: Row, finished: Bool[Array, "R"], packed: Int32[Array, "X"]) -> tuple[Row, Bool[Array, "R"]]:
+    """`specjax.state.admit_row` of an `admission`."""
+    at = 1
+    small, tree = jax.tree.flatten(rows._replace(history=cast(Any, None)))
+    fields = []
+    for leaf in small:
+        words = packed[at : (at := at + prod(leaf.shape[1:]))].reshape(leaf.shape[1:])
+        plain = leaf.dtype == np.bool_
+        fields.append(words.astype(bool) if plain else jax.lax.bitcast_convert_type(words, leaf.dtype))
+    vocab_size = rows.history.counts.shape[1]
+    seen = packed[at : (at := at + -(-vocab_size // _WORD))]
+    bits = seen[:, None] >> jnp.arange(_WORD, dtype=jnp.int32)[None] & 1
+    counts = packed[at:] if packed.shape[0] > at else jnp.zeros(vocab_size, jnp.int32)
+    history = History(bits.reshape(-1)[:vocab_size].astype(bool), counts)
+    row = jax.tree.unflatten(tree, fields)._replace(history=history)
+    return admit_row(rows, finished, packed[0], row)
