@@ -8,7 +8,6 @@ turns the whole run into U+FFFD), or a space that a later full stop may remove.
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import random
 from array import array
@@ -214,8 +213,11 @@ class TextStream:
 
     def extend(self, tokens: Sequence[int]) -> int:
         """Adds tokens, up to the one that completes a stop string. Returns how many these are; 0: none does."""
-        pieces = list(map(self._tokens.push, tokens))
-        ends = list(itertools.accumulate(map(len, pieces), initial=len(self.text)))[1:]
+        pieces = [self._tokens.push(token) for token in tokens]
+        size, ends = len(self.text), []
+        for piece in pieces:
+            size += len(piece)
+            ends.append(size)
         stop = self._add("".join(pieces), ends)
         self.ends += ends[: stop or None]
         if stop:
