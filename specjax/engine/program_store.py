@@ -50,7 +50,7 @@ _STARTED = time.time()
 
 Compile: TypeAlias = Callable[[Callable[..., Any]], jax.stages.Compiled]
 
-AHEAD = 4  # most programs that `read_ahead` loads
+AHEAD = 5  # most programs that `read_ahead` loads
 
 _folder: Path | None = None
 _start: Path | None = None  # names the first programs that this process uses, for the next one like it
