@@ -42,6 +42,7 @@ from specjax.compiling import NVIDIA_OPTIONS
 from specjax.drafters.options import candidates, options_of
 from specjax.models import init_params
 from specjax.step import StepConfig, check_phase, commit_phase, draft_phase, speculate_step, tree_widths
+from specjax.verify import verify_tree
 
 SPEC = Path(__file__).parent / "gpu" / "h200.txtpb"
 OPTIONS: dict[str, dict[str, str]] = {"ours": dict(NVIDIA_OPTIONS), "default": {}}
@@ -95,9 +96,10 @@ def programs(
     inputs = place(StepInput(*(jax.ShapeDtypeStruct((shapes.batch, *shape), kind) for shape, kind in fields)))
 
     step = StepConfig(tree_widths(drafter) if several_widths else (drafter.width,))
-    whole = partial(speculate_step, target=target, drafter=drafter, config=step)
+    verify = partial(verify_tree, straight=True)  # as on a device that has the kernels
+    whole = partial(speculate_step, target=target, drafter=drafter, verify=verify, config=step)
     draft = partial(draft_phase, drafter=drafter, config=step)
-    check = partial(check_phase, target=target, drafter=drafter, config=step)
+    check = partial(check_phase, target=target, drafter=drafter, verify=verify, config=step)
     commit = partial(commit_phase, drafter=drafter, config=step)
     tree, _ = place(jax.eval_shape(draft, params, state, inputs))
     checked = place(jax.eval_shape(check, params, state, inputs, tree))

@@ -76,7 +76,8 @@ def counts(thunks: list[Thunk], places: Places) -> dict[str, Any]:
 
     def described(thunk: Thunk) -> dict[str, Any]:
         within = sum(kind in ("kConditional", "kWhile") for kind in thunk.above)
-        return {"kind": thunk.kind[1:], "within": within, **places.of(thunk)}
+        inside = sum(thunk.number in kernel.inside for kernel in kernels)
+        return {"kind": thunk.kind[1:], "within": within, "kernels": inside, **places.of(thunk)}
 
     return {
         "graphs": sum(thunk.kind == "kCommandBuffer" for thunk in thunks),
@@ -102,6 +103,7 @@ class Thunk:
     kind: str
     number: int
     above: tuple[str, ...]  # kinds of the thunks it is part of, outermost first
+    inside: tuple[int, ...] = ()  # their numbers
 
     @property
     def in_graph(self) -> bool:
@@ -120,8 +122,9 @@ def read_thunks(text: str) -> list[Thunk]:
         depth = len(found[1]) + len(found[2])
         while stack and stack[-1][0] >= depth:
             stack.pop()
-        thunks.append(Thunk(found[4], int(found[3]), tuple(kind for _, kind in stack)))
-        stack.append((depth, found[4]))
+        number, kind = int(found[3]), found[4]
+        thunks.append(Thunk(kind, number, tuple(above for _, above, _ in stack), tuple(each for *_, each in stack)))
+        stack.append((depth, kind, number))
     return thunks
 
 

@@ -16,12 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float32, Int32, Shaped, UInt32
+from specjax_kernels.launch import has_kernels
 
-from specjax.sampling import DrawInputs, draw, is_plain
+from specjax.sampling import DrawInputs, draw, draw_straight, is_plain
 from specjax.tree import NO_TOKEN, DraftTree, ancestor_mask
 from specjax.types import Active, Logits, PerRequest
 
 TOP_LOGPROBS = 20  # likeliest tokens whose log-probabilities a step gives
+KERNEL_TOP_K = 16  # the largest `top_k` that is one kernel in XLA:GPU; a larger one sorts all values
 
 
 class Logprobs(NamedTuple):
@@ -61,6 +63,7 @@ def verify_tree(
     *,
     depth: int,
     allowed: UInt32[Array, "B N W"] | None = None,
+    straight: bool | None = None,
 ) -> Verdict:
     """Draws at the nodes and accepts the longest path of draws.
 
@@ -71,8 +74,15 @@ def verify_tree(
         emitted: int32 [B]. Tokens emitted so far, the root included.
         depth: D, static: an upper bound of the nodes' depths.
         allowed: uint32 [B, N, ceil(V / 32)]. A grammar's bits of each node; None: all tokens may be drawn.
+        straight: draw at all nodes at once, by kernels for NVIDIA GPUs, rather than on the walk, by loops and branches.
+            None: where these kernels run. The draws are the same.
+
+    A step in which no row samples or edits its logits draws the argmax: one branch, on a GPU the only one for draws.
+    Two programs, chosen by the host, would save its predicate, but compile every batch bucket twice.
     """
-    walk = partial(_draw_on_walk, tree, logits, inputs, prefix_length, emitted, depth, allowed)
+    straight = has_kernels() if straight is None else straight
+    draws = _draw_at_all_nodes if straight else _draw_on_walk
+    walk = partial(draws, tree, logits, inputs, prefix_length, emitted, depth, allowed)
     if allowed is not None:
         return find_verdict(tree, walk(), depth)
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -129,7 +139,10 @@ def path_logprobs(
         raw = jnp.take_along_axis(logits, path[:, :, None], axis=1)
         total = jax.nn.logsumexp(raw, axis=-1, keepdims=True)
         ids = jnp.maximum(pad_levels(verdict.tokens, path.shape[1], -1), 0)
-        best, best_ids = jax.lax.top_k(raw, min(TOP_LOGPROBS, logits.shape[-1]))
+        count = min(TOP_LOGPROBS, logits.shape[-1])
+        best, best_ids = jax.lax.platform_dependent(
+            raw, cpu=lambda x: tuple(jax.lax.top_k(x, count)), default=partial(top_in_parts, count=count)
+        )
         drawn = jnp.take_along_axis(raw, ids[:, :, None], axis=2) - total
         return Logprobs(drawn[:, :, 0], best - total, best_ids.astype(jnp.int32))
 
@@ -139,9 +152,44 @@ def path_logprobs(
     return jax.lax.cond(wanted, found, nothing)
 
 
+def top_in_parts(values: Float32[Array, "*b V"], count: int) -> tuple[Float32[Array, "*b k"], Int32[Array, "*b k"]]:
+    """`jax.lax.top_k` by several of at most `KERNEL_TOP_K`, each of what comes after the one before.
+
+    -inf and the most negative finite number count as equal after the first of them.
+    """
+    ids = jax.lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
+    rest = jnp.where(values == 0, 0.0, values)  # -0 = +0, which not every `top_k` treats alike
+    floor, found = jnp.finfo(jnp.float32).min, list[Array]()
+    for start in range(0, count, KERNEL_TOP_K):
+        best, index = jax.lax.top_k(rest, min(KERNEL_TOP_K, count - start))
+        found.append(index)
+        value, last = best[..., -1:], index[..., -1:]
+        later = (rest < value) | ((rest == value) & (ids > last))
+        rest = jnp.where(later, jnp.maximum(rest, floor), -jnp.inf)
+    index = jnp.concatenate(found, axis=-1)
+    return jnp.take_along_axis(values, index, axis=-1), index
+
+
 def pad_levels(values: Shaped[Array, "B _"], width: int, fill: int) -> Shaped[Array, "B {width}"]:
     """More columns, filled with one value."""
     return jnp.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=fill)
+
+
+def _draw_at_all_nodes(
+    tree: DraftTree,
+    logits: Logits,
+    inputs: DrawInputs,
+    prefix_length: PerRequest,
+    emitted: PerRequest,
+    depth: int,
+    allowed: UInt32[Array, "B N W"] | None,
+) -> Int32[Array, "B N"]:
+    """Draws at every node as if the walk came there: on a GPU a level of the walk takes as long as all nodes."""
+    level = jnp.arange(1, depth + 1, dtype=jnp.int32)
+    on_path = ancestor_mask(tree)[:, :, None, :] & (tree.depth[:, None, :] == level[None, :, None])[:, None]
+    path = jnp.max(jnp.where(on_path, tree.tokens[:, None, None, :], NO_TOKEN), axis=3)
+    position = prefix_length[:, None] + tree.depth + 1
+    return draw_straight(logits, inputs, position, emitted[:, None] + tree.depth, path, allowed)
 
 
 class _Walk(NamedTuple):

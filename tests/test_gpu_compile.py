@@ -100,6 +100,9 @@ FORWARD, COMMIT = 12, 2
 """Kernels of a further target layer: norm, qkv, rotation, attention, combine, output, add, norm, gate and up, their
 product, down, add; and a scatter each for the keys and the values. The naive layer had 23."""
 
+SAMPLING = 40
+"""Kernels of a step's draws with top-k, top-p, min-p, penalties and biases, for any tree."""
+
 
 @functools.cache
 def step(device: str, shape: str, batch: int, layers: int, backend: str | None = "pallas") -> dict:
@@ -119,6 +122,12 @@ def check(record: dict) -> None:
     assert record["one_graph"], record["outside_graphs"]
     assert record["host_decides"] == []
     assert record["all_state_aliased"]
+    # Rows that sample: one branch, a fixed number of kernels, at all nodes of a tree at once.
+    assert "kWhile" not in record["kinds"]
+    branches = {decision["place"].split()[-1]: decision for decision in record["device_decides"]}
+    assert set(branches) == {"verify_tree", "path_logprobs"} and len(record["device_decides"]) == 2
+    assert all(decision["within"] == 0 for decision in branches.values())
+    assert branches["verify_tree"]["kernels"] <= SAMPLING
     one_layers_pages = PAGES * PAGE_SIZE * 8 * 128 * 2  # its keys alone
     assert record["temp_bytes"] < one_layers_pages
     assert record["target_pool_bytes"] >= 2 * FEW * one_layers_pages
@@ -171,3 +180,22 @@ def test_the_default_is_the_same_program(monkeypatch) -> None:
 @pytest.mark.parametrize(("shape", "batch"), [("plain", 8), ("tree", 1)])
 def test_so_it_is_on_other_gpus(device: str, shape: str, batch: int) -> None:
     check(step(device, shape, batch, FEW))
+
+
+def test_log_probabilities_do_not_sort_the_vocabulary() -> None:
+    from ptx import described_device
+
+    from specjax.verify import Verdict, path_logprobs
+
+    vocab, (rows, levels, nodes) = 128256, (2, 3, 4)
+    shape = jax.ShapeDtypeStruct
+    integers = [shape((rows, *size), "int32") for size in ((levels,), (), (levels,), (nodes,))]
+    arguments = gpu("h200").place((shape((rows, nodes, vocab), "float32"), Verdict(*integers), shape((), "bool")))
+
+    def found(logits, verdict, wanted):
+        return path_logprobs(logits, verdict.path, verdict, wanted)
+
+    with described_device(arguments):
+        lowered = jax.jit(found).trace(*arguments).lower()
+    text = lowered.compile().as_text()
+    assert " sort(" not in text and text.count("__gpu$TopK") == 2

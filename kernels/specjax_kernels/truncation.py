@@ -1,0 +1,187 @@
+"""Top-k and top-p on an NVIDIA GPU, in Pallas: the search for the thresholds, without a sort and without a loop.
+
+The tokens that stay are a prefix of the order (logit descending, id ascending): those above a bound, and of those equal
+to it the ones up to an id. Each is found as the largest bound whose mass "at or above" still reaches what is needed, 4
+bits a pass. The mass is a number of tokens for top-k, a sum of weights for top-p, then a number of equal tokens:
+
+    low = 0
+    for shift in 28, 24 .. 0:                      one kernel each
+        mass[j] = sum of weights where key >= low | j << shift, for j = 0 .. 15
+        low    |= (the largest j with mass[j] >= need, else 0) << shift
+
+A kernel has a grid of (rows, chunks of the vocabulary). Each program first adds the chunks' masses of the kernel before
+it and takes the next digit from them, which all programs of a row do alike; then it sums its own chunk. So a pass is
+one launch, and no result depends on the order in which programs run.
+
+On a CPU Pallas interprets the kernels, for tests.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+
+BITS = 4  # of a pass
+DIGITS = 1 << BITS
+TILE = 512  # tokens of one trip of a program
+PROGRAMS = 512  # wanted over all rows
+MOST_CHUNKS = 64  # a program adds all chunks' masses at once
+LOWEST = -(1 << 31)
+TINY = float(jnp.finfo(jnp.float32).tiny)
+
+
+class Found(NamedTuple):
+    """A row's bound, and what is above it. [R] each."""
+
+    low: Array  # int32, the bits of an unsigned bound
+    above: Array  # float32, the mass above it
+    need: Array  # float32
+
+
+def in_prefix(logits: Array, top_k: Array, top_p: Array) -> Array:
+    """Which tokens top-k, and top-p of the rest, leave. Ties go to the lower id.
+
+    Args:
+        logits: float32 [R, V], scaled by the temperature; V below 2^24.
+        top_k: int32 [R]; 0 and less: off.
+        top_p: float32 [R]; 1 and more: off.
+
+    Returns:
+        bool [R, V].
+    """
+    vocab = logits.shape[1]
+    peak, zero = jnp.max(logits, axis=1), jnp.zeros(logits.shape[0], jnp.int32)
+    wanted = jnp.where((top_k <= 0) | (top_k > vocab), vocab, top_k).astype(jnp.float32)
+
+    def weight(bound: Array) -> Array:
+        return jnp.exp(_value(bound) - peak)
+
+    nothing = jnp.zeros_like(peak)
+    counted = _search("count", 32, logits, peak, zero, nothing, wanted)
+    first, equal = counted.low ^ LOWEST, wanted - counted.above
+    summed = _search("mass", 32, logits, peak, first, equal * weight(first), top_p.astype(jnp.float32))
+    second = summed.low ^ LOWEST
+    more = jnp.ceil((summed.need - summed.above) / jnp.maximum(weight(second), TINY))
+    more = jnp.where(second == first, jnp.minimum(more, equal), more)
+    limited = top_p < 1
+    bound, equal = jnp.where(limited, second, first), jnp.where(limited, jnp.maximum(more, 1.0), equal)
+    last = vocab - _search("equal", vocab.bit_length(), logits, peak, bound, nothing, equal).low
+    keys, ids = _key(logits), jnp.arange(vocab, dtype=jnp.int32)[None, :]
+    return (keys > bound[:, None]) | ((keys == bound[:, None]) & (ids <= last[:, None]))
+
+
+def _search(kind: str, bits: int, logits: Array, peak: Array, bound: Array, extra: Array, need: Array) -> Found:
+    """The largest bound of so many bits whose mass reaches `need` ("mass": this share of all), 0 if none does.
+
+    Args:
+        kind: what is summed. "count": 1 for each token, by logit; "mass": its weight exp(logit - peak), by logit, of
+            tokens above `bound`; "equal": 1 for each token equal to `bound`, by V - id.
+        extra: mass that lies at `bound` itself ("mass").
+    """
+    rows, vocab = logits.shape
+    most = max(4, min(MOST_CHUNKS, PROGRAMS // rows))
+    chunks = min(1 << most.bit_length() - 1, 1 << (-(-vocab // TILE) - 1).bit_length())
+    found = Found(jnp.zeros_like(bound), jnp.zeros_like(peak), need)
+    masses = jnp.zeros((rows, chunks, DIGITS), jnp.float32)
+    first = BITS * (-(-bits // BITS) - 1)
+    for shift in range(first, -BITS - 1, -BITS):
+        step = jnp.full(1, shift, jnp.int32)
+        part = "first" if shift == first else "last" if shift < 0 else "next"
+        found, masses = _pass(step, *found, masses, peak, bound, extra, logits, kind=kind, part=part)
+    return found
+
+
+@functools.partial(jax.jit, static_argnames=("kind", "part"))
+def _pass(*arguments: Array, kind: str, part: str) -> tuple[Found, Array]:
+    """One pass: the digit of the pass before, unless it is the first; the masses of the next, unless it is the last."""
+    call = functools.partial(_launch, kind=kind, part=part)
+    found, masses = jax.lax.platform_dependent(
+        *arguments, cpu=functools.partial(call, interpret=True), default=functools.partial(call, interpret=False)
+    )
+    return Found(*found), masses
+
+
+def _launch(*arguments: Array, kind: str, part: str, interpret: bool) -> tuple[list[Array], Array]:
+    low, above, need, masses = arguments[1:5]
+    rows, chunks = masses.shape[:2]
+    out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (low, above, need, masses)]
+    outputs = pl.pallas_call(
+        functools.partial(_kernel, kind=kind, part=part),
+        grid=(rows, chunks if part != "last" else 1),
+        out_shape=out if part != "last" else out[:3],
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name=f"truncation_{kind}",
+    )(*arguments)
+    return list(outputs[:3]), masses if part == "last" else outputs[3]
+
+
+def _kernel(shift_ref, low_ref, above_ref, need_ref, masses_ref, peak_ref, bound_ref, extra_ref, logits_ref,
+            *outputs: Any, kind: str, part: str) -> None:  # fmt: skip
+    """One program: a chunk of one row."""
+    row, chunk = pl.program_id(0), pl.program_id(1)
+    chunks, vocab = masses_ref.shape[1], logits_ref.shape[1]
+    shift, digit = shift_ref[0], jnp.arange(DIGITS, dtype=jnp.int32)
+    low, above, need = low_ref[row], above_ref[row], need_ref[row]
+    if part != "first":
+        mass = jnp.sum(plgpu.load(masses_ref.at[row]), axis=0)
+        before = shift + BITS
+        if kind == "mass":  # the lowest candidate of the first pass is below all tokens
+            total = jnp.sum(jnp.where(digit == 0, mass, 0.0))
+            need = jnp.where(before == 32 - BITS, jnp.maximum(need * total, TINY), need)
+        reaches = (mass >= need) & (digit > 0)
+        beyond = jnp.max(jnp.where(reaches | (digit == 0), -1.0, mass))
+        above = jnp.where(beyond >= 0, beyond, above)
+        low = low | (jnp.sum(reaches.astype(jnp.int32)) << before)
+    low_out, above_out, need_out = outputs[:3]
+
+    @pl.when(chunk == 0)
+    def _() -> None:
+        low_out[row], above_out[row], need_out[row] = low, above, need
+
+    if part == "last":
+        return
+    candidates = low | (digit << shift)
+    if kind != "equal":
+        candidates = candidates ^ LOWEST
+    peak, bound = peak_ref[row], bound_ref[row]
+    trips = -(-vocab // (TILE * chunks))
+
+    def tile(trip: Array, sums: Array) -> Array:
+        token = (chunk * trips + trip) * TILE + jnp.arange(TILE, dtype=jnp.int32)
+        there = token < vocab
+        logit = plgpu.load(logits_ref.at[row, token], mask=there, other=0.0)
+        key = _key(logit)
+        if kind == "count":
+            weight = jnp.where(there, 1.0, 0.0)
+        elif kind == "mass":
+            weight = jnp.where(there & (key > bound), jnp.exp(logit - peak), 0.0)
+        else:
+            weight = jnp.where(there & (key == bound), 1.0, 0.0)
+            key = vocab - token
+        return sums + jnp.where(key[None, :] >= candidates[:, None], weight[None, :], 0.0)
+
+    sums = jnp.sum(jax.lax.fori_loop(0, trips, tile, jnp.zeros((DIGITS, TILE), jnp.float32)), axis=1)
+    if kind == "mass":
+        sums += jnp.where((candidates <= bound) & (chunk == 0), extra_ref[row], 0.0)
+    plgpu.store(outputs[3].at[row, chunk], sums)
+
+
+def _key(logits: Array) -> Array:
+    """Integers in the order of the floats; -0 is 0."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(logits == 0, 0.0, logits), jnp.int32)
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def _value(key: Array) -> Array:
+    """The float of a key."""
+    return jax.lax.bitcast_convert_type(jnp.where(key < 0, key ^ 0x7FFFFFFF, key), jnp.float32)
