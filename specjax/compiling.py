@@ -1,8 +1,9 @@
 """XLA options for steps on NVIDIA GPUs: loops become part of the CUDA graph.
 
 A step is a thousand small kernels, fast only as a CUDA graph, which runs without the host. By default XLA drives loops
-(the walk down a tree, the bisections of top-k and top-p) from the host, which splits a step into eight graphs. With
-`WHILE` in its list it is one (compiled for an H200 with jax 0.10.2, 0.11.2 and 0.12.0; needs CUDA 12.3's driver).
+(a verifier's or a drafter's of one's own; ours have none on GPUs that Triton compiles for) from the host, which splits
+a step into several graphs. With `WHILE` in its list it is one (compiled for an H200 with jax 0.10.2, 0.11.2 and 0.12.0;
+needs CUDA 12.3's driver).
 
 Flags in XLA_FLAGS win. For XLA's own behaviour:
 
