@@ -328,16 +328,19 @@ def draw_straight(
     bias = jnp.zeros((batch, vocab), jnp.float32)
     bias = bias.at[index, ids].add(rows.bias_values, mode="drop", unique_indices=True)
 
-    each = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), nodes, total_repeat_length=batch * nodes)
-    flat = jax.tree.map(lambda x: x[each], rows._replace(bias_ids=ids[:, :0], bias_values=rows.bias_values[:, :0]))
-    row = jnp.minimum(slots, history.counts.shape[0] - 1)[each]
+    def each(x: Array) -> Array:
+        """Of each row what its nodes share. A broadcast, which needs no kernel of its own; a gather does."""
+        return jnp.broadcast_to(x[:, None], (batch, nodes, *x.shape[1:])).reshape(batch * nodes, *x.shape[1:])
+
+    flat = jax.tree.map(each, rows._replace(bias_ids=ids[:, :0], bias_values=rows.bias_values[:, :0]))
+    row = jnp.minimum(slots, history.counts.shape[0] - 1)
     position, emitted = position.reshape(-1), emitted.reshape(-1)
     token = jnp.arange(vocab, dtype=jnp.int32)
-    counts, path = history.counts[row], path.reshape(batch * nodes, -1)
+    counts, path = each(history.counts[row]), path.reshape(batch * nodes, -1)
     for level in range(path.shape[1]):
         counts += (path[:, level, None] == token[None, :]).astype(jnp.int32)
-    x = logits.reshape(-1, vocab) + bias[each]
-    x = jax.vmap(add_penalties)(x, flat, history.in_prompt[row], counts)
+    x = logits.reshape(-1, vocab) + each(bias)
+    x = jax.vmap(add_penalties)(x, flat, each(history.in_prompt[row]), counts)
     x = jax.vmap(mask_stops)(x, flat, emitted)
     if allowed is not None:
         x = jax.vmap(mask_forbidden)(x, allowed.reshape(batch * nodes, -1))

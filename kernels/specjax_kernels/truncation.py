@@ -59,14 +59,14 @@ def in_prefix(logits: Array, top_k: Array, top_p: Array) -> Array:
         bool [R, V].
     """
     vocab = logits.shape[1]
-    peak, zero = jnp.max(logits, axis=1), jnp.zeros(logits.shape[0], jnp.int32)
+    peak = jnp.max(logits, axis=1)
     wanted = jnp.where((top_k <= 0) | (top_k > vocab), vocab, top_k).astype(jnp.float32)
 
     def weight(bound: Array) -> Array:
         return jnp.exp(_value(bound) - peak)
 
-    nothing = jnp.zeros_like(peak)
-    counted = _search("count", 32, logits, peak, zero, nothing, wanted)
+    # What a search does not read is any array: to make one of zeros would be a kernel.
+    counted = _search("count", 32, logits, peak, top_k, peak, wanted)
     first, equal = counted.low ^ LOWEST, wanted - counted.above
     summed = _search("mass", 32, logits, peak, first, equal * weight(first), top_p.astype(jnp.float32))
     second = summed.low ^ LOWEST
@@ -74,7 +74,7 @@ def in_prefix(logits: Array, top_k: Array, top_p: Array) -> Array:
     more = jnp.where(second == first, jnp.minimum(more, equal), more)
     limited = top_p < 1
     bound, equal = jnp.where(limited, second, first), jnp.where(limited, jnp.maximum(more, 1.0), equal)
-    last = vocab - _search("equal", vocab.bit_length(), logits, peak, bound, nothing, equal).low
+    last = vocab - _search("equal", vocab.bit_length(), logits, peak, bound, peak, equal).low
     keys, ids = _key(logits), jnp.arange(vocab, dtype=jnp.int32)[None, :]
     return (keys > bound[:, None]) | ((keys == bound[:, None]) & (ids <= last[:, None]))
 
@@ -90,32 +90,32 @@ def _search(kind: str, bits: int, logits: Array, peak: Array, bound: Array, extr
     rows, vocab = logits.shape
     most = max(4, min(MOST_CHUNKS, PROGRAMS // rows))
     chunks = min(1 << most.bit_length() - 1, 1 << (-(-vocab // TILE) - 1).bit_length())
-    found = Found(jnp.zeros_like(bound), jnp.zeros_like(peak), need)
-    masses = jnp.zeros((rows, chunks, DIGITS), jnp.float32)
+    found, masses = Found(bound, peak, need), peak  # the first pass reads `need` alone
     first = BITS * (-(-bits // BITS) - 1)
     for shift in range(first, -BITS - 1, -BITS):
         step = jnp.full(1, shift, jnp.int32)
         part = "first" if shift == first else "last" if shift < 0 else "next"
-        found, masses = _pass(step, *found, masses, peak, bound, extra, logits, kind=kind, part=part)
+        found, masses = _pass(step, *found, masses, peak, bound, extra, logits, kind=kind, part=part, chunks=chunks)
     return found
 
 
-@functools.partial(jax.jit, static_argnames=("kind", "part"))
-def _pass(*arguments: Array, kind: str, part: str) -> tuple[Found, Array]:
+@functools.partial(jax.jit, static_argnames=("kind", "part", "chunks"))
+def _pass(*arguments: Array, kind: str, part: str, chunks: int) -> tuple[Found, Array]:
     """One pass: the digit of the pass before, unless it is the first; the masses of the next, unless it is the last."""
-    call = functools.partial(_launch, kind=kind, part=part)
+    call = functools.partial(_launch, kind=kind, part=part, chunks=chunks)
     found, masses = jax.lax.platform_dependent(
         *arguments, cpu=functools.partial(call, interpret=True), default=functools.partial(call, interpret=False)
     )
     return Found(*found), masses
 
 
-def _launch(*arguments: Array, kind: str, part: str, interpret: bool) -> tuple[list[Array], Array]:
+def _launch(*arguments: Array, kind: str, part: str, chunks: int, interpret: bool) -> tuple[list[Array], Array]:
     low, above, need, masses = arguments[1:5]
-    rows, chunks = masses.shape[:2]
-    out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (low, above, need, masses)]
+    rows = len(low)
+    out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (low, above, need)]
+    out.append(jax.ShapeDtypeStruct((rows, chunks, DIGITS), jnp.float32))
     outputs = pl.pallas_call(
-        functools.partial(_kernel, kind=kind, part=part),
+        functools.partial(_kernel, kind=kind, part=part, chunks=chunks),
         grid=(rows, chunks if part != "last" else 1),
         out_shape=out if part != "last" else out[:3],
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
@@ -126,13 +126,14 @@ def _launch(*arguments: Array, kind: str, part: str, interpret: bool) -> tuple[l
 
 
 def _kernel(shift_ref, low_ref, above_ref, need_ref, masses_ref, peak_ref, bound_ref, extra_ref, logits_ref,
-            *outputs: Any, kind: str, part: str) -> None:  # fmt: skip
+            *outputs: Any, kind: str, part: str, chunks: int) -> None:  # fmt: skip
     """One program: a chunk of one row."""
     row, chunk = pl.program_id(0), pl.program_id(1)
-    chunks, vocab = masses_ref.shape[1], logits_ref.shape[1]
+    vocab = logits_ref.shape[1]
     shift, digit = shift_ref[0], jnp.arange(DIGITS, dtype=jnp.int32)
-    low, above, need = low_ref[row], above_ref[row], need_ref[row]
+    low, above, need = jnp.int32(0), jnp.float32(0), need_ref[row]
     if part != "first":
+        low, above = low_ref[row], above_ref[row]
         mass = jnp.sum(plgpu.load(masses_ref.at[row]), axis=0)
         before = shift + BITS
         if kind == "mass":  # the lowest candidate of the first pass is below all tokens
