@@ -81,7 +81,8 @@ def verify_tree(
     Two programs, chosen by the host, would save its predicate, but compile every batch bucket twice.
     """
     straight = has_kernels() if straight is None else straight
-    draws = _draw_at_all_nodes if straight else _draw_on_walk
+    # The ancestors as in `find_verdict`, outside of the branch: computed once.
+    draws = partial(_draw_at_all_nodes, ancestor_mask(tree)) if straight else _draw_on_walk
     walk = partial(draws, tree, logits, inputs, prefix_length, emitted, depth, allowed)
     if allowed is not None:
         return find_verdict(tree, walk(), depth)
@@ -176,6 +177,7 @@ def pad_levels(values: Shaped[Array, "B _"], width: int, fill: int) -> Shaped[Ar
 
 
 def _draw_at_all_nodes(
+    ancestors: Bool[Array, "B N N"],
     tree: DraftTree,
     logits: Logits,
     inputs: DrawInputs,
@@ -186,7 +188,7 @@ def _draw_at_all_nodes(
 ) -> Int32[Array, "B N"]:
     """Draws at every node as if the walk came there: on a GPU a level of the walk takes as long as all nodes."""
     level = jnp.arange(1, depth + 1, dtype=jnp.int32)
-    on_path = ancestor_mask(tree)[:, :, None, :] & (tree.depth[:, None, :] == level[None, :, None])[:, None]
+    on_path = ancestors[:, :, None, :] & (tree.depth[:, None, :] == level[None, :, None])[:, None]
     path = jnp.max(jnp.where(on_path, tree.tokens[:, None, None, :], NO_TOKEN), axis=3)
     position = prefix_length[:, None] + tree.depth + 1
     return draw_straight(logits, inputs, position, emitted[:, None] + tree.depth, path, allowed)
