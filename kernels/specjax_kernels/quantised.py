@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +91,7 @@ _BY_OUTPUT = ("codes", "scale", "offset", "super_scale", "super_offset")
 def check(leaf: Quantised) -> Quantised:
     """The leaf itself. ValueError: its arrays do not fit each other; names what is wrong and what would be right."""
 
-    def refuse(problem: str) -> None:
+    def refuse(problem: str) -> NoReturn:
         raise ValueError(f"quantised weight of codes {leaf.codes.dtype}{list(leaf.codes.shape)}: {problem}")
 
     depth, total, kind = leaf.depth, math.prod(leaf.out), str(leaf.codes.dtype)
