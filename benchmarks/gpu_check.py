@@ -12,10 +12,10 @@
     memory       what is in use, beside what its sizes say; that a step copies no pool
 
 `--plan first` is the first half hour on a device, in one command: `sampled` (rows that sample draw the tokens of this
-machine's CPU), `kernels`, `steps-1`, `profile` (a step by kernel), `products` (by shape and rows), `options` (a step with
-one of XLA's options changed), `steps-64`, `steps-48`, `blocks` (the attention kernel's block sizes in what time is left);
-each in its own time, results as they come. XLA keeps what it measures of products in $XLA_FLAGS's
---xla_gpu_per_fusion_autotune_cache_dir, or else beside --save.
+machine's CPU), `kernels`, `steps-1`, `profile` (a step by kernel), `products` (by shape and rows), `options` (a step
+with one of XLA's options changed), `steps-64`, `steps-48`, `blocks` (the attention kernel's block sizes in what time is
+left); each in its own time, results as they come. XLA keeps what it measures of products in `autotune` beside --save,
+unless XLA_FLAGS names another --xla_gpu_per_fusion_autotune_cache_dir.
 
 Each part runs in a process of its own, so that it finds the device's memory empty and none can break another; it stops
 beginning new measurements after `--minutes`. What fails is a line, and the run goes on. Tables first, then one JSON
@@ -106,8 +106,9 @@ def flags() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Checks and times specjax on a GPU.", epilog=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
+    names = f"{', '.join(PARTS)} (default: all of these), {', '.join(FIRST_PARTS)}"
     parser.add_argument("--part", nargs="+", choices=PARTS | FIRST_PARTS, default=list(PARTS), metavar="NAME",
-                        help=f"out of {', '.join(PARTS)} (default: all of these), {', '.join(FIRST_PARTS)}")  # fmt: skip
+                        help=f"out of {names}")  # fmt: skip
     parser.add_argument("--plan", choices=("first",), help="first: the parts that a first half hour on a device should "
                         "have, each in its own time, and a summary beside the record; in place of --part")  # fmt: skip
     parser.add_argument("--tiny", action="store_true", help="small shapes, on any device: to see that it runs")

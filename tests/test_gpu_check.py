@@ -116,7 +116,14 @@ def test_checks_that_there_was_no_time_for_are_named_and_nothing_is_right():
 def test_it_needs_no_web_framework_no_gguf_and_no_tokenizers():
     """Nor does the engine."""
     modules = ["specjax.engine", "specjax.checkpoint"]
-    modules += ["gpu_check", "gpu_check_kernels", "gpu_check_lossless", "gpu_check_steps", "gpu_check_peer"]
+    modules += [
+        "gpu_check",
+        "gpu_check_kernels",
+        "gpu_check_lossless",
+        "gpu_check_steps",
+        "gpu_check_peer",
+        "gpu_check_first",
+    ]
     code = f"""
 import sys
 sys.modules |= dict.fromkeys({ABSENT!r})
