@@ -1,9 +1,10 @@
-"""XLA options for steps on NVIDIA GPUs: loops become part of the CUDA graph.
+"""XLA options for steps on NVIDIA GPUs: loops become part of the CUDA graph, whose independent nodes run side by side.
 
 A step is a thousand small kernels, fast only as a CUDA graph, which runs without the host. By default XLA drives loops
 (a verifier's or a drafter's of one's own; ours have none on GPUs that Triton compiles for) from the host, which splits
 a step into several graphs. With `WHILE` in its list it is one (compiled for an H200 with jax 0.10.2, 0.11.2 and 0.12.0;
-needs CUDA 12.3's driver).
+needs CUDA 12.3's driver). By default, too, a graph runs its nodes one after another; of the layers' writes to their
+pages none waits for another.
 
 Flags in XLA_FLAGS win. For XLA's own behaviour:
 
@@ -26,9 +27,11 @@ logger = logging.getLogger(__name__)
 IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL"
 """XLA's default. An option replaces the whole list; only XLA_FLAGS can add to it, by `+WHILE`."""
 
-NVIDIA_OPTIONS = MappingProxyType({"xla_gpu_enable_command_buffer": f"{IN_GRAPHS},WHILE"})
+LOOPS, SCHEDULING = "xla_gpu_enable_command_buffer", "xla_gpu_command_buffer_scheduling_mode"
 
-WITHOUT_LOOPS = NVIDIA_OPTIONS | {"xla_gpu_enable_command_buffer": IN_GRAPHS.removesuffix(",CONDITIONAL")}
+NVIDIA_OPTIONS = MappingProxyType({LOOPS: f"{IN_GRAPHS},WHILE", SCHEDULING: "CONCURRENT"})
+
+WITHOUT_LOOPS = NVIDIA_OPTIONS | {LOOPS: IN_GRAPHS.removesuffix(",CONDITIONAL")}
 """The options where a driver fails on loops and branches in graphs; see `specjax.engine.probe`."""
 
 
@@ -42,13 +45,20 @@ def loops_in_graphs(wanted: bool) -> None:
     _loops = wanted
 
 
-def compiler_options() -> dict[str, str] | None:
-    """For ``jax.jit(..., compiler_options=)`` of a step on JAX's default device; None where it is no NVIDIA GPU."""
+def compiler_options(**changes: str | None) -> dict[str, str] | None:
+    """For ``jax.jit(..., compiler_options=)`` of a step on JAX's default device; None where it is no NVIDIA GPU. An
+    option that this XLA does not know is left out.
+
+    Args:
+        changes: options by name in place of those of `NVIDIA_OPTIONS`, such as ``**{SCHEDULING: "SERIALIZE"}``; None:
+            XLA's default.
+    """
     if not on_nvidia():
         return None
     options = NVIDIA_OPTIONS if _loops else WITHOUT_LOOPS
     given = re.findall(r"--(xla_\w+)", os.environ.get("XLA_FLAGS", ""))
-    return {name: value for name, value in options.items() if name not in given and _known(name, value)} or None
+    wanted = {name: value for name, value in {**options, **changes}.items() if value is not None}
+    return {name: value for name, value in wanted.items() if name not in given and _known(name, value)} or None
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from specjax import compiling
-from specjax.compiling import NVIDIA_OPTIONS, compiler_options
+from specjax.compiling import LOOPS, NVIDIA_OPTIONS, SCHEDULING, compiler_options
 
 
 @pytest.fixture
@@ -44,12 +44,20 @@ def test_the_installed_xla_understands_all_options(on):
 def test_what_the_user_sets_wins(on, monkeypatch):
     on("cuda 12090")
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/x --xla_gpu_enable_command_buffer=FUSION")
-    assert compiler_options() is None
+    assert compiler_options() == {SCHEDULING: NVIDIA_OPTIONS[SCHEDULING]}
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
     assert compiler_options() == dict(NVIDIA_OPTIONS)
 
 
-@pytest.mark.parametrize("wrong", [{"xla_gpu_gone": "1"}, {"xla_gpu_enable_command_buffer": "FUSION,GONE"}])
+def test_an_option_can_be_changed_or_left_to_xla(on):
+    on("cuda 12090")
+    assert compiler_options(**{SCHEDULING: "SERIALIZE"}) == {**NVIDIA_OPTIONS, SCHEDULING: "SERIALIZE"}
+    assert compiler_options(**{SCHEDULING: None}) == {LOOPS: NVIDIA_OPTIONS[LOOPS]}
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"xla_gpu_gone": "1"}, {SCHEDULING: "GONE"}, {"xla_gpu_enable_command_buffer": "FUSION,GONE"}]
+)
 def test_an_option_that_xla_does_not_know_is_left_out_and_told_of(on, monkeypatch, caplog, wrong):
     on("cuda 13000")
     monkeypatch.setattr(compiling, "NVIDIA_OPTIONS", wrong | {"xla_gpu_graph_min_graph_size": "5"})

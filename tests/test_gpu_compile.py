@@ -17,7 +17,7 @@ import pytest
 from specjax_kernels import api
 from specjax_kernels.specs import SPECS, named, tagged
 
-from specjax.compiling import NVIDIA_OPTIONS
+from specjax.compiling import NVIDIA_OPTIONS, SCHEDULING
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 GPUS = ("h200", "h100_sxm", "a100_sxm_80")
@@ -105,8 +105,10 @@ SAMPLING = 40
 
 
 @functools.cache
-def step(device: str, shape: str, batch: int, layers: int, backend: str | None = "pallas") -> dict:
-    """Compiled as `make_steps` does it on a GPU."""
+def step(
+    device: str, shape: str, batch: int, layers: int, backend: str | None = "pallas", left_out: str | None = None
+) -> dict:
+    """Compiled as `make_steps` does it on a GPU, without the option `left_out`."""
     from gpu_compile import Shapes, compiled, programs
 
     from specjax import PoolShape
@@ -115,7 +117,7 @@ def step(device: str, shape: str, batch: int, layers: int, backend: str | None =
     pool, kind = PoolShape(PAGES, PAGE_SIZE), "none" if shape.startswith("float") else None
     shapes = Shapes(layers, *tree, batch, PAGE_SIZE, 8192, pool, backend, kind)
     chosen = programs(shapes, gpu(device).place, algorithm=algorithm, several_widths=False)
-    return compiled(chosen["step"], dict(NVIDIA_OPTIONS))
+    return compiled(chosen["step"], {name: value for name, value in NVIDIA_OPTIONS.items() if name != left_out})
 
 
 def check(record: dict) -> None:
@@ -173,6 +175,16 @@ def test_the_default_is_the_same_program(monkeypatch) -> None:
     check(default)
     for key in ("kernels", "kernels_every_call", "kinds", "temp_bytes"):
         assert default[key] == named[key], key
+
+
+def test_concurrent_nodes_cost_little_memory() -> None:
+    """What runs side by side cannot share a buffer: that is of the size of activations, not of weights or pages."""
+    concurrent, serial = step("h200", "plain", 1, FEW), step("h200", "plain", 1, FEW, left_out=SCHEDULING)
+    print(f"temporaries {serial['temp_bytes'] / 1e6:.2f} -> {concurrent['temp_bytes'] / 1e6:.2f} MB")
+    assert concurrent["options"].keys() - serial["options"].keys() == {SCHEDULING}
+    assert concurrent["one_graph"] and serial["one_graph"]
+    assert concurrent["kernels_every_call"] == serial["kernels_every_call"]
+    assert concurrent["temp_bytes"] - serial["temp_bytes"] < 2**23
 
 
 @slow
