@@ -134,29 +134,42 @@ def attention(
     """
     if qkv.ndim != 5 or qkv.shape[3] < 3:
         raise ValueError(f"qkv must be [B, N, K, G + 2, E] with G at least 1, got shape {qkv.shape}")
-    pages = (k_pages, v_pages, page_table, prefix_length)
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    if before is not None and window is not None and before_positions is None:
+        raise ValueError("with a window, earlier block keys need their positions: before_positions")
+    q, *own = jax.eval_shape(unpack, qkv)
+    keys, values = own if before is None else jax.eval_shape(_joined, before, own)
+    where = positions
     if before is not None:
-        if window is not None and before_positions is None:
-            raise ValueError("with a window, earlier block keys need their positions: before_positions")
-        q, *own = unpack(qkv)
-        keys, values = (jnp.concatenate(pair, axis=1) for pair in zip(before, own, strict=True))
         where = jnp.zeros(keys.shape[:2], jnp.int32)
         if before_positions is not None:
             where = jnp.concatenate([before_positions, positions], axis=1)
-        return tree_attention(q, keys, values, *pages, positions, where, mask, **options, implementation=implementation)
-    q, key, value = jax.eval_shape(unpack, qkv)
-    call = Call(q, key, value, *pages, positions, positions, mask, **options)
+    call = Call(q, keys, values, k_pages, v_pages, page_table, prefix_length, positions, where, mask, **options)
     check(call)
 
     def attend(name: str) -> Array:
         module = implementation_named(name)
         if hasattr(module, "tree_attention_packed"):
-            return module.tree_attention_packed(qkv, call)
-        q, key, value = unpack(qkv)
-        return module.tree_attention(call._replace(q=q, k_block=key, v_block=value))
+            return module.tree_attention_packed(qkv if before is None else _packed(before, qkv), call)
+        q, *own = unpack(qkv)
+        keys, values = own if before is None else _joined(before, own)
+        return module.tree_attention(call._replace(q=q, k_block=keys, v_block=values))
 
     return _first_that_can(attend, implementation)
+
+
+def _joined(before: Any, own: Any) -> list[Array]:
+    """Keys and values, the earlier ones first."""
+    return [jnp.concatenate(pair, axis=1) for pair in zip(before, own, strict=True)]
+
+
+def _packed(before: tuple[Array, Array], qkv: Array) -> Array:
+    """[B, C, K, G + 2, E]: earlier keys and values as tokens whose queries are 0, and the block's own; on a GPU one
+    kernel, together with what computes `qkv`."""
+    key, value = before
+    nothing = jnp.zeros((*key.shape[:3], qkv.shape[3] - 2, key.shape[3]), key.dtype)
+    earlier = jnp.concatenate([nothing, key[:, :, :, None], value[:, :, :, None]], axis=3)
+    return jnp.concatenate([earlier, qkv], axis=1)
 
 
 def unpack(qkv: Array) -> tuple[Array, Array, Array]:

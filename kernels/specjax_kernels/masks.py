@@ -6,9 +6,11 @@ Knows nothing of trees: a mask row is a set of block keys, whoever made it.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 
@@ -36,8 +38,9 @@ def words(width: int) -> int:
     return -(-width // 32)
 
 
-def pack_bits(visible: Array) -> Array:
-    """Packs a boolean mask, 32 keys to a word: bool [..., C] to uint32 [..., ceil(C / 32)].
+def pack_bits(visible: Array | np.ndarray) -> Any:
+    """Packs a boolean mask, 32 keys to a word: bool [..., C] to uint32 [..., ceil(C / 32)]. A numpy array gives one, so
+    that a mask known at trace time is a constant and no kernel.
 
     Key j is bit ``j % 32`` (from the low end) of word ``j // 32``; unused high bits are 0. A root with two
     children, the first of which has a child of its own (nodes 0; 1, 2; 3), one row a node:
@@ -49,10 +52,11 @@ def pack_bits(visible: Array) -> Array:
     """
     if visible.dtype != jnp.bool_ or visible.ndim < 1:
         raise ValueError(f"pack_bits takes bool [..., C], got {visible.dtype} {visible.shape}")
+    xp: Any = np if isinstance(visible, np.ndarray) else jnp
     width = visible.shape[-1]
     padding = [(0, 0)] * (visible.ndim - 1) + [(0, 32 * words(width) - width)]
-    grouped = jnp.pad(visible, padding).reshape(*visible.shape[:-1], words(width), 32)
-    return (grouped.astype(jnp.uint32) << _bit(grouped.ndim)).sum(-1, dtype=jnp.uint32)
+    grouped = xp.pad(visible, padding).reshape(*visible.shape[:-1], words(width), 32)
+    return (grouped.astype(xp.uint32) << _bit(grouped.ndim, xp)).sum(-1, dtype=xp.uint32)
 
 
 def unpack_bits(bits: Array, width: int) -> Array:
@@ -72,6 +76,6 @@ def block_visibility(mask: Causal | Array, queries: int, keys: int) -> Array:
     return unpack_bits(mask, keys)
 
 
-def _bit(ndim: int) -> Array:
+def _bit(ndim: int, xp: Any = jnp) -> Any:
     """0 .. 31 along the last of `ndim` axes."""
-    return jnp.arange(32, dtype=jnp.uint32).reshape((1,) * (ndim - 1) + (32,))
+    return xp.arange(32, dtype=xp.uint32).reshape((1,) * (ndim - 1) + (32,))

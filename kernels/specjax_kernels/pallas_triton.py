@@ -51,7 +51,8 @@ def tree_attention(call: Call, *, blocks: Blocks | None = None) -> Array:
 
 
 def tree_attention_packed(qkv: Array, call: Call) -> Array:
-    """The same where q, k_block and v_block, whose shapes `call` gives, are one array [B, N, K, G + 2, E]."""
+    """The same where q, k_block and v_block, whose shapes `call` gives, are one array [B, C, K, G + 2, E]: the queries
+    are those of the last N tokens."""
     return _launched(call._replace(q=qkv, k_block=qkv, v_block=qkv), call.shape, True, None)
 
 
@@ -62,7 +63,10 @@ def _launched(call: Call, shape: Shape, packed: bool, blocks: Blocks | None) -> 
     rows, heads = shape.N * shape.G, shape.B * shape.K
     launch = launch_for(dtype, max(shape.E, shape.Ev), rows, heads, shape.T * shape.S, blocks=blocks)
     bits = jnp.zeros((1, 1, 1), jnp.uint32) if isinstance(call.mask, Causal) else call.mask
-    arguments = [call.prefix_length, call.page_table, call.q_positions, call.block_positions, bits, call.q]
+    # What is never read is not made either.
+    nowhere = jnp.zeros((1, 1), jnp.int32)
+    where = (nowhere, nowhere) if shape.window is None else (call.q_positions, call.block_positions)
+    arguments = [call.prefix_length, call.page_table, *where, bits, call.q]
     arguments += [call.k_block, call.k_pages, *(() if shape.latent else (call.v_block, call.v_pages))]
     run = functools.partial(_call, shape=shape, packed=packed, launch=launch)
     # Lowered for one platform, only that platform's branch is there.
@@ -124,7 +128,8 @@ def _attend(prefix_ref, table_ref, q_position_ref, block_position_ref, bits_ref,
         return plgpu.load(ref.at[(*at, columns[None, :])], mask=there[:, None] & (columns < width)[None, :], other=0)
 
     in_query = (k, (row % G)[:, None]) if packed else (head[:, None],)
-    query = load(q_ref, (b, node[:, None], *in_query), column, E, is_row)
+    token = node + (C - N) if packed else node
+    query = load(q_ref, (b, token[:, None], *in_query), column, E, is_row)
     position, oldest = None, jnp.int32(0)
     if shape.window is not None:
         position = plgpu.load(q_position_ref.at[b, node], mask=is_row, other=0)
