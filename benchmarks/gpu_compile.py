@@ -75,9 +75,10 @@ class Program(NamedTuple):
 
 
 def programs(
-    shapes: Shapes, place: Callable[[Any], Any], *, algorithm: str, several_widths: bool
+    shapes: Shapes, place: Callable[[Any], Any], *, algorithm: str, several_widths: bool, nodes: int | None = None
 ) -> dict[str, Program]:
-    """The step and its phases, as jitted functions and the shapes they are called with."""
+    """The step and its phases, as jitted functions and the shapes they are called with. `nodes`: of the trees that a
+    batch bucket has room for; None: whole trees."""
     config = llama_8b(shapes.layers)
     target, head = make_target(config, backend=shapes.backend), eagle3_head(config)
     if algorithm == "NONE":
@@ -95,7 +96,9 @@ def programs(
     fields = (((), jnp.int32), ((table,), jnp.int32), ((), jnp.bool_))
     inputs = place(StepInput(*(jax.ShapeDtypeStruct((shapes.batch, *shape), kind) for shape, kind in fields)))
 
-    step = StepConfig(tree_widths(drafter) if several_widths else (drafter.width,))
+    if nodes is not None:
+        drafter = drafter.within(nodes)
+    step = StepConfig(tree_widths(drafter) if several_widths else (nodes or drafter.width,))
     verify = partial(verify_tree, straight=True)  # as on a device that has the kernels
     whole = partial(speculate_step, target=target, drafter=drafter, verify=verify, config=step)
     draft = partial(draft_phase, drafter=drafter, config=step)

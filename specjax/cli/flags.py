@@ -153,7 +153,8 @@ class SpeculativeSettings:
         "nodes",
         "nodes of a draft tree, the root included; default: for EAGLE steps + 1, with a top-k the smaller of "
         "1 + steps * top-k and 64; for NGRAM 12; on a CPU 8 where the match is strong, else 1; where neither this nor "
-        "the steps nor the top-k is given, batches so large that drafting would slow them do not draft",
+        "the steps nor the top-k is given, large batches have smaller trees on a GPU, and batches so large that "
+        "drafting would slow them do not draft",
     )
     speculative_draft_vocabulary: str = _draft("vocabulary", choices=("same", "intersection"), parse=str.lower)
     speculative_draft_p_min: float | None = _draft("min_probability")

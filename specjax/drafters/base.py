@@ -138,10 +138,14 @@ class Drafter(NamedTuple):
         observe: (params, state, context, observation) -> state. Called after each commit, of prompts too, and also
             where speculation is off.
         widths: smaller tree widths worth a program of their own; 1 and `width` are always there.
-        explicit_width: whether the user set the width; then every batch drafts, however large.
+        explicit_width: whether the user set the width; then every batch drafts trees of it, however large.
         reads_tokens: whether it calls `Context.committed` or `Context.suffix`.
         runs_model: whether it runs a model of its own, which takes time in every step.
         topk: nodes of a level that its model is run over.
+        chains: whether each tree is one path (`specjax.tree.chain`). Its best nodes are its first ones, so that scores
+            are computed only where a trace shows them.
+        resize: a number of nodes, at least 2 -> the drafter of smaller trees, with the same `init` and `observe`, so
+            that steps of several shapes may share a state. None: it has one shape, of which the best nodes are taken.
         note: for the log.
     """
 
@@ -157,7 +161,13 @@ class Drafter(NamedTuple):
     reads_tokens: bool = False
     runs_model: bool = False
     topk: int = 1
+    chains: bool = False
+    resize: Callable[[int], Drafter] | None = None
     note: str = ""
+
+    def within(self, nodes: int) -> Drafter:
+        """The drafter for steps whose trees have at most `nodes` nodes."""
+        return self if self.resize is None or not 1 < nodes < self.width else self.resize(nodes)
 
 
 def none_drafter() -> Drafter:

@@ -54,7 +54,7 @@ def eagle_drafter(
         hidden = jnp.zeros((rows, head.hidden_size), jnp.dtype(head.dtype))
         return EagleState(init_cache(model.pages, pool), hidden)
 
-    def propose(params: Params, state: EagleState, context: Context) -> tuple[DraftTree, DraftState]:
+    def propose(shape: TreeShape, params: Params, state: EagleState, context: Context) -> tuple[DraftTree, DraftState]:
         hidden = take_rows(state.hidden, context)[:, None]
 
         def read(

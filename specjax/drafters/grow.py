@@ -19,8 +19,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float32, Int32, UInt32
+from jaxtyping import Float32, Int32, UInt32
 from specjax_kernels import CHEAP_ROWS, pack_bits
 
 from specjax.drafters.base import Context, Drafter, Features
@@ -94,21 +95,28 @@ def growing_drafter(
     name: str, features: Features, shape: TreeShape, confidence: Confidence, *, init: Any, propose: Any, observe: Any,
     explicit_width: bool, note: str,
 ) -> Drafter:  # fmt: skip
-    """The drafter of these functions, which runs a model and proposes trees of this shape."""
-    return Drafter(
-        name,
-        features,
-        width=shape.nodes,
-        depth=shape.depth,
-        init=init,
-        propose=propose,
-        observe=observe,
-        widths=confidence.widths(shape),
-        explicit_width=explicit_width,
-        runs_model=True,
-        topk=shape.topk,
-        note=note + confidence.note,
-    )
+    """The drafter of these functions, which runs a model and proposes trees of this shape, or of a smaller one.
+    `propose` takes the shape first."""
+
+    def of(shape: TreeShape) -> Drafter:
+        return Drafter(
+            name,
+            features,
+            width=shape.nodes,
+            depth=shape.depth,
+            init=init,
+            propose=partial(propose, shape),
+            observe=observe,
+            widths=confidence.widths(shape),
+            explicit_width=explicit_width,
+            runs_model=True,
+            topk=shape.topk,
+            chains=shape.topk == 1,
+            resize=lambda nodes: of(shape.within(nodes)),
+            note=note + confidence.note,
+        )
+
+    return of(shape)
 
 
 class _Level(NamedTuple):
@@ -117,7 +125,8 @@ class _Level(NamedTuple):
     tokens: Int32[Array, "B k"]  # the target's ids
     scores: Float32[Array, "B k"]
     carry: Any  # the parents', [B, k, ...] leaves
-    visible: Bool[Array, "B k C"]  # which uncommitted keys each sees: its ancestors' and its own, the last k of C
+    visible: Any  # bool [B, k, C]: which uncommitted keys each sees, its ancestors' and its own, the last k of C; of
+    # numpy where that is known at trace time
     place: Int32[Array, "B k"]  # in the pool
 
 
@@ -160,7 +169,7 @@ def grow(
 
     def expand(level: int, nodes: _Level, keys: Any) -> _Expanded:
         """One forward of the draft over a level."""
-        found = read(level, nodes.tokens, nodes.carry, pack_bits(nodes.visible), keys)
+        found = read(level, nodes.tokens, nodes.carry, jnp.asarray(pack_bits(nodes.visible)), keys)
         return _Expanded(*candidates(found.logits, nodes.scores), found.carry, found.keys)
 
     def to_children(carry: Any, parent: Int32[Array, "B k"]) -> Any:
@@ -171,12 +180,12 @@ def grow(
 
     tokens, scores = candidates(start.logits, jnp.zeros((batch, 1), jnp.float32))
     pool = [Pool(tokens, jnp.full_like(tokens, NO_PARENT), jnp.ones_like(tokens), scores)]
-    own = jnp.broadcast_to(jnp.eye(k, dtype=bool), (batch, k, k))
+    own = np.broadcast_to(np.eye(k, dtype=bool), (batch, k, k))
     place = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (batch, k))
     carry = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (batch, k, *leaf.shape[2:])), start.carry)
     keys = start.keys
     seen = jax.tree.leaves(keys)[0].shape[1] if keys is not None else 0
-    visible = jnp.concatenate([jnp.ones((batch, k, seen), bool), own], axis=2) if seen else own
+    visible = np.concatenate([np.ones((batch, k, seen), bool), own], axis=2)
     nodes = _Level(tokens, scores, carry, visible, place)
     steps = shape.depth if is_chain else shape.steps
     for level in range(1, steps):
@@ -184,11 +193,11 @@ def grow(
         first = sum(part.tokens.shape[1] for part in pool)
         pool.append(Pool(tokens, jnp.repeat(nodes.place, k, axis=1), jnp.full_like(tokens, level + 1), scores))
         if is_chain:
-            nodes = _Level(tokens, scores, carry, jnp.ones((batch, 1, seen + level + 1), bool), nodes.place)
+            nodes = _Level(tokens, scores, carry, np.ones((batch, 1, seen + level + 1), bool), nodes.place)
         elif level + 1 < steps:
             best, index = jax.lax.top_k(scores, k)  # best first, ties to the lower index
             parent = index // k  # candidate i of a level belongs to node i // k
-            visible = jnp.take_along_axis(nodes.visible, parent[:, :, None], axis=1)
+            visible = jnp.take_along_axis(jnp.asarray(nodes.visible), parent[:, :, None], axis=1)
             nodes = _Level(
                 tokens=jnp.take_along_axis(tokens, index, axis=1),
                 scores=best,

@@ -69,7 +69,7 @@ def mtp_drafter(
         slots = context._replace(prefix_length=jnp.maximum(context.prefix_length - head, 0))
         return Past(state.caches[head], context.page_table, slots.attended, before)
 
-    def propose(params: Params, state: MtpState, context: Context) -> tuple[DraftTree, DraftState]:
+    def propose(shape: TreeShape, params: Params, state: MtpState, context: Context) -> tuple[DraftTree, DraftState]:
         last = take_rows(state.last, context)
 
         def read(

@@ -42,6 +42,18 @@ class TreeShape:
         """D: the deepest a node can be; a tree of few nodes cannot be deeper than a chain of them."""
         return min(self.steps, self.nodes - 1)
 
+    def within(self, nodes: int) -> TreeShape:
+        """The same tree cut down to `nodes` nodes, at least 2: no more steps than a chain of them has, top-k in
+        proportion, or more where there would be too few candidates.
+
+            7, 1, 8 within 4 -> 3, 1, 4        5, 8, 32 within 10 -> 5, 2, 10        3, 8, 32 within 7 -> 3, 2, 7
+        """
+        if nodes >= self.nodes:
+            return self
+        steps, topk = min(self.steps, nodes - 1), max(self.topk * nodes // self.nodes, 1)
+        enough = (k for k in range(topk, self.topk + 1) if candidates(steps, k) >= nodes - 1)
+        return TreeShape(steps, next(enough), nodes)
+
     def __str__(self) -> str:
         return f"{self.steps} steps, top-k {self.topk}, {self.nodes} draft tokens"
 
@@ -147,6 +159,11 @@ class Ngram(DraftOptions):
         if platform != "cpu" or self.nodes is not None:
             return self
         return replace(self, nodes=8, weak_nodes=1 if self.weak_nodes is None else self.weak_nodes)
+
+    def within(self, nodes: int) -> Ngram:
+        """The same options with trees of at most `nodes` nodes, at least 2."""
+        nodes = min(nodes, self.width)
+        return replace(self, nodes=nodes, weak_nodes=None if self.weak_nodes is None else min(self.weak_nodes, nodes))
 
     @property
     def width(self) -> int:

@@ -75,7 +75,9 @@ def standalone_drafter(
         hidden = jnp.zeros((rows, draft.config.hidden_size), jnp.dtype(draft.config.dtype))
         return StandaloneState(init_cache(draft.pages, pool), root, hidden)
 
-    def propose(params: Params, state: StandaloneState, context: Context) -> tuple[DraftTree, DraftState]:
+    def propose(
+        shape: TreeShape, params: Params, state: StandaloneState, context: Context
+    ) -> tuple[DraftTree, DraftState]:
         given, start = params.draft, context.prefix_length[:, None]
 
         def read(

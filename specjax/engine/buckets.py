@@ -10,15 +10,17 @@ from specjax.drafters.base import Drafter
 from specjax.engine.sequence import Sequence
 from specjax.step import tree_widths
 
-BATCHES = (1, 4, 16, 48, 128, 256)
+BATCHES = {"cpu": (1, 4, 16, 48, 128, 256), "gpu": (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256)}
+"""On a GPU few batches are rounded up by much: rows without a request cost what the others cost."""
 
 SMALL_CHUNK = {"cpu": 64, "gpu": 256}
 CHUNK = {"cpu": 512, "gpu": 2048}  # on a CPU a forward's cost grows from 64 on: wider chunks only save overhead
 
-BLOCK_TOKENS = {"cpu": 64, "gpu": 1024}
-"""Most tree nodes that a step checks over its whole batch. On a CPU checking 64 tokens costs six times as much as one,
-so large batches draft less (and the largest not at all) unless the user has chosen the trees' width; on a GPU
-verification is nearly free up to far more."""
+BLOCK_TOKENS = {"cpu": 64, "gpu": 256}
+"""Most tree nodes that a step checks over its whole batch, unless the user has chosen the trees' width: larger batches
+draft less, and the largest not at all. On a CPU checking 64 tokens costs six times as much as one; on a GPU
+verification is nearly free until products stop being bound by memory, at the device's products a second over its bytes
+a second."""
 
 HEAD_BLOCK_TOKENS = BLOCK_TOKENS | {"cpu": 1}
 """The same limit for a drafter that runs a model. It always proposes something and takes time itself, so on a CPU it
@@ -47,7 +49,7 @@ class Buckets:
     tables: tuple[int, ...]
     widths: tuple[int, ...]  # of the drafter's trees
     block_tokens: int | None  # None: no limit
-    several_widths: bool = True  # whether a step may choose among several tree widths
+    several_widths: bool = True  # whether a step may choose among several tree widths; else each batch has its own
 
     @classmethod
     def build(
@@ -59,7 +61,7 @@ class Buckets:
         most = (HEAD_BLOCK_TOKENS if drafter.runs_model else BLOCK_TOKENS)[kind]
         largest = min(chunk or CHUNK[kind], CHUNK[kind])
         return cls(
-            batches=(*(b for b in BATCHES if b < rows), rows),
+            batches=(*(b for b in BATCHES[kind] if b < rows), rows),
             chunks=tuple(sorted({min(SMALL_CHUNK[kind], largest), largest})),
             tables=(request_pages,) if request_pages <= TABLE else (TABLE, request_pages),
             widths=tree_widths(drafter),
@@ -82,26 +84,43 @@ class Buckets:
     # Drafting
 
     def tree_widths(self, batch: int) -> tuple[int, ...]:
-        """Which of the drafter's tree widths a batch may use: 1, those of at most `block_tokens` nodes over the batch,
-        and for one request alone all of them."""
-        most = self.block_tokens
-        fitting = tuple(w for w in self.widths if most is None or 1 in (w, batch) or w * batch <= most)
-        return fitting if self.several_widths else fitting[-1:]
+        """The tree widths of a batch's steps, of at most `block_tokens` nodes over the batch; for one request alone all
+        that the drafter has. With `several_widths` those of the drafter's that fit, 1 among them, else as many nodes
+        as fit (the drafter makes trees of them, see `Drafter.within`)."""
+        most, widest = self.block_tokens, self.widths[-1]
+        if not self.several_widths:
+            return (widest if most is None or batch == 1 else max(min(widest, most // batch), 1),)
+        return tuple(w for w in self.widths if most is None or 1 in (w, batch) or w * batch <= most)
 
     def drafts(self, batch: int) -> bool:
         """Whether steps of this batch bucket may draft."""
         return self.tree_widths(batch) != (1,)
+
+    def drafts_alike(self, batch: int, other: int) -> bool:
+        """Whether requests lose nothing by running in the other batch bucket. With a width of its own for each batch,
+        a smaller tree is no loss that would be worth a compiler; none at all is."""
+        if self.several_widths:
+            return self.tree_widths(batch) == self.tree_widths(other)
+        return self.drafts(batch) == self.drafts(other)
 
     @property
     def most_drafting(self) -> int:
         """The most requests that still draft when they run together."""
         return max(filter(self.drafts, self.batches), default=1)
 
+    @property
+    def most_whole(self) -> int:
+        """The most requests whose trees are as wide as those of one."""
+        return max(b for b in self.batches if self.tree_widths(b)[-1] == self.widths[-1] or b == self.batches[0])
+
     # Programs
 
     def all_keys(self) -> list[Key]:
-        """Every program that the engine can need, those for a single request first."""
-        sizes = [("prefill", chunk) for chunk in self.chunks] + [("step", batch) for batch in self.batches]
+        """Every program that the engine can need, those for a single request first. With many batches the largest is
+        next: all requests can share it while the others are compiled."""
+        first, *others = self.batches
+        batches = self.batches if self.several_widths or not others else (first, others.pop(), *others)
+        sizes = [("prefill", chunk) for chunk in self.chunks] + [("step", batch) for batch in batches]
         return [Key(*size, table) for size in sizes for table in self.tables]
 
     def first_keys(self, sequences: Iterable[Sequence], page_size: int) -> list[Key]:
@@ -118,37 +137,41 @@ class Buckets:
         return [*keys, *(Key("step", batch, table) for batch in self.shrinking(most))]
 
     def shrinking(self, count: int) -> list[int]:
-        """Batch buckets of a run of `count` requests as it ends: one for each set of tree widths on the way down, and
-        all of them where a step's cost follows its nodes and nothing limits those."""
+        """Batch buckets of a run of `count` requests as it ends: one for each way of drafting (`drafts_alike`) on the
+        way down, and all of them where a step's cost follows its nodes and nothing limits those."""
         needed, each = [], self.block_tokens is None and self.several_widths and len(self.widths) > 1
         while count:
             batch = self.batch(count)
             needed.append(batch)
-            same = self.tree_widths(batch)
-            count = max((b for b in self.batches if b < batch and (each or self.tree_widths(b) != same)), default=0)
+            smaller = (b for b in self.batches if b < batch)
+            count = max((b for b in smaller if each or not self.drafts_alike(b, batch)), default=0)
         return needed
 
     def step_keys(self, count: int, pages: int, compiled: set[Key], pending: set[Key]) -> Iterator[Key]:
         """Programs that can serve `count` requests of up to `pages` pages, the best first; a batch of them if that is
         more than the largest.
 
-        1. The smallest compiled batch that fits and does not draft less: an idle row costs less than a compiler, and
-           the last requests of a wide run are to speculate.
+        1. The smallest compiled batch that fits and does not draft less (`drafts_alike`): an idle row costs less than a
+           compiler, and the last requests of a wide run are to speculate.
         2. While that batch compiles in the background, the largest compiled one, which serves them in parts.
-        3. What must be compiled first: batches that fit, then smaller ones.
+        3. What must be compiled first: batches that fit, then smaller ones. Where there are many batches, the first is
+           one for twice as many requests, if they are several: more are about to come, and each would need a compiler.
 
         `pending` programs are being compiled in the background.
         """
         count = min(count, self.batches[-1])
-        same = self.tree_widths(self.batch(count))
+        best = self.batch(count)
+        roomy = best if self.several_widths or count == 1 else self.batch(2 * count)
         for table in self.tables_for(pages):
             keys = [Key("step", batch, table) for batch in self.batches]
             larger = [key for key in keys if key.width >= count]
             smaller = [key for key in reversed(keys) if key.width < count]
-            fitting = [key for key in larger if self.tree_widths(key.width) == same]
+            fitting = [key for key in larger if self.drafts_alike(best, key.width)]
             yield from (key for key in fitting if key in compiled)
             if fitting[0] in pending:
                 yield from (key for key in smaller if key in compiled)
+            else:
+                yield from (key for key in fitting if key.width == roomy)
             yield from (*fitting, *larger, *smaller)
 
 
@@ -157,6 +180,9 @@ def speculation_note(drafter: Drafter, buckets: Buckets) -> str:
     parts = [f"{drafter.name}, trees of up to {drafter.width} tokens"] if drafter.width > 1 else [drafter.name]
     if drafter.note:
         parts.append(drafter.note)
+    if drafter.width > 1 and (whole := buckets.most_whole) < buckets.most_drafting:
+        least = buckets.tree_widths(buckets.most_drafting)[-1]
+        parts.append(f"more than {whole} requests at once have smaller trees, down to {least} tokens")
     if drafter.width > 1 and (most := buckets.most_drafting) < buckets.batches[-1]:
         many = "several" if most == 1 else f"more than {most}"
         parts.append(

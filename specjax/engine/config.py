@@ -8,13 +8,14 @@ from typing import NamedTuple
 from specjax.cache import PoolShape, bytes_per_token
 from specjax.devices import Memory, this_memory
 from specjax.drafters.base import Drafter, Params
-from specjax.engine.buckets import BLOCK_TOKENS, Buckets
+from specjax.engine.buckets import Buckets
 from specjax.limits import check, limited
 from specjax.models.target import Target
 from specjax.state import init_state
 
 DEFAULT_POOL_TOKENS = 32_768  # on a CPU, where memory is shared with everything else
 STEP_COPIES = 2.5  # float32 arrays of [nodes, vocabulary] that a step holds at once: 2.1 to 2.3 in XLA's analysis
+ROOMY_NODES = 1024  # tree nodes of a step for whose temporaries the default `mem_fraction` leaves room on a GPU
 CPU_STEP_COPIES = 4.2  # the same on a CPU: 4.1 for a Llama of 4 layers, 32,000 tokens, 8 to 128 nodes
 
 
@@ -93,8 +94,8 @@ def fitting_tokens(
     wanted = rows * context_length
     if memory is None:
         return given or min(wanted, DEFAULT_POOL_TOKENS)
-    # Temporaries of trees beyond what `mem_fraction` leaves room for; `BLOCK_TOKENS` limits automatic widths.
-    nodes = max(config.largest_batch * drafter.width - BLOCK_TOKENS["gpu"], 0) if drafter.explicit_width else 0
+    # `Buckets` limits automatic widths.
+    nodes = max(config.largest_batch * drafter.width - ROOMY_NODES, 0) if drafter.explicit_width else 0
     trees = logits_bytes(nodes, target.config.vocab_size)
     total, limit, used = memory
     batch = f"max_batch ({config.largest_batch})" if config.largest_batch < rows else f"max_running_requests ({rows})"

@@ -279,7 +279,9 @@ class Executables:
         fixed: dict[str, Any] = {"target": self._target, "drafter": self._drafter}
         width = {"width": key.table, "pages": self._pages}
         if key.kind == "step":
-            fixed |= {"config": StepConfig(self._buckets.tree_widths(key.width), self._trace), "verify": self._verify}
+            widths = self._buckets.tree_widths(key.width)
+            fixed |= {"drafter": self._drafter.within(widths[-1]), "verify": self._verify}
+            fixed["config"] = StepConfig(widths, self._trace)
             function, unpack, shape = speculate_step, partial(unpack_step, **width), (key.width, 2 + self._new_pages)
         else:
             fixed["config"] = StepConfig()

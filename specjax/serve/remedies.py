@@ -72,7 +72,7 @@ def _numbers(case: Case) -> Iterator[tuple[str, Case]]:
     yield from number("--max-total-tokens", "max_total_tokens", range(least, rows * positions + 1, page))
     if context:
         yield from number("--context-length", "context_length", range(page, context, page))
-    fewer = tuple(batch for batch in BATCHES if batch < rows)
+    fewer = tuple(batch for batch in BATCHES[case.platform] if batch < rows)
     yield from number("--max-running-requests", "max_running_requests", fewer)
 
 
