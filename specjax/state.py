@@ -96,7 +96,7 @@ class StepOutput(NamedTuple):
     """What a step emits.
 
     Attributes:
-        tokens: int32 [B, J], J = D + 1; the first `emitted` of each row count.
+        tokens: int32 [B, J], J = D + 1 or less (`specjax.step.Checked`); the first `emitted` of each row count.
         emitted: int32 [B].
         accepted: int32 [B]. Drafts among the emitted.
         finish: int32 [B]. RUNS, STOPPED, FULL or NOT_FINITE.

@@ -48,7 +48,7 @@ from specjax.state import (
     Trace,
     admit,
 )
-from specjax.tree import NO_TOKEN, DraftTree, ancestor_mask, best_nodes, narrow, root_only
+from specjax.tree import NO_TOKEN, DraftTree, ancestor_mask, best_nodes, first_nodes, narrow, root_only
 from specjax.types import Active, PerRequest
 from specjax.verify import Verdict, Verifier, finite_logits, pad_levels, path_logprobs, verify_tree
 
@@ -62,7 +62,8 @@ class StepConfig:
 
 
 class Checked(NamedTuple):
-    """Results of the target's forward and of the walk, at the J = D + 1 nodes of the path."""
+    """Results of the target's forward and of the walk, at the J nodes of the path: D + 1, or as many as the step's
+    widest tree has if they are fewer."""
 
     verdict: Verdict  # the first `accepted` + 1 nodes count
     block: Block  # what the layers keep of the nodes, leaves [B, J, ...]
@@ -84,7 +85,8 @@ def draft_phase(
         return root_only(context.root), state
     tree, draft = drafter.propose(params, state.draft, context)
     most = max(config.widths, default=tree.width)
-    tree = best_nodes(tree, jnp.where(context.active, row.draft_limit + 1, 1), most)
+    count = jnp.where(context.active, row.draft_limit + 1, 1)
+    tree = narrow(first_nodes(tree, count), most) if drafter.chains else best_nodes(tree, count, most)
     return tree, state._replace(draft=draft)
 
 
@@ -102,8 +104,9 @@ def check_phase(
 ) -> Checked:
     """One forward of the target over the trees, and the walk down each. See `verify_phase`."""
     context, row, draws = _gather(state, inputs)
-    prefix_length, depth = context.prefix_length, drafter.depth
+    prefix_length = context.prefix_length
     widths = config.widths or (tree.width,)
+    depth = min(drafter.depth, widths[-1] - 1)
     if not 1 <= widths[0] <= widths[-1] <= max(drafter.width, tree.width) or list(widths) != sorted(set(widths)):
         raise ValueError(f"StepConfig.widths must ascend, from 1 to the drafter's width {drafter.width}: {widths}")
     if allowed is not None and tree.width > widths[-1]:

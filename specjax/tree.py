@@ -170,6 +170,12 @@ def best_nodes(tree: DraftTree, count: PerRequest, width: int | None = None) -> 
     return _masked(DraftTree(move(tree.tokens), parents, depth, valid, move(tree.scores)))
 
 
+def first_nodes(tree: DraftTree, count: PerRequest) -> DraftTree:
+    """The first ``count[b]`` nodes, at least the root. Of a chain they are its `best_nodes`, found without scores."""
+    index = jnp.arange(tree.width, dtype=jnp.int32)[None, :]
+    return _masked(tree._replace(valid=tree.valid & (index < jnp.maximum(count, 1)[:, None])))
+
+
 def narrow(tree: DraftTree, width: int) -> DraftTree:
     """The first `width` nodes. Only right where no later node is valid."""
     return DraftTree(*(field[:, :width] for field in tree))

@@ -407,7 +407,12 @@ def test_what_is_not_finite_never_reaches_a_page(where):
 
 @pytest.mark.parametrize(
     ("widths", "emitted"),
-    [((1, 4), 4), ((2,), 2), *(pytest.param(widths, 4, marks=pytest.mark.slow) for widths in ((4,), (1, 7)))],
+    [
+        ((1, 4), 4),
+        ((2,), 2),
+        ((1,), 1),
+        *(pytest.param(widths, 4, marks=pytest.mark.slow) for widths in ((4,), (1, 7))),
+    ],
 )
 def test_a_narrow_width_checks_the_best_nodes(widths, emitted):
     """A drafter's path that it is sure of comes after shallow nodes; a step of four nodes takes the path."""
@@ -427,6 +432,7 @@ def test_a_narrow_width_checks_the_best_nodes(widths, emitted):
     assert output.emitted[0] == emitted
     assert output.tokens[0, :emitted].tolist() == text[3 : 3 + emitted]
     assert output.trace.tree.tokens.shape[1] == widths[-1]
+    assert output.tokens.shape[1] == min(4, widths[-1]), "committed and observed: the longest path, not the drafter's"
 
 
 def test_logprobs_and_trace():

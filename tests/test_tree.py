@@ -119,6 +119,17 @@ def test_keeping_the_best_nodes(batch, seed, count, width):
 best_nodes = jax.jit(trees.best_nodes, static_argnums=2)
 
 
+@pytest.mark.parametrize("count", [0, 1, 2, 4, 9])
+def test_the_first_nodes_of_a_chain_are_its_best(count):
+    """Of any scores that do not grow, equal ones and invalid nodes among them."""
+    scores = np.array([[-0.5, -0.5, -2.0, -2.0], [-1.0, -np.inf, -np.inf, -np.inf], [0.0, 0.0, 0.0, -1.0]], np.float32)
+    tokens = jnp.arange(12, dtype=jnp.int32).reshape(3, 4)
+    tree = trees.chain(jnp.array([7, 8, 9], jnp.int32), tokens, jnp.array([4, 1, 3], jnp.int32), jnp.asarray(scores))
+    counts = jnp.array([count, 5, max(count - 1, 0)], jnp.int32)
+    for kept, best in zip(trees.first_nodes(tree, counts), trees.best_nodes(tree, counts), strict=True):
+        np.testing.assert_array_equal(kept, best)
+
+
 def test_the_best_path_wins_over_shallow_nodes():
     """Three shallow nodes in pool order, and a path that the drafter is sure of: a cut to four keeps the path."""
     tree = Tree((9, 1, 2, 3, 4, 5), (-1, 0, 0, 0, 2, 4), (0.0, -5.0, -0.1, -4.0, -0.2, -0.3))
