@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_helpers import launched
-from specjax_kernels import INACTIVE, pallas_triton, tree_attention
+from specjax_kernels import INACTIVE, attention, pack_bits, pallas_triton, tree_attention
 from specjax_kernels.call import Call
 from specjax_kernels.specs import Spec, named
 
@@ -169,3 +169,31 @@ def on_a_gpu():
 
     device = AbstractDevice("NVIDIA H200", None, "cuda")
     return use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device))
+
+
+@pytest.mark.parametrize(("queries", "window"), [(1, None), (2, None), (2, 9)])
+def test_earlier_keys_are_read_from_one_array_with_the_block(queries: int, window: int | None) -> None:
+    """A level of a draft: the packed array begins with tokens of upper levels, which have keys and values alone."""
+    rng = np.random.default_rng(queries)
+    batch, earlier, kv_heads, group, size = 2, 3, 2, 2, 16
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    qkv = normal(batch, queries, kv_heads, group + 2, size)
+    before = normal(batch, earlier, kv_heads, size), normal(batch, earlier, kv_heads, size)
+    pages = normal(6, 4, kv_heads, size), normal(6, 4, kv_heads, size)
+    table, length = jnp.array([[0, 2, 4], [5, 1, 6]], jnp.int32), jnp.array([11, 6], jnp.int32)
+    positions = length[:, None] + earlier + jnp.arange(queries, dtype=jnp.int32)[None, :]
+    where = length[:, None] + jnp.arange(earlier, dtype=jnp.int32)[None, :]
+    own = np.broadcast_to(np.eye(queries, dtype=bool), (batch, queries, queries))
+    visible = np.concatenate([rng.random((batch, queries, earlier)) < 0.6, own], axis=2)
+    found = [
+        attention(
+            qkv, *pages, table, length, positions, pack_bits(jnp.asarray(visible)), before=before,
+            before_positions=where, scale=0.25, window=window, implementation=name,
+        )
+        for name in ("pallas", "reference")
+    ]  # fmt: skip
+    np.testing.assert_allclose(found[0], found[1], atol=1e-5)
+    np.testing.assert_array_equal(pack_bits(visible), pack_bits(jnp.asarray(visible)))
