@@ -218,7 +218,8 @@ def estimates(case: Case, plan: Plan) -> list[tuple[StepCost, StepCost | None]]:
     }
     found = []
     for speed in plan.speeds:
-        tree = Tree(drafter.depth, drafter.topk, speed.nodes)
+        shape = drafter.within(speed.nodes)
+        tree = Tree(shape.depth, shape.topk, speed.nodes)
         drafted = None if speed.nodes == 1 else step_cost(model, on, batch=speed.batch, tree=tree, **shared)
         found.append((step_cost(model, on, batch=speed.batch, tree=PLAIN, **shared), drafted))
     return found
