@@ -119,7 +119,8 @@ def test_one_version():
 def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    others = {"specjax/py.typed", "specjax_kernels/py.typed", "specjax_kernels/launch_table.json"}
+    tables = {"specjax_kernels/launch_table.json", "specjax_kernels/choice_table.json"}
+    others = {"specjax/py.typed", "specjax_kernels/py.typed", *tables}
     assert names == source_files() | DATA | others
     assert "specjax/data/smollm2-token-map.npy" in names
     assert specjax.__version__ in wheel.name

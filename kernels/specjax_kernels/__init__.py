@@ -1,4 +1,4 @@
-"""The operations of a forward: `linear`, `unembed`, `attention`. Which implementation runs is decided in here."""
+"""The operations of a step, and which implementation of each runs: `linear`, `unembed`, `attention`."""
 
 from specjax_kernels.api import (
     IMPLEMENTATIONS,
@@ -10,6 +10,7 @@ from specjax_kernels.api import (
 )
 from specjax_kernels.linear import CHEAP_ROWS, linear, unembed
 from specjax_kernels.masks import CAUSAL, Causal, pack_bits, unpack_bits
+from specjax_kernels.norm import Norm, rms_norm
 from specjax_kernels.quantised import Quantised, dequantise, embed, quantise
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "IMPLEMENTATIONS",
     "INACTIVE",
     "Causal",
+    "Norm",
     "Quantised",
     "attention",
     "default_implementation",
@@ -27,6 +29,7 @@ __all__ = [
     "linear",
     "pack_bits",
     "quantise",
+    "rms_norm",
     "tree_attention",
     "unembed",
     "unpack_bits",

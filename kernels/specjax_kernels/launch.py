@@ -12,9 +12,11 @@ import functools
 import json
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
+
+T = TypeVar("T")
 
 TABLE = Path(__file__).parent / "launch_table.json"
 
@@ -122,25 +124,36 @@ def table() -> dict[str, dict[str, Blocks]]:
 
 
 def _entry(where: str, value: Any) -> Blocks:
-    names = [field.name for field in dataclasses.fields(Blocks)]
+    return blocks_of(Blocks, where, value, {"rows": 16, "tokens": 16, "warps": 1})
+
+
+def blocks_of(kind: type[T], where: str, value: Any, powers: dict[str, int]) -> T:
+    """A table's entry as the dataclass `kind` of whole numbers. ValueError: it is none.
+
+    `powers`: the fields that are powers of two, and their least values. Others are 1 or more.
+    """
+    names = [field.name for field in dataclasses.fields(cast(Any, kind))]
     if not isinstance(value, dict) or set(value) != set(names) or not all(isinstance(x, int) for x in value.values()):
         raise ValueError(f"{where} must give the whole numbers {', '.join(names)}, got {value}")
-    powers = {"rows": 16, "tokens": 16, "warps": 1}
     for name, number in value.items():
         if number < powers.get(name, 1):
             raise ValueError(f"{where}: {name} must be at least {powers.get(name, 1)}, got {number}")
         if name in powers and number != power_of_two(number):
             raise ValueError(f"{where}: {name} must be a power of two, got {number}")
-    return Blocks(**value)
+    return kind(**value)
 
 
 def write_table(generation: str, entries: dict[str, Blocks], file: Path = TABLE) -> None:
     """Adds or replaces entries of one generation, and keeps the others."""
-    whole = json.loads(file.read_text()) if file.exists() else {}
-    measured = {name: dataclasses.asdict(blocks) for name, blocks in entries.items()}
-    whole[generation] = dict(sorted((whole.get(generation, {}) | measured).items()))
-    file.write_text(json.dumps(dict(sorted(whole.items())), indent=1) + "\n")
+    write_entries(generation, {name: dataclasses.asdict(blocks) for name, blocks in entries.items()}, file)
     table.cache_clear()
+
+
+def write_entries(generation: str, entries: dict[str, Any], file: Path) -> None:
+    """The same for any table: generation -> name -> what JSON holds."""
+    whole = json.loads(file.read_text()) if file.exists() else {}
+    whole[generation] = dict(sorted((whole.get(generation, {}) | entries).items()))
+    file.write_text(json.dumps(dict(sorted(whole.items())), indent=1) + "\n")
 
 
 def on_nvidia() -> bool:

@@ -1,21 +1,23 @@
 """Products of activations and weights: `linear` for the layers, `unembed` for the output layer.
 
-Platform, dtypes and number of rows choose the implementation. `reference.linear` is the definition.
+Platform, dtypes, shape and number of rows choose the implementation. `reference.linear` defines the products.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32
 
-from specjax_kernels import quantised_product
+from specjax_kernels import choice, few_rows, quantised_product
 from specjax_kernels.cpu import rows as cpu_rows
+from specjax_kernels.norm import Norm, rms_norm
 from specjax_kernels.quantised import Quantised
 
 # Number of partial sums in a one-row float32 product on a CPU: XLA:CPU uses all cores for a batch of products only. On
@@ -26,19 +28,61 @@ PARTS = 4
 CHEAP_ROWS = 3
 
 
-def linear(x: Float[Array, "B N M"], weight: Float[Array, "M *out"] | Quantised) -> Float[Array, "B N *out"]:
+Activation: TypeAlias = Callable[[Array], Array]
+
+
+def linear(
+    x: Float[Array, "B N M"],
+    weight: Float[Array, "M *out"] | Quantised,
+    *,
+    norm: Norm | None = None,
+    bias: Array | None = None,
+    gated: Activation | None = None,
+    residual: Array | None = None,
+) -> Float[Array, "B N ..."]:
     """x times weight, over the weight's first axis. Sums are float32; half-precision results are rounded once.
 
+    Where `specjax_kernels.choice` says so, one kernel does it all. Else each part is an operation of XLA's.
+
     Args:
-        weight: stored in x's dtype or, beside a float32 x, in bfloat16 or float16. Or quantised, which is output-major:
-            [*out, M]. Then the result is that of the dequantised weights; activations are never quantised.
+        weight: [M, *out], stored in x's dtype or, beside a float32 x, in bfloat16 or float16. Or quantised, which is
+            output-major: [*out, M]. Then the result is that of the dequantised weights.
+        norm: the product is of `rms_norm` of x.
+        bias: [*out], added to the product.
+        gated: an activation; out is [2, I], and the result ``gated(out[0]) * out[1]``, [B, N, I].
+        residual: added to the result, whose shape it has.
 
     Returns:
-        In x's dtype. Float32 products are exact float32, also where XLA defaults to TF32.
+        [B, N, *out] in x's dtype. Float32 products are exact float32, also where XLA defaults to TF32.
 
     Raises:
         ValueError: the weight is wider than x, or quantised in a way that `quantised.check` refuses.
     """
+    options = {"norm": norm, "bias": bias, "gated": gated, "residual": residual}
+    blocks = None
+    if not isinstance(weight, Quantised) and weight.dtype == x.dtype:
+        shape = (x.shape[-1], 2, math.prod(weight.shape[2:])) if gated else (x.shape[-1], math.prod(weight.shape[1:]))
+        blocks = choice.product_blocks(str(x.dtype), shape, math.prod(x.shape[:-1]))
+    if blocks is None:
+        return _composed(x, weight, **options)
+    return few_rows.linear_few_rows(_composed, blocks, x, weight, **options)
+
+
+def _composed(
+    x: Array, weight: Any, *, norm: Norm | None, bias: Array | None, gated: Activation | None, residual: Array | None
+) -> Array:
+    """The definition of `linear`."""
+    if norm is not None:
+        x = rms_norm(x, norm.weight, norm.epsilon, offset=norm.offset)
+    out = _matrix_product(x, weight)
+    if bias is not None:
+        out = out + bias[None, None]
+    if gated is not None:
+        out = gated(out[:, :, 0]) * out[:, :, 1]
+    return out if residual is None else residual + out
+
+
+def _matrix_product(x: Array, weight: Any) -> Array:
     if isinstance(weight, Quantised):
         return quantised_product.product(x, weight, x.dtype)
     _check(x, weight)
