@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import specjax_kernels as kernels
 from jax import Array
 from jaxtyping import Int32
 
@@ -74,12 +75,10 @@ def bytes_per_token(init: Callable[[PoolShape], Any], page_size: int = 1) -> int
 def take_path(block: Block, path: Int32[Array, "B J"]) -> Block:
     """The block's rows at node indices `path`, in path order: [B, J, ...] leaves."""
 
-    def take(leaf: Array) -> Array:
-        if leaf.shape[1] == path.shape[1] == 1:
-            return leaf  # a path through one node; a gather would be a kernel a layer
-        return jnp.take_along_axis(leaf, path.reshape(*path.shape, *[1] * (leaf.ndim - 2)), axis=1)
-
-    return jax.tree.map(take, block)
+    leaves, tree = jax.tree.flatten(block)
+    if leaves[0].shape[1] == path.shape[1] == 1:
+        return block  # a path through one node; a gather would be a kernel a layer
+    return jax.tree.unflatten(tree, kernels.take_rows(leaves, path))
 
 
 def commit(
@@ -112,7 +111,5 @@ def commit(
     nowhere = count + jnp.arange(batch * width, dtype=jnp.int32).reshape(batch, width)
     page, slot = jnp.where(write, page, nowhere), position % size
 
-    def put(pages: Array, rows: Array) -> Array:
-        return pages.at[page, slot].set(rows, mode="drop", unique_indices=True)
-
-    return jax.tree.map(put, cache, block)
+    pools, tree = jax.tree.flatten(cache)
+    return jax.tree.unflatten(tree, kernels.commit_all(pools, jax.tree.leaves(block), page, slot))

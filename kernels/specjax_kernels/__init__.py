@@ -1,4 +1,4 @@
-"""The operations of a step, and which implementation of each runs: `linear`, `unembed`, `attention`."""
+"""The operations of a step, and which implementation of each runs: `linear`, `unembed`, `attention`, `commit_all`."""
 
 from specjax_kernels.api import (
     IMPLEMENTATIONS,
@@ -11,6 +11,7 @@ from specjax_kernels.api import (
 from specjax_kernels.linear import CHEAP_ROWS, linear, unembed
 from specjax_kernels.masks import CAUSAL, Causal, pack_bits, unpack_bits
 from specjax_kernels.norm import Norm, rms_norm
+from specjax_kernels.pages import commit_all, take_rows
 from specjax_kernels.quantised import Quantised, dequantise, embed, quantise
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Norm",
     "Quantised",
     "attention",
+    "commit_all",
     "default_implementation",
     "dequantise",
     "embed",
@@ -30,6 +32,7 @@ __all__ = [
     "pack_bits",
     "quantise",
     "rms_norm",
+    "take_rows",
     "tree_attention",
     "unembed",
     "unpack_bits",
