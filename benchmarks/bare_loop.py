@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from records import finish, machine
+from specjax_kernels import rms_norm
 
 from specjax import Params, PoolShape, StepInput, checkpoint, init_state, make_drafter, make_steps, make_target, new_row
 from specjax.config import ModelConfig
-from specjax.models.blocks import rms_norm
 from specjax.models.rope import rotate, rotations
 
 

@@ -76,7 +76,7 @@ def take_path(block: Block, path: Int32[Array, "B J"]) -> Block:
     """The block's rows at node indices `path`, in path order: [B, J, ...] leaves."""
 
     leaves, tree = jax.tree.flatten(block)
-    if leaves[0].shape[1] == path.shape[1] == 1:
+    if all(leaf.shape[1] == path.shape[1] == 1 for leaf in leaves):
         return block  # a path through one node; a gather would be a kernel a layer
     return jax.tree.unflatten(tree, kernels.take_rows(leaves, path))
 

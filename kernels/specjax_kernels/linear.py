@@ -59,13 +59,11 @@ def linear(
         ValueError: the weight is wider than x, or quantised in a way that `quantised.check` refuses.
     """
     options = {"norm": norm, "bias": bias, "gated": gated, "residual": residual}
-    blocks = None
     if not isinstance(weight, Quantised) and weight.dtype == x.dtype:
         shape = (x.shape[-1], 2, math.prod(weight.shape[2:])) if gated else (x.shape[-1], math.prod(weight.shape[1:]))
-        blocks = choice.product_blocks(str(x.dtype), shape, math.prod(x.shape[:-1]))
-    if blocks is None:
-        return _composed(x, weight, **options)
-    return few_rows.linear_few_rows(_composed, blocks, x, weight, **options)
+        if blocks := choice.product_blocks(str(x.dtype), shape, math.prod(x.shape[:-1])):
+            return few_rows.linear_few_rows(_composed, blocks, x, weight, **options)
+    return _composed(x, weight, **options)
 
 
 def _composed(

@@ -48,12 +48,13 @@ def commit_all(pools: Sequence[Array], blocks: Sequence[Array], page: Array, slo
 
     Args:
         pools: [P, S, ...] leaves, updated where they lie if they are donated.
-        blocks: [B, J, ...] leaves with the pools' other axes and dtypes.
+        blocks: [B, J, ...] leaves with the pools' other axes.
         page: int32 [B, J]; P or more: nothing is written. (page, slot) are distinct, also of what is not written.
         slot: int32 [B, J], 0 .. S-1.
     """
     pools, blocks = tuple(pools), tuple(blocks)
-    if not choice.pages_in_one_kernel() or not _fit(pools):
+    alike = all(pool.dtype == rows.dtype for pool, rows in zip(pools, blocks, strict=True))
+    if not (choice.pages_in_one_kernel() and alike and _fit(pools)):
         return _committed(pools, blocks, page, slot)
     return jax.lax.platform_dependent(
         pools, blocks, page, slot, cpu=functools.partial(_commit, interpret=True), cuda=_commit, default=_committed

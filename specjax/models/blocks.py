@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import specjax_kernels as kernels
 from jax import Array
 from jaxtyping import Float
+from specjax_kernels import Norm
 
 from specjax.cache import PageSpec
 from specjax.config import HeadConfig, ModelConfig
@@ -19,25 +20,6 @@ from specjax.models.rope import Rotation, rotate
 from specjax.types import Hidden, PageTable, PerRequest, Positions, Weights
 
 T = TypeVar("T")
-
-
-def rms_norm(
-    x: Float[Array, "... M"], weight: Float[Array, "M"], epsilon: float, *, offset: float = 0.0
-) -> Float[Array, "... M"]:
-    """x / rms(x) * weight; the statistics in float32, the product in x's dtype (as Hugging Face's Llama does). With an
-    offset the factor is offset + weight and the product float32 (Gemma)."""
-    wide = x.astype(jnp.float32)
-    if x.size == x.shape[-1]:
-        # The same mean, with nothing between the sum and the root: only so does XLA:GPU fuse the norm of a single row
-        # into one kernel. Several rows are fused either way, and this way is slower on a CPU.
-        mean = jnp.sum((wide * wide + epsilon) * (1 / x.shape[-1]), axis=-1, keepdims=True)
-    else:
-        mean = jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon
-    scale = jax.lax.rsqrt(mean)
-    weight = jnp.expand_dims(weight, tuple(range(x.ndim - 1)))
-    if offset:
-        return (wide * scale * (offset + weight.astype(jnp.float32))).astype(x.dtype)
-    return weight * (wide * scale).astype(x.dtype)
 
 
 class KeyValue(NamedTuple):
@@ -88,14 +70,15 @@ PLAIN_SCORES = Scores()
 def attention(
     x: Hidden, weights: Weights, rotation: Rotation, positions: Positions, mask: Any, past: Past, *, backend: Backend,
     scores: Scores = PLAIN_SCORES, head_norm: Callable[[Array, Array], Array] | None = None,
+    norm: Norm | None = None, residual: Hidden | None = None,
 ) -> tuple[Float[Array, "B N M2"], KeyValue]:  # fmt: skip
-    """The addition to the residual stream for a normalised x, and the block's own keys and values.
+    """Attention of x, normalised by `norm`, plus `residual`; and the block's own keys and values.
 
     The weights are those of `specjax.models.params.attention_leaves`, `rotation` is `rotations` of the positions, and
     the mask is over the C block keys, those of `past.before` first. `head_norm` (x, weight [E]): the norm of queries
     and keys whose weights are `query_norm` and `key_norm`.
     """
-    mixed = linear(x, weights, "qkv")
+    mixed = linear(x, weights, "qkv", norm=norm)
     group, head = mixed.shape[3] - 2, mixed.shape[4]
     # Values are normalised and rotated too, then put back: XLA:GPU fuses this into one kernel, which writes what
     # attention reads.
@@ -114,8 +97,8 @@ def attention(
             before=past.before, before_positions=past.before_positions, scale=scale, window=scores.window,
             softcap=scores.softcap, implementation=backend,
         )  # fmt: skip
-    added = linear(attended.reshape(*x.shape[:2], -1), weights, "output")
-    return added, KeyValue(rotated[..., group, :], rotated[..., group + 1, :])
+    out = linear(attended.reshape(*x.shape[:2], -1), weights, "output", residual=residual)
+    return out, KeyValue(rotated[..., group, :], rotated[..., group + 1, :])
 
 
 def soft_cap(x: Array, cap: float | None) -> Array:
@@ -126,18 +109,25 @@ def soft_cap(x: Array, cap: float | None) -> Array:
 Activation: TypeAlias = Callable[[Array], Array]
 
 
-def gated_mlp(x: Hidden, weights: Weights, *, activation: Activation = jax.nn.silu, prefix: str = "") -> Hidden:
-    """down(activation(gate(x)) * up(x)); weights as `specjax.models.params.mlp_leaves` declares them."""
-    wide = linear(x, weights, f"{prefix}gate_up")
-    return linear(activation(wide[:, :, 0]) * wide[:, :, 1], weights, f"{prefix}down")
+def gated_mlp(
+    x: Hidden, weights: Weights, *, activation: Activation = jax.nn.silu, prefix: str = "", norm: Norm | None = None,
+    residual: Hidden | None = None,
+) -> Hidden:  # fmt: skip
+    """down(activation(gate(x)) * up(x)) of x, normalised by `norm`, plus `residual`; weights as
+    `specjax.models.params.mlp_leaves` declares them."""
+    wide = linear(x, weights, f"{prefix}gate_up", norm=norm, gated=activation)
+    return linear(wide, weights, f"{prefix}down", residual=residual)
 
 
-def linear(x: Hidden, weights: Weights, name: str) -> Array:
-    """The product with a matrix, plus its bias if there is one. A map from several axes takes them as one."""
+def linear(
+    x: Hidden, weights: Weights, name: str, *, norm: Norm | None = None, gated: Activation | None = None,
+    residual: Array | None = None,
+) -> Array:  # fmt: skip
+    """The product with a matrix, plus its bias if there is one, and what goes with it in one kernel where there is one
+    (`specjax_kernels.linear`). A map from several axes takes them as one."""
     weight = weights[name]
     if not isinstance(weight, kernels.Quantised) and weight.shape[0] != x.shape[-1]:
         # Reshaped by hand: XLA:CPU transposes the weight of a product over several axes in every call.
         weight = weight.reshape(x.shape[-1], -1)
-    out = kernels.linear(x, weight)
     bias = weights.get(f"{name}_bias")
-    return out if bias is None else out + bias[None, None]
+    return kernels.linear(x, weight, norm=norm, bias=bias, gated=gated, residual=residual)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import specjax_kernels as kernels
 from jax import Array
 from jaxtyping import Float, Int32
+from specjax_kernels import Norm, rms_norm
 
 from specjax.cache import Cache
 from specjax.config import ModelConfig
@@ -26,7 +27,6 @@ from specjax.models.blocks import (
     attention,
     gated_mlp,
     key_value_spec,
-    rms_norm,
     soft_cap,
 )
 from specjax.models.experts import expert_leaves, mixture
@@ -71,17 +71,20 @@ class Layer(nn.Module):
     def __call__(
         self, x: Hidden, rotation: Rotation, positions: Positions, mask: Any, past: Past
     ) -> tuple[Hidden, Any]:
-        added, block = self.attend(self.norm("attention_norm", x), rotation, positions, mask, past)
-        x = x + added
-        return x + self.feed(self.norm("mlp_norm", x)), block
+        x, block = self.attend(x, rotation, positions, mask, past, residual=x)
+        return self.feed(x, residual=x), block
 
-    def attend(self, x: Hidden, rotation: Rotation, positions: Positions, mask: Any, past: Past) -> tuple[Hidden, Any]:
+    def attend(
+        self, x: Hidden, rotation: Rotation, positions: Positions, mask: Any, past: Past, *,
+        residual: Hidden | None = None,
+    ) -> tuple[Hidden, Any]:  # fmt: skip
+        """Attention of the normalised x, plus `residual`, and what the layer keeps of the block."""
         c, w = self.config, self.weights
         norm = partial(rms_norm, epsilon=c.norm_epsilon, offset=self.norm_offset)
         return attention(
             x, w, rotation, positions, mask, past, backend=self.backend,
             scores=Scores(c.query_scale, self.window, c.attention_softcap),
-            head_norm=norm if "query_norm" in w else None,
+            head_norm=norm if "query_norm" in w else None, norm=self.norm_of("attention_norm"), residual=residual,
         )  # fmt: skip
 
     @staticmethod
@@ -89,14 +92,20 @@ class Layer(nn.Module):
         """What the layer keeps of a token: a pytree of `PageSpec`s."""
         return key_value_spec(config)
 
-    def feed(self, x: Hidden) -> Hidden:
+    def feed(self, x: Hidden, *, residual: Hidden | None = None) -> Hidden:
+        """MLP or experts of the normalised x, plus `residual`."""
         experts = self.config.experts
-        if experts is not None and "router" in self.weights:
-            return mixture(x, self.weights, experts, activation=self.activation)
-        return gated_mlp(x, self.weights, activation=self.activation)
+        if experts is None or "router" not in self.weights:
+            norm = self.norm_of("mlp_norm")
+            return gated_mlp(x, self.weights, activation=self.activation, norm=norm, residual=residual)
+        out = mixture(self.norm("mlp_norm", x), self.weights, experts, activation=self.activation)
+        return out if residual is None else residual + out
 
     def norm(self, name: str, x: Hidden) -> Hidden:
         return rms_norm(x, self.weights[name], self.config.norm_epsilon, offset=self.norm_offset)
+
+    def norm_of(self, name: str) -> Norm:
+        return Norm(self.weights[name], self.config.norm_epsilon, self.norm_offset)
 
 
 class Decoder(nn.Module):

@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import specjax_kernels as kernels
 from jax import Array
+from specjax_kernels import Norm, rms_norm
 
 from specjax.cache import PageSpec
 from specjax.config import Latent, ModelConfig
-from specjax.models.blocks import Past, Scores, joined, linear, rms_norm
+from specjax.models.blocks import Past, Scores, joined, linear
 from specjax.models.decoder import Family, Layer, mixed_table
 from specjax.models.params import ATTENTION_NORM, MLP_NORM, Leaf, Table, Tensor, norm
 from specjax.models.params import linear as linear_leaves
@@ -67,15 +68,17 @@ class LatentLayer(Layer):
         return Latents(cast(Any, PageSpec((1, config.latent.page_width), config.dtype, (None, None))))
 
     def attend(
-        self, x: Hidden, rotation: Rotation, positions: Positions, mask: Any, past: Past
-    ) -> tuple[Hidden, Latents]:
+        self, x: Hidden, rotation: Rotation, positions: Positions, mask: Any, past: Past, *,
+        residual: Hidden | None = None,
+    ) -> tuple[Hidden, Latents]:  # fmt: skip
         c, w, scale = self.config.latent, self.weights, self.config.query_scale
         assert c is not None and scale is not None
+        x = self.norm("attention_norm", x)
         epsilon = 1e-6  # as transformers and DeepSeek's own code have it, whatever rms_norm_eps is
-        narrow = x
+        narrow, query_norm = x, None
         if c.query_rank is not None:
-            narrow = rms_norm(linear(x, w, "query_down"), w["query_down_norm"], epsilon)
-        queries = linear(narrow, w, "queries")  # [B, N, H, n + r]
+            narrow, query_norm = linear(x, w, "query_down"), Norm(w["query_down_norm"], epsilon)
+        queries = linear(narrow, w, "queries", norm=query_norm)  # [B, N, H, n + r]
         both = linear(x, w, "latent")
         latent = rms_norm(both[..., : c.rank], w["latent_norm"], epsilon)
         key = rotate(half_split(both[..., c.rank :]), *rotation)
@@ -96,7 +99,7 @@ class LatentLayer(Layer):
                 nowhere, mask, scale=scale, v_width=c.rank, implementation=self.backend,
             )  # fmt: skip
         values = jnp.einsum("bnhc,hcv->bnhv", attended, w["value_up"], precision=precision)
-        return linear(values.reshape(*x.shape[:2], -1), w, "output"), block
+        return linear(values.reshape(*x.shape[:2], -1), w, "output", residual=residual), block
 
 
 FAMILY = Family(table, LatentLayer)

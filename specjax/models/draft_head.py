@@ -12,6 +12,7 @@ import numpy as np
 import specjax_kernels as kernels
 from jax import Array
 from jaxtyping import Float, Float32, Int32
+from specjax_kernels import Norm, rms_norm
 
 from specjax.config import HeadConfig, MtpConfig
 from specjax.models.blocks import (
@@ -22,7 +23,6 @@ from specjax.models.blocks import (
     gated_mlp,
     key_value_spec,
     linear,
-    rms_norm,
     soft_cap,
 )
 from specjax.models.decoder import head_columns
@@ -78,9 +78,8 @@ class DraftHead:
         """The next features, and the block's keys and values."""
         x, residual = self._inputs(params, embedded, feature, positions)
         rotation = rotations(self.config.rope, self.config.head_dim, positions)
-        added, block = attention(x, params, rotation, positions, mask, past, backend=self.backend)
-        x = residual + added
-        out = x + gated_mlp(self._norm(params, "mlp_norm", x), params)
+        x, block = attention(x, params, rotation, positions, mask, past, backend=self.backend, residual=residual)
+        out = gated_mlp(x, params, norm=self._norm_of(params, "mlp_norm"), residual=x)
         return self._norm(params, "final_norm", out) if self.spec.next_feature_normed else out, block
 
     def unembed(self, target_params: Weights, params: Weights, out: Hidden) -> Float32[Array, "B N W"]:
@@ -108,7 +107,11 @@ class DraftHead:
 
     def _norm(self, params: Weights, name: str, x: Hidden) -> Hidden:
         """x normalised, where the head has that norm."""
-        return rms_norm(x, params[name], self.config.norm_epsilon) if name in params else x
+        norm = self._norm_of(params, name)
+        return x if norm is None else rms_norm(x, *norm[:2])
+
+    def _norm_of(self, params: Weights, name: str) -> Norm | None:
+        return Norm(params[name], self.config.norm_epsilon) if name in params else None
 
 
 def draft_head(config: HeadConfig, target: Target, *, backend: Backend = None) -> DraftHead:

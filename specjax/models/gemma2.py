@@ -40,9 +40,9 @@ class GemmaLayer(Layer):
     def __call__(
         self, x: Hidden, rotation: Rotation, positions: Positions, mask: Any, past: Past
     ) -> tuple[Hidden, Any]:
-        added, block = self.attend(self.norm("attention_norm", x), rotation, positions, mask, past)
+        added, block = self.attend(x, rotation, positions, mask, past)
         x = x + self.norm("attention_output_norm", added)
-        return x + self.norm("mlp_output_norm", self.feed(self.norm("mlp_norm", x))), block
+        return x + self.norm("mlp_output_norm", self.feed(x)), block
 
 
 def input_scale(config: ModelConfig) -> float:

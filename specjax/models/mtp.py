@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import specjax_kernels as kernels
 from jax import Array
 from jaxtyping import Float, Float32, Int32
+from specjax_kernels import rms_norm
 
 from specjax.config import MtpConfig
 from specjax.models import family
-from specjax.models.blocks import Backend, Past, linear, rms_norm, soft_cap
+from specjax.models.blocks import Backend, Past, linear, soft_cap
 from specjax.models.decoder import Layer
 from specjax.models.mtp_spec import STYLES
 from specjax.models.rope import rotations

@@ -1,0 +1,123 @@
+"""What the GPU compiler makes of products of few rows and of the pages' kernel, for GPUs that are not there: see
+`test_gpu_compile.py`."""
+
+from __future__ import annotations
+
+import functools
+import re
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from specjax_kernels import Norm, choice, commit_all, launch, linear, take_rows
+from test_gpu_compile import FEW, MORE, benchmarks, check, gpu, slow, step  # noqa: F401 - `benchmarks` is a fixture
+
+pytestmark = pytest.mark.gpu_compile
+
+GENERATIONS = {"h200": "9.0", "h100_sxm": "9.0", "a100_sxm_80": "8.0", "l40s": "8.9", "rtx_4090": "8.9"}
+M, QKV, INNER = 4096, (8, 6, 128), 14336
+"""A layer of Llama-3.1-8B."""
+GELU = functools.partial(jax.nn.gelu, approximate=True)
+
+
+def layers_products(x, weights, *, activation, offset):
+    """Norm, qkv; output and sum; norm, gate, up; down and sum. Attention is left out."""
+    norm = Norm(weights["norm"], 1e-5, offset)
+    qkv = linear(x, weights["qkv"], norm=norm, bias=weights["bias"])
+    x = linear(qkv[:, :, :, :4].reshape(*x.shape), weights["output"], residual=x)
+    wide = linear(x, weights["gate_up"], norm=norm, gated=activation)
+    return linear(wide, weights["down"], residual=x)
+
+
+CASES = [(device, rows, "bfloat16", "llama") for device in GENERATIONS for rows in (1, 64)]
+MORE_CASES = [(device, rows, dtype, "llama") for device in GENERATIONS for rows in (8, 32) for dtype in ("bfloat16",)]
+MORE_CASES += [(device, rows, dtype, "gemma") for device in GENERATIONS for rows in (1, 64)
+               for dtype in ("float16", "float32")]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("device", "rows", "dtype", "family"), [*CASES, *(pytest.param(*case, marks=slow) for case in MORE_CASES)]
+)
+def test_products_use_what_the_gpu_has(device: str, rows: int, dtype: str, family: str, monkeypatch) -> None:
+    """Tensor cores for half precision, weights fetched ahead of their use, no value spilled to memory."""
+    from ptx import assembled, assembler, described_device
+
+    monkeypatch.setenv(choice.VARIABLE, "pallas")
+    monkeypatch.setattr(launch, "generation", lambda: GENERATIONS[device])
+    shapes = {"norm": (M,), "bias": QKV, "qkv": (M, *QKV), "output": (M, M), "gate_up": (M, 2, INNER),
+              "down": (INNER, M)}  # fmt: skip
+    weights = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+    arguments = gpu(device).place((jax.ShapeDtypeStruct((1, rows, M), dtype), weights))
+    activation, offset = (jax.nn.silu, 0.0) if family == "llama" else (GELU, 1.0)
+    with tempfile.TemporaryDirectory(prefix="specjax-ptx-") as folder:
+        with described_device(arguments):
+            run = jax.jit(functools.partial(layers_products, activation=activation, offset=offset))
+            lowered = run.trace(*arguments).lower()
+        compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        texts = [file.read_text() for file in Path(folder).glob("*.ptx")]
+    results = rows * INNER * 4
+    assert compiled.memory_analysis().temp_size_in_bytes <= 2 * results
+    ptxas = assembler()
+    assert ptxas is not None, "make gpu-compile installs the assembler beside the compiler"
+    found = {}
+    for text in texts:
+        numbers = assembled(text, gpu(device).architecture, ptxas) if ".entry" in text else {}
+        for name, body in re.findall(r"\.entry (\w+)\((.*?)(?=\.entry|\Z)", text, re.DOTALL):
+            found[name] = numbers[name]
+            if "few_rows" in name:
+                assert bool(re.search(r"\b(mma\.sync|wgmma\.mma_async)", body)) == (dtype != "float32"), name
+                assert re.search(r"\bcp\.async\.c[ag]", body), name
+    print(f"{device}, {rows} rows of {dtype}:", {name: numbers["registers"] for name, numbers in found.items()})
+    assert sum("few_rows" in name for name in found) == 4
+    for name, numbers in found.items():
+        assert numbers["spilled_bytes"] == numbers["stack_bytes"] == 0, name
+        assert numbers["registers"] <= 255
+
+
+@pytest.mark.parametrize("leaves", [64, pytest.param(160, marks=slow)])
+def test_pages_are_written_where_they_lie(leaves: int, monkeypatch) -> None:
+    """The leaves of 32 layers by one kernel, of 80 layers by two; another takes the rows of the path."""
+    from gpu_compile import NVIDIA_OPTIONS, Program, compiled
+
+    monkeypatch.setenv(choice.VARIABLE, "pallas")
+
+    def run(pools, blocks, path, page, slot):
+        return commit_all(pools, take_rows(blocks, path), page, slot)
+
+    pool, block = ((4096, 64, 8, 128), (8, 32, 8, 128))
+    where = [jax.ShapeDtypeStruct((8, 6), jnp.int32)] * 3
+    arrays = [[jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * leaves for shape in (pool, block)]
+    arguments = gpu("h200").place((*arrays, *where))
+    record = compiled(Program(jax.jit(run, donate_argnums=0), arguments, None), dict(NVIDIA_OPTIONS))
+    size = leaves * 4096 * 64 * 8 * 128 * 2
+    assert record["alias_bytes"] == size
+    assert record["temp_bytes"] <= leaves * 8 * 6 * 8 * 128 * 2 + 65536, "the rows of the path"
+    kernels = 2 * -(-leaves // 128)
+    assert kernels <= record["kernels_every_call"] <= kernels + 2, "the indices are one or two more"
+
+
+KERNELS = 9
+"""Those of the docstring below, and copies of the keys and of the values out of the product, for the pages' kernel."""
+STEPS = [("plain", 1, MORE), ("chain", 1, MORE)]
+MORE_STEPS = [(shape, batch, MORE) for shape in ("plain", "chain", "tree") for batch in (1, 8)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch", "layers"),
+    [*STEPS, *(pytest.param(*case, marks=slow) for case in MORE_STEPS if case not in STEPS)],
+)
+def test_kernels_of_a_layer(shape: str, batch: int, layers: int, monkeypatch) -> None:
+    """Norm, qkv; rotation; attention; combine; output, sum; norm, gate, up, their product; down, sum."""
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    by_xla = step.__wrapped__("h200", shape, batch, FEW)
+    monkeypatch.setenv(choice.VARIABLE, "pallas")
+    more, few = (step.__wrapped__("h200", shape, batch, count) for count in (layers, FEW))
+    check(more)
+    a_layer = (more["kernels_every_call"] - few["kernels_every_call"]) / (layers - FEW)
+    print(f"{shape}, batch {batch}: {a_layer} kernels a layer, {few['kernels_every_call']} in {FEW} layers, "
+          f"{by_xla['kernels_every_call']} with XLA's products; temporaries {few['temp_bytes'] / 1e6:.1f} and "
+          f"{by_xla['temp_bytes'] / 1e6:.1f} MB")  # fmt: skip
+    assert round(a_layer) <= KERNELS
+    assert few["temp_bytes"] <= by_xla["temp_bytes"]
