@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from specjax_kernels import Norm, choice, commit_all, launch, linear, take_rows
-from test_gpu_compile import FEW, MORE, benchmarks, check, gpu, slow, step  # noqa: F401 - `benchmarks` is a fixture
+from test_gpu_compile import FEW, MORE, TREES, benchmarks, check, gpu, slow, step  # noqa: F401 - `benchmarks` is a fixture
 
 pytestmark = pytest.mark.gpu_compile
 
@@ -78,28 +78,35 @@ def test_products_use_what_the_gpu_has(device: str, rows: int, dtype: str, famil
 
 @pytest.mark.parametrize("leaves", [64, pytest.param(160, marks=slow)])
 def test_pages_are_written_where_they_lie(leaves: int, monkeypatch) -> None:
-    """The leaves of 32 layers by one kernel, of 80 layers by two; another takes the rows of the path."""
+    """The leaves of 32 layers by one kernel, of 80 layers by two; another takes the rows of the path. Both read arrays
+    that XLA cuts out of the layers' products, many at once."""
     from gpu_compile import NVIDIA_OPTIONS, Program, compiled
 
     monkeypatch.setenv(choice.VARIABLE, "pallas")
 
-    def run(pools, blocks, path, page, slot):
+    def run(pools, products, path, page, slot):
+        blocks = [rotated[..., 4 + i, :] for rotated in products for i in (0, 1)]
         return commit_all(pools, take_rows(blocks, path), page, slot)
 
-    pool, block = ((4096, 64, 8, 128), (8, 32, 8, 128))
+    pool, rotated = ((4096, 64, 8, 128), (8, 32, 8, 6, 128))
     where = [jax.ShapeDtypeStruct((8, 6), jnp.int32)] * 3
-    arrays = [[jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * leaves for shape in (pool, block)]
+    arrays = [
+        [jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * count for shape, count in ((pool, leaves), (rotated, leaves // 2))
+    ]
     arguments = gpu("h200").place((*arrays, *where))
     record = compiled(Program(jax.jit(run, donate_argnums=0), arguments, None), dict(NVIDIA_OPTIONS))
-    size = leaves * 4096 * 64 * 8 * 128 * 2
-    assert record["alias_bytes"] == size
-    assert record["temp_bytes"] <= leaves * 8 * 6 * 8 * 128 * 2 + 65536, "the rows of the path"
-    kernels = 2 * -(-leaves // 128)
-    assert kernels <= record["kernels_every_call"] <= kernels + 2, "the indices are one or two more"
+    assert record["alias_bytes"] == leaves * 4096 * 64 * 8 * 128 * 2
+    assert record["temp_bytes"] <= leaves * 8 * (32 + 2 * 6) * 8 * 128 * 2 + 65536, "the blocks, and the path's rows"
+    print(
+        f"{leaves} leaves: {record['kernels_every_call']} kernels, {record['temp_bytes'] / 1e6:.1f} MB of temporaries"
+    )
+    assert record["kernels_every_call"] <= 2 * -(-leaves // 128) + leaves // 8
+    assert record["copies_every_call"] == 0
 
 
-KERNELS = 9
-"""Those of the docstring below, and copies of the keys and of the values out of the product, for the pages' kernel."""
+KERNELS = {"plain": 7, "chain": 11, "tree": 11}
+"""Those of the docstring below; the pages' kernel is there once for all layers. A path through several nodes is cut out
+leaf by leaf, twice: XLA does not fuse what it fuses for a single row."""
 STEPS = [("plain", 1, MORE), ("chain", 1, MORE)]
 MORE_STEPS = [(shape, batch, MORE) for shape in ("plain", "chain", "tree") for batch in (1, 8)]
 
@@ -119,5 +126,7 @@ def test_kernels_of_a_layer(shape: str, batch: int, layers: int, monkeypatch) ->
     print(f"{shape}, batch {batch}: {a_layer} kernels a layer, {few['kernels_every_call']} in {FEW} layers, "
           f"{by_xla['kernels_every_call']} with XLA's products; temporaries {few['temp_bytes'] / 1e6:.1f} and "
           f"{by_xla['temp_bytes'] / 1e6:.1f} MB")  # fmt: skip
-    assert round(a_layer) <= KERNELS
-    assert few["temp_bytes"] <= by_xla["temp_bytes"]
+    assert a_layer <= KERNELS[shape] + 0.5, "further leaves to cut out may be one more kernel"
+    rows = TREES[shape][1][2] if shape != "plain" else 1
+    of_block = batch * rows * FEW * 2 * 8 * 128 * 2
+    assert few["temp_bytes"] <= by_xla["temp_bytes"] + 5 * of_block, "keys and values of the block and of the path"

@@ -38,7 +38,7 @@ def _taken(blocks: tuple[Array, ...], path: Array) -> tuple[Array, ...]:
 def _take(blocks: tuple[Array, ...], path: Array, *, interpret: bool = False) -> tuple[Array, ...]:
     B, N = blocks[0].shape[:2]
     start = path + N * jnp.arange(B, dtype=jnp.int32)[:, None]
-    rows = [*map(_rows, blocks)]
+    rows = [*map(_rows, _selected(blocks, path >= 0))]
     taken = _kernel()(rows, start.reshape(-1), None, path.size, parts=_parts(blocks), interpret=interpret)
     return tuple(leaf.reshape(*path.shape, *leaf.shape[1:]) for leaf in taken)
 
@@ -73,10 +73,20 @@ def _commit(
     pools: tuple[Array, ...], blocks: tuple[Array, ...], page: Array, slot: Array, *, interpret: bool = False
 ) -> tuple[Array, ...]:
     P, S = pools[0].shape[:2]
-    to = jnp.where((page >= 0) & (page < P), page * S + slot, P * S)
-    rows, targets = [*map(_rows, blocks)], [*map(_rows, pools)]
+    write = (page >= 0) & (page < P)
+    to = jnp.where(write, page * S + slot, P * S)
+    rows, targets = [*map(_rows, _selected(blocks, write))], [*map(_rows, pools)]
     written = _kernel()(rows, None, to.reshape(-1), targets, parts=_parts(pools), interpret=interpret)
     return tuple(leaf.reshape(pool.shape) for leaf, pool in zip(written, pools, strict=True))
+
+
+def _selected(blocks: tuple[Array, ...], counts: Array) -> list[Array]:
+    """The leaves, zeros for a request of which no row counts; `counts` bool [B, J].
+
+    Leaves are slices of larger arrays, and a kernel's arguments must be arrays: XLA:GPU would copy each by a kernel. It
+    fuses selections, which go to one place, into one."""
+    some = jnp.any(counts, axis=1)
+    return [jnp.where(some.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, jnp.zeros((), leaf.dtype)) for leaf in blocks]
 
 
 def _kernel() -> Any:

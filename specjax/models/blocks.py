@@ -70,7 +70,7 @@ PLAIN_SCORES = Scores()
 def attention(
     x: Hidden, weights: Weights, rotation: Rotation, positions: Positions, mask: Any, past: Past, *, backend: Backend,
     scores: Scores = PLAIN_SCORES, head_norm: Callable[[Array, Array], Array] | None = None,
-    norm: Norm | None = None, residual: Hidden | None = None,
+    norm: Norm | None = None, residual: Float[Array, "B N M2"] | None = None,
 ) -> tuple[Float[Array, "B N M2"], KeyValue]:  # fmt: skip
     """Attention of x, normalised by `norm`, plus `residual`; and the block's own keys and values.
 
