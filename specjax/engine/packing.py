@@ -71,7 +71,7 @@ def prefill_input(sequence: Sequence, width: int, table: int, pages: int) -> np.
     end = sequence.prefilled + length
     after = context[end] if end < len(context) else sequence.forced_token
     packed = np.zeros(3 + width + table, np.int32)
-    packed[:3] = sequence.slot, length, NO_FORCED_TOKEN if after is None else after
+    packed[:3] = cast(int, sequence.slot), length, NO_FORCED_TOKEN if after is None else after
     packed[3 : 3 + length] = context[sequence.prefilled : end]
     packed[3 + width :] = pages
     packed[3 + width : 3 + width + len(sequence.pages)] = sequence.pages

@@ -102,10 +102,12 @@ class Sequence:
         if self.host_stops:
             last = next((i for i, token in enumerate(tokens) if token in self.host_stops), last)
         kept = self.stream.extend(tokens if last is None else tokens[:last])
-        if kept or last is not None:
-            self.output += tokens[: kept or last + 1]
+        if not kept and last is not None:
+            kept = last + 1
+        if kept:
+            self.output += tokens[:kept]
             self._finish(FinishReason("stop", self.output[-1]))
-            return kept or last + 1
+            return kept
         self.output += tokens
         if full:
             self._finish(FinishReason("length"))
