@@ -191,7 +191,7 @@ def _speeds(case: Case, plan: Plan) -> Iterator[str]:
 def _estimates(case: Case, plan: Plan) -> Iterator[str]:
     if not (found := estimates(case, plan)):
         return
-    accept = min(ASSUMED_ACCEPT, case.outline.drafter.depth + 1)
+    accept = min(ASSUMED_ACCEPT, case.outline.drafter.depth + 1.0)
     text = "not measured: bytes, products and launches of greedy steps by the cost model"
     if any(tree for _, tree in found):
         text += f"; tokens/s with a tree at an assumed accept length of {accept:g}"
@@ -289,7 +289,7 @@ def document(settings: flags.Settings, case: Case, plan: Plan, found: list[Remed
             for speed in plan.speeds
         ],
         "estimates": {
-            "accept_length": min(ASSUMED_ACCEPT, drafter.depth + 1),
+            "accept_length": min(ASSUMED_ACCEPT, drafter.depth + 1.0),
             "buckets": [
                 {"batch": plain.batch, "plain": _estimate(plain), "tree": tree and _estimate(tree)}
                 for plain, tree in estimates(case, plan)
