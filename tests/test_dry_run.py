@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import pytest
 from engine_helpers import VOCABULARY, tokenizer
 from tiny_checkpoints import save_llama, write_gguf
@@ -23,6 +24,7 @@ from specjax.engine import Engine, EngineConfig
 from specjax.engine.buckets import Key
 from specjax.engine.config import Layout, pool_tokens
 from specjax.engine.executables import Executables
+from specjax.engine.packing import Resident
 from specjax.engine.plan import Case, make_plan, temporary_bytes
 from specjax.models import table
 from specjax.models.params import dimensions, leaves_of
@@ -210,9 +212,8 @@ def test_an_engine_takes_what_was_predicted(tiny, monkeypatch, name):
     device = DEVICES["RTX4090"]
     plan = make_plan(Case(described, config, device, "cpu"))
     assert described.headers and not plan.problems
-    assert described.drafter._replace(init=0, propose=0, observe=0) == engine.drafter._replace(
-        init=0, propose=0, observe=0
-    )
+    functions = dict.fromkeys(("init", "propose", "observe", "resize"))
+    assert described.drafter._replace(**functions) == engine.drafter._replace(**functions)
     assert plan.weights == nbytes(engine.params.target) and plan.draft_weights == nbytes(engine.params.draft)
     state = engine.executables.state_shapes
     assert plan.pool == nbytes(state.cache)
@@ -240,8 +241,9 @@ def test_the_estimate_of_temporaries_is_near_what_xla_holds(tmp_path, kind):
     # The other kind of program is made too small to count.
     few: dict[str, Any] = {"chunks": (8,)} if kind == "step" else {"batches": (1,)}
     buckets = replace(buckets, **few)
-    state = jax.eval_shape(lambda: init_state(described.params, *parts, rows=4, pool=pool))
-    program: Any = Executables(*parts, buckets, described.params, state).get(
+    tables = jax.ShapeDtypeStruct((4, buckets.tables[-1]), np.int32)
+    state = Resident(jax.eval_shape(lambda: init_state(described.params, *parts, rows=4, pool=pool)), tables)
+    program: Any = Executables(*parts, buckets, described.params, state, new_pages=1).get(
         Key(kind, 4 if kind == "step" else 512, buckets.tables[0])
     )
     held = program.memory_analysis().temp_size_in_bytes

@@ -286,6 +286,7 @@ class Executables:
         else:
             fixed["config"] = StepConfig()
             function, unpack, shape = prefill_step, partial(unpack_prefill, **width), (3 + key.width + key.table,)
+        fixed["drafter"] = fixed["drafter"]._replace(resize=None)  # nothing to trace, but a part of the program's name
         arguments: Any = (self._params, self._state, jax.ShapeDtypeStruct(shape, np.int32))
         if self.phase_times is not None and key.kind == "step":
             with self.launch_lock:

@@ -262,7 +262,9 @@ def describe(value: Any) -> Iterator[str]:
         parts = [function.__defaults__, function.__kwdefaults__]
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # a variable that is not set yet
-                parts.append((variable, None if cell.cell_contents is function else cell.cell_contents))
+                found = cell.cell_contents
+                itself = callable(found) and inspect.unwrap(found) is function
+                parts.append((variable, None if itself else found))
     elif dataclasses.is_dataclass(value):
         text = f"dataclass {_known(kind)}"
         parts = [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
