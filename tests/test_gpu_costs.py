@@ -11,11 +11,14 @@ from specjax.costs import PLAIN, Decoding, Tree, machine, step_cost
 from specjax.devices import DEVICES
 from specjax.drafters import Params
 from specjax.drafters.base import none_drafter
+from specjax.models.params import Bits
 from specjax.outline import Outline
 
 LAYERS, PAGE_SIZE, PAGES, TABLE = 2, 64, 4096, 1024
 
 pytestmark = pytest.mark.gpu_compile
+
+INT8 = Bits(8, ends=True)  # the default for a draft head on a GPU
 
 
 @pytest.mark.parametrize(
@@ -44,7 +47,7 @@ def test_bytes_of_a_program_are_within_5_percent(algorithm: str, tree: Tree, bat
 
     config = llama_8b(LAYERS)
     head = None if tree == PLAIN else eagle3_head(config)
-    described = Outline(make_target(config), Params(None, None), none_drafter(), head, None, None, None, headers=False)
+    described = Outline(make_target(config), Params(None, None), none_drafter(), head, None, None, INT8, headers=False)
     cost = step_cost(
         Decoding.of(described), machine(DEVICES["H200"], "bfloat16", "gpu"), batch=batch, tree=tree, context=0,
         table=TABLE,
