@@ -40,7 +40,7 @@ from specjax import (
     make_target,
     new_row,
 )
-from specjax.compiling import compiler_options
+from specjax.compiling import LOOPS, SCHEDULING, WITHOUT_LOOPS, compiler_options
 from specjax.drafters.options import options_of
 from specjax.models import init_params
 from specjax.models.draft_head import init_head_params
@@ -262,12 +262,10 @@ def products(report: Report) -> None:
 
 OPTIONS: dict[str, dict[str, str]] = {
     "as it is": {},
-    "concurrent graphs": {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"},
-    "serial graphs": {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"},
-    "no loops in graphs": {
-        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"
-    },
-    "no graphs": {"xla_gpu_enable_command_buffer": ""},
+    "concurrent graphs": {SCHEDULING: "CONCURRENT"},
+    "serial graphs": {SCHEDULING: "SERIALIZE"},
+    "no loops in graphs": {LOOPS: WITHOUT_LOOPS[LOOPS]},
+    "no graphs": {LOOPS: ""},
     "exhaustive tiling": {"xla_gpu_exhaustive_tiling_search": "true"},
     "cuBLAS alone": {"xla_gpu_enable_triton_gemm": "false"},
     "Triton alone": {"xla_gpu_cublas_fallback": "false"},
@@ -347,34 +345,47 @@ def table(document: dict[str, Any]) -> str:
         right = "yes" if part["done"] and not part["wrong"] else "**no**"
         told = "; ".join([*part["wrong"], *part["failed"], *part.get("skipped", ())])[:300]
         lines.append(f"| {name} | {right} | {part.get('seconds', 0):.0f} | {told} |")
-    if steps := rows("step"):
-        lines += ["", "| batch | context | tree | ms a step | of plain | of the ceiling |", "|---|---|---|---|---|---|"]
-        lines += [
-            f"| {row['batch']} | {row['context']} | {_tree(row['tree'])} | {row['milliseconds']:.3f} | "
-            f"{row['ratio_to_plain'] or 1:.3f} | {row['share_of_ceiling']:.1%} |"
-            for row in steps
-        ]
-    if found := rows("profile"):
-        lines += ["", "| tree | kernel | ms a step | calls |", "|---|---|---|---|"]
-        lines += [
-            f"| {_tree(row['tree'])} | {kernel['kernel'][:60]} | {kernel['milliseconds']:.4f} | {kernel['calls']:g} |"
-            for row in found for kernel in row["kernels"][:8]
-        ]  # fmt: skip
-    if found := rows("product"):
-        lines += ["", "| product | rows | us | of a copy |", "|---|---|---|---|"]
-        lines += [
-            f"| {row['shape']} | {row['rows']} | {row['microseconds']:.1f} | {row['share_of_copy']:.1%} |"
-            for row in found
-        ]
-    if found := rows("option"):
-        lines += ["", "| tree | changed | ms a step | ratio |", "|---|---|---|---|"]
-        lines += [
-            f"| {_tree(row['tree'])} | {row['change']} | {row['milliseconds']:.3f} | {row['ratio']:.3f} |"
-            for row in found
-        ]
-    if found := rows("blocks"):
-        lines += ["", "| entry | best blocks | of the time |", "|---|---|---|"]
-        lines += [f"| {row['entry']} | {row['best']} | {row['score']:.3f} |" for row in found]
+
+    def section(titles: str, cells: list[str]) -> None:
+        if cells:
+            lines.extend(
+                ["", f"| {titles} |", "|---" * (titles.count("|") + 1) + "|", *(f"| {row} |" for row in cells)]
+            )
+
+    section(
+        "batch | context | tree | ms a step | of plain | of the ceiling",
+        [
+            f"{row['batch']} | {row['context']} | {_tree(row['tree'])} | {row['milliseconds']:.3f} | "
+            f"{row['ratio_to_plain'] or 1:.3f} | {row['share_of_ceiling']:.1%}"
+            for row in rows("step")
+        ],
+    )
+    section(
+        "tree | kernel | ms a step | calls",
+        [
+            f"{_tree(row['tree'])} | {kernel['kernel'][:60]} | {kernel['milliseconds']:.4f} | {kernel['calls']:g}"
+            for row in rows("profile")
+            for kernel in row["kernels"][:8]
+        ],
+    )
+    section(
+        "product | rows | us | of a copy",
+        [
+            f"{row['shape']} | {row['rows']} | {row['microseconds']:.1f} | {row['share_of_copy']:.1%}"
+            for row in rows("product")
+        ],
+    )
+    section(
+        "tree | changed | ms a step | ratio",
+        [
+            f"{_tree(row['tree'])} | {row['change']} | {row['milliseconds']:.3f} | {row['ratio']:.3f}"
+            for row in rows("option")
+        ],
+    )
+    section(
+        "entry | best blocks | of the time",
+        [f"{row['entry']} | {row['best']} | {row['score']:.3f}" for row in rows("blocks")],
+    )
     return "\n".join(lines) + "\n"
 
 
