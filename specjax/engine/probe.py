@@ -25,7 +25,7 @@ import numpy as np
 
 from specjax.cache import PoolShape
 from specjax.checkpoint.files import default_cache_dir, write_text
-from specjax.compiling import NVIDIA_OPTIONS
+from specjax.compiling import LOOPS, NVIDIA_OPTIONS
 from specjax.config import ModelConfig, RopeConfig
 from specjax.drafters import Ngram, make_drafter
 from specjax.drafters.base import Params
@@ -127,7 +127,7 @@ def tokens_drawn(options: dict[str, str] | None) -> list[list[list[int]]]:
 
 def main() -> int:
     with_graphs = tokens_drawn(dict(NVIDIA_OPTIONS))
-    without = tokens_drawn({"xla_gpu_enable_command_buffer": ""})
+    without = tokens_drawn({LOOPS: ""})
     return 0 if with_graphs == without else WRONG_TOKENS
 
 
