@@ -161,9 +161,7 @@ def profile(report: Report) -> None:
                 jax.block_until_ready(bench.call(executable, tree))
             with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
                 with jax.profiler.trace(folder):
-                    for _ in range(bench.times):
-                        emitted = bench.call(executable, tree)
-                    jax.block_until_ready(emitted)
+                    jax.block_until_ready([bench.call(executable, tree) for _ in range(bench.times)])
                 events = device_events(Path(folder))
             rows = by_kernel(events, bench.times)
             report.check(bool(rows), f"{name}: the trace has no event of a device")
