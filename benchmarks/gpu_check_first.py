@@ -25,7 +25,7 @@ import numpy as np
 from gpu_check_report import Report, say
 from gpu_check_steps import GOAL_TREE, Bench, model_of, models
 from llama_shapes import eagle3_head
-from timing import WARMUP, copy_bandwidth, interleaved
+from specjax_kernels.timing import WARMUP, copy_bandwidth, interleaved
 
 from specjax import (
     ModelConfig,
@@ -314,7 +314,7 @@ def blocks(report: Report) -> None:
     report: the checkout on a lent machine does not come back."""
     from specjax_kernels import launch  # the kernel's module is not there on every machine
     from specjax_kernels.specs import tagged
-    from tuner import groups, tune
+    from specjax_kernels.tuning import groups, tune
 
     if launch.generation() is None:
         report.note("blocks: no NVIDIA GPU, nothing to tune")

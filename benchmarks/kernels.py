@@ -10,7 +10,7 @@ go round sets of pools that no cache holds. The ceiling is printed first: the ba
 The last line is one JSON document with every sample.
 
 `--tune` measures block sizes of the GPU kernel on this GPU instead, and writes the better ones to
-`kernels/specjax_kernels/launch_table.json`, or to `--table` (see `tuner.py`).
+`kernels/specjax_kernels/launch_table.json`, or to `--table` (see `specjax_kernels/tuning.py`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from attention import enough_layers, enough_sets, program
 from records import finish, machine
 from specjax_kernels import IMPLEMENTATIONS, default_implementation
+from specjax_kernels.chains import enough_layers, enough_sets, program
 from specjax_kernels.launch import generation
 from specjax_kernels.specs import SPECS, Spec, named, tagged
-from timing import WARMUP, copy_bandwidth, interleaved, seconds
+from specjax_kernels.timing import WARMUP, copy_bandwidth, interleaved, seconds
 
 REGION = 0.02
 """Seconds of calls that are waited for together on a GPU."""
@@ -94,7 +94,7 @@ def main() -> None:
     document: dict[str, Any]
     kind = "cpu" if on_cpu else jax.devices()[0].device_kind.lower().replace(" ", "-")
     if arguments.tune:
-        from tuner import tune  # the kernel's module is not there on every machine
+        from specjax_kernels.tuning import tune  # the kernel's module is not there on every machine
 
         tuned = tune(specs, layers=arguments.layers, table=arguments.table)
         document = machine() | {"generation": generation(), "entries": tuned}

@@ -113,11 +113,9 @@ def test_the_table_that_ships_can_be_read():
 @pytest.fixture
 def tuner(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import tuner
+    from specjax_kernels import tuning
 
-    yield tuner
-    for name in ("tuner", "attention", "timing"):
-        sys.modules.pop(name, None)
+    return tuning
 
 
 def test_search_finds_the_fastest_by_single_changes(tuner):
@@ -213,7 +211,7 @@ def tune(tuner, table, monkeypatch):
     """(rightly tuned blocks, blocks that fail) -> what `tune` gives for `GROUPS`, nothing being run: 9 rows of time for
     a candidate, but 3 for `best`."""
     from specjax_kernels.specs import named
-    from timing import Region
+    from specjax_kernels.timing import Region
 
     monkeypatch.setattr(launch, "generation", lambda: "9.0")
     monkeypatch.setattr(tuner.Bench, "_prepare", staticmethod(lambda spec, layers: (None, None, None, None)))
@@ -334,16 +332,16 @@ def test_the_table_to_write_is_the_tuners(kernels, tuner, monkeypatch, capsys):
 
 
 def test_on_a_gpu_no_cache_holds_the_pools(tuner, monkeypatch):
-    import attention
+    from specjax_kernels import chains
 
-    assert {attention.enough_sets(spec, 4) for spec in SPECS if spec.bytes_read} == {1}, "on a CPU"
-    monkeypatch.setattr(attention.jax, "default_backend", lambda: "gpu")
+    assert {chains.enough_sets(spec, 4) for spec in SPECS if spec.bytes_read} == {1}, "on a CPU"
+    monkeypatch.setattr(chains.jax, "default_backend", lambda: "gpu")
     for spec in SPECS:
         if "bench" in spec.tags:
-            layers = attention.enough_layers(spec)
-            assert layers * attention.enough_sets(spec, layers) * spec.bytes_read >= 4 * 60e6
+            layers = chains.enough_layers(spec)
+            assert layers * chains.enough_sets(spec, layers) * spec.bytes_read >= 4 * 60e6
     seen = []
-    call = attention.rotating(lambda *inputs: seen.append(inputs), [(1, 2), (3, 4), (5, 6)])
+    call = chains.rotating(lambda *inputs: seen.append(inputs), [(1, 2), (3, 4), (5, 6)])
     for _ in range(5):
         call()
     assert seen == [(1, 2), (3, 4), (5, 6), (1, 2), (3, 4)]
@@ -352,14 +350,14 @@ def test_on_a_gpu_no_cache_holds_the_pools(tuner, monkeypatch):
 @pytest.mark.parametrize("backend", ["cpu", "gpu"])
 def test_calls_are_timed_as_the_device_needs(kernels, monkeypatch, capsys, backend):
     """One at a time on a CPU; on a GPU many together, over several sets of pools. (XLA's attention runs on both.)"""
-    import attention
+    from specjax_kernels import chains
     from specjax_kernels.specs import named
-    from timing import Region
+    from specjax_kernels.timing import Region
 
     spec, used, pools = named("decode"), set(), set()
-    monkeypatch.setattr(attention, "CACHES", 3 * 2 * spec.bytes_read)
+    monkeypatch.setattr(chains, "CACHES", 3 * 2 * spec.bytes_read)
     monkeypatch.setattr(kernels.jax, "default_backend", lambda: backend)
-    make_inputs = attention.inputs_of
+    make_inputs = chains.inputs_of
 
     def inputs_of(args, layers, sets):
         inputs = make_inputs(args, layers, sets)
@@ -374,7 +372,7 @@ def test_calls_are_timed_as_the_device_needs(kernels, monkeypatch, capsys, backe
         used.add("regions")
         return {name: [Region(float(call().sum() * 0) + 1, 0)] * runs for name, call in calls.items()}
 
-    monkeypatch.setattr(attention, "inputs_of", inputs_of)
+    monkeypatch.setattr(chains, "inputs_of", inputs_of)
     monkeypatch.setattr(kernels, "seconds", seconds)
     monkeypatch.setattr(kernels, "interleaved", interleaved)
     (record,) = kernels.measure(spec, ["xla"], 2, 5, 1e9)

@@ -1,17 +1,19 @@
-"""Finds block sizes of the GPU kernel by measuring, one entry of `launch_table.json` at a time.
+"""Finds block sizes of the GPU kernels by measuring, one entry of a table at a time.
 
-Specs that share an entry (dtype, head width, query rows) are tuned together. The search starts from what the kernel
-would use now and changes one field at a time, keeping what is faster, until no change is. A candidate's score is the
-geometric mean, over the specs, of its time over the start's. Candidates that do not run (no room for their tiles, say)
-or differ from the reference are passed over, and so is a start: the rule of thumb takes its place. Entries are written
-as they are found: a search that is cut off loses one.
+A search starts from what would run now and changes one field at a time, keeping what is faster, until no change is. A
+candidate's score is its time over the start's; for several specs of attention that share an entry (dtype, head width,
+query rows) the geometric mean. Candidates that do not run (no room for their tiles, say) or differ from the definition
+are passed over.
+
+`tune` searches the entries of `launch_table.json` and writes each as it is found: a search that is cut off loses one.
+There a start that fails gives way to the rule of thumb. Products are in `product_tuning.py`.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +21,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from attention import chain_of, enough_layers, enough_sets, inputs_of, rotating
-from specjax_kernels import launch, pallas_triton, tree_attention
+
+from specjax_kernels import launch, pallas_triton
+from specjax_kernels.api import tree_attention
 from specjax_kernels.call import Call
+from specjax_kernels.chains import chain_of, enough_layers, enough_sets, inputs_of, rotating
 from specjax_kernels.launch import Blocks
 from specjax_kernels.specs import Spec
-from timing import interleaved
+from specjax_kernels.timing import interleaved
 
 CHOICES: dict[str, tuple[int, ...]] = {
     "rows": (16, 32, 64, 128),
@@ -41,34 +45,50 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 2**-5, "float16": 2**-8}
 """Twice what the tests allow, and more in float32, whose sums are longer here."""
 
 
+Say = Callable[[str], None]
+print_now: Say = functools.partial(print, flush=True)
+
+
 class Found(NamedTuple):
-    blocks: Blocks
+    blocks: Any  # the best candidate
     score: float  # of the start's time
-    tried: dict[Blocks, float]
+    tried: dict[Any, float]  # infinite: it does not run, or is wrong
 
 
-def neighbours(blocks: Blocks) -> Iterator[Blocks]:
+def neighbours(blocks: Any, choices_of: Mapping[str, tuple[int, ...]] = CHOICES) -> Iterator[Any]:
     """One field one choice up or down."""
-    for name, choices in CHOICES.items():
+    for name, choices in choices_of.items():
         at = min(range(len(choices)), key=lambda i: abs(choices[i] - getattr(blocks, name)))
         for other in (at - 1, at + 1):
             if 0 <= other < len(choices):
                 yield replace(blocks, **{name: choices[other]})
 
 
-def search(start: Blocks, score: Callable[[Blocks], float], report: Callable[[Blocks, float], None]) -> Found:
-    """Descends from `start`, whose score is 1; each candidate is scored once. An infinite score: it cannot run."""
+def search(
+    start: Any,
+    score: Callable[[Any], float],
+    report: Callable[[Any, float], None],
+    *,
+    around: Callable[[Any], Iterable[Any]] = neighbours,
+    going: Callable[[], bool] = lambda: True,
+) -> Found:
+    """Descends from `start`, whose score is 1; each candidate is scored once. An infinite score: it cannot run.
+
+    Args:
+        around: candidates one change away from another.
+        going: asked before each candidate; False ends the search with the best so far.
+    """
     best, tried = start, {start: 1.0}
     while True:
         before = best
-        for candidate in neighbours(best):
-            if candidate not in tried:
+        for candidate in around(best):
+            if candidate not in tried and going():
                 tried[candidate] = score(candidate)
                 report(candidate, tried[candidate])
         fastest = min(tried, key=tried.__getitem__)
         if tried[fastest] < WORTH * tried[best]:
             best = fastest
-        if best == before:
+        if best == before or not going():
             return Found(best, tried[best], tried)
 
 
@@ -84,8 +104,11 @@ def groups(specs: Iterable[Spec]) -> dict[str, list[Spec]]:
 class Bench:
     """The specs of a group on the device, and what they take with given blocks."""
 
-    def __init__(self, specs: list[Spec], layers: int | None, *, runs: int, seconds: float) -> None:
-        self._runs, self._seconds = runs, seconds
+    def __init__(
+        self, specs: list[Spec], layers: int | None, *, runs: int, seconds: float, say: Say = print_now
+    ) -> None:
+        self._runs, self._seconds, self._say = runs, seconds, say
+        self.start_seconds: float | None = None  # of the specs' chains with the start, when they were last timed
         self._specs = [(spec, *self._prepare(spec, layers or enough_layers(spec))) for spec in specs]
         self._starts: dict[Blocks, list[Callable[[], jax.Array] | None]] = {}
 
@@ -102,12 +125,12 @@ class Bench:
         try:
             out = np.asarray(attend(*args).astype(jnp.float32))
             if not np.abs(out - expected).max() <= TOLERANCE[spec.dtype]:
-                print(f"    {spec.name}: {blocks} is wrong by {np.abs(out - expected).max():.2e}", flush=True)
+                self._say(f"    {spec.name}: {blocks} is wrong by {np.abs(out - expected).max():.2e}")
                 return None
             call = rotating(chain_of(attend), inputs)
             jax.block_until_ready(call())
         except Exception as error:  # compilers and drivers raise whatever they like
-            _tell(f"    {spec.name}: {blocks} does not run", error)
+            tell(self._say, f"    {spec.name}: {blocks} does not run", error)
             return None
         return call
 
@@ -120,7 +143,7 @@ class Bench:
     def score(self, blocks: Blocks, start: Blocks) -> float:
         """Geometric mean over the specs of the time over the start's, both measured now, taking turns. `start` runs."""
         assert self.runs(start)
-        logs = []
+        logs, starts = [], 0.0
         for index, (spec, *_) in enumerate(self._specs):
             candidate = self.call(index, blocks)
             if candidate is None:
@@ -129,16 +152,18 @@ class Bench:
             try:
                 found = interleaved(calls, runs=self._runs, region_seconds=self._seconds)
             except Exception as error:
-                _tell(f"    {spec.name}: {blocks} cannot be timed", error)
+                tell(self._say, f"    {spec.name}: {blocks} cannot be timed", error)
                 return math.inf
             medians = {name: float(np.median([one.total for one in many])) for name, many in found.items()}
             logs.append(math.log(medians["candidate"] / medians["start"]))
+            starts += medians["start"]
+        self.start_seconds = starts
         return math.exp(sum(logs) / len(logs))
 
 
-def _tell(what: str, error: Exception) -> None:
+def tell(say: Say, what: str, error: Exception) -> None:
     """On one line, of which a compiler's message can have thousands."""
-    print(f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:120]}", flush=True)
+    say(f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:120]}")
 
 
 def tune(
@@ -154,7 +179,7 @@ def tune(
         try:
             bench = Bench(members, layers, runs=runs, seconds=seconds)
         except Exception as error:
-            _tell(f"  {name}: skipped, cannot be prepared", error)
+            tell(print_now, f"  {name}: skipped, cannot be prepared", error)
             continue
         start = _start(bench, name, members[0], generation)
         if start is None:
@@ -175,7 +200,11 @@ def tune(
         try:
             launch.write_table(generation, {name: found.blocks}, file)
         except Exception as error:  # a folder of somebody else's, or what is there is no table
-            _tell(f"  {file} cannot be written (--table FILE writes elsewhere); the record has the entry", error)
+            tell(
+                print_now,
+                f"  {file} cannot be written (--table FILE writes elsewhere); the record has the entry",
+                error,
+            )
     return records
 
 
@@ -184,7 +213,7 @@ def _start(bench: Bench, name: str, spec: Spec, generation: str) -> Blocks | Non
     try:
         entry = launch.table().get(generation, {}).get(name)
     except Exception as error:
-        _tell("  the table cannot be used", error)
+        tell(print_now, "  the table cannot be used", error)
         entry = None
     if entry is not None:
         if bench.runs(entry):
