@@ -7,7 +7,8 @@ weight and rows, rounded up to a power of two:
     "bfloat16 4096 x 2 x 14336 rows 8": "xla"                                                [M, 2, I]: gate and up
 
 and `"pages": "pallas"`, one kernel that writes the pages of all layers (`pallas_pages.py`). What the table lacks is
-XLA's. Only a device can tell which is faster, so the table is empty until one has measured.
+XLA's. Only a device can tell which is faster, so the table is empty until one has measured. Entries that this process
+has measured on its device, or read (`use`), go before the table's.
 
 A product's implementation must depend on nothing but the device, the dtype, the weight's shape and the number of rows:
 then plain decoding and a tree of as many rows compute the same numbers, and near-ties fall alike.
@@ -20,10 +21,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
+
+import jax
 
 from specjax_kernels import launch
 
@@ -71,6 +76,29 @@ def rule_of_thumb(dtype: str, shape: tuple[int, ...], rows: int, generation: str
     return ProductBlocks(columns, depth, 4, max(1, min(most, available // stage)))
 
 
+_measured: dict[str, ProductBlocks | Name] = {}
+
+
+def use(entries: Mapping[str, ProductBlocks | Name]) -> None:
+    """Sets the entries, by `key` or "pages", that this process takes before the table's, in place of those set before.
+    They are of JAX's default device. Before anything is traced: what has been traced keeps what it had."""
+    global _measured
+    if dict(entries) != _measured:
+        _measured = dict(entries)
+        jax.clear_caches()  # of traces
+
+
+def in_use() -> dict[str, ProductBlocks | Name]:
+    """The entries that `use` has set."""
+    return dict(_measured)
+
+
+def digest() -> str:
+    """A name of all entries that `use` and `launch.use` have set; empty: none."""
+    found = sorted(map(repr, [*_measured.items(), *launch.in_use().items()]))
+    return hashlib.sha256("\n".join(found).encode()).hexdigest() if found else ""
+
+
 @functools.cache
 def table() -> dict[str, dict[str, ProductBlocks | Name]]:
     """The measured entries: compute capability -> name -> blocks or the implementation; empty without a file.
@@ -78,12 +106,13 @@ def table() -> dict[str, dict[str, ProductBlocks | Name]]:
     if not TABLE.exists():
         return {}
     return {
-        generation: {name: _entry(f"{TABLE}: {generation}: {name}", name, value) for name, value in entries.items()}
+        generation: {name: entry(f"{TABLE}: {generation}: {name}", name, value) for name, value in entries.items()}
         for generation, entries in json.loads(TABLE.read_text()).items()
     }
 
 
-def _entry(where: str, name: str, value: Any) -> ProductBlocks | Name:
+def entry(where: str, name: str, value: Any) -> ProductBlocks | Name:
+    """The entry of a name as JSON holds it. ValueError: says what is wrong, and `where` it is."""
     if value == "xla" or (name == "pages" and value == "pallas"):
         return value
     if name == "pages":
@@ -93,9 +122,13 @@ def _entry(where: str, name: str, value: Any) -> ProductBlocks | Name:
 
 def write_table(generation: str, entries: dict[str, ProductBlocks | Name], file: Path = TABLE) -> None:
     """Adds or replaces entries of one compute capability, and keeps the others."""
-    plain = {name: value if isinstance(value, str) else dataclasses.asdict(value) for name, value in entries.items()}
-    launch.write_entries(generation, plain, file)
+    launch.write_entries(generation, {name: plain(value) for name, value in entries.items()}, file)
     table.cache_clear()
+
+
+def plain(value: ProductBlocks | Name) -> Any:
+    """An entry as JSON holds it."""
+    return value if isinstance(value, str) else dataclasses.asdict(value)
 
 
 def forced() -> Name | None:
@@ -111,7 +144,7 @@ def product_blocks(dtype: str, shape: tuple[int, ...], rows: int) -> ProductBloc
     name, device = forced(), launch.generation()
     if name == "xla" or not 0 < rows <= MOST_ROWS or 0 in shape:
         return None
-    found = table().get(device or "", {}).get(key(dtype, shape, rows))
+    found = _found(key(dtype, shape, rows))
     if isinstance(found, ProductBlocks):
         return found
     return rule_of_thumb(dtype, shape, rows, device) if name == "pallas" else None
@@ -119,4 +152,8 @@ def product_blocks(dtype: str, shape: tuple[int, ...], rows: int) -> ProductBloc
 
 def pages_in_one_kernel() -> bool:
     """Whether one kernel writes the pages of all layers."""
-    return (forced() or table().get(launch.generation() or "", {}).get("pages")) == "pallas"
+    return (forced() or _found("pages")) == "pallas"
+
+
+def _found(name: str) -> ProductBlocks | Name | None:
+    return _measured.get(name) or table().get(launch.generation() or "", {}).get(name)

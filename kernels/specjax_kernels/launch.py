@@ -1,8 +1,9 @@
 """Launch parameters of the GPU kernels: block sizes, splits, warps and pipeline stages.
 
 A rule of thumb covers every shape; measured entries of `launch_table.json`, one per GPU generation, dtype, head width
-and number of query rows, go first. `python benchmarks/kernels.py --tune` writes them. The number of splits is not
-tuned: it follows from the tuned programs per multiprocessor, the batch and the size of the page table.
+and number of query rows, go first, and before them those that this process has measured or read (`use`).
+`python -m specjax.tune --write-tables` and `python benchmarks/kernels.py --tune` write the table. The number of splits
+is not tuned: it follows from the tuned programs per multiprocessor, the batch and the size of the page table.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import dataclasses
 import functools
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -112,18 +114,36 @@ def rule_of_thumb(dtype: str, width: int, rows: int, generation: str | None = No
     return Blocks(block, tokens, 8 if wide > 256 or block > 32 else 4, stages, programs=4)
 
 
+_measured: dict[str, Blocks] = {}
+
+
+def use(entries: Mapping[str, Blocks]) -> None:
+    """Sets the entries, by `key`, that this process takes before the table's, in place of those set before. They are
+    of JAX's default device. Before anything is traced: what has been traced keeps what it had."""
+    global _measured
+    if dict(entries) != _measured:
+        _measured = dict(entries)
+        jax.clear_caches()  # of traces
+
+
+def in_use() -> dict[str, Blocks]:
+    """The entries that `use` has set."""
+    return dict(_measured)
+
+
 @functools.cache
 def table() -> dict[str, dict[str, Blocks]]:
     """The measured entries: generation -> `key` -> blocks; empty without a file. ValueError: names a wrong entry."""
     if not TABLE.exists():
         return {}
     return {
-        generation: {name: _entry(f"{TABLE}: {generation}: {name}", value) for name, value in entries.items()}
+        generation: {name: entry(f"{TABLE}: {generation}: {name}", value) for name, value in entries.items()}
         for generation, entries in json.loads(TABLE.read_text()).items()
     }
 
 
-def _entry(where: str, value: Any) -> Blocks:
+def entry(where: str, value: Any) -> Blocks:
+    """An entry as JSON holds it. ValueError: names what is wrong, and `where` it is."""
     return blocks_of(Blocks, where, value, {"rows": 16, "tokens": 16, "warps": 1})
 
 
@@ -187,7 +207,8 @@ def launch_for(dtype: str, width: int, rows: int, heads: int, context: int, *, b
     in place of the table and the rule of thumb."""
     device = generation()
     if blocks is None:
-        measured = table().get(device or "", {}).get(key(dtype, width, rows))
+        name = key(dtype, width, rows)
+        measured = _measured.get(name) or table().get(device or "", {}).get(name)
         blocks = measured or rule_of_thumb(dtype, width, rows, device)
     tiles = math.ceil(rows / blocks.rows)
     wanted = blocks.programs * GENERATIONS.get(device or "", UNKNOWN).multiprocessors

@@ -58,11 +58,26 @@ def linear(
     Raises:
         ValueError: the weight is wider than x, or quantised in a way that `quantised.check` refuses.
     """
-    options = {"norm": norm, "bias": bias, "gated": gated, "residual": residual}
+    blocks = None
     if not isinstance(weight, Quantised) and weight.dtype == x.dtype:
-        shape = (x.shape[-1], 2, math.prod(weight.shape[2:])) if gated else (x.shape[-1], math.prod(weight.shape[1:]))
-        if blocks := choice.product_blocks(str(x.dtype), shape, math.prod(x.shape[:-1])):
-            return few_rows.linear_few_rows(_composed, blocks, x, weight, **options)
+        shape = matrix_shape(weight.shape, gated=gated is not None)
+        blocks = choice.product_blocks(str(x.dtype), shape, math.prod(x.shape[:-1]))
+    return linear_by(blocks, x, weight, norm=norm, bias=bias, gated=gated, residual=residual)
+
+
+def matrix_shape(shape: tuple[int, ...], *, gated: bool) -> tuple[int, ...]:
+    """A weight's shape [M, *out] as tables name it: [M, W] or, gated, [M, 2, W]."""
+    return (shape[0], 2, math.prod(shape[2:])) if gated else (shape[0], math.prod(shape[1:]))
+
+
+def linear_by(
+    blocks: choice.ProductBlocks | None, x: Array, weight: Any, *, norm: Norm | None = None, bias: Array | None = None,
+    gated: Activation | None = None, residual: Array | None = None,
+) -> Array:  # fmt: skip
+    """`linear` by the kernel with these blocks, or (None) by operations of XLA's."""
+    options = {"norm": norm, "bias": bias, "gated": gated, "residual": residual}
+    if blocks is not None:
+        return few_rows.linear_few_rows(_composed, blocks, x, weight, **options)
     return _composed(x, weight, **options)
 
 
