@@ -8,7 +8,9 @@ options changed; `blocks` searches the attention kernel's block sizes in what ti
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,8 @@ import numpy as np
 from gpu_check_report import Report, say
 from gpu_check_steps import GOAL_TREE, Bench, model_of, models
 from llama_shapes import eagle3_head
+from specjax_kernels.choice import MOST_ROWS
+from specjax_kernels.product_tuning import ProductBench, Shape, around
 from specjax_kernels.timing import WARMUP, copy_bandwidth, interleaved
 
 from specjax import (
@@ -206,54 +210,50 @@ def by_kernel(events: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
 # Products.
 
 
-class Product(NamedTuple):
-    name: str
-    depth: int
-    columns: int
-
-
-def products_of(config: ModelConfig) -> tuple[Product, ...]:
-    """The matrices of a layer and of the output, [in, out]."""
-    m, heads = config.hidden_size, config.num_heads + 2 * config.num_kv_heads
-    return (
-        Product("qkv", m, heads * config.head_dim),
-        Product("o", config.num_heads * config.head_dim, m),
-        Product("gate-up", m, 2 * config.intermediate_size),
-        Product("down", config.intermediate_size, m),
-        Product("output", m, config.vocab_size),
-    )
+def products_of(config: ModelConfig) -> dict[str, Shape]:
+    """The products of a layer and of the output, as the kernels' table names them; their rows are to be set."""
+    m, inner, dtype = config.hidden_size, config.intermediate_size, config.dtype
+    heads = config.num_heads + 2 * config.num_kv_heads
+    return {
+        "qkv": Shape(dtype, (m, heads * config.head_dim), 0, norm=True),
+        "o": Shape(dtype, (config.num_heads * config.head_dim, m), 0, residual=True),
+        "gate-up": Shape(dtype, (m, 2, inner), 0, norm=True),
+        "down": Shape(dtype, (inner, m), 0, residual=True),
+        "output": Shape(dtype, (m, config.vocab_size), 0),
+    }
 
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 def products(report: Report) -> None:
-    """XLA's product of each shape by rows: microseconds, and the share of a copy's speed at which weights are read. Of
-    each matrix there are so many that none is left in a cache."""
+    """XLA's product of each shape by rows, and ours with the first blocks where it takes so many: microseconds, and the
+    share of a copy's speed at which weights are read."""
     plan = report.plan
     bandwidth = copy_bandwidth(16 if plan.tiny else None)
     report.add("ceiling", copy_gigabytes_per_second=round(bandwidth / 1e9, 1))
-    say(f"{'':10} {'rows':>5} {'us':>9} {'of a copy':>9}")
-    for shape in products_of(model_of(plan)):
-        size = 2 * shape.depth * shape.columns
-        count = 2 if plan.tiny else max(2, -(-(512 << 20) // size))
-        keys = jax.random.split(jax.random.key(plan.seed), count)
-        matrices = [jax.random.normal(key, (shape.depth, shape.columns), jnp.bfloat16) for key in keys]
-        for rows in ROWS[:2] if plan.tiny else ROWS:
-            name = f"{shape.name} {rows}"
+    jit = partial(jax.jit, compiler_options=compiler_options(**{SCHEDULING: "SERIALIZE"}))
+    say(f"{'':10} {'rows':>5} {'':9} {'us':>9} {'of a copy':>9}")
+    for label, shape in products_of(model_of(plan)).items():
+        matrix = jax.random.normal(jax.random.key(plan.seed), shape.weight, jnp.dtype(shape.dtype))
+        for rows in ROWS[:1] if plan.tiny else ROWS:
+            name = f"{label} {rows}"
             if not report.in_time(name):
                 return
             with report.attempt(name):
-                x = jnp.ones((rows, shape.depth), jnp.bfloat16)
-                # In one program: a call of its own would take longer than a product of few rows.
-                each = jax.jit(lambda x, all: [x @ one for one in all], compiler_options=compiler_options())
-                (taken,) = interleaved({"xla": partial(each, x, matrices)}, runs=5, region_seconds=0.02).values()
-                seconds = float(np.median([one.total for one in taken])) / count
-                share = (size + 2 * rows * (shape.depth + shape.columns)) / bandwidth / seconds
-                say(f"{shape.name:10} {rows:5} {1e6 * seconds:9.2f} {share:8.1%}")
-                found = {"microseconds": round(1e6 * seconds, 3), "share_of_copy": round(share, 4)}
-                report.add("product", shape=shape.name, rows=rows, implementation="xla", **found)
-        del matrices
+                shape = shape._replace(rows=rows)
+                bench = ProductBench(shape, [matrix], runs=1 if plan.tiny else 5, jit=jit, say=report.note)
+                few = rows <= MOST_ROWS and label != "output" and not plan.tiny
+                for candidate in ("xla", *itertools.islice(around(shape, "xla"), few)):
+                    score = bench.score(candidate)
+                    seconds = score * (bench.start_seconds or math.nan)
+                    if not math.isfinite(seconds):
+                        continue
+                    share, kind = shape.bytes / bandwidth / seconds, "xla" if candidate == "xla" else "few_rows"
+                    say(f"{label:10} {rows:5} {kind:9} {1e6 * seconds:9.2f} {share:8.1%}")
+                    found = {"microseconds": round(1e6 * seconds, 3), "share_of_copy": round(share, 4)}
+                    report.add("product", shape=label, rows=rows, implementation=kind, **found)
+        del matrix
 
 
 # Options.

@@ -130,7 +130,7 @@ def test_search_finds_the_fastest_by_single_changes(tuner):
         asked.append(blocks)
         return math.inf if blocks.rows == 64 else (1 + distance(blocks)) / (1 + distance(start))
 
-    found = tuner.search(start, score, lambda blocks, score: None)
+    found = tuner.search(start, score, lambda blocks, score: None, around=tuner.around)
     assert found.blocks == best
     assert found.score == pytest.approx(1 / (1 + distance(start)))
     assert len(asked) == len(set(asked)), "each is measured once"
@@ -139,7 +139,7 @@ def test_search_finds_the_fastest_by_single_changes(tuner):
 
 def test_noise_changes_nothing(tuner):
     start = Blocks(32, 32, 4, 2, 4)
-    assert tuner.search(start, lambda blocks: 0.99, lambda blocks, score: None).blocks == start
+    assert tuner.search(start, lambda blocks: 0.99, lambda blocks, score: None, around=tuner.around).blocks == start
 
 
 def test_groups_share_an_entry(tuner):

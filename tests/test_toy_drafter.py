@@ -198,7 +198,7 @@ def imports(path: Path, package: str) -> set[str]:
 
 
 LAYERS = [  # a module may import those of its own row and of the rows below
-    {"serve", "cli", "generate"},
+    {"serve", "cli", "generate", "tune"},
     {"engine"},
     {"costs"},
     {"outline"},

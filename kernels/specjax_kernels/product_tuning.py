@@ -23,8 +23,8 @@ from specjax_kernels.chains import CACHES, rotating
 from specjax_kernels.choice import Name, ProductBlocks
 from specjax_kernels.linear import linear_by
 from specjax_kernels.norm import Norm
+from specjax_kernels.search import Say, neighbours, print_now, tell
 from specjax_kernels.timing import interleaved
-from specjax_kernels.tuning import Say, neighbours, print_now, tell
 
 PRODUCT_CHOICES: dict[str, tuple[int, ...]] = {
     "columns": (16, 32, 64, 128),

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +26,7 @@ from specjax_kernels.api import tree_attention
 from specjax_kernels.call import Call
 from specjax_kernels.chains import chain_of, enough_layers, enough_sets, inputs_of, rotating
 from specjax_kernels.launch import Blocks
+from specjax_kernels.search import Say, neighbours, print_now, search, tell
 from specjax_kernels.specs import Spec
 from specjax_kernels.timing import interleaved
 
@@ -38,58 +38,13 @@ CHOICES: dict[str, tuple[int, ...]] = {
     "programs": (1, 2, 4, 8, 16),
 }
 
-WORTH = 0.98
-"""A change must take less than this share of the time: less is noise."""
-
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2**-5, "float16": 2**-8}
 """Twice what the tests allow, and more in float32, whose sums are longer here."""
 
 
-Say = Callable[[str], None]
-print_now: Say = functools.partial(print, flush=True)
-
-
-class Found(NamedTuple):
-    blocks: Any  # the best candidate
-    score: float  # of the start's time
-    tried: dict[Any, float]  # infinite: it does not run, or is wrong
-
-
-def neighbours(blocks: Any, choices_of: Mapping[str, tuple[int, ...]] = CHOICES) -> Iterator[Any]:
-    """One field one choice up or down."""
-    for name, choices in choices_of.items():
-        at = min(range(len(choices)), key=lambda i: abs(choices[i] - getattr(blocks, name)))
-        for other in (at - 1, at + 1):
-            if 0 <= other < len(choices):
-                yield replace(blocks, **{name: choices[other]})
-
-
-def search(
-    start: Any,
-    score: Callable[[Any], float],
-    report: Callable[[Any, float], None],
-    *,
-    around: Callable[[Any], Iterable[Any]] = neighbours,
-    going: Callable[[], bool] = lambda: True,
-) -> Found:
-    """Descends from `start`, whose score is 1; each candidate is scored once. An infinite score: it cannot run.
-
-    Args:
-        around: candidates one change away from another.
-        going: asked before each candidate; False ends the search with the best so far.
-    """
-    best, tried = start, {start: 1.0}
-    while True:
-        before = best
-        for candidate in around(best):
-            if candidate not in tried and going():
-                tried[candidate] = score(candidate)
-                report(candidate, tried[candidate])
-        fastest = min(tried, key=tried.__getitem__)
-        if tried[fastest] < WORTH * tried[best]:
-            best = fastest
-        if best == before or not going():
-            return Found(best, tried[best], tried)
+def around(blocks: Blocks) -> Iterator[Blocks]:
+    """Those with one field changed."""
+    return neighbours(blocks, CHOICES)
 
 
 def groups(specs: Iterable[Spec]) -> dict[str, list[Spec]]:
@@ -161,11 +116,6 @@ class Bench:
         return math.exp(sum(logs) / len(logs))
 
 
-def tell(say: Say, what: str, error: Exception) -> None:
-    """On one line, of which a compiler's message can have thousands."""
-    say(f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:120]}")
-
-
 def tune(
     specs: list[Spec], *, layers: int | None = None, runs: int = 5, seconds: float = 0.02, table: Path | None = None
 ) -> list[dict[str, Any]]:
@@ -190,7 +140,7 @@ def tune(
         def report(blocks: Blocks, score: float) -> None:
             print(f"    {score:6.3f}  {blocks}", flush=True)
 
-        found = search(start, functools.partial(bench.score, start=start), report)
+        found = search(start, functools.partial(bench.score, start=start), report, around=around)
         print(f"  {found.blocks}: {found.score:.3f} of the time", flush=True)
         scores = {blocks: score if math.isfinite(score) else None for blocks, score in found.tried.items()}  # JSON
         tried = [{"blocks": vars(blocks), "score": score} for blocks, score in scores.items()]

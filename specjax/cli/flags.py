@@ -124,6 +124,12 @@ class EngineSettings:
         "of the model's generation_config.json; openai = temperature 1, as the protocol has it",
         choices=get_args(SamplingDefaults), parse=str.lower,
     )  # fmt: skip
+    autotune_seconds: float = _engine(
+        "autotune_seconds",
+        "on a GPU the first start measures for so long which kernels, blocks and options are the fastest there, and "
+        "keeps the result for the next ones; 0 = off: nothing is measured, nor is what was measured used; a CPU is "
+        "measured by specjax.tune alone",
+    )
     random_seed: int | None = _engine("random_seed", "seed of requests that have none; default: another in each run")
     enable_torch_compile: bool = _ignored("every step is compiled by XLA")
     trust_remote_code: bool = _ignored("no code of a checkpoint is ever run")
@@ -293,14 +299,14 @@ def claim_gpu(chosen: Settings, *, probe: bool = True) -> None:
         compiling.loops_in_graphs(not probe or graphs_run(card))
 
 
-def make_engine(chosen: Settings, *, progress: bool = True, **config: bool) -> Engine:
-    """The engine that the settings describe. `config`: further fields of its `EngineConfig`. Raises a ValueError as
-    `Engine.from_pretrained` does, but the message names flags."""
+def make_engine(chosen: Settings, *, progress: bool = True, **config: bool | float) -> Engine:
+    """The engine that the settings describe. `config`: fields of its `EngineConfig`, in place of theirs. Raises a
+    ValueError as `Engine.from_pretrained` does, but the message names flags."""
     with named_as_flags(chosen):
         return Engine.from_pretrained(**engine_arguments(chosen, **config), progress=progress)
 
 
-def engine_arguments(chosen: Settings, **config: bool) -> dict[str, Any]:
+def engine_arguments(chosen: Settings, **config: bool | float) -> dict[str, Any]:
     """`Engine.from_pretrained`'s keyword arguments, the model included. `config`: as `make_engine`. Raises a ValueError
     that names the flag if a value is out of range."""
     engine = chosen.engine
@@ -317,7 +323,7 @@ def engine_arguments(chosen: Settings, **config: bool) -> dict[str, Any]:
             "sampling_defaults": engine.sampling_defaults,
             "draft": draft_options(chosen),
             "backend": engine.attention_backend,
-            "config": EngineConfig(**given, overlap=not engine.disable_overlap_schedule, **config),
+            "config": EngineConfig(**{**given, "overlap": not engine.disable_overlap_schedule, **config}),
         }
 
 

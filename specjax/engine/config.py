@@ -39,6 +39,7 @@ class EngineConfig:
     time_phases: bool = False  # measure drafting, verifying and committing; slower, since each is waited for
     isolate_ngrams: bool = False  # no request drafts from what another has said, unless both have one `cache_salt`
     plain_content: bool = False  # text that reads as a special token is one only where the chat template wrote it
+    autotune_seconds: float = limited(60.0, 0)  # for measuring at a GPU's first start; 0: nothing measured is used
     random_seed: int | None = None  # from which requests without a seed draw theirs; None: from the system
 
     def __post_init__(self) -> None:

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from specjax import checkpoint
 from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
 from specjax.engine import program_store
+from specjax.engine.autotune import tune_at_start
 from specjax.engine.buckets import Key
 from specjax.engine.config import EngineConfig, Layout, check_config, context_length, pool_tokens
 from specjax.engine.device import Device, OutOfMemory, memory_checked
@@ -39,6 +40,7 @@ from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Sequence, Status
 from specjax.engine.transfers import Counters, Output, read_output, take
+from specjax.engine.tuning import Tuning
 from specjax.load import load
 from specjax.models.target import Target
 from specjax.state import NOT_FINITE, DecodeState, init_state
@@ -57,6 +59,7 @@ class Engine:
     """Continuous batching over one target and one drafter. Several threads may use it: their requests share batches.
 
     Attributes:
+        tuning: what was measured on this device and is used (`specjax.engine.autotune`); None: nothing.
         lock: held by whatever changes requests or the device's state.
     """
 
@@ -107,6 +110,7 @@ class Engine:
             seeds=random.SystemRandom() if config.random_seed is None else random.Random(config.random_seed),
         )
         self._unreported: list[Sequence] = []  # read in this iteration
+        self.tuning: Tuning | None = None
 
     @classmethod
     def from_pretrained(
@@ -145,7 +149,8 @@ class Engine:
             sampling_defaults: model: what generation_config.json says of sampling becomes `engine.sampling_defaults`,
                 the values of what a request does not give; openai: it is left unread.
             backend: a `tree_attention` implementation; None or auto = what suits the device.
-            compilation_cache: keep compiled programs on disk.
+            compilation_cache: keep compiled programs on disk, and what is measured on a GPU at the first start
+                (`EngineConfig.autotune_seconds`).
 
         Raises:
             CheckpointError: the model cannot be found or read.
@@ -163,7 +168,10 @@ class Engine:
             sampling_defaults=sampling_defaults, backend=backend, mem_fraction=config.mem_fraction, progress=progress,
             meanwhile=partial(program_store.read_ahead, start),
         )  # fmt: skip
-        return cls(**loaded._asdict(), config=config)
+        engine = cls(**loaded._asdict(), config=config)
+        if compilation_cache:
+            engine.tuning = tune_at_start(engine, progress=progress)
+        return engine
 
     @property
     def state(self) -> DecodeState:

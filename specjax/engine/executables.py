@@ -6,11 +6,12 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import jax
@@ -78,6 +79,8 @@ class Executables:
     another size.
 
     Attributes:
+        new_pages: most pages that a row may get between two steps.
+        options: XLA's, in place of those that `specjax.compiling` names; for programs that are compiled from then on.
         launch_lock: held while a program is launched and, on a GPU, while one is compiled: XLA times candidates on the
             device, where nothing else may run meanwhile.
     """
@@ -97,10 +100,11 @@ class Executables:
     ) -> None:
         self._target, self._drafter, self._buckets, self._trace = target, drafter, buckets, trace
         self._verify = verify
+        self.options: dict[str, str | None] = {}
         self.phase_times = PhaseTimes() if time_phases else None
         self._params, self._state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
         self.state_shapes: DecodeState = self._state.decode
-        self._new_pages, self._pages = new_pages, pool_shape(state.decode.cache).pages
+        self.new_pages, self._pages = new_pages, pool_shape(state.decode.cache).pages
         self._admit: dict[bool, Callable[..., Resident]] = {}
         self._futures: dict[Key, Future[Program]] = {}
         self._failed: dict[Key, str] = {}  # the message; an exception would keep its frames alive
@@ -275,14 +279,21 @@ class Executables:
         """Ends the background's work after the program that it is compiling."""
         self._closed = True
 
-    def _compile(self, key: Key) -> Program:
+    def variant(self, key: Key, tree_width: int, options: Mapping[str, str | None] = MappingProxyType({})) -> Program:
+        """A step of another tree width, or with other options of XLA's than `options`: for measurements, not kept
+        here. Raises whatever the compiler raises."""
+        return self._compile(key, (tree_width,), options)
+
+    def _compile(
+        self, key: Key, widths: tuple[int, ...] = (), options: Mapping[str, str | None] = MappingProxyType({})
+    ) -> Program:
         fixed: dict[str, Any] = {"target": self._target, "drafter": self._drafter}
         width = {"width": key.table, "pages": self._pages}
         if key.kind == "step":
-            widths = self._buckets.tree_widths(key.width)
+            widths = widths or self._buckets.tree_widths(key.width)
             fixed |= {"drafter": self._drafter.within(widths[-1]), "verify": self._verify}
             fixed["config"] = StepConfig(widths, self._trace)
-            function, unpack, shape = speculate_step, partial(unpack_step, **width), (key.width, 2 + self._new_pages)
+            function, unpack, shape = speculate_step, partial(unpack_step, **width), (key.width, 2 + self.new_pages)
         else:
             fixed["config"] = StepConfig()
             function, unpack, shape = prefill_step, partial(unpack_prefill, **width), (3 + key.width + key.table,)
@@ -291,7 +302,7 @@ class Executables:
         if self.phase_times is not None and key.kind == "step":
             with self.launch_lock:
                 return _compile_in_phases(arguments, unpack, self.phase_times, **fixed)
-        options = compiler_options()
+        chosen = compiler_options(**{**self.options, **options})
         leaves, tree = jax.tree.flatten(arguments)
         count = len(jax.tree.leaves(self._params))
 
@@ -301,14 +312,14 @@ class Executables:
                 return jax.tree.leaves(state), output
 
             flat.__name__ = flat.__qualname__ = getattr(function, "__name__", key.kind)
-            jitted = jax.jit(flat, donate_argnums=1, compiler_options=options)
+            jitted = jax.jit(flat, donate_argnums=1, compiler_options=chosen)
             lowered = jitted.lower(leaves[:count], leaves[count:-1], leaves[-1])
             with self._device_idle() if self._exclusive else contextlib.nullcontext():
                 return lowered.compile()
 
         kernels = cpu_attention.prepare(self._target.config.dtype)
         return program_store.stored(
-            partial(_from_packed, partial(function, **fixed), unpack), arguments, compile, (options, kernels)
+            partial(_from_packed, partial(function, **fixed), unpack), arguments, compile, (chosen, kernels)
         )
 
     @contextlib.contextmanager

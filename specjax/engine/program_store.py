@@ -33,6 +33,7 @@ import jax
 import numpy as np
 import specjax_kernels
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
+from specjax_kernels import choice
 from specjax_kernels.cpu.runtime import register_kept, registered
 
 import specjax
@@ -198,6 +199,7 @@ def _key(value: Any) -> str:
 def environment() -> Iterator[str]:
     """All that every program depends on. Raises Unknown if the running code may not be that of the files."""
     yield sources()
+    yield choice.digest()  # of the kernels' measured entries
     yield from (f"{package} {importlib.metadata.version(package)}" for package in _PACKAGES)
     device = jax.devices()[0]
     yield f"{device.platform} {device.device_kind} {device.client.platform_version} {jax.device_count()}"
