@@ -367,9 +367,9 @@ def table(document: dict[str, Any]) -> str:
         ],
     )
     section(
-        "product | rows | us | of a copy",
+        "product | rows | by | us | of a copy",
         [
-            f"{row['shape']} | {row['rows']} | {row['microseconds']:.1f} | {row['share_of_copy']:.1%}"
+            f"{row['shape']} | {row['rows']} | {row['implementation']} | {row['microseconds']:.1f} | {row['share_of_copy']:.1%}"
             for row in rows("product")
         ],
     )

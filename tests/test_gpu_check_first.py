@@ -68,7 +68,16 @@ def test_the_table_shows_every_part_and_what_failed(benchmark):
     rows = {
         "steps-1": [step, step | {"tree": None, "ratio_to_plain": 1.0}],
         "profile": [{"kind": "profile", "tree": None, "milliseconds": 1.25, "kernels": [kernel]}],
-        "products": [{"kind": "product", "shape": "qkv", "rows": 8, "microseconds": 12.5, "share_of_copy": 0.9}],
+        "products": [
+            {
+                "kind": "product",
+                "shape": "qkv",
+                "rows": 8,
+                "implementation": "xla",
+                "microseconds": 12.5,
+                "share_of_copy": 0.9,
+            }
+        ],
         "options": [{"kind": "option", "tree": None, "change": "no graphs", "milliseconds": 7.0, "ratio": 1.4}],
         "blocks": [{"kind": "blocks", "entry": "bfloat16-128-16", "best": {"rows": 16}, "score": 0.9}],
     }
@@ -81,7 +90,7 @@ def test_the_table_shows_every_part_and_what_failed(benchmark):
         "| 1 | 1024 | 7,1,8 | 5.500 | 1.210 | 82.0% |",
         "| 1 | 1024 | plain | 5.500 | 1.000 | 82.0% |",
         "| plain | loop_fusion | 1.2500 | 32 |",
-        "| qkv | 8 | 12.5 | 90.0% |",
+        "| qkv | 8 | xla | 12.5 | 90.0% |",
         "| plain | no graphs | 7.000 | 1.400 |",
         "| bfloat16-128-16 | {'rows': 16} | 0.900 |",
     ):
