@@ -369,7 +369,8 @@ def table(document: dict[str, Any]) -> str:
     section(
         "product | rows | by | us | of a copy",
         [
-            f"{row['shape']} | {row['rows']} | {row['implementation']} | {row['microseconds']:.1f} | {row['share_of_copy']:.1%}"
+            f"{row['shape']} | {row['rows']} | {row['implementation']} | {row['microseconds']:.1f} | "
+            f"{row['share_of_copy']:.1%}"
             for row in rows("product")
         ],
     )

@@ -154,6 +154,14 @@ def test_the_budget_ends_between_candidates_and_keeps_what_was_measured():
     assert more.seconds == 2.0 + 4.0 + 4.0
 
 
+def test_no_candidate_begins_that_would_not_end_in_time():
+    clock = Clock()
+    found = run([task(clock, stage="steps", times={1: 0.9, 2: 0.8}, seconds=4.0)], clock, seconds=10.0)
+    assert found.seconds == 8.0 and not found.complete
+    (result,) = run([task(clock, stage="steps", times={1: 0.9}, seconds=4.0)], clock, seconds=8.5).results
+    assert result.finished and result.choice == 1, "the search ended by itself"
+
+
 def test_stages_share_the_budget_and_leave_what_they_do_not_need():
     clock, asked = Clock(), []
     make = functools.partial(task, clock, asked=asked, seconds=10.0)
@@ -174,8 +182,8 @@ def test_progress_is_shown(capsys):
     clock = Clock()
     run([task(clock)], clock, seconds=50.0, progress=True)
     assert "Measuring on this device, at most 50 s: 1 choice in " in capsys.readouterr().err
-    run([task(clock), task(clock, "two")], clock, seconds=5.0, progress=True)
-    assert "at most 5 s: 1 choice (50%) in " in capsys.readouterr().err
+    run([task(clock), task(clock, "two")], clock, seconds=3.0, progress=True)
+    assert "at most 3 s: 1 choice (50%) in " in capsys.readouterr().err
     run([task(clock)], clock, seconds=50.0)
     assert not capsys.readouterr().err
 

@@ -30,7 +30,7 @@ class Region(NamedTuple):
 
 def region(call: Callable[[], Any], times: int) -> Region:
     """Calls one after the other, waiting once: a GPU's calls of microseconds cannot be timed one at a time."""
-    start = time.perf_counter()
+    start, out = time.perf_counter(), None
     for _ in range(times):
         out = call()
     dispatched = time.perf_counter() - start

@@ -168,8 +168,9 @@ def measure(
     begin_stage: Callable[[Stage, Tuning], None] = lambda stage, tuning: None,
     progress: bool = False,
 ) -> Tuning:
-    """Runs the tasks that `before` has no finished result of, stage by stage and the most valuable first, and stops
-    between two candidates when the time is over. The result has all that was measured.
+    """Runs the tasks that `before` has no finished result of, stage by stage and the most valuable first. Stops between
+    two candidates, when the time is over or too short for one that takes as long as the stage's last. The result has
+    all that was measured.
 
     Args:
         seconds: the budget.
@@ -182,6 +183,7 @@ def measure(
         Stuck: a candidate took longer than its task's limit. It is left out from then on.
     """
     begun, now, stages = clock(), replace(before, tasks=len(tasks), ended=False), list(SHARES)
+    pace = _Pace(clock)
     ordered = sorted(tasks, key=lambda task: (stages.index(task.stage), -task.value))
 
     def note(**changes: Any) -> None:
@@ -196,14 +198,13 @@ def measure(
             if known is not None and known.finished:
                 bar.update()
                 continue
-            end = begun + seconds * SHARES[task.stage]
-            if clock() >= end:
+            if not pace.task(task.stage, begun + seconds * SHARES[task.stage]):
                 continue
             if task.stage in stages:
                 del stages[: stages.index(task.stage) + 1]
                 begin_stage(task.stage, now)
             bar.set_postfix_str(task.name)
-            result = _run(task, now, lambda end=end: clock() < end, note)
+            result = _run(task, now, pace, note)
             if result is not None:
                 others = [each for each in now.results if (each.stage, each.name) != (task.stage, task.name)]
                 note(results=(*others, result))
@@ -212,7 +213,38 @@ def measure(
     return now
 
 
-def _run(task: Task, now: Tuning, going: Callable[[], bool], note: Callable[..., None]) -> Result | None:
+@dataclass
+class _Pace:
+    """Whether there is time for another candidate."""
+
+    clock: Callable[[], float]
+    stage: Stage | None = None
+    end: float = 0.0  # of the stage
+    last: float = 0.0  # seconds that the stage's last candidate took
+    cut: bool = False  # whether the answer was no in the task under way
+
+    def task(self, stage: Stage, end: float) -> bool:
+        """Before a task: whether it can begin."""
+        if stage != self.stage:
+            self.stage, self.end, self.last = stage, end, 0.0
+        self.cut = False
+        return self.going()
+
+    def going(self) -> bool:
+        now = self.clock()
+        self.cut |= now >= self.end or now + self.last > self.end
+        return not self.cut
+
+    def taking(self, limit: float, function: Callable[[], Any]) -> Any:
+        """`within`, timed."""
+        begun = self.clock()
+        try:
+            return within(limit, function)
+        finally:
+            self.last = self.clock() - begun
+
+
+def _run(task: Task, now: Tuning, pace: _Pace, note: Callable[..., None]) -> Result | None:
     """None: the task cannot be begun, or its start cannot be measured."""
     said: list[str] = []
     left_out = dict(now.left_out)
@@ -221,7 +253,7 @@ def _run(task: Task, now: Tuning, going: Callable[[], bool], note: Callable[...,
         return None
     try:
         note(trying=label)
-        trial = within(task.limit, lambda: task.begin(said.append))
+        trial = pace.taking(task.limit, lambda: task.begin(said.append))
     except Exception as error:
         _leave_out(label, error, left_out, note)
         return None
@@ -233,7 +265,7 @@ def _run(task: Task, now: Tuning, going: Callable[[], bool], note: Callable[...,
         note(trying=label)
         said.clear()
         try:
-            found = within(task.limit, lambda: trial.score(candidate))
+            found = pace.taking(task.limit, lambda: trial.score(candidate))
         except Exception as error:
             _leave_out(label, error, left_out, note)
             return math.inf
@@ -242,7 +274,7 @@ def _run(task: Task, now: Tuning, going: Callable[[], bool], note: Callable[...,
         return found
 
     try:
-        found = search(trial.start, score, lambda candidate, value: None, around=trial.around, going=going)
+        found = search(trial.start, score, lambda candidate, value: None, around=trial.around, going=pace.going)
         taken = trial.seconds()
     except Stuck:
         raise
@@ -252,9 +284,8 @@ def _run(task: Task, now: Tuning, going: Callable[[], bool], note: Callable[...,
     finally:
         note(trying="", left_out=left_out)  # also when the user interrupts: the candidate is not to blame
     tried = [[plain(one), value if math.isfinite(value) else None] for one, value in found.tried.items()]
-    return Result(
-        task.stage, task.name, plain(found.blocks), found.score, taken, tried, task.bytes, task.flops, going()
-    )
+    chosen, finished = plain(found.blocks), not pace.cut
+    return Result(task.stage, task.name, chosen, found.score, taken, tried, task.bytes, task.flops, finished)
 
 
 def _leave_out(label: str, error: Exception, left_out: dict[str, str], note: Callable[..., None]) -> None:
