@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from engine_helpers import VOCABULARY, tokenizer
 from specjax_kernels import choice, launch
@@ -25,7 +26,7 @@ from specjax.compiling import SCHEDULING
 from specjax.costs import PLAIN, Decoding, Machine, Tree, expected_accept
 from specjax.drafters import Ngram, Params, make_drafter
 from specjax.engine import Engine, EngineConfig, autotune, program_store, tuning, tuning_tasks
-from specjax.engine.autotune import DEFAULT_SCHEDULE, STEP_TIMES, Schedule
+from specjax.engine.autotune import DEFAULT_SCHEDULE, STEP_TIMES, Schedule, StepBench
 from specjax.engine.buckets import Buckets
 from specjax.engine.step_times import StepTimes, tree_of
 from specjax.engine.tuning import Stuck, Task, Trial, Tuning, measure, read, write
@@ -531,6 +532,23 @@ def test_schedules_are_compared_with_the_default(monkeypatch):
     assert seen[0] == (DEFAULT_SCHEDULE.scheduling, DEFAULT_SCHEDULE.pages)
     assert set(seen) == set(itertools.product(("CONCURRENT", "SERIALIZE"), ("xla", "pallas")))
     assert not choice.in_use()
+
+
+def test_a_step_that_draws_other_tokens_or_fails_is_left_out(monkeypatch):
+    said, renewed = [], []
+    device = SimpleNamespace(poisoned=True, renew=lambda: renewed.append(1), update=lambda change: None)
+    bench = object.__new__(StepBench)
+    bench._engine, bench._say, bench._turns = SimpleNamespace(device=device), said.append, 1
+    bench.key, bench._start, bench._expected = "a step", "start", np.array([3, 4, 5, 6])
+    monkeypatch.setattr(StepBench, "_first_tokens", lambda self, program: np.array(program))
+    monkeypatch.setattr(StepBench, "_region", lambda self, program: 2.0 if program == "start" else 1.0)
+    for tokens in ([3, 4, 5, 6], [3, 4, 5, 7]):  # the second has a near-tie
+        assert bench.score("another", lambda tokens=tokens: tokens) == 0.5
+    assert not said and bench.seconds() == 2.0
+    assert bench.score("wrong", lambda: [3, 4, -1, -1]) == math.inf
+    assert said.pop().endswith("a step, wrong: draws other tokens in 50% of the rows") and not renewed
+    assert bench.score("failing", lambda: 1 / 0) == math.inf
+    assert said.pop().endswith("failing does not run: ZeroDivisionError: division by zero") and renewed
 
 
 # The command.

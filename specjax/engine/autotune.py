@@ -20,7 +20,7 @@ from specjax_kernels.timing import WARMUP, region
 
 from specjax.compiling import SCHEDULING, compiler_options
 from specjax.costs import PLAIN, Tree
-from specjax.engine import tuning, tuning_tasks
+from specjax.engine import program_store, tuning, tuning_tasks
 from specjax.engine.buckets import Key
 from specjax.engine.packing import NO_PAGE, Resident
 from specjax.engine.step_times import STEP_TIMES, tree_of
@@ -97,6 +97,7 @@ def measure(
         clock, keep, progress: as `specjax.engine.tuning.measure`.
     """
     dtype = engine.target.config.dtype
+    engine.wait_until_allocated()  # which takes the device
     begun = clock()
     before = tuning_tasks.with_ceilings(before or Tuning(_identity(engine)), dtype)
     on = tuning_tasks.machine(before)
@@ -118,7 +119,8 @@ def measure(
 
     left = max(seconds - (clock() - begun), 0.0)
     shared: dict[str, Any] = {"clock": clock, "keep": keep, "begin_stage": begin_stage, "progress": progress}
-    found = tuning.measure(tasks, before, seconds=left, **shared)
+    with program_store.not_read_ahead():
+        found = tuning.measure(tasks, before, seconds=left, **shared)
     if stepped:
         engine.device.renew()
     return found

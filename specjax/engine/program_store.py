@@ -81,6 +81,18 @@ def read_ahead(start: Any) -> None:
             loader.shutdown(wait=False)
 
 
+@contextlib.contextmanager
+def not_read_ahead() -> Iterator[None]:
+    """Within the context, programs are stored and loaded, but not noted as those that a start uses first: for
+    measurements, which the next start does not repeat."""
+    global _start
+    noted, _start = _start, None
+    try:
+        yield
+    finally:
+        _start = noted
+
+
 class Unknown(Exception):
     """A value that a hash cannot stand for."""
 
