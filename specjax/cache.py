@@ -25,7 +25,10 @@ from jaxtyping import Int32
 from specjax.types import PageTable, PerRequest
 
 Cache: TypeAlias = Any  # a pytree of page leaves [P, S, ...]
-Block: TypeAlias = Any  # a pytree of the cache's structure with leaves [B, N, ...]: what the layers keep of new tokens
+Block: TypeAlias = (
+    Any  # a pytree of the cache's structure with leaves [B, N, ...], arrays or `kernels.Slice`s: what the
+)
+# layers keep of new tokens
 
 
 class PoolShape(NamedTuple):
@@ -75,7 +78,7 @@ def bytes_per_token(init: Callable[[PoolShape], Any], page_size: int = 1) -> int
 def take_path(block: Block, path: Int32[Array, "B J"]) -> Block:
     """The block's rows at node indices `path`, in path order: [B, J, ...] leaves."""
 
-    leaves, tree = jax.tree.flatten(block)
+    leaves, tree = jax.tree.flatten(block, is_leaf=kernels.is_slice)
     if all(leaf.shape[1] == path.shape[1] == 1 for leaf in leaves):
         return block  # a path through one node; a gather would be a kernel a layer
     return jax.tree.unflatten(tree, kernels.take_rows(leaves, path))
@@ -112,4 +115,5 @@ def commit(
     page, slot = jnp.where(write, page, nowhere), position % size
 
     pools, tree = jax.tree.flatten(cache)
-    return jax.tree.unflatten(tree, kernels.commit_all(pools, jax.tree.leaves(block), page, slot))
+    rows = jax.tree.leaves(block, is_leaf=kernels.is_slice)
+    return jax.tree.unflatten(tree, kernels.commit_all(pools, rows, page, slot))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from specjax_kernels import CAUSAL, choice
+from specjax_kernels import CAUSAL, arrays, choice
 
 from specjax import ModelConfig, Params, PoolShape, RopeConfig, StepInput, init_state, make_drafter
 from specjax.cache import init_cache
@@ -87,7 +87,7 @@ def test_a_forward_is_the_same(name: str, monkeypatch) -> None:
     results = []
     for setting in ("xla", "pallas"):
         monkeypatch.setenv(choice.VARIABLE, setting)
-        results.append(forward_of(config, rows)[0](params, tokens, cache))
+        results.append(arrays(forward_of(config, rows)[0](params, tokens, cache)))
     for one, other in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-4, atol=1e-4)
 

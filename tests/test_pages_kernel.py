@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from specjax_kernels import choice, commit_all, pallas_pages, take_rows
+from specjax_kernels import Slice, choice, commit_all, pallas_pages, take_rows
 
 P, S = 6, 4
 LEAVES = (((2, 24), "bfloat16"), ((2, 24), "bfloat16"), ((1, 40), "float32"), ((7,), "float16"), ((), "int32"),
@@ -55,6 +55,26 @@ def test_rows_of_a_path(implementation, width: int) -> None:
     path = np.array([[0, 1, 4, 0], [0, 0, 0, 0], [0, 3, 2, 4]], np.int32)[:, :width]
     found = jax.jit(lambda *args: take_rows(*args))(blocks, path)
     equal(found, [leaf[np.arange(3)[:, None], path] for leaf in blocks])
+
+
+@pytest.mark.parametrize("width", [24, 16])
+def test_slices_are_read_where_they_lie(implementation, width: int) -> None:
+    """Keys and values of two layers, beside a leaf that is an array of its own and has fewer heads."""
+    rng = np.random.default_rng(3)
+    wholes = [rng.normal(size=(2, 5, 3, 4, width)).astype(np.float32) for _ in range(2)]
+    own = rng.normal(size=(2, 5, 2, 8)).astype(np.float32)
+    blocks = [Slice(jnp.asarray(whole), index) for whole in wholes for index in (2, 3)] + [own]
+    leaves = [whole[:, :, :, index] for whole in wholes for index in (2, 3)] + [own]
+    path = np.array([[0, 4, 1], [0, 2, 0]], np.int32)
+    taken = [leaf[np.arange(2)[:, None], path] for leaf in leaves]
+    equal(jax.jit(lambda *args: take_rows(*args))(blocks, path), taken)
+
+    pools = [rng.normal(size=(P, S, *leaf.shape[2:])).astype(np.float32) for leaf in leaves]
+    page, slot = np.array([[5, 0, P, 1, 2], [P, 3, 3, 3, P + 1]], np.int32), np.array([[0, 1, 2, 3, 0]] * 2, np.int32)
+    found = jax.jit(lambda *args: commit_all(*args), donate_argnums=0)(pools, blocks, page, slot)
+    for pool, leaf in zip(pools, leaves, strict=True):
+        pool[page[page < P], slot[page < P]] = leaf[page < P]
+    equal(found, pools)
 
 
 def test_one_kernel_for_a_gpu(implementation) -> None:

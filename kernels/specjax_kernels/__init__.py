@@ -13,6 +13,7 @@ from specjax_kernels.masks import CAUSAL, Causal, pack_bits, unpack_bits
 from specjax_kernels.norm import Norm, rms_norm
 from specjax_kernels.pages import commit_all, take_rows
 from specjax_kernels.quantised import Quantised, dequantise, embed, quantise
+from specjax_kernels.slices import Slice, arrays, is_slice, part_of
 
 __all__ = [
     "CAUSAL",
@@ -22,14 +23,18 @@ __all__ = [
     "Causal",
     "Norm",
     "Quantised",
+    "Slice",
+    "arrays",
     "attention",
     "commit_all",
     "default_implementation",
     "dequantise",
     "embed",
     "implementation_named",
+    "is_slice",
     "linear",
     "pack_bits",
+    "part_of",
     "quantise",
     "rms_norm",
     "take_rows",

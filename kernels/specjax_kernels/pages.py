@@ -1,6 +1,7 @@
 """Rows of a block on their way to the pages: `take_rows` of a path, `commit_all` to pages.
 
-`specjax_kernels.choice` says whether each layer has operations of XLA's, or all layers one kernel.
+`specjax_kernels.choice` says whether each layer has operations of XLA's, or all layers one kernel. A leaf of a block is
+an array or a `Slice` of one.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from specjax_kernels import choice
+from specjax_kernels.slices import Slice, arrays
 
 
-def take_rows(blocks: Sequence[Array], path: Array) -> tuple[Array, ...]:
+def take_rows(blocks: Sequence[Array | Slice], path: Array) -> tuple[Array, ...]:
     """Rows `path`, int32 [B, J], of [B, N, ...] leaves: [B, J, ...]."""
     blocks = tuple(blocks)
     if not choice.pages_in_one_kernel() or not _fit(blocks):
@@ -28,22 +30,23 @@ def take_rows(blocks: Sequence[Array], path: Array) -> tuple[Array, ...]:
     )
 
 
-def _taken(blocks: tuple[Array, ...], path: Array) -> tuple[Array, ...]:
+def _taken(blocks: tuple[Array | Slice, ...], path: Array) -> tuple[Array, ...]:
     """The definition of `take_rows`."""
     return tuple(
-        jnp.take_along_axis(leaf, path.reshape(*path.shape, *[1] * (leaf.ndim - 2)), axis=1) for leaf in blocks
+        jnp.take_along_axis(leaf, path.reshape(*path.shape, *[1] * (leaf.ndim - 2)), axis=1) for leaf in arrays(blocks)
     )
 
 
-def _take(blocks: tuple[Array, ...], path: Array, *, interpret: bool = False) -> tuple[Array, ...]:
+def _take(blocks: tuple[Array | Slice, ...], path: Array, *, interpret: bool = False) -> tuple[Array, ...]:
     B, N = blocks[0].shape[:2]
     start = path + N * jnp.arange(B, dtype=jnp.int32)[:, None]
-    rows = [*map(_rows, _selected(blocks, path >= 0))]
-    taken = _kernel()(rows, start.reshape(-1), None, path.size, parts=_parts(blocks), interpret=interpret)
-    return tuple(leaf.reshape(*path.shape, *leaf.shape[1:]) for leaf in taken)
+    taken = _kernel()(
+        [*map(_rows, blocks)], start.reshape(-1), None, path.size, parts=_parts(blocks), interpret=interpret
+    )
+    return tuple(rows.reshape(*path.shape, *leaf.shape[2:]) for rows, leaf in zip(taken, blocks, strict=True))
 
 
-def commit_all(pools: Sequence[Array], blocks: Sequence[Array], page: Array, slot: Array) -> tuple[Array, ...]:
+def commit_all(pools: Sequence[Array], blocks: Sequence[Array | Slice], page: Array, slot: Array) -> tuple[Array, ...]:
     """Page leaves with the rows of a block at slot `slot` of page `page`.
 
     Args:
@@ -61,32 +64,24 @@ def commit_all(pools: Sequence[Array], blocks: Sequence[Array], page: Array, slo
     )
 
 
-def _committed(pools: tuple[Array, ...], blocks: tuple[Array, ...], page: Array, slot: Array) -> tuple[Array, ...]:
+def _committed(
+    pools: tuple[Array, ...], blocks: tuple[Array | Slice, ...], page: Array, slot: Array
+) -> tuple[Array, ...]:
     """The definition of `commit_all`."""
     return tuple(
         pool.at[page, slot].set(rows, mode="drop", unique_indices=True)
-        for pool, rows in zip(pools, blocks, strict=True)
+        for pool, rows in zip(pools, arrays(blocks), strict=True)
     )
 
 
 def _commit(
-    pools: tuple[Array, ...], blocks: tuple[Array, ...], page: Array, slot: Array, *, interpret: bool = False
+    pools: tuple[Array, ...], blocks: tuple[Array | Slice, ...], page: Array, slot: Array, *, interpret: bool = False
 ) -> tuple[Array, ...]:
     P, S = pools[0].shape[:2]
-    write = (page >= 0) & (page < P)
-    to = jnp.where(write, page * S + slot, P * S)
-    rows, targets = [*map(_rows, _selected(blocks, write))], [*map(_rows, pools)]
+    to = jnp.where((page >= 0) & (page < P), page * S + slot, P * S)
+    rows, targets = [*map(_rows, blocks)], [*map(_rows, pools)]
     written = _kernel()(rows, None, to.reshape(-1), targets, parts=_parts(pools), interpret=interpret)
     return tuple(leaf.reshape(pool.shape) for leaf, pool in zip(written, pools, strict=True))
-
-
-def _selected(blocks: tuple[Array, ...], counts: Array) -> list[Array]:
-    """The leaves, zeros for a request of which no row counts; `counts` bool [B, J].
-
-    Leaves are slices of larger arrays, and a kernel's arguments must be arrays: XLA:GPU would copy each by a kernel. It
-    fuses selections, which go to one place, into one."""
-    some = jnp.any(counts, axis=1)
-    return [jnp.where(some.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, jnp.zeros((), leaf.dtype)) for leaf in blocks]
 
 
 def _kernel() -> Any:
@@ -94,16 +89,19 @@ def _kernel() -> Any:
     return importlib.import_module("specjax_kernels.pallas_pages").copy_rows
 
 
-def _rows(leaf: Array) -> Array:
-    """[X, Y, ...] as [X * Y, ...]."""
+def _rows(leaf: Array | Slice) -> Any:
+    """[X, Y, ...] as [X * Y, ...]; of a slice, the whole."""
+    if isinstance(leaf, Slice):
+        return Slice(_rows(leaf.whole), leaf.index)
     return leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])
 
 
-def _parts(leaves: Sequence[Array]) -> int:
+def _parts(leaves: Sequence[Array | Slice]) -> int:
     """Programs of a row: the most heads that a leaf [., ., K, E] has."""
-    return max(leaf.shape[2] if leaf.ndim > 3 else 1 for leaf in leaves)
+    return max(leaf.shape[2] if len(leaf.shape) > 3 else 1 for leaf in leaves)
 
 
-def _fit(leaves: Sequence[Array]) -> bool:
+def _fit(leaves: Sequence[Array | Slice]) -> bool:
     """Whether indices within the leaves fit 32 bits, and there is something to copy."""
-    return bool(leaves) and all(0 < math.prod(leaf.shape) < 2**31 for leaf in leaves)
+    wholes = jax.tree.leaves(leaves)
+    return bool(wholes) and all(0 < math.prod(leaf.shape) < 2**31 for leaf in wholes)

@@ -23,7 +23,8 @@ T = TypeVar("T")
 
 
 class KeyValue(NamedTuple):
-    """What attention keeps of tokens: two page leaves [P, S, K, E], or two block leaves [B, N, K, E]."""
+    """What attention keeps of tokens: two page leaves [P, S, K, E], or two block leaves [B, N, K, E] (which may be
+    `kernels.Slice`s)."""
 
     key: Array
     value: Array
@@ -41,7 +42,8 @@ Backend: TypeAlias = str | Callable[..., Array] | None
 
 
 def joined(before: T | None, block: T) -> T:
-    """Blocks one after another, such as keys and values [B, C, K, E]; None: nothing comes before."""
+    """Blocks one after another, such as keys and values [B, C, K, E]; None: nothing comes before. Leaves are arrays."""
+    block = kernels.arrays(block)
     return block if before is None else jax.tree.map(lambda *keys: jnp.concatenate(keys, axis=1), before, block)
 
 
@@ -98,7 +100,7 @@ def attention(
             softcap=scores.softcap, implementation=backend,
         )  # fmt: skip
     out = linear(attended.reshape(*x.shape[:2], -1), weights, "output", residual=residual)
-    return out, KeyValue(rotated[..., group, :], rotated[..., group + 1, :])
+    return out, KeyValue(*cast(Any, (kernels.part_of(rotated, group), kernels.part_of(rotated, group + 1))))
 
 
 def soft_cap(x: Array, cap: float | None) -> Array:
