@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # before jax: what is compiled for is described, not found
 
@@ -41,12 +41,24 @@ from specjax import Eagle3, Params, PoolShape, StepInput, init_state, make_draft
 from specjax.compiling import NVIDIA_OPTIONS
 from specjax.drafters.options import candidates, options_of
 from specjax.models import init_params
-from specjax.step import StepConfig, check_phase, commit_phase, draft_phase, speculate_step, tree_widths
-from specjax.verify import verify_tree
+from specjax.step import (
+    StepConfig,
+    check_phase,
+    commit_phase,
+    draft_phase,
+    speculate_step,
+    tree_widths,
+    verify_phase,
+)
+from specjax.tree import DraftTree
+from specjax.verify import Verifier, verify_tree
 
 SPEC = Path(__file__).parent / "gpu" / "h200.txtpb"
 OPTIONS: dict[str, dict[str, str]] = {"ours": dict(NVIDIA_OPTIONS), "default": {}}
 """What the engine compiles with on an NVIDIA GPU, and XLA's own."""
+
+STRAIGHT = partial(verify_tree, straight=True)
+"""The verifier as on a device that has the kernels."""
 
 
 class Shapes(NamedTuple):
@@ -75,8 +87,9 @@ class Program(NamedTuple):
 
 
 def programs(
-    shapes: Shapes, place: Callable[[Any], Any], *, algorithm: str, several_widths: bool, nodes: int | None = None
-) -> dict[str, Program]:
+    shapes: Shapes, place: Callable[[Any], Any], *, algorithm: str, several_widths: bool, nodes: int | None = None,
+    verify: Verifier = STRAIGHT,
+) -> dict[str, Program]:  # fmt: skip
     """The step and its phases, as jitted functions and the shapes they are called with. `nodes`: of the trees that a
     batch bucket has room for; None: whole trees."""
     config = llama_8b(shapes.layers)
@@ -99,16 +112,18 @@ def programs(
     if nodes is not None:
         drafter = drafter.within(nodes)
     step = StepConfig(tree_widths(drafter) if several_widths else (nodes or drafter.width,))
-    verify = partial(verify_tree, straight=True)  # as on a device that has the kernels
     whole = partial(speculate_step, target=target, drafter=drafter, verify=verify, config=step)
     draft = partial(draft_phase, drafter=drafter, config=step)
     check = partial(check_phase, target=target, drafter=drafter, verify=verify, config=step)
     commit = partial(commit_phase, drafter=drafter, config=step)
-    tree, _ = place(jax.eval_shape(draft, params, state, inputs))
+    verified = partial(verify_phase, target=target, drafter=drafter, verify=verify, config=step)
+    numbers, most = (jnp.int32, jnp.int32, jnp.int32, jnp.bool_, jnp.float32), max(step.widths)
+    tree = place(DraftTree(*(cast(Any, jax.ShapeDtypeStruct((shapes.batch, most), kind)) for kind in numbers)))
     checked = place(jax.eval_shape(check, params, state, inputs, tree))
     return {
         "step": Program(jax.jit(whole, donate_argnums=1), (params, state, inputs), state),
         "draft": Program(jax.jit(draft, donate_argnums=1), (params, state, inputs), state),
+        "verify": Program(jax.jit(verified, donate_argnums=1), (params, state, inputs, tree), state),
         "check": Program(jax.jit(check), (params, state, inputs, tree), None),
         "commit": Program(jax.jit(commit, donate_argnums=1), (params, state, inputs, tree, checked), state),
     }
