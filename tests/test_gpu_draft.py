@@ -13,8 +13,8 @@ from specjax.compiling import NVIDIA_OPTIONS
 
 pytestmark = pytest.mark.gpu_compile
 
-LEVEL = {1: 17, 8: 18}
-"""Most kernels of a chain's further level, by batch: embedding, norms, qkv, rotation with the keys so far, attention,
+LEVEL = 17
+"""Most kernels of a chain's further level: embedding, norms, qkv, rotation with the keys so far, attention,
 combine, output, add, norm, gate and up, their product, down, add, norm, logits, argmax in two. Mask, positions, keys
 and scores have none of their own."""
 
@@ -38,11 +38,11 @@ def draft(tree: tuple[int, int, int], batch: int, nodes: int | None = None) -> i
     return record["kernels_every_call"]
 
 
-@pytest.mark.parametrize("batch", LEVEL)
+@pytest.mark.parametrize("batch", [1, 8])
 def test_kernels_of_a_level(batch: int) -> None:
     level = draft((3, 1, 4), batch) - draft((2, 1, 3), batch)
     print(f"batch {batch}: {level} kernels a level, {draft((3, 1, 4), batch)} for three")
-    assert level <= LEVEL[batch]
+    assert level <= LEVEL
 
 
 def test_a_narrow_bucket_runs_fewer_levels() -> None:

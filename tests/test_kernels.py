@@ -216,6 +216,15 @@ def test_a_row_that_sees_nothing_is_zero() -> None:
         assert (out == 0).all(), name
 
 
+def test_a_mask_that_all_rows_share() -> None:
+    args, options = named("random-mask").arguments()
+    rows, shared = args[0].shape[0], args[9][:1]
+    assert rows > 1
+    wanted = run((*args[:9], jnp.repeat(shared, rows, axis=0)), options, "reference")
+    for name, out in every(functools.partial(tree_attention, **options))(*args[:9], shared).items():
+        np.testing.assert_allclose(np.asarray(out), wanted, rtol=0, atol=1e-5, err_msg=name)
+
+
 def test_a_chunk_of_prefill_equals_its_rows_one_by_one() -> None:
     """A causal block, and single queries over a growing prefix of the same tokens, are the same thing."""
     spec = Spec("chunk", (11,), N=5, C=5, H=4, K=2, E=16, T=4, S=4)

@@ -79,7 +79,8 @@ def tree_attention(
         prefix_length: int32 [B], at most T * S; below 0 (`INACTIVE`) for an inactive row.
         q_positions: int32 [B, N]; read only with a window.
         block_positions: int32 [B, C]; read only with a window.
-        mask: `CAUSAL` (key j visible from query j on; C == N), or uint32 [B, N, ceil(C / 32)] made by `pack_bits`.
+        mask: `CAUSAL` (key j visible from query j on; C == N), or uint32 [B, N, ceil(C / 32)] made by `pack_bits`,
+            or [1, N, ceil(C / 32)] for a mask that all rows share.
         scale: factor on the scores, usually ``E ** -0.5``.
         v_width: Ev when values are None; otherwise None, or Ev.
         window: keys seen by one query, itself included, or None for all.

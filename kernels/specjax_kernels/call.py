@@ -56,6 +56,12 @@ class Call(NamedTuple):
     softcap: float | None = None
 
     @property
+    def bits(self) -> Array:
+        """The mask's bits, uint32 [B, N, ceil(C / 32)]; a causal mask has none."""
+        assert not isinstance(self.mask, Causal)
+        return jnp.broadcast_to(self.mask, (self.q.shape[0], *self.mask.shape[1:]))
+
+    @property
     def shape(self) -> Shape:
         B, N, H, E = self.q.shape
         P, S, K, _ = self.k_pages.shape
@@ -112,5 +118,5 @@ def check(call: Call) -> None:
             raise ValueError(f"a CAUSAL mask needs C == N, got C = {C} block keys and N = {N} queries")
     elif getattr(call.mask, "dtype", None) != jnp.uint32:
         raise ValueError(f"mask must be CAUSAL or uint32 bits, got {getattr(call.mask, 'dtype', call.mask)}")
-    elif call.mask.shape != (B, N, words(C)):
+    elif call.mask.shape not in ((B, N, words(C)), (1, N, words(C))):
         raise ValueError(f"mask must be [B, N, ceil(C / 32)] = {(B, N, words(C))} for C = {C}, got {call.mask.shape}")

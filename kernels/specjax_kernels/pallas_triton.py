@@ -160,7 +160,8 @@ def _attend(prefix_ref, table_ref, q_position_ref, block_position_ref, bits_ref,
         if shape.causal:
             visible = key[None, :] <= node[:, None]
         else:
-            at_bits = bits_ref.at[b, node[:, None], (key // 32)[None, :]]
+            of_row = b if bits_ref.shape[0] > 1 else 0
+            at_bits = bits_ref.at[of_row, node[:, None], (key // 32)[None, :]]
             bits = plgpu.load(at_bits, mask=is_row[:, None] & is_key[None, :], other=0)
             visible = ((bits >> (key % 32).astype(jnp.uint32)[None, :]) & jnp.uint32(1)) != 0
         visible = visible & is_row[:, None] & is_key[None, :]

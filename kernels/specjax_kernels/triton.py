@@ -38,7 +38,7 @@ def tree_attention(call: Call, *, blocks: Blocks | None = None) -> Array:
     # A kernel has a pointer for everything; what a call does not have is never read, and any array stands in for it.
     nothing = call.prefix_length
     inputs: dict[str, Any] = dict(zip(Call._fields[:9], call[:9], strict=True))
-    inputs["bits"] = nothing if shape.causal else call.mask
+    inputs["bits"] = nothing if shape.causal else call.bits
     if shape.latent:
         inputs |= {"v_block": call.k_block, "v_pages": call.k_pages}
     # Triton's interpreter rounds 1.9999 to the bfloat16 1.0 (the carry into an odd exponent is lost).

@@ -58,7 +58,7 @@ def eagle_drafter(
         hidden = take_rows(state.hidden, context)[:, None]
 
         def read(
-            level: int, tokens: Int32[Array, "B k"], feature: Float[Array, "B k M"], mask: UInt32[Array, "B k words"],
+            level: int, tokens: Int32[Array, "B k"], feature: Float[Array, "B k M"], mask: UInt32[Array, "#B k words"],
             before: Any,
         ) -> Read:  # fmt: skip
             embedded = model.embed(params.target, params.draft, tokens)

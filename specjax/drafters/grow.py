@@ -38,7 +38,7 @@ class Read(NamedTuple):
     keys: Any  # a pytree of [B, C, ...] leaves: what uncommitted tokens of all levels so far left for later ones; None
 
 
-ReadLevel: TypeAlias = Callable[[int, Int32[Array, "B k"], Any, UInt32[Array, "B k words"], Any], Read]
+ReadLevel: TypeAlias = Callable[[int, Int32[Array, "B k"], Any, UInt32[Array, "#B k words"], Any], Read]
 """(level from 1, the target's ids, the parents' carry, packed mask over keys old and new, old keys) -> Read."""
 
 
@@ -169,7 +169,9 @@ def grow(
 
     def expand(level: int, nodes: _Level, keys: Any) -> _Expanded:
         """One forward of the draft over a level."""
-        found = read(level, nodes.tokens, nodes.carry, jnp.asarray(pack_bits(nodes.visible)), keys)
+        # A mask known at trace time is that of all rows. For several of them XLA:GPU would fill an array.
+        visible = nodes.visible[:1] if isinstance(nodes.visible, np.ndarray) else nodes.visible
+        found = read(level, nodes.tokens, nodes.carry, jnp.asarray(pack_bits(visible)), keys)
         return _Expanded(*candidates(found.logits, nodes.scores), found.carry, found.keys)
 
     def to_children(carry: Any, parent: Int32[Array, "B k"]) -> Any:

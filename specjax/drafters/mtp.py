@@ -73,7 +73,7 @@ def mtp_drafter(
         last = take_rows(state.last, context)
 
         def read(
-            level: int, tokens: Int32[Array, "B k"], above: _Path, mask: UInt32[Array, "B k words"], before: Any
+            level: int, tokens: Int32[Array, "B k"], above: _Path, mask: UInt32[Array, "#B k words"], before: Any
         ) -> Read:
             del mask, before
             head = min(level, final)

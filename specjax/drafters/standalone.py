@@ -81,7 +81,7 @@ def standalone_drafter(
         given, start = params.draft, context.prefix_length[:, None]
 
         def read(
-            level: int, tokens: Int32[Array, "B k"], carry: tuple[()], mask: UInt32[Array, "B k words"], before: Before
+            level: int, tokens: Int32[Array, "B k"], carry: tuple[()], mask: UInt32[Array, "#B k words"], before: Before
         ) -> Read:
             positions = jnp.broadcast_to(start + level, tokens.shape)
             past = state.cache, context.page_table, context.attended
