@@ -163,6 +163,7 @@ def kernels_of(spec: Spec, gpu: Gpu, ptxas: Path | None) -> dict[str, dict[str, 
             found[name] = {
                 "mma": len(re.findall(r"\bmma\.sync", body)),
                 "wgmma": len(re.findall(r"\bwgmma\.mma_async", body)),
+                "tcgen05": len(re.findall(r"\btcgen05\.mma", body)),
                 "async_copies": len(re.findall(r"\bcp\.async\.c[ag]", body)),
                 "local_memory": bool(re.search(r"\.local\b", body)),
             } | numbers.get(name, {})  # fmt: skip

@@ -1,9 +1,9 @@
 """What bounds a step on a device: its memory, the memory's speed, that of products. A table of GPUs, and this machine.
 
-Sources: NVIDIA's data sheets of the H200 SXM, H100 SXM, A100 80GB SXM and L40S, and appendix A of its whitepaper on the
-Ada GPU architecture for the GeForce RTX 4090. Products are dense, of bfloat16 or float16 with sums in float32, and of
-float32 without tensor cores, since float32 is promised. Gigabytes are taken as 10^9 bytes; a driver shows a few percent
-more.
+Sources: NVIDIA's data sheets of the HGX B200 (an eighth of its figures), H200 SXM, H100 SXM, A100 80GB SXM and L40S,
+and appendix A of its whitepaper on the Ada GPU architecture for the GeForce RTX 4090. Products are dense, of bfloat16 or
+float16 with sums in float32, and of float32 without tensor cores, since float32 is promised. Gigabytes are taken as 10^9
+bytes; a driver shows a few percent more.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class Device(NamedTuple):
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
+        Device("B200", 180 * GB, 8e12, 2250e12, 75e12),
         Device("H200", 141 * GB, 4.8e12, 989e12, 67e12),
         Device("H100", 80 * GB, 3.35e12, 989e12, 67e12),
         Device("A100", 80 * GB, 2.039e12, 312e12, 19.5e12),

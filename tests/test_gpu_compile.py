@@ -24,7 +24,7 @@ from specjax.tree import DraftTree
 from specjax.verify import Verdict, find_verdict
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-GPUS = ("h200", "h100_sxm", "a100_sxm_80")
+GPUS = ("h200", "b200", "h100_sxm", "a100_sxm_80")
 PAGE_SIZE, PAGES, FEW, MORE, ALL = 64, 4096, 4, 6, 32
 
 MODULES = ("gpu_compile", "hlo_bytes", "llama_shapes", "ptx", "records", "thunks")
@@ -68,6 +68,7 @@ QUICK = {*FEW_SPECS, *tagged("bench")}
 KERNELS = [pytest.param("h200", spec, marks=() if spec in QUICK else slow) for spec in SPECS]
 KERNELS += [pytest.param("a100_sxm_80", spec, marks=slow) for spec in tagged("bench")]
 KERNELS += [pytest.param("h100_sxm", spec, marks=slow) for spec in FEW_SPECS]
+KERNELS += [pytest.param("b200", spec, marks=() if spec in FEW_SPECS else slow) for spec in SPECS]
 
 
 @pytest.mark.parametrize(("device", "spec"), KERNELS, ids=lambda x: getattr(x, "name", x))
@@ -84,10 +85,11 @@ def test_kernels_use_what_the_gpu_has(device: str, spec) -> None:
     )
     assert set(kernels) - {"tree_attention"} == ({"tree_attention_combine"} if launch.splits > 1 else set())
     attend = kernels["tree_attention"]
-    assert (attend["mma"] + attend["wgmma"] > 0) == (spec.dtype != "float32")
+    assert (attend["mma"] + attend["wgmma"] + attend["tcgen05"] > 0) == (spec.dtype != "float32")
     assert (attend["async_copies"] > 0) == (launch.stages > 1)
-    if device != "a100_sxm_80" and launch.rows == 64:
-        assert attend["wgmma"] > 0, "a tile of 64 rows takes Hopper's own instruction"
+    own = {"h200": "wgmma", "h100_sxm": "wgmma", "b200": "tcgen05"}.get(device)
+    if own and launch.rows == 64:
+        assert attend[own] > 0, "a tile of 64 rows takes the generation's own instruction"
     for name, counts in kernels.items():
         assert counts["spilled_bytes"] == counts["stack_bytes"] == 0, name
         assert not counts["local_memory"], name
@@ -255,9 +257,11 @@ def test_concurrent_nodes_cost_little_memory() -> None:
     assert concurrent["temp_bytes"] - serial["temp_bytes"] < 2**23
 
 
-@slow
-@pytest.mark.parametrize("device", GPUS[1:])
-@pytest.mark.parametrize(("shape", "batch"), [("plain", 8), ("tree", 1)])
+@pytest.mark.parametrize(
+    ("device", "shape", "batch"),
+    [("b200", "plain", 1),
+     *(pytest.param(device, *case, marks=slow) for device in GPUS[1:] for case in (("plain", 8), ("tree", 1)))],
+)  # fmt: skip
 def test_so_it_is_on_other_gpus(device: str, shape: str, batch: int) -> None:
     check(step(device, shape, batch, FEW))
 
