@@ -7,10 +7,11 @@ SERVE_STAMP := $(VENV)/.installed-to-serve
 SMOKE_PYTHON ?= python3.12
 SMOKE_VENV   ?= .venv-smoke
 GPU_COMPILER ?= .gpu-compiler
+NEWEST_GPU_COMPILER ?= .gpu-compiler-newest
 SCHEMATHESIS ?= .schemathesis
 DOCS_VENV    ?= .venv-docs
 
-.PHONY: setup check test test-processes test-all smoke gpu-compile gpu-compile-all schemathesis docs serve head clean
+.PHONY: setup check test test-processes test-all smoke gpu-compile gpu-compile-all gpu-compile-newest schemathesis docs serve head clean
 
 setup: $(STAMP)
 
@@ -26,7 +27,7 @@ check: setup
 	$(BIN)/pyright
 
 # On every change CI runs .ci/run, at most 25 minutes on 2 cores: check, smoke, test, test-processes, docs,
-# gpu-compile. Before a release: make test-all.
+# gpu-compile, gpu-compile-newest. Before a release: make test-all.
 
 # 8 to 9 minutes on 2 cores from a clean cache, 12 where they are shared. Prints the 20 slowest tests and the peak
 # memory of each process.
@@ -46,7 +47,7 @@ test-processes: setup
 # generated requests. More than an hour.
 test-all: setup
 	XLA_FLAGS= $(PYTEST) -m "not gpu_compile"
-	$(MAKE) smoke gpu-compile-all schemathesis
+	$(MAKE) smoke gpu-compile-all gpu-compile-newest schemathesis
 
 # Another Python with the newest jax: every module is imported, the kernels run, Triton's in its interpreter.
 # `make smoke SMOKE_PYTHON=python3.12`
@@ -78,6 +79,19 @@ $(GPU_COMPILER)/.installed: pyproject.toml | setup
 	version=$$($(BIN)/python -c 'import jax; print(jax.__version__)') && \
 	$(BIN)/python -m pip install --quiet --no-deps --target $(GPU_COMPILER) \
 		jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version nvidia-cuda-nvcc-cu12
+	@touch $@
+
+# A plain step, a chain's and the kernels of a layer with the newest jax, which has the compiler of CUDA 13. About a
+# minute.
+gpu-compile-newest: $(NEWEST_GPU_COMPILER)/.installed
+	PYTHONPATH=$(NEWEST_GPU_COMPILER) XLA_FLAGS= $(SMOKE_VENV)/bin/python -m pytest -n 2 --durations=20 \
+		tests/test_gpu_compile.py -m newest_jax
+
+$(NEWEST_GPU_COMPILER)/.installed: pyproject.toml | $(SMOKE_VENV)/.installed
+	rm -rf $(NEWEST_GPU_COMPILER)
+	version=$$($(SMOKE_VENV)/bin/python -c 'import jax; print(jax.__version__)') && \
+	$(SMOKE_VENV)/bin/python -m pip install --quiet --no-deps --target $(NEWEST_GPU_COMPILER) \
+		jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version
 	@touch $@
 
 # The server against its own OpenAPI document, with generated requests: minutes. `make schemathesis FUZZ='--examples 500'`
@@ -116,4 +130,4 @@ head: setup
 	done
 
 clean:
-	rm -rf $(VENV) $(SMOKE_VENV) $(GPU_COMPILER) $(SCHEMATHESIS) $(DOCS_VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SMOKE_VENV) $(GPU_COMPILER) $(NEWEST_GPU_COMPILER) $(SCHEMATHESIS) $(DOCS_VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis

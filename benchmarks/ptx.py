@@ -36,18 +36,24 @@ from specjax_kernels import CAUSAL, tree_attention
 from specjax_kernels.specs import SPECS, Spec, named, tagged
 
 GPUS = Path(__file__).parent / "gpu"
-WHEELS = ("jax-cuda12-plugin", "jax-cuda12-pjrt")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+CUDA = "13" if _version("jax-cuda13-plugin") else "12"
+WHEELS = (f"jax-cuda{CUDA}-plugin", f"jax-cuda{CUDA}-pjrt")
+"""The GPU compiler: CUDA 13's where that is installed."""
 ASSEMBLER = "nvidia-cuda-nvcc-cu12"
 
 
 def missing() -> str | None:
     """What lacks for compiling, None: nothing. The wheels must be of this jax."""
-    found = {}
-    for name in WHEELS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
+    found = {name: _version(name) or "not installed" for name in WHEELS}
     if set(found.values()) == {jax.__version__}:
         return None
     told = ", ".join(f"{name} is {what}" for name, what in found.items())

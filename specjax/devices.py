@@ -1,9 +1,9 @@
 """What bounds a step on a device: its memory, the memory's speed, that of products. A table of GPUs, and this machine.
 
 Sources: NVIDIA's data sheets of the HGX B200 (an eighth of its figures), H200 SXM, H100 SXM, A100 80GB SXM and L40S,
-and appendix A of its whitepaper on the Ada GPU architecture for the GeForce RTX 4090. Products are dense, of bfloat16 or
-float16 with sums in float32, and of float32 without tensor cores, since float32 is promised. Gigabytes are taken as 10^9
-bytes; a driver shows a few percent more.
+and appendix A of its whitepaper on the Ada GPU architecture for the GeForce RTX 4090. Products are dense, of bfloat16
+or float16 with sums in float32, and of float32 without tensor cores, since float32 is promised. Gigabytes are taken as
+10^9 bytes; a driver shows a few percent more.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def benchmarks():
 
 
 pytestmark = pytest.mark.gpu_compile
-slow = pytest.mark.slow
+slow, newest = pytest.mark.slow, pytest.mark.newest_jax
 
 
 @functools.cache
@@ -173,7 +173,8 @@ def check(record: dict) -> None:
     assert record["target_pool_bytes"] >= 2 * FEW * one_layers_pages
 
 
-STEPS = [("plain", 1, FEW), ("plain", 8, FEW), ("short chain", 1, FEW), ("short tree", 1, FEW)]
+STEPS = [pytest.param("plain", 1, FEW, marks=newest), ("plain", 8, FEW),
+         pytest.param("short chain", 1, FEW, marks=newest), ("short tree", 1, FEW)]  # fmt: skip
 MORE_STEPS = [(shape, batch, ALL) for shape in ("plain", "chain", "tree") for batch in (1, 8)]
 
 
@@ -187,12 +188,12 @@ def test_a_step_is_one_graph_that_updates_the_pool_where_it_lies(shape: str, bat
           f"{record['temp_bytes'] / 1e6:.1f} MB of temporaries")  # fmt: skip
 
 
-LAYERS = [("plain", 1), ("chain", 8)]
+LAYERS = {("plain", 1): newest, ("chain", 8): ()}
 MORE_LAYERS = [(shape, batch) for shape in ("plain", "chain", "tree") for batch in (1, 8)]
 
 
 @pytest.mark.parametrize(
-    ("shape", "batch"), [*LAYERS, *(pytest.param(*case, marks=slow) for case in MORE_LAYERS if case not in LAYERS)]
+    ("shape", "batch"), [pytest.param(*case, marks=LAYERS.get(case, slow)) for case in MORE_LAYERS]
 )
 def test_kernels_of_a_further_layer(shape: str, batch: int, monkeypatch) -> None:
     """With XLA's products and scatters, and with kernels of ours: norm, qkv; rotation; attention; combine; output, sum;
