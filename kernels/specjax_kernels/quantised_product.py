@@ -23,7 +23,7 @@ from jax import Array
 
 from specjax_kernels import launch
 from specjax_kernels.cpu import quantised_rows
-from specjax_kernels.cpu.quantised_rows import Layout
+from specjax_kernels.cpu.quantised_dots import Layout
 from specjax_kernels.quantised import Quantised, check, dequantise, scales
 
 

@@ -16,7 +16,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Float32
 
-from specjax_kernels.cpu.quantised_rows import LANES, Layout, products_of
+from specjax_kernels.cpu.quantised_dots import LANES, Layout
+from specjax_kernels.cpu.quantised_rows import products_of
 from specjax_kernels.cpu.runtime import Tools, callable_here, register
 
 MOST_ROWS = 8  # the largest number of rows for which XLA's own product takes longer
@@ -186,7 +187,7 @@ def _transposed(tools: Tools, dtype: str) -> tuple[Any, Any]:
         first = index * TRANSPOSED_TILE
         if depth % LANES == 0:
             end, x, matrix = min(first + TRANSPOSED_TILE, columns), argument(call, 0), argument(call, 1)
-            products(rows, first, end, matrix, 0, 0, 0, 0, x, result(call, 0), depth, columns, 1, 1)
+            products(rows, first, end, matrix, 0, 0, 0, 0, x, 0, result(call, 0), depth, columns, 1, 1)
             return 0
         for row in range(0, rows, TOGETHER):
             x, left = argument(call, 0) + 4 * row * depth, min(TOGETHER, rows - row)
