@@ -28,9 +28,9 @@ from jax import Array
 from jaxtyping import Bool, Float, Int32, UInt32
 from specjax_kernels import CAUSAL, pack_bits
 
-from specjax.cache import Block, commit, take_path
+from specjax.cache import Block, commit, pool_shape, take_path
 from specjax.compiling import compiler_options
-from specjax.drafters.base import Context, Drafter, Observation, Params
+from specjax.drafters.base import Context, Drafter, Observation, PageSize, Params
 from specjax.models.target import Target
 from specjax.sampling import DrawInputs
 from specjax.state import (
@@ -295,6 +295,7 @@ def _gather(state: DecodeState, inputs: StepInput | PrefillInput) -> tuple[Conte
         salt=row.salt,
         sampling=row.sampling,
         tokens=state.tokens,
+        page_size=PageSize(pool_shape(state.cache).page_size),
     )
     return context, row, DrawInputs(row.sampling, row.history, slots, active)
 

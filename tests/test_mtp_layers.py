@@ -226,6 +226,34 @@ def test_the_step_drafts_the_oracles_trees(saved, name, count, shape):
     assert clear >= 6, "of 10"
 
 
+def test_a_request_that_starts_with_the_page_of_another(saved):
+    """Its heads go on from what the other's put out there: its trees are the oracle's from the first step on."""
+    model, shape = saved("mimo", 3), (3, 2, 6)
+    truth, shared = Oracle(model), [4, 8, 15, 16, 23, 42]
+    drafter = make_drafter(Mtp(None, None, *shape), target=model.toy.target, head=model.head, backend="reference")
+    config = StepConfig(widths=(drafter.width,), trace=True)
+    runner = Runner(model.toy, drafter, rows=2, draft=model.draft, config=config, page_size=3, pages_a_row=12)
+    first, second = [*shared, 5, 9], [*shared, 5, 31, 7]  # the token after the pages is the same
+    runner.admit(0, first, Sampling(max_tokens=12))
+    runner.prefill([first], chunk=4)
+    runner.table[1, :2] = runner.table[0, :2]
+    runner.admit(1, second, Sampling(max_tokens=12), prefix_length=len(shared))
+    start = runner.prefill([[], second[len(shared) :]], chunk=2)
+    text, clear = [*second, int(start.tokens[0, 0])], 0
+    for _ in range(4):
+        output = runner.step([False, True])
+        known = functools.cache(lambda path, text=tuple(text): truth.log_probs(list(text), path, 3))
+        expected = grow_tree(known, text[-1], *shape)
+        if expected.gap > ERROR:
+            ours = paths(output.trace.tree, 1)
+            wanted = {expected.path(node): expected.scores[node] for node in range(1, expected.size)}
+            assert ours.keys() == wanted.keys()
+            np.testing.assert_allclose([ours[path] for path in wanted], list(wanted.values()), atol=ERROR)
+            clear += 1
+        text += output.tokens[1, : output.emitted[1]].tolist()
+    assert clear >= 2, "of 4"
+
+
 # The text, and the parameters on the device.
 
 

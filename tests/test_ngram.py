@@ -470,3 +470,31 @@ def test_a_draft_limit():
         lengths[limit] = np.mean(found.emitted)
         assert max(found.emitted) <= limit + 1
     assert lengths[0] == 1 < lengths[1] < lengths[3]
+
+
+def test_a_request_that_starts_with_the_pages_of_another():
+    """It knows the tokens before its own, and goes on from them in the ring; not with another salt, nor after the ring
+    has been overwritten."""
+    toy = table_model(random_table(0), window=2)
+    text, size = [1, 2, 3, 4, 5, 6, 0, 1, 3, 5], 4
+    for salt, overwritten, linked in ((0, False, True), (9, False, False), (0, True, False)):
+        drafter = ngram_drafter(Ngram(**SMALL | {"nodes": 4, "max_match": 6}))
+        runner = Runner(toy, drafter, rows=2, page_size=size, pages_a_row=8, chunk=3, config=StepConfig((4,)))
+        runner.admit(0, text, Sampling(max_tokens=2))
+        runner.prefill([text])
+        if overwritten:
+            ring = runner.state.draft._replace(tokens=jnp.full_like(runner.state.draft.tokens, 6))
+            runner.state = runner.state._replace(draft=ring)
+        for shared in (8, 4):  # the ring leads on from a token to the latest that followed
+            new = [*text[:shared], 2, 6]
+            runner.table[1, : shared // size] = runner.table[0, : shared // size]
+            runner.admit(1, new, Sampling(max_tokens=2), prefix_length=shared, salt=salt)
+            runner.prefill([[], new[shared:]])
+            found = runner.state.draft
+            assert found.recent[1].tolist() == ([-1] * 9 + new)[-5:]
+            at, walk = int(found.tail[1]), []
+            while at != -1 and len(walk) < 20:
+                walk.append(int(found.tokens[at]))
+                before = int(found.previous[at])
+                at = before if before != -1 and int(found.next[before]) == at else -1
+            assert walk[::-1] == (new if linked else new[shared:]), (salt, overwritten, shared)

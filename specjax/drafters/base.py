@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int32, UInt32
+from jaxtyping import Bool, Float, Int32, UInt32
 from specjax_kernels import INACTIVE
 
 from specjax.cache import PoolShape
@@ -35,6 +35,11 @@ class Params(NamedTuple):
     draft: Any = None  # the drafter's pytree; None: it has none
 
 
+@jax.tree_util.register_static
+class PageSize(int):
+    """A number of tokens that stays static where a `Context` is an argument of a jitted function."""
+
+
 class Context(NamedTuple):
     """The B requests of a step. An inactive entry must not change the drafter's state.
 
@@ -47,6 +52,7 @@ class Context(NamedTuple):
         salt: uint32 [B]. Requests with different salts must share nothing.
         sampling: [B] rows. A drafter may look at the noise that the target will use.
         tokens: int32 [P, S]. Pages of committed tokens; None, and refused, unless the drafter says `reads_tokens`.
+        page_size: S; 0: unknown, so nothing is kept by `keep_at_page_ends`.
     """
 
     slots: PerRequest
@@ -57,6 +63,7 @@ class Context(NamedTuple):
     salt: UInt32[Array, "B"]
     sampling: SamplingRows
     tokens: Int32[Array, "P S"] | None = None
+    page_size: PageSize = PageSize(0)
 
     @property
     def attended(self) -> PerRequest:
@@ -122,6 +129,36 @@ def put_rows(leaves: Any, new: Any, context: Context, seen: Observation) -> Any:
         return leaf.at[row].set(own, mode="drop", unique_indices=True)
 
     return jax.tree.map(put, leaves, new)
+
+
+def keep_at_page_ends(leaf: Array, values: Array, context: Context, seen: Observation) -> Array:
+    """A state's [P, ...] leaf with those of `values` [B, C, ...] whose token is the last of a page.
+
+    What a drafter keeps of a request's last token stays with the request's row, but a request may start with the full
+    pages of another (see `Context.prefix_length`). For it the same is kept here.
+    """
+    if not context.page_size:
+        return leaf
+    size, count = context.page_size, seen.tokens.shape[1]
+    offset = jnp.arange(count, dtype=jnp.int32)[None, :]
+    position = context.prefix_length[:, None] + offset
+    column = jnp.minimum(position // size, context.page_table.shape[1] - 1)
+    page = jnp.take_along_axis(context.page_table, column, axis=1)
+    ends = (offset < seen.length[:, None]) & ((position + 1) % size == 0)
+    nowhere = leaf.shape[0] + jnp.arange(page.size, dtype=jnp.int32).reshape(page.shape)
+    return leaf.at[jnp.where(ends, page, nowhere)].set(values.astype(leaf.dtype), mode="drop")
+
+
+def kept_at_page_end(leaf: Array, context: Context) -> tuple[Array, Bool[Array, "B"]]:
+    """[B, ...]: what `keep_at_page_ends` kept of the last committed token of each request, and whether it did: that
+    token is the last of a page."""
+    batch = context.prefix_length.shape[0]
+    if not context.page_size:
+        return jnp.zeros((batch, *leaf.shape[1:]), leaf.dtype), jnp.zeros(batch, bool)
+    column = jnp.maximum(context.prefix_length // context.page_size - 1, 0)[:, None]
+    page = jnp.take_along_axis(context.page_table, column, axis=1)[:, 0]
+    there = (context.prefix_length > 0) & (context.prefix_length % context.page_size == 0)
+    return leaf[jnp.minimum(page, leaf.shape[0] - 1)], there
 
 
 class Drafter(NamedTuple):

@@ -24,7 +24,17 @@ from specjax_kernels import CAUSAL, pack_bits
 
 from specjax.cache import PoolShape, commit, init_cache
 from specjax.config import MtpConfig
-from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, put_rows, take_rows
+from specjax.drafters.base import (
+    Context,
+    Drafter,
+    DraftState,
+    Observation,
+    Params,
+    keep_at_page_ends,
+    kept_at_page_end,
+    put_rows,
+    take_rows,
+)
 from specjax.drafters.eagle import eagle_drafter
 from specjax.drafters.grow import ANY_DRAFT, Confidence, Read, grow, growing_drafter
 from specjax.drafters.options import Mtp, TreeShape
@@ -37,6 +47,7 @@ from specjax.tree import DraftTree
 class MtpState(NamedTuple):
     caches: tuple[Any, ...]  # of each head: [P, S, ...] leaves in the target's pages
     last: Float[Array, "R heads M"]  # each head's output at its last slot
+    ends: Float[Array, "P heads M"]  # the same where a page ends, for requests that start after it
 
 
 class _Path(NamedTuple):
@@ -61,8 +72,10 @@ def mtp_drafter(
 
     def init(params: Params, rows: int, pool: PoolShape) -> DraftState:
         del params
-        last = jnp.zeros((rows, len(heads), config.hidden_size), jnp.dtype(config.dtype))
-        return MtpState(tuple(init_cache(head.pages, pool) for head in heads), last)
+        last, ends = (
+            jnp.zeros((count, len(heads), config.hidden_size), jnp.dtype(config.dtype)) for count in (rows, pool.pages)
+        )
+        return MtpState(tuple(init_cache(head.pages, pool) for head in heads), last, ends)
 
     def committed(state: MtpState, context: Context, head: int, before: Any = None) -> Past:
         """What a head's block attends to: its own slots."""
@@ -110,9 +123,11 @@ def mtp_drafter(
 
     def observe(params: Params, state: MtpState, context: Context, seen: Observation) -> DraftState:
         assert seen.features is not None
-        known, width = take_rows(state.last, context), seen.tokens.shape[1]
+        width = seen.tokens.shape[1]
+        end, there = kept_at_page_end(state.ends, context)
+        known = jnp.where(there[:, None, None], end, take_rows(state.last, context))
         index = jnp.arange(width, dtype=jnp.int32)[None, :]
-        caches, last, out = [], [], seen.features
+        caches, last, outs, out = [], [], [], seen.features
         for i, head in enumerate(heads):
             start = jnp.maximum(context.prefix_length - i, 0)
             absent = jnp.maximum(i - context.prefix_length, 0)  # tokens whose slots would lie before the text's start
@@ -130,7 +145,10 @@ def mtp_drafter(
             kept = jnp.where(jnp.isnan(newest[:, 0]), 0, length)
             caches.append(commit(state.caches[i], block, context.page_table, start, kept, after=newest))
             last.append(newest)  # a head without slots yet has none, and it is not read before it has one
-        return MtpState(tuple(caches), put_rows(state.last, jnp.stack(last, axis=1), context, seen))
+            own = jnp.maximum(index - absent[:, None], 0)[:, :, None]
+            outs.append(jnp.take_along_axis(out, own, axis=1))
+        ends = keep_at_page_ends(state.ends, jnp.stack(outs, axis=2), context, seen)
+        return MtpState(tuple(caches), put_rows(state.last, jnp.stack(last, axis=1), context, seen), ends)
 
     return growing_drafter(
         Mtp.algorithm, config.features, shape, confidence, init=init, propose=propose, observe=observe,

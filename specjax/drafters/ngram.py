@@ -26,7 +26,16 @@ from jax import Array
 from jaxtyping import Bool, Int32, UInt32
 
 from specjax.cache import PoolShape
-from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, take_rows
+from specjax.drafters.base import (
+    Context,
+    Drafter,
+    DraftState,
+    Observation,
+    Params,
+    keep_at_page_ends,
+    kept_at_page_end,
+    take_rows,
+)
 from specjax.drafters.options import Ngram
 from specjax.tree import NO_PARENT, NO_TOKEN, DraftTree, Pool, rerank
 
@@ -46,6 +55,7 @@ class NgramState(NamedTuple):
     tail: Int32[Array, "R"]  # ring position of the row's last committed token
     recent: Int32[Array, "R W1"]  # the row's last W - 1 committed tokens, NO_TOKEN before its start
     length: Int32[Array, "R"]  # tokens seen of the row; tells a new request from a continued one
+    ends: Int32[Array, "P W"]  # `tail` and `recent` at the last token of each page, for requests that start after it
 
 
 DEFAULT = Ngram()
@@ -59,7 +69,7 @@ def ngram_drafter(config: Ngram = DEFAULT) -> Drafter:
     buckets = 1 << max(config.capacity * min(sizes, 4) // WAYS - 1, 1).bit_length()
 
     def init(params: Params, rows: int, pool: PoolShape) -> DraftState:
-        del params, pool
+        del params
         return NgramState(
             tokens=jnp.full(config.capacity, NO_TOKEN, jnp.int32),
             next=jnp.full(config.capacity, NOWHERE, jnp.int32),
@@ -70,6 +80,7 @@ def ngram_drafter(config: Ngram = DEFAULT) -> Drafter:
             tail=jnp.full(rows, NOWHERE, jnp.int32),
             recent=jnp.full((rows, window - 1), NO_TOKEN, jnp.int32),
             length=jnp.zeros(rows, jnp.int32),
+            ends=jnp.full((pool.pages, window), NOWHERE, jnp.int32),
         )
 
     places, weak_places = config.width - 1, config.weak_width - 1
@@ -105,10 +116,17 @@ def ngram_drafter(config: Ngram = DEFAULT) -> Drafter:
 
 
 def _row_tail(state: NgramState, context: Context) -> tuple[Int32[Array, "B W1"], Int32[Array, "B"]]:
-    """The rows' last committed tokens and the ring position of the last; NO_TOKEN and NOWHERE for a new request."""
+    """The rows' last committed tokens and the ring position of the last; NO_TOKEN and NOWHERE for a new request. One
+    that starts with another's pages goes on from there, unless the ring has been overwritten since."""
     length, recent, tail = take_rows((state.length, state.recent, state.tail), context)
     goes_on = (length == context.prefix_length) & (context.prefix_length > 0)
-    return jnp.where(goes_on[:, None], recent, NO_TOKEN), jnp.where(goes_on, tail, NOWHERE)
+    end, there = kept_at_page_end(state.ends, context)
+    recent = jnp.where(goes_on[:, None], recent, jnp.where(there[:, None], end[:, 1:], NO_TOKEN))
+    at = jnp.maximum(end[:, 0], 0)
+    same = (state.salt[at] == context.salt) & (end[:, 0] != NOWHERE)
+    if recent.shape[1]:
+        same &= state.tokens[at] == end[:, -1]
+    return recent, jnp.where(goes_on, tail, jnp.where(there & same, end[:, 0], NOWHERE))
 
 
 def _window_hashes(backwards: Int32[Array, "W *X"], salt: UInt32[Array, ""]) -> UInt32[Array, "W *X"]:
@@ -264,6 +282,8 @@ def _append(state: NgramState, context: Context, seen: Observation, config: Ngra
 
     row = jnp.where(length > 0, context.slots, rows + jnp.arange(batch, dtype=jnp.int32))
     last = jnp.take_along_axis(at, jnp.maximum(length - 1, 0)[:, None], axis=1)[:, 0]
+    before = text[:, np.arange(1, width + 1)[:, None] + np.arange(window - 1)]  # [B, C, W - 1]: up to each token
+    ends = jnp.concatenate([at[:, :, None], before], axis=2)
     kept = jnp.take_along_axis(text, length[:, None] + jnp.arange(window - 1, dtype=jnp.int32)[None, :], axis=1)
     return NgramState(
         tokens=state.tokens.at[write].set(tokens, mode="drop"),
@@ -277,4 +297,5 @@ def _append(state: NgramState, context: Context, seen: Observation, config: Ngra
         tail=state.tail.at[row].set(last, mode="drop"),
         recent=state.recent.at[row].set(kept, mode="drop"),
         length=state.length.at[row].set(context.prefix_length + length, mode="drop"),
+        ends=keep_at_page_ends(state.ends, ends, context, seen),
     )
