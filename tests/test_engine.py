@@ -301,6 +301,7 @@ def test_an_abort_at_any_time_frees_everything():
     engine = shared_engine("NGRAM")
     kept = engine.generate([8] * 20, SamplingParams(max_new_tokens=20))
     for steps in range(8):
+        engine.flush_cache()
         ids = [engine.add([8] * 20, SamplingParams(max_new_tokens=20)).id for _ in range(6)]
         for _ in range(steps):
             engine.step()
@@ -557,7 +558,7 @@ def test_one_executable_for_a_bucket():
         seen |= engine.executables.compiled()
     assert sorted(key.width for key in seen if key.kind == "step") == [1, 2]
     assert sorted(key.width for key in seen if key.kind == "prefill") == [8]
-    assert seen == engine.executables.compiled() == set(engine.buckets.all_keys())
+    assert seen == engine.executables.compiled() == {key for key in engine.buckets.all_keys() if key.rows == 1}
     assert [key for key in engine.single_request_keys() if key.kind == "step"] == [Key("step", 1, 32)]
 
 
@@ -643,7 +644,7 @@ def test_chunks_cover_a_prompt_once(chunk):
         while sequence.prefilled < length:
             width = buckets.chunks_for(length - sequence.prefilled)[0]
             table = buckets.tables_for(2)[0]
-            packed = prefill_input(sequence, width, table, engine.pool.pages)
+            packed = prefill_input([sequence], 1, width, table, rows=4, pages=engine.pool.pages)
             tables = np.full((4, table + 3), engine.pool.pages, np.int32)
             inputs, tables = unpack_prefill(jnp.asarray(packed), jnp.asarray(tables), table, engine.pool.pages)
             assert tables[2].tolist() == [4, 5] + [engine.pool.pages] * (table + 1)
@@ -660,7 +661,8 @@ def test_all_executables_can_be_compiled_ahead(capsys):
     engine = make_engine(toy(), warm=False, max_running_requests=2)
     sequences = [engine.add([5] * 9, SamplingParams(max_new_tokens=3)) for _ in range(3)]
     first = engine.first_keys(sequences)
-    assert sorted((key.kind, key.width) for key in first) == [("prefill", 8), ("step", 2)]
+    assert sorted((key.kind, key.width) for key in first) == [("prefill", 8), ("prefill", 8), ("step", 2)]
+    assert sorted(key.rows for key in first) == [1, 1, 2]
     for sequence in sequences:
         engine.abort(sequence.id)
     engine.warm_up(progress=True)

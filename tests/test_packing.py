@@ -35,9 +35,13 @@ def test_page_tables_on_the_device_follow_the_pages_of_running_sequences():
             pages = rng.choice(PAGES, rng.integers(1, 5), replace=False).tolist()
             running[slot] = sequence = idle_sequence(slot=slot, pages=pages)
             width = int(rng.integers(len(pages), TABLE + 1))
-            inputs, tables = unpack_prefill(jnp.asarray(prefill_input(sequence, 4, width, PAGES)), tables, width, PAGES)
-            assert np.asarray(inputs.page_table).tolist() == [pages + [PAGES] * (width - len(pages))]
-            assert (inputs.slots.tolist(), inputs.active.tolist()) == ([slot], [True])
+            batch = int(rng.integers(1, 4))
+            packed = prefill_input([sequence], batch, 4, width, rows=ROWS, pages=PAGES)
+            inputs, tables = unpack_prefill(jnp.asarray(packed), tables, width, PAGES)
+            empty = [[PAGES] * width] * (batch - 1)
+            assert np.asarray(inputs.page_table).tolist() == [pages + [PAGES] * (width - len(pages)), *empty]
+            assert inputs.slots.tolist() == [slot, *range(ROWS + 1, ROWS + batch)]
+            assert inputs.active.tolist() == [True] + [False] * (batch - 1)
         elif running and rng.random() < 0.2:
             del running[rng.choice(list(running))]
         for sequence in running.values():

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
-from specjax.engine.scheduler import PageAllocator
+from specjax.engine.pages import PageAllocator
 
 PAGES = 7
 

@@ -16,6 +16,13 @@ BATCHES = {"cpu": (1, 4, 16, 48, 128, 256), "gpu": (1, 2, 4, 8, 16, 24, 32, 48, 
 SMALL_CHUNK = {"cpu": 64, "gpu": 256}
 CHUNK = {"cpu": 512, "gpu": 2048}  # on a CPU a forward's cost grows from 64 on: wider chunks only save overhead
 
+PROMPTS = 8  # small chunks that one forward takes
+FINE_CHUNK = {"cpu": 16}  # for prompts beside running requests; on a GPU a small chunk costs what this would
+FREE_TOKENS = {"cpu": 12, "gpu": 256}  # a forward of as many costs about twice what a forward of one token costs
+PACE = 2
+"""Beside running requests, a prefill costs at most this many of their steps, or as many for each prompt that waits for
+one of them: the streams go on, and where many wait for few, the few wait for the many."""
+
 BLOCK_TOKENS = {"cpu": 64, "gpu": 256}
 """Most tree nodes that a step checks over its whole batch, unless the user has chosen the trees' width: larger batches
 draft less, and the largest not at all. On a CPU checking 64 tokens costs six times as much as one; on a GPU
@@ -36,38 +43,59 @@ class Key(NamedTuple):
     kind: str  # "step" or "prefill"
     width: int
     table: int
+    rows: int = 1  # prompts of a prefill
 
     def __str__(self) -> str:
         size = f"step of {self.width} requests" if self.kind == "step" else f"prefill of {self.width} tokens"
-        return f"a {size} with {self.table} pages each"
+        each = f" of each of {self.rows} prompts" if self.rows > 1 else ""
+        return f"a {size}{each} with {self.table} pages each"
+
+    def needs_no_less(self, other: Key) -> bool:
+        """Whether it holds at least as much in each respect."""
+        return self.kind == other.kind and all(mine >= its for mine, its in zip(self[1:], other[1:], strict=True))
 
 
 @dataclass(frozen=True)
 class Buckets:
     batches: tuple[int, ...]  # more requests than the last are served in parts
-    chunks: tuple[int, ...]  # one or two
+    chunks: tuple[int, ...]  # of one prompt: one or two
+    packs: tuple[tuple[int, int], ...]  # other prefills that are worth a program: prompts, tokens of each
     tables: tuple[int, ...]
     widths: tuple[int, ...]  # of the drafter's trees
     block_tokens: int | None  # None: no limit
     several_widths: bool = True  # whether a step may choose among several tree widths; else each batch has its own
+    free_tokens: int = FREE_TOKENS["cpu"]
 
     @classmethod
     def build(
-        cls, platform: str, drafter: Drafter, *, rows: int, request_pages: int, chunk: int | None = None
+        cls,
+        platform: str,
+        drafter: Drafter,
+        *,
+        rows: int,
+        request_pages: int,
+        chunk: int | None = None,
+        prefill: int | None = None,
     ) -> Buckets:
         """For batches of up to `rows` requests that may hold `request_pages` pages. A width set explicitly is never
-        reduced."""
+        reduced. `chunk`, `prefill`: the most tokens of a prompt and of all prompts in one forward."""
         kind = "cpu" if platform == "cpu" else "gpu"
         most = (HEAD_BLOCK_TOKENS if drafter.runs_model else BLOCK_TOKENS)[kind]
-        largest = min(chunk or CHUNK[kind], CHUNK[kind])
+        largest = min(chunk or CHUNK[kind], prefill or CHUNK[kind], CHUNK[kind])
+        small = min(SMALL_CHUNK[kind], largest)
+        packs = [(1, fine)] if (fine := FINE_CHUNK.get(kind, small)) < small else []
+        if (prompts := min(PROMPTS, rows, (prefill or PROMPTS * small) // small)) > 1:
+            packs.append((prompts, small))
         return cls(
             batches=(*(b for b in BATCHES[kind] if b < rows), rows),
-            chunks=tuple(sorted({min(SMALL_CHUNK[kind], largest), largest})),
+            chunks=tuple(sorted({small, largest})),
+            packs=tuple(packs),
             tables=(request_pages,) if request_pages <= TABLE else (TABLE, request_pages),
             widths=tree_widths(drafter),
             block_tokens=None if drafter.explicit_width else most,
             # On a GPU a wide tree costs what a narrow one costs, and choosing would ask the host.
             several_widths=kind == "cpu",
+            free_tokens=FREE_TOKENS[kind],
         )
 
     def batch(self, count: int) -> int:
@@ -80,6 +108,52 @@ class Buckets:
     def chunks_for(self, tokens: int) -> tuple[int, ...]:
         """Chunk widths for `tokens` remaining ones, the best first: the large one only if most of it is used."""
         return self.chunks[::-1] if tokens > self.chunks[-1] - self.chunks[0] else self.chunks
+
+    def room_beside(self, running: int, waiting: int) -> int | None:
+        """The most tokens of a prefill beside `running` requests while `waiting` prompts wait; see `PACE`. None: no
+        limit."""
+        if not running:
+            return None
+        batch = self.batch(min(running, self.batches[-1]))
+        step = self.free_tokens + batch * self.tree_widths(batch)[-1]
+        return int(PACE * step * max(1.0, waiting / running)) - self.free_tokens
+
+    def prefill_keys(self, left: list[int], pages: list[int], most: int | None, compiled: set[Key]) -> Iterator[Key]:
+        """Programs for the next chunk of the first of some prompts, or of the first few, the best first.
+
+        1. Compiled ones of at most `most` tokens (None: any number), those first that save the most: what the same
+           tokens would cost in programs of one prompt, over their own cost. Where there is no limit and the chunk that
+           suits the first prompt is not compiled, only those for several prompts.
+        2. Those for one prompt alone, which are compiled where they must be.
+
+        Args:
+            left: tokens that the prompts still need, in the order of their turn.
+            pages: that they hold.
+        """
+        chunks = self.chunks_for(left[0]) if most is None else self.chunks
+        single = [Key("prefill", chunk, table) for table in self.tables_for(pages[0]) for chunk in chunks]
+        shapes = [(1, chunk) for chunk in self.chunks] + [*self.packs]
+        keys = [Key("prefill", chunk, self.tables_for(max(pages[:rows]))[0], rows) for rows, chunk in shapes]
+        found = [key for key in keys if key in compiled and (most is None or key.rows * key.width <= most)]
+        widths = [key.width for key in found if key.rows == 1] or [single[0].width]
+
+        def cost(rows: int, width: int) -> int:
+            return rows * width + self.free_tokens
+
+        def alone(tokens: int) -> float:
+            """What a token of a prompt costs that needs so many."""
+            return min(cost(1, width) / min(tokens, width) for width in widths)
+
+        each = [alone(tokens) for tokens in left[: max(key.rows for key in found)]] if found else []
+
+        def saving(key: Key) -> float:
+            parts = zip(left[: key.rows], each, strict=False)
+            return sum(min(tokens, key.width) * otherwise for tokens, otherwise in parts) / cost(key.rows, key.width)
+
+        if most is None and single[0] not in compiled:
+            found = [key for key in found if key.rows > 1 and saving(key) > 1]
+        yield from sorted(found, key=saving, reverse=True)
+        yield from single
 
     # Drafting
 
@@ -121,7 +195,8 @@ class Buckets:
         first, *others = self.batches
         batches = self.batches if self.several_widths or not others else (first, others.pop(), *others)
         sizes = [("prefill", chunk) for chunk in self.chunks] + [("step", batch) for batch in batches]
-        return [Key(*size, table) for size in sizes for table in self.tables]
+        packs = [Key("prefill", chunk, table, rows) for rows, chunk in self.packs for table in self.tables]
+        return [*(Key(*size, table) for size in sizes for table in self.tables), *packs]
 
     def first_keys(self, sequences: Iterable[Sequence], page_size: int) -> list[Key]:
         """Programs that these sequences will certainly need, if they are all that runs."""
@@ -133,6 +208,9 @@ class Buckets:
                 width = self.chunks_for(left)[0]
                 keys[Key("prefill", width, table)] = None
                 left -= width
+        for rows, chunk in self.packs:
+            if 1 < rows <= len(sequences):
+                keys[Key("prefill", chunk, table, rows)] = None
         most = min(len(sequences), self.batches[-1])
         return [*keys, *(Key("step", batch, table) for batch in self.shrinking(most))]
 

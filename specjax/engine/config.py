@@ -9,6 +9,7 @@ from specjax.cache import PoolShape, bytes_per_token
 from specjax.devices import Memory, this_memory
 from specjax.drafters.base import Drafter, Params
 from specjax.engine.buckets import Buckets
+from specjax.engine.scheduler import Policy
 from specjax.limits import check, limited
 from specjax.models.target import Target
 from specjax.state import init_state
@@ -33,6 +34,9 @@ class EngineConfig:
     max_total_tokens: int | None = limited(None, 1)  # of the pool; None: fits the device
     context_length: int | None = limited(None, 1)  # None: the model's
     chunked_prefill_size: int | None = limited(None, 1)  # None: 512 on a CPU, 2048 on a GPU
+    max_prefill_tokens: int | None = limited(None, 1)  # of all prompts in a forward; None: 512, on a GPU 2048
+    schedule_policy: Policy = "fcfs"  # or lpm: first those whose prompt is in the prefix cache; see `Scheduler`
+    prefix_cache: bool = True  # keep the pages of earlier texts, and use them for requests that start alike
     mem_fraction: float = limited(0.85, above=0, maximum=1)  # of a GPU's memory, for weights and KV pool
     overlap: bool = True  # dispatch a step before the last one is read
     trace: bool = False  # keep each step's tree, in `Completion.trees`
@@ -136,4 +140,5 @@ class Layout(NamedTuple):
         pool = PoolShape(max(tokens // size, 1), size)
         request_pages = min(-(-context_length // size), pool.pages)
         rows, chunk = config.largest_batch, config.chunked_prefill_size
-        return cls(pool, Buckets.build(platform, drafter, rows=rows, request_pages=request_pages, chunk=chunk))
+        sizes = {"request_pages": request_pages, "chunk": chunk, "prefill": config.max_prefill_tokens}
+        return cls(pool, Buckets.build(platform, drafter, rows=rows, **sizes))

@@ -53,6 +53,7 @@ class _InFlight(NamedTuple):
     key: Key
     output: Output
     sequences: list[Sequence]
+    prefilled: list[int] | None = None  # by a prefill: tokens of each sequence that are in pages after it
 
 
 class Engine:
@@ -86,7 +87,10 @@ class Engine:
         tokens = pool_tokens(target, config, self.context_length, self.platform, drafter, params)
         self.pool, self.buckets = Layout.of(config, self.context_length, tokens, self.platform, drafter)
         lookahead = (2 if config.overlap else 1) * (drafter.depth + 1)
-        self.scheduler = Scheduler(rows=rows, pages=self.pool.pages, page_size=size, lookahead=lookahead)
+        self.scheduler = Scheduler(
+            rows=rows, pages=self.pool.pages, page_size=size, lookahead=lookahead,
+            reuse=config.prefix_cache, policy=config.schedule_policy,
+        )  # fmt: skip
         self._new_pages = -(-lookahead // size)  # most pages that a row may get between two steps
         shapes = jax.eval_shape(self._new_state)
         variants = {"verify": verify, "trace": config.trace, "time_phases": config.time_phases}
@@ -187,7 +191,7 @@ class Engine:
         """Sends all running requests back to the queue. They go on later with the same text: tokens that have not been
         read are drawn again."""
         self._in_flight.clear()
-        self.scheduler.retract_all()
+        self.scheduler.start_over()
         if self.device.poisoned:
             self.device.renew()
 
@@ -238,6 +242,7 @@ class Engine:
                 self.end(sequence, message)
             self._in_flight.clear()
             self._unreported.clear()
+            self.scheduler.start_over()
             self.device.renew()
             self._inconsistent = False
             return ended
@@ -286,25 +291,33 @@ class Engine:
         for sequence in self.scheduler.admit():
             admit = self.executables.admit(resumed=bool(sequence.output))
             self.device.update(admit, admission(sequence, self.vocab_size))
+            self.counters.prefilled_sequences += 1
+            self.counters.cached_tokens += sequence.prefilled
 
     def _launch_prefill(self) -> int:
-        """Dispatches the next chunk of the oldest prompt that is not all dispatched. Returns the programs launched."""
-        sequence = next((s for s in self.scheduler.active if s.status is Status.PREFILLING), None)
-        if sequence is None:
+        """Dispatches the next chunk of one prompt or of several. Returns the programs launched."""
+        if not (prompts := self.scheduler.prefilling()):
             return 0
-        left, pages = len(sequence.context) - sequence.prefilled, len(sequence.pages)
-        tables, chunks = self.buckets.tables_for(pages), self.buckets.chunks_for(left)
-        key, program = self.executables.first_usable(Key("prefill", c, t) for t in tables for c in chunks)
-        inputs = prefill_input(sequence, key.width, key.table, self.pool.pages)
-        self._in_flight.append(_InFlight(key, self.device.run(key, program, inputs), [sequence]))
-        length = min(left, key.width)
-        self.counters.prefilled_sequences += sequence.prefilled == 0
-        self.counters.prefilled_tokens += length
-        sequence.prefilled += length
-        if sequence.prefilled == len(sequence.context):
-            # The device knows the first token; the host may learn it later.
-            sequence.status = Status.RUNNING
-            sequence.committed = sequence.prefilled
+        running = len(self.scheduler.active) - len(prompts)
+        most = self.buckets.room_beside(running, len(prompts) + len(self.scheduler.waiting))
+        left = [len(sequence.context) - sequence.prefilled for sequence in prompts]
+        pages = [len(sequence.pages) for sequence in prompts]
+        keys = self.buckets.prefill_keys(left, pages, most, self.executables.compiled())
+        key, program = self.executables.first_usable(keys)
+        part = prompts[: key.rows]
+        inputs = prefill_input(
+            part, key.rows, key.width, key.table, rows=self.config.max_running_requests, pages=self.pool.pages
+        )
+        output = self.device.run(key, program, inputs)
+        for sequence, tokens in zip(part, left, strict=False):
+            length = min(tokens, key.width)
+            self.counters.prefilled_tokens += length
+            sequence.prefilled += length
+            if length == tokens:
+                # The device knows the first token; the host may learn it later.
+                sequence.status = Status.RUNNING
+                sequence.committed = sequence.prefilled
+        self._in_flight.append(_InFlight(key, output, part, [sequence.prefilled for sequence in part]))
         return 1
 
     def _launch_decode(self) -> int:
@@ -347,9 +360,16 @@ class Engine:
         verified = flight.key.kind == "step"
         drafts = verified and self.buckets.drafts(flight.key.width)
         for i, sequence in enumerate(flight.sequences):
-            if sequence.status is Status.FINISHED or not (read.tokens[i] or read.finish[i] == NOT_FINITE):
+            if sequence.status is Status.FINISHED:
+                continue
+            if flight.prefilled is not None and read.finish[i] != NOT_FINITE:
+                sequence.certain = flight.prefilled[i]
+                self.scheduler.store(sequence)
+            if not (read.tokens[i] or read.finish[i] == NOT_FINITE):
                 continue
             kept = take(sequence, read, flight.output, i, verified=verified)
+            if verified and read.finish[i] != NOT_FINITE:
+                sequence.certain = sequence.committed
             self.counters.generated += kept
             if verified and read.tokens[i]:
                 self.counters.verifications += 1
@@ -381,19 +401,23 @@ class Engine:
     def single_request_keys(self) -> list[Key]:
         """Executables that one request at a time needs."""
         smallest = self.buckets.batches[0]
-        return [key for key in self.buckets.all_keys() if key.kind == "prefill" or key.width == smallest]
+        keys = self.buckets.all_keys()
+        prefills = [key for key in keys if key.kind == "prefill" and key.rows == 1 and key.width in self.buckets.chunks]
+        return [*prefills, *(key for key in keys if key.kind == "step" and key.width == smallest)]
 
     def first_keys(self, sequences: Iterable[Sequence]) -> list[Key]:
         """Executables that these sequences will need, if they are all that runs."""
         return self.buckets.first_keys(sequences, self.pool.page_size)
 
     def flush_cache(self) -> bool:
-        """Clears the drafter's memory of finished requests. While a request runs it does nothing and returns False."""
+        """Clears the prefix cache and the drafter's memory of finished requests. While a request runs it does nothing
+        and returns False."""
         with self.lock:
             if self.scheduler.unfinished:
                 return False
             with self._guarded():
                 self._collect_all_but(0)  # steps dispatched ahead for requests that have ended
+            self.scheduler.prefix.clear()
             rows = self.config.max_running_requests
             draft = self.drafter.init(self.params, rows, self.pool)
             self.device.update(lambda state: state._replace(decode=state.decode._replace(draft=draft)))

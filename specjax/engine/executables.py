@@ -205,7 +205,7 @@ class Executables:
         """`fail` for a program that ran out of memory, and for all that need more. Raises Unavailable if none needs
         less; nothing is remembered then: memory may come back."""
         alike = [other for other in {key, *self._buckets.all_keys()} if other.kind == key.kind]
-        larger = [other for other in alike if other.width >= key.width and other.table >= key.table]
+        larger = [other for other in alike if other.needs_no_less(key)]
         if all(other in larger or self.has_failed(other) for other in alike):
             raise Unavailable(f"no memory for {key}, and there is nothing smaller: {_first_line(error)}") from error
         for other in larger:
@@ -296,7 +296,11 @@ class Executables:
             function, unpack, shape = speculate_step, partial(unpack_step, **width), (key.width, 2 + self.new_pages)
         else:
             fixed["config"] = StepConfig()
-            function, unpack, shape = prefill_step, partial(unpack_prefill, **width), (3 + key.width + key.table,)
+            function, unpack, shape = (
+                prefill_step,
+                partial(unpack_prefill, **width),
+                (key.rows, 3 + key.width + key.table),
+            )
         fixed["drafter"] = fixed["drafter"]._replace(resize=None)  # nothing to trace, but a part of the program's name
         arguments: Any = (self._params, self._state, jax.ShapeDtypeStruct(shape, np.int32))
         if self.phase_times is not None and key.kind == "step":

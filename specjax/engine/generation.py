@@ -49,6 +49,7 @@ class StreamChunk(NamedTuple):
     output_ids: list[int]
     completion: Completion | None
     logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens whose text is all sent, if requested
+    cached_tokens: int = 0  # of the prompt, taken from the prefix cache
 
 
 def take_delta(sequence: Sequence, index: int) -> StreamChunk | None:
@@ -60,8 +61,9 @@ def take_delta(sequence: Sequence, index: int) -> StreamChunk | None:
     text = sequence.stream.text[sequence.sent : settled]
     tokens = sequence.output[sequence.sent_tokens :]
     sequence.sent, sequence.sent_tokens = settled, len(sequence.output)
+    cached, done = sequence.cached or 0, completion(sequence) if finished else None
     if not sequence.wants_logprobs:
-        return StreamChunk(index, text, tokens, completion(sequence) if finished else None)
+        return StreamChunk(index, text, tokens, done, cached_tokens=cached)
     ends, final = sequence.stream.ends, sequence.stream.final_tokens
     # Text that is held back holds back its tokens; a character of several tokens comes with the last.
     logprobs = tuple(
@@ -70,7 +72,7 @@ def take_delta(sequence: Sequence, index: int) -> StreamChunk | None:
         if finished or (i < final and ends[i] <= settled)
     )
     sequence.sent_logprobs += len(logprobs)
-    return StreamChunk(index, text, tokens, completion(sequence) if finished else None, logprobs)
+    return StreamChunk(index, text, tokens, done, logprobs, cached)
 
 
 class EngineError(RuntimeError):

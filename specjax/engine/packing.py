@@ -4,7 +4,7 @@ Each array that is sent costs a copy of its own, and page tables hardly change b
 page tables, [R, T], and a step's input has only the pages that are new:
 
     step        [B, 2 + K]           slot, the number of pages that the device knows, K new pages (NO_PAGE: none)
-    prefill     [3 + C + T']         slot, length, next token, C tokens, all T' <= T pages of the row
+    prefill     [B, 3 + C + T']      slot, length, next token, C tokens, all T' <= T pages of the row
     admission   [1 + W + V/32]       slot, the fields of a `Row` bit for bit, whether each token is in the prompt
                 [... + V]            and, for a resumed request, how often each token has been emitted
 """
@@ -63,29 +63,38 @@ def unpack_step(packed: Int32[Array, "B X"], tables: Int32[Array, "R T"], width:
     return StepInput(slots, page_table, active), tables
 
 
-def prefill_input(sequence: Sequence, width: int, table: int, pages: int) -> np.ndarray:
-    """Input for the next chunk of a sequence's context, in `width` tokens and `table` pages: int32 [3 + width + table].
-    The last chunk draws, unless the sequence is a resumed one. `pages` is P."""
-    context = sequence.context
-    length = min(len(context) - sequence.prefilled, width)
-    end = sequence.prefilled + length
-    after = context[end] if end < len(context) else sequence.forced_token
-    packed = np.zeros(3 + width + table, np.int32)
-    packed[:3] = cast(int, sequence.slot), length, NO_FORCED_TOKEN if after is None else after
-    packed[3 : 3 + length] = context[sequence.prefilled : end]
-    packed[3 + width :] = pages
-    packed[3 + width : 3 + width + len(sequence.pages)] = sequence.pages
-    sequence.placed = len(sequence.pages)
+def prefill_input(
+    sequences: list[Sequence], batch: int, width: int, table: int, *, rows: int, pages: int
+) -> np.ndarray:
+    """Input for the next chunk of each sequence's context, in `width` tokens and `table` pages, for a bucket of `batch`
+    entries: int32 [batch, 3 + width + table].
+
+    The last chunk of a context draws, unless the sequence is a resumed one. Empty entries get slots from R = `rows` on.
+    `pages` is P.
+    """
+    packed = np.zeros((batch, 3 + width + table), np.int32)
+    packed[:, 0] = range(rows, rows + batch)
+    packed[:, 3 + width :] = pages
+    for i, sequence in enumerate(sequences):
+        context = sequence.context
+        length = min(len(context) - sequence.prefilled, width)
+        end = sequence.prefilled + length
+        after = context[end] if end < len(context) else sequence.forced_token
+        packed[i, :3] = cast(int, sequence.slot), length, NO_FORCED_TOKEN if after is None else after
+        packed[i, 3 : 3 + length] = context[sequence.prefilled : end]
+        packed[i, 3 + width : 3 + width + len(sequence.pages)] = sequence.pages
+        sequence.placed = len(sequence.pages)
     return packed
 
 
-def unpack_prefill(packed: Int32[Array, "X"], tables: Int32[Array, "R T"], width: int, pages: int) -> Any:
-    """The `PrefillInput` of one row with a page table of `width`, and the tables of all rows with this one."""
-    slot, length, after = packed[:1], packed[1:2], packed[2:3]
-    tokens, row = packed[None, 3:-width], packed[-width:]
-    whole = jnp.pad(row, (0, tables.shape[1] - width), constant_values=pages)
-    tables = tables.at[slot].set(whole[None], mode="drop")
-    return PrefillInput(slot, row[None], jnp.ones(1, bool), tokens, length, after), tables
+def unpack_prefill(packed: Int32[Array, "B X"], tables: Int32[Array, "R T"], width: int, pages: int) -> Any:
+    """The `PrefillInput` with page tables of `width`, and the tables of all rows with these."""
+    slots, length, after = packed[:, 0], packed[:, 1], packed[:, 2]
+    tokens, own = packed[:, 3:-width], packed[:, -width:]
+    whole = jnp.pad(own, ((0, 0), (0, tables.shape[1] - width)), constant_values=pages)
+    active = slots < tables.shape[0]
+    tables = tables.at[slots].set(whole, mode="drop", unique_indices=True)
+    return PrefillInput(slots, own, active, tokens, length, after), tables
 
 
 def admission(sequence: Sequence, vocab_size: int) -> np.ndarray:
@@ -101,6 +110,7 @@ def admission(sequence: Sequence, vocab_size: int) -> np.ndarray:
         draft_limit=NO_DRAFT_LIMIT if params.speculate else 0,
         logprobs=params.logprobs is not None,
         salt=sequence.salt,
+        prefix_length=sequence.prefilled,
         top_k=min(params.top_k, vocab_size),
         min_tokens=params.min_new_tokens,
         stop_ids=sequence.device_stops,

@@ -228,7 +228,8 @@ def temporary_bytes(outline: Outline, buckets: Buckets, platform: str, devices: 
         return tokens * (lasting + max(passing, scores)) + logits_bytes(rows, model.vocab_size, platform)
 
     steps = [batch * buckets.tree_widths(batch)[-1] for batch in buckets.batches]
-    return max(*(held(nodes, nodes) for nodes in steps), *(held(chunk, 1) for chunk in buckets.chunks))
+    prefills = [(1, chunk) for chunk in buckets.chunks] + [*buckets.packs]
+    return max(*(held(nodes, nodes) for nodes in steps), *(held(rows * chunk, rows) for rows, chunk in prefills))
 
 
 @lru_cache(16)

@@ -4,65 +4,45 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from itertools import chain
+from typing import Literal, TypeAlias
 
+from specjax.engine.pages import Node, PageAllocator, PrefixCache
 from specjax.engine.sequence import Sequence, Status
 
+Policy: TypeAlias = Literal["fcfs", "lpm"]
 
-class PageAllocator:
-    """Pages 0 .. P-1 of the pool, each free or held once."""
+PATIENCE = 4
+"""Every so many prefills the oldest prompt comes first, the others the shortest rest first: so a long prompt gets at
+least a quarter of the prefills, and a short one waits for no more than one chunk of it."""
 
-    def __init__(self, pages: int) -> None:
-        if pages < 1:
-            raise ValueError(f"a pool needs at least one page, got {pages}")
-        self._free = list(range(pages - 1, -1, -1))
-        self._held = set[int]()
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
-
-    def allocate(self, count: int) -> list[int] | None:
-        """`count` pages, or None (and no change) if there are not that many."""
-        if count < 0:
-            raise ValueError(f"cannot allocate {count} pages")
-        if count > len(self._free):
-            return None
-        taken = [self._free.pop() for _ in range(count)]
-        self._held.update(taken)
-        return taken
-
-    def release(self, pages: Iterable[int]) -> None:
-        """Frees these pages. Raises ValueError for one that is free."""
-        for page in pages:
-            if page not in self._held:
-                raise ValueError(f"page {page} is released twice")
-            self._held.remove(page)
-            self._free.append(page)
-
-    def check_integrity(self, held: Iterable[Iterable[int]]) -> None:
-        """Checks that exactly the pages in these lists are held. Raises AssertionError if a page leaked, or is free and
-        held, or held or free twice."""
-        pages = sorted(chain.from_iterable(held))
-        assert pages == sorted(self._held), f"held: {pages}, known: {sorted(self._held)}"
-        assert sorted([*self._free, *pages]) == list(range(len(self._free) + len(pages))), (
-            "a page is lost or free twice"
-        )
+OVERTAKEN = 64  # with lpm, a request that so many later ones have overtaken comes first
+LONG_QUEUE = 128  # with lpm, longer queues are served in order: each request would be matched at each step
 
 
 class Scheduler:
-    """First come, first served. A sequence is admitted when a slot and pages for its context are free.
+    """Admits sequences when a slot and pages for their context are free, and decides whose prompt comes next.
 
-    `lookahead` is the number of tokens that steps not yet read may commit, 2 (D + 1) when steps are dispatched ahead.
+    fcfs admits in order of arrival; lpm those first of whose prompt the most is in the prefix cache, but none is
+    overtaken more than `OVERTAKEN` times. A sequence whose next page of the prompt is being computed for another one
+    waits for that page.
+
+    Args:
+        lookahead: tokens that steps not yet read may commit, 2 (D + 1) when steps are dispatched ahead.
+        reuse: whether there is a prefix cache.
     """
 
-    def __init__(self, *, rows: int, pages: int, page_size: int, lookahead: int) -> None:
+    def __init__(
+        self, *, rows: int, pages: int, page_size: int, lookahead: int, reuse: bool = True, policy: Policy = "fcfs"
+    ) -> None:
         self.allocator = PageAllocator(pages)
+        self.prefix = PrefixCache(self.allocator, page_size)
         self.page_size = page_size
         self.lookahead = lookahead
         self.waiting: deque[Sequence] = deque()
         self.active: list[Sequence] = []  # with a slot, oldest arrival first
+        self._reuse, self._policy = reuse, policy
         self._slots = list(range(rows - 1, -1, -1))
+        self._turn = 0
         self.retractions = 0
 
     @property
@@ -70,29 +50,37 @@ class Scheduler:
         return bool(self.waiting or self.active)
 
     def add(self, sequence: Sequence) -> None:
+        self._read(sequence)
         self.waiting.append(sequence)
 
     def admit(self) -> list[Sequence]:
-        """Gives slots and pages to waiting sequences, in order, until one does not fit."""
-        admitted = []
-        while self.waiting and self._slots:
-            sequence = self.waiting[0]
-            need = self._pages_for(sequence, len(sequence.context))
-            # One page for each running sequence stays free, or the newcomer would be retracted again at once.
-            if self.allocator.free < need + len(self.active):
+        """Gives slots and pages to waiting sequences, until one does not fit."""
+        admitted: list[Sequence] = []
+        for sequence in self._ordered() if self._slots and self.waiting else ():
+            if not self._slots:
                 break
-            pages = self.allocator.allocate(need)
-            assert pages is not None
-            self.waiting.popleft()
-            sequence.slot, sequence.pages = self._slots.pop(), pages
-            sequence.status, sequence.prefilled, sequence.committed = Status.PREFILLING, 0, 0
-            self.active.append(sequence)
-            self.active.sort(key=lambda s: s.arrival)
+            nodes = self.prefix.match(sequence.salt_key, sequence.texts)
+            if self._in_the_making(sequence, len(nodes)):
+                continue
+            if not self._place(sequence, nodes):
+                break
+            self.waiting.remove(sequence)
+            for other in self.waiting:
+                other.overtaken += other.arrival < sequence.arrival
             admitted.append(sequence)
         return admitted
 
     def running(self) -> list[Sequence]:
         return [s for s in self.active if s.status is Status.RUNNING]
+
+    def prefilling(self) -> list[Sequence]:
+        """The sequences whose prompt is not all dispatched, in the order of their turn; see `PATIENCE`."""
+        found = [s for s in self.active if s.status is Status.PREFILLING]
+        if len(found) > 1:
+            self._turn += 1
+            if self._turn % PATIENCE:
+                found.sort(key=lambda s: (len(s.context) - s.prefilled, s.arrival))
+        return found
 
     def reserve(self, sequences: Iterable[Sequence]) -> bool:
         """Reserves pages for all that these may commit before the next step is read. False: there are not enough."""
@@ -102,11 +90,32 @@ class Scheduler:
             missing = self._pages_for(sequence, sequence.committed) - len(sequence.pages)
             if missing <= 0:
                 continue
-            pages = self.allocator.allocate(missing)
+            pages = self._allocate(missing)
             if pages is None:
                 return False
             sequence.pages.extend(pages)
+            sequence.own.update(pages)
         return True
+
+    def store(self, sequence: Sequence, *, leaves: bool = False) -> None:
+        """Gives the full pages of what is certainly committed to the prefix cache.
+
+        A page whose text is there already stays the sequence's own. The pages after it are given when it `leaves`:
+        until then they would keep both.
+        """
+        if not self._reuse:
+            return
+        known = [*sequence.prompt, *sequence.output][: sequence.certain]
+        size = self.page_size
+        for i in range(sequence.stored, len(known) // size):
+            text = tuple(known[i * size : (i + 1) * size])
+            if not leaves and self.prefix.holds(sequence.salt_key, sequence.node, text):
+                return
+            page = sequence.pages[i]
+            sequence.node, taken = self.prefix.insert(sequence.salt_key, sequence.node, text, page)
+            if taken:
+                sequence.own.remove(page)
+            sequence.stored += 1
 
     def retract_youngest(self) -> None:
         """Sends the youngest back to the head of the queue. Its output is kept and never drawn again.
@@ -117,10 +126,13 @@ class Scheduler:
         self.retractions += 1
         self._retract()
 
-    def retract_all(self) -> None:
-        """Sends all back to the queue, in order of arrival. What was not read of their output is drawn again."""
+    def start_over(self) -> None:
+        """After the pages' contents are lost: sends all back to the queue, in order of arrival, and forgets all
+        prefixes. What was not read of their output is drawn again."""
         while self.active:
+            self.active[-1].certain = 0
             self._retract()
+        self.prefix.clear()
 
     def finish(self, sequence: Sequence) -> None:
         """Slot and pages back, whatever the sequence was doing. Steps in flight run before any that reuse them."""
@@ -132,24 +144,87 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Checks that every page and slot is where it should be. Raises AssertionError if one is not."""
-        self.allocator.check_integrity(sequence.pages for sequence in self.active)
+        self.allocator.check_integrity([self.prefix.pages, *(sequence.own for sequence in self.active)])
+        self.prefix.check_integrity(s.node for s in self.active if s.node is not None)
+        cached = set(self.prefix.pages)
+        for sequence in self.active:
+            assert len(set(sequence.pages)) == len(sequence.pages), f"{sequence.id} has a page twice"
+            assert set(sequence.pages) <= cached | sequence.own, f"{sequence.id} uses a page that nobody keeps for it"
         slots = [sequence.slot for sequence in self.active]
         assert len(set(slots)) == len(slots), f"two sequences share a slot: {slots}"
         assert not set(slots) & set(self._slots), "a slot is free and taken"
         assert all(s.slot is None and not s.pages for s in self.waiting), "a waiting sequence holds a slot or pages"
 
+    # Parts
+
+    def _ordered(self) -> list[Sequence]:
+        waiting = list(self.waiting)
+        if self._policy == "fcfs" or len(waiting) > LONG_QUEUE:
+            return waiting
+
+        def rank(sequence: Sequence) -> tuple[bool, int, int]:
+            late = sequence.overtaken >= OVERTAKEN
+            known = 0 if late else len(self.prefix.match(sequence.salt_key, sequence.texts))
+            return not late, -known, sequence.arrival
+
+        return sorted(waiting, key=rank)
+
+    def _in_the_making(self, sequence: Sequence, known: int) -> bool:
+        """Whether the page after the `known` ones is being computed for another sequence."""
+        wanted = sequence.texts[: known + 1]
+        if len(wanted) <= known:
+            return False
+        others = (s for s in self.active if s.status is Status.PREFILLING or s.certain < len(s.prompt))
+        return any(s.salt_key == sequence.salt_key and s.texts[: known + 1] == wanted for s in others)
+
+    def _place(self, sequence: Sequence, nodes: list[Node]) -> bool:
+        """Gives a slot and pages to a sequence that starts with the pages of `nodes`. False: there are too few."""
+        need = self._pages_for(sequence, len(sequence.context)) - len(nodes)
+        free = self.allocator.free + self.prefix.evictable - sum(not node.locks for node in nodes)
+        # One page for each running sequence stays free, or the newcomer would be retracted again at once.
+        if free < need + len(self.active):
+            return False
+        sequence.node = nodes[-1] if nodes else None
+        self.prefix.lock(sequence.node)
+        own = self._allocate(need)
+        assert own is not None
+        sequence.slot, sequence.pages, sequence.own = self._slots.pop(), [*(n.page for n in nodes), *own], set(own)
+        sequence.stored, reused = len(nodes), len(nodes) * self.page_size
+        sequence.status, sequence.prefilled, sequence.certain = Status.PREFILLING, reused, reused
+        sequence.committed = 0
+        if sequence.cached is None:
+            sequence.cached = reused
+        self.active.append(sequence)
+        self.active.sort(key=lambda s: s.arrival)
+        return True
+
+    def _allocate(self, count: int) -> list[int] | None:
+        """Pages, for which those of the prefix cache are evicted that no sequence uses."""
+        if (missing := count - self.allocator.free) > 0:
+            self.prefix.evict(missing)
+        return self.allocator.allocate(count)
+
     def _retract(self) -> None:
         sequence = self.active[-1]
         self._leave(sequence)
         sequence.status = Status.WAITING
+        self._read(sequence)
         self.waiting.appendleft(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        self.allocator.release(sequence.pages)
+        self.store(sequence, leaves=True)
+        self.prefix.unlock(sequence.node)
+        self.allocator.release(sequence.own)
         assert sequence.slot is not None
         self._slots.append(sequence.slot)
-        sequence.slot, sequence.pages = None, []
+        sequence.slot, sequence.pages, sequence.own, sequence.node = None, [], set(), None
         self.active.remove(sequence)
+
+    def _read(self, sequence: Sequence) -> None:
+        """Notes the texts of the pages that another request may have left. The last token is always computed: what
+        follows is drawn from it."""
+        context = sequence.context
+        sequence.texts = self.prefix.texts(context, len(context) - 1) if self._reuse else []
 
     def _pages_for(self, sequence: Sequence, committed: int) -> int:
         """Pages for all that may be committed before the next step is read."""

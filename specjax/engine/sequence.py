@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
+from specjax.engine.pages import Node, Text
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.text import TextStream
 from specjax.viz.trees import StepTree
@@ -66,10 +68,17 @@ class Sequence:
     status: Status = Status.WAITING
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
+    own: set[int] = field(default_factory=set)  # those of `pages` that do not belong to the prefix cache
+    node: Node | None = None  # of the prefix cache: the last of the pages that it keeps for this sequence
+    stored: int = 0  # the first so many pages are in the prefix cache
+    texts: list[Text] = field(default_factory=list)  # of the context's full pages, while it waits
+    overtaken: int = 0  # later arrivals that were admitted first
+    cached: int | None = None  # tokens of the prompt that were taken from the prefix cache, once it was admitted
     placed: int = 0  # pages that the device's page table holds
     salt: int = 0  # sequences with different salts share no n-gram memory
     prefilled: int = 0  # tokens whose prefill was dispatched
-    committed: int = 0  # tokens known to be in pages: the last length read
+    committed: int = 0  # tokens in pages if the last prefill goes well: the last length read
+    certain: int = 0  # tokens known to be in pages
     verify_steps: int = 0
     histogram: list[int] = field(default_factory=list)  # steps by drafts accepted
     sent: int = 0  # characters of the text handed to a streaming caller
@@ -85,6 +94,11 @@ class Sequence:
     def forced_token(self) -> int | None:
         """The token after the context of a resumed sequence: emitted already, so never drawn again."""
         return self.output[-1] if self.output else None
+
+    @property
+    def salt_key(self) -> Hashable:
+        """Sequences share pages only where these are equal. The salt alone may be that of another `cache_salt`."""
+        return self.params.cache_salt, self.salt
 
     @property
     def wants_logprobs(self) -> bool:
@@ -161,6 +175,7 @@ class Completion:
     seed: int
     logprobs: list[TokenLogprob] | None = None
     trees: list[StepTree] = field(default_factory=list)  # what each step proposed and accepted; `EngineConfig.trace`
+    cached_tokens: int = 0  # of the prompt, taken from the prefix cache
 
     @property
     def completion_tokens(self) -> int:
@@ -175,6 +190,7 @@ def completion(sequence: Sequence) -> Completion:
         text=sequence.stream.text,
         output_ids=list(sequence.output),
         prompt_tokens=len(sequence.prompt),
+        cached_tokens=sequence.cached or 0,
         finish_reason=sequence.finish_reason.as_dict(len(sequence.output)),
         spec_verify_ct=sequence.verify_steps,
         spec_accept_length=sequence.accept_length,

@@ -26,6 +26,7 @@ class Counters:
 
     prefilled_sequences: int = 0  # a resumed one counts again
     prefilled_tokens: int = 0
+    cached_tokens: int = 0  # of their contexts, taken from the prefix cache instead
     steps: int = 0  # decode steps dispatched
     verifications: int = 0  # of one sequence in one step
     drafted_steps: int = 0  # those of them that could draft

@@ -38,7 +38,8 @@ class Report:
         queue = f"#queue-req: {len(engine.scheduler.waiting)}"
         if (new := now.prefilled_tokens - self._last.prefilled_tokens) > 0:
             sequences = now.prefilled_sequences - self._last.prefilled_sequences
-            counts = f"#new-seq: {sequences}, #new-token: {new}, #cached-token: 0"
+            cached = now.cached_tokens - self._last.cached_tokens
+            counts = f"#new-seq: {sequences}, #new-token: {new}, #cached-token: {cached}"
             logger.info("Prefill batch. %s, %s, %s, %s", counts, usage, running, queue)
             if self._idle:  # time without work does not count
                 self._decoded, self._since = now, time.perf_counter()

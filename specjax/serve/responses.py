@@ -117,14 +117,14 @@ def speculative(done: Sequence[Completion], width: int) -> dict[str, Any]:
 
 
 def usage(done: Sequence[Completion], n: int) -> dict[str, Any]:
-    """A prompt counts once, however many choices share it."""
+    """A prompt counts once, however many choices share it, and what of it was cached is the first choice's."""
     prompt = sum(c.prompt_tokens for c in done[::n])
     completed = sum(c.completion_tokens for c in done)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completed,
         "total_tokens": prompt + completed,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": sum(c.cached_tokens for c in done[::n])},
     }
 
 
@@ -246,7 +246,9 @@ class GenerateAnswer:
         else:
             text, tokens = self._sent.get(index, ("", []))
             text, tokens = self._sent[index] = text + chunk.text, [*tokens, *chunk.output_ids]
-            body = _generated(self.ids[index], None, self.prompt_tokens[index], text, tokens)
+            body = _generated(
+                self.ids[index], None, self.prompt_tokens[index], text, tokens, cached_tokens=chunk.cached_tokens
+            )
         if self.incremental:
             body |= {"text": chunk.text, "output_ids": chunk.output_ids}
             if chunk.logprobs or "output_token_logprobs" in body["meta_info"]:
@@ -257,7 +259,10 @@ class GenerateAnswer:
         return [DONE]
 
     def _result(self, done: Completion) -> dict[str, Any]:
-        body = _generated(done.id, done.finish_reason, done.prompt_tokens, done.text, done.output_ids)
+        body = _generated(
+            done.id, done.finish_reason, done.prompt_tokens, done.text, done.output_ids,
+            cached_tokens=done.cached_tokens,
+        )  # fmt: skip
         seconds = round(time.perf_counter() - self.started, 6)
         body["meta_info"] |= {"e2e_latency": seconds, "seed": done.seed, **speculative([done], self.width)}
         if done.logprobs is not None:
@@ -265,9 +270,17 @@ class GenerateAnswer:
         return body
 
 
-def _generated(id: str, reason: Any, prompt_tokens: int, text: str, tokens: list[int]) -> dict[str, Any]:
-    meta = {"id": id, "finish_reason": reason, "prompt_tokens": prompt_tokens, "completion_tokens": len(tokens)}
-    return {"text": text, "output_ids": tokens, "meta_info": meta | {"cached_tokens": 0}}
+def _generated(
+    id: str, reason: Any, prompt_tokens: int, text: str, tokens: list[int], *, cached_tokens: int
+) -> dict[str, Any]:
+    meta = {
+        "id": id,
+        "finish_reason": reason,
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": len(tokens),
+        "cached_tokens": cached_tokens,
+    }
+    return {"text": text, "output_ids": tokens, "meta_info": meta}
 
 
 Answer: TypeAlias = OpenAIAnswer | GenerateAnswer
