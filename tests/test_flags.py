@@ -106,14 +106,16 @@ def test_engine_arguments():
         "--sampling-defaults", "OpenAI",
         "--max-running-requests", 2, "--cuda-graph-max-bs", 1, "--max-total-tokens", 64,
         "--context-length", 32, "--page-size", 4,
-        "--chunked-prefill-size", 8, "--mem-fraction", 0.5, "--attention-backend", "xla", "--disable-overlap-schedule",
+        "--chunked-prefill-size", 8, "--max-prefill-tokens", 16, "--schedule-policy", "LPM", "--disable-radix-cache",
+        "--mem-fraction", 0.5, "--attention-backend", "xla", "--disable-overlap-schedule",
         "--plain-content",
         "--random-seed", -5, "--speculative-algorithm", "ngram", "--speculative-num-draft-tokens", 6,
         "--speculative-ngram-match-type", "prob", "--speculative-ngram-weak-draft-tokens", 3,
     ))  # fmt: skip
     config = EngineConfig(
         max_running_requests=2, max_batch=1, page_size=4, max_total_tokens=64, context_length=32,
-        chunked_prefill_size=8, mem_fraction=0.5, overlap=False, random_seed=-5, plain_content=True,
+        chunked_prefill_size=8, max_prefill_tokens=16, schedule_policy="lpm", prefix_cache=False,
+        mem_fraction=0.5, overlap=False, random_seed=-5, plain_content=True,
     )  # fmt: skip
     assert found == {
         "model": "m", "revision": "r", "tokenizer_path": "t", "chat_template": "c", "dtype": "bfloat16",

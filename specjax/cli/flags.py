@@ -23,6 +23,7 @@ from specjax.drafters import DRAFTERS, Auto, DraftOptions, Eagle, Ngram, NoDraft
 from specjax.drafters.options import ModelOptions, algorithm, algorithms
 from specjax.engine import Engine, EngineConfig
 from specjax.engine.probe import graphs_run
+from specjax.engine.scheduler import Policy
 from specjax.limits import range_of
 from specjax.load import AUTO_ATTENTION, SamplingDefaults
 from specjax.settings import dashed, overrides, place_of, setting
@@ -97,8 +98,18 @@ class EngineSettings:
     )
     page_size: int = _engine("page_size", "tokens in a page of the KV pool")
     chunked_prefill_size: int | None = _engine(
-        "chunked_prefill_size", "prompt tokens a forward; default and most: 512 on a CPU, 2048 on a GPU"
+        "chunked_prefill_size", "tokens of one prompt a forward; default and most: 512 on a CPU, 2048 on a GPU"
     )
+    max_prefill_tokens: int | None = _engine(
+        "max_prefill_tokens", "tokens of all prompts a forward; default and most: 512 on a CPU, 2048 on a GPU"
+    )
+    schedule_policy: str = _engine(
+        "schedule_policy",
+        "which waiting request comes next: fcfs = the oldest; lpm = the one of whose prompt the most is in the prefix "
+        "cache",
+        choices=get_args(Policy), parse=str.lower,
+    )  # fmt: skip
+    disable_radix_cache: bool = setting(False, "compute every prompt anew, also where an earlier one started alike")
     mem_fraction_static: float = _engine(
         "mem_fraction",
         "share of the GPU's memory for weights and KV pool; JAX takes a tenth more for the rest, where the environment "
@@ -323,7 +334,14 @@ def engine_arguments(chosen: Settings, **config: bool | float) -> dict[str, Any]
             "sampling_defaults": engine.sampling_defaults,
             "draft": draft_options(chosen),
             "backend": engine.attention_backend,
-            "config": EngineConfig(**{**given, "overlap": not engine.disable_overlap_schedule, **config}),
+            "config": EngineConfig(
+                **{
+                    **given,
+                    "overlap": not engine.disable_overlap_schedule,
+                    "prefix_cache": not engine.disable_radix_cache,
+                    **config,
+                }
+            ),
         }
 
 
