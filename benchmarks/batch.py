@@ -32,7 +32,7 @@ def build(model: str, algorithm: str, nodes: int | None, requests: int) -> Engin
     if nodes is not None:
         for most in (buckets.BLOCK_TOKENS, buckets.HEAD_BLOCK_TOKENS):
             most["cpu" if jax.default_backend() == "cpu" else "gpu"] = nodes
-    config = EngineConfig(max_running_requests=requests, max_total_tokens=1024 * requests)
+    config = EngineConfig(max_running_requests=requests, max_total_tokens=1024 * requests, prefix_cache=False)
     return Engine.from_pretrained(model, draft=algorithm, config=config)
 
 

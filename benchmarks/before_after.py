@@ -39,13 +39,19 @@ def named_algorithm(name: str) -> dict[str, Any]:
     return {"draft" if "draft" in known else "algorithm": name}
 
 
+def one_request() -> Any:
+    """The `EngineConfig` of one request at a time, without a prefix cache: every round has the same prompts."""
+    from specjax import EngineConfig
+
+    known = inspect.signature(EngineConfig).parameters
+    return EngineConfig(max_running_requests=1, **({"prefix_cache": False} if "prefix_cache" in known else {}))
+
+
 def work(algorithm: str, tokens: int) -> None:
     """Reads prompts, one JSON object a line, and answers with seconds and token ids."""
-    from specjax import Engine, EngineConfig, SamplingParams
+    from specjax import Engine, SamplingParams
 
-    engine = Engine.from_pretrained(
-        **named_algorithm(algorithm), config=EngineConfig(max_running_requests=1), progress=False
-    )
+    engine = Engine.from_pretrained(**named_algorithm(algorithm), config=one_request(), progress=False)
     engine.warm_up(engine.single_request_keys(), progress=False)
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
     print(json.dumps({"ready": engine.drafter.name}), flush=True)
@@ -62,9 +68,9 @@ def work_forward(dtype: str) -> None:
     import jax.numpy as jnp
     from specjax_kernels import CAUSAL
 
-    from specjax import Engine, EngineConfig, PoolShape, init_state
+    from specjax import Engine, PoolShape, init_state
 
-    config = EngineConfig(max_running_requests=1)
+    config = one_request()
     engine = Engine.from_pretrained(**named_algorithm("NONE"), dtype=dtype, config=config, progress=False)
     target, params = engine.target, engine.params.target
     cache = init_state(engine.params, target, engine.drafter, rows=1, pool=PoolShape(40, 16)).cache

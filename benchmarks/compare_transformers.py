@@ -112,7 +112,7 @@ def main() -> int:
 
     failed = False
     for algorithm in args.algorithm:
-        config = EngineConfig(max_running_requests=1)
+        config = EngineConfig(max_running_requests=1, prefix_cache=False)
         engine = Engine.from_pretrained(args.model, dtype="float32", draft=algorithm, config=config)
         engine.warm_up(engine.single_request_keys())
         sampling = SamplingParams(max_new_tokens=args.max_new_tokens)

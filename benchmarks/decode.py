@@ -284,7 +284,7 @@ def build(args: argparse.Namespace) -> tuple[dict[str, Contender], Engine, Any]:
     engine = None
     for name in args.contenders:
         if algorithm := algorithm_of(name):
-            config = EngineConfig(max_running_requests=1)
+            config = EngineConfig(max_running_requests=1, prefix_cache=False)
             engine = Engine.from_pretrained(
                 args.model, dtype=args.dtype, quantization=args.quantization, draft=algorithm, config=config
             )

@@ -84,7 +84,7 @@ def main() -> None:
             drafter = make_drafter(options, target=target, head=mapped)
             engines[tree, count] = Engine(
                 target, Params(weights, params), tokenizer, drafter,
-                config=EngineConfig(1, max_total_tokens=1024, context_length=512, time_phases=True),
+                config=EngineConfig(1, max_total_tokens=1024, context_length=512, time_phases=True, prefix_cache=False),
             )  # fmt: skip
     sampling = SamplingParams(max_new_tokens=args.tokens, ignore_eos=True)
     samples: dict[tuple[str, int], list[dict[str, float]]] = {key: [] for key in engines}

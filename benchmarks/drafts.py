@@ -58,7 +58,7 @@ def main() -> None:
     document = machine("jaxlib")
     engines: dict[str, Engine] = {}
     for name, draft in options.items():
-        config = EngineConfig(max_running_requests=1, max_total_tokens=4096)
+        config = EngineConfig(max_running_requests=1, max_total_tokens=4096, prefix_cache=False)
         engines[name] = Engine.from_pretrained(args.model, draft=draft, config=config, progress=False)
         engines[name].warm_up(engines[name].single_request_keys())
     contenders = {name: engine_contender(engine) for name, engine in engines.items()}

@@ -120,7 +120,7 @@ def contenders_of(args: argparse.Namespace) -> Iterator[tuple[dict[str, Contende
             else:
                 rewrite(source, file, GGMLQuantizationType[storage.upper()])
             for name in (name for name in args.contenders if name in ENGINE):
-                config = EngineConfig(max_running_requests=1, max_total_tokens=4096)
+                config = EngineConfig(max_running_requests=1, max_total_tokens=4096, prefix_cache=False)
                 engine = Engine.from_pretrained(str(file), draft=ENGINE[name], config=config, progress=False)
                 engine.warm_up(engine.single_request_keys())
                 found[f"{name}-{storage}"] = engine_contender(engine)

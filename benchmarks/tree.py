@@ -24,7 +24,7 @@ from specjax.drafters import DraftOptions
 from specjax.drafters.options import options_of
 
 NONE, NGRAM = "none", "ngram"
-CONFIG = EngineConfig(max_running_requests=1, max_total_tokens=4096)
+CONFIG = EngineConfig(max_running_requests=1, max_total_tokens=4096, prefix_cache=False)
 
 
 def options(algorithm: str, head: str | None, tree: str) -> DraftOptions:

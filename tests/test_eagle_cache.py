@@ -177,14 +177,14 @@ def test_a_page_list_that_is_reused(kind, same_next):
 
 @pytest.mark.parametrize(("kind", "page_size"), [("eagle", 1), ("eagle3", 16)])
 def test_what_a_token_takes_in_the_drafts_cache(kind, page_size):
-    """Keys and values of one layer with 2 heads of 8, float32. Drafters without pages take nothing."""
+    """Keys and values of one layer with 2 heads of 8, float32. N-grams keep 12 numbers for each page."""
     params = Params(toy().params, head(kind)[1])
 
     def taken(drafter: Drafter) -> int:
         return bytes_per_token(lambda pool: drafter.init(params, 1, pool), page_size)
 
     assert taken(drafter(kind)) == 2 * 2 * 8 * 4
-    assert taken(make_drafter("NGRAM")) == 0
+    assert taken(make_drafter("NGRAM")) == 12 * 4 // page_size and taken(make_drafter("NONE")) == 0
 
 
 def test_the_pool_leaves_room_for_trees_that_were_asked_for(monkeypatch):
@@ -200,7 +200,7 @@ def test_the_pool_leaves_room_for_trees_that_were_asked_for(monkeypatch):
         return pool_tokens(target, config, 1 << 30, "gpu", drafter, params)
 
     automatic = make_drafter("NGRAM")._replace(width=64)
-    a_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 4
+    a_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 4 + 12 * 4 // 16
     assert tokens(automatic) == 80_000_000 // a_token
     logits = 2.5 * (64 * 64 - 1024) * model.vocab_size * 4
     assert tokens(automatic._replace(explicit_width=True)) == int(80_000_000 - logits) // a_token

@@ -7,6 +7,7 @@ import itertools
 import json
 from dataclasses import replace
 
+import httpx
 import openai
 import pytest
 from engine_helpers import outcome, shared_engine
@@ -48,6 +49,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_chat_is_the_engines_text(server, client, case):
     fields = CASES[case]
+    httpx.post(f"{server.base}/flush_cache")
     answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_completion_tokens=30, **fields)
     text, ids, reason = alone(MESSAGES, max_new_tokens=30, **fields)
     choice = answer.choices[0]
@@ -272,6 +274,12 @@ def test_generate(server):
         12,
         0,
     )
+    long = {"text": "hello " * 9, "sampling_params": params}
+    cached = [server.post("/generate", long).json()["meta_info"]["cached_tokens"] for _ in range(2)]
+    assert cached == [0, (len(server.engine.encode("hello " * 9)) - 1) // 4 * 4]
+    events = server.events("/generate", long)
+    counts = [event["meta_info"]["cached_tokens"] for event in events]
+    assert set(counts) == {cached[1]} and len(counts) > 1
     assert sum(meta["spec_accept_histogram"]) == meta["spec_verify_ct"] and meta["e2e_latency"] > 0
     both = server.post("/generate", {"text": ["hello", "other"], "sampling_params": params}).json()
     assert [b["text"] for b in both] == [text, alone("other", max_new_tokens=12)[0]]

@@ -198,6 +198,11 @@ class Buckets:
         packs = [Key("prefill", chunk, table, rows) for rows, chunk in self.packs for table in self.tables]
         return [*(Key(*size, table) for size in sizes for table in self.tables), *packs]
 
+    def single_request_keys(self) -> list[Key]:
+        """Programs that one request at a time needs."""
+        needed = {("step", self.batches[0]), *(("prefill", chunk) for chunk in self.chunks)}
+        return [key for key in self.all_keys() if key[:2] in needed and key.rows == 1]
+
     def first_keys(self, sequences: Iterable[Sequence], page_size: int) -> list[Key]:
         """Programs that these sequences will certainly need, if they are all that runs."""
         sequences, keys, table = list(sequences), dict[Key, None](), self.tables[0]

@@ -400,10 +400,7 @@ class Engine:
 
     def single_request_keys(self) -> list[Key]:
         """Executables that one request at a time needs."""
-        smallest = self.buckets.batches[0]
-        keys = self.buckets.all_keys()
-        prefills = [key for key in keys if key.kind == "prefill" and key.rows == 1 and key.width in self.buckets.chunks]
-        return [*prefills, *(key for key in keys if key.kind == "step" and key.width == smallest)]
+        return self.buckets.single_request_keys()
 
     def first_keys(self, sequences: Iterable[Sequence]) -> list[Key]:
         """Executables that these sequences will need, if they are all that runs."""

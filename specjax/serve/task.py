@@ -49,6 +49,7 @@ class Task:
                 for i in range(1, self.n):
                     choice = replace(sampling, seed=later_seed(first.seed, i))
                     made.append(intake.sequence(first.prompt, choice, id=f"{name}-{i}"))
+                    made[-1].salt = first.salt  # they share their prompt, also where requests are kept apart
                 if self.most is not None and sampling.max_new_tokens is None:
                     for sequence in made[-self.n :]:
                         sequence.limit = min(sequence.limit, self.most)

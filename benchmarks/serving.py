@@ -1,0 +1,293 @@
+"""The server under load: latency and throughput of streams, as its clients see them.
+
+    python benchmarks/serving.py load [--sets mt_bench gsm8k] [--requests 64] [--concurrency 16 | --rate 2.5]
+    python benchmarks/serving.py turns [--conversations 8]
+    python benchmarks/serving.py beside [--prompt-tokens 5500]
+    python benchmarks/serving.py burst [--requests 64]
+
+`load`: prompts of the sets, as many at once as `--concurrency` says (closed loop), or arriving at random with `--rate`
+a second (open loop, Poisson). `turns`: conversations, all turns of a prompt one after the other, each with all that was
+said before; beside them the tokens that a perfect cache would compute. `beside`: a long prompt arrives while a stream
+runs, and a short request right behind it; the same stream and the same short request alone. `burst`: all requests at
+once.
+
+`--algorithms` compares several in one run, `--before FOLDER` a checkout of another commit; their servers take turns,
+`--rounds` times, each with an empty cache. Times in seconds: to the first token (ttft), between two events of a stream
+(gap), of a whole request (e2e), as p50, p90 and p99; output tokens a second of the whole run; accept length; the share
+of prompt tokens that came from the cache; errors. The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from records import DATA, finish, machine
+
+HERE = Path(__file__).resolve().parents[1]
+URL = re.compile(rb"Listening on (http://\S+);")
+START = 600  # seconds for a server to start and compile all
+
+
+@dataclass
+class Stream:
+    """One request as its client saw it."""
+
+    sent: float
+    events: list[float] = field(default_factory=list)  # when text came
+    text: str = ""
+    usage: dict[str, Any] = field(default_factory=dict)
+    speculation: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    done: float = 0.0
+
+    @property
+    def ttft(self) -> float:
+        return self.events[0] - self.sent
+
+    @property
+    def gaps(self) -> list[float]:
+        return [after - before for before, after in zip(self.events, self.events[1:], strict=False)]
+
+
+@contextmanager
+def server(tree: Path, algorithm: str, flags: list[str]) -> Iterator[str]:
+    """The address of a server of a source tree that has compiled everything."""
+    environment = os.environ | {"PYTHONPATH": f"{tree}{os.pathsep}{tree / 'kernels'}"}
+    command = [sys.executable, "-m", "specjax.serve", "--port", "0", "--speculative-algorithm", algorithm, *flags]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stderr=log, env=environment, cwd=tree)
+        try:
+            deadline, base = time.monotonic() + START, None
+            while time.monotonic() < deadline:
+                assert process.poll() is None, os.pread(log.fileno(), 1 << 20, 0).decode()[-2000:]
+                if base is None:
+                    found = URL.search(os.pread(log.fileno(), 1 << 20, 0))
+                    base = found and found[1].decode()
+                else:
+                    try:
+                        if httpx.get(f"{base}/get_model_info", timeout=5).json().get("compiling") == 0:
+                            break
+                    except (httpx.TransportError, ValueError):
+                        pass
+                time.sleep(0.1)
+            assert base is not None and time.monotonic() < deadline, "the server was not ready in time"
+            yield base
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+
+
+async def chat(client: httpx.AsyncClient, messages: list[dict[str, str]], tokens: int) -> Stream:
+    """One greedy streamed chat of exactly `tokens` tokens."""
+    body = {
+        "model": "default", "messages": messages, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
+        "stream": True, "stream_options": {"include_usage": True}, "return_speculative_metrics": True,
+    }  # fmt: skip
+    found = Stream(time.perf_counter())
+    try:
+        async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            if response.status_code != 200:
+                raise RuntimeError(f"{response.status_code}: {(await response.aread())[:300]!r}")
+            async for line in response.aiter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise RuntimeError(str(event["error"]))
+                found.usage = event.get("usage") or found.usage
+                found.speculation = (event.get("metadata") or {}).get("speculative") or found.speculation
+                if event["choices"] and (text := event["choices"][0]["delta"].get("content")):
+                    found.events.append(time.perf_counter())
+                    found.text += text
+        if not found.events:
+            raise RuntimeError("no text came")
+    except (httpx.HTTPError, RuntimeError) as error:
+        found.error = str(error) or type(error).__name__
+    found.done = time.perf_counter()
+    return found
+
+
+def messages_of(turns: list[str]) -> list[dict[str, str]]:
+    return [{"role": "user", "content": turns[0]}]
+
+
+async def load(client: httpx.AsyncClient, args: Any, rows: list[list[str]]) -> list[Stream]:
+    """`--requests` prompts, `--concurrency` at once or `--rate` a second."""
+    prompts = [messages_of(rows[i % len(rows)]) for i in range(args.requests)]
+    if args.rate:
+        rng, tasks = random.Random(0), []
+        for prompt in prompts:
+            tasks.append(asyncio.create_task(chat(client, prompt, args.max_tokens)))
+            await asyncio.sleep(rng.expovariate(args.rate))
+        return [await task for task in tasks]
+    free = asyncio.Semaphore(args.concurrency)
+
+    async def one(prompt: list[dict[str, str]]) -> Stream:
+        async with free:
+            return await chat(client, prompt, args.max_tokens)
+
+    return list(await asyncio.gather(*map(one, prompts)))
+
+
+async def turns(client: httpx.AsyncClient, args: Any, rows: list[list[str]]) -> list[Stream]:
+    """Conversations, `--concurrency` at once."""
+    free = asyncio.Semaphore(args.concurrency)
+
+    async def one(said: list[str]) -> list[Stream]:
+        messages, found = [], []
+        async with free:
+            for turn in said:
+                messages.append({"role": "user", "content": turn})
+                found.append(await chat(client, messages, args.max_tokens))
+                messages.append({"role": "assistant", "content": found[-1].text})
+        return found
+
+    several = [row for row in rows if len(row) > 1][: args.conversations]
+    return [stream for found in await asyncio.gather(*map(one, several)) for stream in found]
+
+
+async def burst(client: httpx.AsyncClient, args: Any, rows: list[list[str]]) -> list[Stream]:
+    """`--requests` prompts at the same moment."""
+    prompts = [messages_of(rows[i % len(rows)]) for i in range(args.requests)]
+    return list(await asyncio.gather(*(chat(client, prompt, args.max_tokens) for prompt in prompts)))
+
+
+async def beside(client: httpx.AsyncClient, args: Any, rows: list[list[str]]) -> dict[str, Any]:
+    """What a stream and a short request notice of a long prompt."""
+    words = " ".join(text for row in rows for text in row).split()
+    long = [{"role": "user", "content": " ".join((words * 9)[: int(args.prompt_tokens / 1.35)])}]
+    short, other = messages_of(["What is the capital of Portugal?"]), messages_of(["Tell me about the sea."])
+    alone = await chat(client, short, 16)
+    quiet = await chat(client, other, args.max_tokens)
+    await client.post("/flush_cache")
+    running = asyncio.create_task(chat(client, other, 4 * args.max_tokens))
+    await asyncio.sleep(1.0)
+    pending = asyncio.create_task(chat(client, long, 8))
+    await asyncio.sleep(0.5)
+    behind = await chat(client, short, 16)
+    crowded, long_done = await running, await pending
+    for stream in (alone, quiet, behind, crowded, long_done):
+        assert stream.error is None, stream.error
+    first = long_done.events[0]
+    during = [gap for gap, at in zip(crowded.gaps, crowded.events[1:], strict=True) if long_done.sent < at <= first]
+    return {
+        "long_prompt_tokens": long_done.usage["prompt_tokens"],
+        "short_ttft": {"alone": alone.ttft, "behind": behind.ttft, "ratio": behind.ttft / alone.ttft},
+        "stream_gap_p99": {
+            "alone": float(np.percentile(quiet.gaps, 99)),
+            "beside": float(np.percentile(during or crowded.gaps, 99)),
+        },
+        "stream_gap_p50": {"alone": float(np.median(quiet.gaps)), "beside": float(np.median(during or crowded.gaps))},
+        "long_ttft": long_done.ttft,
+    }
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    return {f"p{p}": round(float(np.percentile(values, p)), 4) for p in (50, 90, 99)} if values else {}
+
+
+def summary(found: list[Stream], seconds: float) -> dict[str, Any]:
+    good = [stream for stream in found if stream.error is None]
+    prompt = sum(stream.usage["prompt_tokens"] for stream in good)
+    cached = sum(stream.usage["prompt_tokens_details"]["cached_tokens"] for stream in good)
+    made = sum(stream.usage["completion_tokens"] for stream in good)
+    steps = sum(stream.speculation.get("spec_verify_ct", 0) for stream in good)
+    return {
+        "requests": len(found),
+        "errors": sorted({stream.error for stream in found if stream.error}),
+        "seconds": round(seconds, 2),
+        "output_tokens_per_second": round(made / seconds, 2),
+        "ttft": percentiles([stream.ttft for stream in good]),
+        "gap": percentiles([gap for stream in good for gap in stream.gaps]),
+        "e2e": percentiles([stream.done - stream.sent for stream in good]),
+        "accept_length": round((made - len(good)) / steps, 3) if steps else None,
+        "prompt_tokens": prompt,
+        "cached_tokens": cached,
+        "texts": [stream.text for stream in found],
+    }
+
+
+def perfect(found: list[Stream]) -> int:
+    """Prompt tokens that a cache of whole texts would leave to compute, in conversations of several turns, from the
+    counts that the server gives: of each turn those after the turn before and its answer."""
+    total, known = 0, 0
+    for stream in found:
+        prompt = stream.usage["prompt_tokens"]
+        total += prompt - known if prompt > known else prompt
+        known = prompt + stream.usage["completion_tokens"]
+    return total
+
+
+async def run(base: str, args: Any, rows: list[list[str]]) -> dict[str, Any]:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=base, timeout=3600, limits=limits) as client:
+        await chat(client, messages_of(["Hello"]), 4)
+        await client.post("/flush_cache")
+        if args.mode == "beside":
+            return await beside(client, args, rows)
+        before = time.perf_counter()
+        found = await {"load": load, "turns": turns, "burst": burst}[args.mode](client, args, rows)
+        result = summary(found, time.perf_counter() - before)
+        if args.mode == "turns" and not result["errors"]:
+            computed = result["prompt_tokens"] - result["cached_tokens"]
+            result |= {"computed_tokens": computed, "perfect_tokens": perfect(found)}
+        return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", choices=("load", "turns", "beside", "burst"))
+    parser.add_argument("--sets", nargs="+", default=["mt_bench"], help="of benchmarks/data/")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--conversations", type=int, default=8)
+    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--rate", type=float, default=None, help="requests a second, instead of --concurrency")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--prompt-tokens", type=int, default=5500, help="of the long prompt, roughly")
+    parser.add_argument("--algorithms", nargs="+", default=["AUTO"])
+    parser.add_argument("--before", type=Path, help="a checkout of another commit, compared in the same run")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--server-flags", default="", help="more flags of the servers, in one string")
+    parser.add_argument("--record", nargs="?", const="", help="write under benchmarks/results/, with this label")
+    args = parser.parse_args()
+    rows = []
+    for name in args.sets:
+        lines = (DATA / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        rows += [json.loads(line)["turns"] for line in lines if line.strip()]
+    trees = {"now": HERE} | ({"before": args.before.resolve()} if args.before else {})
+    contenders = [(name, algorithm) for algorithm in args.algorithms for name in trees]
+    document = machine("httpx", "fastapi", "uvicorn") | {"mode": args.mode, "runs": []}
+    for turn in range(args.rounds):
+        for name, algorithm in contenders[turn % len(contenders) :] + contenders[: turn % len(contenders)]:
+            with server(trees[name], algorithm, args.server_flags.split()) as base:
+                result = asyncio.run(run(base, args, rows))
+            document["runs"].append({"tree": name, "algorithm": algorithm, "round": turn, **result})
+            shown = {key: value for key, value in result.items() if key != "texts"}
+            print(f"{name} {algorithm}: {json.dumps(shown)}", flush=True)
+    if args.mode != "beside":
+        texts = [tuple(each.pop("texts")) for each in document["runs"]]
+        document["different_texts"] = [sum(a != b for a, b in zip(texts[0], other, strict=True)) for other in texts[1:]]
+        print("texts that differ from the first run's:", document["different_texts"])
+    finish("serving", document, record=args.record)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
