@@ -20,20 +20,18 @@ from starlette.types import Receive, Scope, Send
 from specjax.cli.flags import ServerSettings
 from specjax.engine import Completion
 from specjax.engine.sequence import Sequence
-from specjax.serve.errors import ApiError, bad_request, unavailable
+from specjax.serve.control import READ, aborted, add_control_routes
+from specjax.serve.errors import ApiError, unavailable
 from specjax.serve.fields import INLINE_BYTES, receive_body
 from specjax.serve.middleware import INTERNAL, Gate, check_state
 from specjax.serve.openapi import document
 from specjax.serve.protocol import ChatRequest, CompletionRequest, GenerateRequest, check_model, read_request
-from specjax.serve.report import describe
 from specjax.serve.responses import Answer, GenerateAnswer, OpenAIAnswer, TokenNames, event, fingerprint
-from specjax.serve.runner import SEND_AGAIN, Listener, Runner
+from specjax.serve.runner import ABORTED, SEND_AGAIN, Listener, Runner
 from specjax.serve.task import Rules
 from specjax.serve.tokenising import Tokenising, work
 
 logger = logging.getLogger("specjax.serve")
-
-READ = ["GET", "HEAD"]
 
 Result = TypeVar("Result")
 
@@ -42,6 +40,8 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
     """The ASGI application over a runner that is loading or ready. `model` is the name it serves."""
     app = FastAPI(title="specjax", redirect_slashes=False)  # the address would be made of the Host header
     tokenising = Tokenising()
+
+    runner.traffic.serve(model)
 
     # One thread: a large body is parsed with Python's lock held, and two at once would take twice the memory.
     parsing = ThreadPoolExecutor(1, thread_name_prefix="specjax-parse")
@@ -124,22 +124,7 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
         check_model(name, model)
         return model_card()
 
-    @app.api_route("/health", methods=READ)
-    async def health() -> dict[str, Any]:
-        check_state(runner)
-        return {"status": "ok"}
-
-    @app.api_route("/get_model_info", methods=READ)
-    @app.api_route("/model_info", methods=READ)
-    async def model_info() -> dict[str, Any]:
-        return describe(runner.engine, model)
-
-    @app.api_route("/flush_cache", methods=[*READ, "POST"])
-    async def flush_cache() -> dict[str, Any]:
-        done = await asyncio.wrap_future(runner.call(lambda engine: engine.flush_cache()))
-        if not done:
-            raise bad_request(f"cannot flush while requests run or wait ({runner.unfinished} do)", code="busy")
-        return {"success": True, "message": "Cache flushed."}
+    add_control_routes(app, runner, settings, model=model, tokenising=tokenising)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
@@ -205,6 +190,8 @@ def check_completion(completion: Completion) -> None:
     """Raises an ApiError if a fault of the server has ended the request."""
     if completion.finish_reason["type"] == "abort":
         message = completion.finish_reason.get("message", "the request was aborted")
+        if message == ABORTED:
+            raise aborted(message)
         # Any other request would fail again.
         raise unavailable(message, retry_after=1) if message in SEND_AGAIN else ApiError(500, message)
 

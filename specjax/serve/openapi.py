@@ -9,7 +9,16 @@ from pydantic.json_schema import models_json_schema
 
 from specjax.serve.fields import IGNORED_HEADER, MAX_NODES, MAX_VALUES, Schema
 from specjax.serve.middleware import OPEN
-from specjax.serve.protocol import DEFAULT_MODEL, ChatRequest, CompletionRequest, GenerateRequest, SamplingBody
+from specjax.serve.protocol import (
+    DEFAULT_MODEL,
+    AbortRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    SamplingBody,
+    TokenizeRequest,
+)
 from specjax.serve.task import Rules
 
 ABOUT = """\
@@ -71,6 +80,9 @@ ANSWERS: dict[str, Any] = {
     "Model": MODEL,
     "ModelList": {"object": "list", "data": [MODEL]},
     "ModelInfo": {"model_path": str, "is_generation": bool},
+    "ServerInfo": {"model_path": str, "version": str, "internal_states": [{"avg_spec_accept_length": float}]},
+    "Tokens": {"tokens": ([int], [[int]]), "count": (int, [int]), "max_model_len": int},
+    "Texts": {"text": (str, [str]), "prompt": (str, [str])},
     "Success": {"success": bool, "message": str},
     "Health": {"status": "ok"},
 }
@@ -85,11 +97,21 @@ ROUTES: list[tuple[Any, ...]] = [
     ("/v1/models/{name}", "get", "retrieve_model", "OpenAI", "One model", None, "Model", 404),
     ("/get_model_info", "get", "get_model_info", "SGLang", "The model and its limits", None, "ModelInfo"),
     ("/model_info", "get", "model_info", "SGLang", "The model and its limits", None, "ModelInfo"),
+    ("/get_server_info", "get", "get_server_info", "SGLang", "Settings and state", None, "ServerInfo"),
+    ("/server_info", "get", "server_info", "SGLang", "Settings and state", None, "ServerInfo"),
+    ("/metrics", "get", "metrics", "server", "Metrics for Prometheus", None, None),
+    ("/health_generate", "get", "health_generate", "SGLang", "Whether a token can be drawn", None, "Health"),
+    ("/abort_request", "post", "abort_request", "SGLang", "End requests", "AbortRequest", "Success"),
+    ("/tokenize", "post", "tokenize", "SGLang", "Tokens of texts", "TokenizeRequest", "Tokens", 404),
+    ("/v1/tokenize", "post", "tokenize_v1", "SGLang", "Tokens of texts", "TokenizeRequest", "Tokens", 404),
+    ("/detokenize", "post", "detokenize", "SGLang", "Text of tokens", "DetokenizeRequest", "Texts", 404),
+    ("/v1/detokenize", "post", "detokenize_v1", "SGLang", "Text of tokens", "DetokenizeRequest", "Texts", 404),
     ("/flush_cache", "get", "flush_cache_get", "SGLang", "Forget cached text", None, "Success", 400, 500),
     ("/flush_cache", "post", "flush_cache_post", "SGLang", "Forget cached text", None, "Success", 400, 500),
     (OPEN, "get", "health", "server", "Whether requests are taken", None, "Health"),
 ]
 
+STREAMED = ("ChatRequest", "CompletionRequest", "GenerateRequest")
 EVENTS = "Server-sent events, if `stream` is true: each one line of JSON after `data: `; the last is `[DONE]`."
 STRING, INTEGER = {"type": "string"}, {"type": "integer"}
 HEADERS: dict[int, Schema] = {  # by status; all answers have X-Request-Id, too
@@ -134,7 +156,9 @@ def document(rules: Rules, *, vocab_size: int, has_key: bool, version: str) -> d
     ignored = f"Unknown fields are ignored; the header `{IGNORED_HEADER}` of the answer names them."
     refused = "Unknown fields are refused, too (`--strict-fields`)."
     about = ABOUT.format(unknown=refused if rules.strict else ignored, values=MAX_VALUES, nodes=MAX_NODES)
-    bodies = (ChatRequest, CompletionRequest, GenerateRequest, SamplingBody)
+    bodies = (
+        ChatRequest, CompletionRequest, GenerateRequest, SamplingBody, TokenizeRequest, DetokenizeRequest, AbortRequest
+    )  # fmt: skip
     _, found = models_json_schema([(each, "validation") for each in bodies], ref_template=reference("{model}")["$ref"])
     schemas = json.dumps(found["$defs"])
     limits = {
@@ -173,7 +197,8 @@ def _paths(has_key: bool) -> dict[str, Any]:
             operation["security"] = []
         if body:
             operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference(body)}}}
-            responses["200"]["content"]["text/event-stream"] = {"schema": {"description": EVENTS}}
+            if body in STREAMED:
+                responses["200"]["content"]["text/event-stream"] = {"schema": {"description": EVENTS}}
             ignored = {"required": False, "schema": STRING, "description": "Fields of the request without effect."}
             responses["200"]["headers"][IGNORED_HEADER] = ignored
         item = paths.setdefault(path, {})
@@ -186,7 +211,9 @@ def _paths(has_key: bool) -> dict[str, Any]:
     return paths
 
 
-def _response(status: int, about: str, schema: str) -> Schema:
+def _response(status: int, about: str, schema: str | None) -> Schema:
     id = {"required": True, "schema": STRING, "description": "The client's, or a new one."}
-    content = {"application/json": {"schema": reference(schema)}}
+    content = (
+        {"text/plain": {"schema": STRING}} if schema is None else {"application/json": {"schema": reference(schema)}}
+    )
     return {"description": about, "headers": {"X-Request-Id": id} | HEADERS.get(status, {}), "content": content}

@@ -28,6 +28,7 @@ from specjax.serve.fields import (
     Values,
     has,
     implies,
+    whole,
 )
 from specjax.serve.messages import Messages
 from specjax.serve.task import Rules, Task, check_capacity, read_prompts, refusal
@@ -328,6 +329,59 @@ class GenerateRequest(Body):
         if not len(ids) == len(set(ids)) == count:
             raise bad_request(f"rid needs one name of its own for each of the {count} prompts", "rid")
         return ids
+
+
+class TokenizeRequest(Body):
+    """SGLang's and vLLM's, for a text, several texts, or a chat as the model's template writes it."""
+
+    relations = (
+        {"anyOf": [has(prompt=GIVEN, messages=NULL) | {"required": ["prompt"]},
+                   has(messages={"type": "array"}, prompt=NULL) | {"required": ["messages"]}]},
+    )  # fmt: skip
+
+    model: Text | None = Field(None, json_schema_extra={"enum": "$models"})
+    prompt: Annotated[Any, checked_later({"type": "string"}, {"type": "array", "items": {"type": "string"}}, NULL)] = (
+        None
+    )
+    messages: Messages | None = None
+    add_special_tokens: Flag | None = Field(None, description="Of texts. Default: true.")
+
+    def given(self) -> tuple[list[Any], bool]:
+        """The prompts, and whether they are a list."""
+        if (self.prompt is None) == (self.messages is None):
+            raise bad_request("give either prompt or messages", "prompt")
+        if self.messages is not None:
+            return [[message.for_template() for message in self.messages]], False
+        many = isinstance(self.prompt, list)
+        prompts: list[Any] = self.prompt if many else [self.prompt]
+        if not all(isinstance(text, str) for text in prompts):
+            raise bad_request(f"prompt must be a string or a list of strings, got {shown(self.prompt)}", "prompt")
+        return prompts, many
+
+
+class DetokenizeRequest(Body):
+    model: Text | None = Field(None, json_schema_extra={"enum": "$models"})
+    tokens: Annotated[Any, checked_later(*IDS_OR_LISTS, {"type": "array", "maxItems": 0})]
+    skip_special_tokens: Flag | None = Field(None, description="Default: true.")
+
+    def lists(self, vocab_size: int) -> tuple[list[list[int]], bool]:
+        """The lists of token ids, and whether there may be several."""
+        many = isinstance(self.tokens, list) and bool(self.tokens) and isinstance(self.tokens[0], list)
+        lists = self.tokens if many else [self.tokens]
+        for ids in lists:
+            if not isinstance(ids, list) or not all(type(whole(token)) is int for token in ids):
+                problem = f"tokens must be a list of token ids or a list of such lists, got {shown(self.tokens)}"
+                raise bad_request(problem, "tokens")
+            if outside := [token for token in ids if not 0 <= token < vocab_size]:
+                problem = f"tokens holds {shown(outside[0])}; token ids of this model are 0 to {vocab_size - 1}"
+                raise bad_request(problem, "tokens")
+        return [[int(token) for token in ids] for ids in lists], many
+
+
+class AbortRequest(Body):
+    rid: Text | None = Field(None, description="The request's name; its choices and prompts end, too.")
+    abort_all: Flag | None = None
+    abort_message: Text | None = None  # accepted, and not used
 
 
 AnyRequest = TypeVar("AnyRequest", bound="ChatRequest | CompletionRequest | GenerateRequest")

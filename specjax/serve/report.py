@@ -28,6 +28,7 @@ class Report:
         self._retracted = 0
         self._explained = False  # why steps did not draft
         self._idle = True
+        self.throughput = 0.0  # tokens a second, of the last line about decoding
         self._phases = PhaseTimes()
 
     def after_step(self) -> None:
@@ -57,6 +58,7 @@ class Report:
                 logger.info("%d of %d steps drafted: %s", drafted, steps, why)
             length = (now.verified - before.verified) / steps if steps else 1.0
             rate = (now.generated - before.generated) / max(time.perf_counter() - self._since, 1e-9)
+            self.throughput = rate
             speed = f"accept len: {length:.2f}, gen throughput (token/s): {rate:.2f}"
             logger.info("Decode batch. %s, #token: %d, %s, %s, %s", running, tokens, usage, speed, queue)
             if (times := engine.executables.phase_times) is not None:

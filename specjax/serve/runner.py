@@ -26,6 +26,7 @@ from specjax.engine import Completion, Engine, StreamChunk
 from specjax.engine.generation import forget_frames, take_delta
 from specjax.engine.sequence import Sequence, Status
 from specjax.serve.errors import bad_request, unavailable
+from specjax.serve.metrics import Traffic
 from specjax.serve.report import Report
 
 logger = logging.getLogger("specjax.serve")
@@ -38,6 +39,7 @@ FAILED_REQUEST = "the request failed; the server's log has the reason"
 ENGINE_GONE = "the engine failed and the server ends; the request can be sent again when it is back"
 ENGINE_STUCK = "the engine is stuck and the server ends; the request can be sent again when it is back"
 SHUT_DOWN = "the server is shutting down"
+ABORTED = "the request was aborted (/abort_request)"
 SEND_AGAIN = (FAILED_STEP, ENGINE_GONE, ENGINE_STUCK, SHUT_DOWN)  # a 503, not a 500
 
 
@@ -120,6 +122,7 @@ class Runner(threading.Thread):
         # Each unfinished sequence's listener, and its index there. By identity: an id may be used again once its answer
         # is known.
         self._listeners: dict[Sequence, tuple[Listener, int]] = {}
+        self.traffic = Traffic()
 
     @property
     def engine(self) -> Engine:
@@ -175,12 +178,25 @@ class Runner(threading.Thread):
                     raise bad_request(f"a request with id {sequence.id!r} is running", "rid")
                 taken.add(sequence.id)
             self._listeners |= {sequence: (listener, index) for index, sequence in enumerate(listener.sequences)}
+            self.traffic.arrived(listener.sequences)
             self._command(lambda: self._enqueue(listener))
 
     def abort(self, sequences: Iterable[Sequence]) -> None:
         """Ends these, if they still run; their pages come back before the next step."""
         if left := [sequence for sequence in sequences if sequence in self._listeners]:
             self._command(lambda: self._abort(left))
+
+    def abort_named(self, name: str | None) -> int:
+        """Ends the requests of this name, with their prompts and choices (`name_1`, `name-1`); None: all. Their clients
+        are told. Returns how many sequences."""
+        with self._wake:
+            found = [
+                sequence
+                for sequence in self._listeners
+                if name is None or sequence.id == name or sequence.id.startswith((f"{name}-", f"{name}_"))
+            ]
+            self._command(lambda: self._end_told(found))
+        return len(found)
 
     def call(self, function: Callable[[Engine], Result]) -> Future[Result]:
         """Runs a function on the engine, between two steps. Fails with a RuntimeError if the engine ends before."""
@@ -293,8 +309,10 @@ class Runner(threading.Thread):
                 engine.reset(FAILED_STEP)
                 with self._wake:
                     changed = list(self._listeners)  # also those that had ended in this step
+            self.traffic.changed(changed)
             self._deliver(changed)
             report.after_step()
+            self.traffic.throughput = report.throughput
 
     def _give_up(self, seconds: float) -> None:
         """Called by the watchdog when this thread is stuck."""
@@ -319,6 +337,14 @@ class Runner(threading.Thread):
         for sequence in sequences:
             if self._listeners.pop(sequence, None) is not None:
                 self._end(sequence, None)
+                self.traffic.gone(sequence)
+
+    def _end_told(self, sequences: list[Sequence]) -> None:
+        left = [sequence for sequence in sequences if sequence in self._listeners]
+        for sequence in left:
+            self._end(sequence, ABORTED)
+            self.traffic.gone(sequence)
+        self._deliver(left)
 
     def _end(self, sequence: Sequence, message: str | None) -> None:
         """In the engine, if it is there."""

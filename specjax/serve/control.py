@@ -1,0 +1,166 @@
+"""Routes beside generation: what the server is and does, and commands to it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import secrets
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+from specjax.cli.flags import ServerSettings
+from specjax.engine import Engine, SamplingParams
+from specjax.serve.errors import ApiError, bad_request, unavailable
+from specjax.serve.fields import AnyBody, Reading, receive_body
+from specjax.serve.metrics import exposition
+from specjax.serve.middleware import check_state
+from specjax.serve.protocol import AbortRequest, DetokenizeRequest, TokenizeRequest, check_model
+from specjax.serve.report import describe
+from specjax.serve.responses import fingerprint
+from specjax.serve.runner import Listener, Runner
+from specjax.serve.tokenising import Tokenising, work
+
+READ = ["GET", "HEAD"]
+HEALTH_SECONDS = 20.0  # that a token of `/health_generate` may take
+
+
+def server_info(engine: Engine, runner: Runner, settings: ServerSettings, model: str) -> dict[str, Any]:
+    """The answer of `/get_server_info`: settings, and under `internal_states` what changes, by SGLang's names."""
+    counters, scheduler = engine.counters, engine.scheduler
+    steps = counters.verifications
+    state = {
+        "avg_spec_accept_length": round(counters.verified / steps, 4) if steps else 1.0,
+        "last_gen_throughput": round(runner.traffic.throughput, 2),
+        "num_running_reqs": len(scheduler.active),
+        "num_queue_reqs": len(scheduler.waiting),
+        "retractions": scheduler.retractions,
+        "pages": {
+            "total": engine.pool.pages,
+            "free": scheduler.allocator.free,
+            "cached": scheduler.prefix.evictable,
+            "tokens_each": engine.pool.page_size,
+        },
+        "prefilled_tokens": counters.prefilled_tokens,
+        "cached_tokens": counters.cached_tokens,
+        "generated_tokens": counters.generated,
+    }
+    server = {name: value for name, value in dataclasses.asdict(settings).items() if name != "api_key"}
+    return {
+        **describe(engine, model),
+        "version": fingerprint(),
+        "engine": dataclasses.asdict(engine.config),
+        "server": server,
+        "internal_states": [state],
+    }
+
+
+def add_control_routes(
+    app: FastAPI, runner: Runner, settings: ServerSettings, *, model: str, tokenising: Tokenising
+) -> None:
+    async def read(kind: type[AnyBody], request: Request) -> tuple[AnyBody, dict[str, str]]:
+        reading = Reading(strict=settings.strict_fields)
+        body = kind.read(reading.parse(await receive_body(request)), reading)
+        return body, reading.headers
+
+    @app.api_route("/health", methods=READ)
+    async def health() -> dict[str, Any]:
+        check_state(runner)
+        return {"status": "ok"}
+
+    @app.api_route("/health_generate", methods=READ)
+    async def health_generate() -> dict[str, Any]:
+        """Draws a token, as a request does."""
+        check_state(runner)
+        id = f"health-{secrets.token_hex(8)}"
+        with runner.reserve(1):
+            sequence = runner.engine.intake.sequence([0], SamplingParams(max_new_tokens=1), id=id)
+            listener = Listener([sequence])
+            runner.submit(listener)
+        try:
+            async with asyncio.timeout(HEALTH_SECONDS):
+                async for chunk in listener.chunks():
+                    done = chunk.completion
+                    if done is not None and done.finish_reason["type"] == "abort":
+                        raise unavailable(f"no token could be drawn: {done.finish_reason}", retry_after=5)
+        except TimeoutError:
+            raise unavailable(f"no token came within {HEALTH_SECONDS:g} s", retry_after=5) from None
+        finally:
+            runner.abort([sequence])
+        return {"status": "ok"}
+
+    @app.api_route("/get_model_info", methods=READ)
+    @app.api_route("/model_info", methods=READ)
+    async def model_info() -> dict[str, Any]:
+        return describe(runner.engine, model)
+
+    @app.api_route("/get_server_info", methods=READ)
+    @app.api_route("/server_info", methods=READ)
+    async def get_server_info() -> dict[str, Any]:
+        return server_info(runner.engine, runner, settings, model)
+
+    @app.api_route("/metrics", methods=READ)
+    async def metrics(request: Request) -> Response:
+        text, kind = exposition(runner.engine, runner.traffic, request.headers.get("accept", ""))
+        return Response(text, headers={"Content-Type": kind})
+
+    @app.api_route("/flush_cache", methods=[*READ, "POST"])
+    async def flush_cache() -> dict[str, Any]:
+        done = await asyncio.wrap_future(runner.call(lambda engine: engine.flush_cache()))
+        if not done:
+            raise bad_request(f"cannot flush while requests run or wait ({runner.unfinished} do)", code="busy")
+        return {"success": True, "message": "Cache flushed."}
+
+    @app.post("/abort_request")
+    async def abort_request(request: Request) -> Response:
+        body, headers = await read(AbortRequest, request)
+        if not body.rid and not body.abort_all:
+            raise bad_request("rid names the request to abort; or abort_all: true", "rid")
+        count = runner.abort_named(None if body.abort_all else body.rid)
+        return JSONResponse({"success": True, "message": f"{count} aborted."}, headers=headers)
+
+    @app.post("/tokenize")
+    @app.post("/v1/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body, headers = await read(TokenizeRequest, request)
+        check_model(body.model, model)
+        engine = runner.engine
+        prompt, many = body.given()
+
+        def encode() -> list[list[int]]:
+            intake = engine.intake
+            if body.messages is not None:
+                return [intake.encode(prompt[0])]
+            for text in prompt:
+                intake.check_text(text)
+            special = True if body.add_special_tokens is None else body.add_special_tokens
+            return [engine.tokenizer(text, add_special_tokens=special)["input_ids"] for text in prompt]
+
+        try:
+            found = await asyncio.wrap_future(tokenising.submit(work(prompt, 1), encode))
+        except ValueError as error:
+            raise bad_request(str(error)[:400], "prompt" if body.messages is None else "messages") from error
+        counts = [len(tokens) for tokens in found]
+        answer = {"tokens": found, "count": counts} if many else {"tokens": found[0], "count": counts[0]}
+        return JSONResponse(answer | {"max_model_len": engine.context_length}, headers=headers)
+
+    @app.post("/detokenize")
+    @app.post("/v1/detokenize")
+    async def detokenize(request: Request) -> Response:
+        body, headers = await read(DetokenizeRequest, request)
+        check_model(body.model, model)
+        lists, many = body.lists(runner.engine.vocab_size)
+        skip = True if body.skip_special_tokens is None else body.skip_special_tokens
+        decode = functools.partial(runner.engine.tokenizer.decode, skip_special_tokens=skip)
+        job = tokenising.submit(work(lists, 1), lambda: [decode(tokens) for tokens in lists])
+        texts = await asyncio.wrap_future(job)
+        key = "prompt"  # vLLM's name; SGLang's is text
+        return JSONResponse({"text": texts if many else texts[0], key: texts if many else texts[0]}, headers=headers)
+
+
+def aborted(message: str) -> ApiError:
+    """The answer to a request that `/abort_request` has ended."""
+    return ApiError(400, message, code="aborted")

@@ -1,0 +1,166 @@
+"""Metrics for Prometheus at `/metrics`: our own names, and SGLang's and vLLM's where they mean the same.
+
+Totals and gauges are read of the engine when they are asked for; latencies are noted by the engine's thread after each
+step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, NamedTuple
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from specjax.engine import Engine
+from specjax.engine.sequence import Sequence, Status
+
+OURS, SGLANG, VLLM = "specjax:", "sglang:", "vllm:"
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2, 4, 8, 15, 30, 60, 120, 240)
+
+LATENCIES = {
+    "time_to_first_token_seconds": "From the arrival of a request to its first token.",
+    "inter_token_latency_seconds": "Between two tokens of a request; tokens of one step share its time.",
+    "e2e_request_latency_seconds": "From the arrival of a request to its end.",
+}
+
+
+class Traffic:
+    """What happens to requests. Written by the engine's thread, apart from `arrived`."""
+
+    def __init__(self) -> None:
+        registry = CollectorRegistry()
+        first, between, whole = (
+            Histogram(OURS + name, about, ["model_name"], buckets=SECONDS, registry=registry)
+            for name, about in LATENCIES.items()
+        )
+        self._first, self._between, self._whole = first, between, whole
+        self.registry = registry
+        self.model = ""
+        self.requests = 0
+        self.aborted = 0
+        self.throughput = 0.0  # tokens a second, as the last log line about decoding has it
+        self._times: dict[Sequence, tuple[float, float, int]] = {}  # arrival, last token, tokens so far
+
+    def serve(self, model: str) -> None:
+        """Sets the model's name, by which all is labelled. From then on there are zeros to read."""
+        self.model = model
+        for each in (self._first, self._between, self._whole):
+            each.labels(model)
+
+    def arrived(self, sequences: Iterable[Sequence]) -> None:
+        now = time.perf_counter()
+        for sequence in sequences:
+            self.requests += 1
+            self._times[sequence] = (now, now, 0)
+
+    def changed(self, sequences: Iterable[Sequence]) -> None:
+        """After a step that changed these."""
+        now = time.perf_counter()
+        for sequence in sequences:
+            if (found := self._times.get(sequence)) is None:
+                continue
+            begun, last, count = found
+            new = len(sequence.output) - count
+            if new and not count:
+                self._first.labels(self.model).observe(now - begun)
+            elif new:
+                each = (now - last) / new
+                for _ in range(new):
+                    self._between.labels(self.model).observe(each)
+            if sequence.status is Status.FINISHED:
+                self._whole.labels(self.model).observe(now - begun)
+                self.gone(sequence)
+            elif new:
+                self._times[sequence] = (begun, now, count + new)
+
+    def gone(self, sequence: Sequence) -> None:
+        """It has ended, or its client has left."""
+        if self._times.pop(sequence, None) is not None:
+            reason = sequence.finish_reason
+            self.aborted += reason is None or reason.type == "abort"
+
+
+class _Known(NamedTuple):
+    """A metric that is read of the engine."""
+
+    name: str  # ours, and SGLang's
+    vllm: str | None
+    kind: Literal["counter", "gauge"]
+    about: str
+    value: float
+
+
+def read(engine: Engine, traffic: Traffic) -> list[_Known]:
+    """All totals and gauges. Names and meanings are SGLang's; of tokens, those of contexts, of resumed requests too."""
+    counters, scheduler = engine.counters, engine.scheduler
+    total = engine.intake.pool_tokens
+    free = (scheduler.allocator.free + scheduler.prefix.evictable) * engine.pool.page_size
+    used = total - min(free, total)
+    context = counters.prefilled_tokens + counters.cached_tokens
+    steps = counters.verifications
+    length = counters.verified / steps if steps else 1.0
+    accepted, places = counters.verified - steps, counters.drafted_steps * max(engine.drafter.width - 1, 1)
+    return [
+        _Known("num_running_reqs", "num_requests_running", "gauge", "Requests that run.", len(scheduler.active)),
+        _Known("num_queue_reqs", "num_requests_waiting", "gauge", "Requests that wait.", len(scheduler.waiting)),
+        _Known("num_used_tokens", None, "gauge", "Tokens in pages that running requests hold.", used),
+        _Known("token_usage", "kv_cache_usage_perc", "gauge", "Their share of the pool, from 0 to 1.", used / total),
+        _Known("gen_throughput", None, "gauge", "Tokens a second, of the last steps.", traffic.throughput),
+        _Known("cache_hit_rate", None, "gauge", "Share of prompt tokens from the prefix cache, since the start.",
+               counters.cached_tokens / context if context else 0.0),
+        _Known("spec_accept_length", None, "gauge", "Tokens a verification, since the start.", length),
+        _Known("spec_accept_rate", None, "gauge", "Share of the drafted tokens that were accepted, since the start.",
+               accepted / places if counters.drafted_steps else 0.0),
+        _Known("spec_num_draft_tokens", None, "gauge", "Nodes of the widest draft tree.", engine.drafter.width),
+        _Known("spec_num_steps", None, "gauge", "Depth of the deepest draft tree.", engine.drafter.depth),
+        _Known("max_total_num_tokens", None, "gauge", "Tokens that the pool holds.", total),
+        _Known("num_retracted_reqs", None, "gauge", "Requests sent back to the queue.", scheduler.retractions),
+        _Known("prompt_tokens", "prompt_tokens", "counter", "Tokens of prompts.", context),
+        _Known("generation_tokens", "generation_tokens", "counter", "Tokens drawn.", counters.generated),
+        _Known("cached_tokens", "prefix_cache_hits", "counter", "Tokens from the cache.", counters.cached_tokens),
+        _Known("num_requests", None, "counter", "Requests that have arrived.", traffic.requests),
+        _Known("num_aborted_requests", None, "counter", "Requests that ended early.", traffic.aborted),
+    ]  # fmt: skip
+
+
+class _Everything(Collector):
+    def __init__(self, engine: Engine, traffic: Traffic) -> None:
+        self._engine, self._traffic = engine, traffic
+
+    def collect(self) -> Iterator[Metric]:
+        label = [self._traffic.model]
+        found = read(self._engine, self._traffic)
+        for each in found:
+            make: Any = CounterMetricFamily if each.kind == "counter" else GaugeMetricFamily
+            names = [OURS + each.name, SGLANG + each.name] + ([VLLM + each.vllm] if each.vllm else [])
+            for name in names:
+                family = make(name, each.about, labels=["model_name"])
+                family.add_metric(label, each.value)
+                yield family
+        queries = CounterMetricFamily(VLLM + "prefix_cache_queries", "Tokens of prompts.", labels=["model_name"])
+        queries.add_metric(label, next(each.value for each in found if each.name == "prompt_tokens"))
+        yield queries
+        for family in self._traffic.registry.collect():
+            for prefix in (OURS, SGLANG, VLLM):
+                yield _renamed(family, prefix)
+
+
+def _renamed(family: Metric, prefix: str) -> Metric:
+    """A family of ours with another prefix."""
+    copy = Metric(family.name.replace(OURS, prefix, 1), family.documentation, family.type)
+    copy.samples = [Sample(each.name.replace(OURS, prefix, 1), *each[1:]) for each in family.samples]
+    return copy
+
+
+def exposition(engine: Engine, traffic: Traffic, accept: str) -> tuple[bytes, str]:
+    """The text of `/metrics` and its content type, in the format that an Accept header asks for."""
+    registry = CollectorRegistry()
+    registry.register(_Everything(engine, traffic))
+    encode, kind = choose_encoder(accept)
+    return encode(registry), kind
