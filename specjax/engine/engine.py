@@ -299,9 +299,9 @@ class Engine:
         if not (prompts := self.scheduler.prefilling()):
             return 0
         running = len(self.scheduler.active) - len(prompts)
-        most = self.buckets.room_beside(running, len(prompts) + len(self.scheduler.waiting))
         left = [len(sequence.context) - sequence.prefilled for sequence in prompts]
         pages = [len(sequence.pages) for sequence in prompts]
+        most = self.buckets.room_beside(running, len(prompts))
         keys = self.buckets.prefill_keys(left, pages, most, self.executables.compiled())
         key, program = self.executables.first_usable(keys)
         part = prompts[: key.rows]
@@ -310,13 +310,8 @@ class Engine:
         )
         output = self.device.run(key, program, inputs)
         for sequence, tokens in zip(part, left, strict=False):
-            length = min(tokens, key.width)
-            self.counters.prefilled_tokens += length
-            sequence.prefilled += length
-            if length == tokens:
-                # The device knows the first token; the host may learn it later.
-                sequence.status = Status.RUNNING
-                sequence.committed = sequence.prefilled
+            self.counters.prefilled_tokens += min(tokens, key.width)
+            sequence.prefill(min(tokens, key.width))
         self._in_flight.append(_InFlight(key, output, part, [sequence.prefilled for sequence in part]))
         return 1
 
@@ -368,8 +363,6 @@ class Engine:
             if not (read.tokens[i] or read.finish[i] == NOT_FINITE):
                 continue
             kept = take(sequence, read, flight.output, i, verified=verified)
-            if verified and read.finish[i] != NOT_FINITE:
-                sequence.certain = sequence.committed
             self.counters.generated += kept
             if verified and read.tokens[i]:
                 self.counters.verifications += 1

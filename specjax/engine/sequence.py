@@ -109,6 +109,13 @@ class Sequence:
         """The most tokens that can ever be committed: the last emitted one never is."""
         return len(self.prompt) + self.limit - 1
 
+    def prefill(self, tokens: int) -> None:
+        """Notes that so many more tokens of the context are dispatched. After the last the device knows the first token
+        of the output; the host may learn it later."""
+        self.prefilled += tokens
+        if self.prefilled == len(self.context):
+            self.status, self.committed = Status.RUNNING, self.prefilled
+
     def accept(self, tokens: list[int], stopped: bool, full: bool) -> int:
         """Adds the tokens that a step emitted, and finishes on a stop. Returns how many were kept: a stop string, or a
         stop id that only the host knows, may end the sequence inside the run; what follows is dropped."""

@@ -100,6 +100,8 @@ def take(sequence: Sequence, read: Read, output: Output, row: int, *, verified: 
         sequence.verify_steps += 1
         sequence.histogram[kept - 1] += 1
         sequence.committed += len(tokens)
+        if finish != NOT_FINITE:
+            sequence.certain = sequence.committed
     return kept
 
 
