@@ -41,9 +41,9 @@ class SamplingRows(NamedTuple):
     frequency_penalty: Float32[Array, "R"]  # 0: off
     presence_penalty: Float32[Array, "R"]  # 0: off
     min_tokens: Int32[Array, "R"]  # stop ids are masked while fewer have been emitted
-    stop_ids: Int32[Array, "R 8"]  # NO_STOP where unused
+    stop_ids: Int32[Array, "R 8"]  # filled from the left, NO_STOP where unused
     seed: UInt32[Array, "R 2"]  # high and low word
-    bias_ids: Int32[Array, "R 1024"]  # V where unused
+    bias_ids: Int32[Array, "R 1024"]  # filled from the left, V where unused
     bias_values: Float32[Array, "R 1024"]
 
 
@@ -111,12 +111,12 @@ def has_penalty(rows: SamplingRows) -> Bool[Array, "B"]:
 
 
 def has_bias(rows: SamplingRows, vocab_size: int) -> Bool[Array, "B"]:
-    return jnp.any(rows.bias_ids < vocab_size, axis=-1)
+    return rows.bias_ids[..., 0] < vocab_size  # a row is filled from the left: no reduction, which would be a kernel
 
 
 def is_plain(rows: SamplingRows, emitted: Int32[Array, "B"], vocab_size: int) -> Bool[Array, "B"]:
     """Rows whose draw is the argmax of the raw logits."""
-    waits = (emitted < rows.min_tokens) & jnp.any(rows.stop_ids != NO_STOP, axis=-1)
+    waits = (emitted < rows.min_tokens) & (rows.stop_ids[..., 0] != NO_STOP)
     return (rows.temperature <= 0) & ~has_penalty(rows) & ~has_bias(rows, vocab_size) & ~waits
 
 
