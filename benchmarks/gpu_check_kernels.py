@@ -24,6 +24,9 @@ from specjax_kernels.chains import chain, enough_layers, enough_sets, inputs_of,
 from specjax_kernels.masks import Causal, unpack_bits
 from specjax_kernels.specs import SPECS, Spec, named, tagged
 from specjax_kernels.timing import copy_bandwidth, interleaved
+from specjax_kernels.truncation import in_prefix
+
+from specjax.verify import top_in_parts
 
 DTYPES = ("bfloat16", "float32", "float16")
 
@@ -54,6 +57,7 @@ def kernels(report: Report) -> None:
     """Every spec and dtype by the first implementation, then by the others. Threads compile what comes next while one
     is run and compared: hundreds of programs, one after the other, would take too long."""
     plan = report.plan
+    _sampled(report)
     specs = tagged("test")[::16] if plan.tiny else SPECS
     total = len(specs) * len(DTYPES)
     known: dict[str, Future[dict[str, np.ndarray]]] = {}  # spec -> what is expected, of every implementation
@@ -199,6 +203,43 @@ def _shapes(args: tuple[Any, ...], dtype: str) -> tuple[Any, ...]:
 
 def _is_float(x: Any) -> bool:
     return isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _sampled(report: Report) -> None:
+    """What sampled rows need, against numpy: which tokens top-k and top-p leave, and the 20 likeliest tokens."""
+    vocab = 1000 if report.plan.tiny else 128_256
+    rng = np.random.default_rng(report.plan.seed)
+    cases = [(0, 0.9), (40, 1.0), (40, 0.9), (1, 0.5), (0, 1e-6), (vocab, 0.999), (0, 1.0), (20, 0.3)]
+    drawn = rng.normal(0, 3, (len(cases), vocab))
+    logits = np.where(rng.random((len(cases), 1)) < 0.5, np.round(drawn, 1), drawn).astype(np.float32)  # with ties
+    top_k = np.array([k for k, _ in cases], np.int32)
+    top_p = np.array([p for _, p in cases], np.float32)
+    with report.attempt("top-k and top-p", check=True):
+        found = np.asarray(jax.jit(in_prefix)(logits, top_k, top_p))
+        wrong = sum(_wrong_prefix(*each) for each in zip(found, logits, cases, strict=True))
+        say(f"top-k and top-p of {len(cases)} rows of {vocab} tokens: {wrong} rows are wrong")
+        report.check(wrong == 0, f"top-k and top-p: {wrong} of {len(cases)} rows leave other tokens than numpy's")
+    with report.attempt("likeliest tokens", check=True):
+        values, ids = map(np.asarray, jax.jit(partial(top_in_parts, count=20))(logits))
+        order = np.lexsort((np.broadcast_to(np.arange(vocab), logits.shape), -logits), axis=1)[:, :20]
+        same = bool((ids == order).all() and (values == np.take_along_axis(logits, order, axis=1)).all())
+        say(f"the 20 likeliest tokens of {len(cases)} rows: {'equal to' if same else 'NOT'} a sort's")
+        report.check(same, "the 20 likeliest tokens are not those of a sort")
+
+
+def _wrong_prefix(found: np.ndarray, logits: np.ndarray, case: tuple[int, float]) -> bool:
+    """Whether other tokens were left than a sort leaves. The sums of top-p may differ in their last bits, so the token
+    at its bound may be in or out."""
+    top_k, top_p = case
+    order = np.lexsort((np.arange(logits.size), -logits))[: top_k if top_k > 0 else logits.size]
+    weights = np.exp(logits[order].astype(np.float64) - logits.max())
+    before = (np.cumsum(weights) - weights) / weights.sum()
+    surely, perhaps = before < top_p - 1e-5, before < top_p + 1e-5
+    if top_p >= 1:
+        surely = perhaps = np.ones(order.size, bool)
+    surely[0] = perhaps[0] = True
+    left = found[order]
+    return bool((surely & ~left).any() or (left & ~perhaps).any() or found.sum() != left.sum())
 
 
 # Times.
