@@ -116,12 +116,12 @@ def test_after_chunks_retractions_and_aborts(kind):
     check_idle(engine)
 
 
-def test_the_texts_of_requests_that_were_retracted():
+@pytest.mark.parametrize("sizes", [{"max_total_tokens": 100}, {"retract_every": 3}], ids=["no room", "forced"])
+def test_the_texts_of_requests_that_were_retracted(sizes):
     kind = "eagle3"
     engine = make_engine(
-        toy(), drafter(kind), draft=head(kind)[1], max_total_tokens=100, page_size=4, context_length=LONGEST,
-        max_running_requests=3,
-    )  # fmt: skip
+        toy(), drafter(kind), draft=head(kind)[1], page_size=4, context_length=LONGEST, max_running_requests=3, **sizes
+    )
     prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
     params = [SamplingParams(max_new_tokens=50, temperature=float(i > 0), seed=i) for i in range(3)]
     found = engine.generate(prompts, params)

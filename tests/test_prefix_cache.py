@@ -310,6 +310,21 @@ def test_pages_are_given_up_before_requests_are_retracted(algorithm):
     check_idle(engine)
 
 
+@pytest.mark.parametrize("algorithm", DRAFTS)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_forced_retractions_change_no_text(algorithm, overlap):
+    """Every third step the youngest goes back to the queue, and takes up its own pages again."""
+    engine = make_engine(toy(), DRAFTS[algorithm], retract_every=3, overlap=overlap)
+    rng = np.random.default_rng(11)
+    prompts = [rng.integers(3, 99, int(n)).tolist() for n in rng.integers(1, 30, 8)]
+    params = [SamplingParams(max_new_tokens=25, temperature=float(i % 2), seed=i) for i in range(8)]
+    for prompt, one, done in zip(prompts, params, engine.generate(prompts, params), strict=True):
+        check_plain(toy(), prompt, one, done)
+    assert engine.scheduler.retractions > 10
+    assert engine.counters.cached_tokens > 10 * 4, "what had been computed was not computed again"
+    check_idle(engine)
+
+
 def test_what_an_aborted_prompt_had_computed_is_kept():
     engine = shared_engine("NONE")
     engine.flush_cache()

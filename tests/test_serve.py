@@ -15,7 +15,9 @@ from server_helpers import MODEL, Running, running
 
 from specjax.cli.flags import in_flags
 from specjax.engine import SamplingParams
-from specjax.engine.buckets import drafting_summary
+from specjax.engine.buckets import DOUBTED, doubt, drafting_summary
+from specjax.engine.transfers import Counters
+from specjax.serve.report import Report
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -336,6 +338,23 @@ def test_reports_say_why_steps_did_not_draft():
     assert drafting_summary(engine.drafter, engine.buckets, 10, 10)["not_drafted"] is None
     plain = shared_engine("NONE")
     assert drafting_summary(plain.drafter, plain.buckets, 10, 0) == {"drafted_steps": 0, "not_drafted": None}
+
+
+def test_a_draft_model_of_which_nothing_is_accepted_is_reported_once(caplog, monkeypatch):
+    """N-grams may find nothing; a model that never agrees was made for another target."""
+    engine = shared_engine("NONE")
+    model = engine.drafter._replace(name="EAGLE3", runs_model=True)
+    assert doubt(model, DOUBTED - 1, 0) is None and doubt(model, 10 * DOUBTED, 1) is None
+    assert doubt(engine.drafter, 10 * DOUBTED, 0) is None
+    problem = doubt(model, DOUBTED, 0)
+    assert problem is not None and "EAGLE3" in problem and "another model" in problem
+    monkeypatch.setattr(engine, "drafter", model)
+    monkeypatch.setattr(engine, "counters", Counters(verifications=300, drafted_steps=300, verified=300))
+    report = Report(engine, interval=40)
+    with caplog.at_level("WARNING"):
+        for _ in range(3):
+            report.after_step()
+    assert [record.getMessage() for record in caplog.records] == [doubt(model, 300, 0)]
 
 
 def test_request_ids_are_echoed_if_they_are_sane(server):

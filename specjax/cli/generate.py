@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import logging
 import os
 import sys
 import time
@@ -27,7 +28,7 @@ from tqdm import tqdm
 from specjax import settings
 from specjax.cli import flags, run_command
 from specjax.engine import Completion, Engine, SamplingParams
-from specjax.engine.buckets import drafting_summary, speculation_note
+from specjax.engine.buckets import doubt, drafting_summary, speculation_note
 from specjax.engine.executables import PhaseTimes
 from specjax.engine.sampling_params import later_seed
 from specjax.engine.sequence import Sequence, Status, completion
@@ -46,6 +47,8 @@ RESULT_FIELDS = (
 )  # fmt: skip
 
 AHEAD = 256  # lines read ahead of the answers: a file of a million prompts need not be tokenised before the first
+
+logger = logging.getLogger(__name__)
 
 
 class Line(NamedTuple):
@@ -204,6 +207,8 @@ def run(
             feed()
             bar.update(count["settled"] - bar.n)
     seconds = time.perf_counter() - started
+    if problem := doubt(engine.drafter, engine.counters.drafted_steps, engine.counters.accepted):
+        logger.warning("%s", problem)
     drafted_steps = engine.counters.drafted_steps - drafted_before
     return {
         "requests": count["requests"],

@@ -290,3 +290,16 @@ def drafting_summary(
                 "TreeShape.nodes to draft in all of them"
             )
     return {"drafted_steps": drafted_steps, "not_drafted": reason and name_options(reason)}
+
+
+DOUBTED = 200  # steps of a draft model without an accepted draft after which it is reported
+
+
+def doubt(drafter: Drafter, drafted_steps: int, accepted: int) -> str | None:
+    """A warning about a draft model of which nothing at all is accepted; None: there is no reason for one."""
+    if not drafter.runs_model or accepted or drafted_steps < DOUBTED:
+        return None
+    return (
+        f"{drafter.name}: the target has accepted no draft in {drafted_steps} steps; the draft was probably made for "
+        "another model, or its checkpoint is damaged. The text is right all the same, and NONE would be faster"
+    )

@@ -37,6 +37,7 @@ class EngineConfig:
     max_prefill_tokens: int | None = limited(None, 1)  # of all prompts in a forward; None: 512, on a GPU 2048
     schedule_policy: Policy = "fcfs"  # or lpm: first those whose prompt is in the prefix cache; see `Scheduler`
     prefix_cache: bool = True  # keep the pages of earlier texts, and use them for requests that start alike
+    retract_every: int | None = limited(None, 1)  # for tests: retract the youngest request after so many steps
     mem_fraction: float = limited(0.85, above=0, maximum=1)  # of a GPU's memory, for weights and KV pool
     overlap: bool = True  # dispatch a step before the last one is read
     trace: bool = False  # keep each step's tree, in `Completion.trees`

@@ -89,7 +89,7 @@ class Engine:
         lookahead = (2 if config.overlap else 1) * (drafter.depth + 1)
         self.scheduler = Scheduler(
             rows=rows, pages=self.pool.pages, page_size=size, lookahead=lookahead,
-            reuse=config.prefix_cache, policy=config.schedule_policy,
+            reuse=config.prefix_cache, policy=config.schedule_policy, retract_every=config.retract_every,
         )  # fmt: skip
         self._new_pages = -(-lookahead // size)  # most pages that a row may get between two steps
         shapes = jax.eval_shape(self._new_state)
@@ -334,13 +334,14 @@ class Engine:
         """The running requests, with pages for all that they may commit; retracts some where pages run out."""
         while True:
             running = self.scheduler.running()
-            if not running or self.scheduler.reserve(running):
+            due = self.scheduler.is_due(self.counters.steps)
+            if not running or (not due and self.scheduler.reserve(running)):
                 return running
             # Retract only what has been read: its output must be complete, and reading may free pages.
             if self._in_flight:
                 self._collect_all_but(0)
             else:
-                self.scheduler.retract_youngest()
+                self.scheduler.retract_youngest(self.counters.steps)
 
     def _collect_all_but(self, count: int) -> None:
         """Reads the steps in flight, the oldest first, until `count` are left. Reports the sequences that have new
@@ -363,11 +364,8 @@ class Engine:
             if not (read.tokens[i] or read.finish[i] == NOT_FINITE):
                 continue
             kept = take(sequence, read, flight.output, i, verified=verified)
-            self.counters.generated += kept
-            if verified and read.tokens[i]:
-                self.counters.verifications += 1
-                self.counters.drafted_steps += sequence.params.speculate and drafts
-                self.counters.verified += kept
+            stepped = verified and bool(read.tokens[i])
+            self.counters.count(kept, verified=stepped, drafted=sequence.params.speculate and drafts)
             if sequence.finish_reason is not None:
                 self._finish(sequence)
             self._unreported.append(sequence)

@@ -29,10 +29,19 @@ class Scheduler:
     Args:
         lookahead: tokens that steps not yet read may commit, 2 (D + 1) when steps are dispatched ahead.
         reuse: whether there is a prefix cache.
+        retract_every: see `EngineConfig.retract_every`.
     """
 
     def __init__(
-        self, *, rows: int, pages: int, page_size: int, lookahead: int, reuse: bool = True, policy: Policy = "fcfs"
+        self,
+        *,
+        rows: int,
+        pages: int,
+        page_size: int,
+        lookahead: int,
+        reuse: bool = True,
+        policy: Policy = "fcfs",
+        retract_every: int | None = None,
     ) -> None:
         self.allocator = PageAllocator(pages)
         self.prefix = PrefixCache(self.allocator, page_size)
@@ -40,7 +49,8 @@ class Scheduler:
         self.lookahead = lookahead
         self.waiting: deque[Sequence] = deque()
         self.active: list[Sequence] = []  # with a slot, oldest arrival first
-        self._reuse, self._policy = reuse, policy
+        self._reuse, self._policy, self._every = reuse, policy, retract_every
+        self._forced = 0  # the step at which a request was last retracted without need
         self._slots = list(range(rows - 1, -1, -1))
         self._turn = 0
         self.retractions = 0
@@ -117,11 +127,17 @@ class Scheduler:
                 sequence.own.remove(page)
             sequence.stored += 1
 
-    def retract_youngest(self) -> None:
+    def is_due(self, steps: int) -> bool:
+        """Whether a request is to be retracted without need, after so many steps of the engine."""
+        several = self._every is not None and len(self.active) > 1
+        return several and steps > self._forced and steps % (self._every or 1) == 0
+
+    def retract_youngest(self, steps: int = 0) -> None:
         """Sends the youngest back to the head of the queue. Its output is kept and never drawn again.
 
-        Only when no step is in flight: what it emitted must have been read.
+        Only when no step is in flight: what it emitted must have been read. `steps`: of the engine, for `is_due`.
         """
+        self._forced = max(self._forced, steps)
         assert len(self.active) > 1, "one request alone always fits: Engine.add refuses those that do not"
         self.retractions += 1
         self._retract()

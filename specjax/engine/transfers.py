@@ -33,6 +33,19 @@ class Counters:
     verified: int = 0  # tokens that these emitted
     generated: int = 0  # all tokens emitted
 
+    def count(self, kept: int, *, verified: bool, drafted: bool) -> None:
+        """A sequence kept so many tokens of a prefill or, `verified`, of a step, that could draft for it."""
+        self.generated += kept
+        if verified:
+            self.verifications += 1
+            self.drafted_steps += drafted
+            self.verified += kept
+
+    @property
+    def accepted(self) -> int:
+        """Drafts that became text."""
+        return self.verified - self.verifications
+
 
 class Output(NamedTuple):
     """Of a step or a prefill, on the device. One array holds what every step needs, so that it costs one copy."""

@@ -105,7 +105,7 @@ def read(engine: Engine, traffic: Traffic) -> list[_Known]:
     context = counters.prefilled_tokens + counters.cached_tokens
     steps = counters.verifications
     length = counters.verified / steps if steps else 1.0
-    accepted, places = counters.verified - steps, counters.drafted_steps * max(engine.drafter.width - 1, 1)
+    places = counters.drafted_steps * max(engine.drafter.width - 1, 1)
     return [
         _Known("num_running_reqs", "num_requests_running", "gauge", "Requests that run.", len(scheduler.active)),
         _Known("num_queue_reqs", "num_requests_waiting", "gauge", "Requests that wait.", len(scheduler.waiting)),
@@ -116,7 +116,7 @@ def read(engine: Engine, traffic: Traffic) -> list[_Known]:
                counters.cached_tokens / context if context else 0.0),
         _Known("spec_accept_length", None, "gauge", "Tokens a verification, since the start.", length),
         _Known("spec_accept_rate", None, "gauge", "Share of the drafted tokens that were accepted, since the start.",
-               accepted / places if counters.drafted_steps else 0.0),
+               counters.accepted / places if counters.drafted_steps else 0.0),
         _Known("spec_num_draft_tokens", None, "gauge", "Nodes of the widest draft tree.", engine.drafter.width),
         _Known("spec_num_steps", None, "gauge", "Depth of the deepest draft tree.", engine.drafter.depth),
         _Known("max_total_num_tokens", None, "gauge", "Tokens that the pool holds.", total),

@@ -12,7 +12,7 @@ from specjax_kernels import Quantised
 
 from specjax.cli.flags import in_flags
 from specjax.engine import Engine
-from specjax.engine.buckets import drafting_summary
+from specjax.engine.buckets import doubt, drafting_summary
 from specjax.engine.executables import PhaseTimes
 
 logger = logging.getLogger("specjax.serve")
@@ -27,6 +27,7 @@ class Report:
         self._decoded, self._since = self._last, time.perf_counter()  # at the last line about decoding
         self._retracted = 0
         self._explained = False  # why steps did not draft
+        self._doubted = False
         self._idle = True
         self.throughput = 0.0  # tokens a second, of the last line about decoding
         self._phases = PhaseTimes()
@@ -48,6 +49,9 @@ class Report:
             self._retracted += retracted
             problem = f"KV cache pool is full. Retract requests. #retracted_reqs: {retracted}"
             logger.warning("%s, %s, %s", problem, running, queue)
+        if not self._doubted and (problem := doubt(engine.drafter, now.drafted_steps, now.accepted)):
+            self._doubted = True
+            logger.warning("%s", problem)
         before = self._decoded
         if now.steps - before.steps >= self._interval:
             steps = now.verifications - before.verifications
