@@ -49,6 +49,7 @@ class Setting:
         parse: brings a value into the form that is kept (`str.upper`), before it is compared with `choices`. The
             text of a ValueError completes "must be".
         digits: for a string that may be a number: TOML may have it without quotes.
+        alone: for a list of strings: a file may have one string in its place.
         sets: the option of the library that it sets, where that has another name.
         instead: accepted for commands of other programs, without effect: what happens in its place.
     """
@@ -60,6 +61,7 @@ class Setting:
     parse: Callable[[Any], Any] | None = None
     metavar: str | None = None
     digits: bool = False
+    alone: bool = False
     sets: str = ""
     instead: str = ""
 
@@ -238,6 +240,8 @@ def _checked(entry: _Entry, where: str, given: Any) -> Any:
         value = str(given)
     elif type(given) is list and all(type(item) is str for item in given):
         value = tuple(given)
+    elif note.alone and type(given) is str:
+        value = (given,)  # a list of one
     try:
         if note.parse is not None and type(value) is kind:
             value = note.parse(value)

@@ -109,7 +109,7 @@ def running(
     server.start()
     if load is None:
         wait_until(lambda: runner.state is State.READY)
-    served = Running(url(sock), engine, runner, server)
+    served = Running(url(sock, settings), engine, runner, server)
     try:
         yield served
         if idle_at_end:

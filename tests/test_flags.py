@@ -90,7 +90,7 @@ def test_settings_are_frozen_and_hashable():
 
 
 def test_the_key_of_the_api_is_not_in_the_repr():
-    assert "hunter2" not in repr(flags.Settings(server=flags.ServerSettings(api_key="hunter2")))
+    assert "hunter2" not in repr(flags.Settings(server=flags.ServerSettings(api_key=("hunter2",))))
 
 
 def test_the_defaults_are_the_engines():

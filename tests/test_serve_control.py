@@ -15,7 +15,7 @@ from specjax.cli.flags import ServerSettings
 
 @pytest.fixture(scope="module")
 def server():
-    with running(shared_engine("NGRAM"), ServerSettings(api_key=None)) as found:
+    with running(shared_engine("NGRAM"), ServerSettings()) as found:
         yield found
 
 

@@ -134,7 +134,7 @@ def test_a_pattern_for_the_numbers_up_to_one(last):
 
 
 def test_answers_have_the_form_that_is_documented():
-    with running(shared_engine("NGRAM"), ServerSettings(api_key="key")) as server:
+    with running(shared_engine("NGRAM"), ServerSettings(api_key=("key",))) as server:
         headers = {"Authorization": "Bearer key"}
         with server.client(headers=headers) as client:
             found = client.get("/openapi.json").json()

@@ -324,7 +324,7 @@ def test_the_clients_exceptions(server):
 
 
 def test_an_api_key():
-    settings = ServerSettings(api_key="söcret")
+    settings = ServerSettings(api_key=("other key", "söcret"))
     with running(shared_engine("NGRAM"), settings) as server, server.client() as client:
         assert client.get("/health").status_code == 200
         bodies = {CHAT: {"messages": HELLO}, COMPLETE: {"prompt": "x"}, GENERATE: {"text": "x"}, "/flush_cache": {}}
@@ -341,6 +341,7 @@ def test_an_api_key():
                 check_error(client.get(path, headers=headers), 401)
         right = {"Authorization": "Bearer söcret".encode()}
         assert client.get("/v1/models", headers=right).status_code == 200
+        assert client.get("/v1/models", headers={"Authorization": "Bearer other key"}).status_code == 200
         assert client.post(COMPLETE, json={"prompt": "x", "max_tokens": 1}, headers=right).status_code == 200
 
 

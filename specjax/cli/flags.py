@@ -201,8 +201,17 @@ class ServerSettings:
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 = all", metavar="HOST")
     port: int = setting(30000, "0 = any free one", minimum=0, maximum=65535)
     served_model_name: str | None = setting(None, "what clients call the model; default: the value of --model")
-    api_key: str | None = setting(
-        None, "bearer token of clients; set it in a file to hide it from other users", metavar="KEY", secret=True
+    api_key: tuple[str, ...] = setting(
+        (), "bearer tokens, one of which a client needs; set them in a file to hide them from other users",
+        metavar="KEY", secret=True, alone=True,
+    )  # fmt: skip
+    allowed_origins: tuple[str, ...] = setting(
+        (), "origins of web pages that may call this server (CORS), such as https://my.site; * = all; default: none",
+        metavar="ORIGIN", alone=True,
+    )  # fmt: skip
+    ssl_certfile: str | None = setting(None, "certificate chain in PEM, for https", metavar="FILE")
+    ssl_keyfile: str | None = setting(
+        None, "its private key; default: in the same file as the certificate", metavar="FILE"
     )
     log_level: str = setting(
         "info", "least severe lines that are logged", choices=("debug", "info", "warning", "error"), parse=str.lower

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -22,7 +23,7 @@ from specjax.engine import Completion
 from specjax.engine.sequence import Sequence
 from specjax.serve.control import READ, aborted, add_control_routes
 from specjax.serve.errors import ApiError, unavailable
-from specjax.serve.fields import INLINE_BYTES, receive_body
+from specjax.serve.fields import IGNORED_HEADER, INLINE_BYTES, receive_body
 from specjax.serve.middleware import INTERNAL, Gate, check_state
 from specjax.serve.openapi import document
 from specjax.serve.protocol import ChatRequest, CompletionRequest, GenerateRequest, check_model, read_request
@@ -138,11 +139,16 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
 
     @functools.cache
     def described() -> dict[str, Any]:
-        has_key = settings.api_key is not None
+        has_key = bool(settings.api_key)
         return document(rules(), vocab_size=runner.engine.vocab_size, has_key=has_key, version=fingerprint())
 
     app.openapi = described  # type: ignore[method-assign]
     app.add_middleware(Gate, runner=runner, settings=settings)
+    if settings.allowed_origins:  # outermost: a browser asks without a key whether it may call
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"],
+            expose_headers=["X-Request-Id", IGNORED_HEADER],
+        )  # fmt: skip
     return app
 
 

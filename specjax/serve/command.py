@@ -22,7 +22,16 @@ from specjax.engine.buckets import speculation_note
 from specjax.serve import dry_run
 from specjax.serve.app import create_app
 from specjax.serve.runner import Runner
-from specjax.serve.server import SIGNALS, PortError, Server, allow_files, listen, url
+from specjax.serve.server import (
+    SIGNALS,
+    CertificateError,
+    PortError,
+    Server,
+    allow_files,
+    check_certificate,
+    listen,
+    url,
+)
 from specjax.settings import Parser, add_flags, parse
 
 logger = logging.getLogger("specjax.serve")
@@ -78,12 +87,13 @@ def main(argv: list[str] | None = None) -> int:
     if args.dry_run:
         return dry_run.dry_run(settings, args.assume_device, args.assume_devices or 1)
     try:
+        check_certificate(server)
         sock = listen(server.host, server.port)
-    except PortError as error:
+    except (CertificateError, PortError) as error:
         print(f"specjax.serve: {error}", file=sys.stderr)
         return 2
     allow_files(2 * server.max_connections)  # connections beyond twice the limit are cut
-    logger.info("Listening on %s; requests get a 503 until the model is loaded", url(sock))
+    logger.info("Listening on %s; requests get a 503 until the model is loaded", url(sock, server))
     runner = Runner(lambda: load(settings), server)
     app = create_app(runner, server, model=server.served_model_name or settings.model.model)
     failure = Server(app, runner, sock, server).run()

@@ -13,6 +13,7 @@ import logging
 import resource
 import signal
 import socket
+import ssl
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,9 +61,28 @@ def allow_files(connections: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def url(sock: socket.socket) -> str:
+def url(sock: socket.socket, settings: ServerSettings) -> str:
     host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+class CertificateError(Exception):
+    """The certificate or its key cannot be read."""
+
+
+def check_certificate(settings: ServerSettings) -> None:
+    """Raises CertificateError before the model is loaded."""
+    certificate, key = settings.ssl_certfile, settings.ssl_keyfile
+    if certificate is None:
+        if key is not None:
+            raise CertificateError(f"--ssl-keyfile {key} needs --ssl-certfile, the certificate that it belongs to")
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        place = f"--ssl-certfile {certificate}" + (f" --ssl-keyfile {key}" if key else "")
+        raise CertificateError(f"{place}: {error.strerror or error}") from error
 
 
 class _Uvicorn(uvicorn.Server):
@@ -76,7 +96,8 @@ class Server:
     """Serves an app until a signal comes, or until the engine fails."""
 
     def __init__(self, app: ASGIApp, runner: Runner, sock: socket.socket, settings: ServerSettings) -> None:
-        self._runner, self._sock, self._timeout = runner, sock, settings.shutdown_timeout
+        self._runner, self._sock, self._settings = runner, sock, settings
+        self._timeout = settings.shutdown_timeout
         config = uvicorn.Config(
             app,
             http=connection_class(settings),
@@ -84,6 +105,8 @@ class Server:
             log_config=None,
             access_log=False,  # the middleware's lines have the request's id
             lifespan="off",
+            ssl_certfile=settings.ssl_certfile,
+            ssl_keyfile=settings.ssl_keyfile,
             # A client that does not read must not keep the process alive.
             timeout_graceful_shutdown=int(settings.shutdown_timeout + FORCED_GRACE) + 1,
         )
@@ -112,7 +135,7 @@ class Server:
         if self._runner.failure is not None:
             self._exit(FORCED_GRACE)
         elif self._runner.state is State.READY:
-            logger.info("The server is fired up and ready to roll! %s", url(self._sock))
+            logger.info("The server is fired up and ready to roll! %s", url(self._sock, self._settings))
 
     def _signalled(self, number: int) -> None:
         name = signal.Signals(number).name
