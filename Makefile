@@ -26,11 +26,10 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
-# On every change CI runs .ci/run, at most 25 minutes on 2 cores: check, smoke, test, test-processes, docs,
-# gpu-compile, gpu-compile-newest. Before a release: make test-all.
+# On every change CI runs .ci/run: check, smoke, test, test-processes, docs, gpu-compile, gpu-compile-newest; it says how
+# long they take. Before a release: make test-all.
 
-# 8 to 9 minutes on 2 cores from a clean cache, 12 where they are shared. Prints the 20 slowest tests and the peak
-# memory of each process.
+# On 2 cores with AVX-512 about 12 minutes, without 23. Prints the 20 slowest tests and the peak memory of each process.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
 
 test: setup
