@@ -264,7 +264,9 @@ def _append(state: NgramState, context: Context, seen: Observation, config: Ngra
     start = state.cursor + jnp.cumsum(length) - length
     at = jnp.mod(start[:, None] + offset, capacity)
     nowhere = capacity + jnp.arange(batch * width, dtype=jnp.int32).reshape(batch, width)
-    write = jnp.where(new, at, nowhere)
+    # A tail is never less than NOWHERE, which no compiler knows, so that the ring is written after it has been read for
+    # the tails; else XLA:CPU copies it.
+    write = jnp.where(new & (tail[:, None] >= NOWHERE), at, nowhere)
     is_last = offset == length[:, None] - 1
     follows = jnp.where(is_last, NOWHERE, jnp.mod(at + 1, capacity))
     leads = jnp.where(offset == 0, tail[:, None], jnp.mod(at - 1, capacity))
