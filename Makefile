@@ -29,7 +29,7 @@ check: setup
 # On every change CI runs .ci/run: check, smoke, test, test-processes, docs, gpu-compile, gpu-compile-newest; it says how
 # long they take. Before a release: make test-all.
 
-# On 2 cores with AVX-512 about 12 minutes, without 23. Prints the 20 slowest tests and the peak memory of each process.
+# On 2 cores without AVX-512 23 minutes. Prints the 20 slowest tests and the peak memory of each process.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
 
 test: setup
