@@ -25,10 +25,8 @@ from jaxtyping import Int32
 from specjax.types import PageTable, PerRequest
 
 Cache: TypeAlias = Any  # a pytree of page leaves [P, S, ...]
-Block: TypeAlias = (
-    Any  # a pytree of the cache's structure with leaves [B, N, ...], arrays or `kernels.Slice`s: what the
-)
-# layers keep of new tokens
+# A pytree of the cache's structure with leaves [B, N, ...], arrays or `kernels.Slice`s: what layers keep of new tokens.
+Block: TypeAlias = Any
 
 
 class PoolShape(NamedTuple):

@@ -299,7 +299,7 @@ class Engine:
         if not (prompts := self.scheduler.prefilling()):
             return 0
         running = len(self.scheduler.active) - len(prompts)
-        left = [len(sequence.context) - sequence.prefilled for sequence in prompts]
+        left = [sequence.left for sequence in prompts]
         pages = [len(sequence.pages) for sequence in prompts]
         most = self.buckets.room_beside(running, len(prompts))
         keys = self.buckets.prefill_keys(left, pages, most, self.executables.compiled())

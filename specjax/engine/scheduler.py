@@ -56,6 +56,11 @@ class Scheduler:
         self.retractions = 0
 
     @property
+    def available(self) -> int:
+        """Pages that are free, or that the prefix cache would give up."""
+        return self.allocator.free + self.prefix.evictable
+
+    @property
     def unfinished(self) -> bool:
         return bool(self.waiting or self.active)
 
@@ -89,7 +94,7 @@ class Scheduler:
         if len(found) > 1:
             self._turn += 1
             if self._turn % PATIENCE:
-                found.sort(key=lambda s: (len(s.context) - s.prefilled, s.arrival))
+                found.sort(key=lambda s: (s.left, s.arrival))
         return found
 
     def reserve(self, sequences: Iterable[Sequence]) -> bool:
@@ -196,7 +201,7 @@ class Scheduler:
     def _place(self, sequence: Sequence, nodes: list[Node]) -> bool:
         """Gives a slot and pages to a sequence that starts with the pages of `nodes`. False: there are too few."""
         need = self._pages_for(sequence, len(sequence.context)) - len(nodes)
-        free = self.allocator.free + self.prefix.evictable - sum(not node.locks for node in nodes)
+        free = self.available - sum(not node.locks for node in nodes)
         # One page for each running sequence stays free, or the newcomer would be retracted again at once.
         if free < need + len(self.active):
             return False

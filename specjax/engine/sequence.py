@@ -91,6 +91,11 @@ class Sequence:
         return self.prompt + self.output[:-1]
 
     @property
+    def left(self) -> int:
+        """Tokens of the context whose prefill is not dispatched."""
+        return len(self.prompt) + max(len(self.output) - 1, 0) - self.prefilled
+
+    @property
     def forced_token(self) -> int | None:
         """The token after the context of a resumed sequence: emitted already, so never drawn again."""
         return self.output[-1] if self.output else None
@@ -113,7 +118,7 @@ class Sequence:
         """Notes that so many more tokens of the context are dispatched. After the last the device knows the first token
         of the output; the host may learn it later."""
         self.prefilled += tokens
-        if self.prefilled == len(self.context):
+        if not self.left:
             self.status, self.committed = Status.RUNNING, self.prefilled
 
     def accept(self, tokens: list[int], stopped: bool, full: bool) -> int:

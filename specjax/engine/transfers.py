@@ -42,6 +42,11 @@ class Counters:
             self.verified += kept
 
     @property
+    def accept_length(self) -> float:
+        """Tokens a verification; 1.0 when there was none."""
+        return self.verified / self.verifications if self.verifications else 1.0
+
+    @property
     def accepted(self) -> int:
         """Drafts that became text."""
         return self.verified - self.verifications

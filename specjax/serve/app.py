@@ -21,8 +21,8 @@ from starlette.types import Receive, Scope, Send
 from specjax.cli.flags import ServerSettings
 from specjax.engine import Completion
 from specjax.engine.sequence import Sequence
-from specjax.serve.control import READ, aborted, add_control_routes
-from specjax.serve.errors import ApiError, unavailable
+from specjax.serve.control import READ, add_control_routes
+from specjax.serve.errors import ApiError, bad_request, unavailable
 from specjax.serve.fields import IGNORED_HEADER, INLINE_BYTES, receive_body
 from specjax.serve.middleware import INTERNAL, Gate, check_state
 from specjax.serve.openapi import document
@@ -197,7 +197,7 @@ def check_completion(completion: Completion) -> None:
     if completion.finish_reason["type"] == "abort":
         message = completion.finish_reason.get("message", "the request was aborted")
         if message == ABORTED:
-            raise aborted(message)
+            raise bad_request(message, code="aborted")
         # Any other request would fail again.
         raise unavailable(message, retry_after=1) if message in SEND_AGAIN else ApiError(500, message)
 

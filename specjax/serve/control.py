@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from specjax.cli.flags import ServerSettings
 from specjax.engine import Engine, SamplingParams
-from specjax.serve.errors import ApiError, bad_request, unavailable
+from specjax.serve.errors import bad_request, unavailable
 from specjax.serve.fields import AnyBody, Reading, receive_body
 from specjax.serve.metrics import exposition
 from specjax.serve.middleware import check_state
@@ -31,9 +31,8 @@ HEALTH_SECONDS = 20.0  # that a token of `/health_generate` may take
 def server_info(engine: Engine, runner: Runner, settings: ServerSettings, model: str) -> dict[str, Any]:
     """The answer of `/get_server_info`: settings, and under `internal_states` what changes, by SGLang's names."""
     counters, scheduler = engine.counters, engine.scheduler
-    steps = counters.verifications
     state = {
-        "avg_spec_accept_length": round(counters.verified / steps, 4) if steps else 1.0,
+        "avg_spec_accept_length": round(counters.accept_length, 4),
         "last_gen_throughput": round(runner.traffic.throughput, 2),
         "num_running_reqs": len(scheduler.active),
         "num_queue_reqs": len(scheduler.waiting),
@@ -157,10 +156,5 @@ def add_control_routes(
         decode = functools.partial(runner.engine.tokenizer.decode, skip_special_tokens=skip)
         job = tokenising.submit(work(lists, 1), lambda: [decode(tokens) for tokens in lists])
         texts = await asyncio.wrap_future(job)
-        key = "prompt"  # vLLM's name; SGLang's is text
-        return JSONResponse({"text": texts if many else texts[0], key: texts if many else texts[0]}, headers=headers)
-
-
-def aborted(message: str) -> ApiError:
-    """The answer to a request that `/abort_request` has ended."""
-    return ApiError(400, message, code="aborted")
+        found = texts if many else texts[0]
+        return JSONResponse({"text": found, "prompt": found}, headers=headers)  # SGLang's name, and vLLM's

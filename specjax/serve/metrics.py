@@ -100,11 +100,9 @@ def read(engine: Engine, traffic: Traffic) -> list[_Known]:
     """All totals and gauges. Names and meanings are SGLang's; of tokens, those of contexts, of resumed requests too."""
     counters, scheduler = engine.counters, engine.scheduler
     total = engine.intake.pool_tokens
-    free = (scheduler.allocator.free + scheduler.prefix.evictable) * engine.pool.page_size
+    free = scheduler.available * engine.pool.page_size
     used = total - min(free, total)
     context = counters.prefilled_tokens + counters.cached_tokens
-    steps = counters.verifications
-    length = counters.verified / steps if steps else 1.0
     places = counters.drafted_steps * max(engine.drafter.width - 1, 1)
     return [
         _Known("num_running_reqs", "num_requests_running", "gauge", "Requests that run.", len(scheduler.active)),
@@ -114,7 +112,7 @@ def read(engine: Engine, traffic: Traffic) -> list[_Known]:
         _Known("gen_throughput", None, "gauge", "Tokens a second, of the last steps.", traffic.throughput),
         _Known("cache_hit_rate", None, "gauge", "Share of prompt tokens from the prefix cache, since the start.",
                counters.cached_tokens / context if context else 0.0),
-        _Known("spec_accept_length", None, "gauge", "Tokens a verification, since the start.", length),
+        _Known("spec_accept_length", None, "gauge", "Tokens a verification, since the start.", counters.accept_length),
         _Known("spec_accept_rate", None, "gauge", "Share of the drafted tokens that were accepted, since the start.",
                counters.accepted / places if counters.drafted_steps else 0.0),
         _Known("spec_num_draft_tokens", None, "gauge", "Nodes of the widest draft tree.", engine.drafter.width),
