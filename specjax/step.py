@@ -31,6 +31,7 @@ from specjax_kernels import CAUSAL, pack_bits
 from specjax.cache import Block, commit, pool_shape, take_path
 from specjax.compiling import compiler_options
 from specjax.drafters.base import Context, Drafter, Observation, PageSize, Params
+from specjax.drafters.deferred import catch_up
 from specjax.models.target import Target
 from specjax.sampling import DrawInputs
 from specjax.state import (
@@ -249,6 +250,16 @@ def prefill_step(
     output = StepOutput(token[:, None], emitted, jnp.zeros_like(emitted), finish, logprobs, None)
     state = _advance(params, drafter, state, context, row, forward.block, observation, output, after=logits)
     return state, output
+
+
+def catch_up_step(
+    params: Params, state: DecodeState, inputs: StepInput, *, drafter: Drafter, width: int
+) -> tuple[DecodeState, PerRequest]:
+    """Tells a drafter that is deferred up to `width` tokens of each request, finished ones too. Returns by how many tokens each
+    still lags. See `specjax.drafters.deferred`."""
+    context, _, _ = _gather(state._replace(finished=jnp.zeros_like(state.finished)), inputs)
+    draft, behind = catch_up(drafter, params, state.draft, context, width)
+    return state._replace(draft=draft), behind
 
 
 class Steps(NamedTuple):

@@ -254,7 +254,7 @@ def test_messages_of_the_library_get_the_names_of_flags():
 def test_every_option_has_a_flag():
     options = {name for each in DRAFTERS.values() for name in each.names()}
     set_by_flags = {field.metadata["setting"].sets for field in fields(flags.SpeculativeSettings)}
-    assert options | {"draft", "isolate_ngrams"} == set_by_flags
+    assert options | {"draft", "isolate_ngrams", "adaptive"} == set_by_flags
 
 
 def test_flags_are_named_in_the_command_line_layer_only():

@@ -157,6 +157,12 @@ class SpeculativeSettings:
         "module:function for a drafter of your own",
         parse=_algorithm, metavar="NAME", sets="draft",
     )  # fmt: skip
+    speculative_adaptive: bool = setting(
+        True,
+        "draft only where it is measured to be faster; off = in every step, but for batches so large that drafting would "
+        "slow them",
+        sets="adaptive",
+    )
     speculative_draft_model_path: str | None = _draft("path", names=("--speculative-draft-model",), metavar="MODEL")
     speculative_draft_model_revision: str | None = _draft("revision")
     speculative_num_steps: int | None = _draft(
@@ -366,7 +372,7 @@ def draft_options(chosen: Settings) -> DraftOptions | str:
     given, unused, overridden = {}, [], []
     for each in fields(speculative):
         value, option = getattr(speculative, each.name), each.metadata["setting"].sets
-        if value == each.default or option in ("draft", "isolate_ngrams"):
+        if value == each.default or option in ("draft", "isolate_ngrams", "adaptive"):
             continue
         if option in options.names():
             given[option] = value

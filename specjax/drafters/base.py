@@ -183,6 +183,8 @@ class Drafter(NamedTuple):
             are computed only where a trace shows them.
         resize: a number of nodes, at least 2 -> the drafter of smaller trees, with the same `init` and `observe`, so
             that steps of several shapes may share a state. None: it has one shape, of which the best nodes are taken.
+        remembers: whether what one request has said may be drafted for another: then it is told of each text, if only
+            when that has ended.
         note: for the log.
     """
 
@@ -200,6 +202,7 @@ class Drafter(NamedTuple):
     topk: int = 1
     chains: bool = False
     resize: Callable[[int], Drafter] | None = None
+    remembers: bool = False
     note: str = ""
 
     def within(self, nodes: int) -> Drafter:

@@ -20,6 +20,7 @@ from specjax_kernels.timing import WARMUP, region
 
 from specjax.compiling import SCHEDULING, compiler_options
 from specjax.costs import PLAIN, Tree
+from specjax.drafters.deferred import all_seen
 from specjax.engine import program_store, tuning, tuning_tasks
 from specjax.engine.buckets import Key
 from specjax.engine.packing import NO_PAGE, Resident
@@ -249,7 +250,8 @@ class StepBench:
         each = max(1, self._engine.pool.pages // self.key.width)
         place = np.arange(count)[:, None] * each + np.arange(width)[None] % each
         pages = jnp.asarray((place % self._engine.pool.pages).astype(np.int32))
-        return self._again(Resident(state.decode._replace(rows=rows), pages))
+        decode = state.decode._replace(rows=rows, draft=all_seen(state.decode.draft))
+        return self._again(Resident(decode, pages))
 
     def _again(self, state: Resident) -> Resident:
         """All rows back to the context."""

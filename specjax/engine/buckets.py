@@ -38,21 +38,32 @@ TABLE = 512  # pages in the small page table; a request that may hold no more ne
 
 
 class Key(NamedTuple):
-    """Name of a program. `width` is the batch bucket of a step, the chunk width of a prefill."""
+    """Name of a program. `width` is the batch bucket of a step, the chunk width of a prefill or a catch-up.
 
-    kind: str  # "step" or "prefill"
+    `nodes`: of a step's trees; 0: those of its batch; 1: none is drafted, and the drafter is told nothing.
+    """
+
+    kind: str  # "step", "prefill" or "catch-up"
     width: int
     table: int
-    rows: int = 1  # prompts of a prefill
+    rows: int = 1  # prompts of a prefill, requests of a catch-up
+    nodes: int = 0
 
     def __str__(self) -> str:
-        size = f"step of {self.width} requests" if self.kind == "step" else f"prefill of {self.width} tokens"
-        each = f" of each of {self.rows} prompts" if self.rows > 1 else ""
+        plain = " without drafts" if self.nodes == 1 else f" with trees of {self.nodes} tokens" if self.nodes else ""
+        size = f"step of {self.width} requests{plain}" if self.kind == "step" else f"{self.kind} of {self.width} tokens"
+        each = f" of each of {self.rows} requests" if self.rows > 1 else ""
         return f"a {size}{each} with {self.table} pages each"
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it is a step that may draft."""
+        return self.kind == "step" and self.nodes != 1
 
     def needs_no_less(self, other: Key) -> bool:
         """Whether it holds at least as much in each respect."""
-        return self.kind == other.kind and all(mine >= its for mine, its in zip(self[1:], other[1:], strict=True))
+        mine, its = (key._replace(nodes=key.nodes or 1 << 30) for key in (self, other))
+        return self.kind == other.kind and all(a >= b for a, b in zip(mine[1:], its[1:], strict=True))
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,7 @@ class Buckets:
     block_tokens: int | None  # None: no limit
     several_widths: bool = True  # whether a step may choose among several tree widths; else each batch has its own
     free_tokens: int = FREE_TOKENS["cpu"]
+    adaptive: bool = False  # whether steps with and without drafts are chosen between (`specjax.engine.adaptive`)
 
     @classmethod
     def build(
@@ -76,6 +88,7 @@ class Buckets:
         request_pages: int,
         chunk: int | None = None,
         prefill: int | None = None,
+        adaptive: bool = False,
     ) -> Buckets:
         """For batches of up to `rows` requests that may hold `request_pages` pages. A width set explicitly is never
         reduced. `chunk`, `prefill`: the most tokens of a prompt and of all prompts in one forward."""
@@ -96,6 +109,7 @@ class Buckets:
             # On a GPU a wide tree costs what a narrow one costs, and choosing would ask the host.
             several_widths=kind == "cpu",
             free_tokens=FREE_TOKENS[kind],
+            adaptive=adaptive,
         )
 
     def batch(self, count: int) -> int:
@@ -118,7 +132,9 @@ class Buckets:
         step = self.free_tokens + batch * self.tree_widths(batch)[-1]
         return int(PACE * step * max(1.0, waiting / running)) - self.free_tokens
 
-    def prefill_keys(self, left: list[int], pages: list[int], most: int | None, compiled: set[Key]) -> Iterator[Key]:
+    def prefill_keys(
+        self, left: list[int], pages: list[int], most: int | None, compiled: set[Key], kind: str = "prefill"
+    ) -> Iterator[Key]:
         """Programs for the next chunk of the first of some prompts, or of the first few, the best first.
 
         1. Compiled ones of at most `most` tokens (None: any number), those first that save the most: what the same
@@ -129,11 +145,12 @@ class Buckets:
         Args:
             left: tokens that the prompts still need, in the order of their turn.
             pages: that they hold.
+            kind: of the programs.
         """
         chunks = self.chunks_for(left[0]) if most is None else self.chunks
-        single = [Key("prefill", chunk, table) for table in self.tables_for(pages[0]) for chunk in chunks]
+        single = [Key(kind, chunk, table) for table in self.tables_for(pages[0]) for chunk in chunks]
         shapes = [(1, chunk) for chunk in self.chunks] + [*self.packs]
-        keys = [Key("prefill", chunk, self.tables_for(max(pages[:rows]))[0], rows) for rows, chunk in shapes]
+        keys = [Key(kind, chunk, self.tables_for(max(pages[:rows]))[0], rows) for rows, chunk in shapes]
         found = [key for key in keys if key in compiled and (most is None or key.rows * key.width <= most)]
         widths = [key.width for key in found if key.rows == 1] or [single[0].width]
 
@@ -187,6 +204,12 @@ class Buckets:
         """The most requests whose trees are as wide as those of one."""
         return max(b for b in self.batches if self.tree_widths(b)[-1] == self.widths[-1] or b == self.batches[0])
 
+    def choices(self, batch: int) -> tuple[int, ...]:
+        """`Key.nodes` of the steps of a batch bucket."""
+        if not self.adaptive:
+            return (0,)
+        return (0, 1) if self.drafts(batch) else (1,)
+
     # Programs
 
     def all_keys(self) -> list[Key]:
@@ -194,13 +217,18 @@ class Buckets:
         next: all requests can share it while the others are compiled."""
         first, *others = self.batches
         batches = self.batches if self.several_widths or not others else (first, others.pop(), *others)
-        sizes = [("prefill", chunk) for chunk in self.chunks] + [("step", batch) for batch in batches]
-        packs = [Key("prefill", chunk, table, rows) for rows, chunk in self.packs for table in self.tables]
-        return [*(Key(*size, table) for size in sizes for table in self.tables), *packs]
+        sizes = [("prefill", 1, chunk, 0) for chunk in self.chunks]
+        sizes += [("step", 1, batch, nodes) for batch in batches for nodes in self.choices(batch)]
+        kinds = ("prefill", "catch-up") if self.adaptive else ("prefill",)
+        sizes += [("catch-up", 1, chunk, 0) for chunk in self.chunks if self.adaptive]
+        sizes += [(kind, *pack, 0) for kind in kinds for pack in self.packs]
+        return [Key(kind, width, table, rows, nodes) for kind, rows, width, nodes in sizes for table in self.tables]
 
     def single_request_keys(self) -> list[Key]:
         """Programs that one request at a time needs."""
-        needed = {("step", self.batches[0]), *(("prefill", chunk) for chunk in self.chunks)}
+        chunks = [width for rows, width in self.packs if rows == 1 and self.adaptive]
+        chunks = [("catch-up", width) for width in (*self.chunks, *chunks)] + [("prefill", c) for c in self.chunks]
+        needed = {("step", self.batches[0]), *chunks}
         return [key for key in self.all_keys() if key[:2] in needed and key.rows == 1]
 
     def first_keys(self, sequences: Iterable[Sequence], page_size: int) -> list[Key]:
@@ -216,8 +244,10 @@ class Buckets:
         for rows, chunk in self.packs:
             if 1 < rows <= len(sequences):
                 keys[Key("prefill", chunk, table, rows)] = None
+        keys |= dict.fromkeys(key._replace(kind="catch-up") for key in [*keys] if self.adaptive)
         most = min(len(sequences), self.batches[-1])
-        return [*keys, *(Key("step", batch, table) for batch in self.shrinking(most))]
+        sizes = [(batch, nodes) for batch in self.shrinking(most) for nodes in self.choices(batch)]
+        return [*keys, *(Key("step", batch, table, nodes=nodes) for batch, nodes in sizes)]
 
     def shrinking(self, count: int) -> list[int]:
         """Batch buckets of a run of `count` requests as it ends: one for each way of drafting (`drafts_alike`) on the
@@ -230,7 +260,7 @@ class Buckets:
             count = max((b for b in smaller if each or not self.drafts_alike(b, batch)), default=0)
         return needed
 
-    def step_keys(self, count: int, pages: int, compiled: set[Key], pending: set[Key]) -> Iterator[Key]:
+    def step_keys(self, count: int, pages: int, compiled: set[Key], pending: set[Key], nodes: int = 0) -> Iterator[Key]:
         """Programs that can serve `count` requests of up to `pages` pages, the best first; a batch of them if that is
         more than the largest.
 
@@ -240,18 +270,18 @@ class Buckets:
         3. What must be compiled first: batches that fit, then smaller ones. Where there are many batches, the first is
            one for twice as many requests, if they are several: more are about to come, and each would need a compiler.
 
-        `pending` programs are being compiled in the background.
+        `pending` programs are being compiled in the background. `nodes`: as in the keys.
         """
         count = min(count, self.batches[-1])
         best = self.batch(count)
         roomy = best if self.several_widths or count == 1 else self.batch(2 * count)
         for table in self.tables_for(pages):
-            keys = [Key("step", batch, table) for batch in self.batches]
+            keys = [Key("step", batch, table, nodes=nodes) for batch in self.batches if nodes in self.choices(batch)]
             larger = [key for key in keys if key.width >= count]
             smaller = [key for key in reversed(keys) if key.width < count]
-            fitting = [key for key in larger if self.drafts_alike(best, key.width)]
+            fitting = [key for key in larger if nodes == 1 or self.drafts_alike(best, key.width)]
             yield from (key for key in fitting if key in compiled)
-            if fitting[0] in pending:
+            if fitting and fitting[0] in pending:
                 yield from (key for key in smaller if key in compiled)
             else:
                 yield from (key for key in fitting if key.width == roomy)
@@ -266,6 +296,8 @@ def speculation_note(drafter: Drafter, buckets: Buckets) -> str:
     if drafter.width > 1 and (whole := buckets.most_whole) < buckets.most_drafting:
         least = buckets.tree_widths(buckets.most_drafting)[-1]
         parts.append(f"more than {whole} requests at once have smaller trees, down to {least} tokens")
+    if drafter.width > 1 and buckets.adaptive:
+        parts.append("where that is measured to be faster")
     if drafter.width > 1 and (most := buckets.most_drafting) < buckets.batches[-1]:
         many = "several" if most == 1 else f"more than {most}"
         parts.append(
@@ -284,7 +316,9 @@ def drafting_summary(
     reason = None
     if drafter.width > 1 and drafted_steps < verify_steps:
         reason = "requests with speculate: false are decoded without drafts"
-        if (most := buckets.most_drafting) < buckets.batches[-1]:
+        if buckets.adaptive:
+            reason = "steps without drafts were measured to be faster, or were tried (EngineConfig.adaptive)"
+        elif (most := buckets.most_drafting) < buckets.batches[-1]:
             reason = (
                 f"batches of more than {most} requests are decoded without drafts, which is faster here; give "
                 "TreeShape.nodes to draft in all of them"

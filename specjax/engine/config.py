@@ -8,6 +8,7 @@ from typing import NamedTuple
 from specjax.cache import PoolShape, bytes_per_token
 from specjax.devices import Memory, this_memory
 from specjax.drafters.base import Drafter, Params
+from specjax.drafters.deferred import Deferred, defer
 from specjax.engine.buckets import Buckets
 from specjax.engine.scheduler import Policy
 from specjax.limits import check, limited
@@ -40,6 +41,7 @@ class EngineConfig:
     retract_every: int | None = limited(None, 1)  # for tests: retract the youngest request after so many steps
     mem_fraction: float = limited(0.85, above=0, maximum=1)  # of a GPU's memory, for weights and KV pool
     overlap: bool = True  # dispatch a step before the last one is read
+    adaptive: bool = False  # draft only where it is measured to be faster; see `specjax.engine.adaptive`
     trace: bool = False  # keep each step's tree, in `Completion.trees`
     time_phases: bool = False  # measure drafting, verifying and committing; slower, since each is waited for
     isolate_ngrams: bool = False  # no request drafts from what another has said, unless both have one `cache_salt`
@@ -53,6 +55,12 @@ class EngineConfig:
     @property
     def largest_batch(self) -> int:
         return min(self.max_running_requests, self.max_batch or self.max_running_requests)
+
+    def deferred(self, drafter: Drafter, target: Target) -> Deferred | None:
+        """The forms of a drafter that the engine chooses between; None: each step drafts as its batch bucket says. It
+        is so, too, where each step is to be seen or timed in parts."""
+        chooses = self.adaptive and drafter.width > 1 and not (self.trace or self.time_phases)
+        return defer(drafter, target) if chooses else None
 
 
 def check_config(config: object) -> None:
@@ -135,11 +143,15 @@ class Layout(NamedTuple):
     buckets: Buckets
 
     @classmethod
-    def of(cls, config: EngineConfig, context_length: int, tokens: int, platform: str, drafter: Drafter) -> Layout:
-        """For a pool of `tokens` tokens, rounded down to pages; it has at least one."""
+    def of(
+        cls, config: EngineConfig, context_length: int, tokens: int, platform: str, drafter: Drafter,
+        *, adaptive: bool = False,
+    ) -> Layout:  # fmt: skip
+        """For a pool of `tokens` tokens, rounded down to pages; it has at least one. `adaptive`: see `Buckets`."""
         size = config.page_size
         pool = PoolShape(max(tokens // size, 1), size)
         request_pages = min(-(-context_length // size), pool.pages)
         rows, chunk = config.largest_batch, config.chunked_prefill_size
         sizes = {"request_pages": request_pages, "chunk": chunk, "prefill": config.max_prefill_tokens}
+        sizes |= {"adaptive": adaptive}
         return cls(pool, Buckets.build(platform, drafter, rows=rows, **sizes))

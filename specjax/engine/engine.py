@@ -18,15 +18,18 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
 from functools import partial
+from time import perf_counter
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
 from specjax import checkpoint
 from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
+from specjax.costs import PLAIN as PLAIN_TREE
 from specjax.engine import program_store
+from specjax.engine.adaptive import PLAIN, Adaptive
 from specjax.engine.autotune import tune_at_start
 from specjax.engine.buckets import Key
 from specjax.engine.config import EngineConfig, Layout, check_config, context_length, pool_tokens
@@ -35,11 +38,12 @@ from specjax.engine.executables import Executables, use_compilation_cache
 from specjax.engine.generation import FairLock, complete
 from specjax.engine.generation import stream as stream_chunks
 from specjax.engine.intake import Intake, Prompt, Salts, with_sampling
-from specjax.engine.packing import Resident, admission, prefill_input, step_input
+from specjax.engine.packing import Resident, admission, catch_up_input, prefill_input, step_input
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Sequence, Status
-from specjax.engine.transfers import Counters, Output, read_output, take
+from specjax.engine.step_times import StepTimes, tree_of
+from specjax.engine.transfers import Counters, Output, read_lag, read_output, take
 from specjax.engine.tuning import Tuning
 from specjax.load import load
 from specjax.models.target import Target
@@ -54,6 +58,8 @@ class _InFlight(NamedTuple):
     output: Output
     sequences: list[Sequence]
     prefilled: list[int] | None = None  # by a prefill: tokens of each sequence that are in pages after it
+    launched: float = 0.0  # when, in seconds of `perf_counter`
+    drafted: tuple[Sequence, ...] = ()  # those for which a step could draft
 
 
 class Engine:
@@ -78,6 +84,8 @@ class Engine:
     ) -> None:
         check_config(config)
         self.lock = FairLock()
+        self._deferred = config.deferred(drafter, target)
+        drafter = drafter if self._deferred is None else self._deferred.eager
         self.target, self.params, self.tokenizer, self.drafter = target, params, tokenizer, drafter
         self.config, self.eos_ids, self.sampling_defaults = config, eos_ids, sampling_defaults
         self.vocab_size = target.config.vocab_size
@@ -85,7 +93,8 @@ class Engine:
         self.platform = jax.default_backend()
         rows, size = config.max_running_requests, config.page_size
         tokens = pool_tokens(target, config, self.context_length, self.platform, drafter, params)
-        self.pool, self.buckets = Layout.of(config, self.context_length, tokens, self.platform, drafter)
+        sizes = config, self.context_length, tokens, self.platform, drafter
+        self.pool, self.buckets = Layout.of(*sizes, adaptive=self._deferred is not None)
         lookahead = (2 if config.overlap else 1) * (drafter.depth + 1)
         self.scheduler = Scheduler(
             rows=rows, pages=self.pool.pages, page_size=size, lookahead=lookahead,
@@ -94,6 +103,7 @@ class Engine:
         self._new_pages = -(-lookahead // size)  # most pages that a row may get between two steps
         shapes = jax.eval_shape(self._new_state)
         variants = {"verify": verify, "trace": config.trace, "time_phases": config.time_phases}
+        variants["deferred"] = self._deferred
         self.executables = Executables(
             target, drafter, self.buckets, params, shapes, new_pages=self._new_pages, **variants
         )
@@ -115,6 +125,8 @@ class Engine:
         )
         self._unreported: list[Sequence] = []  # read in this iteration
         self.tuning: Tuning | None = None
+        self.adaptive = None if self._deferred is None else Adaptive(self.buckets.choices, self._expected_ratio)
+        self._last_read, self._programs = 0.0, 0  # when a program's output was read last, and how many there were
 
     @classmethod
     def from_pretrained(
@@ -315,19 +327,57 @@ class Engine:
         self._in_flight.append(_InFlight(key, output, part, [sequence.prefilled for sequence in part]))
         return 1
 
+    def _launch_catch_up(self, sequences: list[Sequence], *, ended: bool = False) -> int:
+        """Dispatches a program that tells the drafter what it has missed of some of these. Returns the programs
+        launched. `ended`: all of what these have said, and nothing is read of it."""
+        launched = 0
+        while behind := [sequence for sequence in sequences if sequence.unseen]:
+            left, pages = zip(*((sequence.unseen, len(sequence.pages)) for sequence in behind), strict=True)
+            keys = self.buckets.prefill_keys([*left], [*pages], None, self.executables.compiled(), "catch-up")
+            key, program = self.executables.first_usable(keys)
+            part, at = behind[: key.rows], perf_counter()
+            slots = [cast(int, sequence.slot) for sequence in part]
+            output = self.device.run(key, program, catch_up_input(slots, key.rows, self.config.max_running_requests))
+            for sequence in part:
+                sequence.unseen = max(sequence.unseen - key.width, 0)
+            launched += 1
+            if not ended:
+                self._in_flight.append(_InFlight(key, output, part, launched=at))
+                break
+        return launched
+
+    def _choose(self, sequences: list[Sequence]) -> tuple[int, int]:
+        """`Key.nodes` of the next step of these, and the catch-ups launched for it."""
+        if self.adaptive is None:
+            return 0, 0
+        batch = self.buckets.batch(len(sequences))
+        nodes = self.adaptive.choose(batch, sequences)
+        others = {key.nodes for key in self.executables.compiled() if key.kind == "step" and key.width == batch}
+        if nodes == PLAIN or (nodes not in others and PLAIN in others):  # the one for drafts is still being compiled
+            return PLAIN, 0
+        drafting = [sequence for sequence in sequences if sequence.params.speculate]
+        launched = self._launch_catch_up(drafting)
+        return nodes if any(not sequence.unseen for sequence in drafting) else PLAIN, launched
+
     def _launch_decode(self) -> int:
         """Dispatches one step for each running request: in one batch, or in several where no program serves them all.
         Returns the programs launched."""
         left, launched = self._reserved(), 0
         while left:
             pages = max(len(sequence.pages) for sequence in left)
+            nodes, more = self._choose(left)
             ready = self.executables.compiled(), self.executables.pending
-            key, program = self.executables.first_usable(self.buckets.step_keys(len(left), pages, *ready))
+            key, program = self.executables.first_usable(self.buckets.step_keys(len(left), pages, *ready, nodes))
             part, left = left[: key.width], left[key.width :]
-            inputs = step_input(part, key.width, self._new_pages, self.config.max_running_requests)
-            self._in_flight.append(_InFlight(key, self.device.run(key, program, inputs), part))
+            inputs, at = step_input(part, key.width, self._new_pages, self.config.max_running_requests), perf_counter()
+            told = [sequence for sequence in part if key.drafts and not sequence.unseen]
+            for sequence in part if len(told) < len(part) else ():
+                sequence.unseen += sequence not in told
+            drafted = tuple(sequence for sequence in told if sequence.params.speculate)
+            output = self.device.run(key, program, inputs)
+            self._in_flight.append(_InFlight(key, output, part, launched=at, drafted=drafted))
             self.counters.steps += 1
-            launched += 1
+            launched += 1 + more
         return launched
 
     def _reserved(self) -> list[Sequence]:
@@ -350,11 +400,18 @@ class Engine:
             self._collect(self._in_flight.popleft())
 
     def _collect(self, flight: _InFlight) -> None:
+        if flight.key.kind == "catch-up":
+            self._collect_catch_up(flight)
+            return
         wanted = any(sequence.wants_logprobs for sequence in flight.sequences)
         with memory_checked(flight.key):
             read = read_output(flight.output, min(TOP_LOGPROBS, self.vocab_size) if wanted else None)
         verified = flight.key.kind == "step"
-        drafts = verified and self.buckets.drafts(flight.key.width)
+        drafts = flight.key.drafts and self.buckets.drafts(flight.key.width)
+        seconds = self._seconds(flight)
+        if verified and seconds is not None and self.adaptive is not None:
+            emitted = {sequence: len(tokens) for sequence, tokens in zip(flight.sequences, read.tokens, strict=False)}
+            self.adaptive.record(flight.key, seconds, {one: n for one in flight.drafted if (n := emitted[one])})
         for i, sequence in enumerate(flight.sequences):
             if sequence.status is Status.FINISHED:
                 continue
@@ -367,8 +424,40 @@ class Engine:
             stepped = verified and bool(read.tokens[i])
             self.counters.count(kept, verified=stepped, drafted=sequence.params.speculate and drafts)
             if sequence.finish_reason is not None:
+                if self._deferred is not None and self.drafter.remembers:
+                    self._launch_catch_up([sequence], ended=True)
                 self._finish(sequence)
             self._unreported.append(sequence)
+
+    def _seconds(self, flight: _InFlight) -> float | None:
+        """That the device took for a program whose output has just been read; None: something compiled meanwhile."""
+        begun, self._last_read = max(flight.launched, self._last_read), perf_counter()
+        compiled, self._programs = self._programs, len(self.executables.compiled())
+        return self._last_read - begun if compiled == self._programs else None
+
+    def _collect_catch_up(self, flight: _InFlight) -> None:
+        with memory_checked(flight.key):
+            lags = read_lag(flight.output)
+        assert self.adaptive is not None
+        if (seconds := self._seconds(flight)) is not None:
+            self.adaptive.record_catch_up(flight.key, seconds)
+        for sequence, lag in zip(flight.sequences, lags, strict=False):
+            for later in (other for other in self._in_flight if sequence in other.sequences):
+                if later.key.kind == "catch-up":
+                    lag = max(lag - later.key.width, 0)
+                else:
+                    lag += sequence not in later.drafted
+            sequence.unseen = lag
+
+    def _expected_ratio(self, batch: int) -> float:
+        """Seconds of a batch bucket's step with drafts over those of one without, before both were measured in use:
+        what was measured on this device, else from the number of tokens in the forward."""
+        widest = self.buckets.tree_widths(batch)[-1]
+        times = StepTimes.of(self.tuning).measured.get(batch, {})
+        if (plain := times.get(PLAIN_TREE)) and (found := times.get(tree_of(self.drafter.within(widest)))):
+            return found / plain
+        free = self.buckets.free_tokens
+        return (batch * widest + free) / (batch + free)
 
     def _finish(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)

@@ -25,14 +25,30 @@ from specjax.cache import pool_shape
 from specjax.checkpoint.files import default_cache_dir
 from specjax.compiling import compiler_options
 from specjax.drafters.base import Drafter, Params
+from specjax.drafters.deferred import Deferred
 from specjax.engine import program_store
 from specjax.engine.buckets import Buckets, Key
-from specjax.engine.packing import Resident, admission_size, admit_packed, unpack_prefill, unpack_step
-from specjax.engine.transfers import Output, packed
+from specjax.engine.packing import (
+    Resident,
+    admission_size,
+    admit_packed,
+    unpack_catch_up,
+    unpack_prefill,
+    unpack_step,
+)
+from specjax.engine.transfers import Output, packed, packed_lag
 from specjax.models.target import Target
 from specjax.progress import progress_bar
 from specjax.state import DecodeState
-from specjax.step import StepConfig, check_phase, commit_phase, draft_phase, prefill_step, speculate_step
+from specjax.step import (
+    StepConfig,
+    catch_up_step,
+    check_phase,
+    commit_phase,
+    draft_phase,
+    prefill_step,
+    speculate_step,
+)
 from specjax.verify import Verifier, verify_tree
 
 logger = logging.getLogger(__name__)
@@ -94,12 +110,13 @@ class Executables:
         state: Resident,
         *,
         new_pages: int,
+        deferred: Deferred | None = None,
         verify: Verifier = verify_tree,
         trace: bool = False,
         time_phases: bool = False,
     ) -> None:
         self._target, self._drafter, self._buckets, self._trace = target, drafter, buckets, trace
-        self._verify = verify
+        self._verify, self._deferred = verify, deferred
         self.options: dict[str, str | None] = {}
         self.phase_times = PhaseTimes() if time_phases else None
         self._params, self._state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
@@ -287,25 +304,11 @@ class Executables:
     def _compile(
         self, key: Key, widths: tuple[int, ...] = (), options: Mapping[str, str | None] = MappingProxyType({})
     ) -> Program:
-        fixed: dict[str, Any] = {"target": self._target, "drafter": self._drafter}
-        width = {"width": key.table, "pages": self._pages}
-        if key.kind == "step":
-            widths = widths or self._buckets.tree_widths(key.width)
-            fixed |= {"drafter": self._drafter.within(widths[-1]), "verify": self._verify}
-            fixed["config"] = StepConfig(widths, self._trace)
-            function, unpack, shape = speculate_step, partial(unpack_step, **width), (key.width, 2 + self.new_pages)
-        else:
-            fixed["config"] = StepConfig()
-            function, unpack, shape = (
-                prefill_step,
-                partial(unpack_prefill, **width),
-                (key.rows, 3 + key.width + key.table),
-            )
-        fixed["drafter"] = fixed["drafter"]._replace(resize=None)  # nothing to trace, but a part of the program's name
+        function, unpack, shape = self._function(key, widths)
         arguments: Any = (self._params, self._state, jax.ShapeDtypeStruct(shape, np.int32))
         if self.phase_times is not None and key.kind == "step":
             with self.launch_lock:
-                return _compile_in_phases(arguments, unpack, self.phase_times, **fixed)
+                return _compile_in_phases(arguments, unpack, self.phase_times, **function.keywords)
         chosen = compiler_options(**{**self.options, **options})
         leaves, tree = jax.tree.flatten(arguments)
         count = len(jax.tree.leaves(self._params))
@@ -322,9 +325,33 @@ class Executables:
                 return lowered.compile()
 
         kernels = cpu_attention.prepare(self._target.config.dtype)
+        pack = packed_lag if key.kind == "catch-up" else packed
         return program_store.stored(
-            partial(_from_packed, partial(function, **fixed), unpack), arguments, compile, (chosen, kernels)
+            partial(_from_packed, function, unpack, pack), arguments, compile, (chosen, kernels)
         )
+
+    def _function(self, key: Key, widths: tuple[int, ...]) -> tuple[partial[Any], partial[Any], tuple[int, int]]:
+        """What a key's program computes, what unpacks its input, and that input's shape. `widths`: of a step's trees;
+        (): as the key says."""
+        tables: dict[str, Any] = {"width": key.table, "pages": self._pages}
+        if key.kind == "catch-up":
+            assert self._deferred is not None
+            function = partial(catch_up_step, drafter=self._deferred.inner, width=key.width)
+            return function, partial(unpack_catch_up, **tables), (key.rows, 1)
+        drafter = self._drafter if self._deferred is None else self._deferred.lazy
+        fixed: dict[str, Any] = {"target": self._target}
+        if key.kind == "prefill":
+            shape, unpack = (key.rows, 3 + key.width + key.table), partial(unpack_prefill, **tables)
+            function, config = prefill_step, StepConfig()
+        else:
+            widths = widths or ((key.nodes,) if key.nodes else self._buckets.tree_widths(key.width))
+            if widths != (1,) or self._deferred is None:
+                drafter = self._drafter.within(widths[-1])
+            fixed |= {"verify": self._verify}
+            shape, unpack = (key.width, 2 + self.new_pages), partial(unpack_step, **tables)
+            function, config = speculate_step, StepConfig(widths, self._trace)
+        # `resize` has nothing to trace, but would be a part of the program's name.
+        return partial(function, **fixed, drafter=drafter._replace(resize=None), config=config), unpack, shape
 
     @contextlib.contextmanager
     def _device_idle(self) -> Iterator[None]:
@@ -338,11 +365,12 @@ class Executables:
 
 
 def _from_packed(
-    function: Callable[..., Any], unpack: Callable[..., Any], params: Params, state: Resident, inputs: Any
-) -> tuple[Resident, Output]:
-    """A step or a prefill whose input and output are packed, to be traced."""
+    function: Callable[..., Any], unpack: Callable[..., Any], pack: Callable[..., Any], params: Params,
+    state: Resident, inputs: Any,
+) -> tuple[Resident, Output]:  # fmt: skip
+    """A program whose input and output are packed, to be traced."""
     given, tables = unpack(inputs, state.tables)
-    decode, output = packed(function, params, state.decode, given)
+    decode, output = pack(function, params, state.decode, given)
     return Resident(decode, tables), output
 
 

@@ -8,6 +8,7 @@ Launches of kernels, attention's products and, with several devices, the exchang
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -110,6 +111,10 @@ def make_plan(case: Case) -> Plan:
     """Raises ValueError for a context that the model does not have."""
     target, drafter = case.outline.target, case.outline.drafter
     config, n = case.config, case.devices
+    if (deferred := config.deferred(drafter, target)) is not None:
+        drafter = deferred.eager
+        case = case._replace(outline=replace(case.outline, drafter=drafter))
+    chooses = deferred is not None
     context, rows = context_length(target, config), config.max_running_requests
     whole, beside = _state_bytes(case.outline, config.page_size, rows)
     pages = _page_bytes(target.pages, n)
@@ -124,11 +129,14 @@ def make_plan(case: Case) -> Plan:
     memory = None if case.platform == "cpu" else Memory(case.device.memory, case.limit, weights + draft_weights)
     try:
         tokens = fitting_tokens(target, config, context, drafter, memory, pages + draft_pages)
-        pool, buckets = Layout.of(config, context, tokens, case.platform, drafter)
+        pool, buckets = Layout.of(config, context, tokens, case.platform, drafter, adaptive=chooses)
         tokens = prod(pool)
     except ValueError as error:
         problems.append(str(error))
-        tokens, buckets = 0, Layout.of(config, context, rows * context, case.platform, drafter).buckets
+        tokens, buckets = (
+            0,
+            Layout.of(config, context, rows * context, case.platform, drafter, adaptive=chooses).buckets,
+        )
     plan = Plan(
         context_length=context,
         weights=weights,

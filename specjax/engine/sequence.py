@@ -79,6 +79,9 @@ class Sequence:
     prefilled: int = 0  # tokens whose prefill was dispatched
     committed: int = 0  # tokens in pages if the last prefill goes well: the last length read
     certain: int = 0  # tokens known to be in pages
+    unseen: int = 0  # at most so many committed tokens has the drafter not been told of, if that is deferred
+    drafted: float = 0.0  # recent steps that could draft, and what they emitted; see `specjax.engine.adaptive`
+    gained: float = 0.0
     verify_steps: int = 0
     histogram: list[int] = field(default_factory=list)  # steps by drafts accepted
     sent: int = 0  # characters of the text handed to a streaming caller
@@ -118,6 +121,7 @@ class Sequence:
         """Notes that so many more tokens of the context are dispatched. After the last the device knows the first token
         of the output; the host may learn it later."""
         self.prefilled += tokens
+        self.unseen += tokens
         if not self.left:
             self.status, self.committed = Status.RUNNING, self.prefilled
 

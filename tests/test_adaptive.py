@@ -1,0 +1,231 @@
+"""The choice between drafting and not: its model on made-up devices, and an engine that changes its mind at each step."""
+
+import functools
+
+import numpy as np
+import pytest
+from engine_helpers import NGRAM, check_idle, check_plain, idle_sequence, make_engine, toy
+from test_eagle_cache import LONGEST, drafter, from_scratch, head, slots
+from test_eagle_cache import toy as llama
+
+from specjax.engine import SamplingParams
+from specjax.engine.adaptive import GUESS, HORIZON, PLAIN, TRIAL, Adaptive, best
+from specjax.engine.buckets import Key
+from specjax.engine.sequence import Status
+
+DRAFT = 0
+
+# The model.
+
+CPU = {1: (20.0, 31.0), 4: (36.0, 98.0), 8: (47.0, 120.0), 16: (72.0, 230.0), 48: (170.0, 700.0)}
+"""Milliseconds of a step without and with drafts, by batch: each token in a forward costs time."""
+GPU = {1: (4.0, 4.9), 4: (4.1, 5.2), 8: (4.2, 5.6), 16: (4.5, 6.5), 48: (6.0, 14.0)}
+"""Reading the weights is most of it until products are bound by arithmetic."""
+
+
+@pytest.mark.parametrize(
+    ("times", "accept_length", "drafting"),
+    [
+        (CPU, 2.2, {1}), (CPU, 3.5, {1, 4, 8, 16}), (CPU, 1.3, set()), (CPU, 9.0, {1, 4, 8, 16, 48}),
+        (GPU, 2.2, {1, 4, 8, 16}), (GPU, 2.6, {1, 4, 8, 16, 48}), (GPU, 1.3, {1, 4}), (GPU, 1.0, set()),
+    ],
+)  # fmt: skip
+def test_what_is_best(times, accept_length, drafting):
+    for batch, (plain, draft) in times.items():
+        seconds = {DRAFT: draft / 1e3, PLAIN: plain / 1e3}
+        tokens = {DRAFT: batch * accept_length, PLAIN: float(batch)}
+        assert (best(seconds, tokens, PLAIN) == DRAFT) == (batch in drafting), batch
+
+
+def test_the_choice_in_use_stays_where_another_is_hardly_better():
+    seconds, tokens = {DRAFT: 1.0, PLAIN: 1.0}, {DRAFT: 1.01, PLAIN: 1.0}
+    assert [best(seconds, tokens, using) for using in (DRAFT, PLAIN)] == [DRAFT, PLAIN]
+
+
+def test_what_was_missed_must_pay():
+    seconds, tokens = {DRAFT: 1.0, PLAIN: 1.0}, {DRAFT: 2.0, PLAIN: 1.0}
+    assert [best(seconds, tokens, PLAIN, extra) for extra in (0.0, 0.9, 1.1)] == [DRAFT, DRAFT, PLAIN]
+
+
+def simulate(seconds, acceptance, *, batch: int, steps: int, expected: float) -> tuple[float, Adaptive]:
+    """Runs requests on a made-up device. `seconds`: of a step of each choice; `acceptance`: tokens that request `i`
+    emits in step `t` with drafts. Returns tokens a second."""
+    adaptive = Adaptive(lambda _: (DRAFT, PLAIN), lambda _: expected)
+    requests = [idle_sequence(SamplingParams(), limit=1 << 20) for _ in range(batch)]
+    clock, emitted = 0.0, 0
+    for t in range(steps):
+        nodes = adaptive.choose(batch, requests)
+        gained = {one: acceptance(i, t) if nodes == DRAFT else 1 for i, one in enumerate(requests)}
+        adaptive.record(Key("step", batch, 8, nodes=nodes), seconds[nodes], gained if nodes == DRAFT else {})
+        clock, emitted = clock + seconds[nodes], emitted + sum(gained.values())
+    return emitted / clock, adaptive
+
+
+@pytest.mark.parametrize("wrong", [0.4, 1.0, 2.5], ids=lambda factor: f"expected {factor:g} times")
+@pytest.mark.parametrize("accept_length", [1.0, 1.3, 2.0, 3.0, 5.0])
+@pytest.mark.parametrize("times", [CPU, GPU], ids=["cpu", "gpu"])
+def test_it_is_never_slower_than_no_drafts_but_for_trials(times, accept_length, wrong):
+    """Whatever was expected of the device; and close to the best where drafts were not expected to be too slow."""
+    for batch in (1, 4, 16):
+        plain, draft = times[batch]
+        emitted = 1 + np.random.default_rng(batch).poisson(accept_length - 1, (1000, batch))
+        seconds = {DRAFT: draft / 1e3, PLAIN: plain / 1e3}
+        rate, _ = simulate(
+            seconds, lambda i, t, emitted=emitted: int(emitted[t, i]), batch=batch, steps=len(emitted),
+            expected=wrong * draft / plain,
+        )  # fmt: skip
+        plainly, ideal = batch / seconds[PLAIN], emitted.mean() * batch / seconds[DRAFT]
+        assert rate > 0.97 * plainly, batch
+        assert rate > 0.94 * ideal or wrong > 1, batch
+
+
+def test_it_finds_out_when_texts_change():
+    """Drafts become useful after 600 steps, and useless again after 1,800."""
+    seconds = {DRAFT: 0.03, PLAIN: 0.02}
+
+    def acceptance(i, t):
+        return 4 if 600 <= t < 1800 else 1
+
+    rate, adaptive = simulate(seconds, acceptance, batch=4, steps=2400, expected=1.5)
+    ideal = 4 * (1200 + 4800) / (1200 * 0.02 + 1200 * 0.03)
+    assert rate > 0.9 * ideal
+    assert not adaptive.report()["4"]["drafts"]
+
+
+def test_requests_that_must_not_draft_do_not():
+    adaptive = Adaptive(lambda _: (DRAFT, PLAIN), lambda _: 1.0)
+    quiet = idle_sequence(SamplingParams(speculate=False))
+    assert [adaptive.choose(1, [quiet]) for _ in range(100)] == [PLAIN] * 100
+
+
+def test_a_request_of_few_tokens_is_not_worth_a_long_catching_up():
+    adaptive = Adaptive(lambda _: (DRAFT, PLAIN), lambda _: 1.1)
+    for nodes in (DRAFT, PLAIN) * 5:
+        adaptive.record(Key("step", 1, 8, nodes=nodes), 0.02, {})
+    adaptive.record_catch_up(Key("catch-up", 100, 8), 1.0)
+    adaptive.record_catch_up(Key("catch-up", 100, 8), 1.0)
+    assert adaptive.catch_up_seconds == 0.01 and adaptive.usual(1) == GUESS
+    behind = [idle_sequence(SamplingParams(), limit=limit, unseen=100) for limit in (4, 10 * HORIZON)]
+    assert [adaptive.choose(1, [one]) for one in behind] == [PLAIN, DRAFT]
+
+
+def test_a_trial_ends():
+    adaptive = Adaptive(lambda _: (DRAFT, PLAIN), lambda _: 1.5)
+    one, chosen = idle_sequence(SamplingParams(), limit=1 << 20), []
+    for _ in range(2000):
+        chosen.append(nodes := adaptive.choose(1, [one]))
+        adaptive.record(Key("step", 1, 8, nodes=nodes), 0.03 if nodes == DRAFT else 0.02, {one: 1} if not nodes else {})
+    drafts = [i for i, nodes in enumerate(chosen) if nodes == DRAFT and i > 100]
+    assert TRIAL <= len(drafts) < 0.05 * len(chosen)
+
+
+# The engine.
+
+
+def changes_its_mind(engine, seed: int, usual: float = 0.5) -> None:
+    """Makes an engine draft by chance."""
+    rng = np.random.default_rng(seed)
+    engine.adaptive.choose = lambda batch, requests: DRAFT if rng.random() < usual else PLAIN
+
+
+@functools.cache
+def engine_of(kind: str, **config):
+    sizes = {"page_size": 4, "chunked_prefill_size": 8, "context_length": LONGEST, "max_running_requests": 3}
+    if kind == "NGRAM":
+        return make_engine(toy(), NGRAM, warm=False, adaptive=True, **sizes | config)
+    return make_engine(llama(), drafter(kind), draft=head(kind)[1], warm=False, adaptive=True, **sizes | config)
+
+
+def lags(engine, sequence) -> int:
+    """By how many tokens the drafter lags behind a running request, from the state on the device."""
+    seen = np.asarray(engine.state.draft.seen)[sequence.pages]
+    partial = np.flatnonzero(seen < 4)
+    known = len(seen) * 4 if not len(partial) else partial[0] * 4 + seen[partial[0]]
+    return max(int(engine.state.rows.prefix_length[sequence.slot]) - int(known), 0)
+
+
+@pytest.mark.parametrize("sizes", [{"overlap": False}, {"overlap": True, "retract_every": 7}], ids=str)
+@pytest.mark.parametrize("kind", ["NGRAM", "eagle3"])
+def test_texts_whatever_is_chosen(kind, sizes):
+    engine = engine_of(kind, **sizes)
+    changes_its_mind(engine, 3)
+    model = toy() if kind == "NGRAM" else llama()
+    rng = np.random.default_rng(5)
+    start = rng.integers(5, 30, 9).tolist()
+    prompts = [start[: 4 + i] + rng.integers(5, 30, 1 + 5 * (i % 3)).tolist() for i in range(7)]
+    params = [
+        SamplingParams(max_new_tokens=12 + 3 * i, temperature=float(i % 2), seed=i, speculate=i != 4) for i in range(7)
+    ]
+    found = engine.generate(prompts, params)
+    for prompt, wanted, done in zip(prompts, params, found, strict=True):
+        check_plain(model, prompt, wanted, done)
+    check_idle(engine)
+    if sizes.get("retract_every"):
+        assert engine.scheduler.retractions
+
+
+def test_a_head_that_caught_up_knows_what_it_would_have_seen():
+    """Its slots and its output are those of a prefill of the whole text; slots after what it has seen are not read."""
+    engine = engine_of("eagle3", overlap=False, max_total_tokens=160)
+    changes_its_mind(engine, 8, usual=0.6)
+    rng = np.random.default_rng(2)
+    checked = behind = shared = 0
+    known = rng.integers(0, 31, 17).tolist()
+    alive = []
+    for turn in range(110):
+        alive = [one for one in alive if one.status is not Status.FINISHED]
+        if turn < 80 and len(alive) < 3 and rng.random() < 0.4:
+            prompt = (
+                known[: int(rng.integers(0, 17)) * (turn % 2)] + rng.integers(0, 31, int(rng.integers(1, 20))).tolist()
+            )
+            params = SamplingParams(max_new_tokens=int(rng.integers(5, 40)), temperature=1.0, seed=turn)
+            alive.append(engine.add(prompt, params))
+        engine.step()
+        for one in (one for one in alive if one.status is Status.RUNNING):
+            n, lag = int(engine.state.rows.prefix_length[one.slot]), lags(engine, one)
+            assert lag <= one.unseen, (lag, one.unseen)
+            shared += bool(one.cached)
+            text = [*one.prompt, *one.output]
+            behind += lag > 0
+            if (seen := n - lag) == 0 or rng.random() < 0.5:
+                continue
+            expected, hidden = from_scratch("eagle3", text[: n + 1])
+            draft = engine.state.draft.draft
+            # The slot at the end of a shared page is made of the token that followed it there.
+            fresh = [i for i in range(seen) if i >= (one.cached or 0) or (i + 1) % 4]
+            found = slots(draft, np.asarray(one.pages), n)
+            np.testing.assert_allclose(found[fresh], expected[fresh], atol=2e-5)
+            if one.cached == 0 and lag == 0:
+                np.testing.assert_allclose(np.asarray(draft.hidden[one.slot]), hidden, atol=2e-5)
+                checked += 1
+    while engine.unfinished:
+        engine.step()
+    assert checked > 10 and behind > 10 and shared > 10, (checked, behind, shared)
+    check_idle(engine)
+
+
+def test_ngrams_of_a_request_that_never_drafted_are_known_to_the_next():
+    engine = engine_of("NGRAM", overlap=True)
+    engine.flush_cache()
+    changes_its_mind(engine, 0, usual=0.0)
+    prompt = list(range(70, 95))
+    params = SamplingParams(max_new_tokens=30)
+    first = engine.generate([prompt], params)[0]
+    assert first.spec_accept_length == 1.0
+    changes_its_mind(engine, 0, usual=1.0)
+    again = engine.generate([prompt], params)[0]
+    assert again.output_ids == first.output_ids
+    assert again.spec_accept_length > 1.5
+
+
+def test_nothing_is_compiled_for_drafts_where_none_can_be():
+    engine = engine_of("NGRAM", overlap=True)
+    assert {key.kind for key in engine.buckets.all_keys()} == {"prefill", "step", "catch-up"}
+    plain = make_engine(toy(), "NONE", warm=False, adaptive=True)
+    assert plain.adaptive is None
+    assert {key.kind for key in plain.buckets.all_keys()} == {"prefill", "step"}
+
+
+def test_where_each_step_is_to_be_seen_all_draft():
+    for name in ("trace", "time_phases"):
+        assert make_engine(toy(), NGRAM, warm=False, adaptive=True, **{name: True}).adaptive is None
