@@ -255,8 +255,8 @@ def prefill_step(
 def catch_up_step(
     params: Params, state: DecodeState, inputs: StepInput, *, drafter: Drafter, width: int
 ) -> tuple[DecodeState, PerRequest]:
-    """Tells a drafter that is deferred up to `width` tokens of each request, finished ones too. Returns by how many tokens each
-    still lags. See `specjax.drafters.deferred`."""
+    """Tells a drafter that is deferred up to `width` tokens of each request, finished ones too. Returns by how many
+    tokens each still lags. See `specjax.drafters.deferred`."""
     context, _, _ = _gather(state._replace(finished=jnp.zeros_like(state.finished)), inputs)
     draft, behind = catch_up(drafter, params, state.draft, context, width)
     return state._replace(draft=draft), behind

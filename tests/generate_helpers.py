@@ -11,7 +11,7 @@ from tiny_checkpoints import save_llama
 QUICK = [
     "--max-running-requests", "2", "--max-new-tokens", "8", "--speculative-num-draft-tokens", "4",
     "--speculative-ngram-max-match-window-size", "4", "--speculative-ngram-capacity", "4096",
-    "--chunked-prefill-size", "16", "--no-progress",
+    "--chunked-prefill-size", "16", "--no-progress", "--no-speculative-adaptive",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The choice between drafting and not: its model on made-up devices, and an engine that changes its mind at each step."""
+"""The choice between drafting and not: its model on made-up devices, and an engine that often changes its mind."""
 
 import functools
 

@@ -249,7 +249,7 @@ MESSAGES: Any = [{"role": "user", "content": "is the hell in a hall?"}]
 def with_checkpoints(name: str) -> flags.Settings:
     """The file's settings; flags win, and name the checkpoints."""
     file = read(name)
-    argv = ["--model", model(file.model.model), *SMALL]
+    argv = ["--model", model(file.model.model), *SMALL, "--no-speculative-adaptive"]  # so that every step drafts
     if path := file.speculative.speculative_draft_model_path:
         argv += ["--speculative-draft-model-path", draft_model(path)]
     if file.speculative.speculative_token_map:

@@ -94,7 +94,8 @@ def test_the_key_of_the_api_is_not_in_the_repr():
 
 
 def test_the_defaults_are_the_engines():
-    assert flags.engine_arguments(DEFAULTS)["config"] == EngineConfig()
+    # In the library each step drafts, unless it is asked to choose.
+    assert flags.engine_arguments(DEFAULTS)["config"] == EngineConfig(adaptive=True)
     assert replace(generate.DEFAULTS, engine=flags.EngineSettings()) == DEFAULTS
     assert generate.DEFAULTS.engine == flags.EngineSettings(max_running_requests=8)
 
@@ -115,7 +116,7 @@ def test_engine_arguments():
     config = EngineConfig(
         max_running_requests=2, max_batch=1, page_size=4, max_total_tokens=64, context_length=32,
         chunked_prefill_size=8, max_prefill_tokens=16, schedule_policy="lpm", prefix_cache=False,
-        mem_fraction=0.5, overlap=False, random_seed=-5, plain_content=True,
+        mem_fraction=0.5, overlap=False, random_seed=-5, plain_content=True, adaptive=True,
     )  # fmt: skip
     assert found == {
         "model": "m", "revision": "r", "tokenizer_path": "t", "chat_template": "c", "dtype": "bfloat16",

@@ -131,7 +131,14 @@ def test_the_summary_is_the_sum_of_the_histograms(run):
         assert row["spec_accept_length"] == pytest.approx(mean, abs=1e-4)
 
 
-@pytest.mark.parametrize("sampling", [[], ["--temperature", "1.0", "--top-p", "0.9", "--frequency-penalty", "0.5"]])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        [],
+        ["--temperature", "1.0", "--top-p", "0.9", "--frequency-penalty", "0.5"],
+        ["--temperature", "0.8", "--speculative-adaptive"],
+    ],
+)
 def test_no_algorithm_changes_the_text(run, sampling):
     lines = [{"prompt": text * 3, "max_new_tokens": 20} for text in ("the ", "hell", "a", "12")]
     plain, drafted = (run(lines, "--speculative-algorithm", name, *sampling) for name in ("none", "ngram"))

@@ -101,7 +101,9 @@ def test_the_room_beside_running_requests(platform):
     assert found.room_beside(0, 5) is None
     assert found.room_beside(1, 1) == PACE * (free + 1) - free
     assert found.room_beside(4, 4) == PACE * (free + 4) - free
-    assert found.room_beside(4, 40) == 10 * PACE * (free + 4) - free
+    assert found.room_beside(2, 7) == int(3.5 * PACE * (free + (4 if platform == "cpu" else 2))) - free
+    assert found.room_beside(16, 8) is found.room_beside(4, 40) is None, "a whole pack waits"
+    assert found.room_beside(17, 8) is not None
     assert found.room_beside(1000, 1) == PACE * (free + 48) - free
     trees = buckets(platform, "NGRAM")
     assert trees.room_beside(1, 1) == PACE * (free + trees.tree_widths(1)[-1]) - free

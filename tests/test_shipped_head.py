@@ -301,6 +301,7 @@ def test_the_command_says_what_auto_chose_and_the_text_is_the_models_own(row, ma
         argv = ["--model", made / "model", "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl"]
         argv += ["--speculative-algorithm", algorithm, "--max-total-tokens", 256, "--chunked-prefill-size", 16]
         argv += ["--max-running-requests", 1, "--max-new-tokens", 12, "--ignore-eos", "--no-progress"]
+        argv += ["--no-speculative-adaptive"]
         assert generate.main([str(part) for part in argv]) == 0
         summary = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert summary["algorithm"] == name

@@ -159,8 +159,8 @@ class SpeculativeSettings:
     )  # fmt: skip
     speculative_adaptive: bool = setting(
         True,
-        "draft only where it is measured to be faster; off = in every step, but for batches so large that drafting would "
-        "slow them",
+        "draft only where it is measured to be faster; off = in every step, but for batches so large that drafting "
+        "would slow them",
         sets="adaptive",
     )
     speculative_draft_model_path: str | None = _draft("path", names=("--speculative-draft-model",), metavar="MODEL")

@@ -2,10 +2,10 @@
 
 A drafter with a model takes time in each step, also where nobody drafts. `defer` splits it into two that share a state:
 
-    lazy     proposes nothing and observes nothing: it notes what `observe` would be told, in the target's pages
-    eager    drafts for the requests of which the drafter has seen every token, and observes theirs; for the others it is
-             the lazy one
-    catch_up tells the drafter what was noted, the oldest tokens of each request first
+    lazy      proposes nothing and observes nothing: it notes what `observe` would be told, in the target's pages
+    eager     drafts for the requests of which the drafter has seen every token, and observes theirs; for the others it
+              is the lazy one
+    catch_up  tells the drafter what was noted, the oldest tokens of each request first
 
 How much it has seen is kept for each page, so requests that share pages share that too, and a page that is used again
 needs no care: what is noted at its start makes it unseen.

@@ -2,14 +2,16 @@
 
     rate of a choice  =  tokens that the batch's requests emit in such a step / seconds that it takes
 
-The choice with the highest rate is taken; it must be better than the one in use by `MARGIN`. Seconds are those of recent
-steps of the same batch bucket; where there are none, those of the other choice times an expected ratio. Tokens are 1 a
-request without drafts; with drafts each request's own running acceptance, which begins at what is usual. What the
-drafter has missed must be caught up first, which is spread over `HORIZON` steps, or as many as are left.
+The choice with the highest rate is taken; it must be better than the one in use by `MARGIN`. Seconds are those of
+recent steps of the same batch bucket; where there are none, those of the other choice times an expected ratio. Without
+drafts a request emits one token; with drafts as many as its own running acceptance says, which begins at what is
+usual. What the drafter has missed must be caught up first, which is spread over `HORIZON` steps, or as many as are
+left.
 
-The choice that is not taken is tried now and then, for `TRIAL` steps: only when `SHARE` of the time so far pays for what
-the trial is expected to lose, and at the start the time of `FIRST` steps. So a drafter that is of no use costs a batch that share and no more, and one that has
-become useful is found. Every emitted token is the target's own draw, so the choice changes the speed and never the text.
+The choice that is not taken is tried now and then, for `TRIAL` steps: only when `SHARE` of the time so far pays for
+what the trial is expected to lose, and at the start the time of `FIRST` steps. So a drafter that is of no use costs a
+batch that share and no more, and one that has become useful is found. Every emitted token is the target's own draw, so
+the choice changes the speed and never the text.
 
 Plain Python; knows nothing of the device.
 """
@@ -27,15 +29,17 @@ PLAIN = 1  # `Key.nodes` of steps without drafts
 
 MARGIN = 0.02  # by which another choice must be better than the one in use
 HORIZON = 64  # steps over which catching up is to pay
-TRIAL = 4  # steps
+TRIAL = 8  # steps
+PAUSE = 32  # steps between two trials, at least
 SHARE = 0.01  # of the time, for trials
 FIRST = 8  # steps whose time the first trial may lose
 SAVED = 1000  # steps whose share is kept for trials, at most
 ENOUGH = 3  # steps until a time counts as measured
-OUTLIER = 4.0  # times the usual: a step that took longer counts as one that took so long
+OUTLIER = 2.5  # times the usual: a step that took longer counts as one that took so long
 MEMORY = 0.95  # weight of a step's time and acceptance after the next one
 GUESS = 2.0  # tokens a step of a drafter of which nothing is known
 PRIOR = 8.0  # steps of a request after which its own acceptance counts as much as the usual one
+DOUBT = 16.0  # and of all requests after which theirs counts as much as the guess
 
 
 @dataclass
@@ -134,13 +138,14 @@ class Adaptive:
         using = own.using
         other = next(choice for choice in seconds if choice != using)
         assert using is not None
-        needed = seconds[other] * TRIAL + (behind if other != PLAIN else 0.0)
-        loss = needed - TRIAL * tokens[other] * seconds[using] / tokens[using]
         measured = own.recent[other].steps >= ENOUGH
-        if own.recent[using].steps < ENOUGH or own.since < (HORIZON if measured else 0) or own.credit < loss:
+        count = TRIAL if measured else ENOUGH + 1  # the first run of a program does not count
+        needed = seconds[other] * count + (behind if other != PLAIN else 0.0)
+        loss = needed - count * tokens[other] * seconds[using] / tokens[using]
+        if own.recent[using].steps < ENOUGH or own.since < (PAUSE if measured else 0) or own.credit < loss:
             return 0
         own.credit -= max(loss, 0.0)
-        own.since, own.trying, own.left = 0, other, TRIAL - 1
+        own.since, own.trying, own.left = 0, other, count - 1
         return other
 
     def record(self, key: Key, seconds: float, drafted: Mapping[Sequence, int]) -> None:
@@ -195,12 +200,14 @@ class Adaptive:
         }
 
     def usual(self, batch: int) -> float:
-        """The accept length of recent steps with drafts: of this batch bucket, else of all, else a guess."""
-        for batches in ([self._of(batch)], self._batches.values()):
+        """The accept length to be expected: a guess, corrected by recent steps of all batches with drafts, and this by
+        those of the batch bucket."""
+        length = GUESS
+        for batches in (self._batches.values(), [self._of(batch)]):
             found = [recent for own in batches for choice, recent in own.recent.items() if choice != PLAIN]
-            if requests := sum(recent.requests for recent in found):
-                return sum(recent.tokens for recent in found) / requests
-        return GUESS
+            tokens, requests = (sum(getattr(one, name) for one in found) for name in ("tokens", "requests"))
+            length = (tokens + DOUBT * length) / (requests + DOUBT)
+        return length
 
     def report(self) -> dict[str, Any]:
         """For people: by batch bucket, what is in use and what was measured."""

@@ -21,7 +21,8 @@ FINE_CHUNK = {"cpu": 16}  # for prompts beside running requests; on a GPU a smal
 FREE_TOKENS = {"cpu": 12, "gpu": 256}  # a forward of as many costs about twice what a forward of one token costs
 PACE = 2
 """Beside running requests, a prefill costs at most this many of their steps, or as many for each prompt that waits for
-one of them: the streams go on, and where many wait for few, the few wait for the many."""
+one of them: the streams go on, and where many wait for few, the few wait for the many. Where `PROMPTS` wait, and half
+as many as run, nothing limits it: together they take much less time than one after another."""
 
 BLOCK_TOKENS = {"cpu": 64, "gpu": 256}
 """Most tree nodes that a step checks over its whole batch, unless the user has chosen the trees' width: larger batches
@@ -126,10 +127,10 @@ class Buckets:
     def room_beside(self, running: int, waiting: int) -> int | None:
         """The most tokens of a prefill beside `running` requests while `waiting` prompts wait; see `PACE`. None: no
         limit."""
-        if not running:
+        if not running or (waiting >= PROMPTS and 2 * waiting >= running):
             return None
         batch = self.batch(min(running, self.batches[-1]))
-        step = self.free_tokens + batch * self.tree_widths(batch)[-1]
+        step = self.free_tokens + batch * (1 if self.adaptive else self.tree_widths(batch)[-1])
         return int(PACE * step * max(1.0, waiting / running)) - self.free_tokens
 
     def prefill_keys(
@@ -137,9 +138,9 @@ class Buckets:
     ) -> Iterator[Key]:
         """Programs for the next chunk of the first of some prompts, or of the first few, the best first.
 
-        1. Compiled ones of at most `most` tokens (None: any number), those first that save the most: what the same
-           tokens would cost in programs of one prompt, over their own cost. Where there is no limit and the chunk that
-           suits the first prompt is not compiled, only those for several prompts.
+        1. Compiled ones of at most `most` tokens (None: any number; the smallest where none is so small), those first
+           that save the most: what the same tokens would cost in programs of one prompt, over their own cost. Where
+           there is no limit and the chunk that suits the first prompt is not compiled, only those for several prompts.
         2. Those for one prompt alone, which are compiled where they must be.
 
         Args:
@@ -151,7 +152,8 @@ class Buckets:
         single = [Key(kind, chunk, table) for table in self.tables_for(pages[0]) for chunk in chunks]
         shapes = [(1, chunk) for chunk in self.chunks] + [*self.packs]
         keys = [Key(kind, chunk, self.tables_for(max(pages[:rows]))[0], rows) for rows, chunk in shapes]
-        found = [key for key in keys if key in compiled and (most is None or key.rows * key.width <= most)]
+        ready = sorted((key for key in keys if key in compiled), key=lambda key: key.rows * key.width)
+        found = [key for key in ready if most is None or key.rows * key.width <= most] or ready[:1]
         widths = [key.width for key in found if key.rows == 1] or [single[0].width]
 
         def cost(rows: int, width: int) -> int:

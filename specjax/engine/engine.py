@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 
 from specjax import checkpoint
-from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
 from specjax.costs import PLAIN as PLAIN_TREE
+from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
 from specjax.engine import program_store
 from specjax.engine.adaptive import PLAIN, Adaptive
 from specjax.engine.autotune import tune_at_start

@@ -111,12 +111,15 @@ def make_plan(case: Case) -> Plan:
     """Raises ValueError for a context that the model does not have."""
     target, drafter = case.outline.target, case.outline.drafter
     config, n = case.config, case.devices
+    rows = config.max_running_requests
+    alone, _ = _state_bytes(case.outline, config.page_size, rows)
     if (deferred := config.deferred(drafter, target)) is not None:
         drafter = deferred.eager
         case = case._replace(outline=replace(case.outline, drafter=drafter))
     chooses = deferred is not None
-    context, rows = context_length(target, config), config.max_running_requests
+    context = context_length(target, config)
     whole, beside = _state_bytes(case.outline, config.page_size, rows)
+    noted = whole - alone  # bytes of a token that are kept for a drafter, and not read by its forward
     pages = _page_bytes(target.pages, n)
     draft_pages = whole - _page_bytes(target.pages)
     own = case.outline.draft_pages
@@ -133,10 +136,8 @@ def make_plan(case: Case) -> Plan:
         tokens = prod(pool)
     except ValueError as error:
         problems.append(str(error))
-        tokens, buckets = (
-            0,
-            Layout.of(config, context, rows * context, case.platform, drafter, adaptive=chooses).buckets,
-        )
+        tokens, room = 0, rows * context
+        buckets = Layout.of(config, context, room, case.platform, drafter, adaptive=chooses).buckets
     plan = Plan(
         context_length=context,
         weights=weights,
@@ -149,7 +150,9 @@ def make_plan(case: Case) -> Plan:
         buckets=buckets,
         reads=reads,
         speeds=tuple(
-            _speed(case, reads, batch, buckets.tree_widths(batch)[-1], min(CONTEXT, context), pages, draft_pages)
+            _speed(
+                case, reads, batch, buckets.tree_widths(batch)[-1], min(CONTEXT, context), pages, draft_pages - noted
+            )
             for batch in buckets.batches
         ),
         undivided=_undivided(case.outline, n),
