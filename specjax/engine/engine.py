@@ -352,8 +352,11 @@ class Engine:
             return 0, 0
         batch = self.buckets.batch(len(sequences))
         nodes = self.adaptive.choose(batch, sequences)
-        others = {key.nodes for key in self.executables.compiled() if key.kind == "step" and key.width == batch}
-        if nodes == PLAIN or (nodes not in others and PLAIN in others):  # the one for drafts is still being compiled
+        ready, pending = (
+            {key.nodes for key in keys if key.kind == "step" and key.width == batch}
+            for keys in (self.executables.compiled(), self.executables.pending)
+        )
+        if nodes == PLAIN or (nodes in pending - ready and PLAIN in ready):
             return PLAIN, 0
         drafting = [sequence for sequence in sequences if sequence.params.speculate]
         launched = self._launch_catch_up(drafting)
