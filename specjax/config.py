@@ -136,6 +136,7 @@ class HeadConfig(GroupedHeads):
     mlp_bias: bool = False
     norm_before_residual: bool = False  # EAGLE-3: the residual is the normalised feature
     logit_softcap: float | None = None  # of its own output layer's logits, where that was copied from the target's
+    max_positions: int | None = None  # of a text, to draft for; None: all that the target has
     dtype: str = "float32"
 
     @property

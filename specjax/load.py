@@ -102,6 +102,7 @@ def load(
             given = _load_head(chosen, files, config, reading, quantization, progress)
         weights = checkpoint.load_params(files, config, quantization=quantization, progress=progress)
         tokenizer = reading.result()
+    _warn_of_positions(chosen.options, given, min(context_length or config.max_positions, config.max_positions))
     if given.head is not None and given.ids is not None:
         head, draft_params = with_token_map(given.head, given.params, target, weights, given.ids, given.quantization)
         given = given._replace(head=head, params=draft_params)
@@ -328,17 +329,25 @@ def _load_model(
         if isinstance(error, checkpoint.VocabularyMismatch):
             advice = f"; to draft with the tokens that both have, set {owner}.vocabulary 'intersection'"
         raise CheckpointError(f"{owner}.path {path}: {error}{advice}") from error
-    if own.max_positions < config.max_positions:
-        logger.warning(
-            "%s.path %s: the draft model has %d positions, the target %d; nothing is drafted beyond the draft's",
-            owner, path, own.max_positions, config.max_positions,
-        )  # fmt: skip
     note = f"; drafted by {files.name}"
     if found.reads is not None:
         note += f", whose tokenizer has {found.common} of the target's tokens"
     ids, reads = (None if each is None else jax.device_put(each) for each in (found.ids, found.reads))
     given_model = make_target(own, backend=backend)
     return _Draft(StandaloneParams(params, ids, reads), quantization, model=given_model, note=note)
+
+
+def _warn_of_positions(options: DraftOptions, given: _Draft, served: int) -> None:
+    """Where a draft has fewer positions than texts are `served` with, and nobody said how far it is to draft."""
+    own = getattr(given.head, "max_positions", None) if given.model is None else given.model.config.max_positions
+    if own is None or own >= served or cast(ModelOptions, options).positions is not None:
+        return
+    owner = type(options).__name__
+    logger.warning(
+        "%s.path %s: the draft has %d positions, texts may have %d tokens; nothing is drafted beyond the draft's "
+        "unless %s.positions says so",
+        owner, _path(options), own, served, owner,
+    )  # fmt: skip
 
 
 def attention_implementation(name: str | None) -> str | None:

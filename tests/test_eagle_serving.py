@@ -89,7 +89,8 @@ def drafting(algorithm: str, dialect: str, *tree: int, **others: Any) -> list[st
     flags = ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", head(dialect)]
     for name, value in zip(("num-steps", "eagle-topk", "num-draft-tokens"), tree, strict=False):
         flags += [f"--speculative-{name}", str(value)]
-    return flags + [part for name, value in others.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    flags += [part for name, value in others.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    return [*flags, "--no-speculative-adaptive"]  # every step drafts
 
 
 SMALL = {"page_size": 4, "chunked_prefill_size": 16, "max_total_tokens": 160}
@@ -283,6 +284,23 @@ def test_warnings_name_the_flags(caplog):
         "--speculative-num-draft-tokens is 4 and not 9: with --speculative-eagle-topk 1 the draft is a chain of "
         "--speculative-num-steps + 1 tokens",
     ]
+
+
+@pytest.mark.parametrize(("given", "limit"), [(None, 20), (26, 26), (128, None)])
+def test_nothing_is_drafted_beyond_the_heads_positions(given, limit, caplog, tmp_path):
+    save_head(
+        tmp_path, "eagle3", tensors={"d2t": OFFSETS, "t2d": MASK}, config={"max_position_embeddings": 20}, **SHAPE
+    )
+    engine = make(Eagle3(str(tmp_path), None, *WHOLE, positions=given), max_running_requests=1, trace=True)
+    warned = "the draft has 20 positions, texts may have 128 tokens; nothing is drafted beyond the draft's"
+    assert (warned in caplog.text) == (given is None)
+    assert (f"; within the first {limit} tokens of a text" in engine.drafter.note) == (limit is not None)
+    done = engine.generate([[20, 21, 22]], SamplingParams(max_new_tokens=30, ignore_eos=True))[0]
+    trees = done.trees
+    committed = 3 + np.cumsum([0, *(len(tree.emitted) for tree in trees)])[:-1]
+    steps = WHOLE[0]
+    assert [len(tree.tokens) > 1 for tree in trees] == [n + steps <= (limit or 128) for n in committed.tolist()]
+    assert committed[-1] > 26
 
 
 @pytest.mark.parametrize("dialect", ["eagle", "eagle-speculators"])

@@ -19,7 +19,7 @@ from specjax.checkpoint.draft_format import HeadTensors, aux_layer_ids, common_n
 from specjax.checkpoint.files import CheckpointError, listed
 from specjax.checkpoint.hub import resolve_head
 from specjax.checkpoint.load import fill, misfits
-from specjax.checkpoint.rope_config import rope
+from specjax.checkpoint.rope_config import longest, rope
 from specjax.checkpoint.stored import quantised_leaf
 from specjax.checkpoint.token_map import checked_ids
 from specjax.checkpoint.unpickle import read_torch_zip
@@ -121,12 +121,16 @@ def _published(merged: Mapping[str, Any], target: ModelConfig, spec: HeadSpec) -
 def _settings(merged: Mapping[str, Any], target: ModelConfig, spec: HeadSpec, head_dim: int) -> dict[str, Any]:
     """The fields of `HeadConfig` that config.json and the target decide."""
     aux_layers = aux_layer_ids(merged, target.num_layers) if spec.reads_layers else ()
+    positions = require(merged, "max_position_embeddings", 2048)
+    # The head's own: an absent theta is 10000 whatever the target's.
+    own_rope = rope(merged, positions, head_dim=head_dim, partial=True)
+    reach = longest(own_rope, positions) if given(merged, "max_position_embeddings", None) else target.max_positions
     return {
         "kind": spec.kind,
         "feature_size": (len(aux_layers) or 1) * target.hidden_size,
         "norm_epsilon": number(merged, "rms_norm_eps", 1e-6),
-        # The head's own: an absent theta is 10000 whatever the target's.
-        "rope": rope(merged, require(merged, "max_position_embeddings", 2048), head_dim=head_dim, partial=True),
+        "rope": own_rope,
+        "max_positions": reach if reach < target.max_positions else None,
         "aux_layers": aux_layers,
         # Absent means false, as in speculators' own schema and in the published heads of the authors.
         "norm_before_residual": spec.reads_layers and flag(merged, "norm_before_residual"),

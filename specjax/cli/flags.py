@@ -157,12 +157,6 @@ class SpeculativeSettings:
         "module:function for a drafter of your own",
         parse=_algorithm, metavar="NAME", sets="draft",
     )  # fmt: skip
-    speculative_adaptive: bool = setting(
-        True,
-        "draft only where it is measured to be faster; off = in every step, but for batches so large that drafting "
-        "would slow them",
-        sets="adaptive",
-    )
     speculative_draft_model_path: str | None = _draft("path", names=("--speculative-draft-model",), metavar="MODEL")
     speculative_draft_model_revision: str | None = _draft("revision")
     speculative_num_steps: int | None = _draft(
@@ -181,6 +175,7 @@ class SpeculativeSettings:
     )
     speculative_draft_vocabulary: str = _draft("vocabulary", choices=("same", "intersection"), parse=str.lower)
     speculative_draft_p_min: float | None = _draft("min_probability")
+    speculative_draft_context_length: int | None = _draft("positions")
     speculative_draft_quantization: str | None = _draft(
         "quantization", choices=("int8", "fp8", "none"), parse=str.lower
     )
@@ -198,6 +193,12 @@ class SpeculativeSettings:
         "NGRAM: requests draft from the text of others, which timing reveals, only with the same cache_salt",
     )
     speculative_ngram_match_type: str = _draft("match_type", choices=("BFS", "PROB"), parse=str.upper)
+    speculative_adaptive: bool = setting(
+        True,
+        "draft only where it is measured to be faster; off = in every step, but for batches so large that drafting "
+        "would slow them",
+        sets="adaptive",
+    )
 
 
 @dataclass(frozen=True)

@@ -42,11 +42,12 @@ class EagleState(NamedTuple):
 
 def eagle_drafter(
     target: Target, head: HeadConfig | MtpConfig, shape: TreeShape, *, confidence: Confidence = ANY_DRAFT,
-    backend: str | None = None, explicit_width: bool = True, note: str = "",
+    backend: str | None = None, explicit_width: bool = True, note: str = "", positions: int | None = None,
 ) -> Drafter:  # fmt: skip
     """Drafts with a head whose parameters are `Params.draft`. [B, N] trees; all nodes are valid unless the head's
     vocabulary has fewer tokens than the tree needs, or `confidence` sets a minimum. `backend`: as for the target."""
     of_target = isinstance(head, MtpConfig)
+    limit = positions or (None if isinstance(head, MtpConfig) else head.max_positions)
     model = MtpHead(head, target, backend) if of_target else draft_head(head, target, backend=backend)
 
     def init(params: Params, rows: int, pool: PoolShape) -> DraftState:
@@ -87,4 +88,5 @@ def eagle_drafter(
     return growing_drafter(
         head_spec(head.kind).algorithm, head.features, shape, confidence, init=init, propose=propose, observe=observe,
         explicit_width=explicit_width, note=note,
+        positions=limit if limit and limit < target.config.max_positions else None,
     )  # fmt: skip

@@ -77,6 +77,7 @@ class _Tree(NamedTuple):
     confidence: Confidence
     explicit_width: bool
     note: str
+    positions: int | None
 
 
 def _tree(options: ModelOptions, target: Target, automatic: TreeShape | None, platform: str) -> _Tree:
@@ -90,7 +91,7 @@ def _tree(options: ModelOptions, target: Target, automatic: TreeShape | None, pl
     given = [number is not None for number in (options.steps, options.topk, options.nodes)]
     how = "given" if all(given) else "what was not given was chosen" if any(given) else "automatic"
     confidence = Confidence(options.min_probability or 0.0, skips=platform == "cpu")
-    return _Tree(shape, confidence, any(given), f"{shape} ({how})")
+    return _Tree(shape, confidence, any(given), f"{shape} ({how})", options.positions)
 
 
 class Speculation(NamedTuple):

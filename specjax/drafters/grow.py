@@ -24,10 +24,10 @@ from jax import Array
 from jaxtyping import Float32, Int32, UInt32
 from specjax_kernels import CHEAP_ROWS, pack_bits
 
-from specjax.drafters.base import Context, Drafter, Features
+from specjax.drafters.base import Context, Drafter, DraftState, Features, Params
 from specjax.drafters.options import TreeShape
 from specjax.limits import check, limited
-from specjax.tree import NO_PARENT, DraftTree, Pool, chain, log_total, rerank, top_k_children
+from specjax.tree import NO_PARENT, DraftTree, Pool, best_nodes, chain, log_total, rerank, top_k_children
 
 
 class Read(NamedTuple):
@@ -93,10 +93,23 @@ ANY_DRAFT = Confidence()  # no minimum
 
 def growing_drafter(
     name: str, features: Features, shape: TreeShape, confidence: Confidence, *, init: Any, propose: Any, observe: Any,
-    explicit_width: bool, note: str,
+    explicit_width: bool, note: str, positions: int | None = None,
 ) -> Drafter:  # fmt: skip
     """The drafter of these functions, which runs a model and proposes trees of this shape, or of a smaller one.
-    `propose` takes the shape first."""
+
+    Args:
+        propose: takes the shape first.
+        positions: where a tree would reach beyond these of a text, nothing is proposed; None: there is no such limit.
+    """
+
+    def inside(shape: TreeShape, params: Params, state: DraftState, context: Context) -> tuple[DraftTree, DraftState]:
+        tree, state = propose(shape, params, state, context)
+        if positions is not None:
+            fits = context.prefix_length + shape.steps <= positions
+            tree = best_nodes(tree, jnp.where(fits, shape.nodes, 1))
+        return tree, state
+
+    limit = "" if positions is None else f"; within the first {positions} tokens of a text"
 
     def of(shape: TreeShape) -> Drafter:
         return Drafter(
@@ -105,7 +118,7 @@ def growing_drafter(
             width=shape.nodes,
             depth=shape.depth,
             init=init,
-            propose=partial(propose, shape),
+            propose=partial(inside, shape),
             observe=observe,
             widths=confidence.widths(shape),
             explicit_width=explicit_width,
@@ -113,7 +126,7 @@ def growing_drafter(
             topk=shape.topk,
             chains=shape.topk == 1,
             resize=lambda nodes: of(shape.within(nodes)),
-            note=note + confidence.note,
+            note=note + confidence.note + limit,
         )
 
     return of(shape)

@@ -60,13 +60,20 @@ class _Path(NamedTuple):
 
 def mtp_drafter(
     target: Target, config: MtpConfig, shape: TreeShape, *, confidence: Confidence = ANY_DRAFT,
-    backend: str | None = None, explicit_width: bool = True, note: str = "",
+    backend: str | None = None, explicit_width: bool = True, note: str = "", positions: int | None = None,
 ) -> Drafter:  # fmt: skip
     """Drafts with the heads of `Params.draft`; those beyond the tree's steps are not run. As `eagle_drafter`."""
     heads = [MtpHead(config, target, backend, i) for i in range(min(config.count, shape.steps))]
     if len(heads) == 1:
         return eagle_drafter(
-            target, config, shape, confidence=confidence, backend=backend, explicit_width=explicit_width, note=note
+            target,
+            config,
+            shape,
+            confidence=confidence,
+            backend=backend,
+            explicit_width=explicit_width,
+            note=note,
+            positions=positions,
         )
     final = len(heads) - 1
 
@@ -153,6 +160,7 @@ def mtp_drafter(
     return growing_drafter(
         Mtp.algorithm, config.features, shape, confidence, init=init, propose=propose, observe=observe,
         explicit_width=explicit_width, note=note,
+        positions=positions if positions and positions < target.config.max_positions else None,
     )  # fmt: skip
 
 

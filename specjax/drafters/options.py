@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 
-from specjax.limits import check, limited, range_of, shown
+from specjax.limits import Range, check, limited, range_of, shown
 from specjax.models.head_spec import ALGORITHMS
 
 MAX_STEPS = 64
@@ -198,6 +198,8 @@ class ModelOptions(DraftOptions):
         nodes: nodes N of the tree, the root included; default: see `tree`.
         min_probability: minimum product (below 1) of the draft's probabilities along the path of a token; default: the
             measured value of a head that comes with specjax, else 0 (all drafts are proposed).
+        positions: tokens of a text beyond which nothing is drafted; default: what the draft's config says, if that
+            is less than the target's.
         quantization: of the draft's own matrices: int8, fp8 (a scale for each output) or none; changes the speed, not
             the text; default: int8 on a GPU where they would have 16 bits; else as in the checkpoint, int8 for a head
             of a target in few bits, and as the target for MTP layers.
@@ -209,6 +211,7 @@ class ModelOptions(DraftOptions):
     topk: int | None = limited(None, *range_of(TreeShape, "topk")[:2])
     nodes: int | None = limited(None, *range_of(TreeShape, "nodes")[:2])
     min_probability: float | None = limited(None, 0, below=1)
+    positions: int | None = field(default=None, kw_only=True, metadata={"range": Range(1)})
     quantization: Literal["int8", "fp8", "none"] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:

@@ -27,7 +27,7 @@ from specjax.drafters.base import Context, Drafter, DraftState, Observation, Par
 from specjax.drafters.grow import ANY_DRAFT, Confidence, Read, grow, growing_drafter
 from specjax.drafters.options import Standalone, TreeShape
 from specjax.models.target import Before, Target
-from specjax.tree import DraftTree, best_nodes
+from specjax.tree import DraftTree
 from specjax.types import Hidden, Tokens, Weights
 
 
@@ -54,11 +54,13 @@ class StandaloneState(NamedTuple):
 
 def standalone_drafter(
     target: Target, draft: Target, shape: TreeShape, *, confidence: Confidence = ANY_DRAFT,
-    explicit_width: bool = True, note: str = "",
+    explicit_width: bool = True, note: str = "", positions: int | None = None,
 ) -> Drafter:  # fmt: skip
     """Drafts with a model whose `StandaloneParams` are `Params.draft`. [B, N] trees; all nodes are valid unless fewer
     tokens may be proposed than the tree needs, `confidence` sets a minimum, or the text is longer than the draft's
     positions, where nothing is proposed."""
+
+    limit = positions or draft.config.max_positions
 
     def embed(given: StandaloneParams, tokens: Tokens) -> Hidden:
         return draft.embed(given.model, tokens if given.reads is None else given.reads[tokens])
@@ -93,9 +95,6 @@ def standalone_drafter(
         root, hidden = take_rows((state.root, state.hidden), context)
         first = Read(unembed(given, hidden[:, None]), (), Before(root, start))
         tree = grow(context, shape, confidence, first, read, lambda ids: ids if given.ids is None else given.ids[ids])
-        if draft.config.max_positions < target.config.max_positions:
-            inside = context.prefix_length + shape.steps <= draft.config.max_positions
-            tree = best_nodes(tree, jnp.where(inside, shape.nodes, 1))
         return tree, state
 
     def observe(params: Params, state: StandaloneState, context: Context, seen: Observation) -> DraftState:
@@ -118,5 +117,5 @@ def standalone_drafter(
 
     return growing_drafter(
         Standalone.algorithm, None, shape, confidence, init=init, propose=propose, observe=observe,
-        explicit_width=explicit_width, note=note,
+        explicit_width=explicit_width, note=note, positions=limit if limit < target.config.max_positions else None,
     )  # fmt: skip
