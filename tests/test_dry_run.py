@@ -22,10 +22,11 @@ from specjax.devices import DEVICES, SHARE_VARIABLES
 from specjax.drafters import Eagle, Eagle3, Mtp, Ngram, NoDraft
 from specjax.engine import Engine, EngineConfig
 from specjax.engine.buckets import Key
-from specjax.engine.config import Layout, pool_tokens
+from specjax.engine.config import Layout
 from specjax.engine.executables import Executables
+from specjax.engine.memory import pool_tokens, temporary_bytes
 from specjax.engine.packing import Resident
-from specjax.engine.plan import Case, make_plan, temporary_bytes
+from specjax.engine.plan import Case, make_plan
 from specjax.models import table
 from specjax.models.params import dimensions, leaves_of
 from specjax.outline import outline
@@ -248,7 +249,7 @@ def test_the_estimate_of_temporaries_is_near_what_xla_holds(tmp_path, kind):
         Key(kind, 4 if kind == "step" else 512, buckets.tables[0])
     )
     held = program.memory_analysis().temp_size_in_bytes
-    assert 0.7 * held < temporary_bytes(described, buckets, "cpu") < 1.5 * held
+    assert 0.7 * held < temporary_bytes(described.target, described.drafter.features, buckets, "cpu") < 1.5 * held
 
 
 def nbytes(tree: Any) -> int:

@@ -17,9 +17,11 @@ from specjax.cache import bytes_per_token
 from specjax.config import HeadConfig, RopeConfig
 from specjax.drafters import Drafter, Params, TreeShape, eagle_drafter, make_drafter
 from specjax.engine import EngineConfig, SamplingParams
-from specjax.engine.config import pool_tokens
+from specjax.engine.config import Layout
+from specjax.engine.memory import pool_tokens, room_beside, temporary_bytes
 from specjax.engine.sequence import Status
 from specjax.models.draft_head import init_head_params
+from specjax.models.target import Target
 from specjax.step import StepConfig
 
 LONGEST = 96
@@ -187,36 +189,43 @@ def test_what_a_token_takes_in_the_drafts_cache(kind, page_size):
     assert taken(make_drafter("NGRAM")) == 12 * 4 // page_size and taken(make_drafter("NONE")) == 0
 
 
-def test_the_pool_leaves_room_for_trees_that_were_asked_for(monkeypatch):
-    """A GPU of 200 MB, of which jax has taken three quarters and half may be used: weights, then the pool; large trees'
-    logits come out of the pool's share."""
+def test_the_pool_leaves_room_for_the_largest_programs_temporaries(monkeypatch):
+    """A GPU of 200 MB, of which jax has taken three quarters and half may be used: weights, then the pool; and what
+    the largest program holds must fit beside both into what jax has taken."""
     target, params = toy().target, Params(toy().params)
     model = target.config
     device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 150_000_000, "bytes_in_use": 20_000_000})
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     config = EngineConfig(max_running_requests=64, page_size=16, mem_fraction=0.5)
 
-    def tokens(drafter: Drafter) -> int:
+    def tokens(drafter: Drafter, target: Target = target, config: EngineConfig = config) -> int:
         return pool_tokens(target, config, 1 << 30, "gpu", drafter, params)
 
     automatic = make_drafter("NGRAM")._replace(width=64)
     a_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 4 + 12 * 4 // 16
     assert tokens(automatic) == 80_000_000 // a_token
-    logits = 2.5 * (64 * 64 - 1024) * model.vocab_size * 4
-    assert tokens(automatic._replace(explicit_width=True)) == int(80_000_000 - logits) // a_token
-    wide = target._replace(config=replace(model, vocab_size=1000))
-    large = automatic._replace(explicit_width=True, width=512)
+    # 64 trees of 64 nodes that were asked for; 50 MB beside them are more than half of the device leaves.
+    explicit = automatic._replace(explicit_width=True)
+    wide = target._replace(config=replace(model, vocab_size=2000))
+    config_of = Layout.of(config, 1 << 30, 1 << 30, "gpu", explicit)
+    reserved = temporary_bytes(wide, explicit.features, config_of.buckets, "gpu")
+    assert reserved > 2.5 * 64 * 64 * 2000 * 4 > 50_000_000
+    assert tokens(explicit, wide) == (130_000_000 - reserved) // a_token
+    assert room_beside({"pool": np.zeros(1_000_000, np.int8)}) == 129_000_000
+    large = explicit._replace(width=512)
     with pytest.raises(
-        ValueError, match=r"no memory is left .* 0\.02 of 0\.20 GB .*EngineConfig.mem_fraction 0\.5; .*\(64\).*\(512\)"
+        ValueError,
+        match=r"no memory is left .* 0\.02 of 0\.20 GB .*EngineConfig.mem_fraction 0\.5; .* program take 0\.\d+ GB; "
+        r"give a higher fraction, .*\(64\).*\(512\)",
     ):
-        pool_tokens(wide, config, 1 << 30, "gpu", large, params)
-    # A size that is given must leave room for the same trees.
+        tokens(large, wide)
+    # A size that is given must leave the same room.
     given = replace(config, max_total_tokens=100_000_000 // a_token)
-    assert pool_tokens(target, given, 1 << 30, "gpu", automatic, params) == given.max_total_tokens
+    assert tokens(automatic, config=given) == given.max_total_tokens
     with pytest.raises(
-        ValueError, match=r"^EngineConfig.max_total_tokens \d+ takes 0\.10 GB .* 0\.32 GB, but 0\.13 GB are free"
+        ValueError, match=r"^EngineConfig.max_total_tokens \d+ takes 0\.10 GB .* 0\.\d+ GB, but 0\.13 GB are free"
     ):
-        pool_tokens(wide, given, 1 << 30, "gpu", large, params)
+        tokens(large, wide, given)
     too_many = replace(config, max_total_tokens=200_000_000 // a_token)
-    with pytest.raises(ValueError, match=r"takes 0\.20 GB .*trees 0\.00 GB, but 0\.13 GB are free; give fewer tokens"):
-        pool_tokens(target, too_many, 1 << 30, "gpu", automatic, params)
+    with pytest.raises(ValueError, match=r"takes 0\.20 GB .*, but 0\.13 GB are free; give fewer tokens"):
+        tokens(automatic, config=too_many)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 import threading
@@ -73,6 +74,21 @@ def test_a_chunk_that_does_not_compile_is_left_out(monkeypatch):
     prompt = [70 + i % 9 for i in range(500)]
     check_all(engine, [prompt])
     assert [key.width for key in tried if key.kind == "prefill"] == [512, 64]
+
+
+def test_a_program_without_room_for_its_temporaries_fails_when_it_is_compiled(monkeypatch, caplog, engine):
+    """As on a GPU, where weights and pool leave so many bytes: smaller batches serve, and none fails while it runs."""
+    programs = {key: engine.executables._compile(key) for key in engine.buckets.all_keys()}
+    held = {key: program.memory_analysis().temp_size_in_bytes for key, program in programs.items()}
+    largest = max(held, key=held.__getitem__)
+    assert any(key.kind == largest.kind and size < held[largest] for key, size in held.items()), "another one can serve"
+    monkeypatch.setattr(engine.executables, "_room", held[largest] - 1)
+    with caplog.at_level(logging.ERROR, logger="specjax"):
+        check_all(engine, [[70 + i, *range(71, 80)] for i in range(4)])
+        engine.warm_up(progress=False, strict=False)
+    assert engine.executables.compiled() == {key for key, size in held.items() if size < held[largest]}
+    logged = re.search(r"needs (0\.\d+) GB beside its arguments, and (0\.\d+) GB are left", caplog.text)
+    assert logged is not None and float(logged[1]) >= float(logged[2]) and str(largest) in caplog.text
 
 
 def test_where_nothing_compiles_the_request_is_told_why(monkeypatch, engine):

@@ -1,24 +1,17 @@
-"""Settings of an engine, and what follows from them: the tokens that its KV pool holds, and its buckets."""
+"""Settings of an engine, and the sizes that follow from them: the context, the pool's pages, the buckets."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from specjax.cache import PoolShape, bytes_per_token
-from specjax.devices import Memory, this_memory
-from specjax.drafters.base import Drafter, Params
+from specjax.cache import PoolShape
+from specjax.drafters.base import Drafter
 from specjax.drafters.deferred import Deferred, defer
 from specjax.engine.buckets import Buckets
 from specjax.engine.scheduler import Policy
 from specjax.limits import check, limited
 from specjax.models.target import Target
-from specjax.state import init_state
-
-DEFAULT_POOL_TOKENS = 32_768  # on a CPU, where memory is shared with everything else
-STEP_COPIES = 2.5  # float32 arrays of [nodes, vocabulary] that a step holds at once: 2.1 to 2.3 in XLA's analysis
-ROOMY_NODES = 1024  # tree nodes of a step for whose temporaries the default `mem_fraction` leaves room on a GPU
-CPU_STEP_COPIES = 4.2  # the same on a CPU: 4.1 for a Llama of 4 layers, 32,000 tokens, 8 to 128 nodes
 
 
 @dataclass(frozen=True)
@@ -76,64 +69,6 @@ def context_length(target: Target, config: EngineConfig) -> int:
     if length > most:
         raise ValueError(f"EngineConfig.context_length {length} exceeds the model's {most} positions")
     return length
-
-
-def pool_tokens(
-    target: Target, config: EngineConfig, context_length: int, platform: str, drafter: Drafter, params: Params
-) -> int:
-    """`fitting_tokens` for this process's device, on which the weights lie."""
-    memory = None if platform == "cpu" else this_memory()
-    if memory is None:
-        return fitting_tokens(target, config, context_length, drafter)
-    each = bytes_per_token(lambda pool: init_state(params, target, drafter, rows=1, pool=pool), config.page_size)
-    return fitting_tokens(target, config, context_length, drafter, memory, each)
-
-
-def fitting_tokens(
-    target: Target,
-    config: EngineConfig,
-    context_length: int,
-    drafter: Drafter,
-    memory: Memory | None = None,
-    each: int = 0,
-) -> int:
-    """Tokens that the pool should hold: `max_total_tokens`, else as many as all rows can use or as fit. Raises
-    ValueError if they, or the temporaries of explicitly wide trees, do not fit the device.
-
-    Args:
-        memory: of the device, the weights among what is used; None: shared with everything else, as on a CPU.
-        each: bytes of a token in the pool.
-    """
-    given, rows = config.max_total_tokens, config.max_running_requests
-    wanted = rows * context_length
-    if memory is None:
-        return given or min(wanted, DEFAULT_POOL_TOKENS)
-    # `Buckets` limits automatic widths.
-    nodes = max(config.largest_batch * drafter.width - ROOMY_NODES, 0) if drafter.explicit_width else 0
-    trees = logits_bytes(nodes, target.config.vocab_size)
-    total, limit, used = memory
-    batch = f"max_batch ({config.largest_batch})" if config.largest_batch < rows else f"max_running_requests ({rows})"
-    fewer = f"EngineConfig.{batch} or draft.nodes ({drafter.width})"
-    if given is not None:
-        if given * each + trees > limit - used:
-            raise ValueError(
-                f"EngineConfig.max_total_tokens {given} takes {given * each / 1e9:.2f} GB and a full batch's trees "
-                f"{trees / 1e9:.2f} GB, but {(limit - used) / 1e9:.2f} GB are free; give fewer tokens, {fewer}"
-            )
-        return given
-    free = memory.budget(config.mem_fraction) - used - trees
-    if free < each * config.page_size:
-        raise ValueError(
-            f"no memory is left for the KV pool: {used / 1e9:.2f} of {total / 1e9:.2f} GB are taken, and "
-            f"{memory.budget(config.mem_fraction) / 1e9:.2f} GB are for weights and pool (EngineConfig.mem_fraction "
-            f"{config.mem_fraction:g}; jax has {limit / 1e9:.2f} GB); give a higher fraction, or fewer {fewer}"
-        )
-    return min(wanted, free // each)
-
-
-def logits_bytes(nodes: int, vocab_size: int, platform: str = "gpu") -> int:
-    """What a step holds at once of arrays of [nodes, vocabulary], which are most of its temporaries."""
-    return int((CPU_STEP_COPIES if platform == "cpu" else STEP_COPIES) * nodes * vocab_size * 4)
 
 
 class Layout(NamedTuple):

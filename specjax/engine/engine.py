@@ -32,12 +32,13 @@ from specjax.engine import program_store
 from specjax.engine.adaptive import PLAIN, Adaptive
 from specjax.engine.autotune import tune_at_start
 from specjax.engine.buckets import Key
-from specjax.engine.config import EngineConfig, Layout, check_config, context_length, pool_tokens
+from specjax.engine.config import EngineConfig, Layout, check_config, context_length
 from specjax.engine.device import Device, OutOfMemory, memory_checked
 from specjax.engine.executables import Executables, use_compilation_cache
 from specjax.engine.generation import FairLock, complete
 from specjax.engine.generation import stream as stream_chunks
 from specjax.engine.intake import Intake, Prompt, Salts, with_sampling
+from specjax.engine.memory import pool_tokens, room_beside
 from specjax.engine.packing import Resident, admission, catch_up_input, prefill_input, step_input
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.scheduler import Scheduler
@@ -103,7 +104,7 @@ class Engine:
         self._new_pages = -(-lookahead // size)  # most pages that a row may get between two steps
         shapes = jax.eval_shape(self._new_state)
         variants = {"verify": verify, "trace": config.trace, "time_phases": config.time_phases}
-        variants["deferred"] = self._deferred
+        variants |= {"deferred": self._deferred, "room": room_beside(shapes)}
         self.executables = Executables(
             target, drafter, self.buckets, params, shapes, new_pages=self._new_pages, **variants
         )

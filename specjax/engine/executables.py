@@ -96,6 +96,8 @@ class Executables:
 
     Attributes:
         new_pages: most pages that a row may get between two steps.
+        room: bytes of the device that a program may hold beside its arguments; None: not known. A program that needs
+            more fails when it is compiled, so that smaller ones serve, not when a large batch first runs.
         options: XLA's, in place of those that `specjax.compiling` names; for programs that are compiled from then on.
         launch_lock: held while a program is launched and, on a GPU, while one is compiled: XLA times candidates on the
             device, where nothing else may run meanwhile.
@@ -110,13 +112,14 @@ class Executables:
         state: Resident,
         *,
         new_pages: int,
+        room: int | None = None,
         deferred: Deferred | None = None,
         verify: Verifier = verify_tree,
         trace: bool = False,
         time_phases: bool = False,
     ) -> None:
         self._target, self._drafter, self._buckets, self._trace = target, drafter, buckets, trace
-        self._verify, self._deferred = verify, deferred
+        self._verify, self._deferred, self._room = verify, deferred, room
         self.options: dict[str, str | None] = {}
         self.phase_times = PhaseTimes() if time_phases else None
         self._params, self._state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
@@ -326,9 +329,18 @@ class Executables:
 
         kernels = cpu_attention.prepare(self._target.config.dtype)
         pack = packed_lag if key.kind == "catch-up" else packed
-        return program_store.stored(
+        program = program_store.stored(
             partial(_from_packed, function, unpack, pack), arguments, compile, (chosen, kernels)
         )
+        self._check_room(key, program.memory_analysis().temp_size_in_bytes if self._room is not None else 0)
+        return program
+
+    def _check_room(self, key: Key, temporaries: int) -> None:
+        if self._room is not None and temporaries > self._room:
+            raise MemoryError(
+                f"{key} needs {temporaries / 1e9:.3f} GB beside its arguments, and {self._room / 1e9:.3f} GB are left "
+                "beside weights and KV pool; give a lower EngineConfig.mem_fraction or fewer max_total_tokens"
+            )
 
     def _function(self, key: Key, widths: tuple[int, ...]) -> tuple[partial[Any], partial[Any], tuple[int, int]]:
         """What a key's program computes, what unpacks its input, and that input's shape. `widths`: of a step's trees;

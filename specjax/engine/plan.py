@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from specjax.cache import PageSpec, PoolShape, bytes_per_token
+from specjax.cache import PoolShape, bytes_per_token
 from specjax.config import ModelConfig
 from specjax.devices import Device, Memory, share_of
 from specjax.engine.buckets import Buckets
-from specjax.engine.config import EngineConfig, Layout, context_length, fitting_tokens, logits_bytes
+from specjax.engine.config import EngineConfig, Layout, context_length
+from specjax.engine.memory import fitting_tokens, page_bytes, temporary_bytes
 from specjax.models import table
 from specjax.models.params import (
     Bits,
@@ -120,18 +121,18 @@ def make_plan(case: Case) -> Plan:
     context = context_length(target, config)
     whole, beside = _state_bytes(case.outline, config.page_size, rows)
     noted = whole - alone  # bytes of a token that are kept for a drafter, and not read by its forward
-    pages = _page_bytes(target.pages, n)
-    draft_pages = whole - _page_bytes(target.pages)
+    pages = page_bytes(target.pages, n)
+    draft_pages = whole - page_bytes(target.pages)
     own = case.outline.draft_pages
     if own is not None:
-        draft_pages += _page_bytes(own, n) - _page_bytes(own)
+        draft_pages += page_bytes(own, n) - page_bytes(own)
     reads = _reads(case.outline, n)
     weights, draft_weights = reads.weights, reads.draft_weights
 
     problems: list[str] = []
     memory = None if case.platform == "cpu" else Memory(case.device.memory, case.limit, weights + draft_weights)
     try:
-        tokens = fitting_tokens(target, config, context, drafter, memory, pages + draft_pages)
+        tokens = fitting_tokens(target, config, context, drafter, memory, pages + draft_pages, n)
         pool, buckets = Layout.of(config, context, tokens, case.platform, drafter, adaptive=chooses)
         tokens = prod(pool)
     except ValueError as error:
@@ -145,7 +146,7 @@ def make_plan(case: Case) -> Plan:
         token_bytes=pages,
         draft_token_bytes=draft_pages,
         rows=beside,
-        temporaries=temporary_bytes(case.outline, buckets, case.platform, n),
+        temporaries=temporary_bytes(target, drafter.features, buckets, case.platform, n),
         tokens=tokens,
         buckets=buckets,
         reads=reads,
@@ -220,44 +221,6 @@ def _active(leaf: Leaf, model: ModelConfig) -> float:
     return model.experts.per_token / model.experts.count if model.experts and stacked else 1.0
 
 
-def temporary_bytes(outline: Outline, buckets: Buckets, platform: str, devices: int = 1) -> int:
-    """An estimate of what the largest program holds beside its arguments:
-
-        logits of the nodes     `logits_bytes`; a prompt's chunk has them of one token
-        of all layers           keys and values, which are committed together at the end; the features
-        of one layer            two of its widest output, six of the residual stream; on a CPU, if that is more, the
-                                scores of attention within the chunk, twice [H, tokens, tokens] in float32
-
-    XLA holds 33 MB for one tree of 32 nodes of Llama-3.1-8B with an EAGLE-3 head on an H200, and the estimate is 51 MB
-    (benchmarks/results/gpu-compile-2026-11-21.json). A test compares others on a CPU.
-    """
-    model = outline.target.config
-    lasting, passing = _activation_bytes(outline, devices)
-
-    def held(tokens: int, rows: int) -> int:
-        scores = 8 * model.num_heads * tokens if platform == "cpu" else 0
-        return tokens * (lasting + max(passing, scores)) + logits_bytes(rows, model.vocab_size, platform)
-
-    steps = [batch * buckets.tree_widths(batch)[-1] for batch in buckets.batches]
-    prefills = [(1, chunk) for chunk in buckets.chunks] + [*buckets.packs]
-    return max(*(held(nodes, nodes) for nodes in steps), *(held(rows * chunk, rows) for rows, chunk in prefills))
-
-
-@lru_cache(16)
-def _activation_bytes(outline: Outline, devices: int) -> tuple[int, int]:
-    """Of a token: of all layers, and of one; see `temporary_bytes`."""
-    target, head = outline.target, outline.head
-    model, sizes = target.config, dimensions(target.config)
-    widest = 0
-    for leaf in leaves_of(table(model)):
-        if leaf.matrix and "vocab" not in leaf.axes:
-            shape = leaf.shape(sizes)
-            widest = max(widest, prod(shape[axis] for axis in leaf.matrix[1]) // shards(leaf.axes, shape, devices))
-    size, features = np.dtype(model.dtype).itemsize, 0 if head is None else head.feature_size
-    lasting = _page_bytes(target.pages, devices) + size * (2 * model.hidden_size + features)
-    return lasting, size * (2 * widest + 4 * model.hidden_size)
-
-
 def _speed(case: Case, reads: Reads, batch: int, nodes: int, context: int, pages: int, draft_pages: int) -> Speed:
     device, drafter, model = case.device, case.outline.drafter, case.outline.target.config
     speed = device.speed(model.dtype)
@@ -288,7 +251,7 @@ def _undivided(outline: Outline, devices: int) -> dict[str, int]:
             if shards(leaf.axes, leaf.shape(sizes), devices) == 1:
                 key = name + leaf.name
                 found[key] = found.get(key, 0) + leaf_bytes(leaf, sizes, model.dtype, bits=bits)
-        if (whole := _page_bytes(specs)) == _page_bytes(specs, devices):
+        if (whole := page_bytes(specs)) == page_bytes(specs, devices):
             found[f"{name}pages of a token"] = whole
     return found
 
@@ -302,15 +265,6 @@ def _state_bytes(outline: Outline, page_size: int, rows: int) -> tuple[int, int]
 
     each = bytes_per_token(state, page_size)
     return each, _nbytes(jax.eval_shape(lambda: state(PoolShape(1, page_size)))) - each * page_size
-
-
-def _page_bytes(specs: Any, devices: int = 1) -> int:
-    """Bytes of a token in pages."""
-    leaves: list[PageSpec] = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PageSpec))
-    sizes = (
-        prod(leaf.shape) * np.dtype(leaf.dtype).itemsize // shards(leaf.axes, leaf.shape, devices) for leaf in leaves
-    )
-    return sum(sizes)
 
 
 def _nbytes(tree: Any) -> int:
