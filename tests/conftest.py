@@ -236,13 +236,13 @@ def _bounded_memory(request: pytest.FixtureRequest):
             _trim()
             _least = _resident()
         return
-    from specjax.engine import config
+    from specjax.engine import memory
 
-    usual, config.DEFAULT_POOL_TOKENS = config.DEFAULT_POOL_TOKENS, 2048
+    usual, memory.DEFAULT_POOL_TOKENS = memory.DEFAULT_POOL_TOKENS, 2048
     program_store.keep_in(_cache / "programs")  # for the other processes
     yield
     program_store.keep_in(None)
-    config.DEFAULT_POOL_TOKENS = usual
+    memory.DEFAULT_POOL_TOKENS = usual
     _forget()
     _trim()
 
