@@ -4,13 +4,18 @@ The programs take the arguments of real ones (the leaves of Llama-3.1-8B and an 
 the donated state on, and emit `--accepted` tokens of a real text for each request. So a step's time is that of the
 scheduler, the inputs, the launch, the copies and the text.
 
-    python benchmarks/host.py [--batch 1 16 48 64] [--accepted 4] [--steps 100] [--rounds 3] [--record LABEL]
+    python benchmarks/host.py [--batch 1 16 48 64] [--accepted 4] [--steps 100] [--rounds 3] [--stop] [--adaptive]
+        [--record LABEL]
 
 Per batch, medians over all steps: milliseconds of `Engine.step`, and in further rounds, with a clock around each part:
 
     inputs    the arrays of a step made                launch    the call of the compiled program
-    output    the copy of its results to the host      text      tokens to text, stop strings, ends
-    rest      the scheduler and everything else        deltas    what a server does after a step, not part of it
+    output    the copy of its results to the host      text      tokens taken, ends; with `--stop` their text, too
+    rest      the scheduler and everything else        server    what a server's engine thread does after a step, which
+                                                                 is not part of it: metrics, stream deltas, log lines
+
+A CPU runs such a small program within its launch. So `program` is the time of the same call without the engine, and
+what it takes beyond `call` below is not the host's.
 
 Independent of the batch: an admission (its time and the bytes that it sends), decoding one token beside `DecodeStream`
 of the tokenizers library, and the call alone with its arguments as trees and as flat lists. The last line is one JSON
@@ -20,6 +25,7 @@ document.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import cProfile
 import json
 import pstats
@@ -38,14 +44,18 @@ from records import DATA, finish, machine
 from tokenizers.decoders import DecodeStream
 
 from specjax import Engine, EngineConfig, Params, SamplingParams, checkpoint, make_drafter, make_target
+from specjax.cli.flags import ServerSettings
 from specjax.drafters import Eagle3
 from specjax.engine import engine as engine_module
 from specjax.engine import executables
-from specjax.engine.generation import take_delta
+from specjax.engine.packing import step_input
 from specjax.engine.sequence import Sequence
 from specjax.engine.text import TextStream
 from specjax.models import init_params
 from specjax.models.draft_head import init_head_params
+from specjax.serve.delivery import Listener
+from specjax.serve.report import Report
+from specjax.serve.runner import Runner
 from specjax.state import FULL, RUNS, DecodeState, PrefillInput, StepInput, StepOutput
 from specjax.verify import TOP_LOGPROBS, Logprobs
 
@@ -87,7 +97,13 @@ def fake_step(
     return state, StepOutput(tokens, emitted, jnp.maximum(emitted - 1, 0), finish, logprobs, None)
 
 
-def build(tokenizer: Any, text: np.ndarray, rows: int, accepted: int) -> Engine:
+def fake_catch_up(params: Params, state: DecodeState, inputs: Any, **_: Any) -> tuple[DecodeState, jax.Array]:
+    """Nothing is left to tell the drafter."""
+    *_, slots = jax.lax.optimization_barrier((*jax.tree.leaves(params), inputs[0]))
+    return state, jnp.zeros_like(slots)
+
+
+def build(tokenizer: Any, text: np.ndarray, rows: int, accepted: int, *, adaptive: bool) -> Engine:
     """An engine over fake programs."""
     config = replace(
         llama_8b(32), hidden_size=8, intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=4, dtype="float32"
@@ -100,7 +116,9 @@ def build(tokenizer: Any, text: np.ndarray, rows: int, accepted: int) -> Engine:
     drafter = make_drafter(Eagle3(steps=7, topk=1, nodes=8), target=target, head=head)
     fake = partial(fake_step, text=text, accepted=accepted, depth=drafter.depth)
     executables.speculate_step = executables.prefill_step = fake
-    options = EngineConfig(rows, max_total_tokens=2048 * rows, context_length=CONTEXT, chunked_prefill_size=256)
+    executables.catch_up_step = fake_catch_up
+    sizes = {"max_total_tokens": 2048 * rows, "context_length": CONTEXT, "chunked_prefill_size": 256}
+    options = EngineConfig(rows, **sizes, adaptive=adaptive)
     return Engine(target, params, tokenizer, drafter, config=options)
 
 
@@ -140,35 +158,85 @@ def parts(engine: Engine) -> Clock:
     return clock
 
 
-def fill(engine: Engine, text: np.ndarray, batch: int, most: int) -> None:
+class Server:
+    """A server's engine thread, but for its loop, and an event loop that reads the streams when it is told to."""
+
+    def __init__(self, engine: Engine) -> None:
+        settings = ServerSettings()
+        self._runner, self._report = Runner(lambda: engine, settings), Report(engine, interval=40)
+        self._runner._engine = engine
+        self._runner._delivery.start()
+        self._loop = asyncio.new_event_loop()
+
+    def add(self, sequence: Sequence) -> None:
+        async def listener() -> Listener:
+            return Listener([sequence])
+
+        self._runner.submit(self._loop.run_until_complete(listener()))
+        while self._runner._commands:
+            self._runner._commands.pop()()
+
+    def after_step(self, changed: list[Sequence]) -> None:
+        self._runner.traffic.changed(changed)
+        self._runner._deliver(changed)
+        self._report.after_step()
+
+    def read(self) -> None:
+        self._loop.run_until_complete(asyncio.sleep(0))
+
+    def stop(self) -> None:
+        self._runner._delivery.stop()
+        self._loop.close()
+
+
+def fill(engine: Engine, text: np.ndarray, batch: int, most: int, stop: tuple[str, ...], server: Any = None) -> None:
     """Starts `batch` requests and runs them until all are past their prompts and a few steps further."""
     for i in range(batch):
-        prompt = text[13 * i :][:PROMPT].tolist()
-        engine.add(prompt, SamplingParams(max_new_tokens=most, ignore_eos=True, stop=("\n\nUser:",)))
+        params = SamplingParams(max_new_tokens=most, ignore_eos=True, stop=stop)
+        sequence = engine.intake.sequence(text[13 * i :][:PROMPT].tolist(), params)
+        (engine.enqueue if server is None else server.add)(sequence)
     for _ in range(batch + 20):
         engine.step()
 
 
-def measure(engine: Engine, text: np.ndarray, batch: int, steps: int, accepted: int, *, clock: bool) -> Any:
-    """A round: milliseconds of each step; with `clock` those of its parts as a mean."""
-    fill(engine, text, batch, (steps + batch + 30) * accepted)
+def measure(engine: Engine, text: np.ndarray, batch: int, steps: int, accepted: int, stop: Any, *, clock: bool) -> Any:
+    """A round: milliseconds of each step; with `clock` those of its parts as a mean, and the server's after it."""
+    server = Server(engine) if clock else None
+    fill(engine, text, batch, (steps + batch + 30) * accepted, stop, server)
     watch = parts(engine) if clock else Clock()
-    samples, deltas = [], 0.0
+    samples, served = [], 0.0
     for _ in range(steps):
         started = time.perf_counter()
         changed = engine.step()
-        samples.append(1e3 * (time.perf_counter() - started))
+        ended = time.perf_counter()
+        samples.append(1e3 * (ended - started))
         assert len(changed) == batch
-        started = time.perf_counter()
-        for sequence in changed:
-            take_delta(sequence, 0)
-        deltas += time.perf_counter() - started
+        if server is not None:
+            server.after_step(changed)
+            served += time.perf_counter() - ended
+            server.read()
     watch.stop()
     engine.reset("the round has ended")
-    if not clock:
+    if server is None:
         return samples
+    server.stop()
     found = {part: 1e3 * seconds / steps for part, seconds in watch.seconds.items()}
-    return found | {"rest": sum(samples) / steps - sum(found.values()), "deltas": 1e3 * deltas / steps}
+    return found | {"rest": sum(samples) / steps - sum(found.values()), "server": 1e3 * served / steps}
+
+
+def program(engine: Engine, text: np.ndarray, batch: int, count: int) -> float:
+    """Milliseconds of a step's call and its fake work, without the engine: the median of `count`."""
+    fill(engine, text, batch, 1500, ())
+    key = min(key for key in engine.executables.compiled() if key.drafts and key.width >= batch)
+    run = engine.executables.get(key)
+    inputs = step_input(engine.scheduler.running(), key.width, engine._new_pages, engine.config.max_running_requests)
+    samples = []
+    for _ in range(count):
+        started = time.perf_counter()
+        jax.block_until_ready(engine.device.run(key, run, inputs).packed)
+        samples.append(1e3 * (time.perf_counter() - started))
+    engine.reset("measured")
+    return median(samples)
 
 
 def admission(engine: Engine, text: np.ndarray, count: int) -> dict[str, Any]:
@@ -258,6 +326,8 @@ def main() -> None:
     parser.add_argument("--accepted", type=int, default=4, help="tokens of each request in a step, 1 to 8")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--stop", action="store_true", help="requests have a stop string, which needs their text")
+    parser.add_argument("--adaptive", action="store_true", help="as in a server: choose whether each step drafts")
     parser.add_argument("--profile", type=int, metavar="BATCH", help="print what takes the time, and measure nothing")
     parser.add_argument("--record", metavar="LABEL", help="write benchmarks/results/host-<date>-LABEL.json")
     args = parser.parse_args()
@@ -265,17 +335,19 @@ def main() -> None:
         parser.error("--accepted must be 1 to 8, and --steps such that 1500 tokens suffice")
     tokenizer = checkpoint.load_tokenizer(checkpoint.resolve(checkpoint.BUILT_IN_MODEL))
     text = corpus(tokenizer)
-    engine = build(tokenizer, text, max(args.batch), args.accepted)
-    run = partial(measure, engine, text, steps=args.steps, accepted=args.accepted)
+    engine = build(tokenizer, text, max(args.batch), args.accepted, adaptive=args.adaptive)
+    stop = ("\n\nUser:",) if args.stop else ()
+    run = partial(measure, engine, text, steps=args.steps, accepted=args.accepted, stop=stop)
     if args.profile:
-        fill(engine, text, args.profile, 1500)
+        fill(engine, text, args.profile, 1500, stop)
         with cProfile.Profile() as profile:
             for _ in range(args.steps):
                 engine.step()
         pstats.Stats(profile).sort_stats("tottime").print_stats(25)
         return
 
-    document = machine("jaxlib", "tokenizers") | {"accepted": args.accepted, "steps": args.steps}
+    given = {name: getattr(args, name) for name in ("accepted", "steps", "stop", "adaptive")}
+    document = machine("jaxlib", "tokenizers") | given
     samples: dict[int, list[float]] = {batch: [] for batch in args.batch}
     clocked: dict[int, list[dict[str, float]]] = {batch: [] for batch in args.batch}
     for turn in range(args.rounds + 1):
@@ -289,6 +361,7 @@ def main() -> None:
         shares = {part: round(median(each[part] for each in clocked[batch]), 4) for part in clocked[batch][0]}
         rows.append({"batch": batch, "ms": round(median(samples[batch]), 4), "parts_ms": shares})
         rows[-1]["min_ms"] = round(min(samples[batch]), 4)
+        shares["program"] = round(program(engine, text, batch, 2 * args.steps), 4)
         figures = "  ".join(f"{part} {value:.3f}" for part, value in shares.items())
         print(f"B = {batch:3d}: {rows[-1]['ms']:.3f} ms a step (at least {rows[-1]['min_ms']:.3f})  {figures}")
         rows[-1]["samples_ms"] = np.round(samples[batch], 3).tolist()

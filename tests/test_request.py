@@ -148,6 +148,37 @@ def test_tokens_of_a_step_give_the_text_of_single_tokens(ids, stop, keep, sizes)
     assert (single.text, single.ends, single.matched) == (several.text, several.ends, several.matched)
 
 
+@settings(max_examples=200)
+@given(
+    st.one_of(st.lists(st.integers(0, VOCABULARY - 1), max_size=16), UNICODE.map(lambda s: byte_ids(s.encode()))),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 16)), max_size=8),
+)
+def test_late_text_is_the_text_of_the_tokens_that_were_read(ids, steps):
+    """Each step adds tokens, and reads up to some number of all."""
+    late = TextStream(tokenizer(), (), skip_special_tokens=True, keep_stop=False, late=True)
+    at_once, given, read = stream_of(), 0, 0
+    for size, count in [*steps, (len(ids), 0)]:
+        assert late.extend(ids[given : given + size]) == 0
+        given = min(given + size, len(ids))
+        late.read(count)
+        at_once.extend(ids[read : max(read, min(count, given))])
+        read = max(read, min(count, given))
+        assert (late.text, late.ends, late.settled) == (at_once.text, at_once.ends, at_once.settled)
+    late.finish()
+    late.read(read)
+    assert late.text == at_once.text, "the end was not asked for"
+    at_once.extend(ids[read:])
+    at_once.finish()
+    for _ in range(2):
+        late.read()
+        assert (late.text, late.ends, late.final_tokens) == (at_once.text, at_once.ends, at_once.final_tokens)
+
+
+def test_stop_strings_are_found_at_once_also_in_late_text():
+    stream = TextStream(tokenizer(), ("é",), skip_special_tokens=True, keep_stop=False, late=True)
+    assert not stream.late and stream.extend(byte_ids("aéb".encode())) == 3 and stream.text == "a"
+
+
 @given(UNICODE.filter(lambda s: "\ufffd" not in s))
 def test_no_half_character_is_ever_shown(text):
     stream = stream_of()

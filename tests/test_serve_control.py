@@ -7,10 +7,12 @@ import threading
 
 import pytest
 from engine_helpers import shared_engine, tokenizer
+from prometheus_client import Histogram
 from prometheus_client.parser import text_string_to_metric_families
 from server_helpers import Running, running, wait_until
 
 from specjax.cli.flags import ServerSettings
+from specjax.serve.metrics import SECONDS, Latencies
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +172,20 @@ def test_metrics_count_what_happened(server):
     assert after["sglang:num_running_reqs"] == after["vllm:num_requests_running"] == 0
     assert after["sglang:token_usage"] == after["vllm:kv_cache_usage_perc"] == 0
     assert after["specjax:max_total_num_tokens"] == 1024
+
+
+def test_latencies_are_those_of_the_library():
+    """Its histogram takes them one at a time."""
+    ours, library = Latencies(), Histogram("specjax:x", "About.", ["model_name"], buckets=SECONDS, registry=None)
+    for i in range(200):
+        seconds, times = [0.0, 0.001, 0.0011, 7.5, 240.0, 1e4, 0.02 * i][i % 7], i % 5
+        ours.observe(seconds, times)
+        for _ in range(times):
+            library.labels("m").observe(seconds)
+    (expected,) = library.collect()
+    found = {(each.name, each.labels.get("le")): each.value for each in ours.family("specjax:x", "About.", "m").samples}
+    wanted = {(each.name, each.labels.get("le")): each.value for each in expected.samples}
+    assert found == pytest.approx({key: value for key, value in wanted.items() if not key[0].endswith("_created")})
 
 
 def test_metrics_while_a_request_runs(server):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import httpx
@@ -17,7 +18,7 @@ from server_helpers import SECONDS, running, wait_until
 
 import specjax
 from specjax.cli.flags import ServerSettings
-from specjax.serve import runner
+from specjax.serve import delivery
 from specjax.serve.runner import ENGINE_GONE, ENGINE_STUCK, EngineStuck, State, Watchdog
 
 QUICK = ServerSettings(watchdog_timeout=0.1)
@@ -208,17 +209,18 @@ def test_reset_that_fails_ends_requests_and_commands(monkeypatch):
 
 
 def test_text_that_fails_ends_its_request_alone(monkeypatch):
-    take = runner.take_delta
+    take = delivery.take_delta
 
-    def fail(sequence, index):
+    def fail(sequence, *others):
         if len(sequence.prompt) == 3:
             raise RuntimeError("no such text")
-        return take(sequence, index)
+        return take(sequence, *others)
 
-    monkeypatch.setattr(runner, "take_delta", fail)
+    monkeypatch.setattr(delivery, "take_delta", fail)
     with running(shared_engine("NONE")) as server:
-        for stream in (False, True):
-            broken = server.post("/v1/completions", BODY | {"prompt": [70, 71, 72], "stream": stream, "max_tokens": 50})
+        for stream, stop in product((False, True), ([], ["never"])):  # its text is made in either thread
+            fields = {"prompt": [70, 71, 72], "stream": stream, "max_tokens": 50, "stop": stop}
+            broken = server.post("/v1/completions", BODY | fields)
             assert broken.status_code == 500 or ('"error"' in broken.text and stream)
         assert server.complete(**BODY).status_code == 200
 

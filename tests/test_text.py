@@ -162,10 +162,11 @@ def test_text_of_whole_characters_is_not_held_back():
     assert shown == ["Sure", "Sure", "Sure!", "Sure!", "Sure!", "Sure!éa", "Sure!éa "]
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 @pytest.mark.parametrize("end", ["stop", "length"])
-def test_log_probabilities_that_stream_hold_all_the_text(end):
+def test_log_probabilities_that_stream_hold_all_the_text(end, late):
     """The pieces of tokens that were sent stay as they were, also where the end adds text that was held back."""
-    stream = TextStream(made("llama"), (), skip_special_tokens=True, keep_stop=False)
+    stream = TextStream(made("llama"), (), skip_special_tokens=True, keep_stop=False, late=late)
     sequence = idle_sequence(SamplingParams(logprobs=0), stream=stream)
     steps = [ids_of("▁Sure", "<0xC3>", "<0xA9>"), ids_of("</s>", "<0xC3>"), ids_of("<0xA9>"), ids_of("</s>")]
     steps = steps if end == "stop" else steps[:-1]
@@ -180,6 +181,23 @@ def test_log_probabilities_that_stream_hold_all_the_text(end):
     entries = [entry for chunk in chunks if chunk for entry in chunk.logprobs]
     assert "".join(entry.text for entry in entries) == "Sureéé"
     assert [entry.token for entry in entries] == sequence.output
+
+
+def test_a_delta_of_the_first_tokens_while_more_come():
+    """As the server's delivery sees a sequence that the engine goes on with."""
+    stream = TextStream(tokenizer(), (), skip_special_tokens=True, keep_stop=False, late=True)
+    sequence = idle_sequence(SamplingParams(logprobs=0), stream=stream, status=Status.RUNNING)
+    ids = byte_ids("aébcd".encode())
+    sequence.accept(ids, False, False)
+    sequence.logprobs += [RawLogprob(-1.0, ())] * len(ids)
+    chunks = [take_delta(sequence, 0, count) for count in (1, 2, 3, 5)]
+    assert [chunk and chunk.text for chunk in chunks] == ["a", None, "é", "bc"]
+    assert [token for chunk in chunks if chunk for token in chunk.output_ids] == ids[:5]
+    assert [entry.text for chunk in chunks if chunk for entry in chunk.logprobs] == ["a", "", "é", "b", "c"]
+    sequence.accept(byte_ids(b"!\xc3"), False, True)
+    sequence.status = Status.FINISHED
+    last = take_delta(sequence, 0)
+    assert (last.text, last.completion.text) == ("d!", "aébcd!")
 
 
 def test_a_stop_string_in_text_that_was_held_back():

@@ -95,6 +95,7 @@ class _Batch:
     """Of a batch bucket."""
 
     recent: dict[int, Recent]
+    ratio: float | None = None  # as expected, before both choices are measured
     using: int | None = None
     trying: int | None = None
     left: int = 0  # steps of the trial
@@ -177,16 +178,14 @@ class Adaptive:
 
     def _seconds(self, batch: int) -> dict[int, float]:
         """Of a step of each choice, in any unit where none is measured."""
-        recent, ratio = self._of(batch).recent, self.expected(batch)
-        known = {choice: found.mean_seconds for choice, found in recent.items() if found.steps >= ENOUGH}
-
-        def expected(choice: int) -> float:
-            if not known:
-                return 1.0 if choice == PLAIN else ratio
-            (other,) = known.values()
-            return other / ratio if choice == PLAIN else other * ratio
-
-        return {choice: known[choice] if choice in known else expected(choice) for choice in recent}
+        own = self._of(batch)
+        known = {choice: found.mean_seconds for choice, found in own.recent.items() if found.steps >= ENOUGH}
+        if len(known) == len(own.recent):
+            return known
+        if own.ratio is None:
+            own.ratio = self.expected(batch)
+        plain = known[PLAIN] if PLAIN in known else max(known.values(), default=own.ratio) / own.ratio
+        return {choice: known.get(choice, plain if choice == PLAIN else plain * own.ratio) for choice in own.recent}
 
     def _tokens(self, batch: int, requests: list[Sequence]) -> dict[int, float]:
         """That a step of each choice emits."""

@@ -353,12 +353,15 @@ class Engine:
             return 0, 0
         batch = self.buckets.batch(len(sequences))
         nodes = self.adaptive.choose(batch, sequences)
-        ready, pending = (
-            {key.nodes for key in keys if key.kind == "step" and key.width == batch}
-            for keys in (self.executables.compiled(), self.executables.pending)
-        )
-        if nodes == PLAIN or (nodes in pending - ready and PLAIN in ready):
+        if nodes == PLAIN:
             return PLAIN, 0
+        if waiting := self.executables.pending:
+            ready, pending = (
+                {key.nodes for key in keys if key.kind == "step" and key.width == batch}
+                for keys in (self.executables.compiled(), waiting)
+            )
+            if nodes in pending - ready and PLAIN in ready:
+                return PLAIN, 0
         drafting = [sequence for sequence in sequences if sequence.params.speculate]
         launched = self._launch_catch_up(drafting)
         return nodes if any(not sequence.unseen for sequence in drafting) else PLAIN, launched
@@ -416,16 +419,16 @@ class Engine:
         if verified and seconds is not None and self.adaptive is not None:
             emitted = {sequence: len(tokens) for sequence, tokens in zip(flight.sequences, read.tokens, strict=False)}
             self.adaptive.record(flight.key, seconds, {one: n for one in flight.drafted if (n := emitted[one])})
-        for i, sequence in enumerate(flight.sequences):
+        for i, (sequence, tokens, finish) in enumerate(zip(flight.sequences, read.tokens, read.finish, strict=False)):
             if sequence.status is Status.FINISHED:
                 continue
-            if flight.prefilled is not None and read.finish[i] != NOT_FINITE:
+            if flight.prefilled is not None and finish != NOT_FINITE:
                 sequence.certain = flight.prefilled[i]
                 self.scheduler.store(sequence)
-            if not (read.tokens[i] or read.finish[i] == NOT_FINITE):
+            if not (tokens or finish == NOT_FINITE):
                 continue
             kept = take(sequence, read, flight.output, i, verified=verified)
-            stepped = verified and bool(read.tokens[i])
+            stepped = verified and bool(tokens)
             self.counters.count(kept, verified=stepped, drafted=sequence.params.speculate and drafts)
             if sequence.finish_reason is not None:
                 if self._deferred is not None and self.drafter.remembers:

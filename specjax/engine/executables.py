@@ -127,6 +127,7 @@ class Executables:
         self.new_pages, self._pages = new_pages, pool_shape(state.decode.cache).pages
         self._admit: dict[bool, Callable[..., Resident]] = {}
         self._futures: dict[Key, Future[Program]] = {}
+        self._programs: dict[Key, Program] = {}  # of the futures that are done
         self._failed: dict[Key, str] = {}  # the message; an exception would keep its frames alive
         self._background: list[Key] = []  # keys of `warm_up_in_background` while it runs
         self._closed = False
@@ -137,12 +138,12 @@ class Executables:
         self._exclusive = jax.default_backend() != "cpu"
 
     def compiled(self) -> set[Key]:
-        return {key for key, future in list(self._futures.items()) if future.done()}
+        return set(self._programs)
 
     @property
     def pending(self) -> set[Key]:
         """Keys that are still to be compiled in the background."""
-        return set(self._background) - self.compiled() - set(self._failed)
+        return set(self._background) - self.compiled() - set(self._failed) if self._background else set()
 
     def is_waiting(self, thread: int | None) -> bool:
         """Whether the thread with this `ident` waits for a program to be compiled or, on a GPU, any is compiled."""
@@ -176,11 +177,11 @@ class Executables:
         failed before, and whatever the compiler raises."""
         if key in self._failed:
             raise Unavailable(f"{key}: {self._failed[key]}")
+        if (program := self._programs.get(key)) is not None:
+            return program
         with self._lock:
             mine = key not in self._futures
             future = self._futures.setdefault(key, Future())
-        if future.done():
-            return future.result()
         thread = threading.get_ident()
         self._waiting.add(thread)
         try:
@@ -193,7 +194,8 @@ class Executables:
     def _fulfil(self, key: Key, future: Future[Program]) -> None:
         """Compiles in this thread, so that JAX's settings by `with` apply."""
         try:
-            future.set_result(self._compile(key))
+            self._programs[key] = program = self._compile(key)
+            future.set_result(program)
         except BaseException as error:
             interrupted = not isinstance(error, Exception)  # this thread alone
             if not interrupted:

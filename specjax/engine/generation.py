@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import traceback
+from bisect import bisect_right
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from specjax.engine.sequence import Completion, Sequence, Status, TokenLogprob, completion
+from specjax.engine.sequence import TEXT_FAILED, Completion, Sequence, Status, TokenLogprob, completion
 
 if TYPE_CHECKING:
     from specjax.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
 
 ENGINE_FAILED = "the engine failed while the request ran"  # in a step of another caller
 
@@ -52,25 +56,30 @@ class StreamChunk(NamedTuple):
     cached_tokens: int = 0  # of the prompt, taken from the prefix cache
 
 
-def take_delta(sequence: Sequence, index: int) -> StreamChunk | None:
-    """The text that has become final since the last delta, with all tokens since then. None: no new text."""
-    finished = sequence.status is Status.FINISHED
-    settled = len(sequence.stream.text) if finished else sequence.stream.settled
+def take_delta(sequence: Sequence, index: int, count: int | None = None) -> StreamChunk | None:
+    """The text that has become final since the last delta, with all tokens since then. None: no new text.
+
+    Args:
+        count: look at the first so many tokens of the output alone, of a sequence that has not finished: another thread
+            may add more meanwhile. Only where its text is `late`.
+
+    Raises:
+        Exception: what fails when its text is made.
+    """
+    stream, finished = sequence.stream, count is None and sequence.status is Status.FINISHED
+    stream.read(count)
+    settled = len(stream.text) if finished else stream.settled
     if settled <= sequence.sent and not finished:
         return None
-    text = sequence.stream.text[sequence.sent : settled]
-    tokens = sequence.output[sequence.sent_tokens :]
-    sequence.sent, sequence.sent_tokens = settled, len(sequence.output)
+    text = stream.text[sequence.sent : settled]
+    tokens = sequence.output[sequence.sent_tokens : count]
+    sequence.sent, sequence.sent_tokens = settled, sequence.sent_tokens + len(tokens)
     cached, done = sequence.cached or 0, completion(sequence) if finished else None
     if not sequence.wants_logprobs:
         return StreamChunk(index, text, tokens, done, cached_tokens=cached)
-    ends, final = sequence.stream.ends, sequence.stream.final_tokens
     # Text that is held back holds back its tokens; a character of several tokens comes with the last.
-    logprobs = tuple(
-        found
-        for i, found in enumerate(sequence.token_logprobs(sequence.sent_logprobs), start=sequence.sent_logprobs)
-        if finished or (i < final and ends[i] <= settled)
-    )
+    final = None if finished else min(stream.final_tokens, bisect_right(stream.ends, settled))
+    logprobs = tuple(sequence.token_logprobs(sequence.sent_logprobs, final))
     sequence.sent_logprobs += len(logprobs)
     return StreamChunk(index, text, tokens, done, logprobs, cached)
 
@@ -103,7 +112,12 @@ def stream(engine: Engine, sequences: list[Sequence]) -> Iterator[StreamChunk]:
         while left:
             for index, sequence in list(left.items()):
                 with engine.lock:
-                    chunk = take_delta(sequence, index)
+                    try:
+                        chunk = take_delta(sequence, index)
+                    except Exception:
+                        _fail(sequence)
+                        engine.end(sequence, TEXT_FAILED)
+                        chunk = take_delta(sequence, index)
                 if chunk is None:
                     continue
                 if chunk.completion:
@@ -144,4 +158,14 @@ def _done(sequence: Sequence) -> Completion:
     reason = sequence.finish_reason
     if reason is not None and reason.message == ENGINE_FAILED:
         raise EngineError(ENGINE_FAILED)
-    return completion(sequence)
+    try:
+        return completion(sequence)
+    except Exception:  # of its text: the others' results are not lost
+        _fail(sequence)
+        return completion(sequence)
+
+
+def _fail(sequence: Sequence) -> None:
+    """Its text cannot be made. Called while the exception is handled."""
+    logger.exception("request %s failed", sequence.id)
+    sequence.abort(TEXT_FAILED)

@@ -12,6 +12,8 @@ from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.text import TextStream
 from specjax.viz.trees import StepTree
 
+TEXT_FAILED = "the request failed while its text was made"
+
 
 class Status(Enum):
     WAITING = "waiting"  # no slot, no pages
@@ -160,9 +162,9 @@ class Sequence:
             reason = FinishReason("stop", self.stream.matched)
         self.finish_reason = reason
 
-    def token_logprobs(self, start: int = 0) -> list[TokenLogprob]:
-        """Log-probabilities of the output from token `start` on."""
-        found = enumerate(self.logprobs[start:], start)
+    def token_logprobs(self, start: int = 0, stop: int | None = None) -> list[TokenLogprob]:
+        """Log-probabilities of the output from token `start` on, up to `stop`. Their text must have been read."""
+        found = enumerate(self.logprobs[start:stop], start)
         return [TokenLogprob(self.output[i], self.stream.piece(i), raw.drawn, raw.top) for i, raw in found]
 
     @property
@@ -199,8 +201,9 @@ class Completion:
 
 
 def completion(sequence: Sequence) -> Completion:
-    """The result of a sequence that has finished."""
+    """The result of a sequence that has finished. Raises what fails when its text is made."""
     assert sequence.finish_reason is not None
+    sequence.stream.read()
     return Completion(
         id=sequence.id,
         text=sequence.stream.text,

@@ -7,12 +7,14 @@ turns the whole run into U+FFFD), or a space that a later full stop may remove.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import random
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence, Set
+from itertools import accumulate
 from typing import Any
 
 from specjax.engine.decoders import (
@@ -139,6 +141,13 @@ class _Chain:
             self._known[token] = text
         return text
 
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """`push` of each token."""
+        if self._settled:
+            with contextlib.suppress(KeyError):  # most often all are known
+                return [self._known[token] for token in tokens]
+        return [self.push(token) for token in tokens]
+
     def finish(self, *, keep_incomplete: bool = False) -> str:
         """The rest. An incomplete character at the very end is left out, or, if kept, U+FFFD as in a plain decode."""
         ends = (self._through(i, step.end(keep_incomplete)) for i, step in enumerate(self._steps, start=1))
@@ -178,6 +187,9 @@ class _Windowed:
         self._window, self._whole = self._window[self._whole :], waiting
         return text
 
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        return [self.push(token) for token in tokens]
+
     def finish(self, *, keep_incomplete: bool = False) -> str:
         text = self._new()
         self._whole = len(self._window)
@@ -197,15 +209,29 @@ class TextStream:
     `text` holds final characters; at the end it is `tokenizer.decode` of the tokens, up to a stop string and without an
     incomplete character at its very end. Work is linear in the tokens, the characters and the number of stop strings,
     whatever their length.
+
+    Args:
+        late: `read` decodes the tokens, which may be called in another thread than `extend` and `finish`; before it all
+            else is as if they had not come. With stop strings `extend` decodes them nevertheless, to find these.
     """
 
-    def __init__(self, tokenizer: Any, stop: tuple[str, ...], *, skip_special_tokens: bool, keep_stop: bool) -> None:
+    def __init__(
+        self, tokenizer: Any, stop: tuple[str, ...], *, skip_special_tokens: bool, keep_stop: bool, late: bool = False
+    ) -> None:
         self._tokens = decoding(tokenizer).stream(skip_special_tokens=skip_special_tokens)
         self._stops = [_StopString(each) for each in dict.fromkeys(stop)]
         self._keep_stop = keep_stop
+        self._waiting: list[int] | None = [] if late and not stop else None  # all tokens, decoded or not
+        self._read = 0  # so many of them are decoded
+        self._ended = False
         self.text = ""
         self.ends: list[int] = []  # length of the text after each token
         self.matched: str | None = None
+
+    @property
+    def late(self) -> bool:
+        """Whether tokens wait for `read`."""
+        return self._waiting is not None
 
     def push(self, token: int) -> bool:
         """Adds a token. True: a stop string is complete, and `text` ends before it (or after, if it is kept)."""
@@ -213,11 +239,26 @@ class TextStream:
 
     def extend(self, tokens: Sequence[int]) -> int:
         """Adds tokens, up to the one that completes a stop string. Returns how many these are; 0: none does."""
-        pieces = [self._tokens.push(token) for token in tokens]
-        size, ends = len(self.text), []
-        for piece in pieces:
-            size += len(piece)
-            ends.append(size)
+        if self._waiting is None:
+            return self._decode(tokens)
+        self._waiting += tokens
+        return 0
+
+    def read(self, count: int | None = None) -> None:
+        """Decodes the tokens that wait, of the first `count` of all; None: all, and if these have ended, the rest of
+        the text. Tokens whose decoding fails are left out from then on."""
+        if self._waiting is None:
+            return
+        tokens = self._waiting[self._read : count]
+        self._read += len(tokens)
+        self._decode(tokens)
+        if self._ended and count is None:
+            self._ended = False
+            self._add_rest()
+
+    def _decode(self, tokens: Sequence[int]) -> int:
+        pieces = self._tokens.pieces(tokens)
+        _, *ends = accumulate(map(len, pieces), initial=len(self.text))
         stop = self._add("".join(pieces), ends)
         self.ends += ends[: stop or None]
         if stop:
@@ -239,6 +280,11 @@ class TextStream:
 
     def finish(self) -> None:
         """Ends the tokens and adds the text held back, without bytes that are only the beginning of a character."""
+        self._ended = True
+        if self._waiting is None:
+            self._add_rest()
+
+    def _add_rest(self) -> None:
         if self.matched is None:
             rest = self._tokens.finish()
             self._add(rest, [len(self.text) + len(rest)])

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specjax.engine.sequence import RawLogprob, Sequence
+from specjax.engine.sequence import TEXT_FAILED, RawLogprob, Sequence
 from specjax.state import FULL, NOT_FINITE, STOPPED, DecodeState, StepOutput, Trace
 from specjax.verify import Logprobs
 from specjax.viz.trees import step_tree
@@ -127,7 +127,7 @@ def take(sequence: Sequence, read: Read, output: Output, row: int, *, verified: 
             sequence.abort_not_finite()
     except Exception:
         logger.exception("request %s failed", sequence.id)
-        sequence.abort("the request failed while its text was made")
+        sequence.abort(TEXT_FAILED)
     if verified and tokens:
         sequence.verify_steps += 1
         sequence.histogram[kept - 1] += 1

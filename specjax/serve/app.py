@@ -22,13 +22,14 @@ from specjax.cli.flags import ServerSettings
 from specjax.engine import Completion
 from specjax.engine.sequence import Sequence
 from specjax.serve.control import READ, add_control_routes
+from specjax.serve.delivery import Listener
 from specjax.serve.errors import ApiError, bad_request, unavailable
 from specjax.serve.fields import IGNORED_HEADER, INLINE_BYTES, receive_body
 from specjax.serve.middleware import INTERNAL, Gate, check_state
 from specjax.serve.openapi import document
 from specjax.serve.protocol import ChatRequest, CompletionRequest, GenerateRequest, check_model, read_request
 from specjax.serve.responses import Answer, GenerateAnswer, OpenAIAnswer, TokenNames, event, fingerprint
-from specjax.serve.runner import ABORTED, SEND_AGAIN, Listener, Runner
+from specjax.serve.runner import ABORTED, SEND_AGAIN, Runner
 from specjax.serve.task import Rules
 from specjax.serve.tokenising import Tokenising, work
 
@@ -42,7 +43,7 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
     app = FastAPI(title="specjax", redirect_slashes=False)  # the address would be made of the Host header
     tokenising = Tokenising()
 
-    runner.traffic.serve(model)
+    runner.traffic.model = model
 
     # One thread: a large body is parsed with Python's lock held, and two at once would take twice the memory.
     parsing = ThreadPoolExecutor(1, thread_name_prefix="specjax-parse")
@@ -77,7 +78,7 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
         with runner.reserve(len(task.prompts) * task.n):
             job = asyncio.wrap_future(tokenising.submit(work(task.prompts, task.n), tokenise))
             sequences, texts = await while_connected(request, job)
-            listener = Listener(sequences)
+            listener = Listener(sequences, streams=bool(body.stream))
             check_state(runner)
             runner.submit(listener)
         answer: Answer

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from specjax.cli.flags import ServerSettings
 from specjax.engine import Engine, SamplingParams
+from specjax.serve.delivery import Listener
 from specjax.serve.errors import bad_request, unavailable
 from specjax.serve.fields import AnyBody, Reading, receive_body
 from specjax.serve.metrics import exposition
@@ -21,7 +22,7 @@ from specjax.serve.middleware import check_state
 from specjax.serve.protocol import AbortRequest, DetokenizeRequest, TokenizeRequest, check_model
 from specjax.serve.report import describe
 from specjax.serve.responses import fingerprint
-from specjax.serve.runner import Listener, Runner
+from specjax.serve.runner import Runner
 from specjax.serve.tokenising import Tokenising, work
 
 READ = ["GET", "HEAD"]
@@ -78,7 +79,7 @@ def add_control_routes(
         id = f"health-{secrets.token_hex(8)}"
         with runner.reserve(1):
             sequence = runner.engine.intake.sequence([0], SamplingParams(max_new_tokens=1), id=id)
-            listener = Listener([sequence])
+            listener = Listener([sequence], streams=False)
             runner.submit(listener)
         try:
             async with asyncio.timeout(HEALTH_SECONDS):

@@ -14,6 +14,7 @@ from specjax.cli.flags import in_flags
 from specjax.engine import Engine
 from specjax.engine.buckets import doubt, drafting_summary
 from specjax.engine.executables import PhaseTimes
+from specjax.engine.transfers import Counters
 
 logger = logging.getLogger("specjax.serve")
 
@@ -34,24 +35,33 @@ class Report:
 
     def after_step(self) -> None:
         engine, now = self._engine, replace(self._engine.counters)
+        new = now.prefilled_tokens - self._last.prefilled_tokens
+        retracted = engine.scheduler.retractions - self._retracted
+        if new > 0 or retracted or now.steps - self._decoded.steps >= self._interval:
+            self._write(now, new, retracted)
+        if not self._doubted and (problem := doubt(engine.drafter, now.drafted_steps, now.accepted)):
+            self._doubted = True
+            logger.warning("%s", problem)
+        self._last, self._idle = now, not engine.unfinished
+
+    def _write(self, now: Counters, new: int, retracted: int) -> None:
+        """The lines that are due: `new` tokens were prefilled, and requests `retracted`."""
+        engine = self._engine
         tokens = sum(max(s.committed, s.prefilled) for s in engine.scheduler.active)  # of sequences that hold pages
         usage = f"token usage: {tokens / engine.intake.pool_tokens:.2f}"
         running = f"#running-req: {len(engine.scheduler.running())}"
         queue = f"#queue-req: {len(engine.scheduler.waiting)}"
-        if (new := now.prefilled_tokens - self._last.prefilled_tokens) > 0:
+        if new > 0:
             sequences = now.prefilled_sequences - self._last.prefilled_sequences
             cached = now.cached_tokens - self._last.cached_tokens
             counts = f"#new-seq: {sequences}, #new-token: {new}, #cached-token: {cached}"
             logger.info("Prefill batch. %s, %s, %s, %s", counts, usage, running, queue)
             if self._idle:  # time without work does not count
                 self._decoded, self._since = now, time.perf_counter()
-        if retracted := engine.scheduler.retractions - self._retracted:
+        if retracted:
             self._retracted += retracted
             problem = f"KV cache pool is full. Retract requests. #retracted_reqs: {retracted}"
             logger.warning("%s, %s, %s", problem, running, queue)
-        if not self._doubted and (problem := doubt(engine.drafter, now.drafted_steps, now.accepted)):
-            self._doubted = True
-            logger.warning("%s", problem)
         before = self._decoded
         if now.steps - before.steps >= self._interval:
             steps = now.verifications - before.verifications
@@ -70,7 +80,6 @@ class Report:
                 logger.debug("Decode step. %s", parts)
                 self._phases = replace(times)
             self._decoded, self._since = now, time.perf_counter()
-        self._last, self._idle = now, not engine.unfinished
 
 
 def stored_in(params: Any) -> str:

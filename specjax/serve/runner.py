@@ -1,30 +1,29 @@
-"""The thread that owns the engine: it loads the engine, steps it, and delivers the stream deltas of each step.
+"""The thread that owns the engine: it loads the engine, steps it, and hands on what each step has changed.
 
 Everything that touches the engine runs in this thread, between two steps. Other threads leave commands (`submit`,
 `abort`, `call`); stream deltas reach them through their own event loop, with one wake-up for each step.
 
-    event loop:  submit ->  [commands]  -> enqueue, step, step, ...  -> call_soon_threadsafe -> Listener.queue
+    event loop:  submit ->  [commands]  -> enqueue, step, step, ...  -> Delivery -> Listener.queue
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import itertools
 import logging
 import sys
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from enum import Enum
 from typing import Any, TypeVar
 
 from specjax.cli.flags import ServerSettings
-from specjax.engine import Completion, Engine, StreamChunk
-from specjax.engine.generation import forget_frames, take_delta
+from specjax.engine import Engine
+from specjax.engine.generation import forget_frames
 from specjax.engine.sequence import Sequence, Status
+from specjax.serve.delivery import FAILED_REQUEST, Change, Delivery, Listener, send
 from specjax.serve.errors import bad_request, unavailable
 from specjax.serve.metrics import Traffic
 from specjax.serve.report import Report
@@ -35,7 +34,6 @@ Result = TypeVar("Result")
 
 # Messages of requests that end without an answer.
 FAILED_STEP = "the engine failed and was reset; the request can be sent again"
-FAILED_REQUEST = "the request failed; the server's log has the reason"
 ENGINE_GONE = "the engine failed and the server ends; the request can be sent again when it is back"
 ENGINE_STUCK = "the engine is stuck and the server ends; the request can be sent again when it is back"
 SHUT_DOWN = "the server is shutting down"
@@ -52,44 +50,6 @@ class State(Enum):
 
 class EngineStuck(RuntimeError):
     """A step or a command did not end within `--watchdog-timeout`."""
-
-
-class Listener:
-    """Receives one request's stream deltas in its event loop."""
-
-    def __init__(self, sequences: list[Sequence]) -> None:
-        self.sequences = sequences
-        self.loop = asyncio.get_running_loop()
-        self.queue: asyncio.Queue[StreamChunk] = asyncio.Queue()
-
-    def aborted(self, index: int, message: str) -> StreamChunk:
-        """The last chunk of a sequence that ends with `message`.
-
-        It is made without looking into the sequence, which the engine's thread may be stuck in the middle of changing.
-        """
-        reason = {"type": "abort", "message": message}
-        id = self.sequences[index].id
-        return StreamChunk(index, "", [], Completion(id, "", [], 0, reason, 0, 0.0, [], 0))
-
-    async def chunks(self) -> AsyncIterator[StreamChunk]:
-        """Stream deltas until every sequence has finished."""
-        left = len(self.sequences)
-        while left:
-            chunk = await self.queue.get()
-            left -= chunk.completion is not None
-            yield chunk
-
-
-def send(chunks: Iterable[tuple[Listener, StreamChunk]]) -> None:
-    """Delivers chunks from any thread, with one wake-up of their event loop."""
-
-    def put(each: list[tuple[Listener, StreamChunk]]) -> None:
-        for listener, chunk in each:
-            listener.queue.put_nowait(chunk)
-
-    for loop, each in itertools.groupby(chunks, key=lambda pair: pair[0].loop):
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and all its clients are gone
-            loop.call_soon_threadsafe(put, list(each))
 
 
 class Runner(threading.Thread):
@@ -123,6 +83,7 @@ class Runner(threading.Thread):
         # is known.
         self._listeners: dict[Sequence, tuple[Listener, int]] = {}
         self.traffic = Traffic()
+        self._delivery = Delivery(settings.stream_interval, self._text_failed)
 
     @property
     def engine(self) -> Engine:
@@ -264,12 +225,15 @@ class Runner(threading.Thread):
                 self._compiler = self._engine.warm_up_in_background()
             self.ready_at = time.time()
             self._watchdog.start()
+            self._delivery.start()
             self._change(State.READY)
             self._loop(Report(self._engine, interval=self._settings.decode_log_interval))
         except BaseException as error:
             self.end_all(ENGINE_GONE, failure=error)
         finally:
             self._watchdog.stop()
+            if self._delivery.is_alive():
+                self._delivery.stop()
             if self._engine is not None:
                 self._engine.executables.close()
 
@@ -336,8 +300,17 @@ class Runner(threading.Thread):
     def _abort(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             if self._listeners.pop(sequence, None) is not None:
-                self._end(sequence, None)
-                self.traffic.gone(sequence)
+                self._forget(sequence)
+
+    def _text_failed(self, sequence: Sequence) -> None:
+        """From the delivery's thread, too."""
+        with self._wake:
+            if self._listeners.pop(sequence, None) is not None:
+                self._command(lambda: self._forget(sequence))
+
+    def _forget(self, sequence: Sequence) -> None:
+        self._end(sequence, None)
+        self.traffic.gone(sequence)
 
     def _end_told(self, sequences: list[Sequence]) -> None:
         left = [sequence for sequence in sequences if sequence in self._listeners]
@@ -353,28 +326,18 @@ class Runner(threading.Thread):
             sequence.status = Status.FINISHED
 
     def _deliver(self, changed: Iterable[Sequence]) -> None:
-        """Sends the stream deltas of these sequences."""
-        found: list[tuple[Sequence, Listener, int]] = []
+        """Hands these sequences over, whose stream deltas are to be sent."""
+        found: list[Change] = []
         with self._wake:
             for sequence in changed:
                 if (place := self._listeners.get(sequence)) is None:
                     continue
-                if sequence.status is Status.FINISHED:
+                if finished := sequence.status is Status.FINISHED:
                     del self._listeners[sequence]
-                elif len(sequence.output) - sequence.sent_tokens < self._settings.stream_interval:
-                    continue
-                found.append((sequence, *place))
-        chunks: list[tuple[Listener, StreamChunk]] = []
-        for sequence, listener, index in found:
-            try:
-                chunk = take_delta(sequence, index)
-            except Exception:  # of its text; the others go on
-                logger.exception("request %s failed", sequence.id)
-                self._abort([sequence])
-                chunk = listener.aborted(index, FAILED_REQUEST)
-            if chunk is not None:
-                chunks.append((listener, chunk))
-        send(chunks)
+                if finished or place[0].streams:
+                    found.append(Change(sequence, *place, None if finished else len(sequence.output)))
+        if found:
+            self._delivery.put(found)
 
     def _command(self, command: Callable[[], None]) -> None:
         with self._wake:

@@ -1,0 +1,120 @@
+"""Stream deltas on their way from the engine's thread to the event loop of their request.
+
+Text that needs no stop strings is made here, in a thread of its own: the engine's thread hands over which sequences
+have changed, and launches the next step meanwhile.
+
+    engine's thread:  put  ->  [changes]  ->  tokens to text  ->  call_soon_threadsafe  ->  Listener.queue
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from specjax.engine import Completion, StreamChunk
+from specjax.engine.generation import take_delta
+from specjax.engine.sequence import Sequence
+
+logger = logging.getLogger("specjax.serve")
+
+FAILED_REQUEST = "the request failed; the server's log has the reason"
+
+
+class Listener:
+    """Receives one request's stream deltas in its event loop. Without `streams` only the last of each sequence."""
+
+    def __init__(self, sequences: list[Sequence], *, streams: bool = True) -> None:
+        self.sequences, self.streams = sequences, streams
+        self.ended = set[int]()  # sequences by index, whose last chunk `Delivery` has sent
+        self.loop = asyncio.get_running_loop()
+        self.queue: asyncio.Queue[StreamChunk] = asyncio.Queue()
+
+    def aborted(self, index: int, message: str) -> StreamChunk:
+        """The last chunk of a sequence that ends with `message`.
+
+        It is made without looking into the sequence, which the engine's thread may be stuck in the middle of changing.
+        """
+        reason = {"type": "abort", "message": message}
+        id = self.sequences[index].id
+        return StreamChunk(index, "", [], Completion(id, "", [], 0, reason, 0, 0.0, [], 0))
+
+    async def chunks(self) -> AsyncIterator[StreamChunk]:
+        """Stream deltas until every sequence has finished."""
+        left = len(self.sequences)
+        while left:
+            chunk = await self.queue.get()
+            left -= chunk.completion is not None
+            yield chunk
+
+
+def send(chunks: Iterable[tuple[Listener, StreamChunk]]) -> None:
+    """Delivers chunks from any thread, with one wake-up of their event loop."""
+
+    def put(each: list[tuple[Listener, StreamChunk]]) -> None:
+        for listener, chunk in each:
+            listener.queue.put_nowait(chunk)
+
+    for loop, each in itertools.groupby(chunks, key=lambda pair: pair[0].loop):
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and all its clients are gone
+            loop.call_soon_threadsafe(put, list(each))
+
+
+class Change(NamedTuple):
+    """What the engine's thread has seen of a sequence after a step."""
+
+    sequence: Sequence
+    listener: Listener
+    place: int  # index of the sequence, there
+    tokens: int | None  # of its output; None: it has finished, and nothing of it changes any more
+
+
+class Delivery(threading.Thread):
+    """Sends the deltas of changed sequences in the order of `put`. `stop` sends what is left, and ends the thread.
+
+    Args:
+        interval: tokens from which on a delta is sent; the last one always is.
+        failed: told of a sequence whose text cannot be made, before its client is.
+    """
+
+    def __init__(self, interval: int, failed: Callable[[Sequence], None]) -> None:
+        super().__init__(name="specjax-delivery", daemon=True)
+        self._interval, self._failed = interval, failed
+        self._changes: SimpleQueue[list[Change] | None] = SimpleQueue()
+
+    def put(self, changes: list[Change]) -> None:
+        """Called by the engine's thread, which makes the text of those with stop strings: a further step changes it."""
+        ready = [change for change in changes if not change.sequence.stream.late]
+        if ready:
+            send(self._chunks(ready))
+        if len(ready) < len(changes):
+            self._changes.put([change for change in changes if change.sequence.stream.late])
+
+    def run(self) -> None:
+        while (changes := self._changes.get()) is not None:
+            send(self._chunks(changes))
+
+    def stop(self) -> None:
+        self._changes.put(None)
+        self.join()
+
+    def _chunks(self, changes: list[Change]) -> Iterator[tuple[Listener, StreamChunk]]:
+        for sequence, listener, index, tokens in changes:
+            if index in listener.ended or (tokens is not None and tokens - sequence.sent_tokens < self._interval):
+                continue
+            try:
+                chunk = take_delta(sequence, index, tokens if sequence.stream.late else None)
+            except Exception:  # of its text; the others go on
+                logger.exception("request %s failed", sequence.id)
+                self._failed(sequence)
+                chunk = listener.aborted(index, FAILED_REQUEST)
+            if chunk is None:
+                continue
+            if chunk.completion is not None:
+                listener.ended.add(index)
+            yield listener, chunk
