@@ -7,7 +7,6 @@ options changed; `blocks` searches the attention kernel's block sizes in what ti
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import json
 import math
@@ -30,6 +29,7 @@ from llama_shapes import eagle3_head
 from specjax_kernels.choice import MOST_ROWS
 from specjax_kernels.product_tuning import ProductBench, Shape, around
 from specjax_kernels.timing import WARMUP, copy_bandwidth, interleaved
+from traces import Trace
 
 from specjax import (
     ModelConfig,
@@ -166,7 +166,7 @@ def profile(report: Report) -> None:
             with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
                 with jax.profiler.trace(folder):
                     jax.block_until_ready([bench.call(executable, tree) for _ in range(bench.times)])
-                events = device_events(Path(folder))
+                events = Trace(Path(folder)).device()
             rows = by_kernel(events, bench.times)
             report.check(bool(rows), f"{name}: the trace has no event of a device")
             whole = sum(row["milliseconds"] for row in rows)
@@ -174,25 +174,6 @@ def profile(report: Report) -> None:
             for row in rows[:20]:
                 say(f"  {row['milliseconds']:8.4f} ms {row['calls']:7.1f} calls  {row['kernel']}")
             report.add("profile", tree=tree, milliseconds=round(whole, 4), kernels=rows[:80])
-
-
-def device_events(folder: Path) -> list[dict[str, Any]]:
-    """Complete events of the device's streams in a trace that `jax.profiler` wrote; on a CPU those of XLA's threads."""
-    (file,) = folder.rglob("*.trace.json.gz")
-    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
-    processes = {event["pid"]: event["args"]["name"] for event in events if event.get("name") == "process_name"}
-    threads = {
-        (event["pid"], event["tid"]): event["args"]["name"] for event in events if event.get("name") == "thread_name"
-    }
-    on_gpu = any("GPU" in name for name in processes.values())
-
-    def of_device(event: dict[str, Any]) -> bool:
-        if event.get("ph") != "X":
-            return False
-        process, thread = processes.get(event["pid"], ""), threads.get((event["pid"], event["tid"]), "")
-        return ("GPU" in process and "Stream" in thread) if on_gpu else ("XLA" in thread or "tf_" in thread)
-
-    return [event for event in events if of_device(event)]
 
 
 def by_kernel(events: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:

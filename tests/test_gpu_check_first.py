@@ -51,7 +51,7 @@ def trace(folder: Path, process: str, thread: str) -> Path:
 )
 def test_a_trace_is_summed_by_kernel(benchmark, tmp_path, process, thread):
     first = benchmark("gpu_check_first")
-    rows = first.by_kernel(first.device_events(trace(tmp_path, process, thread)), steps=2)
+    rows = first.by_kernel(first.Trace(trace(tmp_path, process, thread)).device(), steps=2)
     assert rows == [
         {"kernel": "product", "milliseconds": 0.3, "calls": 1.5},
         {"kernel": "norm", "milliseconds": 0.005, "calls": 1},

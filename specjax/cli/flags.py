@@ -30,6 +30,8 @@ from specjax.settings import dashed, overrides, place_of, setting
 
 logger = logging.getLogger(__name__)
 
+MOST_TRACED = 10_000  # steps in a trace: each takes tens of kilobytes
+
 
 def _engine(name: str, help: str, **more: Any) -> Any:
     """A setting with the default and the range of a field of `EngineConfig`."""
@@ -242,6 +244,12 @@ class ServerSettings:
     incremental_streaming_output: bool = setting(
         False, "streams of /generate: an event holds only the new text and tokens", names=("--stream-output",)
     )
+    profile: str | None = setting(
+        None,
+        "write traces of jax.profiler, which Perfetto opens: of the first steps, and after POST /start_profile",
+        metavar="FOLDER",
+    )
+    profile_steps: int = setting(100, "steps in a trace", minimum=1, maximum=MOST_TRACED)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+from jax.profiler import TraceAnnotation
 
 from specjax import checkpoint
 from specjax.costs import PLAIN as PLAIN_TREE
@@ -275,7 +276,7 @@ class Engine:
 
         A batch that runs out of memory is not tried again: its requests go on in smaller ones.
         """
-        with self.lock:
+        with self.lock, TraceAnnotation("step"):
             with self._guarded():
                 self._admit()
                 dispatched = self._launch_prefill() + self._launch_decode()
@@ -411,7 +412,7 @@ class Engine:
             self._collect_catch_up(flight)
             return
         wanted = any(sequence.wants_logprobs for sequence in flight.sequences)
-        with memory_checked(flight.key):
+        with memory_checked(flight.key), TraceAnnotation("wait"):
             read = read_output(flight.output, min(TOP_LOGPROBS, self.vocab_size) if wanted else None)
         verified = flight.key.kind == "step"
         drafts = flight.key.drafts and self.buckets.drafts(flight.key.width)
@@ -443,7 +444,7 @@ class Engine:
         return self._last_read - begun if compiled == self._programs else None
 
     def _collect_catch_up(self, flight: _InFlight) -> None:
-        with memory_checked(flight.key):
+        with memory_checked(flight.key), TraceAnnotation("wait"):
             lags = read_lag(flight.output)
         assert self.adaptive is not None
         if (seconds := self._seconds(flight)) is not None:

@@ -19,7 +19,7 @@ from specjax.serve.errors import bad_request, unavailable
 from specjax.serve.fields import AnyBody, Reading, receive_body
 from specjax.serve.metrics import exposition
 from specjax.serve.middleware import check_state
-from specjax.serve.protocol import AbortRequest, DetokenizeRequest, TokenizeRequest, check_model
+from specjax.serve.protocol import AbortRequest, DetokenizeRequest, ProfileRequest, TokenizeRequest, check_model
 from specjax.serve.report import describe
 from specjax.serve.responses import fingerprint
 from specjax.serve.runner import Runner
@@ -114,6 +114,22 @@ def add_control_routes(
         if not done:
             raise bad_request(f"cannot flush while requests run or wait ({runner.unfinished} do)", code="busy")
         return {"success": True, "message": "Cache flushed."}
+
+    @app.post("/start_profile")
+    async def start_profile(request: Request) -> Response:
+        empty = request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
+        body, headers = (ProfileRequest(num_steps=None), {}) if empty else await read(ProfileRequest, request)
+        try:
+            job = runner.call(lambda _: runner.profiler.begin(body.num_steps))
+            folder = await asyncio.wrap_future(job)
+        except ValueError as error:
+            raise bad_request(str(error), code="profile") from error
+        return JSONResponse({"success": True, "message": f"Tracing into {folder}."}, headers=headers)
+
+    @app.post("/stop_profile")
+    async def stop_profile() -> dict[str, Any]:
+        ended = await asyncio.wrap_future(runner.call(lambda _: runner.profiler.end()))
+        return {"success": True, "message": "The trace is written." if ended else "No trace was running."}
 
     @app.post("/abort_request")
     async def abort_request(request: Request) -> Response:

@@ -16,6 +16,7 @@ from specjax.serve.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     GenerateRequest,
+    ProfileRequest,
     SamplingBody,
     TokenizeRequest,
 )
@@ -87,7 +88,8 @@ ANSWERS: dict[str, Any] = {
     "Health": {"status": "ok"},
 }
 
-# Path, method, id, tag, summary, the body's schema, the answer's, and statuses that not all have. GET includes HEAD.
+# Path, method, id, tag, summary, the schemas of body ("?": may be absent) and answer, statuses that not all have. GET
+# includes HEAD.
 ROUTES: list[tuple[Any, ...]] = [
     ("/v1/chat/completions", "post", "chat_completions", "OpenAI", "Chat", "ChatRequest", "ChatCompletion", 404),
     ("/v1/completions", "post", "completions", "OpenAI", "Continue prompts", "CompletionRequest", "Completion", 404),
@@ -108,6 +110,8 @@ ROUTES: list[tuple[Any, ...]] = [
     ("/v1/detokenize", "post", "detokenize_v1", "SGLang", "Text of tokens", "DetokenizeRequest", "Texts", 404),
     ("/flush_cache", "get", "flush_cache_get", "SGLang", "Forget cached text", None, "Success", 400, 500),
     ("/flush_cache", "post", "flush_cache_post", "SGLang", "Forget cached text", None, "Success", 400, 500),
+    ("/start_profile", "post", "start_profile", "SGLang", "Trace steps (`--profile`)", "ProfileRequest?", "Success"),
+    ("/stop_profile", "post", "stop_profile", "SGLang", "End the trace", None, "Success", 500),
     (OPEN, "get", "health", "server", "Whether requests are taken", None, "Health"),
 ]
 
@@ -157,7 +161,8 @@ def document(rules: Rules, *, vocab_size: int, has_key: bool, version: str) -> d
     refused = "Unknown fields are refused, too (`--strict-fields`)."
     about = ABOUT.format(unknown=refused if rules.strict else ignored, values=MAX_VALUES, nodes=MAX_NODES)
     bodies = (
-        ChatRequest, CompletionRequest, GenerateRequest, SamplingBody, TokenizeRequest, DetokenizeRequest, AbortRequest
+        ChatRequest, CompletionRequest, GenerateRequest, SamplingBody, TokenizeRequest, DetokenizeRequest, AbortRequest,
+        ProfileRequest,
     )  # fmt: skip
     _, found = models_json_schema([(each, "validation") for each in bodies], ref_template=reference("{model}")["$ref"])
     schemas = json.dumps(found["$defs"])
@@ -196,7 +201,8 @@ def _paths(has_key: bool) -> dict[str, Any]:
         if has_key and path == OPEN:
             operation["security"] = []
         if body:
-            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference(body)}}}
+            form = {"application/json": {"schema": reference(body.removesuffix("?"))}}
+            operation["requestBody"] = {"required": not body.endswith("?"), "content": form}
             if body in STREAMED:
                 responses["200"]["content"]["text/event-stream"] = {"schema": {"description": EVENTS}}
             ignored = {"required": False, "schema": STRING, "description": "Fields of the request without effect."}

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field, PlainValidator, WithJsonSchema
 
+from specjax.cli.flags import MOST_TRACED
 from specjax.engine.sampling_params import MAX_TEMPERATURE, ParameterError, SamplingParams
 from specjax.serve.errors import ApiError, bad_request, shown
 from specjax.serve.fields import (
@@ -382,6 +383,12 @@ class AbortRequest(Body):
     rid: Text | None = Field(None, description="The request's name; its choices and prompts end, too.")
     abort_all: Flag | None = None
     abort_message: Text | None = None  # accepted, and not used
+
+
+class ProfileRequest(Body):
+    unsupported: ClassVar[Mapping[str, Values]] = {"output_dir": ()}  # `--profile` names the folder
+
+    num_steps: Annotated[Integer, Field(ge=1, le=MOST_TRACED)] | None = Field(None, description="Default: a flag's.")
 
 
 AnyRequest = TypeVar("AnyRequest", bound="ChatRequest | CompletionRequest | GenerateRequest")

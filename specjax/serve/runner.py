@@ -26,6 +26,7 @@ from specjax.engine.sequence import Sequence, Status
 from specjax.serve.delivery import FAILED_REQUEST, Change, Delivery, Listener, send
 from specjax.serve.errors import bad_request, unavailable
 from specjax.serve.metrics import Traffic
+from specjax.serve.profiling import Profiler
 from specjax.serve.report import Report
 
 logger = logging.getLogger("specjax.serve")
@@ -83,6 +84,7 @@ class Runner(threading.Thread):
         # is known.
         self._listeners: dict[Sequence, tuple[Listener, int]] = {}
         self.traffic = Traffic()
+        self.profiler = Profiler(settings.profile, settings.profile_steps)
         self._delivery = Delivery(settings.stream_interval, self._text_failed)
 
     @property
@@ -234,6 +236,8 @@ class Runner(threading.Thread):
             self._watchdog.stop()
             if self._delivery.is_alive():
                 self._delivery.stop()
+            with contextlib.suppress(Exception):  # of a trace that cannot be written
+                self.profiler.end()
             if self._engine is not None:
                 self._engine.executables.close()
 
@@ -265,6 +269,7 @@ class Runner(threading.Thread):
             if not engine.unfinished:
                 continue
             self._beat += 1
+            self.profiler.before_step()
             try:
                 changed = engine.step()
             except Exception as error:
@@ -277,6 +282,7 @@ class Runner(threading.Thread):
             self._deliver(changed)
             report.after_step()
             self.traffic.throughput = report.throughput
+            self.profiler.after_step()
 
     def _give_up(self, seconds: float) -> None:
         """Called by the watchdog when this thread is stuck."""

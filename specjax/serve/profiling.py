@@ -1,0 +1,70 @@
+"""Traces of the engine's steps by jax's profiler: what the host and the device did, for Perfetto and
+`benchmarks/idle.py`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+logger = logging.getLogger("specjax.serve")
+
+
+class Profiler:
+    """Writes traces of a number of steps into a folder. Used in the engine's thread alone.
+
+    Args:
+        folder: None: nothing is ever traced.
+        steps: of the first trace, which begins with the first step, and of later ones that name no number.
+    """
+
+    def __init__(self, folder: str | None, steps: int) -> None:
+        self._folder, self._steps = folder, steps
+        self._waiting = folder is not None  # for the first step
+        self._left = 0  # steps of the trace that runs
+
+    def begin(self, steps: int | None = None) -> str:
+        """Begins a trace; returns the folder. Raises ValueError where there is no folder, none can be made, or
+        a trace runs already."""
+        if self._folder is None:
+            raise ValueError("the server writes no traces: start it with --profile FOLDER")
+        if self._left:
+            raise ValueError(f"a trace runs already, of which {self._left} steps are left")
+        try:
+            Path(self._folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--profile {self._folder}: {error}") from error
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # it would trace every Python call, and take longer than the steps
+        jax.profiler.start_trace(self._folder, create_perfetto_trace=True, profiler_options=options)
+        self._waiting, self._left = False, steps or self._steps
+        logger.info("Profile: tracing %d steps into %s", self._left, self._folder)
+        return self._folder
+
+    def end(self) -> bool:
+        """Ends the trace and writes it. False: none runs."""
+        running, self._waiting, self._left = self._left > 0, False, 0
+        if running:
+            jax.profiler.stop_trace()
+            logger.info("Profile: written to %s; https://ui.perfetto.dev opens perfetto_trace.json.gz", self._folder)
+        return running
+
+    def before_step(self) -> None:
+        if self._waiting:
+            self._waiting = False
+            self._logged(self.begin)
+
+    def after_step(self) -> None:
+        if self._left > 1:
+            self._left -= 1
+        elif self._left:
+            self._logged(self.end)
+
+    def _logged(self, change: Callable[[], object]) -> None:
+        """Requests go on where no trace can be written."""
+        try:
+            change()
+        except Exception:
+            logger.exception("Profile: no trace")
