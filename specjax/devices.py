@@ -9,6 +9,7 @@ or float16 with sums in float32, and of float32 without tensor cores, since floa
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,12 @@ DEVICES: dict[str, Device] = {
         Device("RTX4090", 24 * GB, 1008e9, 165.2e12, 82.6e12),
     )
 }
+
+
+def named(kind: str) -> Device | None:
+    """The device of the table that a driver's name means, such as "NVIDIA H100 80GB HBM3"; None: it has none."""
+    patterns = {name: name.replace("RTX", "RTX ?") for name in DEVICES}
+    return next((DEVICES[name] for name, found in patterns.items() if re.search(rf"\b{found}(?![0-9])", kind)), None)
 
 
 def given_share() -> float | None:

@@ -44,6 +44,7 @@ class LoadedModel(NamedTuple):
     verify: Verifier
     eos_ids: tuple[int, ...]
     sampling_defaults: Mapping[str, Any]  # of `SamplingParams`, where a request does not say
+    draft_model: HeadConfig | MtpConfig | Target | None = None  # the head, layers or model that drafts
 
 
 def load(
@@ -111,10 +112,11 @@ def load(
         made = chosen.drafter(target, given.head, **shared)
         found = Speculation(made._replace(note=made.note + given.note), given.params)
     else:
-        found = make_speculation(drafter, target)
+        given, found = _Draft(), make_speculation(drafter, target)
     made = found.drafter
     eos = checkpoint.stop_token_ids(files, tokenizer, config.vocab_size)
-    return LoadedModel(target, Params(weights, found.params), tokenizer, made, verify or found.verify, eos, sampled)
+    params, verify = Params(weights, found.params), verify or found.verify
+    return LoadedModel(target, params, tokenizer, made, verify, eos, sampled, given.head or given.model)
 
 
 def _check_room(files: ModelFiles, config: ModelConfig, quantization: str, mem_fraction: float) -> None:

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax.profiler import TraceAnnotation
 
 from specjax import checkpoint
+from specjax.config import HeadConfig, MtpConfig
 from specjax.costs import PLAIN as PLAIN_TREE
 from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
 from specjax.engine import program_store
@@ -44,7 +45,7 @@ from specjax.engine.packing import Resident, admission, catch_up_input, prefill_
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Sequence, Status
-from specjax.engine.step_times import StepTimes, tree_of
+from specjax.engine.step_times import StepTimes, predictions, tree_of
 from specjax.engine.transfers import Counters, Output, read_lag, read_output, take
 from specjax.engine.tuning import Tuning
 from specjax.load import load
@@ -83,6 +84,7 @@ class Engine:
         config: EngineConfig = DEFAULT_CONFIG,
         eos_ids: tuple[int, ...] = (),
         sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
+        draft_model: HeadConfig | MtpConfig | Target | None = None,
     ) -> None:
         check_config(config)
         self.lock = FairLock()
@@ -128,6 +130,7 @@ class Engine:
         self._unreported: list[Sequence] = []  # read in this iteration
         self.tuning: Tuning | None = None
         self.adaptive = None if self._deferred is None else Adaptive(self.buckets.choices, self._expected_ratio)
+        self._draft_model = draft_model
         self._last_read, self._programs = 0.0, 0  # when a program's output was read last, and how many there were
 
     @classmethod
@@ -459,11 +462,17 @@ class Engine:
 
     def _expected_ratio(self, batch: int) -> float:
         """Seconds of a batch bucket's step with drafts over those of one without, before both were measured in use:
-        what was measured on this device, else from the number of tokens in the forward."""
+        what was measured on this device, else what the cost model predicts for a GPU that it knows, else from the
+        number of tokens in the forward."""
         widest = self.buckets.tree_widths(batch)[-1]
-        times = StepTimes.of(self.tuning).measured.get(batch, {})
-        if (plain := times.get(PLAIN_TREE)) and (found := times.get(tree_of(self.drafter.within(widest)))):
-            return found / plain
+        drafter = self.drafter.within(widest)
+        predicted = None
+        if self.platform != "cpu":
+            predicted = predictions(self.target, self.params, drafter, self._draft_model, self.device_name)
+        times = StepTimes.of(self.tuning, predicted)
+        drafted, plain = (times.milliseconds(batch, tree) for tree in (tree_of(drafter), PLAIN_TREE))
+        if drafted and plain:
+            return drafted / plain
         free = self.buckets.free_tokens
         return (batch * widest + free) / (batch + free)
 

@@ -5,10 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from specjax.costs import PLAIN, AcceptLength, Decoding, Machine, Tree, step_cost
-from specjax.drafters.base import Drafter
+import jax
+from specjax_kernels import Quantised
+
+from specjax import devices
+from specjax.config import HeadConfig, MtpConfig
+from specjax.costs import PLAIN, AcceptLength, Decoding, Machine, Tree, machine, step_cost
+from specjax.drafters.base import Drafter, Params
 from specjax.engine.tuning import Tuning
+from specjax.models.params import Bits
+from specjax.models.target import Target
+from specjax.outline import Outline
 
 STEP_TIMES = "step times, batch "
 
@@ -16,6 +25,39 @@ STEP_TIMES = "step times, batch "
 def tree_of(drafter: Drafter) -> Tree:
     """The tree that a drafter proposes."""
     return PLAIN if drafter.width == 1 else Tree(drafter.depth, drafter.topk, drafter.width)
+
+
+def stored_bits(params: Any) -> Bits | None:
+    """How a model's matrices are quantised, on average; None: they have its dtype."""
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+    few = [(getattr(path[-1], "key", None), leaf) for path, leaf in leaves if isinstance(leaf, Quantised)]
+    if not few:
+        return None
+    names, stored = {name for name, _ in few}, jax.tree.leaves([leaf for _, leaf in few])
+    weights = sum(math.prod(leaf.shape) for _, leaf in few)
+    bits = 8 * sum(leaf.size * leaf.dtype.itemsize for leaf in stored)
+    return Bits(bits / weights, bool(names & {"embed", "head"}), "embed" in names)
+
+
+def predictions(
+    target: Target, params: Params, drafter: Drafter, draft_model: HeadConfig | MtpConfig | Target | None, kind: str
+) -> tuple[Decoding, Machine] | None:
+    """What `StepTimes` predicts from, on a device with the driver's name `kind`; None: it is none of the known ones, or
+    the target is of no known family.
+
+    Args:
+        draft_model: the head, layers or model that drafts.
+    """
+    if (device := devices.named(kind)) is None:
+        return None
+    model = draft_model if isinstance(draft_model, Target) else None
+    head = None if isinstance(draft_model, Target) else draft_model
+    bits = stored_bits(params.target), stored_bits(params.draft)
+    described = Outline(target, params, drafter, head, model, *bits, headers=True)
+    try:
+        return Decoding.of(described), machine(device, target.config.dtype, "gpu")
+    except ValueError:  # a target of the user's own declares no layers
+        return None
 
 
 @dataclass(frozen=True)
@@ -31,15 +73,15 @@ class StepTimes:
     predicted: tuple[Decoding, Machine] | None = None
 
     @classmethod
-    def of(cls, tuning: Tuning | None, model: Decoding | None = None, on: Machine | None = None) -> StepTimes:
-        """The step times of a record, and predictions for a model on a machine where both are given."""
+    def of(cls, tuning: Tuning | None, predicted: tuple[Decoding, Machine] | None = None) -> StepTimes:
+        """The step times of a record, and what is predicted."""
         measured: dict[int, dict[Tree, float]] = {}
         for name, result in (tuning.named("steps") if tuning else {}).items():
             if name.startswith(STEP_TIMES) and result.seconds is not None:
                 measured[int(name.removeprefix(STEP_TIMES))] = {
                     Tree(*tree): 1e3 * score * result.seconds for tree, score in result.tried if score is not None
                 }
-        return cls(measured, None if model is None or on is None else (model, on))
+        return cls(measured, predicted)
 
     def milliseconds(self, batch: int, tree: Tree = PLAIN, *, context: int = 1024) -> float | None:
         """Of a step of `batch` requests; None: neither measured nor predicted.
