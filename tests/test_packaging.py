@@ -120,7 +120,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     tables = {"specjax_kernels/launch_table.json", "specjax_kernels/choice_table.json"}
-    others = {"specjax/py.typed", "specjax_kernels/py.typed", *tables}
+    others = {"specjax/py.typed", "specjax_kernels/py.typed", "specjax/serve/playground.html", *tables}
     assert names == source_files() | DATA | others
     assert "specjax/data/smollm2-token-map.npy" in names
     assert specjax.__version__ in wheel.name

@@ -18,7 +18,7 @@ from specjax.sampling import BIAS_ENTRIES
 # Parameters.
 
 NUMBERS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
-SWITCHES = ("ignore_eos", "skip_special_tokens", "no_stop_trim", "speculate")
+SWITCHES = ("ignore_eos", "skip_special_tokens", "no_stop_trim", "speculate", "origins")
 REFUSED = [
     *((name, value) for name in NUMBERS for value in (math.nan, math.inf, -math.inf, True)),
     *(("temperature", value) for value in (-0.1, -1)),
@@ -30,6 +30,8 @@ REFUSED = [
     *(("max_new_tokens", value) for value in (0, -1, True)),
     *(("min_new_tokens", value) for value in (-1, 129, True)),
     *(("seed", value) for value in (2**63, -(2**63) - 1, True)),
+    *((name, value) for name in ("draft_limit", "trees") for value in (-1, True)),
+    ("draft_limit", 2**20 + 1),
     *(
         ("stop", value)
         for value in ("", [""], ["a", ""], ["a"] * (MAX_STOP_STRINGS + 1), ["b", "a" * (MAX_STOP_LENGTH + 1)])
@@ -42,7 +44,7 @@ WRONG_TYPES = [
     *((name, value) for name in ("top_k", "min_new_tokens") for value in (1.5, "1", None)),
     *((name, value) for name in SWITCHES for value in (1, "true", None)),
     *(("max_new_tokens", value) for value in (1.5, "1")),
-    *(("seed", value) for value in (1.5, "1")),
+    *((name, value) for name in ("seed", "draft_limit", "trees") for value in (1.5, "1")),
     *(("stop", value) for value in (None, 1, [1], {"a": 1})),
     *(("stop_token_ids", value) for value in (None, 1, "1", [1.5], ["1"], [True])),
     *(("logit_bias", value) for value in (None, [1], "1", {1: "1"}, {1: None})),

@@ -59,14 +59,16 @@ def test_operations_are_complete():
     assert len(ids) == len(set(ids)) == 32
     for path, method, operation in operations:
         responses = operation["responses"]
-        assert {"200", "413", "503"} <= set(responses) and ("401" in responses) == (path != "/health")
+        assert {"200", "413", "503"} <= set(responses) and ("401" in responses) == (path not in ("/health", "/"))
         assert "Retry-After" in responses["503"]["headers"]
         assert (method == "head") != ("content" in responses["200"])
         if "requestBody" in operation:
             assert {"400", "401", "413", "415", "500", "503"} <= set(responses)
             streams = {"text/event-stream"} if path in KINDS else set()
             assert set(responses["200"]["content"]) == {"application/json"} | streams
-    assert found["security"] and found["paths"]["/health"]["get"]["security"] == []
+    assert found["security"]
+    assert found["paths"]["/health"]["get"]["security"] == found["paths"]["/"]["get"]["security"] == []
+    assert set(found["paths"]["/"]["get"]["responses"]["200"]["content"]) == {"text/html"}
     assert "security" not in described() and "securitySchemes" not in described()["components"]
 
 
@@ -140,7 +142,9 @@ def test_answers_have_the_form_that_is_documented():
             found = client.get("/openapi.json").json()
             assert found["openapi"].startswith("3.1") and found["components"]["securitySchemes"]
             answers = {
-                "ChatCompletion": client.post(CHAT, json=LEAST[CHAT] | {"max_tokens": 2, "n": 2}),
+                "ChatCompletion": client.post(
+                    CHAT, json=LEAST[CHAT] | {"max_tokens": 2, "n": 2, "return_speculative_tokens": True}
+                ),
                 "Completion": client.post(
                     COMPLETE, json=LEAST[COMPLETE] | {"max_tokens": 2, "return_speculative_metrics": True}
                 ),
@@ -163,7 +167,16 @@ def test_answers_have_the_form_that_is_documented():
 
 def test_head_is_get_without_a_body():
     with running(shared_engine("NGRAM")) as server, server.client() as client:
-        paths = ("/health", "/v1/models", "/v1/models/toy", "/get_model_info", "/model_info", "/openapi.json", "/docs")
+        paths = (
+            "/",
+            "/health",
+            "/v1/models",
+            "/v1/models/toy",
+            "/get_model_info",
+            "/model_info",
+            "/openapi.json",
+            "/docs",
+        )
         for path in paths:
             got, head = client.get(path), client.head(path)
             assert (head.status_code, head.content) == (200, b""), path

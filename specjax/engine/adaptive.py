@@ -121,14 +121,14 @@ class Adaptive:
     def choose(self, batch: int, requests: list[Sequence]) -> int:
         """`Key.nodes` of the next step of these requests, in a batch bucket."""
         options = self.choices(batch)
-        if len(options) == 1 or not any(request.params.speculate for request in requests):
+        if len(options) == 1 or not any(request.params.drafts for request in requests):
             return PLAIN if PLAIN in options else options[0]
         own = self._of(batch)
         if own.left:
             own.left -= 1
             return own.trying if own.trying is not None else PLAIN
         seconds, tokens = self._seconds(batch), self._tokens(batch, requests)
-        behind = sum(request.unseen for request in requests if request.params.speculate) * self.catch_up_seconds
+        behind = sum(request.unseen for request in requests if request.params.drafts) * self.catch_up_seconds
         left = max(request.limit - len(request.output) for request in requests)
         using = options[0] if own.using is None else own.using
         own.using = best(seconds, tokens, using, behind / max(1, min(HORIZON, left)))
@@ -191,7 +191,7 @@ class Adaptive:
         """That a step of each choice emits."""
         usual = self.usual(batch)
         lengths = (
-            (request.gained + PRIOR * usual) / (request.drafted + PRIOR) if request.params.speculate else 1.0
+            (request.gained + PRIOR * usual) / (request.drafted + PRIOR) if request.params.drafts else 1.0
             for request in requests
         )
         return {choice: float(len(requests)) for choice in self.choices(batch)} | {

@@ -317,7 +317,7 @@ def drafting_summary(
     """
     reason = None
     if drafter.width > 1 and drafted_steps < verify_steps:
-        reason = "requests with speculate: false are decoded without drafts"
+        reason = "requests with speculate: false or draft_limit: 0 are decoded without drafts"
         if buckets.adaptive:
             reason = "steps without drafts were measured to be faster, or were tried (EngineConfig.adaptive)"
         elif (most := buckets.most_drafting) < buckets.batches[-1]:

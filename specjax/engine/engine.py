@@ -366,7 +366,7 @@ class Engine:
             )
             if nodes in pending - ready and PLAIN in ready:
                 return PLAIN, 0
-        drafting = [sequence for sequence in sequences if sequence.params.speculate]
+        drafting = [sequence for sequence in sequences if sequence.params.drafts]
         launched = self._launch_catch_up(drafting)
         return nodes if any(not sequence.unseen for sequence in drafting) else PLAIN, launched
 
@@ -384,7 +384,7 @@ class Engine:
             told = [sequence for sequence in part if key.drafts and not sequence.unseen]
             for sequence in part if len(told) < len(part) else ():
                 sequence.unseen += sequence not in told
-            drafted = tuple(sequence for sequence in told if sequence.params.speculate)
+            drafted = tuple(sequence for sequence in told if sequence.params.drafts)
             output = self.device.run(key, program, inputs)
             self._in_flight.append(_InFlight(key, output, part, launched=at, drafted=drafted))
             self.counters.steps += 1
@@ -433,7 +433,7 @@ class Engine:
                 continue
             kept = take(sequence, read, flight.output, i, verified=verified)
             stepped = verified and bool(tokens)
-            self.counters.count(kept, verified=stepped, drafted=sequence.params.speculate and drafts)
+            self.counters.count(kept, verified=stepped, drafted=sequence.params.drafts and drafts)
             if sequence.finish_reason is not None:
                 if self._deferred is not None and self.drafter.remembers:
                     self._launch_catch_up([sequence], ended=True)

@@ -5,11 +5,19 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from bisect import bisect_right
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from specjax.engine.sequence import TEXT_FAILED, Completion, Sequence, Status, TokenLogprob, completion
+from specjax.engine.sequence import (
+    TEXT_FAILED,
+    Completion,
+    Sequence,
+    Status,
+    TokenLogprob,
+    TokenOrigin,
+    completion,
+)
+from specjax.viz.trees import StepTree
 
 if TYPE_CHECKING:
     from specjax.engine.engine import Engine
@@ -54,6 +62,8 @@ class StreamChunk(NamedTuple):
     completion: Completion | None
     logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens whose text is all sent, if requested
     cached_tokens: int = 0  # of the prompt, taken from the prefix cache
+    origins: tuple[TokenOrigin, ...] = ()  # of the tokens whose text is all sent, if requested; texts joined are `text`
+    tree: StepTree | None = None  # of the last step so far, if the engine keeps trees
 
 
 def take_delta(sequence: Sequence, index: int, count: int | None = None) -> StreamChunk | None:
@@ -68,20 +78,32 @@ def take_delta(sequence: Sequence, index: int, count: int | None = None) -> Stre
     """
     stream, finished = sequence.stream, count is None and sequence.status is Status.FINISHED
     stream.read(count)
-    settled = len(stream.text) if finished else stream.settled
+    origins, logprobs = sequence.params.origins, sequence.wants_logprobs
+    if finished:
+        settled, whole = len(stream.text), len(sequence.output)
+    else:
+        settled = stream.settled
+        whole = sequence.whole_tokens(settled) if origins or logprobs else 0
+        if origins:  # no text without its token
+            settled = stream.ends[whole - 1] if whole else 0
     if settled <= sequence.sent and not finished:
         return None
     text = stream.text[sequence.sent : settled]
     tokens = sequence.output[sequence.sent_tokens : count]
     sequence.sent, sequence.sent_tokens = settled, sequence.sent_tokens + len(tokens)
     cached, done = sequence.cached or 0, completion(sequence) if finished else None
-    if not sequence.wants_logprobs:
-        return StreamChunk(index, text, tokens, done, cached_tokens=cached)
-    # Text that is held back holds back its tokens; a character of several tokens comes with the last.
-    final = None if finished else min(stream.final_tokens, bisect_right(stream.ends, settled))
-    logprobs = tuple(sequence.token_logprobs(sequence.sent_logprobs, final))
-    sequence.sent_logprobs += len(logprobs)
-    return StreamChunk(index, text, tokens, done, logprobs, cached)
+    start = sequence.sent_whole
+    sequence.sent_whole = max(start, whole)
+    return StreamChunk(
+        index,
+        text,
+        tokens,
+        done,
+        logprobs=tuple(sequence.token_logprobs(start, whole)) if logprobs else (),
+        cached_tokens=cached,
+        origins=tuple(sequence.token_origins(start)[: whole - start]) if origins else (),
+        tree=sequence.trees[-1] if sequence.trees else None,
+    )
 
 
 class EngineError(RuntimeError):

@@ -22,6 +22,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int32
 
+from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.sequence import Sequence
 from specjax.sampling import History
 from specjax.state import NO_DRAFT_LIMIT, NO_FORCED_TOKEN, DecodeState, PrefillInput, Row, StepInput, admit_row, new_row
@@ -125,7 +126,7 @@ def admission(sequence: Sequence, vocab_size: int) -> np.ndarray:
         limit=sequence.limit,
         prompt=sequence.prompt,
         output=sequence.output,
-        draft_limit=NO_DRAFT_LIMIT if params.speculate else 0,
+        draft_limit=_draft_limit(params),
         logprobs=params.logprobs is not None,
         salt=sequence.salt,
         prefix_length=sequence.prefilled,
@@ -141,6 +142,12 @@ def admission(sequence: Sequence, vocab_size: int) -> np.ndarray:
     bits, seen = np.packbits(in_prompt, bitorder="little"), np.zeros(-(-vocab_size // _WORD), "<i4")
     seen.view(np.uint8)[: bits.size] = bits
     return np.concatenate([[np.int32(cast(int, sequence.slot))], *small, seen, *([counts] if sequence.output else [])])
+
+
+def _draft_limit(params: SamplingParams) -> int:
+    if not params.speculate:
+        return 0
+    return NO_DRAFT_LIMIT if params.draft_limit is None else params.draft_limit
 
 
 def _words(value: Any) -> np.ndarray:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeGuard
 
 from specjax.sampling import BIAS_ENTRIES
+from specjax.state import NO_DRAFT_LIMIT
 from specjax.verify import TOP_LOGPROBS
 
 MAX_STOP_STRINGS = 16
@@ -57,8 +58,11 @@ class SamplingParams:
     skip_special_tokens: bool = True
     no_stop_trim: bool = False  # keep the stop string in the text
     speculate: bool = True  # False: plain decoding for this request
+    draft_limit: int | None = None  # most drafts that a step may check, 0 as `speculate=False`; None: the whole tree
     logprobs: int | None = None  # log-probabilities of the tokens, and of this many likeliest ones at each
     cache_salt: str | None = None  # requests with different salts share no n-gram memory
+    origins: bool = False  # keep which tokens were accepted drafts, in `Completion.origins`
+    trees: int | None = None  # most of its steps' trees to keep (`EngineConfig.trace`), the last ones; None: all
 
     def __post_init__(self) -> None:
         def check(name: str, good: bool, must: str, shown: str = "{!r:.60}") -> None:
@@ -72,7 +76,7 @@ class SamplingParams:
             check(name, number and abs(value) < math.inf, "a finite number")
         for name in ("top_k", "min_new_tokens"):
             check(name, _is_integer(getattr(self, name)), "an integer")
-        for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim", "speculate"):
+        for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim", "speculate", "origins"):
             check(name, isinstance(getattr(self, name), bool), "true or false")
         most, top, salt, seed = self.max_new_tokens, self.logprobs, self.cache_salt, self.seed
         check("max_new_tokens", most is None or (_is_integer(most) and most >= 1), "an integer of at least 1")
@@ -88,12 +92,21 @@ class SamplingParams:
         check("min_new_tokens", fits, f"from 0 to max_new_tokens ({most})", "{}")
         in_range = top is None or (_is_integer(top) and 0 <= top <= TOP_LOGPROBS)
         check("logprobs", in_range, f"an integer from 0 to {TOP_LOGPROBS}", "{!r}")
+        limit, trees = self.draft_limit, self.trees
+        in_range = limit is None or (_is_integer(limit) and 0 <= limit <= NO_DRAFT_LIMIT)
+        check("draft_limit", in_range, f"an integer from 0 to {NO_DRAFT_LIMIT}")
+        check("trees", trees is None or (_is_integer(trees) and trees >= 0), "an integer of at least 0")
         short = salt is None or (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT)
         check("cache_salt", short, f"a string of 1 to {MAX_SALT} characters")
         check("seed", seed is None or (_is_integer(seed) and -(2**63) <= seed < 2**63), "an integer of 64 bits")
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+
+    @property
+    def drafts(self) -> bool:
+        """Whether steps may draft for this request."""
+        return self.speculate and self.draft_limit != 0
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:

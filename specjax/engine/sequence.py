@@ -50,6 +50,18 @@ class TokenLogprob(NamedTuple):
     top: tuple[tuple[int, float], ...]  # the likeliest tokens, the best first
 
 
+class TokenOrigin(NamedTuple):
+    """Where a token came from.
+
+    A step emits accepted drafts, then one token of the target's own. The last token of a step counts as the latter also
+    where a stop or the limit cut the step short, as in the accept length; the token that prefill draws does, too.
+    """
+
+    token: int
+    text: str  # as in `TokenLogprob`
+    drafted: bool  # an accepted draft
+
+
 @dataclass(eq=False)
 class Sequence:
     """One request. The scheduler owns `status`, `slot` and `pages`."""
@@ -65,6 +77,7 @@ class Sequence:
     arrival: int  # youngest = largest
     output: list[int] = field(default_factory=list)
     logprobs: list[RawLogprob] = field(default_factory=list)  # of the output, if requested
+    drafted_flags: list[bool] = field(default_factory=list)  # of the output: accepted drafts, if requested
     trees: list[StepTree] = field(default_factory=list)  # of its steps, if the engine keeps them
     finish_reason: FinishReason | None = None
     status: Status = Status.WAITING
@@ -88,7 +101,7 @@ class Sequence:
     histogram: list[int] = field(default_factory=list)  # steps by drafts accepted
     sent: int = 0  # characters of the text handed to a streaming caller
     sent_tokens: int = 0
-    sent_logprobs: int = 0
+    sent_whole: int = 0  # tokens whose text was all sent, and so what is known of them
 
     @property
     def context(self) -> list[int]:
@@ -167,6 +180,19 @@ class Sequence:
         found = enumerate(self.logprobs[start:stop], start)
         return [TokenLogprob(self.output[i], self.stream.piece(i), raw.drawn, raw.top) for i, raw in found]
 
+    def token_origins(self, start: int = 0) -> list[TokenOrigin]:
+        """Origins of the output from token `start` on."""
+        found = enumerate(self.drafted_flags[start:], start)
+        return [TokenOrigin(self.output[i], self.stream.piece(i), drafted) for i, drafted in found]
+
+    def whole_tokens(self, settled: int) -> int:
+        """How many tokens have all their text in the first `settled` characters, for sure. Text that is held back holds
+        back its tokens; a character of several tokens comes with the last."""
+        ends, final, count = self.stream.ends, self.stream.final_tokens, self.sent_whole
+        while count < final and ends[count] <= settled:
+            count += 1
+        return count
+
     @property
     def drafted_tokens(self) -> int:
         """Emitted by verification steps: all but the one that prefill drew."""
@@ -194,6 +220,7 @@ class Completion:
     logprobs: list[TokenLogprob] | None = None
     trees: list[StepTree] = field(default_factory=list)  # what each step proposed and accepted; `EngineConfig.trace`
     cached_tokens: int = 0  # of the prompt, taken from the prefix cache
+    origins: list[TokenOrigin] | None = None
 
     @property
     def completion_tokens(self) -> int:
@@ -217,4 +244,5 @@ def completion(sequence: Sequence) -> Completion:
         seed=sequence.seed,
         logprobs=sequence.token_logprobs() if sequence.wants_logprobs else None,
         trees=list(sequence.trees),
+        origins=sequence.token_origins() if sequence.params.origins else None,
     )

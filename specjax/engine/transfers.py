@@ -121,8 +121,12 @@ def take(sequence: Sequence, read: Read, output: Output, row: int, *, verified: 
         kept = sequence.accept(tokens, finish == STOPPED, finish == FULL)
         if sequence.params.logprobs is not None and read.logprobs is not None:
             sequence.logprobs += _raw_logprobs(read.logprobs, row, kept, sequence.params.logprobs)
-        if output.trace is not None:
+        if sequence.params.origins and kept:
+            sequence.drafted_flags += [True] * (kept - 1) + [False]
+        if output.trace is not None and (most := sequence.params.trees) != 0:
             sequence.trees.append(step_tree(output.trace, row, np.array(tokens[:kept], np.int32)))
+            if most is not None:
+                del sequence.trees[:-most]
         if finish == NOT_FINITE and sequence.finish_reason is None:
             sequence.abort_not_finite()
     except Exception:

@@ -27,6 +27,7 @@ from specjax.serve.errors import ApiError, bad_request, unavailable
 from specjax.serve.fields import IGNORED_HEADER, INLINE_BYTES, receive_body
 from specjax.serve.middleware import INTERNAL, Gate, check_state
 from specjax.serve.openapi import document
+from specjax.serve.playground import add_playground
 from specjax.serve.protocol import ChatRequest, CompletionRequest, GenerateRequest, check_model, read_request
 from specjax.serve.responses import Answer, GenerateAnswer, OpenAIAnswer, TokenNames, event, fingerprint
 from specjax.serve.runner import ABORTED, SEND_AGAIN, Runner
@@ -52,7 +53,7 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
         engine = runner.engine
         room = min(engine.context_length - 1, engine.intake.pool_tokens)
         limits = (runner.capacity, engine.context_length, room, engine.sampling_defaults)
-        return Rules(model, *limits, strict=settings.strict_fields)
+        return Rules(model, *limits, strict=settings.strict_fields, trees=engine.config.trace)
 
     @functools.cache
     def names() -> TokenNames:
@@ -126,6 +127,7 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
         check_model(name, model)
         return model_card()
 
+    add_playground(app)
     add_control_routes(app, runner, settings, model=model, tokenising=tokenising)
 
     @app.exception_handler(HTTPException)

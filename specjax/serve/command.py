@@ -61,7 +61,7 @@ def load(settings: flags.Settings) -> Engine:
     if timed := settings.server.log_level == "debug":
         logger.debug("Steps run in three parts, each waited for, to be measured: slower than with --log-level info")
     flags.claim_gpu(settings)
-    engine = flags.make_engine(settings, time_phases=timed)
+    engine = flags.make_engine(settings, time_phases=timed, trace=settings.server.trace_trees)
     seconds, dtype = time.perf_counter() - started, engine.target.config.dtype
     tokens = engine.intake.pool_tokens
     draft = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(engine.executables.state_shapes.draft))

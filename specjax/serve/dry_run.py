@@ -65,7 +65,7 @@ def dry_run(settings: flags.Settings, device: str | None, devices: int) -> int:
     if device is not None:
         jax.config.update("jax_platforms", "cpu")  # a GPU that is here stays free
     try:
-        arguments = flags.engine_arguments(settings)
+        arguments = flags.engine_arguments(settings, trace=settings.server.trace_trees)
         with flags.named_as_flags(settings):
             case, outlines = _case(settings, arguments, device, devices)
             plan = make_plan(case)

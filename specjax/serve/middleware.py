@@ -24,7 +24,9 @@ logger = logging.getLogger("specjax.serve")
 MAX_BODY = 32 * 2**20  # bytes of a request body
 MAX_BODIES = 2**30  # bytes of all bodies that are held at once. A body is held until its request has been answered
 WHOLE = 10.0  # a whole request may take this many times as long as one pause in it
-OPEN = "/health"  # the path that needs no key, and answers in any state
+HEALTH = "/health"  # answers in any state, and however many connections are open
+PAGE = "/"  # the playground: a static page without secrets, which asks the person for the key
+OPEN = (HEALTH, PAGE)  # the paths that need no key
 
 # In the scope's state, set by the connection: how many connections are open, where that is too many.
 CROWDED = "specjax.crowded"
@@ -86,10 +88,13 @@ class Gate:
             self._held -= size
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        if scope["path"] == OPEN:
+        path = scope["path"]
+        if path == HEALTH:
             return
         if crowd := scope.get("state", {}).get(CROWDED):
             raise unavailable(f"{crowd} connections are open, too many (--max-connections)", retry_after=1, close=True)
+        if path == PAGE:
+            return
         if self._settings.api_key:
             scheme, _, token = headers.get("authorization", "").partition(" ")
             # Compares the bytes as they came: headers are decoded as latin-1. All keys, so that time tells nothing.

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from specjax.serve.fields import IGNORED_HEADER, MAX_NODES, MAX_VALUES, Schema
-from specjax.serve.middleware import OPEN
+from specjax.serve.middleware import HEALTH, OPEN, PAGE
 from specjax.serve.protocol import (
     DEFAULT_MODEL,
     AbortRequest,
@@ -55,11 +55,15 @@ STATUSES = {
 # The forms of answers, written with Python's types; see `_form`.
 SPECULATIVE = {"spec_verify_ct": int, "spec_accept_length": float, "spec_accept_rate": float,
                "spec_accept_histogram": [int]}  # fmt: skip
+NODE = {"token": int, "text": str, "parent": (int, None), "score": float, "accepted": bool,
+        "drawn?": {"token": int, "text": str}}  # fmt: skip
+DRAFTING = {"tokens?": [{"token": int, "text": str, "drafted": bool}], "tree?": ({"nodes": [NODE]}, None)}
 TOKEN_ENTRY = {"token": str, "logprob": float, "bytes": [int]}
 CHAT_LOGPROBS = {"content": [TOKEN_ENTRY | {"top_logprobs": [TOKEN_ENTRY]}], "refusal": None}
 TEXT_LOGPROBS = {"tokens": [str], "token_logprobs": [float], "top_logprobs": [dict], "text_offset": [int]}
 FINISH = ("stop", "length")
-CHOICE = {"index": int, "finish_reason": FINISH, "matched_stop": (str, int, None), "seed": int}
+CHOICE = {"index": int, "finish_reason": FINISH, "matched_stop": (str, int, None), "seed": int,
+          "speculative?": DRAFTING}  # fmt: skip
 CHAT_CHOICE = CHOICE | {"message": {"role": "assistant", "content": str}, "logprobs": (CHAT_LOGPROBS, None)}
 TEXT_CHOICE = CHOICE | {"text": str, "logprobs": (TEXT_LOGPROBS, None)}
 USAGE = {"prompt_tokens": int, "completion_tokens": int, "total_tokens": int,
@@ -112,7 +116,8 @@ ROUTES: list[tuple[Any, ...]] = [
     ("/flush_cache", "post", "flush_cache_post", "SGLang", "Forget cached text", None, "Success", 400, 500),
     ("/start_profile", "post", "start_profile", "SGLang", "Trace steps (`--profile`)", "ProfileRequest?", "Success"),
     ("/stop_profile", "post", "stop_profile", "SGLang", "End the trace", None, "Success", 500),
-    (OPEN, "get", "health", "server", "Whether requests are taken", None, "Health"),
+    (HEALTH, "get", "health", "server", "Whether requests are taken", None, "Health"),
+    (PAGE, "get", "playground", "server", "A page to chat, which shows how the text was drafted", None, None),
 ]
 
 STREAMED = ("ChatRequest", "CompletionRequest", "GenerateRequest")
@@ -173,6 +178,7 @@ def document(rules: Rules, *, vocab_size: int, has_key: bool, version: str) -> d
         "$token_key": f"^(?:-?0+|0*(?:{numbers_to(vocab_size - 1)}))$",
         "$lenient": not rules.strict,
         "$models": [rules.model, DEFAULT_MODEL, None],
+        "$trees": [True, False, None] if rules.trees else [False, None],
     }
     for name, limit in limits.items():
         schemas = schemas.replace(f'"{name}"', json.dumps(limit))
@@ -194,11 +200,12 @@ def _paths(has_key: bool) -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for path, method, id, tag, summary, body, answer, *others in ROUTES:
         statuses = {413, 503, *others, *((400, 408, 415, 500) if body else ())}
-        statuses |= {401} if has_key and path != OPEN else set()
-        responses = {"200": _response(200, "Done.", answer)}
+        statuses |= {401} if has_key and path not in OPEN else set()
+        kind = "text/html" if path == PAGE else "text/plain" if answer is None else "application/json"
+        responses = {"200": _response(200, "Done.", answer, kind)}
         responses |= {str(status): _response(status, STATUSES[status], "Error") for status in sorted(statuses)}
         operation: Schema = {"operationId": id, "tags": [tag], "summary": summary, "responses": responses}
-        if has_key and path == OPEN:
+        if has_key and path in OPEN:
             operation["security"] = []
         if body:
             form = {"application/json": {"schema": reference(body.removesuffix("?"))}}
@@ -217,9 +224,7 @@ def _paths(has_key: bool) -> dict[str, Any]:
     return paths
 
 
-def _response(status: int, about: str, schema: str | None) -> Schema:
+def _response(status: int, about: str, schema: str | None, kind: str = "application/json") -> Schema:
     id = {"required": True, "schema": STRING, "description": "The client's, or a new one."}
-    content = (
-        {"text/plain": {"schema": STRING}} if schema is None else {"application/json": {"schema": reference(schema)}}
-    )
+    content = {kind: {"schema": STRING if schema is None else reference(schema)}}
     return {"description": about, "headers": {"X-Request-Id": id} | HEADERS.get(status, {}), "content": content}

@@ -33,6 +33,7 @@ from specjax.serve.fields import (
 )
 from specjax.serve.messages import Messages
 from specjax.serve.task import Rules, Task, check_capacity, read_prompts, refusal
+from specjax.state import NO_DRAFT_LIMIT
 from specjax.verify import TOP_LOGPROBS
 
 COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens` for completions
@@ -89,6 +90,9 @@ class SamplingFields(Body):
     stop_token_ids: TokenIds | None = None
     skip_special_tokens: Flag | None = None
     no_stop_trim: Flag | None = Field(None, description="Keep the stop string in the text.")
+    draft_limit: Annotated[Integer, Field(ge=0, le=NO_DRAFT_LIMIT)] | None = Field(
+        None, description="Most drafts that a step checks, 0 = none. Changes the speed, never the text."
+    )
 
     @property
     def names(self) -> dict[str, str]:
@@ -98,7 +102,7 @@ class SamplingFields(Body):
     def params(self, rules: Rules, **more: Any) -> SamplingParams:
         """Sampling parameters: the request's values, else the model's defaults, else temperature 1. `more`: parameters
         that are no fields of the same name. Raises an ApiError if one is out of range."""
-        found = {"temperature": 1.0, **rules.defaults}
+        found = {"temperature": 1.0, "trees": 0, **rules.defaults}
         own = {each.name: getattr(self, each.name, None) for each in dataclasses.fields(SamplingParams)} | more
         if self.sampling_seed is not None:
             if self.seed not in (None, self.sampling_seed):
@@ -139,6 +143,14 @@ class OpenAIRequest(SamplingFields):
     stream: Flag | None = None
     stream_options: StreamOptions | None = Field(None, description="Needs `stream`.")
     return_speculative_metrics: Flag | None = Field(None, description="`metadata.speculative`.")
+    return_speculative_tokens: Flag | None = Field(
+        None, description="`choices[].speculative.tokens`: their texts, and which were accepted drafts."
+    )
+    return_speculative_tree: Flag | None = Field(
+        None,
+        description="`choices[].speculative.tree`: the last step's draft tree. Needs a server with `--trace-trees`.",
+        json_schema_extra={"enum": "$trees"},
+    )
     cache_salt: Salt | None = Field(None, description=SALT)
     # Accepted, and not used.
     user: Text | None = None
@@ -153,8 +165,17 @@ class OpenAIRequest(SamplingFields):
         check_model(self.model, rules.model)
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options needs stream: true", "stream_options")
-        most = getattr(self, self.names["max_new_tokens"])
-        return self.params(rules, max_new_tokens=most, min_new_tokens=self.min_tokens, logprobs=logprobs)
+        if self.return_speculative_tree and not rules.trees:
+            problem = "return_speculative_tree needs a server started with --trace-trees, which this one was not"
+            raise bad_request(problem, "return_speculative_tree")
+        return self.params(
+            rules,
+            max_new_tokens=getattr(self, self.names["max_new_tokens"]),
+            min_new_tokens=self.min_tokens,
+            logprobs=logprobs,
+            origins=self.return_speculative_tokens,
+            trees=1 if self.return_speculative_tree else 0,
+        )
 
     @property
     def names(self) -> dict[str, str]:

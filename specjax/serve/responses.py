@@ -10,16 +10,19 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from specjax.engine import Completion, StreamChunk
 from specjax.engine.decoders import byte_of_letter
-from specjax.engine.sequence import TokenLogprob
+from specjax.engine.sequence import TokenLogprob, TokenOrigin
 from specjax.serve.protocol import ChatRequest, CompletionRequest
 from specjax.serve.task import Task
+from specjax.tree import NO_TOKEN
+from specjax.viz.trees import StepTree
 
 DONE = b"data: [DONE]\n\n"
 
@@ -116,6 +119,36 @@ def speculative(done: Sequence[Completion], width: int) -> dict[str, Any]:
     }
 
 
+def token_origins(found: Iterable[TokenOrigin]) -> list[dict[str, Any]]:
+    """One entry a token; their texts joined are that of the choice, or of the event's delta."""
+    return [{"token": one.token, "text": one.text, "drafted": one.drafted} for one in found]
+
+
+def drafted_tree(tree: StepTree | None, names: TokenNames) -> dict[str, Any] | None:
+    """The nodes of a step's tree, parents first. Index 0 is the root, the last token before the step.
+
+    `score` is the cumulative log-probability under the draft, for n-grams a rank. Nodes on the accepted path name the
+    token that the target drew there, the last one that of its own.
+    """
+    if tree is None:
+        return None
+    path = set(tree.path.tolist())
+
+    def node(index: int, token: int, parent: int, score: float, drawn: int) -> dict[str, Any]:
+        found = {
+            "token": token,
+            "text": names.text(token),
+            "parent": parent if index else None,
+            "score": _finite(score),
+            "accepted": index in path,
+        }
+        on_path = index in path and drawn != NO_TOKEN
+        return found | ({"drawn": {"token": drawn, "text": names.text(drawn)}} if on_path else {})
+
+    columns = (column.tolist() for column in (tree.tokens, tree.parents, tree.scores, tree.drawn))
+    return {"nodes": [node(index, *each) for index, each in enumerate(zip(*columns, strict=True))]}
+
+
 def usage(done: Sequence[Completion], n: int) -> dict[str, Any]:
     """A prompt counts once, however many choices share it, and what of it was cached is the first choice's."""
     prompt = sum(c.prompt_tokens for c in done[::n])
@@ -158,7 +191,9 @@ class OpenAIAnswer:
             text = self._echoed(index) + completion.text
             said = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
             found = self._logprobs(index, completion.logprobs or ())
-            choices.append({"index": index, **said, "logprobs": found, **ending(completion)})
+            tree = completion.trees[-1] if completion.trees else None
+            more = self._drafting(completion.origins or (), tree)
+            choices.append({"index": index, **said, "logprobs": found, **ending(completion), **more})
         return self._body("chat.completion", choices, done) | {"usage": usage(done, self.task.n)}
 
     def events(self, chunk: StreamChunk) -> list[bytes]:
@@ -170,9 +205,10 @@ class OpenAIAnswer:
                 found.append(self._event(index, {"role": "assistant", "content": ""}))
             elif self.echo:
                 found.append(self._event(index, self._echoed(index)))
-        if chunk.text or chunk.logprobs:
+        if chunk.text or chunk.logprobs or chunk.origins:
             said = {"content": chunk.text} if self._chat else chunk.text
-            found.append(self._event(index, said, logprobs=self._logprobs(index, chunk.logprobs)))
+            more = self._drafting(chunk.origins, chunk.tree)
+            found.append(self._event(index, said, logprobs=self._logprobs(index, chunk.logprobs), more=more))
         if chunk.completion is not None:
             self._finished[index] = chunk.completion
             found.append(self._event(index, {} if self._chat else "", chunk.completion))
@@ -194,9 +230,25 @@ class OpenAIAnswer:
         self._offsets[index] = offset + sum(len(one.text) for one in found)
         return completion_logprobs(found, self.names, offset)
 
-    def _event(self, index: int, said: Any, done: Completion | None = None, logprobs: Any = None) -> bytes:
+    def _drafting(self, origins: Iterable[TokenOrigin], tree: StepTree | None) -> dict[str, Any]:
+        """The member of a choice that says how its text was drafted, if the request asks."""
+        found: dict[str, Any] = {}
+        if self.body.return_speculative_tokens:
+            found["tokens"] = token_origins(origins)
+        if self.body.return_speculative_tree:
+            found["tree"] = drafted_tree(tree, self.names)
+        return {"speculative": found} if found else {}
+
+    def _event(
+        self,
+        index: int,
+        said: Any,
+        done: Completion | None = None,
+        logprobs: Any = None,
+        more: Mapping[str, Any] = MappingProxyType({}),
+    ) -> bytes:
         end = ending(done) if done else {"finish_reason": None}
-        choice = {"index": index, ("delta" if self._chat else "text"): said, "logprobs": logprobs, **end}
+        choice = {"index": index, ("delta" if self._chat else "text"): said, "logprobs": logprobs, **end, **more}
         body = self._body("chat.completion.chunk", [choice], [done] if done else [])
         return event(body | ({"usage": None} if self._usage else {}))
 

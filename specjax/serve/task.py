@@ -23,6 +23,7 @@ class Rules:
     room: int  # most tokens beside one other
     defaults: Mapping[str, Any]  # of sampling parameters, by the names of `SamplingParams`
     strict: bool = False  # refuse unknown fields
+    trees: bool = False  # the engine keeps the trees of its steps
 
 
 @dataclass(frozen=True)

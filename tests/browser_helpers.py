@@ -1,0 +1,150 @@
+"""Headless Chromium over the WebDriver protocol: what a test of a page needs, and nothing to install from PyPI."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+MISSING = "Debian's packages chromium and chromium-driver are not installed"
+
+ENTER, ESCAPE, TAB, SHIFT, HOME, END = "\ue007", "\ue00c", "\ue004", "\ue008", "\ue011", "\ue010"  # WebDriver's keys
+SECONDS = 60.0
+"""Most that anything here waits for."""
+
+# Without these Chromium looks for hosts of its maker's. Its sandbox does not work for root.
+FLAGS = (
+    "--headless", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--force-color-profile=srgb",
+)  # fmt: skip
+
+
+class Browser:
+    """One window. Elements are named by CSS selectors."""
+
+    def __init__(self, client: httpx.Client, session: str) -> None:
+        self._client, self._session = client, session
+
+    def call(self, method: str, path: str, body: Any = None) -> Any:
+        answer = self._client.request(method, f"/session/{self._session}{path}", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["value"]
+
+    def open(self, url: str) -> None:
+        self.call("POST", "/url", {"url": url})
+
+    def script(self, code: str, *arguments: Any) -> Any:
+        """Runs the body of a function in the page; returns what it returns."""
+        return self.call("POST", "/execute/sync", {"script": code, "args": [*arguments]})
+
+    def press(self, *keys: str) -> None:
+        """Types into whatever has the focus. One key after another."""
+        actions = [
+            {"type": kind, "value": key} for text in keys for key in text for kind in ("keyDown", "keyUp")
+        ]  # fmt: skip
+        self._keys(actions)
+
+    def chord(self, *keys: str) -> None:
+        """Presses keys together."""
+        down = [{"type": "keyDown", "value": key} for key in keys]
+        self._keys(down + [{"type": "keyUp", "value": key} for key in reversed(keys)])
+
+    def _keys(self, actions: list[dict[str, str]]) -> None:
+        self.call("POST", "/actions", {"actions": [{"type": "key", "id": "keyboard", "actions": actions}]})
+
+    def click(self, selector: str) -> None:
+        found = self.call("POST", "/element", {"using": "css selector", "value": selector})
+        self.call("POST", f"/element/{next(iter(found.values()))}/click", {})
+
+    def texts(self, selector: str) -> list[str]:
+        return self.script("return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)", selector)
+
+    def text(self, selector: str) -> str:
+        (found,) = self.texts(selector)
+        return found
+
+    def command(self, name: str, **parameters: Any) -> Any:
+        """A command of the DevTools protocol."""
+        return self.call("POST", "/goog/cdp/execute", {"cmd": name, "params": parameters})
+
+    def look(self, width: int, height: int, *, dark: bool = False) -> None:
+        """Sets the size of the window and the person's colour scheme."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.command("Emulation.setDeviceMetricsOverride", **size)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.command("Emulation.setEmulatedMedia", features=[scheme])
+
+    def picture(self, file: Path) -> None:
+        file.write_bytes(base64.b64decode(self.call("GET", "/screenshot")))
+
+    def log(self, kind: str) -> list[Any]:
+        """What was logged since the last call: `browser` is the console, `performance` the DevTools' events."""
+        return self.call("POST", "/se/log", {"type": kind})
+
+    def requests(self) -> list[str]:
+        """Addresses that were asked for since the last call."""
+        messages = (json.loads(entry["message"])["message"] for entry in self.log("performance"))
+        sent = (each["params"] for each in messages if each["method"] == "Network.requestWillBeSent")
+        return [each["request"]["url"] for each in sent]
+
+    def wait(self, true: Callable[[], Any]) -> Any:
+        deadline = time.monotonic() + SECONDS
+        while not (found := true()):
+            assert time.monotonic() < deadline, self.script("return document.body.innerText")
+            time.sleep(0.02)
+        return found
+
+
+@contextlib.contextmanager
+def chromium(profile: Path) -> Iterator[Browser]:
+    """A new browser with an empty profile, ended at the end."""
+    assert CHROMIUM and DRIVER, MISSING
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with open(profile / "driver.log", "wb") as log:
+        process = subprocess.Popen([DRIVER, f"--port={port}"], stdout=log, stderr=log)
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=SECONDS, trust_env=False) as client:
+                _wait_for(client)
+                yield from _session(client, profile)
+        finally:
+            process.terminate()
+            process.wait(SECONDS)
+
+
+def _wait_for(client: httpx.Client) -> None:
+    deadline = time.monotonic() + SECONDS
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            if client.get("/status").json()["value"]["ready"]:
+                return
+        assert time.monotonic() < deadline, "chromedriver did not start"
+        time.sleep(0.05)
+
+
+def _session(client: httpx.Client, profile: Path) -> Iterator[Browser]:
+    root = ["--no-sandbox"] if os.geteuid() == 0 else []
+    arguments = [*FLAGS, *root, f"--user-data-dir={profile / 'profile'}"]
+    wanted = {
+        "goog:chromeOptions": {"binary": CHROMIUM, "args": arguments},
+        "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"},
+    }
+    answer = client.post("/session", json={"capabilities": {"alwaysMatch": wanted}})
+    assert answer.status_code == 200, answer.text
+    browser = Browser(client, answer.json()["value"]["sessionId"])
+    try:
+        yield browser
+    finally:
+        browser.call("DELETE", "")

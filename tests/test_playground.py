@@ -1,0 +1,361 @@
+"""The page at `/` in headless Chromium, over a real server: what a person sees is what the API says."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from browser_helpers import CHROMIUM, DRIVER, ENTER, ESCAPE, HOME, MISSING, SHIFT, TAB, Browser, chromium
+from engine_helpers import NGRAM, make_engine, shared_engine, toy
+from server_helpers import Running, running, slow_down, wait_until
+
+from specjax.cli.flags import ServerSettings
+from specjax.serve.responses import OpenAIAnswer
+from specjax.serve.runner import State
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=MISSING),
+]
+
+PHONE, DESK = (360, 740), (1280, 800)
+ASKED = {"return_speculative_tokens": True, "return_speculative_metrics": True}
+QUESTION = "the the the the"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running(make_engine(toy(rows=5), NGRAM, trace=True, isolate_ngrams=True)) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def window(tmp_path_factory):
+    with chromium(tmp_path_factory.mktemp("chromium")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(window: Browser, server: Running):
+    """A new visit. At its end nothing may have gone to another host, and the console must be empty, but for the
+    answers that are errors, which Chromium lists there."""
+    yield visit(window, server)
+    assert all(address.startswith((f"{server.base}/", "data:")) for address in window.requests())
+    problems = [entry["message"] for entry in window.log("browser") if entry["source"] != "network"]
+    assert problems == [], "errors, or violations of the page's policy"
+    assert window.script("return document.cookie") == ""
+    server.wait_idle()
+
+
+def visit(browser: Browser, server: Running, size: tuple[int, int] = DESK, *, dark: bool = False) -> Browser:
+    browser.look(*size, dark=dark)
+    browser.open("about:blank")
+    browser.requests(), browser.log("browser")
+    browser.open(f"{server.base}/")
+    browser.wait(lambda: browser.text("#server") != "Asking the server…")
+    return browser
+
+
+def fill(browser: Browser, **values: Any) -> None:
+    """Sets inputs by their ids, as typing does."""
+    browser.script(
+        """for (const [id, value] of Object.entries(arguments[0])) {
+            const input = document.getElementById(id);
+            input.value = value;
+            for (const kind of ["input", "change"]) input.dispatchEvent(new Event(kind, {bubbles: true}));
+        }""",
+        values,
+    )
+
+
+def say(browser: Browser, text: str) -> None:
+    """By keyboard alone; the focus is in the message's field."""
+    assert browser.script("return document.activeElement.id") == "prompt"
+    browser.press(text, ENTER)
+
+
+def answered(browser: Browser, count: int = 1) -> None:
+    """Waits for so many answers, or errors."""
+    ended = "return document.querySelectorAll('article.assistant footer span, .error').length"
+    browser.wait(lambda: browser.script(ended) >= count and not running_now(browser))
+
+
+def running_now(browser: Browser) -> bool:
+    return browser.script("return !document.getElementById('stop').disabled")
+
+
+def spans(browser: Browser) -> list[tuple[str, bool]]:
+    """The tokens of the last answer, and whether they are marked."""
+    found = browser.script(
+        """const last = [...document.querySelectorAll("article.assistant")].at(-1);
+        return [...last.querySelectorAll(":scope > div > span")].map((e) => [e.textContent, e.className]);"""
+    )
+    assert {kind for _, kind in found} <= {"drafted", "own"}
+    return [(text, kind == "drafted") for text, kind in found]
+
+
+def expected(server: Running, turns: list[str], **fields: Any) -> tuple[str, list[tuple[str, bool]], dict[str, Any]]:
+    """What the API answers to a conversation: text, tokens and metrics. `turns` begin with the person's."""
+    roles = itertools.cycle(("user", "assistant"))
+    messages = [{"role": role, "content": content} for role, content in zip(roles, turns, strict=False)]
+    if system := fields.pop("system", None):
+        messages.insert(0, {"role": "system", "content": system})
+    answer = server.post("/v1/chat/completions", {"messages": messages} | fields | ASKED).json()
+    (choice,) = answer["choices"]
+    tokens = [(token["text"], token["drafted"]) for token in choice["speculative"]["tokens"]]
+    return choice["message"]["content"], tokens, answer["metadata"]["speculative"]
+
+
+def test_a_conversation_by_keyboard(page: Browser, server: Running):
+    fields = {"temperature": 0, "max_tokens": 40, "seed": 5}
+    fill(page, temperature=0, most=40, seed=5)
+    say(page, QUESTION)
+    answered(page)
+    text, tokens, metrics = expected(server, [QUESTION], **fields)
+    assert spans(page) == tokens and any(drafted for _, drafted in tokens)
+    assert page.text("article.user > div") == QUESTION and page.text("article.assistant > div") == text
+    bins = metrics["spec_accept_histogram"]
+    assert float(page.text("#length")) == round(metrics["spec_accept_length"], 2)
+    assert int(page.text("#steps")) == metrics["spec_verify_ct"] and int(page.text("#tokens")) == len(tokens)
+    rows = page.texts("#histogram tbody tr")
+    assert rows == [f"{drafts}{count}" for drafts, count in enumerate(bins)][: len(rows)] and not any(bins[len(rows) :])
+    assert float(page.text("#rate")) > 0
+    assert "seed 5" in page.text("article.assistant footer") and "length" in page.text("article.assistant footer")
+
+    page.press("b")
+    page.chord(SHIFT, ENTER)
+    say(page, "c")
+    answered(page, 2)
+    turns = [QUESTION, text, "b\nc"]
+    text, tokens, _ = expected(server, turns, **fields)
+    assert spans(page) == tokens, "the whole conversation is sent back"
+    assert page.texts("article.user > div") == [QUESTION, "b\nc"]
+    page.click("#clear")
+    assert page.texts("article") == [] and page.text("#tokens") == "0"
+
+
+def test_settings_reach_the_server(page: Browser, server: Running):
+    fill(page, temperature=1, most=12, seed=3, system="be brief")
+    say(page, "hello")
+    answered(page)
+    fields = {"temperature": 1, "max_tokens": 12, "seed": 3, "system": "be brief"}
+    _, tokens, _ = expected(server, ["hello"], **fields)
+    assert spans(page) == tokens
+    page.click("#again")
+    answered(page)
+    assert spans(page) == tokens and len(page.texts("article")) == 2, "the same seed, the same text"
+    page.click("#marked")
+    assert page.script("return !document.querySelector('.origins')")
+
+
+def test_a_limit_of_no_drafts(page: Browser, server: Running):
+    fill(page, temperature=0, most=40)
+    page.script("document.getElementById('limit').focus()")
+    assert page.text("#limit-shown") == "all 3"
+    page.press(HOME)
+    assert page.text("#limit-shown") == "none"
+    page.script("document.getElementById('prompt').focus()")
+    say(page, QUESTION)
+    answered(page)
+    text, _, _ = expected(server, [QUESTION], temperature=0, max_tokens=40)
+    found = spans(page)
+    assert "".join(token for token, _ in found) == text and not any(drafted for _, drafted in found)
+    assert page.text("#length") == "1.00"
+
+
+@pytest.mark.parametrize("way", ["escape", "button"])
+def test_stopping_ends_the_request(page: Browser, server: Running, monkeypatch, way):
+    slow_down(server.engine, monkeypatch, 0.05)
+    say(page, "hello")
+    page.wait(lambda: len(spans(page)) > 2)
+    assert server.runner.unfinished == 1
+    if way == "escape":
+        page.press(ESCAPE)
+    else:
+        page.click("#stop")
+    wait_until(lambda: not server.runner.unfinished)
+    answered(page)
+    assert "stopped" in page.text("article.assistant footer") and page.texts(".error") == []
+    assert page.script("return document.activeElement.id") == "prompt"
+    assert 2 < len(spans(page)) < 60, "what came is kept"
+
+
+def test_an_error_is_shown_and_the_text_is_kept(page: Browser, server: Running):
+    fill(page, temperature=99999)
+    say(page, "precious words")
+    answered(page)
+    asked = {"messages": [{"role": "user", "content": "x"}], "temperature": 99999}
+    message = server.post("/v1/chat/completions", asked).json()["error"]["message"]
+    assert (
+        page.text(".error") == f"400: {message}"
+        and page.script("return document.getElementById('prompt').value") == "precious words"
+    )
+    assert page.texts("article.user") == []
+    fill(page, temperature=0, most=5)
+    page.press(ENTER)
+    answered(page)
+    assert page.texts(".error") == [] and page.texts("article.user > div") == ["precious words"]
+    first = spans(page)
+    fill(page, temperature=99999)
+    page.click("#again")
+    page.wait(lambda: page.texts(".error"))
+    assert spans(page) == first and len(page.texts("article.assistant")) == 1, "the earlier answer stays"
+
+    fill(page, temperature=0)
+    server.runner.drain()
+    page.click("#again")
+    page.wait(lambda: page.texts(".error") and "503" in page.text(".error"))
+    assert page.text(".error").endswith("(try again in 30 s)")
+    server.runner.state = State.READY
+
+
+def test_a_stream_that_breaks(page: Browser, server: Running, monkeypatch):
+    fill(page, temperature=0, most=8)
+    monkeypatch.setattr(OpenAIAnswer, "last_events", lambda self: [])
+    say(page, "hello")
+    answered(page)
+    assert "broke" in page.text(".error") and len(spans(page)) == 8, "what came is kept"
+    monkeypatch.undo()
+    slow_down(server.engine, monkeypatch, 0.05)
+    fill(page, most="")
+    page.click("#again")
+    page.wait(lambda: len(spans(page)) > 1 and server.runner.unfinished)
+    server.post("/abort_request", {"abort_all": True})
+    page.wait(lambda: page.texts(".error") and "aborted" in page.text(".error"))
+    assert len(page.texts("article.assistant")) == 1
+
+
+def test_the_key(window: Browser):
+    settings = ServerSettings(api_key=("open-sesame",))
+    with running(shared_engine("NGRAM"), settings) as locked:
+        visit(window, locked)
+        assert window.text("#server").startswith("401: this server needs its API key")
+        window.wait(lambda: window.script("return document.activeElement.id") == "key")
+        window.press("open-sesame", TAB)
+        window.wait(lambda: window.text("#server").startswith("toy"))
+        fill(window, temperature=0, most=4)
+        window.script("document.getElementById('prompt').focus()")
+        say(window, "hello")
+        answered(window)
+        assert len(spans(window)) == 4
+        assert window.texts("article.assistant footer button") == [], "this server keeps no trees"
+        assert window.script("return localStorage.length + document.cookie.length") == 0
+        window.script("sessionStorage.clear()")
+
+
+def test_the_last_steps_tree(page: Browser, server: Running):
+    fill(page, temperature=0, most=30)
+    say(page, QUESTION)
+    answered(page)
+    body = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 30}
+    asked = body | ASKED | {"return_speculative_tree": True}
+    nodes = server.post("/v1/chat/completions", asked).json()["choices"][0]["speculative"]["tree"]["nodes"]
+    page.click("article.assistant footer button")
+    assert page.script("return document.getElementById('tree').open")
+
+    def shown(node: dict[str, Any]) -> str:
+        return node["text"].replace(" ", "␣")
+
+    path = [node for node in nodes if node["accepted"]]
+    assert page.texts("#nodes .node.root") == [shown(nodes[0])]
+    assert page.texts("#nodes .node.drafted") == [shown(node) for node in path[1:]]
+    assert page.texts("#nodes .node.drawn") == [shown(path[-1]["drawn"])]
+    assert len(page.texts("#nodes .node")) == len(nodes) + 1
+    page.press(ESCAPE)
+    assert not page.script("return document.getElementById('tree').open")
+
+
+def test_texts_are_no_markup(page: Browser, server: Running):
+    evil = "<img src=x onerror=alert(1)><b id=evil>"
+    fill(page, temperature=0, most=3)
+    say(page, evil)
+    answered(page)
+    assert page.text("article.user > div") == evil and page.texts("#evil, article img") == []
+
+
+CONTRAST = """
+const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+function colour(text) {
+  canvas.clearRect(0, 0, 1, 1);
+  canvas.fillStyle = text;
+  canvas.fillRect(0, 0, 1, 1);
+  return canvas.getImageData(0, 0, 1, 1).data;
+}
+function light([r, g, b]) {
+  const part = (v) => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  return 0.2126 * part(r) + 0.7152 * part(g) + 0.0722 * part(b);
+}
+function behind(element) {
+  for (let each = element; each; each = each.parentElement) {
+    const found = colour(getComputedStyle(each).backgroundColor);
+    if (found[3] === 255) return found;
+  }
+  return colour("white");
+}
+const low = [];
+let count = 0;
+for (const element of document.querySelectorAll("body *")) {
+  const own = [...element.childNodes].some((node) => node.nodeType === Node.TEXT_NODE && node.data.trim());
+  if (!own || element.disabled || !element.checkVisibility()) continue;
+  const [a, b] = [light(colour(getComputedStyle(element).color)), light(behind(element))];
+  const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+  count += 1;
+  if (ratio < 4.5) low.push([element.tagName, element.className, element.textContent.slice(0, 30), ratio]);
+}
+return [count, low, light(behind(document.body))];
+"""
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
+def test_it_fits_and_can_be_read(window: Browser, server: Running, size, dark, tmp_path):
+    visit(window, server, size, dark=dark)
+    fill(window, temperature=0, most=40)
+    say(window, "W" * 60)
+    answered(window)
+    fill(window, temperature=99999)
+    say(window, "hello")
+    window.wait(lambda: window.texts(".error"))
+    window.script("for (const each of document.querySelectorAll('details')) each.open = true")
+    for step in ("page", "tree"):
+        if step == "tree":
+            window.click("article.assistant footer button")
+        wide, inside = window.script("return [document.documentElement.scrollWidth, innerWidth]")
+        assert wide <= inside == size[0], step
+        count, low, background = window.script(CONTRAST)
+        assert count > 40 and low == []
+        assert background < 0.05 if dark else background > 0.8
+        window.picture(tmp_path / f"{step}.png")
+    window.press(ESCAPE)
+
+
+def test_everything_has_a_name_and_a_place_in_the_order(page: Browser):
+    unnamed = page.script(
+        """return [...document.querySelectorAll("input, textarea, button, summary")]
+            .filter((e) => !(e.labels?.length || e.textContent.trim())).map((e) => e.outerHTML)"""
+    )
+    assert unnamed == []
+    page.script("for (const each of document.querySelectorAll('details')) each.open = true")
+    reached = set()
+    for _ in range(40):
+        page.press(TAB)
+        reached.add(page.script("return document.activeElement.id || document.activeElement.tagName"))
+        ring = page.script(
+            "const e = document.activeElement; return e === document.body || getComputedStyle(e).outlineStyle"
+        )
+        assert ring is True or ring != "none"
+    assert reached >= {
+        "prompt",
+        "send",
+        "clear",
+        "system",
+        "temperature",
+        "most",
+        "seed",
+        "limit",
+        "key",
+        "marked",
+        "log",
+    }
+    assert page.script("return document.getElementById('log').getAttribute('aria-live')") == "polite"

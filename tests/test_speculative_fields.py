@@ -1,0 +1,309 @@
+"""Fields of requests about drafting: limits of drafts, origins of tokens, the last tree; and the page's own answer."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from dataclasses import replace
+from typing import Any
+
+import hypothesis.strategies as st
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from body_helpers import CHAT, COMPLETE, GENERATE, HELLO, LEAST, RULES, refusal, task
+from engine_helpers import END, NGRAM, byte_ids, idle_sequence, make_engine, shared_engine, toy
+from hypothesis import given, settings
+from server_helpers import Running, running
+
+from specjax.cli.flags import ServerSettings
+from specjax.engine import SamplingParams
+from specjax.engine.generation import take_delta
+from specjax.engine.sequence import Status, completion
+from specjax.engine.transfers import Output, Read, take
+from specjax.serve import playground
+from specjax.state import NO_DRAFT_LIMIT, RUNS, STOPPED
+
+LOOPING = toy(rows=5)  # soon repeats itself, so that drafts are accepted
+ASKED = {"return_speculative_tokens": True, "return_speculative_metrics": True}
+REQUESTS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0, "max_tokens": 60},
+    "sampled": {"temperature": 1, "seed": 4, "max_tokens": 60},
+    "stop": {"temperature": 0, "max_tokens": 60, "stop": ["e", "qqqq"]},
+    "choices": {"temperature": 1, "seed": 1, "max_tokens": 20, "n": 2},
+    "logprobs": {"temperature": 0, "max_tokens": 20, "logprobs": True},
+    "one": {"temperature": 0, "max_tokens": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def server():
+    """What one request has said is no draft of another's: the same request is drafted in the same way."""
+    with running(make_engine(LOOPING, NGRAM, isolate_ngrams=True)) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def traced():
+    with running(make_engine(LOOPING, NGRAM, trace=True, isolate_ngrams=True)) as served:
+        yield served
+
+
+def histogram(drafted: list[bool], bins: int) -> list[int]:
+    """Steps by accepted drafts. Each token that was not drafted ends a step, but for the first, which prefill draws."""
+    found, run = [0] * bins, 0
+    for each in drafted[1:]:
+        if not each:
+            found[run] += 1
+        run = run + 1 if each else 0
+    assert run == 0 and not any(drafted[:1]), "every step ends with a token of the target's own"
+    return found
+
+
+# Origins of tokens.
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_tokens_of_a_whole_answer(server: Running, name):
+    body = REQUESTS[name] | ASKED
+    answer = server.chat("the the the the", **body).json()
+    counts = [0] * len(bins := answer["metadata"]["speculative"]["spec_accept_histogram"])
+    for choice in answer["choices"]:
+        tokens = choice["speculative"]["tokens"]
+        assert "".join(token["text"] for token in tokens) == choice["message"]["content"]
+        own = histogram([token["drafted"] for token in tokens], len(bins))
+        counts = [a + b for a, b in zip(counts, own, strict=True)]
+        if choice["logprobs"]:
+            assert [entry["token"] for entry in choice["logprobs"]["content"]] == [token["text"] for token in tokens]
+    assert counts == bins
+    assert (
+        sum(len(choice["speculative"]["tokens"]) for choice in answer["choices"])
+        == (answer["usage"]["completion_tokens"])
+    )
+    plain = server.chat("the the the the", **REQUESTS[name]).json()
+    for asked, unasked in zip(answer["choices"], plain["choices"], strict=True):
+        assert asked.pop("speculative") and asked["message"] == unasked["message"]
+        assert "speculative" not in unasked
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_tokens_of_a_stream(server: Running, name):
+    """The texts of an event's tokens are its delta; all tokens are those of the whole answer."""
+    body = {"messages": HELLO, "stream_options": {"include_usage": True}} | REQUESTS[name] | ASKED
+    expected = server.post(CHAT, {name: body[name] for name in body if name != "stream_options"}).json()
+    tokens: dict[int, list[Any]] = {choice["index"]: [] for choice in expected["choices"]}
+    for event in server.events(CHAT, body):
+        for choice in event["choices"]:
+            new = choice.get("speculative", {}).get("tokens", [])
+            assert "".join(token["text"] for token in new) == choice["delta"].get("content", "")
+            tokens[choice["index"]] += new
+    for choice in expected["choices"]:
+        found, wanted = tokens[choice["index"]], choice["speculative"]["tokens"]
+        if len(tokens) > 1:  # choices draft from one another, as far as these have come
+            found, wanted = ([each | {"drafted": None} for each in one] for one in (found, wanted))
+        assert found == wanted
+
+
+def test_completions_have_them_too(server: Running):
+    answer = server.complete("the the the", max_tokens=30, temperature=0, echo=True, **ASKED).json()
+    (choice,) = answer["choices"]
+    tokens = choice["speculative"]["tokens"]
+    assert choice["text"] == "the the the" + "".join(token["text"] for token in tokens)
+    assert any(token["drafted"] for token in tokens), "a prompt that repeats itself"
+
+
+PIECES = st.lists(st.sampled_from(["a", "ab", "é", "漢", "🙂", "\n", "aab", "\ufffd"]), max_size=8).map("".join)
+
+
+@settings(max_examples=150)
+@given(
+    PIECES.map(str.encode),
+    st.lists(st.integers(1, 5), min_size=1),
+    st.lists(st.sampled_from(["b", "aa", "é", "🙂a", "zz"]), max_size=2),
+    st.booleans(),
+    st.integers(0, 2),
+)
+def test_texts_of_tokens_are_the_text_of_each_delta(data, runs, stop, keep, cut):
+    """Bytes of characters split over tokens and steps, stop strings over both; an end inside a character."""
+    params = SamplingParams(origins=True, stop=stop, no_stop_trim=keep, max_new_tokens=None)
+    other = replace(params, origins=False)
+    ids = byte_ids(data[: len(data) - cut])
+    sequence, plain = (idle_sequence(each, limit=10_000) for each in (params, other))
+    none, flags, texts = jnp.zeros((1, 2), jnp.int32), [], {True: "", False: ""}
+    at = step = 0
+    while sequence.finish_reason is None:
+        size = runs[step % len(runs)]
+        tokens, finish = ids[at : at + size], RUNS
+        if at + size >= len(ids):
+            tokens, finish = [*tokens, END], STOPPED
+        at, step = at + size, step + 1
+        for one in (sequence, plain):
+            take(one, Read([tokens], [finish], None), Output(none, none, None), 0, verified=step > 1)
+            one.status = Status.FINISHED if one.finish_reason else Status.RUNNING
+            if (chunk := take_delta(one, 0)) is not None:
+                texts[one.params.origins] += chunk.text
+                assert not chunk.origins or one.params.origins
+                if one.params.origins:
+                    assert chunk.text == "".join(token.text for token in chunk.origins)
+                    flags += [token.drafted for token in chunk.origins]
+    assert texts[True] == texts[False] == sequence.stream.text
+    done = completion(sequence)
+    assert done.origins is not None and [token.drafted for token in done.origins] == flags
+    assert [token.token for token in done.origins] == done.output_ids
+    assert completion(plain).origins is None and not plain.drafted_flags
+
+
+# Limits of drafts.
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1, "seed": 3}], ids=["greedy", "sampled"])
+def test_a_draft_limit_changes_no_text(server: Running, sampling):
+    width = server.engine.drafter.width
+    assert width == 4
+    answers = [
+        server.chat("the the the the", max_tokens=60, draft_limit=limit, **sampling, **ASKED).json()
+        for limit in (None, 0, 1, 2, 3, NO_DRAFT_LIMIT)
+    ]
+    texts = {answer["choices"][0]["message"]["content"] for answer in answers}
+    assert len(texts) == 1
+    drafted = [
+        max(np.flatnonzero(answer["metadata"]["speculative"]["spec_accept_histogram"]), default=0) for answer in answers
+    ]
+    assert drafted[1] == 0 and drafted[2] <= 1 and drafted[3] <= 2
+    assert drafted[0] == drafted[5] and answers[0]["metadata"] == answers[4]["metadata"] == answers[5]["metadata"]
+    assert max(drafted) > 1 or sampling["temperature"], "the limits had nothing to cut"
+    none = answers[1]["choices"][0]["speculative"]["tokens"]
+    assert none and not any(token["drafted"] for token in none)
+
+
+def test_generate_has_the_limit(server: Running):
+    body = {"text": "the the the the", "sampling_params": {"temperature": 0, "max_new_tokens": 40}}
+    free = server.post(GENERATE, body).json()
+    body["sampling_params"]["draft_limit"] = 0
+    none = server.post(GENERATE, body).json()
+    assert none["text"] == free["text"]
+    assert none["meta_info"]["spec_accept_length"] == 1 < free["meta_info"]["spec_accept_length"]
+
+
+@pytest.mark.parametrize("limit", [-1, 1.5, True, "2", [1], NO_DRAFT_LIMIT + 1, 10**30])
+def test_limits_that_cannot_be(limit):
+    for path in (CHAT, COMPLETE):
+        error = refusal(path, LEAST[path] | {"draft_limit": limit})
+        assert error is not None and (error.status, error.param) == (400, "draft_limit")
+    error = refusal(GENERATE, LEAST[GENERATE] | {"sampling_params": {"draft_limit": limit}})
+    assert error is not None and error.status == 400 and "sampling_params.draft_limit must be" in str(error)
+    for path in (CHAT, COMPLETE):
+        assert task(path, LEAST[path] | {"draft_limit": 3.0}).sampling[0].draft_limit == 3
+
+
+def test_a_request_without_drafts_is_one_that_does_not_speculate():
+    for params in (SamplingParams(draft_limit=0), SamplingParams(speculate=False), SamplingParams(speculate=False)):
+        assert not params.drafts
+    assert SamplingParams(draft_limit=1).drafts and replace(SamplingParams(draft_limit=0), draft_limit=None).drafts
+    assert not replace(SamplingParams(speculate=False), draft_limit=2).drafts
+
+
+# Trees.
+
+
+def test_without_the_flag_a_tree_is_refused(server: Running):
+    for path, least in ((CHAT, {"messages": HELLO}), (COMPLETE, {"prompt": "x"})):
+        answer = server.post(path, least | {"return_speculative_tree": True})
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["param"] == "return_speculative_tree" and "--trace-trees" in error["message"]
+        assert server.post(path, least | {"return_speculative_tree": False, "max_tokens": 1}).status_code == 200
+    assert (
+        task(CHAT, LEAST[CHAT] | {"return_speculative_tree": True}, replace(RULES, trees=True)).sampling[0].trees == 1
+    )
+
+
+def check_tree(nodes: list[Any], emitted: list[Any]) -> None:
+    """The path's tokens, and what the target drew at its end, are the last ones `emitted`, those of one step."""
+    ends = [index for index, token in enumerate(emitted) if not token["drafted"]]
+    emitted = emitted[ends[-2] + 1 :] if len(ends) > 1 else emitted
+    path = [node for node in nodes if node["accepted"]]
+    assert nodes[0]["parent"] is None and path[0] is nodes[0]
+    for index, node in enumerate(nodes[1:], start=1):
+        assert node["parent"] < index
+        assert not node["accepted"] or nodes[node["parent"]]["accepted"]
+        assert node["accepted"] or "drawn" not in node
+    drawn = [node["drawn"]["token"] for node in path]
+    assert drawn[:-1] == [node["token"] for node in path[1:]], "a draft is accepted where the target draws it"
+    assert [token["token"] for token in emitted] == drawn[: len(emitted)] and emitted[:-1] == [
+        {"token": node["token"], "text": node["text"], "drafted": True} for node in path[1 : len(emitted)]
+    ]
+
+
+def test_the_last_tree(traced: Running):
+    body = {"messages": [HELLO[0] | {"content": "the the the the"}], "temperature": 0, "max_tokens": 40}
+    asked = body | ASKED | {"return_speculative_tree": True}
+    found, run = 0, []
+    for event in traced.events(CHAT, asked):
+        (choice,) = event["choices"]
+        if "speculative" not in choice or not choice["speculative"]["tokens"]:
+            continue
+        run = choice["speculative"]["tokens"]
+        if tree := choice["speculative"]["tree"]:
+            found += len(tree["nodes"]) > 1
+            check_tree(tree["nodes"], run)
+    assert found > 2, "steps with drafts"
+    whole = traced.post(CHAT, asked).json()
+    check_tree(whole["choices"][0]["speculative"]["tree"]["nodes"], run)
+    unasked = traced.post(CHAT, body).json()
+    assert "speculative" not in unasked["choices"][0]
+    first = traced.post(CHAT, asked | {"max_tokens": 1}).json()
+    assert first["choices"][0]["speculative"]["tree"] is None, "prefill has no tree"
+
+
+def test_a_server_keeps_one_tree_of_a_request_and_none_unasked(traced: Running, monkeypatch):
+    kept: list[int] = []
+    deliver = traced.runner._deliver
+
+    def watch(changed: Any) -> None:
+        changed = list(changed)
+        kept.extend(len(sequence.trees) for sequence in changed)
+        deliver(changed)
+
+    monkeypatch.setattr(traced.runner, "_deliver", watch)
+    traced.chat(max_tokens=20)
+    traced.post(GENERATE, {"text": "x"})
+    assert kept and not any(kept)
+    traced.chat(max_tokens=20, return_speculative_tree=True)
+    assert max(kept) == 1
+
+
+def test_the_state_says_whether_trees_are_kept(server: Running, traced: Running):
+    for each, expected in ((server, False), (traced, True)):
+        with each.client() as client:
+            assert client.get("/get_server_info").json()["engine"]["trace"] is expected
+
+
+# The page itself; a browser looks at it in test_playground.py.
+
+
+def test_the_page_needs_no_key_and_allows_only_itself():
+    with running(shared_engine("NGRAM"), ServerSettings(api_key=("secret-key",))) as server, server.client() as client:
+        answer = client.get("/")
+        assert answer.status_code == 200 and answer.headers["content-type"] == "text/html; charset=utf-8"
+        assert client.head("/").status_code == 200 and client.post("/").status_code == 405
+        assert client.get("/get_server_info").status_code == 401
+        server.runner.drain()
+        assert client.get("/").status_code == 200, "the page says what the server is doing"
+        server.runner.state = type(server.runner.state).READY
+    assert "set-cookie" not in answer.headers and "secret-key" not in answer.text
+    policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
+    assert policy["default-src"] == "'none'" and policy["connect-src"] == "'self'"
+    for tag in ("script", "style"):
+        inside = answer.text.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
+        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
+
+
+def test_the_page_is_one_file_and_makes_no_markup_of_texts():
+    text = playground.FILE.read_text(encoding="utf-8")
+    assert set(re.findall(r"https?://[^'\" ]+", text)) == {"http://www.w3.org/2000/svg"}, "a name, no address"
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|localStorage|cookie", text)
+    assert not re.search(r"<(?:script|style|link|img|iframe)\s[^>]*(?:src|href)=[\"'](?!data:)", text)
+    assert not re.search(r"\s(?:style|on\w+)=", text), "the policy would forbid it"
