@@ -146,7 +146,7 @@ class Intake:
                 cast(tuple[str, ...], sampling.stop),
                 skip_special_tokens=sampling.skip_special_tokens,
                 keep_stop=sampling.no_stop_trim,
-                late=True,
+                late=not sampling.trees,  # a delta goes with the tree of its step
             ),
             arrival=number,
             salt=self.salts(sampling.cache_salt),
