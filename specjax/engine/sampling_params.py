@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeGuard
 
+from specjax.engine.grammar import Grammar
 from specjax.sampling import BIAS_ENTRIES
 from specjax.state import NO_DRAFT_LIMIT
 from specjax.verify import TOP_LOGPROBS
@@ -63,6 +64,7 @@ class SamplingParams:
     cache_salt: str | None = None  # requests with different salts share no n-gram memory
     origins: bool = False  # keep which tokens were accepted drafts, in `Completion.origins`
     trees: int | None = None  # most of its steps' trees to keep (`EngineConfig.trace`), the last ones; None: all
+    grammar: Grammar | None = None  # that the text follows
 
     def __post_init__(self) -> None:
         def check(name: str, good: bool, must: str, shown: str = "{!r:.60}") -> None:
@@ -98,6 +100,7 @@ class SamplingParams:
         check("trees", trees is None or (_is_integer(trees) and trees >= 0), "an integer of at least 0")
         short = salt is None or (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT)
         check("cache_salt", short, f"a string of 1 to {MAX_SALT} characters")
+        check("grammar", self.grammar is None or isinstance(self.grammar, Grammar), "a Grammar")
         check("seed", seed is None or (_is_integer(seed) and -(2**63) <= seed < 2**63), "an integer of 64 bits")
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
