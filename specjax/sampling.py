@@ -146,7 +146,8 @@ def mask_forbidden(logits: Float32[Array, "V"], allowed: UInt32[Array, "W"]) -> 
     """A grammar's mask: bit ``v % 32`` of word ``v // 32`` says whether token v may come."""
     ids = jnp.arange(logits.shape[0], dtype=jnp.uint32)
     bit = (allowed[ids // 32] >> (ids % 32)) & 1
-    return jnp.where(bit == 1, logits, _TINY)
+    # An allowed token comes before all others even if it is a stop id that `min_tokens` masks.
+    return jnp.where(bit == 1, jnp.maximum(logits, _TINY), 10 * _TINY)
 
 
 def threefry2x32(

@@ -71,7 +71,7 @@ class PrefillInput(NamedTuple):
     Attributes:
         slots, page_table, active: as in `StepInput`.
         tokens: int32 [B, C].
-        length: int32 [B]. How many of `tokens` count, at least 1 where active.
+        length: int32 [B]. How many of `tokens` count, at least 1 where active and drawn after.
         next_token: int32 [B]. NO_FORCED_TOKEN, the next prompt token, or a resumed request's last token.
     """
 

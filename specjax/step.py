@@ -220,6 +220,8 @@ def prefill_step(
 ) -> tuple[DecodeState, StepOutput]:
     """Commits a chunk of each request's prompt, and draws the token after it unless `next_token` forces one.
 
+    A chunk without tokens only sets the root, to a forced token.
+
     The output has [B, 1] tokens; ``emitted`` is 1 where the token was drawn, else 0.
     """
     context, row, draws = _gather(state, inputs)

@@ -265,10 +265,10 @@ def test_the_answer_and_the_log_name_ignored_fields(server: Running, path, strea
 # Fields that would change the text.
 
 CHANGES = {
-    "guided_json": {}, "guided_regex": "a", "regex": "a", "json_schema": "{}", "ebnf": "root", "structured_outputs": {},
+    "json_schema": "{}", "structural_tag": "{}", "guided_whitespace_pattern": " ", "grammar": "root",
     "lora_path": "x", "bad_words": ["a"], "allowed_token_ids": [5], "truncate_prompt_tokens": 5, "stop_regex": "a",
     "use_beam_search": True, "length_penalty": 2, "prompt_embeds": "x", "input_embeds": [[0.5]], "image_data": "x",
-    "custom_logit_processor": "x", "return_hidden_states": True, "response_format": {"type": "json_object"},
+    "custom_logit_processor": "x", "return_hidden_states": True,
     "tools": [{"type": "function"}], "tool_choice": "required", "speculate": False, "best_of": 2, "suffix": "x",
     "prompt_logprobs": 0, "include_stop_str_in_output": True,
 }  # fmt: skip
@@ -292,7 +292,7 @@ def test_known_fields_that_would_change_the_text_are_refused(kind):
 
 
 def test_known_fields_inside_sampling_params_are_refused():
-    for name, value in {"regex": "a", "max_tokens": 5, "use_beam_search": True, "json_schema": "{}"}.items():
+    for name, value in {"structural_tag": "a", "max_tokens": 5, "use_beam_search": True}.items():
         error = refused(GenerateRequest, sampling_params={name: value})
         assert name in str(error) and error.param == "sampling_params"
     assert refused(ChatRequest, stream=True, stream_options={"include_obfuscation": True}).param == "stream_options"

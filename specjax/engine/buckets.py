@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,9 +43,12 @@ class Key(NamedTuple):
     """Name of a program. `width` is the batch bucket of a step, the chunk width of a prefill or a catch-up.
 
     `nodes`: of a step's trees; 0: those of its batch; 1: none is drafted, and the drafter is told nothing.
+
+    Kinds: "step", "prefill", "catch-up"; where a request follows a grammar, "propose" and "constrained" are the two
+    halves of a step (`specjax.engine.constrained`).
     """
 
-    kind: str  # "step", "prefill" or "catch-up"
+    kind: str
     width: int
     table: int
     rows: int = 1  # prompts of a prefill, requests of a catch-up
@@ -52,14 +56,21 @@ class Key(NamedTuple):
 
     def __str__(self) -> str:
         plain = " without drafts" if self.nodes == 1 else f" with trees of {self.nodes} tokens" if self.nodes else ""
-        size = f"step of {self.width} requests{plain}" if self.kind == "step" else f"{self.kind} of {self.width} tokens"
+        names = {"step": "step", "propose": "draft", "constrained": "step with a grammar"}
+        kind = names.get(self.kind, self.kind)
+        size = f"{kind} of {self.width} requests{plain}" if self.kind in names else f"{kind} of {self.width} tokens"
         each = f" of each of {self.rows} requests" if self.rows > 1 else ""
         return f"a {size}{each} with {self.table} pages each"
 
     @property
+    def verifies(self) -> bool:
+        """Whether it is a step, or the half of one that emits tokens."""
+        return self.kind in ("step", "constrained")
+
+    @property
     def drafts(self) -> bool:
         """Whether it is a step that may draft."""
-        return self.kind == "step" and self.nodes != 1
+        return self.verifies and self.nodes != 1
 
     def needs_no_less(self, other: Key) -> bool:
         """Whether it holds at least as much in each respect."""
@@ -161,7 +172,7 @@ class Buckets:
 
         def alone(tokens: int) -> float:
             """What a token of a prompt costs that needs so many."""
-            return min(cost(1, width) / min(tokens, width) for width in widths)
+            return min(cost(1, width) / max(1, min(tokens, width)) for width in widths)
 
         each = [alone(tokens) for tokens in left[: max(key.rows for key in found)]] if found else []
 
@@ -226,6 +237,26 @@ class Buckets:
         sizes += [(kind, *pack, 0) for kind in kinds for pack in self.packs]
         return [Key(kind, width, table, rows, nodes) for kind, rows, width, nodes in sizes for table in self.tables]
 
+    def constrained_keys(self) -> list[Key]:
+        """Programs for requests that follow a grammar, which are compiled when there is one."""
+        sizes = [(batch, nodes) for batch in self.batches for nodes in self.choices(batch)]
+        steps = [Key("constrained", batch, table, nodes=nodes) for batch, nodes in sizes for table in self.tables]
+        return [*steps, *(key._replace(kind="propose") for key in steps if self.step_widths(key) != (1,))]
+
+    def step_widths(self, key: Key) -> tuple[int, ...]:
+        """The tree widths of a step."""
+        return (key.nodes,) if key.nodes else self.tree_widths(key.width)
+
+    def jump_pays(self, batch: int, forced: List[int]) -> bool:
+        """Whether checking tokens that are known to come, so many for each of some requests, is faster than a step for
+        each. By the costs that `FREE_TOKENS` tells."""
+        width = next((w for w in self.tree_widths(batch) if w > max(forced)), self.tree_widths(batch)[-1])
+        if width == 1:
+            return False
+        emitted = sum(min(count, width - 1) + 1 for count in forced)
+        plain, wide = batch + self.free_tokens, batch * width + self.free_tokens
+        return emitted * plain > len(forced) * wide
+
     def single_request_keys(self) -> list[Key]:
         """Programs that one request at a time needs."""
         chunks = [width for rows, width in self.packs if rows == 1 and self.adaptive]
@@ -262,7 +293,15 @@ class Buckets:
             count = max((b for b in smaller if each or not self.drafts_alike(b, batch)), default=0)
         return needed
 
-    def step_keys(self, count: int, pages: int, compiled: set[Key], pending: set[Key], nodes: int = 0) -> Iterator[Key]:
+    def step_keys(
+        self,
+        count: int,
+        pages: int,
+        compiled: set[Key],
+        pending: set[Key],
+        nodes: int = 0,
+        kind: str = "step",
+    ) -> Iterator[Key]:
         """Programs that can serve `count` requests of up to `pages` pages, the best first; a batch of them if that is
         more than the largest.
 
@@ -272,13 +311,13 @@ class Buckets:
         3. What must be compiled first: batches that fit, then smaller ones. Where there are many batches, the first is
            one for twice as many requests, if they are several: more are about to come, and each would need a compiler.
 
-        `pending` programs are being compiled in the background. `nodes`: as in the keys.
+        `pending` programs are being compiled in the background. `nodes`, `kind`: as in the keys.
         """
         count = min(count, self.batches[-1])
         best = self.batch(count)
         roomy = best if self.several_widths or count == 1 else self.batch(2 * count)
         for table in self.tables_for(pages):
-            keys = [Key("step", batch, table, nodes=nodes) for batch in self.batches if nodes in self.choices(batch)]
+            keys = [Key(kind, batch, table, nodes=nodes) for batch in self.batches if nodes in self.choices(batch)]
             larger = [key for key in keys if key.width >= count]
             smaller = [key for key in reversed(keys) if key.width < count]
             fitting = [key for key in larger if nodes == 1 or self.drafts_alike(best, key.width)]

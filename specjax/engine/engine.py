@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.profiler import TraceAnnotation
 
 from specjax import checkpoint
@@ -35,10 +36,12 @@ from specjax.engine.adaptive import PLAIN, Adaptive
 from specjax.engine.autotune import tune_at_start
 from specjax.engine.buckets import Key
 from specjax.engine.config import EngineConfig, Layout, check_config, context_length
+from specjax.engine.constrained import constrained_input, read_trees, root_trees
 from specjax.engine.device import Device, OutOfMemory, memory_checked
 from specjax.engine.executables import Executables, use_compilation_cache
 from specjax.engine.generation import FairLock, complete
 from specjax.engine.generation import stream as stream_chunks
+from specjax.engine.grammar import GRAMMAR_FAILED
 from specjax.engine.intake import Intake, Prompt, Salts, with_sampling
 from specjax.engine.memory import pool_tokens, room_beside
 from specjax.engine.packing import Resident, admission, catch_up_input, prefill_input, step_input
@@ -63,6 +66,7 @@ class _InFlight(NamedTuple):
     prefilled: list[int] | None = None  # by a prefill: tokens of each sequence that are in pages after it
     launched: float = 0.0  # when, in seconds of `perf_counter`
     drafted: tuple[Sequence, ...] = ()  # those for which a step could draft
+    forced: Mapping[Sequence, list[int]] = MappingProxyType({})  # in place of drafts, by a grammar
 
 
 class Engine:
@@ -129,7 +133,11 @@ class Engine:
         )
         self._unreported: list[Sequence] = []  # read in this iteration
         self.tuning: Tuning | None = None
-        self.adaptive = None if self._deferred is None else Adaptive(self.buckets.choices, self._expected_ratio)
+        self._adaptive: dict[str, Adaptive | None] = {
+            kind: None if self._deferred is None else Adaptive(self.buckets.choices, self._expected_ratio)
+            for kind in ("step", "constrained")
+        }
+        self.adaptive = self._adaptive["step"]
         self._draft_model = draft_model
         self._last_read, self._programs = 0.0, 0  # when a program's output was read last, and how many there were
 
@@ -282,7 +290,8 @@ class Engine:
         with self.lock, TraceAnnotation("step"):
             with self._guarded():
                 self._admit()
-                dispatched = self._launch_prefill() + self._launch_decode()
+                prefills = self._launch_prefill()
+                dispatched = prefills + self._launch_decode(prefills)
                 self._collect_all_but(dispatched if self.config.overlap else 0)
             changed = dict.fromkeys(self._unreported)
             self._unreported.clear()
@@ -351,17 +360,17 @@ class Engine:
                 break
         return launched
 
-    def _choose(self, sequences: list[Sequence]) -> tuple[int, int]:
+    def _choose(self, sequences: list[Sequence], kind: str) -> tuple[int, int]:
         """`Key.nodes` of the next step of these, and the catch-ups launched for it."""
-        if self.adaptive is None:
+        if (adaptive := self._adaptive[kind]) is None:
             return 0, 0
         batch = self.buckets.batch(len(sequences))
-        nodes = self.adaptive.choose(batch, sequences)
+        nodes = adaptive.choose(batch, sequences)
         if nodes == PLAIN:
             return PLAIN, 0
         if waiting := self.executables.pending:
             ready, pending = (
-                {key.nodes for key in keys if key.kind == "step" and key.width == batch}
+                {key.nodes for key in keys if key.kind == kind and key.width == batch}
                 for keys in (self.executables.compiled(), waiting)
             )
             if nodes in pending - ready and PLAIN in ready:
@@ -370,26 +379,83 @@ class Engine:
         launched = self._launch_catch_up(drafting)
         return nodes if any(not sequence.unseen for sequence in drafting) else PLAIN, launched
 
-    def _launch_decode(self) -> int:
+    def _launch_decode(self, prefills: int) -> int:
         """Dispatches one step for each running request: in one batch, or in several where no program serves them all.
-        Returns the programs launched."""
-        left, launched = self._reserved(), 0
+        Returns the programs launched. `prefills`: how many of the programs in flight are new ones, to be left there."""
+        if any(sequence.constraint for sequence in self.scheduler.running()):
+            self._collect_all_but(prefills)  # what a grammar allows next depends on what came last
+        left, launched = self._able(self._reserved()), 0
         while left:
             pages = max(len(sequence.pages) for sequence in left)
-            nodes, more = self._choose(left)
+            kind = "constrained" if any(sequence.constraint for sequence in left) else "step"
+            nodes, more = self._choose(left, kind)
+            forced = self._forced(left)
+            jumps = nodes == PLAIN and self._jumps(left, forced)
             ready = self.executables.compiled(), self.executables.pending
-            key, program = self.executables.first_usable(self.buckets.step_keys(len(left), pages, *ready, nodes))
+            keys = list(self.buckets.step_keys(len(left), pages, *ready, 0 if jumps else nodes, kind))
+            others = [sequence for sequence in left if not sequence.constraint]
+            if kind == "constrained" and others and not self._is_ready(keys[0]):
+                left, launched = others, launched + more  # they need not wait for the compiler
+                continue
+            key, program = self.executables.first_usable(keys)
             part, left = left[: key.width], left[key.width :]
             inputs, at = step_input(part, key.width, self._new_pages, self.config.max_running_requests), perf_counter()
             told = [sequence for sequence in part if key.drafts and not sequence.unseen]
             for sequence in part if len(told) < len(part) else ():
-                sequence.unseen += sequence not in told
+                sequence.unseen += 0 if sequence in told else 1 + len(forced.get(sequence, ()))
             drafted = tuple(sequence for sequence in told if sequence.params.drafts)
+            if kind == "constrained":
+                drafting = [] if jumps else [sequence for sequence in drafted if not forced.get(sequence)]
+                inputs = self._constrained(key, part, inputs, forced, drafting)
             output = self.device.run(key, program, inputs)
-            self._in_flight.append(_InFlight(key, output, part, launched=at, drafted=drafted))
+            self._in_flight.append(_InFlight(key, output, part, launched=at, drafted=drafted, forced=forced))
             self.counters.steps += 1
             launched += 1 + more
         return launched
+
+    def _is_ready(self, key: Key) -> bool:
+        """Whether a step in which some follow a grammar can run at once, or never will; else compiles it meanwhile."""
+        halves = [key] if self.buckets.step_widths(key) == (1,) else [key, key._replace(kind="propose")]
+        self.executables.compile_later(halves)
+        return all(half in self.executables.compiled() or self.executables.has_failed(half) for half in halves)
+
+    def _able(self, running: list[Sequence]) -> list[Sequence]:
+        """Ends the requests whose grammar cannot be followed any more. Returns the others."""
+        for sequence in running:
+            if sequence.constraint is not None and (problem := sequence.constraint.problem()) is not None:
+                sequence.abort(f"{GRAMMAR_FAILED} after {len(sequence.output)} tokens: {problem}")
+                self._finish(sequence)
+                self._unreported.append(sequence)
+        return [sequence for sequence in running if sequence.status is Status.RUNNING]
+
+    def _forced(self, sequences: list[Sequence]) -> dict[Sequence, list[int]]:
+        """Tokens that must come next in some of these, by their grammar."""
+        able = (sequence for sequence in sequences if sequence.constraint is not None and sequence.params.drafts)
+        return {one: tokens for one in able if (tokens := cast(Any, one.constraint).forced(self.drafter.depth))}
+
+    def _jumps(self, sequences: list[Sequence], forced: dict[Sequence, list[int]]) -> bool:
+        """Whether a step that checks forced tokens is worth while where drafting is not."""
+        counts = [len(forced.get(sequence, ())) for sequence in sequences]
+        return any(counts) and self.buckets.jump_pays(self.buckets.batch(len(sequences)), counts)
+
+    def _constrained(
+        self,
+        key: Key,
+        part: list[Sequence],
+        inputs: np.ndarray,
+        forced: dict[Sequence, list[int]],
+        drafting: list[Sequence],
+    ) -> np.ndarray:
+        """The input of a step in which some follow a grammar. Drafts, if only for `drafting`, and waits for that."""
+        nodes, half = self.buckets.step_widths(key)[-1], key._replace(kind="propose")
+        trees = root_trees(key.width, nodes)
+        if drafting and nodes > 1 and not self.executables.has_failed(half):
+            output = self.device.run(half, self.executables.get(half), inputs)
+            with memory_checked(half):
+                trees = read_trees(output, nodes)
+        depth = min(self.drafter.within(nodes).depth, nodes - 1)
+        chains = [forced.get(sequence, [])[:depth] for sequence in part]
+        return constrained_input(inputs, part, trees, chains, self.vocab_size)
 
     def _reserved(self) -> list[Sequence]:
         """The running requests, with pages for all that they may commit; retracts some where pages run out."""
@@ -417,12 +483,13 @@ class Engine:
         wanted = any(sequence.wants_logprobs for sequence in flight.sequences)
         with memory_checked(flight.key), TraceAnnotation("wait"):
             read = read_output(flight.output, min(TOP_LOGPROBS, self.vocab_size) if wanted else None)
-        verified = flight.key.kind == "step"
+        verified = flight.key.verifies
         drafts = flight.key.drafts and self.buckets.drafts(flight.key.width)
         seconds = self._seconds(flight)
-        if verified and seconds is not None and self.adaptive is not None:
+        adaptive = self._adaptive.get(flight.key.kind)
+        if seconds is not None and adaptive is not None and not any(map(flight.forced.get, flight.sequences)):
             emitted = {sequence: len(tokens) for sequence, tokens in zip(flight.sequences, read.tokens, strict=False)}
-            self.adaptive.record(flight.key, seconds, {one: n for one in flight.drafted if (n := emitted[one])})
+            adaptive.record(flight.key, seconds, {one: n for one in flight.drafted if (n := emitted[one])})
         for i, (sequence, tokens, finish) in enumerate(zip(flight.sequences, read.tokens, read.finish, strict=False)):
             if sequence.status is Status.FINISHED:
                 continue
@@ -449,15 +516,15 @@ class Engine:
     def _collect_catch_up(self, flight: _InFlight) -> None:
         with memory_checked(flight.key), TraceAnnotation("wait"):
             lags = read_lag(flight.output)
-        assert self.adaptive is not None
         if (seconds := self._seconds(flight)) is not None:
-            self.adaptive.record_catch_up(flight.key, seconds)
+            for adaptive in filter(None, self._adaptive.values()):
+                adaptive.record_catch_up(flight.key, seconds)
         for sequence, lag in zip(flight.sequences, lags, strict=False):
             for later in (other for other in self._in_flight if sequence in other.sequences):
                 if later.key.kind == "catch-up":
                     lag = max(lag - later.key.width, 0)
                 else:
-                    lag += sequence not in later.drafted
+                    lag += 0 if sequence in later.drafted else 1 + len(later.forced.get(sequence, ()))
             sequence.unseen = lag
 
     def _expected_ratio(self, batch: int) -> float:

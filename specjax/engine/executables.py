@@ -28,6 +28,7 @@ from specjax.drafters.base import Drafter, Params
 from specjax.drafters.deferred import Deferred
 from specjax.engine import program_store
 from specjax.engine.buckets import Buckets, Key
+from specjax.engine.constrained import constrained_size, constrained_step, propose_step, unpack_constrained
 from specjax.engine.packing import (
     Resident,
     admission_size,
@@ -130,6 +131,7 @@ class Executables:
         self._programs: dict[Key, Program] = {}  # of the futures that are done
         self._failed: dict[Key, str] = {}  # the message; an exception would keep its frames alive
         self._background: list[Key] = []  # keys of `warm_up_in_background` while it runs
+        self._later: list[Key] = []  # and of `compile_later`
         self._closed = False
         self._waiting: set[int] = set()  # threads that wait for a compiler in `get`
         self._lock = threading.Lock()  # for `_futures`
@@ -143,7 +145,9 @@ class Executables:
     @property
     def pending(self) -> set[Key]:
         """Keys that are still to be compiled in the background."""
-        return set(self._background) - self.compiled() - set(self._failed) if self._background else set()
+        if not (waiting := {*self._background, *self._later}):
+            return waiting
+        return waiting - self.compiled() - set(self._failed)
 
     def is_waiting(self, thread: int | None) -> bool:
         """Whether the thread with this `ident` waits for a program to be compiled or, on a GPU, any is compiled."""
@@ -226,7 +230,8 @@ class Executables:
     def fail_from(self, key: Key, error: BaseException) -> None:
         """`fail` for a program that ran out of memory, and for all that need more. Raises Unavailable if none needs
         less; nothing is remembered then: memory may come back."""
-        alike = [other for other in {key, *self._buckets.all_keys()} if other.kind == key.kind]
+        known = {key, *self._buckets.all_keys(), *self._buckets.constrained_keys()}
+        alike = [other for other in known if other.kind == key.kind]
         larger = [other for other in alike if other.needs_no_less(key)]
         if all(other in larger or self.has_failed(other) for other in alike):
             raise Unavailable(f"no memory for {key}, and there is nothing smaller: {_first_line(error)}") from error
@@ -290,6 +295,26 @@ class Executables:
         thread.start()
         return thread
 
+    def compile_later(self, keys: Iterable[Key]) -> None:
+        """Compiles these one by one in a thread, while requests run. Leaves out what fails."""
+        with self._lock:
+            idle = not self._later
+            known = {*self._futures, *self._failed, *self._later}
+            self._later += [key for key in keys if key not in known]
+            if not (idle and self._later):
+                return
+
+        def run() -> None:
+            while not self._closed:
+                with contextlib.suppress(Exception):  # logged by `fail`
+                    self.get(self._later[0])
+                with self._lock:
+                    self._later.pop(0)
+                    if not self._later:
+                        return
+
+        threading.Thread(target=run, name="specjax-compile-later", daemon=True).start()
+
     def _get_all(self, keys: Iterable[Key], bar: tqdm, *, strict: bool) -> None:
         for key in keys:
             bar.set_postfix_str(f"{key.kind} {key.width}")
@@ -330,7 +355,8 @@ class Executables:
                 return lowered.compile()
 
         kernels = cpu_attention.prepare(self._target.config.dtype)
-        pack = packed_lag if key.kind == "catch-up" else packed
+        # A proposal packs its own output.
+        pack = {"catch-up": packed_lag, "propose": _call}.get(key.kind, packed)
         program = program_store.stored(
             partial(_from_packed, function, unpack, pack), arguments, compile, (chosen, kernels)
         )
@@ -358,12 +384,19 @@ class Executables:
             shape, unpack = (key.rows, 3 + key.width + key.table), partial(unpack_prefill, **tables)
             function, config = prefill_step, StepConfig()
         else:
-            widths = widths or ((key.nodes,) if key.nodes else self._buckets.tree_widths(key.width))
+            widths = widths or self._buckets.step_widths(key)
             if widths != (1,) or self._deferred is None:
                 drafter = self._drafter.within(widths[-1])
             fixed |= {"verify": self._verify}
             shape, unpack = (key.width, 2 + self.new_pages), partial(unpack_step, **tables)
             function, config = speculate_step, StepConfig(widths, self._trace)
+            if key.kind == "propose":
+                function, fixed = propose_step, {}
+            elif key.kind == "constrained":
+                vocab_size, nodes = self._target.config.vocab_size, widths[-1]
+                shape = (key.width, constrained_size(self.new_pages, nodes, vocab_size))
+                unpack = partial(unpack_constrained, **tables, new_pages=self.new_pages, nodes=nodes)
+                function = constrained_step
         # `resize` has nothing to trace, but would be a part of the program's name.
         return partial(function, **fixed, drafter=drafter._replace(resize=None), config=config), unpack, shape
 
@@ -386,6 +419,10 @@ def _from_packed(
     given, tables = unpack(inputs, state.tables)
     decode, output = pack(function, params, state.decode, given)
     return Resident(decode, tables), output
+
+
+def _call(function: Callable[..., Any], *given: Any) -> Any:
+    return function(*given)
 
 
 def _compile_in_phases(

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
+from specjax.engine.grammar import Constraint, GrammarError, Grammars, Reasoning
 from specjax.engine.plain import PlainText
 from specjax.engine.sampling_params import GENERATED_SEEDS, ParameterError, SamplingParams
 from specjax.engine.sequence import Sequence
@@ -31,6 +32,7 @@ SHRINKS = 4
 (spaces, accents) know no limit: a text that is too long by this count is refused, even if the rest would fit."""
 
 DENSE = 8  # characters a token from which on a text is tokenised piece by piece, to find early that it does not fit
+REASONING_TAIL = 8  # tokens at a prompt's end among which its template opens a block of reasoning, or closes it
 MARGIN = 64  # tokens by which the start of a text, cut anywhere, may exceed its share of the whole text's
 
 
@@ -70,9 +72,11 @@ class Intake:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     plain: PlainText | None = field(init=False)  # None: `plain_content` is off
+    grammars: Grammars = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "plain", PlainText(self.tokenizer) if self.plain_content else None)
+        object.__setattr__(self, "grammars", Grammars(self.tokenizer, self.vocab_size, self.eos_ids))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """As `encode`; little is done for a prompt that is far too long."""
@@ -126,7 +130,11 @@ class Intake:
             if outside := [token for token in ids if not 0 <= int(token) < self.vocab_size]:
                 last = self.vocab_size - 1
                 raise ParameterError(what, f"holds {outside[0]!s:.40}; token ids of this model are 0 to {last}")
-        stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_ids))))
+        constraint = self._constraint(sampling, tokens)
+        ends = () if sampling.ignore_eos else self.eos_ids
+        if constraint is not None:  # they come only where the grammar may end
+            ends = constraint.eos_ids
+        stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *ends)))
         minimum = sampling.min_new_tokens
         if minimum > limit:
             raise ParameterError("min_new_tokens", f"{minimum} exceeds the {limit} tokens there is room for")
@@ -150,8 +158,37 @@ class Intake:
             ),
             arrival=number,
             salt=self.salts(sampling.cache_salt),
+            constraint=constraint,
             histogram=[0] * (self.depth + 1),
         )
+
+    def _constraint(self, sampling: SamplingParams, prompt: List[int]) -> Constraint | None:
+        """What the text must follow; compiles its grammar, if no request has had it before."""
+        if sampling.grammar is None:
+            return None
+        try:
+            return self.grammars.constraint(sampling.grammar, self._reasoning(prompt))
+        except GrammarError as error:
+            raise ParameterError("grammar", str(error)) from error
+
+    def _reasoning(self, prompt: List[int]) -> Reasoning | None:
+        """The tokens around what the model thinks before it answers this prompt; None: it does not think.
+
+        It thinks if the prompt ends with an open block, as a chat template writes it. It may think if it could, and the
+        prompt does not end with a closed block.
+        """
+        if self._thinking is None:
+            return None
+        start, end = self._thinking
+        tail = [token for token in prompt[-REASONING_TAIL:] if token in self._thinking]
+        return None if tail and tail[-1] == end else Reasoning(start, end, begun=bool(tail))
+
+    @functools.cached_property
+    def _thinking(self) -> tuple[int, int] | None:
+        """The tokens `<think>` and `</think>`; None: the tokenizer has no such tokens."""
+        names = getattr(self.tokenizer, "get_added_vocab", dict)()
+        found = [names.get(name) for name in ("<think>", "</think>")]
+        return None if None in found else cast(Any, tuple(found))
 
     def _limit(self, prompt: int, wanted: int | None) -> int:
         """Tokens to emit after a prompt of so many."""

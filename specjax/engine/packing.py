@@ -88,7 +88,7 @@ def prefill_input(
     """Input for the next chunk of each sequence's context, in `width` tokens and `table` pages, for a bucket of `batch`
     entries: int32 [batch, 3 + width + table].
 
-    The last chunk of a context draws, unless the sequence is a resumed one. Empty entries get slots from R = `rows` on.
+    The last chunk of a context draws, unless the token after it is known. Empty entries get slots from R = `rows` on.
     `pages` is P.
     """
     packed = np.zeros((batch, 3 + width + table), np.int32)

@@ -30,7 +30,7 @@ class ParameterError(ValueError):
 
     def renamed(self, names: Mapping[str, str]) -> ParameterError:
         """The same error in the words of an interface that has other names for these parameters."""
-        words = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), self.problem)
+        words = re.sub(r"\w+_\w+", lambda word: names.get(word[0], word[0]), self.problem)
         return ParameterError(names.get(self.name, self.name), words)
 
 

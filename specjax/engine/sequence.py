@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
+from specjax.engine.grammar import Constraint
 from specjax.engine.pages import Node, Text
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.text import TextStream
@@ -75,6 +76,7 @@ class Sequence:
     host_stops: frozenset[int]  # the ones that did not fit there
     stream: TextStream
     arrival: int  # youngest = largest
+    constraint: Constraint | None = None  # of its text, by a grammar
     output: list[int] = field(default_factory=list)
     logprobs: list[RawLogprob] = field(default_factory=list)  # of the output, if requested
     drafted_flags: list[bool] = field(default_factory=list)  # of the output: accepted drafts, if requested
@@ -105,17 +107,25 @@ class Sequence:
 
     @property
     def context(self) -> list[int]:
-        """Tokens to prefill: the prompt, and for a resumed sequence all output but its last token, the root."""
+        """Tokens to prefill: the prompt, and for a resumed sequence all output but its last token, the root.
+
+        With a grammar the first root is the prompt's last token: a step can mask what is drawn, a prefill cannot.
+        """
+        if self.constraint is not None and not self.output:
+            return self.prompt[:-1]
         return self.prompt + self.output[:-1]
 
     @property
     def left(self) -> int:
         """Tokens of the context whose prefill is not dispatched."""
-        return len(self.prompt) + max(len(self.output) - 1, 0) - self.prefilled
+        roots = 1 if self.output or self.constraint is not None else 0
+        return len(self.prompt) + len(self.output) - roots - self.prefilled
 
     @property
     def forced_token(self) -> int | None:
-        """The token after the context of a resumed sequence: emitted already, so never drawn again."""
+        """The token after the context, where it is known: it is never drawn again."""
+        if self.constraint is not None and not self.output:
+            return self.prompt[-1]
         return self.output[-1] if self.output else None
 
     @property
@@ -143,6 +153,8 @@ class Sequence:
     def accept(self, tokens: list[int], stopped: bool, full: bool) -> int:
         """Adds the tokens that a step emitted, and finishes on a stop. Returns how many were kept: a stop string, or a
         stop id that only the host knows, may end the sequence inside the run; what follows is dropped."""
+        if self.constraint is not None:
+            self.constraint.consume(tokens)
         last = len(tokens) - 1 if stopped else None  # the stop token: in `output`, not in the text
         if self.host_stops:
             last = next((i for i, token in enumerate(tokens) if token in self.host_stops), last)

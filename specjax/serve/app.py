@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from specjax.cli.flags import ServerSettings
 from specjax.engine import Completion
+from specjax.engine.grammar import GRAMMAR_FAILED
 from specjax.engine.sequence import Sequence
 from specjax.serve.control import READ, add_control_routes
 from specjax.serve.delivery import Listener
@@ -31,6 +32,7 @@ from specjax.serve.playground import add_playground
 from specjax.serve.protocol import ChatRequest, CompletionRequest, GenerateRequest, check_model, read_request
 from specjax.serve.responses import Answer, GenerateAnswer, OpenAIAnswer, TokenNames, event, fingerprint
 from specjax.serve.runner import ABORTED, SEND_AGAIN, Runner
+from specjax.serve.structured import INVALID
 from specjax.serve.task import Rules
 from specjax.serve.tokenising import Tokenising, work
 
@@ -77,7 +79,9 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
 
         # The request has its places in the queue while it waits for the tokenizer.
         with runner.reserve(len(task.prompts) * task.n):
-            job = asyncio.wrap_future(tokenising.submit(work(task.prompts, task.n), tokenise))
+            known = runner.engine.intake.grammars
+            compiles = any(each.grammar is not None and not known.holds(each.grammar) for each in task.sampling)
+            job = asyncio.wrap_future(tokenising.submit(work(task.prompts, task.n), tokenise, compiles=compiles))
             sequences, texts = await while_connected(request, job)
             listener = Listener(sequences, streams=bool(body.stream))
             check_state(runner)
@@ -201,6 +205,8 @@ def check_completion(completion: Completion) -> None:
         message = completion.finish_reason.get("message", "the request was aborted")
         if message == ABORTED:
             raise bad_request(message, code="aborted")
+        if message.startswith(GRAMMAR_FAILED):
+            raise bad_request(message, code=INVALID)
         # Any other request would fail again.
         raise unavailable(message, retry_after=1) if message in SEND_AGAIN else ApiError(500, message)
 

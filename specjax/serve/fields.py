@@ -183,10 +183,8 @@ Stop = Annotated[StopStrings, texts("non-empty strings", json_schema_input_type=
 # Fields that no body supports, with the values that change nothing and so pass; null never changes anything.
 UNSUPPORTED: dict[str, Values] = {
     # The form of the output.
-    "response_format": ({"type": "text"},), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
-    "function_call": ("none", "auto"), "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
-    "guided_whitespace_pattern": (), "structured_outputs": (), "structural_tag": (), "json_schema": (), "regex": (),
-    "ebnf": (), "grammar": (),
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "guided_whitespace_pattern": (), "structural_tag": (), "grammar": (),
     # How tokens are drawn, where the output ends, and how tokens become text.
     "allowed_token_ids": (), "bad_words": ([],), "logits_processors": ([],), "custom_logit_processor": (),
     "custom_params": ({},), "stop_regex": ([], ""), "use_beam_search": (False,), "length_penalty": (1,),

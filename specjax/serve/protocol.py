@@ -10,6 +10,7 @@ from pydantic import Field, PlainValidator, WithJsonSchema
 
 from specjax.cli.flags import MOST_TRACED
 from specjax.engine.sampling_params import MAX_TEMPERATURE, ParameterError, SamplingParams
+from specjax.serve import structured
 from specjax.serve.errors import ApiError, bad_request, shown
 from specjax.serve.fields import (
     TOKEN,
@@ -32,6 +33,7 @@ from specjax.serve.fields import (
     whole,
 )
 from specjax.serve.messages import Messages
+from specjax.serve.structured import Choices, JsonSchema, ResponseFormat, Source, StructuredOutputs, chosen
 from specjax.serve.task import Rules, Task, check_capacity, read_prompts, refusal
 from specjax.state import NO_DRAFT_LIMIT
 from specjax.verify import TOP_LOGPROBS
@@ -93,16 +95,19 @@ class SamplingFields(Body):
     draft_limit: Annotated[Integer, Field(ge=0, le=NO_DRAFT_LIMIT)] | None = Field(
         None, description="Most drafts that a step checks, 0 = none. Changes the speed, never the text."
     )
+    regex: Source | None = Field(None, description="That the text matches as a whole.")
+    ebnf: Source | None = Field(None, description="A grammar of the text: GBNF with the rule `root`.")
 
     @property
     def names(self) -> dict[str, str]:
         """Names of `SamplingParams` to those of the request, where they differ."""
-        return {}
+        return {"grammar": chosen(self)[0] or "grammar"}
 
     def params(self, rules: Rules, **more: Any) -> SamplingParams:
         """Sampling parameters: the request's values, else the model's defaults, else temperature 1. `more`: parameters
         that are no fields of the same name. Raises an ApiError if one is out of range."""
         found = {"temperature": 1.0, "trees": 0, **rules.defaults}
+        more["grammar"] = chosen(self)[1]
         own = {each.name: getattr(self, each.name, None) for each in dataclasses.fields(SamplingParams)} | more
         if self.sampling_seed is not None:
             if self.seed not in (None, self.sampling_seed):
@@ -134,7 +139,7 @@ OPTIONS_NEED_STREAM = implies(has(stream_options={"type": "object"}), has(stream
 class OpenAIRequest(SamplingFields):
     """Fields that chat completions and completions share."""
 
-    unsupported = UNSUPPORTED
+    unsupported = UNSUPPORTED | {"json_schema": ()}
     elsewhere = MISPLACED
 
     model: Text | None = Field(None, json_schema_extra={"enum": "$models"})
@@ -152,6 +157,13 @@ class OpenAIRequest(SamplingFields):
         json_schema_extra={"enum": "$trees"},
     )
     cache_salt: Salt | None = Field(None, description=SALT)
+    response_format: ResponseFormat | None = Field(None, description="JSON is written on one line.")
+    # vLLM's.
+    guided_json: JsonSchema = None
+    guided_regex: Source | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Source | None = Field(None, description="As `ebnf`.")
+    structured_outputs: StructuredOutputs | None = None
     # Accepted, and not used.
     user: Text | None = None
     metadata: Metadata | None = None
@@ -179,7 +191,7 @@ class OpenAIRequest(SamplingFields):
 
     @property
     def names(self) -> dict[str, str]:
-        return {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+        return super().names | {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 
 
 def check_model(name: str | None, served: str) -> None:
@@ -191,6 +203,7 @@ def check_model(name: str | None, served: str) -> None:
 
 class ChatRequest(OpenAIRequest):
     unsupported = UNSUPPORTED | {
+        "json_schema": (),
         "parallel_tool_calls": (True, False), "modalities": (["text"],), "audio": (), "prediction": (),
         "reasoning_effort": ("none", "medium"), "verbosity": ("medium",), "web_search_options": (), "moderation": (),
         "add_generation_prompt": (True,), "continue_final_message": (False,), "add_special_tokens": (False,),
@@ -256,7 +269,7 @@ class SamplingBody(SamplingFields):
     """`sampling_params` of `/generate`."""
 
     place = "sampling_params."
-    unsupported = UNSUPPORTED
+    unsupported = UNSUPPORTED | structured.UNSUPPORTED
     elsewhere: ClassVar[Mapping[str, tuple[str, Values]]] = {
         "max_tokens": ("it is called max_new_tokens", ()),
         "max_completion_tokens": ("it is called max_new_tokens", ()),
@@ -265,6 +278,7 @@ class SamplingBody(SamplingFields):
         "cache_salt": ("it belongs to the body", ()),
     }
 
+    json_schema: JsonSchema = Field(None, description="As an object, or its text. JSON is written on one line.")
     max_new_tokens: NewTokens | None = Field(None, description=f"Default: {GENERATE_TOKENS}, or what fits.")
     min_new_tokens: LeastTokens | None = None
 
@@ -277,7 +291,7 @@ class GenerateRequest(Body):
     """SGLang's own endpoint."""
 
     # Log-probabilities of the prompt are not computed.
-    unsupported = UNSUPPORTED | {"logprob_start_len": (-1,), "modalities": (["text"], [])}
+    unsupported = UNSUPPORTED | structured.UNSUPPORTED | {"logprob_start_len": (-1,), "modalities": (["text"], [])}
     elsewhere: ClassVar[Mapping[str, tuple[str, Values]]] = {
         "messages": ("/generate takes text or input_ids", ()),
         "prompt": ("/generate takes text or input_ids", ()),
@@ -337,7 +351,7 @@ class GenerateRequest(Body):
         sampling = [body.params(rules, logprobs=logprobs, cache_salt=self.cache_salt) for body in bodies]
         sampling *= len(prompts) // len(bodies)
         ids = self._ids(len(prompts))
-        return Task(prompts, sampling, choices, prompt_field=field, ids=ids, most=GENERATE_TOKENS)
+        return Task(prompts, sampling, choices, first.names, field, ids=ids, most=GENERATE_TOKENS)
 
     def _ids(self, count: int) -> list[str] | None:
         """The names of `count` prompts."""

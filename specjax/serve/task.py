@@ -11,6 +11,7 @@ from specjax.engine.sampling_params import ParameterError, SamplingParams, later
 from specjax.engine.sequence import Sequence
 from specjax.serve.errors import ApiError, bad_request, shown
 from specjax.serve.fields import whole
+from specjax.serve.structured import INVALID
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,11 @@ class Task:
 def refusal(error: ValueError, names: Mapping[str, str], prompt_field: str | None = None) -> ApiError:
     """The answer to a `ParameterError`, or to another error of the prompt in `prompt_field`."""
     if isinstance(error, ParameterError):
+        wrong = error.name == "grammar"
         error = error.renamed(names)
         prompt_field = error.name
+        if wrong:
+            return bad_request(str(error)[:600], prompt_field, INVALID)
     code = "context_length_exceeded" if "the context" in str(error) else None
     return bad_request(str(error)[:400], prompt_field, code)  # a number may have thousands of digits
 

@@ -1,8 +1,8 @@
 """Tokenising beside the event loop, so that a huge prompt delays neither streams nor other clients' short prompts.
 
-One thread takes short requests, in the order of arrival, and one all others. Of these the smallest goes first, but none
-waits for ever: each is queued under its time of arrival plus an allowance for its size. `tokenizers` releases Python's
-lock while it encodes.
+One thread takes short requests, in the order of arrival, one those whose grammar is to be compiled, and one all others.
+Of these the smallest goes first, but none waits for ever: each is queued under its time of arrival plus an allowance
+for its size. `tokenizers` releases Python's lock while it encodes, and so does the compiler of grammars.
 """
 
 from __future__ import annotations
@@ -61,9 +61,13 @@ class Tokenising:
     def __init__(self) -> None:
         self._short = _Lane("specjax-tokenise-short")
         self._long = _Lane("specjax-tokenise-long")
+        self._compiling = _Lane("specjax-tokenise-compile")
 
-    def submit(self, size: int, function: Callable[[], Result]) -> Future[Result]:
-        """Calls the function, `size` characters of `work`, in a thread. Cancelling the future before frees it."""
+    def submit(self, size: int, function: Callable[[], Result], *, compiles: bool = False) -> Future[Result]:
+        """Calls the function, `size` characters of `work`, in a thread. Cancelling the future before frees it.
+        `compiles`: whether it compiles a grammar, too."""
+        if compiles:
+            return self._compiling.put(time.monotonic() + size * ALLOWANCE, function)
         if size <= SHORT:
             return self._short.put(0.0, function)
         return self._long.put(time.monotonic() + size * ALLOWANCE, function)

@@ -1,0 +1,130 @@
+"""The fields that ask for structured output, and the grammar that follows from them."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, WithJsonSchema
+
+from specjax.engine.grammar import MAX_SOURCE, Grammar, GrammarError
+from specjax.serve.errors import bad_request
+from specjax.serve.fields import Body, Flag, Schema, Text, Values, at_most, has, implies
+
+MAX_CHOICES = 1024
+INVALID = "invalid_grammar"  # the code of errors that no schema of a body can tell
+
+NULL: Schema = {"type": "null"}
+Source = Annotated[Text, Field(min_length=1, max_length=MAX_SOURCE)]
+JsonSchema = Annotated[
+    Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string", "minLength": 1}, NULL]})
+]  # checked by `of_schema`
+Choices = Annotated[list[Source], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True), at_most(MAX_CHOICES)]
+
+
+def of_schema(schema: Any) -> Grammar:
+    """JSON that follows a schema, an object or its text. Raises GrammarError."""
+    if not isinstance(schema, dict | str) or schema == "":
+        raise GrammarError(f"must be a JSON schema, as an object or a text, got {schema!r:.60}")
+    return Grammar("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
+
+
+with warnings.catch_warnings():
+    # pydantic's base class has deprecated methods of these names.
+    warnings.filterwarnings("ignore", message='Field name "(json|schema)"')
+
+    class JsonSchemaFormat(Body):
+        place = "response_format.json_schema."
+
+        name: Text | None = None
+        description: Text | None = None
+        schema: JsonSchema = Field(None, description="Default: any object.")  # type: ignore[assignment]
+        strict: Flag | None = Field(None, description="Schemas are always followed.")
+
+    class StructuredOutputs(Body):
+        """vLLM's. One member."""
+
+        place = "structured_outputs."
+        unsupported: ClassVar[Mapping[str, Values]] = {
+            "structural_tag": (), "whitespace_pattern": (), "disable_any_whitespace": (True,),
+            "disable_additional_properties": (False,), "disable_fallback": (True,),
+        }  # fmt: skip
+
+        json: JsonSchema = None  # type: ignore[assignment]
+        regex: Source | None = None
+        choice: Choices | None = None
+        grammar: Source | None = Field(None, description="EBNF, in the form of llama.cpp's GBNF.")
+        json_object: Flag | None = None
+
+        def chosen(self) -> Grammar | None:
+            return chosen(self, OUTPUTS)[1]
+
+
+# For bodies of SGLang's.
+UNSUPPORTED: dict[str, Values] = {
+    "response_format": ({"type": "text"},), "guided_json": (), "guided_regex": (), "guided_choice": (),
+    "guided_grammar": (), "structured_outputs": (),
+}  # fmt: skip
+
+
+class ResponseFormat(Body):
+    place = "response_format."
+    unsupported: ClassVar[Mapping[str, Values]] = {"schema": ()}
+    relations = (implies(has(type={"const": "json_schema"}), has(json_schema={"type": "object"})),)
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = Field(None, description="Needs the type `json_schema`.")
+
+    def chosen(self) -> Grammar | None:
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return Grammar("json_schema")
+        if self.json_schema is None:
+            raise bad_request("response_format.json_schema is required", "response_format")
+        schema = self.json_schema.schema
+        return Grammar("json_schema") if schema is None else of_schema(schema)
+
+
+Convert = Callable[[Any], Grammar | None]
+OUTPUTS: dict[str, Convert] = {
+    "json": of_schema,
+    "regex": lambda text: Grammar("regex", text),
+    "choice": Grammar.choice,
+    "grammar": lambda text: Grammar("ebnf", text),
+    "json_object": lambda wanted: Grammar("json_schema") if wanted else None,
+}
+"""Fields of a body to what they ask for."""
+
+FIELDS: dict[str, Convert] = {
+    "response_format": ResponseFormat.chosen,
+    "json_schema": of_schema,
+    "regex": OUTPUTS["regex"],
+    "ebnf": OUTPUTS["grammar"],
+    "guided_json": of_schema,
+    "guided_regex": OUTPUTS["regex"],
+    "guided_choice": OUTPUTS["choice"],
+    "guided_grammar": OUTPUTS["grammar"],
+    "structured_outputs": StructuredOutputs.chosen,
+}
+
+
+def chosen(body: Body, fields: Mapping[str, Convert] = FIELDS) -> tuple[str | None, Grammar | None]:
+    """What a body asks for, and the field that says so. Raises an ApiError, a 400, if a field is wrong, or there are
+    several."""
+    found, root = dict[str, Grammar](), body.place.partition(".")[0]
+    for name, convert in fields.items():
+        if (value := getattr(body, name, None)) is None or name not in type(body).model_fields:
+            continue
+        try:
+            grammar = convert(value)
+        except GrammarError as error:
+            raise bad_request(f"{body.place}{name} {error}", root or name, INVALID) from error
+        if grammar is not None:
+            found[name] = grammar
+    if len(found) > 1:
+        several = ", ".join(body.place + name for name in found)
+        raise bad_request(f"{several} ask for different forms of output: give one", root or next(iter(found)))
+    return next(iter(found.items()), (None, None))

@@ -1,0 +1,314 @@
+"""Grammars on the host: what is refused, what is kept, and the bits of a tree's nodes."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_helpers import END, VOCABULARY, idle_sequence, tokenizer
+from grammar_helpers import GRAMMARS, OBJECT, SCHEMA, follows, mask, matcher
+
+from specjax.engine import grammar as module
+from specjax.engine.constrained import Fields, constrained_input, root_trees
+from specjax.engine.grammar import ALL, MAX_SOURCE, Grammar, GrammarError, Grammars, Reasoning
+
+WORDS = -(-VOCABULARY // 32)
+START, STOP = 100, 101  # of the reasoning: any two tokens
+
+
+def grammars() -> Grammars:
+    return Grammars(tokenizer(), VOCABULARY, (END,))
+
+
+def ids(text: str) -> list[int]:
+    return tokenizer()(text, add_special_tokens=False)["input_ids"]
+
+
+def as_bools(words: np.ndarray) -> np.ndarray:
+    return np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")[..., :VOCABULARY].astype(bool)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        found = {"type": "object", "properties": {"a": found}, "required": ["a"]}
+    return found
+
+
+BAD = {
+    "no JSON": (("json_schema", "{"), "not valid JSON"),
+    "a list": (("json_schema", "[]"), "a JSON schema, an object"),
+    "a type": (("json_schema", '{"type": "foo"}'), "foo"),
+    "not supported": (("json_schema", '{"type": "object", "unevaluatedProperties": false}'), "unevaluatedProperties"),
+    "a remote reference": (("json_schema", '{"$ref": "http://example.com/x"}'), "example.com"),
+    "a reference to itself": (("json_schema", '{"$ref": "#"}'), "cannot be followed"),
+    "nothing fits": (("json_schema", '{"type": "integer", "minimum": 5, "maximum": 3}'), "minimum"),
+    "too deep": (("json_schema", json.dumps(nested(400))), "refused"),
+    "deep lists": (("json_schema", "[" * 30000), "not valid JSON"),
+    "too wide": (
+        ("json_schema", json.dumps({"allOf": [{"anyOf": [
+            {"type": "object", "properties": {f"p{i}{j}": {"type": "string"}}} for i in range(10)
+        ]} for j in range(8)]})), "too large",
+    ),
+    "regex": (("regex", "(a"), "unclosed"),
+    "look-ahead": (("regex", "(?=a)b"), "look-around"),
+    "an impossible regex": (("regex", r"[^\s\S]"), "cannot be followed"),
+    "a deep regex": (("regex", "(" * 5000 + "a" + ")" * 5000), "refused"),
+    "ebnf": (("ebnf", "root ::= foo"), "foo"),
+    "no rule": (("ebnf", "x = y"), "::="),
+    "an open string": (("ebnf", 'root ::= "a\\'), "not right"),
+    "a deep rule": (("ebnf", "root ::= " + "(" * 3000 + '"a"' + ")" * 3000), "recursion"),
+    "endless": (("lark", "start: start"), "cannot be followed"),
+    "lark": (("lark", "start: foo"), "foo"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_grammar_is_refused_soon(name):
+    (kind, source), said = BAD[name]
+    found = grammars()
+    found.constraint(OBJECT)  # the tokenizer is loaded
+    started = time.perf_counter()
+    with pytest.raises(GrammarError, match=said):
+        found.constraint(Grammar(kind, source))
+    assert time.perf_counter() - started < 1
+    assert not found.holds(Grammar(kind, source))
+
+
+@pytest.mark.parametrize(("kind", "source", "said"), [
+    ("xml", "a", "kind 'xml'"), ("regex", "", "empty"), ("ebnf", " \n", "empty"),
+    ("regex", "a" * (MAX_SOURCE + 1), "at most"),
+])  # fmt: skip
+def test_what_is_no_grammar_at_all(kind, source, said):
+    with pytest.raises(GrammarError, match=said):
+        Grammar(kind, source)
+
+
+def test_choices():
+    for odd in ('q"uo\\te', "a\nb\t\x01", "é→😀", "/x/", "a | b"):
+        grammar = Grammar.choice(["zz", odd])
+        assert follows(grammar, ids(odd)) and follows(grammar, ids("zz")) and not follows(grammar, ids("z"))
+    for wrong in ([], ["a", ""]):
+        with pytest.raises(GrammarError, match="list of texts"):
+            Grammar.choice(wrong)
+
+
+@pytest.mark.parametrize(("tokens", "said"), [
+    (SimpleNamespace(), "not one of the tokenizers library"),
+    (SimpleNamespace(backend_tokenizer=SimpleNamespace(to_str=lambda: "{}")), "not available for this model"),
+])  # fmt: skip
+def test_a_tokenizer_that_is_not_supported(tokens, said):
+    with pytest.raises(GrammarError, match=said):
+        Grammars(tokens, VOCABULARY, (END,)).constraint(OBJECT)
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer():
+    with pytest.raises(GrammarError, match="vocab size too small"):
+        Grammars(tokenizer(), 100, (END,)).constraint(OBJECT)
+
+
+def test_few_compiled_grammars_are_kept(monkeypatch):
+    found = grammars()
+    made = [Grammar("regex", f"a{{{i + 1}}}") for i in range(5)]
+    monkeypatch.setattr(module, "KEPT", 3)
+    for each in made:
+        found.constraint(each)
+    assert [found.holds(each) for each in made] == [False, False, True, True, True]
+    found.constraint(made[2])
+    found.constraint(made[0])
+    assert [found.holds(each) for each in made] == [True, False, True, False, True], "the one used last stays"
+    monkeypatch.setattr(module, "KEPT_SOURCE", 2 * len(made[0].source))
+    found.constraint(made[1])
+    assert [found.holds(each) for each in made] == [True, True, False, False, False]
+
+
+def test_a_known_grammar_is_not_compiled_again(monkeypatch):
+    found, compiled = grammars(), []
+    compile = found._compile
+    monkeypatch.setattr(found, "_compile", lambda grammar: compiled.append(grammar) or compile(grammar))
+    for _ in range(3):
+        found.constraint(OBJECT)
+        found.constraint(Grammar("json_schema", json.dumps(SCHEMA)))
+    assert compiled == [OBJECT]
+
+
+def test_threads_share_compiled_grammars():
+    found, errors = grammars(), []
+
+    def work(seed: int) -> None:
+        try:
+            for i in range(20):
+                constraint = found.constraint(Grammar("regex", f"a{{{(i + seed) % 7 + 1}}}"))
+                assert as_bools(constraint.mask())[ids("a")[0]]
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_masks_along_a_text_are_the_library_s(name):
+    """Also where forced tokens and trees were looked at in between."""
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        constraint, other = grammars().constraint(GRAMMARS[name]), matcher(GRAMMARS[name])
+        for _ in range(40):
+            expected = mask(other)
+            if rng.random() < 0.5:
+                forced = constraint.forced(4)
+                assert len(forced) <= 4 and (not forced or list(np.flatnonzero(expected)) == forced[:1])
+            if rng.random() < 0.5:
+                tokens = rng.choice(np.flatnonzero(expected), 4)
+                tree = np.array([0, *tokens]), np.array([-1, 0, 1, 2, 3]), np.ones(5, bool)
+                constraint.masks(*tree, np.full((5, WORDS), ALL, np.uint32))
+            np.testing.assert_array_equal(as_bools(constraint.mask()), expected)
+            token = int(rng.choice(np.flatnonzero(expected)))
+            constraint.consume([token])
+            if token == END:
+                break
+            assert other.consume_token(token)
+
+
+def random_tree(rng: np.random.Generator, grammar: Grammar, start: list[int], nodes: int) -> tuple[np.ndarray, ...]:
+    """Half of its tokens are ones that the grammar allows there."""
+    tokens, parents, paths = [0], [-1], [start]
+    valid = np.ones(nodes, bool)
+    for node in range(1, nodes):
+        parent = int(rng.integers(max(0, node - 3), node))
+        allowed = np.flatnonzero(mask_after(grammar, paths[parent]))
+        likely = len(allowed) > 0 and rng.random() < 0.7
+        token = int(rng.choice(allowed)) if likely else int(rng.integers(VOCABULARY))
+        if any(parents[i] == parent and tokens[i] == token for i in range(1, node)):
+            valid[node] = False  # siblings differ
+        tokens.append(token)
+        parents.append(parent)
+        paths.append([*paths[parent], token])
+    return np.array(tokens, np.int32), np.array(parents, np.int32), valid
+
+
+def mask_after(grammar: Grammar, tokens: list[int]) -> np.ndarray:
+    """bool [V]; none where the tokens are not allowed, or have ended the text."""
+    found = matcher(grammar)
+    if END in tokens or found.try_consume_tokens(tokens) < len(tokens):
+        return np.zeros(VOCABULARY, bool)
+    return mask(found)
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_masks_of_a_tree_are_those_of_its_paths(name):
+    rng, grammar = np.random.default_rng(1), GRAMMARS[name]
+    kept_nodes = dropped = 0
+    for trial in range(8):
+        start: list[int] = []
+        constraint = grammars().constraint(grammar)
+        for _ in range(trial):
+            choices = [t for t in np.flatnonzero(mask_after(grammar, start)) if t != END]
+            if not choices:
+                break
+            start.append(int(rng.choice(choices)))
+        constraint.consume(start)
+        tokens, parents, valid = random_tree(rng, grammar, start, 10)
+        out = np.full((10, WORDS), ALL, np.uint32)
+        kept = constraint.masks(tokens, parents, valid, out)
+        paths = [start]
+        for node in range(1, 10):
+            paths.append([*paths[parents[node]], int(tokens[node])])
+            above, token = paths[parents[node]], tokens[node]
+            expected = valid[node] and kept[parents[node]] and bool(mask_after(grammar, above)[token])
+            assert kept[node] == expected, (node, tokens, parents)
+            if kept[node] and token != END:
+                np.testing.assert_array_equal(as_bools(out[node]), mask_after(grammar, paths[node]))
+        np.testing.assert_array_equal(as_bools(out[0]), mask_after(grammar, start))
+        np.testing.assert_array_equal(as_bools(constraint.mask()), mask_after(grammar, start), "it is where it was")
+        kept_nodes, dropped = kept_nodes + kept.sum(), dropped + (valid & ~kept).sum()
+    assert kept_nodes > 15 and dropped > 15
+
+
+def test_nodes_that_a_grammar_excludes_leave_a_tree():
+    """The root, a -> b, x, a -> c of `a[bc]`: x goes, and the others move up."""
+    a, b, c, x = (ids(letter)[0] for letter in "abcx")
+    trees = root_trees(2, 5)
+    tree = Fields(*trees[0])
+    tree.tokens[:], tree.parents[:], tree.depth[:] = (9, x, a, b, c), (-1, 0, 0, 2, 2), (0, 1, 1, 2, 2)
+    tree.valid[:] = 1
+    trees[1] = trees[0]
+    sequences = [idle_sequence(constraint=grammars().constraint(Grammar("regex", "a[bc]"))), idle_sequence()]
+    step = np.zeros((2, 3), np.int32)
+    packed = constrained_input(step, sequences, trees.copy(), [[], []], VOCABULARY)
+    found = Fields(*packed[0, 3:28].reshape(5, 5))
+    assert found.tokens.tolist() == [9, a, b, c, -1] and found.parents.tolist() == [-1, 0, 1, 1, -1]
+    assert found.depth.tolist() == [0, 1, 2, 2, 0] and found.valid.tolist() == [1, 1, 1, 1, 0]
+    bits = as_bools(np.ascontiguousarray(packed[0, 28:]).reshape(5, WORDS))
+    assert [np.flatnonzero(each).tolist() for each in bits[:3]] == [[a], sorted([b, c]), [END]]
+    np.testing.assert_array_equal(packed[1, 3:28].reshape(5, 5), trees[1])
+    assert (packed[1, 28:] == -1).all()
+
+
+def test_forced_tokens_take_the_place_of_a_tree():
+    trees = root_trees(1, 4)
+    forced = ids("bcde")
+    sequences = [idle_sequence(constraint=grammars().constraint(Grammar("regex", "bcdef|bcdeg")))]
+    packed = constrained_input(np.zeros((1, 2), np.int32), sequences, trees, [forced], VOCABULARY)
+    found = Fields(*packed[0, 2:22].reshape(5, 4))
+    assert found.tokens[1:].tolist() == forced[:3] and found.parents.tolist() == [-1, 0, 1, 2]
+    assert found.depth.tolist() == [0, 1, 2, 3] and found.valid.tolist() == [1, 1, 1, 1]
+
+
+def test_forced_tokens_end_with_the_text():
+    constraint = grammars().constraint(Grammar("regex", "[ab]hello"))
+    assert constraint.forced(9) == []
+    constraint.consume(ids("a"))
+    assert constraint.forced(9) == [*ids("hello"), END] and constraint.forced(1) == ids("hello")[:1]
+    constraint.consume(ids("hello"))
+    assert constraint.over and constraint.forced(3) == [END] and constraint.forced(0) == []
+    constraint.consume([END, END])  # what follows an end counts for nothing
+
+
+def test_a_grammar_begins_after_the_reasoning():
+    grammar, (a, b) = Grammar("regex", "ab"), (ids(letter)[0] for letter in "ab")
+    everything = set(range(VOCABULARY))
+    open_block = grammars().constraint(grammar, Reasoning(START, STOP, begun=True))
+    may_open = grammars().constraint(grammar, Reasoning(START, STOP, begun=False))
+
+    def allowed(constraint: Any) -> set[int]:
+        return set(np.flatnonzero(as_bools(constraint.mask())).tolist())
+
+    assert allowed(open_block) == everything - {END} and open_block.forced(3) == []
+    assert allowed(may_open) == {a, START}
+    may_open.consume([START])
+    for constraint in (open_block, may_open):
+        constraint.consume([5, 6])
+        assert allowed(constraint) == everything - {END}
+        tokens, parents = np.array([0, 7, STOP, a, b, a]), np.array([-1, 0, 0, 2, 3, 1])
+        out = np.full((6, WORDS), ALL, np.uint32)
+        kept = constraint.masks(tokens, parents, np.ones(6, bool), out)
+        assert kept.all() and as_bools(out[2]).nonzero()[0].tolist() == [a]
+        assert as_bools(out[4]).nonzero()[0].tolist() == [END]
+        constraint.consume([STOP])
+        assert allowed(constraint) == {a} and constraint.forced(9) == [a, b, END]
+    at_once = grammars().constraint(grammar, Reasoning(START, STOP, begun=False))
+    at_once.consume([a])
+    assert allowed(at_once) == {b}
+
+
+def test_an_error_on_the_way_is_the_end_of_one_text():
+    """More alternatives than the library follows: known only after the first token."""
+    wide = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(1200)}}
+    constraint = grammars().constraint(Grammar("json_schema", json.dumps(wide)))
+    problem = None
+    for token in ids("{" + '"k1": "a", "k9'):
+        if (problem := constraint.problem()) is not None or not as_bools(constraint.mask())[token]:
+            break
+        constraint.consume([token])
+    assert problem is not None and "grammar cannot be followed" in problem
+    assert constraint.forced(3) == [] and (constraint.mask() == ALL).all()

@@ -1,0 +1,195 @@
+"""Structured output over HTTP: every name for it, what is refused, and the openai client's `parse`."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import time
+from typing import Any, Literal
+
+import jsonschema
+import openai
+import pytest
+from body_helpers import CHAT, COMPLETE, GENERATE, LEAST, refusal, task
+from engine_helpers import END, byte_ids, make_engine, toy
+from grammar_helpers import OBJECT, SCHEMA, follows
+from pydantic import BaseModel, Field
+from server_helpers import MODEL, Running, running
+
+from specjax.engine.grammar import MAX_SOURCE, Grammar
+from specjax.serve.structured import INVALID
+from specjax.serve.tokenising import Tokenising
+
+WHOLE = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def server():
+    # More tokens than the shared engine's context: a template, and JSON of one token a byte.
+    engine = make_engine(toy(), "NONE", eos=(END,), context_length=256)
+    with running(engine) as served:
+        yield served
+
+
+REGEX, EBNF, ANY = Grammar("regex", "a+"), Grammar("ebnf", 'root ::= "a"'), Grammar("json_schema")
+ASKED: dict[str, tuple[dict[str, Any], Grammar | None]] = {
+    "text": ({"response_format": {"type": "text"}}, None),
+    "json_object": ({"response_format": {"type": "json_object"}}, ANY),
+    "json_schema": ({"response_format": WHOLE}, OBJECT),
+    "a schema that is left out": ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, ANY),
+    "regex": ({"regex": "a+"}, REGEX),
+    "ebnf": ({"ebnf": 'root ::= "a"'}, EBNF),
+    "guided_json": ({"guided_json": SCHEMA}, OBJECT),
+    "guided_json text": ({"guided_json": json.dumps(SCHEMA)}, OBJECT),
+    "guided_regex": ({"guided_regex": "a+"}, REGEX),
+    "guided_choice": ({"guided_choice": ["a", "b"]}, Grammar.choice(["a", "b"])),
+    "guided_grammar": ({"guided_grammar": 'root ::= "a"'}, EBNF),
+    "structured_outputs json": ({"structured_outputs": {"json": SCHEMA}}, OBJECT),
+    "structured_outputs choice": ({"structured_outputs": {"choice": ["a"]}}, Grammar.choice(["a"])),
+    "structured_outputs any": ({"structured_outputs": {"json_object": True}}, ANY),
+    "structured_outputs none": ({"structured_outputs": {"json_object": False, "regex": None}}, None),
+    "text beside another": ({"response_format": {"type": "text"}, "regex": "a+", "ebnf": None}, REGEX),
+}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETE])
+@pytest.mark.parametrize("case", ASKED)
+def test_fields_name_a_grammar(case, path):
+    fields, expected = ASKED[case]
+    assert task(path, LEAST[path] | fields).sampling[0].grammar == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [({"json_schema": json.dumps(SCHEMA)}, OBJECT), ({"json_schema": SCHEMA}, OBJECT), ({"regex": "a+"}, REGEX),
+     ({"ebnf": 'root ::= "a"'}, EBNF), ({"regex": None}, None)],
+)  # fmt: skip
+def test_sampling_params_name_a_grammar(fields, expected):
+    assert task(GENERATE, {"text": "x", "sampling_params": fields}).sampling[0].grammar == expected
+
+
+WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
+    "a type": ({"response_format": {"type": "xml"}}, "response_format", "json_object"),
+    "no type": ({"response_format": {}}, "response_format", "type is required"),
+    "no object": ({"response_format": "json_object"}, "response_format", "json_object"),
+    "no schema": ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema is required"),
+    "a member": ({"response_format": {"type": "json_object", "schema": {}}}, "response_format", "not supported"),
+    "a schema that is a list": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": []}}}, "response_format", "JSON schema"),
+    "an unknown type": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}}, "response_format",
+        "foo"),
+    "not supported by the library": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "response_format", "not"),
+    "regex": ({"regex": "(a"}, "regex", "unclosed"),
+    "an empty regex": ({"regex": ""}, "regex", "empty"),
+    "a number": ({"regex": 5}, "regex", "string"),
+    "a long regex": ({"regex": "a" * (MAX_SOURCE + 1)}, "regex", "at most"),
+    "ebnf": ({"ebnf": "root ::= foo"}, "ebnf", "foo"),
+    "guided_json": ({"guided_json": "{"}, "guided_json", "valid JSON"),
+    "guided_json number": ({"guided_json": 5}, "guided_json", "JSON schema"),
+    "a large schema": ({"guided_json": {"enum": ["a" * MAX_SOURCE]}}, "guided_json", "at most"),
+    "guided_choice": ({"guided_choice": []}, "guided_choice", "empty"),
+    "many choices": ({"guided_choice": ["a"] * 1025}, "guided_choice", "1024"),
+    "no texts": ({"guided_choice": [5]}, "guided_choice", "string"),
+    "guided_grammar": ({"guided_grammar": "x"}, "guided_grammar", "::="),
+    "inside": ({"structured_outputs": {"regex": "(a"}}, "structured_outputs", "unclosed"),
+    "several inside": ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs", "one"),
+    "several": ({"regex": "a", "response_format": {"type": "json_object"}}, "response_format", "regex"),
+    "whitespace": ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "not supported"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETE])
+@pytest.mark.parametrize("case", WRONG)
+def test_refusals_name_the_field(server, path, case):
+    fields, param, said = WRONG[case]
+    started = time.perf_counter()
+    error = refusal(path, LEAST[path] | fields, server.engine.intake)
+    assert time.perf_counter() - started < 1
+    assert error is not None and (error.status, error.param) == (400, param) and said in str(error), str(error)
+    assert param in str(error) and "grammar " not in str(error).split(":")[0].replace("guided_grammar", "")
+
+
+def test_refusals_over_http_in_time_and_beside_others(server: Running):
+    """Also before the first byte of a stream, and while other requests run."""
+
+    def ask(i: int) -> int:
+        if i % 2:
+            return server.chat(max_tokens=30).status_code
+        started = time.perf_counter()
+        answer = server.chat(guided_regex="(a" + "b" * i, stream=bool(i % 4))
+        assert time.perf_counter() - started < 5
+        assert answer.json()["error"]["param"] == "guided_regex" and answer.json()["error"]["code"] == INVALID
+        return answer.status_code
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(ask, range(8))) == [400, 200] * 4
+    error = server.post("/generate", {"text": "x", "sampling_params": {"regex": "(a"}})
+    assert error.status_code == 400 and error.json()["error"]["param"] == "regex"
+
+
+@pytest.mark.parametrize("case", ["json_schema", "guided_json", "structured_outputs json"])
+def test_answers_follow_the_schema(server: Running, case):
+    fields, _ = ASKED[case]
+    for path in (CHAT, COMPLETE):
+        answer = server.post(path, LEAST[path] | fields | {"max_tokens": 90, "seed": 1, "n": 2, "temperature": 20})
+        assert answer.status_code == 200, answer.text
+        texts = [each["message"]["content"] if path == CHAT else each["text"] for each in answer.json()["choices"]]
+        assert len(set(texts)) == 2
+        for text in texts:
+            jsonschema.validate(json.loads(text), SCHEMA)
+        events = server.events(path, LEAST[path] | fields | {"max_tokens": 90, "seed": 1, "temperature": 20})
+        parts = [choice.get("delta", choice) for each in events for choice in each["choices"]]
+        assert "".join(part.get("content") or part.get("text") or "" for part in parts) == texts[0]
+        assert events[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_generate_and_a_cut(server: Running):
+    body = {"text": "hello", "sampling_params": {"regex": "(ab|cd){3}", "max_new_tokens": 20, "temperature": 0}}
+    done = server.post("/generate", body).json()
+    assert done["text"] in {a + b + c for a in ("ab", "cd") for b in ("ab", "cd") for c in ("ab", "cd")}
+    assert done["meta_info"]["finish_reason"] == {"type": "stop", "matched": END}
+    cut = server.chat(response_format=WHOLE, max_tokens=5).json()["choices"][0]
+    assert cut["finish_reason"] == "length" and follows(
+        OBJECT, byte_ids(cut["message"]["content"].encode()), whole=False
+    )
+
+
+def test_choices_and_a_grammar_of_ones_own(server: Running):
+    assert server.complete(guided_choice=["yes", "no"]).json()["choices"][0]["text"] in ("yes", "no")
+    assert server.chat(ebnf='root ::= "x" [0-9]\n').json()["choices"][0]["message"]["content"][0] == "x"
+
+
+def test_a_text_that_cannot_go_on_is_the_request_s_fault(server: Running):
+    wide = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(1200)}}
+    answer = server.chat(guided_json=wide, logit_bias={str(byte_ids(b"k")[0]): 90}, max_tokens=60)
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == INVALID
+    assert server.chat(max_tokens=3).status_code == 200
+
+
+class Item(BaseModel):
+    ok: bool
+    n: int = Field(ge=0, le=99)
+    color: Literal["red", "green"] | None
+
+
+def test_parse_of_the_openai_client(server: Running):
+    with openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.parse(model=MODEL, messages=HELLO, response_format=Item, seed=4, max_tokens=90)
+        parsed = answer.choices[0].message.parsed
+        assert isinstance(parsed, Item)
+        with client.chat.completions.stream(
+            model=MODEL, messages=HELLO, response_format=Item, seed=4, max_tokens=90
+        ) as stream:
+            assert stream.get_final_completion().choices[0].message.parsed == parsed
+        with pytest.raises(openai.LengthFinishReasonError):
+            client.chat.completions.parse(model=MODEL, messages=HELLO, response_format=Item, max_tokens=4)
+
+
+def test_a_grammar_that_takes_long_delays_no_other_request():
+    tokenising, begun = Tokenising(), time.perf_counter()
+    slow = [tokenising.submit(100, lambda: time.sleep(0.3), compiles=True) for _ in range(3)]
+    assert tokenising.submit(100, lambda: 5).result(1) == 5 and time.perf_counter() - begun < 0.3
+    assert [each.result(5) for each in slow] == [None] * 3
