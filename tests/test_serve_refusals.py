@@ -82,7 +82,7 @@ BOTH: dict[str, tuple[dict, str, str]] = {  # fields, param, what is said
     "options obfuscation": ({"stream": True, "stream_options": {"include_obfuscation": True}}, None, "obfuscation"),
     "response_format": ({"response_format": {"type": "structural_tag"}}, "response_format", "json_schema"),
     "tools": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not supported"),
-    "tool_choice": ({"tool_choice": "required"}, "tool_choice", "not supported"),
+    "tool_choice": ({"tool_choice": "required"}, "tool_choice", "tool_choice"),
     "min_tokens": ({"min_tokens": 20, "max_tokens": 10}, "min_tokens", "max_tokens (10), got 20"),
     "min_tokens negative": ({"min_tokens": -1}, "min_tokens", "-1"),
     "stop_token_ids": ({"stop_token_ids": [99999]}, "stop_token_ids", "99999"),

@@ -33,6 +33,12 @@ logger = logging.getLogger(__name__)
 MOST_TRACED = 10_000  # steps in a trace: each takes tens of kilobytes
 
 
+CALL_FORMATS = ("qwen", "qwen25", "hermes", "llama3", "mistral", "deepseekv3", "deepseekv31")
+"""SGLang's names of the formats of function calls that are read (`specjax.serve.calls`)."""
+THINKERS = ("qwen3", "qwen3-thinking", "deepseek-r1", "deepseek-v3", "mimo")
+"""SGLang's names of parsers for models that think between `<think>` and `</think>`."""
+
+
 def _engine(name: str, help: str, **more: Any) -> Any:
     """A setting with the default and the range of a field of `EngineConfig`."""
     return setting(getattr(EngineConfig, name), help, range=range_of(EngineConfig, name), sets=name, **more)
@@ -240,6 +246,17 @@ class ServerSettings:
         above=0,
     )
     max_connections: int = setting(1000, "connections at once; further ones get a 503, except for /health", minimum=1)
+    tool_call_parser: str = setting(
+        "auto",
+        "format of the model's function calls: auto = as the chat template has it; none = functions are refused",
+        choices=("auto", "none", *CALL_FORMATS), parse=str.lower, metavar="NAME",
+    )  # fmt: skip
+    reasoning_parser: str = setting(
+        "auto",
+        "models that think between <think> and </think>, which becomes reasoning_content: auto = if the chat template "
+        "or the vocabulary has these; none = it stays in the content; all other names mean yes",
+        choices=("auto", "none", *THINKERS), parse=str.lower, metavar="NAME",
+    )  # fmt: skip
     strict_fields: bool = setting(False, "refuse unknown fields; else the header X-Specjax-Ignored-Fields names them")
     incremental_streaming_output: bool = setting(
         False, "streams of /generate: an event holds only the new text and tokens", names=("--stream-output",)

@@ -27,6 +27,19 @@ from specjax.sampling import STOP_IDS
 
 Prompt: TypeAlias = str | List[int] | List[Mapping[str, Any]]
 
+
+class Chat(list[Mapping[str, Any]]):
+    """Messages, with arguments of the chat template beside them. It is a prompt, as a list of messages is.
+
+    Attributes:
+        template: `tools`, the functions that the model may call, as objects of their names and JSON schemas.
+    """
+
+    def __init__(self, messages: Iterable[Mapping[str, Any]], template: Mapping[str, Any] = MappingProxyType({})):
+        super().__init__(messages)
+        self.template = template
+
+
 SHRINKS = 4
 """Most characters that become one when a text is normalised, as with NFC and NFKC. Normalisers that remove characters
 (spaces, accents) know no limit: a text that is too long by this count is refused, even if the rest would fit."""
@@ -155,6 +168,7 @@ class Intake:
                 skip_special_tokens=sampling.skip_special_tokens,
                 keep_stop=sampling.no_stop_trim,
                 late=not sampling.trees,  # a delta goes with the tree of its step
+                kept=sampling.kept_special_tokens,
             ),
             arrival=number,
             salt=self.salts(sampling.cache_salt),
@@ -227,13 +241,16 @@ def encode(
         tokens = tokenizer(prompt)["input_ids"] if plain is None else plain.encode(prompt, add_special_tokens=True)
     elif isinstance(prompt, list | tuple) and prompt and all(isinstance(m, Mapping) for m in prompt):
         messages = cast(Any, prompt)
-        text = _render(messages, tokenizer)
+        variables = prompt.template if isinstance(prompt, Chat) else {}
+        render = functools.partial(_render, tokenizer=tokenizer, variables=variables)
+        text = render(messages)
         check(text)
         if plain is None:
             tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
         else:
-            render = functools.partial(_render, tokenizer=tokenizer)
-            tokens = plain.encode_chat(messages, text, render, tokenizer.get_chat_template())
+            if held := plain.special_token(tools := variables.get("tools")):
+                raise ParameterError("tools", f"hold {held!r:.60}, a special token, which --plain-content refuses")
+            tokens = plain.encode_chat(messages, text, render, tokenizer.get_chat_template(tools=tools))
     elif isinstance(prompt, list | tuple) and all(
         isinstance(t, int | np.integer) and not isinstance(t, bool) for t in prompt
     ):
@@ -247,14 +264,14 @@ def encode(
     return list(tokens)
 
 
-def _render(messages: List[Mapping[str, Any]], tokenizer: Any) -> str:
+def _render(messages: List[Mapping[str, Any]], tokenizer: Any, variables: Mapping[str, Any]) -> str:
     for message in messages:
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise ValueError(f"a message needs a role and a content, both strings, got {dict(message)!r:.80}")
     if not tokenizer.chat_template:
         raise ValueError("this model has no chat template: pass text or token ids instead of messages")
     try:
-        return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **variables)
     except Exception as error:  # a template is a program: whatever it raises is about these messages
         raise ValueError(f"the chat template refused these messages: {error}") from error
 

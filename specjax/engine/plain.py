@@ -65,6 +65,11 @@ class PlainText:
         # Not `encode`, which holds Python's lock all the time.
         return self._copy.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
+    def special_token(self, value: Any) -> str | None:
+        """A special token that a string or key of a value of JSON holds; None: there is none."""
+        texts = (*_strings([value]), *_strings([value], keys=True))
+        return next((name for name in self._names for text in texts if name in text), None)
+
     def encode_chat(
         self, messages: Sequence[Message], text: str, render: Callable[..., str], template: str
     ) -> list[int]:

@@ -57,6 +57,7 @@ class SamplingParams:
     logit_bias: Mapping[int | str, float] = field(default_factory=dict)
     seed: int | None = None  # None: a random one, which the result names
     skip_special_tokens: bool = True
+    kept_special_tokens: tuple[str, ...] = ()  # names of those that are not skipped
     no_stop_trim: bool = False  # keep the stop string in the text
     speculate: bool = True  # False: plain decoding for this request
     draft_limit: int | None = None  # most drafts that a step may check, 0 as `speculate=False`; None: the whole tree

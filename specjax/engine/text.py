@@ -13,7 +13,7 @@ import logging
 import random
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from itertools import accumulate
 from typing import Any
 
@@ -29,6 +29,8 @@ from specjax.engine.decoders import (
 
 logger = logging.getLogger(__name__)
 
+MAX_KNOWN = 8  # sets of skipped tokens whose texts are remembered; a server uses three
+
 
 class Decoding:
     """The decoder of one tokenizer, shared by its streams.
@@ -41,7 +43,7 @@ class Decoding:
         self._tokenizer = tokenizer
         self._special: dict[int, str] = dict.fromkeys(getattr(tokenizer, "all_special_ids", ()), "")
         self._steps: list[MakeStep] | None = None
-        self._known: dict[bool, dict[int, str]] = {True: {}, False: {}}  # see `_Chain`; by `skip_special_tokens`
+        self._known: dict[frozenset[str], dict[int, str]] = {}  # see `_Chain`; by the tokens that are skipped
         core = getattr(tokenizer, "backend_tokenizer", None)
         if core is None:
             return
@@ -55,13 +57,17 @@ class Decoding:
             self._steps = None
             logger.warning("the tokenizer's decoder is not known (%s): text is decoded by windows of tokens", error)
 
-    def stream(self, *, skip_special_tokens: bool) -> _Chain | _Windowed:
-        special = self._special if skip_special_tokens else {}
+    def stream(self, *, skip_special_tokens: bool, kept: Collection[str] = ()) -> _Chain | _Windowed:
+        """`kept`: special tokens that are not skipped."""
+        special = {id: name for id, name in self._special.items() if name not in kept} if skip_special_tokens else {}
         if self._steps is None:
-            return _Windowed(self._tokenizer, special.keys(), skip_special_tokens)
+            return _Windowed(self._tokenizer, special.keys(), skip_special_tokens and not kept)
         name = self._tokenizer.backend_tokenizer.id_to_token
         steps = [make() for make in self._steps]
-        return _Chain(name, frozenset(special.values()), steps, self._known[skip_special_tokens])
+        skipped = frozenset(special.values())
+        if len(self._known) >= MAX_KNOWN:
+            self._known.clear()
+        return _Chain(name, skipped, steps, self._known.setdefault(skipped, {}))
 
     def _check(self, size: int) -> None:
         """Compares with the tokenizer's own text, so that another version of its library is noticed."""
@@ -216,9 +222,17 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Any, stop: tuple[str, ...], *, skip_special_tokens: bool, keep_stop: bool, late: bool = False
+        self,
+        tokenizer: Any,
+        stop: tuple[str, ...],
+        *,
+        skip_special_tokens: bool,
+        keep_stop: bool,
+        kept: Collection[str] = (),
+        late: bool = False,
     ) -> None:
-        self._tokens = decoding(tokenizer).stream(skip_special_tokens=skip_special_tokens)
+        """`kept`: special tokens that are not skipped."""
+        self._tokens = decoding(tokenizer).stream(skip_special_tokens=skip_special_tokens, kept=kept)
         self._stops = [_StopString(each) for each in dict.fromkeys(stop)]
         self._keep_stop = keep_stop
         self._waiting: list[int] | None = [] if late and not stop else None  # all tokens, decoded or not

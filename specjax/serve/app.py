@@ -26,6 +26,7 @@ from specjax.serve.control import READ, add_control_routes
 from specjax.serve.delivery import Listener
 from specjax.serve.errors import ApiError, bad_request, unavailable
 from specjax.serve.fields import IGNORED_HEADER, INLINE_BYTES, receive_body
+from specjax.serve.forms import AnswerForm, answer_form
 from specjax.serve.middleware import INTERNAL, Gate, check_state
 from specjax.serve.openapi import document
 from specjax.serve.playground import add_playground
@@ -55,7 +56,16 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
         engine = runner.engine
         room = min(engine.context_length - 1, engine.intake.pool_tokens)
         limits = (runner.capacity, engine.context_length, room, engine.sampling_defaults)
-        return Rules(model, *limits, strict=settings.strict_fields, trees=engine.config.trace)
+        trees = engine.config.trace
+        return Rules(model, *limits, strict=settings.strict_fields, trees=trees, form=form())
+
+    @functools.cache
+    def form() -> AnswerForm:
+        return answer_form(
+            runner.engine.tokenizer,
+            tool_call_parser=settings.tool_call_parser,
+            reasoning_parser=settings.reasoning_parser,
+        )
 
     @functools.cache
     def names() -> TokenNames:
@@ -97,7 +107,11 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
                 names=names() if body.return_text_in_logprobs else None,
             )
         else:
-            answer = OpenAIAnswer(id, model, body, task, runner.engine.drafter.width, names(), texts)
+            thinking = task.reply is not None and form().begins_thinking(sequences[0].prompt, runner.engine.tokenizer)
+            answer = OpenAIAnswer(
+                id, model, body, task, runner.engine.drafter.width, names(), texts,
+                thinking=thinking, end_think=form().end_think,
+            )  # fmt: skip
         if body.stream:
             return EventStream(runner, listener, answer, reading.headers)
         try:

@@ -68,17 +68,19 @@ CALLS: Schema = {"type": "array", "minItems": 1}
 class Message(Body):
     place = "messages[]."
     unsupported: ClassVar[Mapping[str, Values]] = {
-        "refusal": ("",), "audio": (), "function_call": (), "reasoning": ("",), "reasoning_content": ("",),
-        "tools": ([],), "prefix": (False,), "partial": (False,),
+        "refusal": ("",), "audio": (), "function_call": (), "reasoning": ("",), "tools": ([],), "prefix": (False,),
+        "partial": (False,),
     }  # fmt: skip
     relations = (
         implies(has(tool_calls=CALLS), has(role={"const": "assistant"})),
+        implies(has(reasoning_content={"type": "string", "minLength": 1}), has(role={"const": "assistant"})),
         {"anyOf": [has(content={"type": ["string", "array"]}), has(tool_calls=CALLS)]},
     )
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = Field(None, description="Null only beside tool_calls.")
     name: Text | None = None
+    reasoning_content: Text | None = Field(None, description="Thoughts of the assistant; templates may leave them out.")
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: Text | None = None
     annotations: Any = None  # of an answer that a client sends back; not used
@@ -88,6 +90,9 @@ class Message(Body):
         if self.tool_calls and self.role != "assistant":
             problem = "has tool_calls, which belong to the assistant, not to {role}"
             raise PydanticCustomError("tool_calls", problem, {"role": self.role})
+        if self.reasoning_content and self.role != "assistant":
+            problem = "has reasoning_content, which belongs to the assistant, not to {role}"
+            raise PydanticCustomError("reasoning_content", problem, {"role": self.role})
         if self.content is None and not self.tool_calls:
             problem = "needs a content: a string, a list of text parts, or null beside tool_calls"
             raise PydanticCustomError("content", problem)
@@ -97,7 +102,8 @@ class Message(Body):
         """The message with a string as content. `developer` is OpenAI's newer word for `system`."""
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": "".join(part.text for part in self.content or ())}
-        message |= {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name)) is not None}
+        others = ("name", "tool_call_id", "reasoning_content")
+        message |= {name: value for name in others if (value := getattr(self, name)) is not None}
         if self.tool_calls:
             message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         return message

@@ -21,6 +21,7 @@ from specjax.serve.protocol import (
     TokenizeRequest,
 )
 from specjax.serve.task import Rules
+from specjax.serve.tools import MAX_TOOLS
 
 ABOUT = """\
 Speculative decoding for JAX, behind OpenAI's interface and SGLang's `/generate`.
@@ -32,7 +33,7 @@ that change nothing pass, null always. {unknown}
 **Rules that a schema cannot express**, and that give a 400: a prompt and its new tokens must fit the context together;
 `min_tokens` is at most `max_tokens`, and works with at most 8 stop ids; prompts times `n` is at most the number of
 requests that may run or wait; `seed` and `sampling_seed` agree; lists of `sampling_params` and `rid` have one item for
-each prompt, names differ, and `n` is the same in all.
+each prompt, names differ, and `n` is the same in all; no two `tools` have the same name.
 
 **Parameters that a request does not give** are those of the model's `generation_config.json`, where the server uses it,
 else OpenAI's.
@@ -62,12 +63,16 @@ TOKEN_ENTRY = {"token": str, "logprob": float, "bytes": [int]}
 CHAT_LOGPROBS = {"content": [TOKEN_ENTRY | {"top_logprobs": [TOKEN_ENTRY]}], "refusal": None}
 TEXT_LOGPROBS = {"tokens": [str], "token_logprobs": [float], "top_logprobs": [dict], "text_offset": [int]}
 FINISH = ("stop", "length")
+CALL = {"id": str, "type": "function", "function": {"name": str, "arguments": str}}
+MESSAGE = {"role": "assistant", "content": (str, None), "reasoning_content?": (str, None), "tool_calls?": [CALL]}
 CHOICE = {"index": int, "finish_reason": FINISH, "matched_stop": (str, int, None), "seed": int,
           "speculative?": DRAFTING}  # fmt: skip
-CHAT_CHOICE = CHOICE | {"message": {"role": "assistant", "content": str}, "logprobs": (CHAT_LOGPROBS, None)}
+CHAT_CHOICE = CHOICE | {"finish_reason": (*FINISH, "tool_calls"), "message": MESSAGE,
+                        "logprobs": (CHAT_LOGPROBS, None)}  # fmt: skip
 TEXT_CHOICE = CHOICE | {"text": str, "logprobs": (TEXT_LOGPROBS, None)}
 USAGE = {"prompt_tokens": int, "completion_tokens": int, "total_tokens": int,
-         "prompt_tokens_details": {"cached_tokens": int}}  # fmt: skip
+         "prompt_tokens_details": {"cached_tokens": int},
+         "completion_tokens_details?": {"reasoning_tokens": int}}  # fmt: skip
 COMPLETION = {"id": str, "created": int, "model": str, "system_fingerprint": str, "usage": USAGE,
               "metadata?": {"speculative": SPECULATIVE}}  # fmt: skip
 MODEL = {"id": str, "object": "model", "created": int, "owned_by": str, "root": str, "max_model_len": int}
@@ -177,6 +182,7 @@ def document(rules: Rules, *, vocab_size: int, has_key: bool, version: str) -> d
         "$last_token": vocab_size - 1,
         "$token_key": f"^(?:-?0+|0*(?:{numbers_to(vocab_size - 1)}))$",
         "$lenient": not rules.strict,
+        "$tools": 0 if rules.form.refusal else MAX_TOOLS,
         "$models": [rules.model, DEFAULT_MODEL, None],
         "$trees": [True, False, None] if rules.trees else [False, None],
     }

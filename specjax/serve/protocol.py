@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import Field, PlainValidator, WithJsonSchema
 
 from specjax.cli.flags import MOST_TRACED
+from specjax.engine.intake import Chat
 from specjax.engine.sampling_params import MAX_TEMPERATURE, ParameterError, SamplingParams
 from specjax.serve import structured
 from specjax.serve.errors import ApiError, bad_request, shown
@@ -35,6 +36,7 @@ from specjax.serve.fields import (
 from specjax.serve.messages import Messages
 from specjax.serve.structured import Choices, JsonSchema, ResponseFormat, Source, StructuredOutputs, chosen
 from specjax.serve.task import Rules, Task, check_capacity, read_prompts, refusal
+from specjax.serve.tools import CHOICE_NEEDS_TOOLS, ToolFields
 from specjax.state import NO_DRAFT_LIMIT
 from specjax.verify import TOP_LOGPROBS
 
@@ -172,8 +174,8 @@ class OpenAIRequest(SamplingFields):
     safety_identifier: Text | None = None
     prompt_cache_key: Text | None = None
 
-    def sampling(self, rules: Rules, logprobs: int | None) -> SamplingParams:
-        """Sampling parameters, once the model and the relations between fields are checked."""
+    def sampling(self, rules: Rules, logprobs: int | None, **more: Any) -> SamplingParams:
+        """Sampling parameters, once the model and the relations between fields are checked. `more`: as `params`."""
         check_model(self.model, rules.model)
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options needs stream: true", "stream_options")
@@ -187,6 +189,7 @@ class OpenAIRequest(SamplingFields):
             logprobs=logprobs,
             origins=self.return_speculative_tokens,
             trees=1 if self.return_speculative_tree else 0,
+            **more,
         )
 
     @property
@@ -201,10 +204,10 @@ def check_model(name: str | None, served: str) -> None:
         raise ApiError(404, problem, param="model", code="model_not_found")
 
 
-class ChatRequest(OpenAIRequest):
+class ChatRequest(OpenAIRequest, ToolFields):
     unsupported = UNSUPPORTED | {
         "json_schema": (),
-        "parallel_tool_calls": (True, False), "modalities": (["text"],), "audio": (), "prediction": (),
+        "modalities": (["text"],), "audio": (), "prediction": (), "stream_reasoning": (True,),
         "reasoning_effort": ("none", "medium"), "verbosity": ("medium",), "web_search_options": (), "moderation": (),
         "add_generation_prompt": (True,), "continue_final_message": (False,), "add_special_tokens": (False,),
         "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],), "mm_processor_kwargs": ({},),
@@ -214,6 +217,7 @@ class ChatRequest(OpenAIRequest):
     relations = (
         OPTIONS_NEED_STREAM,
         implies(has(top_logprobs={"type": "integer", "minimum": 1}), has(logprobs={"const": True})),
+        CHOICE_NEEDS_TOOLS,
     )
 
     messages: Messages
@@ -234,9 +238,14 @@ class ChatRequest(OpenAIRequest):
             raise bad_request(f"{problem}, got {shown(self.max_tokens)}", "max_tokens")
         if self.top_logprobs and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
-        sampling = self.sampling(rules, (self.top_logprobs or 0) if self.logprobs else None)
-        messages = [message.for_template() for message in self.messages]
-        return Task([messages], [sampling], self.n or 1, self.names, "messages")
+        tools = self.offered(rules.form)
+        reply = self.reply(rules.form, tools, hide=self.skip_special_tokens is not False)
+        kept = () if reply is None else tuple(sorted(reply.hidden))
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        sampling = self.sampling(rules, logprobs, kept_special_tokens=kept)
+        messages = rules.form.for_template([message.for_template() for message in self.messages])
+        chat = Chat(messages, {"tools": tools} if tools else {})
+        return Task([chat], [sampling], self.n or 1, self.names, "messages", reply=reply)
 
 
 class CompletionRequest(OpenAIRequest):

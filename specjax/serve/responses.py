@@ -20,6 +20,7 @@ from specjax.engine import Completion, StreamChunk
 from specjax.engine.decoders import byte_of_letter
 from specjax.engine.sequence import TokenLogprob, TokenOrigin
 from specjax.serve.protocol import ChatRequest, CompletionRequest
+from specjax.serve.reply import Reply
 from specjax.serve.task import Task
 from specjax.tree import NO_TOKEN
 from specjax.viz.trees import StepTree
@@ -161,9 +162,16 @@ def usage(done: Sequence[Completion], n: int) -> dict[str, Any]:
     }
 
 
-def ending(done: Completion) -> dict[str, Any]:
+def reasoning_tokens(done: Sequence[Completion], end_think: int | None) -> int:
+    """Tokens of choices that have begun with thoughts, up to the token that ends these."""
+    return sum(c.output_ids.index(end_think) + 1 if end_think in c.output_ids else len(c.output_ids) for c in done)
+
+
+def ending(done: Completion, reply: Reply | None = None) -> dict[str, Any]:
     reason = done.finish_reason
-    return {"finish_reason": reason["type"], "matched_stop": reason.get("matched"), "seed": done.seed}
+    called = reply is not None and reply.has_calls and reason["type"] == "stop"
+    finish = "tool_calls" if called else reason["type"]
+    return {"finish_reason": finish, "matched_stop": reason.get("matched"), "seed": done.seed}
 
 
 @dataclass
@@ -177,9 +185,12 @@ class OpenAIAnswer:
     width: int  # N of the draft trees
     names: TokenNames
     echo: Sequence[str] = ()  # each prompt, to be repeated before its choices' texts
+    thinking: bool = False  # the prompt has begun the model's thoughts
+    end_think: int | None = None  # the token that ends them
     created: int = field(default_factory=lambda: int(time.time()))
     _finished: dict[int, Completion] = field(default_factory=dict)
     _offsets: dict[int, int] = field(default_factory=dict)  # of a choice that has begun; see `completion_logprobs`
+    _replies: dict[int, Reply] = field(default_factory=dict)  # of choices whose text is more than content
 
     def __post_init__(self) -> None:
         self._chat = isinstance(self.body, ChatRequest)
@@ -189,12 +200,17 @@ class OpenAIAnswer:
         choices = []
         for index, completion in enumerate(done):
             text = self._echoed(index) + completion.text
-            said = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+            said: dict[str, Any] = {"text": text}
+            if (reply := self._reply(index)) is not None:
+                reply.feed(text, last=True)
+                said = {"message": reply.message()}
+            elif self._chat:
+                said = {"message": {"role": "assistant", "content": text}}
             found = self._logprobs(index, completion.logprobs or ())
             tree = completion.trees[-1] if completion.trees else None
             more = self._drafting(completion.origins or (), tree)
-            choices.append({"index": index, **said, "logprobs": found, **ending(completion), **more})
-        return self._body("chat.completion", choices, done) | {"usage": usage(done, self.task.n)}
+            choices.append({"index": index, **said, "logprobs": found, **ending(completion, reply), **more})
+        return self._body("chat.completion", choices, done) | {"usage": self._counts(done)}
 
     def events(self, chunk: StreamChunk) -> list[bytes]:
         """The events of one chunk: the role first, then text, at last the reason of the end."""
@@ -205,10 +221,16 @@ class OpenAIAnswer:
                 found.append(self._event(index, {"role": "assistant", "content": ""}))
             elif self.echo:
                 found.append(self._event(index, self._echoed(index)))
-        if chunk.text or chunk.logprobs or chunk.origins:
-            said = {"content": chunk.text} if self._chat else chunk.text
-            more = self._drafting(chunk.origins, chunk.tree)
-            found.append(self._event(index, said, logprobs=self._logprobs(index, chunk.logprobs), more=more))
+        more = self._drafting(chunk.origins, chunk.tree)
+        said: list[Any] = [chunk.text] if chunk.text or chunk.logprobs or chunk.origins else []
+        if (reply := self._reply(index)) is not None:  # what it holds back comes later, what is said of tokens does not
+            empty = [{}] if chunk.logprobs or chunk.origins else []
+            said = reply.feed(chunk.text, last=chunk.completion is not None) or empty
+        elif self._chat:
+            said = [{"content": text} for text in said]
+        for number, delta in enumerate(said):
+            about = {} if number else {"logprobs": self._logprobs(index, chunk.logprobs), "more": more}
+            found.append(self._event(index, delta, **about))
         if chunk.completion is not None:
             self._finished[index] = chunk.completion
             found.append(self._event(index, {} if self._chat else "", chunk.completion))
@@ -218,7 +240,22 @@ class OpenAIAnswer:
         if not self._usage:
             return [DONE]
         done = [self._finished[index] for index in sorted(self._finished)]
-        return [event(self._body("chat.completion.chunk", []) | {"usage": usage(done, self.task.n)}), DONE]
+        return [event(self._body("chat.completion.chunk", []) | {"usage": self._counts(done)}), DONE]
+
+    def _reply(self, index: int) -> Reply | None:
+        if self.task.reply is None:
+            return None
+        if index not in self._replies:
+            self._replies[index] = self.task.reply.reply(thinking=self.thinking)
+        return self._replies[index]
+
+    def _counts(self, done: Sequence[Completion]) -> dict[str, Any]:
+        """The usage. `done`: all choices, in order."""
+        found = usage(done, self.task.n)
+        if self.task.reply is not None and self.task.reply.reasoning:
+            thought = [c for index, c in enumerate(done) if index in self._replies and self._replies[index].has_thought]
+            found["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens(thought, self.end_think)}
+        return found
 
     def _logprobs(self, index: int, found: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         """Of these tokens, which follow those of the last call."""
@@ -247,7 +284,7 @@ class OpenAIAnswer:
         logprobs: Any = None,
         more: Mapping[str, Any] = MappingProxyType({}),
     ) -> bytes:
-        end = ending(done) if done else {"finish_reason": None}
+        end = ending(done, self._replies.get(index)) if done else {"finish_reason": None}
         choice = {"index": index, ("delta" if self._chat else "text"): said, "logprobs": logprobs, **end, **more}
         body = self._body("chat.completion.chunk", [choice], [done] if done else [])
         return event(body | ({"usage": None} if self._usage else {}))

@@ -11,6 +11,8 @@ from specjax.engine.sampling_params import ParameterError, SamplingParams, later
 from specjax.engine.sequence import Sequence
 from specjax.serve.errors import ApiError, bad_request, shown
 from specjax.serve.fields import whole
+from specjax.serve.forms import PLAIN, AnswerForm
+from specjax.serve.reply import ReplyOptions
 from specjax.serve.structured import INVALID
 
 
@@ -25,6 +27,7 @@ class Rules:
     defaults: Mapping[str, Any]  # of sampling parameters, by the names of `SamplingParams`
     strict: bool = False  # refuse unknown fields
     trees: bool = False  # the engine keeps the trees of its steps
+    form: AnswerForm = PLAIN  # of the model's answers
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Task:
     prompt_field: str = "prompt"
     ids: list[str] | None = None  # one for each prompt
     most: int | None = None  # new tokens where the request gives no number; fewer if they do not fit
+    reply: ReplyOptions | None = None  # None: the text as it is
 
     def sequences(self, intake: Intake, id: str) -> list[Sequence]:
         """Tokenises, and makes the choices in order: prompt * n + i. Choice i of a prompt has the seed + i. Raises an

@@ -8,6 +8,7 @@ for its size. `tokenizers` releases Python's lock while it encodes, and so does 
 from __future__ import annotations
 
 import itertools
+import json
 import queue
 import threading
 import time
@@ -85,5 +86,6 @@ def _characters(prompt: Any) -> int:
     if isinstance(prompt, Mapping):
         return sum(len(value) if isinstance(value, str) else PER_SEQUENCE for value in prompt.values())
     if prompt and isinstance(prompt[0], Mapping):
-        return sum(map(_characters, prompt))
+        template = getattr(prompt, "template", None)
+        return sum(map(_characters, prompt)) + (len(json.dumps(template)) if template else 0)
     return len(prompt) // 4

@@ -1,0 +1,148 @@
+"""How a model calls functions and thinks: found in its chat template, or said by flags.
+
+A template that writes functions into the prompt also teaches the model the format of its calls, so the template's own
+words tell which parser reads them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+from specjax.serve.calls import PARSERS, CallParser, DeepSeek, DeepSeek31, Hermes, Llama3, Mistral, MistralNamed
+from specjax.serve.reply import END_THINK, THINK
+
+AUTO, NONE = "auto", "none"
+# Words of a template, and the parser of the format that they all belong to; None: one that is not known here.
+_FORMATS: tuple[tuple[tuple[str, ...], type[CallParser] | None], ...] = (
+    (("<function=",), None),  # Qwen3-Coder
+    (("<arg_key>",), None),  # GLM-4.5
+    (("<｜tool▁call▁begin｜>", "```json"), DeepSeek),
+    (("<｜tool▁call▁begin｜>",), DeepSeek31),
+    (("[TOOL_CALLS]", "[ARGS]"), MistralNamed),
+    (("[TOOL_CALLS]",), Mistral),
+    (("<tool_call>",), Hermes),
+    (("<|python_tag|>",), Llama3),
+    (("ipython",), Llama3),  # Llama 3.2
+)
+_TAIL = 8  # tokens at the end of a prompt in which a template begins the model's thoughts
+_PROBE = {"name": "specjax_probe", "description": "d", "parameters": {"type": "object", "properties": {}}}
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """What answers of one model may hold beside plain text.
+
+    Attributes:
+        parser: of its calls; None: their format is not known.
+        takes_tools: its chat template writes functions into the prompt.
+        thinks: it may think before it answers.
+        special: markers of calls and thoughts that are special tokens.
+        tokens: ids of those that are tokens at all.
+    """
+
+    parser: type[CallParser] | None = None
+    takes_tools: bool = False
+    thinks: bool = False
+    special: frozenset[str] = frozenset()
+    tokens: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def end_think(self) -> int | None:
+        """The token that ends thoughts, if there is one."""
+        return self.tokens.get(END_THINK)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why functions cannot be given; None: they can."""
+        if not self.takes_tools:
+            return "the chat template of this model has no place for functions; give one that has (--chat-template)"
+        if self.parser is None:
+            return "the format of this model's calls is not known; name it (--tool-call-parser)"
+        return None
+
+    def for_template(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Messages as the model's template takes earlier calls."""
+        if self.parser is None:
+            return list(messages)
+        return [_adapted(message, self.parser) for message in messages]
+
+    def begins_thinking(self, prompt: Sequence[int], tokenizer: Any) -> bool:
+        """Whether a prompt, as token ids, ends with the beginning of thoughts."""
+        return self.thinks and tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False).rstrip().endswith(THINK)
+
+
+PLAIN = AnswerForm()
+"""Text alone."""
+
+
+def answer_form(tokenizer: Any, *, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> AnswerForm:
+    """The form of a model's answers. `tool_call_parser`: a name of `PARSERS`, or auto or none; `reasoning_parser`:
+    auto, none, or anything else for a model that thinks."""
+    if not getattr(tokenizer, "chat_template", None):
+        return AnswerForm()
+    source = _source(tokenizer)
+    vocabulary = tokenizer.get_added_vocab()
+    thinks = reasoning_parser != NONE
+    if reasoning_parser == AUTO:
+        thinks = END_THINK in source or END_THINK in vocabulary
+    parser = PARSERS.get(tool_call_parser)
+    if tool_call_parser == AUTO:
+        parser = next((found for words, found in _FORMATS if all(word in source for word in words)), None)
+    markers = {*(parser.markers() if parser else ()), *((THINK, END_THINK) if thinks else ())}
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return AnswerForm(
+        parser=parser,
+        takes_tools=_takes_tools(tokenizer, source),
+        thinks=thinks,
+        special=frozenset(markers & special),
+        tokens={marker: vocabulary[marker] for marker in sorted(markers) if marker in vocabulary},
+    )
+
+
+def _source(tokenizer: Any) -> str:
+    """The template that is used where functions are given."""
+    try:
+        return tokenizer.get_chat_template(tools=[_PROBE])
+    except Exception:  # of several templates none may be the default
+        return str(tokenizer.chat_template)
+
+
+def _takes_tools(tokenizer: Any, source: str) -> bool:
+    messages = [{"role": "user", "content": "x"}]
+    tools = [{"type": "function", "function": _PROBE}]
+    try:
+        text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+    except Exception:  # a template is a program, and this one does not like the example
+        return "tools" in source
+    return _PROBE["name"] in text
+
+
+def _adapted(message: Mapping[str, Any], parser: type[CallParser]) -> Mapping[str, Any]:
+    if parser.id_length is not None and isinstance(message.get("tool_call_id"), str):
+        message = {**message, "tool_call_id": short_id(message["tool_call_id"], parser.id_length)}
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        call = dict(call)
+        if parser.id_length is not None and isinstance(call.get("id"), str):
+            call["id"] = short_id(call["id"], parser.id_length)
+        if parser.text_arguments:
+            call["function"] = {**call["function"], "arguments": _as_text(call["function"]["arguments"])}
+        calls.append(call)
+    return {**message, "tool_calls": calls}
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def short_id(id: str, length: int) -> str:
+    """The id itself, if it has so many letters and digits, else as many that follow from it."""
+    if len(id) == length and id.isascii() and id.isalnum():
+        return id
+    return blake2b(id.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()[:length]

@@ -1,0 +1,183 @@
+"""An assistant's message, made of a model's text as it comes: reasoning, content and function calls.
+
+    <think>\\n2 + 2 is 4.\\n</think>\\n\\nIt is 4.<tool_call>{"name": ...
+           reasoning_content          content   tool_calls
+
+Whole answers and streams come from the same code: the deltas of a stream, put together, are the message.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from specjax.serve.calls import Arguments, Call, CallParser, Text, begun
+
+THINK, END_THINK = "<think>", "</think>"
+
+Delta: TypeAlias = dict[str, Any]
+
+
+class _Trimmed:
+    """Text that comes in pieces, without white space at its beginning and its end."""
+
+    def __init__(self, *, start: bool, end: bool) -> None:
+        """`start`, `end`: which of the two is without."""
+        self.start, self._end = start, end
+        self._space = ""  # at the end so far, or before what was cut out
+
+    def add(self, text: str) -> str:
+        if self.start:
+            text = text.lstrip()
+            if not text:
+                return ""
+            self.start = False
+        text = self._space + text
+        self._space = text[len(text.rstrip()) :] if self._end else ""
+        return text[: len(text) - len(self._space)]
+
+    def cut(self) -> None:
+        """Something is cut out here: of the white space around it only that before it counts, if more text follows."""
+        self.start = True
+
+    def end(self) -> str:
+        """The rest of the text."""
+        return "" if self.start else self._space
+
+
+class Reply:
+    """The message of one choice.
+
+    Args:
+        parser: of calls.
+        reasoning: the model may think before it answers, and what it thinks is no content.
+        thinking: the prompt has begun its thoughts.
+    """
+
+    def __init__(self, parser: CallParser, *, reasoning: bool, thinking: bool = False) -> None:
+        self._parser, self._reasoning = parser, reasoning
+        self._state = ("thinking" if thinking else "undecided") if reasoning else "answering"
+        self._held = ""
+        self._thoughts = _Trimmed(start=True, end=True)
+        self._said = _Trimmed(start=False, end=True)
+        self._deltas: list[Delta] = []
+        self._content = ""
+        self._thought = ""
+        self._calls: list[dict[str, Any]] = []
+        self.has_thought = thinking and reasoning
+
+    @property
+    def has_calls(self) -> bool:
+        return bool(self._calls)
+
+    def feed(self, text: str, *, last: bool = False) -> list[Delta]:
+        """Adds text; the deltas of the message that it completes. `last`: nothing follows."""
+        if self._reasoning:
+            text = self._think(text, last)
+        if self._state == "answering":
+            self._answer(text, last)
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def message(self) -> dict[str, Any]:
+        """All of it, once the last text has been fed."""
+        content = None if self._calls and not self._content else self._content
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if self._reasoning:
+            message["reasoning_content"] = self._thought or None
+        if self._calls:
+            message["tool_calls"] = self._calls
+        return message
+
+    def _think(self, text: str, last: bool) -> str:
+        """Reads thoughts. Returns the text after them."""
+        if self._state == "answering":
+            return text
+        text = self._held + text
+        self._held = ""
+        if not self._thought:
+            rest = text.lstrip()
+            while rest.startswith(THINK):  # also where the prompt has begun them and the model does so again
+                self._state, self.has_thought = "thinking", True
+                text = rest[len(THINK) :]
+                rest = text.lstrip()
+            if not last and len(rest) < len(THINK) and THINK.startswith(rest):
+                self._held = text
+                return ""
+            if self._state == "undecided":
+                self._state = "answering"
+                return text
+        at = text.find(END_THINK)
+        if at < 0:
+            kept = 0 if last else begun(text, (END_THINK,))
+            self._held = text[len(text) - kept :]
+            self._emit("reasoning_content", self._thoughts.add(text[: len(text) - kept]))
+            return ""
+        self._emit("reasoning_content", self._thoughts.add(text[:at]))
+        self._state, self._said.start = "answering", True
+        return text[at + len(END_THINK) :]
+
+    def _answer(self, text: str, last: bool) -> None:
+        for part in self._parser.feed(text, last=last):
+            match part:
+                case Text():
+                    self._emit("content", self._said.add(part.text))
+                case Call():
+                    self._said.cut()
+                    self._call(part.name)
+                case Arguments():
+                    self._argue(part.text)
+        if last:
+            self._emit("content", self._said.end())
+
+    def _emit(self, field: str, text: str) -> None:
+        if not text:
+            return
+        if field == "content":
+            self._content += text
+        else:
+            self._thought += text
+        if self._deltas and field in self._deltas[-1]:
+            self._deltas[-1][field] += text
+        else:
+            self._deltas.append({field: text})
+
+    def _call(self, name: str) -> None:
+        call = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": name, "arguments": ""}}
+        self._deltas.append(
+            {"tool_calls": [{"index": len(self._calls), **call, "function": {"name": name, "arguments": ""}}]}
+        )
+        self._calls.append(call)
+
+    def _argue(self, text: str) -> None:
+        self._calls[-1]["function"]["arguments"] += text
+        piece = {"index": len(self._calls) - 1, "function": {"arguments": text}}
+        before = self._deltas[-1].get("tool_calls", [{}])[0] if self._deltas else {}
+        if before.get("index") == piece["index"] and "id" not in before:
+            before["function"]["arguments"] += text
+        else:
+            self._deltas.append({"tool_calls": [piece]})
+
+
+@dataclass(frozen=True)
+class ReplyOptions:
+    """How the answers to one request become messages.
+
+    Attributes:
+        parser: of the calls in the model's format; None: no functions were given.
+        names: the functions that may be called.
+        most: calls that are reported; None: all.
+        hidden: special tokens that the text keeps for the parsers, and that never become content.
+        reasoning: as `Reply`.
+    """
+
+    parser: type[CallParser] | None = None
+    names: tuple[str, ...] = ()
+    most: int | None = None
+    hidden: frozenset[str] = frozenset()
+    reasoning: bool = False
+
+    def reply(self, *, thinking: bool) -> Reply:
+        parser = (self.parser or CallParser)(self.names, hidden=self.hidden, most=self.most)
+        return Reply(parser, reasoning=self.reasoning, thinking=thinking)

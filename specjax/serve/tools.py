@@ -1,0 +1,164 @@
+"""Fields of a chat that say which functions the model may call."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from specjax.serve.errors import bad_request
+from specjax.serve.fields import Body, Flag, Schema, Text, at_most, has, implies
+from specjax.serve.forms import AnswerForm
+from specjax.serve.reply import ReplyOptions
+
+MAX_TOOLS = 128  # functions of a request; OpenAI's limit
+NAME = r"^[a-zA-Z0-9_-]{1,64}$"  # OpenAI's; also without a line break at the end, which `$` would allow
+CHOICES = ("none", "auto", "required")
+
+
+def _name(name: Any) -> Any:
+    if isinstance(name, str) and (name.endswith("\n") or not 1 <= len(name) <= 64):
+        raise PydanticCustomError("name", "must have 1 to 64 letters, digits, underscores and dashes")
+    return name
+
+
+FunctionName = Annotated[Text, Field(pattern=NAME), BeforeValidator(_name)]
+
+PARAMETERS: Schema = {
+    "properties": {
+        "type": {"const": "object"},
+        "properties": {"type": "object"},
+        "required": {"type": "array", "items": {"type": "string"}},
+    }
+}
+"""What the parameters of a function must be beside an object."""
+
+
+def _object_schema(given: Any) -> Any:
+    """Checks that parameters are a JSON schema of an object. None of its members may be null."""
+    if not isinstance(given, dict):
+        return given
+    required = given.get("required", [])
+    for good, problem in (
+        (given.get("type", "object") == "object", 'must be the schema of an object, {"type": "object", ...}'),
+        (isinstance(given.get("properties", {}), dict), "must have an object of schemas as properties"),
+        (
+            isinstance(required, list) and all(isinstance(each, str) for each in required),
+            "must have a list of names as required",
+        ),
+    ):
+        if not good:
+            raise PydanticCustomError("parameters", "{problem}", {"problem": problem})
+    return given
+
+
+class FunctionTool(Body):
+    place = "tools[].function."
+
+    name: FunctionName
+    description: Text | None = None
+    parameters: (
+        Annotated[dict[str, Any], Field(json_schema_extra=PARAMETERS), BeforeValidator(_object_schema)] | None
+    ) = Field(None, description="The JSON schema of an object. Default: no parameters.")
+    strict: Flag | None = Field(None, description="Accepted; false has no effect.")
+
+
+class Tool(Body):
+    place = "tools[]."
+
+    type: Literal["function"]
+    function: FunctionTool
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates take it: `strict` is not for the model."""
+        function: dict[str, Any] = {"name": self.function.name}
+        if self.function.description is not None:
+            function["description"] = self.function.description
+        function["parameters"] = self.function.parameters or {"type": "object", "properties": {}}
+        return {"type": "function", "function": function}
+
+
+Tools = Annotated[
+    list[Tool],
+    Field(max_length=MAX_TOOLS, fail_fast=True, json_schema_extra={"maxItems": "$tools"}),
+    at_most(MAX_TOOLS),
+]
+
+
+class FunctionChoice(Body):
+    place = "tool_choice.function."
+
+    name: FunctionName
+
+
+class NamedChoice(Body):
+    place = "tool_choice."
+
+    type: Literal["function"]
+    function: FunctionChoice
+
+
+class Choice(Body):
+    """`tool_choice`, a word or an object, in one form."""
+
+    place = "tool_choice."
+
+    type: Literal["none", "auto", "required", "function"]
+    function: FunctionChoice | None = None
+
+
+def _as_object(given: Any) -> Any:
+    if isinstance(given, str) and given in CHOICES:
+        return {"type": given}
+    if isinstance(given, dict) and given.get("type") == "function" and isinstance(given.get("function"), dict):
+        return given
+    problem = f'must be one of {", ".join(CHOICES)}, or {{"type": "function", "function": {{"name": ...}}}}'
+    raise PydanticCustomError("choice", "{problem}", {"problem": problem})
+
+
+ToolChoice = Annotated[
+    Choice, BeforeValidator(_as_object, json_schema_input_type=Literal["none", "auto", "required"] | NamedChoice)
+]
+CHOICE_NEEDS_TOOLS = implies(
+    has(tool_choice={"anyOf": [{"const": "required"}, {"type": "object"}]}),
+    has(tools={"type": "array", "minItems": 1}),
+)
+
+
+class ToolFields(Body):
+    """Fields of a chat beside its messages."""
+
+    tools: Tools | None = Field(None, description="Functions that the model may call; their names differ.")
+    tool_choice: ToolChoice | None = Field(None, description="Default: auto. none = the model is not told of `tools`.")
+    parallel_tool_calls: Flag | None = Field(None, description="false = at most one call is reported.")
+    separate_reasoning: Flag | None = Field(
+        None, description="false = what the model thinks is part of the content. Default: `reasoning_content`."
+    )
+
+    def offered(self, form: AnswerForm) -> list[dict[str, Any]]:
+        """The functions that the model is told of, as its template takes them. Raises an ApiError if they or the choice
+        between them are wrong, or if the model cannot be told."""
+        tools, choice = self.tools or [], self.tool_choice.type if self.tool_choice else "auto"
+        if tools and form.refusal:
+            raise bad_request(f"tools are not supported: {form.refusal}", "tools", "unsupported")
+        names = [tool.function.name for tool in tools]
+        if twice := next((name for index, name in enumerate(names) if name in names[:index]), None):
+            raise bad_request(f"tools has two functions with the name {twice!r}", "tools")
+        if choice in ("required", "function"):
+            problem = "is not supported yet; auto and none are" if tools else "needs tools to choose from"
+            raise bad_request(f"tool_choice {choice} {problem}", "tool_choice", "unsupported" if tools else None)
+        return [] if choice == "none" else [tool.for_template() for tool in tools]
+
+    def reply(self, form: AnswerForm, offered: list[dict[str, Any]], *, hide: bool) -> ReplyOptions | None:
+        """How the answer is read; None: it is content as it is. `hide`: special tokens are left out of it."""
+        reasoning = form.thinks and self.separate_reasoning is not False
+        if not offered and not reasoning:
+            return None
+        return ReplyOptions(
+            parser=form.parser if offered else None,
+            names=tuple(tool["function"]["name"] for tool in offered),
+            most=1 if self.parallel_tool_calls is False else None,
+            hidden=form.special if hide else frozenset(),
+            reasoning=reasoning,
+        )

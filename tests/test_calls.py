@@ -1,0 +1,303 @@
+"""Function calls and thoughts in a model's text, read whole, letter by letter and in random pieces."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specjax.cli.flags import CALL_FORMATS
+from specjax.serve.calls import PARSERS, Arguments, Call, CallParser, Hermes, Text
+from specjax.serve.reply import Reply, ReplyOptions
+
+NAMES = ("add", "get_weather", "noop")
+ADD = ("add", '{"a": 1, "b": [2, {"c": "}]"}]}')
+NESTED = '{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "}]"}]}}'
+SECTION, END_SECTION = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+BEGIN, SEP, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+
+
+class Case(NamedTuple):
+    parser: str
+    text: str
+    content: str | None
+    calls: tuple[tuple[str, str], ...] = ()
+    reasoning: str | None = None
+
+
+CASES: dict[str, Case] = {
+    # Qwen2.5, Qwen3, MiMo, Hermes
+    "hermes": Case("qwen25", f"<tool_call>\n{NESTED}\n</tool_call>", None, (ADD,)),
+    "hermes: text, two calls, text": Case(
+        "hermes",
+        'Let me see.\n\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>\n'
+        '<tool_call>{"name": "noop", "arguments": {}}</tool_call>\nDone.',
+        "Let me see.\n\nDone.",
+        (("get_weather", '{"city": "Köln"}'), ("noop", "{}")),
+    ),
+    "hermes: members in another order": Case(
+        "qwen", '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>', None, (("add", '{"a": 1}'),)
+    ),
+    "hermes: no arguments": Case("qwen", '<tool_call>{"name": "noop"}</tool_call>', None, (("noop", "{}"),)),
+    "hermes: arguments as text": Case(
+        "qwen", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', None, (("add", '{"a": 1}'),)
+    ),
+    "hermes: OpenAI's form": Case(
+        "qwen",
+        '<tool_call>{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}</tool_call>',
+        None,
+        (("add", '{"a": 1}'),),
+    ),
+    "hermes: more members": Case(
+        "qwen", '<tool_call>{"name": "noop", "arguments": {}, "id": "}"}</tool_call>!', "!", (("noop", "{}"),)
+    ),
+    "hermes: the marker in a string": Case(
+        "qwen",
+        '<tool_call>{"name": "add", "arguments": {"a": "</tool_call>\\"}"}}</tool_call>',
+        None,
+        (("add", '{"a": "</tool_call>\\"}"}'),),
+    ),
+    "hermes: a line break in a string": Case(
+        "qwen", '<tool_call>{"name": "add", "arguments": {"a": "x\n\ty"}}</tool_call>', None,
+        (("add", '{"a": "x\\n\\ty"}'),),
+    ),
+    "hermes: the last bracket is missing": Case(
+        "qwen", '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>', None, (("add", '{"a": 1}'),)
+    ),
+    "hermes: the end is missing": Case("qwen", f"<tool_call>{NESTED}", None, (ADD,)),
+    "hermes: cut off in the arguments": Case(
+        "qwen", '<tool_call>{"name": "add", "arguments": {"a": "x', None, (("add", '{"a": "x'),)
+    ),
+    "hermes: wrong after the first value": Case(
+        "qwen", '<tool_call>{"name": "add", "arguments": {"a": 1, b}}</tool_call>', None, (("add", '{"a": 1, b}'),)
+    ),
+    "hermes: cut off in the name": Case("qwen", '<tool_call>{"name": "ad', '<tool_call>{"name": "ad'),
+    "hermes: no JSON": Case("qwen", "a <tool_call> b </tool_call> c", "a <tool_call> b </tool_call> c"),
+    "hermes: wrong arguments": Case(
+        "qwen", *['<tool_call>{"name": "add", "arguments": {"a": }}</tool_call>'] * 2
+    ),
+    "hermes: arguments no object": Case("qwen", *['<tool_call>{"name": "add", "arguments": [1]}</tool_call>'] * 2),
+    "hermes: an unknown function": Case("qwen", *['<tool_call>{"name": "rm", "arguments": {}}</tool_call>'] * 2),
+    "hermes: a part of the marker": Case("qwen", "a <tool_cal", "a <tool_cal"),
+    "hermes: two markers": Case(
+        "qwen", '<tool_call><tool_call>{"name": "noop", "arguments": {}}</tool_call>', "<tool_call>", (("noop", "{}"),)
+    ),
+    "hermes: other JSON": Case("qwen", '{"name": "add", "arguments": {}}', '{"name": "add", "arguments": {}}'),
+    "hermes: white space": Case("qwen", " \n a \n", " \n a \n"),
+    # Llama 3
+    "llama": Case("llama3", '{"name": "add", "parameters": {"a": 1}}', None, (("add", '{"a": 1}'),)),
+    "llama: a type, a tag": Case(
+        "llama3",
+        '<|python_tag|>{"type": "function", "name": "add", "parameters": {"a": 1}}',
+        None,
+        (("add", '{"a": 1}'),),
+    ),
+    "llama: two": Case(
+        "llama3",
+        '\n{"name": "add", "parameters": {"a": 1}}; {"name": "noop", "parameters": {}}\n{"name": "noop", '
+        '"parameters": {"b": 2}}',
+        None,
+        (("add", '{"a": 1}'), ("noop", "{}"), ("noop", '{"b": 2}')),
+    ),
+    "llama: text after it": Case(
+        "llama3", '{"name": "noop", "parameters": {}}, and so on', ", and so on", (("noop", "{}"),)
+    ),
+    "llama: text before the tag": Case(
+        "llama3", 'So: <|python_tag|>{"name": "noop", "parameters": {}}', "So:", (("noop", "{}"),)
+    ),
+    "llama: other JSON": Case("llama3", *['{"city": "Paris", "parameters": {}}'] * 2),
+    "llama: somebody's name": Case("llama3", *[' {"name": "Bob", "parameters": {}} x'] * 2),
+    "llama: JSON in text": Case("llama3", *['See {"name": "add", "parameters": {}}'] * 2),
+    "llama: code": Case("llama3", '<|python_tag|>print("hi")', 'print("hi")'),
+    # Mistral
+    "mistral": Case(
+        "mistral",
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": [1]}, "id": "abcdef123"}, {"name": "noop", "arguments": {}}]',
+        None,
+        (("add", '{"a": [1]}'), ("noop", "{}")),
+    ),
+    "mistral: text before": Case(
+        "mistral", 'Hm. [TOOL_CALLS][{"name": "noop", "arguments": {}}]', "Hm.", (("noop", "{}"),)
+    ),
+    "mistral: newer": Case(
+        "mistral",
+        '[TOOL_CALLS]add[CALL_ID]abcdef123[ARGS]{"a": 1}[TOOL_CALLS]noop{}',
+        None,
+        (("add", '{"a": 1}'), ("noop", "{}")),
+    ),
+    "mistral: the list is not closed": Case(
+        "mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}', None, (("add", '{"a": 1}'),)
+    ),
+    "mistral: no call": Case("mistral", "[TOOL_CALLS] maybe not", " maybe not"),
+    "mistral: an empty list": Case("mistral", "[TOOL_CALLS] []", " []"),
+    # DeepSeek
+    "deepseek": Case(
+        "deepseekv3",
+        f'Ok.{SECTION}{BEGIN}function{SEP}add\n```json\n{{"a": "```"}}\n```{END}\n'
+        f"{BEGIN}function{SEP}noop\n```json\n{{}}\n```{END}{END_SECTION}",
+        "Ok.",
+        (("add", '{"a": "```"}'), ("noop", "{}")),
+    ),
+    "deepseek V3.1": Case(
+        "deepseekv31",
+        f'{SECTION}{BEGIN}add{SEP}{{"a": 1}}{END}{BEGIN}noop{SEP}{{}}{END}{END_SECTION}',
+        None,
+        (("add", '{"a": 1}'), ("noop", "{}")),
+    ),
+    "deepseek: no call": Case("deepseekv3", f"{SECTION}{BEGIN}add{END}{END_SECTION} x", "add x"),
+    "deepseek: a section of nothing": Case("deepseekv3", f"a{SECTION}{END_SECTION}b", "ab"),
+    "deepseek: cut off": Case("deepseekv3", f"{SECTION}{BEGIN}function{SEP}ad", "functionad"),
+    # Thoughts
+    "thoughts": Case("qwen", "<think>\n2 + 2?\n</think>\n\nIt is 4.\n", "It is 4.\n", (), "2 + 2?"),
+    "thoughts, then a call": Case(
+        "qwen", f"<think>\nHm <tool_call> hm\n</think>\n\n<tool_call>{NESTED}</tool_call>", None, (ADD,),
+        "Hm <tool_call> hm",
+    ),
+    "no thoughts": Case("qwen", "<think>\n\n</think>\n\nYes.", "Yes."),
+    "thoughts without an end": Case("qwen", "<think>\nWell, </thin", "", (), "Well, </thin"),
+    "thoughts later": Case("qwen", "No. <think>x</think>", "No. <think>x</think>"),
+    "nearly thoughts": Case("qwen", " <thi", " <thi"),
+}  # fmt: skip
+
+
+def hidden(name: str) -> frozenset[str]:
+    """Markers that are special tokens: those of Qwen are not."""
+    return frozenset() if PARSERS[name] is Hermes else frozenset(PARSERS[name].markers())
+
+
+def read(case: Case, pieces: list[str], *, thinking: bool = False, most: int | None = None) -> dict[str, Any]:
+    """The message, which the deltas of a stream must add up to."""
+    options = ReplyOptions(PARSERS[case.parser], NAMES, most, hidden(case.parser), reasoning=True)
+    reply = options.reply(thinking=thinking)
+    deltas = [delta for piece in pieces for delta in reply.feed(piece)] + reply.feed("", last=True)
+    message = reply.message()
+    assert joined(deltas) == message
+    assert reply.has_calls == ("tool_calls" in message)
+    return message
+
+
+def joined(deltas: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message that a client makes of deltas."""
+    message: dict[str, Any] = {"role": "assistant", "content": "", "reasoning_content": ""}
+    calls: list[dict[str, Any]] = []
+    for delta in deltas:
+        assert len(delta) == 1 and all(delta.values())
+        for field in ("content", "reasoning_content"):
+            message[field] += delta.get(field, "")
+        for piece in delta.get("tool_calls", ()):
+            piece = dict(piece)
+            if piece.pop("index") == len(calls):
+                assert piece["id"].startswith("call_") and piece["type"] == "function"
+                assert piece["function"]["name"] and piece["function"]["arguments"] == ""
+                calls.append(json.loads(json.dumps(piece)))
+            else:
+                assert list(piece) == ["function"] and list(piece["function"]) == ["arguments"]
+                calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
+    message["reasoning_content"] = message["reasoning_content"] or None
+    if calls:
+        message |= {"tool_calls": calls, "content": message["content"] or None}
+    return message
+
+
+def check(case: Case, pieces: list[str]) -> None:
+    message = read(case, pieces)
+    calls = tuple((c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", ()))
+    assert (message["content"], calls, message["reasoning_content"]) == (case.content, case.calls, case.reasoning)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_formats_whole_and_letter_by_letter(name):
+    case = CASES[name]
+    check(case, [case.text])
+    check(case, [*case.text])
+    check(case, [case.text[:-1], case.text[-1:]])
+
+
+@settings(max_examples=150)
+@given(st.sampled_from(sorted(CASES)), st.lists(st.integers(0, 200), max_size=12))
+def test_formats_in_random_pieces(name, cuts):
+    case = CASES[name]
+    ends = sorted(min(cut, len(case.text)) for cut in cuts)
+    check(case, [case.text[a:b] for a, b in zip([0, *ends], [*ends, len(case.text)], strict=True)])
+
+
+PIECES = (
+    *(marker for parser in {*PARSERS.values()} for marker in parser.markers()), "<think>", "</think>", "[", "]", "{",
+    '"', "\\", ",", ":", ";", " ", "\n", "<", "function", "add", "noop", "nope", '{"name": "add", "', "}",
+    "arguments", '": {', '"parameters": ', '"a": 1', "```json\n",
+)  # fmt: skip
+
+
+@settings(max_examples=200)
+@given(st.sampled_from(sorted(PARSERS)), st.lists(st.sampled_from(PIECES), max_size=24), st.booleans(), st.data())
+def test_any_text_reads_the_same_in_any_pieces(parser, parts, thinking, data):
+    """Nothing raises, nothing is lost but white space and markers, and special tokens never become content."""
+    text = "".join(parts)
+    case = Case(parser, text, "")
+    message = read(case, [text], thinking=thinking)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    for pieces in ([*text], [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]):
+        again = read(case, pieces, thinking=thinking)
+        for each in (message, again):
+            for call in each.get("tool_calls", ()):
+                call["id"] = ""
+        assert again == message
+    content = message["content"] or ""
+    assert not any(marker in content for marker in hidden(parser))
+    if not message.get("tool_calls") and not hidden(parser) and message["reasoning_content"] is None:
+        assert "".join(content.split()) in "".join(text.split())
+
+
+def test_arguments_are_passed_on_as_they_come():
+    parser = Hermes(NAMES)
+    parts = [parser.feed(piece) for piece in ("A <tool", '_call>{"name": "add", "argu', 'ments": {"a": "x', "y", '"}}')]
+    assert parts == [[Text("A ")], [], [Call("add"), Arguments('{"a": "x')], [Arguments("y")], [Arguments('"}')]]
+
+
+def test_text_comes_at_once():
+    """Only what may begin a marker is held back."""
+    parser = Hermes(NAMES)
+    assert [parser.feed(text) for text in ("a", " < b", " <", "tool")] == [[Text("a")], [Text(" < b")], [Text(" ")], []]
+    assert parser.feed("box") == [Text("<toolbox")]
+    llama = PARSERS["llama3"](NAMES)
+    assert (
+        llama.feed('{"na') == [] and llama.feed('tion": ') == [Text('{"nation": ')] and llama.feed("1") == [Text("1")]
+    )
+
+
+def test_one_call_at_most():
+    text = '<tool_call>{"name": "noop", "arguments": {}}</tool_call>'
+    case = Case("qwen", text + text, None)
+    assert len(read(case, [case.text], most=1)["tool_calls"]) == 1
+    assert len(read(case, [case.text])["tool_calls"]) == 2
+
+
+@pytest.mark.parametrize("text", ["2 + 2?\n</think>\n\n4", "\n<think>\n2 + 2?</think>4", "2 + 2?</think>4"])
+def test_thoughts_that_the_prompt_has_begun(text):
+    for pieces in ([text], [*text]):
+        message = read(Case("qwen", text, ""), pieces, thinking=True)
+        assert (message["reasoning_content"], message["content"]) == ("2 + 2?", "4")
+
+
+def test_long_texts_that_never_become_a_call():
+    """All of it is text in the end, but for markers that are special tokens."""
+    for name, parser in PARSERS.items():
+        for text in ("<" * 5000, "[" * 5000, '{"name": "' * 1000, parser.begins[0] * 300):
+            for pieces in ([text], [text[start : start + 7] for start in range(0, len(text), 7)]):
+                reader = parser(NAMES, hidden=hidden(name))
+                parts = [part for piece in pieces for part in reader.feed(piece)] + reader.feed("", last=True)
+                said = "".join(part.text for part in parts if isinstance(part, Text))
+                assert said == ("" if text.startswith(tuple(hidden(name))) else text)
+
+
+def test_flags_name_the_formats():
+    assert set(CALL_FORMATS) == set(PARSERS)
+
+
+def test_without_a_format_text_is_text():
+    reply = Reply(CallParser(hidden={"<|x|>"}), reasoning=False)
+    assert reply.feed("a <|x|>b <tool_call>", last=True) == [{"content": "a b <tool_call>"}]
+    assert reply.message() == {"role": "assistant", "content": "a b <tool_call>"}

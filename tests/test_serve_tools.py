@@ -1,0 +1,268 @@
+"""Function calls and thoughts through the server: scripted answers in the formats of several families."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from body_helpers import CHAT, HELLO
+from engine_helpers import TEMPLATE
+from server_helpers import Running, running
+from tool_helpers import NOOP, SCRIPTS, TOOLS, WEATHER, ask, tool_engine
+
+from specjax.cli.flags import ServerSettings
+
+
+@pytest.fixture(scope="module")
+def servers():
+    """A server for each format, over the same engine, one at a time."""
+    found: dict[str, Any] = {}
+
+    def server(parser: str = "auto") -> Running:
+        if parser not in found:
+            for context in found.values():
+                context[0].__exit__(None, None, None)
+            found.clear()
+            context = running(tool_engine(), ServerSettings(tool_call_parser=parser))
+            found[parser] = context, context.__enter__()
+        return found[parser][1]
+
+    yield server
+    for context in found.values():
+        context[0].__exit__(None, None, None)
+
+
+def client(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0)
+
+
+def streamed(server: Running, **fields: Any) -> list[dict[str, Any]]:
+    """The choices of a stream put together: message, finish_reason, log-probabilities."""
+    options = {"include_usage": True}
+    choices: dict[int, dict[str, Any]] = {}
+    usage = None
+    for chunk in client(server).chat.completions.create(**fields, stream=True, stream_options=options):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            found = choices.setdefault(
+                choice.index,
+                {"content": "", "reasoning": "", "calls": [], "finish": None, "tokens": [], "pieces": 0},
+            )
+            assert found["finish"] is None, "nothing follows the reason of the end"
+            found["finish"] = choice.finish_reason
+            found["content"] += choice.delta.content or ""
+            found["reasoning"] += getattr(choice.delta, "reasoning_content", None) or ""
+            if choice.logprobs is not None:
+                found["tokens"] += [entry.token for entry in choice.logprobs.content or ()]
+            for piece in choice.delta.tool_calls or ():
+                assert piece.function is not None
+                if piece.index == len(found["calls"]):
+                    assert piece.id and piece.id.startswith("call_") and piece.type == "function"
+                    found["calls"].append([piece.function.name, ""])
+                found["calls"][piece.index][1] += piece.function.arguments or ""
+                found["pieces"] += 1
+    assert usage is not None
+    return [found | {"usage": usage.model_dump()} for _, found in sorted(choices.items())]
+
+
+def whole(server: Running, **fields: Any) -> list[dict[str, Any]]:
+    """The same of an answer that is no stream."""
+    answer = client(server).chat.completions.create(**fields)
+    assert answer.usage is not None
+    return [
+        {
+            "content": choice.message.content or "",
+            "reasoning": getattr(choice.message, "reasoning_content", None) or "",
+            "calls": [[call.function.name, call.function.arguments] for call in choice.message.tool_calls or ()],
+            "finish": choice.finish_reason,
+            "tokens": [entry.token for entry in choice.logprobs.content or ()] if choice.logprobs else [],
+            "usage": answer.usage.model_dump(),
+        }
+        for choice in answer.choices
+    ]
+
+
+def both(server: Running, **fields: Any) -> list[dict[str, Any]]:
+    """Of a stream and of a whole answer, which agree."""
+    stream, answer = streamed(server, **fields), whole(server, **fields)
+    for one in (*stream, *answer):
+        one["usage"].pop("prompt_tokens_details")  # the second finds the prompt in the cache
+    assert [{key: one[key] for key in one if key != "pieces"} for one in stream] == answer
+    return stream
+
+
+ANSWERS: dict[str, tuple[str, str, list[list[str]], str]] = {
+    "a": ("auto", "Let me look.", [["get_weather", '{"city": "Paris"}']], ""),
+    "b": ("auto", "It is 22 degrees in Paris.", [], ""),
+    "c": ("qwen25", "", [["noop", "{}"], ["get_weather", '{"city": "Rome"}']], ""),
+    "d": ("mistral", "", [["get_weather", '{"city": "Bern"}']], ""),
+    "e": ("deepseekv3", "Hm.", [["get_weather", '{"city": "Oslo"}']], ""),
+    "f": ("llama3", "", [["get_weather", '{"city": "Lima"}']], ""),
+    "g": ("auto", "", [["noop", "{}"]], "A city, so a call."),
+    "h": ("mistral", " none  needed", [], ""),
+    "i": ("auto", "Fine.", [], "Nothing to do."),
+    "j": ("auto", '<tool_call>{"name": "unknown", "arguments": {}}!</tool_call>', [], ""),
+}
+
+
+@pytest.mark.parametrize("name", sorted(ANSWERS, key=lambda name: ANSWERS[name][0]))
+def test_answers_of_each_format(servers, name):
+    parser, content, calls, reasoning = ANSWERS[name]
+    (found,) = both(servers(parser), **ask(name), tools=TOOLS, logprobs=True, seed=1)
+    assert (found["content"], found["calls"], found["reasoning"]) == (content, calls, reasoning)
+    assert found["finish"] == ("tool_calls" if calls else "stop")
+    assert found["usage"]["completion_tokens"] == len(SCRIPTS[name]) + 1 == len(found["tokens"])
+    assert found["pieces"] >= 2 * len(calls)
+    thought = SCRIPTS[name].index("</think>") + 1 if reasoning else 0
+    assert found["usage"]["completion_tokens_details"]["reasoning_tokens"] == thought
+
+
+def test_a_message_as_it_is_sent(servers):
+    answer = servers().post(CHAT, ask("a", tools=TOOLS)).json()["choices"][0]
+    (call,) = answer["message"].pop("tool_calls")
+    assert answer["message"] == {"role": "assistant", "content": "Let me look.", "reasoning_content": None}
+    assert call.pop("id").startswith("call_")
+    assert call == {"type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
+    answer = servers().post(CHAT, ask("c", tools=TOOLS)).json()["choices"][0]
+    assert answer["message"]["content"] is None and answer["matched_stop"] == 2
+    assert len({call["id"] for call in answer["message"]["tool_calls"]}) == 2
+
+
+def test_without_functions_calls_are_text(servers):
+    text = "".join(SCRIPTS["c"])
+    prompts = set()
+    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": [], "tool_choice": "auto"}):
+        (found,) = both(servers(), **ask("c"), extra_body=fields)
+        assert (found["content"], found["calls"], found["finish"]) == (text, [], "stop")
+        prompts.add(found["usage"]["prompt_tokens"])
+    assert len(prompts) == 1, "the model is not told of functions"
+    (told,) = both(servers(), **ask("c"), tools=TOOLS)
+    assert told["usage"]["prompt_tokens"] > min(prompts) + 100
+
+
+def test_a_conversation_with_a_function(servers):
+    """The answer goes back as the client's library has it, and the model's template writes the call as it was."""
+    ends = client(servers())
+    fields: dict[str, Any] = {"model": "toy", "tools": TOOLS, "temperature": 0}
+    messages: list[Any] = [{"role": "user", "content": "Say g"}]
+    message = ends.chat.completions.create(**fields, messages=messages).choices[0].message
+    assert message.tool_calls
+    messages += [message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "22 b"}]
+    answer = ends.chat.completions.create(**fields, messages=messages)
+    assert answer.choices[0].message.content == "It is 22 degrees in Paris."
+    sent = [messages[0], message.model_dump(), messages[2]]
+    engine = servers().engine
+    with servers().client() as http:
+        tokens = http.post("/tokenize", json={"messages": sent}).json()["tokens"]
+    prompt = engine.tokenizer.decode(tokens)
+    call = '<tool_call>{"name": "noop", "arguments": {}}</tool_call>'
+    assert f"assistant:<think>A city, so a call.</think>{call}<|im_end|>tool:22 b" in prompt
+
+
+def test_other_fields_beside_functions(servers):
+    server = servers()
+    found = both(server, **ask("a"), tools=TOOLS, n=3, extra_body={"return_speculative_metrics": True})
+    assert [one["calls"] for one in found] == [ANSWERS["a"][2]] * 3
+    answer = server.post(CHAT, ask("a", tools=TOOLS, return_speculative_metrics=True)).json()
+    assert answer["metadata"]["speculative"]["spec_verify_ct"] > 0
+    (found,) = both(server, **ask("a"), tools=TOOLS, stop="Par", logprobs=True, top_logprobs=2)
+    assert (found["calls"], found["content"]) == ([["get_weather", '{"city": "']], "Let me look.")
+    (found,) = both(server, **ask("a"), tools=TOOLS, stop=" look")
+    assert (found["calls"], found["content"], found["finish"]) == ([], "Let me", "stop")
+    (found,) = both(server, **ask("a"), tools=TOOLS, max_tokens=8)
+    assert (found["calls"], found["finish"]) == ([["get_weather", '{"city": "Par']], "length")
+    (found,) = both(server, **ask("c"), tools=TOOLS, parallel_tool_calls=False)
+    assert found["calls"] == [["noop", "{}"]]
+    (found,) = both(server, **ask("a"), tools=[NOOP])
+    assert not found["calls"] and "get_weather" in found["content"], "not a function of this request"
+
+
+def test_thoughts_may_stay_in_the_content(servers):
+    (found,) = both(servers(), **ask("i"), extra_body={"separate_reasoning": False})
+    assert (found["content"], found["reasoning"]) == ("<think>Nothing to do.</think>Fine.", "")
+    assert found["usage"]["completion_tokens_details"] is None
+    (found,) = both(servers(), **ask("i"))
+    assert (found["content"], found["reasoning"]) == ("Fine.", "Nothing to do.")
+    with running(tool_engine(), ServerSettings(reasoning_parser="none")) as server:
+        (found,) = both(server, **ask("i"))
+        assert found["content"] == "<think>Nothing to do.</think>Fine."
+
+
+def test_special_tokens_are_shown_where_a_client_asks(servers):
+    (found,) = both(servers("mistral"), **ask("h"), tools=TOOLS, extra_body={"skip_special_tokens": False})
+    assert found["content"] == "[TOOL_CALLS] none [ARGS] needed"
+    (found,) = both(servers("mistral"), **ask("d"), tools=TOOLS, extra_body={"skip_special_tokens": False})
+    assert found["calls"] == ANSWERS["d"][2]
+    (found,) = both(servers("mistral"), **ask("h"))
+    assert found["content"] == " none  needed"
+
+
+def function(**changes: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "f", **changes}}]
+
+
+REFUSALS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "no list": ({"tools": {}}, "tools", "list"),
+    "no object": ({"tools": [1]}, "tools", "object"),
+    "no type": ({"tools": [{"function": {"name": "f"}}]}, "tools", "tools[0].type is required"),
+    "another type": ({"tools": [{"type": "custom", "custom": {}}]}, "tools", "'function'"),
+    "no function": ({"tools": [{"type": "function"}]}, "tools", "tools[0].function is required"),
+    "no name": ({"tools": [{"type": "function", "function": {}}]}, "tools", "name is required"),
+    "empty name": ({"tools": function(name="")}, "tools", "1 to 64"),
+    "long name": ({"tools": function(name="x" * 65)}, "tools", "1 to 64"),
+    "spaced name": ({"tools": function(name="a b")}, "tools", "name"),
+    "line in name": ({"tools": function(name="a\n")}, "tools", "1 to 64"),
+    "name no text": ({"tools": function(name=5)}, "tools", "string"),
+    "description": ({"tools": function(description=[])}, "tools", "string"),
+    "parameters no object": ({"tools": function(parameters=[])}, "tools", "object"),
+    "parameters of an array": ({"tools": function(parameters={"type": "array"})}, "tools", "schema of an object"),
+    "properties": ({"tools": function(parameters={"type": "object", "properties": []})}, "tools", "properties"),
+    "required": ({"tools": function(parameters={"type": "object", "required": [1]})}, "tools", "required"),
+    "strict": ({"tools": function(strict="yes")}, "tools", "boolean"),
+    "two of a name": ({"tools": [NOOP, WEATHER, NOOP]}, "tools", "'noop'"),
+    "too many": ({"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]}, "tools", "128"),
+    "choice": ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "none, auto, required"),
+    "choice null name": ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", "none, auto, required"),
+    "choice of a kind": (
+        {"tools": TOOLS, "tool_choice": {"type": "x", "function": {}}},
+        "tool_choice",
+        '{"name": ...}}',
+    ),
+    "required of nothing": ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    "parallel": ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls", "boolean"),
+    "reasoning": ({"separate_reasoning": 1}, "separate_reasoning", "boolean"),
+    "thoughts of a user": ({"messages": [HELLO[0] | {"reasoning_content": "x"}]}, "messages", "assistant"),
+    "old functions": ({"functions": [{"name": "f"}]}, "functions", "not supported"),
+    "too long": ({"tools": function(description="x" * 20_000)}, "messages", "context"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals(servers, name):
+    fields, param, said = REFUSALS[name]
+    answer = servers().post(CHAT, ask("a") | fields)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == param and said in error["message"], error
+
+
+def test_models_without_functions(monkeypatch):
+    engine = tool_engine()
+    with running(engine, ServerSettings(tool_call_parser="none")) as server:
+        error = server.post(CHAT, ask("a", tools=TOOLS)).json()["error"]
+        assert error["param"] == "tools" and "--tool-call-parser" in error["message"]
+        assert server.post(CHAT, ask("a", tools=[])).status_code == 200
+    monkeypatch.setattr(engine.tokenizer, "chat_template", TEMPLATE)
+    with running(engine) as server:
+        error = server.post(CHAT, ask("a", tools=TOOLS)).json()["error"]
+        assert error["param"] == "tools" and "--chat-template" in error["message"]
+
+
+def test_events_that_hold_no_text_carry_log_probabilities(servers):
+    """One entry a token, also of those whose text is held back."""
+    events = servers().events(CHAT, ask("a", tools=TOOLS, logprobs=True))
+    choices = [choice for event in events for choice in event["choices"]]
+    tokens = [entry["token"] for choice in choices for entry in (choice["logprobs"] or {"content": []})["content"]]
+    assert "".join(tokens) == "".join(SCRIPTS["a"]) and len(tokens) == len(SCRIPTS["a"]) + 1
+    assert json.dumps(events).count('"call_') == 1

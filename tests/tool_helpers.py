@@ -1,0 +1,130 @@
+"""A model that answers from a script, over a tokenizer with the markers of all formats of function calls.
+
+The last character of the last message, after a space, chooses the answer: the template ends with that message. The
+model is a table (`toy_models.table_model`): the last four tokens decide the next one, and after an answer comes the end
+token. So the pieces of an answer are tokens whose contexts differ.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from engine_helpers import END, NGRAM, SPECIAL
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from toy_models import Toy, table_model, table_row
+from transformers import PreTrainedTokenizerFast
+
+from specjax.drafters import make_drafter
+from specjax.drafters.base import Params
+from specjax.engine import Engine, EngineConfig
+from specjax.engine.executables import Key
+from specjax.serve.calls import PARSERS, Hermes
+
+MARKERS = tuple(dict.fromkeys(m for p in PARSERS.values() if p is not Hermes for m in p.markers() if "`" not in m))
+PLAIN_MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")  # added tokens that are not special, as Qwen's
+TEMPLATE = (
+    "{% if tools %}# Tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
+    "{% for message in messages %}"
+    "{{ message.role }}:{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{% for call in message.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{{ message.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+)
+ROWS, WINDOW = 4093, 4
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+NOOP = {"type": "function", "function": {"name": "noop"}}
+TOOLS = [WEATHER, NOOP]
+
+# The answers, by the last character of the message before; between tokens stands "¦".
+_SCRIPTS = {
+    "a": 'Let me ¦look.¦\n¦<tool_call>¦\n{"name": ¦"get_weather", "ar¦guments": {"ci¦ty": "Par¦is"¦}}\n¦</tool_call>',
+    "b": "It is ¦22 degrees¦ in Paris.",
+    "c": '<tool_call>¦{"name": "noop", ¦"arguments": {}}¦</tool_call>¦\n\n¦<tool_call>¦{"name": "get¦_weather"¦, "argu'
+    'ments": {"city": "Rome"¦}} ¦</tool_call>',
+    "d": '[TOOL_CALLS]¦ [{"name": "get_weather", "argum¦ents": {"city": "Bern"¦}}¦]',
+    "e": "Hm.¦<｜tool▁calls▁begin｜>¦<｜tool▁call▁begin｜>¦function¦<｜tool▁sep｜>¦get_weather\n¦```json\n¦"
+    '{"city": ¦"Oslo"}¦\n```¦<｜tool▁call▁end｜>¦<｜tool▁calls▁end｜>',
+    "f": '<|python_tag|>¦{"name": "get_weather", "param¦eters": {"city": "Lima"¦}} ',
+    "g": "<think>¦\nA city¦, so a call.\n¦</think>¦\n\n\n¦<tool_call>¦"
+    '{"name": "noop"¦, "arguments"¦: {}¦}\n\n¦</tool_call>',
+    "h": "[TOOL_CALLS]¦ none ¦[ARGS]¦ needed",
+    "i": "<think>¦Nothing¦ to do.¦</think>¦Fine.",
+    "j": '<tool_call>¦{"name": "unknown", ¦"arguments": {}}!¦</tool_call>',
+}
+SCRIPTS: dict[str, list[str]] = {name: script.split("¦") for name, script in _SCRIPTS.items()}
+
+
+@functools.cache
+def tool_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE without merges; the markers, and the pieces of the scripts, are tokens."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE({word: i for i, word in enumerate([*SPECIAL, *letters])}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([*SPECIAL, *MARKERS])
+    pieces = dict.fromkeys(piece for script in SCRIPTS.values() for piece in script if piece not in MARKERS)
+    core.add_tokens([AddedToken(each, special=False, normalized=False) for each in (*PLAIN_MARKERS, *pieces)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token=SPECIAL[2], bos_token=SPECIAL[0], chat_template=TEMPLATE
+    )
+
+
+def scripted_model() -> Toy:
+    """Its most likely text is the script, whatever stands before the last four tokens."""
+    tokenizer = tool_tokenizer()
+
+    def ids(pieces: list[str]) -> list[int]:
+        found = tokenizer.convert_tokens_to_ids(pieces)
+        assert isinstance(found, list)
+        return found
+
+    vocabulary = len(tokenizer)
+    texts = [(ids(["Ġ", key, "<|im_end|>", "<|im_start|>"]), [*ids(script), END]) for key, script in SCRIPTS.items()]
+    for stride in range(5, 400):
+        following: dict[int, int] = {}
+        for start, script in texts:
+            tokens = list(start)
+            for token in script:
+                if following.setdefault(table_row(tokens, WINDOW, ROWS, stride), token) != token:
+                    break
+                tokens.append(token)
+            else:
+                continue
+            break
+        else:
+            table = np.zeros((ROWS, vocabulary), np.float32)
+            table[:, END] = 20
+            for row, token in following.items():
+                table[row] = 0
+                table[row, token] = 20
+            return table_model(table, WINDOW, stride)
+    raise AssertionError("every stride makes two contexts collide")
+
+
+@functools.cache
+def tool_engine() -> Engine:
+    """It drafts n-grams; context enough for the functions in the prompt."""
+    model = scripted_model()
+    config = EngineConfig(
+        max_running_requests=4, page_size=16, max_total_tokens=8192, context_length=2048, chunked_prefill_size=256
+    )
+    engine = Engine(
+        model.target, Params(model.params, None), tool_tokenizer(), make_drafter(NGRAM), config=config, eos_ids=(END,)
+    )
+    engine.warm_up([Key("step", engine.buckets.batches[-1], engine.buckets.tables[-1])], progress=False)
+    return engine
+
+
+def ask(last: str, **more: Any) -> dict[str, Any]:
+    """The fields of a greedy chat that is answered with the script of this name."""
+    return {"model": "toy", "messages": [{"role": "user", "content": f"Say {last}"}], "temperature": 0} | more
