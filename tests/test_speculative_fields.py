@@ -17,12 +17,13 @@ from engine_helpers import END, NGRAM, byte_ids, idle_sequence, make_engine, sha
 from hypothesis import given, settings
 from server_helpers import Running, running
 
-from specjax.cli.flags import ServerSettings
-from specjax.engine import SamplingParams
+from specjax.cli.flags import ServerSettings, Settings
+from specjax.engine import Engine, SamplingParams
 from specjax.engine.generation import take_delta
 from specjax.engine.sequence import Status, completion
 from specjax.engine.transfers import Output, Read, take
 from specjax.serve import playground
+from specjax.serve.command import load
 from specjax.state import NO_DRAFT_LIMIT, RUNS, STOPPED
 
 LOOPING = toy(rows=5)  # soon repeats itself, so that drafts are accepted
@@ -111,6 +112,17 @@ def test_completions_have_them_too(server: Running):
     tokens = choice["speculative"]["tokens"]
     assert choice["text"] == "the the the" + "".join(token["text"] for token in tokens)
     assert any(token["drafted"] for token in tokens), "a prompt that repeats itself"
+
+
+def test_tokens_of_requests_that_were_retracted():
+    engine = make_engine(LOOPING, NGRAM, retract_every=3)
+    params = [SamplingParams(max_new_tokens=40, origins=True, temperature=float(i), seed=i) for i in range(2)]
+    for done in engine.generate([[70, 71, 72] * 4, "the the the"], params):
+        assert done.origins is not None and [one.token for one in done.origins] == done.output_ids
+        assert "".join(one.text for one in done.origins) == done.text
+        bins = done.spec_accept_histogram
+        assert histogram([one.drafted for one in done.origins], len(bins)) == bins
+    assert engine.scheduler.retractions > 3
 
 
 PIECES = st.lists(st.sampled_from(["a", "ab", "é", "漢", "🙂", "\n", "aab", "\ufffd"]), max_size=8).map("".join)
@@ -219,8 +231,9 @@ def test_without_the_flag_a_tree_is_refused(server: Running):
     )
 
 
-def check_tree(nodes: list[Any], emitted: list[Any]) -> None:
+def check_tree(tree: dict[str, Any], emitted: list[Any]) -> None:
     """The path's tokens, and what the target drew at its end, are the last ones `emitted`, those of one step."""
+    nodes = tree["nodes"]
     ends = [index for index, token in enumerate(emitted) if not token["drafted"]]
     emitted = emitted[ends[-2] + 1 :] if len(ends) > 1 else emitted
     path = [node for node in nodes if node["accepted"]]
@@ -230,6 +243,7 @@ def check_tree(nodes: list[Any], emitted: list[Any]) -> None:
         assert not node["accepted"] or nodes[node["parent"]]["accepted"]
         assert node["accepted"] or "drawn" not in node
     drawn = [node["drawn"]["token"] for node in path]
+    assert tree["emitted"] == len(emitted) <= len(drawn)
     assert drawn[:-1] == [node["token"] for node in path[1:]], "a draft is accepted where the target draws it"
     assert [token["token"] for token in emitted] == drawn[: len(emitted)] and emitted[:-1] == [
         {"token": node["token"], "text": node["text"], "drafted": True} for node in path[1 : len(emitted)]
@@ -247,10 +261,10 @@ def test_the_last_tree(traced: Running):
         run = choice["speculative"]["tokens"]
         if tree := choice["speculative"]["tree"]:
             found += len(tree["nodes"]) > 1
-            check_tree(tree["nodes"], run)
+            check_tree(tree, run)
     assert found > 2, "steps with drafts"
     whole = traced.post(CHAT, asked).json()
-    check_tree(whole["choices"][0]["speculative"]["tree"]["nodes"], run)
+    check_tree(whole["choices"][0]["speculative"]["tree"], run)
     unasked = traced.post(CHAT, body).json()
     assert "speculative" not in unasked["choices"][0]
     first = traced.post(CHAT, asked | {"max_tokens": 1}).json()
@@ -272,6 +286,16 @@ def test_a_server_keeps_one_tree_of_a_request_and_none_unasked(traced: Running, 
     assert kept and not any(kept)
     traced.chat(max_tokens=20, return_speculative_tree=True)
     assert max(kept) == 1
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_the_flag_reaches_the_engine(monkeypatch, on):
+    seen: list[bool] = []
+    monkeypatch.setattr(Engine, "from_pretrained", lambda **given: seen.append(given["config"].trace) or 1 / 0)
+    chosen = Settings(server=ServerSettings(trace_trees=on))
+    with pytest.raises(ZeroDivisionError):
+        load(chosen)
+    assert seen == [on]
 
 
 def test_the_state_says_whether_trees_are_kept(server: Running, traced: Running):

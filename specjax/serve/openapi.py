@@ -58,7 +58,10 @@ SPECULATIVE = {"spec_verify_ct": int, "spec_accept_length": float, "spec_accept_
                "spec_accept_histogram": [int]}  # fmt: skip
 NODE = {"token": int, "text": str, "parent": (int, None), "score": float, "accepted": bool,
         "drawn?": {"token": int, "text": str}}  # fmt: skip
-DRAFTING = {"tokens?": [{"token": int, "text": str, "drafted": bool}], "tree?": ({"nodes": [NODE]}, None)}
+DRAFTING = {
+    "tokens?": [{"token": int, "text": str, "drafted": bool}],
+    "tree?": ({"nodes": [NODE], "emitted": int}, None),
+}
 TOKEN_ENTRY = {"token": str, "logprob": float, "bytes": [int]}
 CHAT_LOGPROBS = {"content": [TOKEN_ENTRY | {"top_logprobs": [TOKEN_ENTRY]}], "refusal": None}
 TEXT_LOGPROBS = {"tokens": [str], "token_logprobs": [float], "top_logprobs": [dict], "text_offset": [int]}

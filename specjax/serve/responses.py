@@ -129,7 +129,8 @@ def drafted_tree(tree: StepTree | None, names: TokenNames) -> dict[str, Any] | N
     """The nodes of a step's tree, parents first. Index 0 is the root, the last token before the step.
 
     `score` is the cumulative log-probability under the draft, for n-grams a rank. Nodes on the accepted path name the
-    token that the target drew there, the last one that of its own.
+    token that the target drew there, the last one that of its own. `emitted`: so many of the tokens drawn along the
+    path became output, fewer than there are where a stop or the limit came first.
     """
     if tree is None:
         return None
@@ -147,7 +148,8 @@ def drafted_tree(tree: StepTree | None, names: TokenNames) -> dict[str, Any] | N
         return found | ({"drawn": {"token": drawn, "text": names.text(drawn)}} if on_path else {})
 
     columns = (column.tolist() for column in (tree.tokens, tree.parents, tree.scores, tree.drawn))
-    return {"nodes": [node(index, *each) for index, each in enumerate(zip(*columns, strict=True))]}
+    nodes = [node(index, *each) for index, each in enumerate(zip(*columns, strict=True))]
+    return {"nodes": nodes, "emitted": len(tree.emitted)}
 
 
 def usage(done: Sequence[Completion], n: int) -> dict[str, Any]:
