@@ -154,7 +154,14 @@ def test_texts_whatever_is_chosen(kind, sizes):
     start = rng.integers(5, 30, 9).tolist()
     prompts = [start[: 4 + i] + rng.integers(5, 30, 1 + 5 * (i % 3)).tolist() for i in range(7)]
     params = [
-        SamplingParams(max_new_tokens=12 + 3 * i, temperature=float(i % 2), seed=i, speculate=i != 4) for i in range(7)
+        SamplingParams(
+            max_new_tokens=12 + 3 * i,
+            temperature=float(i % 2),
+            seed=i,
+            speculate=i != 4,
+            draft_limit={2: 0, 5: 1}.get(i),
+        )
+        for i in range(7)
     ]
     found = engine.generate(prompts, params)
     for prompt, wanted, done in zip(prompts, params, found, strict=True):

@@ -30,8 +30,7 @@ REFUSED = [
     *(("max_new_tokens", value) for value in (0, -1, True)),
     *(("min_new_tokens", value) for value in (-1, 129, True)),
     *(("seed", value) for value in (2**63, -(2**63) - 1, True)),
-    *((name, value) for name in ("draft_limit", "trees") for value in (-1, True)),
-    ("draft_limit", 2**20 + 1),
+    *(("draft_limit", value) for value in (-1, 2**20 + 1, True)),
     *(
         ("stop", value)
         for value in ("", [""], ["a", ""], ["a"] * (MAX_STOP_STRINGS + 1), ["b", "a" * (MAX_STOP_LENGTH + 1)])
@@ -44,7 +43,7 @@ WRONG_TYPES = [
     *((name, value) for name in ("top_k", "min_new_tokens") for value in (1.5, "1", None)),
     *((name, value) for name in SWITCHES for value in (1, "true", None)),
     *(("max_new_tokens", value) for value in (1.5, "1")),
-    *((name, value) for name in ("seed", "draft_limit", "trees") for value in (1.5, "1")),
+    *((name, value) for name in ("seed", "draft_limit") for value in (1.5, "1")),
     *(("stop", value) for value in (None, 1, [1], {"a": 1})),
     *(("stop_token_ids", value) for value in (None, 1, "1", [1.5], ["1"], [True])),
     *(("logit_bias", value) for value in (None, [1], "1", {1: "1"}, {1: None})),

@@ -128,6 +128,7 @@ class Engine:
             eos_ids=eos_ids,
             depth=drafter.depth,
             salts=Salts(isolate=config.isolate_ngrams),
+            late=not config.trace,  # a delta goes with the tree of its step
             plain_content=config.plain_content,
             seeds=random.SystemRandom() if config.random_seed is None else random.Random(config.random_seed),
         )

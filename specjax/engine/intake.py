@@ -80,6 +80,7 @@ class Intake:
     eos_ids: tuple[int, ...]
     depth: int  # D
     salts: Salts = field(default_factory=lambda: Salts(isolate=False))
+    late: bool = True  # whether texts are decoded where they are read
     plain_content: bool = False  # users' text makes no special tokens
     seeds: random.Random = field(default_factory=random.SystemRandom)  # draws the seeds of requests without one
     _numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -167,7 +168,7 @@ class Intake:
                 cast(tuple[str, ...], sampling.stop),
                 skip_special_tokens=sampling.skip_special_tokens,
                 keep_stop=sampling.no_stop_trim,
-                late=not sampling.trees,  # a delta goes with the tree of its step
+                late=self.late,
                 kept=sampling.kept_special_tokens,
             ),
             arrival=number,

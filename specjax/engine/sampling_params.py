@@ -64,7 +64,6 @@ class SamplingParams:
     logprobs: int | None = None  # log-probabilities of the tokens, and of this many likeliest ones at each
     cache_salt: str | None = None  # requests with different salts share no n-gram memory
     origins: bool = False  # keep which tokens were accepted drafts, in `Completion.origins`
-    trees: int | None = None  # most of its steps' trees to keep (`EngineConfig.trace`), the last ones; None: all
     grammar: Grammar | None = None  # that the text follows
 
     def __post_init__(self) -> None:
@@ -95,10 +94,9 @@ class SamplingParams:
         check("min_new_tokens", fits, f"from 0 to max_new_tokens ({most})", "{}")
         in_range = top is None or (_is_integer(top) and 0 <= top <= TOP_LOGPROBS)
         check("logprobs", in_range, f"an integer from 0 to {TOP_LOGPROBS}", "{!r}")
-        limit, trees = self.draft_limit, self.trees
+        limit = self.draft_limit
         in_range = limit is None or (_is_integer(limit) and 0 <= limit <= NO_DRAFT_LIMIT)
         check("draft_limit", in_range, f"an integer from 0 to {NO_DRAFT_LIMIT}")
-        check("trees", trees is None or (_is_integer(trees) and trees >= 0), "an integer of at least 0")
         short = salt is None or (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT)
         check("cache_salt", short, f"a string of 1 to {MAX_SALT} characters")
         check("grammar", self.grammar is None or isinstance(self.grammar, Grammar), "a Grammar")

@@ -81,6 +81,7 @@ class Sequence:
     logprobs: list[RawLogprob] = field(default_factory=list)  # of the output, if requested
     drafted_flags: list[bool] = field(default_factory=list)  # of the output: accepted drafts, if requested
     trees: list[StepTree] = field(default_factory=list)  # of its steps, if the engine keeps them
+    most_trees: int | None = None  # to keep, the last ones; None: all
     finish_reason: FinishReason | None = None
     status: Status = Status.WAITING
     slot: int | None = None

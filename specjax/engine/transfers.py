@@ -123,7 +123,7 @@ def take(sequence: Sequence, read: Read, output: Output, row: int, *, verified: 
             sequence.logprobs += _raw_logprobs(read.logprobs, row, kept, sequence.params.logprobs)
         if sequence.params.origins and kept:
             sequence.drafted_flags += [True] * (kept - 1) + [False]
-        if output.trace is not None and (most := sequence.params.trees) != 0:
+        if output.trace is not None and (most := sequence.most_trees) != 0:
             sequence.trees.append(step_tree(output.trace, row, np.array(tokens[:kept], np.int32)))
             if most is not None:
                 del sequence.trees[:-most]

@@ -108,7 +108,7 @@ class SamplingFields(Body):
     def params(self, rules: Rules, **more: Any) -> SamplingParams:
         """Sampling parameters: the request's values, else the model's defaults, else temperature 1. `more`: parameters
         that are no fields of the same name. Raises an ApiError if one is out of range."""
-        found = {"temperature": 1.0, "trees": 0, **rules.defaults}
+        found = {"temperature": 1.0, **rules.defaults}
         more["grammar"] = chosen(self)[1]
         own = {each.name: getattr(self, each.name, None) for each in dataclasses.fields(SamplingParams)} | more
         if self.sampling_seed is not None:
@@ -188,9 +188,13 @@ class OpenAIRequest(SamplingFields):
             min_new_tokens=self.min_tokens,
             logprobs=logprobs,
             origins=self.return_speculative_tokens,
-            trees=1 if self.return_speculative_tree else 0,
             **more,
         )
+
+    @property
+    def trees(self) -> int:
+        """As in `Task`."""
+        return 1 if self.return_speculative_tree else 0
 
     @property
     def names(self) -> dict[str, str]:
@@ -245,7 +249,7 @@ class ChatRequest(OpenAIRequest, ToolFields):
         sampling = self.sampling(rules, logprobs, kept_special_tokens=kept)
         messages = rules.form.for_template([message.for_template() for message in self.messages])
         chat = Chat(messages, {"tools": tools} if tools else {})
-        return Task([chat], [sampling], self.n or 1, self.names, "messages", reply=reply)
+        return Task([chat], [sampling], self.n or 1, self.names, "messages", reply=reply, trees=self.trees)
 
 
 class CompletionRequest(OpenAIRequest):
@@ -271,7 +275,8 @@ class CompletionRequest(OpenAIRequest):
             raise bad_request("echo with logprobs is not supported: those of the prompt are not computed", "echo")
         sampling = self.sampling(rules, self.logprobs)
         prompts = read_prompts(self.prompt, "prompt", choices, rules)
-        return Task(prompts, [sampling] * len(prompts), choices, self.names, most=COMPLETION_TOKENS)
+        sampling = [sampling] * len(prompts)
+        return Task(prompts, sampling, choices, self.names, most=COMPLETION_TOKENS, trees=self.trees)
 
 
 class SamplingBody(SamplingFields):

@@ -42,6 +42,7 @@ class Task:
     ids: list[str] | None = None  # one for each prompt
     most: int | None = None  # new tokens where the request gives no number; fewer if they do not fit
     reply: ReplyOptions | None = None  # None: the text as it is
+    trees: int = 0  # of its last steps that each sequence keeps, if the engine keeps any
 
     def sequences(self, intake: Intake, id: str) -> list[Sequence]:
         """Tokenises, and makes the choices in order: prompt * n + i. Choice i of a prompt has the seed + i. Raises an
@@ -56,6 +57,8 @@ class Task:
                     choice = replace(sampling, seed=later_seed(first.seed, i))
                     made.append(intake.sequence(first.prompt, choice, id=f"{name}-{i}"))
                     made[-1].salt = first.salt  # they share their prompt, also where requests are kept apart
+                for sequence in made[-self.n :]:
+                    sequence.most_trees = self.trees
                 if self.most is not None and sampling.max_new_tokens is None:
                     for sequence in made[-self.n :]:
                         sequence.limit = min(sequence.limit, self.most)
