@@ -102,6 +102,8 @@ class StepOutput(NamedTuple):
         finish: int32 [B]. RUNS, STOPPED, FULL or NOT_FINITE.
         logprobs: zeros where no row wants them.
         trace: None unless `StepConfig.trace`.
+        prompt: of a prefill's C tokens, at each index those of the token after it; None unless
+            `StepConfig.prompt_logprobs`.
     """
 
     tokens: Int32[Array, "B J"]
@@ -110,6 +112,7 @@ class StepOutput(NamedTuple):
     finish: PerRequest
     logprobs: Logprobs
     trace: Trace | None
+    prompt: Logprobs | None = None
 
 
 def init_state(params: Params, target: Target, drafter: Drafter, *, rows: int, pool: PoolShape) -> DecodeState:

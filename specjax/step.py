@@ -51,7 +51,7 @@ from specjax.state import (
 )
 from specjax.tree import NO_TOKEN, DraftTree, ancestor_mask, best_nodes, first_nodes, narrow, root_only
 from specjax.types import Active, PerRequest
-from specjax.verify import Verdict, Verifier, finite_logits, pad_levels, path_logprobs, verify_tree
+from specjax.verify import Verdict, Verifier, block_logprobs, finite_logits, pad_levels, path_logprobs, verify_tree
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class StepConfig:
 
     widths: tuple[int, ...] = ()  # of trees, ascending; (): the drafter's. Of wider trees the best nodes count
     trace: bool = False  # whether `StepOutput.trace` is filled in
+    prompt_logprobs: bool = False  # whether a prefill fills in `StepOutput.prompt`
 
 
 class Checked(NamedTuple):
@@ -249,7 +250,11 @@ def prefill_step(
     next_tokens = jnp.where(offset == last[:, None], token[:, None], shifted)
     observation = Observation(inputs.tokens, next_tokens, forward.features, committed)
     logprobs = path_logprobs(logits, verdict.path, verdict, jnp.any(row.logprobs & wants_draw))
-    output = StepOutput(token[:, None], emitted, jnp.zeros_like(emitted), finish, logprobs, None)
+    prompt = None
+    if config.prompt_logprobs:
+        unembed = partial(target.unembed, params.target)
+        prompt = block_logprobs(forward.hidden, next_tokens, offset < committed[:, None], unembed)
+    output = StepOutput(token[:, None], emitted, jnp.zeros_like(emitted), finish, logprobs, None, prompt)
     state = _advance(params, drafter, state, context, row, forward.block, observation, output, after=logits)
     return state, output
 

@@ -20,9 +20,10 @@ from specjax_kernels.launch import has_kernels
 
 from specjax.sampling import DrawInputs, draw, draw_straight, is_plain
 from specjax.tree import NO_TOKEN, DraftTree, ancestor_mask
-from specjax.types import Active, Logits, PerRequest
+from specjax.types import Active, Hidden, Logits, PerRequest
 
 TOP_LOGPROBS = 20  # likeliest tokens whose log-probabilities a step gives
+BLOCK = 64  # tokens of a prompt whose logits exist at once where their log-probabilities are wanted
 KERNEL_TOP_K = 16  # the largest `top_k` that is one kernel in XLA:GPU; a larger one sorts all values
 
 
@@ -138,19 +139,52 @@ def path_logprobs(
 
     def found() -> Logprobs:
         raw = jnp.take_along_axis(logits, path[:, :, None], axis=1)
-        total = jax.nn.logsumexp(raw, axis=-1, keepdims=True)
-        ids = jnp.maximum(pad_levels(verdict.tokens, path.shape[1], -1), 0)
-        count = min(TOP_LOGPROBS, logits.shape[-1])
-        best, best_ids = jax.lax.platform_dependent(
-            raw, cpu=lambda x: tuple(jax.lax.top_k(x, count)), default=partial(top_in_parts, count=count)
-        )
-        drawn = jnp.take_along_axis(raw, ids[:, :, None], axis=2) - total
-        return Logprobs(drawn[:, :, 0], best - total, best_ids.astype(jnp.int32))
+        return _logprobs(raw, jnp.maximum(pad_levels(verdict.tokens, path.shape[1], -1), 0))
 
-    def nothing() -> Logprobs:
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(found))
+    return jax.lax.cond(wanted, found, partial(_zeros, found))
 
-    return jax.lax.cond(wanted, found, nothing)
+
+def block_logprobs(
+    hidden: Hidden, tokens: Int32[Array, "B C"], counted: Bool[Array, "B C"], unembed: Callable[[Array], Array]
+) -> Logprobs:
+    """Of each token after the hidden state at its index, J = C; zeros where it does not count.
+
+    Logits exist for `BLOCK` tokens at a time, float32 [64, V], however long the block is, and not at all for those that
+    hold none that counts. `unembed`: hidden states [X, M] to raw logits [X, V].
+    """
+    count, width = tokens.size, hidden.shape[-1]
+    blocks = -(-count // BLOCK)
+
+    def parts(values: Array) -> Array:
+        flat = values.reshape(count, -1)
+        return jnp.pad(flat, ((0, blocks * BLOCK - count), (0, 0))).reshape(blocks, BLOCK, -1)
+
+    def part(given: tuple[Array, Array, Array]) -> Logprobs:
+        states, ids, counts = given
+
+        def found() -> Logprobs:
+            return _logprobs(unembed(states)[None], ids[None, :, 0])
+
+        return jax.lax.cond(jnp.any(counts), found, partial(_zeros, found))
+
+    found = jax.lax.map(part, (parts(hidden.reshape(count, width)), parts(tokens), parts(counted)))
+    drawn, top, ids = (leaf.reshape(blocks * BLOCK, -1)[:count].reshape(*tokens.shape, -1) for leaf in found)
+    return Logprobs(drawn[:, :, 0], top, ids)
+
+
+def _zeros(like: Callable[[], Logprobs]) -> Logprobs:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(like))
+
+
+def _logprobs(raw: Float32[Array, "B J V"], ids: Int32[Array, "B J"]) -> Logprobs:
+    """Of tokens after raw logits, and of the likeliest."""
+    total = jax.nn.logsumexp(raw, axis=-1, keepdims=True)
+    count = min(TOP_LOGPROBS, raw.shape[-1])
+    best, best_ids = jax.lax.platform_dependent(
+        raw, cpu=lambda x: tuple(jax.lax.top_k(x, count)), default=partial(top_in_parts, count=count)
+    )
+    drawn = jnp.take_along_axis(raw, ids[:, :, None], axis=2) - total
+    return Logprobs(drawn[:, :, 0], best - total, best_ids.astype(jnp.int32))
 
 
 def top_in_parts(values: Float32[Array, "*b V"], count: int) -> tuple[Float32[Array, "*b k"], Int32[Array, "*b k"]]:

@@ -27,7 +27,7 @@ REFUSED = [
     *(("min_p", value) for value in (-0.1, 1.1)),
     *((name, value) for name in ("frequency_penalty", "presence_penalty") for value in (-2.1, 2.1)),
     *(("repetition_penalty", value) for value in (0, -1, 2.5)),
-    *(("max_new_tokens", value) for value in (0, -1, True)),
+    *(("max_new_tokens", value) for value in (-1, True)),
     *(("min_new_tokens", value) for value in (-1, 129, True)),
     *(("seed", value) for value in (2**63, -(2**63) - 1, True)),
     *(("draft_limit", value) for value in (-1, 2**20 + 1, True)),
@@ -37,6 +37,9 @@ REFUSED = [
     ),
     *(("logit_bias", value) for value in ({1: 101}, {1: -101}, {1: math.nan}, {"x": 1}, {1: True})),
     ("logit_bias", dict.fromkeys(range(BIAS_ENTRIES + 1), 1.0)),
+    *(("logprob_start_len", value) for value in (-2, 0, True)),
+    *(("priority", value) for value in (2**31, -(2**31), True)),
+    *(("stop_regex", value) for value in ("", ["(", "a"], ["a"] * (MAX_STOP_STRINGS + 1), "a*")),
 ]
 WRONG_TYPES = [
     *((name, value) for name in NUMBERS for value in ("1", None, [1])),
@@ -44,7 +47,8 @@ WRONG_TYPES = [
     *((name, value) for name in SWITCHES for value in (1, "true", None)),
     *(("max_new_tokens", value) for value in (1.5, "1")),
     *((name, value) for name in ("seed", "draft_limit") for value in (1.5, "1")),
-    *(("stop", value) for value in (None, 1, [1], {"a": 1})),
+    *((name, value) for name in ("stop", "stop_regex") for value in (None, 1, [1], {"a": 1})),
+    *((name, value) for name in ("logprob_start_len", "priority") for value in (1.5, "1", None)),
     *(("stop_token_ids", value) for value in (None, 1, "1", [1.5], ["1"], [True])),
     *(("logit_bias", value) for value in (None, [1], "1", {1: "1"}, {1: None})),
 ]

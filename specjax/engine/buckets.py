@@ -44,8 +44,8 @@ class Key(NamedTuple):
 
     `nodes`: of a step's trees; 0: those of its batch; 1: none is drafted, and the drafter is told nothing.
 
-    Kinds: "step", "prefill", "catch-up"; where a request follows a grammar, "propose" and "constrained" are the two
-    halves of a step (`specjax.engine.constrained`).
+    Kinds: "step", "prefill", "catch-up"; "scoring" is a prefill with its tokens' log-probabilities; where a request
+    follows a grammar, "propose" and "constrained" are the two halves of a step (`specjax.engine.constrained`).
     """
 
     kind: str
@@ -256,6 +256,11 @@ class Buckets:
         emitted = sum(min(count, width - 1) + 1 for count in forced)
         plain, wide = batch + self.free_tokens, batch * width + self.free_tokens
         return emitted * plain > len(forced) * wide
+
+    def scoring_keys(self) -> list[Key]:
+        """Programs for prompts whose log-probabilities are wanted, which are compiled when the first such prompt
+        comes."""
+        return [Key("scoring", chunk, table) for chunk in self.chunks for table in self.tables]
 
     def single_request_keys(self) -> list[Key]:
         """Programs that one request at a time needs."""

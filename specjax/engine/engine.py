@@ -49,11 +49,11 @@ from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Sequence, Status
 from specjax.engine.step_times import StepTimes, predictions, tree_of
-from specjax.engine.transfers import Counters, Output, read_lag, read_output, take
+from specjax.engine.transfers import Counters, Output, read_lag, read_output, take, take_prompt
 from specjax.engine.tuning import Tuning
 from specjax.load import load
 from specjax.models.target import Target
-from specjax.state import NOT_FINITE, DecodeState, init_state
+from specjax.state import NOT_FINITE, RUNS, DecodeState, init_state
 from specjax.verify import TOP_LOGPROBS, Verifier, verify_tree
 
 DEFAULT_CONFIG = EngineConfig()
@@ -64,6 +64,7 @@ class _InFlight(NamedTuple):
     output: Output
     sequences: list[Sequence]
     prefilled: list[int] | None = None  # by a prefill: tokens of each sequence that are in pages after it
+    starts: list[int] | None = None  # and before it
     launched: float = 0.0  # when, in seconds of `perf_counter`
     drafted: tuple[Sequence, ...] = ()  # those for which a step could draft
     forced: Mapping[Sequence, list[int]] = MappingProxyType({})  # in place of drafts, by a grammar
@@ -323,24 +324,40 @@ class Engine:
 
     def _launch_prefill(self) -> int:
         """Dispatches the next chunk of one prompt or of several. Returns the programs launched."""
-        if not (prompts := self.scheduler.prefilling()):
+        kind, prompts = self._next_prefill()
+        if not prompts:
             return 0
-        running = len(self.scheduler.active) - len(prompts)
-        left = [sequence.left for sequence in prompts]
-        pages = [len(sequence.pages) for sequence in prompts]
-        most = self.buckets.room_beside(running, len(prompts))
-        keys = self.buckets.prefill_keys(left, pages, most, self.executables.compiled())
-        key, program = self.executables.first_usable(keys)
+        key, program = self.executables.first_usable(self._prefill_keys(prompts, kind))
         part = prompts[: key.rows]
         inputs = prefill_input(
             part, key.rows, key.width, key.table, rows=self.config.max_running_requests, pages=self.pool.pages
         )
         output = self.device.run(key, program, inputs)
-        for sequence, tokens in zip(part, left, strict=False):
-            self.counters.prefilled_tokens += min(tokens, key.width)
-            sequence.prefill(min(tokens, key.width))
-        self._in_flight.append(_InFlight(key, output, part, [sequence.prefilled for sequence in part]))
+        starts = [sequence.prefilled for sequence in part]
+        for sequence in part:
+            tokens = min(sequence.left, key.width)
+            self.counters.prefilled_tokens += tokens
+            sequence.prefill(tokens)
+        self._in_flight.append(_InFlight(key, output, part, [sequence.prefilled for sequence in part], starts))
         return 1
+
+    def _next_prefill(self) -> tuple[str, list[Sequence]]:
+        """The kind of the next prefill and its prompts. One whose log-probabilities are wanted goes alone; while the
+        program for them compiles, the others go on."""
+        prompts = self.scheduler.prefilling()
+        plain = [sequence for sequence in prompts if not sequence.scores_within(self.buckets.chunks[-1])]
+        if not prompts or prompts[0] in plain:
+            return "prefill", plain
+        key = next(self._prefill_keys(prompts[:1], "scoring"))
+        if len(self.scheduler.active) + len(plain) > len(prompts) and not self.executables.compile_ahead(key):
+            return "prefill", plain
+        return "scoring", prompts[:1]
+
+    def _prefill_keys(self, prompts: list[Sequence], kind: str) -> Iterator[Key]:
+        left, pages = zip(*((sequence.left, len(sequence.pages)) for sequence in prompts), strict=True)
+        waiting = sum(sequence.status is Status.PREFILLING for sequence in self.scheduler.active)
+        most = self.buckets.room_beside(len(self.scheduler.active) - waiting, waiting)
+        return self.buckets.prefill_keys([*left], [*pages], most, self.executables.compiled(), kind)
 
     def _launch_catch_up(self, sequences: list[Sequence], *, ended: bool = False) -> int:
         """Dispatches a program that tells the drafter what it has missed of some of these. Returns the programs
@@ -494,10 +511,12 @@ class Engine:
         for i, (sequence, tokens, finish) in enumerate(zip(flight.sequences, read.tokens, read.finish, strict=False)):
             if sequence.status is Status.FINISHED:
                 continue
-            if flight.prefilled is not None and finish != NOT_FINITE:
+            if flight.prefilled is not None and flight.starts is not None and finish != NOT_FINITE:
                 sequence.certain = flight.prefilled[i]
                 self.scheduler.store(sequence)
-            if not (tokens or finish == NOT_FINITE):
+                top = min(TOP_LOGPROBS, self.vocab_size)
+                take_prompt(sequence, flight.output, i, flight.starts[i], flight.prefilled[i], top)
+            if not tokens and finish == RUNS:
                 continue
             kept = take(sequence, read, flight.output, i, verified=verified)
             stepped = verified and bool(tokens)

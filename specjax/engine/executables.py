@@ -230,7 +230,8 @@ class Executables:
     def fail_from(self, key: Key, error: BaseException) -> None:
         """`fail` for a program that ran out of memory, and for all that need more. Raises Unavailable if none needs
         less; nothing is remembered then: memory may come back."""
-        known = {key, *self._buckets.all_keys(), *self._buckets.constrained_keys()}
+        rare = (*self._buckets.constrained_keys(), *self._buckets.scoring_keys())
+        known = {key, *self._buckets.all_keys(), *rare}
         alike = [other for other in known if other.kind == key.kind]
         larger = [other for other in alike if other.needs_no_less(key)]
         if all(other in larger or self.has_failed(other) for other in alike):
@@ -315,6 +316,13 @@ class Executables:
 
         threading.Thread(target=run, name="specjax-compile-later", daemon=True).start()
 
+    def compile_ahead(self, key: Key) -> bool:
+        """Whether `get` answers at once. If not, another thread compiles the key."""
+        if key in self._failed or key in self.compiled():
+            return True
+        self.compile_later([key])
+        return False
+
     def _get_all(self, keys: Iterable[Key], bar: tqdm, *, strict: bool) -> None:
         for key in keys:
             bar.set_postfix_str(f"{key.kind} {key.width}")
@@ -380,9 +388,9 @@ class Executables:
             return function, partial(unpack_catch_up, **tables), (key.rows, 1)
         drafter = self._drafter if self._deferred is None else self._deferred.lazy
         fixed: dict[str, Any] = {"target": self._target}
-        if key.kind == "prefill":
+        if key.kind in ("prefill", "scoring"):
             shape, unpack = (key.rows, 3 + key.width + key.table), partial(unpack_prefill, **tables)
-            function, config = prefill_step, StepConfig()
+            function, config = prefill_step, StepConfig(prompt_logprobs=key.kind == "scoring")
         else:
             widths = widths or self._buckets.step_widths(key)
             if widths != (1,) or self._deferred is None:

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from specjax.engine.prompt_logprobs import PromptLogprob
 from specjax.engine.sequence import (
     TEXT_FAILED,
     Completion,
@@ -64,6 +65,7 @@ class StreamChunk(NamedTuple):
     cached_tokens: int = 0  # of the prompt, taken from the prefix cache
     origins: tuple[TokenOrigin, ...] = ()  # of the tokens whose text is all sent, if requested; texts joined are `text`
     tree: StepTree | None = None  # of the last step so far, if the engine keeps trees
+    prompt_logprobs: list[PromptLogprob] | None = None  # in the first chunk, if requested
 
 
 def take_delta(sequence: Sequence, index: int, count: int | None = None) -> StreamChunk | None:
@@ -91,7 +93,9 @@ def take_delta(sequence: Sequence, index: int, count: int | None = None) -> Stre
     text = stream.text[sequence.sent : settled]
     tokens = sequence.output[sequence.sent_tokens : count]
     sequence.sent, sequence.sent_tokens = settled, sequence.sent_tokens + len(tokens)
-    cached, done = sequence.cached or 0, completion(sequence) if finished else None
+    cached, done, prompt = sequence.cached or 0, completion(sequence) if finished else None, None
+    if sequence.prompt_logprobs is not None and not sequence.sent_prompt:
+        prompt, sequence.sent_prompt = sequence.prompt_logprobs.found(), True
     start = sequence.sent_whole
     sequence.sent_whole = max(start, whole)
     return StreamChunk(
@@ -103,6 +107,7 @@ def take_delta(sequence: Sequence, index: int, count: int | None = None) -> Stre
         cached_tokens=cached,
         origins=tuple(sequence.token_origins(start)[: whole - start]) if origins else (),
         tree=sequence.trees[-1] if sequence.trees else None,
+        prompt_logprobs=prompt,
     )
 
 

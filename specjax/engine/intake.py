@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import itertools
 import random
 import secrets
@@ -19,7 +20,8 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from specjax.engine.grammar import Constraint, GrammarError, Grammars, Reasoning
-from specjax.engine.plain import PlainText
+from specjax.engine.plain import PlainText, strings_of
+from specjax.engine.prompt_logprobs import PromptLogprobs
 from specjax.engine.sampling_params import GENERATED_SEEDS, ParameterError, SamplingParams
 from specjax.engine.sequence import Sequence
 from specjax.engine.text import TextStream
@@ -32,7 +34,8 @@ class Chat(list[Mapping[str, Any]]):
     """Messages, with arguments of the chat template beside them. It is a prompt, as a list of messages is.
 
     Attributes:
-        template: `tools`, the functions that the model may call, as objects of their names and JSON schemas.
+        template: `add_generation_prompt` (default: True), `continue_final_message` (False), `tools` (the functions that
+            the model may call, as objects of their names and JSON schemas), and variables of the template's own.
     """
 
     def __init__(self, messages: Iterable[Mapping[str, Any]], template: Mapping[str, Any] = MappingProxyType({})):
@@ -155,7 +158,13 @@ class Intake:
         if minimum and len(stops) > STOP_IDS:
             problem = f"works with at most {STOP_IDS} stop ids (the device's); this request has {len(stops)}"
             raise ParameterError("min_new_tokens", problem)
+        start, scores = sampling.logprob_start_len, None
+        if start >= len(tokens):
+            raise ParameterError("logprob_start_len", f"must be below the prompt's {len(tokens)} tokens, got {start}")
+        if start >= 0:
+            scores = PromptLogprobs(tokens, start, sampling.logprobs or 0)
         return Sequence(
+            prompt_logprobs=scores,
             id=id if id is not None else f"request-{number}",
             prompt=tokens,
             params=sampling,
@@ -170,6 +179,7 @@ class Intake:
                 keep_stop=sampling.no_stop_trim,
                 late=self.late,
                 kept=sampling.kept_special_tokens,
+                patterns=sampling.stop_regex,
             ),
             arrival=number,
             salt=self.salts(sampling.cache_salt),
@@ -219,7 +229,7 @@ class Intake:
                 f"{least} and the prompt's {prompt} tokens do not fit the KV pool of {self.pool_tokens} tokens "
                 "(--max-total-tokens)",
             )
-        return wanted or min(room, fitting)
+        return min(room, fitting) if wanted is None else wanted
 
 
 def encode(
@@ -243,6 +253,7 @@ def encode(
     elif isinstance(prompt, list | tuple) and prompt and all(isinstance(m, Mapping) for m in prompt):
         messages = cast(Any, prompt)
         variables = prompt.template if isinstance(prompt, Chat) else {}
+        _check_variables(variables, tokenizer, plain)
         render = functools.partial(_render, tokenizer=tokenizer, variables=variables)
         text = render(messages)
         check(text)
@@ -271,10 +282,25 @@ def _render(messages: List[Mapping[str, Any]], tokenizer: Any, variables: Mappin
             raise ValueError(f"a message needs a role and a content, both strings, got {dict(message)!r:.80}")
     if not tokenizer.chat_template:
         raise ValueError("this model has no chat template: pass text or token ids instead of messages")
+    given = {"add_generation_prompt": not variables.get("continue_final_message"), **variables}
     try:
-        return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **variables)
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, **given)
     except Exception as error:  # a template is a program: whatever it raises is about these messages
         raise ValueError(f"the chat template refused these messages: {error}") from error
+
+
+def _check_variables(variables: Mapping[str, Any], tokenizer: Any, plain: PlainText | None) -> None:
+    """Raises ParameterError for a variable of the template whose name has another meaning there."""
+    own = variables.keys() - {"add_generation_prompt", "continue_final_message", "tools"}
+    if not own:
+        return
+    names = {*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
+    if taken := sorted(own & (names | {"self", "messages", "conversations"})):
+        problem = f"may not set {taken[0]!r:.60}, which is no variable of the template's own"
+        raise ParameterError("chat_template_kwargs", problem)
+    if plain is not None and (text := next(strings_of([variables[name] for name in own]), None)):
+        problem = f"may hold no text with --plain-content, only numbers and true or false, got {text!r:.60}"
+        raise ParameterError("chat_template_kwargs", problem)
 
 
 def with_sampling(

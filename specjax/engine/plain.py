@@ -67,7 +67,7 @@ class PlainText:
 
     def special_token(self, value: Any) -> str | None:
         """A special token that a string or key of a value of JSON holds; None: there is none."""
-        texts = (*_strings([value]), *_strings([value], keys=True))
+        texts = (*strings_of([value]), *strings_of([value], keys=True))
         return next((name for name in self._names for text in texts if name in text), None)
 
     def encode_chat(
@@ -82,12 +82,12 @@ class PlainText:
             template: its source.
         """
         contents = [{key: value for key, value in message.items() if key != "role"} for message in messages]
-        for given in (*(str(message["role"]) for message in messages), *_strings(contents, keys=True)):
+        for given in (*(str(message["role"]) for message in messages), *strings_of(contents, keys=True)):
             if held := next((name for name in self._names if name in given), None):
                 raise ValueError(
                     f"a role or a key of the messages holds {held!r:.60}, a special token, which {FLAG} refuses"
                 )
-        users = list(_strings(contents))
+        users = list(strings_of(contents))
         seen = frozenset[str]().union(*users)
         letters = frozenset(character for character in seen if not character.isspace())
         for exchanged in (letters, seen & self._marks):
@@ -161,7 +161,7 @@ def _exchanged(value: Any, table: Mapping[int, str]) -> Any:
     return [_exchanged(each, table) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _strings(value: Any, *, keys: bool = False) -> Iterator[str]:
+def strings_of(value: Any, *, keys: bool = False) -> Iterator[str]:
     """The strings of a value of JSON, or the keys of its mappings."""
     if isinstance(value, Mapping):
         if keys:
@@ -169,6 +169,6 @@ def _strings(value: Any, *, keys: bool = False) -> Iterator[str]:
         value = list(value.values())
     if isinstance(value, list | tuple):
         for each in value:
-            yield from _strings(each, keys=keys)
+            yield from strings_of(each, keys=keys)
     elif isinstance(value, str) and not keys:
         yield value

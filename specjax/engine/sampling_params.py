@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeGuard
 
 from specjax.engine.grammar import Grammar
+from specjax.engine.stop_patterns import MAX_PATTERN, StopPatterns
 from specjax.sampling import BIAS_ENTRIES
 from specjax.state import NO_DRAFT_LIMIT
 from specjax.verify import TOP_LOGPROBS
@@ -16,6 +17,7 @@ from specjax.verify import TOP_LOGPROBS
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters
 MAX_SALT = 256  # characters
+MAX_PRIORITY = 2**31 - 1  # up to its sign
 MAX_TEMPERATURE = 1e4  # far beyond uniform sampling; masks stay below every logit up to here
 GENERATED_SEEDS = 2**53 - 2**10
 """Upper bound of generated seeds: every language reads them from JSON exactly, and so `seed + i` of further choices."""
@@ -42,7 +44,7 @@ class SamplingParams:
         ParameterError: a value is of the wrong type or out of range.
     """
 
-    max_new_tokens: int | None = 128  # None: the rest of the context
+    max_new_tokens: int | None = 128  # None: the rest of the context; 0: the prompt is read, and nothing drawn
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = -1
@@ -52,6 +54,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     min_new_tokens: int = 0
     stop: str | tuple[str, ...] | list[str] = ()
+    stop_regex: str | tuple[str, ...] | list[str] = ()  # the text ends before a match; see `engine.stop_patterns`
     stop_token_ids: tuple[int, ...] | list[int] = ()
     ignore_eos: bool = False
     logit_bias: Mapping[int | str, float] = field(default_factory=dict)
@@ -62,6 +65,8 @@ class SamplingParams:
     speculate: bool = True  # False: plain decoding for this request
     draft_limit: int | None = None  # most drafts that a step may check, 0 as `speculate=False`; None: the whole tree
     logprobs: int | None = None  # log-probabilities of the tokens, and of this many likeliest ones at each
+    logprob_start_len: int = -1  # with `logprobs`, those of the prompt's tokens after this one, too; -1: none
+    priority: int = 0  # waiting requests with a higher one come first
     cache_salt: str | None = None  # requests with different salts share no n-gram memory
     origins: bool = False  # keep which tokens were accepted drafts, in `Completion.origins`
     grammar: Grammar | None = None  # that the text follows
@@ -76,12 +81,12 @@ class SamplingParams:
             # abs() < inf, not isfinite(): an integer may be too large to be a float at all
             number = isinstance(value, int | float) and not isinstance(value, bool)
             check(name, number and abs(value) < math.inf, "a finite number")
-        for name in ("top_k", "min_new_tokens"):
+        for name in ("top_k", "min_new_tokens", "logprob_start_len"):
             check(name, _is_integer(getattr(self, name)), "an integer")
         for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim", "speculate", "origins"):
             check(name, isinstance(getattr(self, name), bool), "true or false")
         most, top, salt, seed = self.max_new_tokens, self.logprobs, self.cache_salt, self.seed
-        check("max_new_tokens", most is None or (_is_integer(most) and most >= 1), "an integer of at least 1")
+        check("max_new_tokens", most is None or (_is_integer(most) and most >= 0), "an integer of at least 0")
         greedy_to_limit = f"from 0 (greedy) to {MAX_TEMPERATURE:g}"
         check("temperature", 0 <= self.temperature <= MAX_TEMPERATURE, greedy_to_limit, "{!s:.40}")
         check("top_p", 0 < self.top_p <= 1, "above 0 and at most 1", "{}")
@@ -97,11 +102,20 @@ class SamplingParams:
         limit = self.draft_limit
         in_range = limit is None or (_is_integer(limit) and 0 <= limit <= NO_DRAFT_LIMIT)
         check("draft_limit", in_range, f"an integer from 0 to {NO_DRAFT_LIMIT}")
+        check(
+            "priority",
+            _is_integer(self.priority) and abs(self.priority) <= MAX_PRIORITY,
+            f"an integer of at most {MAX_PRIORITY}",
+        )
+        check("logprob_start_len", self.logprob_start_len >= -1, "-1 (off) or at least 0", "{}")
+        if self.logprob_start_len >= 0 and top is None:
+            raise ParameterError("logprob_start_len", "needs logprobs")
         short = salt is None or (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT)
         check("cache_salt", short, f"a string of 1 to {MAX_SALT} characters")
         check("grammar", self.grammar is None or isinstance(self.grammar, Grammar), "a Grammar")
         check("seed", seed is None or (_is_integer(seed) and -(2**63) <= seed < 2**63), "an integer of 64 bits")
         object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "stop_regex", _stop_patterns(self.stop_regex))
         object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
 
@@ -124,15 +138,24 @@ def _is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _stop_strings(stop: Any) -> tuple[str, ...]:
+def _stop_strings(stop: Any, name: str = "stop", most: int = MAX_STOP_LENGTH) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stops, tuple | list) or not all(isinstance(s, str) and s for s in stops):
-        raise ParameterError("stop", f"must be a string or a list of non-empty strings, got {stop!r:.60}")
+        raise ParameterError(name, f"must be a string or a list of non-empty strings, got {stop!r:.60}")
     if len(stops) > MAX_STOP_STRINGS:
-        raise ParameterError("stop", f"has {len(stops)} strings; at most {MAX_STOP_STRINGS} are supported")
-    if (longest := max(map(len, stops), default=0)) > MAX_STOP_LENGTH:
-        raise ParameterError("stop", f"has a string of {longest} characters; at most {MAX_STOP_LENGTH} are supported")
+        raise ParameterError(name, f"has {len(stops)} strings; at most {MAX_STOP_STRINGS} are supported")
+    if (longest := max(map(len, stops), default=0)) > most:
+        raise ParameterError(name, f"has a string of {longest} characters; at most {most} are supported")
     return tuple(stops)
+
+
+def _stop_patterns(patterns: Any) -> tuple[str, ...]:
+    found = _stop_strings(patterns, "stop_regex", MAX_PATTERN)
+    try:
+        StopPatterns(found)
+    except ValueError as error:
+        raise ParameterError("stop_regex", str(error)) from None
+    return found
 
 
 def _stop_ids(ids: Any) -> tuple[int, ...]:

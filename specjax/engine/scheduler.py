@@ -15,16 +15,16 @@ PATIENCE = 4
 """Every so many prefills the oldest prompt comes first, the others the shortest rest first: so a long prompt gets at
 least a quarter of the prefills, and a short one waits for no more than one chunk of it."""
 
-OVERTAKEN = 64  # with lpm, a request that so many later ones have overtaken comes first
+OVERTAKEN = 64  # a request that so many later ones have overtaken comes first
 LONG_QUEUE = 128  # with lpm, longer queues are served in order: each request would be matched at each step
 
 
 class Scheduler:
     """Admits sequences when a slot and pages for their context are free, and decides whose prompt comes next.
 
-    fcfs admits in order of arrival; lpm those first of whose prompt the most is in the prefix cache, but none is
-    overtaken more than `OVERTAKEN` times. A sequence whose next page of the prompt is being computed for another one
-    waits for that page.
+    Those of the highest priority are admitted first. Of one priority, fcfs admits in order of arrival; lpm those first
+    of whose prompt the most is in the prefix cache. None is overtaken more than `OVERTAKEN` times. A sequence whose
+    next page of the prompt is being computed for another one waits for that page.
 
     Args:
         lookahead: tokens that steps not yet read may commit, 2 (D + 1) when steps are dispatched ahead.
@@ -138,21 +138,22 @@ class Scheduler:
         return several and steps > self._forced and steps % (self._every or 1) == 0
 
     def retract_youngest(self, steps: int = 0) -> None:
-        """Sends the youngest back to the head of the queue. Its output is kept and never drawn again.
+        """Sends the youngest of the lowest priority back to the head of the queue. Its output is kept and never drawn
+        again.
 
         Only when no step is in flight: what it emitted must have been read. `steps`: of the engine, for `is_due`.
         """
         self._forced = max(self._forced, steps)
         assert len(self.active) > 1, "one request alone always fits: Engine.add refuses those that do not"
         self.retractions += 1
-        self._retract()
+        self._retract(max(self.active, key=lambda sequence: (-sequence.params.priority, sequence.arrival)))
 
     def start_over(self) -> None:
         """After the pages' contents are lost: sends all back to the queue, in order of arrival, and forgets all
         prefixes. What was not read of their output is drawn again."""
         while self.active:
             self.active[-1].certain = 0
-            self._retract()
+            self._retract(self.active[-1])
         self.prefix.clear()
 
     def finish(self, sequence: Sequence) -> None:
@@ -180,13 +181,14 @@ class Scheduler:
 
     def _ordered(self) -> list[Sequence]:
         waiting = list(self.waiting)
-        if self._policy == "fcfs" or len(waiting) > LONG_QUEUE:
+        by_prefix = self._policy == "lpm" and len(waiting) <= LONG_QUEUE
+        if not by_prefix and len({sequence.params.priority for sequence in waiting}) == 1:
             return waiting
 
-        def rank(sequence: Sequence) -> tuple[bool, int, int]:
+        def rank(sequence: Sequence) -> tuple[bool, int, int, int]:
             late = sequence.overtaken >= OVERTAKEN
-            known = 0 if late else len(self.prefix.match(sequence.salt_key, sequence.texts))
-            return not late, -known, sequence.arrival
+            known = 0 if late or not by_prefix else len(self.prefix.match(sequence.salt_key, sequence.texts))
+            return not late, 0 if late else -sequence.params.priority, -known, sequence.arrival
 
         return sorted(waiting, key=rank)
 
@@ -225,8 +227,7 @@ class Scheduler:
             self.prefix.evict(missing)
         return self.allocator.allocate(count)
 
-    def _retract(self) -> None:
-        sequence = self.active[-1]
+    def _retract(self, sequence: Sequence) -> None:
         self._leave(sequence)
         sequence.status = Status.WAITING
         self._read(sequence)
@@ -242,10 +243,8 @@ class Scheduler:
         self.active.remove(sequence)
 
     def _read(self, sequence: Sequence) -> None:
-        """Notes the texts of the pages that another request may have left. The last token is always computed: what
-        follows is drawn from it."""
-        context = sequence.context
-        sequence.texts = self.prefix.texts(context, len(context) - 1) if self._reuse else []
+        """Notes the texts of the pages that another request may have left."""
+        sequence.texts = self.prefix.texts(sequence.context, sequence.reusable) if self._reuse else []
 
     def _pages_for(self, sequence: Sequence, committed: int) -> int:
         """Pages for all that may be committed before the next step is read."""

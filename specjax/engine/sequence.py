@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from specjax.engine.grammar import Constraint
 from specjax.engine.pages import Node, Text
+from specjax.engine.prompt_logprobs import PromptLogprob, PromptLogprobs
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.text import TextStream
 from specjax.viz.trees import StepTree
@@ -80,6 +81,7 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     logprobs: list[RawLogprob] = field(default_factory=list)  # of the output, if requested
     drafted_flags: list[bool] = field(default_factory=list)  # of the output: accepted drafts, if requested
+    prompt_logprobs: PromptLogprobs | None = None  # of the prompt, if requested
     trees: list[StepTree] = field(default_factory=list)  # of its steps, if the engine keeps them
     most_trees: int | None = None  # to keep, the last ones; None: all
     finish_reason: FinishReason | None = None
@@ -105,6 +107,7 @@ class Sequence:
     sent: int = 0  # characters of the text handed to a streaming caller
     sent_tokens: int = 0
     sent_whole: int = 0  # tokens whose text was all sent, and so what is known of them
+    sent_prompt: bool = False  # the log-probabilities of the prompt were sent
 
     @property
     def context(self) -> list[int]:
@@ -121,6 +124,19 @@ class Sequence:
         """Tokens of the context whose prefill is not dispatched."""
         roots = 1 if self.output or self.constraint is not None else 0
         return len(self.prompt) + len(self.output) - roots - self.prefilled
+
+    @property
+    def reusable(self) -> int:
+        """Tokens of the context that the prefix cache may hold. The last token is always computed, since what follows
+        is drawn from it, and so is each from which a missing log-probability follows."""
+        most = len(self.context) - 1
+        found = None if self.prompt_logprobs is None else self.prompt_logprobs.reusable
+        return most if found is None else min(most, found)
+
+    def scores_within(self, tokens: int) -> bool:
+        """Whether a prefill of the next `tokens` gives log-probabilities that are missing."""
+        found = None if self.prompt_logprobs is None else self.prompt_logprobs.reusable
+        return found is not None and found < self.prefilled + tokens
 
     @property
     def forced_token(self) -> int | None:
@@ -141,7 +157,7 @@ class Sequence:
     @property
     def most_tokens(self) -> int:
         """The most tokens that can ever be committed: the last emitted one never is."""
-        return len(self.prompt) + self.limit - 1
+        return len(self.prompt) + max(self.limit, 1) - 1
 
     def prefill(self, tokens: int) -> None:
         """Notes that so many more tokens of the context are dispatched. After the last the device knows the first token
@@ -154,6 +170,9 @@ class Sequence:
     def accept(self, tokens: list[int], stopped: bool, full: bool) -> int:
         """Adds the tokens that a step emitted, and finishes on a stop. Returns how many were kept: a stop string, or a
         stop id that only the host knows, may end the sequence inside the run; what follows is dropped."""
+        if not self.limit:  # the prompt has been read, which is all that was asked for
+            self._finish(FinishReason("length"))
+            return 0
         if self.constraint is not None:
             self.constraint.consume(tokens)
         last = len(tokens) - 1 if stopped else None  # the stop token: in `output`, not in the text
@@ -234,6 +253,7 @@ class Completion:
     trees: list[StepTree] = field(default_factory=list)  # what each step proposed and accepted; `EngineConfig.trace`
     cached_tokens: int = 0  # of the prompt, taken from the prefix cache
     origins: list[TokenOrigin] | None = None
+    prompt_logprobs: list[PromptLogprob] | None = None  # from token `logprob_start_len` on, if requested
 
     @property
     def completion_tokens(self) -> int:
@@ -258,4 +278,5 @@ def completion(sequence: Sequence) -> Completion:
         logprobs=sequence.token_logprobs() if sequence.wants_logprobs else None,
         trees=list(sequence.trees),
         origins=sequence.token_origins() if sequence.params.origins else None,
+        prompt_logprobs=None if sequence.prompt_logprobs is None else sequence.prompt_logprobs.found(),
     )

@@ -26,6 +26,7 @@ from specjax.engine.decoders import (
     cleans,
     decoder_steps,
 )
+from specjax.engine.stop_patterns import StopPatterns
 
 logger = logging.getLogger(__name__)
 
@@ -212,13 +213,16 @@ class _Windowed:
 class TextStream:
     """The text of one request's output.
 
-    `text` holds final characters; at the end it is `tokenizer.decode` of the tokens, up to a stop string and without an
-    incomplete character at its very end. Work is linear in the tokens, the characters and the number of stop strings,
-    whatever their length.
+    `text` holds final characters; at the end it is `tokenizer.decode` of the tokens, up to a stop string or a match of
+    a pattern and without an incomplete character at its very end. Work is linear in the tokens, the characters and the
+    number of stop strings, whatever their length.
 
     Args:
+        kept: special tokens that are not skipped.
+        patterns: regular expressions that end the text as stop strings do.
         late: `read` decodes the tokens, which may be called in another thread than `extend` and `finish`; before it all
-            else is as if they had not come. With stop strings `extend` decodes them nevertheless, to find these.
+            else is as if they had not come. With stop strings and patterns `extend` decodes them nevertheless, to find
+            these.
     """
 
     def __init__(
@@ -229,13 +233,14 @@ class TextStream:
         skip_special_tokens: bool,
         keep_stop: bool,
         kept: Collection[str] = (),
+        patterns: Sequence[str] = (),
         late: bool = False,
     ) -> None:
-        """`kept`: special tokens that are not skipped."""
+        self._patterns = StopPatterns(patterns)
         self._tokens = decoding(tokenizer).stream(skip_special_tokens=skip_special_tokens, kept=kept)
         self._stops = [_StopString(each) for each in dict.fromkeys(stop)]
         self._keep_stop = keep_stop
-        self._waiting: list[int] | None = [] if late and not stop else None  # all tokens, decoded or not
+        self._waiting: list[int] | None = [] if late and not (stop or patterns) else None  # all tokens, decoded or not
         self._read = 0  # so many of them are decoded
         self._ended = False
         self.text = ""
@@ -307,30 +312,39 @@ class TextStream:
 
     @property
     def settled(self) -> int:
-        """Number of characters that no later token can turn into a stop string. All, once one has been found."""
-        if self.matched is not None or not self._stops:
+        """Number of characters that no later token can turn into a stop string, or into a part of a pattern's match.
+        All, once one has been found."""
+        if self.matched is not None:
             return len(self.text)
-        return len(self.text) - max(stop.begun for stop in self._stops)
+        begun = max((stop.begun for stop in self._stops), default=0)
+        return max(len(self.text) - max(begun, self._patterns.held), 0)
 
     def _add(self, piece: str, ends: Sequence[int]) -> int:
         """Adds the text of tokens, of which each ends at one of `ends`. Returns the number of tokens up to the first
-        that completes a stop string, after which the text ends; 0: none does."""
+        that completes a stop string or a pattern's match, after which the text ends; 0: none does."""
         before = len(self.text)
         # The only reference, so that CPython extends the string in place instead of copying it.
         text, self.text = self.text, ""
         text += piece
         self.text = text
-        if not self._stops:
-            return 0
-        hits = [(before + end, stop.text) for stop in self._stops if (end := stop.feed(piece))]
-        if not hits:
+        if not self._stops and not self._patterns:
             return 0
         # Of those that the same token completes the one that begins first, then the longest.
-        count = min(bisect_left(ends, end) for end, _ in hits) + 1
-        found = [(end - len(stop), stop) for end, stop in hits if end <= ends[count - 1]]
-        at, self.matched = min(found, key=lambda hit: (hit[0], -len(hit[1])))
-        self.text = self.text[: at + len(self.matched) if self._keep_stop else at]
-        return count
+        hits = []
+        for stop in self._stops:
+            if size := stop.feed(piece):
+                end = before + size
+                hits.append((bisect_left(ends, end), end - len(stop.text), -len(stop.text), stop.text))
+        starts = [before, *ends]
+        for token, end in enumerate(ends if self._patterns else ()):
+            if match := self._patterns.find(self.text, starts[token], end):
+                hits.append((token, match.start, match.start - match.end, match.pattern))
+                break
+        if not hits:
+            return 0
+        token, start, less, self.matched = min(hits)
+        self.text = self.text[: start - less if self._keep_stop else start]
+        return token + 1
 
 
 class _StopString:

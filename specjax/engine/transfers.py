@@ -58,6 +58,7 @@ class Output(NamedTuple):
     packed: Array  # [B, 2 + J] int32: emitted, finish, tokens
     logprobs: Array  # [B, (1 + 2 * top) * J] int32; copied only where a request wants them
     trace: Trace | None
+    prompt: Array | None = None  # the same of a prefill's C tokens, if its program computes them
 
 
 def packed(
@@ -66,10 +67,15 @@ def packed(
     """A step or a prefill with its output packed, to be traced."""
     state, output = function(*given, **fixed)
     integers = jnp.concatenate([output.emitted[:, None], output.finish[:, None], output.tokens], axis=1)
-    found, rows = output.logprobs, output.emitted.shape[0]
+    prompt = None if output.prompt is None else _bits(output.prompt)
+    return state, Output(integers, _bits(output.logprobs), output.trace, prompt)
+
+
+def _bits(found: Logprobs) -> Array:
+    rows = found.drawn.shape[0]
     floats = [found.drawn, found.top.reshape(rows, -1)]
     bits = [jax.lax.bitcast_convert_type(part, jnp.int32) for part in floats]
-    return state, Output(integers, jnp.concatenate([*bits, found.top_ids.reshape(rows, -1)], axis=1), output.trace)
+    return jnp.concatenate([*bits, found.top_ids.reshape(rows, -1)], axis=1)
 
 
 def packed_lag(
@@ -102,11 +108,23 @@ def read_output(output: Output, top: int | None) -> Read:
     finish = packed[:, 1].tolist()
     if top is None:
         return Read(tokens, finish, None)
-    width = packed.shape[1] - 2
-    drawn, best, ids = np.split(np.asarray(output.logprobs), np.cumsum([width, width * top]), axis=1)
+    return Read(tokens, finish, _from_bits(output.logprobs, packed.shape[1] - 2, top))
+
+
+def _from_bits(bits: Array, width: int, top: int) -> Logprobs:
+    drawn, best, ids = np.split(np.asarray(bits), np.cumsum([width, width * top]), axis=1)
     shape = (-1, width, top)
     found: Any = (drawn.view(np.float32), best.view(np.float32).reshape(shape), ids.reshape(shape))
-    return Read(tokens, finish, Logprobs(*found))
+    return Logprobs(*found)
+
+
+def take_prompt(sequence: Sequence, output: Output, row: int, start: int, end: int, top: int) -> None:
+    """Adds the log-probabilities that a prefill of tokens `start` to `end` of the context has computed; waits for
+    it. `top`: alternatives that its output holds of a token."""
+    if sequence.prompt_logprobs is not None and output.prompt is not None:
+        width = output.prompt.shape[1] // (1 + 2 * top)
+        found = _from_bits(output.prompt, width, top)
+        sequence.prompt_logprobs.add(start, end, *(np.asarray(leaf[row]) for leaf in found))
 
 
 def take(sequence: Sequence, read: Read, output: Output, row: int, *, verified: bool) -> int:

@@ -1,0 +1,61 @@
+"""Log-probabilities of a prompt's tokens, collected on the host as chunks of the prompt are read.
+
+A prefill of tokens `start` to `end` gives those of tokens `start` + 1 to `end` + 1: each is drawn from the one before.
+So the first token that is asked for has none, and the prefix cache may hold only the tokens before the first that is
+still missing (`reusable`). A sequence that goes back to the queue keeps what it has and computes the rest.
+
+    prompt [a b c d e], start 1: wanted are those of c, d and e; [b c] in one chunk gives c, d; `reusable` is then 3
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class PromptLogprob(NamedTuple):
+    """Of one token of the prompt: the raw log-softmax after the tokens before it."""
+
+    token: int
+    logprob: float | None  # None: of the first one that was asked for
+    top: tuple[tuple[int, float], ...]  # the likeliest tokens at its place, the best first
+
+
+class PromptLogprobs:
+    """Of the tokens of a prompt from `start` on, each with its `top` likeliest."""
+
+    def __init__(self, prompt: list[int], start: int, top: int) -> None:
+        self._prompt, self._top = prompt, top
+        self.start = start
+        self._next = start + 1  # the first token that is missing
+        self._parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+
+    @property
+    def complete(self) -> bool:
+        return self._next >= len(self._prompt)
+
+    @property
+    def reusable(self) -> int | None:
+        """Tokens that need not be computed for what is missing; None: any number."""
+        return None if self.complete else self._next - 1
+
+    def add(self, start: int, end: int, drawn: np.ndarray, top: np.ndarray, ids: np.ndarray) -> None:
+        """What a chunk of tokens `start` to `end` gives, by its index: of its next tokens, float32 [C], and of the
+        likeliest, float32 and int32 [C, 20]. Keeps what is missing."""
+        first, last = self._next - 1 - start, min(end, len(self._prompt) - 1) - start
+        assert first >= 0, f"log-probabilities of tokens before {start + 1} are missing"
+        if last > first:
+            whole = drawn[first:last], top[first:last, : self._top], ids[first:last, : self._top]
+            self._parts.append((whole[0].copy(), whole[1].copy(), whole[2].copy()))
+            self._next += last - first
+
+    def found(self) -> list[PromptLogprob]:
+        """Of each token from `start` on that is known."""
+        result = [PromptLogprob(self._prompt[self.start], None, ())]
+        for drawn, top, ids in self._parts:
+            pairs = zip(ids.tolist(), top.tolist(), strict=True)
+            for logprob, (tokens, values) in zip(drawn.tolist(), pairs, strict=True):
+                token = self._prompt[self.start + len(result)]
+                result.append(PromptLogprob(token, logprob, tuple(zip(tokens, values, strict=True))))
+        return result
