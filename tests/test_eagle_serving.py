@@ -17,14 +17,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from distil import pair_model, small_head
 from engine_helpers import VOCABULARY, byte_ids, check_idle, drain, outcome, tokenizer
 from server_helpers import running
+from specjax_kernels import CAUSAL
 from tiny_checkpoints import save_llama
 from tiny_heads import save_head
 
+from specjax import PoolShape, init_cache
 from specjax.cli import flags, generate
 from specjax.drafters import DraftOptions, Eagle, Eagle3, NoDraft, make_drafter
 from specjax.engine import Engine, EngineConfig, SamplingParams
@@ -571,6 +574,36 @@ def test_steps_in_three_phases_write_the_same():
     assert times is not None and times.steps == timed.counters.steps > 0
     assert min(times.draft, times.verify, times.commit) > 0
     check_idle(timed)
+
+
+def forward(tokens: List[int]) -> np.ndarray:
+    """[X, V]: the log-softmax after each token, by one forward of the target without pages and drafts."""
+    engine = undrafted()
+    target, params = engine.target, engine.params.target
+    zero, ids = jnp.zeros(1, jnp.int32), jnp.asarray([tokens], jnp.int32)
+    positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
+    cache = init_cache(target.pages, PoolShape(1, 1))
+    output = target.forward(params, target.embed(params, ids), positions, CAUSAL, cache, zero[None], zero)
+    return np.asarray(jax.nn.log_softmax(target.unembed(params, output.hidden)[0], axis=-1))
+
+
+def test_log_probabilities_are_those_of_a_forward():
+    """Of prompts and outputs, greedy and drawn, through trees of which much is accepted."""
+    more = {"logprobs": 3, "logprob_start_len": 0, "max_new_tokens": 24, "ignore_eos": True}
+    each = [SamplingParams(**more, temperature=0.9, seed=2), SamplingParams(**more)]
+    each += [SamplingParams(**more, temperature=1.5, seed=3, logit_bias=BIAS), SamplingParams(**more, logit_bias=BIAS)]
+    prompts = ["the hell", "12 and 12 and 12 and 12", "a", "hello"]
+    found = eagle3().generate(prompts, each)
+    assert [done.spec_verify_ct for done in found[2:]] == [-(-23 // 3)] * 2, "three tokens a step"
+    for prompt, done in zip(prompts, found, strict=True):
+        ids = eagle3().encode(prompt)
+        expected = forward([*ids, *done.output_ids])
+        entries = [*done.prompt_logprobs, *done.logprobs]
+        assert [one.token for one in entries] == [*ids, *done.output_ids] and entries[0].logprob is None
+        for place, one in enumerate(entries[1:]):
+            assert one.logprob == pytest.approx(expected[place, one.token], abs=1e-4)
+            assert [value for _, value in one.top] == pytest.approx(np.sort(expected[place])[::-1][:3], abs=1e-4)
+    check_idle(eagle3())
 
 
 CASES = {

@@ -216,7 +216,7 @@ UNKNOWN: dict[str, tuple[type, dict[str, Any], str]] = {
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}]}]},
         "messages[].content[].cache_control",
     ),
-    "generate": (GenerateRequest, {"priority": 3}, "priority"),
+    "generate": (GenerateRequest, {"routed_dp_rank": 3}, "routed_dp_rank"),
     "sampling": (GenerateRequest, {"sampling_params": {"foo": 1}}, "sampling_params.foo"),
     "sampling list": (
         GenerateRequest,
@@ -266,15 +266,14 @@ def test_the_answer_and_the_log_name_ignored_fields(server: Running, path, strea
 
 CHANGES = {
     "json_schema": "{}", "structural_tag": "{}", "guided_whitespace_pattern": " ", "grammar": "root",
-    "lora_path": "x", "bad_words": ["a"], "allowed_token_ids": [5], "truncate_prompt_tokens": 5, "stop_regex": "a",
+    "lora_path": "x", "bad_words": ["a"], "allowed_token_ids": [5], "truncate_prompt_tokens": 5,
     "use_beam_search": True, "length_penalty": 2, "prompt_embeds": "x", "input_embeds": [[0.5]], "image_data": "x",
     "custom_logit_processor": "x", "return_hidden_states": True,
     "tools": [{"type": "function"}], "tool_choice": "required", "speculate": False, "best_of": 2, "suffix": "x",
     "prompt_logprobs": 0, "include_stop_str_in_output": True,
 }  # fmt: skip
 CHAT_CHANGES = {
-    "continue_final_message": True, "add_generation_prompt": False, "chat_template": "x", "documents": [{"text": "x"}],
-    "chat_template_kwargs": {"enable_thinking": False}, "verbosity": "high", "reasoning_effort": "high",
+    "chat_template": "x", "documents": [{"text": "x"}], "verbosity": "high", "reasoning_effort": "high",
     "modalities": ["audio"], "prompt": "x", "text": "x", "input_ids": [5], "max_new_tokens": 5, "echo": True,
     "sampling_params": {"temperature": 0}, "function_call": {"name": "f"}, "web_search_options": {},
 }  # fmt: skip

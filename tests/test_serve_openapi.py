@@ -8,18 +8,21 @@ from typing import Any
 
 import jsonschema
 import pytest
-from body_helpers import CHAT, COMPLETE, EDGES, GENERATE, KINDS, LEAST, RULES, STRICT, refusal
+from body_helpers import CHAT, COMPLETE, EDGES, GENERATE, HELLO, KINDS, LEAST, RULES, STRICT, refusal
 from engine_helpers import VOCABULARY, shared_engine
 from server_helpers import running
 
 from specjax.cli.flags import ServerSettings
+from specjax.serve.anthropic_messages import CountTokensRequest, MessagesRequest
 from specjax.serve.errors import ApiError
+from specjax.serve.openai_responses import ResponsesRequest
 from specjax.serve.openapi import document, numbers_to
-from specjax.serve.protocol import SamplingBody, StreamOptions
+from specjax.serve.protocol import SamplingBody, StreamOptions, read_request
 from specjax.serve.structured import INVALID, JsonSchemaFormat, ResponseFormat, StructuredOutputs
 from specjax.serve.task import Rules
 
 NAMES = {CHAT: "ChatRequest", COMPLETE: "CompletionRequest", GENERATE: "GenerateRequest"}
+LAYERS = {"/v1/responses": ResponsesRequest, "/v1/messages": MessagesRequest}
 
 
 def described(rules: Rules = RULES, has_key: bool = False) -> dict[str, Any]:
@@ -57,7 +60,7 @@ def test_operations_are_complete():
     operations = [(path, method, each) for path, item in found["paths"].items() for method, each in item.items()]
     operations = [each for each in operations if each[1] != "parameters"]
     ids = [operation["operationId"] for _, _, operation in operations]
-    assert len(ids) == len(set(ids)) == 32
+    assert len(ids) == len(set(ids)) == 36
     for path, method, operation in operations:
         responses = operation["responses"]
         assert {"200", "413", "503"} <= set(responses) and ("401" in responses) == (path not in ("/health", "/"))
@@ -65,7 +68,7 @@ def test_operations_are_complete():
         assert (method == "head") != ("content" in responses["200"])
         if "requestBody" in operation:
             assert {"400", "401", "413", "415", "500", "503"} <= set(responses)
-            streams = {"text/event-stream"} if path in KINDS else set()
+            streams = {"text/event-stream"} if path in (*KINDS, *LAYERS) else set()
             assert set(responses["200"]["content"]) == {"application/json"} | streams
     assert found["security"]
     assert found["paths"]["/health"]["get"]["security"] == found["paths"]["/"]["get"]["security"] == []
@@ -82,10 +85,11 @@ def test_the_schema_has_the_fields_that_the_server_knows(path):
 
 
 def agree(valid: bool, error: ApiError | None) -> bool:
-    """The document names what a schema cannot say: what fits the context, least against most new tokens, and whether
-    a grammar is right."""
+    """The document names what a schema cannot say: what fits the context, least against most new tokens, whose message
+    is the last, and whether a grammar is right."""
     between = error is not None and (
-        error.code in ("context_length_exceeded", INVALID) or error.param in ("min_tokens", "min_new_tokens")
+        error.code in ("context_length_exceeded", INVALID)
+        or error.param in ("min_tokens", "min_new_tokens", "continue_final_message")
     )
     return valid == (error is None) or (valid and between)
 
@@ -111,6 +115,30 @@ def test_the_schema_allows_what_the_server_takes(path):
         checked += 1
         both += error is None
     assert checked > both > 200
+
+
+@pytest.mark.parametrize(
+    ("path", "least"),
+    [
+        ("/v1/responses", {"input": "hello"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9}),
+    ],
+)
+def test_the_schemas_of_the_layers_allow_what_the_server_takes(path, least):
+    kind, intake = LAYERS[path], shared_engine("NGRAM").intake
+    valid, both = validator(kind.__name__), 0
+    for name in [*kind.model_fields, *kind.unsupported, *kind.elsewhere, "unknown"]:
+        for value in EDGES:
+            body, error = least | {name: value}, None
+            try:
+                read_request(kind, json.dumps(body).encode(), RULES)[1].sequences(intake, "r")
+            except ApiError as found:
+                error = found
+            assert agree(valid.is_valid(body), error), (name, value, str(error))
+            both += error is None
+    assert both > 200
+    count = validator("CountTokensRequest")
+    assert set(CountTokensRequest.model_fields) and count.is_valid({"messages": [{"role": "user", "content": "x"}]})
 
 
 def test_either_text_or_input_ids():
@@ -148,9 +176,16 @@ def test_answers_have_the_form_that_is_documented():
                     CHAT, json=LEAST[CHAT] | {"max_tokens": 2, "n": 2, "return_speculative_tokens": True}
                 ),
                 "Completion": client.post(
-                    COMPLETE, json=LEAST[COMPLETE] | {"max_tokens": 2, "return_speculative_metrics": True}
+                    COMPLETE,
+                    json=LEAST[COMPLETE]
+                    | {"max_tokens": 2, "return_speculative_metrics": True, "echo": True, "logprobs": 1},
                 ),
-                "GenerateAnswer": client.post(GENERATE, json=LEAST[GENERATE]),
+                "GenerateAnswer": client.post(
+                    GENERATE, json=LEAST[GENERATE] | {"return_logprob": True, "logprob_start_len": 0}
+                ),
+                "Response": client.post("/v1/responses", json={"input": "x", "max_output_tokens": 2}),
+                "AnthropicAnswer": client.post("/v1/messages", json={"messages": HELLO, "max_tokens": 2}),
+                "TokenCount": client.post("/v1/messages/count_tokens", json={"messages": HELLO}),
                 "ModelList": client.get("/v1/models"),
                 "Model": client.get("/v1/models/toy"),
                 "ModelInfo": client.get("/model_info"),

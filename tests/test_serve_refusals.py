@@ -181,7 +181,6 @@ def test_completions_refuse(server):
     check_error(server.complete(logprobs=6), 400, "logprobs", "0 to 5")
     check_error(server.complete(logprobs=-1), 400, "logprobs")
     check_error(server.complete(logprobs=True), 400, "logprobs")
-    check_error(server.complete(logprobs=1, echo=True), 400, "echo", "not supported")
     check_error(server.chat(logprobs=True, top_logprobs=21), 400, "top_logprobs", "0 to 20")
     check_error(server.chat(logprobs=False, top_logprobs=1), 400, "top_logprobs")
     check_error(server.chat(logprobs=True, top_logprobs=-1), 400, "top_logprobs")
@@ -200,7 +199,7 @@ def test_a_prompt_that_leaves_no_room(server):
 
 SAMPLING = {
     "unknown": {"foo": 1}, "range": {"temperature": -1}, "type": {"temperature": "x"}, "n": {"n": 0},
-    "ours": {"speculate": False}, "limit": {"max_new_tokens": 0}, "bool": {"top_k": True}, "stop": {"stop": 5},
+    "ours": {"speculate": False}, "limit": {"max_new_tokens": -1}, "bool": {"top_k": True}, "stop": {"stop": 5},
     "context": {"max_new_tokens": 999},
 }  # fmt: skip
 
@@ -218,8 +217,7 @@ GENERATES: dict[str, Any] = {
     "n differ": {"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]},
     "rid": {"text": "x", "rid": 5}, "rids": {"text": ["a", "b"], "rid": ["same", "same"]},
     "rid long": {"text": "x", "rid": "x" * 300},
-    "start": {"text": "x", "return_logprob": True, "logprob_start_len": 0},
-    "top": {"text": "x", "top_logprobs_num": 2},
+    "start": {"text": "x", "return_logprob": True, "logprob_start_len": 1},
     "top many": {"text": "x", "return_logprob": True, "top_logprobs_num": 21},
     "unknown": {"text": "x", "foo": 1}, "messages": {"messages": HELLO},
 }  # fmt: skip

@@ -245,6 +245,9 @@ class ServerSettings:
         "seconds for the headers and for each pause of a client, ten times that for a request; then a 408",
         above=0,
     )
+    request_timeout: float | None = setting(
+        None, "seconds of a whole request, its time in the queue included; then a 408; default: no limit", above=0
+    )
     max_connections: int = setting(1000, "connections at once; further ones get a 503, except for /health", minimum=1)
     tool_call_parser: str = setting(
         "auto",

@@ -8,7 +8,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -22,24 +22,29 @@ from specjax.cli.flags import ServerSettings
 from specjax.engine import Completion
 from specjax.engine.grammar import GRAMMAR_FAILED
 from specjax.engine.sequence import Sequence
+from specjax.serve.anthropic_messages import CountTokensRequest, MessagesAnswer, MessagesRequest, error_response
 from specjax.serve.control import READ, add_control_routes
+from specjax.serve.deadline import Deadline
 from specjax.serve.delivery import Listener
+from specjax.serve.echo import Echo, echo_of
 from specjax.serve.errors import ApiError, bad_request, unavailable
-from specjax.serve.fields import IGNORED_HEADER, INLINE_BYTES, receive_body
+from specjax.serve.fields import IGNORED_HEADER, INLINE_BYTES, Reading, receive_body
 from specjax.serve.forms import AnswerForm, answer_form
 from specjax.serve.middleware import INTERNAL, Gate, check_state
+from specjax.serve.openai_responses import ResponsesAnswer, ResponsesRequest
 from specjax.serve.openapi import document
 from specjax.serve.playground import add_playground
 from specjax.serve.protocol import ChatRequest, CompletionRequest, GenerateRequest, check_model, read_request
-from specjax.serve.responses import Answer, GenerateAnswer, OpenAIAnswer, TokenNames, event, fingerprint
+from specjax.serve.responses import Answer, GenerateAnswer, OpenAIAnswer, TokenNames, fingerprint
 from specjax.serve.runner import ABORTED, SEND_AGAIN, Runner
 from specjax.serve.structured import INVALID
-from specjax.serve.task import Rules
+from specjax.serve.task import Rules, refusal
 from specjax.serve.tokenising import Tokenising, work
 
 logger = logging.getLogger("specjax.serve")
 
 Result = TypeVar("Result")
+Kind: TypeAlias = ChatRequest | CompletionRequest | GenerateRequest | ResponsesRequest | MessagesRequest
 
 
 def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastAPI:
@@ -71,9 +76,7 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
     def names() -> TokenNames:
         return TokenNames(runner.engine.tokenizer)
 
-    async def respond(
-        request: Request, kind: type[ChatRequest | CompletionRequest | GenerateRequest], id: str
-    ) -> Response:
+    async def respond(request: Request, kind: type[Kind], id: str) -> Response:
         data = await receive_body(request)
         if len(data) <= INLINE_BYTES:
             body, task, reading = read_request(kind, data, rules())
@@ -81,18 +84,22 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
             loop = asyncio.get_running_loop()
             body, task, reading = await loop.run_in_executor(parsing, read_request, kind, data, rules())
         reading.log(id)
+        deadline = Deadline.after(body.timeout, settings.request_timeout)
         echo = isinstance(body, CompletionRequest) and bool(body.echo)
 
-        def tokenise() -> tuple[list[Sequence], list[str]]:
-            sequences, decode = task.sequences(runner.engine.intake, id), runner.engine.tokenizer.decode
-            return sequences, [p if isinstance(p, str) else decode(p) for p in task.prompts] if echo else []
+        def tokenise() -> tuple[list[Sequence], list[Echo]]:
+            sequences, tokenizer = task.sequences(runner.engine.intake, id), runner.engine.tokenizer
+            firsts = zip(task.prompts, sequences[:: task.n], strict=True) if echo else ()
+            pieces = task.sampling[0].logprobs is not None
+            return sequences, [echo_of(p, one.prompt, tokenizer, with_pieces=pieces) for p, one in firsts]
 
         # The request has its places in the queue while it waits for the tokenizer.
         with runner.reserve(len(task.prompts) * task.n):
             known = runner.engine.intake.grammars
             compiles = any(each.grammar is not None and not known.holds(each.grammar) for each in task.sampling)
             job = asyncio.wrap_future(tokenising.submit(work(task.prompts, task.n), tokenise, compiles=compiles))
-            sequences, texts = await while_connected(request, job)
+            async with deadline.limit():
+                sequences, echoes = await while_connected(request, job)
             listener = Listener(sequences, streams=bool(body.stream))
             check_state(runner)
             runner.submit(listener)
@@ -106,18 +113,29 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
                 incremental=settings.incremental_streaming_output,
                 names=names() if body.return_text_in_logprobs else None,
             )
+        elif isinstance(body, ResponsesRequest):
+            answer = ResponsesAnswer(id, model, body, task)
+        elif isinstance(body, MessagesRequest):
+            answer = MessagesAnswer(id, model, len(sequences[0].prompt))
         else:
             thinking = task.reply is not None and form().begins_thinking(sequences[0].prompt, runner.engine.tokenizer)
             answer = OpenAIAnswer(
-                id, model, body, task, runner.engine.drafter.width, names(), texts,
+                id, model, body, task, runner.engine.drafter.width, names(), echoes,
                 thinking=thinking, end_think=form().end_think,
             )  # fmt: skip
         if body.stream:
-            return EventStream(runner, listener, answer, reading.headers)
+            return EventStream(runner, listener, answer, reading.headers, deadline)
         try:
-            completions = await while_connected(request, asyncio.ensure_future(all_completions(listener)))
+            completions = await while_connected(
+                request, asyncio.ensure_future(all_completions(listener, deadline, answer))
+            )
         finally:
             runner.abort(sequences)
+        if any(completion.prompt_logprobs for completion in completions):  # there may be very many
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(
+                None, lambda: JSONResponse(answer.whole(completions), headers=reading.headers)
+            )
         return JSONResponse(answer.whole(completions), headers=reading.headers)
 
     @app.post("/v1/chat/completions")
@@ -127,6 +145,33 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await respond(request, CompletionRequest, f"cmpl-{secrets.token_hex(12)}")
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        return await respond(request, ResponsesRequest, f"resp_{secrets.token_hex(12)}")
+
+    @app.post("/v1/messages")
+    async def messages(request: Request) -> Response:
+        try:
+            return await respond(request, MessagesRequest, f"msg_{secrets.token_hex(12)}")
+        except ApiError as error:
+            return error_response(error)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request) -> Response:
+        try:
+            reading = Reading(strict=settings.strict_fields)
+            body = CountTokensRequest.read(reading.parse(await receive_body(request)), reading)
+            check_model(body.model, model)
+            chat = body.chat()
+            try:
+                job = tokenising.submit(work([chat], 1), lambda: len(runner.engine.encode(chat)))
+                count = await while_connected(request, asyncio.wrap_future(job))
+            except ValueError as error:
+                raise refusal(error, {}, "messages") from error
+            return JSONResponse({"input_tokens": count}, headers=reading.headers)
+        except ApiError as error:
+            return error_response(error)
 
     @app.api_route("/generate", methods=["POST", "PUT"])
     async def generate(request: Request) -> Response:
@@ -178,9 +223,11 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, runner: Runner, listener: Listener, answer: Answer, headers: dict[str, str]) -> None:
+    def __init__(
+        self, runner: Runner, listener: Listener, answer: Answer, headers: dict[str, str], deadline: Deadline
+    ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
-        super().__init__(_events(listener, answer), headers=headers)
+        super().__init__(_events(listener, answer, deadline), headers=headers)
         self._runner, self._sequences = runner, listener.sequences
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -190,34 +237,37 @@ class EventStream(StreamingResponse):
             self._runner.abort(self._sequences)
 
 
-async def _events(listener: Listener, answer: Answer) -> AsyncIterator[bytes]:
+async def _events(listener: Listener, answer: Answer, deadline: Deadline) -> AsyncIterator[bytes]:
     try:
-        async for chunk in listener.chunks():
+        async for chunk in listener.chunks(deadline):
             if chunk.completion is not None:
-                check_completion(chunk.completion)
+                check_completion(chunk.completion, aborted=answer.shows_aborted)
             yield b"".join(answer.events(chunk))
         yield b"".join(answer.last_events())
     except ApiError as error:
-        yield event(error.body())
+        yield answer.error(error)
     except Exception:  # the status line has been sent, so an event must carry the error
         logger.exception("a stream failed")
-        yield event(ApiError(500, INTERNAL).body())
+        yield answer.error(ApiError(500, INTERNAL))
 
 
-async def all_completions(listener: Listener) -> list[Completion]:
+async def all_completions(listener: Listener, deadline: Deadline, answer: Answer) -> list[Completion]:
     """The result of each sequence, once all have finished."""
-    done = {chunk.prompt_index: chunk.completion async for chunk in listener.chunks() if chunk.completion is not None}
+    chunks = listener.chunks(deadline)
+    done = {chunk.prompt_index: chunk.completion async for chunk in chunks if chunk.completion is not None}
     completions = [done[index] for index in sorted(done)]
     for completion in completions:
-        check_completion(completion)
+        check_completion(completion, aborted=answer.shows_aborted)
     return completions
 
 
-def check_completion(completion: Completion) -> None:
-    """Raises an ApiError if a fault of the server has ended the request."""
+def check_completion(completion: Completion, *, aborted: bool) -> None:
+    """Raises an ApiError if a fault of the server has ended the request, or, unless `aborted`, `/abort_request`."""
     if completion.finish_reason["type"] == "abort":
         message = completion.finish_reason.get("message", "the request was aborted")
         if message == ABORTED:
+            if aborted:
+                return
             raise bad_request(message, code="aborted")
         if message.startswith(GRAMMAR_FAILED):
             raise bad_request(message, code=INVALID)

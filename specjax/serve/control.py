@@ -23,6 +23,7 @@ from specjax.serve.protocol import AbortRequest, DetokenizeRequest, ProfileReque
 from specjax.serve.report import describe
 from specjax.serve.responses import fingerprint
 from specjax.serve.runner import Runner
+from specjax.serve.task import refusal
 from specjax.serve.tokenising import Tokenising, work
 
 READ = ["GET", "HEAD"]
@@ -159,7 +160,7 @@ def add_control_routes(
         try:
             found = await asyncio.wrap_future(tokenising.submit(work(prompt, 1), encode))
         except ValueError as error:
-            raise bad_request(str(error)[:400], "prompt" if body.messages is None else "messages") from error
+            raise refusal(error, {}, "prompt" if body.messages is None else "messages") from error
         counts = [len(tokens) for tokens in found]
         answer = {"tokens": found, "count": counts} if many else {"tokens": found[0], "count": counts[0]}
         return JSONResponse(answer | {"max_model_len": engine.context_length}, headers=headers)

@@ -20,8 +20,11 @@ from typing import NamedTuple
 from specjax.engine import Completion, StreamChunk
 from specjax.engine.generation import take_delta
 from specjax.engine.sequence import Sequence
+from specjax.serve.deadline import Deadline
 
 logger = logging.getLogger("specjax.serve")
+
+NO_DEADLINE = Deadline()
 
 FAILED_REQUEST = "the request failed; the server's log has the reason"
 
@@ -44,11 +47,12 @@ class Listener:
         id = self.sequences[index].id
         return StreamChunk(index, "", [], Completion(id, "", [], 0, reason, 0, 0.0, [], 0))
 
-    async def chunks(self) -> AsyncIterator[StreamChunk]:
-        """Stream deltas until every sequence has finished."""
+    async def chunks(self, deadline: Deadline = NO_DEADLINE) -> AsyncIterator[StreamChunk]:
+        """Stream deltas until every sequence has finished. Raises an ApiError, a 408, at the deadline."""
         left = len(self.sequences)
         while left:
-            chunk = await self.queue.get()
+            async with deadline.limit():
+                chunk = await self.queue.get()
             left -= chunk.completion is not None
             yield chunk
 

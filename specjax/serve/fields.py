@@ -21,6 +21,7 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 from starlette.requests import Request
 
 from specjax.engine.sampling_params import MAX_SALT, MAX_STOP_LENGTH, MAX_STOP_STRINGS
+from specjax.engine.stop_patterns import MAX_PATTERN
 from specjax.sampling import BIAS_ENTRIES
 from specjax.serve.errors import ApiError, bad_request, shown
 
@@ -179,6 +180,9 @@ Salt = Annotated[Text, Field(min_length=1, max_length=MAX_SALT)]
 StopString = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
 Stop = Annotated[StopStrings, texts("non-empty strings", json_schema_input_type=StopString | StopStrings)]
+StopPattern = Annotated[Text, Field(min_length=1, max_length=MAX_PATTERN)]
+PatternList = Annotated[list[StopPattern], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
+Patterns = Annotated[PatternList, texts("non-empty strings", json_schema_input_type=StopPattern | PatternList)]
 
 # Fields that no body supports, with the values that change nothing and so pass; null never changes anything.
 UNSUPPORTED: dict[str, Values] = {
@@ -187,7 +191,7 @@ UNSUPPORTED: dict[str, Values] = {
     "guided_whitespace_pattern": (), "structural_tag": (), "grammar": (),
     # How tokens are drawn, where the output ends, and how tokens become text.
     "allowed_token_ids": (), "bad_words": ([],), "logits_processors": ([],), "custom_logit_processor": (),
-    "custom_params": ({},), "stop_regex": ([], ""), "use_beam_search": (False,), "length_penalty": (1,),
+    "custom_params": ({},), "use_beam_search": (False,), "length_penalty": (1,),
     "early_stopping": (False,), "typical_p": (1,), "mirostat": (0,), "no_repeat_ngram_size": (0,),
     "repetition_detection": (), "thinking_token_budget": (-1,), "max_thinking_tokens": (-1,), "watermarking": (False,),
     "include_stop_str_in_output": (False,), "spaces_between_special_tokens": (True,), "lora_path": ("",),
@@ -295,7 +299,8 @@ def _message(kind: type[Body], error: ErrorDetails) -> str:
 
 def _range(schema: Schema) -> str:
     """The limits of a number, or of an object's numbers, in words."""
-    forms = [*schema["anyOf"], *(each.get("additionalProperties") for each in schema["anyOf"])]
+    own = schema.get("anyOf", [schema])  # of a field that must be given, alone
+    forms = [*own, *(each.get("additionalProperties") for each in own)]
     limits = next(each for each in forms if isinstance(each, dict) and {"minimum", "exclusiveMinimum"} & set(each))
     high = whole(limits.get("maximum"))
     if "exclusiveMinimum" in limits:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from specjax.serve.errors import ApiError
-from specjax.serve.fields import Body, Schema, Text, Values, at_most, has, implies, texts
+from specjax.engine.intake import Chat
+from specjax.serve.errors import ApiError, bad_request
+from specjax.serve.fields import Body, Flag, Schema, Text, Values, at_most, has, implies, texts
 
 MAX_MESSAGES = 2**14  # messages of a chat, parts of a message
 MAX_CALLS = 2**10  # tool calls of a message
+MAX_NAMES = 64  # variables of the chat template
+MAX_VARIABLES = 2**14  # characters of all of them, as JSON
 
 
 def _arguments(given: Any, info: Any) -> Any:
@@ -107,6 +111,53 @@ class Message(Body):
         if self.tool_calls:
             message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         return message
+
+
+def _few_characters(value: Any) -> Any:
+    """Checks the length of template variables before they are looked at."""
+    if isinstance(value, dict) and len(text := json.dumps(value)) > MAX_VARIABLES:
+        said = {"length": len(text), "most": MAX_VARIABLES}
+        raise PydanticCustomError(
+            "too_long_json", "has {length} characters of JSON; at most {most} are supported", said
+        )
+    return value
+
+
+ONE_END = implies(
+    has(continue_final_message={"const": True}),
+    {"properties": {"add_generation_prompt": {"enum": [None, False]}}},
+)
+
+
+class TemplateFields(Body):
+    """Arguments of the chat template."""
+
+    add_generation_prompt: Flag | None = Field(
+        None, description="Begin the assistant's message. Default: true, but not with `continue_final_message`."
+    )
+    continue_final_message: Flag | None = Field(
+        None, description="Go on with the last message, the assistant's, instead of a new one."
+    )
+    chat_template_kwargs: (
+        Annotated[dict[str, Any], Field(max_length=MAX_NAMES), at_most(MAX_NAMES), AfterValidator(_few_characters)]
+        | None
+    ) = Field(None, description=f"Variables of the chat template; at most {MAX_VARIABLES} characters of JSON.")
+
+    def chat(self, messages: list[Message]) -> Chat:
+        """The prompt. Raises an ApiError if the last message is to be continued and cannot be."""
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                problem = "and add_generation_prompt exclude each other: either the last message goes on, or a new one"
+                raise bad_request(f"continue_final_message {problem} begins", "continue_final_message")
+            if messages[-1].role != "assistant" or messages[-1].content is None:
+                problem = f"needs an assistant's message with content at the end, not one of the {messages[-1].role}"
+                raise bad_request(f"continue_final_message {problem}", "continue_final_message")
+        given = {name: getattr(self, name) for name in ("add_generation_prompt", "continue_final_message")}
+        variables = self.chat_template_kwargs or {}
+        if taken := next((name for name in (*given, "tools") if name in variables), None):
+            raise bad_request(f"chat_template_kwargs may not set {taken}, a field of the body", "chat_template_kwargs")
+        given = {name: value for name, value in given.items() if value is not None}
+        return Chat([each.for_template() for each in messages], {**variables, **given})
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), at_most(MAX_MESSAGES)]

@@ -97,11 +97,13 @@ class Gate:
             return
         if self._settings.api_key:
             scheme, _, token = headers.get("authorization", "").partition(" ")
+            if not scheme:  # Anthropic's clients
+                scheme, token = "bearer", headers.get("x-api-key", "")
             # Compares the bytes as they came: headers are decoded as latin-1. All keys, so that time tells nothing.
             given = token.strip().encode("latin-1")
             right = sum(hmac.compare_digest(given, key.encode()) for key in self._settings.api_key) > 0
             if scheme.lower() != "bearer" or not right:
-                needs = "this server needs its API key, as `Authorization: Bearer KEY`"
+                needs = "this server needs its API key, as `Authorization: Bearer KEY` or `x-api-key: KEY`"
                 raise ApiError(401, needs, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         check_state(self._runner)
         length = headers.get("content-length", "")

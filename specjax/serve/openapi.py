@@ -7,8 +7,10 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from specjax.serve.anthropic_messages import CountTokensRequest, MessagesRequest
 from specjax.serve.fields import IGNORED_HEADER, MAX_NODES, MAX_VALUES, Schema
 from specjax.serve.middleware import HEALTH, OPEN, PAGE
+from specjax.serve.openai_responses import ResponsesRequest
 from specjax.serve.protocol import (
     DEFAULT_MODEL,
     AbortRequest,
@@ -20,7 +22,7 @@ from specjax.serve.protocol import (
     SamplingBody,
     TokenizeRequest,
 )
-from specjax.serve.task import Rules
+from specjax.serve.task import MAX_SCORES, Rules
 from specjax.serve.tools import MAX_TOOLS
 
 ABOUT = """\
@@ -32,8 +34,10 @@ that change nothing pass, null always. {unknown}
 
 **Rules that a schema cannot express**, and that give a 400: a prompt and its new tokens must fit the context together;
 `min_tokens` is at most `max_tokens`, and works with at most 8 stop ids; prompts times `n` is at most the number of
-requests that may run or wait; `seed` and `sampling_seed` agree; lists of `sampling_params` and `rid` have one item for
-each prompt, names differ, and `n` is the same in all; no two `tools` have the same name.
+requests that may run or wait; an answer holds at most {scores:,} log-probabilities of prompts; `seed`
+and `sampling_seed` agree; lists of `sampling_params` and `rid` have one item for
+each prompt, names differ, and `n` is the same in all; `continue_final_message` needs a last message of the assistant;
+no two `tools` have the same name.
 
 **Parameters that a request does not give** are those of the model's `generation_config.json`, where the server uses it,
 else OpenAI's.
@@ -45,7 +49,7 @@ STATUSES = {
     400: "The request is not valid; `param` names the field.",
     401: "The API key is missing or wrong.",
     404: "There is no such model.",
-    408: "The body did not arrive in time.",
+    408: "The body did not arrive in time, or the request was not complete at its deadline.",
     413: "The body is too large, or holds too many values.",
     415: "The body is not sent as `application/json`.",
     500: "The request failed.",
@@ -64,7 +68,8 @@ DRAFTING = {
 }
 TOKEN_ENTRY = {"token": str, "logprob": float, "bytes": [int]}
 CHAT_LOGPROBS = {"content": [TOKEN_ENTRY | {"top_logprobs": [TOKEN_ENTRY]}], "refusal": None}
-TEXT_LOGPROBS = {"tokens": [str], "token_logprobs": [float], "top_logprobs": [dict], "text_offset": [int]}
+TEXT_LOGPROBS = {"tokens": [str], "token_logprobs": [(float, None)], "top_logprobs": [(dict, None)],
+                 "text_offset": [int]}  # fmt: skip
 FINISH = ("stop", "length")
 CALL = {"id": str, "type": "function", "function": {"name": str, "arguments": str}}
 MESSAGE = {"role": "assistant", "content": (str, None), "reasoning_content?": (str, None), "tool_calls?": [CALL]}
@@ -83,12 +88,30 @@ MODEL = {"id": str, "object": "model", "created": int, "owned_by": str, "root": 
 META = SPECULATIVE | {
     "id": str, "finish_reason": {"type": FINISH}, "prompt_tokens": int, "completion_tokens": int, "cached_tokens": int,
     "e2e_latency": float, "seed": int, "output_token_logprobs?": [list], "output_top_logprobs?": [[list]],
+    "input_token_logprobs?": [list], "input_top_logprobs?": [([list], None)],
 }  # fmt: skip
 GENERATED = {"text": str, "output_ids": [int], "meta_info": META}
+RESPONSE = {
+    "id": str, "object": "response", "created_at": int, "status": ("completed", "incomplete"), "model": str,
+    "output": [{"id": str, "type": "message", "role": "assistant", "status": ("completed", "incomplete"),
+                "content": [{"type": "output_text", "text": str, "annotations": [dict]}]}],
+    "usage": {"input_tokens": int, "input_tokens_details": {"cached_tokens": int}, "output_tokens": int,
+              "output_tokens_details": {"reasoning_tokens": int}, "total_tokens": int},
+    "incomplete_details": ({"reason": "max_output_tokens"}, None), "temperature": float, "top_p": float, "seed": int,
+}  # fmt: skip
+MESSAGE = {
+    "id": str, "type": "message", "role": "assistant", "model": str, "content": [{"type": "text", "text": str}],
+    "stop_reason": ("end_turn", "max_tokens", "stop_sequence"), "stop_sequence": (str, None),
+    "usage": {"input_tokens": int, "cache_creation_input_tokens": int, "cache_read_input_tokens": int,
+              "output_tokens": int},
+}  # fmt: skip
 ANSWERS: dict[str, Any] = {
     "Error": {"error": {"message": str, "type": str, "param": (str, None), "code": (str, int, None)}},
     "ChatCompletion": COMPLETION | {"object": "chat.completion", "choices": [CHAT_CHOICE]},
     "Completion": COMPLETION | {"object": "text_completion", "choices": [TEXT_CHOICE]},
+    "Response": RESPONSE,
+    "AnthropicAnswer": MESSAGE,
+    "TokenCount": {"input_tokens": int},
     "GenerateAnswer": (GENERATED, [GENERATED]),
     "Model": MODEL,
     "ModelList": {"object": "list", "data": [MODEL]},
@@ -105,6 +128,18 @@ ANSWERS: dict[str, Any] = {
 ROUTES: list[tuple[Any, ...]] = [
     ("/v1/chat/completions", "post", "chat_completions", "OpenAI", "Chat", "ChatRequest", "ChatCompletion", 404),
     ("/v1/completions", "post", "completions", "OpenAI", "Continue prompts", "CompletionRequest", "Completion", 404),
+    ("/v1/responses", "post", "responses", "OpenAI", "A response of text", "ResponsesRequest", "Response", 404),
+    ("/v1/messages", "post", "messages", "Anthropic", "Chat", "MessagesRequest", "AnthropicAnswer", 404),
+    (
+        "/v1/messages/count_tokens",
+        "post",
+        "count_tokens",
+        "Anthropic",
+        "Tokens of a chat",
+        "CountTokensRequest",
+        "TokenCount",
+        404,
+    ),
     ("/generate", "post", "generate_post", "SGLang", "Continue prompts", "GenerateRequest", "GenerateAnswer"),
     ("/generate", "put", "generate_put", "SGLang", "Continue prompts", "GenerateRequest", "GenerateAnswer"),
     ("/v1/models", "get", "list_models", "OpenAI", "The model that is served", None, "ModelList"),
@@ -128,8 +163,11 @@ ROUTES: list[tuple[Any, ...]] = [
     (PAGE, "get", "playground", "server", "A page to chat, which shows how the text was drafted", None, None),
 ]
 
-STREAMED = ("ChatRequest", "CompletionRequest", "GenerateRequest")
-EVENTS = "Server-sent events, if `stream` is true: each one line of JSON after `data: `; the last is `[DONE]`."
+STREAMED = ("ChatRequest", "CompletionRequest", "GenerateRequest", "ResponsesRequest", "MessagesRequest")
+EVENTS = (
+    "Server-sent events, if `stream` is true: each one line of JSON after `data: `; the last is `[DONE]`, but for "
+    "responses and Anthropic's messages, whose events have names."
+)
 STRING, INTEGER = {"type": "string"}, {"type": "integer"}
 HEADERS: dict[int, Schema] = {  # by status; all answers have X-Request-Id, too
     401: {"WWW-Authenticate": {"required": True, "schema": STRING, "description": "Bearer."}},
@@ -172,10 +210,12 @@ def document(rules: Rules, *, vocab_size: int, has_key: bool, version: str) -> d
     """The whole document, with the limits of one model and server."""
     ignored = f"Unknown fields are ignored; the header `{IGNORED_HEADER}` of the answer names them."
     refused = "Unknown fields are refused, too (`--strict-fields`)."
-    about = ABOUT.format(unknown=refused if rules.strict else ignored, values=MAX_VALUES, nodes=MAX_NODES)
+    about = ABOUT.format(
+        unknown=refused if rules.strict else ignored, values=MAX_VALUES, nodes=MAX_NODES, scores=MAX_SCORES
+    )
     bodies = (
         ChatRequest, CompletionRequest, GenerateRequest, SamplingBody, TokenizeRequest, DetokenizeRequest, AbortRequest,
-        ProfileRequest,
+        ProfileRequest, ResponsesRequest, MessagesRequest, CountTokensRequest,
     )  # fmt: skip
     _, found = models_json_schema([(each, "validation") for each in bodies], ref_template=reference("{model}")["$ref"])
     schemas = json.dumps(found["$defs"])
@@ -198,7 +238,7 @@ def document(rules: Rules, *, vocab_size: int, has_key: bool, version: str) -> d
         "openapi": "3.1.0",
         "info": {"title": "specjax", "version": version, "description": about, "license": {"name": "Apache-2.0"}},
         "servers": [{"url": "/"}],
-        "tags": [{"name": name} for name in ("OpenAI", "SGLang", "server")],
+        "tags": [{"name": name} for name in ("OpenAI", "Anthropic", "SGLang", "server")],
         "paths": _paths(has_key),
         "components": components,
         **({"security": [{"key": []}]} if has_key else {}),

@@ -10,7 +10,7 @@ from pydantic import Field, PlainValidator, WithJsonSchema
 
 from specjax.cli.flags import MOST_TRACED
 from specjax.engine.intake import Chat
-from specjax.engine.sampling_params import MAX_TEMPERATURE, ParameterError, SamplingParams
+from specjax.engine.sampling_params import MAX_PRIORITY, MAX_TEMPERATURE, ParameterError, SamplingParams
 from specjax.serve import structured
 from specjax.serve.errors import ApiError, bad_request, shown
 from specjax.serve.fields import (
@@ -22,6 +22,7 @@ from specjax.serve.fields import (
     Integer,
     Metadata,
     Number,
+    Patterns,
     Reading,
     Salt,
     Schema,
@@ -33,7 +34,7 @@ from specjax.serve.fields import (
     implies,
     whole,
 )
-from specjax.serve.messages import Messages
+from specjax.serve.messages import ONE_END, Messages, TemplateFields
 from specjax.serve.structured import Choices, JsonSchema, ResponseFormat, Source, StructuredOutputs, chosen
 from specjax.serve.task import Rules, Task, check_capacity, read_prompts, refusal
 from specjax.serve.tools import CHOICE_NEEDS_TOOLS, ToolFields
@@ -42,10 +43,12 @@ from specjax.verify import TOP_LOGPROBS
 
 COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens` for completions
 GENERATE_TOKENS = 128  # SGLang's default of `max_new_tokens`
+MAX_TIMEOUT = 1e6  # seconds
 MAX_ID = 256  # characters of a request's name (`rid`)
 DEFAULT_MODEL = "default"  # SGLang's clients call any model by this name
 
 NewTokens = Annotated[Integer, Field(ge=1, json_schema_extra={"maximum": "$room"})]
+NewTokensOrNone = Annotated[Integer, Field(ge=0, json_schema_extra={"maximum": "$room"})]
 LeastTokens = Annotated[Integer, Field(ge=0, json_schema_extra={"maximum": "$room"})]
 Seed = Annotated[Integer, Field(ge=-(2**63), le=2**63 - 1)]
 Penalty = Annotated[Number, Field(ge=-2, le=2)]
@@ -80,6 +83,10 @@ class SamplingFields(Body):
 
     n: Annotated[Integer, Field(ge=1, le=128)] | None = Field(None, description="Choices; choice i has the seed + i.")
     stop: Stop | None = Field(None, description="Never in the text.")
+    stop_regex: Patterns | None = Field(
+        None,
+        description="Regular expressions in RE2's syntax; the text ends before a match, of at most 1,024 characters.",
+    )
     temperature: Annotated[Number, Field(ge=0, le=MAX_TEMPERATURE)] | None = Field(None, description="0 = greedy.")
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     top_k: Annotated[Integer, Field(ge=-1)] | None = Field(None, description="-1 and 0 = off.")
@@ -135,10 +142,26 @@ MISPLACED: dict[str, tuple[str, Values]] = {
     "input_ids": ("completions take token ids as prompt", ([],)),
 }
 
+
+class TaskBody(Body):
+    """A body that sets the engine a task, and how long that may wait and run."""
+
+    priority: Annotated[Integer, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = Field(
+        None, description="Of waiting requests, those with a higher one run first, as SGLang has it. Default: 0."
+    )
+    timeout: Annotated[Number, Field(gt=0, le=MAX_TIMEOUT)] | None = Field(
+        None, description="Seconds to the end of the answer, then a 408. `--request-timeout` may be shorter."
+    )
+
+    def task(self, rules: Rules, reading: Reading) -> Task:
+        """What the engine is to do. Raises an ApiError for fields that do not go together."""
+        raise NotImplementedError
+
+
 OPTIONS_NEED_STREAM = implies(has(stream_options={"type": "object"}), has(stream={"const": True}))
 
 
-class OpenAIRequest(SamplingFields):
+class OpenAIRequest(SamplingFields, TaskBody):
     """Fields that chat completions and completions share."""
 
     unsupported = UNSUPPORTED | {"json_schema": ()}
@@ -208,13 +231,12 @@ def check_model(name: str | None, served: str) -> None:
         raise ApiError(404, problem, param="model", code="model_not_found")
 
 
-class ChatRequest(OpenAIRequest, ToolFields):
+class ChatRequest(OpenAIRequest, ToolFields, TemplateFields):
     unsupported = UNSUPPORTED | {
         "json_schema": (),
         "modalities": (["text"],), "audio": (), "prediction": (), "stream_reasoning": (True,),
         "reasoning_effort": ("none", "medium"), "verbosity": ("medium",), "web_search_options": (), "moderation": (),
-        "add_generation_prompt": (True,), "continue_final_message": (False,), "add_special_tokens": (False,),
-        "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],), "mm_processor_kwargs": ({},),
+        "add_special_tokens": (False,), "chat_template": (), "documents": ([],), "mm_processor_kwargs": ({},),
         "media_io_kwargs": ({},),
     }  # fmt: skip
     elsewhere = MISPLACED | {"prompt": ("a chat has messages", ())}
@@ -222,6 +244,7 @@ class ChatRequest(OpenAIRequest, ToolFields):
         OPTIONS_NEED_STREAM,
         implies(has(top_logprobs={"type": "integer", "minimum": 1}), has(logprobs={"const": True})),
         CHOICE_NEEDS_TOOLS,
+        ONE_END,
     )
 
     messages: Messages
@@ -247,8 +270,8 @@ class ChatRequest(OpenAIRequest, ToolFields):
         kept = () if reply is None else tuple(sorted(reply.hidden))
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         sampling = self.sampling(rules, logprobs, kept_special_tokens=kept)
-        messages = rules.form.for_template([message.for_template() for message in self.messages])
-        chat = Chat(messages, {"tools": tools} if tools else {})
+        chat = self.chat(self.messages)
+        chat = Chat(rules.form.for_template(list(chat)), {**chat.template, **({"tools": tools} if tools else {})})
         return Task([chat], [sampling], self.n or 1, self.names, "messages", reply=reply, trees=self.trees)
 
 
@@ -258,12 +281,14 @@ class CompletionRequest(OpenAIRequest):
         "max_completion_tokens": ("it is called max_tokens", ()),
         "top_logprobs": ("completions have logprobs, a number", (0,)),
     }
-    relations = (OPTIONS_NEED_STREAM, implies(has(echo={"const": True}), {"properties": {"logprobs": NULL}}))
+    relations = (OPTIONS_NEED_STREAM, implies(has(max_tokens={"const": 0}), has(echo={"const": True})))
 
     prompt: Annotated[Any, checked_later(*TEXTS, *IDS_OR_LISTS)]
-    max_tokens: NewTokens | None = Field(None, description=f"New tokens. Default: {COMPLETION_TOKENS}, or what fits.")
+    max_tokens: NewTokensOrNone | None = Field(
+        None, description=f"New tokens; 0 with `echo` only. Default: {COMPLETION_TOKENS}, or what fits."
+    )
     best_of: Integer | None = Field(None, json_schema_extra={"enum": [1, None]}, description="`n` passes, too.")
-    echo: Flag | None = Field(None, description="The prompt before the text; not with `logprobs`.")
+    echo: Flag | None = Field(None, description="The prompt before the text, and its `logprobs` before the text's.")
     logprobs: Annotated[Integer, Field(ge=0, le=5)] | None = None  # OpenAI's limit
 
     def task(self, rules: Rules, reading: Reading) -> Task:
@@ -271,9 +296,10 @@ class CompletionRequest(OpenAIRequest):
         if self.best_of not in (None, 1, choices):
             problem = f"must be 1 or n ({choices}), got {shown(self.best_of)}"
             raise bad_request(f"best_of is not supported beyond n: it {problem}", "best_of")
-        if self.echo and self.logprobs is not None:
-            raise bad_request("echo with logprobs is not supported: those of the prompt are not computed", "echo")
-        sampling = self.sampling(rules, self.logprobs)
+        if self.max_tokens == 0 and not self.echo:
+            raise bad_request("max_tokens must be at least 1, got 0, which is for echo: true alone", "max_tokens")
+        start = 0 if self.echo and self.logprobs is not None else None
+        sampling = self.sampling(rules, self.logprobs, logprob_start_len=start)
         prompts = read_prompts(self.prompt, "prompt", choices, rules)
         sampling = [sampling] * len(prompts)
         return Task(prompts, sampling, choices, self.names, most=COMPLETION_TOKENS, trees=self.trees)
@@ -293,7 +319,9 @@ class SamplingBody(SamplingFields):
     }
 
     json_schema: JsonSchema = Field(None, description="As an object, or its text. JSON is written on one line.")
-    max_new_tokens: NewTokens | None = Field(None, description=f"Default: {GENERATE_TOKENS}, or what fits.")
+    max_new_tokens: NewTokensOrNone | None = Field(
+        None, description=f"0: the prompt is read, and nothing drawn. Default: {GENERATE_TOKENS}, or what fits."
+    )
     min_new_tokens: LeastTokens | None = None
 
 
@@ -301,11 +329,10 @@ GIVEN: Schema = {"type": ["string", "array"]}
 NAME: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_ID}
 
 
-class GenerateRequest(Body):
+class GenerateRequest(TaskBody):
     """SGLang's own endpoint."""
 
-    # Log-probabilities of the prompt are not computed.
-    unsupported = UNSUPPORTED | structured.UNSUPPORTED | {"logprob_start_len": (-1,), "modalities": (["text"], [])}
+    unsupported = UNSUPPORTED | structured.UNSUPPORTED | {"modalities": (["text"], [])}
     elsewhere: ClassVar[Mapping[str, tuple[str, Values]]] = {
         "messages": ("/generate takes text or input_ids", ()),
         "prompt": ("/generate takes text or input_ids", ()),
@@ -317,7 +344,6 @@ class GenerateRequest(Body):
         "top_logprobs": ("it is called top_logprobs_num", (0,)),
     }
     relations = (
-        implies(has(top_logprobs_num={"type": "integer", "minimum": 1}), has(return_logprob={"const": True})),
         {"anyOf": [has(text=GIVEN, input_ids=NULL) | {"required": ["text"]},
                    has(input_ids=GIVEN, text=NULL) | {"required": ["input_ids"]}]},
     )  # fmt: skip
@@ -333,7 +359,12 @@ class GenerateRequest(Body):
     )
     stream: Flag | None = None
     return_logprob: Flag | None = None
-    top_logprobs_num: TopLogprobs | None = Field(None, description="Needs `return_logprob`.")
+    top_logprobs_num: TopLogprobs | None = Field(None, description="No effect without `return_logprob`.")
+    logprob_start_len: Annotated[Integer, Field(ge=-1)] | None = Field(
+        None,
+        description="Log-probabilities of the prompt from this token on, whose own is null. Default: -1, of the output "
+        "alone. No effect without `return_logprob`.",
+    )
     return_text_in_logprobs: Flag | None = None
     cache_salt: Salt | None = Field(None, description=SALT)
 
@@ -345,8 +376,6 @@ class GenerateRequest(Body):
     def task(self, rules: Rules, reading: Reading) -> Task:
         if (self.text is None) == (self.input_ids is None):
             raise bad_request("give either text or input_ids", "text")
-        if self.top_logprobs_num and not self.return_logprob:
-            raise bad_request("top_logprobs_num needs return_logprob: true", "top_logprobs_num")
         # The first is checked alone: it may be wrong, and there may be thousands.
         given = {} if self.sampling_params is None else self.sampling_params
         many = isinstance(given, list)
@@ -362,7 +391,9 @@ class GenerateRequest(Body):
         if any((body.n or 1) != choices for body in bodies):
             raise bad_request("n must be the same for all prompts", "sampling_params")
         logprobs = (self.top_logprobs_num or 0) if self.return_logprob else None
-        sampling = [body.params(rules, logprobs=logprobs, cache_salt=self.cache_salt) for body in bodies]
+        more: dict[str, Any] = {"cache_salt": self.cache_salt, "priority": self.priority}
+        more |= {"logprob_start_len": self.logprob_start_len} if self.return_logprob else {}
+        sampling = [body.params(rules, logprobs=logprobs, **more) for body in bodies]
         sampling *= len(prompts) // len(bodies)
         ids = self._ids(len(prompts))
         return Task(prompts, sampling, choices, first.names, field, ids=ids, most=GENERATE_TOKENS)
@@ -381,7 +412,7 @@ class GenerateRequest(Body):
         return ids
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(TemplateFields):
     """SGLang's and vLLM's, for a text, several texts, or a chat as the model's template writes it."""
 
     relations = (
@@ -401,7 +432,7 @@ class TokenizeRequest(Body):
         if (self.prompt is None) == (self.messages is None):
             raise bad_request("give either prompt or messages", "prompt")
         if self.messages is not None:
-            return [[message.for_template() for message in self.messages]], False
+            return [self.chat(self.messages)], False
         many = isinstance(self.prompt, list)
         prompts: list[Any] = self.prompt if many else [self.prompt]
         if not all(isinstance(text, str) for text in prompts):
@@ -440,7 +471,7 @@ class ProfileRequest(Body):
     num_steps: Annotated[Integer, Field(ge=1, le=MOST_TRACED)] | None = Field(None, description="Default: a flag's.")
 
 
-AnyRequest = TypeVar("AnyRequest", bound="ChatRequest | CompletionRequest | GenerateRequest")
+AnyRequest = TypeVar("AnyRequest", bound=TaskBody)
 
 
 def read_request(kind: type[AnyRequest], data: bytes | bytearray, rules: Rules) -> tuple[AnyRequest, Task, Reading]:

@@ -14,16 +14,43 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, ClassVar
 
 from specjax.engine import Completion, StreamChunk
 from specjax.engine.decoders import byte_of_letter
+from specjax.engine.prompt_logprobs import PromptLogprob
 from specjax.engine.sequence import TokenLogprob, TokenOrigin
+from specjax.serve.echo import Echo
+from specjax.serve.errors import ApiError
 from specjax.serve.protocol import ChatRequest, CompletionRequest
 from specjax.serve.reply import Reply
 from specjax.serve.task import Task
 from specjax.tree import NO_TOKEN
 from specjax.viz.trees import StepTree
+
+
+class Answer:
+    """The answer to one request, whole or as events.
+
+    Attributes:
+        shows_aborted: whether a request that `/abort_request` has ended gets an answer rather than an error.
+    """
+
+    shows_aborted: ClassVar[bool] = False
+
+    def whole(self, done: list[Completion]) -> Any:
+        raise NotImplementedError
+
+    def events(self, chunk: StreamChunk) -> list[bytes]:
+        raise NotImplementedError
+
+    def last_events(self) -> list[bytes]:
+        return []
+
+    def error(self, error: ApiError) -> bytes:
+        """The event of an error after the first byte."""
+        return event(error.body())
+
 
 DONE = b"data: [DONE]\n\n"
 
@@ -33,6 +60,11 @@ LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot express;
 def event(data: dict[str, Any]) -> bytes:
     """One server-sent event. ASCII, since some clients split lines at every line break of Unicode."""
     return b"data: " + json.dumps(data).encode() + b"\n\n"
+
+
+def named_event(data: dict[str, Any]) -> bytes:
+    """An event whose name is the `type` of its data."""
+    return b"event: " + data["type"].encode() + b"\n" + event(data)
 
 
 @functools.cache  # every event has it, and finding the version reads files
@@ -94,13 +126,38 @@ def completion_logprobs(found: Sequence[TokenLogprob], names: TokenNames, offset
     }
 
 
-def generate_logprobs(found: Sequence[TokenLogprob], names: TokenNames | None) -> dict[str, Any]:
-    """SGLang's form: (log-probability, id, text of the single token; null without `names`)."""
+def echo_logprobs(found: Sequence[PromptLogprob], names: TokenNames, echo: Echo) -> dict[str, Any]:
+    """As `completion_logprobs`, of the prompt; null for its first token."""
 
-    def entry(token: int, logprob: float) -> list[Any]:
-        return [_finite(logprob), token, None if names is None else names.text(token)]
+    def top(one: PromptLogprob) -> dict[str, float] | None:
+        if one.logprob is None:
+            return None
+        return {names.text(token): _finite(value) for token, value in (*one.top, (one.token, one.logprob))}
 
     return {
+        "tokens": list(echo.pieces),
+        "token_logprobs": [None if one.logprob is None else _finite(one.logprob) for one in found],
+        "top_logprobs": [top(one) for one in found],
+        "text_offset": list(itertools.accumulate(map(len, echo.pieces), initial=0))[:-1],
+    }
+
+
+def generate_logprobs(
+    found: Sequence[TokenLogprob], names: TokenNames | None, prompt: Sequence[PromptLogprob] | None = None
+) -> dict[str, Any]:
+    """SGLang's form: (log-probability, id, text of the single token; null without `names`). `prompt`: those of the
+    prompt; None: they are left out."""
+
+    def entry(token: int, logprob: float | None) -> list[Any]:
+        finite = None if logprob is None else _finite(logprob)
+        return [finite, token, None if names is None else names.text(token)]
+
+    of_prompt = {}
+    if prompt is not None:
+        tops = [None if one.logprob is None else [entry(*pair) for pair in one.top] for one in prompt]
+        of_prompt["input_token_logprobs"] = [entry(one.token, one.logprob) for one in prompt]
+        of_prompt["input_top_logprobs"] = tops
+    return of_prompt | {
         "output_token_logprobs": [entry(one.token, one.logprob) for one in found],
         "output_top_logprobs": [[entry(token, logprob) for token, logprob in one.top] for one in found],
     }
@@ -177,7 +234,7 @@ def ending(done: Completion, reply: Reply | None = None) -> dict[str, Any]:
 
 
 @dataclass
-class OpenAIAnswer:
+class OpenAIAnswer(Answer):
     """The answer to a chat or completions request, as choices finish."""
 
     id: str
@@ -186,7 +243,7 @@ class OpenAIAnswer:
     task: Task
     width: int  # N of the draft trees
     names: TokenNames
-    echo: Sequence[str] = ()  # each prompt, to be repeated before its choices' texts
+    echo: Sequence[Echo] = ()  # of each prompt, before its choices' texts
     thinking: bool = False  # the prompt has begun the model's thoughts
     end_think: int | None = None  # the token that ends them
     created: int = field(default_factory=lambda: int(time.time()))
@@ -201,14 +258,18 @@ class OpenAIAnswer:
     def whole(self, done: list[Completion]) -> dict[str, Any]:
         choices = []
         for index, completion in enumerate(done):
-            text = self._echoed(index) + completion.text
+            echo = self.echo[index // self.task.n].text if self.echo else ""
+            text = echo + completion.text
             said: dict[str, Any] = {"text": text}
             if (reply := self._reply(index)) is not None:
                 reply.feed(text, last=True)
                 said = {"message": reply.message()}
             elif self._chat:
                 said = {"message": {"role": "assistant", "content": text}}
+            of_echo = self._echo_logprobs(index, completion.prompt_logprobs)
             found = self._logprobs(index, completion.logprobs or ())
+            if of_echo is not None and found is not None:
+                found = {name: of_echo[name] + found[name] for name in found}
             tree = completion.trees[-1] if completion.trees else None
             more = self._drafting(completion.origins or (), tree)
             choices.append({"index": index, **said, "logprobs": found, **ending(completion, reply), **more})
@@ -222,7 +283,8 @@ class OpenAIAnswer:
             if self._chat:
                 found.append(self._event(index, {"role": "assistant", "content": ""}))
             elif self.echo:
-                found.append(self._event(index, self._echoed(index)))
+                logprobs = self._echo_logprobs(index, chunk.prompt_logprobs)
+                found.append(self._event(index, self.echo[index // self.task.n].text, logprobs=logprobs))
         more = self._drafting(chunk.origins, chunk.tree)
         said: list[Any] = [chunk.text] if chunk.text or chunk.logprobs or chunk.origins else []
         if (reply := self._reply(index)) is not None:  # what it holds back comes later, what is said of tokens does not
@@ -269,6 +331,14 @@ class OpenAIAnswer:
         self._offsets[index] = offset + sum(len(one.text) for one in found)
         return completion_logprobs(found, self.names, offset)
 
+    def _echo_logprobs(self, index: int, found: Sequence[PromptLogprob] | None) -> dict[str, Any] | None:
+        """Of the echo; those of the text follow."""
+        if found is None or not self.echo:
+            return None
+        echo = self.echo[index // self.task.n]
+        self._offsets[index] = len(echo.text)
+        return echo_logprobs(found, self.names, echo)
+
     def _drafting(self, origins: Iterable[TokenOrigin], tree: StepTree | None) -> dict[str, Any]:
         """The member of a choice that says how its text was drafted, if the request asks."""
         found: dict[str, Any] = {}
@@ -305,12 +375,9 @@ class OpenAIAnswer:
             body["metadata"] = {"speculative": speculative(done, self.width)}
         return body
 
-    def _echoed(self, index: int) -> str:
-        return self.echo[index // self.task.n] if self.echo else ""
-
 
 @dataclass
-class GenerateAnswer:
+class GenerateAnswer(Answer):
     """The answer to `/generate`. Events carry all text and tokens so far, as SGLang's do.
 
     With `incremental` (SGLang's `--incremental-streaming-output`) each event carries only new text and tokens. Without
@@ -324,6 +391,7 @@ class GenerateAnswer:
     incremental: bool = False
     names: TokenNames | None = None  # puts the texts of tokens into their log-probabilities
     started: float = field(default_factory=time.perf_counter)
+    shows_aborted: ClassVar[bool] = True  # as SGLang does
     _sent: dict[int, tuple[str, list[int]]] = field(default_factory=dict)  # text and tokens so far, by choice
 
     def whole(self, done: list[Completion]) -> Any:
@@ -343,7 +411,7 @@ class GenerateAnswer:
         if self.incremental:
             body |= {"text": chunk.text, "output_ids": chunk.output_ids}
             if chunk.logprobs or "output_token_logprobs" in body["meta_info"]:
-                body["meta_info"] |= generate_logprobs(chunk.logprobs, self.names)
+                body["meta_info"] |= generate_logprobs(chunk.logprobs, self.names, chunk.prompt_logprobs)
         return [event(body | ({"index": index} if self.many else {}))]
 
     def last_events(self) -> list[bytes]:
@@ -357,7 +425,7 @@ class GenerateAnswer:
         seconds = round(time.perf_counter() - self.started, 6)
         body["meta_info"] |= {"e2e_latency": seconds, "seed": done.seed, **speculative([done], self.width)}
         if done.logprobs is not None:
-            body["meta_info"] |= generate_logprobs(done.logprobs, self.names)
+            body["meta_info"] |= generate_logprobs(done.logprobs, self.names, done.prompt_logprobs or ())
         return body
 
 
@@ -372,6 +440,3 @@ def _generated(
         "cached_tokens": cached_tokens,
     }
     return {"text": text, "output_ids": tokens, "meta_info": meta}
-
-
-Answer: TypeAlias = OpenAIAnswer | GenerateAnswer

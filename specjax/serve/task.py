@@ -15,6 +15,10 @@ from specjax.serve.forms import PLAIN, AnswerForm
 from specjax.serve.reply import ReplyOptions
 from specjax.serve.structured import INVALID
 
+MAX_SCORES = 2**20
+"""Most log-probabilities of prompts that an answer may hold, those of the likeliest tokens included: it is made in
+memory, and as JSON takes up to 50 bytes for each."""
+
 
 @dataclass(frozen=True)
 class Rules:
@@ -47,7 +51,8 @@ class Task:
     def sequences(self, intake: Intake, id: str) -> list[Sequence]:
         """Tokenises, and makes the choices in order: prompt * n + i. Choice i of a prompt has the seed + i. Raises an
         ApiError: the model or the engine cannot take a prompt or parameter."""
-        made = []
+        made: list[Sequence] = []
+        scores = 0
         try:
             for index, (prompt, sampling) in enumerate(zip(self.prompts, self.sampling, strict=True)):
                 name = self.ids[index] if self.ids else f"{id}-{index}"
@@ -59,6 +64,13 @@ class Task:
                     made[-1].salt = first.salt  # they share their prompt, also where requests are kept apart
                 for sequence in made[-self.n :]:
                     sequence.most_trees = self.trees
+                if first.prompt_logprobs is not None:
+                    scores += (
+                        (len(first.prompt) - first.prompt_logprobs.start) * ((sampling.logprobs or 0) + 1) * self.n
+                    )
+                    if scores > MAX_SCORES:
+                        problem = f"the answer may hold at most {MAX_SCORES} log-probabilities of prompts"
+                        raise ValueError(f"{problem}, those of the likeliest tokens included: send fewer prompts")
                 if self.most is not None and sampling.max_new_tokens is None:
                     for sequence in made[-self.n :]:
                         sequence.limit = min(sequence.limit, self.most)

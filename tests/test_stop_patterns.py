@@ -1,0 +1,152 @@
+"""`stop_regex`: where a text ends, whatever the steps that bring its tokens; what is held back; what is refused."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+
+import openai
+import pytest
+from engine_helpers import byte_ids, check_idle, outcome, shared_engine, tokenizer
+from server_helpers import running
+
+from specjax.engine import SamplingParams
+from specjax.engine.stop_patterns import MAX_MATCH, MAX_SIZE, StopPatterns
+from specjax.engine.text import TextStream
+
+PATTERNS = ["ab+", "b|ca", "a[bc]a", r"\bab", "(?m)^c", "a{2,3}", "[^a]c", r"\d+", "c$", "a.*c", "(?i)AB", "x+ab"]
+
+
+def expected(pieces: list[str], patterns: list[str], keep: bool) -> tuple[str, int, str | None]:
+    """By Python's `re`, over the whole text after each token."""
+    text = ""
+    for count, piece in enumerate(pieces, start=1):
+        text += piece
+        found = []
+        for pattern in patterns if piece else ():
+            if match := re.search(pattern, text):
+                found.append((match.start(), -match.end(), pattern))
+        if found:
+            start, end, pattern = min(found, key=lambda one: one[:2])
+            return text[: -end if keep else start], count, pattern
+    return text, 0, None
+
+
+def stream_of(patterns: list[str], stop: tuple[str, ...] = (), keep: bool = False) -> TextStream:
+    return TextStream(tokenizer(), stop, skip_special_tokens=True, keep_stop=keep, patterns=patterns)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_texts_end_where_pythons_re_ends_them(keep):
+    draw = random.Random(keep)
+    for _ in range(400):
+        patterns = draw.sample(PATTERNS, draw.randrange(1, 4))
+        text = "".join(draw.choice("aabbcxA1\n ") for _ in range(draw.randrange(1, 30)))
+        ids = byte_ids(text.encode())
+        whole = expected(list(text), patterns, keep)
+        for most in (1, 4, len(ids)):
+            stream, count, sent = stream_of(patterns, keep=keep), 0, 0
+            while count < len(ids):
+                step = draw.randrange(1, most + 1)
+                stopped = stream.extend(ids[count : count + step])
+                count = min(count + (stopped or step), len(ids))
+                assert stream.text[:sent] == whole[0][:sent] or stopped, "what was sent is a part of the text"
+                sent = stream.settled if not stopped else sent
+                if stopped:
+                    break
+            stream.finish()
+            assert (stream.text, stream.matched) == (whole[0], whole[2]), (text, patterns)
+            assert count == (whole[1] or len(ids))
+            assert stream.text.startswith(whole[0][:sent]) and sent <= len(whole[0])
+
+
+def test_strings_and_patterns_together():
+    stream = stream_of(["cd+"], ("d",))
+    assert stream.extend(byte_ids(b"abcdd")) == 4
+    assert (stream.text, stream.matched) == ("ab", "cd+"), "of those that the same token completes the first"
+    stream = stream_of(["cd+"], ("bc",))
+    assert stream.extend(byte_ids(b"abcdd")) == 3 and stream.matched == "bc"
+
+
+def test_long_matches_and_what_is_held_back():
+    assert StopPatterns(["ab{2,4}c", "xy"]).held == 6
+    assert StopPatterns([]).held == 0 and not StopPatterns([])
+    for pattern in ("a.*b", r"\pN+", "a{,5}", "[[:alpha:]]+x", r"a\z"):
+        assert StopPatterns([pattern]).held == MAX_MATCH, pattern
+    stream = stream_of(["x+y"])
+    assert stream.extend(byte_ids(b"a" + b"x" * 3000 + b"y")) == 3002
+    assert stream.text == "a" + "x" * (3000 - MAX_MATCH), "only the end of a match that is longer than a match may be"
+
+
+def test_no_pattern_takes_long():
+    """Some for which a search that backtracks would take years, and the largest that are allowed."""
+    text = byte_ids(b"a" * 2000)
+    for pattern in ("(a+)+b", "(a|a)*b", "(a*)*b", "(.|a){30}b", ".*a.{60}b", "a{200}b"):
+        stream, begun = stream_of([pattern]), time.monotonic()
+        assert stream.extend(text) == 0
+        assert time.monotonic() - begun < 60  # hours or years, or else far below
+
+
+@pytest.mark.parametrize(
+    ("patterns", "named"),
+    [
+        ("(", "missing"),
+        (r"(a)\1", "RE2's syntax"),
+        ("(?<=a)b", "RE2's syntax"),
+        ("a*", "empty text"),
+        ("$", "empty text"),
+        (".{1,999}z", f"a request may have {MAX_SIZE}"),
+        ([f"{letter}.{{90}}b" for letter in "abcdefghijkl"], f"a request may have {MAX_SIZE}"),
+        (["a"] * 17, "at most 16"),
+        ("a" * 257, "at most 256"),
+        ("", "non-empty"),
+        ("\ud800", "RE2's syntax"),
+    ],
+)
+def test_what_is_refused(patterns, named):
+    with pytest.raises(ValueError, match="stop_regex .*" + re.escape(named)):
+        SamplingParams(stop_regex=patterns)
+
+
+@pytest.mark.parametrize("algorithm", ["NONE", "NGRAM"])
+def test_speculation_changes_nothing(algorithm):
+    engine, plain = shared_engine(algorithm), shared_engine("NONE")
+    text = plain.generate("hello", SamplingParams(max_new_tokens=60)).text
+    for pattern in (re.escape(text[20:23]), rf"{re.escape(text[11])}[^~]", rf"[~{text[-9]}]+"):
+        params = SamplingParams(max_new_tokens=60, stop_regex=pattern)
+        done = engine.generate("hello", params)
+        assert outcome(done) == outcome(plain.generate("hello", params))
+        match = re.search(pattern, text)
+        assert (
+            match and done.text == text[: match.start()] and done.finish_reason == {"type": "stop", "matched": pattern}
+        )
+        kept = engine.generate("hello", SamplingParams(max_new_tokens=60, stop_regex=[pattern], no_stop_trim=True))
+        assert kept.text == text[: match.end()]
+    check_idle(engine)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running(shared_engine("NGRAM")) as served:
+        yield served
+
+
+def test_over_http(server):
+    text = server.complete("hello", max_tokens=50, temperature=0).json()["choices"][0]["text"]
+    pattern = re.escape(text[30:32]) + "|~"
+    fields = {"max_tokens": 50, "temperature": 0, "extra_body": {"stop_regex": ["~~", pattern]}}
+    with openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0) as client:
+        choice = client.completions.create(model="toy", prompt="hello", **fields).choices[0]
+        assert choice.text == text[: re.search(pattern, text).start()] and choice.finish_reason == "stop"
+        assert choice.matched_stop == pattern
+        chunks = client.completions.create(model="toy", prompt="hello", stream=True, **fields)
+        assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(
+                model="toy", messages=[{"role": "user", "content": "x"}], extra_body={"stop_regex": "("}
+            )
+    assert caught.value.param == "stop_regex"
+    body = {"text": "hello", "sampling_params": {"max_new_tokens": 50, "temperature": 0, "stop_regex": pattern}}
+    done = server.post("/generate", body).json()
+    assert done["text"] == choice.text and done["meta_info"]["finish_reason"] == {"type": "stop", "matched": pattern}
