@@ -328,6 +328,10 @@ def test_it_fits_and_can_be_read(window: Browser, server: Running, size, dark, t
             window.click("article.assistant footer button")
         wide, inside = window.script("return [document.documentElement.scrollWidth, innerWidth]")
         assert wide <= inside == size[0], step
+        assert window.script(
+            """return [...document.querySelectorAll("aside, #log, #live, #composer, dialog")]
+                .filter((e) => e.scrollWidth > e.clientWidth).map((e) => e.id || e.tagName)"""
+        ) == [], "parts that scroll sideways"  # fmt: skip
         count, low, background = window.script(CONTRAST)
         assert count > 40 and low == []
         assert background < 0.05 if dark else background > 0.8
