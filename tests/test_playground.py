@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
 import pytest
@@ -277,6 +278,47 @@ def test_texts_are_no_markup(page: Browser, server: Running):
     say(page, evil)
     answered(page)
     assert page.text("article.user > div") == evil and page.texts("#evil, article img") == []
+
+
+def answer_with(browser: Browser, *answers: tuple[int, dict[str, str], str]) -> None:
+    """The page's next requests get these: status, headers, body. Later ones reach the server again."""
+    browser.script(
+        """const [answers, real] = [arguments[0], window.fetch];
+        window.fetch = async (...given) => {
+            const [status, headers, body] = answers.shift();
+            if (!answers.length) window.fetch = real;
+            return new Response(body, {status, headers});
+        };""",
+        [*answers],
+    )
+
+
+def test_an_answer_that_is_evil_or_only_thoughts(page: Browser):
+    evil = "<img src=x onerror=alert(1)><b id=evil>"
+    told = [{"text": evil, "drafted": False}, {"text": "hm", "drafted": True}, {"text": "\n", "drafted": False}]
+    choice = {"index": 0, "delta": {"reasoning_content": "hm"}, "finish_reason": None, "speculative": {"tokens": told}}
+    end = {"index": 0, "delta": {}, "finish_reason": "stop", "seed": 4}
+    body = "".join(f"data: {json.dumps({'choices': [each]})}\n\n" for each in (choice, end)) + "data: [DONE]\n\n"
+    answer_with(page, (200, {"Content-Type": "text/event-stream"}, body))
+    say(page, "hello")
+    answered(page)
+    assert spans(page) == [(evil, False), ("hm", True), ("\n", False)] and page.texts("#evil, article img") == []
+    assert (
+        page.texts("article.user > div") == ["hello"]
+        and page.script("return document.getElementById('prompt').value") == ""
+    )
+
+
+def test_a_server_that_loads_is_asked_again(page: Browser):
+    problem = json.dumps({"error": {"message": "the model is loading"}})
+    answer_with(page, *[(503, {"Retry-After": "0.2"}, problem)] * 2)
+    fill(page, key="")
+    page.wait(lambda: page.text("#server") == "503: the model is loading (try again in 0.2 s)")
+    page.wait(lambda: page.text("#server").startswith("toy"))
+    answer_with(page, (502, {}, "<html>a proxy's page</html>"))
+    say(page, "hello")
+    answered(page)
+    assert page.text(".error").startswith("502")
 
 
 CONTRAST = """
