@@ -409,8 +409,7 @@ class Engine:
             nodes, more = self._choose(left, kind)
             forced = self._forced(left)
             jumps = nodes == PLAIN and self._jumps(left, forced)
-            ready = self.executables.compiled(), self.executables.pending
-            keys = list(self.buckets.step_keys(len(left), pages, *ready, 0 if jumps else nodes, kind))
+            keys = self._step_keys(len(left), pages, 0 if jumps else nodes, kind)
             others = [sequence for sequence in left if not sequence.constraint]
             if kind == "constrained" and others and not self._is_ready(keys[0]):
                 left, launched = others, launched + more  # they need not wait for the compiler
@@ -430,6 +429,21 @@ class Engine:
             self.counters.steps += 1
             launched += 1 + more
         return launched
+
+    def _step_keys(self, count: int, pages: int, nodes: int, kind: str) -> list[Key]:
+        """Programs for a step of so many requests, the best first. With a grammar those that are compiled come first,
+        if they draft or not, and what is missing is compiled meanwhile: nothing of it was at the start."""
+
+        def found(nodes: int) -> list[Key]:
+            ready = self.executables.compiled(), self.executables.pending
+            return list(self.buckets.step_keys(count, pages, *ready, nodes, kind))
+
+        if kind == "constrained":
+            for choice in sorted(self.buckets.choices(self.buckets.batch(count)), key=lambda choice: choice != nodes):
+                # What waits for the compiler after the first look has smaller programs in its place at the second.
+                if self._is_ready(found(choice)[0]) or self._is_ready(found(choice)[0]):
+                    return found(choice)
+        return found(nodes)
 
     def _is_ready(self, key: Key) -> bool:
         """Whether a step in which some follow a grammar can run at once, or never will; else compiles it meanwhile."""
