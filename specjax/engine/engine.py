@@ -292,8 +292,7 @@ class Engine:
         with self.lock, TraceAnnotation("step"):
             with self._guarded():
                 self._admit()
-                prefills = self._launch_prefill()
-                dispatched = prefills + self._launch_decode(prefills)
+                dispatched = self._launch_prefill() + self._launch_decode()
                 self._collect_all_but(dispatched if self.config.overlap else 0)
             changed = dict.fromkeys(self._unreported)
             self._unreported.clear()
@@ -397,11 +396,12 @@ class Engine:
         launched = self._launch_catch_up(drafting)
         return nodes if any(not sequence.unseen for sequence in drafting) else PLAIN, launched
 
-    def _launch_decode(self, prefills: int) -> int:
+    def _launch_decode(self) -> int:
         """Dispatches one step for each running request: in one batch, or in several where no program serves them all.
-        Returns the programs launched. `prefills`: how many of the programs in flight are new ones, to be left there."""
-        if any(sequence.constraint for sequence in self.scheduler.running()):
-            self._collect_all_but(prefills)  # what a grammar allows next depends on what came last
+        Returns the programs launched."""
+        # What a grammar allows next depends on what came last.
+        while any(each.key.verifies and any(one.constraint for one in each.sequences) for each in self._in_flight):
+            self._collect(self._in_flight.popleft())
         left, launched = self._able(self._reserved()), 0
         while left:
             pages = max(len(sequence.pages) for sequence in left)
