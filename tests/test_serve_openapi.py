@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from typing import Any
@@ -14,7 +15,9 @@ from server_helpers import running
 
 from specjax.cli.flags import ServerSettings
 from specjax.serve.anthropic_messages import CountTokensRequest, MessagesRequest
+from specjax.serve.calls import Hermes
 from specjax.serve.errors import ApiError
+from specjax.serve.forms import PLAIN, AnswerForm
 from specjax.serve.openai_responses import ResponsesRequest
 from specjax.serve.openapi import document, numbers_to
 from specjax.serve.protocol import SamplingBody, StreamOptions, read_request
@@ -139,6 +142,46 @@ def test_the_schemas_of_the_layers_allow_what_the_server_takes(path, least):
     assert both > 200
     count = validator("CountTokensRequest")
     assert set(CountTokensRequest.model_fields) and count.is_valid({"messages": [{"role": "user", "content": "x"}]})
+
+
+def function(**changes: Any) -> list[Any]:
+    return [{"type": "function", "function": {"name": "f"} | changes}]
+
+
+TOOL_EDGES: list[dict[str, Any]] = [
+    *({"tools": tools} for tools in (
+        None, [], {}, "", [1], [{}], [{"type": "function"}], [{"type": "custom", "custom": {}}], function(),
+        function(name=""), function(name="x" * 64), function(name="x" * 65), function(name="a b"),
+        function(name="a-_9"), function(name=None), function(name="ä"), function(description=None),
+        function(description=1), function(parameters=None), function(parameters={}),
+        function(parameters={"type": "object"}),
+        function(parameters={"type": "array"}), function(parameters={"type": None}), function(parameters=[]),
+        function(parameters={"properties": []}), function(parameters={"properties": {"a": 1}}),
+        function(parameters={"required": ["a"]}), function(parameters={"required": [1]}), function(strict=False),
+        function(strict="no"), function(more=1), [{**function()[0], "more": 1}],
+        [function(name=f"f{i}")[0] for i in range(128)], [function(name=f"f{i}")[0] for i in range(129)],
+    )),
+    *(fields | {"tool_choice": choice} for fields in ({}, {"tools": []}, {"tools": function()}) for choice in (
+        None, "none", "auto", "required", "any", 1, {}, {"type": "function"}, {"type": "function", "function": {}},
+        {"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": ""}},
+        {"type": "auto"}, {"type": "allowed_tools", "function": {"name": "f"}},
+    )),
+    *({"parallel_tool_calls": value} for value in (None, True, False, 1)),
+    *({"messages": [{"role": role, "content": "x", "reasoning_content": said}]}
+      for role in ("user", "assistant") for said in (None, "", "x", 1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", [PLAIN, AnswerForm(Hermes, takes_tools=True)], ids=["no functions", "functions"])
+def test_the_schema_allows_the_functions_that_the_server_takes(form):
+    rules = dataclasses.replace(RULES, form=form)
+    valid, both = validator("ChatRequest", rules), 0
+    for change in TOOL_EDGES:
+        body = LEAST[CHAT] | change
+        error = refusal(CHAT, body, rules=rules)
+        assert valid.is_valid(body) == (error is None), (change, str(error))
+        both += error is None
+    assert len(TOOL_EDGES) > both > 15
 
 
 def test_either_text_or_input_ids():

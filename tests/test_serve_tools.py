@@ -34,13 +34,18 @@ def servers():
         context[0].__exit__(None, None, None)
 
 
+def by_server(cases: dict[str, Any], place: int) -> list[str]:
+    """Names of cases, those for the same server one after another."""
+    return sorted(cases, key=lambda name: cases[name][place])
+
+
 def client(server: Running) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0)
 
 
 def streamed(server: Running, **fields: Any) -> list[dict[str, Any]]:
     """The choices of a stream put together: message, finish_reason, log-probabilities."""
-    options = {"include_usage": True}
+    options: Any = {"include_usage": True}
     choices: dict[int, dict[str, Any]] = {}
     usage = None
     for chunk in client(server).chat.completions.create(**fields, stream=True, stream_options=options):
@@ -107,7 +112,7 @@ ANSWERS: dict[str, tuple[str, str, list[list[str]], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(ANSWERS, key=lambda name: ANSWERS[name][0]))
+@pytest.mark.parametrize("name", by_server(ANSWERS, 0))
 def test_answers_of_each_format(servers, name):
     parser, content, calls, reasoning = ANSWERS[name]
     (found,) = both(servers(parser), **ask(name), tools=TOOLS, logprobs=True, seed=1)
@@ -179,6 +184,63 @@ def test_other_fields_beside_functions(servers):
     assert not found["calls"] and "get_weather" in found["content"], "not a function of this request"
 
 
+CHOICES: dict[str, tuple[str, str, Any, set[str], str]] = {
+    "required": ("b", "auto", "required", {"get_weather", "noop"}, ""),
+    "required, as it would": ("c", "auto", "required", {"get_weather", "noop"}, ""),
+    "named": ("b", "auto", {"type": "function", "function": {"name": "get_weather"}}, {"get_weather"}, ""),
+    "another is named": ("c", "auto", {"type": "function", "function": {"name": "get_weather"}}, {"get_weather"}, ""),
+    "named after thoughts": ("g", "auto", {"type": "function", "function": {"name": "get_weather"}}, {"get_weather"},
+                             "A city, so a call."),
+    "mistral": ("b", "mistral", "required", {"get_weather", "noop"}, ""),
+    "deepseek": ("b", "deepseekv3", "required", {"get_weather", "noop"}, ""),
+    "deepseek V3.1": ("b", "deepseekv31", {"type": "function", "function": {"name": "noop"}}, {"noop"}, ""),
+    "llama": ("b", "llama3", "required", {"get_weather", "noop"}, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", by_server(CHOICES, 1))
+def test_answers_that_must_be_calls(servers, name):
+    """In the model's own format, with arguments that follow the functions' schemas."""
+    script, parser, choice, names, reasoning = CHOICES[name]
+    (found,) = both(servers(parser), **ask(script), tools=TOOLS, tool_choice=choice, max_tokens=200)
+    assert found["finish"] == "tool_calls" and found["content"] == "" and found["reasoning"] == reasoning
+    assert {name for name, _ in found["calls"]} <= names and found["calls"]
+    for called, arguments in found["calls"]:
+        given = json.loads(arguments)
+        assert set(given) == ({"city"} if called == "get_weather" else set()) and all(
+            isinstance(each, str) for each in given.values()
+        )
+    assert len(found["calls"]) == 1 or isinstance(choice, str)
+
+
+def test_strict_functions(servers):
+    """Their arguments follow their schemas; whether they are called, the model decides."""
+    days = {"type": "object", "properties": {"days": {"type": "integer"}}, "required": ["days"]}
+    weather = {"type": "function", "function": WEATHER["function"] | {"parameters": days, "strict": True}}
+    (loose,) = both(servers(), **ask("a"), tools=[{**weather, "function": weather["function"] | {"strict": False}}])
+    assert loose["calls"] == ANSWERS["a"][2], "as the model would have it"
+    (found,) = both(servers(), **ask("a"), tools=[weather, NOOP], max_tokens=60)
+    ((name, arguments),) = found["calls"]
+    assert (found["content"], name) == ("Let me look.", "get_weather") and arguments.startswith('{"days": ')
+    for script in ("b", "i", "c"):
+        (found,) = both(
+            servers(), **ask(script), tools=[NOOP | {"function": NOOP["function"] | {"strict": True}}, WEATHER]
+        )
+        assert [found["content"], found["reasoning"], found["calls"]] == [ANSWERS[script][i] for i in (1, 3, 2)]
+
+
+def test_functions_beside_a_form_of_the_content(servers):
+    """The model calls, or answers in the form."""
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "properties": {}}}}
+    fields: dict[str, Any] = {"tools": TOOLS, "response_format": form, "max_tokens": 60}
+    (called,) = both(servers(), **ask("c"), **fields)
+    assert [name for name, _ in called["calls"]] == ["noop", "get_weather"] and not called["content"]
+    (found,) = both(servers(), **ask("b"), **fields)
+    assert not found["calls"] and isinstance(json.loads(found["content"]), dict)
+    (found,) = both(servers(), **ask("b"), **fields, tool_choice="required")
+    assert found["calls"] and not found["content"]
+
+
 def test_thoughts_may_stay_in_the_content(servers):
     (found,) = both(servers(), **ask("i"), extra_body={"separate_reasoning": False})
     assert (found["content"], found["reasoning"]) == ("<think>Nothing to do.</think>Fine.", "")
@@ -231,6 +293,33 @@ REFUSALS: dict[str, tuple[dict[str, Any], str, str]] = {
         '{"name": ...}}',
     ),
     "required of nothing": ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    "required of others": (
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        "tool_choice",
+        "'f'",
+    ),
+    "regex": ({"tools": TOOLS, "regex": "a+"}, "regex", "excludes tools"),
+    "required and regex": ({"tools": TOOLS, "tool_choice": "required", "regex": "a+"}, "regex", "excludes tools"),
+    "wrong schema": (
+        {"tools": function(parameters={"properties": {"a": {"type": "x"}}}), "tool_choice": "required"},
+        "tools",
+        "tools",
+    ),
+    "wrong strict schema": (
+        {"tools": function(parameters={"properties": {"a": {"type": "x"}}}, strict=True)},
+        "tools",
+        "tools",
+    ),
+    "form no object": (
+        {"tools": TOOLS, "response_format": {"type": "json_schema", "json_schema": {"schema": "true"}}},
+        "response_format",
+        "object",
+    ),
+    "form no JSON": (
+        {"tools": TOOLS, "response_format": {"type": "json_schema", "json_schema": {"schema": "{"}}},
+        "response_format",
+        "response_format",
+    ),
     "parallel": ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls", "boolean"),
     "reasoning": ({"separate_reasoning": 1}, "separate_reasoning", "boolean"),
     "thoughts of a user": ({"messages": [HELLO[0] | {"reasoning_content": "x"}]}, "messages", "assistant"),

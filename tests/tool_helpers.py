@@ -50,7 +50,7 @@ _SCRIPTS = {
     "a": 'Let me ¦look.¦\n¦<tool_call>¦\n{"name": ¦"get_weather", "ar¦guments": {"ci¦ty": "Par¦is"¦}}\n¦</tool_call>',
     "b": "It is ¦22 degrees¦ in Paris.",
     "c": '<tool_call>¦{"name": "noop", ¦"arguments": {}}¦</tool_call>¦\n\n¦<tool_call>¦{"name": "get¦_weather"¦, "argu'
-    'ments": {"city": "Rome"¦}} ¦</tool_call>',
+    'ments": {"city": "Rome"¦}}\n\n¦</tool_call>',
     "d": '[TOOL_CALLS]¦ [{"name": "get_weather", "argum¦ents": {"city": "Bern"¦}}¦]',
     "e": "Hm.¦<｜tool▁calls▁begin｜>¦<｜tool▁call▁begin｜>¦function¦<｜tool▁sep｜>¦get_weather\n¦```json\n¦"
     '{"city": ¦"Oslo"}¦\n```¦<｜tool▁call▁end｜>¦<｜tool▁calls▁end｜>',
@@ -103,7 +103,8 @@ def scripted_model() -> Toy:
             break
         else:
             table = np.zeros((ROWS, vocabulary), np.float32)
-            table[:, END] = 20
+            for preference, token in enumerate(ids([",", "]", "}", '"', "<|im_end|>"])):
+                table[:, token] = preference * 4  # so that a grammar is soon at its end
             for row, token in following.items():
                 table[row] = 0
                 table[row, token] = 20

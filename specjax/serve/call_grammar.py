@@ -1,8 +1,9 @@
 """The grammar of function calls in a model's own format, for answers that must be calls (`tool_choice`).
 
-    start: "\\n"{0,2} call ("\\n" call)*
-    call: <[151657]> "\\n" (call0 | call1) "\\n" <[151658]>
-    call0: "{\\"name\\": \\"add\\", \\"arguments\\": " arguments0 "}"
+    start: SPACE calls
+    calls: call (SPACE call)*
+    call: <[151657]> SPACE (call0 | call1) "}" SPACE <[151658]>
+    call0: "{\\"name\\": \\"add\\", \\"arguments\\": " arguments0
     arguments0: %json {"type": "object", ...}
 
 A marker that is a token is written as its number, else as text. What follows such a grammar, `specjax.serve.calls`
@@ -19,6 +20,7 @@ from specjax.serve.calls import CallParser, DeepSeek, DeepSeek31, Hermes, Llama3
 
 STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON on one line, as Python writes it."""
+SPACE = "\n"  # up to two line breaks
 
 
 class _Shape(NamedTuple):
@@ -38,7 +40,12 @@ def _member(name: str, arguments: str) -> Sequence[str]:
 
 _SHAPES: dict[type[CallParser], _Shape] = {
     Hermes: _Shape(
-        (), (("<tool_call>",), "\n"), lambda name: _member(name, "arguments"), ("}\n", ("</tool_call>",)), ("\n",), ()
+        (),
+        (("<tool_call>",), SPACE),
+        lambda name: _member(name, "arguments"),
+        ("}", SPACE, ("</tool_call>",)),
+        (SPACE,),
+        (),
     ),
     # Their templates refuse conversations with several calls at once.
     Llama3: _Shape((), (), lambda name: _member(name, "parameters"), ("}",), None, ()),
@@ -49,7 +56,7 @@ _SHAPES: dict[type[CallParser], _Shape] = {
         (("<｜tool▁call▁begin｜>",), "function", ("<｜tool▁sep｜>",)),
         lambda name: (f"{name}\n```json\n",),
         ("\n```", ("<｜tool▁call▁end｜>",)),
-        ("\n",),
+        (SPACE,),
         (("<｜tool▁calls▁end｜>",),),
     ),
     DeepSeek31: _Shape(
@@ -68,41 +75,66 @@ def call_grammar(
     tools: Sequence[Mapping[str, Any]],
     tokens: Mapping[str, int],
     *,
-    name: str | None = None,
     most: int | None = None,
+    text: bool = False,
+    answer: Mapping[str, Any] | None = None,
 ) -> str:
     """A grammar in llguidance's dialect of Lark: one or more calls, and nothing else.
 
     Args:
         parser: of the model's format.
-        tools: the functions, in OpenAI's form.
+        tools: the functions that may be called, in OpenAI's form.
         tokens: ids of the markers that are tokens.
-        name: the only function that may be called; None: any.
         most: calls; None: any number.
+        text: text may stand before and after calls, and instead of them.
+        answer: the schema of JSON that may stand instead of calls; None: no JSON may.
+
+    Raises:
+        ValueError: the calls cannot be told from text, because their marker is no token.
     """
     shape = _SHAPES[parser]
 
     def written(parts: Sequence[str | tuple[str]]) -> str:
         found = []
         for part in parts:
-            if isinstance(part, tuple) and part[0] in tokens:
+            if part == SPACE:
+                found.append("SPACE")
+            elif isinstance(part, tuple) and part[0] in tokens:
                 found.append(f"<[{tokens[part[0]]}]>")
             else:
                 found.append(json.dumps(part if isinstance(part, str) else part[0], ensure_ascii=False))
         return " ".join(found)
 
-    functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
-    several = "" if shape.joins is None or most == 1 else f"({written(shape.joins)} call)*"
-    any_call = " | ".join(f"call{i}" for i in range(len(functions)))
+    any_call = " | ".join(f"call{i}" for i in range(len(tools)))
+    further = "" if shape.joins is None or most == 1 else f"({written(shape.joins)} call)*"
     lines = [
-        f"start: SPACE {written(shape.opens)} call {several} {written(shape.closes)}",
+        f"calls: {written(shape.opens)} call {further} {written(shape.closes)}",
         f"call: {written(shape.before)} ({any_call}) {written(shape.after)}",
-        r"SPACE: /\n{0,2}/",
     ]
-    for i, function in enumerate(functions):
+    for i, function in enumerate(tool["function"] for tool in tools):
         lines.append(f"call{i}: {written(shape.name(function['name']))} arguments{i}")
-        lines.append(f"arguments{i}: %json {json.dumps(_closed(function['parameters']) | {'x-guidance': STYLE})}")
+        lines.append(f"arguments{i}: {_json(_closed(function['parameters']))}")
+    lines.append(r"SPACE: /\n{0,2}/")
+    if text:
+        lines += _beside_text(shape, tokens, several=most != 1)
+    else:
+        lines.append(f"start: SPACE {'calls' if answer is None else '(calls | answer)'}")
+    if answer is not None:
+        lines.append(f"answer: {_json(answer)}")
     return "\n".join(lines)
+
+
+def _beside_text(shape: _Shape, tokens: Mapping[str, int], *, several: bool) -> list[str]:
+    marks = [*shape.opens, *shape.before]
+    if not marks:  # the whole answer is a call, and no text looks like one
+        return ["start: TEXT | SPACE calls", r"TEXT: /(\s*[^\s{](?s:.*))?/"]
+    if not isinstance(marks[0], tuple) or marks[0][0] not in tokens:
+        raise ValueError("the marker of calls is no token of this model")
+    return [f"start: TEXT (calls TEXT){'*' if several else '?'}", "TEXT: /(?s:.*)/"]
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({'x-guidance': STYLE, **schema})}"
 
 
 def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,3 +142,9 @@ def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     open_ended = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if")
     closed = {} if any(key in schema for key in open_ended) else {"properties": {}, "additionalProperties": False}
     return {"type": "object", **closed, **schema}
+
+
+def any_arguments(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A function whose arguments may be any object."""
+    parameters = {"type": "object", "additionalProperties": True}
+    return {**tool, "function": {**tool["function"], "parameters": parameters}}

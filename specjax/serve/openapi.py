@@ -37,7 +37,8 @@ that change nothing pass, null always. {unknown}
 requests that may run or wait; an answer holds at most {scores:,} log-probabilities of prompts; `seed`
 and `sampling_seed` agree; lists of `sampling_params` and `rid` have one item for
 each prompt, names differ, and `n` is the same in all; `continue_final_message` needs a last message of the assistant;
-no two `tools` have the same name.
+no two `tools` have the same name, and `tool_choice` names one of them; a grammar can be made of what an answer must
+follow.
 
 **Parameters that a request does not give** are those of the model's `generation_config.json`, where the server uses it,
 else OpenAI's.

@@ -116,7 +116,7 @@ class SamplingFields(Body):
         """Sampling parameters: the request's values, else the model's defaults, else temperature 1. `more`: parameters
         that are no fields of the same name. Raises an ApiError if one is out of range."""
         found = {"temperature": 1.0, **rules.defaults}
-        more["grammar"] = chosen(self)[1]
+        more.setdefault("grammar", chosen(self)[1])
         own = {each.name: getattr(self, each.name, None) for each in dataclasses.fields(SamplingParams)} | more
         if self.sampling_seed is not None:
             if self.seed not in (None, self.sampling_seed):
@@ -269,10 +269,13 @@ class ChatRequest(OpenAIRequest, ToolFields, TemplateFields):
         reply = self.reply(rules.form, tools, hide=self.skip_special_tokens is not False)
         kept = () if reply is None else tuple(sorted(reply.hidden))
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        sampling = self.sampling(rules, logprobs, kept_special_tokens=kept)
+        field, answer = chosen(self)
+        grammar = self.constraint(rules.form, tools, answer, field)
+        sampling = self.sampling(rules, logprobs, kept_special_tokens=kept, grammar=grammar)
         chat = self.chat(self.messages)
         chat = Chat(rules.form.for_template(list(chat)), {**chat.template, **({"tools": tools} if tools else {})})
-        return Task([chat], [sampling], self.n or 1, self.names, "messages", reply=reply, trees=self.trees)
+        names = self.names | ({} if grammar is answer else {"grammar": "tools"})
+        return Task([chat], [sampling], self.n or 1, names, "messages", reply=reply, trees=self.trees)
 
 
 class CompletionRequest(OpenAIRequest):

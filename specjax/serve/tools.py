@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from specjax.engine.grammar import Grammar
+from specjax.serve.call_grammar import any_arguments, call_grammar
 from specjax.serve.errors import bad_request
 from specjax.serve.fields import Body, Flag, Schema, Text, at_most, has, implies
 from specjax.serve.forms import AnswerForm
 from specjax.serve.reply import ReplyOptions
+from specjax.serve.structured import INVALID
 
 MAX_TOOLS = 128  # functions of a request; OpenAI's limit
 NAME = r"^[a-zA-Z0-9_-]{1,64}$"  # OpenAI's; also without a line break at the end, which `$` would allow
@@ -61,7 +65,7 @@ class FunctionTool(Body):
     parameters: (
         Annotated[dict[str, Any], Field(json_schema_extra=PARAMETERS), BeforeValidator(_object_schema)] | None
     ) = Field(None, description="The JSON schema of an object. Default: no parameters.")
-    strict: Flag | None = Field(None, description="Accepted; false has no effect.")
+    strict: Flag | None = Field(None, description="true = the arguments follow `parameters`.")
 
 
 class Tool(Body):
@@ -130,11 +134,20 @@ class ToolFields(Body):
     """Fields of a chat beside its messages."""
 
     tools: Tools | None = Field(None, description="Functions that the model may call; their names differ.")
-    tool_choice: ToolChoice | None = Field(None, description="Default: auto. none = the model is not told of `tools`.")
-    parallel_tool_calls: Flag | None = Field(None, description="false = at most one call is reported.")
+    tool_choice: ToolChoice | None = Field(
+        None,
+        description="Default: auto. none = the model is not told of `tools`; required, or a function = it must call.",
+    )
+    parallel_tool_calls: Flag | None = Field(None, description="false = at most one call.")
     separate_reasoning: Flag | None = Field(
         None, description="false = what the model thinks is part of the content. Default: `reasoning_content`."
     )
+
+    @property
+    def forced(self) -> str | None:
+        """The function that must be called; None: none of its own."""
+        choice = self.tool_choice
+        return choice.function.name if choice is not None and choice.function is not None else None
 
     def offered(self, form: AnswerForm) -> list[dict[str, Any]]:
         """The functions that the model is told of, as its template takes them. Raises an ApiError if they or the choice
@@ -145,10 +158,42 @@ class ToolFields(Body):
         names = [tool.function.name for tool in tools]
         if twice := next((name for index, name in enumerate(names) if name in names[:index]), None):
             raise bad_request(f"tools has two functions with the name {twice!r}", "tools")
-        if choice in ("required", "function"):
-            problem = "is not supported yet; auto and none are" if tools else "needs tools to choose from"
-            raise bad_request(f"tool_choice {choice} {problem}", "tool_choice", "unsupported" if tools else None)
+        if choice in ("required", "function") and not tools:
+            raise bad_request(f"tool_choice {choice} needs tools to choose from", "tool_choice")
+        if self.forced is not None and self.forced not in names:
+            raise bad_request(f"tool_choice names {self.forced!r}, which is not one of tools", "tool_choice")
         return [] if choice == "none" else [tool.for_template() for tool in tools]
+
+    @property
+    def most(self) -> int | None:
+        """Calls of an answer; None: any number."""
+        return 1 if self.parallel_tool_calls is False or self.forced is not None else None
+
+    def constraint(
+        self, form: AnswerForm, offered: list[dict[str, Any]], answer: Grammar | None, field: str | None
+    ) -> Grammar | None:
+        """What the answer must follow: calls, where the choice or strict functions demand it; else `answer`, which
+        `field` asks for. Raises an ApiError if the two exclude each other, or if no grammar can be made."""
+        choice = self.tool_choice.type if self.tool_choice else "auto"
+        must = choice in ("required", "function")
+        strict = [tool.function.name for tool in self.tools or () if tool.function.strict]
+        if not offered or form.parser is None or not (must or strict or answer):
+            return answer
+        if answer is not None and answer.kind != "json_schema":
+            raise bad_request(f"{field} excludes tools: the answer could not be a call", field)
+        functions = [each for each in offered if self.forced in (None, each["function"]["name"])]
+        if not must and answer is None:
+            functions = [each if each["function"]["name"] in strict else any_arguments(each) for each in functions]
+        try:
+            schema = None if must or answer is None else json.loads(answer.source or "{}") or {"type": "object"}
+            if not isinstance(schema, dict | None):
+                raise bad_request(f"{field} must be a schema that is an object beside tools", field)
+            text = not must and answer is None
+            source = call_grammar(form.parser, functions, form.tokens, most=self.most, text=text, answer=schema)
+            return Grammar("lark", source)
+        except (ValueError, RecursionError) as error:
+            where = field if isinstance(error, json.JSONDecodeError) else "tools"
+            raise bad_request(f"no grammar can be made of {where}: {str(error)[:200]}", where, INVALID) from error
 
     def reply(self, form: AnswerForm, offered: list[dict[str, Any]], *, hide: bool) -> ReplyOptions | None:
         """How the answer is read; None: it is content as it is. `hide`: special tokens are left out of it."""
@@ -158,7 +203,7 @@ class ToolFields(Body):
         return ReplyOptions(
             parser=form.parser if offered else None,
             names=tuple(tool["function"]["name"] for tool in offered),
-            most=1 if self.parallel_tool_calls is False else None,
+            most=self.most,
             hidden=form.special if hide else frozenset(),
             reasoning=reasoning,
         )
