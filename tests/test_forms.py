@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 from engine_helpers import TEMPLATE
 from engine_helpers import tokenizer as plain_tokenizer
-from tool_helpers import MARKERS, TOOLS, tool_tokenizer
+from tool_helpers import MARKERS, NOOP, TOOLS, tool_tokenizer
 from tool_helpers import TEMPLATE as TOOL_TEMPLATE
 
 from specjax.engine.intake import Chat, Intake
 from specjax.engine.sampling_params import ParameterError
 from specjax.serve.calls import DeepSeek, DeepSeek31, Hermes, Llama3, Mistral, MistralNamed
+from specjax.serve.fields import Reading
 from specjax.serve.forms import AnswerForm, answer_form, short_id
+from specjax.serve.tools import Tool
 
 TELLS = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
 CALL = {"id": "call_0123456789abcdef01234567", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
@@ -45,13 +47,14 @@ FAMILIES: dict[str, tuple[str, type | None, bool, str]] = {
         Mistral, False, '{"name": "f", "arguments": {"a": 1}}' + 2 * short_id(CALL["id"], 9),
     ),
     "deepseek": (
-        TELLS + "<｜tool▁call▁begin｜>```json{% for m in messages %}"
+        TELLS + "<｜tool▁call▁begin｜><｜tool▁sep｜>```json{% for m in messages %}"
         "{% for c in m.tool_calls or [] %}{{ m.content + c.function.name + '\n' + c.function.arguments }}{% endfor %}"
         "{% endfor %}",
         DeepSeek, False, 'f\n{"a": 1}',
     ),
-    "deepseek V3.1": (TELLS + "<｜tool▁call▁begin｜>", DeepSeek31, False, TELLS),
+    "deepseek V3.1": (TELLS + "<｜tool▁call▁begin｜><｜tool▁sep｜>", DeepSeek31, False, TELLS),
     "mistral, newer": (TELLS + "[TOOL_CALLS][ARGS]", MistralNamed, False, TELLS),
+    "markers of others": (TELLS + "<tool_call><name>", None, False, ""),
     "qwen coder": (TELLS + "<tool_call><function=", None, False, ""),
     "unknown": (TELLS, None, False, ""),
 }  # fmt: skip
@@ -134,3 +137,11 @@ def test_plain_content_refuses_special_tokens_in_functions():
 
 def test_the_template_of_the_tests_takes_functions():
     assert answer_form(tool_tokenizer()).refusal is None and "tools" in TOOL_TEMPLATE
+
+
+def test_functions_have_all_members_that_templates_read():
+    """Some add the description to text, which fails if there is none."""
+    tool = Tool.read(NOOP | {"function": NOOP["function"] | {"strict": True}}, Reading())
+    function = {"name": "noop", "description": "", "parameters": {"type": "object", "properties": {}}}
+    assert tool.for_template() == {"type": "function", "function": function}
+    assert Tool.read(TOOLS[0], Reading()).for_template() == TOOLS[0]

@@ -25,7 +25,8 @@ from specjax.serve.calls import PARSERS, Hermes
 MARKERS = tuple(dict.fromkeys(m for p in PARSERS.values() if p is not Hermes for m in p.markers() if "`" not in m))
 PLAIN_MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")  # added tokens that are not special, as Qwen's
 TEMPLATE = (
-    "{% if tools %}# Tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
+    '{% if tools %}# Tools\n<tool_call>{"name": ..., "arguments": {...}}</tool_call>\n'
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
     "{% for message in messages %}"
     "{{ message.role }}:{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
     "{% for call in message.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"

@@ -20,11 +20,11 @@ AUTO, NONE = "auto", "none"
 _FORMATS: tuple[tuple[tuple[str, ...], type[CallParser] | None], ...] = (
     (("<function=",), None),  # Qwen3-Coder
     (("<arg_key>",), None),  # GLM-4.5
-    (("<｜tool▁call▁begin｜>", "```json"), DeepSeek),
-    (("<｜tool▁call▁begin｜>",), DeepSeek31),
+    (("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json"), DeepSeek),
+    (("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"), DeepSeek31),
     (("[TOOL_CALLS]", "[ARGS]"), MistralNamed),
     (("[TOOL_CALLS]",), Mistral),
-    (("<tool_call>",), Hermes),
+    (("<tool_call>", '"arguments"'), Hermes),
     (("<|python_tag|>",), Llama3),
     (("ipython",), Llama3),  # Llama 3.2
 )

@@ -75,10 +75,8 @@ class Tool(Body):
     function: FunctionTool
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates take it: `strict` is not for the model."""
-        function: dict[str, Any] = {"name": self.function.name}
-        if self.function.description is not None:
-            function["description"] = self.function.description
+        """As chat templates take it: with a description, and without `strict`, which is not for the model."""
+        function: dict[str, Any] = {"name": self.function.name, "description": self.function.description or ""}
         function["parameters"] = self.function.parameters or {"type": "object", "properties": {}}
         return {"type": "function", "function": function}
 
