@@ -102,11 +102,8 @@ class SamplingParams:
         limit = self.draft_limit
         in_range = limit is None or (_is_integer(limit) and 0 <= limit <= NO_DRAFT_LIMIT)
         check("draft_limit", in_range, f"an integer from 0 to {NO_DRAFT_LIMIT}")
-        check(
-            "priority",
-            _is_integer(self.priority) and abs(self.priority) <= MAX_PRIORITY,
-            f"an integer of at most {MAX_PRIORITY}",
-        )
+        small = _is_integer(self.priority) and abs(self.priority) <= MAX_PRIORITY
+        check("priority", small, f"an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}")
         check("logprob_start_len", self.logprob_start_len >= -1, "-1 (off) or at least 0", "{}")
         if self.logprob_start_len >= 0 and top is None:
             raise ParameterError("logprob_start_len", "needs logprobs")
