@@ -152,13 +152,20 @@ def test_a_line_may_ask_for_log_probabilities(run):
     _, rows, _, _ = run([{"prompt": "hello", "logprobs": 2, "max_new_tokens": 5}, {"prompt": "x", "max_new_tokens": 2}])
     assert [one["token"] for one in rows[0]["logprobs"]] == rows[0]["output_ids"]
     assert all(len(one["top"]) == 2 and one["logprob"] <= 0 for one in rows[0]["logprobs"])
-    assert "logprobs" not in rows[1] and "origins" not in rows[0]
+    assert not {"prompt_logprobs", "origins"} & rows[0].keys() and "logprobs" not in rows[1]
 
 
 def test_a_line_may_ask_which_tokens_were_drafted(run):
     _, rows, _, _ = run([{"prompt": "the the the", "origins": True, "max_new_tokens": 9}])
     assert [one["token"] for one in rows[0]["origins"]] == rows[0]["output_ids"]
     assert "".join(one["text"] for one in rows[0]["origins"]) == rows[0]["text"]
+
+
+def test_a_line_may_ask_for_those_of_its_prompt(run):
+    line = {"input_ids": [70, 71, 72, 73], "logprobs": 1, "logprob_start_len": 1, "max_new_tokens": 0}
+    _, (row,), _, _ = run([line])
+    assert row["output_ids"] == [] and [one["token"] for one in row["prompt_logprobs"]] == [71, 72, 73]
+    assert row["prompt_logprobs"][0]["logprob"] is None and row["prompt_logprobs"][1]["logprob"] < 0
 
 
 def test_output_is_in_input_order_whatever_ends_first(run):

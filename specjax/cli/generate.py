@@ -3,8 +3,8 @@
 An input line is a JSON object with `prompt`, `messages` or `input_ids`, and may hold an `id` and sampling fields of its
 own. An output line, in input order, holds `id, text, output_ids, prompt_tokens, completion_tokens, finish_reason, seed`
 and what speculation did: `spec_verify_ct, spec_accept_length, spec_accept_histogram`; and `logprobs` or `origins`, if
-the line asks for them. The last line of stdout is one JSON object about the whole run. Exit status: 0 all lines done,
-1 some lines were bad, 2 nothing could be started.
+the line asks for them, with `logprob_start_len` also `prompt_logprobs`. The last line of stdout is one JSON object
+about the whole run. Exit status: 0 all lines done, 1 some lines were bad, 2 nothing could be started.
 """
 
 from __future__ import annotations
@@ -112,10 +112,8 @@ def read_lines(file: Iterable[str | bytes], defaults: Mapping[str, Any]) -> Iter
 def result(line: Line, done: Completion) -> dict[str, Any]:
     row = {"id": line.id, **{name: getattr(done, name) for name in RESULT_FIELDS}}
     row["spec_accept_length"] = round(done.spec_accept_length, 4)
-    for name, found in (("logprobs", done.logprobs), ("origins", done.origins)):
-        if found is not None:
-            row[name] = [one._asdict() for one in found]
-    return row
+    found = {"logprobs": done.logprobs, "prompt_logprobs": done.prompt_logprobs, "origins": done.origins}
+    return row | {name: [one._asdict() for one in each] for name, each in found.items() if each is not None}
 
 
 def run(

@@ -234,7 +234,9 @@ def document(rules: Rules, *, vocab_size: int, has_key: bool, version: str) -> d
         schemas = schemas.replace(f'"{name}"', json.dumps(limit))
     components: Schema = {"schemas": json.loads(schemas) | {name: _form(form) for name, form in ANSWERS.items()}}
     if has_key:
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer", "description": "`--api-key`"}}
+        components["securitySchemes"] = {
+            "key": {"type": "http", "scheme": "bearer", "description": "`--api-key`; or as `x-api-key`"}
+        }
     return {
         "openapi": "3.1.0",
         "info": {"title": "specjax", "version": version, "description": about, "license": {"name": "Apache-2.0"}},
