@@ -167,7 +167,7 @@ def test_what_is_refused():
         with pytest.raises(ValueError, match=named):
             SamplingParams(**fields)
     with pytest.raises(ValueError, match="below the prompt's 5 tokens, got 5"):
-        shared_engine("NONE").add(prompt_of(5), SamplingParams(logprobs=1, logprob_start_len=5))
+        shared_engine("NONE").add(prompt_of(5), SamplingParams(max_new_tokens=5, logprobs=1, logprob_start_len=5))
 
 
 def test_chunks_that_overlap_what_is_known():

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from specjax.engine.prompt_logprobs import PromptLogprob
+from specjax.engine.prompt_logprobs import PromptLogprob, PromptLogprobs
 from specjax.engine.sequence import (
     TEXT_FAILED,
     Completion,
@@ -65,7 +65,12 @@ class StreamChunk(NamedTuple):
     cached_tokens: int = 0  # of the prompt, taken from the prefix cache
     origins: tuple[TokenOrigin, ...] = ()  # of the tokens whose text is all sent, if requested; texts joined are `text`
     tree: StepTree | None = None  # of the last step so far, if the engine keeps trees
-    prompt_logprobs: list[PromptLogprob] | None = None  # in the first chunk, if requested
+    scores: PromptLogprobs | None = None  # in the first chunk: what `prompt_logprobs` is made of
+
+    @property
+    def prompt_logprobs(self) -> list[PromptLogprob] | None:
+        """In the first chunk, if requested. Made anew each time."""
+        return None if self.scores is None else self.scores.found()
 
 
 def take_delta(sequence: Sequence, index: int, count: int | None = None) -> StreamChunk | None:
@@ -95,7 +100,7 @@ def take_delta(sequence: Sequence, index: int, count: int | None = None) -> Stre
     sequence.sent, sequence.sent_tokens = settled, sequence.sent_tokens + len(tokens)
     cached, done, prompt = sequence.cached or 0, completion(sequence) if finished else None, None
     if sequence.prompt_logprobs is not None and not sequence.sent_prompt:
-        prompt, sequence.sent_prompt = sequence.prompt_logprobs.found(), True
+        prompt, sequence.sent_prompt = sequence.prompt_logprobs, True
     start = sequence.sent_whole
     sequence.sent_whole = max(start, whole)
     return StreamChunk(
@@ -107,7 +112,7 @@ def take_delta(sequence: Sequence, index: int, count: int | None = None) -> Stre
         cached_tokens=cached,
         origins=tuple(sequence.token_origins(start)[: whole - start]) if origins else (),
         tree=sequence.trees[-1] if sequence.trees else None,
-        prompt_logprobs=prompt,
+        scores=prompt,
     )
 
 

@@ -253,7 +253,13 @@ class Completion:
     trees: list[StepTree] = field(default_factory=list)  # what each step proposed and accepted; `EngineConfig.trace`
     cached_tokens: int = 0  # of the prompt, taken from the prefix cache
     origins: list[TokenOrigin] | None = None
-    prompt_logprobs: list[PromptLogprob] | None = None  # from token `logprob_start_len` on, if requested
+    scores: PromptLogprobs | None = None  # what `prompt_logprobs` is made of
+
+    @property
+    def prompt_logprobs(self) -> list[PromptLogprob] | None:
+        """Of the prompt from token `logprob_start_len` on, if requested. Made anew each time: there may be very
+        many."""
+        return None if self.scores is None else self.scores.found()
 
     @property
     def completion_tokens(self) -> int:
@@ -278,5 +284,5 @@ def completion(sequence: Sequence) -> Completion:
         logprobs=sequence.token_logprobs() if sequence.wants_logprobs else None,
         trees=list(sequence.trees),
         origins=sequence.token_origins() if sequence.params.origins else None,
-        prompt_logprobs=None if sequence.prompt_logprobs is None else sequence.prompt_logprobs.found(),
+        scores=sequence.prompt_logprobs,
     )

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias, TypeVar
 
@@ -131,11 +131,8 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
             )
         finally:
             runner.abort(sequences)
-        if any(completion.prompt_logprobs for completion in completions):  # there may be very many
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(
-                None, lambda: JSONResponse(answer.whole(completions), headers=reading.headers)
-            )
+        if any(completion.scores for completion in completions):  # there may be very many
+            return await beside(lambda: JSONResponse(answer.whole(completions), headers=reading.headers))
         return JSONResponse(answer.whole(completions), headers=reading.headers)
 
     @app.post("/v1/chat/completions")
@@ -242,13 +239,20 @@ async def _events(listener: Listener, answer: Answer, deadline: Deadline) -> Asy
         async for chunk in listener.chunks(deadline):
             if chunk.completion is not None:
                 check_completion(chunk.completion, aborted=answer.shows_aborted)
-            yield b"".join(answer.events(chunk))
+            scores = chunk.scores or (chunk.completion and chunk.completion.scores)
+            make = functools.partial(answer.events, chunk)
+            yield b"".join(await beside(make) if scores else make())
         yield b"".join(answer.last_events())
     except ApiError as error:
         yield answer.error(error)
     except Exception:  # the status line has been sent, so an event must carry the error
         logger.exception("a stream failed")
         yield answer.error(ApiError(500, INTERNAL))
+
+
+async def beside(function: Callable[[], Result]) -> Result:
+    """Runs a function that may take long in a thread, so that other requests go on."""
+    return await asyncio.get_running_loop().run_in_executor(None, function)
 
 
 async def all_completions(listener: Listener, deadline: Deadline, answer: Answer) -> list[Completion]:
