@@ -7,15 +7,13 @@ turns the whole run into U+FFFD), or a space that a later full stop may remove.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import random
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
-from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 from specjax.engine.decoders import (
     REPLACEMENT,
@@ -150,9 +148,9 @@ class _Chain:
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         """`push` of each token."""
-        if self._settled:
-            with contextlib.suppress(KeyError):  # most often all are known
-                return [self._known[token] for token in tokens]
+        found = [self._known.get(token) for token in tokens] if self._settled else [None]
+        if None not in found:  # most often
+            return cast(list[str], found)
         return [self.push(token) for token in tokens]
 
     def finish(self, *, keep_incomplete: bool = False) -> str:
@@ -277,7 +275,10 @@ class TextStream:
 
     def _decode(self, tokens: Sequence[int]) -> int:
         pieces = self._tokens.pieces(tokens)
-        _, *ends = accumulate(map(len, pieces), initial=len(self.text))
+        size, ends = len(self.text), []
+        for piece in pieces:
+            size += len(piece)
+            ends.append(size)
         stop = self._add("".join(pieces), ends)
         self.ends += ends[: stop or None]
         if stop:
