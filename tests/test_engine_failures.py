@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_helpers import GREEDY, check_idle, check_plain, drain, make_engine, outcome, shared_engine, toy
+from engine_helpers import GREEDY, byte_ids, check_idle, check_plain, drain, make_engine, outcome, shared_engine, toy
 from toy_models import random_table, table_model
 
 from specjax.engine import Engine, SamplingParams
@@ -22,7 +22,8 @@ from specjax.engine import engine as engine_module
 from specjax.engine.device import OutOfMemory
 from specjax.engine.executables import Key, Unavailable
 from specjax.engine.generation import EngineError, FairLock
-from specjax.engine.sequence import completion
+from specjax.engine.sequence import TEXT_FAILED, completion
+from specjax.engine.text import TextStream
 
 PROMPTS = [[70 + i, 71, 72] for i in range(4)]
 PARAMS = SamplingParams(max_new_tokens=12)
@@ -536,3 +537,28 @@ def test_arguments_of_the_wrong_type_are_named_as_in_python():
 def test_what_is_no_prompt_is_refused(prompts):
     with pytest.raises(TypeError, match="prompts must be a string, "):
         shared_engine("NONE").generate(prompts, GREEDY)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("stop", [(), ("never",)], ids=["late", "with stop strings"])
+def test_text_that_fails_ends_its_request_alone(stream, stop, monkeypatch):
+    """Whether its text is made in a step or by the caller."""
+    engine, decode_ = shared_engine("NGRAM"), TextStream._decode
+    (rare,) = byte_ids(b"\x01")
+
+    def fail(self, tokens):
+        if rare in tokens:
+            raise RuntimeError("no such text")
+        return decode_(self, tokens)
+
+    monkeypatch.setattr(TextStream, "_decode", fail)
+    good = SamplingParams(max_new_tokens=20, stop=stop)
+    bad = SamplingParams(max_new_tokens=20, stop=stop, logit_bias={str(rare): 100.0})
+    if stream:
+        chunks = engine.generate(PROMPTS[:2], [bad, good], stream=True)
+        done = {chunk.prompt_index: chunk.completion for chunk in chunks if chunk.completion}
+    else:
+        done = dict(enumerate(engine.generate(PROMPTS[:2], [bad, good])))
+    assert done[0].finish_reason == {"type": "abort", "message": TEXT_FAILED}
+    check_plain(toy(), PROMPTS[1], good, done[1])
+    check_idle(engine)
