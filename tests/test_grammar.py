@@ -234,6 +234,15 @@ def test_masks_of_a_tree_are_those_of_its_paths(name):
     assert kept_nodes > 15 and dropped > 15
 
 
+def test_a_walk_that_takes_too_long_is_cut():
+    constraint, tokens = grammars().constraint(Grammar("regex", "[ab]+")), np.array([0, *ids("ababa")])
+    tree = tokens, np.arange(-1, 5), np.ones(6, bool)
+    for deadline, expected in ((time.perf_counter() + 60, 6), (time.perf_counter() - 1, 1)):
+        out = np.full((6, WORDS), ALL, np.uint32)
+        kept = constraint.masks(*tree, out, deadline)
+        assert kept.sum() == expected and kept[0] and (as_bools(out[0]) == as_bools(constraint.mask())).all()
+
+
 def test_nodes_that_a_grammar_excludes_leave_a_tree():
     """The root, a -> b, x, a -> c of `a[bc]`: x goes, and the others move up."""
     a, b, c, x = (ids(letter)[0] for letter in "abcx")

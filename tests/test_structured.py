@@ -162,6 +162,8 @@ def test_forced_tokens_are_drafted():
     assert done.spec_accept_length > 0.9 * (engine.drafter.depth + 1)
     alone = engine.generate(HELLO, SamplingParams(max_new_tokens=64, grammar=grammar, speculate=False))
     assert alone.output_ids == done.output_ids and alone.spec_accept_length == 1.0
+    few = engine.generate(HELLO, SamplingParams(max_new_tokens=64, grammar=grammar, draft_limit=1))
+    assert few.output_ids == done.output_ids and 1.5 < few.spec_accept_length <= 2.0
 
 
 LIMITS = {

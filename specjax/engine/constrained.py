@@ -12,6 +12,7 @@ what the host makes of it. What is sent, packed in one int32 array:
 
 from __future__ import annotations
 
+import time
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ from jax import Array
 from jaxtyping import Int32, UInt32
 
 from specjax.drafters.base import Drafter, Params
-from specjax.engine.grammar import ALL, WORD
+from specjax.engine.grammar import ALL, WALK_SECONDS, WORD
 from specjax.engine.packing import unpack_step
 from specjax.engine.sequence import Sequence
 from specjax.engine.transfers import Output
@@ -136,13 +137,14 @@ def constrained_input(
     """
     batch, _, nodes = trees.shape
     allowed = np.full((batch, nodes, words(vocab_size)), ALL, np.uint32)
+    deadline = time.perf_counter() + WALK_SECONDS
     for i, sequence in enumerate(sequences):
         if sequence.constraint is None:
             continue
         if chain := forced[i][: nodes - 1]:
             trees[i] = _chain(chain, nodes)
         tree = Fields(*trees[i])
-        kept = sequence.constraint.masks(tree.tokens, tree.parents, tree.valid != 0, allowed[i])
+        kept = sequence.constraint.masks(tree.tokens, tree.parents, tree.valid != 0, allowed[i], deadline)
         if not np.array_equal(kept, tree.valid != 0):
             order = np.concatenate([np.flatnonzero(kept), np.flatnonzero(~kept)])
             trees[i], allowed[i] = _ordered(trees[i], kept, order), allowed[i][order]

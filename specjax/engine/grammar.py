@@ -9,6 +9,7 @@ without drafts. The library is llguidance; nothing else imports it. Host side; k
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -29,7 +30,7 @@ MAX_SOURCE = 2**16  # characters
 KEPT = 64  # compiled grammars that are kept for later requests, those used last
 KEPT_SOURCE = 2**19  # characters that their sources may have together
 LEXER_STATES = 20_000  # of one sequence's grammar, 1 to 2 kB each
-WALK_SECONDS = 0.02  # after which no more nodes of a sequence's tree are looked at in a step
+WALK_SECONDS = 0.05  # after which no more nodes below the roots of a step's trees are looked at
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON on one line, as Python's `json.dumps` writes it: a model cannot end in a loop of spaces, and what stands between
 two values is forced. A schema's own "x-guidance" goes first."""
@@ -268,13 +269,16 @@ class Constraint:
             self._restore()
         return tokens
 
-    def masks(self, tokens: np.ndarray, parents: np.ndarray, valid: np.ndarray, out: np.ndarray) -> np.ndarray:
+    def masks(
+        self, tokens: np.ndarray, parents: np.ndarray, valid: np.ndarray, out: np.ndarray, deadline: float = math.inf
+    ) -> np.ndarray:
         """Walks a draft tree.
 
         Args:
             tokens, parents, valid: [N], of its nodes, parents before children; node 0 is the root, the last emitted
                 token.
             out: uint32 [N, ceil(V / 32)], of ones: gets the bits of each node that is kept.
+            deadline: of `perf_counter`, after which no more nodes are looked at.
 
         Returns:
             bool [N]: nodes that are kept: the root, and valid ones that the grammar allows below such.
@@ -286,7 +290,6 @@ class Constraint:
         for node in range(1, len(tokens)):
             if valid[node]:
                 children.setdefault(int(parents[node]), []).append(node)
-        deadline = time.perf_counter() + WALK_SECONDS
 
         def visit(node: int) -> None:
             """The children of a node whose bits are in `out`."""

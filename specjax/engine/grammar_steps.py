@@ -46,10 +46,14 @@ class GrammarSteps:
         return all(half in self._executables.compiled() or self._executables.has_failed(half) for half in halves)
 
     def forced(self, sequences: list[Sequence]) -> dict[Sequence, list[int]]:
-        """Tokens that must come next in some of these."""
-        able = (sequence for sequence in sequences if sequence.constraint is not None and sequence.params.drafts)
-        found = {one: cast(Constraint, one.constraint).forced(self._drafter.depth) for one in able}
-        return {one: tokens for one, tokens in found.items() if tokens}
+        """Tokens that must come next in some of these: no more than may be drafted."""
+        found: dict[Sequence, list[int]] = {}
+        for one in sequences:
+            if one.constraint is not None and one.params.drafts:
+                limit, depth = one.params.draft_limit, self._drafter.depth
+                if tokens := one.constraint.forced(depth if limit is None else min(depth, limit)):
+                    found[one] = tokens
+        return found
 
     def jumps(self, sequences: list[Sequence], forced: dict[Sequence, list[int]]) -> bool:
         """Whether a step that checks forced tokens is worth while where drafting is not."""
