@@ -36,6 +36,10 @@ HEAD_BLOCK_TOKENS = BLOCK_TOKENS | {"cpu": 1}
 drafts for one request alone: with a draft head, four at once had half the speed without drafts with four nodes each
 (benchmarks/results/batch-2026-11-22.json, 2 cores)."""
 
+JUMP = 8
+"""Nodes of a tree of tokens that a grammar forces, the root included. What stands between two values of a JSON object
+is mostly shorter."""
+
 TABLE = 512  # pages in the small page table; a request that may hold no more needs no other
 
 
@@ -239,23 +243,34 @@ class Buckets:
 
     def constrained_keys(self) -> list[Key]:
         """Programs for requests that follow a grammar, which are compiled when there is one."""
-        sizes = [(batch, nodes) for batch in self.batches for nodes in self.choices(batch)]
+        sizes = [(batch, nodes) for batch in self.batches for nodes in self.constrained_choices(batch)]
         steps = [Key("constrained", batch, table, nodes=nodes) for batch, nodes in sizes for table in self.tables]
-        return [*steps, *(key._replace(kind="propose") for key in steps if self.step_widths(key) != (1,))]
+        return [*steps, *(key._replace(kind="propose") for key in steps if key.nodes == 0 and self.drafts(key.width))]
+
+    def constrained_choices(self, batch: int) -> tuple[int, ...]:
+        """As `choices`, for steps in which some follow a grammar."""
+        return (1,) if self.constrained_widths(batch) == (1,) else (0, 1)
+
+    def constrained_widths(self, batch: int) -> tuple[int, ...]:
+        """The tree widths of these steps: those of the batch, and `JUMP` where so many nodes are no burden."""
+        widths, most = self.tree_widths(batch), BLOCK_TOKENS["cpu" if self.several_widths else "gpu"]
+        wide = max(widths[-1], JUMP if JUMP * batch <= most else 1)
+        return tuple(sorted({1, *widths, wide})) if self.several_widths else (wide,)
 
     def step_widths(self, key: Key) -> tuple[int, ...]:
         """The tree widths of a step."""
-        return (key.nodes,) if key.nodes else self.tree_widths(key.width)
+        if key.nodes:
+            return (key.nodes,)
+        return self.constrained_widths(key.width) if key.kind == "constrained" else self.tree_widths(key.width)
 
-    def jump_pays(self, batch: int, forced: List[int]) -> bool:
-        """Whether checking tokens that are known to come, so many for each of some requests, is faster than a step for
-        each. By the costs that `FREE_TOKENS` tells."""
-        width = next((w for w in self.tree_widths(batch) if w > max(forced)), self.tree_widths(batch)[-1])
-        if width == 1:
-            return False
-        emitted = sum(min(count, width - 1) + 1 for count in forced)
-        plain, wide = batch + self.free_tokens, batch * width + self.free_tokens
-        return emitted * plain > len(forced) * wide
+    def jump_width(self, batch: int, forced: List[int], least: int = 1) -> int:
+        """The tree width, `least` or more, with which a constrained step checks the most tokens a second that are known
+        to come, so many for each request. By the costs that `FREE_TOKENS` tells."""
+
+        def rate(width: int) -> float:
+            return sum(min(count, width - 1) + 1 for count in forced) / (batch * width + self.free_tokens)
+
+        return max((w for w in (1, *self.constrained_widths(batch)) if w >= least), key=rate)
 
     def scoring_keys(self) -> list[Key]:
         """Programs for prompts whose log-probabilities are wanted, which are compiled when the first such prompt
@@ -322,7 +337,8 @@ class Buckets:
         best = self.batch(count)
         roomy = best if self.several_widths or count == 1 else self.batch(2 * count)
         for table in self.tables_for(pages):
-            keys = [Key(kind, batch, table, nodes=nodes) for batch in self.batches if nodes in self.choices(batch)]
+            choices = self.constrained_choices if kind == "constrained" else self.choices
+            keys = [Key(kind, batch, table, nodes=nodes) for batch in self.batches if nodes in choices(batch)]
             larger = [key for key in keys if key.width >= count]
             smaller = [key for key in reversed(keys) if key.width < count]
             fitting = [key for key in larger if nodes == 1 or self.drafts_alike(best, key.width)]

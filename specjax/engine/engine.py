@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.profiler import TraceAnnotation
 
 from specjax import checkpoint
@@ -33,14 +34,14 @@ from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
 from specjax.engine import program_store
 from specjax.engine.adaptive import PLAIN, Adaptive
 from specjax.engine.autotune import tune_at_start
-from specjax.engine.buckets import Key
+from specjax.engine.buckets import JUMP, Key
 from specjax.engine.config import EngineConfig, Layout, check_config, context_length
+from specjax.engine.constrained import constrained_input, read_trees, root_trees
 from specjax.engine.device import Device, OutOfMemory, memory_checked
 from specjax.engine.executables import Executables, use_compilation_cache
 from specjax.engine.generation import FairLock, complete
 from specjax.engine.generation import stream as stream_chunks
 from specjax.engine.grammar import GRAMMAR_FAILED
-from specjax.engine.grammar_steps import GrammarSteps
 from specjax.engine.intake import Intake, Prompt, Salts, with_sampling
 from specjax.engine.memory import pool_tokens, room_beside
 from specjax.engine.packing import Resident, admission, catch_up_input, prefill_input, step_input
@@ -105,10 +106,10 @@ class Engine:
         self.pool, self.buckets = Layout.of(*sizes, adaptive=self._deferred is not None)
         lookahead = (2 if config.overlap else 1) * (drafter.depth + 1)
         self.scheduler = Scheduler(
-            rows=rows, pages=self.pool.pages, page_size=size, lookahead=lookahead,
+            rows=rows, pages=self.pool.pages, page_size=size, lookahead=lookahead, jump=JUMP,
             reuse=config.prefix_cache, policy=config.schedule_policy, retract_every=config.retract_every,
         )  # fmt: skip
-        self._new_pages = -(-lookahead // size)  # most pages that a row may get between two steps
+        self._new_pages = -(-max(lookahead, JUMP) // size)  # most pages that a row may get between two steps
         shapes = jax.eval_shape(self._new_state)
         variants = {"verify": verify, "trace": config.trace, "time_phases": config.time_phases}
         variants |= {"deferred": self._deferred, "room": room_beside(shapes)}
@@ -116,7 +117,6 @@ class Engine:
             target, drafter, self.buckets, params, shapes, new_pages=self._new_pages, **variants
         )
         self.device = Device(params, self._new_state, self.executables.launch_lock)
-        self._grammar = GrammarSteps(self.executables, self.device, self.buckets, drafter, self.vocab_size)
         self.counters = Counters()
         self._in_flight: deque[_InFlight] = deque()
         self._inconsistent = False  # `_guarded` was left by an exception
@@ -128,6 +128,7 @@ class Engine:
             pool_tokens=self.pool.pages * size,
             eos_ids=eos_ids,
             depth=drafter.depth,
+            jump=JUMP,
             salts=Salts(isolate=config.isolate_ngrams),
             late=not config.trace,  # a delta goes with the tree of its step
             plain_content=config.plain_content,
@@ -407,17 +408,15 @@ class Engine:
             pages = max(len(sequence.pages) for sequence in left)
             kind = "constrained" if any(sequence.constraint for sequence in left) else "step"
             nodes, more = self._choose(left, kind)
-            forced, jumps = self._grammar.forced(left), False
-            if kind == "step":
-                ready = self.executables.compiled(), self.executables.pending
-                keys = self.buckets.step_keys(len(left), pages, *ready, nodes)
-            else:
-                jumps = nodes == PLAIN and self._grammar.jumps(left, forced)
-                keys = self._grammar.keys(len(left), pages, 0 if jumps else nodes)
-                others = [sequence for sequence in left if not sequence.constraint]
-                if others and not self._grammar.is_ready(keys[0]):
-                    left, launched = others, launched + more  # they need not wait for the compiler
-                    continue
+            forced, jumps = dict[Sequence, list[int]](), False
+            if kind == "constrained":
+                forced, jumps = self._forced(left, nodes)
+                nodes = 0 if forced else PLAIN if jumps else nodes
+            keys = self._step_keys(len(left), pages, nodes, kind)
+            others = [sequence for sequence in left if not sequence.constraint]
+            if kind == "constrained" and others and not self._is_ready(keys[0]):
+                left, launched = others, launched + more  # they need not wait for the compiler
+                continue
             key, program = self.executables.first_usable(keys)
             part, left = left[: key.width], left[key.width :]
             inputs, at = step_input(part, key.width, self._new_pages, self.config.max_running_requests), perf_counter()
@@ -427,12 +426,34 @@ class Engine:
             drafted = tuple(sequence for sequence in told if sequence.params.drafts)
             if kind == "constrained":
                 drafting = [] if jumps else [sequence for sequence in drafted if not forced.get(sequence)]
-                inputs = self._grammar.inputs(key, part, inputs, forced, drafting)
+                inputs = self._constrained(key, part, inputs, forced, drafting)
             output = self.device.run(key, program, inputs)
             self._in_flight.append(_InFlight(key, output, part, launched=at, drafted=drafted, forced=forced))
             self.counters.steps += 1
             launched += 1 + more
         return launched
+
+    def _step_keys(self, count: int, pages: int, nodes: int, kind: str) -> list[Key]:
+        """Programs for a step of so many requests, the best first. With a grammar those that are compiled come first,
+        if they draft or not, and what is missing is compiled meanwhile: nothing of it was at the start."""
+
+        def found(nodes: int) -> list[Key]:
+            ready = self.executables.compiled(), self.executables.pending
+            return list(self.buckets.step_keys(count, pages, *ready, nodes, kind))
+
+        if kind == "constrained":
+            choices = self.buckets.constrained_choices(self.buckets.batch(count))
+            for choice in sorted(choices, key=lambda choice: choice != nodes):
+                # What waits for the compiler after the first look has smaller programs in its place at the second.
+                if self._is_ready(found(choice)[0]) or self._is_ready(found(choice)[0]):
+                    return found(choice)
+        return found(nodes)
+
+    def _is_ready(self, key: Key) -> bool:
+        """Whether a step in which some follow a grammar can run at once, or never will; else compiles it meanwhile."""
+        halves = [key, key._replace(kind="propose")] if key.nodes == 0 and self.buckets.drafts(key.width) else [key]
+        self.executables.compile_later(halves)
+        return all(half in self.executables.compiled() or self.executables.has_failed(half) for half in halves)
 
     def _able(self, running: list[Sequence]) -> list[Sequence]:
         """Ends the requests whose grammar cannot be followed any more. Returns the others."""
@@ -442,6 +463,39 @@ class Engine:
                 self._finish(sequence)
                 self._unreported.append(sequence)
         return [sequence for sequence in running if sequence.status is Status.RUNNING]
+
+    def _forced(self, sequences: list[Sequence], nodes: int) -> tuple[dict[Sequence, list[int]], bool]:
+        """Tokens that must come next in some of these, by their grammar: as many as are worth a wider step. And whether
+        nothing is drafted beside them. `nodes`: of the step that is wanted."""
+        batch, found = self.buckets.batch(len(sequences)), dict[Sequence, list[int]]()
+        for one in sequences:
+            if one.constraint is not None and one.params.drafts:
+                limit = one.params.draft_limit
+                found[one] = one.constraint.forced(JUMP - 1 if limit is None else min(JUMP - 1, limit))
+        drafting = nodes != PLAIN and self.buckets.drafts(batch)
+        least = self.buckets.tree_widths(batch)[-1] if drafting else 1
+        width = self.buckets.jump_width(batch, [len(found.get(one, ())) for one in sequences], least)
+        cut = {one: tokens[: width - 1] for one, tokens in found.items()}
+        return {one: tokens for one, tokens in cut.items() if tokens}, not drafting
+
+    def _constrained(
+        self,
+        key: Key,
+        part: list[Sequence],
+        inputs: np.ndarray,
+        forced: dict[Sequence, list[int]],
+        drafting: list[Sequence],
+    ) -> np.ndarray:
+        """The input of a step in which some follow a grammar. Drafts, if only for `drafting`, and waits for that."""
+        nodes, half = self.buckets.step_widths(key)[-1], key._replace(kind="propose")
+        trees = root_trees(key.width, nodes)
+        if drafting and nodes > 1 and self.buckets.drafts(key.width) and not self.executables.has_failed(half):
+            output = self.device.run(half, self.executables.get(half), inputs)
+            with memory_checked(half):
+                drafts = read_trees(output, self.buckets.step_widths(half)[-1])
+            trees[:, :, : drafts.shape[2]] = drafts
+        chains = [forced.get(sequence, [])[: nodes - 1] for sequence in part]
+        return constrained_input(inputs, part, trees, chains, self.vocab_size)
 
     def _reserved(self) -> list[Sequence]:
         """The running requests, with pages for all that they may commit; retracts some where pages run out."""
@@ -473,7 +527,8 @@ class Engine:
         drafts = flight.key.drafts and self.buckets.drafts(flight.key.width)
         seconds = self._seconds(flight)
         adaptive = self._adaptive.get(flight.key.kind)
-        if seconds is not None and adaptive is not None and not any(map(flight.forced.get, flight.sequences)):
+        usual = adaptive is not None and flight.key.nodes in adaptive.choices(flight.key.width)
+        if seconds is not None and adaptive is not None and usual and not any(map(flight.forced.get, flight.sequences)):
             emitted = {sequence: len(tokens) for sequence, tokens in zip(flight.sequences, read.tokens, strict=False)}
             adaptive.record(flight.key, seconds, {one: n for one in flight.drafted if (n := emitted[one])})
         for i, (sequence, tokens, finish) in enumerate(zip(flight.sequences, read.tokens, read.finish, strict=False)):

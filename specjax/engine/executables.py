@@ -27,7 +27,7 @@ from specjax.compiling import compiler_options
 from specjax.drafters.base import Drafter, Params
 from specjax.drafters.deferred import Deferred
 from specjax.engine import program_store
-from specjax.engine.buckets import Buckets, Key
+from specjax.engine.buckets import JUMP, Buckets, Key
 from specjax.engine.constrained import constrained_size, constrained_step, propose_step, unpack_constrained
 from specjax.engine.packing import (
     Resident,
@@ -392,16 +392,19 @@ class Executables:
             shape, unpack = (key.rows, 3 + key.width + key.table), partial(unpack_prefill, **tables)
             function, config = prefill_step, StepConfig(prompt_logprobs=key.kind == "scoring")
         else:
-            widths = widths or self._buckets.step_widths(key)
+            widths, constrained = widths or self._buckets.step_widths(key), key.kind == "constrained"
             if widths != (1,) or self._deferred is None:
-                drafter = self._drafter.within(widths[-1])
+                drafter = self._drafter.within(self._buckets.tree_widths(key.width)[-1] if constrained else widths[-1])
             fixed |= {"verify": self._verify}
             shape, unpack = (key.width, 2 + self.new_pages), partial(unpack_step, **tables)
             function, config = speculate_step, StepConfig(widths, self._trace)
             if key.kind == "propose":
                 function, fixed = propose_step, {}
-            elif key.kind == "constrained":
+            elif constrained:
                 vocab_size, nodes = self._target.config.vocab_size, widths[-1]
+                # Its `observe` alone is called. Forced tokens may make a deeper tree than its own.
+                depth = max(drafter.depth, min(nodes, JUMP) - 1)
+                drafter = drafter._replace(depth=depth, width=max(drafter.width, nodes))
                 shape = (key.width, constrained_size(self.new_pages, nodes, vocab_size))
                 unpack = partial(unpack_constrained, **tables, new_pages=self.new_pages, nodes=nodes)
                 function = constrained_step
