@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.profiler import TraceAnnotation
 
 from specjax import checkpoint
@@ -36,12 +35,12 @@ from specjax.engine.adaptive import PLAIN, Adaptive
 from specjax.engine.autotune import tune_at_start
 from specjax.engine.buckets import JUMP, Key
 from specjax.engine.config import EngineConfig, Layout, check_config, context_length
-from specjax.engine.constrained import constrained_input, read_trees, root_trees
 from specjax.engine.device import Device, OutOfMemory, memory_checked
 from specjax.engine.executables import Executables, use_compilation_cache
 from specjax.engine.generation import FairLock, complete
 from specjax.engine.generation import stream as stream_chunks
 from specjax.engine.grammar import GRAMMAR_FAILED
+from specjax.engine.grammar_steps import GrammarSteps
 from specjax.engine.intake import Intake, Prompt, Salts, with_sampling
 from specjax.engine.memory import pool_tokens, room_beside
 from specjax.engine.packing import Resident, admission, catch_up_input, prefill_input, step_input
@@ -117,6 +116,7 @@ class Engine:
             target, drafter, self.buckets, params, shapes, new_pages=self._new_pages, **variants
         )
         self.device = Device(params, self._new_state, self.executables.launch_lock)
+        self._grammar = GrammarSteps(self.executables, self.device, self.buckets, self.vocab_size)
         self.counters = Counters()
         self._in_flight: deque[_InFlight] = deque()
         self._inconsistent = False  # `_guarded` was left by an exception
@@ -409,14 +409,16 @@ class Engine:
             kind = "constrained" if any(sequence.constraint for sequence in left) else "step"
             nodes, more = self._choose(left, kind)
             forced, jumps = dict[Sequence, list[int]](), False
-            if kind == "constrained":
-                forced, jumps = self._forced(left, nodes)
-                nodes = 0 if forced else PLAIN if jumps else nodes
-            keys = self._step_keys(len(left), pages, nodes, kind)
-            others = [sequence for sequence in left if not sequence.constraint]
-            if kind == "constrained" and others and not self._is_ready(keys[0]):
-                left, launched = others, launched + more  # they need not wait for the compiler
-                continue
+            if kind == "step":
+                ready = self.executables.compiled(), self.executables.pending
+                keys = self.buckets.step_keys(len(left), pages, *ready, nodes)
+            else:
+                forced, jumps = self._grammar.forced(left, nodes)
+                keys = self._grammar.keys(len(left), pages, 0 if forced else PLAIN if jumps else nodes)
+                others = [sequence for sequence in left if not sequence.constraint]
+                if others and not self._grammar.is_ready(keys[0]):
+                    left, launched = others, launched + more  # they need not wait for the compiler
+                    continue
             key, program = self.executables.first_usable(keys)
             part, left = left[: key.width], left[key.width :]
             inputs, at = step_input(part, key.width, self._new_pages, self.config.max_running_requests), perf_counter()
@@ -426,34 +428,12 @@ class Engine:
             drafted = tuple(sequence for sequence in told if sequence.params.drafts)
             if kind == "constrained":
                 drafting = [] if jumps else [sequence for sequence in drafted if not forced.get(sequence)]
-                inputs = self._constrained(key, part, inputs, forced, drafting)
+                inputs = self._grammar.inputs(key, part, inputs, forced, drafting)
             output = self.device.run(key, program, inputs)
             self._in_flight.append(_InFlight(key, output, part, launched=at, drafted=drafted, forced=forced))
             self.counters.steps += 1
             launched += 1 + more
         return launched
-
-    def _step_keys(self, count: int, pages: int, nodes: int, kind: str) -> list[Key]:
-        """Programs for a step of so many requests, the best first. With a grammar those that are compiled come first,
-        if they draft or not, and what is missing is compiled meanwhile: nothing of it was at the start."""
-
-        def found(nodes: int) -> list[Key]:
-            ready = self.executables.compiled(), self.executables.pending
-            return list(self.buckets.step_keys(count, pages, *ready, nodes, kind))
-
-        if kind == "constrained":
-            choices = self.buckets.constrained_choices(self.buckets.batch(count))
-            for choice in sorted(choices, key=lambda choice: choice != nodes):
-                # What waits for the compiler after the first look has smaller programs in its place at the second.
-                if self._is_ready(found(choice)[0]) or self._is_ready(found(choice)[0]):
-                    return found(choice)
-        return found(nodes)
-
-    def _is_ready(self, key: Key) -> bool:
-        """Whether a step in which some follow a grammar can run at once, or never will; else compiles it meanwhile."""
-        halves = [key, key._replace(kind="propose")] if key.nodes == 0 and self.buckets.drafts(key.width) else [key]
-        self.executables.compile_later(halves)
-        return all(half in self.executables.compiled() or self.executables.has_failed(half) for half in halves)
 
     def _able(self, running: list[Sequence]) -> list[Sequence]:
         """Ends the requests whose grammar cannot be followed any more. Returns the others."""
@@ -463,39 +443,6 @@ class Engine:
                 self._finish(sequence)
                 self._unreported.append(sequence)
         return [sequence for sequence in running if sequence.status is Status.RUNNING]
-
-    def _forced(self, sequences: list[Sequence], nodes: int) -> tuple[dict[Sequence, list[int]], bool]:
-        """Tokens that must come next in some of these, by their grammar: as many as are worth a wider step. And whether
-        nothing is drafted beside them. `nodes`: of the step that is wanted."""
-        batch, found = self.buckets.batch(len(sequences)), dict[Sequence, list[int]]()
-        for one in sequences:
-            if one.constraint is not None and one.params.drafts:
-                limit = one.params.draft_limit
-                found[one] = one.constraint.forced(JUMP - 1 if limit is None else min(JUMP - 1, limit))
-        drafting = nodes != PLAIN and self.buckets.drafts(batch)
-        least = self.buckets.tree_widths(batch)[-1] if drafting else 1
-        width = self.buckets.jump_width(batch, [len(found.get(one, ())) for one in sequences], least)
-        cut = {one: tokens[: width - 1] for one, tokens in found.items()}
-        return {one: tokens for one, tokens in cut.items() if tokens}, not drafting
-
-    def _constrained(
-        self,
-        key: Key,
-        part: list[Sequence],
-        inputs: np.ndarray,
-        forced: dict[Sequence, list[int]],
-        drafting: list[Sequence],
-    ) -> np.ndarray:
-        """The input of a step in which some follow a grammar. Drafts, if only for `drafting`, and waits for that."""
-        nodes, half = self.buckets.step_widths(key)[-1], key._replace(kind="propose")
-        trees = root_trees(key.width, nodes)
-        if drafting and nodes > 1 and self.buckets.drafts(key.width) and not self.executables.has_failed(half):
-            output = self.device.run(half, self.executables.get(half), inputs)
-            with memory_checked(half):
-                drafts = read_trees(output, self.buckets.step_widths(half)[-1])
-            trees[:, :, : drafts.shape[2]] = drafts
-        chains = [forced.get(sequence, [])[: nodes - 1] for sequence in part]
-        return constrained_input(inputs, part, trees, chains, self.vocab_size)
 
     def _reserved(self) -> list[Sequence]:
         """The running requests, with pages for all that they may commit; retracts some where pages run out."""
