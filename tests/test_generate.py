@@ -419,7 +419,7 @@ def test_an_unknown_algorithm(refused):
         ("speculative_num_draft_tokens", 1, "--speculative-num-draft-tokens must be an integer from 2"),
         ("speculative_ngram_capacity", 3, "--speculative-ngram-capacity"),
         ("speculative_ngram_match_type", "both", "BFS"),
-        ("max_new_tokens", 0, "max_new_tokens must be"),
+        ("max_new_tokens", -1, "max_new_tokens must be"),
         ("max_new_tokens", "many", "--max-new-tokens"),
         ("temperature", -1, "temperature must be"),
         ("top_p", 2, "top_p must be"),

@@ -4,6 +4,7 @@ tree. A prefix is committed block by block, so that every block but the first al
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -294,7 +295,7 @@ def test_dynamic_scaling_is_that_of_token_by_token_decoding(tmp_path):
     """Beyond the original length transformers rotates a token by the length of the text so far, whatever comes after;
     a chunk must not change that."""
     import torch
-    from transformers import LlamaForCausalLM
+    from transformers import DynamicCache, LlamaForCausalLM
 
     dynamic = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}
     changes = {"max_position_embeddings": 24, "initializer_range": 0.2, "rope_parameters": dynamic}
@@ -303,11 +304,12 @@ def test_dynamic_scaling_is_that_of_token_by_token_decoding(tmp_path):
     assert config.max_positions == 96
     text = some_texts()[0][:60]
     oracle = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
-    expected, cache = [], None
+    expected, cache = [], DynamicCache(config=oracle.config)
+    # transformers 5.24 has renamed the argument.
+    given = {"cache" if "cache" in inspect.signature(oracle.forward).parameters else "past_key_values": cache}
     with torch.inference_mode():
         for token in text:
-            out = oracle(torch.tensor([[int(token)]]), past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = oracle(torch.tensor([[int(token)]]), use_cache=True, **given)
             expected.append(out.logits[0, 0].numpy())
     (found,) = Reader(config, target, params, rows=1).read([text], 13)
     close(found, np.stack(expected))
