@@ -170,6 +170,25 @@ def test_what_is_refused():
         shared_engine("NONE").add(prompt_of(5), SamplingParams(max_new_tokens=5, logprobs=1, logprob_start_len=5))
 
 
+def test_where_no_program_can_score(monkeypatch):
+    """Only the request that needs one ends; it is told why."""
+    engine = make_engine(toy(), "NONE")
+    compile_ = engine.executables._compile
+
+    def attempt(key, *more):
+        if key.kind == "scoring":
+            raise MemoryError("no room")
+        return compile_(key, *more)
+
+    monkeypatch.setattr(engine.executables, "_compile", attempt)
+    plain = engine.add(prompt_of(5), SamplingParams(max_new_tokens=9))
+    scored = engine.add(prompt_of(6), SamplingParams(max_new_tokens=9, logprobs=1, logprob_start_len=0))
+    done = drain(engine)
+    assert done[plain.id].finish_reason["type"] == "length"
+    assert done[scored.id].finish_reason["type"] == "abort" and "no room" in done[scored.id].finish_reason["message"]
+    check_idle(engine)
+
+
 def test_chunks_that_overlap_what_is_known():
     """A chunk may begin before what is missing, and end after the prompt."""
     found = PromptLogprobs([10, 11, 12, 13, 14], 1, 2)

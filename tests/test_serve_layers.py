@@ -187,6 +187,15 @@ def test_why_a_message_ends(theirs, engine):
         (ResponsesRequest, {"n": 2}, "n"),
         (ResponsesRequest, {"messages": [USER]}, "messages"),
         (ResponsesRequest, {"model": "other"}, "model"),
+        *(
+            (kind, {name: value}, name)
+            for kind in (ResponsesRequest, MessagesRequest)
+            for name, value in (
+                ("response_format", {"type": "json_object"}),
+                ("guided_choice", ["a"]),
+                ("json_schema", {}),
+            )
+        ),
         (MessagesRequest, {"max_tokens": None}, "max_tokens"),
         (MessagesRequest, {"max_tokens": 0}, "max_tokens"),
         (MessagesRequest, {"messages": []}, "messages"),

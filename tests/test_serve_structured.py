@@ -126,6 +126,11 @@ def test_refusals_over_http_in_time_and_beside_others(server: Running):
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         assert list(pool.map(ask, range(8))) == [400, 200] * 4
+    several = {"text": ["x", "y"], "sampling_params": [{"regex": "a"}, {"ebnf": "bad"}]}
+    assert server.post("/generate", several).json()["error"]["param"] == "ebnf"
+    for path, body in (("responses", {"input": "x"}), ("messages", {"messages": HELLO, "max_tokens": 2})):
+        answer = server.post(f"/v1/{path}", body | {"regex": "("})
+        assert answer.status_code == 400 and "regex" in answer.json()["error"]["message"], answer.text
     error = server.post("/generate", {"text": "x", "sampling_params": {"regex": "(a"}})
     assert error.status_code == 400 and error.json()["error"]["param"] == "regex"
 

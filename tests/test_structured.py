@@ -14,6 +14,7 @@ import pytest
 from engine_helpers import (
     DRAFTS,
     END,
+    SPECIAL,
     VOCABULARY,
     byte_ids,
     check_idle,
@@ -164,6 +165,22 @@ def test_forced_tokens_are_drafted():
     assert alone.output_ids == done.output_ids and alone.spec_accept_length == 1.0
     few = engine.generate(HELLO, SamplingParams(max_new_tokens=64, grammar=grammar, draft_limit=1))
     assert few.output_ids == done.output_ids and 1.5 < few.spec_accept_length <= 2.0
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_drafts_under_a_mask(adaptive):
+    """Of a text that repeats itself, none of which is forced."""
+    engine = engine_of("NGRAM", adaptive=True) if adaptive else engine_of("NGRAM")
+    params = SamplingParams(max_new_tokens=60, grammar=Grammar("regex", "[a-d]{200}"))
+    assert engine.generate(HELLO, params).spec_accept_length > 1.2
+
+
+def test_text_that_reads_as_a_special_token():
+    for text in (SPECIAL[END], f"x{SPECIAL[0]}y"):
+        done = engine_of("NONE").generate(HELLO, SamplingParams(max_new_tokens=30, grammar=Grammar.choice([text])))
+        assert (done.text, done.finish_reason["type"]) == (text, "stop")
+    done = engine_of("NONE").generate(HELLO, SamplingParams(max_new_tokens=9, grammar=Grammar.choice(["a\x7fb"])))
+    assert done.text == "a\x7fb"
 
 
 LIMITS = {

@@ -36,7 +36,7 @@ from specjax.engine.autotune import tune_at_start
 from specjax.engine.buckets import JUMP, Key
 from specjax.engine.config import EngineConfig, Layout, check_config, context_length
 from specjax.engine.device import Device, OutOfMemory, memory_checked
-from specjax.engine.executables import Executables, use_compilation_cache
+from specjax.engine.executables import Executables, Unavailable, use_compilation_cache
 from specjax.engine.generation import FairLock, complete
 from specjax.engine.generation import stream as stream_chunks
 from specjax.engine.grammar import GRAMMAR_FAILED
@@ -327,7 +327,16 @@ class Engine:
         kind, prompts = self._next_prefill()
         if not prompts:
             return 0
-        key, program = self.executables.first_usable(self._prefill_keys(prompts, kind))
+        try:
+            key, program = self.executables.first_usable(self._prefill_keys(prompts, kind))
+        except Unavailable as error:
+            if kind != "scoring":
+                raise
+            # Only this request needs such a program.
+            prompts[0].abort(f"the log-probabilities of the prompt cannot be computed: {error}")
+            self._finish(prompts[0])
+            self._unreported.append(prompts[0])
+            return 0
         part = prompts[: key.rows]
         inputs = prefill_input(
             part, key.rows, key.width, key.table, rows=self.config.max_running_requests, pages=self.pool.pages
@@ -422,7 +431,7 @@ class Engine:
             key, program = self.executables.first_usable(keys)
             part, left = left[: key.width], left[key.width :]
             inputs, at = step_input(part, key.width, self._new_pages, self.config.max_running_requests), perf_counter()
-            told = [sequence for sequence in part if key.drafts and not sequence.unseen]
+            told = [one for one in part if key.drafts and (self._deferred is None or not one.unseen)]
             for sequence in part if len(told) < len(part) else ():
                 sequence.unseen += 0 if sequence in told else 1 + len(forced.get(sequence, ()))
             drafted = tuple(sequence for sequence in told if sequence.params.drafts)

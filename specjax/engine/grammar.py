@@ -38,6 +38,7 @@ two values is forced. A schema's own "x-guidance" goes first."""
 GRAMMAR_FAILED = "the text cannot go on"  # the start of an abort's message
 
 WORD = 32  # bits
+PRIVATE = "\uf8ff"  # a character for private use, which no tokenizer's own tokens begin with
 ALL = np.uint32(2**32 - 1)
 
 
@@ -77,7 +78,12 @@ class Grammar:
         """One of these texts."""
         if not texts or not all(isinstance(text, str) and text for text in texts):
             raise GrammarError(f"must be a list of texts that are not empty, got {texts!r:.60}")
-        return cls("lark", "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts))
+        return cls("lark", "start: " + " | ".join(map(_quoted, texts)))
+
+
+def _quoted(text: str) -> str:
+    """A text as Lark quotes it, whose lexer takes no DEL."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def library_source(grammar: Grammar) -> str:
@@ -181,12 +187,27 @@ class Grammars:
             copy = Tokenizer.from_str(core.to_str())
             copy.no_padding()
             copy.no_truncation()
-            found = LLTokenizer(copy.to_str(), n_vocab=self._vocab_size, eos_token=self._eos_ids or None)
+            found = LLTokenizer(_apart(copy.to_str()), n_vocab=self._vocab_size, eos_token=self._eos_ids or None)
         except Exception as error:
             raise GrammarError(f"cannot be used: {problem}: {str(error)[:200]}") from error
         if not all(0 <= token < self._vocab_size for token in found.eos_tokens):
             raise GrammarError(f"cannot be used: {problem}, which has no token that ends a text")
         return found
+
+
+def _apart(text: str) -> str:
+    """A tokenizer's JSON in which special tokens have names that no text of a grammar spells: text that reads as one,
+    such as a choice of <|im_end|>, is text."""
+    found = json.loads(text)
+    renamed = {each["content"]: PRIVATE + each["content"] for each in found["added_tokens"] if each["special"]}
+    for each in found["added_tokens"]:
+        each["content"] = renamed.get(each["content"], each["content"])
+    vocab = found["model"].get("vocab")
+    if isinstance(vocab, dict):
+        found["model"]["vocab"] = {renamed.get(name, name): id for name, id in vocab.items()}
+    elif isinstance(vocab, list):
+        found["model"]["vocab"] = [[renamed.get(name, name), *more] for name, *more in vocab]
+    return json.dumps(found)
 
 
 def _said(matcher: LLMatcher) -> str:

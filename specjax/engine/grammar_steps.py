@@ -11,7 +11,7 @@ from specjax.engine.adaptive import PLAIN
 from specjax.engine.buckets import JUMP, Buckets, Key
 from specjax.engine.constrained import constrained_input, read_trees, root_trees
 from specjax.engine.device import Device, memory_checked
-from specjax.engine.executables import Executables
+from specjax.engine.executables import Executables, Program
 from specjax.engine.sequence import Sequence
 
 
@@ -56,6 +56,13 @@ class GrammarSteps:
         cut = {one: tokens[: width - 1] for one, tokens in found.items()}
         return {one: tokens for one, tokens in cut.items() if tokens}, not drafting
 
+    def _proposing(self, half: Key) -> Program | None:
+        """None: it does not compile, which `Executables` has logged, so nothing is drafted."""
+        try:
+            return None if self._executables.has_failed(half) else self._executables.get(half)
+        except Exception:
+            return None
+
     def inputs(
         self,
         key: Key,
@@ -68,8 +75,8 @@ class GrammarSteps:
         and waits for that."""
         nodes, half = self._buckets.step_widths(key)[-1], key._replace(kind="propose")
         trees = root_trees(key.width, nodes)
-        if drafting and nodes > 1 and self._buckets.drafts(key.width) and not self._executables.has_failed(half):
-            output = self._device.run(half, self._executables.get(half), inputs)
+        if drafting and nodes > 1 and self._buckets.drafts(key.width) and (program := self._proposing(half)):
+            output = self._device.run(half, program, inputs)
             with memory_checked(half):
                 drafts = read_trees(output, self._buckets.step_widths(half)[-1])
             trees[:, :, : drafts.shape[2]] = drafts

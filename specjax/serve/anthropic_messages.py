@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse
 
 from specjax.engine import Completion, StreamChunk
 from specjax.engine.intake import Chat
+from specjax.serve import structured
 from specjax.serve.errors import ApiError
 from specjax.serve.fields import (
     UNSUPPORTED,
@@ -81,7 +82,7 @@ class CountTokensRequest(Body):
 
 
 class MessagesRequest(CountTokensRequest, SamplingFields, TaskBody):
-    unsupported = UNSUPPORTED | NOT_BUILT
+    unsupported = UNSUPPORTED | structured.UNSUPPORTED | NOT_BUILT | {"json_schema": ()}
     elsewhere: ClassVar[Mapping[str, tuple[str, Values]]] = MISPLACED | {
         "max_completion_tokens": ("it is called max_tokens", ()),
         "min_tokens": ("chats and completions have it", (0,)),
@@ -103,7 +104,7 @@ class MessagesRequest(CountTokensRequest, SamplingFields, TaskBody):
 
     @property
     def names(self) -> dict[str, str]:
-        return {"max_new_tokens": "max_tokens", "stop": "stop_sequences"}
+        return super().names | {"max_new_tokens": "max_tokens", "stop": "stop_sequences"}
 
     def task(self, rules: Rules, reading: Any) -> Task:
         check_model(self.model, rules.model)

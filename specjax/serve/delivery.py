@@ -113,7 +113,7 @@ class Delivery(threading.Thread):
                 continue
             try:
                 chunk = take_delta(sequence, index, tokens if sequence.stream.late else None)
-            except Exception:  # of its text; the others go on
+            except BaseException:  # of its text, a panic of tokenizers among them; the others go on
                 logger.exception("request %s failed", sequence.id)
                 self._failed(sequence)
                 chunk = listener.aborted(index, FAILED_REQUEST)

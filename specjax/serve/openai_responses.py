@@ -14,6 +14,7 @@ from pydantic import Field
 
 from specjax.engine import Completion, StreamChunk
 from specjax.engine.intake import Chat
+from specjax.serve import structured
 from specjax.serve.errors import ApiError
 from specjax.serve.fields import UNSUPPORTED, Body, Flag, Integer, Metadata, Salt, Text, Values, at_most, texts
 from specjax.serve.messages import MAX_MESSAGES
@@ -58,7 +59,8 @@ InputItems = Annotated[
 
 
 class ResponsesRequest(SamplingFields, TaskBody):
-    unsupported: ClassVar[Mapping[str, Values]] = UNSUPPORTED | {
+    unsupported: ClassVar[Mapping[str, Values]] = UNSUPPORTED | structured.UNSUPPORTED | {
+        "json_schema": (),
         "background": (False,), "context_management": ([],), "conversation": (), "include": ([],),
         "max_tool_calls": (), "moderation": (), "parallel_tool_calls": (True, False), "previous_response_id": (),
         "prompt": (), "reasoning": ({},), "stream_options": ({}, {"include_obfuscation": False}),
@@ -95,7 +97,7 @@ class ResponsesRequest(SamplingFields, TaskBody):
 
     @property
     def names(self) -> dict[str, str]:
-        return {"max_new_tokens": "max_output_tokens"}
+        return super().names | {"max_new_tokens": "max_output_tokens"}
 
     def task(self, rules: Rules, reading: Any) -> Task:
         check_model(self.model, rules.model)

@@ -399,7 +399,8 @@ class GenerateRequest(TaskBody):
         sampling = [body.params(rules, logprobs=logprobs, **more) for body in bodies]
         sampling *= len(prompts) // len(bodies)
         ids = self._ids(len(prompts))
-        return Task(prompts, sampling, choices, first.names, field, ids=ids, most=GENERATE_TOKENS)
+        names = [body.names for body in bodies] * (len(prompts) // len(bodies))
+        return Task(prompts, sampling, choices, names_of=names, prompt_field=field, ids=ids, most=GENERATE_TOKENS)
 
     def _ids(self, count: int) -> list[str] | None:
         """The names of `count` prompts."""

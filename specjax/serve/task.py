@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -47,14 +48,16 @@ class Task:
     most: int | None = None  # new tokens where the request gives no number; fewer if they do not fit
     reply: ReplyOptions | None = None  # None: the text as it is
     trees: int = 0  # of its last steps that each sequence keeps, if the engine keeps any
+    names_of: List[Mapping[str, str]] = ()  # in place of `names`, where each prompt has its own
 
     def sequences(self, intake: Intake, id: str) -> list[Sequence]:
         """Tokenises, and makes the choices in order: prompt * n + i. Choice i of a prompt has the seed + i. Raises an
         ApiError: the model or the engine cannot take a prompt or parameter."""
         made: list[Sequence] = []
-        scores = 0
+        scores, names = 0, self.names
         try:
             for index, (prompt, sampling) in enumerate(zip(self.prompts, self.sampling, strict=True)):
+                names = self.names_of[index] if self.names_of else self.names
                 name = self.ids[index] if self.ids else f"{id}-{index}"
                 first = intake.sequence(prompt, sampling, id=name)
                 made.append(first)
@@ -78,7 +81,7 @@ class Task:
                         problem = f"must be at most max_new_tokens (here {first.limit}), got {sampling.min_new_tokens}"
                         raise ParameterError("min_new_tokens", problem)
         except ValueError as error:
-            raise refusal(error, self.names, self.prompt_field) from error
+            raise refusal(error, names, self.prompt_field) from error
         return made
 
 
