@@ -237,6 +237,14 @@ def test_errors_in_anthropics_form(server, theirs):
     with pytest.raises(anthropic.NotFoundError) as missing:
         theirs.messages.create(model="other", max_tokens=5, messages=[USER])
     assert missing.value.body["error"]["type"] == "not_found_error"
+    with server.client(headers={"x-api-key": "key"}) as client:
+        for answer in (
+            client.get(MESSAGES),
+            client.post(MESSAGES, content=b"x"),
+            client.post(f"{MESSAGES}/no", json={}),
+        ):
+            assert answer.status_code in (404, 405, 415) and answer.json()["type"] == "error", answer.text
+        assert "type" not in client.get(RESPONSES).json()
     stranger = anthropic.Anthropic(base_url=server.base, api_key="wrong", max_retries=0)
     with stranger, pytest.raises(anthropic.AuthenticationError):
         stranger.messages.create(model="toy", max_tokens=5, messages=[USER])

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
-from starlette.responses import JSONResponse
 
 from specjax.engine import Completion, StreamChunk
 from specjax.engine.intake import Chat
@@ -31,8 +30,6 @@ from specjax.serve.messages import MAX_MESSAGES
 from specjax.serve.protocol import MISPLACED, SALT, NewTokens, SamplingFields, TaskBody, check_model
 from specjax.serve.responses import Answer, named_event
 from specjax.serve.task import Rules, Task
-
-ERRORS = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}  # by status; see `error_body`
 
 NOT_BUILT: dict[str, Values] = {
     "tools": ([],), "tool_choice": ({"type": "auto"}, {"type": "none"}), "thinking": ({"type": "disabled"},),
@@ -148,7 +145,7 @@ class MessagesAnswer(Answer):
         return list(map(named_event, found))
 
     def error(self, error: ApiError) -> bytes:
-        return named_event(error_body(error))
+        return named_event(error.anthropic_body())
 
     def _message(self, cached: int) -> dict[str, Any]:
         """A message that has just begun."""
@@ -174,15 +171,3 @@ def _ending(done: Completion) -> dict[str, Any]:
     if isinstance(matched, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": matched}
     return {"stop_reason": "end_turn", "stop_sequence": None}
-
-
-def error_body(error: ApiError) -> dict[str, Any]:
-    """Anthropic's form, which OpenAI's fits into."""
-    problem = error.body()["error"]
-    if error.status != 401:
-        problem["type"] = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": problem}
-
-
-def error_response(error: ApiError) -> JSONResponse:
-    return JSONResponse(error_body(error), error.status, headers=error.headers)

@@ -22,7 +22,7 @@ from specjax.cli.flags import ServerSettings
 from specjax.engine import Completion
 from specjax.engine.grammar import GRAMMAR_FAILED
 from specjax.engine.sequence import Sequence
-from specjax.serve.anthropic_messages import CountTokensRequest, MessagesAnswer, MessagesRequest, error_response
+from specjax.serve.anthropic_messages import CountTokensRequest, MessagesAnswer, MessagesRequest
 from specjax.serve.control import READ, add_control_routes
 from specjax.serve.deadline import Deadline
 from specjax.serve.delivery import Listener
@@ -149,26 +149,20 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
 
     @app.post("/v1/messages")
     async def messages(request: Request) -> Response:
-        try:
-            return await respond(request, MessagesRequest, f"msg_{secrets.token_hex(12)}")
-        except ApiError as error:
-            return error_response(error)
+        return await respond(request, MessagesRequest, f"msg_{secrets.token_hex(12)}")
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
+        reading = Reading(strict=settings.strict_fields)
+        body = CountTokensRequest.read(reading.parse(await receive_body(request)), reading)
+        check_model(body.model, model)
+        chat = body.chat()
         try:
-            reading = Reading(strict=settings.strict_fields)
-            body = CountTokensRequest.read(reading.parse(await receive_body(request)), reading)
-            check_model(body.model, model)
-            chat = body.chat()
-            try:
-                job = tokenising.submit(work([chat], 1), lambda: len(runner.engine.encode(chat)))
-                count = await while_connected(request, asyncio.wrap_future(job))
-            except ValueError as error:
-                raise refusal(error, {}, "messages") from error
-            return JSONResponse({"input_tokens": count}, headers=reading.headers)
-        except ApiError as error:
-            return error_response(error)
+            job = tokenising.submit(work([chat], 1), lambda: len(runner.engine.encode(chat)))
+            count = await while_connected(request, asyncio.wrap_future(job))
+        except ValueError as error:
+            raise refusal(error, {}, "messages") from error
+        return JSONResponse({"input_tokens": count}, headers=reading.headers)
 
     @app.api_route("/generate", methods=["POST", "PUT"])
     async def generate(request: Request) -> Response:
@@ -194,7 +188,7 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
     async def http_error(request: Request, error: HTTPException) -> Response:
         said = {404: f"there is no {request.url.path} here", 405: f"{request.url.path} has no {request.method}"}
         message = said.get(error.status_code, str(error.detail))
-        return ApiError(error.status_code, message, headers=error.headers).response()
+        return ApiError(error.status_code, message, headers=error.headers).response(request.url.path)
 
     @app.exception_handler(ClientDisconnect)
     async def gone(request: Request, error: ClientDisconnect) -> Response:

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in OpenAI's form, `{"error": {"message", "type", "param", "code"}}`; under `/v1/messages` in Anthropic's."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
+ANTHROPIC = "/v1/messages"  # paths that begin so
+ANTHROPIC_TYPES = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}  # by status
 SHOWN = 60  # most characters of a client's value that a message repeats
 
 
@@ -31,8 +33,18 @@ class ApiError(Exception):
         kind = "authentication_error" if self.status == 401 else kind
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), self.status, headers=self.headers)
+    def anthropic_body(self) -> dict[str, Any]:
+        """Anthropic's form, which OpenAI's fits into."""
+        problem = self.body()["error"]
+        if self.status != 401:
+            usual = "api_error" if self.status >= 500 else "invalid_request_error"
+            problem["type"] = ANTHROPIC_TYPES.get(self.status, usual)
+        return {"type": "error", "error": problem}
+
+    def response(self, path: str = "") -> JSONResponse:
+        """`path`: of the request, which decides the form."""
+        body = self.anthropic_body() if path.startswith(ANTHROPIC) else self.body()
+        return JSONResponse(body, self.status, headers=self.headers)
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

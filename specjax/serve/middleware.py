@@ -78,12 +78,12 @@ class Gate:
             self._check(scope, headers)
             await self._app(scope, receive_limited, send_with_id)
         except ApiError as error:
-            await error.response()(scope, receive, send_with_id)
+            await error.response(scope["path"])(scope, receive, send_with_id)
         except Exception:
             if answered:  # all that is left is to cut the connection
                 raise
             logger.exception("request %s failed", shown_id(id))
-            await ApiError(500, INTERNAL).response()(scope, receive, send_with_id)
+            await ApiError(500, INTERNAL).response(scope["path"])(scope, receive, send_with_id)
         finally:
             self._held -= size
 
