@@ -113,6 +113,7 @@ UNICODE = st.text(st.sampled_from("ab é漢🙂\u200d\u0301\ufffd\n"), max_size=
 @example([END, *byte_ids("é".encode())[:1]])
 @example(byte_ids("é🙂".encode())[:-1])
 @example(byte_ids(b"\xff\xff\xc3a\xe6\xbc"))
+@example(byte_ids(b"\xed\xa1"))  # half of a surrogate
 def test_a_stream_ends_as_a_plain_decode(ids):
     for skip in (True, False):
         stream = stream_of(skip=skip)

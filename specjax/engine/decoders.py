@@ -81,6 +81,11 @@ class _Suffix(Step):
         return () if self.held is None else (self.held.replace(self._suffix, ""),)
 
 
+def _is_incomplete(held: bytes) -> bool:
+    """Whether what Python's decoder holds back may begin a character. It holds surrogates back too, which are none."""
+    return bool(held) and not (held[0] == 0xED and len(held) > 1 and held[1] >= 0xA0)
+
+
 class _ByteLevel(Step):
     """Characters that stand for bytes (GPT-2's table); a token with others stands for its own bytes.
 
@@ -110,6 +115,7 @@ class _ByteLevel(Step):
         return (REPLACEMENT * held + shown,)
 
     def end(self, keep_incomplete: bool) -> Iterable[str]:
+        keep_incomplete = keep_incomplete or not _is_incomplete(self._bytes.getstate()[0])
         rest = self._bytes.decode(b"", final=True) if keep_incomplete else ""
         return (REPLACEMENT * self.held + rest,)
 
@@ -131,7 +137,8 @@ class _ByteFallback(Step):
             decoder = codecs.getincrementaldecoder("utf-8")("replace")
             decoder.decode(bytes(self.held))
             incomplete, _ = decoder.getstate()
-            del self.held[len(self.held) - len(incomplete) :]
+            if _is_incomplete(incomplete):
+                del self.held[len(self.held) - len(incomplete) :]
         return self._flush()
 
     def _flush(self) -> Iterable[str]:
