@@ -62,8 +62,7 @@ class _InFlight(NamedTuple):
     key: Key
     output: Output
     sequences: list[Sequence]
-    prefilled: list[int] | None = None  # by a prefill: tokens of each sequence that are in pages after it
-    starts: list[int] | None = None  # and before it
+    prefilled: List[tuple[int, int]] = ()  # by a prefill: tokens of each sequence in pages before and after it
     launched: float = 0.0  # when, in seconds of `perf_counter`
     drafted: tuple[Sequence, ...] = ()  # those for which a step could draft
     forced: Mapping[Sequence, list[int]] = MappingProxyType({})  # in place of drafts, by a grammar
@@ -333,21 +332,20 @@ class Engine:
             if kind != "scoring":
                 raise
             # Only this request needs such a program.
-            prompts[0].abort(f"the log-probabilities of the prompt cannot be computed: {error}")
-            self._finish(prompts[0])
-            self._unreported.append(prompts[0])
+            self._give_up(prompts[0], f"the log-probabilities of the prompt cannot be computed: {error}")
             return 0
         part = prompts[: key.rows]
         inputs = prefill_input(
             part, key.rows, key.width, key.table, rows=self.config.max_running_requests, pages=self.pool.pages
         )
         output = self.device.run(key, program, inputs)
-        starts = [sequence.prefilled for sequence in part]
+        prefilled = []
         for sequence in part:
-            tokens = min(sequence.left, key.width)
+            start, tokens = sequence.prefilled, min(sequence.left, key.width)
             self.counters.prefilled_tokens += tokens
             sequence.prefill(tokens)
-        self._in_flight.append(_InFlight(key, output, part, [sequence.prefilled for sequence in part], starts))
+            prefilled.append((start, sequence.prefilled))
+        self._in_flight.append(_InFlight(key, output, part, prefilled))
         return 1
 
     def _next_prefill(self) -> tuple[str, list[Sequence]]:
@@ -448,9 +446,7 @@ class Engine:
         """Ends the requests whose grammar cannot be followed any more. Returns the others."""
         for sequence in running:
             if sequence.constraint is not None and (problem := sequence.constraint.problem()) is not None:
-                sequence.abort(f"{GRAMMAR_FAILED} after {len(sequence.output)} tokens: {problem}")
-                self._finish(sequence)
-                self._unreported.append(sequence)
+                self._give_up(sequence, f"{GRAMMAR_FAILED} after {len(sequence.output)} tokens: {problem}")
         return [sequence for sequence in running if sequence.status is Status.RUNNING]
 
     def _reserved(self) -> list[Sequence]:
@@ -490,11 +486,10 @@ class Engine:
         for i, (sequence, tokens, finish) in enumerate(zip(flight.sequences, read.tokens, read.finish, strict=False)):
             if sequence.status is Status.FINISHED:
                 continue
-            if flight.prefilled is not None and flight.starts is not None and finish != NOT_FINITE:
-                sequence.certain = flight.prefilled[i]
+            if flight.prefilled and finish != NOT_FINITE:
+                start, sequence.certain = flight.prefilled[i]
                 self.scheduler.store(sequence)
-                top = min(TOP_LOGPROBS, self.vocab_size)
-                take_prompt(sequence, flight.output, i, flight.starts[i], flight.prefilled[i], top)
+                take_prompt(sequence, flight.output, i, start, sequence.certain, min(TOP_LOGPROBS, self.vocab_size))
             if not tokens and finish == RUNS:
                 continue
             kept = take(sequence, read, flight.output, i, verified=verified)
@@ -541,6 +536,12 @@ class Engine:
             return drafted / plain
         free = self.buckets.free_tokens
         return (batch * widest + free) / (batch + free)
+
+    def _give_up(self, sequence: Sequence, message: str) -> None:
+        """Ends a request that cannot go on; the others do. `message`: its reason."""
+        sequence.abort(message)
+        self._finish(sequence)
+        self._unreported.append(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)

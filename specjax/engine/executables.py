@@ -368,15 +368,12 @@ class Executables:
         program = program_store.stored(
             partial(_from_packed, function, unpack, pack), arguments, compile, (chosen, kernels)
         )
-        self._check_room(key, program.memory_analysis().temp_size_in_bytes if self._room is not None else 0)
-        return program
-
-    def _check_room(self, key: Key, temporaries: int) -> None:
-        if self._room is not None and temporaries > self._room:
+        if self._room is not None and (temporaries := program.memory_analysis().temp_size_in_bytes) > self._room:
             raise MemoryError(
                 f"{key} needs {temporaries / 1e9:.3f} GB beside its arguments, and {self._room / 1e9:.3f} GB are left "
                 "beside weights and KV pool; give a lower EngineConfig.mem_fraction or fewer max_total_tokens"
             )
+        return program
 
     def _function(self, key: Key, widths: tuple[int, ...]) -> tuple[partial[Any], partial[Any], tuple[int, int]]:
         """What a key's program computes, what unpacks its input, and that input's shape. `widths`: of a step's trees;

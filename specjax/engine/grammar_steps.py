@@ -39,8 +39,8 @@ class GrammarSteps:
         """Whether a step can run at once, or never will; else compiles it meanwhile."""
         drafts = key.nodes == 0 and self._buckets.drafts(key.width)
         halves = [key, key._replace(kind="propose")] if drafts else [key]
-        self._executables.compile_later(halves)
-        return all(half in self._executables.compiled() or self._executables.has_failed(half) for half in halves)
+        ready = [self._executables.compile_ahead(half) for half in halves]  # begins with all of them
+        return all(ready)
 
     def forced(self, sequences: list[Sequence], nodes: int) -> tuple[dict[Sequence, list[int]], bool]:
         """Tokens that must come next in some of these: as many as are worth a wider step. And whether nothing is

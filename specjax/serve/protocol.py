@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -153,9 +154,9 @@ class TaskBody(Body):
         None, description="Seconds to the end of the answer, then a 408. `--request-timeout` may be shorter."
     )
 
+    @abstractmethod
     def task(self, rules: Rules, reading: Reading) -> Task:
         """What the engine is to do. Raises an ApiError for fields that do not go together."""
-        raise NotImplementedError
 
 
 OPTIONS_NEED_STREAM = implies(has(stream_options={"type": "object"}), has(stream={"const": True}))

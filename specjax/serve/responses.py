@@ -10,6 +10,7 @@ import itertools
 import json
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -29,7 +30,7 @@ from specjax.tree import NO_TOKEN
 from specjax.viz.trees import StepTree
 
 
-class Answer:
+class Answer(ABC):
     """The answer to one request, whole or as events.
 
     Attributes:
@@ -38,11 +39,13 @@ class Answer:
 
     shows_aborted: ClassVar[bool] = False
 
+    @abstractmethod
     def whole(self, done: list[Completion]) -> Any:
-        raise NotImplementedError
+        """The body, as JSON-like values."""
 
+    @abstractmethod
     def events(self, chunk: StreamChunk) -> list[bytes]:
-        raise NotImplementedError
+        """The events of one chunk."""
 
     def last_events(self) -> list[bytes]:
         return []
