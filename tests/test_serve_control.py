@@ -169,6 +169,13 @@ def test_metrics_count_what_happened(server):
     assert grown("vllm:prefix_cache_queries_total") == 2 * length
     assert grown("sglang:num_requests_total") == 2 and grown("sglang:num_aborted_requests_total") == 0
     assert after["sglang:spec_accept_length"] == pytest.approx(counters.verified / counters.verifications)
+    drafted, accepted = grown("vllm:spec_decode_num_drafts_total"), grown("vllm:spec_decode_num_accepted_tokens_total")
+    assert drafted > 0 and grown("vllm:spec_decode_num_draft_tokens_total") == drafted * (
+        server.engine.drafter.width - 1
+    )
+    depths = range(server.engine.drafter.depth)
+    each = [counters.accepted_at[depth] if depth < len(counters.accepted_at) else 0 for depth in depths]
+    assert sum(each) == counters.accepted >= accepted and each == sorted(each, reverse=True)
     assert after["sglang:num_running_reqs"] == after["vllm:num_requests_running"] == 0
     assert after["sglang:token_usage"] == after["vllm:kv_cache_usage_perc"] == 0
     assert after["specjax:max_total_num_tokens"] == 1024

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +32,7 @@ class Counters:
     drafted_steps: int = 0  # those of them that could draft
     verified: int = 0  # tokens that these emitted
     generated: int = 0  # all tokens emitted
+    accepted_at: list[int] = field(default_factory=list)  # drafts that became text, by depth - 1
 
     def count(self, kept: int, *, verified: bool, drafted: bool) -> None:
         """A sequence kept so many tokens of a prefill or, `verified`, of a step, that could draft for it."""
@@ -40,6 +41,9 @@ class Counters:
             self.verifications += 1
             self.drafted_steps += drafted
             self.verified += kept
+            self.accepted_at += [0] * (kept - 1 - len(self.accepted_at))
+            for depth in range(kept - 1):
+                self.accepted_at[depth] += 1
 
     @property
     def accept_length(self) -> float:

@@ -160,9 +160,35 @@ class _Everything(Collector):
         queries = CounterMetricFamily(VLLM + "prefix_cache_queries", "Tokens of prompts.", labels=["model_name"])
         queries.add_metric(label, next(each.value for each in found if each.name == "prompt_tokens"))
         yield queries
+        yield from _speculation(self._engine, label)
         for family in self._traffic.families():
             for prefix in (OURS, SGLANG, VLLM):
                 yield _renamed(family, prefix)
+
+
+def _speculation(engine: Engine, label: list[str]) -> Iterator[Metric]:
+    """vLLM's totals of speculation, read by its `bench serve`. None where nothing is drafted."""
+    counters, width = engine.counters, engine.drafter.width
+    if width == 1:
+        return
+    totals = {
+        "num_drafts": ("Steps of a request that could draft.", counters.drafted_steps),
+        "num_draft_tokens": ("Places for drafts in their trees.", counters.drafted_steps * (width - 1)),
+        "num_accepted_tokens": ("Drafts that became text.", counters.accepted),
+    }
+    for name, (about, value) in totals.items():
+        family = CounterMetricFamily(f"{VLLM}spec_decode_{name}", about, labels=["model_name"])
+        family.add_metric(label, value)
+        yield family
+    each = CounterMetricFamily(
+        f"{VLLM}spec_decode_num_accepted_tokens_per_pos",
+        "Drafts that became text, by depth in the tree, from 0.",
+        labels=["model_name", "position"],
+    )
+    for position in range(engine.drafter.depth):
+        at = counters.accepted_at
+        each.add_metric([*label, str(position)], at[position] if position < len(at) else 0)
+    yield each
 
 
 def _renamed(family: Metric, prefix: str) -> Metric:
