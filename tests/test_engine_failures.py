@@ -20,8 +20,8 @@ from toy_models import random_table, table_model
 from specjax.engine import Engine, SamplingParams
 from specjax.engine import engine as engine_module
 from specjax.engine.device import OutOfMemory
-from specjax.engine.executables import Key, Unavailable
 from specjax.engine.generation import EngineError, FairLock
+from specjax.engine.programs import Key, Unavailable
 from specjax.engine.sequence import TEXT_FAILED, completion
 from specjax.engine.text import TextStream
 

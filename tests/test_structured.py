@@ -110,7 +110,7 @@ ADAPTIVE = {"adaptive": True, "retract_every": 9, "max_running_requests": 3}
 def test_whatever_is_chosen_and_retracted(kind, monkeypatch):
     engine = engine_of(kind, **ADAPTIVE)
     rng = np.random.default_rng(1)
-    for adaptive in engine._adaptive.values():
+    for adaptive in engine.drafting.adaptive.values():
         monkeypatch.setattr(adaptive, "choose", lambda batch, requests: 0 if rng.random() < 0.5 else PLAIN)
     made = requests(9, longest=40)
     before = engine.scheduler.retractions
@@ -125,7 +125,7 @@ def test_what_a_drafter_has_missed_is_counted(monkeypatch):
     engine = engine_of("eagle3", **ADAPTIVE)
     rng = np.random.default_rng(4)
     monkeypatch.setattr(
-        engine._adaptive["constrained"], "choose", lambda batch, requests: 0 if rng.random() < 0.3 else PLAIN
+        engine.drafting.adaptive["constrained"], "choose", lambda batch, requests: 0 if rng.random() < 0.3 else PLAIN
     )
     monkeypatch.setattr(Buckets, "jump_width", lambda *_: JUMP)
     prompt, seen = byte_ids(b"one two"), 0

@@ -13,8 +13,8 @@ import numpy as np
 
 from specjax.drafters.base import Params
 from specjax.engine.buckets import Key
-from specjax.engine.executables import Program
 from specjax.engine.packing import Resident
+from specjax.engine.programs import Program
 from specjax.engine.transfers import Output
 
 Flat: TypeAlias = tuple[list[jax.Array], Any]  # the leaves of a `Resident`, and their tree

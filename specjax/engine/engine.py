@@ -14,13 +14,12 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
 from functools import partial
 from time import perf_counter
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +27,6 @@ from jax.profiler import TraceAnnotation
 
 from specjax import checkpoint
 from specjax.config import HeadConfig, MtpConfig
-from specjax.costs import PLAIN as PLAIN_TREE
 from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
 from specjax.engine import program_store
 from specjax.engine.adaptive import PLAIN, Adaptive
@@ -36,19 +34,22 @@ from specjax.engine.autotune import tune_at_start
 from specjax.engine.buckets import JUMP, Key
 from specjax.engine.config import EngineConfig, Layout, check_config, context_length
 from specjax.engine.device import Device, OutOfMemory, memory_checked
-from specjax.engine.executables import Executables, Unavailable, use_compilation_cache
+from specjax.engine.drafting import Drafting, expected_ratio
+from specjax.engine.executables import Executables, use_compilation_cache
+from specjax.engine.flight import Flights, InFlight
 from specjax.engine.generation import FairLock, complete
 from specjax.engine.generation import stream as stream_chunks
 from specjax.engine.grammar import GRAMMAR_FAILED
 from specjax.engine.grammar_steps import GrammarSteps
 from specjax.engine.intake import Intake, Prompt, Salts, with_sampling
 from specjax.engine.memory import pool_tokens, room_beside
-from specjax.engine.packing import Resident, admission, catch_up_input, prefill_input, step_input
+from specjax.engine.packing import Resident, admission, prefill_input, step_input
+from specjax.engine.programs import Unavailable
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Sequence, Status
-from specjax.engine.step_times import StepTimes, predictions, tree_of
-from specjax.engine.transfers import Counters, Output, read_lag, read_output, take, take_prompt
+from specjax.engine.step_times import StepTimes, predictions
+from specjax.engine.transfers import Counters, read_output, take, take_prompt
 from specjax.engine.tuning import Tuning
 from specjax.load import load
 from specjax.models.target import Target
@@ -56,16 +57,6 @@ from specjax.state import NOT_FINITE, RUNS, DecodeState, init_state
 from specjax.verify import TOP_LOGPROBS, Verifier, verify_tree
 
 DEFAULT_CONFIG = EngineConfig()
-
-
-class _InFlight(NamedTuple):
-    key: Key
-    output: Output
-    sequences: list[Sequence]
-    prefilled: List[tuple[int, int]] = ()  # by a prefill: tokens of each sequence in pages before and after it
-    launched: float = 0.0  # when, in seconds of `perf_counter`
-    drafted: tuple[Sequence, ...] = ()  # those for which a step could draft
-    forced: Mapping[Sequence, list[int]] = MappingProxyType({})  # in place of drafts, by a grammar
 
 
 class Engine:
@@ -117,7 +108,7 @@ class Engine:
         self.device = Device(params, self._new_state, self.executables.launch_lock)
         self._grammar = GrammarSteps(self.executables, self.device, self.buckets, self.vocab_size)
         self.counters = Counters()
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight = Flights(lambda: len(self.executables.compiled()))
         self._inconsistent = False  # `_guarded` was left by an exception
         self._by_id: dict[str, Sequence] = {}
         self.intake = Intake(
@@ -135,13 +126,11 @@ class Engine:
         )
         self._unreported: list[Sequence] = []  # read in this iteration
         self.tuning: Tuning | None = None
-        self._adaptive: dict[str, Adaptive | None] = {
-            kind: None if self._deferred is None else Adaptive(self.buckets.choices, self._expected_ratio)
-            for kind in ("step", "constrained")
-        }
-        self.adaptive = self._adaptive["step"]
+        self.drafting = Drafting(
+            self.executables, self.device, self.buckets, self._in_flight,
+            chooses=self._deferred is not None, expected=self._expected_ratio, rows=rows,
+        )  # fmt: skip
         self._draft_model = draft_model
-        self._last_read, self._programs = 0.0, 0  # when a program's output was read last, and how many there were
 
     @classmethod
     def from_pretrained(
@@ -203,6 +192,11 @@ class Engine:
         if compilation_cache:
             engine.tuning = tune_at_start(engine, progress=progress)
         return engine
+
+    @property
+    def adaptive(self) -> Adaptive | None:
+        """What was measured, and whether each step is to draft; None: nothing is chosen."""
+        return self.drafting.adaptive["step"]
 
     @property
     def state(self) -> DecodeState:
@@ -345,7 +339,7 @@ class Engine:
             self.counters.prefilled_tokens += tokens
             sequence.prefill(tokens)
             prefilled.append((start, sequence.prefilled))
-        self._in_flight.append(_InFlight(key, output, part, prefilled))
+        self._in_flight.append(InFlight(key, output, part, prefilled))
         return 1
 
     def _next_prefill(self) -> tuple[str, list[Sequence]]:
@@ -366,44 +360,6 @@ class Engine:
         most = self.buckets.room_beside(len(self.scheduler.active) - waiting, waiting)
         return self.buckets.prefill_keys([*left], [*pages], most, self.executables.compiled(), kind)
 
-    def _launch_catch_up(self, sequences: list[Sequence], *, ended: bool = False) -> int:
-        """Dispatches a program that tells the drafter what it has missed of some of these. Returns the programs
-        launched. `ended`: all of what these have said, and nothing is read of it."""
-        launched = 0
-        while behind := [sequence for sequence in sequences if sequence.unseen]:
-            left, pages = zip(*((sequence.unseen, len(sequence.pages)) for sequence in behind), strict=True)
-            keys = self.buckets.prefill_keys([*left], [*pages], None, self.executables.compiled(), "catch-up")
-            key, program = self.executables.first_usable(keys)
-            part, at = behind[: key.rows], perf_counter()
-            slots = [cast(int, sequence.slot) for sequence in part]
-            output = self.device.run(key, program, catch_up_input(slots, key.rows, self.config.max_running_requests))
-            for sequence in part:
-                sequence.unseen = max(sequence.unseen - key.width, 0)
-            launched += 1
-            if not ended:
-                self._in_flight.append(_InFlight(key, output, part, launched=at))
-                break
-        return launched
-
-    def _choose(self, sequences: list[Sequence], kind: str) -> tuple[int, int]:
-        """`Key.nodes` of the next step of these, and the catch-ups launched for it."""
-        if (adaptive := self._adaptive[kind]) is None:
-            return 0, 0
-        batch = self.buckets.batch(len(sequences))
-        nodes = adaptive.choose(batch, sequences)
-        if nodes == PLAIN:
-            return PLAIN, 0
-        if waiting := self.executables.pending:
-            ready, pending = (
-                {key.nodes for key in keys if key.kind == kind and key.width == batch}
-                for keys in (self.executables.compiled(), waiting)
-            )
-            if nodes in pending - ready and PLAIN in ready:
-                return PLAIN, 0
-        drafting = [sequence for sequence in sequences if sequence.params.drafts]
-        launched = self._launch_catch_up(drafting)
-        return nodes if any(not sequence.unseen for sequence in drafting) else PLAIN, launched
-
     def _launch_decode(self) -> int:
         """Dispatches one step for each running request: in one batch, or in several where no program serves them all.
         Returns the programs launched."""
@@ -414,7 +370,7 @@ class Engine:
         while left:
             pages = max(len(sequence.pages) for sequence in left)
             kind = "constrained" if any(sequence.constraint for sequence in left) else "step"
-            nodes, more = self._choose(left, kind)
+            nodes, more = self.drafting.choose(left, kind)
             forced, jumps = dict[Sequence, list[int]](), False
             if kind == "step":
                 ready = self.executables.compiled(), self.executables.pending
@@ -429,15 +385,13 @@ class Engine:
             key, program = self.executables.first_usable(keys)
             part, left = left[: key.width], left[key.width :]
             inputs, at = step_input(part, key.width, self._new_pages, self.config.max_running_requests), perf_counter()
-            told = [one for one in part if key.drafts and (self._deferred is None or not one.unseen)]
-            for sequence in part if len(told) < len(part) else ():
-                sequence.unseen += 0 if sequence in told else 1 + len(forced.get(sequence, ()))
+            told = self.drafting.told(part, forced, drafts=key.drafts)
             drafted = tuple(sequence for sequence in told if sequence.params.drafts)
             if kind == "constrained":
                 drafting = [] if jumps else [sequence for sequence in drafted if not forced.get(sequence)]
                 inputs = self._grammar.inputs(key, part, inputs, forced, drafting)
             output = self.device.run(key, program, inputs)
-            self._in_flight.append(_InFlight(key, output, part, launched=at, drafted=drafted, forced=forced))
+            self._in_flight.append(InFlight(key, output, part, launched=at, drafted=drafted, forced=forced))
             self.counters.steps += 1
             launched += 1 + more
         return launched
@@ -468,21 +422,17 @@ class Engine:
         while len(self._in_flight) > count:
             self._collect(self._in_flight.popleft())
 
-    def _collect(self, flight: _InFlight) -> None:
+    def _collect(self, flight: InFlight) -> None:
         if flight.key.kind == "catch-up":
-            self._collect_catch_up(flight)
+            with TraceAnnotation("wait"):
+                self.drafting.collect(flight)
             return
         wanted = any(sequence.wants_logprobs for sequence in flight.sequences)
         with memory_checked(flight.key), TraceAnnotation("wait"):
             read = read_output(flight.output, min(TOP_LOGPROBS, self.vocab_size) if wanted else None)
         verified = flight.key.verifies
         drafts = flight.key.drafts and self.buckets.drafts(flight.key.width)
-        seconds = self._seconds(flight)
-        adaptive = self._adaptive.get(flight.key.kind)
-        usual = adaptive is not None and flight.key.nodes in adaptive.choices(flight.key.width)
-        if seconds is not None and adaptive is not None and usual and not any(map(flight.forced.get, flight.sequences)):
-            emitted = {sequence: len(tokens) for sequence, tokens in zip(flight.sequences, read.tokens, strict=False)}
-            adaptive.record(flight.key, seconds, {one: n for one in flight.drafted if (n := emitted[one])})
+        self.drafting.record(flight, read, self._in_flight.seconds(flight))
         for i, (sequence, tokens, finish) in enumerate(zip(flight.sequences, read.tokens, read.finish, strict=False)):
             if sequence.status is Status.FINISHED:
                 continue
@@ -497,45 +447,20 @@ class Engine:
             self.counters.count(kept, verified=stepped, drafted=sequence.params.drafts and drafts)
             if sequence.finish_reason is not None:
                 if self._deferred is not None and self.drafter.remembers:
-                    self._launch_catch_up([sequence], ended=True)
+                    self.drafting.catch_up([sequence], ended=True)
                 self._finish(sequence)
             self._unreported.append(sequence)
 
-    def _seconds(self, flight: _InFlight) -> float | None:
-        """That the device took for a program whose output has just been read; None: something compiled meanwhile."""
-        begun, self._last_read = max(flight.launched, self._last_read), perf_counter()
-        compiled, self._programs = self._programs, len(self.executables.compiled())
-        return self._last_read - begun if compiled == self._programs else None
-
-    def _collect_catch_up(self, flight: _InFlight) -> None:
-        with memory_checked(flight.key), TraceAnnotation("wait"):
-            lags = read_lag(flight.output)
-        if (seconds := self._seconds(flight)) is not None:
-            for adaptive in filter(None, self._adaptive.values()):
-                adaptive.record_catch_up(flight.key, seconds)
-        for sequence, lag in zip(flight.sequences, lags, strict=False):
-            for later in (other for other in self._in_flight if sequence in other.sequences):
-                if later.key.kind == "catch-up":
-                    lag = max(lag - later.key.width, 0)
-                else:
-                    lag += 0 if sequence in later.drafted else 1 + len(later.forced.get(sequence, ()))
-            sequence.unseen = lag
-
     def _expected_ratio(self, batch: int) -> float:
-        """Seconds of a batch bucket's step with drafts over those of one without, before both were measured in use:
-        what was measured on this device, else what the cost model predicts for a GPU that it knows, else from the
-        number of tokens in the forward."""
-        widest = self.buckets.tree_widths(batch)[-1]
-        drafter = self.drafter.within(widest)
-        predicted = None
-        if self.platform != "cpu":
-            predicted = predictions(self.target, self.params, drafter, self._draft_model, self.device_name)
-        times = StepTimes.of(self.tuning, predicted)
-        drafted, plain = (times.milliseconds(batch, tree) for tree in (tree_of(drafter), PLAIN_TREE))
-        if drafted and plain:
-            return drafted / plain
-        free = self.buckets.free_tokens
-        return (batch * widest + free) / (batch + free)
+        """See `expected_ratio`."""
+
+        def times(drafter: Drafter) -> StepTimes:
+            predicted = None
+            if self.platform != "cpu":
+                predicted = predictions(self.target, self.params, drafter, self._draft_model, self.device_name)
+            return StepTimes.of(self.tuning, predicted)
+
+        return expected_ratio(batch, self.buckets, self.drafter, times)
 
     def _give_up(self, sequence: Sequence, message: str) -> None:
         """Ends a request that cannot go on; the others do. `message`: its reason."""

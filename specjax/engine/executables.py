@@ -1,25 +1,19 @@
-"""The executables of an engine: a dictionary of programs, each compiled once, on demand or ahead of use."""
+"""The executables of an engine: what each program computes, for arguments of which shapes, and how it is compiled."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from specjax_kernels.cpu import attention as cpu_attention
 from specjax_kernels.cpu import object_code
-from tqdm import tqdm
 
 from specjax.cache import pool_shape
 from specjax.checkpoint.files import default_cache_dir
@@ -37,9 +31,9 @@ from specjax.engine.packing import (
     unpack_prefill,
     unpack_step,
 )
+from specjax.engine.programs import Program, Programs
 from specjax.engine.transfers import Output, packed, packed_lag
 from specjax.models.target import Target
-from specjax.progress import progress_bar
 from specjax.state import DecodeState
 from specjax.step import (
     StepConfig,
@@ -52,11 +46,6 @@ from specjax.step import (
 )
 from specjax.verify import Verifier, verify_tree
 
-logger = logging.getLogger(__name__)
-
-Program: TypeAlias = Callable[[list[Any], list[Any], np.ndarray], tuple[list[Any], Output]]
-"""(leaves of params, leaves of the state, packed input) -> (leaves of the next state, output). Donates the state."""
-
 
 def use_compilation_cache() -> None:
     """Keeps compiled programs in `default_cache_dir`, so that a second start compiles nothing. Respects JAX's own
@@ -67,10 +56,6 @@ def use_compilation_cache() -> None:
         jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         program_store.keep_in(folder / "programs")
-
-
-class Unavailable(RuntimeError):
-    """No executable that could run some requests can be compiled or has room to run."""
 
 
 @dataclass
@@ -89,19 +74,14 @@ class PhaseTimes:
         return {name: 1e3 * (getattr(self, name) - getattr(before, name)) / steps for name in names}
 
 
-class Executables:
-    """Programs by key, compiled at most once. Safe to call from several threads.
-
-    A key whose compilation fails, or that runs out of memory, is remembered and logged once; `first_usable` then takes
-    another size.
+class Executables(Programs):
+    """The programs of an engine.
 
     Attributes:
         new_pages: most pages that a row may get between two steps.
         room: bytes of the device that a program may hold beside its arguments; None: not known. A program that needs
             more fails when it is compiled, so that smaller ones serve, not when a large batch first runs.
         options: XLA's, in place of those that `specjax.compiling` names; for programs that are compiled from then on.
-        launch_lock: held while a program is launched and, on a GPU, while one is compiled: XLA times candidates on the
-            device, where nothing else may run meanwhile.
     """
 
     def __init__(
@@ -119,7 +99,8 @@ class Executables:
         trace: bool = False,
         time_phases: bool = False,
     ) -> None:
-        self._target, self._drafter, self._buckets, self._trace = target, drafter, buckets, trace
+        super().__init__(buckets)
+        self._target, self._drafter, self._trace = target, drafter, trace
         self._verify, self._deferred, self._room = verify, deferred, room
         self.options: dict[str, str | None] = {}
         self.phase_times = PhaseTimes() if time_phases else None
@@ -127,31 +108,6 @@ class Executables:
         self.state_shapes: DecodeState = self._state.decode
         self.new_pages, self._pages = new_pages, pool_shape(state.decode.cache).pages
         self._admit: dict[bool, Callable[..., Resident]] = {}
-        self._futures: dict[Key, Future[Program]] = {}
-        self._programs: dict[Key, Program] = {}  # of the futures that are done
-        self._failed: dict[Key, str] = {}  # the message; an exception would keep its frames alive
-        self._background: list[Key] = []  # keys of `warm_up_in_background` while it runs
-        self._later: list[Key] = []  # and of `compile_later`
-        self._closed = False
-        self._waiting: set[int] = set()  # threads that wait for a compiler in `get`
-        self._lock = threading.Lock()  # for `_futures`
-        self.launch_lock = threading.RLock()
-        self._compiling = False  # with `launch_lock` held
-        self._exclusive = jax.default_backend() != "cpu"
-
-    def compiled(self) -> set[Key]:
-        return set(self._programs)
-
-    @property
-    def pending(self) -> set[Key]:
-        """Keys that are still to be compiled in the background."""
-        if not (waiting := {*self._background, *self._later}):
-            return waiting
-        return waiting - self.compiled() - set(self._failed)
-
-    def is_waiting(self, thread: int | None) -> bool:
-        """Whether the thread with this `ident` waits for a program to be compiled or, on a GPU, any is compiled."""
-        return thread in self._waiting or self._compiling
 
     def admit(self, *, resumed: bool) -> Callable[[Resident, np.ndarray], Resident]:
         """Puts a packed `admission` into the state, which it takes over. `resumed`: whether it has emitted tokens.
@@ -175,164 +131,6 @@ class Executables:
 
         self._admit[resumed] = admit
         return admit
-
-    def get(self, key: Key) -> Program:
-        """The program of a key; compiles it, or waits for the thread that does. Raises Unavailable if the key has
-        failed before, and whatever the compiler raises."""
-        if key in self._failed:
-            raise Unavailable(f"{key}: {self._failed[key]}")
-        if (program := self._programs.get(key)) is not None:
-            return program
-        with self._lock:
-            mine = key not in self._futures
-            future = self._futures.setdefault(key, Future())
-        thread = threading.get_ident()
-        self._waiting.add(thread)
-        try:
-            if mine:
-                self._fulfil(key, future)
-            return future.result()
-        finally:
-            self._waiting.discard(thread)
-
-    def _fulfil(self, key: Key, future: Future[Program]) -> None:
-        """Compiles in this thread, so that JAX's settings by `with` apply."""
-        try:
-            self._programs[key] = program = self._compile(key)
-            future.set_result(program)
-        except BaseException as error:
-            interrupted = not isinstance(error, Exception)  # this thread alone
-            if not interrupted:
-                self.fail(key, error)
-            del self._futures[key]
-            future.set_exception(RuntimeError(f"compiling {key} was interrupted") if interrupted else error)
-            raise
-
-    def first_usable(self, keys: Iterable[Key]) -> tuple[Key, Program]:
-        """The first of these keys whose program exists or can be compiled, and the program. Raises Unavailable if there
-        is none."""
-        problem = "there is none"
-        for key in keys:
-            try:
-                return key, self.get(key)
-            except Exception as error:  # logged by `fail`
-                problem = f"{key}: {self._failed.get(key, error)}"
-        raise Unavailable(f"no size of batch can run ({problem})")
-
-    def fail(self, key: Key, error: BaseException) -> None:
-        """Remembers that a key cannot be used, and logs it the first time."""
-        problem = _first_line(error)
-        if key not in self._failed:
-            logger.error("There will be no program for %s, other sizes are used instead: %s", key, problem)
-            logger.debug("%s", key, exc_info=error)
-        self._failed[key] = problem
-
-    def fail_from(self, key: Key, error: BaseException) -> None:
-        """`fail` for a program that ran out of memory, and for all that need more. Raises Unavailable if none needs
-        less; nothing is remembered then: memory may come back."""
-        rare = (*self._buckets.constrained_keys(), *self._buckets.scoring_keys())
-        known = {key, *self._buckets.all_keys(), *rare}
-        alike = [other for other in known if other.kind == key.kind]
-        larger = [other for other in alike if other.needs_no_less(key)]
-        if all(other in larger or self.has_failed(other) for other in alike):
-            raise Unavailable(f"no memory for {key}, and there is nothing smaller: {_first_line(error)}") from error
-        for other in larger:
-            self.fail(other, error)
-
-    def has_failed(self, key: Key) -> bool:
-        return key in self._failed
-
-    def warm_up(self, keys: Iterable[Key], *, progress: bool = True, strict: bool = True) -> None:
-        """Compiles these and what every request needs, with a bar on stderr for `progress`. On a CPU a second thread
-        helps, to which JAX's settings by `with` do not apply.
-
-        Args:
-            strict: raise the first failure, also of a key that failed before. False: leave out what fails.
-
-        Raises:
-            Unavailable: not `strict`, and all programs of a kind have failed.
-        """
-        keys = list(keys)
-        if strict:
-            for key in keys:
-                self._failed.pop(key, None)
-        missing = sorted(set(keys) - self.compiled(), key=lambda key: (key.kind != "step", key))  # steps take longest
-        errors: list[BaseException] = []
-        left = takewhile(lambda key: not errors, missing)  # each key goes to one of the two threads
-
-        def work() -> None:
-            try:
-                self._get_all(left, bar, strict=strict)
-            except BaseException as error:
-                errors.append(error)
-
-        with progress_bar("Compiling", len(missing), "bucket", shown=progress and bool(missing)) as bar:
-            # While XLA compiles one program on a CPU, or reads it from the disk, Python traces the next.
-            helper = threading.Thread(target=work, name="specjax-compile-2", daemon=True)
-            if len(missing) > 1 and not self._exclusive:
-                helper.start()
-            for resumed in (False, True):
-                self.admit(resumed=resumed)
-            work()
-            if helper.ident and not any(isinstance(error, KeyboardInterrupt) for error in errors):
-                helper.join()
-        if errors:
-            raise errors[0]
-        for kind in {key.kind for key in keys}:
-            self.first_usable(sorted((key for key in keys if key.kind == kind), key=self.has_failed))
-
-    def warm_up_in_background(self, keys: Iterable[Key], *, progress: bool = True) -> threading.Thread:
-        """Compiles these one by one in a thread of its own, which `close` ends. Leaves out what fails."""
-        missing = [key for key in keys if key not in self._futures and key not in self._failed]
-        self._background = missing
-
-        def run() -> None:
-            shown = progress and bool(missing)
-            with progress_bar("Compiling in the background", len(missing), "bucket", shown=shown) as bar:
-                self._get_all(takewhile(lambda key: not self._closed, missing), bar, strict=False)
-            self._background = []
-
-        thread = threading.Thread(target=run, name="specjax-compile", daemon=True)
-        thread.start()
-        return thread
-
-    def compile_later(self, keys: Iterable[Key]) -> None:
-        """Compiles these one by one in a thread, while requests run. Leaves out what fails."""
-        with self._lock:
-            idle = not self._later
-            known = {*self._futures, *self._failed, *self._later}
-            self._later += [key for key in keys if key not in known]
-            if not (idle and self._later):
-                return
-
-        def run() -> None:
-            while not self._closed:
-                with contextlib.suppress(Exception):  # logged by `fail`
-                    self.get(self._later[0])
-                with self._lock:
-                    self._later.pop(0)
-                    if not self._later:
-                        return
-
-        threading.Thread(target=run, name="specjax-compile-later", daemon=True).start()
-
-    def compile_ahead(self, key: Key) -> bool:
-        """Whether `get` answers at once. If not, another thread compiles the key."""
-        if key in self._failed or key in self.compiled():
-            return True
-        self.compile_later([key])
-        return False
-
-    def _get_all(self, keys: Iterable[Key], bar: tqdm, *, strict: bool) -> None:
-        for key in keys:
-            bar.set_postfix_str(f"{key.kind} {key.width}")
-            with contextlib.nullcontext() if strict else contextlib.suppress(Exception):  # logged by `fail`
-                self.get(key)
-            bar.update()
-
-    def close(self) -> None:
-        """Ends the background's work after the program that it is compiling."""
-        self._closed = True
 
     def variant(self, key: Key, tree_width: int, options: Mapping[str, str | None] = MappingProxyType({})) -> Program:
         """A step of another tree width, or with other options of XLA's than `options`: for measurements, not kept
@@ -408,16 +206,6 @@ class Executables:
         # `resize` has nothing to trace, but would be a part of the program's name.
         return partial(function, **fixed, drafter=drafter._replace(resize=None), config=config), unpack, shape
 
-    @contextlib.contextmanager
-    def _device_idle(self) -> Iterator[None]:
-        with self.launch_lock:
-            jax.block_until_ready(jnp.zeros(()) + 1)  # after all that has been launched; it may be stuck
-            self._compiling = True
-            try:
-                yield
-            finally:
-                self._compiling = False
-
 
 def _from_packed(
     function: Callable[..., Any], unpack: Callable[..., Any], pack: Callable[..., Any], params: Params,
@@ -476,7 +264,3 @@ def _compile_in_phases(
         return jax.tree.leaves(Resident(decode, tables)), output
 
     return step
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().partition("\n")[0] or type(error).__name__)[:500]

@@ -11,7 +11,8 @@ from specjax.engine.adaptive import PLAIN
 from specjax.engine.buckets import JUMP, Buckets, Key
 from specjax.engine.constrained import constrained_input, read_trees, root_trees
 from specjax.engine.device import Device, memory_checked
-from specjax.engine.executables import Executables, Program
+from specjax.engine.executables import Executables
+from specjax.engine.programs import Program
 from specjax.engine.sequence import Sequence
 
 

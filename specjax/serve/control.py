@@ -45,7 +45,7 @@ def server_info(engine: Engine, runner: Runner, settings: ServerSettings, model:
             "cached": scheduler.prefix.evictable,
             "tokens_each": engine.pool.page_size,
         },
-        "speculative_choice": engine.adaptive and engine.adaptive.report(),
+        "speculative_choice": engine.drafting.report(),
         "prefilled_tokens": counters.prefilled_tokens,
         "cached_tokens": counters.cached_tokens,
         "generated_tokens": counters.generated,

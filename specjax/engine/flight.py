@@ -1,0 +1,38 @@
+"""Programs in flight: launched, and not yet read."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as List
+from time import perf_counter
+from types import MappingProxyType
+from typing import NamedTuple
+
+from specjax.engine.buckets import Key
+from specjax.engine.sequence import Sequence
+from specjax.engine.transfers import Output
+
+
+class InFlight(NamedTuple):
+    key: Key
+    output: Output
+    sequences: list[Sequence]
+    prefilled: List[tuple[int, int]] = ()  # by a prefill: tokens of each sequence in pages before and after it
+    launched: float = 0.0  # when, in seconds of `perf_counter`
+    drafted: tuple[Sequence, ...] = ()  # those for which a step could draft
+    forced: Mapping[Sequence, list[int]] = MappingProxyType({})  # in place of drafts, by a grammar
+
+
+class Flights(deque[InFlight]):
+    """Those of an engine, the oldest first. `programs`: says how many programs have been compiled."""
+
+    def __init__(self, programs: Callable[[], int]) -> None:
+        super().__init__()
+        self._programs, self._known, self._last_read = programs, 0, 0.0
+
+    def seconds(self, flight: InFlight) -> float | None:
+        """That the device took for a program whose output has just been read; None: something compiled meanwhile."""
+        begun, self._last_read = max(flight.launched, self._last_read), perf_counter()
+        known, self._known = self._known, self._programs()
+        return self._last_read - begun if known == self._known else None
