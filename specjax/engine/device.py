@@ -57,6 +57,17 @@ class Device:
         self._state: Future[Flat] = pool.submit(lambda: jax.tree.flatten(new_state()))
         pool.shutdown(wait=False)  # its thread ends with the allocation
 
+    def replace_params(self, params: Params) -> None:
+        """The parameters of the programs that are launched from now on, of the same shapes and dtypes."""
+
+        def described(leaf: Any) -> tuple[Any, ...]:
+            return jax.numpy.shape(leaf), jax.numpy.result_type(leaf)
+
+        leaves = jax.tree.leaves(params)
+        if [*map(described, leaves)] != [*map(described, self._params)]:
+            raise ValueError("the parameters have other shapes or dtypes than those that the programs are compiled for")
+        self._params = leaves
+
     @property
     def state(self) -> Resident:
         """Waits for the allocation; raises what made it fail."""

@@ -84,7 +84,7 @@ class Engine:
         self.lock = FairLock()
         self._deferred = config.deferred(drafter, target)
         drafter = drafter if self._deferred is None else self._deferred.eager
-        self.target, self.params, self.tokenizer, self.drafter = target, params, tokenizer, drafter
+        self.target, self._params, self.tokenizer, self.drafter = target, params, tokenizer, drafter
         self.config, self.eos_ids, self.sampling_defaults = config, eos_ids, sampling_defaults
         self.vocab_size = target.config.vocab_size
         self.context_length = context_length(target, config)
@@ -197,6 +197,21 @@ class Engine:
     def adaptive(self) -> Adaptive | None:
         """What was measured, and whether each step is to draft; None: nothing is chosen."""
         return self.drafting.adaptive["step"]
+
+    @property
+    def params(self) -> Params:
+        """Of the target and of the drafter. Others of the same shapes may be set while no request runs; what was kept
+        of earlier texts, made by the old ones, is forgotten. Raises RuntimeError while a request runs."""
+        return self._params
+
+    @params.setter
+    def params(self, params: Params) -> None:
+        with self.lock:
+            if self.scheduler.unfinished:
+                raise RuntimeError("the parameters of an engine cannot be replaced while a request runs")
+            self.device.replace_params(params)
+            self._params = params
+            self.flush_cache()
 
     @property
     def state(self) -> DecodeState:
