@@ -25,74 +25,84 @@
 # This notebook shows such trees, as arrays, as text and as pictures, for two kinds of draft:
 #
 # 1. **NGRAM** looks for the last few tokens in what it has seen before and proposes what followed there;
-# 2. **EAGLE** is a small network that continues the target's features. We make one here, in about a minute.
+# 2. **EAGLE-3** is a small network, a *head*, that reads what three of the target's layers put out. One ships with
+#    specjax for the built-in model.
 #
-# It runs on a CPU in a few minutes, on a GPU in less. On Colab (File > Upload notebook) say below where specjax is to
-# be installed from.
+# It runs on a CPU in two minutes. On Colab (File > Upload notebook) set `SOURCE` in the first cell.
 
 # %%
+import importlib.metadata
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
+
+# What pip installs specjax from: a wheel (a file or a URL), git+https://..., or the folder of a checkout.
+SOURCE = os.environ.get("SPECJAX_SOURCE", "..")
+JAX = ">=0.10.2,<0.13"  # as specjax needs it; a JAX within these bounds, such as Colab's own, stays as it is
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
+
+
+def version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def cuda_extra() -> str:
+    """The extra that brings JAX with CUDA for this machine's GPU; none: there is no GPU, or JAX has CUDA already."""
+    plugins = [extra for extra in ("cuda12", "cuda13") if version_of(f"jax-{extra}-plugin")]
+    if plugins:  # two of them would be in each other's way
+        least, most = (numbers(bound.lstrip("<>=")) for bound in JAX.split(","))
+        return "" if least <= numbers(version_of("jax")) < most else plugins[0]
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    query = ["nvidia-smi", "--query-gpu=driver_version,compute_cap", "--format=csv,noheader"]
+    first = subprocess.run(query, capture_output=True, text=True).stdout.partition("\n")[0]
+    driver, capability = (numbers(value.strip()) for value in f"{first},,".split(",")[:2])
+    if driver >= numbers("580.65.06") and capability >= numbers("7.5"):
+        return "cuda13"
+    return "cuda12" if driver >= numbers("525.60.13") else ""
+
 
 if importlib.util.find_spec("specjax") is None:
-    source = os.environ.get("SPECJAX_SOURCE", "..")  # a checkout's folder, or git+https://... of the one you use
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", source, "matplotlib"], check=True)
+    if "://" not in SOURCE and not (SOURCE.endswith(".whl") or (Path(SOURCE) / "pyproject.toml").is_file()):
+        raise FileNotFoundError(f"{SOURCE} is no checkout of specjax: set SOURCE, above")
+    what = SOURCE
+    if extra := cuda_extra():
+        what = f"specjax[{extra}] @ {SOURCE}" if "://" in SOURCE else f"{SOURCE}[{extra}]"
+    print("pip install", what)
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", what, "matplotlib>=3.8"], check=True)
 
 # %%
-import jax
-import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-import optax
-from specjax_kernels import CAUSAL
 
-from specjax import Eagle, Engine, EngineConfig, Ngram, Params, PoolShape, SamplingParams, init_cache, make_drafter
-from specjax.config import HeadConfig
-from specjax.models.blocks import Past, key_value_spec
-from specjax.models.draft_head import draft_head, init_head_params
+from specjax import Eagle3, Engine, EngineConfig, Ngram, SamplingParams
 from specjax.viz.drawing import draw_steps, draw_tree
-from specjax.viz.trees import render
+from specjax.viz.trees import StepTree, render
 
-MODEL = "smollm2-135m-instruct"  # the built-in model; a folder or a hub id will do, too
-HEAD = os.environ.get("SPECJAX_HEAD", "")  # the folder or hub id of an EAGLE-1 or EAGLE-2 head for it, if you have one
-TINY = bool(os.environ.get("SPECJAX_NOTEBOOK_TINY"))  # random weights and few steps, for the tests
-LENGTH, LESSONS, LEVELS, NODES = (40, 15, 3, 8) if TINY else (128, 60, 5, 16)
-
-# %% [markdown]
-# ## The model
-#
-# `EngineConfig(trace=True)` makes an engine keep the tree of every step, in `Completion.trees`.
-
-# %%
-config = EngineConfig(max_running_requests=1 if TINY else 4, context_length=512, trace=True)
-ngram = Ngram(nodes=NODES // 2, max_match=6, capacity=16384)
-
-
-def tiny_engine() -> Engine:
-    """A random model of two layers over the letters of the alphabet."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    from specjax import ModelConfig, RopeConfig, make_target
-    from specjax.models import init_params
-
-    letters = "? abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,:0123456789\n"
-    core = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token="?"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r".|\n"), "isolated")
-    core.decoder = decoders.Fuse()
-    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?", chat_template=template)
-    shape = {"vocab_size": len(letters), "hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 2}
-    shape |= {"num_kv_heads": 2, "head_dim": 16, "norm_epsilon": 1e-5, "rope": RopeConfig(), "max_positions": 512}
-    target = make_target(ModelConfig("llama", **shape, tied_embeddings=False))
-    weights = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, init_params(target.config, jax.random.key(0)))
-    return Engine(target, Params(weights), tokenizer, make_drafter(ngram), config=config)
-
-
-engine = tiny_engine() if TINY else Engine.from_pretrained(MODEL, draft=ngram, config=config)
-target, tokenizer = engine.target, engine.tokenizer
+SHORT = bool(os.environ.get("SPECJAX_NOTEBOOK_SHORT"))  # few tokens, for the tests
+MODEL = os.environ.get("SPECJAX_NOTEBOOK_MODEL", "smollm2-135m-instruct")  # built in; a folder or a hub id will do, too
+HEAD = os.environ.get("SPECJAX_NOTEBOOK_HEAD")  # an EAGLE-3 head's folder or hub id; None: the one that ships
+LENGTH = 40 if SHORT else 128
+plt.rcParams.update(
+    {
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "legend.frameon": False,
+        "figure.constrained_layout.use": True,
+    }
+)
+# `trace=True` makes an engine keep the tree of every step, in `Completion.trees`.
+config = EngineConfig(max_running_requests=1, context_length=512, trace=True)
+greedy = SamplingParams(max_new_tokens=LENGTH, ignore_eos=SHORT)
 
 
 def ask(text: str) -> list[dict]:
@@ -105,8 +115,15 @@ def ask(text: str) -> list[dict]:
 # A text that repeats itself, such as a list, is what n-grams are good at.
 
 # %%
-prompt = ask("List ten fruits, each with its color, like this: An apple is red. A lemon is yellow.")
-done = engine.generate(prompt, SamplingParams(max_new_tokens=LENGTH))
+prompts = {
+    "a list": ask("List ten fruits, each with its color, like this: An apple is red. A lemon is yellow."),
+    "prose": ask("Write a short story about a lighthouse keeper and a whale."),
+    "code": ask("Write a Python function that says whether a word is a palindrome, with an example."),
+}
+engine = Engine.from_pretrained(MODEL, draft=Ngram(nodes=8, max_match=6), config=config, progress=False)
+decode = engine.tokenizer.decode
+ngram = {name: engine.generate(prompt, greedy) for name, prompt in prompts.items()}
+done = ngram["a list"]
 print(done.text)
 print(f"\n{done.spec_verify_ct} steps, {done.spec_accept_length:.2f} tokens a step")
 
@@ -117,7 +134,7 @@ print(f"\n{done.spec_verify_ct} steps, {done.spec_accept_length:.2f} tokens a st
 
 
 # %%
-def richest(trees: list) -> int:
+def richest(trees: list[StepTree]) -> int:
     """The step that shows most: where the tree branches, and much was accepted."""
     forks = [sum(len(tree.children(node)) > 1 for node in range(len(tree.tokens))) for tree in trees]
     return int(np.argmax([min(fork, 3) + min(tree.accepted, 4) for fork, tree in zip(forks, trees, strict=True)]))
@@ -130,7 +147,7 @@ print("parents", tree.parents)
 print("drawn  ", tree.drawn)
 print("path   ", tree.path)
 print()
-print(render(tree, tokenizer.decode))
+print(render(tree, decode))
 
 # %% [markdown]
 # `python -m specjax.generate --show-trees` prints this for every step. As a picture: bold is the accepted path, dashed
@@ -138,188 +155,118 @@ print(render(tree, tokenizer.decode))
 # longest match first, the latest first among equals), so the boxes show the order.
 
 # %%
-draw_tree(tree, tokenizer.decode, shade="order", title=f"NGRAM, step {number + 1}")
-plt.show()
+draw_tree(tree, decode, shade="order", title=f"NGRAM, step {number + 1}")
 
 # %% [markdown]
 # Steps in a row. The token in the dashed box, at the end of one step, is the root of the next. Where nothing matches,
-# the tree is the root alone, and the step is one of plain decoding.
+# the tree is the root alone, and the step is one of plain decoding. `draw_tree(...).save("tree.svg")` writes a file.
 
 # %%
 first = max(0, min(number - 1, len(done.trees) - 3))
-draw_steps(done.trees[first : first + 3], tokenizer.decode, shade="order", first=first + 1)
-plt.show()
+draw_steps(done.trees[first : first + 3], decode, shade="order", first=first + 1)
 
 # %% [markdown]
-# ## EAGLE
+# ## EAGLE-3
 #
-# An EAGLE head is one decoder layer. It reads the target's last feature (the hidden state from which the target
-# predicts) with the embedding of the token that was drawn from it, and guesses the *next* feature; the target's own
-# output matrix turns that into probabilities. Fed with its own guesses it goes on, level by level, and **EAGLE-2**
-# keeps the nodes whose cumulative probability is highest. So the tree's shape depends on how sure the head is: deep
-# and narrow where it is, wide and shallow where it is not.
+# An EAGLE-3 head is one decoder layer. It reads what three of the target's layers put out (an early, a middle and a
+# late one) with the embedding of the token that was drawn after it, and proposes the next token. Fed with its own
+# output it goes on, level by level; the nodes with the highest cumulative probability are kept. So the tree's shape
+# depends on how sure the head is: deep and narrow where it is, wide and shallow where it is not.
 #
-# If you have a head for the model, give its folder or hub id as `HEAD` at the top. Otherwise we make a toy: a head that
-# is shown a few of the target's own stories again and again. It learns *these* by heart and little about any other
-# text, which is all we want here: a look at trees that are right and at trees that are wrong. A real one is trained
-# on a hundred thousand times more text.
+# Here: 5 levels, the 4 best nodes of a level go on, and of all candidates the 15 best make the tree, with the root 16
+# nodes. (On a CPU trees of 4 nodes are the fastest. These are for looking at.)
 
 # %%
-TOPICS = ["a lighthouse keeper and a whale", "a robot who learns to paint", "a lost key", "a market in the rain"]
-stories = [ask(f"Write a short story about {topic}.") for topic in TOPICS]
-texts = [
-    engine.encode(story) + done.output_ids
-    for story, done in zip(stories, engine.generate(stories, SamplingParams(max_new_tokens=LENGTH)), strict=True)
-]
-
-
-# %%
-def new_head() -> tuple[HeadConfig, dict]:
-    """As large as one of the target's layers. It begins by repeating the feature that it is given."""
-    model = target.config
-    shape = HeadConfig(
-        "eagle",
-        hidden_size=model.hidden_size,
-        feature_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        norm_epsilon=model.norm_epsilon,
-        rope=model.rope,
-        vocab_size=model.vocab_size,
-        dtype=model.dtype,
+del engine  # a GPU's memory holds one
+draft = Eagle3(HEAD, steps=5, topk=4, nodes=16, min_probability=0.0)
+engine = Engine.from_pretrained(MODEL, draft=draft, config=config, progress=False)
+eagle = {name: engine.generate(prompt, greedy) for name, prompt in prompts.items()}
+for name in prompts:
+    same = "the same text" if eagle[name].output_ids == ngram[name].output_ids else "another text"
+    print(
+        f"{name:>7}: {ngram[name].spec_accept_length:.2f} tokens a step with NGRAM, "
+        f"{eagle[name].spec_accept_length:.2f} with EAGLE-3; {same}"
     )
-    draft = dict(init_head_params(shape, target, jax.random.key(0)))
-    zeros, ones = jnp.zeros((model.hidden_size,) * 2, model.dtype), jnp.eye(model.hidden_size, dtype=model.dtype)
-    return shape, draft | {"fc": jnp.concatenate([zeros, ones])}  # the embedding comes first, then the feature
-
-
-def learn_by_heart(shape: HeadConfig, draft: dict, texts: list[list[int]], steps: int) -> tuple[dict, list[float]]:
-    """Trains the head to predict the target's features, and what the target makes of them, one token ahead."""
-    width = max(map(len, texts))
-    tokens = jnp.array([text + [0] * (width - len(text)) for text in texts], jnp.int32)
-    # A text of X tokens: features 0 .. X - 1, of which all but the last are followed by one to learn.
-    counts = jnp.arange(width)[None] < jnp.array([len(text) - 1 for text in texts])[:, None]
-    positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), tokens.shape)
-    zero = jnp.zeros(len(texts), jnp.int32)  # nobody has any pages yet
-
-    @jax.jit
-    def features_of(params):
-        cache = init_cache(target.pages, PoolShape(pages=1, page_size=1))
-        x = target.embed(params, tokens)
-        return target.forward(params, x, positions, CAUSAL, cache, zero[:, None], zero, features="final").features
-
-    head = draft_head(shape, target, backend="reference")  # the implementation that can be differentiated
-    cache = init_cache(key_value_spec(shape), PoolShape(pages=1, page_size=1))
-    past = Past(cache, zero[:, None], zero)
-    words = jnp.unique(tokens)  # enough of the vocabulary for a toy, and a hundred times faster
-
-    def loss(draft, params, features, key):
-        following = target.embed(params, jnp.roll(tokens, -1, axis=1))
-        noise = jax.random.uniform(key, features.shape, features.dtype, -0.1, 0.1)  # its own guesses are not exact
-        guess, _ = head.forward(draft, following, features + noise, positions, CAUSAL, past)
-        truth = jnp.roll(features, -1, axis=1)
-        likely = jax.nn.softmax(target.unembed(params, truth, words))
-        guessed = jax.nn.log_softmax(target.unembed(params, guess, words))
-        each = 10 * jnp.mean(optax.huber_loss(guess, truth), axis=-1) - jnp.sum(likely * guessed, axis=-1)
-        return jnp.sum(jnp.where(counts, each, 0)) / jnp.sum(counts)
-
-    optimizer = optax.adam(optax.warmup_cosine_decay_schedule(0.0, 2e-3, 10, steps))
-
-    @jax.jit
-    def update(draft, memory, params, features, key):
-        value, slope = jax.value_and_grad(loss)(draft, params, features, key)
-        change, memory = optimizer.update(slope, memory)
-        return optax.apply_updates(draft, change), memory, value
-
-    features, memory, losses = features_of(engine.params.target), optimizer.init(draft), []
-    for key in jax.random.split(jax.random.key(1), steps):
-        draft, memory, value = update(draft, memory, engine.params.target, features, key)
-        losses.append(float(value))
-    return draft, losses
-
-
-# %%
-if HEAD:
-    from specjax.checkpoint import load_head
-
-    shape, draft = load_head(HEAD, target.config, kind="eagle")
-else:
-    shape, draft = new_head()
-    draft, losses = learn_by_heart(shape, draft, texts, LESSONS)
-    print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}")
-
-# %% [markdown]
-# The same target with this head: 5 levels, the 4 best nodes of a level go on, and of all candidates the 15 best make
-# the tree. We ask for a story that the head has seen, and for one that it has not.
-
-# %%
-drafter = make_drafter(Eagle(steps=LEVELS, topk=4, nodes=NODES), target=target, head=shape)
-eagle = Engine(
-    target,
-    Params(engine.params.target, draft),
-    tokenizer,
-    drafter,
-    config=EngineConfig(max_running_requests=1, context_length=512, trace=True),
-    eos_ids=engine.eos_ids,
-)
-greedy = SamplingParams(max_new_tokens=LENGTH)
-seen = eagle.generate(stories[0], greedy)
-unseen = eagle.generate(ask("Write a short story about a fox who is afraid of the moon."), greedy)
-for name, story in (("seen", seen), ("unseen", unseen)):
-    print(f"{name:>6}: {story.spec_accept_length:.2f} tokens a step")
 
 # %% [markdown]
 # A box is the darker the likelier the head thinks the path to it is; the number below is that probability.
 
 # %%
-number = richest(seen.trees)
-print(render(seen.trees[number], tokenizer.decode))
-draw_tree(seen.trees[number], tokenizer.decode, title=f"a story it has seen, step {number + 1}")
-plt.show()
+trees = eagle["prose"].trees
+number = richest(trees)
+print(render(trees[number], decode))
+draw_tree(trees[number], decode, title=f"EAGLE-3, step {number + 1}")
 
 # %% [markdown]
-# Two steps in a row of the other story. Nothing of what the head has learned fits: it is less sure, so the tree is
-# wide and shallow, and the target's token is mostly not in it.
+# Two steps in a row of the code.
 
 # %%
-draw_steps(unseen.trees[4:6], tokenizer.decode, first=5)
+draw_steps(eagle["code"].trees[4:6], decode, first=5)
+
+# %% [markdown]
+# ## How many drafts are accepted
+#
+# For each number of drafts, the share of the steps that accepted at least so many. Accept length is one, the token that
+# the target adds, plus the sum of these shares.
+
+
+# %%
+def shares(completions: list) -> np.ndarray:
+    """For d = 1, 2, ...: the share of all steps that accepted at least d drafts."""
+    histogram = np.sum([done.spec_accept_histogram for done in completions], axis=0)
+    return np.cumsum(histogram[::-1])[::-1][1:] / histogram.sum()
+
+
+figure, ax = plt.subplots(figsize=(5.2, 3.2))
+for name, found, color, marker in (
+    ("EAGLE-3, 16 nodes", eagle, "#0072b2", "o"),
+    ("NGRAM, 8 nodes", ngram, "#d55e00", "^"),
+):
+    share = shares([*found.values()])
+    label = f"{name}: accept length {1 + share.sum():.2f}"
+    ax.plot(np.arange(1, len(share) + 1), 100 * share, color=color, marker=marker, label=label)
+ax.set(xlabel="drafts accepted, at least", ylabel="share of steps (%)", ylim=(0, 100))
+ax.xaxis.get_major_locator().set_params(integer=True)
+ax.legend()
 plt.show()
 
 # %% [markdown]
 # ## Does the head know how good it is?
 #
-# A node is accepted if the whole path to it is drawn. If the head's probabilities were the target's, the sum of the
-# probabilities of all nodes of a tree would be the number of drafts that will be accepted, on average. A dot is a step;
-# the line is where belief and outcome agree. On average they do for the stories that the head was made from; of
-# others it thinks it knows more than it does.
+# A node is accepted if the whole path to it is drawn. If the head's probabilities were right, of the nodes with 30%
+# three in ten would be accepted, and the dots would lie on the line. Bars are 95% intervals (Wilson's).
 
 
 # %%
-def beliefs(trees: list) -> tuple[np.ndarray, np.ndarray]:
-    """For each step: how many drafts the head expected to be accepted, and how many were."""
-    return (
-        np.array([np.exp(tree.scores[1:]).sum() for tree in trees]),
-        np.array([tree.accepted for tree in trees]),
-    )
+def beliefs(completions: list) -> tuple[np.ndarray, np.ndarray]:
+    """Of all nodes but the roots: the head's probability of the path, and whether it was accepted."""
+    trees = [tree for done in completions for tree in done.trees]
+    believed = [np.exp(tree.scores[1:]) for tree in trees]
+    accepted = [np.isin(np.arange(1, len(tree.tokens)), tree.path) for tree in trees]
+    return np.concatenate(believed), np.concatenate(accepted)
 
 
-figure, ax = plt.subplots(figsize=(6.4, 4), layout="constrained")
-spread = np.random.default_rng(0)
-for name, story, color, marker in (("seen", seen, "#0072b2", "o"), ("unseen", unseen, "#d55e00", "^")):
-    expected, found = beliefs(story.trees)
-    label = f"{name}: expected {expected.mean():.2f}, accepted {found.mean():.2f} a step"
-    shifted = found + spread.uniform(-0.12, 0.12, len(found))  # so that equal ones do not hide one another
-    ax.scatter(expected, shifted, s=22, c=color, marker=marker, alpha=0.6, linewidths=0, label=label)
-most = max(ax.get_xlim()[1], ax.get_ylim()[1])
-ax.plot([0, most], [0, most], color="#6b7280", lw=1, zorder=0)
+believed, accepted = beliefs([*eagle.values()])
+place = np.minimum((10 * believed).astype(int), 9)  # ten bins
+bins = [(believed[place == i], accepted[place == i]) for i in range(10) if (place == i).sum() > 5]
+x, y = (np.array([part[i].mean() for part in bins]) for i in (0, 1))
+count, z = np.array([len(part[0]) for part in bins]), 1.96
+middle = (y + z**2 / (2 * count)) / (1 + z**2 / count)
+half = z * np.sqrt(y * (1 - y) / count + z**2 / (4 * count**2)) / (1 + z**2 / count)
+below, above = np.maximum(y - middle + half, 0), np.maximum(middle + half - y, 0)
+
+figure, ax = plt.subplots(figsize=(4.2, 3.8))
+ax.plot([0, 100], [0, 100], color="#6b7280", lw=1, zorder=0)
+ax.errorbar(100 * x, 100 * y, 100 * np.stack([below, above]), fmt="o", color="#0072b2", capsize=2)
 ax.set(
-    xlabel="drafts that the head expects to be accepted", ylabel="drafts accepted", xlim=(0, most), ylim=(-0.4, most)
+    xlabel="the head's probability of a node (%)",
+    ylabel="nodes accepted (%)",
+    xlim=(0, 100),
+    ylim=(0, 102),
+    aspect="equal",
 )
-ax.spines[["top", "right"]].set_visible(False)
-ax.legend(frameon=False, loc="upper left")
 plt.show()
+print(f"{len(believed)} nodes in {sum(len(done.trees) for done in eagle.values())} steps")
 
 # %% [markdown]
 # ## The same in your own step

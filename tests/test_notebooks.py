@@ -1,38 +1,89 @@
-"""The notebooks: the two files of each are one, and it runs from top to bottom on a tiny random model."""
+"""The notebooks: the two files of each are one; the first cell installs what suits the machine; each runs from top to
+bottom outside of a checkout, in its short form, on a tiny random model."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import stat
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jupytext
 import nbformat
 import pytest
+from engine_helpers import VOCABULARY, tokenizer
+from tiny_checkpoints import save_llama
+from tiny_heads import save_head
 from train_helpers import environment
+from wheel_helpers import PROJECT, Environment, build_wheel, install
+
+from specjax import gpu
 
 pytestmark = pytest.mark.process
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(file.stem for file in FOLDER.glob("*.py"))
-FIGURES = {"01_draft_trees": 1}
+
+SHOWN: dict[str, tuple[int, int, dict[str, int]]] = {
+    "01_draft_trees": (2, 4, {r"tokens a step with EAGLE-3|with EAGLE-3; the same text": 3, "another text": 0}),
+    "02_write_a_drafter": (1, 0, {r"2 of 2 greedy texts equal those of NONE, 2 sampled ones": 3}),
+    "03_train_a_head": (
+        2,
+        0,
+        {r"this head: accept length .*; 1 of 1 texts equal": 1, "accept length .* in the engine": 2},
+    ),
+    "06_gpu": (1, 0, {r"float32 .* 1 of 1$": 1, "the CPU decodes": 1, "attention: xla": 1}),
+}
+"""For each: figures, pictures of trees, and how often a pattern is in what it prints."""
 
 RUN = """
-import json, runpy, sys
+import ast, json, sys
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 import matplotlib.pyplot as plt
-plt.rcParams["savefig.bbox"] = "tight"
-names = runpy.run_path(sys.argv[1])
-figures = [plt.figure(number) for number in plt.get_fignums()]
-for number, figure in enumerate(figures):
-    figure.savefig(f"{sys.argv[2]}/{number}.png")
-print(json.dumps([sum(len(ax.texts) + len(ax.collections) for ax in figure.axes) for figure in figures]))
+import specjax
+
+figures, pictures = [], 0
+def show():
+    for number in plt.get_fignums():
+        figure = plt.figure(number)
+        figure.savefig(f"{number}-{len(figures)}.png")
+        drawn = [[len(ax.lines) + len(ax.collections) + len(ax.patches), ax.get_xlabel() or len(ax.get_xticks()) < 5 and
+                  [label.get_text() for label in ax.get_xticklabels()], ax.get_ylabel() or
+                  [label.get_text() for label in ax.get_yticklabels()]] for ax in figure.axes]
+        figures.append(drawn)
+    plt.close("all")
+plt.show = show
+
+names = {"__name__": "__main__"}
+for cell in json.loads(Path(sys.argv[1]).read_text())["cells"]:
+    if cell["cell_type"] != "code":
+        continue
+    tree, last = ast.parse("".join(cell["source"])), None
+    if tree.body and isinstance(tree.body[-1], ast.Expr):
+        last = ast.Expression(tree.body.pop().value)
+    exec(compile(tree, "cell", "exec"), names)
+    if last is not None:  # which a notebook shows
+        shown = eval(compile(last, "cell", "eval"), names)
+        pictures += hasattr(shown, "_repr_svg_")
+show()
+print(json.dumps([specjax.__file__, figures, pictures]))
 """
+"""As Jupyter runs a notebook, without its packages."""
+
+
+def cells(name: str) -> list[str]:
+    return [cell.source for cell in jupytext.read(FOLDER / f"{name}.ipynb").cells if cell.cell_type == "code"]
 
 
 def test_each_is_there_twice_and_listed():
-    assert sorted(FIGURES) == NOTEBOOKS == sorted(file.stem for file in FOLDER.glob("*.ipynb"))
+    assert sorted(SHOWN) == NOTEBOOKS == sorted(file.stem for file in FOLDER.glob("*.ipynb"))
     listed = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert all(f"{name}.ipynb" in listed for name in NOTEBOOKS)
 
@@ -52,26 +103,118 @@ def test_the_two_files_are_one_notebook(name):
         assert cell.cell_type == "markdown" or (cell.outputs == [] and cell.execution_count is None)
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
-def test_it_can_be_opened_in_colab(name):
-    """It installs what is missing before it imports it, from a place that one line names."""
-    notebook = jupytext.read(FOLDER / f"{name}.ipynb")
-    first = next(cell.source for cell in notebook.cells if cell.cell_type == "code")
-    assert 'find_spec("specjax") is None' in first and "pip" in first and "source = " in first
-    assert "import jax" not in first
+# The first cell.
+
+FIRST = cells(NOTEBOOKS[0])[0]
+
+
+def test_all_have_the_same_first_cell():
+    assert {cells(name)[0] for name in NOTEBOOKS} == {FIRST}
+
+
+def test_its_bounds_are_those_of_the_package():
+    (bounds,) = re.findall(r'^JAX = "(.+?)"', FIRST, flags=re.M)
+    assert f"jax{bounds}" in PROJECT["project"]["dependencies"]
+    (_, driver_12, _), (_, driver_13, capability) = gpu.LEAST["jax_cuda12_plugin"], gpu.LEAST["jax_cuda13_plugin"]
+    assert re.findall(r'numbers\("(.+?)"\)', FIRST) == [driver_13, capability, driver_12]
+    assert {"cuda12", "cuda13"} <= PROJECT["project"]["optional-dependencies"].keys()
+
+
+GIT = "git+https://example.com/specjax.git"
+T4, OLD = "570.86.10, 7.5", "470.10.01, 7.5"
+
+
+@pytest.mark.parametrize(
+    ("source", "card", "packages", "wanted"),
+    [
+        (GIT, None, {}, GIT),
+        (GIT, T4, {}, f"specjax[cuda12] @ {GIT}"),
+        (GIT, "580.65.06, 8.9", {}, f"specjax[cuda13] @ {GIT}"),
+        (GIT, "580.65.06, 7.0", {}, f"specjax[cuda12] @ {GIT}"),
+        (GIT, OLD, {}, GIT),
+        (GIT, "", {}, GIT),  # nvidia-smi without a card
+        # Colab's own JAX: kept if it is recent enough, else brought up to date with the CUDA that it has.
+        (GIT, "580.65.06, 8.9", {"jax": "0.10.2", "jax-cuda12-plugin": "0.10.2"}, GIT),
+        (GIT, "580.65.06, 8.9", {"jax": "0.7.2", "jax-cuda12-plugin": "0.7.2"}, f"specjax[cuda12] @ {GIT}"),
+        (GIT, T4, {"jax": "0.13.0", "jax-cuda13-plugin": "0.13.0"}, f"specjax[cuda13] @ {GIT}"),
+        (GIT, T4, {"jax": "0.11.0"}, f"specjax[cuda12] @ {GIT}"),
+        ("dist/specjax.whl", T4, {}, "dist/specjax.whl[cuda12]"),
+        ("dist/specjax.whl", None, {}, "dist/specjax.whl"),
+    ],
+)
+def test_what_it_installs(source, card, packages, wanted, tmp_path, monkeypatch, capsys):
+    installed = []
+
+    def metadata(name: str) -> str:
+        if name not in packages:
+            raise PackageNotFoundError(name)
+        return packages[name]
+
+    real = subprocess.run
+
+    def record(command: list[str], **options: Any) -> Any:
+        if command[0] != sys.executable:
+            return real(command, **options)
+        installed.append(command)
+        return SimpleNamespace(returncode=0)
+
+    smi = tmp_path / "nvidia-smi"
+    if card is not None:
+        smi.write_text(f"#!/bin/sh\necho '{card}'\n")
+        smi.chmod(smi.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin")
+    monkeypatch.setenv("SPECJAX_SOURCE", source)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.metadata.version", metadata)
+    monkeypatch.setattr("subprocess.run", record)
+    exec(compile(FIRST, "first cell", "exec"), {})
+    (command,) = installed
+    assert command[1:4] == ["-m", "pip", "install"] and wanted in command
+    assert f"pip install {wanted}\n" in capsys.readouterr().out
+
+
+def test_a_source_that_is_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECJAX_SOURCE", str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match="set SOURCE"):
+        exec(compile(FIRST, "first cell", "exec"), {})
+
+
+# Run.
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Environment:
+    return install(build_wheel(tmp_path_factory.mktemp("wheel")), tmp_path_factory.mktemp("installed"))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> dict[str, str]:
+    """A random model of four layers, of which an EAGLE-3 head reads three, and such a head."""
+    root = tmp_path_factory.mktemp("tiny")
+    sizes = {"vocab_size": VOCABULARY, "num_hidden_layers": 4, "max_position_embeddings": 1024, "eos_token_id": 2}
+    save_llama(root / "model", initializer_range=0.3, **sizes)
+    tokenizer().save_pretrained(root / "model")
+    width = json.loads((root / "model" / "config.json").read_text())["hidden_size"]
+    wide = {"target_hidden_size": width, "hidden_size": width, "target_vocab_size": VOCABULARY}
+    save_head(root / "head", "eagle3", config={"max_position_embeddings": 1024}, **wide)
+    return {"SPECJAX_NOTEBOOK_MODEL": str(root / "model"), "SPECJAX_NOTEBOOK_HEAD": str(root / "head")}
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_it_runs(name, tmp_path):
-    settings = environment() | {
-        "MPLBACKEND": "Agg",
-        "SPECJAX_NOTEBOOK_TINY": "1",
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    }
-    command = [sys.executable, "-c", RUN, str(FOLDER / f"{name}.py"), str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    drawn = json.loads(done.stdout.splitlines()[-1])
-    assert len(drawn) == FIGURES[name] and all(drawn), "things in each figure"
-    assert len(list(tmp_path.glob("*.png"))) == FIGURES[name]
-    assert "missing from font" not in done.stderr
+def test_it_runs(name, installed, tiny, tmp_path):
+    settings = {name: value for name, value in environment().items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    settings |= {"MPLBACKEND": "Agg", "SPECJAX_NOTEBOOK_SHORT": "1", **tiny}
+    command = [str(installed.python), "-c", RUN, str(FOLDER / f"{name}.ipynb")]
+    done = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert done.stderr == "", "no warnings"
+    printed = done.stdout.splitlines()
+    module, figures, pictures = json.loads(printed.pop())
+    assert Path(module).is_relative_to(installed.site)
+    count, trees, said = SHOWN[name]
+    assert (len(figures), pictures) == (count, trees)
+    assert all(drawn and x and y for figure in figures for drawn, x, y in figure), "an axis without a label"
+    assert len(list(tmp_path.glob("*.png"))) == count
+    for pattern, times in said.items():
+        assert sum(bool(re.search(pattern, line)) for line in printed) == times, f"{pattern}\n{done.stdout}"
