@@ -121,7 +121,7 @@ def build(tokenizer: Any, text: np.ndarray, rows: int, accepted: int, *, adaptiv
     options = EngineConfig(rows, **sizes, adaptive=adaptive)
     engine = Engine(target, params, tokenizer, drafter, config=options)
     if engine.adaptive is not None:
-        engine.adaptive.expected = lambda batch: 1.0  # drafts cost nothing here
+        engine.adaptive.expected = lambda batch, nodes: 1.0  # drafts cost nothing here
     return engine
 
 

@@ -8,8 +8,19 @@ from engine_helpers import NGRAM, check_idle, check_plain, idle_sequence, make_e
 from test_eagle_cache import LONGEST, drafter, from_scratch, head, slots
 from test_eagle_cache import toy as llama
 
+from specjax.costs import Tree
 from specjax.engine import SamplingParams
-from specjax.engine.adaptive import GUESS, HORIZON, PLAIN, TRIAL, Adaptive, best
+from specjax.engine.adaptive import (
+    GUESS,
+    HORIZON,
+    PLAIN,
+    TRIAL,
+    Adaptive,
+    accept_lengths,
+    best,
+    best_choice,
+    transferred,
+)
 from specjax.engine.buckets import Key
 from specjax.engine.sequence import Status
 
@@ -37,6 +48,77 @@ def test_what_is_best(times, accept_length, drafting):
         assert (best(seconds, tokens, PLAIN) == DRAFT) == (batch in drafting), batch
 
 
+WHOLE, SMALL = Tree(7, 1, 8), Tree(3, 1, 4)
+TREES = {DRAFT: WHOLE, PLAIN: Tree(0, 1, 1), 4: SMALL}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "length", "wanted"),
+    [  # a CPU, one request and four; a GPU, one request and 48
+        ({DRAFT: 31.9, PLAIN: 10.1, 4: 18.9}, 1.5, PLAIN),
+        ({DRAFT: 31.9, PLAIN: 10.1, 4: 18.9}, 2.4, 4),
+        ({DRAFT: 31.9, PLAIN: 10.1, 4: 18.9}, 6.5, DRAFT),
+        ({DRAFT: 110.0, PLAIN: 18.9, 4: 58.0}, 2.4, PLAIN),
+        ({DRAFT: 110.0, PLAIN: 18.9, 4: 58.0}, 7.5, DRAFT),
+        ({DRAFT: 4.9, PLAIN: 4.0, 4: 4.5}, 1.05, PLAIN),
+        ({DRAFT: 4.9, PLAIN: 4.0, 4: 4.5}, 1.8, 4),
+        ({DRAFT: 4.9, PLAIN: 4.0, 4: 4.5}, 3.0, DRAFT),
+        ({DRAFT: 14.0, PLAIN: 6.0, 4: 9.0}, 2.1, 4),
+        ({DRAFT: 14.0, PLAIN: 6.0, 4: 9.0}, 6.5, DRAFT),
+    ],
+)  # fmt: skip
+def test_which_tree_is_best(seconds, length, wanted):
+    for batch in (1, 4, 48):
+        assert best_choice(seconds, TREES, [length] * batch, PLAIN, seen=WHOLE) == wanted
+
+
+def test_what_one_tree_accepts_says_what_another_would():
+    """Exact for a chain where each draft is accepted with one probability; ascending for every tree."""
+    for p in (0.25, 0.5, 0.75):
+        lengths = [sum(p**level for level in range(tree.nodes)) for tree in (WHOLE, SMALL)]
+        np.testing.assert_allclose(transferred(lengths[0], WHOLE, SMALL), lengths[1], rtol=5e-3)
+        np.testing.assert_allclose(transferred(lengths[1], SMALL, WHOLE), lengths[0], rtol=5e-3)
+    for tree in (WHOLE, SMALL, Tree(2, 2, 4), Tree(1, 4, 5), Tree(5, 8, 32), Tree(7, 8, 64)):
+        lengths = accept_lengths(tree)
+        assert lengths[0] == 1 and lengths[-1] == tree.depth + 1 and (np.diff(lengths) >= 0).all(), tree
+
+
+def of_trees(**given) -> Adaptive:
+    """Of a made-up device on which the smaller tree is the best: chains, accepted with probability 0.6."""
+    return Adaptive(lambda _: (DRAFT, PLAIN, 4), lambda _, nodes: {DRAFT: 2.8, 4: 1.8}[nodes],
+                    tree=lambda _, nodes: TREES[nodes], **given)  # fmt: skip
+
+
+def run_trees(adaptive: Adaptive, steps: int, chance: float = 0.6) -> tuple[float, list[int]]:
+    """Tokens a second, over those of plain decoding, and the choices."""
+    seconds, rng = {DRAFT: 31.9e-3, PLAIN: 10.1e-3, 4: 17.0e-3}, np.random.default_rng(1)
+    request, chosen, emitted = idle_sequence(SamplingParams(), limit=1 << 20), [], 0
+    for _ in range(steps):
+        chosen.append(nodes := adaptive.choose(1, [request]))
+        gained = min(int(rng.geometric(1 - chance)), TREES[nodes].nodes)
+        adaptive.record(Key("step", 1, 8, nodes=nodes), seconds[nodes], {} if nodes == PLAIN else {request: gained})
+        emitted += gained
+    return emitted / sum(seconds[nodes] for nodes in chosen) * seconds[PLAIN], chosen
+
+
+def test_a_smaller_tree_is_found_and_costs_little_where_it_is_of_no_use():
+    rate, chosen = run_trees(of_trees(), 2000)
+    assert chosen.count(4) > 0.8 * len(chosen) and rate > 1.2
+    assert run_trees(of_trees(), 2000, chance=0.1)[0] > 0.98
+    short = [run_trees(of_trees(guess=1.3), 64, chance)[0] for chance in (0.05, 0.1, 0.2)]
+    assert min(short) > 0.95, "in a run of 64 steps, begun with what little is expected of a look-up"
+
+
+def test_a_tree_that_is_not_compiled_is_not_chosen_but_wanted():
+    compiled = set[int]()
+    adaptive = of_trees(ready=lambda _, nodes: nodes in compiled)
+    assert 4 not in run_trees(adaptive, 1500)[1] and adaptive.wanted == {1: 4}
+    compiled.add(4)
+    assert run_trees(adaptive, 400)[1].count(4) > 300
+    shown = adaptive.report()["1"]
+    assert shown["using"] == "draft 4" and shown["drafts"] and set(shown) >= {"plain", "draft", "draft 4"}
+
+
 def test_the_choice_in_use_stays_where_another_is_hardly_better():
     seconds, tokens = {DRAFT: 1.0, PLAIN: 1.0}, {DRAFT: 1.01, PLAIN: 1.0}
     assert [best(seconds, tokens, using) for using in (DRAFT, PLAIN)] == [DRAFT, PLAIN]
@@ -50,7 +132,7 @@ def test_what_was_missed_must_pay():
 def simulate(seconds, acceptance, *, batch: int, steps: int, expected: float) -> tuple[float, Adaptive]:
     """Runs requests on a made-up device. `seconds`: of a step of each choice; `acceptance`: tokens that request `i`
     emits in step `t` with drafts. Returns tokens a second."""
-    adaptive = Adaptive(lambda _: (DRAFT, PLAIN), lambda _: expected)
+    adaptive = Adaptive(lambda _: (DRAFT, PLAIN), lambda *_: expected)
     requests = [idle_sequence(SamplingParams(), limit=1 << 20) for _ in range(batch)]
     clock, emitted = 0.0, 0
     for t in range(steps):
@@ -93,13 +175,13 @@ def test_it_finds_out_when_texts_change():
 
 
 def test_requests_that_must_not_draft_do_not():
-    adaptive = Adaptive(lambda _: (DRAFT, PLAIN), lambda _: 1.0)
+    adaptive = Adaptive(lambda _: (DRAFT, PLAIN), lambda *_: 1.0)
     quiet = idle_sequence(SamplingParams(speculate=False))
     assert [adaptive.choose(1, [quiet]) for _ in range(100)] == [PLAIN] * 100
 
 
 def test_a_request_of_few_tokens_is_not_worth_a_long_catching_up():
-    adaptive = Adaptive(lambda _: (DRAFT, PLAIN), lambda _: 1.1)
+    adaptive = Adaptive(lambda _: (DRAFT, PLAIN), lambda *_: 1.1)
     for nodes in (DRAFT, PLAIN) * 5:
         adaptive.record(Key("step", 1, 8, nodes=nodes), 0.02, {})
     adaptive.record_catch_up(Key("catch-up", 100, 8), 1.0)
@@ -110,7 +192,7 @@ def test_a_request_of_few_tokens_is_not_worth_a_long_catching_up():
 
 
 def test_a_trial_ends():
-    adaptive = Adaptive(lambda _: (DRAFT, PLAIN), lambda _: 1.5)
+    adaptive = Adaptive(lambda _: (DRAFT, PLAIN), lambda *_: 1.5)
     one, chosen = idle_sequence(SamplingParams(), limit=1 << 20), []
     for _ in range(2000):
         chosen.append(nodes := adaptive.choose(1, [one]))
@@ -123,9 +205,24 @@ def test_a_trial_ends():
 
 
 def changes_its_mind(engine, seed: int, usual: float = 0.5) -> None:
-    """Makes an engine draft by chance."""
+    """Makes an engine draft by chance, with each of its trees."""
     rng = np.random.default_rng(seed)
-    engine.adaptive.choose = lambda batch, requests: DRAFT if rng.random() < usual else PLAIN
+
+    def choose(batch, requests):
+        trees = [nodes for nodes in engine.buckets.choices(batch) if nodes != PLAIN]
+        return trees[rng.integers(len(trees))] if trees and rng.random() < usual else PLAIN
+
+    engine.adaptive.choose = choose
+
+
+def follows_the_text(engine) -> None:
+    """Makes the choice depend on the tokens that were drawn last, which must not bias the ones that follow."""
+
+    def choose(batch, requests):
+        options = engine.buckets.choices(batch)
+        return options[sum(sum(one.output[-2:]) for one in requests) % len(options)]
+
+    engine.adaptive.choose = choose
 
 
 @functools.cache
@@ -146,9 +243,12 @@ def lags(engine, sequence) -> int:
 
 @pytest.mark.parametrize("sizes", [{"overlap": False}, {"overlap": True, "retract_every": 7}], ids=str)
 @pytest.mark.parametrize("kind", ["NGRAM", "eagle3"])
-def test_texts_whatever_is_chosen(kind, sizes):
+@pytest.mark.parametrize("follows", [False, True], ids=["by chance", "by the text"])
+def test_texts_whatever_is_chosen(kind, sizes, follows):
+    """Each token is the target's own draw, whatever the choice depends on."""
     engine = engine_of(kind, **sizes)
-    changes_its_mind(engine, 3)
+    assert len(engine.buckets.choices(1)) == 3
+    follows_the_text(engine) if follows else changes_its_mind(engine, 3)
     model = toy() if kind == "NGRAM" else llama()
     rng = np.random.default_rng(5)
     start = rng.integers(5, 30, 9).tolist()

@@ -14,6 +14,7 @@ from specjax import devices, make_target
 from specjax.costs import PLAIN, Tree
 from specjax.drafters import Eagle3, Params, make_drafter
 from specjax.engine import Engine
+from specjax.engine.drafting import FOUND
 from specjax.engine.step_times import StepTimes, predictions, stored_bits, tree_of
 from specjax.models.params import Bits
 
@@ -61,7 +62,7 @@ def test_the_ratio_that_an_engine_expects(monkeypatch):
     engine = make_engine(llama(), NGRAM, warm=False, adaptive=True)
     free, batch = engine.buckets.free_tokens, 1
     width = engine.buckets.tree_widths(batch)[-1]
-    by_tokens = (batch * width + free) / (batch + free)
+    by_tokens = 1 + FOUND * ((batch * width + free) / (batch + free) - 1)
     assert engine._expected_ratio(batch) == by_tokens
     engine.platform = "gpu"
     monkeypatch.setattr(Engine, "device_name", "Tesla T4")

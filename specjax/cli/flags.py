@@ -203,8 +203,8 @@ class SpeculativeSettings:
     speculative_ngram_match_type: str = _draft("match_type", choices=("BFS", "PROB"), parse=str.upper)
     speculative_adaptive: bool = setting(
         True,
-        "draft only where it is measured to be faster; off = in every step, but for batches so large that drafting "
-        "would slow them",
+        "draft only where it is measured to be faster, with the tree that is, for every algorithm; off = in every "
+        "step, but for batches so large that drafting would slow them",
         sets="adaptive",
     )
 

@@ -1,27 +1,37 @@
-"""The adaptive choice: whether the next step of a batch drafts, from measured step times and running acceptance.
+"""The adaptive choice: with which of its trees the next step of a batch drafts, if with any, from measured step times
+and running acceptance.
 
     rate of a choice  =  tokens that the batch's requests emit in such a step / seconds that it takes
 
 The choice with the highest rate is taken; it must be better than the one in use by `MARGIN`. Seconds are those of
-recent steps of the same batch bucket; where there are none, those of the other choice times an expected ratio. Without
-drafts a request emits one token; with drafts as many as its own running acceptance says, which begins at what is
-usual. What the drafter has missed must be caught up first, which is spread over `HORIZON` steps, or as many as are
-left.
+recent steps of the same batch bucket. Where there are none, they are what was expected, corrected by how wrong that was
+of the bucket's other trees, else of other buckets. Without drafts a request emits one token; with drafts as many as its
+own running acceptance says, which begins at what is usual. What was accepted of one tree says what would be of another:
+a draft is taken to be accepted with one probability everywhere (`accept_lengths`), and steps of the tree itself correct
+that. What the drafter has missed must be caught up first, which is spread over `HORIZON` steps, or as many as are left.
 
-The choice that is not taken is tried now and then, for `TRIAL` steps: only when `SHARE` of the time so far pays for
-what the trial is expected to lose, and at the start the time of `FIRST` steps. So a drafter that is of no use costs a
+A choice that is not taken is tried now and then, for `TRIAL` steps: only when `SHARE` of the time so far pays for what
+the trial is expected to lose, and at the start the time of `FIRST` steps. So a drafter that is of no use costs a
 batch that share and no more, and one that has become useful is found. Every emitted token is the target's own draw, so
 the choice changes the speed and never the text.
 
-Plain Python; knows nothing of the device.
+Smaller trees need programs of their own, which nothing waits for: one is chosen when it is `ready`, and is `wanted`,
+so that it compiles in the background, where it is expected to be better by `GAIN` than what has been in use for long.
+
+Plain Python and NumPy; knows nothing of the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
+import numpy as np
+
+from specjax.costs import PLAIN as PLAIN_TREE
+from specjax.costs import Tree, expected_accept
 from specjax.engine.buckets import Key
 from specjax.engine.sequence import Sequence
 
@@ -32,11 +42,14 @@ HORIZON = 64  # steps over which catching up is to pay
 TRIAL = 8  # steps
 PAUSE = 32  # steps between two trials, at least
 SHARE = 0.01  # of the time, for trials
-FIRST = 8  # steps whose time the first trial may lose
+FIRST = 2  # steps whose time the first trial may lose
 SAVED = 1000  # steps whose share is kept for trials, at most
 ENOUGH = 3  # steps until a time counts as measured
 OUTLIER = 2.5  # times the usual: a step that took longer counts as one that took so long
 MEMORY = 0.95  # weight of a step's time and acceptance after the next one
+GAIN = 0.05  # by which a tree that is not compiled must be better
+SETTLED = 64  # steps of the choice in use before another tree is compiled
+CURIOSITY = 1.25  # factor on the rate of what was never measured, when the next trial is chosen
 GUESS = 2.0  # tokens a step of a drafter of which nothing is known
 PRIOR = 8.0  # steps of a request after which its own acceptance counts as much as the usual one
 DOUBT = 16.0  # and of all requests after which theirs counts as much as the guess
@@ -90,17 +103,69 @@ def best(seconds: Mapping[int, float], tokens: Mapping[int, float], using: int, 
     return max(seconds, key=rate)
 
 
+GRID = np.linspace(0.0, 1.0, 33)  # probabilities that a draft is accepted
+
+
+@cache
+def accept_lengths(tree: Tree) -> np.ndarray:
+    """Accept lengths of a tree where a draft is accepted with each of the probabilities of `GRID`, in ascending order.
+    Each next best token is right half as often as what those before it leave.
+
+    Example: at 0.5 a chain of one draft has 1.5, a chain of two 1.75, and (2, 2, 4) 1.875.
+    """
+    found = [expected_accept([p * ((1 - p) / 2) ** rank for rank in range(tree.topk)])(tree) for p in GRID]
+    return np.maximum.accumulate(found)
+
+
+def transferred(length: Any, seen: Tree, tree: Tree) -> Any:
+    """The accept length of `tree` where that of `seen` is `length`, a number or an array. Ascends with it."""
+    if seen == tree:
+        return length
+    return np.interp(length, accept_lengths(seen), accept_lengths(tree))
+
+
+def best_choice(
+    seconds: Mapping[int, float],
+    trees: Mapping[int, Tree],
+    lengths: Any,
+    using: int,
+    *,
+    seen: Tree,
+    extra: float = 0.0,
+) -> int:
+    """`best` where nothing is known of the acceptance but each request's in one tree.
+
+    Args:
+        seconds: of a step of each choice.
+        trees: of each choice.
+        lengths: accept lengths of the batch's requests in steps of the tree `seen`.
+        using, extra: see `best`.
+    """
+    tokens = {
+        choice: float(len(lengths) if choice == PLAIN else np.sum(transferred(np.array(lengths), seen, trees[choice])))
+        for choice in seconds
+    }
+    return best(seconds, tokens, using, extra)
+
+
 @dataclass
 class _Batch:
     """Of a batch bucket."""
 
     recent: dict[int, Recent]
-    ratio: float | None = None  # as expected, before both choices are measured
+    expected: dict[int, float]  # seconds of a step of each choice over those of one without drafts
     using: int | None = None
     trying: int | None = None
     left: int = 0  # steps of the trial
     since: int = 0  # steps after the last trial
     credit: float = 0.0  # seconds that trials may lose
+
+    def extra(self, choice: int) -> float | None:
+        """What drafting adds to a step, over what was expected to be added; None: it is not measured."""
+        found, plain = self.recent[choice], self.recent.get(PLAIN)
+        if choice == PLAIN or plain is None or min(found.steps, plain.steps) < ENOUGH or self.expected[choice] <= 1:
+            return None
+        return max(found.mean_seconds / plain.mean_seconds - 1, 0.0) / (self.expected[choice] - 1)
 
 
 @dataclass
@@ -109,11 +174,20 @@ class Adaptive:
 
     Args:
         choices: batch bucket -> `Key.nodes` of its steps.
-        expected: batch bucket -> seconds of a step with drafts over those of one without, before both are measured.
+        expected: batch bucket, `Key.nodes` -> seconds of such a step over those of one without drafts, before both are
+            measured.
+        tree: batch bucket, `Key.nodes` -> the tree of such a step; None: of what is chosen between only one drafts.
+        ready: batch bucket, `Key.nodes` of a smaller tree -> whether such a step can run at once.
+        guess: accept length of the whole tree, before anything is known.
+        wanted: batch bucket -> `Key.nodes` of what should be compiled for it; the reader removes it.
     """
 
     choices: Callable[[int], tuple[int, ...]]
-    expected: Callable[[int], float]
+    expected: Callable[[int, int], float]
+    tree: Callable[[int, int], Tree] | None = None
+    ready: Callable[[int, int], bool] = lambda batch, nodes: True
+    guess: float = GUESS
+    wanted: dict[int, int] = field(default_factory=dict)
     catch_up_seconds: float = 0.0  # a token, as measured last
     _batches: dict[int, _Batch] = field(default_factory=dict)
     _seen: set[Key] = field(default_factory=set)
@@ -130,21 +204,36 @@ class Adaptive:
         seconds, tokens = self._seconds(batch), self._tokens(batch, requests)
         behind = sum(request.unseen for request in requests if request.params.drafts) * self.catch_up_seconds
         left = max(request.limit - len(request.output) for request in requests)
-        using = options[0] if own.using is None else own.using
-        own.using = best(seconds, tokens, using, behind / max(1, min(HORIZON, left)))
-        return self._trial(own, seconds, tokens, behind) or own.using
+        spread = behind / max(1, min(HORIZON, left))
+        usable = {c: seconds[c] for c in options if c <= PLAIN or self.ready(batch, c)}
+        own.using = using = best(usable, tokens, options[0] if own.using is None else own.using, spread)
+        if len(usable) < len(options) and own.recent[using].steps >= SETTLED:
+            other = best(seconds, tokens, using, spread)
+            if tokens[other] / seconds[other] > (1 + GAIN) * tokens[using] / seconds[using]:
+                self.wanted[batch] = other
+        found = self._trial(own, usable, tokens, behind)
+        return using if found is None else found
 
-    def _trial(self, own: _Batch, seconds: Mapping[int, float], tokens: Mapping[int, float], behind: float) -> int:
-        """The other choice, where it is due and paid for. 0: it is not."""
+    def _trial(
+        self, own: _Batch, seconds: Mapping[int, float], tokens: Mapping[int, float], behind: float
+    ) -> int | None:
+        """Another choice, where one is due and paid for."""
         using = own.using
-        other = next(choice for choice in seconds if choice != using)
         assert using is not None
+
+        def promise(choice: int) -> float:
+            known = own.recent[choice].steps >= ENOUGH
+            return tokens[choice] / seconds[choice] * (1.0 if known else CURIOSITY)
+
+        other = max((choice for choice in seconds if choice != using), key=promise)
         measured = own.recent[other].steps >= ENOUGH
         count = TRIAL if measured else ENOUGH + 1  # the first run of a program does not count
         needed = seconds[other] * count + (behind if other != PLAIN else 0.0)
         loss = needed - count * tokens[other] * seconds[using] / tokens[using]
+        if other == PLAIN and not measured:
+            loss = 0.0  # whatever was expected: plain decoding is what the choice must not fall behind
         if own.recent[using].steps < ENOUGH or own.since < (PAUSE if measured else 0) or own.credit < loss:
-            return 0
+            return None
         own.credit -= max(loss, 0.0)
         own.since, own.trying, own.left = 0, other, count - 1
         return other
@@ -160,10 +249,11 @@ class Adaptive:
         own.since += 1
         own.credit = min(own.credit + SHARE * seconds, SHARE * SAVED * seconds)
         tokens = sum(drafted.values())
+        scale = self._scale(key.width, key.nodes) if drafted else 1.0
         own.recent[key.nodes].add(seconds, len(drafted), tokens)
         for request, count in drafted.items():
             request.drafted = MEMORY * request.drafted + 1
-            request.gained = MEMORY * request.gained + count
+            request.gained = MEMORY * request.gained + 1 + scale * (count - 1)
 
     def record_catch_up(self, key: Key, seconds: float) -> None:
         """After a catch-up."""
@@ -173,7 +263,9 @@ class Adaptive:
 
     def _of(self, batch: int) -> _Batch:
         if batch not in self._batches:
-            self._batches[batch] = _Batch({choice: Recent() for choice in self.choices(batch)})
+            options = self.choices(batch)
+            expected = {c: 1.0 if c == PLAIN or len(options) == 1 else self.expected(batch, c) for c in options}
+            self._batches[batch] = _Batch({choice: Recent() for choice in options}, expected)
         return self._batches[batch]
 
     def _seconds(self, batch: int) -> dict[int, float]:
@@ -182,34 +274,68 @@ class Adaptive:
         known = {choice: found.mean_seconds for choice, found in own.recent.items() if found.steps >= ENOUGH}
         if len(known) == len(own.recent):
             return known
-        if own.ratio is None:
-            own.ratio = self.expected(batch)
-        plain = known[PLAIN] if PLAIN in known else max(known.values(), default=own.ratio) / own.ratio
-        return {choice: known.get(choice, plain if choice == PLAIN else plain * own.ratio) for choice in own.recent}
+        near = [extra for choice in own.recent if (extra := own.extra(choice)) is not None]
+        every = (one.extra(choice) for one in self._batches.values() for choice in one.recent)
+        found = near or [extra for extra in every if extra is not None]
+        wrong = sum(found) / len(found) if found else 1.0
+        ratios = {choice: 1 + wrong * (ratio - 1) for choice, ratio in own.expected.items()}
+        each = [taken / ratios[choice] for choice, taken in known.items()]
+        plain = known.get(PLAIN, sum(each) / len(each) if each else 1.0)
+        return {choice: known.get(choice, plain * ratios[choice]) for choice in own.recent}
 
     def _tokens(self, batch: int, requests: list[Sequence]) -> dict[int, float]:
         """That a step of each choice emits."""
+        usual, whole = self.usual(batch), self._whole(batch)
+        drafting = [request for request in requests if request.params.drafts]
+        others = len(requests) - len(drafting)
+        lengths = np.array([(one.gained + PRIOR * usual) / (one.drafted + PRIOR) for one in drafting])
+        found = {choice: float(len(requests)) for choice in self.choices(batch)}
+        for choice in (choice for choice in found if choice != PLAIN):
+            tree, recent = self._tree(batch, choice), self._of(batch).recent[choice]
+            factor = 1.0
+            if tree != whole:  # what was seen of the tree itself corrects what another tree says of it
+                predicted = float(transferred(usual, whole, tree))
+                factor = (recent.tokens + DOUBT * predicted) / (recent.requests + DOUBT) / predicted
+            each = np.maximum(factor * transferred(lengths, whole, tree), 1.0)
+            found[choice] = others + float(np.sum(each))
+        return found
+
+    def _tree(self, batch: int, choice: int) -> Tree:
+        return PLAIN_TREE if self.tree is None or choice == PLAIN else self.tree(batch, choice)
+
+    def _whole(self, batch: int) -> Tree:
+        """The tree in whose accept lengths everything is kept: the batch's own."""
+        return self._tree(batch, 0)
+
+    def _scale(self, batch: int, choice: int) -> float:
+        """Accepted drafts of the batch's own tree for each of the choice's."""
+        tree, whole = self._tree(batch, choice), self._whole(batch)
+        if tree == whole:
+            return 1.0
         usual = self.usual(batch)
-        lengths = (
-            (request.gained + PRIOR * usual) / (request.drafted + PRIOR) if request.params.drafts else 1.0
-            for request in requests
-        )
-        return {choice: float(len(requests)) for choice in self.choices(batch)} | {
-            choice: sum(lengths) for choice in self.choices(batch) if choice != PLAIN
-        }
+        fewer = float(transferred(usual, whole, tree)) - 1
+        return (usual - 1) / fewer if fewer > 0 else 1.0
 
     def usual(self, batch: int) -> float:
-        """The accept length to be expected: a guess, corrected by recent steps of all batches with drafts, and this by
-        those of the batch bucket."""
-        length = GUESS
-        for batches in (self._batches.values(), [self._of(batch)]):
-            found = [recent for own in batches for choice, recent in own.recent.items() if choice != PLAIN]
-            tokens, requests = (sum(getattr(one, name) for one in found) for name in ("tokens", "requests"))
+        """The accept length of the batch's own tree to be expected: a guess, corrected by recent steps of all batches
+        with drafts, and this by those of the batch bucket."""
+        length = self.guess
+        for batches in ([*self._batches], [batch]):
+            tokens = requests = 0.0
+            for one in batches:
+                for choice, recent in self._of(one).recent.items():
+                    if choice != PLAIN and recent.requests:
+                        mean = transferred(recent.accept_length, self._tree(one, choice), self._whole(batch))
+                        tokens, requests = tokens + float(mean) * recent.requests, requests + recent.requests
             length = (tokens + DOUBT * length) / (requests + DOUBT)
         return length
 
     def report(self) -> dict[str, Any]:
-        """For people: by batch bucket, what is in use and what was measured."""
+        """For people: by batch bucket, what is in use and what was measured. `draft`: the batch's own tree; `draft N`:
+        one of N nodes."""
+
+        def name(choice: int) -> str:
+            return "plain" if choice == PLAIN else f"draft {choice}" if choice else "draft"
 
         def shown(choice: int, recent: Recent) -> dict[str, Any]:
             found: dict[str, Any] = {"steps": recent.steps}
@@ -222,7 +348,9 @@ class Adaptive:
         return {
             str(batch): {
                 "drafts": own.using not in (PLAIN, None),
-                **{"plain" if choice == PLAIN else "draft": shown(choice, one) for choice, one in own.recent.items()},
+                "using": None if own.using is None else name(own.using),
+                "usual_accept_length": round(self.usual(batch), 3),
+                **{name(choice): shown(choice, one) for choice, one in own.recent.items()},
             }
             for batch, own in sorted(self._batches.items())
         }

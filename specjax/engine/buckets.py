@@ -36,6 +36,10 @@ HEAD_BLOCK_TOKENS = BLOCK_TOKENS | {"cpu": 1}
 drafts for one request alone: with a draft head, four at once had half the speed without drafts with four nodes each
 (benchmarks/results/batch-2026-11-22.json, 2 cores)."""
 
+SMALL_TREE = 4
+"""Nodes of the smaller tree that a step may draft with; half of the batch's own where those are fewer than twice as
+many."""
+
 JUMP = 8
 """Nodes of a tree of tokens that a grammar forces, the root included. What stands between two values of a JSON object
 is mostly shorter."""
@@ -46,7 +50,7 @@ TABLE = 512  # pages in the small page table; a request that may hold no more ne
 class Key(NamedTuple):
     """Name of a program. `width` is the batch bucket of a step, the chunk width of a prefill or a catch-up.
 
-    `nodes`: of a step's trees; 0: those of its batch; 1: none is drafted, and the drafter is told nothing.
+    `nodes`: of a step's trees, at most; 0: those of its batch; 1: none is drafted, and the drafter is told nothing.
 
     Kinds: "step", "prefill", "catch-up"; "scoring" is a prefill with its tokens' log-probabilities; where a request
     follows a grammar, "propose" and "constrained" are the two halves of a step (`specjax.engine.constrained`).
@@ -225,7 +229,16 @@ class Buckets:
         """`Key.nodes` of the steps of a batch bucket."""
         if not self.adaptive:
             return (0,)
-        return (0, 1) if self.drafts(batch) else (1,)
+        if not self.drafts(batch):
+            return (1,)
+        widest = self.tree_widths(batch)[-1]
+        small = SMALL_TREE if widest >= 2 * SMALL_TREE else widest // 2
+        return (0, 1, small) if small > 1 else (0, 1)
+
+    def _first_choices(self, batch: int) -> tuple[int, ...]:
+        """Those of `choices` whose programs are compiled before they are asked for. A smaller tree's is compiled in the
+        background where it is expected to be better (`Adaptive.wanted`)."""
+        return tuple(nodes for nodes in self.choices(batch) if nodes <= 1)
 
     # Programs
 
@@ -235,7 +248,7 @@ class Buckets:
         first, *others = self.batches
         batches = self.batches if self.several_widths or not others else (first, others.pop(), *others)
         sizes = [("prefill", 1, chunk, 0) for chunk in self.chunks]
-        sizes += [("step", 1, batch, nodes) for batch in batches for nodes in self.choices(batch)]
+        sizes += [("step", 1, batch, nodes) for batch in batches for nodes in self._first_choices(batch)]
         kinds = ("prefill", "catch-up") if self.adaptive else ("prefill",)
         sizes += [("catch-up", 1, chunk, 0) for chunk in self.chunks if self.adaptive]
         sizes += [(kind, *pack, 0) for kind in kinds for pack in self.packs]
@@ -260,7 +273,9 @@ class Buckets:
     def step_widths(self, key: Key) -> tuple[int, ...]:
         """The tree widths of a step."""
         if key.nodes:
-            return (key.nodes,)
+            # As for the batch's own tree: fewer nodes are checked where fewer are proposed.
+            inner = self.tree_widths(key.width) if self.several_widths and key.kind == "step" else ()
+            return (*(w for w in inner if w < key.nodes), key.nodes)
         return self.constrained_widths(key.width) if key.kind == "constrained" else self.tree_widths(key.width)
 
     def jump_width(self, batch: int, forced: List[int], least: int = 1) -> int:
@@ -299,7 +314,7 @@ class Buckets:
                 keys[Key("prefill", chunk, table, rows)] = None
         keys |= dict.fromkeys(key._replace(kind="catch-up") for key in [*keys] if self.adaptive)
         most = min(len(sequences), self.batches[-1])
-        sizes = [(batch, nodes) for batch in self.shrinking(most) for nodes in self.choices(batch)]
+        sizes = [(batch, nodes) for batch in self.shrinking(most) for nodes in self._first_choices(batch)]
         return [*keys, *(Key("step", batch, table, nodes=nodes) for batch, nodes in sizes)]
 
     def shrinking(self, count: int) -> list[int]:

@@ -4,40 +4,73 @@ has missed while nobody drafted (`specjax.drafters.deferred`)."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from time import perf_counter
 from typing import Any, cast
 
+import jax
+
 from specjax.costs import PLAIN as PLAIN_TREE
-from specjax.drafters.base import Drafter
+from specjax.costs import Tree
+from specjax.drafters.base import Drafter, Params
 from specjax.engine.adaptive import PLAIN, Adaptive
-from specjax.engine.buckets import Buckets
+from specjax.engine.buckets import Buckets, Key
 from specjax.engine.device import Device, memory_checked
 from specjax.engine.executables import Executables
 from specjax.engine.flight import Flights, InFlight
 from specjax.engine.packing import catch_up_input
 from specjax.engine.sequence import Sequence
-from specjax.engine.step_times import StepTimes, tree_of
+from specjax.engine.step_times import StepTimes, stored_bits, tree_of
 from specjax.engine.transfers import Read, read_lag
 
+FEW_BIT_TOKENS = 3
+"""`FREE_TOKENS` of a CPU where matrices are held in few bits: SmolLM2-135M in Q4_1 takes 10.1 ms for one token, 14.9
+for two, 18.9 for four and 31.9 for eight (2 cores)."""
 
-def expected_ratio(batch: int, buckets: Buckets, drafter: Drafter, times: Callable[[Drafter], StepTimes]) -> float:
-    """Seconds of a batch bucket's step with drafts over those of one without, before both were measured in use: what
-    was measured on this device, else what the cost model predicts for a GPU that it knows, else from the number of
-    tokens in the forward. `times`: what is known of the steps of a drafter."""
-    widest = buckets.tree_widths(batch)[-1]
+FOUND = 0.3
+"""In so many steps is something proposed for a request by a drafter that looks it up. Otherwise a step that may choose
+among several tree widths checks one token."""
+
+GUESSES = {True: 2.0, False: 1.3}
+"""Accept length of which nothing is known, of a drafter that runs a model, and of one that looks up what was said: in a
+text that repeats nothing it proposes nothing."""
+
+
+def tree_within(drafter: Drafter, nodes: int) -> Tree:
+    """The tree of a step of at most `nodes` nodes."""
+    depth, topk, width = tree_of(drafter.within(nodes))
+    return Tree(min(depth, nodes - 1), topk, min(width, nodes))
+
+
+def expected_ratio(
+    batch: int, nodes: int, buckets: Buckets, drafter: Drafter, params: Params, times: Callable[[Drafter], StepTimes]
+) -> float:
+    """Seconds of a batch bucket's step with trees of `nodes` nodes (0: its own) over those of one without drafts,
+    before both were measured in use: what was measured on this device, else what the cost model predicts for a GPU that
+    it knows, else from the number of tokens in the forward and the bytes of a draft model. `times`: what is known of
+    the steps of a drafter."""
+    widest = nodes or buckets.tree_widths(batch)[-1]
     drafter = drafter.within(widest)
     known = times(drafter)
     drafted, plain = (known.milliseconds(batch, tree) for tree in (tree_of(drafter), PLAIN_TREE))
     if drafted and plain:
         return drafted / plain
     free = buckets.free_tokens
-    return (batch * widest + free) / (batch + free)
+    if buckets.several_widths and stored_bits(params.target) is not None:
+        free = min(free, FEW_BIT_TOKENS)
+    model = 0.0
+    if drafter.runs_model:
+        size, whole = (sum(leaf.nbytes for leaf in jax.tree.leaves(part)) for part in (params.draft, params.target))
+        model = drafter.depth * size / whole
+    drafting = 1 - (1 - FOUND) ** batch if buckets.several_widths and not drafter.runs_model else 1.0
+    return 1 + drafting * ((batch * widest + free) / (batch + free) - 1) + model
 
 
 class Drafting:
     """Of an engine.
 
     Args:
+        drafter: the eager one.
         chooses: whether steps with and without drafts are chosen between; else each drafts as its batch bucket says,
             and nothing is ever missed.
         expected: see `Adaptive`.
@@ -48,14 +81,25 @@ class Drafting:
     """
 
     def __init__(
-        self, executables: Executables, device: Device, buckets: Buckets, flights: Flights, *, chooses: bool,
-        expected: Callable[[int], float], rows: int,
+        self, executables: Executables, device: Device, buckets: Buckets, flights: Flights, drafter: Drafter, *,
+        chooses: bool, expected: Callable[[int, int], float], rows: int,
     ) -> None:  # fmt: skip
         self._executables, self._device, self._buckets, self._flights = executables, device, buckets, flights
         self._rows = rows
-        self.adaptive: dict[str, Adaptive | None] = {
-            kind: Adaptive(buckets.choices, expected) if chooses else None for kind in ("step", "constrained")
-        }
+        self.adaptive: dict[str, Adaptive | None] = dict.fromkeys(("step", "constrained"))
+        if not chooses:
+            return
+
+        @cache
+        def tree(batch: int, nodes: int) -> Tree:
+            return tree_within(drafter, nodes or buckets.tree_widths(batch)[-1])
+
+        def two(batch: int) -> tuple[int, ...]:
+            return tuple(nodes for nodes in buckets.choices(batch) if nodes <= PLAIN)
+
+        known: dict[str, Any] = {"tree": tree, "ready": self._ready, "guess": GUESSES[drafter.runs_model]}
+        self.adaptive["step"] = Adaptive(buckets.choices, expected, **known)
+        self.adaptive["constrained"] = Adaptive(two, expected, **known)
 
     @property
     def chooses(self) -> bool:
@@ -67,6 +111,8 @@ class Drafting:
             return 0, 0
         batch = self._buckets.batch(len(sequences))
         nodes = adaptive.choose(batch, sequences)
+        if (wanted := adaptive.wanted.pop(batch, None)) is not None:
+            self._executables.compile_later(self._keys(batch, wanted))
         if nodes == PLAIN:
             return PLAIN, 0
         if waiting := self._executables.pending:
@@ -79,6 +125,13 @@ class Drafting:
         drafting = [sequence for sequence in sequences if sequence.params.drafts]
         launched = self.catch_up(drafting)
         return nodes if any(not sequence.unseen for sequence in drafting) else PLAIN, launched
+
+    def _ready(self, batch: int, nodes: int) -> bool:
+        """Whether each program of the smaller tree can run, for requests of any length."""
+        return self._executables.compiled().issuperset(self._keys(batch, nodes))
+
+    def _keys(self, batch: int, nodes: int) -> list[Key]:
+        return [Key("step", batch, table, nodes=nodes) for table in self._buckets.tables]
 
     def catch_up(self, sequences: list[Sequence], *, ended: bool = False) -> int:
         """Dispatches a program that tells the drafter what it has missed of some of these. Returns the programs

@@ -127,7 +127,7 @@ class Engine:
         self._unreported: list[Sequence] = []  # read in this iteration
         self.tuning: Tuning | None = None
         self.drafting = Drafting(
-            self.executables, self.device, self.buckets, self._in_flight,
+            self.executables, self.device, self.buckets, self._in_flight, drafter,
             chooses=self._deferred is not None, expected=self._expected_ratio, rows=rows,
         )  # fmt: skip
         self._draft_model = draft_model
@@ -448,6 +448,7 @@ class Engine:
         verified = flight.key.verifies
         drafts = flight.key.drafts and self.buckets.drafts(flight.key.width)
         self.drafting.record(flight, read, self._in_flight.seconds(flight))
+        ended = list[Sequence]()
         for i, (sequence, tokens, finish) in enumerate(zip(flight.sequences, read.tokens, read.finish, strict=False)):
             if sequence.status is Status.FINISHED:
                 continue
@@ -461,12 +462,16 @@ class Engine:
             stepped = verified and bool(tokens)
             self.counters.count(kept, verified=stepped, drafted=sequence.params.drafts and drafts)
             if sequence.finish_reason is not None:
-                if self._deferred is not None and self.drafter.remembers:
-                    self.drafting.catch_up([sequence], ended=True)
-                self._finish(sequence)
+                ended.append(sequence)
             self._unreported.append(sequence)
+        try:
+            if self._deferred is not None and self.drafter.remembers:
+                self.drafting.catch_up(ended, ended=True)  # together: one after another takes longer
+        finally:
+            for sequence in ended:
+                self._finish(sequence)
 
-    def _expected_ratio(self, batch: int) -> float:
+    def _expected_ratio(self, batch: int, nodes: int = 0) -> float:
         """See `expected_ratio`."""
 
         def times(drafter: Drafter) -> StepTimes:
@@ -475,7 +480,7 @@ class Engine:
                 predicted = predictions(self.target, self.params, drafter, self._draft_model, self.device_name)
             return StepTimes.of(self.tuning, predicted)
 
-        return expected_ratio(batch, self.buckets, self.drafter, times)
+        return expected_ratio(batch, nodes, self.buckets, self.drafter, self.params, times)
 
     def _give_up(self, sequence: Sequence, message: str) -> None:
         """Ends a request that cannot go on; the others do. `message`: its reason."""
