@@ -11,11 +11,13 @@ from engine_helpers import DRAFTS, check_idle, check_plain, make_engine, toy
 from specjax.drafters import make_drafter
 from specjax.engine import SamplingParams
 from specjax.engine.buckets import PACE, Buckets, Key
+from specjax.engine.pace import Pace
 from specjax.engine.sequence import Status
 
 
-def buckets(platform: str = "cpu", algorithm: str = "NONE", **sizes: Any) -> Buckets:
-    return Buckets.build(platform, make_drafter(algorithm), **({"rows": 48, "request_pages": 64} | sizes))
+def buckets(platform: str = "cpu", algorithm: str = "NONE", **given: Any) -> Buckets:
+    sizes: dict[str, Any] = {"rows": 48, "request_pages": 64} | given
+    return Buckets.build(platform, make_drafter(algorithm), **sizes)
 
 
 def shapes(found: Buckets) -> list[tuple[int, int]]:
@@ -26,14 +28,15 @@ def shapes(found: Buckets) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("platform", "sizes", "expected"),
     [
-        ("cpu", {}, [(1, 16), (1, 64), (1, 512), (8, 64)]),
+        ("cpu", {}, [(1, 8), (1, 16), (1, 64), (1, 512), (8, 64), (16, 32)]),
         ("gpu", {}, [(1, 256), (1, 2048), (8, 256)]),
-        ("cpu", {"rows": 1}, [(1, 16), (1, 64), (1, 512)]),
-        ("cpu", {"rows": 3}, [(1, 16), (1, 64), (1, 512), (3, 64)]),
-        ("cpu", {"chunk": 128}, [(1, 16), (1, 64), (1, 128), (8, 64)]),
+        ("cpu", {"rows": 1}, [(1, 8), (1, 16), (1, 64), (1, 512)]),
+        ("cpu", {"rows": 3}, [(1, 8), (1, 16), (1, 64), (1, 512), (3, 64)]),
+        ("cpu", {"rows": 15}, [(1, 8), (1, 16), (1, 64), (1, 512), (8, 64)]),
+        ("cpu", {"chunk": 128}, [(1, 8), (1, 16), (1, 64), (1, 128), (8, 64), (16, 32)]),
         ("cpu", {"chunk": 8}, [(1, 8), (8, 8)]),
-        ("cpu", {"prefill": 200}, [(1, 16), (1, 64), (1, 200), (3, 64)]),
-        ("cpu", {"prefill": 20, "chunk": 300}, [(1, 16), (1, 20)]),
+        ("cpu", {"prefill": 200}, [(1, 8), (1, 16), (1, 64), (1, 200), (3, 64)]),
+        ("cpu", {"prefill": 20, "chunk": 300}, [(1, 8), (1, 16), (1, 20)]),
         ("gpu", {"prefill": 1024}, [(1, 256), (1, 1024), (4, 256)]),
     ],
 )
@@ -48,12 +51,13 @@ def test_the_programs_keep_to_the_limits(platform, sizes, expected):
         ([500], None, (1, 512)),
         ([2000], None, (1, 512)),
         ([12], None, (1, 16)),
+        ([7], None, (1, 8)),
         ([60] * 8, None, (8, 64)),
         ([60] * 7, None, (8, 64)),
         ([60] * 6, None, (1, 64)),  # six forwards of 64 cost less than one of 512
         ([60, 60], None, (1, 64)),  # two of eight places would be used
         ([60, 5000], None, (1, 64)),
-        ([3, 5000], None, (1, 16)),
+        ([3, 5000], None, (1, 8)),
         ([5000] * 8, None, (1, 512)),  # costs the same, and the first is ready earlier
         ([5000, 60], 40, (1, 16)),
         ([60] * 8, 40, (1, 16)),
@@ -63,7 +67,7 @@ def test_the_programs_keep_to_the_limits(platform, sizes, expected):
 )
 def test_the_program_of_which_most_is_used(left, most, expected):
     found = buckets()
-    compiled = {key for key in found.all_keys() if key.width != 16 or most != 5}
+    compiled = {key for key in found.all_keys() if key.width > 16 or most != 5}
     key = next(found.prefill_keys(left, [4] * len(left), most, compiled))
     assert (key.rows, key.width) == expected
 
@@ -98,15 +102,87 @@ def test_the_room_beside_running_requests(platform):
     """A prefill takes as long as `PACE` steps, or as many as there are prompts for each running request."""
     found = buckets(platform)
     free = found.free_tokens
-    assert found.room_beside(0, 5) is None
-    assert found.room_beside(1, 1) == PACE * (free + 1) - free
-    assert found.room_beside(4, 4) == PACE * (free + 4) - free
-    assert found.room_beside(2, 7) == int(3.5 * PACE * (free + (4 if platform == "cpu" else 2))) - free
-    assert found.room_beside(16, 8) is found.room_beside(4, 40) is None, "a whole pack waits"
-    assert found.room_beside(17, 8) is not None
-    assert found.room_beside(1000, 1) == PACE * (free + 48) - free
+    assert found.steps_beside(0, 5) is None
+    assert found.steps_beside(1, 1) == found.steps_beside(4, 4) == found.steps_beside(1000, 1) == PACE
+    assert found.steps_beside(2, 7) == 3.5 * PACE
+    assert found.steps_beside(16, 8) is found.steps_beside(4, 40) is None, "a whole pack waits"
+    assert found.steps_beside(17, 8) == PACE
+    assert found.step_cost(1) == free + 1 and found.step_cost(48) == free + 48
     trees = buckets(platform, "NGRAM")
-    assert trees.room_beside(1, 1) == PACE * (free + trees.tree_widths(1)[-1]) - free
+    assert trees.step_cost(1) == free + trees.tree_widths(1)[-1]
+
+
+@pytest.mark.parametrize("running", [1, 4, 48])
+@pytest.mark.parametrize("context", [0, 700, 5000, 100_000])
+def test_a_prefill_keeps_to_the_pace(running, context):
+    """Before anything is measured: the largest program that takes no longer than `PACE` steps, by the cost model."""
+    found = buckets()
+    most, allowed = Pace(found).room(running, 1, context), PACE * found.step_cost(running)
+    costs = {rows * width: found.prefill_cost(rows, width, context) for rows, width in found.prefill_shapes}
+    assert most == max((tokens for tokens, cost in costs.items() if cost <= allowed), default=0)
+    assert Pace(found).room(0, 1, context) is None
+
+
+@pytest.mark.parametrize("unit", [1e-5, 1e-3, 0.1])
+def test_measured_times_decide(unit):
+    """Steps and chunks as a machine takes them, whatever its speed; a chunk gets narrower as they take longer."""
+    found = buckets()
+    pace = Pace(found)
+    step, chunks = Key("step", 1, 64), {width: Key("prefill", width, 64) for width in (8, 16, 64)}
+
+    def measure(key: Key, seconds: float, times: int = 40) -> None:
+        for _ in range(times):
+            pace.record(key, unit * seconds)
+
+    pace.record(step, unit * 1000)  # the first run, which takes longer
+    measure(step, 45)
+    assert pace.room(1, 1) == 8, "what is not measured takes as much longer than the model says as what is"
+    for width, seconds in ((8, 24), (16, 34), (64, 145)):
+        measure(chunks[width], seconds)
+    assert pace.room(1, 1) == 16 and pace.room(1, 2) == 64
+    measure(chunks[16], 100)
+    assert pace.room(1, 1) == 8
+    measure(chunks[8], 100)
+    assert pace.room(1, 1) == 0, "none keeps the pace"
+    measure(step, 60)
+    assert pace.room(1, 1) == 16
+    before = pace.room(1, 1)
+    measure(step, 1e6, times=1)
+    assert before == 16 and pace.room(1, 1) in (16, 64), "one step that hung counts as a slow one"
+
+
+def test_an_error_of_the_model_is_made_up_for():
+    """A long prompt whose attention costs four times what the model says: each chunk keeps the pace of the machine, but
+    for the few after which it is known."""
+    found, late = buckets(), 0
+    pace, context = Pace(found), 0
+    for _ in range(3):
+        pace.record(Key("step", 1, 512), 0.060)
+    shapes = sorted(rows * width for rows, width in found.prefill_shapes if rows == 1)
+    width = shapes[0]
+    while context < 6000:
+        width = max((w for w in shapes if w <= (pace.room(1, 1, context) or 0)), default=shapes[0])
+        seconds = 0.001 * (width * (1 + 4 * context / found.context) + found.free_tokens)
+        late += seconds > 0.120 and width > shapes[0]
+        pace.record(Key("prefill", width, 512), seconds, context)
+        context += width
+    assert late <= 6
+    assert width == shapes[0]
+
+
+@pytest.mark.parametrize(("running", "expected"), [(0, (1, 64)), (48, (8, 64))])
+def test_the_step_that_follows_counts(running, expected):
+    """Six prompts one after another cost less than a program of eight, but not with six steps of all between."""
+    found = buckets()
+    key = next(found.prefill_keys([60] * 6, [4] * 6, None, {*found.all_keys()}, running=running))
+    assert (key.rows, key.width) == expected
+
+
+def test_many_short_rests_share_a_forward():
+    found = buckets()
+    for count, tokens, expected in ((16, 20, (16, 32)), (16, 60, (8, 64)), (8, 60, (8, 64))):
+        key = next(found.prefill_keys([tokens] * count, [4] * count, None, {*found.all_keys()}))
+        assert (key.rows, key.width) == expected, (count, tokens)
 
 
 @pytest.mark.parametrize("algorithm", DRAFTS)
@@ -118,6 +194,7 @@ def test_texts_of_prompts_that_share_forwards(algorithm):
     )  # fmt: skip
     engine.warm_up(progress=False)
     assert {(key.rows, key.width) for key in engine.executables.compiled() if key.kind == "prefill"} == {
+        (1, 8),
         (1, 16),
         (6, 16),
     }

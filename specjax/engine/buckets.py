@@ -17,13 +17,19 @@ BATCHES = {"cpu": (1, 4, 16, 48, 128, 256), "gpu": (1, 2, 4, 8, 16, 24, 32, 48, 
 SMALL_CHUNK = {"cpu": 64, "gpu": 256}
 CHUNK = {"cpu": 512, "gpu": 2048}  # on a CPU a forward's cost grows from 64 on: wider chunks only save overhead
 
-PROMPTS = 8  # small chunks that one forward takes
-FINE_CHUNK = {"cpu": 16}  # for prompts beside running requests; on a GPU a small chunk costs what this would
+PROMPTS = 8  # small chunks that one forward takes, and on a CPU twice as many of half the width
+FINE_CHUNKS = {"cpu": (16, 8)}  # for prompts beside running requests; on a GPU a small chunk costs what these would
+PART = 0.9  # what a token of a prompt counts that goes on: of programs that save as much, the one that ends more
 FREE_TOKENS = {"cpu": 12, "gpu": 256}  # a forward of as many costs about twice what a forward of one token costs
+CONTEXT = {
+    "cpu": 1024,
+    "gpu": 16384,
+}  # committed tokens to attend to which costs what the rest of a token's forward does
 PACE = 2
 """Beside running requests, a prefill costs at most this many of their steps, or as many for each prompt that waits for
 one of them: the streams go on, and where many wait for few, the few wait for the many. Where `PROMPTS` wait, and half
-as many as run, nothing limits it: together they take much less time than one after another."""
+as many as run, nothing limits it: together they take much less time than one after another. `specjax.engine.pace` says
+what fits."""
 
 BLOCK_TOKENS = {"cpu": 64, "gpu": 256}
 """Most tree nodes that a step checks over its whole batch, unless the user has chosen the trees' width: larger batches
@@ -96,6 +102,7 @@ class Buckets:
     block_tokens: int | None  # None: no limit
     several_widths: bool = True  # whether a step may choose among several tree widths; else each batch has its own
     free_tokens: int = FREE_TOKENS["cpu"]
+    context: int = CONTEXT["cpu"]
     adaptive: bool = False  # whether steps with and without drafts are chosen between (`specjax.engine.adaptive`)
 
     @classmethod
@@ -116,9 +123,11 @@ class Buckets:
         most = (HEAD_BLOCK_TOKENS if drafter.runs_model else BLOCK_TOKENS)[kind]
         largest = min(chunk or CHUNK[kind], prefill or CHUNK[kind], CHUNK[kind])
         small = min(SMALL_CHUNK[kind], largest)
-        packs = [(1, fine)] if (fine := FINE_CHUNK.get(kind, small)) < small else []
+        packs = [(1, fine) for fine in FINE_CHUNKS.get(kind, ()) if fine < small]
         if (prompts := min(PROMPTS, rows, (prefill or PROMPTS * small) // small)) > 1:
             packs.append((prompts, small))
+        if kind == "cpu" and prompts == PROMPTS and rows >= 2 * PROMPTS and small == SMALL_CHUNK[kind]:
+            packs.append((2 * PROMPTS, small // 2))  # of many short prompts the rest after a common beginning
         return cls(
             batches=(*(b for b in BATCHES[kind] if b < rows), rows),
             chunks=tuple(sorted({small, largest})),
@@ -129,6 +138,7 @@ class Buckets:
             # On a GPU a wide tree costs what a narrow one costs, and choosing would ask the host.
             several_widths=kind == "cpu",
             free_tokens=FREE_TOKENS[kind],
+            context=CONTEXT[kind],
             adaptive=adaptive,
         )
 
@@ -143,40 +153,61 @@ class Buckets:
         """Chunk widths for `tokens` remaining ones, the best first: the large one only if most of it is used."""
         return self.chunks[::-1] if tokens > self.chunks[-1] - self.chunks[0] else self.chunks
 
-    def room_beside(self, running: int, waiting: int) -> int | None:
-        """The most tokens of a prefill beside `running` requests while `waiting` prompts wait; see `PACE`. None: no
-        limit."""
+    def steps_beside(self, running: int, waiting: int) -> float | None:
+        """How many steps of `running` requests a prefill may take while `waiting` prompts wait; see `PACE`. None: any
+        number."""
         if not running or (waiting >= PROMPTS and 2 * waiting >= running):
             return None
-        batch = self.batch(min(running, self.batches[-1]))
-        step = self.free_tokens + batch * (1 if self.adaptive else self.tree_widths(batch)[-1])
-        return int(PACE * step * max(1.0, waiting / running)) - self.free_tokens
+        return PACE * max(1.0, waiting / running)
+
+    @property
+    def prefill_shapes(self) -> list[tuple[int, int]]:
+        """Prompts and tokens of each, of all prefill programs."""
+        return [*((1, chunk) for chunk in self.chunks), *self.packs]
+
+    def step_cost(self, batch: int) -> int:
+        """Of a step of a batch bucket, in units of one token's forward."""
+        return self.free_tokens + batch * (1 if self.adaptive else self.tree_widths(batch)[-1])
+
+    def prefill_cost(self, rows: int, width: int, context: int = 0) -> float:
+        """Of a prefill after `context` committed tokens, in the same unit."""
+        return rows * width * (1 + context / self.context) + self.free_tokens
 
     def prefill_keys(
-        self, left: list[int], pages: list[int], most: int | None, compiled: set[Key], kind: str = "prefill"
+        self,
+        left: list[int],
+        pages: list[int],
+        most: int | None,
+        compiled: set[Key],
+        kind: str = "prefill",
+        *,
+        running: int = 0,
     ) -> Iterator[Key]:
         """Programs for the next chunk of the first of some prompts, or of the first few, the best first.
 
         1. Compiled ones of at most `most` tokens (None: any number; the smallest where none is so small), those first
-           that save the most: what the same tokens would cost in programs of one prompt, over their own cost. Where
-           there is no limit and the chunk that suits the first prompt is not compiled, only those for several prompts.
+           that save the most: what the same tokens would cost in programs of one prompt, over their own cost, each
+           with the step of the running requests that follows it. Where there is no limit and the chunk that suits the
+           first prompt is not compiled, only those for several prompts.
         2. Those for one prompt alone, which are compiled where they must be.
 
         Args:
             left: tokens that the prompts still need, in the order of their turn.
             pages: that they hold.
             kind: of the programs.
+            running: requests, a step of which follows.
         """
+        after = self.step_cost(self.batch(min(running, self.batches[-1]))) if running else 0
         chunks = self.chunks_for(left[0]) if most is None else self.chunks
         single = [Key(kind, chunk, table) for table in self.tables_for(pages[0]) for chunk in chunks]
-        shapes = [(1, chunk) for chunk in self.chunks] + [*self.packs]
-        keys = [Key(kind, chunk, self.tables_for(max(pages[:rows]))[0], rows) for rows, chunk in shapes]
+        tables = {rows: self.tables_for(max(pages[:rows]))[0] for rows, _ in self.prefill_shapes}
+        keys = [Key(kind, chunk, tables[rows], rows) for rows, chunk in self.prefill_shapes]
         ready = sorted((key for key in keys if key in compiled), key=lambda key: key.rows * key.width)
         found = [key for key in ready if most is None or key.rows * key.width <= most] or ready[:1]
         widths = [key.width for key in found if key.rows == 1] or [single[0].width]
 
         def cost(rows: int, width: int) -> int:
-            return rows * width + self.free_tokens
+            return rows * width + self.free_tokens + after
 
         def alone(tokens: int) -> float:
             """What a token of a prompt costs that needs so many."""
@@ -185,8 +216,9 @@ class Buckets:
         each = [alone(tokens) for tokens in left[: max(key.rows for key in found)]] if found else []
 
         def saving(key: Key) -> float:
-            parts = zip(left[: key.rows], each, strict=False)
-            return sum(min(tokens, key.width) * otherwise for tokens, otherwise in parts) / cost(key.rows, key.width)
+            done = (tokens if tokens <= key.width else PART * key.width for tokens in left[: key.rows])
+            otherwise = sum(tokens * price for tokens, price in zip(done, each, strict=False))
+            return otherwise / cost(key.rows, key.width)
 
         if most is None and single[0] not in compiled:
             found = [key for key in found if key.rows > 1 and saving(key) > 1]

@@ -43,6 +43,7 @@ from specjax.engine.grammar import GRAMMAR_FAILED
 from specjax.engine.grammar_steps import GrammarSteps
 from specjax.engine.intake import Intake, Prompt, Salts, with_sampling
 from specjax.engine.memory import pool_tokens, room_beside
+from specjax.engine.pace import Pace
 from specjax.engine.packing import Resident, admission, prefill_input, step_input
 from specjax.engine.programs import Unavailable
 from specjax.engine.sampling_params import SamplingParams
@@ -108,6 +109,7 @@ class Engine:
         self.device = Device(params, self._new_state, self.executables.launch_lock)
         self._grammar = GrammarSteps(self.executables, self.device, self.buckets, self.vocab_size)
         self.counters = Counters()
+        self.pace = Pace(self.buckets)
         self._in_flight = Flights(lambda: len(self.executables.compiled()))
         self._inconsistent = False  # `_guarded` was left by an exception
         self._by_id: dict[str, Sequence] = {}
@@ -347,6 +349,7 @@ class Engine:
         inputs = prefill_input(
             part, key.rows, key.width, key.table, rows=self.config.max_running_requests, pages=self.pool.pages
         )
+        at = perf_counter()
         output = self.device.run(key, program, inputs)
         prefilled = []
         for sequence in part:
@@ -354,7 +357,7 @@ class Engine:
             self.counters.prefilled_tokens += tokens
             sequence.prefill(tokens)
             prefilled.append((start, sequence.prefilled))
-        self._in_flight.append(InFlight(key, output, part, prefilled))
+        self._in_flight.append(InFlight(key, output, part, prefilled, at))
         return 1
 
     def _next_prefill(self) -> tuple[str, list[Sequence]]:
@@ -372,8 +375,9 @@ class Engine:
     def _prefill_keys(self, prompts: list[Sequence], kind: str) -> Iterator[Key]:
         left, pages = zip(*((sequence.left, len(sequence.pages)) for sequence in prompts), strict=True)
         waiting = sum(sequence.status is Status.PREFILLING for sequence in self.scheduler.active)
-        most = self.buckets.room_beside(len(self.scheduler.active) - waiting, waiting)
-        return self.buckets.prefill_keys([*left], [*pages], most, self.executables.compiled(), kind)
+        running = len(self.scheduler.active) - waiting
+        most = self.pace.room(running, waiting, prompts[0].prefilled)
+        return self.buckets.prefill_keys([*left], [*pages], most, self.executables.compiled(), kind, running=running)
 
     def _launch_decode(self) -> int:
         """Dispatches one step for each running request: in one batch, or in several where no program serves them all.
@@ -447,7 +451,9 @@ class Engine:
             read = read_output(flight.output, min(TOP_LOGPROBS, self.vocab_size) if wanted else None)
         verified = flight.key.verifies
         drafts = flight.key.drafts and self.buckets.drafts(flight.key.width)
-        self.drafting.record(flight, read, self._in_flight.seconds(flight))
+        if (seconds := self._in_flight.seconds(flight)) is not None:
+            self.pace.record(flight.key, seconds, max((start for start, _ in flight.prefilled), default=0))
+        self.drafting.record(flight, read, seconds)
         ended = list[Sequence]()
         for i, (sequence, tokens, finish) in enumerate(zip(flight.sequences, read.tokens, read.finish, strict=False)):
             if sequence.status is Status.FINISHED:

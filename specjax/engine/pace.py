@@ -1,0 +1,88 @@
+"""How much of a prompt goes between two steps of running requests, from measured times.
+
+    a prefill beside R running requests, while W prompts wait, takes at most
+        PACE * max(1, W / R) * seconds of one of their steps                  (`Buckets.steps_beside`)
+
+so a stream's gap is at most 1 + `PACE` steps where no more prompts wait than run. What a program takes is predicted:
+
+    seconds = scale * (tokens * (1 + context / CONTEXT) + free tokens)
+
+A token that attends to `CONTEXT` committed ones costs twice what the first of a prompt costs. `scale` is that of recent
+runs of the program, so a chunk gets narrower as the prompt's context grows, and an error of the formula is made up for.
+Where a program was not measured its kind's mean scale is used, then the other kind's; before the first measurement
+prefills and steps have the same.
+
+Plain Python; knows nothing of the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from specjax.engine.buckets import Buckets, Key
+
+OUTLIER = 2.5  # times the usual: what took longer counts as so long
+MEMORY = 0.9  # weight of a run after the next one
+
+
+@dataclass
+class Recent:
+    """A mean of recent values, the last ones counting most."""
+
+    weight: float = 0.0
+    total: float = 0.0
+
+    def add(self, value: float) -> None:
+        if self.weight > 2:
+            value = min(value, OUTLIER * self.mean)
+        self.weight, self.total = MEMORY * self.weight + 1, MEMORY * self.total + value
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.weight
+
+
+@dataclass
+class Pace:
+    """What an engine has measured of prefills and steps, and the bound that follows for the next prefill."""
+
+    buckets: Buckets
+    _prefills: dict[tuple[int, int], Recent] = field(default_factory=dict)  # rows, width -> scale
+    _steps: dict[int, Recent] = field(default_factory=dict)  # batch bucket -> scale
+    _seen: set[Key] = field(default_factory=set)
+
+    def record(self, key: Key, seconds: float, context: int = 0) -> None:
+        """After a step or a prefill. `context`: committed tokens before the prefill's, the most of its prompts."""
+        if key not in self._seen:  # a program's first run takes longer
+            self._seen.add(key)
+        elif key.kind == "step":
+            self._steps.setdefault(key.width, Recent()).add(seconds / self.buckets.step_cost(key.width))
+        elif key.kind == "prefill":
+            cost = self.buckets.prefill_cost(key.rows, key.width, context)
+            self._prefills.setdefault((key.rows, key.width), Recent()).add(seconds / cost)
+
+    def room(self, running: int, waiting: int, context: int = 0) -> int | None:
+        """The most tokens of a program that prefills beside `running` requests while `waiting` prompts wait; None: no
+        limit. 0: even the smallest takes too long, and is taken all the same, since the prompt must go on. `context`:
+        committed tokens of the first of them."""
+        steps = self.buckets.steps_beside(running, waiting)
+        if steps is None:
+            return None
+        batch = self.buckets.batch(min(running, self.buckets.batches[-1]))
+        allowed = steps * self._scale(self._steps, batch, self._prefills.values()) * self.buckets.step_cost(batch)
+        fitting = [
+            rows * width
+            for rows, width in self.buckets.prefill_shapes
+            if self._scale(self._prefills, (rows, width), self._steps.values())
+            * self.buckets.prefill_cost(rows, width, context)
+            <= allowed
+        ]
+        return max(fitting, default=0)
+
+    @staticmethod
+    def _scale(own: dict, name: object, others: Iterable[Recent]) -> float:
+        if name in own:
+            return own[name].mean
+        means = [recent.mean for recent in own.values() or others]
+        return sum(means) / len(means) if means else 1.0
