@@ -67,8 +67,8 @@ class Stream:
 
 
 @contextmanager
-def server(tree: Path, algorithm: str, flags: list[str]) -> Iterator[str]:
-    """The address of a server of a source tree that has compiled everything."""
+def server(tree: Path, algorithm: str, flags: list[str]) -> Iterator[tuple[str, int]]:
+    """The address and the process id of a server of a source tree that has compiled everything."""
     environment = os.environ | {"PYTHONPATH": f"{tree}{os.pathsep}{tree / 'kernels'}"}
     command = [sys.executable, "-m", "specjax.serve", "--port", "0", "--speculative-algorithm", algorithm, *flags]
     with tempfile.TemporaryFile() as log:
@@ -88,18 +88,18 @@ def server(tree: Path, algorithm: str, flags: list[str]) -> Iterator[str]:
                         pass
                 time.sleep(0.1)
             assert base is not None and time.monotonic() < deadline, "the server was not ready in time"
-            yield base
+            yield base, process.pid
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
 
 
-async def chat(client: httpx.AsyncClient, messages: list[dict[str, str]], tokens: int) -> Stream:
-    """One greedy streamed chat of exactly `tokens` tokens."""
+async def chat(client: httpx.AsyncClient, messages: list[dict[str, str]], tokens: int, **fields: Any) -> Stream:
+    """One streamed chat of exactly `tokens` tokens, greedy unless `fields` of the body say otherwise."""
     body = {
         "model": "default", "messages": messages, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
         "stream": True, "stream_options": {"include_usage": True}, "return_speculative_metrics": True,
-    }  # fmt: skip
+    } | fields  # fmt: skip
     found = Stream(time.perf_counter())
     try:
         async with client.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -276,7 +276,7 @@ def main() -> int:
     document = machine("httpx", "fastapi", "uvicorn") | {"mode": args.mode, "runs": []}
     for turn in range(args.rounds):
         for name, algorithm in contenders[turn % len(contenders) :] + contenders[: turn % len(contenders)]:
-            with server(trees[name], algorithm, args.server_flags.split()) as base:
+            with server(trees[name], algorithm, args.server_flags.split()) as (base, _):
                 result = asyncio.run(run(base, args, rows))
             document["runs"].append({"tree": name, "algorithm": algorithm, "round": turn, **result})
             shown = {key: value for key, value in result.items() if key != "texts"}
