@@ -57,7 +57,7 @@ from specjax.serve.delivery import Listener
 from specjax.serve.report import Report
 from specjax.serve.runner import Runner
 from specjax.state import FULL, RUNS, DecodeState, PrefillInput, StepInput, StepOutput
-from specjax.verify import TOP_LOGPROBS, Logprobs
+from specjax.verify import LOGPROB_IDS, TOP_LOGPROBS, Logprobs
 
 PROMPT = 200  # tokens of each request's prompt
 CONTEXT = 8192
@@ -88,7 +88,8 @@ def fake_step(
         emitted = jnp.where(inputs.next_token < 0, emitted, 0)
     top = min(TOP_LOGPROBS, state.rows.history.counts.shape[1])
     shape = (*tokens.shape, top)
-    logprobs = Logprobs(jnp.zeros(tokens.shape), jnp.zeros(shape), jnp.zeros(shape, jnp.int32))
+    of_ids = jnp.zeros((*tokens.shape, LOGPROB_IDS))
+    logprobs = Logprobs(jnp.zeros(tokens.shape), jnp.zeros(shape), jnp.zeros(shape, jnp.int32), of_ids)
     finish = jnp.where(emitted >= left, FULL, RUNS)
     generated = state.rows.generated.at[slots].add(emitted, mode="drop")
     state = state._replace(

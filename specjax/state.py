@@ -17,7 +17,7 @@ from specjax.models.target import Target
 from specjax.sampling import History, SamplingRows, sampling_row
 from specjax.tree import DraftTree
 from specjax.types import Active, PageTable, PerRequest
-from specjax.verify import Logprobs
+from specjax.verify import LOGPROB_IDS, Logprobs
 
 RUNS, STOPPED, FULL, NOT_FINITE = 0, 1, 2, 3
 """`StepOutput.finish`: the request goes on, drew a stop id, reached its limit of tokens, or has logits with NaN or
@@ -36,6 +36,7 @@ class Row(NamedTuple):
     draft_limit: Int32[Array, "R"]  # most draft nodes a step; 0: no speculation
     salt: UInt32[Array, "R"]  # requests with different salts share no drafter's memory
     logprobs: Bool[Array, "R"]  # whether log-probabilities are wanted
+    logprob_ids: Int32[Array, "R 128"]  # and of which tokens beside the likeliest, padded with 0
     sampling: SamplingRows
     history: History
 
@@ -145,6 +146,7 @@ def new_row(
     salt: int = 0,
     prefix_length: int = 0,
     logprobs: bool = False,
+    logprob_ids: Sequence[int] = (),
     **sampling: Any,
 ) -> Row:
     """A request's row for `admit`, as numpy arrays without a leading axis.
@@ -156,6 +158,8 @@ def new_row(
     in_prompt[list(prompt)] = True
     counts = np.zeros(vocab_size, np.int32)
     np.add.at(counts, np.asarray(output, np.int64), 1)
+    ids = np.zeros(LOGPROB_IDS, np.int32)
+    ids[: len(logprob_ids)] = logprob_ids
     fields: dict[str, Any] = {
         "prefix_length": np.int32(prefix_length),
         "generated": np.int32(len(output)),
@@ -163,6 +167,7 @@ def new_row(
         "draft_limit": np.int32(draft_limit),
         "salt": np.uint32(salt),
         "logprobs": np.bool_(logprobs),
+        "logprob_ids": ids,
         "sampling": sampling_row(vocab_size, **sampling),
         "history": History(*cast(Any, (in_prompt, counts))),
     }

@@ -140,7 +140,7 @@ def check_phase(
             block=take_path(output.block, path),
             features=None if features is None else jnp.take_along_axis(features, path[:, :, None], axis=1),
             finite=pad_levels(finite, depth + 1, True),
-            logprobs=path_logprobs(logits, path, verdict, wants_logprobs),
+            logprobs=path_logprobs(logits, path, verdict, wants_logprobs, row.logprob_ids),
         )
 
     if len(widths) == 1:
@@ -249,11 +249,12 @@ def prefill_step(
     shifted = jnp.roll(inputs.tokens, -1, axis=1)
     next_tokens = jnp.where(offset == last[:, None], token[:, None], shifted)
     observation = Observation(inputs.tokens, next_tokens, forward.features, committed)
-    logprobs = path_logprobs(logits, verdict.path, verdict, jnp.any(row.logprobs & wants_draw))
+    logprobs = path_logprobs(logits, verdict.path, verdict, jnp.any(row.logprobs & wants_draw), row.logprob_ids)
     prompt = None
     if config.prompt_logprobs:
         unembed = partial(target.unembed, params.target)
-        prompt = block_logprobs(forward.hidden, next_tokens, offset < committed[:, None], unembed)
+        counted = offset < committed[:, None]
+        prompt = block_logprobs(forward.hidden, next_tokens, counted, row.logprob_ids, unembed)
     output = StepOutput(token[:, None], emitted, jnp.zeros_like(emitted), finish, logprobs, None, prompt)
     state = _advance(params, drafter, state, context, row, forward.block, observation, output, after=logits)
     return state, output

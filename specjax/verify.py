@@ -23,6 +23,7 @@ from specjax.tree import NO_TOKEN, DraftTree, ancestor_mask
 from specjax.types import Active, Hidden, Logits, PerRequest
 
 TOP_LOGPROBS = 20  # likeliest tokens whose log-probabilities a step gives
+LOGPROB_IDS = 128  # token ids that a request may name, whose log-probabilities a step gives
 BLOCK = 64  # tokens of a prompt whose logits exist at once where their log-probabilities are wanted
 KERNEL_TOP_K = 16  # the largest `top_k` that is one kernel in XLA:GPU; a larger one sorts all values
 
@@ -33,6 +34,7 @@ class Logprobs(NamedTuple):
     drawn: Float32[Array, "B J"]  # of the emitted tokens
     top: Float32[Array, "B J 20"]  # the likeliest tokens', or those of all of a smaller vocabulary
     top_ids: Int32[Array, "B J 20"]
+    of_ids: Float32[Array, "B J 128"]  # of the ids that the row names; else meaningless
 
 
 class Verdict(NamedTuple):
@@ -133,21 +135,31 @@ def finite_logits(logits: Float32[Array, "B N V"]) -> Bool[Array, "B N"]:
 
 
 def path_logprobs(
-    logits: Float32[Array, "B N V"], path: Int32[Array, "B J"], verdict: Verdict, wanted: Bool[Array, ""]
+    logits: Float32[Array, "B N V"],
+    path: Int32[Array, "B J"],
+    verdict: Verdict,
+    wanted: Bool[Array, ""],
+    ids: Int32[Array, "B 128"],
 ) -> Logprobs:
-    """Along the path; computed only where some row asks for them, else zeros."""
+    """Along the path; computed only where some row asks for them, else zeros. `ids`: as in `specjax.state.Row`."""
 
     def found() -> Logprobs:
         raw = jnp.take_along_axis(logits, path[:, :, None], axis=1)
-        return _logprobs(raw, jnp.maximum(pad_levels(verdict.tokens, path.shape[1], -1), 0))
+        tokens = jnp.maximum(pad_levels(verdict.tokens, path.shape[1], -1), 0)
+        return _logprobs(raw, tokens, jnp.broadcast_to(ids[:, None], (*path.shape, ids.shape[1])))
 
     return jax.lax.cond(wanted, found, partial(_zeros, found))
 
 
 def block_logprobs(
-    hidden: Hidden, tokens: Int32[Array, "B C"], counted: Bool[Array, "B C"], unembed: Callable[[Array], Array]
+    hidden: Hidden,
+    tokens: Int32[Array, "B C"],
+    counted: Bool[Array, "B C"],
+    ids: Int32[Array, "B 128"],
+    unembed: Callable[[Array], Array],
 ) -> Logprobs:
-    """Of each token after the hidden state at its index, J = C; zeros where it does not count.
+    """Of each token after the hidden state at its index, J = C; zeros where it does not count. `ids`: as in
+    `specjax.state.Row`.
 
     Logits exist for `BLOCK` tokens at a time, float32 [64, V], however long the block is, and not at all for those that
     hold none that counts. `unembed`: hidden states [X, M] to raw logits [X, V].
@@ -159,32 +171,35 @@ def block_logprobs(
         flat = values.reshape(count, -1)
         return jnp.pad(flat, ((0, blocks * BLOCK - count), (0, 0))).reshape(blocks, BLOCK, -1)
 
-    def part(given: tuple[Array, Array, Array]) -> Logprobs:
-        states, ids, counts = given
+    def part(given: tuple[Array, Array, Array, Array]) -> Logprobs:
+        states, after, counts, rows = given
 
         def found() -> Logprobs:
-            return _logprobs(unembed(states)[None], ids[None, :, 0])
+            return _logprobs(unembed(states)[None], after[None, :, 0], ids[rows[:, 0]][None])
 
         return jax.lax.cond(jnp.any(counts), found, partial(_zeros, found))
 
-    found = jax.lax.map(part, (parts(hidden.reshape(count, width)), parts(tokens), parts(counted)))
-    drawn, top, ids = (leaf.reshape(blocks * BLOCK, -1)[:count].reshape(*tokens.shape, -1) for leaf in found)
-    return Logprobs(drawn[:, :, 0], top, ids)
+    rows = jnp.broadcast_to(jnp.arange(len(tokens), dtype=jnp.int32)[:, None], tokens.shape)
+    found = jax.lax.map(part, (parts(hidden.reshape(count, width)), parts(tokens), parts(counted), parts(rows)))
+    shape = blocks * BLOCK, -1
+    drawn, top, top_ids, of_ids = (leaf.reshape(shape)[:count].reshape(*tokens.shape, -1) for leaf in found)
+    return Logprobs(drawn[:, :, 0], top, top_ids, of_ids)
 
 
 def _zeros(like: Callable[[], Logprobs]) -> Logprobs:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(like))
 
 
-def _logprobs(raw: Float32[Array, "B J V"], ids: Int32[Array, "B J"]) -> Logprobs:
-    """Of tokens after raw logits, and of the likeliest."""
+def _logprobs(raw: Float32[Array, "B J V"], tokens: Int32[Array, "B J"], ids: Int32[Array, "B J 128"]) -> Logprobs:
+    """Of tokens after raw logits, of the likeliest, and of `ids`."""
     total = jax.nn.logsumexp(raw, axis=-1, keepdims=True)
     count = min(TOP_LOGPROBS, raw.shape[-1])
     best, best_ids = jax.lax.platform_dependent(
         raw, cpu=lambda x: tuple(jax.lax.top_k(x, count)), default=partial(top_in_parts, count=count)
     )
-    drawn = jnp.take_along_axis(raw, ids[:, :, None], axis=2) - total
-    return Logprobs(drawn[:, :, 0], best - total, best_ids.astype(jnp.int32))
+    drawn = jnp.take_along_axis(raw, tokens[:, :, None], axis=2) - total
+    of_ids = jnp.take_along_axis(raw, ids, axis=2) - total
+    return Logprobs(drawn[:, :, 0], best - total, best_ids.astype(jnp.int32), of_ids)
 
 
 def top_in_parts(values: Float32[Array, "*b V"], count: int) -> tuple[Float32[Array, "*b k"], Int32[Array, "*b k"]]:

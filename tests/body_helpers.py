@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 from specjax.serve.errors import ApiError
-from specjax.serve.protocol import ChatRequest, CompletionRequest, GenerateRequest, read_request
+from specjax.serve.generate_request import GenerateRequest
+from specjax.serve.protocol import ChatRequest, CompletionRequest, read_request
 from specjax.serve.task import Rules, Task
 
 CHAT, COMPLETE, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"

@@ -24,7 +24,7 @@ def log_softmax(prompt: list[int], output: list[int]) -> np.ndarray:
     return shifted - math.log(np.exp(shifted).sum())
 
 
-def check(engine, prompt, done, top: int) -> None:
+def check(engine, prompt, done, top: int, ids_wanted=()) -> None:
     ids = engine.encode(prompt)
     assert done.logprobs is not None and len(done.logprobs) == len(done.output_ids)
     assert "".join(one.text for one in done.logprobs) == done.text
@@ -33,6 +33,7 @@ def check(engine, prompt, done, top: int) -> None:
         assert one.token == done.output_ids[i]
         assert one.logprob == pytest.approx(expected[one.token], abs=1e-4)
         assert len(one.top) == top
+        assert dict(one.of_ids) == pytest.approx({token: expected[token] for token in ids_wanted}, abs=1e-4)
         assert [logprob for _, logprob in one.top] == pytest.approx(sorted(expected)[::-1][:top], abs=1e-4)
         assert [expected[token] for token, _ in one.top] == pytest.approx([logprob for _, logprob in one.top], abs=1e-4)
 
@@ -42,6 +43,7 @@ CASES = {
     "sampled": {"logprobs": 5, "temperature": 1.3, "seed": 3, "top_k": 5},
     "biased": {"logprobs": 20, "logit_bias": {40: 5.0}, "frequency_penalty": 1.0},
     "stop string": {"logprobs": 2, "stop": ["e", "in"], "min_new_tokens": 2},
+    "of ids": {"logprobs": 1, "logprob_ids": [264, 0, 40], "temperature": 1.0, "seed": 1},
     "kept": {"logprobs": 2, "stop": ["e"], "no_stop_trim": True},
 }
 
@@ -52,7 +54,7 @@ def test_they_are_the_raw_log_softmax(algorithm, case):
     engine = shared_engine(algorithm)
     params = SamplingParams(max_new_tokens=24, **CASES[case])
     done = engine.generate("hello", params)
-    check(engine, "hello", done, CASES[case]["logprobs"])
+    check(engine, "hello", done, CASES[case]["logprobs"], CASES[case].get("logprob_ids", ()))
     check_idle(engine)
 
 

@@ -270,15 +270,17 @@ def test_so_it_is_on_other_gpus(device: str, shape: str, batch: int) -> None:
 def test_log_probabilities_do_not_sort_the_vocabulary() -> None:
     from ptx import described_device
 
-    from specjax.verify import Verdict, path_logprobs
+    from specjax.verify import LOGPROB_IDS, Verdict, path_logprobs
 
     vocab, (rows, levels, nodes) = 128256, (2, 3, 4)
     shape = jax.ShapeDtypeStruct
     integers = [shape((rows, *size), "int32") for size in ((levels,), (), (levels,), (nodes,))]
-    arguments = gpu("h200").place((shape((rows, nodes, vocab), "float32"), Verdict(*integers), shape((), "bool")))
+    ids = shape((rows, LOGPROB_IDS), "int32")
+    given = shape((rows, nodes, vocab), "float32"), Verdict(*integers), shape((), "bool"), ids
+    arguments = gpu("h200").place(given)
 
-    def found(logits, verdict, wanted):
-        return path_logprobs(logits, verdict.path, verdict, wanted)
+    def found(logits, verdict, wanted, ids):
+        return path_logprobs(logits, verdict.path, verdict, wanted, ids)
 
     with described_device(arguments):
         lowered = jax.jit(found).trace(*arguments).lower()

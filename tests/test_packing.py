@@ -70,14 +70,16 @@ def test_page_tables_on_the_device_follow_the_pages_of_running_sequences():
 def test_an_admission_is_the_row(output, vocab_size):
     params = SamplingParams(
         temperature=0.7, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.25, frequency_penalty=-0.5,
-        presence_penalty=0.5, min_new_tokens=3, logit_bias={"4": -2.5, "17": 3.0}, logprobs=2, speculate=False,
+        presence_penalty=0.5, min_new_tokens=3, logit_bias={"4": -2.5, "17": 3.0}, logprobs=2, logprob_ids=[9, 1],
+        speculate=False,
     )  # fmt: skip
     prompt = [3, 31, 32, 33, 63, VOCABULARY - 1, 3]
     sequence = idle_sequence(
         params, prompt=prompt, output=list(output), slot=2, seed=-(2**62) - 3, salt=2**32 - 5, limit=77
     )
     row = new_row(
-        vocab_size, limit=77, prompt=prompt, output=output, draft_limit=0, logprobs=True, salt=2**32 - 5,
+        vocab_size, limit=77, prompt=prompt, output=output, draft_limit=0, logprobs=True, logprob_ids=[9, 1],
+        salt=2**32 - 5,
         temperature=0.7, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.25, frequency_penalty=-0.5,
         presence_penalty=0.5, min_tokens=3, stop_ids=sequence.device_stops, seed=-(2**62) - 3,
         logit_bias={4: -2.5, 17: 3.0},

@@ -27,7 +27,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted - math.log(np.exp(shifted).sum())
 
 
-def check(ids, found, start: int, top: int, model=None) -> None:
+def check(ids, found, start: int, top: int, model=None, wanted=()) -> None:
     """`found` is what a forward of each token alone says, from `start` on."""
     model = model or toy()
     assert [one.token for one in found] == list(ids[start:])
@@ -37,6 +37,7 @@ def check(ids, found, start: int, top: int, model=None) -> None:
         assert one.logprob == pytest.approx(expected[one.token], abs=1e-4), place
         assert [value for _, value in one.top] == pytest.approx(sorted(expected)[::-1][:top], abs=1e-4)
         assert [expected[token] for token, _ in one.top] == pytest.approx([value for _, value in one.top], abs=1e-4)
+        assert dict(one.of_ids) == pytest.approx({token: expected[token] for token in wanted}, abs=1e-4)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -52,15 +53,22 @@ def test_in_chunks_and_batches(algorithm):
     engine = shared_engine(algorithm)
     prompts = [prompt_of(length, seed) for seed, (length, _, _) in enumerate(PROMPTS)]
     each = [
-        SamplingParams(max_new_tokens=9, logprobs=top, logprob_start_len=start, temperature=0.7 * (i % 2), seed=i)
+        SamplingParams(
+            max_new_tokens=9,
+            logprobs=top,
+            logprob_start_len=start,
+            logprob_ids=[7, 264][:i],
+            temperature=0.7 * (i % 2),
+            seed=i,
+        )
         for i, (_, start, top) in enumerate(PROMPTS)
     ]
     plain = [SamplingParams(max_new_tokens=9, temperature=0.7 * (i % 2), seed=i) for i in range(len(PROMPTS))]
     expected = engine.generate(prompts, plain)
     for done in (engine.generate(prompts, each), [engine.generate(*pair) for pair in zip(prompts, each, strict=True)]):
         assert [outcome(one) for one in done] == [outcome(one) for one in expected], "asking changes no text"
-        for one, prompt, (_, start, top) in zip(done, prompts, PROMPTS, strict=True):
-            check(prompt, one.prompt_logprobs, start, top)
+        for i, (one, prompt, (_, start, top)) in enumerate(zip(done, prompts, PROMPTS, strict=True)):
+            check(prompt, one.prompt_logprobs, start, top, wanted=[7, 264][:i])
             assert len(one.logprobs) == len(one.output_ids)
     assert all(done.prompt_logprobs is None for done in expected)
     check_idle(engine)
@@ -73,6 +81,15 @@ def test_of_a_transformer():
     prompt = np.random.default_rng(1).integers(0, 265, 150).tolist()
     done = engine.generate(prompt, SamplingParams(max_new_tokens=3, logprobs=4, logprob_start_len=0))
     check(prompt, done.prompt_logprobs, 0, 4, model)
+
+
+@pytest.mark.parametrize("given", [{}, {"logprobs": 4}, {"logprobs": 4, "logprob_start_len": 5}])
+def test_of_the_prompt_without_those_of_the_output(given):
+    engine = shared_engine("NGRAM")
+    prompt = prompt_of(19)
+    done = engine.generate(prompt, SamplingParams(max_new_tokens=3, prompt_logprobs=2, **given))
+    check(prompt, done.prompt_logprobs, 0, 4 if len(given) == 2 else 2)
+    assert (done.logprobs is None) == (not given)
 
 
 def test_the_prefix_cache_is_used_up_to_the_start():
@@ -191,13 +208,14 @@ def test_where_no_program_can_score(monkeypatch):
 
 def test_chunks_that_overlap_what_is_known():
     """A chunk may begin before what is missing, and end after the prompt."""
-    found = PromptLogprobs([10, 11, 12, 13, 14], 1, 2)
+    found = PromptLogprobs([10, 11, 12, 13, 14], 1, 2, [3, 9])
     assert found.reusable == 1
 
-    def chunk(start: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def chunk(start: int, width: int) -> tuple[np.ndarray, ...]:
         """The log-probability of token i + 1 is -i."""
         drawn = -np.arange(start, start + width).astype(np.float32)
-        return drawn, np.stack([drawn] * 3, 1), np.full((width, 3), 7, np.int32)
+        three = np.stack([drawn] * 3, 1)
+        return drawn, three, np.full((width, 3), 7, np.int32), three - 1
 
     found.add(0, 3, *chunk(0, 4))
     assert found.reusable == 3 and not found.complete
@@ -207,6 +225,7 @@ def test_chunks_that_overlap_what_is_known():
     assert found.complete and found.reusable is None
     assert [one.logprob for one in found.found()] == [None, -1, -2, -3]
     assert found.found()[1].top == ((7, -1.0), (7, -1.0))
+    assert found.found()[1].of_ids == ((3, -2.0), (9, -2.0)) and found.found()[0].of_ids == () and found.each == 5
     assert [one.token for one in found.found()] == [11, 12, 13, 14]
 
 

@@ -19,9 +19,11 @@ from specjax.engine.sequence import TokenLogprob
 from specjax.serve import fields
 from specjax.serve.errors import ApiError, shown
 from specjax.serve.fields import IGNORED_HEADER, MAX_NAMED, Reading
+from specjax.serve.generate_answer import GenerateAnswer, generate_logprobs
+from specjax.serve.generate_request import GenerateRequest
 from specjax.serve.messages import Message
-from specjax.serve.protocol import ChatRequest, CompletionRequest, GenerateRequest, read_request
-from specjax.serve.responses import GenerateAnswer, TokenNames, generate_logprobs
+from specjax.serve.protocol import ChatRequest, CompletionRequest, read_request
+from specjax.serve.responses import TokenNames
 from specjax.serve.task import Rules, Task
 
 LEAST: dict[type, dict[str, Any]] = {
@@ -270,7 +272,7 @@ CHANGES = {
     "use_beam_search": True, "length_penalty": 2, "prompt_embeds": "x", "input_embeds": [[0.5]], "image_data": "x",
     "custom_logit_processor": "x", "return_hidden_states": True,
     "tools": [{"type": "function"}], "tool_choice": "required", "speculate": False, "best_of": 2, "suffix": "x",
-    "prompt_logprobs": 0, "include_stop_str_in_output": True,
+    "include_stop_str_in_output": True,
 }  # fmt: skip
 CHAT_CHANGES = {
     "chat_template": "x", "documents": [{"text": "x"}], "verbosity": "high", "reasoning_effort": "high",

@@ -175,7 +175,7 @@ def test_why_a_message_ends(theirs, engine):
     [
         (ResponsesRequest, {"input": []}, "input"),
         (ResponsesRequest, {"input": None}, "input"),
-        (ResponsesRequest, {"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input"),
+        (ResponsesRequest, {"input": [{"type": "function_call_output", "call_id": "c"}]}, "input"),
         (ResponsesRequest, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
         (ResponsesRequest, {"max_output_tokens": 0}, "max_output_tokens"),
         (ResponsesRequest, {"max_tokens": 5}, "max_tokens"),
@@ -219,7 +219,8 @@ def test_what_is_refused(kind, change, param):
 
 @pytest.mark.parametrize("kind", LEAST)
 def test_what_changes_nothing_passes_even_strictly(kind):
-    harmless = {name: value for name, values in kind.unsupported.items() for value in values}
+    others = {name: values for name, values in kind.unsupported.items() if name not in kind.model_fields}
+    harmless = {name: value for name, values in others.items() for value in values}
     _, expected, _ = read_request(kind, json.dumps(LEAST[kind]).encode(), STRICT)
     _, found, reading = read_request(kind, json.dumps(harmless | LEAST[kind]).encode(), STRICT)
     assert found == expected and not reading.headers

@@ -46,6 +46,7 @@ from specjax.engine.memory import pool_tokens, room_beside
 from specjax.engine.pace import Pace
 from specjax.engine.packing import Resident, admission, prefill_input, step_input
 from specjax.engine.programs import Unavailable
+from specjax.engine.prompt_logprobs import NO_SCORES
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Sequence, Status
@@ -343,7 +344,7 @@ class Engine:
             if kind != "scoring":
                 raise
             # Only this request needs such a program.
-            self._give_up(prompts[0], f"the log-probabilities of the prompt cannot be computed: {error}")
+            self._give_up(prompts[0], f"{NO_SCORES}: {error}")
             return 0
         part = prompts[: key.rows]
         inputs = prefill_input(

@@ -144,7 +144,8 @@ class Intake:
         tokens = self.encode(prompt)
         number = next(self._numbers)
         limit = self._limit(len(tokens), sampling.max_new_tokens)
-        for what, ids in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
+        for what in ("stop_token_ids", "logit_bias", "logprob_ids"):
+            ids = getattr(sampling, what)
             if outside := [token for token in ids if not 0 <= int(token) < self.vocab_size]:
                 last = self.vocab_size - 1
                 raise ParameterError(what, f"holds {outside[0]!s:.40}; token ids of this model are 0 to {last}")
@@ -162,8 +163,10 @@ class Intake:
         start, scores = sampling.logprob_start_len, None
         if start >= len(tokens):
             raise ParameterError("logprob_start_len", f"must be below the prompt's {len(tokens)} tokens, got {start}")
+        top = max(sampling.prompt_logprobs or 0, (sampling.logprobs or 0) * (start >= 0))
+        start = start if sampling.prompt_logprobs is None else 0
         if start >= 0:
-            scores = PromptLogprobs(tokens, start, sampling.logprobs or 0)
+            scores = PromptLogprobs(tokens, start, top, sampling.logprob_ids)
         return Sequence(
             prompt_logprobs=scores,
             id=id if id is not None else f"request-{number}",

@@ -128,6 +128,7 @@ def admission(sequence: Sequence, vocab_size: int) -> np.ndarray:
         output=sequence.output,
         draft_limit=_draft_limit(params),
         logprobs=params.logprobs is not None,
+        logprob_ids=params.logprob_ids,
         salt=sequence.salt,
         prefix_length=sequence.prefilled,
         top_k=min(params.top_k, vocab_size),

@@ -9,9 +9,13 @@ still missing (`reusable`). A sequence that goes back to the queue keeps what it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+NO_SCORES = "the log-probabilities of the prompt cannot be computed"
+"""What a request ends with whose prompt no program can score."""
 
 
 class PromptLogprob(NamedTuple):
@@ -20,16 +24,17 @@ class PromptLogprob(NamedTuple):
     token: int
     logprob: float | None  # None: of the first one that was asked for
     top: tuple[tuple[int, float], ...]  # the likeliest tokens at its place, the best first
+    of_ids: tuple[tuple[int, float], ...] = ()  # the tokens of `SamplingParams.logprob_ids` at its place
 
 
 class PromptLogprobs:
-    """Of the tokens of a prompt from `start` on, each with its `top` likeliest."""
+    """Of the tokens of a prompt from `start` on, each with its `top` likeliest, and with the tokens `ids`."""
 
-    def __init__(self, prompt: list[int], start: int, top: int) -> None:
-        self._prompt, self._top = prompt, top
+    def __init__(self, prompt: list[int], start: int, top: int, ids: Sequence[int] = ()) -> None:
+        self._prompt, self._top, self._ids = prompt, top, tuple(ids)
         self.start = start
         self._next = start + 1  # the first token that is missing
-        self._parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._parts: list[tuple[np.ndarray, ...]] = []
 
     @property
     def complete(self) -> bool:
@@ -40,22 +45,29 @@ class PromptLogprobs:
         """Tokens that need not be computed for what is missing; None: any number."""
         return None if self.complete else self._next - 1
 
-    def add(self, start: int, end: int, drawn: np.ndarray, top: np.ndarray, ids: np.ndarray) -> None:
-        """What a chunk of tokens `start` to `end` gives, by its index: of its next tokens, float32 [C], and of the
-        likeliest, float32 and int32 [C, 20]. Keeps what is missing."""
+    @property
+    def each(self) -> int:
+        """Log-probabilities of one token's place."""
+        return 1 + self._top + len(self._ids)
+
+    def add(
+        self, start: int, end: int, drawn: np.ndarray, top: np.ndarray, top_ids: np.ndarray, of_ids: np.ndarray
+    ) -> None:
+        """What a chunk of tokens `start` to `end` gives, by its index: of its next tokens, float32 [C], of the
+        likeliest, float32 and int32 [C, 20], and of the given ids, float32 [C, 128]. Keeps what is missing."""
         first, last = self._next - 1 - start, min(end, len(self._prompt) - 1) - start
         assert first >= 0, f"log-probabilities of tokens before {start + 1} are missing"
         if last > first:
-            whole = drawn[first:last], top[first:last, : self._top], ids[first:last, : self._top]
-            self._parts.append((whole[0].copy(), whole[1].copy(), whole[2].copy()))
+            best, ids = top[first:last, : self._top], top_ids[first:last, : self._top]
+            whole = drawn[first:last], best, ids, of_ids[first:last, : len(self._ids)]
+            self._parts.append(tuple(part.copy() for part in whole))
             self._next += last - first
 
     def found(self) -> list[PromptLogprob]:
         """Of each token from `start` on that is known."""
         result = [PromptLogprob(self._prompt[self.start], None, ())]
-        for drawn, top, ids in self._parts:
-            pairs = zip(ids.tolist(), top.tolist(), strict=True)
-            for logprob, (tokens, values) in zip(drawn.tolist(), pairs, strict=True):
-                token = self._prompt[self.start + len(result)]
-                result.append(PromptLogprob(token, logprob, tuple(zip(tokens, values, strict=True))))
+        for part in self._parts:
+            for logprob, values, tokens, of_ids in zip(*(leaf.tolist() for leaf in part), strict=True):
+                token, best = self._prompt[self.start + len(result)], tuple(zip(tokens, values, strict=True))
+                result.append(PromptLogprob(token, logprob, best, tuple(zip(self._ids, of_ids, strict=True))))
         return result

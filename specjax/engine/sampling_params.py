@@ -12,7 +12,7 @@ from specjax.engine.grammar import Grammar
 from specjax.engine.stop_patterns import MAX_PATTERN, StopPatterns
 from specjax.sampling import BIAS_ENTRIES
 from specjax.state import NO_DRAFT_LIMIT
-from specjax.verify import TOP_LOGPROBS
+from specjax.verify import LOGPROB_IDS, TOP_LOGPROBS
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters
@@ -66,6 +66,8 @@ class SamplingParams:
     draft_limit: int | None = None  # most drafts that a step may check, 0 as `speculate=False`; None: the whole tree
     logprobs: int | None = None  # log-probabilities of the tokens, and of this many likeliest ones at each
     logprob_start_len: int = -1  # with `logprobs`, those of the prompt's tokens after this one, too; -1: none
+    logprob_ids: tuple[int, ...] | list[int] = ()  # with `logprobs`, those of these tokens at each place, too
+    prompt_logprobs: int | None = None  # those of all the prompt's tokens, and of this many likeliest ones at each
     priority: int = 0  # waiting requests with a higher one come first
     cache_salt: str | None = None  # requests with different salts share no n-gram memory
     origins: bool = False  # keep which tokens were accepted drafts, in `Completion.origins`
@@ -99,6 +101,9 @@ class SamplingParams:
         check("min_new_tokens", fits, f"from 0 to max_new_tokens ({most})", "{}")
         in_range = top is None or (_is_integer(top) and 0 <= top <= TOP_LOGPROBS)
         check("logprobs", in_range, f"an integer from 0 to {TOP_LOGPROBS}", "{!r}")
+        most = self.prompt_logprobs
+        in_range = most is None or (_is_integer(most) and 0 <= most <= TOP_LOGPROBS)
+        check("prompt_logprobs", in_range, f"an integer from 0 to {TOP_LOGPROBS}", "{!r}")
         limit = self.draft_limit
         in_range = limit is None or (_is_integer(limit) and 0 <= limit <= NO_DRAFT_LIMIT)
         check("draft_limit", in_range, f"an integer from 0 to {NO_DRAFT_LIMIT}")
@@ -107,13 +112,19 @@ class SamplingParams:
         check("logprob_start_len", self.logprob_start_len >= -1, "-1 (off) or at least 0", "{}")
         if self.logprob_start_len >= 0 and top is None:
             raise ParameterError("logprob_start_len", "needs logprobs")
+        object.__setattr__(self, "logprob_ids", _token_ids(self.logprob_ids, "logprob_ids"))
+        if len(self.logprob_ids) > LOGPROB_IDS:
+            problem = f"has {len(self.logprob_ids)} ids; at most {LOGPROB_IDS} are supported"
+            raise ParameterError("logprob_ids", problem)
+        if self.logprob_ids and top is None:
+            raise ParameterError("logprob_ids", "needs logprobs")
         short = salt is None or (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT)
         check("cache_salt", short, f"a string of 1 to {MAX_SALT} characters")
         check("grammar", self.grammar is None or isinstance(self.grammar, Grammar), "a Grammar")
         check("seed", seed is None or (_is_integer(seed) and -(2**63) <= seed < 2**63), "an integer of 64 bits")
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_regex", _stop_patterns(self.stop_regex))
-        object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids, "stop_token_ids"))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
 
     @property
@@ -155,9 +166,9 @@ def _stop_patterns(patterns: Any) -> tuple[str, ...]:
     return found
 
 
-def _stop_ids(ids: Any) -> tuple[int, ...]:
+def _token_ids(ids: Any, name: str) -> tuple[int, ...]:
     if not isinstance(ids, tuple | list) or not all(map(_is_integer, ids)):
-        raise ParameterError("stop_token_ids", f"must be a list of token ids, got {ids!r:.60}")
+        raise ParameterError(name, f"must be a list of token ids, got {ids!r:.60}")
     return tuple(dict.fromkeys(ids))
 
 

@@ -41,6 +41,7 @@ class RawLogprob(NamedTuple):
 
     drawn: float
     top: tuple[tuple[int, float], ...]
+    of_ids: tuple[tuple[int, float], ...] = ()
 
 
 class TokenLogprob(NamedTuple):
@@ -50,6 +51,7 @@ class TokenLogprob(NamedTuple):
     text: str  # the text that this token added; all of a completion's joined are its text
     logprob: float
     top: tuple[tuple[int, float], ...]  # the likeliest tokens, the best first
+    of_ids: tuple[tuple[int, float], ...] = ()  # the tokens of `SamplingParams.logprob_ids`
 
 
 class TokenOrigin(NamedTuple):
@@ -210,7 +212,7 @@ class Sequence:
     def token_logprobs(self, start: int = 0, stop: int | None = None) -> list[TokenLogprob]:
         """Log-probabilities of the output from token `start` on, up to `stop`. Their text must have been read."""
         found = enumerate(self.logprobs[start:stop], start)
-        return [TokenLogprob(self.output[i], self.stream.piece(i), raw.drawn, raw.top) for i, raw in found]
+        return [TokenLogprob(self.output[i], self.stream.piece(i), *raw) for i, raw in found]
 
     def token_origins(self, start: int = 0) -> list[TokenOrigin]:
         """Origins of the output from token `start` on."""

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.sequence import TEXT_FAILED, RawLogprob, Sequence
 from specjax.state import FULL, NOT_FINITE, STOPPED, DecodeState, StepOutput, Trace
-from specjax.verify import Logprobs
+from specjax.verify import LOGPROB_IDS, Logprobs
 from specjax.viz.trees import step_tree
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class Output(NamedTuple):
     """Of a step or a prefill, on the device. One array holds what every step needs, so that it costs one copy."""
 
     packed: Array  # [B, 2 + J] int32: emitted, finish, tokens
-    logprobs: Array  # [B, (1 + 2 * top) * J] int32; copied only where a request wants them
+    logprobs: Array  # [B, (1 + 2 * top + 128) * J] int32; copied only where a request wants them
     trace: Trace | None
     prompt: Array | None = None  # the same of a prefill's C tokens, if its program computes them
 
@@ -77,7 +78,7 @@ def packed(
 
 def _bits(found: Logprobs) -> Array:
     rows = found.drawn.shape[0]
-    floats = [found.drawn, found.top.reshape(rows, -1)]
+    floats = [found.drawn, found.top.reshape(rows, -1), found.of_ids.reshape(rows, -1)]
     bits = [jax.lax.bitcast_convert_type(part, jnp.int32) for part in floats]
     return jnp.concatenate([*bits, found.top_ids.reshape(rows, -1)], axis=1)
 
@@ -116,9 +117,15 @@ def read_output(output: Output, top: int | None) -> Read:
 
 
 def _from_bits(bits: Array, width: int, top: int) -> Logprobs:
-    drawn, best, ids = np.split(np.asarray(bits), np.cumsum([width, width * top]), axis=1)
+    ends = np.cumsum([width, width * top, width * LOGPROB_IDS])
+    drawn, best, of_ids, ids = np.split(np.asarray(bits), ends, axis=1)
     shape = (-1, width, top)
-    found: Any = (drawn.view(np.float32), best.view(np.float32).reshape(shape), ids.reshape(shape))
+    found: Any = (
+        drawn.view(np.float32),
+        best.view(np.float32).reshape(shape),
+        ids.reshape(shape),
+        of_ids.view(np.float32).reshape(-1, width, LOGPROB_IDS),
+    )
     return Logprobs(*found)
 
 
@@ -126,7 +133,7 @@ def take_prompt(sequence: Sequence, output: Output, row: int, start: int, end: i
     """Adds the log-probabilities that a prefill of tokens `start` to `end` of the context has computed; waits for
     it. `top`: alternatives that its output holds of a token."""
     if sequence.prompt_logprobs is not None and output.prompt is not None:
-        width = output.prompt.shape[1] // (1 + 2 * top)
+        width = output.prompt.shape[1] // (1 + 2 * top + LOGPROB_IDS)
         found = _from_bits(output.prompt, width, top)
         sequence.prompt_logprobs.add(start, end, *(np.asarray(leaf[row]) for leaf in found))
 
@@ -142,7 +149,7 @@ def take(sequence: Sequence, read: Read, output: Output, row: int, *, verified: 
     try:
         kept = sequence.accept(tokens, finish == STOPPED, finish == FULL)
         if sequence.params.logprobs is not None and read.logprobs is not None:
-            sequence.logprobs += _raw_logprobs(read.logprobs, row, kept, sequence.params.logprobs)
+            sequence.logprobs += _raw_logprobs(read.logprobs, row, kept, sequence.params)
         if sequence.params.origins and kept:
             sequence.drafted_flags += [True] * (kept - 1) + [False]
         if output.trace is not None and (most := sequence.most_trees) != 0:
@@ -163,8 +170,10 @@ def take(sequence: Sequence, read: Read, output: Output, row: int, *, verified: 
     return kept
 
 
-def _raw_logprobs(found: Logprobs, row: int, count: int, top: int) -> list[RawLogprob]:
-    """Of the first `count` tokens of a row, each with its `top` likeliest."""
+def _raw_logprobs(found: Logprobs, row: int, count: int, params: SamplingParams) -> list[RawLogprob]:
+    """Of the first `count` tokens of a row, with as many of the likeliest and with the ids that are wanted."""
+    top, wanted = params.logprobs or 0, params.logprob_ids
     drawn, ids, best = found.drawn[row, :count], found.top_ids[row, :count, :top], found.top[row, :count, :top]
     tops = (tuple(zip(*pair, strict=True)) for pair in zip(ids.tolist(), best.tolist(), strict=True))
-    return list(map(RawLogprob, drawn.tolist(), tops))
+    of_ids = (tuple(zip(wanted, values, strict=True)) for values in found.of_ids[row, :count, : len(wanted)].tolist())
+    return list(map(RawLogprob, drawn.tolist(), tops, of_ids))

@@ -1,18 +1,20 @@
-"""Anthropic's Messages interface, `/v1/messages` and `/v1/messages/count_tokens`: text in, text out. A thin layer over
-the chat. A conversation that ends with a message of the assistant is continued there, as Anthropic does."""
+"""Anthropic's Messages interface, `/v1/messages` and `/v1/messages/count_tokens`: a thin layer over the chat.
+
+A conversation that ends with a message of the assistant is continued there, as Anthropic does.
+`specjax.serve.messages_answer` makes the answers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
-from specjax.engine import Completion, StreamChunk
 from specjax.engine.intake import Chat
 from specjax.serve import structured
-from specjax.serve.errors import ApiError
 from specjax.serve.fields import (
     UNSUPPORTED,
     Body,
@@ -20,65 +22,246 @@ from specjax.serve.fields import (
     Integer,
     Metadata,
     Salt,
+    Schema,
     StopStrings,
     Text,
     Values,
     at_most,
+    has,
+    implies,
     texts,
 )
-from specjax.serve.messages import MAX_MESSAGES
-from specjax.serve.protocol import MISPLACED, SALT, NewTokens, SamplingFields, TaskBody, check_model
-from specjax.serve.responses import Answer, named_event
+from specjax.serve.forms import AnswerForm
+from specjax.serve.messages import MAX_MESSAGES, assistant_turns, earlier_call
+from specjax.serve.protocol import (
+    MISPLACED,
+    SALT,
+    NewTokens,
+    SamplingFields,
+    TaskBody,
+    chat_task,
+    check_model,
+    with_tools,
+)
+from specjax.serve.structured import FIELDS, OutputConfig, OutputFormat
 from specjax.serve.task import Rules, Task
+from specjax.serve.tools import (
+    MAX_TOOLS,
+    PARAMETERS,
+    FunctionName,
+    FunctionTool,
+    ToolFields,
+    as_tool,
+    choice_of,
+    object_schema,
+)
 
 NOT_BUILT: dict[str, Values] = {
-    "tools": ([],), "tool_choice": ({"type": "auto"}, {"type": "none"}), "thinking": ({"type": "disabled"},),
-    "container": (), "context_management": (), "mcp_servers": ([],), "output_config": ({},), "output_format": (),
+    "container": (), "context_management": (), "mcp_servers": ([],),
 }  # fmt: skip
 
 
-class TextBlock(Body):
+class Block(Body):
     place = "messages[].content[]."
+
+    cache_control: Any = None  # not used: what is common to prompts is always reused
+
+
+class TextBlock(Block):
     unsupported: ClassVar[Mapping[str, Values]] = {"citations": ([],)}
 
     type: Literal["text"]
     text: Text
-    cache_control: Any = None  # not used: what is common to prompts is always reused
 
 
-Blocks = Annotated[list[TextBlock], Field(max_length=MAX_MESSAGES, fail_fast=True), at_most(MAX_MESSAGES)]
+TextBlocks = Annotated[list[TextBlock], Field(max_length=MAX_MESSAGES, fail_fast=True), at_most(MAX_MESSAGES)]
 TextOrBlocks = Annotated[
-    Blocks, texts("text blocks", lambda text: {"type": "text", "text": text}, json_schema_input_type=Text | Blocks)
+    TextBlocks,
+    texts("text blocks", lambda text: {"type": "text", "text": text}, json_schema_input_type=Text | TextBlocks),
 ]
+
+
+class CallBlock(Block):
+    unsupported: ClassVar[Mapping[str, Values]] = {"caller": ({"type": "direct"},)}
+
+    type: Literal["tool_use"]
+    id: Text
+    name: Text
+    input: dict[str, Any]
+
+
+class ResultBlock(Block):
+    type: Literal["tool_result"]
+    tool_use_id: Text
+    content: TextOrBlocks | None = None
+    is_error: Flag | None = Field(None, description="Not shown to the model: the content says what was wrong.")
+
+
+class ThoughtsBlock(Block):
+    type: Literal["thinking"]
+    thinking: Text
+    signature: Any = None  # not used
+
+
+Blocks = Annotated[
+    list[Annotated[TextBlock | CallBlock | ResultBlock | ThoughtsBlock, Field(discriminator="type")]],
+    Field(max_length=MAX_MESSAGES, fail_fast=True),
+    at_most(MAX_MESSAGES),
+]
+BELONGS = {"tool_use": "assistant", "thinking": "assistant", "tool_result": "user"}
+
+
+def _of(*types: str) -> Schema:
+    """A list with none of these blocks."""
+    return {"type": "array", "items": {"not": has(type={"enum": [*types]})}}
 
 
 class AnthropicMessage(Body):
     place = "messages[]."
+    relations = tuple(
+        implies(
+            has(role={"enum": [role for role in ("user", "assistant", "system") if role != owner]}),
+            has(content={"anyOf": [{"type": "string"}, _of(*(kind for kind in BELONGS if BELONGS[kind] == owner))]}),
+        )
+        for owner in ("user", "assistant")
+    )
 
     role: Literal["user", "assistant", "system"]
-    content: TextOrBlocks
+    content: Annotated[
+        Blocks, texts("blocks", lambda text: {"type": "text", "text": text}, json_schema_input_type=Text | Blocks)
+    ]
 
-    def for_template(self) -> dict[str, Any]:
-        return {"role": self.role, "content": _text(self.content)}
+    @model_validator(mode="after")
+    def _check(self) -> AnthropicMessage:
+        for block in self.content:
+            owner = BELONGS.get(block.type)
+            if owner not in (None, self.role):
+                problem = "has a block of {kind}, which belongs to the {owner}, not to the {role}"
+                raise PydanticCustomError("block", problem, {"kind": block.type, "owner": owner, "role": self.role})
+        return self
+
+    def for_template(self) -> Iterable[dict[str, Any]]:
+        """One message, and before it one for each result of a call."""
+        message: dict[str, Any] = {"role": self.role, "content": ""}
+        alone = True
+        for block in self.content:
+            match block:
+                case TextBlock():
+                    message["content"] += block.text
+                case ThoughtsBlock():
+                    message["reasoning_content"] = message.get("reasoning_content", "") + block.thinking
+                case CallBlock():
+                    (call,) = earlier_call(block.id, block.name, block.input)["tool_calls"]
+                    message.setdefault("tool_calls", []).append(call)
+                case ResultBlock():
+                    alone = False
+                    yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content or [])}
+        if alone or message["content"]:
+            yield message
+
+
+class AnthropicTool(Body):
+    place = "tools[]."
+    unsupported: ClassVar[Mapping[str, Values]] = {
+        "allowed_callers": (["direct"],), "defer_loading": (False,), "input_examples": ([],),
+        "eager_input_streaming": (True, False),
+    }  # fmt: skip
+
+    type: Literal["custom"] | None = None
+    name: FunctionName
+    description: Text | None = None
+    input_schema: Annotated[dict[str, Any], Field(json_schema_extra=PARAMETERS), BeforeValidator(object_schema)]
+    strict: Flag | None = Field(None, description="true = the input follows `input_schema`.")
+    cache_control: Any = None  # not used
+
+    def as_function(self) -> FunctionTool:
+        return FunctionTool.model_construct(
+            name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
+        )
+
+
+AnthropicTools = Annotated[
+    list[AnthropicTool],
+    Field(max_length=MAX_TOOLS, fail_fast=True, json_schema_extra={"maxItems": "$tools"}),
+    at_most(MAX_TOOLS),
+]
+
+
+class AnthropicChoice(Body):
+    place = "tool_choice."
+    relations = (
+        implies(has(type={"const": "tool"}), has(name={"type": "string"})),
+        implies(has(name={"type": "string"}), has(type={"const": "tool"})),
+    )
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: FunctionName | None = Field(None, description="Of the type `tool`.")
+    disable_parallel_tool_use: Flag | None = Field(None, description="true = at most one call.")
+
+    @model_validator(mode="after")
+    def _check(self) -> AnthropicChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise PydanticCustomError("name", "must have a name if, and only if, its type is tool")
+        return self
+
+
+CHOICE_NEEDS_TOOLS = implies(
+    has(tool_choice={"type": "object", "properties": {"type": {"enum": ["any", "tool"]}}, "required": ["type"]}),
+    has(tools={"type": "array", "minItems": 1}),
+)
+
+
+class Thinking(Body):
+    place = "thinking."
+    unsupported: ClassVar[Mapping[str, Values]] = {"budget_tokens": (), "display": ("summarized",)}
+
+    type: Literal["disabled", "adaptive"]
 
 
 class CountTokensRequest(Body):
-    unsupported = NOT_BUILT
+    unsupported = NOT_BUILT | {"output_config": ({},), "output_format": ()}
+    relations = (CHOICE_NEEDS_TOOLS,)
 
     model: Text | None = Field(None, json_schema_extra={"enum": "$models"})
     system: TextOrBlocks | None = None
     messages: Annotated[
         list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), at_most(MAX_MESSAGES)
     ]
+    tools: AnthropicTools | None = Field(None, description="Functions that the model may call; their names differ.")
+    tool_choice: AnthropicChoice | None = Field(
+        None, description="Default: auto. none = the model is not told of `tools`; any, or a tool = it must call."
+    )
+    thinking: Thinking | None = Field(
+        None, description="Sets `enable_thinking` of the chat template: adaptive = true, disabled = false."
+    )
     cache_control: Any = None  # not used
+
+    def functions(self) -> ToolFields:
+        """As a chat completion has them."""
+        choice = self.tool_choice
+        kinds = {"auto": "auto", "any": "required", "tool": "function", "none": "none"}
+        return ToolFields.model_construct(
+            tools=None if self.tools is None else [as_tool(each.as_function()) for each in self.tools],
+            tool_choice=None if choice is None else choice_of(kinds[choice.type], choice.name),
+            parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
+        )
 
     def chat(self) -> Chat:
         system = [] if self.system is None else [{"role": "system", "content": _text(self.system)}]
-        go_on = self.messages[-1].role == "assistant"
-        return Chat([*system, *(each.for_template() for each in self.messages)], {"continue_final_message": go_on})
+        messages = assistant_turns(message for each in self.messages for message in each.for_template())
+        last = messages[-1]
+        variables = {"continue_final_message": last["role"] == "assistant" and not last.get("tool_calls")}
+        if self.thinking is not None:
+            variables["enable_thinking"] = self.thinking.type == "adaptive"
+        return Chat([*system, *messages], variables)
+
+    def prompt(self, form: AnswerForm) -> Chat:
+        """As the model gets it. Raises an ApiError if it cannot be told of the functions."""
+        return with_tools(self.chat(), form, self.functions().offered(form))
 
 
 class MessagesRequest(CountTokensRequest, SamplingFields, TaskBody):
+    asked = FIELDS | {"output_config": OutputConfig.chosen, "output_format": OutputFormat.chosen}
     unsupported = UNSUPPORTED | structured.UNSUPPORTED | NOT_BUILT | {"json_schema": ()}
     elsewhere: ClassVar[Mapping[str, tuple[str, Values]]] = MISPLACED | {
         "max_completion_tokens": ("it is called max_tokens", ()),
@@ -93,6 +276,8 @@ class MessagesRequest(CountTokensRequest, SamplingFields, TaskBody):
     )
     stream: Flag | None = None
     n: Annotated[Integer, Field(ge=1, le=1)] | None = None
+    output_config: OutputConfig | None = Field(None, description="JSON is written on one line.")
+    output_format: OutputFormat | None = Field(None, description="The older name of `output_config.format`.")
     cache_salt: Salt | None = Field(None, description=SALT)
     # Accepted, and not used.
     metadata: Metadata | None = None
@@ -106,68 +291,10 @@ class MessagesRequest(CountTokensRequest, SamplingFields, TaskBody):
     def task(self, rules: Rules, reading: Any) -> Task:
         check_model(self.model, rules.model)
         more: dict[str, Any] = {"max_new_tokens": self.max_tokens, "logprobs": None, "stop": self.stop_sequences}
-        return Task([self.chat()], [self.params(rules, **more)], names=self.names, prompt_field="messages")
+        return chat_task(
+            self, self.functions(), self.chat, rules, functools.partial(self.params, rules, **more), "messages"
+        )
 
 
 def _text(blocks: list[TextBlock]) -> str:
     return "".join(block.text for block in blocks)
-
-
-@dataclass
-class MessagesAnswer(Answer):
-    id: str  # msg_...
-    model: str
-    prompt_tokens: int
-    _begun: bool = False
-
-    def whole(self, done: list[Completion]) -> dict[str, Any]:
-        first = done[0]
-        return self._message(first.cached_tokens) | {
-            "content": [{"type": "text", "text": first.text}],
-            **_ending(first),
-            "usage": self._usage(first.cached_tokens, first.completion_tokens),
-        }
-
-    def events(self, chunk: StreamChunk) -> list[bytes]:
-        found: list[dict[str, Any]] = []
-        if not self._begun:
-            self._begun = True
-            found.append({"type": "message_start", "message": self._message(chunk.cached_tokens)})
-            found.append({"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}})
-        if chunk.text:
-            delta = {"type": "text_delta", "text": chunk.text}
-            found.append({"type": "content_block_delta", "index": 0, "delta": delta})
-        if (done := chunk.completion) is not None:
-            found.append({"type": "content_block_stop", "index": 0})
-            usage = {"output_tokens": done.completion_tokens}
-            found.append({"type": "message_delta", "delta": _ending(done), "usage": usage})
-            found.append({"type": "message_stop"})
-        return list(map(named_event, found))
-
-    def error(self, error: ApiError) -> bytes:
-        return named_event(error.anthropic_body())
-
-    def _message(self, cached: int) -> dict[str, Any]:
-        """A message that has just begun."""
-        return {
-            "id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": [],
-            "stop_reason": None, "stop_sequence": None, "usage": self._usage(cached, 0),
-        }  # fmt: skip
-
-    def _usage(self, cached: int, output: int) -> dict[str, int]:
-        """As Anthropic counts: what was cached is not a part of `input_tokens`."""
-        return {
-            "input_tokens": self.prompt_tokens - cached,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached,
-            "output_tokens": output,
-        }
-
-
-def _ending(done: Completion) -> dict[str, Any]:
-    if done.finish_reason["type"] == "length":
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
-    matched = done.finish_reason.get("matched")
-    if isinstance(matched, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": matched}
-    return {"stop_reason": "end_turn", "stop_sequence": None}

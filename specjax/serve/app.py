@@ -21,8 +21,9 @@ from starlette.types import Receive, Scope, Send
 from specjax.cli.flags import ServerSettings
 from specjax.engine import Completion
 from specjax.engine.grammar import GRAMMAR_FAILED
+from specjax.engine.prompt_logprobs import NO_SCORES
 from specjax.engine.sequence import Sequence
-from specjax.serve.anthropic_messages import CountTokensRequest, MessagesAnswer, MessagesRequest
+from specjax.serve.anthropic_messages import CountTokensRequest, MessagesRequest
 from specjax.serve.control import READ, add_control_routes
 from specjax.serve.deadline import Deadline
 from specjax.serve.delivery import Listener
@@ -30,18 +31,24 @@ from specjax.serve.echo import Echo, echo_of
 from specjax.serve.errors import ApiError, bad_request, unavailable
 from specjax.serve.fields import IGNORED_HEADER, INLINE_BYTES, Reading, receive_body
 from specjax.serve.forms import AnswerForm, answer_form
+from specjax.serve.generate_answer import GenerateAnswer
+from specjax.serve.generate_request import GenerateRequest
+from specjax.serve.messages_answer import MessagesAnswer
 from specjax.serve.middleware import INTERNAL, Gate, check_state
-from specjax.serve.openai_responses import ResponsesAnswer, ResponsesRequest
+from specjax.serve.openai_responses import ResponsesRequest
 from specjax.serve.openapi import document
 from specjax.serve.playground import add_playground
-from specjax.serve.protocol import ChatRequest, CompletionRequest, GenerateRequest, check_model, read_request
-from specjax.serve.responses import Answer, GenerateAnswer, OpenAIAnswer, TokenNames, fingerprint
+from specjax.serve.protocol import ChatRequest, CompletionRequest, check_model, read_request
+from specjax.serve.responses import Answer, OpenAIAnswer, TokenNames, fingerprint
+from specjax.serve.responses_answer import ResponsesAnswer
 from specjax.serve.runner import ABORTED, SEND_AGAIN, Runner
 from specjax.serve.structured import INVALID
-from specjax.serve.task import Rules, refusal
+from specjax.serve.task import Rules, Task, refusal
 from specjax.serve.tokenising import Tokenising, work
 
 logger = logging.getLogger("specjax.serve")
+
+LATER = 60  # seconds after which memory may be free again
 
 Result = TypeVar("Result")
 Kind: TypeAlias = ChatRequest | CompletionRequest | GenerateRequest | ResponsesRequest | MessagesRequest
@@ -103,6 +110,7 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
             listener = Listener(sequences, streams=bool(body.stream))
             check_state(runner)
             runner.submit(listener)
+        thinking = task.reply is not None and form().begins_thinking(sequences[0].prompt, runner.engine.tokenizer)
         answer: Answer
         if isinstance(body, GenerateRequest):
             answer = GenerateAnswer(
@@ -110,24 +118,25 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
                 body.is_batch or task.n > 1,
                 ids=[sequence.id for sequence in sequences],
                 prompt_tokens=[len(sequence.prompt) for sequence in sequences],
+                with_ids=[bool(sequence.params.logprob_ids) for sequence in sequences],
                 incremental=settings.incremental_streaming_output,
                 names=names() if body.return_text_in_logprobs else None,
             )
         elif isinstance(body, ResponsesRequest):
-            answer = ResponsesAnswer(id, model, body, task)
+            answer = ResponsesAnswer(id, model, body, task, thinking=thinking, end_think=form().end_think)
         elif isinstance(body, MessagesRequest):
-            answer = MessagesAnswer(id, model, len(sequences[0].prompt))
+            reply = None if task.reply is None else task.reply.reply(thinking=thinking)
+            answer = MessagesAnswer(id, model, len(sequences[0].prompt), reply)
         else:
-            thinking = task.reply is not None and form().begins_thinking(sequences[0].prompt, runner.engine.tokenizer)
             answer = OpenAIAnswer(
                 id, model, body, task, runner.engine.drafter.width, names(), echoes,
                 thinking=thinking, end_think=form().end_think,
             )  # fmt: skip
         if body.stream:
-            return EventStream(runner, listener, answer, reading.headers, deadline)
+            return EventStream(runner, listener, task, answer, reading.headers, deadline)
         try:
             completions = await while_connected(
-                request, asyncio.ensure_future(all_completions(listener, deadline, answer))
+                request, asyncio.ensure_future(all_completions(listener, deadline, task, answer))
             )
         finally:
             runner.abort(sequences)
@@ -156,7 +165,7 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
         reading = Reading(strict=settings.strict_fields)
         body = CountTokensRequest.read(reading.parse(await receive_body(request)), reading)
         check_model(body.model, model)
-        chat = body.chat()
+        chat = body.prompt(form())
         try:
             job = tokenising.submit(work([chat], 1), lambda: len(runner.engine.encode(chat)))
             count = await while_connected(request, asyncio.wrap_future(job))
@@ -215,10 +224,16 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
     def __init__(
-        self, runner: Runner, listener: Listener, answer: Answer, headers: dict[str, str], deadline: Deadline
+        self,
+        runner: Runner,
+        listener: Listener,
+        task: Task,
+        answer: Answer,
+        headers: dict[str, str],
+        deadline: Deadline,
     ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
-        super().__init__(_events(listener, answer, deadline), headers=headers)
+        super().__init__(_events(listener, task, answer, deadline), headers=headers)
         self._runner, self._sequences = runner, listener.sequences
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -228,11 +243,13 @@ class EventStream(StreamingResponse):
             self._runner.abort(self._sequences)
 
 
-async def _events(listener: Listener, answer: Answer, deadline: Deadline) -> AsyncIterator[bytes]:
+async def _events(listener: Listener, task: Task, answer: Answer, deadline: Deadline) -> AsyncIterator[bytes]:
     try:
         async for chunk in listener.chunks(deadline):
             if chunk.completion is not None:
-                check_completion(chunk.completion, aborted=answer.shows_aborted)
+                check_completion(
+                    chunk.completion, aborted=answer.shows_aborted, grammar=task.grammar_field(chunk.prompt_index)
+                )
             scores = chunk.scores or (chunk.completion and chunk.completion.scores)
             make = functools.partial(answer.events, chunk)
             yield b"".join(await beside(make) if scores else make())
@@ -249,18 +266,19 @@ async def beside(function: Callable[[], Result]) -> Result:
     return await asyncio.get_running_loop().run_in_executor(None, function)
 
 
-async def all_completions(listener: Listener, deadline: Deadline, answer: Answer) -> list[Completion]:
+async def all_completions(listener: Listener, deadline: Deadline, task: Task, answer: Answer) -> list[Completion]:
     """The result of each sequence, once all have finished."""
     chunks = listener.chunks(deadline)
     done = {chunk.prompt_index: chunk.completion async for chunk in chunks if chunk.completion is not None}
     completions = [done[index] for index in sorted(done)]
-    for completion in completions:
-        check_completion(completion, aborted=answer.shows_aborted)
+    for index, completion in enumerate(completions):
+        check_completion(completion, aborted=answer.shows_aborted, grammar=task.grammar_field(index))
     return completions
 
 
-def check_completion(completion: Completion, *, aborted: bool) -> None:
-    """Raises an ApiError if a fault of the server has ended the request, or, unless `aborted`, `/abort_request`."""
+def check_completion(completion: Completion, *, aborted: bool, grammar: str) -> None:
+    """Raises an ApiError if a fault of the server has ended the request, or, unless `aborted`, `/abort_request`, or
+    the grammar of the field `grammar`."""
     if completion.finish_reason["type"] == "abort":
         message = completion.finish_reason.get("message", "the request was aborted")
         if message == ABORTED:
@@ -268,9 +286,13 @@ def check_completion(completion: Completion, *, aborted: bool) -> None:
                 return
             raise bad_request(message, code="aborted")
         if message.startswith(GRAMMAR_FAILED):
-            raise bad_request(message, code=INVALID)
+            raise bad_request(f"{grammar}: {message}", grammar, INVALID)
         # Any other request would fail again.
-        raise unavailable(message, retry_after=1) if message in SEND_AGAIN else ApiError(500, message)
+        if message in SEND_AGAIN:
+            raise unavailable(message, retry_after=1)
+        if message.startswith(NO_SCORES):  # the memory that it takes may be free later
+            raise unavailable(message, retry_after=LATER)
+        raise ApiError(500, message)
 
 
 async def while_connected(request: Request, future: asyncio.Future[Result]) -> Result:

@@ -24,6 +24,7 @@ from specjax.engine.sampling_params import MAX_SALT, MAX_STOP_LENGTH, MAX_STOP_S
 from specjax.engine.stop_patterns import MAX_PATTERN
 from specjax.sampling import BIAS_ENTRIES
 from specjax.serve.errors import ApiError, bad_request, shown
+from specjax.verify import LOGPROB_IDS
 
 logger = logging.getLogger("specjax.serve")
 
@@ -170,6 +171,7 @@ Text = Annotated[str, Field(strict=True)]
 TOKEN: Schema = {"minimum": 0, "maximum": "$last_token"}
 Token = Annotated[int, Field(strict=True, json_schema_extra=TOKEN), BeforeValidator(whole)]
 TokenIds = Annotated[list[Token], Field(max_length=1024, fail_fast=True)]
+LogprobIds = Annotated[list[Token], Field(max_length=LOGPROB_IDS, fail_fast=True)]
 Bias = Annotated[
     dict[str, Annotated[Number, Field(ge=-100, le=100)]],
     Field(max_length=BIAS_ENTRIES, json_schema_extra={"propertyNames": {"pattern": "$token_key", "maxLength": 18}}),
@@ -284,6 +286,10 @@ def _message(kind: type[Body], error: ErrorDetails) -> str:
     match error["type"]:
         case "missing":
             return f"{name} is required"
+        case "union_tag_invalid":
+            said = f"has a type that is not one of {limits['expected_tags']}"
+        case "union_tag_not_found":
+            said = "must be an object with a type"
         case "string_too_short" | "too_short":
             said = "must not be empty"
         case "string_too_long":

@@ -9,6 +9,7 @@ from pydantic.json_schema import models_json_schema
 
 from specjax.serve.anthropic_messages import CountTokensRequest, MessagesRequest
 from specjax.serve.fields import IGNORED_HEADER, MAX_NODES, MAX_VALUES, Schema
+from specjax.serve.generate_request import GenerateRequest, SamplingBody
 from specjax.serve.middleware import HEALTH, OPEN, PAGE
 from specjax.serve.openai_responses import ResponsesRequest
 from specjax.serve.protocol import (
@@ -17,9 +18,7 @@ from specjax.serve.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    GenerateRequest,
     ProfileRequest,
-    SamplingBody,
     TokenizeRequest,
 )
 from specjax.serve.task import MAX_SCORES, Rules
@@ -35,8 +34,9 @@ that change nothing pass, null always. {unknown}
 **Rules that a schema cannot express**, and that give a 400: a prompt and its new tokens must fit the context together;
 `min_tokens` is at most `max_tokens`, and works with at most 8 stop ids; prompts times `n` is at most the number of
 requests that may run or wait; an answer holds at most {scores:,} log-probabilities of prompts; `seed`
-and `sampling_seed` agree; lists of `sampling_params` and `rid` have one item for
-each prompt, names differ, and `n` is the same in all; `continue_final_message` needs a last message of the assistant;
+and `sampling_seed` agree; lists of `sampling_params`, `rid`,
+`return_logprob`, `top_logprobs_num`, `logprob_start_len` and `token_ids_logprob` have one item for each prompt, names
+differ, and `n` is the same in all; `continue_final_message` needs a last message of the assistant;
 no two `tools` have the same name, and `tool_choice` names one of them; a grammar can be made of what an answer must
 follow.
 
@@ -78,7 +78,8 @@ CHOICE = {"index": int, "finish_reason": FINISH, "matched_stop": (str, int, None
           "speculative?": DRAFTING}  # fmt: skip
 CHAT_CHOICE = CHOICE | {"finish_reason": (*FINISH, "tool_calls"), "message": MESSAGE,
                         "logprobs": (CHAT_LOGPROBS, None)}  # fmt: skip
-TEXT_CHOICE = CHOICE | {"text": str, "logprobs": (TEXT_LOGPROBS, None)}
+PROMPT_LOGPROBS = [(dict, None)]  # ids to {"logprob", "rank", "decoded_token"}
+TEXT_CHOICE = CHOICE | {"text": str, "logprobs": (TEXT_LOGPROBS, None), "prompt_logprobs?": PROMPT_LOGPROBS}
 USAGE = {"prompt_tokens": int, "completion_tokens": int, "total_tokens": int,
          "prompt_tokens_details": {"cached_tokens": int},
          "completion_tokens_details?": {"reasoning_tokens": int}}  # fmt: skip
@@ -90,6 +91,7 @@ META = SPECULATIVE | {
     "id": str, "finish_reason": {"type": FINISH}, "prompt_tokens": int, "completion_tokens": int, "cached_tokens": int,
     "e2e_latency": float, "seed": int, "output_token_logprobs?": [list], "output_top_logprobs?": [[list]],
     "input_token_logprobs?": [list], "input_top_logprobs?": [([list], None)],
+    "output_token_ids_logprobs?": [[list]], "input_token_ids_logprobs?": [([list], None)],
 }  # fmt: skip
 GENERATED = {"text": str, "output_ids": [int], "meta_info": META}
 RESPONSE = {
@@ -108,7 +110,8 @@ MESSAGE = {
 }  # fmt: skip
 ANSWERS: dict[str, Any] = {
     "Error": {"error": {"message": str, "type": str, "param": (str, None), "code": (str, int, None)}},
-    "ChatCompletion": COMPLETION | {"object": "chat.completion", "choices": [CHAT_CHOICE]},
+    "ChatCompletion": COMPLETION
+    | {"object": "chat.completion", "choices": [CHAT_CHOICE], "prompt_logprobs?": PROMPT_LOGPROBS},
     "Completion": COMPLETION | {"object": "text_completion", "choices": [TEXT_CHOICE]},
     "Response": RESPONSE,
     "AnthropicAnswer": MESSAGE,

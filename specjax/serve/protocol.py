@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic import Field, WithJsonSchema
 
 from specjax.cli.flags import MOST_TRACED
 from specjax.engine.intake import Chat
 from specjax.engine.sampling_params import MAX_PRIORITY, MAX_TEMPERATURE, ParameterError, SamplingParams
-from specjax.serve import structured
 from specjax.serve.errors import ApiError, bad_request, shown
 from specjax.serve.fields import (
     TOKEN,
@@ -35,17 +35,25 @@ from specjax.serve.fields import (
     implies,
     whole,
 )
+from specjax.serve.forms import AnswerForm
 from specjax.serve.messages import ONE_END, Messages, TemplateFields
-from specjax.serve.structured import Choices, JsonSchema, ResponseFormat, Source, StructuredOutputs, chosen
+from specjax.serve.structured import (
+    FIELDS,
+    Choices,
+    Convert,
+    JsonSchema,
+    ResponseFormat,
+    Source,
+    StructuredOutputs,
+    chosen,
+)
 from specjax.serve.task import Rules, Task, check_capacity, read_prompts, refusal
 from specjax.serve.tools import CHOICE_NEEDS_TOOLS, ToolFields
 from specjax.state import NO_DRAFT_LIMIT
 from specjax.verify import TOP_LOGPROBS
 
 COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens` for completions
-GENERATE_TOKENS = 128  # SGLang's default of `max_new_tokens`
 MAX_TIMEOUT = 1e6  # seconds
-MAX_ID = 256  # characters of a request's name (`rid`)
 DEFAULT_MODEL = "default"  # SGLang's clients call any model by this name
 
 NewTokens = Annotated[Integer, Field(ge=1, json_schema_extra={"maximum": "$room"})]
@@ -82,6 +90,8 @@ class StreamOptions(Body):
 class SamplingFields(Body):
     """Fields with the same name in all interfaces, and in `SamplingParams`."""
 
+    asked: ClassVar[Mapping[str, Convert]] = FIELDS  # fields that ask for structured output
+
     n: Annotated[Integer, Field(ge=1, le=128)] | None = Field(None, description="Choices; choice i has the seed + i.")
     stop: Stop | None = Field(None, description="Never in the text.")
     stop_regex: Patterns | None = Field(
@@ -111,13 +121,13 @@ class SamplingFields(Body):
     @property
     def names(self) -> dict[str, str]:
         """Names of `SamplingParams` to those of the request, where they differ."""
-        return {"grammar": chosen(self)[0] or "grammar"}
+        return {"grammar": chosen(self, self.asked)[0] or "grammar"}
 
     def params(self, rules: Rules, **more: Any) -> SamplingParams:
         """Sampling parameters: the request's values, else the model's defaults, else temperature 1. `more`: parameters
         that are no fields of the same name. Raises an ApiError if one is out of range."""
         found = {"temperature": 1.0, **rules.defaults}
-        more.setdefault("grammar", chosen(self)[1])
+        more.setdefault("grammar", chosen(self, self.asked)[1])
         own = {each.name: getattr(self, each.name, None) for each in dataclasses.fields(SamplingParams)} | more
         if self.sampling_seed is not None:
             if self.seed not in (None, self.sampling_seed):
@@ -159,6 +169,7 @@ class TaskBody(Body):
         """What the engine is to do. Raises an ApiError for fields that do not go together."""
 
 
+NO_STREAM = implies(has(prompt_logprobs={"type": "integer"}), {"properties": {"stream": {"enum": [None, False]}}})
 OPTIONS_NEED_STREAM = implies(has(stream_options={"type": "object"}), has(stream={"const": True}))
 
 
@@ -190,6 +201,11 @@ class OpenAIRequest(SamplingFields, TaskBody):
     guided_choice: Choices | None = None
     guided_grammar: Source | None = Field(None, description="As `ebnf`.")
     structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: TopLogprobs | None = Field(
+        None,
+        description="Log-probabilities of the prompt, in vLLM's form: of each token and of so many of the likeliest "
+        "ones. Not in streams.",
+    )
     # Accepted, and not used.
     user: Text | None = None
     metadata: Metadata | None = None
@@ -203,6 +219,8 @@ class OpenAIRequest(SamplingFields, TaskBody):
         check_model(self.model, rules.model)
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options needs stream: true", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise bad_request("prompt_logprobs is not available in streams", "prompt_logprobs")
         if self.return_speculative_tree and not rules.trees:
             problem = "return_speculative_tree needs a server started with --trace-trees, which this one was not"
             raise bad_request(problem, "return_speculative_tree")
@@ -243,6 +261,7 @@ class ChatRequest(OpenAIRequest, ToolFields, TemplateFields):
     elsewhere = MISPLACED | {"prompt": ("a chat has messages", ())}
     relations = (
         OPTIONS_NEED_STREAM,
+        NO_STREAM,
         implies(has(top_logprobs={"type": "integer", "minimum": 1}), has(logprobs={"const": True})),
         CHOICE_NEEDS_TOOLS,
         ONE_END,
@@ -266,17 +285,44 @@ class ChatRequest(OpenAIRequest, ToolFields, TemplateFields):
             raise bad_request(f"{problem}, got {shown(self.max_tokens)}", "max_tokens")
         if self.top_logprobs and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
-        tools = self.offered(rules.form)
-        reply = self.reply(rules.form, tools, hide=self.skip_special_tokens is not False)
-        kept = () if reply is None else tuple(sorted(reply.hidden))
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        field, answer = chosen(self)
-        grammar = self.constraint(rules.form, tools, answer, field)
-        sampling = self.sampling(rules, logprobs, kept_special_tokens=kept, grammar=grammar)
-        chat = self.chat(self.messages)
-        chat = Chat(rules.form.for_template(list(chat)), {**chat.template, **({"tools": tools} if tools else {})})
-        names = self.names | ({} if grammar is answer else {"grammar": "tools"})
-        return Task([chat], [sampling], self.n or 1, names, "messages", reply=reply, trees=self.trees)
+        make = functools.partial(self.sampling, rules, logprobs)
+        task = chat_task(self, self, lambda: self.chat(self.messages), rules, make, "messages")
+        return dataclasses.replace(task, n=self.n or 1, trees=self.trees)
+
+
+def with_tools(chat: Chat, form: AnswerForm, offered: list[dict[str, Any]]) -> Chat:
+    """A chat as the model's template takes it: earlier calls in its form, and the functions that it is told of."""
+    return Chat(form.for_template(list(chat)), {**chat.template, **({"tools": offered} if offered else {})})
+
+
+def chat_task(
+    body: SamplingFields,
+    functions: ToolFields,
+    chat: Callable[[], Chat],
+    rules: Rules,
+    make: Callable[..., SamplingParams],
+    field: str,
+) -> Task:
+    """One chat, whose answer may hold calls and thoughts, and may have to follow a grammar.
+
+    Args:
+        functions: the functions of `body` in the form of chat completions.
+        chat: makes the prompt.
+        make: the sampling parameters, of a grammar and of special tokens that the text keeps.
+        field: the one that holds the prompt.
+    """
+    form, hide = rules.form, body.skip_special_tokens is not False
+    offered = functions.offered(form)
+    asks, answer = chosen(body, body.asked)
+    grammar = functions.constraint(form, offered, answer, asks)
+    # A grammar waits for the end of thoughts only where that is a token.
+    free = form.end_think is not None or (answer is None and not (offered and functions.must))
+    reply = functions.reply(form, offered, hide=hide, reasoning=free)
+    kept = () if reply is None else tuple(sorted(reply.hidden))
+    params = make(kept_special_tokens=kept, grammar=grammar)
+    names = body.names | ({} if grammar is answer else {"grammar": "tools"})
+    return Task([with_tools(chat(), form, offered)], [params], names=names, prompt_field=field, reply=reply)
 
 
 class CompletionRequest(OpenAIRequest):
@@ -285,7 +331,7 @@ class CompletionRequest(OpenAIRequest):
         "max_completion_tokens": ("it is called max_tokens", ()),
         "top_logprobs": ("completions have logprobs, a number", (0,)),
     }
-    relations = (OPTIONS_NEED_STREAM, implies(has(max_tokens={"const": 0}), has(echo={"const": True})))
+    relations = (OPTIONS_NEED_STREAM, NO_STREAM, implies(has(max_tokens={"const": 0}), has(echo={"const": True})))
 
     prompt: Annotated[Any, checked_later(*TEXTS, *IDS_OR_LISTS)]
     max_tokens: NewTokensOrNone | None = Field(
@@ -309,112 +355,7 @@ class CompletionRequest(OpenAIRequest):
         return Task(prompts, sampling, choices, self.names, most=COMPLETION_TOKENS, trees=self.trees)
 
 
-class SamplingBody(SamplingFields):
-    """`sampling_params` of `/generate`."""
-
-    place = "sampling_params."
-    unsupported = UNSUPPORTED | structured.UNSUPPORTED
-    elsewhere: ClassVar[Mapping[str, tuple[str, Values]]] = {
-        "max_tokens": ("it is called max_new_tokens", ()),
-        "max_completion_tokens": ("it is called max_new_tokens", ()),
-        "min_tokens": ("it is called min_new_tokens", (0,)),
-        "logprobs": ("the body has return_logprob", (False,)),
-        "cache_salt": ("it belongs to the body", ()),
-    }
-
-    json_schema: JsonSchema = Field(None, description="As an object, or its text. JSON is written on one line.")
-    max_new_tokens: NewTokensOrNone | None = Field(
-        None, description=f"0: the prompt is read, and nothing drawn. Default: {GENERATE_TOKENS}, or what fits."
-    )
-    min_new_tokens: LeastTokens | None = None
-
-
 GIVEN: Schema = {"type": ["string", "array"]}
-NAME: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_ID}
-
-
-class GenerateRequest(TaskBody):
-    """SGLang's own endpoint."""
-
-    unsupported = UNSUPPORTED | structured.UNSUPPORTED | {"modalities": (["text"], [])}
-    elsewhere: ClassVar[Mapping[str, tuple[str, Values]]] = {
-        "messages": ("/generate takes text or input_ids", ()),
-        "prompt": ("/generate takes text or input_ids", ()),
-        **{name: ("it belongs to sampling_params", (1,) if name == "n" else ()) for name in SamplingBody.model_fields},
-        "max_tokens": ("sampling_params has max_new_tokens", ()),
-        "max_completion_tokens": ("sampling_params has max_new_tokens", ()),
-        "min_tokens": ("sampling_params has min_new_tokens", (0,)),
-        "logprobs": ("it is called return_logprob", (False,)),
-        "top_logprobs": ("it is called top_logprobs_num", (0,)),
-    }
-    relations = (
-        {"anyOf": [has(text=GIVEN, input_ids=NULL) | {"required": ["text"]},
-                   has(input_ids=GIVEN, text=NULL) | {"required": ["input_ids"]}]},
-    )  # fmt: skip
-
-    text: Annotated[Any, checked_later(*TEXTS, NULL)] = None
-    input_ids: Annotated[Any, checked_later(*IDS_OR_LISTS, NULL)] = None
-    # A schema cannot tie the length of one list to that of another.
-    sampling_params: Annotated[Any, PlainValidator(lambda given: given, json_schema_input_type=SamplingBody | None)] = (
-        Field(None, description="With a list of prompts also a list, one for each.")
-    )
-    rid: Annotated[Any, checked_later(NAME, NULL)] = Field(
-        None, description="Names prompt i of a list rid_i. With a list also a list of names."
-    )
-    stream: Flag | None = None
-    return_logprob: Flag | None = None
-    top_logprobs_num: TopLogprobs | None = Field(None, description="No effect without `return_logprob`.")
-    logprob_start_len: Annotated[Integer, Field(ge=-1)] | None = Field(
-        None,
-        description="Log-probabilities of the prompt from this token on, whose own is null. Default: -1, of the output "
-        "alone. No effect without `return_logprob`.",
-    )
-    return_text_in_logprobs: Flag | None = None
-    cache_salt: Salt | None = Field(None, description=SALT)
-
-    @property
-    def is_batch(self) -> bool:
-        given = self.input_ids if self.text is None else self.text
-        return isinstance(given, list) and (self.text is not None or (bool(given) and isinstance(given[0], list)))
-
-    def task(self, rules: Rules, reading: Reading) -> Task:
-        if (self.text is None) == (self.input_ids is None):
-            raise bad_request("give either text or input_ids", "text")
-        # The first is checked alone: it may be wrong, and there may be thousands.
-        given = {} if self.sampling_params is None else self.sampling_params
-        many = isinstance(given, list)
-        first = SamplingBody.read((given[0] if given else None) if many else given, reading)
-        field, prompt = ("input_ids", self.input_ids) if self.text is None else ("text", self.text)
-        choices = first.n or 1
-        prompts = read_prompts(prompt, field, choices, rules)
-        if isinstance(prompts[0], str) != (field == "text"):
-            raise bad_request(f"{field} holds the other's kind: text is for strings, input_ids for token ids", field)
-        if many and len(given) != len(prompts):
-            raise bad_request(f"{len(prompts)} prompts, but {len(given)} sampling_params", "sampling_params")
-        bodies = [SamplingBody.read(each, reading) for each in given] if many else [first]
-        if any((body.n or 1) != choices for body in bodies):
-            raise bad_request("n must be the same for all prompts", "sampling_params")
-        logprobs = (self.top_logprobs_num or 0) if self.return_logprob else None
-        more: dict[str, Any] = {"cache_salt": self.cache_salt, "priority": self.priority}
-        more |= {"logprob_start_len": self.logprob_start_len} if self.return_logprob else {}
-        sampling = [body.params(rules, logprobs=logprobs, **more) for body in bodies]
-        sampling *= len(prompts) // len(bodies)
-        ids = self._ids(len(prompts))
-        names = [body.names for body in bodies] * (len(prompts) // len(bodies))
-        return Task(prompts, sampling, choices, names_of=names, prompt_field=field, ids=ids, most=GENERATE_TOKENS)
-
-    def _ids(self, count: int) -> list[str] | None:
-        """The names of `count` prompts."""
-        if self.rid is None:
-            return None
-        ids = self.rid if isinstance(self.rid, list) else [self.rid]
-        if not all(isinstance(id, str) and 0 < len(id) <= MAX_ID for id in ids):
-            raise bad_request(f"rid must be a string of 1 to {MAX_ID} characters, or a list of them", "rid")
-        if isinstance(self.rid, str) and count > 1:
-            return [f"{self.rid}_{index}" for index in range(count)]  # as SGLang makes them
-        if not len(ids) == len(set(ids)) == count:
-            raise bad_request(f"rid needs one name of its own for each of the {count} prompts", "rid")
-        return ids
 
 
 class TokenizeRequest(TemplateFields):

@@ -101,7 +101,7 @@ class TokenNames:
         return list(text.encode())
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
 
 
@@ -109,7 +109,7 @@ def chat_logprobs(found: Iterable[TokenLogprob], names: TokenNames) -> dict[str,
     """One entry a token; their `token`s joined are the content."""
 
     def entry(token: int, text: str, logprob: float) -> dict[str, Any]:
-        return {"token": text, "logprob": _finite(logprob), "bytes": names.bytes(token)}
+        return {"token": text, "logprob": finite(logprob), "bytes": names.bytes(token)}
 
     content = []
     for one in found:
@@ -123,47 +123,48 @@ def completion_logprobs(found: Sequence[TokenLogprob], names: TokenNames, offset
     tops = [(*one.top, (one.token, one.logprob)) for one in found]
     return {
         "tokens": [one.text for one in found],
-        "token_logprobs": [_finite(one.logprob) for one in found],
-        "top_logprobs": [{names.text(token): _finite(logprob) for token, logprob in top} for top in tops],
+        "token_logprobs": [finite(one.logprob) for one in found],
+        "top_logprobs": [{names.text(token): finite(logprob) for token, logprob in top} for top in tops],
         "text_offset": list(itertools.accumulate((len(one.text) for one in found), initial=offset))[:-1],
     }
 
 
-def echo_logprobs(found: Sequence[PromptLogprob], names: TokenNames, echo: Echo) -> dict[str, Any]:
-    """As `completion_logprobs`, of the prompt; null for its first token."""
+def echo_logprobs(
+    found: Sequence[PromptLogprob], names: TokenNames, echo: Echo, count: int | None
+) -> dict[str, Any] | None:
+    """As `completion_logprobs`, of the prompt; null for its first token. `count`: of the likeliest tokens; None: no
+    log-probabilities are wanted."""
+    if count is None:
+        return None
 
     def top(one: PromptLogprob) -> dict[str, float] | None:
         if one.logprob is None:
             return None
-        return {names.text(token): _finite(value) for token, value in (*one.top, (one.token, one.logprob))}
+        return {names.text(token): finite(value) for token, value in (*one.top[:count], (one.token, one.logprob))}
 
     return {
         "tokens": list(echo.pieces),
-        "token_logprobs": [None if one.logprob is None else _finite(one.logprob) for one in found],
+        "token_logprobs": [None if one.logprob is None else finite(one.logprob) for one in found],
         "top_logprobs": [top(one) for one in found],
         "text_offset": list(itertools.accumulate(map(len, echo.pieces), initial=0))[:-1],
     }
 
 
-def generate_logprobs(
-    found: Sequence[TokenLogprob], names: TokenNames | None, prompt: Sequence[PromptLogprob] | None = None
-) -> dict[str, Any]:
-    """SGLang's form: (log-probability, id, text of the single token; null without `names`). `prompt`: those of the
-    prompt; None: they are left out."""
+def vllm_logprobs(found: Sequence[PromptLogprob], names: TokenNames, count: int) -> list[dict[str, Any] | None]:
+    """vLLM's form of a prompt's: by the token's id, null for the first. The rank of a token that is not among the
+    `count` likeliest is null."""
 
-    def entry(token: int, logprob: float | None) -> list[Any]:
-        finite = None if logprob is None else _finite(logprob)
-        return [finite, token, None if names is None else names.text(token)]
+    def entry(token: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": names.text(token)}
 
-    of_prompt = {}
-    if prompt is not None:
-        tops = [None if one.logprob is None else [entry(*pair) for pair in one.top] for one in prompt]
-        of_prompt["input_token_logprobs"] = [entry(one.token, one.logprob) for one in prompt]
-        of_prompt["input_top_logprobs"] = tops
-    return of_prompt | {
-        "output_token_logprobs": [entry(one.token, one.logprob) for one in found],
-        "output_top_logprobs": [[entry(token, logprob) for token, logprob in one.top] for one in found],
-    }
+    result: list[dict[str, Any] | None] = []
+    for one in found:
+        if one.logprob is None:
+            result.append(None)
+            continue
+        best = {str(token): entry(token, value, rank) for rank, (token, value) in enumerate(one.top[:count], 1)}
+        result.append({str(one.token): entry(one.token, one.logprob, None)} | best)
+    return result
 
 
 def speculative(done: Sequence[Completion], width: int) -> dict[str, Any]:
@@ -201,7 +202,7 @@ def drafted_tree(tree: StepTree | None, names: TokenNames) -> dict[str, Any] | N
             "token": token,
             "text": names.text(token),
             "parent": parent if index else None,
-            "score": _finite(score),
+            "score": finite(score),
             "accepted": index in path,
         }
         on_path = index in path and drawn != NO_TOKEN
@@ -275,8 +276,13 @@ class OpenAIAnswer(Answer):
                 found = {name: of_echo[name] + found[name] for name in found}
             tree = completion.trees[-1] if completion.trees else None
             more = self._drafting(completion.origins or (), tree)
+            if self.body.prompt_logprobs is not None and not self._chat:
+                more["prompt_logprobs"] = self._prompt_logprobs(completion)
             choices.append({"index": index, **said, "logprobs": found, **ending(completion, reply), **more})
-        return self._body("chat.completion", choices, done) | {"usage": self._counts(done)}
+        body = self._body("chat.completion", choices, done) | {"usage": self._counts(done)}
+        if self.body.prompt_logprobs is not None and self._chat:  # all choices have the same prompt
+            body["prompt_logprobs"] = self._prompt_logprobs(done[0])
+        return body
 
     def events(self, chunk: StreamChunk) -> list[bytes]:
         """The events of one chunk: the role first, then text, at last the reason of the end."""
@@ -340,7 +346,10 @@ class OpenAIAnswer(Answer):
             return None
         echo = self.echo[index // self.task.n]
         self._offsets[index] = len(echo.text)
-        return echo_logprobs(found, self.names, echo)
+        return echo_logprobs(found, self.names, echo, self.task.sampling[0].logprobs)
+
+    def _prompt_logprobs(self, done: Completion) -> list[dict[str, Any] | None]:
+        return vllm_logprobs(done.prompt_logprobs or (), self.names, self.body.prompt_logprobs or 0)
 
     def _drafting(self, origins: Iterable[TokenOrigin], tree: StepTree | None) -> dict[str, Any]:
         """The member of a choice that says how its text was drafted, if the request asks."""
@@ -377,69 +386,3 @@ class OpenAIAnswer(Answer):
         if self.body.return_speculative_metrics and done:
             body["metadata"] = {"speculative": speculative(done, self.width)}
         return body
-
-
-@dataclass
-class GenerateAnswer(Answer):
-    """The answer to `/generate`. Events carry all text and tokens so far, as SGLang's do.
-
-    With `incremental` (SGLang's `--incremental-streaming-output`) each event carries only new text and tokens. Without
-    it n tokens cost n^2 / 2 ids.
-    """
-
-    width: int
-    many: bool  # a batch, or n > 1: a list of results, and events with an index
-    ids: list[str]
-    prompt_tokens: list[int]
-    incremental: bool = False
-    names: TokenNames | None = None  # puts the texts of tokens into their log-probabilities
-    started: float = field(default_factory=time.perf_counter)
-    shows_aborted: ClassVar[bool] = True  # as SGLang does
-    _sent: dict[int, tuple[str, list[int]]] = field(default_factory=dict)  # text and tokens so far, by choice
-
-    def whole(self, done: list[Completion]) -> Any:
-        results = [self._result(completion) for completion in done]
-        return results if self.many else results[0]
-
-    def events(self, chunk: StreamChunk) -> list[bytes]:
-        index = chunk.prompt_index
-        if chunk.completion is not None:
-            body = self._result(chunk.completion)
-        else:
-            text, tokens = self._sent.get(index, ("", []))
-            text, tokens = self._sent[index] = text + chunk.text, [*tokens, *chunk.output_ids]
-            body = _generated(
-                self.ids[index], None, self.prompt_tokens[index], text, tokens, cached_tokens=chunk.cached_tokens
-            )
-        if self.incremental:
-            body |= {"text": chunk.text, "output_ids": chunk.output_ids}
-            if chunk.logprobs or "output_token_logprobs" in body["meta_info"]:
-                body["meta_info"] |= generate_logprobs(chunk.logprobs, self.names, chunk.prompt_logprobs)
-        return [event(body | ({"index": index} if self.many else {}))]
-
-    def last_events(self) -> list[bytes]:
-        return [DONE]
-
-    def _result(self, done: Completion) -> dict[str, Any]:
-        body = _generated(
-            done.id, done.finish_reason, done.prompt_tokens, done.text, done.output_ids,
-            cached_tokens=done.cached_tokens,
-        )  # fmt: skip
-        seconds = round(time.perf_counter() - self.started, 6)
-        body["meta_info"] |= {"e2e_latency": seconds, "seed": done.seed, **speculative([done], self.width)}
-        if done.logprobs is not None:
-            body["meta_info"] |= generate_logprobs(done.logprobs, self.names, done.prompt_logprobs or ())
-        return body
-
-
-def _generated(
-    id: str, reason: Any, prompt_tokens: int, text: str, tokens: list[int], *, cached_tokens: int
-) -> dict[str, Any]:
-    meta = {
-        "id": id,
-        "finish_reason": reason,
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": len(tokens),
-        "cached_tokens": cached_tokens,
-    }
-    return {"text": text, "output_ids": tokens, "meta_info": meta}

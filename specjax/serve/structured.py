@@ -61,12 +61,64 @@ with warnings.catch_warnings():
         def chosen(self) -> Grammar | None:
             return chosen(self, OUTPUTS)[1]
 
+    class TextFormat(Body):
+        place = "text.format."
+        relations = (implies(has(type={"const": "json_schema"}), has(schema={"type": ["object", "string"]})),)
+
+        type: Literal["text", "json_object", "json_schema"]
+        name: Text | None = None
+        description: Text | None = None
+        schema: JsonSchema = Field(None, description="Needs the type `json_schema`.")  # type: ignore[assignment]
+        strict: Flag | None = Field(None, description="Schemas are always followed.")
+
+    class OutputFormat(Body):
+        """Anthropic's."""
+
+        place = "output_config.format."
+
+        type: Literal["json_schema"]
+        schema: Annotated[Any, WithJsonSchema({"type": "object"})]  # type: ignore[assignment]
+
+        def chosen(self) -> Grammar:
+            return of_schema(self.schema)
+
 
 # For bodies of SGLang's.
 UNSUPPORTED: dict[str, Values] = {
     "response_format": ({"type": "text"},), "guided_json": (), "guided_regex": (), "guided_choice": (),
     "guided_grammar": (), "structured_outputs": (),
 }  # fmt: skip
+
+
+class TextOptions(Body):
+    """OpenAI's, of responses."""
+
+    place = "text."
+    unsupported: ClassVar[Mapping[str, Values]] = {"verbosity": ("medium",)}
+
+    format: TextFormat | None = None
+
+    def chosen(self) -> Grammar | None:
+        found = self.format
+        if found is None or found.type == "text":
+            return None
+        if found.type == "json_object":
+            return Grammar("json_schema")
+        if found.schema is None:
+            raise bad_request("text.format.schema is required", "text")
+        return of_schema(found.schema)
+
+
+class OutputConfig(Body):
+    """Anthropic's."""
+
+    place = "output_config."
+    unsupported: ClassVar[Mapping[str, Values]] = {"effort": ("high",), "task_budget": ()}
+
+    format: OutputFormat | None = None
+
+    def chosen(self) -> Grammar | None:
+        return None if self.format is None else self.format.chosen()
 
 
 class ResponseFormat(Body):

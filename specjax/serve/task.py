@@ -50,6 +50,11 @@ class Task:
     trees: int = 0  # of its last steps that each sequence keeps, if the engine keeps any
     names_of: List[Mapping[str, str]] = ()  # in place of `names`, where each prompt has its own
 
+    def grammar_field(self, choice: int) -> str:
+        """The field that gives the grammar of a choice, counted over all prompts."""
+        names = self.names_of[choice // self.n] if self.names_of else self.names
+        return names.get("grammar", "grammar")
+
     def sequences(self, intake: Intake, id: str) -> list[Sequence]:
         """Tokenises, and makes the choices in order: prompt * n + i. Choice i of a prompt has the seed + i. Raises an
         ApiError: the model or the engine cannot take a prompt or parameter."""
@@ -65,12 +70,11 @@ class Task:
                     choice = replace(sampling, seed=later_seed(first.seed, i))
                     made.append(intake.sequence(first.prompt, choice, id=f"{name}-{i}"))
                     made[-1].salt = first.salt  # they share their prompt, also where requests are kept apart
+                    made[-1].prompt_logprobs = first.prompt_logprobs  # what one has computed no other does again
                 for sequence in made[-self.n :]:
                     sequence.most_trees = self.trees
                 if first.prompt_logprobs is not None:
-                    scores += (
-                        (len(first.prompt) - first.prompt_logprobs.start) * ((sampling.logprobs or 0) + 1) * self.n
-                    )
+                    scores += (len(first.prompt) - first.prompt_logprobs.start) * first.prompt_logprobs.each * self.n
                     if scores > MAX_SCORES:
                         problem = f"the answer may hold at most {MAX_SCORES} log-probabilities of prompts"
                         raise ValueError(f"{problem}, those of the likeliest tokens included: send fewer prompts")

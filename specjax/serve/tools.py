@@ -39,7 +39,7 @@ PARAMETERS: Schema = {
 """What the parameters of a function must be beside an object."""
 
 
-def _object_schema(given: Any) -> Any:
+def object_schema(given: Any) -> Any:
     """Checks that parameters are a JSON schema of an object. None of its members may be null."""
     if not isinstance(given, dict):
         return given
@@ -63,7 +63,7 @@ class FunctionTool(Body):
     name: FunctionName
     description: Text | None = None
     parameters: (
-        Annotated[dict[str, Any], Field(json_schema_extra=PARAMETERS), BeforeValidator(_object_schema)] | None
+        Annotated[dict[str, Any], Field(json_schema_extra=PARAMETERS), BeforeValidator(object_schema)] | None
     ) = Field(None, description="The JSON schema of an object. Default: no parameters.")
     strict: Flag | None = Field(None, description="true = the arguments follow `parameters`.")
 
@@ -122,6 +122,51 @@ def _as_object(given: Any) -> Any:
 ToolChoice = Annotated[
     Choice, BeforeValidator(_as_object, json_schema_input_type=Literal["none", "auto", "required"] | NamedChoice)
 ]
+
+
+class FlatTool(FunctionTool):
+    """Of OpenAI's responses."""
+
+    place = "tools[]."
+
+    type: Literal["function"]
+
+
+def as_tool(function: FunctionTool) -> Tool:
+    return Tool.model_construct(type="function", function=function)
+
+
+def choice_of(kind: str, name: str | None = None) -> Choice:
+    function = None if name is None else FunctionChoice.model_construct(name=name)
+    return Choice.model_construct(type=kind, function=function)
+
+
+class FlatChoice(Body):
+    """Of OpenAI's responses."""
+
+    place = "tool_choice."
+
+    type: Literal["function"]
+    name: FunctionName
+
+
+def _from_flat(given: Any) -> Any:
+    if isinstance(given, str) and given in CHOICES:
+        return {"type": given}
+    if isinstance(given, dict) and given.get("type") == "function" and "name" in given:
+        return {"type": "function", "function": {"name": given["name"]}}
+    problem = f'must be one of {", ".join(CHOICES)}, or {{"type": "function", "name": ...}}'
+    raise PydanticCustomError("choice", "{problem}", {"problem": problem})
+
+
+FlatToolChoice = Annotated[
+    Choice, BeforeValidator(_from_flat, json_schema_input_type=Literal["none", "auto", "required"] | FlatChoice)
+]
+FlatTools = Annotated[
+    list[FlatTool],
+    Field(max_length=MAX_TOOLS, fail_fast=True, json_schema_extra={"maxItems": "$tools"}),
+    at_most(MAX_TOOLS),
+]
 CHOICE_NEEDS_TOOLS = implies(
     has(tool_choice={"anyOf": [{"const": "required"}, {"type": "object"}]}),
     has(tools={"type": "array", "minItems": 1}),
@@ -140,6 +185,11 @@ class ToolFields(Body):
     separate_reasoning: Flag | None = Field(
         None, description="false = what the model thinks is part of the content. Default: `reasoning_content`."
     )
+
+    @property
+    def must(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.tool_choice is not None and self.tool_choice.type in ("required", "function")
 
     @property
     def forced(self) -> str | None:
@@ -172,8 +222,7 @@ class ToolFields(Body):
     ) -> Grammar | None:
         """What the answer must follow: calls, where the choice or strict functions demand it; else `answer`, which
         `field` asks for. Raises an ApiError if the two exclude each other, or if no grammar can be made."""
-        choice = self.tool_choice.type if self.tool_choice else "auto"
-        must = choice in ("required", "function")
+        must = self.must
         strict = [tool.function.name for tool in self.tools or () if tool.function.strict]
         if not offered or form.parser is None or not (must or strict or answer):
             return answer
@@ -193,9 +242,12 @@ class ToolFields(Body):
             where = field if isinstance(error, json.JSONDecodeError) else "tools"
             raise bad_request(f"no grammar can be made of {where}: {str(error)[:200]}", where, INVALID) from error
 
-    def reply(self, form: AnswerForm, offered: list[dict[str, Any]], *, hide: bool) -> ReplyOptions | None:
-        """How the answer is read; None: it is content as it is. `hide`: special tokens are left out of it."""
-        reasoning = form.thinks and self.separate_reasoning is not False
+    def reply(
+        self, form: AnswerForm, offered: list[dict[str, Any]], *, hide: bool, reasoning: bool = True
+    ) -> ReplyOptions | None:
+        """How the answer is read; None: it is content as it is. `hide`: special tokens are left out of it.
+        `reasoning`: it may begin with thoughts, if the model thinks."""
+        reasoning = reasoning and form.thinks and self.separate_reasoning is not False
         if not offered and not reasoning:
             return None
         return ReplyOptions(
