@@ -1,6 +1,7 @@
 """`python -m specjax.generate` on a tiny random Llama: files in, files out, and all that can be wrong with them."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -166,6 +167,31 @@ def test_a_line_may_ask_for_those_of_its_prompt(run):
     _, (row,), _, _ = run([line])
     assert row["output_ids"] == [] and [one["token"] for one in row["prompt_logprobs"]] == [71, 72, 73]
     assert row["prompt_logprobs"][0]["logprob"] is None and row["prompt_logprobs"][1]["logprob"] < 0
+
+
+def test_a_line_may_say_what_its_text_must_follow(run):
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    forms = [
+        {"json_schema": schema},
+        {"json_schema": json.dumps(schema)},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+        {"regex": "[ab]{3}"},
+        {"ebnf": 'root ::= "yes" | "no"'},
+        {"response_format": {"type": "text"}},
+    ]
+    wrong = [
+        {"regex": "("},
+        {"regex": "a", "ebnf": "b"},
+        {"response_format": {"type": "json_schema"}},
+        {"json_schema": 5},
+    ]
+    lines = [{"prompt": "hello", "max_new_tokens": 20, **form} for form in (*forms, *wrong)]
+    status, rows, _, err = run(lines)
+    assert status == 1 and len(rows) == len(forms)
+    assert all(json.loads(row["text"])["a"] in (1, 2) for row in rows[:3])
+    assert re.fullmatch("[ab]{3}", rows[3]["text"]) and rows[4]["text"] in ("yes", "no")
+    for number, said in enumerate(("grammar", "regex and ebnf", "response_format must be", "json_schema must be"), 7):
+        assert f"line {number}: {said}" in err
 
 
 def test_output_is_in_input_order_whatever_ends_first(run):

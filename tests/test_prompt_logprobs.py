@@ -229,6 +229,101 @@ def test_chunks_that_overlap_what_is_known():
     assert [one.token for one in found.found()] == [11, 12, 13, 14]
 
 
+def test_choices_share_those_of_their_prompt():
+    """One computes them; they wait for its pages, and find all that is missing there."""
+    engine = make_engine(toy(), "NONE")
+    prompt = prompt_of(33)
+    with running(engine) as server:
+        before = engine.counters.prefilled_tokens
+        fields = {"prompt": prompt, "n": 4, "echo": True, "logprobs": 1, "max_tokens": 3, "seed": 1}
+        alone = server.post("/v1/completions", fields | {"n": 1, "prompt": [*prompt[1:], 70]}).json()["choices"]
+        one = engine.counters.prefilled_tokens - before
+        choices = server.post("/v1/completions", fields).json()["choices"]
+        tokens = engine.counters.prefilled_tokens - before - one
+        assert one == 33 and tokens <= 33 + 3 * 4, "what is left of a page is read for each"
+        scores = [choice["logprobs"]["token_logprobs"][:33] for choice in choices]
+        assert scores == [scores[0]] * 4 and scores[0][0] is None and None not in scores[0][1:]
+        assert len(alone[0]["logprobs"]["tokens"]) == 36
+        events = server.events("/v1/completions", fields)
+        echoes = [event["choices"][0] for event in events if (event["choices"][0]["logprobs"] or {}).get("tokens")]
+        heads = {each["index"]: each["logprobs"]["token_logprobs"] for each in reversed(echoes)}
+        assert [heads[index] for index in range(4)] == scores
+
+
+def test_vllms_form():
+    engine, prompt = make_engine(toy(), "NONE"), prompt_of(9)
+    expected = engine.generate(prompt, SamplingParams(max_new_tokens=1, prompt_logprobs=2)).prompt_logprobs
+    with running(engine) as server:
+        fields = {"prompt": [prompt, prompt_of(4)], "n": 2, "max_tokens": 2, "prompt_logprobs": 2}
+        choices = server.post("/v1/completions", fields).json()["choices"]
+        assert [len(choice["prompt_logprobs"]) for choice in choices] == [9, 9, 4, 4]
+        assert all(choice["logprobs"] is None for choice in choices)
+        found = choices[1]["prompt_logprobs"]
+        assert found[0] is None
+        for one, entries in zip(expected[1:], found[1:], strict=True):
+            assert entries[str(one.token)]["logprob"] == pytest.approx(one.logprob, abs=1e-5)
+            for rank, (token, value) in enumerate(one.top, 1):
+                entry = entries[str(token)]
+                assert (entry["rank"], entry["decoded_token"]) == (rank, engine.tokenizer.decode([token]))
+                assert entry["logprob"] == pytest.approx(value, abs=1e-5)
+            assert len(entries) == 2 + (one.token not in dict(one.top))
+        chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2, "prompt_logprobs": 0}
+        answer = server.post("/v1/chat/completions", chat).json()
+        assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+        assert all(len(entries) == 1 for entries in answer["prompt_logprobs"][1:])
+        both = fields | {"prompt": prompt, "n": 1, "echo": True, "logprobs": 1}
+        (choice,) = server.post("/v1/completions", both).json()["choices"]
+        assert all(len(top) <= 2 for top in choice["logprobs"]["top_logprobs"][1:9])
+        assert choice["prompt_logprobs"] == found
+        refused = server.post("/v1/completions", fields | {"stream": True})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt_logprobs"
+
+
+def test_lists_with_one_item_for_each_prompt():
+    """SGLang's: which log-probabilities are wanted, for each of a batch."""
+    engine = make_engine(toy(), "NONE")
+    prompts = [prompt_of(5, 1), prompt_of(6, 2), prompt_of(7, 3)]
+    fields = {
+        "input_ids": prompts, "return_logprob": [True, False, True], "top_logprobs_num": [2, 5, 0],
+        "logprob_start_len": [0, -1, 4], "token_ids_logprob": [[7, 9], None, []],
+        "sampling_params": {"max_new_tokens": 2, "n": 2},
+    }  # fmt: skip
+    with running(engine) as server:
+        first, _, second, third, last, _ = [each["meta_info"] for each in server.post("/generate", fields).json()]
+        assert "output_token_logprobs" not in second and "output_token_logprobs" not in third
+        assert [len(first[f"input_{name}"]) for name in ("token_logprobs", "top_logprobs", "token_ids_logprobs")] == [
+            5
+        ] * 3
+        assert [len(each) for each in first["input_top_logprobs"][1:]] == [2] * 4
+        assert first["input_token_ids_logprobs"][0] is None
+        for places in (first["input_token_ids_logprobs"][1:], first["output_token_ids_logprobs"]):
+            assert [[token for _, token, _ in place] for place in places] == [[7, 9]] * len(places)
+        for place, found in enumerate(first["input_token_ids_logprobs"][1:], 1):
+            scores = log_softmax(toy().logits(prompts[0][:place]))
+            assert [value for value, _, _ in found] == pytest.approx([scores[7], scores[9]], abs=1e-4)
+        assert len(last["input_token_logprobs"]) == 3 and "output_token_ids_logprobs" not in last
+        same = fields | {
+            "return_logprob": True,
+            "token_ids_logprob": [7],
+            "top_logprobs_num": 1,
+            "logprob_start_len": -1,
+        }
+        for each in server.post("/generate", same).json():
+            assert [len(place) for place in each["meta_info"]["output_token_ids_logprobs"]] == [1, 1]
+        streamed = server.events("/generate", same | {"input_ids": prompts[0]})
+        assert "output_token_ids_logprobs" in streamed[-1]["meta_info"]
+        for change, name in (
+            ({"return_logprob": [True]}, "return_logprob"),
+            ({"top_logprobs_num": [1, 2, 21]}, "top_logprobs_num"),
+            ({"token_ids_logprob": [[7], [9], [265]]}, "token_ids_logprob"),
+            ({"token_ids_logprob": [[7]]}, "token_ids_logprob"),
+            ({"token_ids_logprob": list(range(129))}, "token_ids_logprob"),
+            ({"logprob_start_len": [0, 0, 7]}, "logprob_start_len"),
+        ):
+            refused = server.post("/generate", fields | {"return_logprob": True} | change)
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == name, refused.text
+
+
 # The echo
 
 

@@ -1,10 +1,11 @@
 """`python -m specjax.generate`: prompts from a JSONL file, completions to another, decoded speculatively.
 
 An input line is a JSON object with `prompt`, `messages` or `input_ids`, and may hold an `id` and sampling fields of its
-own. An output line, in input order, holds `id, text, output_ids, prompt_tokens, completion_tokens, finish_reason, seed`
-and what speculation did: `spec_verify_ct, spec_accept_length, spec_accept_histogram`; and `logprobs` or `origins`, if
-the line asks for them, with `logprob_start_len` also `prompt_logprobs`. The last line of stdout is one JSON object
-about the whole run. Exit status: 0 all lines done, 1 some lines were bad, 2 nothing could be started.
+own, among them one that says what the text must follow: `response_format`, `json_schema`, `regex` or `ebnf`. An output
+line, in input order, holds `id, text, output_ids, prompt_tokens, completion_tokens, finish_reason, seed` and what
+speculation did: `spec_verify_ct, spec_accept_length, spec_accept_histogram`; and `logprobs` or `origins`, if the line
+asks for them, with `logprob_start_len` or `prompt_logprobs` also `prompt_logprobs`. The last line of stdout is one JSON
+object about the whole run. Exit status: 0 all lines done, 1 some lines were bad, 2 nothing could be started.
 """
 
 from __future__ import annotations

@@ -74,6 +74,27 @@ class Grammar:
             raise GrammarError("is empty")
 
     @classmethod
+    def json(cls, schema: Any) -> Grammar:
+        """JSON that follows a schema, an object or its text."""
+        if not isinstance(schema, dict | str) or schema == "":
+            raise GrammarError(f"must be a JSON schema, as an object or a text, got {schema!r:.60}")
+        return cls("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
+
+    @classmethod
+    def response_format(cls, given: Any) -> Grammar | None:
+        """OpenAI's `response_format`; None: any text."""
+        kind = given.get("type") if isinstance(given, dict) else None
+        if kind == "text":
+            return None
+        if kind == "json_object":
+            return cls("json_schema")
+        found = given.get("json_schema") if kind == "json_schema" else None
+        if not isinstance(found, dict) or "schema" not in found:
+            forms = '{"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {...}}}'
+            raise GrammarError(f"must be {forms}, got {given!r:.60}")
+        return cls.json(found["schema"])
+
+    @classmethod
     def choice(cls, texts: Sequence[str]) -> Grammar:
         """One of these texts."""
         if not texts or not all(isinstance(text, str) and text for text in texts):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeGuard
 
-from specjax.engine.grammar import Grammar
+from specjax.engine.grammar import Grammar, GrammarError
 from specjax.engine.stop_patterns import MAX_PATTERN, StopPatterns
 from specjax.sampling import BIAS_ENTRIES
 from specjax.state import NO_DRAFT_LIMIT
@@ -21,6 +21,15 @@ MAX_PRIORITY = 2**31 - 1  # up to its sign
 MAX_TEMPERATURE = 1e4  # far beyond uniform sampling; masks stay below every logit up to here
 GENERATED_SEEDS = 2**53 - 2**10
 """Upper bound of generated seeds: every language reads them from JSON exactly, and so `seed + i` of further choices."""
+
+
+GRAMMARS: dict[str, Callable[[Any], Grammar | None]] = {
+    "json_schema": Grammar.json,
+    "regex": lambda text: Grammar("regex", text),
+    "ebnf": lambda text: Grammar("ebnf", text),
+    "response_format": Grammar.response_format,
+}
+"""Names for a grammar in JSON-like parameters, as requests to the server have them."""
 
 
 class ParameterError(ValueError):
@@ -134,12 +143,22 @@ class SamplingParams:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """From JSON-like values. Raises ValueError for an unknown name or a value out of range."""
+        """From JSON-like values; a grammar by the names of `GRAMMARS`. Raises ValueError for an unknown name or a value
+        out of range."""
         names = {f.name for f in fields(cls)}
-        if unknown := sorted(set(values) - names):
-            known = ", ".join(sorted(names))
+        if unknown := sorted(set(values) - names - set(GRAMMARS)):
+            known = ", ".join(sorted({*names, *GRAMMARS}))
             raise ValueError(f"unknown sampling parameters: {', '.join(unknown)}; there are: {known}")
-        return cls(**values)
+        asked = [name for name in ("grammar", *GRAMMARS) if values.get(name) is not None]
+        if len(asked) > 1:
+            raise ParameterError(asked[0], f"and {asked[1]} ask for different forms of text: give one")
+        given = {name: value for name, value in values.items() if name not in GRAMMARS}
+        for name in set(asked) - {"grammar"}:
+            try:
+                given["grammar"] = GRAMMARS[name](values[name])
+            except GrammarError as error:
+                raise ParameterError(name, str(error)) from error
+        return cls(**given)
 
 
 def _is_integer(value: object) -> TypeGuard[int]:

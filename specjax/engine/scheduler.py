@@ -76,6 +76,11 @@ class Scheduler:
         for sequence in self._ordered() if self._slots and self.waiting else ():
             if not self._slots:
                 break
+            if sequence.waits_for_scores:
+                continue
+            if sequence.leader is not None:  # now it may reuse more than when it came
+                sequence.leader = None
+                self._read(sequence)
             nodes = self.prefix.match(sequence.salt_key, sequence.texts)
             if self._in_the_making(sequence, len(nodes)):
                 continue

@@ -84,6 +84,7 @@ class Sequence:
     logprobs: list[RawLogprob] = field(default_factory=list)  # of the output, if requested
     drafted_flags: list[bool] = field(default_factory=list)  # of the output: accepted drafts, if requested
     prompt_logprobs: PromptLogprobs | None = None  # of the prompt, if requested
+    leader: Sequence | None = None  # computes the log-probabilities of the prompt that both have
     trees: list[StepTree] = field(default_factory=list)  # of its steps, if the engine keeps them
     most_trees: int | None = None  # to keep, the last ones; None: all
     finish_reason: FinishReason | None = None
@@ -139,6 +140,12 @@ class Sequence:
         """Whether a prefill of the next `tokens` gives log-probabilities that are missing."""
         found = None if self.prompt_logprobs is None else self.prompt_logprobs.reusable
         return found is not None and found < self.prefilled + tokens
+
+    @property
+    def waits_for_scores(self) -> bool:
+        """Whether another sequence is about to compute the log-probabilities of this prompt."""
+        scores, leader = self.prompt_logprobs, self.leader
+        return scores is not None and leader is not None and not scores.complete and leader.status != Status.FINISHED
 
     @property
     def forced_token(self) -> int | None:

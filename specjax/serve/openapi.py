@@ -82,7 +82,7 @@ PROMPT_LOGPROBS = [(dict, None)]  # ids to {"logprob", "rank", "decoded_token"}
 TEXT_CHOICE = CHOICE | {"text": str, "logprobs": (TEXT_LOGPROBS, None), "prompt_logprobs?": PROMPT_LOGPROBS}
 USAGE = {"prompt_tokens": int, "completion_tokens": int, "total_tokens": int,
          "prompt_tokens_details": {"cached_tokens": int},
-         "completion_tokens_details?": {"reasoning_tokens": int}}  # fmt: skip
+         "completion_tokens_details?": {"reasoning_tokens": int}, "reasoning_tokens?": int}  # fmt: skip
 COMPLETION = {"id": str, "created": int, "model": str, "system_fingerprint": str, "usage": USAGE,
               "metadata?": {"speculative": SPECULATIVE}}  # fmt: skip
 MODEL = {"id": str, "object": "model", "created": int, "owned_by": str, "root": str, "max_model_len": int}
@@ -94,17 +94,26 @@ META = SPECULATIVE | {
     "output_token_ids_logprobs?": [[list]], "input_token_ids_logprobs?": [([list], None)],
 }  # fmt: skip
 GENERATED = {"text": str, "output_ids": [int], "meta_info": META}
+ITEM = {"id": str, "status": ("completed", "incomplete")}
 RESPONSE = {
     "id": str, "object": "response", "created_at": int, "status": ("completed", "incomplete"), "model": str,
-    "output": [{"id": str, "type": "message", "role": "assistant", "status": ("completed", "incomplete"),
-                "content": [{"type": "output_text", "text": str, "annotations": [dict]}]}],
+    "output": [(
+        ITEM | {"type": "message", "role": "assistant",
+                "content": [{"type": "output_text", "text": str, "annotations": [dict]}]},
+        ITEM | {"type": "function_call", "call_id": str, "name": str, "arguments": str},
+        ITEM | {"type": "reasoning", "summary": [dict], "content": [{"type": "reasoning_text", "text": str}]},
+    )],
     "usage": {"input_tokens": int, "input_tokens_details": {"cached_tokens": int}, "output_tokens": int,
               "output_tokens_details": {"reasoning_tokens": int}, "total_tokens": int},
     "incomplete_details": ({"reason": "max_output_tokens"}, None), "temperature": float, "top_p": float, "seed": int,
 }  # fmt: skip
 MESSAGE = {
-    "id": str, "type": "message", "role": "assistant", "model": str, "content": [{"type": "text", "text": str}],
-    "stop_reason": ("end_turn", "max_tokens", "stop_sequence"), "stop_sequence": (str, None),
+    "id": str, "type": "message", "role": "assistant", "model": str,
+    "content": [(
+        {"type": "text", "text": str}, {"type": "tool_use", "id": str, "name": str, "input": dict},
+        {"type": "thinking", "thinking": str, "signature": str},
+    )],
+    "stop_reason": ("end_turn", "max_tokens", "stop_sequence", "tool_use"), "stop_sequence": (str, None),
     "usage": {"input_tokens": int, "cache_creation_input_tokens": int, "cache_read_input_tokens": int,
               "output_tokens": int},
 }  # fmt: skip
@@ -132,7 +141,7 @@ ANSWERS: dict[str, Any] = {
 ROUTES: list[tuple[Any, ...]] = [
     ("/v1/chat/completions", "post", "chat_completions", "OpenAI", "Chat", "ChatRequest", "ChatCompletion", 404),
     ("/v1/completions", "post", "completions", "OpenAI", "Continue prompts", "CompletionRequest", "Completion", 404),
-    ("/v1/responses", "post", "responses", "OpenAI", "A response of text", "ResponsesRequest", "Response", 404),
+    ("/v1/responses", "post", "responses", "OpenAI", "A response to a chat", "ResponsesRequest", "Response", 404),
     ("/v1/messages", "post", "messages", "Anthropic", "Chat", "MessagesRequest", "AnthropicAnswer", 404),
     (
         "/v1/messages/count_tokens",

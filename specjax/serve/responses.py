@@ -327,7 +327,8 @@ class OpenAIAnswer(Answer):
         found = usage(done, self.task.n)
         if self.task.reply is not None and self.task.reply.reasoning:
             thought = [c for index, c in enumerate(done) if index in self._replies and self._replies[index].has_thought]
-            found["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens(thought, self.end_think)}
+            count = reasoning_tokens(thought, self.end_think)
+            found |= {"completion_tokens_details": {"reasoning_tokens": count}, "reasoning_tokens": count}  # SGLang's
         return found
 
     def _logprobs(self, index: int, found: Sequence[TokenLogprob]) -> dict[str, Any] | None:

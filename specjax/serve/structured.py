@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -20,15 +19,8 @@ NULL: Schema = {"type": "null"}
 Source = Annotated[Text, Field(min_length=1, max_length=MAX_SOURCE)]
 JsonSchema = Annotated[
     Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string", "minLength": 1}, NULL]})
-]  # checked by `of_schema`
+]  # checked by `Grammar.json`
 Choices = Annotated[list[Source], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True), at_most(MAX_CHOICES)]
-
-
-def of_schema(schema: Any) -> Grammar:
-    """JSON that follows a schema, an object or its text. Raises GrammarError."""
-    if not isinstance(schema, dict | str) or schema == "":
-        raise GrammarError(f"must be a JSON schema, as an object or a text, got {schema!r:.60}")
-    return Grammar("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
 
 
 with warnings.catch_warnings():
@@ -80,7 +72,7 @@ with warnings.catch_warnings():
         schema: Annotated[Any, WithJsonSchema({"type": "object"})]  # type: ignore[assignment]
 
         def chosen(self) -> Grammar:
-            return of_schema(self.schema)
+            return Grammar.json(self.schema)
 
 
 # For bodies of SGLang's.
@@ -106,7 +98,7 @@ class TextOptions(Body):
             return Grammar("json_schema")
         if found.schema is None:
             raise bad_request("text.format.schema is required", "text")
-        return of_schema(found.schema)
+        return Grammar.json(found.schema)
 
 
 class OutputConfig(Body):
@@ -137,12 +129,12 @@ class ResponseFormat(Body):
         if self.json_schema is None:
             raise bad_request("response_format.json_schema is required", "response_format")
         schema = self.json_schema.schema
-        return Grammar("json_schema") if schema is None else of_schema(schema)
+        return Grammar("json_schema") if schema is None else Grammar.json(schema)
 
 
 Convert = Callable[[Any], Grammar | None]
 OUTPUTS: dict[str, Convert] = {
-    "json": of_schema,
+    "json": Grammar.json,
     "regex": lambda text: Grammar("regex", text),
     "choice": Grammar.choice,
     "grammar": lambda text: Grammar("ebnf", text),
@@ -152,10 +144,10 @@ OUTPUTS: dict[str, Convert] = {
 
 FIELDS: dict[str, Convert] = {
     "response_format": ResponseFormat.chosen,
-    "json_schema": of_schema,
+    "json_schema": Grammar.json,
     "regex": OUTPUTS["regex"],
     "ebnf": OUTPUTS["grammar"],
-    "guided_json": of_schema,
+    "guided_json": Grammar.json,
     "guided_regex": OUTPUTS["regex"],
     "guided_choice": OUTPUTS["choice"],
     "guided_grammar": OUTPUTS["grammar"],

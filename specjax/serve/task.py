@@ -70,7 +70,8 @@ class Task:
                     choice = replace(sampling, seed=later_seed(first.seed, i))
                     made.append(intake.sequence(first.prompt, choice, id=f"{name}-{i}"))
                     made[-1].salt = first.salt  # they share their prompt, also where requests are kept apart
-                    made[-1].prompt_logprobs = first.prompt_logprobs  # what one has computed no other does again
+                    if first.prompt_logprobs is not None:  # what one has computed no other does again
+                        made[-1].prompt_logprobs, made[-1].leader = first.prompt_logprobs, first
                 for sequence in made[-self.n :]:
                     sequence.most_trees = self.trees
                 if first.prompt_logprobs is not None:
