@@ -4,6 +4,7 @@ chat completions say in their form. A client can send back all that it gets."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import anthropic
@@ -11,7 +12,7 @@ import openai
 import pytest
 from body_helpers import RULES
 from server_helpers import running
-from tool_helpers import NOOP, TOOLS, WEATHER, ask, tool_engine
+from tool_helpers import TOOLS, WEATHER, ask, tool_engine
 
 from specjax.serve.anthropic_messages import CountTokensRequest, MessagesRequest
 from specjax.serve.calls import Hermes
@@ -20,8 +21,8 @@ from specjax.serve.forms import AnswerForm
 from specjax.serve.messages import assistant_turns
 from specjax.serve.openai_responses import ResponsesRequest
 from specjax.serve.parts import Begin, End, Parts
-from specjax.serve.protocol import read_request
-from specjax.serve.reply import Reply, ReplyOptions
+from specjax.serve.protocol import ChatRequest, read_request
+from specjax.serve.reply import END_THINK, Reply, ReplyOptions
 
 FLAT: list[Any] = [{"type": "function", **tool["function"], "strict": False} for tool in TOOLS]
 THEIRS: list[Any] = [
@@ -242,7 +243,7 @@ def test_arguments_that_are_cut_off(ours, theirs):
 )  # fmt: skip
 def test_what_is_refused(kind, change, param):
     least = {"input": "hello"} if kind is ResponsesRequest else {"messages": say("a"), "max_tokens": 9}
-    rules = RULES.__class__(**{**RULES.__dict__, "form": AnswerForm(Hermes, takes_tools=True)})
+    rules = replace(RULES, form=AnswerForm(Hermes, takes_tools=True))
     read_request(kind, json.dumps(least).encode(), rules)
     with pytest.raises(ApiError) as caught:
         read_request(kind, json.dumps(least | change).encode(), rules)
@@ -287,4 +288,14 @@ def test_thinking_sets_the_templates_variable():
         body = {"messages": say("a"), "thinking": {"type": kind}, "max_tokens": 9}
         _, task, _ = read_request(MessagesRequest, json.dumps(body).encode(), RULES)
         assert task.prompts[0].template["enable_thinking"] is expected  # pyright: ignore
-    assert "thinking" in CountTokensRequest.model_fields and NOOP
+    assert "thinking" in CountTokensRequest.model_fields
+
+
+def test_a_form_without_tokens_for_thoughts():
+    """A grammar waits for the end of thoughts where that is a token; elsewhere the answer begins with it, so that none
+    of it counts as thoughts, also where a template has begun them."""
+    form, chat = {"response_format": {"type": "json_object"}}, {"messages": say("a")}
+    for tokens, fields, thinks in (({}, form, False), ({}, {}, True), ({END_THINK: 5}, form, True)):
+        rules = replace(RULES, form=AnswerForm(thinks=True, tokens=tokens))
+        _, task, _ = read_request(ChatRequest, json.dumps(chat | fields).encode(), rules)
+        assert (task.reply is not None and task.reply.reasoning) == thinks
