@@ -4,8 +4,8 @@
 
 Accept length = tokens that verification emitted / verification forwards: the bonus token counts, the token that prefill
 draws does not, so plain decoding is exactly 1. The histogram is the share of forwards by drafts accepted and emitted;
-its mean + 1 is the accept length. The first turn of each line is sent as a chat message; between sets the drafter
-forgets what it has seen. The last line is one JSON document with every request.
+its mean + 1 is the accept length. The first turn of each line is sent as a chat message; between sets, and between
+temperatures of a set, the drafter forgets what it has seen. The last line is one JSON document with every request.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def run_set(engine: Engine, name: str, prompts: list[tuple[str, str]], sampling:
     assert (steps, emitted + len(done)) == (sum(c.spec_verify_ct for c in done.values()), tokens), (histogram, tokens)
     return {
         "set": name,
+        "temperature": sampling.temperature,
         "requests": len(done),
         "tokens": tokens,
         "verify_steps": steps,
@@ -88,7 +89,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="lines of each set; default: all")
     parser.add_argument("--spread", action="store_true", help="take them from the whole set and not from its beginning")
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0], metavar="T")
     parser.add_argument("--seed", type=int, default=0, help="of every request, where it is sampled")
     parser.add_argument("--record", nargs="?", const="", metavar="LABEL",
                         help="write benchmarks/results/accept_length-<date>[-LABEL].json")  # fmt: skip
@@ -104,7 +105,6 @@ def main() -> None:
     prompts = {
         name: spread(rows, args.limit or 0) if args.spread else rows[: args.limit] for name, rows in whole.items()
     }
-    sampling = SamplingParams(max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed)
     document = machine("jaxlib", "flax")
     engine = flags.make_engine(chosen)
     at_once = chosen.engine.max_running_requests
@@ -112,16 +112,18 @@ def main() -> None:
     document |= {"model": chosen.model.model, "algorithm": engine.drafter.name, "dtype": engine.target.config.dtype}
     document |= {"requests_at_once": at_once, "results": []}
     for name, lines in prompts.items():
-        assert engine.flush_cache(), "a set must not remember the one before"
-        document["results"].append(run_set(engine, name, lines, sampling))
+        for temperature in args.temperature:
+            assert engine.flush_cache(), "a set must not remember the one before"
+            sampling = SamplingParams(max_new_tokens=args.max_new_tokens, temperature=temperature, seed=args.seed)
+            document["results"].append(run_set(engine, name, lines, sampling))
     engine.check_integrity()
 
     print(f"{document['algorithm']} on {chosen.model.model}, {document['device']}, {at_once} at once")
-    header = f"{'set':16}{'requests':>9}{'tokens':>8}{'steps':>8}{'accept':>8}{'tok/s':>8}"
+    header = f"{'set':16}{'T':>5}{'requests':>9}{'tokens':>8}{'steps':>8}{'accept':>8}{'tok/s':>8}"
     print(header + "   % of steps by drafts accepted, from 0")
     for row in document["results"]:
         print(
-            f"{row['set']:16}{row['requests']:9}{row['tokens']:8}{row['verify_steps']:8}"
+            f"{row['set']:16}{row['temperature']:5g}{row['requests']:9}{row['tokens']:8}{row['verify_steps']:8}"
             f"{row['accept_length']:8.3f}{row['tokens_per_second']:8.1f}   {shares(row['histogram'])}"
         )
     finish("accept_length", document, record=args.record)

@@ -170,7 +170,12 @@ def threefry2x32(
 
 
 def gumbel_noise(seed: UInt32[Array, "2"], position: Int32[Array, ""], vocab_size: int) -> Float32[Array, "V"]:
-    """Standard Gumbel noise for the token at `position`, from the seed's two words.
+    """Standard Gumbel noise for the token at `position`, from the seed's two words: `token_noise` of all tokens."""
+    return token_noise(seed, position, jnp.arange(vocab_size, dtype=jnp.uint32))
+
+
+def token_noise(seed: UInt32[Array, "2"], position: Int32[Array, ""], ids: UInt32[Array, "W"]) -> Float32[Array, "W"]:
+    """The noise of some tokens at `position`, which does not depend on the others.
 
     A uniform number of 23 bits would bound the noise by 15.9, so tokens of probability 1e-8 would never be drawn. Here
     an exponential variate -log(1 - x) is made of an x of 48 bits. float32 is precise for x near 0 and for 1 - x near 0,
@@ -178,7 +183,6 @@ def gumbel_noise(seed: UInt32[Array, "2"], position: Int32[Array, ""], vocab_siz
     """
     zero = jnp.zeros((), jnp.uint32)
     key = threefry2x32((seed[0], seed[1]), (zero, position.astype(jnp.uint32)))
-    ids = jnp.arange(vocab_size, dtype=jnp.uint32)
     high, low = threefry2x32(key, (jnp.zeros_like(ids), ids))
     upper = high >= jnp.uint32(1 << 31)  # x >= 1/2: its bits are inverted to those of 1 - x
     high, low = jnp.where(upper, ~high, high), jnp.where(upper, ~low, low)

@@ -104,9 +104,11 @@ def test_the_step_drafts_the_oracles_trees(case):
         on_host = jax.tree.map(np.asarray, drafts.params)
         logits = functools.cache(lambda tokens: oracle.llama_logits(on_host, drafts.target.config, tokens)[-1])
 
-    def log_probs(text: list[int], path: tuple[int, ...]) -> np.ndarray:
+    def log_probs(request: Sampling, text: list[int], path: tuple[int, ...]) -> np.ndarray:
+        """With the noise that the target's draw of the next token has, token by token of the target's."""
         raw = logits(tuple(int(reads[token]) for token in (*text, *path)))
-        return log_softmax(np.where(ids >= 0, raw, -np.inf))
+        noise = oracle.noise(request.seed, len(text) + len(path), target().vocab)[ids]
+        return log_softmax(np.where(ids >= 0, raw + request.temperature * noise, -np.inf))
 
     drafter = standalone_drafter(target().target, drafts.target, shape, confidence=Confidence(least))
     config = StepConfig(widths=(drafter.width,), trace=True)
@@ -123,8 +125,8 @@ def test_the_step_drafts_the_oracles_trees(case):
         for row, text in enumerate(before):
             ours = paths(output.trace.tree, row)
             expected = grow_tree(
-                functools.partial(log_probs, text), text[-1], shape.steps, shape.topk, shape.nodes, target_ids=ids,
-                least=least,
+                functools.partial(log_probs, requests[row][1], text), text[-1], shape.steps, shape.topk, shape.nodes,
+                target_ids=ids, least=least,
             )  # fmt: skip
             if len(text) - 1 + shape.steps > limit:
                 assert not ours

@@ -15,6 +15,7 @@ derives the alignment.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from specjax.cache import PoolShape, commit, init_cache
 from specjax.config import HeadConfig, MtpConfig
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, put_rows, take_rows
 from specjax.drafters.grow import ANY_DRAFT, Confidence, Read, grow, growing_drafter
-from specjax.drafters.options import TreeShape
+from specjax.drafters.options import Coupling, TreeShape
 from specjax.models.blocks import Past, joined
 from specjax.models.draft_head import draft_head
 from specjax.models.head_spec import head_spec
@@ -43,6 +44,7 @@ class EagleState(NamedTuple):
 def eagle_drafter(
     target: Target, head: HeadConfig | MtpConfig, shape: TreeShape, *, confidence: Confidence = ANY_DRAFT,
     backend: str | None = None, explicit_width: bool = True, note: str = "", positions: int | None = None,
+    coupling: Coupling = "noise",
 ) -> Drafter:  # fmt: skip
     """Drafts with a head whose parameters are `Params.draft`. [B, N] trees; all nodes are valid unless the head's
     vocabulary has fewer tokens than the tree needs, or `confidence` sets a minimum. `backend`: as for the target."""
@@ -69,8 +71,8 @@ def eagle_drafter(
             return Read(model.unembed(params.target, params.draft, out), out, joined(before, block))
 
         start = Read(model.unembed(params.target, params.draft, hidden), hidden, None)
-        tree = grow(context, shape, confidence, start, read, lambda ids: model.target_ids(params.draft, ids))
-        return tree, state
+        ids = partial(model.target_ids, params.draft)
+        return grow(context, shape, confidence, start, read, ids, coupling=coupling), state
 
     def observe(params: Params, state: EagleState, context: Context, seen: Observation) -> DraftState:
         assert seen.features is not None

@@ -15,7 +15,7 @@ from specjax.drafters.eagle import eagle_drafter
 from specjax.drafters.grow import Confidence
 from specjax.drafters.mtp import mtp_drafter
 from specjax.drafters.ngram import ngram_drafter
-from specjax.drafters.options import DraftOptions, ModelOptions, Ngram, NoDraft, TreeShape, options_of
+from specjax.drafters.options import Coupling, DraftOptions, ModelOptions, Ngram, NoDraft, TreeShape, options_of
 from specjax.drafters.standalone import standalone_drafter
 from specjax.models.target import Target
 from specjax.verify import Verifier, verify_tree
@@ -78,6 +78,7 @@ class _Tree(NamedTuple):
     explicit_width: bool
     note: str
     positions: int | None
+    coupling: Coupling
 
 
 def _tree(options: ModelOptions, target: Target, automatic: TreeShape | None, platform: str) -> _Tree:
@@ -91,7 +92,7 @@ def _tree(options: ModelOptions, target: Target, automatic: TreeShape | None, pl
     given = [number is not None for number in (options.steps, options.topk, options.nodes)]
     how = "given" if all(given) else "what was not given was chosen" if any(given) else "automatic"
     confidence = Confidence(options.min_probability or 0.0, skips=platform == "cpu")
-    return _Tree(shape, confidence, any(given), f"{shape} ({how})", options.positions)
+    return _Tree(shape, confidence, any(given), f"{shape} ({how})", options.positions, options.coupling)
 
 
 class Speculation(NamedTuple):

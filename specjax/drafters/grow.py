@@ -25,7 +25,8 @@ from jaxtyping import Float32, Int32, UInt32
 from specjax_kernels import CHEAP_ROWS, pack_bits
 
 from specjax.drafters.base import Context, Drafter, DraftState, Features, Params
-from specjax.drafters.options import TreeShape
+from specjax.drafters.coupling import level_noise
+from specjax.drafters.options import Coupling, TreeShape
 from specjax.limits import check, limited
 from specjax.tree import NO_PARENT, DraftTree, Pool, best_nodes, chain, log_total, rerank, top_k_children
 
@@ -154,7 +155,7 @@ class _Expanded(NamedTuple):
 
 def grow(
     context: Context, shape: TreeShape, confidence: Confidence, start: Read, read: ReadLevel,
-    target_ids: Callable[[Int32[Array, "..."]], Int32[Array, "..."]] = lambda ids: ids,
+    target_ids: Callable[[Int32[Array, "..."]], Int32[Array, "..."]] = lambda ids: ids, *, coupling: Coupling = "noise",
 ) -> DraftTree:  # fmt: skip
     """Expands level by level, then keeps the best candidates; with top-k 1 all of them, a chain.
 
@@ -164,14 +165,21 @@ def grow(
         start: [B, 1, ...]: what the draft says after the root. All nodes see its keys, if it has any.
         read: one forward over a level's nodes.
         target_ids: the target's ids of the draft's tokens.
+        coupling: whether rows that sample draft with the target's noise; see `specjax.drafters.coupling`.
     """
     k, batch = shape.topk, start.logits.shape[0]
     is_chain = k == 1
+    steps = shape.depth if is_chain else shape.steps
+    noise = None
+    if coupling == "noise":
+        noise = level_noise(context, steps, target_ids(jnp.arange(start.logits.shape[2], dtype=jnp.int32)))
 
     def candidates(
-        logits: Float32[Array, "B k W"], scores: Float32[Array, "B k"]
+        level: int, logits: Float32[Array, "B k W"], scores: Float32[Array, "B k"]
     ) -> tuple[Int32[Array, "B Q"], Float32[Array, "B Q"]]:
-        """Tokens and scores of each node's k likeliest continuations."""
+        """Tokens and scores of each node's k likeliest continuations, which are at this level."""
+        if noise is not None:
+            logits = logits + noise[level - 1][:, None]
         if is_chain:  # an argmax costs less than a top-k
             drafts = jnp.argmax(logits, axis=-1).astype(jnp.int32)
             scores = scores - log_total(logits, jnp.take_along_axis(logits, drafts[:, :, None], axis=2))[:, :, 0]
@@ -185,7 +193,7 @@ def grow(
         # A mask known at trace time is that of all rows. For several of them XLA:GPU would fill an array.
         visible = nodes.visible[:1] if isinstance(nodes.visible, np.ndarray) else nodes.visible
         found = read(level, nodes.tokens, nodes.carry, jnp.asarray(pack_bits(visible)), keys)
-        return _Expanded(*candidates(found.logits, nodes.scores), found.carry, found.keys)
+        return _Expanded(*candidates(level + 1, found.logits, nodes.scores), found.carry, found.keys)
 
     def to_children(carry: Any, parent: Int32[Array, "B k"]) -> Any:
         def take(leaf: Array) -> Array:
@@ -193,7 +201,7 @@ def grow(
 
         return jax.tree.map(take, carry)
 
-    tokens, scores = candidates(start.logits, jnp.zeros((batch, 1), jnp.float32))
+    tokens, scores = candidates(1, start.logits, jnp.zeros((batch, 1), jnp.float32))
     pool = [Pool(tokens, jnp.full_like(tokens, NO_PARENT), jnp.ones_like(tokens), scores)]
     own = np.broadcast_to(np.eye(k, dtype=bool), (batch, k, k))
     place = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (batch, k))
@@ -202,7 +210,6 @@ def grow(
     seen = jax.tree.leaves(keys)[0].shape[1] if keys is not None else 0
     visible = np.concatenate([np.ones((batch, k, seen), bool), own], axis=2)
     nodes = _Level(tokens, scores, carry, visible, place)
-    steps = shape.depth if is_chain else shape.steps
     for level in range(1, steps):
         tokens, scores, carry, keys = confidence.expand(nodes.scores, partial(expand, level, nodes, keys))
         first = sum(part.tokens.shape[1] for part in pool)

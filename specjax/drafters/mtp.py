@@ -14,6 +14,7 @@ so siblings need no common keys. With one head this is `eagle`, which is used fo
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +38,7 @@ from specjax.drafters.base import (
 )
 from specjax.drafters.eagle import eagle_drafter
 from specjax.drafters.grow import ANY_DRAFT, Confidence, Read, grow, growing_drafter
-from specjax.drafters.options import Mtp, TreeShape
+from specjax.drafters.options import Coupling, Mtp, TreeShape
 from specjax.models.blocks import Past
 from specjax.models.mtp import MtpHead
 from specjax.models.target import Target
@@ -61,6 +62,7 @@ class _Path(NamedTuple):
 def mtp_drafter(
     target: Target, config: MtpConfig, shape: TreeShape, *, confidence: Confidence = ANY_DRAFT,
     backend: str | None = None, explicit_width: bool = True, note: str = "", positions: int | None = None,
+    coupling: Coupling = "noise",
 ) -> Drafter:  # fmt: skip
     """Drafts with the heads of `Params.draft`; those beyond the tree's steps are not run. As `eagle_drafter`."""
     heads = [MtpHead(config, target, backend, i) for i in range(min(config.count, shape.steps))]
@@ -74,6 +76,7 @@ def mtp_drafter(
             explicit_width=explicit_width,
             note=note,
             positions=positions,
+            coupling=coupling,
         )
     final = len(heads) - 1
 
@@ -125,8 +128,8 @@ def mtp_drafter(
         batch = last.shape[0]
         nothing = _Path(jnp.zeros((batch, 1, 0), jnp.int32), jnp.zeros((batch, 1, 0, last.shape[2]), last.dtype), ())
         start = Read(heads[0].unembed(params.target, params.draft, last[:, :1]), nothing, None)
-        tree = grow(context, shape, confidence, start, read, lambda ids: heads[0].target_ids(params.draft, ids))
-        return tree, state
+        ids = partial(heads[0].target_ids, params.draft)
+        return grow(context, shape, confidence, start, read, ids, coupling=coupling), state
 
     def observe(params: Params, state: MtpState, context: Context, seen: Observation) -> DraftState:
         assert seen.features is not None

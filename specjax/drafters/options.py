@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from specjax.limits import Range, check, limited, range_of, shown
 from specjax.models.head_spec import ALGORITHMS
 
 MAX_STEPS = 64
 """Far above what has been found useful anywhere, as the other limits are; beyond, one step takes minutes to compile."""
+
+Coupling: TypeAlias = Literal["noise", "none"]
+"""Whether requests that sample draft with the target's noise; see `specjax.drafters.coupling`."""
 
 
 @dataclass(frozen=True)
@@ -203,6 +206,8 @@ class ModelOptions(DraftOptions):
         quantization: of the draft's own matrices: int8, fp8 (a scale for each output) or none; changes the speed, not
             the text; default: int8 on a GPU where they would have 16 bits; else as in the checkpoint, int8 for a head
             of a target in few bits, and as the target for MTP layers.
+        coupling: drafts of requests that sample (temperature above 0): noise = the likeliest after the noise that the
+            target will draw with, which are accepted more often; none = the likeliest. The text is the same.
     """
 
     path: str | None = None
@@ -213,6 +218,7 @@ class ModelOptions(DraftOptions):
     min_probability: float | None = limited(None, 0, below=1)
     positions: int | None = field(default=None, kw_only=True, metadata={"range": Range(1)})
     quantization: Literal["int8", "fp8", "none"] | None = field(default=None, kw_only=True)
+    coupling: Coupling = field(default="noise", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,7 +25,7 @@ from specjax_kernels import CAUSAL, arrays
 from specjax.cache import Block, Cache, PoolShape, commit, init_cache, take_path
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, put_rows, take_rows
 from specjax.drafters.grow import ANY_DRAFT, Confidence, Read, grow, growing_drafter
-from specjax.drafters.options import Standalone, TreeShape
+from specjax.drafters.options import Coupling, Standalone, TreeShape
 from specjax.models.target import Before, Target
 from specjax.tree import DraftTree
 from specjax.types import Hidden, Tokens, Weights
@@ -55,6 +55,7 @@ class StandaloneState(NamedTuple):
 def standalone_drafter(
     target: Target, draft: Target, shape: TreeShape, *, confidence: Confidence = ANY_DRAFT,
     explicit_width: bool = True, note: str = "", positions: int | None = None,
+    coupling: Coupling = "noise",
 ) -> Drafter:  # fmt: skip
     """Drafts with a model whose `StandaloneParams` are `Params.draft`. [B, N] trees; all nodes are valid unless fewer
     tokens may be proposed than the tree needs, `confidence` sets a minimum, or the text is longer than the draft's
@@ -94,8 +95,11 @@ def standalone_drafter(
 
         root, hidden = take_rows((state.root, state.hidden), context)
         first = Read(unembed(given, hidden[:, None]), (), Before(root, start))
-        tree = grow(context, shape, confidence, first, read, lambda ids: ids if given.ids is None else given.ids[ids])
-        return tree, state
+
+        def target_ids(ids: Int32[Array, "..."]) -> Int32[Array, "..."]:
+            return ids if given.ids is None else given.ids[ids]
+
+        return grow(context, shape, confidence, first, read, target_ids, coupling=coupling), state
 
     def observe(params: Params, state: StandaloneState, context: Context, seen: Observation) -> DraftState:
         given = params.draft

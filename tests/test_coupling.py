@@ -1,0 +1,129 @@
+"""Drafts with the target's noise: which they are, how many are accepted, and that no text changes. The trees are held
+to an oracle in test_standalone_draft.py."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from distil import distilled, pair_model, perfect_head
+from oracle import Sampling
+from toy_models import Runner, sampling_rows, tiny_llama
+
+from specjax.drafters import Context, StandaloneParams, TreeShape, eagle_drafter
+from specjax.drafters.coupling import level_noise
+from specjax.drafters.standalone import standalone_drafter
+from specjax.models.draft_head import with_token_map
+from specjax.step import StepConfig
+
+CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(3, 3, 8)
+MAP = np.random.default_rng(5).permutation(48)[:40].astype(np.int32)
+REQUESTS = [
+    ([1, 2, 3], Sampling(max_tokens=41)),
+    ([7] * 9, Sampling(max_tokens=41, temperature=0.3, seed=3)),
+    ([40, 5], Sampling(max_tokens=41, temperature=1.0, seed=2**40 + 1)),
+    ([11], Sampling(max_tokens=41, temperature=1.7, seed=4)),
+    ([40, 5], Sampling(max_tokens=31, temperature=0.9, seed=6, top_p=0.8, frequency_penalty=0.4, bias={3: 2.0})),
+    ([9, 8], Sampling(max_tokens=31, temperature=1.2, seed=7, top_k=5, min_p=0.05, repetition_penalty=1.3)),
+]
+
+
+def context(requests, starts, vocab: int, active=None) -> Context:
+    count = len(requests)
+    return Context(
+        slots=jnp.arange(count, dtype=jnp.int32),
+        prefix_length=jnp.asarray(starts, jnp.int32),
+        page_table=jnp.zeros((count, 1), jnp.int32),
+        root=jnp.zeros(count, jnp.int32),
+        active=jnp.asarray([True] * count if active is None else active),
+        salt=jnp.zeros(count, jnp.uint32),
+        sampling=sampling_rows(requests, vocab),
+    )
+
+
+def test_the_noise_of_a_level_is_what_the_target_draws_with():
+    """By token of the target, however the draft numbers it, at the position of the level, times the temperature."""
+    requests, starts = [request for _, request in REQUESTS[:4]], [5, 0, 17, 30]
+    found = np.asarray(jax.jit(level_noise, static_argnums=1)(context(requests, starts, 48), 3, jnp.asarray(MAP)))
+    assert found.shape == (3, 4, len(MAP))
+    for row, (request, start) in enumerate(zip(requests, starts, strict=True)):
+        for level in (1, 2, 3):
+            wanted = request.temperature * oracle.noise(request.seed, start + level, 48)[MAP]
+            np.testing.assert_allclose(found[level - 1, row], wanted, rtol=1e-4, atol=1e-5)
+    assert not np.any(found[:, 0]) and np.all(found[:, 1:] != 0), "the first is greedy"
+
+
+def test_a_step_in_which_nobody_samples_computes_no_noise():
+    """Rows that are not active do not count."""
+    requests = [request for _, request in REQUESTS[:2]]
+    made = level_noise(context(requests, [3, 3], 48, active=[True, False]), 2, jnp.arange(48, dtype=jnp.int32))
+    assert not np.any(np.asarray(made))
+    made = jax.make_jaxpr(level_noise, static_argnums=1)(context(requests, [3, 3], 48), 2, jnp.arange(48))
+    outside = {equation.primitive.name for equation in made.jaxpr.eqns}
+    assert "cond" in outside and not outside & {"log", "log1p", "xor", "shift_left"}
+
+
+def accepted_within(text: list[int], steps: int, known: set[int]) -> list[int]:
+    """Tokens that each step emits where the draft says what the target says, but only `known` tokens."""
+    emitted, at = [], 1  # the prefill draws the first token
+    while at < len(text):
+        right = 0
+        while right < steps and at + right < len(text) and text[at + right] in known:
+            right += 1
+        emitted.append(min(right + 1, len(text) - at))
+        at += emitted[-1]
+    return emitted
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_draft_that_says_what_the_target_says_is_accepted_at_any_temperature(mapped):
+    """Greedy and sampling rows of one batch. FR-Spec: up to the first token that the draft does not have."""
+    toy = pair_model()
+    config, params = perfect_head(toy)
+    if mapped:
+        config, params = with_token_map(config, params, toy.target, toy.params, MAP)
+    drafter = eagle_drafter(toy.target, config, CHAIN)
+    runner = Runner(toy, drafter, rows=4, pages_a_row=16, draft=params, config=StepConfig((drafter.width,)))
+    for (prompt, request), found in zip(REQUESTS[:4], runner.generate(REQUESTS[:4]), strict=True):
+        assert found.tokens == oracle.generate_plain(toy.logits, prompt, request).tokens
+        known = set(MAP.tolist()) if mapped else set(range(toy.vocab))
+        assert list(found.emitted) == accepted_within(found.tokens, CHAIN.steps, known)
+
+
+@functools.cache
+def right_often(kind: str):
+    """A target, a draft that is right often, and the function that makes its drafter."""
+    if kind == "standalone":
+        toy, rng = tiny_llama(3), np.random.default_rng(1)
+        moved = jax.tree.map(lambda leaf: leaf + rng.normal(0, 0.05, leaf.shape).astype(np.float32), toy.params)
+        return toy, StandaloneParams(moved), functools.partial(standalone_drafter, toy.target, toy.target)
+    toy, (config, params) = pair_model(), distilled(kind.removesuffix(" map"))
+    if kind.endswith("map"):
+        config, params = with_token_map(config, params, toy.target, toy.params, MAP)
+    return toy, params, functools.partial(eagle_drafter, toy.target, config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [("eagle map", TREE), ("eagle3", CHAIN), ("standalone", TREE)]
+    + [pytest.param(*each, marks=pytest.mark.slow) for each in (("eagle", CHAIN), ("eagle3", TREE))],
+)
+def test_the_text_is_that_of_plain_decoding_and_takes_fewer_steps(kind, shape):
+    toy, params, make = right_often(kind)
+    requests = [([token % toy.vocab for token in prompt], request) for prompt, request in REQUESTS]
+    steps = {}
+    for coupling in ("noise", "none"):
+        drafter = make(shape, coupling=coupling)
+        runner = Runner(
+            toy, drafter, rows=len(requests), pages_a_row=16, draft=params, config=StepConfig((drafter.width,))
+        )
+        found = runner.generate(requests)
+        for (prompt, request), each in zip(requests, found, strict=True):
+            assert each.tokens == oracle.generate_plain(toy.logits, prompt, request).tokens, (coupling, request)
+        steps[coupling] = [len(each.emitted) for each in found]
+    assert steps["noise"][0] == steps["none"][0], "greedy"
+    assert sum(steps["noise"]) < sum(steps["none"]), steps
