@@ -12,6 +12,7 @@ import oracle
 import pytest
 from distil import distilled, pair_model, perfect_head
 from oracle import Sampling
+from test_gpu_lowering import decisions
 from toy_models import Runner, sampling_rows, tiny_llama
 
 from specjax.drafters import Context, StandaloneParams, TreeShape, eagle_drafter
@@ -48,8 +49,8 @@ def context(requests, starts, vocab: int, active=None) -> Context:
 def test_the_noise_of_a_level_is_what_the_target_draws_with():
     """By token of the target, however the draft numbers it, at the position of the level, times the temperature."""
     requests, starts = [request for _, request in REQUESTS[:4]], [5, 0, 17, 30]
-    found = np.asarray(jax.jit(level_noise, static_argnums=1)(context(requests, starts, 48), 3, jnp.asarray(MAP)))
-    assert found.shape == (3, 4, len(MAP))
+    given, compiled = context(requests, starts, 48), jax.jit(level_noise, static_argnums=1)
+    found = np.stack([compiled(given, level, jnp.asarray(MAP)) for level in (1, 2, 3)])
     for row, (request, start) in enumerate(zip(requests, starts, strict=True)):
         for level in (1, 2, 3):
             wanted = request.temperature * oracle.noise(request.seed, start + level, 48)[MAP]
@@ -62,9 +63,11 @@ def test_a_step_in_which_nobody_samples_computes_no_noise():
     requests = [request for _, request in REQUESTS[:2]]
     made = level_noise(context(requests, [3, 3], 48, active=[True, False]), 2, jnp.arange(48, dtype=jnp.int32))
     assert not np.any(np.asarray(made))
-    made = jax.make_jaxpr(level_noise, static_argnums=1)(context(requests, [3, 3], 48), 2, jnp.arange(48))
-    outside = {equation.primitive.name for equation in made.jaxpr.eqns}
-    assert "cond" in outside and not outside & {"log", "log1p", "xor", "shift_left"}
+    given = context(requests, [3, 3], 48), 2, jnp.arange(48, dtype=jnp.int32)
+    lowered = jax.jit(level_noise, static_argnums=1).trace(*given)
+    main = {at: lowered.lower(lowering_platforms=(at,)).as_text() for at in ("cpu", "cuda")}
+    assert decisions(main["cpu"]), "the branch of the noise"
+    assert not decisions(main["cuda"]), "a GPU's host has nothing to decide"
 
 
 def accepted_within(text: list[int], steps: int, known: set[int]) -> list[int]:

@@ -24,23 +24,24 @@ from specjax.drafters.base import Context
 from specjax.sampling import token_noise
 
 
-def level_noise(context: Context, levels: int, ids: Int32[Array, "W"]) -> Float32[Array, "D B W"]:
-    """T times the noise with which the target draws the tokens `ids` at each of the tree's levels, D = `levels`.
+def level_noise(context: Context, level: int, ids: Int32[Array, "W"]) -> Float32[Array, "B W"]:
+    """T times the noise with which the target draws the tokens `ids` at a level of the trees; the root's is 0.
 
-    Zeros for rows that do not sample. One branch: a step in which no row samples computes no noise. A token of no id
+    Zeros for rows that do not sample. On a CPU a step in which no row samples computes no noise. A GPU's host would
+    have to decide such a branch; there the noise is elementwise work beside reading the logits. A token of no id
     (NO_TOKEN) gets some noise, too; its logit is -inf.
     """
+
+    def drawn(temperature: Array, seed: Array, position: Array) -> Float32[Array, "B W"]:
+        noise = jax.vmap(token_noise, in_axes=(0, 0, None))(seed, position, ids.astype(jnp.uint32))
+        return jnp.where(temperature[:, None] > 0, temperature[:, None] * noise, 0.0)
+
+    def where_needed(temperature: Array, *others: Array) -> Float32[Array, "B W"]:
+        def nothing(temperature: Array, *_: Array) -> Float32[Array, "B W"]:
+            return jnp.zeros((temperature.shape[0], ids.shape[0]), jnp.float32)
+
+        return jax.lax.cond(jnp.any(temperature > 0), drawn, nothing, temperature, *others)
+
     temperature = jnp.where(context.active, context.sampling.temperature, 0.0)
-    shape = levels, temperature.shape[0], ids.shape[0]
-
-    def drawn() -> Float32[Array, "D B W"]:
-        tokens = ids.astype(jnp.uint32)
-        level = jnp.arange(1, levels + 1, dtype=jnp.int32)
-
-        def of_row(seed: Array, start: Array, scale: Array) -> Float32[Array, "D W"]:
-            noise = jax.vmap(token_noise, in_axes=(None, 0, None))(seed, start + level, tokens)
-            return jnp.where(scale > 0, scale * noise, 0.0)
-
-        return jax.vmap(of_row, out_axes=1)(context.sampling.seed, context.prefix_length, temperature)
-
-    return jax.lax.cond(jnp.any(temperature > 0), drawn, lambda: jnp.zeros(shape, jnp.float32))
+    given = temperature, context.sampling.seed, context.prefix_length + level
+    return jax.lax.platform_dependent(*given, cpu=where_needed, default=drawn)

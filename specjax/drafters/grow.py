@@ -170,16 +170,14 @@ def grow(
     k, batch = shape.topk, start.logits.shape[0]
     is_chain = k == 1
     steps = shape.depth if is_chain else shape.steps
-    noise = None
-    if coupling == "noise":
-        noise = level_noise(context, steps, target_ids(jnp.arange(start.logits.shape[2], dtype=jnp.int32)))
+    ids = target_ids(jnp.arange(start.logits.shape[2], dtype=jnp.int32))
 
     def candidates(
         level: int, logits: Float32[Array, "B k W"], scores: Float32[Array, "B k"]
     ) -> tuple[Int32[Array, "B Q"], Float32[Array, "B Q"]]:
         """Tokens and scores of each node's k likeliest continuations, which are at this level."""
-        if noise is not None:
-            logits = logits + noise[level - 1][:, None]
+        if coupling == "noise":
+            logits = logits + level_noise(context, level, ids)[:, None]
         if is_chain:  # an argmax costs less than a top-k
             drafts = jnp.argmax(logits, axis=-1).astype(jnp.int32)
             scores = scores - log_total(logits, jnp.take_along_axis(logits, drafts[:, :, None], axis=2))[:, :, 0]

@@ -207,7 +207,8 @@ class ModelOptions(DraftOptions):
             the text; default: int8 on a GPU where they would have 16 bits; else as in the checkpoint, int8 for a head
             of a target in few bits, and as the target for MTP layers.
         coupling: drafts of requests that sample (temperature above 0): noise = the likeliest after the noise that the
-            target will draw with, which are accepted more often; none = the likeliest. The text is the same.
+            target will draw with, which are accepted more often; none = the likeliest. The text is the same. NGRAM has
+            no probabilities to add noise to: no effect there.
     """
 
     path: str | None = None
