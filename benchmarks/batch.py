@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from accept_length import read_prompts, spread
-from records import DATA, finish, machine
+from records import DATA, finish, machine, read_prompts, spread
 
 from specjax import Engine, EngineConfig, SamplingParams, checkpoint
 from specjax.engine import buckets

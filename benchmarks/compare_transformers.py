@@ -1,6 +1,6 @@
 """Greedy text of the engine against transformers', token for token, in float32.
 
-    python benchmarks/compare_transformers.py --prompts benchmarks/data/mt_bench.jsonl --algorithm NONE NGRAM
+    python benchmarks/compare_transformers.py --prompts specjax/data/prompts/mt_bench.jsonl --algorithm NONE NGRAM
 
 A matrix product's last bits depend on how many rows it has, so where transformers' two best logits lie closer than
 `NEAR` the texts may part. Each parting is printed with that gap; what we emitted from there on is then judged by one
@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from accept_length import read_prompts
-from records import DATA, finish, machine
+from records import DATA, finish, machine, read_prompts
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,6 +1,6 @@
 """One request at a time: the engine, with and without speculation, and transformers on the same weights.
 
-    python benchmarks/decode.py [--data benchmarks/data] [--sets mt_bench eagle_sum] [--limit 10] [--record]
+    python benchmarks/decode.py [--data specjax/data/prompts] [--sets mt_bench eagle_sum] [--limit 10] [--record]
 
 Contenders: `none`, `auto` (how the model is served by default) and `ngram` are the engine; `transformers` is its greedy
 `generate`, `lookup` the same with prompt-lookup (10 tokens), each in float32 and bfloat16. `module:function` is the
@@ -38,9 +38,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from accept_length import read_prompts
 from compare_transformers import NEAR
-from records import DATA, finish, machine
+from records import DATA, finish, machine, read_prompts
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 

@@ -254,7 +254,7 @@ async def run(base: str, args: Any, rows: list[list[str]]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=("load", "turns", "beside", "burst"))
-    parser.add_argument("--sets", nargs="+", default=["mt_bench"], help="of benchmarks/data/")
+    parser.add_argument("--sets", nargs="+", default=["mt_bench"], help="of specjax/data/prompts/")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--conversations", type=int, default=8)
     parser.add_argument("--concurrency", type=int, default=16)

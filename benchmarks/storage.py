@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from accept_length import read_prompts
 from decode import (
     ENGINE,
     LOOKUP_TOKENS,
@@ -43,7 +42,7 @@ from decode import (
 )
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, dequantize
 from gguf.quants import quantize
-from records import DATA, finish, machine
+from records import DATA, finish, machine, read_prompts
 
 from specjax import Engine, EngineConfig, checkpoint
 from specjax.checkpoint import hub
@@ -149,7 +148,7 @@ def main() -> None:
     every = (*ENGINE, *PEERS, *TRANSFORMERS)
     parser.add_argument("--storages", nargs="+", default=STORAGES, choices=STORAGES)
     parser.add_argument("--contenders", nargs="+", default=every, choices=every)
-    parser.add_argument("--set", default="mt_bench", help="of benchmarks/data")
+    parser.add_argument("--set", default="mt_bench", help="of specjax/data/prompts")
     parser.add_argument("--limit", type=int, default=10, help="prompts")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of llama.cpp")

@@ -15,9 +15,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from accept_length import read_prompts, spread
 from decode import Contender, engine_contender, measure, ratio, same_texts, summary
-from records import DATA, finish, machine
+from records import DATA, finish, machine, read_prompts, spread
 
 from specjax import Engine, EngineConfig, Ngram, NoDraft, checkpoint
 from specjax.drafters import DraftOptions

@@ -48,7 +48,7 @@ class Setting:
         choices: the only strings allowed.
         parse: brings a value into the form that is kept (`str.upper`), before it is compared with `choices`. The
             text of a ValueError completes "must be".
-        digits: for a string that may be a number: TOML may have it without quotes.
+        digits: for a string, or strings, that may be numbers: TOML may have them without quotes.
         alone: for a list of strings: a file may have one string in its place.
         sets: the option of the library that it sets, where that has another name.
         instead: accepted for commands of other programs, without effect: what happens in its place.
@@ -238,6 +238,8 @@ def _checked(entry: _Entry, where: str, given: Any) -> Any:
     value: Any = given
     if note.digits and type(given) is int:
         value = str(given)
+    elif note.digits and type(given) is list and all(type(item) in (int, float, str) for item in given):
+        value = tuple(map(str, given))
     elif type(given) is list and all(type(item) is str for item in given):
         value = tuple(given)
     elif note.alone and type(given) is str:

@@ -1,0 +1,147 @@
+"""Pictures of a comparison, and the heat map of a grid of trees. They need matplotlib, an extra."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specjax.bench.results import ALL, Sample, curve
+
+INSTALL = "pip install 'specjax[bench]'"
+KINDS = ("svg", "png", "pdf")
+
+
+def available() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def check_available() -> None:
+    """Raises ValueError if pictures cannot be drawn."""
+    if not available():
+        raise ValueError(f"--plots needs matplotlib, which is not installed: {INSTALL}")
+
+
+def _figure(width: float, height: float) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def draw(
+    folder: Path, kind: str, rows: Sequence[dict[str, Any]], samples: Mapping[str, Sequence[Sample]]
+) -> list[Path]:
+    """Writes speed-ups, acceptance by depth and time against tokens, one of each for a temperature and batch size."""
+    found: list[Path] = []
+    for temperature, batch in dict.fromkeys((row["temperature"], row["batch"]) for row in rows):
+        own = [row for row in rows if (row["temperature"], row["batch"]) == (temperature, batch)]
+        several = len(own) < len(rows)
+        suffix = f"-T{temperature:g}-batch{batch}" if several else ""
+        where = f"temperature {temperature:g}, batch size {batch}"
+        whole = [row for row in own if row["set"] == ALL] or own
+        whole = [row for row in whole if row["set"] == whole[0]["set"]]
+        for name, figure in (
+            ("speed-up", _speed_ups(own, where)),
+            ("acceptance-by-depth", _acceptance(whole, where)),
+            ("time-against-tokens", _times(whole, samples, where)),
+        ):
+            if figure is not None:
+                file = folder / f"{name}{suffix}.{kind}"
+                figure.savefig(file, dpi=150)
+                found.append(file)
+    return found
+
+
+def _speed_ups(rows: Sequence[dict[str, Any]], where: str) -> Any:
+    """Bars, grouped by set, with the confidence intervals."""
+    sets, methods = (list(dict.fromkeys(row[name] for row in rows)) for name in ("set", "method"))
+    figure, axes = _figure(max(6.0, 0.35 * len(sets) * (len(methods) + 1.5)), 3.6)
+    width = 0.8 / len(methods)
+    for index, method in enumerate(methods):
+        own = {row["set"]: row["speed_up"] for row in rows if row["method"] == method}
+        places = [i + (index - (len(methods) - 1) / 2) * width for i, name in enumerate(sets) if name in own]
+        values = [own[name] for name in sets if name in own]
+        heights = [one["value"] for one in values]
+        low = [one["value"] - (one["value"] if one["low"] is None else one["low"]) for one in values]
+        high = [(one["value"] if one["high"] is None else one["high"]) - one["value"] for one in values]
+        errors = np.maximum([low, high], 0)
+        axes.bar(places, heights, width * 0.92, label=method, yerr=errors, capsize=2, error_kw={"linewidth": 0.8})
+    axes.axhline(1, color="0.4", linewidth=0.8, linestyle="--")
+    axes.set_xticks(
+        range(len(sets)), sets, rotation=20 if len(sets) > 3 else 0, ha="right" if len(sets) > 3 else "center"
+    )
+    axes.set_ylabel("speed-up")
+    axes.set_title(where, fontsize=10)
+    axes.legend(fontsize=8, frameon=False, ncols=min(len(methods), 4), loc="lower center", bbox_to_anchor=(0.5, 1.08))
+    return figure
+
+
+def _acceptance(rows: Sequence[dict[str, Any]], where: str) -> Any:
+    figure, axes = _figure(5.0, 3.6)
+    deepest = 0
+    for row in rows:
+        shares = row["acceptance_by_depth"]
+        if any(shares):
+            deepest = max(deepest, len(shares))
+            label = f"{row['method']} (accept length {row['accept_length']:.2f})"
+            axes.plot(range(1, len(shares) + 1), shares, marker="o", markersize=3, label=label)
+    if not deepest:
+        return None
+    axes.set_xticks(range(1, deepest + 1))
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("depth of the draft")
+    axes.set_ylabel("accepted, where its parent was")
+    axes.set_title(where, fontsize=10)
+    axes.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def _times(rows: Sequence[dict[str, Any]], samples: Mapping[str, Sequence[Sample]], where: str) -> Any:
+    figure, axes = _figure(5.0, 3.6)
+    drawn = False
+    for row in rows:
+        title = " ".join(str(row[name]) for name in ("set", "temperature", "batch", "method"))
+        own = samples[title]
+        most = max((int(tokens) for sample in own for tokens, _ in sample.curve), default=0)
+        points = curve(own, range(1, most + 1, max(most // 32, 1)))
+        if points:
+            axes.plot([time for _, time in points], [count for count, _ in points], label=row["method"])
+            drawn = True
+    if not drawn:
+        return None
+    axes.set_xlabel("seconds since the request")
+    axes.set_ylabel("tokens")
+    axes.set_title(f"mean over turns; {where}", fontsize=10)
+    axes.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def heat_map(
+    file: Path, points: Mapping[tuple[int, int], float], *, title: str, measured: Sequence[tuple[int, int]]
+) -> None:
+    """Predicted speed-ups by depth of the tree and its nodes. `measured`: the points that were run."""
+    steps, nodes = (sorted({key[i] for key in points}) for i in (0, 1))
+    grid = np.full((len(steps), len(nodes)), np.nan)
+    for (depth, count), value in points.items():
+        grid[steps.index(depth), nodes.index(count)] = value
+    figure, axes = _figure(max(4.5, 0.55 * len(nodes) + 2), max(3.0, 0.4 * len(steps) + 1.6))
+    shown = axes.imshow(grid, aspect="auto", origin="lower", cmap="viridis")
+    middle = np.nanmean([np.nanmin(grid), np.nanmax(grid)])
+    for (depth, count), value in points.items():
+        place = nodes.index(count), steps.index(depth)
+        mark = "*" if (depth, count) in measured else ""
+        axes.annotate(f"{value:.2f}{mark}", place, ha="center", va="center", fontsize=7,
+                      color="black" if value > middle else "white")  # fmt: skip
+    axes.set_xticks(range(len(nodes)), nodes)
+    axes.set_yticks(range(len(steps)), steps)
+    axes.set_xlabel("draft tokens (the root included)")
+    axes.set_ylabel("steps")
+    axes.set_title(title, fontsize=9)
+    figure.colorbar(shown, label="predicted speed-up")
+    figure.savefig(file, dpi=150)

@@ -1,0 +1,76 @@
+"""The head of every record: when, where, with what and by which command a figure was measured."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+ROOT = Path(__file__).parents[2]  # of a checkout
+
+
+def machine(*packages: str) -> dict[str, Any]:
+    """This machine, these versions (jax and `packages`), this commit and command."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command(),
+        "commit": commit(),
+        "modified": _git("status", "--porcelain", "--", ":/specjax", ":/kernels").splitlines(),
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in ("jax", *packages)},
+        "device": jax.devices()[0].device_kind,
+        "processor": processor(),
+        "cpus": os.cpu_count(),
+        "load": [round(x, 2) for x in os.getloadavg()],
+    }
+
+
+def commit() -> str | None:
+    """The checkout's commit; None: this is an installed package."""
+    return _git("rev-parse", "HEAD") or None
+
+
+def command() -> str:
+    """How this program was started."""
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    started = ["-m", module.name.removesuffix(".__main__")] if module is not None else sys.argv[:1]
+    return shlex.join(["python", *started, *sys.argv[1:]])
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str:
+    if not (ROOT / ".git").exists():  # an installed package may lie in someone else's repository
+        return ""
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=ROOT)
+    except OSError:  # there is no git
+        return ""
+    return done.stdout.strip()
+
+
+VECTORS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
+
+
+def processor() -> str:
+    """The CPU's name, where Linux tells it, and its vector instructions: rented machines of one name differ in them."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+
+    def first(*names: str) -> str:
+        return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")
+
+    vectors = [name for name in VECTORS if name in first("flags", "Features").split()]
+    return " ".join([first("model name") or platform.processor(), *vectors])

@@ -1,0 +1,139 @@
+"""The table of a comparison as CSV, Markdown and LaTeX."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from typing import Any
+
+Row = dict[str, Any]
+
+COLUMNS = (
+    "set", "temperature", "batch", "method", "conversations", "repeats", "tokens", "seconds", "tokens_per_second",
+    "decode_tokens_per_second", "speed_up", "accept_length", "acceptance_by_depth", "verify_steps", "drafted_steps",
+    "phase_ms", "texts",
+)  # fmt: skip
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """One line a row; intervals and phases take a column for each of their numbers."""
+    flat = [_flat(row) for row in rows]
+    names = list(dict.fromkeys(name for row in flat for name in row))
+    out = io.StringIO()
+    writer = csv.DictWriter(out, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return out.getvalue()
+
+
+def _flat(row: Row) -> Row:
+    found: Row = {}
+    for name in COLUMNS:
+        value = row[name]
+        if isinstance(value, dict):
+            found |= {name if key == "value" else f"{name}_{key}".replace(" ", "_"): one for key, one in value.items()}
+        elif isinstance(value, list):
+            found[name] = " ".join(map(str, value))
+        elif value is not None:
+            found[name] = value
+    return found
+
+
+def interval(value: dict[str, float | None], digits: int) -> str:
+    """`41.2 (39.8 to 42.5)`"""
+    text = f"{value['value']:.{digits}f}"
+    return text if value["low"] is None else f"{text} ({value['low']:.{digits}f} to {value['high']:.{digits}f})"
+
+
+HEADER = (
+    "set", "T", "batch", "method", "tokens/s", "speed-up", "accept length", "acceptance by depth, %", "drafted steps",
+    "draft ms", "verify ms", "equal texts",
+)  # fmt: skip
+
+
+def cells(row: Row) -> list[str]:
+    """A row as text, in the order of `HEADER`."""
+    steps, phases, texts = row["verify_steps"], row["phase_ms"] or {}, row["texts"]
+    compared = sum(count for verdict, count in texts.items() if verdict != "other prompt")
+    near = f" + {texts['near tie']} near ties" if texts["near tie"] else ""
+    other = f", {texts['other prompt']} with another prompt" if texts["other prompt"] else ""
+    return [
+        row["set"],
+        f"{row['temperature']:g}",
+        str(row["batch"]),
+        row["method"],
+        interval(row["tokens_per_second"], 1),
+        interval(row["speed_up"], 2),
+        f"{row['accept_length']:.2f}",
+        " ".join(f"{100 * share:.0f}" for share in row["acceptance_by_depth"]),
+        f"{row['drafted_steps'] / steps:.0%}" if steps else "",
+        f"{phases['draft']:.1f}" if "draft" in phases else "",
+        f"{phases['verify']:.1f}" if "verify" in phases else "",
+        f"{texts['equal']} of {compared}{near}{other}" if compared + texts["other prompt"] else "",
+    ]
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """Aligned, so that it can be read as text, too."""
+    table = [list(HEADER), *(cells(row) for row in rows)]
+    used = [i for i in range(len(HEADER)) if any(line[i] for line in table[1:])]
+    table = [[line[i].replace("|", "\\|") for i in used] for line in table]
+    widths = [max(len(line[i]) for line in table) for i in range(len(used))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in table
+    ]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]]) + "\n"
+
+
+SPECIAL = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
+}  # fmt: skip
+
+
+def escaped(text: str) -> str:
+    return "".join(SPECIAL.get(character, character) for character in text)
+
+
+def as_latex(rows: Sequence[Row]) -> str:
+    r"""A table for papers, with booktabs: a row for each method and temperature, two columns for each set, the speed-up
+    and the accept length \tau. The best speed-up of a set and temperature is bold."""
+    sets = list(dict.fromkeys(row["set"] for row in rows))
+    keys = list(dict.fromkeys((row["temperature"], row["batch"]) for row in rows))
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    several = len({batch for _, batch in keys}) > 1
+    by_cell = {(row["set"], row["temperature"], row["batch"], row["method"]): row for row in rows}
+    lines = [
+        r"% \usepackage{booktabs}",
+        r"\begin{tabular}{ll" + "rr" * len(sets) + "}",
+        r"\toprule",
+        " & ".join(["", "", *(rf"\multicolumn{{2}}{{c}}{{{escaped(name)}}}" for name in sets)]) + r" \\",
+        " ".join(rf"\cmidrule(lr){{{3 + 2 * i}-{4 + 2 * i}}}" for i in range(len(sets))),
+        " & ".join(["", "Method", *[r"Speed-up & $\tau$"] * len(sets)]) + r" \\",
+    ]
+    for temperature, batch in keys:
+        lines.append(r"\midrule")
+        label = f"$T={temperature:g}$" + (f", batch {batch}" if several else "")
+        shown = lambda name, t=temperature, b=batch: by_cell.get((name[0], t, b, name[1]))  # noqa: E731
+        best = {
+            name: max((cell["speed_up"]["value"] for method in methods if (cell := shown((name, method)))), default=0)
+            for name in sets
+        }
+        for method in methods:
+            found = {name: shown((name, method)) for name in sets}
+            if not any(found.values()):
+                continue
+            parts = [label, escaped(method)]
+            for name, cell in found.items():
+                if cell is None:
+                    parts += ["--", "--"]
+                    continue
+                value = cell["speed_up"]["value"]
+                text = f"{value:.2f}$\\times$"
+                bold = value == best[name] and len(methods) > 1
+                parts += [rf"\textbf{{{text}}}" if bold else text, f"{cell['accept_length']:.2f}"]
+            lines.append(" & ".join(parts) + r" \\")
+            label = ""
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"

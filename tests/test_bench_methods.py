@@ -1,0 +1,189 @@
+"""How methods and sets of a comparison are named, and what is refused before a model is loaded."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from specjax.bench import command, sets
+from specjax.bench.command import BenchSettings, make_plan
+from specjax.bench.methods import Outside, check_here, parse_method, parse_methods
+from specjax.drafters import Auto, Eagle, Eagle3, Ngram, NoDraft, Standalone
+from specjax.settings import SettingsError, parse
+
+METHODS = {
+    "none": ("NONE", NoDraft()),
+    "ngram:nodes=8,match_type=prob": ("NGRAM nodes=8 match_type=prob", Ngram(nodes=8, match_type="PROB")),
+    "AUTO:steps=3,name=ours": ("ours", Auto(steps=3)),
+    "EAGLE3:path=a/b,steps=5,topk=8,nodes=32,min_probability=0.1": (
+        "EAGLE3 5/8/32 path=b min_probability=0.1", Eagle3("a/b", steps=5, topk=8, nodes=32, min_probability=0.1),
+    ),
+    "EAGLE:token_map=16384": ("EAGLE token_map=16384", Eagle(token_map="16384")),
+    "STANDALONE:model=a/b,vocabulary=Intersection": (
+        "STANDALONE model=b vocabulary=Intersection", Standalone("a/b", vocabulary="intersection"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", METHODS)
+def test_an_algorithm_with_options(text):
+    method = parse_method(text)
+    name, draft = METHODS[text]
+    if isinstance(draft, Eagle):  # a number may be a number or its digits
+        assert str(method.draft.token_map) == draft.token_map
+    else:
+        assert method.draft == draft
+    assert (method.name, method.outside, method.drafter, method.adaptive) == (name, None, None, False)
+
+
+def test_other_methods():
+    assert parse_method("transformers").outside == Outside()
+    assert parse_method("transformers:prompt-lookup").outside == Outside(lookup=10)
+    assert parse_method("transformers:prompt-lookup=4,dtype=bfloat16").outside == Outside(4, None, "bfloat16")
+    assert parse_method("transformers:assisted=m").outside == Outside(assisted="m")
+    for text in ("drafter=a.b:c", "a.b:c"):
+        assert (parse_method(text).drafter, parse_method(text).name) == ("a.b:c", "a.b:c")
+    both = parse_method("EAGLE3:adaptive=on,verifier=x:y")
+    assert (both.verifier, both.adaptive, both.name) == ("x:y", True, "EAGLE3 adaptive verifier x:y")
+
+
+WRONG_METHODS = {
+    "quick": "no method is called quick; there are: AUTO, NONE",
+    "EAGLE3:stepz=3": "EAGLE3 has no option stepz; did you mean steps?",
+    "NONE:steps=3": "NONE has no option steps",
+    "NGRAM:nodes=x": "nodes must be an integer, got 'x'",
+    "NGRAM:nodes=900": "must be an integer from 2 to 64, got 900",
+    "NGRAM:match_type=ALL": "match_type must be one of BFS, PROB",
+    "NGRAM:nodes=4,nodes=5": "nodes is given twice",
+    "AUTO:adaptive=maybe": "adaptive must be on or off",
+    "STANDALONE:path=a,model=b": "model and path are one option",
+    "EAGLE3:steps=1,topk=2,nodes=8": "give 2 candidates",
+    "transformers:fast": "transformers have no option fast",
+    "transformers:prompt-lookup=0": "at least 1",
+    "transformers:assisted": "needs a draft model",
+    "NGRAM:": "nothing follows",
+}
+
+
+@pytest.mark.parametrize("text", WRONG_METHODS)
+def test_a_wrong_method(text):
+    with pytest.raises(ValueError, match=r"^--methods") as refused:
+        parse_method(text)
+    assert WRONG_METHODS[text] in str(refused.value)
+
+
+def test_methods_that_cannot_run_here(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="two are called NGRAM; add name="):
+        parse_methods(["NGRAM", "ngram"])
+    with pytest.raises(ValueError, match="nowhere does not exist"):
+        check_here([parse_method(f"EAGLE3:path={tmp_path}/nowhere")])
+    with pytest.raises(ValueError, match="cannot import no_such_module"):
+        check_here([parse_method("drafter=no_such_module:make")])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="torch is not installed"):
+        check_here([parse_method("transformers")])
+
+
+# Sets.
+
+
+def test_spec_bench_is_its_six_categories():
+    found = sets.read_sets(["spec_bench"])
+    assert [each.name for each in found] == [f"spec_bench/{name}" for name in sets.SPEC_BENCH]
+    assert [len(each.conversations) for each in found] == [40] * 6
+    assert {len(one.turns) for one in found[0].conversations} == {2}
+    assert [each.name for each in sets.read_sets(["spec_bench/rag", "mt_bench"])] == ["spec_bench/rag", "mt_bench"]
+
+
+def test_every_shipped_set_can_be_read():
+    assert set(sets.known()) >= {"mt_bench", "gsm8k", "humaneval", "eagle_sum", "spec_bench"}
+    for each in sets.read_sets(sets.known()):
+        assert each.conversations and all(one.turns for one in each.conversations)
+
+
+def test_a_limit_is_spread_and_turns_are_cut():
+    (whole,), (part,) = sets.read_sets(["mt_bench"]), sets.read_sets(["mt_bench"], limit=4, turns=1)
+    assert [one.id for one in part.conversations] == [whole.conversations[i].id for i in (0, 10, 20, 30)]
+    assert {len(one.turns) for one in part.conversations} == {1}
+    assert part.digest != whole.digest
+
+
+def test_a_file_of_ones_own(tmp_path):
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"prompt": "a"}\n\n{"id": 7, "turns": ["b", "c"]}\n')
+    (found,) = sets.read_sets([str(file)])
+    assert found.name == "mine"
+    assert [*found.conversations] == [("mine-1", ("a",)), ("7", ("b", "c"))]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{", "line 1 is not JSON"),
+        ('{"turns": []}', "line 1 needs `turns`"),
+        ('{"turns": [1]}', "line 1 needs `turns`"),
+        ("3", "line 1 needs `turns`"),
+        ("", "holds no prompts"),
+        ('{"id": 1, "prompt": "a"}\n{"id": 1, "prompt": "b"}', "two lines have one id"),
+    ],
+)
+def test_a_wrong_file(tmp_path, line, problem):
+    (tmp_path / "mine.jsonl").write_text(line)
+    with pytest.raises(ValueError, match=problem):
+        sets.read_sets([str(tmp_path / "mine.jsonl")])
+
+
+# The command's flags.
+
+WRONG_SETTINGS = {
+    "has no no_such_set.jsonl": {"sets": ("no_such_set",)},
+    "there is no such file": {"sets": ("nothing.jsonl",)},
+    "spec_bench has no category x": {"sets": ("spec_bench/x",)},
+    "names mt_bench twice": {"sets": ("mt_bench", "mt_bench")},
+    "--temperatures must be numbers, got 'warm'": {"temperatures": ("warm",)},
+    "--temperatures must be at least 0": {"temperatures": ("-1",)},
+    "--batch-sizes must be at least 1": {"batch_sizes": ("0",)},
+    "--batch-sizes must be different": {"batch_sizes": ("1", "1")},
+    "--baseline EAGLE3 is none of the methods": {"baseline": "EAGLE3"},
+    "one must be the engine's": {"methods": ("transformers",)},
+    "runs at temperature 0 and batch size 1 alone": {"methods": ("transformers", "none"), "temperatures": ("1",)},
+    "both need at least one name": {"methods": ()},
+}
+
+
+@pytest.mark.parametrize("problem", WRONG_SETTINGS)
+def test_wrong_settings_name_the_flag(problem):
+    with pytest.raises(ValueError, match="--") as refused:
+        make_plan(BenchSettings(**{"methods": ("none",), "sets": ("mt_bench",), **WRONG_SETTINGS[problem]}))
+    assert problem in str(refused.value)
+
+
+def test_the_baseline_is_named_as_typed_or_as_shown():
+    for baseline in ("ngram:nodes=8", "NGRAM nodes=8"):
+        assert (
+            make_plan(BenchSettings(methods=("none", "ngram:nodes=8"), baseline=baseline)).baseline == "NGRAM nodes=8"
+        )
+
+
+def test_a_file_sets_what_flags_set(tmp_path):
+    file = tmp_path / "my.toml"
+    file.write_text(
+        'model = "m"\n[bench]\nmethods = ["none", "NGRAM:nodes=8"]\ntemperatures = [0, 0.7]\n[server]\nport = 1\n'
+    )
+    defaults = command.Settings()
+    _, chosen = parse(command.build_parser(defaults), ["--config", str(file), "--batch-sizes", "2", "4"], defaults)
+    assert chosen.bench.methods == ("none", "NGRAM:nodes=8")
+    assert (chosen.bench.temperatures, chosen.bench.batch_sizes) == (("0", "0.7"), ("2", "4"))
+    assert chosen.model.model == "m"
+    file.write_text("[bench]\ntemperatures = [true]\n")
+    with pytest.raises((SystemExit, SettingsError)):
+        parse(command.build_parser(defaults), ["--config", str(file)], defaults)
+
+
+def test_quick_changes_the_defaults_only(monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(command, "compare", lambda chosen, progress: seen.append(chosen.bench) or {})
+    assert command.main(["--quick", "--limit", "9"]) == 0
+    assert (seen[0].limit, seen[0].methods) == (9, command.QUICK.methods)
+    assert json.loads(capsys.readouterr().out) == {}

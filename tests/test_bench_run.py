@@ -1,0 +1,82 @@
+"""`python -m specjax.bench` on a tiny model: the whole command, its files, and a second run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from generate_helpers import saved_model
+
+from specjax.bench.__main__ import main
+
+NGRAM = "NGRAM:nodes=4,max_match=4,capacity=4096,name=n-grams"
+FILES = {"config.json", "runs.jsonl", "results.json", "table.csv", "table.md", "table.tex"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return saved_model(tmp_path_factory.mktemp("model"), max_position_embeddings=256)
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    file = tmp_path / "mine.jsonl"
+    lines = [{"id": str(i), "turns": [f"{i} {i} 1 2 1 2", "3 4"][: 1 + i % 2]} for i in range(3)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    return str(file)
+
+
+@pytest.fixture
+def bench(model, prompts, tmp_path):
+    def call(*flags, methods=("none", NGRAM)):
+        given = ["--model", model, "--sets", prompts, "--output", str(tmp_path / "out"), "--max-new-tokens", "8"]
+        return main([*given, "--no-progress", "--methods", *methods, *flags])
+
+    return call
+
+
+def test_a_comparison(bench, tmp_path, capsys):
+    temperatures = ("--temperatures", "0", "1")
+    assert bench(*temperatures, "--plots", "none", "--ignore-eos", methods=("none", NGRAM, "transformers")) == 0
+    out = capsys.readouterr().out
+    assert json.loads(out.splitlines()[-1])["rows"] == 5
+    folder = tmp_path / "out"
+    assert {file.name for file in folder.iterdir()} == FILES
+    document = json.loads((folder / "results.json").read_text())
+    assert document["methods"] == ["none", NGRAM, "transformers"] and document["versions"]["jax"]
+    rows = {(row["temperature"], row["method"]): row for row in document["results"]}
+    assert rows.keys() == {(0, "NONE"), (0, "n-grams"), (0, "transformers"), (1, "NONE"), (1, "n-grams")}
+    for key, row in rows.items():
+        assert row["tokens"] == 4 * 8, key  # four turns
+        assert row["texts"]["equal"] + row["texts"]["near tie"] + row["texts"]["other prompt"] == 4, key
+        assert row["tokens_per_second"]["value"] > 0 and row["conversations"] == 3
+    assert rows[0, "n-grams"]["texts"]["equal"] == rows[1, "n-grams"]["texts"]["equal"] == 4
+    assert rows[0, "NONE"]["accept_length"] == 1 == rows[0, "transformers"]["accept_length"]
+    assert rows[0, "NONE"]["speed_up"] == {"value": 1, "low": 1, "high": 1}
+    assert rows[0, "n-grams"]["phase_ms"]["verify"] > 0 and rows[0, "transformers"]["phase_ms"] is None
+
+    # It is there already: nothing is measured again, and more repeats go on.
+    before = (folder / "runs.jsonl").read_text()
+    assert bench(*temperatures, "--ignore-eos", "--plots", "none", methods=("none", NGRAM, "transformers")) == 0
+    assert (folder / "runs.jsonl").read_text() == before
+    capsys.readouterr()
+    assert bench("--temperatures", "0.5", "--plots", "none", "--ignore-eos") == 2
+    assert "holds runs with another methods" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_batch(bench, tmp_path):
+    assert bench("--batch-sizes", "2", "--timed", "0", "--repeats", "2", "--plots", "none") == 0
+    document = json.loads((tmp_path / "out" / "results.json").read_text())
+    for row in document["results"]:
+        assert (row["conversations"], row["repeats"]) == (1, 2)  # one full batch; the third conversation has no partner
+        assert row["texts"]["different"] == row["texts"]["other prompt"] == 0
+        assert row["phase_ms"] is None
+
+
+def test_a_wrong_command_measures_nothing(bench, tmp_path, capsys):
+    assert bench("--baseline", "EAGLE3") == 2
+    assert "--baseline EAGLE3 is none of the methods: NONE, n-grams" in capsys.readouterr().err
+    assert bench(methods=("none", "EAGLE3")) == 2
+    assert "EAGLE3" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "runs.jsonl").exists()
