@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import functools
 import json
@@ -189,7 +190,6 @@ def test_configs(tmp_path):
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "draft_vocab_size": 11,
-        "target_hidden_size": 16,
         "norm_before_residual": False,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 5], "use_aux_hidden_state": True},
         "eagle_aux_hidden_state_layer_ids": [2, 3, 6],
@@ -199,6 +199,8 @@ def test_configs(tmp_path):
         "model_type": "llama",
         "torch_dtype": "float16",
     }
+    wider = dataclasses.replace(model, hidden_size=24)
+    assert head_description(HEADS["eagle3"], wider)["target_hidden_size"] == 24
     assert head_description(HEADS["eagle nobias"], model)["bias"] is False
     assert head_description(HEADS["eagle3 biases"], model)["bias"] is True
     assert head_description(HEADS["eagle3 target's head"], model)["draft_vocab_size"] is None
@@ -213,6 +215,22 @@ def test_configs(tmp_path):
     assert written == head_description(HEADS["eagle3"], model) | {"specjax": {"steps": 3}}
     with pytest.raises(ValueError, match="extra has the keys rope_theta, vocab_size, which"):
         export(tmp_path / "head", "eagle3", extra={"vocab_size": 1, "rope_theta": 1.0})
+
+
+@pytest.mark.parametrize("scaling", ["linear", "dynamic"])
+def test_scaled_rope_has_both_names(tmp_path, scaling):
+    """`rope_type` for transformers, SGLang and vLLM, `type` for SafeAILab's loader; transformers reads one meaning."""
+    from transformers import AutoConfig
+
+    longest = 64 if scaling == "dynamic" else None
+    rope = RopeConfig(9.0, scaling, 2.0, **({"original_max_position": longest} if longest else {}))
+    head = dataclasses.replace(HEADS["eagle3"], rope=rope)
+    described = head_description(head, target().target.config)
+    assert described["rope_scaling"] == {"rope_type": scaling, "type": scaling, "factor": 2.0}
+    given = params_of("eagle3"), target().target.config
+    folder = export_head(tmp_path / "head", head, *given, target_name="t", card="")
+    assert load_head(str(folder), target().target.config, kind="eagle3", progress=False)[0].rope == rope
+    assert AutoConfig.from_pretrained(folder, local_files_only=True).rope_parameters["rope_type"] == scaling
 
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle3 biases", "eagle", "mtp"])
@@ -232,6 +250,7 @@ def test_card(tmp_path):
     assert text.startswith('---\nlicense: "mit"\nbase_model: "some/target"\nlibrary_name: "specjax"\ntags: [')
     assert '"speculative-decoding"' in text and '"eagle3"' in text
     assert text.endswith("]\n---\n\n# A head\n\nWhat it does.\n")
+    assert "license" not in (export(tmp_path / "head", "eagle3", card=card) / "README.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle3 unmapped", "eagle", "mtp", "mtp nobias"])

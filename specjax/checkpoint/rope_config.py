@@ -178,7 +178,9 @@ def hf_rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
     if rope.scaling == "none":
         return None
     found: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor}
-    if rope.scaling not in ("linear", "dynamic"):
+    if rope.scaling in ("linear", "dynamic"):
+        found["type"] = rope.scaling  # SafeAILab/EAGLE `cnets.py` reads this name, and knows these two kinds
+    else:
         found["original_max_position_embeddings"] = rope.original_max_position
     if rope.scaling == "llama3":
         found |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}

@@ -4,14 +4,17 @@ Tensors have the names and layouts of published heads, from the tables that read
 engines look at:
 
 - SGLang, `models/llama_eagle3.py` and `llama_eagle.py`: the class by `architectures`; `target_hidden_size`, the width
-  of each of the three features; `draft_vocab_size`, null for the target's head; d2t as offsets; no embedding; `bias`,
-  of fc, which EAGLE-3 lacks where nothing is said (EAGLE's always has one there). The target's side reads
+  of each of the three features, by default `hidden_size`; `draft_vocab_size`, null for the target's head; d2t as
+  offsets; no embedding; `bias`, of fc, which EAGLE-3 lacks where nothing is said (EAGLE's always has one there). The
+  target's side reads
   `eagle_config.eagle_aux_hidden_state_layer_ids`, where id j is the output of layer j.
 - vLLM, `models/llama_eagle3.py`: the same, and `norm_before_residual` and `eagle_config.use_aux_hidden_state`. Before
   `eagle_config` it reads the layers at the top level, where id j is the input of layer j; so both are written. It adds
   `Eagle` before the architecture of an EAGLE-1 head: give it `LlamaForCausalLM` instead.
-- both, `models/mimo_mtp.py`: `model.mtp_layers.0.*`, with Qwen2's biases of q, k and v; a head without them is only for
-  engines that decide by the tensors, as ours does. transformers knows this layer by the `model_type` qwen2.
+- SafeAILab/EAGLE, `cnets.py`: the target's embedding only where there is no `target_hidden_size` (with it, it drafts
+  from a random one), so the key is left out where the two widths are equal; `type` in `rope_scaling`.
+- SGLang and vLLM, `models/mimo_mtp.py`: `model.mtp_layers.0.*`, with Qwen2's biases of q, k and v; a head without them
+  is only for engines that decide by the tensors, as ours does. transformers knows this layer by the `model_type` qwen2.
 
 Sources: sgl-project/sglang 03d5a77, 034b3be, 0564b52 and `set_eagle3_layers_to_capture`; vllm-project/vllm 00bd149,
 0bb55d6 and `_get_eagle3_aux_layers_from_config`; SafeAILab/EAGLE `cnets.py` and `cnets1.py`.
@@ -44,7 +47,7 @@ MODEL_FILES = HEAD_FILES | {"tokenizer.json", "tokenizer_config.json", "special_
 
 def export_head(
     folder: Path | str, config: HeadConfig, params: Mapping[str, Any], target: ModelConfig, *,
-    target_name: str, card: str, extra: Mapping[str, Any] = {}, dtype: str = "bfloat16", license: str = "apache-2.0",
+    target_name: str, card: str, extra: Mapping[str, Any] = {}, dtype: str = "bfloat16", license: str | None = None,
 ) -> Path:  # fmt: skip
     """Write a head. Everything is written beside `folder` first, which is then replaced: it is always a whole one.
 
@@ -55,7 +58,7 @@ def export_head(
         card: Markdown, the model card below its front matter.
         extra: more keys of config.json, which must not be among those written anyway.
         dtype: of the parameters as written: bfloat16, float16 or float32.
-        license: of the head, as the hub spells it.
+        license: of the head, as the hub spells it; None: the card names none.
 
     Raises:
         ValueError: the parameters are not those of such a head or not finite in `dtype`; a key of `extra` is taken.
@@ -72,14 +75,16 @@ def export_head(
 
 def write_draft(
     folder: Path, described: Mapping[str, Any], tensors: Mapping[str, np.ndarray], *, card: str, target_name: str,
-    kind: str, license: str, allowed: frozenset[str] = HEAD_FILES, more: Callable[[Path], Any] = lambda folder: None,
+    kind: str, license: str | None, allowed: frozenset[str] = HEAD_FILES,
+    more: Callable[[Path], Any] = lambda folder: None,
 ) -> Path:  # fmt: skip
     """Write a draft's folder as `export_head` does; `described` is config.json, `more` writes what else is `allowed`.
 
     Raises CheckpointError: the folder cannot be written, or holds other things than such an export.
     """
     tags = ["speculative-decoding", "draft-model", kind, "jax"]
-    front = {"license": license, "base_model": target_name, "library_name": "specjax", "tags": tags}
+    front: dict[str, Any] = {} if license is None else {"license": license}
+    front |= {"base_model": target_name, "library_name": "specjax", "tags": tags}
     # JSON is YAML, and quotes what must be quoted.
     matter = "\n".join(f"{key}: {json.dumps(value)}" for key, value in front.items())
     try:
@@ -178,9 +183,10 @@ def head_description(config: HeadConfig, target: ModelConfig, dtype: str = "bflo
     if spec.absent_bias is not None and config.fc_bias != spec.absent_bias:
         described["bias"] = config.fc_bias
     if spec.reads_layers:
+        if target.hidden_size != config.hidden_size:
+            described["target_hidden_size"] = target.hidden_size
         described |= {
             "draft_vocab_size": config.vocab_size if config.own_head else None,
-            "target_hidden_size": target.hidden_size,
             "norm_before_residual": config.norm_before_residual,
             "eagle_config": {AUX_LAYERS_KEY: list(config.aux_layers), "use_aux_hidden_state": True},
             AUX_LAYERS_KEY: [layer + 1 for layer in config.aux_layers],
