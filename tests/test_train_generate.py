@@ -163,6 +163,26 @@ def test_temperatures_are_drawn_by_line(files):
     assert [row["temperature"] for row in files.rows] != [temperature for _, temperature, _ in first]
 
 
+def test_shards_together_are_the_whole(files, tmp_path):
+    files(lines=PROMPTS)
+    every, found = files.rows, []
+    for part in ("1/3", "2/3", "3/3"):
+        status, summary, _ = files("--overwrite", "--shard", part)
+        assert (status, summary["requests"]) == (0, 4)
+        found.append(files.rows)
+    assert [row for rows in zip(*found, strict=True) for row in rows] == every
+    status, _, err = files("--shard", "1/3")
+    assert status == 2 and "--shard was '3/3' and is '1/3'" in err
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for name, part in (("0.jsonl", PROMPTS[:5]), ("1.jsonl", [*PROMPTS[5:], "no json"])):
+        (folder / name).write_text("".join((json.dumps(row) if row != "no json" else row) + "\n" for row in part))
+    files.source = folder
+    status, summary, err = files("--overwrite")
+    assert (status, summary["failed"]) == (1, 1) and f"{folder / '1.jsonl'}: " in err
+    assert files.rows == every, "by line, in whatever file"
+
+
 @pytest.mark.parametrize(
     ("given", "shares"),
     [

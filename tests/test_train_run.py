@@ -22,7 +22,8 @@ from specjax.drafters.options import options_of
 from specjax.train import inputs
 from specjax.train.__main__ import main
 from specjax.train.checkpoints import read_metrics
-from specjax.train.options import DataSettings, TrainOptions
+from specjax.train.options import DataSettings, OptimizerSettings, TrainOptions
+from specjax.train.update import schedule
 
 
 @pytest.fixture(scope="module")
@@ -316,7 +317,6 @@ def test_other_settings_are_refused(train, whole, tmp_path):
     shutil.copytree(whole("none"), tmp_path / "run")
     before = content(tmp_path / "run")
     for changes, flag in (
-        ({"steps": 7}, "--steps was 6 and is 7"),
         ({"learning_rate": 0.5}, "--learning-rate was 0.01 and is 0.5"),
         ({"held_back": 5}, "--held-back was 4 and is 5"),
         ({"aux_layers": ("0", "1", "2")}, "--aux-layers was"),
@@ -328,6 +328,34 @@ def test_other_settings_are_refused(train, whole, tmp_path):
         assert content(tmp_path / "run") == before
     status, summary, _ = train(checkpoint_every=1, log_every=1, license="mit", export=str(tmp_path / "out"))
     assert (status, summary["head"]) == (0, str(tmp_path / "out"))
+
+
+def test_a_run_is_extended(train, whole, tmp_path):
+    """The learning rate of the further steps is that of a run of the new length, and its data go on where they were."""
+    shutil.copytree(whole("none"), tmp_path / "run")
+    before = lines(tmp_path / "run")
+    status, summary, err = train(steps=9)
+    assert (status, summary["step"], summary["steps"]) == (0, 9, 9), err
+    assert "at step 6 of 9" in err
+    after = lines(tmp_path / "run")
+    assert after[: len(before)] == before and [row["step"] for row in after[len(before) :]] == [8, 9]
+    assert after[-2]["tokens"] > before[-1]["tokens"], "tokens of all steps"
+    assert "step 9" in (tmp_path / "run" / "head" / "README.md").read_text()
+    rate = schedule(OptimizerSettings(learning_rate=0.01, warmup_steps=2), 9)
+    assert after[-2]["learning_rate"] == pytest.approx(float(rate(7)), rel=1e-5)
+    status, summary, err = train(steps=8)
+    assert (status, summary) == (2, None)
+    assert "--steps 8 is less than the 9 that the run" in err
+
+
+def test_a_run_whose_settings_held_the_steps_goes_on(train, whole, tmp_path):
+    """As those of earlier versions do."""
+    shutil.copytree(whole("none"), tmp_path / "run")
+    file = tmp_path / "run" / "run.json"
+    known = json.loads(file.read_text())
+    assert "steps" not in known
+    file.write_text(json.dumps(known | {"steps": 6}))
+    assert train()[0] == 0
 
 
 def test_settings_of_a_run_without_a_checkpoint_may_change(train, tmp_path):

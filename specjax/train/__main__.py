@@ -3,10 +3,11 @@
     python -m specjax.train --config configs/train/smollm2-135m-instruct-eagle3-1.toml
 
 The target is frozen and runs beside the draft; the only data needed is text. The same command resumes a stopped run: a
-killed one loses at most the steps since its last checkpoint. The folder --output then holds
+killed one loses at most the steps since its last checkpoint. A larger --steps extends a run. The folder --output then
+holds
 
     checkpoints/     to resume from
-    metrics.jsonl    loss, accuracy by round, tokens a second; accept length where the engine measured it
+    metrics.jsonl    loss, accuracy by round, tokens seen and a second; accept length where the engine measured it
     best/, head/     the draft with the best accept length, and the last one: for the server
     curves.png       with matplotlib
 

@@ -52,6 +52,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             stack.enter_context(lock)
             if file.exists() and any(entry.name.isdecimal() for entry in self._checkpoints.glob("*")):
                 known, wanted = json.loads(file.read_text(encoding="utf-8")), json.loads(json.dumps(settings))
+                known.pop("steps", None)  # which may change; earlier versions kept it here
                 if changed := differences(known, wanted):
                     raise RunError(
                         f"--output {folder} holds a run with other settings: {changed}. Give the same ones to resume "

@@ -105,9 +105,29 @@ def report(skipped: Sequence[SkippedLine]) -> None:
         print(f"and {len(skipped) - SHOWN_LINES} more bad lines", file=sys.stderr)
 
 
+def shards(given: Sequence[str], form: str = "jsonl") -> list[str]:
+    """The files of the inputs: of a folder those of a format, or with `auto` of all, plain or gzipped, by name.
+
+    Subfolders and hidden files are left out. Raises ValueError: a folder has no such file.
+    """
+    suffixes = [suffix for suffix, known in FORMATS.items() if form in (known, "auto")]
+    found: list[str] = []
+    for path in given:
+        if path == "-" or not Path(path).is_dir():
+            found.append(path)
+            continue
+        inside = (file for file in Path(path).iterdir() if file.is_file() and not file.name.startswith("."))
+        files = sorted(str(file) for file in inside if Path(file.name.removesuffix(".gz")).suffix in suffixes)
+        if not files:
+            raise ValueError(f"the folder {path} holds no file that ends in {' or '.join(suffixes)}, or with .gz")
+        found += files
+    return found
+
+
 def parse_sources(given: Sequence[str], form: str) -> list[Source]:
-    """The inputs with their formats; `form` is text, jsonl or auto (by suffix). Raises ValueError or OSError."""
-    found = []
+    """The inputs with their formats, folders by their `shards`; `form` is text, jsonl or auto (by suffix). Raises
+    ValueError or OSError."""
+    found, given = [], shards(given, form)
     for path in given:
         suffix = Path(path.removesuffix(".gz")).suffix
         known = FORMATS.get(suffix) if form == "auto" else form

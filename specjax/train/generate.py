@@ -1,10 +1,10 @@
 """`python -m specjax.train.generate`: the target answers prompts; its answers train a draft.
 
-An input line is a JSON object with `prompt` (a user's message or, if the tokenizer has no chat template, the text to
-continue) or `messages`, and may have a `source`. An output line holds `source, temperature, prompt | messages,
-response, prompt_ids, response_ids, finish_reason, seed`; `response_ids` ends with the stop token where the model
-stopped. The last line of stdout is one JSON object about the run. Exit status: 0 all lines done, 1 some lines were bad,
-2 the run could not start.
+The input is JSONL, plain or gzipped, or a folder of such files, which are read by name. A line is a JSON object with
+`prompt` (a user's message or, if the tokenizer has no chat template, the text to continue) or `messages`, and may have
+a `source`. An output line holds `source, temperature, prompt | messages, response, prompt_ids, response_ids,
+finish_reason, seed`; `response_ids` ends with the stop token where the model stopped. The last line of stdout is one
+JSON object about the run. Exit status: 0 all lines done, 1 some lines were bad, 2 the run could not start.
 
 An answer depends on the model, the prompt and the seed, not on other requests in the batch (exactly in float32, up to
 near-ties). So a run may be killed at any time: the same command continues after the last whole line and completes the
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -70,6 +71,20 @@ def parse_mixture(given: list[str]) -> dict[float, float]:
     if not found:
         raise ValueError("--temperatures needs at least one")
     return found
+
+
+def parse_shard(given: str) -> tuple[int, int]:
+    """I and N of I/N. Raises ValueError."""
+    match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", given)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise ValueError(f"--shard must be I/N, with I from 1 to N, got {given!r:.40}")
+    return int(match[1]), int(match[2])
+
+
+def read_input(given: str) -> list[corpus.Line]:
+    """The lines of all files; `place` counts through them, so that each line has its own seed."""
+    found = (line for file in corpus.shards([given]) for line in corpus.read(corpus.Source(file, "jsonl")))
+    return [line._replace(place=place) for place, line in enumerate(found)]
 
 
 def resume(
@@ -153,7 +168,7 @@ def requests(
                 prompt = [{"role": "user", "content": prompt}]
             ids = engine.encode(prompt)
         except (ValueError, RecursionError) as error:
-            yield BadLine(raw.number, str(error))
+            yield BadLine(raw.number, f"{error}" if raw.path == args.input else f"{raw.path}: {error}")
             continue
         if len(ids) > args.max_prompt_tokens:
             too_long.append(raw)
@@ -181,10 +196,16 @@ def build_parser() -> argparse.ArgumentParser:
         description="Let a model answer prompts, for a draft to be trained on. The same command resumes a run.",
     )
     files = parser.add_argument_group("input and output")
-    files.add_argument("--input", required=True, metavar="FILE", help="JSONL of prompt or messages; may be gzipped")
+    files.add_argument(
+        "--input", required=True, metavar="FILE", help="JSONL of prompt or messages, also gzipped, or a folder of such"
+    )  # fmt: skip
     files.add_argument("--output", required=True, metavar="FILE", help="JSONL; FILE.meta.json says how it was made")
     files.add_argument("--overwrite", action="store_true", help="start anew where --output is there")
     files.add_argument("--count", type=int, metavar="N", help="only the first N lines; more can be added later")
+    files.add_argument(
+        "--shard", default="1/1", metavar="I/N",
+        help="answer only every Nth line, from the Ith: N runs, each with an --output of its own, share an input",
+    )  # fmt: skip
     files.add_argument("--shuffle", action="store_true", help="take the lines in an order drawn from --seed")
     files.add_argument("--no-progress", action="store_true", help="no progress bars")
     answers = parser.add_argument_group("answers")
@@ -207,25 +228,27 @@ def generate(args: argparse.Namespace, chosen: flags.Settings) -> dict[str, Any]
     meta, lock_file = (output.with_name(name) for name in (f"{output.name}.meta.json", f".{output.name}.lock"))
     if args.input == "-":
         raise ValueError("--input must be a file: a run that is resumed reads it again")
-    lines = list(corpus.read(corpus.Source(args.input, "jsonl")))
+    lines, part = read_input(args.input), parse_shard(args.shard)
     flags.claim_gpu(chosen)
     for name in ("count", "max_new_tokens", "max_prompt_tokens"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     SamplingParams(seed=args.seed)
-    if output.exists() and output.samefile(args.input):
-        raise ValueError(f"--output {output} is the input file")
+    if output.exists() and any(output.samefile(file) for file in corpus.shards([args.input])):
+        raise ValueError(f"--output {output} is the input file, or one of its folder")
     corpus.check_writable(output)
     mixture = parse_mixture(args.temperatures)
     if args.shuffle:
         random.Random(f"order {args.seed}").shuffle(lines)
+    lines = lines[part[0] - 1 :: part[1]]
     wanted = {  # what answers and their order depend on; batch, algorithm and --count may change
         **{name: getattr(model, name) for name in ("model", "revision", "tokenizer_path", "chat_template")},
         **{name: getattr(args, name) for name in ("max_new_tokens", "max_prompt_tokens", "seed", "shuffle")},
         "dtype": f"auto on {jax.default_backend()}" if model.dtype == "auto" else model.dtype,
-        "content of the input": sha256(Path(args.input)),
+        "content of the input": " ".join(sha256(Path(file)) for file in corpus.shards([args.input])),
         "temperatures": " ".join(f"{temperature:g}={share:g}" for temperature, share in mixture.items()),
         **({"plain_content": True} if chosen.engine.plain_content else {}),
+        **({"shard": args.shard} if part[1] > 1 else {}),
     }
     if (lock := try_lock(lock_file)) is None:
         raise ValueError(f"--output {output} is being written by another run")

@@ -17,12 +17,12 @@ from specjax import checkpoint
 from specjax.config import ModelConfig
 from specjax.drafters import Standalone
 from specjax.models.head_spec import ALGORITHMS
-from specjax.train.corpus import report
+from specjax.train import corpus
 from specjax.train.data import Example, Rows, load_examples, pack, split
 from specjax.train.draft import Draft, DraftSource, objective
 from specjax.train.export import other_files
 from specjax.train.head import HeadDraft
-from specjax.train.options import REPORTING, TrainOptions
+from specjax.train.options import RESUMABLE, TrainOptions
 from specjax.train.student import StudentDraft
 
 DRAFTS: dict[str, type[Draft]] = {**dict.fromkeys(ALGORITHMS, HeadDraft), Standalone.algorithm: StudentDraft}
@@ -43,22 +43,23 @@ class Inputs:
 def read_data(options: TrainOptions, tokenizer: Any, target: ModelConfig) -> tuple[Rows, list[Example], dict[str, Any]]:
     """Packed rows, held-back examples, and counts. Raises ValueError or OSError: there is nothing to learn from."""
     given, seed = options.data, options.data.data_seed
-    paths = given.data + given.text_data
+    paths = [*given.data, *given.text_data]
     if not paths:
         raise ValueError("nothing to learn from: give --data or --text-data")
-    for flag, files in {"--data": given.data, "--text-data": given.text_data}.items():
+    for flag, there in {"--data": given.data, "--text-data": given.text_data}.items():
+        files = corpus.shards(there)
         if len(set(files)) < len(files):
-            raise ValueError(f"{flag} names a file twice: {' '.join(files)}")
+            raise ValueError(f"{flag} names a file twice: {' '.join(there)}")
     load = partial(
         load_examples, tokenizer=tokenizer, vocabulary=target.vocab_size, progress=True,
         max_length=min(given.row_length, target.max_positions),
     )  # fmt: skip
     answers, texts = load(given.data, loss_on=given.loss_on), load(given.text_data, loss_on="all")
-    report([*answers.skipped, *texts.skipped])
-    there, held, drawn = len(answers.examples), given.held_back, texts.examples
-    if held and held >= there and there + len(drawn):
-        raise ValueError(f"--held-back {held} must be less than the {there} usable examples of --data")
-    held = min(64, there // 2) if held is None else min(held, there)
+    corpus.report([*answers.skipped, *texts.skipped])
+    count, held, drawn = len(answers.examples), given.held_back, texts.examples
+    if held and held >= count and count + len(drawn):
+        raise ValueError(f"--held-back {held} must be less than the {count} usable examples of --data")
+    held = min(64, count // 2) if held is None else min(held, count)
     kept, held_back = split(answers.examples, held, seed)
     if given.text_skip:
         if given.text_skip >= len(drawn):
@@ -116,7 +117,7 @@ def prepare(options: TrainOptions) -> Inputs:
 def identity(options: TrainOptions, inputs: Inputs) -> dict[str, Any]:
     """The settings that a resumed run must share with the run before."""
     given = ChainMap(*asdict(options).values())
-    found = {name.replace("_", "-"): value for name, value in given.items() if name not in REPORTING}
+    found = {name.replace("_", "-"): value for name, value in given.items() if name not in RESUMABLE}
     digest = hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in inputs.rows)).hexdigest()
     return found | {
         "held-back": len(inputs.held_back),

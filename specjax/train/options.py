@@ -13,6 +13,7 @@ from specjax.train.unroll import LOSSES
 
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "linear", "constant")
+PLACEMENTS = ("replicated", "split")
 ALL_TOKENS = 0
 MOST_BETA = 0.999999  # 1 would divide by zero
 
@@ -21,8 +22,12 @@ MOST_BETA = 0.999999  # 1 would divide by zero
 class DataSettings:
     """Training data."""
 
-    data: tuple[str, ...] = setting((), "JSONL (.gz) of messages, prompt + response, text or token ids", metavar="FILE")
-    text_data: tuple[str, ...] = setting((), "JSONL (.gz) of prompts or text; every token is learnt", metavar="FILE")
+    data: tuple[str, ...] = setting(
+        (),
+        "JSONL (.gz) of messages, prompt + response, text or token ids, or a folder of such",
+        metavar="FILE",
+    )
+    text_data: tuple[str, ...] = setting((), "the same of prompts or text; every token is learnt", metavar="FILE")
     loss_on: str = setting("assistant", "tokens of --data that are learnt", choices=LOSS_ON)
     text_examples: int = setting(0, "examples of --text-data that are used, drawn by the seed; 0 = all", minimum=0)
     text_skip: int = setting(0, "skip this many of the drawn --text-data: those of an earlier run", minimum=0)
@@ -95,9 +100,13 @@ class RunSettings:
     """Length, output folder, and intervals of logging and checkpoints."""
 
     output: str = setting("runs/draft", "folder of the run; one with the same settings is resumed", metavar="FOLDER")
-    steps: int = setting(1000, "updates", minimum=1)
+    steps: int = setting(1000, "updates; a run is resumed with more to extend it", minimum=1)
     batch_size: int = setting(8, "rows of a forward, over all devices", minimum=1)
     accumulate: int = setting(1, "forwards whose gradients make one update", minimum=1)
+    target_placement: str = setting(
+        "replicated", "on several devices: a copy of the target on each, or its weights split over them",
+        choices=PLACEMENTS,
+    )  # fmt: skip
     compute_dtype: str = setting("bfloat16", "of products; weights are float32", choices=("bfloat16", "float32"))
     features: str = setting("none", "where the target's features are kept; none = computed each step", choices=MODES)
     feature_folder: str | None = setting(None, "of --features disk; default: in --output", metavar="FOLDER")
@@ -124,7 +133,7 @@ class ExportSettings:
 
     export: str | None = setting(None, "folder; default: head/ in --output", metavar="FOLDER")
     export_dtype: str = setting("bfloat16", "of its tensors", choices=("bfloat16", "float16", "float32"))
-    license: str = setting("apache-2.0", "that the model card names", metavar="NAME")
+    license: str | None = setting(None, "that the model card names; default: none is named", metavar="NAME")
 
 
 @dataclass(frozen=True)
@@ -141,8 +150,9 @@ class TrainOptions:
     export: ExportSettings = ExportSettings()
 
 
-REPORTING = frozenset(
+RESUMABLE = frozenset(
     {"output", "feature_folder", "checkpoint_every", "keep_checkpoints", "log_every", "stop_after", "measure_every",
-     "measure_prompts", "measure_tokens", "measure_steps", "export", "export_dtype", "license"}
+     "measure_prompts", "measure_tokens", "measure_steps", "export", "export_dtype", "license", "steps"}
 )  # fmt: skip
-"""Settings that do not change what is computed: a run may be resumed with others."""
+"""Settings that a run may be resumed with other values of. Only `steps` changes what is computed: from the resumed step
+on the learning rate is that of a run of the new length."""

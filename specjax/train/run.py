@@ -45,7 +45,8 @@ class Trainer:
         self.teach = teach(self.target, draft.features)
         self._teach_rows = jax.jit(self.teach)
         self._serving_params = target_params
-        self.target_params = everywhere(self.mesh, jax.tree.map(lambda leaf: leaf.astype(dtype), target_params))
+        place = update.PLACEMENTS[run.target_placement]
+        self.target_params = place(self.mesh, jax.tree.map(lambda leaf: leaf.astype(dtype), target_params))
         self.rate = update.schedule(options.optimizer, run.steps)
         optimizer = update.make_optimizer(options.optimizer, self.rate, draft.table)
         self.features = None if run.features == "none" else self._feature_store()
@@ -95,6 +96,11 @@ class Trainer:
         if self.folder.latest is not None:
             self.state = self.folder.restore(self.state)
             print(f"Resuming {run.output} at step {int(self.state.step)} of {run.steps}", file=sys.stderr)
+            if self.folder.latest > run.steps:
+                raise RunError(
+                    f"--steps {run.steps} is less than the {self.folder.latest} that the run in --output {run.output} "
+                    "has done; give at least as many, or another --output to start anew"
+                )
         first, measured = int(self.state.step), None
         self.folder.rewind(first)
         if first and self._to_measure(first):

@@ -18,6 +18,7 @@ from jaxtyping import Float32, Int32
 from optax.contrib import MuonDimensionNumbers, muon
 
 from specjax.models.params import Table
+from specjax.train import options
 from specjax.train.data import Rows
 from specjax.train.options import OptimizerSettings
 from specjax.train.unroll import Loss, Sums, Teacher
@@ -144,3 +145,22 @@ def spread(mesh: Mesh, parts: Any, shape: tuple[int, int]) -> Any:
 def everywhere(mesh: Mesh, tree: Any) -> Any:
     """A copy of each leaf on each device."""
     return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+
+
+def split(mesh: Mesh, tree: Any) -> Any:
+    """Each leaf cut along its longest axis that the devices divide; one without such an axis is copied to each.
+
+    Every device then holds about its share of the weights, and the compiler gathers them where a product needs them.
+    """
+
+    def place(leaf: Array) -> Array:
+        axes = [axis for axis, size in enumerate(leaf.shape) if size % mesh.size == 0 and size]
+        longest = max(axes, key=lambda axis: leaf.shape[axis], default=None)
+        names = ["data" if axis == longest else None for axis in range(leaf.ndim)]
+        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*names)))
+
+    return jax.tree.map(place, tree)
+
+
+PLACEMENTS: dict[str, Callable[[Mesh, Any], Any]] = dict(zip(options.PLACEMENTS, (everywhere, split), strict=True))
+"""Of the target's weights, by --target-placement."""
