@@ -23,6 +23,7 @@ from specjax.train import inputs
 from specjax.train.__main__ import main
 from specjax.train.checkpoints import read_metrics
 from specjax.train.options import DataSettings, OptimizerSettings, TrainOptions
+from specjax.train.results import plot
 from specjax.train.update import schedule
 
 
@@ -143,6 +144,19 @@ def held_in(data: Path) -> list[list[int]]:
     core = tokenizer().backend_tokenizer
     rows = [json.loads(line) for line in data.read_text().splitlines()]
     return [[*core.encode(row["response"], add_special_tokens=False).ids, END] for row in rows]
+
+
+@pytest.mark.parametrize("count", [1, 3, 60])
+def test_curves_are_visible(tmp_path, count):
+    """Each panel of the picture holds coloured pixels, however few points there are."""
+    from matplotlib.image import imread
+
+    rows = [{"step": i, "tokens": 90 * i, "loss": 12 / i, "matched": [0.2, 0.1]} for i in range(1, count + 1)]
+    rows += [{"step": count, "accept_length": 1.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    picture = imread(plot(tmp_path))[..., :3]
+    coloured = np.ptp(picture[: len(picture) * 4 // 5], axis=-1) > 0.3
+    assert [part.sum() > 20 for part in np.array_split(coloured, 3, axis=1)] == [True] * 3
 
 
 # Killed and resumed.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from specjax.checkpoint.files import replacing
 from specjax.drafters import Params, TreeShape
@@ -26,6 +27,9 @@ from specjax.train.options import MeasureSettings
 from specjax.types import Weights
 
 logger = logging.getLogger(__name__)
+
+SMOOTHED, MARKED = 20, 12
+"""Parts of a curve that a moving average is over; most measurements whose values are written beside their points."""
 
 
 class Measured(NamedTuple):
@@ -109,30 +113,58 @@ def model_card(
 def plot(folder: Path) -> Path | None:
     """Write curves.png into a run's folder: loss, accuracy by round and accept length over tokens seen.
 
-    Returns None if there is nothing to draw, or no matplotlib.
+    Long curves are drawn faintly, with a moving average over them; points of short ones are marked, as a curve of one
+    point would show nothing. Returns None if there is nothing to draw, or no matplotlib.
     """
     rows = read_metrics(folder)
     trained = [row for row in rows if "loss" in row]
     if not trained:
         return None
     try:
+        from matplotlib import colormaps
         from matplotlib.figure import Figure
+        from matplotlib.ticker import EngFormatter
     except ImportError:
         logger.warning("no curves.png: matplotlib is not installed (pip install 'specjax[train]')")
         return None
     tokens = {row["step"]: row["tokens"] for row in trained}
-    seen = list(tokens.values())
-    figure = Figure(figsize=(12, 3.6), layout="constrained")
-    loss, right, accept = figure.subplots(1, 3)
-    loss.plot(seen, [row["loss"] for row in trained])
-    for j in range(len(trained[0]["matched"])):
-        right.plot(seen, [row["matched"][j] for row in trained], label=f"round {j}")
-    right.legend()
+    seen = np.array(list(tokens.values()))
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    loss, right, accept = figure.subplots(1, 3, sharex=True)
+
+    def draw(axes: Any, values: Sequence[float], **style: Any) -> None:
+        width = len(values) // SMOOTHED
+        if width < 2:
+            axes.plot(seen, values, marker="o", markersize=4, **style)
+            return
+        axes.plot(seen, values, alpha=0.3, linewidth=1, color=style["color"])
+        mean = np.convolve(values, np.full(width, 1 / width), mode="valid")  # of the points up to each
+        axes.plot(seen[width - 1 :], mean, linewidth=2, **style)
+
+    losses = [row["loss"] for row in trained]
+    draw(loss, losses, color="C0")
+    if max(losses) > 3 * min(losses) > 0:
+        loss.set_yscale("log")  # or the first steps would flatten the rest
+    rounds = len(trained[0]["matched"])
+    for j in range(rounds):
+        color = colormaps["viridis"](0.85 * j / max(rounds - 1, 1))
+        draw(right, [row["matched"][j] for row in trained], color=color, label=f"round {j}")
+    figure.legend(loc="outside lower center", ncols=rounds)  # not over the curves
     measured = [row for row in rows if "accept_length" in row and row["step"] in tokens]
-    accept.plot([tokens[row["step"]] for row in measured], [row["accept_length"] for row in measured], marker="o")
+    accept.plot([tokens[row["step"]] for row in measured], [row["accept_length"] for row in measured], "o-", color="C1")
+    for row in measured if len(measured) <= MARKED else ():
+        accept.annotate(
+            f"{row['accept_length']:.2f}", (tokens[row["step"]], row["accept_length"]), (0, 6),
+            textcoords="offset points", ha="center",
+        )  # fmt: skip
+    if not measured:
+        accept.text(0.5, 0.5, "not measured", transform=accept.transAxes, ha="center", color="gray")
     titles = ("loss", "right, of the training text's tokens", "accept length in the engine, held back")
     for axes, title in zip((loss, right, accept), titles, strict=True):
         axes.set(title=title, xlabel="tokens seen")
+        axes.margins(y=0.12)
+        axes.grid(visible=True, which="both", alpha=0.3)
+        axes.xaxis.set_major_formatter(EngFormatter())
     file = folder / "curves.png"
     with replacing(file) as draft:
         figure.savefig(draft, dpi=120)
