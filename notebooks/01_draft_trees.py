@@ -100,8 +100,9 @@ plt.rcParams.update(
         "figure.constrained_layout.use": True,
     }
 )
-# `trace=True` makes an engine keep the tree of every step, in `Completion.trees`.
-config = EngineConfig(max_running_requests=1, context_length=512, trace=True)
+# `trace=True` makes an engine keep the tree of every step, in `Completion.trees`. A small KV pool leaves a GPU's memory
+# to the next engine.
+config = EngineConfig(max_running_requests=1, context_length=512, max_total_tokens=4096, trace=True)
 greedy = SamplingParams(max_new_tokens=LENGTH, ignore_eos=SHORT)
 
 
@@ -177,7 +178,6 @@ draw_steps(done.trees[first : first + 3], decode, shade="order", first=first + 1
 # nodes. (On a CPU trees of 4 nodes are the fastest. These are for looking at.)
 
 # %%
-del engine  # a GPU's memory holds one
 draft = Eagle3(HEAD, steps=5, topk=4, nodes=16, min_probability=0.0)
 engine = Engine.from_pretrained(MODEL, draft=draft, config=config, progress=False)
 eagle = {name: engine.generate(prompt, greedy) for name, prompt in prompts.items()}

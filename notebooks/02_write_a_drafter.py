@@ -98,7 +98,8 @@ plt.rcParams.update(
         "figure.constrained_layout.use": True,
     }
 )
-config = EngineConfig(max_running_requests=4, context_length=512)
+# A small KV pool leaves a GPU's memory to the next engine.
+config = EngineConfig(max_running_requests=4, context_length=512, max_total_tokens=4096)
 
 
 def ask(text: str) -> list[dict]:
@@ -214,7 +215,6 @@ def answer(temperature: float = 0.0) -> list[Completion]:
 
 found, sampled = {}, {}
 for name, options in drafts.items():
-    del engine  # a GPU's memory holds one
     engine = Engine.from_pretrained(MODEL, config=config, progress=False, **options)
     found[name] = answer()
     sampled[name] = answer(temperature=0.8)

@@ -80,7 +80,6 @@ if importlib.util.find_spec("specjax") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", what, "matplotlib>=3.8"], check=True)
 
 # %%
-import gc
 import json
 import tempfile
 from contextlib import redirect_stderr
@@ -134,7 +133,7 @@ answers = folder / "answers.jsonl"
 run(
     generate, "--model", MODEL, "--input", questions, "--output", answers, "--temperatures", "0", "0.8",
     "--max-prompt-tokens", 256, "--max-new-tokens", LENGTH, "--max-running-requests", 4,
-    "--speculative-algorithm", "NGRAM", "--no-progress",
+    "--max-total-tokens", 4096, "--speculative-algorithm", "NGRAM", "--no-progress",
 )  # fmt: skip
 rows = [json.loads(line) for line in answers.read_text().splitlines()]
 print(f"{sum(len(row['response_ids']) for row in rows)} tokens, for example: {rows[0]['response'][:200]!r}")
@@ -201,11 +200,9 @@ if not SHORT and MODEL == "smollm2-135m-instruct":
     heads["the head that ships"] = Eagle3(**chain)
 found = {}
 for name, draft in heads.items():
-    config = EngineConfig(max_running_requests=1, context_length=512)
+    config = EngineConfig(max_running_requests=1, context_length=512, max_total_tokens=4096)
     engine = Engine.from_pretrained(MODEL, draft=draft, config=config, progress=False)
     found[name] = [engine.generate(question, sampling) for question in asked]
-    del engine  # a GPU's memory holds one
-    gc.collect()
 
 texts = [done.output_ids for done in found.pop("none")]
 figure, ax = plt.subplots(figsize=(4.8, 3.0))

@@ -205,7 +205,7 @@ def tiny(tmp_path_factory) -> dict[str, str]:
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_it_runs(name, installed, tiny, tmp_path):
     settings = {name: value for name, value in environment().items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    settings |= {"MPLBACKEND": "Agg", "SPECJAX_NOTEBOOK_SHORT": "1", **tiny}
+    settings |= {"MPLBACKEND": "Agg", "SPECJAX_NOTEBOOK_SHORT": "1", "TMPDIR": str(tmp_path), **tiny}
     command = [str(installed.python), "-c", RUN, str(FOLDER / f"{name}.ipynb")]
     done = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
