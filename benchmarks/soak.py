@@ -31,6 +31,7 @@ from records import DATA, finish, machine
 from serving import HERE, Stream, chat, messages_of, percentiles, server
 
 NEAR = 1e-3
+POOL = 1024  # tokens of a request in the pools of `overhead`, which are in memory at the same time
 
 
 def requests_of(rows: list[list[str]], args: Any) -> list[tuple[list[dict[str, str]], int, dict[str, Any]]]:
@@ -130,7 +131,9 @@ def overhead(base: str, args: Any, rows: list[list[str]]) -> dict[str, Any]:
 
     prompts = [messages_of(rows[i % len(rows)]) for i in range(args.batch)]
     params = SamplingParams(max_new_tokens=args.max_tokens, temperature=0, ignore_eos=True)
-    engine = Engine.from_pretrained(draft=args.algorithm, config=EngineConfig(adaptive=True), progress=False)
+    sizes = {"max_running_requests": args.batch, "max_total_tokens": args.batch * POOL}
+    config = EngineConfig(adaptive=True, **sizes)
+    engine = Engine.from_pretrained(draft=args.algorithm, config=config, progress=False)
     engine.warm_up(progress=False)
     pairs = []
     for turn in range(args.rounds + 1):
@@ -171,8 +174,10 @@ def main() -> int:
     lines = (DATA / "mt_bench.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line)["turns"] for line in lines if line.strip()]
     document = machine("httpx", "fastapi", "uvicorn") | {"mode": args.mode, "algorithm": args.algorithm}
-    with server(HERE, args.algorithm, args.server_flags.split()) as (base, pid):
-        many = args.mode == "requests"
+    flags, many = args.server_flags.split(), args.mode == "requests"
+    if not many:
+        flags += ["--max-running-requests", str(args.batch), "--max-total-tokens", str(args.batch * POOL)]
+    with server(HERE, args.algorithm, flags) as (base, pid):
         result = asyncio.run(soak(base, pid, args, rows)) if many else overhead(base, args, rows)
     print(result)
     finish("soak", document | result, record=args.record)
