@@ -11,14 +11,18 @@ import numpy as np
 import oracle
 import pytest
 from distil import distilled, pair_model, perfect_head
+from engine_helpers import make_engine
 from oracle import Sampling
 from test_gpu_lowering import decisions
 from toy_models import Runner, sampling_rows, tiny_llama
 
 from specjax.drafters import Context, StandaloneParams, TreeShape, eagle_drafter
 from specjax.drafters.coupling import level_noise
+from specjax.drafters.factories import make_drafter
+from specjax.drafters.options import options_of
 from specjax.drafters.standalone import standalone_drafter
 from specjax.models.draft_head import with_token_map
+from specjax.serve.report import describe
 from specjax.step import StepConfig
 
 CHAIN, TREE = TreeShape(4, 1, 5), TreeShape(3, 3, 8)
@@ -130,3 +134,14 @@ def test_the_text_is_that_of_plain_decoding_and_takes_fewer_steps(kind, shape):
         steps[coupling] = [len(each.emitted) for each in found]
     assert steps["noise"][0] == steps["none"][0], "greedy"
     assert sum(steps["noise"]) < sum(steps["none"]), steps
+
+
+@pytest.mark.parametrize("coupling", ["noise", "none"])
+def test_the_option_reaches_the_drafter_and_the_reports_of_a_server(coupling):
+    toy, (config, params) = pair_model(), distilled("eagle3")
+    chosen = options_of("eagle3", steps=2, coupling=coupling)
+    drafter = make_drafter(chosen, target=toy.target, head=config)
+    assert drafter.coupling == coupling and drafter.within(2).coupling == coupling
+    engine = make_engine(toy, drafter, draft=params, warm=False)
+    assert describe(engine, "m")["speculative_coupling"] == coupling
+    assert make_drafter("NGRAM").coupling == "none"

@@ -185,6 +185,7 @@ class Drafter(NamedTuple):
             that steps of several shapes may share a state. None: it has one shape, of which the best nodes are taken.
         remembers: whether what one request has said may be drafted for another: then it is told of each text, if only
             when that has ended.
+        coupling: "noise": drafts of requests that sample are chosen with the target's noise; "none": without.
         note: for the log.
     """
 
@@ -203,6 +204,7 @@ class Drafter(NamedTuple):
     chains: bool = False
     resize: Callable[[int], Drafter] | None = None
     remembers: bool = False
+    coupling: str = "none"
     note: str = ""
 
     def within(self, nodes: int) -> Drafter:

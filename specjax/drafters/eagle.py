@@ -89,6 +89,6 @@ def eagle_drafter(
 
     return growing_drafter(
         head_spec(head.kind).algorithm, head.features, shape, confidence, init=init, propose=propose, observe=observe,
-        explicit_width=explicit_width, note=note,
+        explicit_width=explicit_width, note=note, coupling=coupling,
         positions=limit if limit and limit < target.config.max_positions else None,
     )  # fmt: skip

@@ -94,7 +94,7 @@ ANY_DRAFT = Confidence()  # no minimum
 
 def growing_drafter(
     name: str, features: Features, shape: TreeShape, confidence: Confidence, *, init: Any, propose: Any, observe: Any,
-    explicit_width: bool, note: str, positions: int | None = None,
+    explicit_width: bool, note: str, positions: int | None = None, coupling: Coupling = "none",
 ) -> Drafter:  # fmt: skip
     """The drafter of these functions, which runs a model and proposes trees of this shape, or of a smaller one.
 
@@ -127,6 +127,7 @@ def growing_drafter(
             topk=shape.topk,
             chains=shape.topk == 1,
             resize=lambda nodes: of(shape.within(nodes)),
+            coupling=coupling,
             note=note + confidence.note + limit,
         )
 

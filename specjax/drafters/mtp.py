@@ -162,7 +162,7 @@ def mtp_drafter(
 
     return growing_drafter(
         Mtp.algorithm, config.features, shape, confidence, init=init, propose=propose, observe=observe,
-        explicit_width=explicit_width, note=note,
+        explicit_width=explicit_width, note=note, coupling=coupling,
         positions=positions if positions and positions < target.config.max_positions else None,
     )  # fmt: skip
 
