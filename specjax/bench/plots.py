@@ -120,28 +120,3 @@ def _times(rows: Sequence[dict[str, Any]], samples: Mapping[str, Sequence[Sample
     axes.set_title(f"mean over turns; {where}", fontsize=10)
     axes.legend(fontsize=8, frameon=False)
     return figure
-
-
-def heat_map(
-    file: Path, points: Mapping[tuple[int, int], float], *, title: str, measured: Sequence[tuple[int, int]]
-) -> None:
-    """Predicted speed-ups by depth of the tree and its nodes. `measured`: the points that were run."""
-    steps, nodes = (sorted({key[i] for key in points}) for i in (0, 1))
-    grid = np.full((len(steps), len(nodes)), np.nan)
-    for (depth, count), value in points.items():
-        grid[steps.index(depth), nodes.index(count)] = value
-    figure, axes = _figure(max(4.5, 0.55 * len(nodes) + 2), max(3.0, 0.4 * len(steps) + 1.6))
-    shown = axes.imshow(grid, aspect="auto", origin="lower", cmap="viridis")
-    middle = np.nanmean([np.nanmin(grid), np.nanmax(grid)])
-    for (depth, count), value in points.items():
-        place = nodes.index(count), steps.index(depth)
-        mark = "*" if (depth, count) in measured else ""
-        axes.annotate(f"{value:.2f}{mark}", place, ha="center", va="center", fontsize=7,
-                      color="black" if value > middle else "white")  # fmt: skip
-    axes.set_xticks(range(len(nodes)), nodes)
-    axes.set_yticks(range(len(steps)), steps)
-    axes.set_xlabel("draft tokens (the root included)")
-    axes.set_ylabel("steps")
-    axes.set_title(title, fontsize=9)
-    figure.colorbar(shown, label="predicted speed-up")
-    figure.savefig(file, dpi=150)
