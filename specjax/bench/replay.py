@@ -66,9 +66,8 @@ class Recorder:
         self._target, self._params, self._drafters = target, params, tuple(drafters)
         self._pool, self._chunk = PoolShape(pages, PAGE_SIZE), chunk
         self._steps = make_steps(target, self._drafters[0])
-        fixed = {"target": target, "drafters": self._drafters}
-        options = {"compiler_options": compiler_options()}
-        self._step = jax.jit(partial(_step, **fixed), donate_argnums=1, **options)
+        step = partial(_step, target=target, drafters=self._drafters)
+        self._step = jax.jit(step, donate_argnums=1, compiler_options=compiler_options())
 
     def __call__(self, prompt: Sequence[int], count: int, **sampling: Any) -> Recording:
         """Records at most `count` tokens after a prompt. `sampling`: as of `specjax.state.new_row`.
@@ -89,7 +88,8 @@ class Recorder:
             following = prompt[start + self._chunk] if start + self._chunk < len(prompt) else NO_FORCED_TOKEN
             tokens = np.zeros((1, self._chunk), np.int32)
             tokens[0, : len(part)] = part
-            given = PrefillInput(*inputs, *map(jnp.asarray, (tokens, np.int32([len(part)]), np.int32([following]))))
+            count_and_next = np.array([len(part)], np.int32), np.array([following], np.int32)
+            given = PrefillInput(*inputs, *map(jnp.asarray, (tokens, *count_and_next)))
             state, output = self._steps.prefill(self._params, state, given)
         assert output is not None, "a prompt has a token"
         found = Recording([int(output.tokens[0, 0])], [[] for _ in self._drafters])
