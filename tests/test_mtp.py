@@ -44,7 +44,7 @@ def saved(tmp_path_factory):
 
 
 def mtp(shape, toy, config):
-    return make_drafter(Mtp(None, None, *shape), target=toy.target, head=config)
+    return make_drafter(Mtp(None, None, *shape, coupling="none"), target=toy.target, head=config)
 
 
 # What a head computes.

@@ -200,7 +200,9 @@ def test_the_step_drafts_the_oracles_trees(saved, name, count, shape):
     text of one token has fewer slots than there are heads."""
     model = saved(name, count)
     truth, run = Oracle(model), min(count, shape[0])
-    drafter = make_drafter(Mtp(None, None, *shape), target=model.toy.target, head=model.head, backend="reference")
+    drafter = make_drafter(
+        Mtp(None, None, *shape, coupling="none"), target=model.toy.target, head=model.head, backend="reference"
+    )
     assert (drafter.name, drafter.features) == ("MTP", "final")
     config = StepConfig(widths=(drafter.width,), trace=True)
     runner = Runner(model.toy, drafter, rows=2, draft=model.draft, config=config, page_size=3)
@@ -230,7 +232,9 @@ def test_a_request_that_starts_with_the_page_of_another(saved):
     """Its heads go on from what the other's put out there: its trees are the oracle's from the first step on."""
     model, shape = saved("mimo", 3), (3, 2, 6)
     truth, shared = Oracle(model), [4, 8, 15, 16, 23, 42]
-    drafter = make_drafter(Mtp(None, None, *shape), target=model.toy.target, head=model.head, backend="reference")
+    drafter = make_drafter(
+        Mtp(None, None, *shape, coupling="none"), target=model.toy.target, head=model.head, backend="reference"
+    )
     config = StepConfig(widths=(drafter.width,), trace=True)
     runner = Runner(model.toy, drafter, rows=2, draft=model.draft, config=config, page_size=3, pages_a_row=12)
     first, second = [*shared, 5, 9], [*shared, 5, 31, 7]  # the token after the pages is the same

@@ -19,7 +19,7 @@ from specjax.train import head
 from specjax.train.data import Example, pack
 from specjax.train.draft import objective
 from specjax.train.export import export_head, head_tensors
-from specjax.train.options import REPORTING, DraftSettings, LossSettings, TrainOptions
+from specjax.train.options import RESUMABLE, DraftSettings, LossSettings, TrainOptions
 
 
 def read(*flags: str) -> TrainOptions:
@@ -51,8 +51,8 @@ def test_every_field_is_a_flag_and_a_key(tmp_path, table, field):
     assert by_key == by_flag
 
 
-def test_settings_of_reporting_exist():
-    assert {field.name for _, field in every_field()} >= REPORTING
+def test_settings_that_may_change_exist():
+    assert {field.name for _, field in every_field()} >= RESUMABLE
 
 
 # The head.

@@ -102,7 +102,7 @@ def _parse(text: str) -> Method:
     if head.startswith(("drafter=", "verifier=")):
         head, colon, rest = "", "", text
     elif head.lower() != OUTSIDE and algorithm(head) is None and colon and rest.replace("_", "").isalnum():
-        head, rest = "", f"drafter={text}"  # module:function, as --speculative-algorithm has it
+        head, rest = "", f"drafter={text}"  # module:function, as the server's flag has it
     given = _options(rest)
     if colon and not given:
         raise ValueError(f"nothing follows {head}:")
