@@ -29,10 +29,7 @@ def head(noise: float = 0.05):
 
 
 def drafter_of(shape, least, skips=True):
-    # The tests count levels and widths that this text needs without the target's noise.
-    return eagle_drafter(
-        pair_model().target, head()[0], TreeShape(*shape), confidence=Confidence(least, skips), coupling="none"
-    )
+    return eagle_drafter(pair_model().target, head()[0], TreeShape(*shape), confidence=Confidence(least, skips))
 
 
 # The text.
@@ -75,7 +72,8 @@ class Counted:
 
 
 def counted(monkeypatch, shape, confidence, *, rows=1, widths=()) -> tuple[Runner, Counted]:
-    """A runner whose models tell, in any order, when they run."""
+    """A runner whose models tell, in any order, when they run. Without the target's noise, so that what a level needs
+    varies with the text alone."""
     seen, toy = Counted(), pair_model()
 
     def tells(forward, name):
@@ -95,7 +93,7 @@ def counted(monkeypatch, shape, confidence, *, rows=1, widths=()) -> tuple[Runne
 
     monkeypatch.setattr(eagle, "draft_head", telling)
     toy = toy._replace(target=toy.target._replace(forward=tells(toy.target.forward, "target")))
-    drafter = eagle_drafter(toy.target, head()[0], TreeShape(*shape), confidence=confidence)
+    drafter = eagle_drafter(toy.target, head()[0], TreeShape(*shape), confidence=confidence, coupling="none")
     config = StepConfig(widths or tree_widths(drafter), trace=True)
     return Runner(toy, drafter, rows=rows, draft=head()[1], config=config, pages_a_row=32), seen
 
