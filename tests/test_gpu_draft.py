@@ -13,10 +13,10 @@ from specjax.compiling import NVIDIA_OPTIONS
 
 pytestmark = pytest.mark.gpu_compile
 
-LEVEL = 17
+LEVEL = 18
 """Most kernels of a chain's further level: embedding, norms, qkv, rotation with the keys so far, attention,
-combine, output, add, norm, gate and up, their product, down, add, norm, logits, argmax in two. Mask, positions, keys
-and scores have none of their own."""
+combine, output, add, norm, gate and up, their product, down, add, norm, logits, the noise of rows that sample, argmax
+in two. Mask, positions, keys and scores have none of their own."""
 
 
 @functools.cache
