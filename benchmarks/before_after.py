@@ -168,7 +168,11 @@ def main() -> None:
     parser.add_argument("--before", type=Path, metavar="FOLDER", help="a source tree; after is the one of this file")
     parser.add_argument("--before-env", nargs="+", default=[], metavar="NAME=VALUE", help="environment of before")
     parser.add_argument(
-        "--data", type=Path, default=Path(__file__).parent / "data", metavar="FOLDER", help="has mt_bench.jsonl"
+        "--data",
+        type=Path,
+        default=Path(__file__).parents[1] / "specjax/data/prompts",
+        metavar="FOLDER",
+        help="has mt_bench.jsonl",
     )
     parser.add_argument("--algorithms", nargs="+", default=["NONE", "AUTO"])
     parser.add_argument("--limit", type=int, default=20, help="prompts")

@@ -24,7 +24,7 @@ from specjax.checkpoint.files import default_cache_dir
 
 pytestmark = pytest.mark.real_model
 
-PROMPT_FILES = sorted((Path(__file__).parents[1] / "benchmarks" / "data").glob("*.jsonl"))
+PROMPT_FILES = sorted((Path(__file__).parents[1] / "specjax" / "data" / "prompts").glob("*.jsonl"))
 PROMPTS = [
     "What is 12345 + 67890? In 1984, 3.14159 was 22/7.",
     "def f(x):\n    return {'a': [1, 2, 3]}\n\n\n# don't   stop",
