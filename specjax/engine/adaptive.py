@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -124,6 +125,26 @@ def transferred(length: Any, seen: Tree, tree: Tree) -> Any:
     return np.interp(length, accept_lengths(seen), accept_lengths(tree))
 
 
+def expected_tokens(
+    trees: Mapping[int, Tree], lengths: Any, seen: Tree, factors: Mapping[int, float] = MappingProxyType({})
+) -> dict[int, float]:
+    """Tokens that requests emit in a step of each choice.
+
+    Args:
+        trees: of each choice.
+        lengths: accept lengths of the requests in steps of the tree `seen`.
+        factors: by which steps of a choice were better than `seen` said; default 1.
+    """
+    lengths = np.asarray(lengths)
+
+    def each(choice: int, tree: Tree) -> Any:
+        if choice == PLAIN:
+            return np.ones_like(lengths)
+        return np.maximum(factors.get(choice, 1.0) * transferred(lengths, seen, tree), 1.0)
+
+    return {choice: float(np.sum(each(choice, tree))) for choice, tree in trees.items()}
+
+
 def best_choice(
     seconds: Mapping[int, float],
     trees: Mapping[int, Tree],
@@ -141,11 +162,8 @@ def best_choice(
         lengths: accept lengths of the batch's requests in steps of the tree `seen`.
         using, extra: see `best`.
     """
-    tokens = {
-        choice: float(len(lengths) if choice == PLAIN else np.sum(transferred(np.array(lengths), seen, trees[choice])))
-        for choice in seconds
-    }
-    return best(seconds, tokens, using, extra)
+    given = {choice: trees.get(choice, PLAIN_TREE) for choice in seconds}
+    return best(seconds, expected_tokens(given, lengths, seen), using, extra)
 
 
 @dataclass
@@ -289,16 +307,13 @@ class Adaptive:
         drafting = [request for request in requests if request.params.drafts]
         others = len(requests) - len(drafting)
         lengths = np.array([(one.gained + PRIOR * usual) / (one.drafted + PRIOR) for one in drafting])
-        found = {choice: float(len(requests)) for choice in self.choices(batch)}
-        for choice in (choice for choice in found if choice != PLAIN):
-            tree, recent = self._tree(batch, choice), self._of(batch).recent[choice]
-            factor = 1.0
-            if tree != whole:  # what was seen of the tree itself corrects what another tree says of it
-                predicted = float(transferred(usual, whole, tree))
-                factor = (recent.tokens + DOUBT * predicted) / (recent.requests + DOUBT) / predicted
-            each = np.maximum(factor * transferred(lengths, whole, tree), 1.0)
-            found[choice] = others + float(np.sum(each))
-        return found
+        trees, recent = {one: self._tree(batch, one) for one in self.choices(batch)}, self._of(batch).recent
+        factors = {}
+        for choice, tree in trees.items():
+            if choice != PLAIN and tree != whole:  # what was seen of the tree itself corrects what another says of it
+                predicted, seen = float(transferred(usual, whole, tree)), recent[choice]
+                factors[choice] = (seen.tokens + DOUBT * predicted) / (seen.requests + DOUBT) / predicted
+        return {choice: others + n for choice, n in expected_tokens(trees, lengths, whole, factors).items()}
 
     def _tree(self, batch: int, choice: int) -> Tree:
         return PLAIN_TREE if self.tree is None or choice == PLAIN else self.tree(batch, choice)

@@ -21,10 +21,7 @@ PROMPTS = 8  # small chunks that one forward takes, and on a CPU twice as many o
 FINE_CHUNKS = {"cpu": (16, 8)}  # for prompts beside running requests; on a GPU a small chunk costs what these would
 PART = 0.9  # what a token of a prompt counts that goes on: of programs that save as much, the one that ends more
 FREE_TOKENS = {"cpu": 12, "gpu": 256}  # a forward of as many costs about twice what a forward of one token costs
-CONTEXT = {
-    "cpu": 1024,
-    "gpu": 16384,
-}  # committed tokens to attend to which costs what the rest of a token's forward does
+CONTEXT = {"cpu": 1024, "gpu": 16384}  # to attend to so many tokens costs what the rest of a token's forward does
 PACE = 2
 """Beside running requests, a prefill costs at most this many of their steps, or as many for each prompt that waits for
 one of them: the streams go on, and where many wait for few, the few wait for the many. Where `PROMPTS` wait, and half

@@ -7,6 +7,7 @@ can send back as `input`. `specjax.serve.responses_answer` makes the answers.
 from __future__ import annotations
 
 import functools
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -42,8 +43,9 @@ class Item(Body):
     id: Any = None  # of an answer that a client sends back; not used
     status: Any = None
 
+    @abstractmethod
     def for_template(self) -> dict[str, Any]:
-        raise NotImplementedError
+        """The item as a message for the chat template."""
 
 
 class InputMessage(Item):
