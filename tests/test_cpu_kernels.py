@@ -217,7 +217,7 @@ def test_codes_of_four_bits_where_numba_leaves_out_features(setting):
         from specjax_kernels import quantise, quantised_product
         leaf = quantise(np.ones((40, 64), np.float32), "int4")
         assert quantised_product.quantised_rows.unmet(quantised_product.layout_of(leaf)) is None
-        print(float(quantised_product.by_rows(jnp.ones((3, 64), jnp.float32), leaf).min()))
+        print(float(quantised_product.product(jnp.ones((3, 64), jnp.float32), leaf, jnp.float32).min()))
         """
     )
     assert float(said) == pytest.approx(64)

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from specjax_kernels import Quantised, dequantise, embed, linear, pallas_quantised, quantise, unembed
-from specjax_kernels.cpu import object_code, quantised_rows
+from specjax_kernels import Quantised, dequantise, embed, linear, pallas_quantised, quantise, quantised_product, unembed
+from specjax_kernels.cpu import object_code, quantised_blocks, quantised_rows
 from specjax_kernels.quantised import KINDS, check, pack
 from specjax_kernels.quantised_product import layout_of
 
@@ -140,23 +140,29 @@ def test_dequantised_weights(read, name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("rows", [1, 9, 257])
+@pytest.mark.parametrize("rows", [1, 9, 29])
 def test_products(read, name, rows):
     leaf, weights = read(name)
     x = inputs(rows)
-    assert quantised_rows.takes(rows, layout_of(leaf)) == (rows <= quantised_rows.MOST_ROWS[leaf.scale is not None])
+    kernel = quantised_rows if rows <= quantised_rows.MOST_ROWS else quantised_blocks
+    assert quantised_product.cpu_kernel(rows, layout_of(leaf)) is kernel
     assert_product(jax.jit(lambda x, w: linear(x, w))(x, leaf), x, weights)
 
 
 @pytest.mark.parametrize("name", ["Q4_1", "Q8_0", "fp8 per output", "float16", "bfloat16"])
 def test_a_row_is_bit_for_bit_that_of_the_row_alone(read, name):
+    """Of a few rows; and of many, whatever their number."""
     leaf, weights = read(name)
-    x = inputs(40)
+    x = inputs(90)
     product = jax.jit(lambda x, w: linear(x, w))
-    alone = np.concatenate([np.asarray(product(x[:, i : i + 1], leaf)) for i in range(40)], axis=1)
-    assert_product(alone, x, weights)
-    for rows in (*range(2, 10), 40):
+    alone = np.concatenate([np.asarray(product(x[:, i : i + 1], leaf)) for i in range(16)], axis=1)
+    assert_product(alone, x[:, :16], weights)
+    for rows in (*range(2, 10), 16):
         np.testing.assert_array_equal(np.asarray(product(x[:, :rows], leaf)), alone[:, :rows])
+    many = np.asarray(product(x, leaf))
+    assert_product(many, x, weights)
+    for rows in (17, 28, 29, 43):
+        np.testing.assert_array_equal(np.asarray(product(x[:, :rows], leaf)), many[:, :rows])
 
 
 @pytest.mark.parametrize("out", [(1,), (33,), (530,), (2, 4099)], ids=str)
@@ -164,8 +170,9 @@ def test_a_row_is_bit_for_bit_that_of_the_row_alone(read, name):
 def test_odd_numbers_of_outputs(name, out):
     """A last output without a neighbour, tiles of unequal size; a depth of an odd number of groups."""
     leaf = leaf_of(name, out, 96)
-    x = inputs(3, 96)
-    assert_product(linear(x, leaf), x, np.asarray(dequantise(leaf), np.float64))
+    for rows in (3, 17):
+        x = inputs(rows, 96)
+        assert_product(linear(x, leaf), x, np.asarray(dequantise(leaf), np.float64))
 
 
 @pytest.mark.parametrize("groups", [15, 16, 17, 33, 48])

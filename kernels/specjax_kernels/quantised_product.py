@@ -2,8 +2,9 @@
 
 | where | rows | how |
 |---|---|---|
-| CPU | up to 256, in 16 bits up to 512 | `cpu/quantised_rows.py`: codes are widened in registers |
-| CPU | more | the weights are dequantised to float32, then XLA's product |
+| CPU | up to 16 | `cpu/quantised_rows.py`: codes are widened in registers |
+| CPU | more | `cpu/quantised_blocks.py`: a panel at a time is widened in the cache |
+| CPU, without Numba | any | the weights are dequantised to float32, then XLA's product |
 | NVIDIA, a scale for each output | any | XLA's product of codes, which it widens inside; then the scale |
 | NVIDIA, groups | up to 64 | `pallas_quantised.py`: codes are widened in registers |
 | NVIDIA, groups; other accelerators | more | the weights are dequantised to x's dtype, then XLA's product |
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specjax_kernels import launch
-from specjax_kernels.cpu import quantised_rows
+from specjax_kernels.cpu import quantised_blocks, quantised_rows
 from specjax_kernels.cpu.quantised_dots import Layout
 from specjax_kernels.quantised import Quantised, check, dequantise, scales
 
@@ -40,7 +41,9 @@ def product(x: Array, leaf: Quantised, dtype: Any) -> Array:
     def by(implementation: Any, *arguments: Array) -> Array:
         return implementation(arguments[0], jax.tree.unflatten(of_arrays, arguments[1:])).astype(dtype)
 
-    on_cpu = by_rows if quantised_rows.takes(rows.shape[0], layout_of(leaf)) else by_dequantising
+    on_cpu = by_dequantising
+    if (kernel := cpu_kernel(rows.shape[0], layout_of(leaf))) is not None:
+        on_cpu = functools.partial(by_kernel, kernel=kernel)
     if leaf.scale is None:
         elsewhere = on_nvidia = by_dequantising
     elif leaf.scale.shape[-1] == 1 and leaf.bits == 8:
@@ -87,11 +90,17 @@ def layout_of(leaf: Quantised) -> Layout | None:
     return Layout(str(leaf.codes.dtype), str(leaf.scale.dtype), offset, leaf.shift, chunk, group == chunk, coarse)
 
 
-def by_rows(rows: Array, leaf: Quantised) -> Array:
+def cpu_kernel(rows: int, layout: Layout | None) -> Any:
+    """The module whose `multiply` takes so many rows; None: none can be called here."""
+    return next((each for each in (quantised_rows, quantised_blocks) if each.takes(rows, layout)), None)
+
+
+def by_kernel(rows: Array, leaf: Quantised, *, kernel: Any) -> Array:
+    """By what `cpu_kernel` gives."""
     layout = layout_of(leaf)
     assert layout is not None
     codes, *others = jax.tree.leaves(leaf)
-    return quantised_rows.multiply(rows.astype(jnp.float32), layout, codes, *others)
+    return kernel.multiply(rows.astype(jnp.float32), layout, codes, *others)
 
 
 def by_dequantising(rows: Array, leaf: Quantised) -> Array:

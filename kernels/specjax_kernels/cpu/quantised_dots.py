@@ -6,6 +6,7 @@ longer than all the rest.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -53,6 +54,11 @@ def emit(layout: Layout, together: int, b: Any, values: Any) -> None:
             Dots(layout, rows, b).emit(*values)
 
 
+def emit_widened(layout: Layout, b: Any, values: Any) -> None:
+    """The weights of one row of codes as float32."""
+    Dots(layout, 1, b).widened(*values)
+
+
 class Dots:
     """Emits the products of a fixed number of rows of x and two rows of codes, with an LLVM builder."""
 
@@ -73,8 +79,7 @@ class Dots:
         """For two rows of codes, of `columns`. `memory`: sums of the groups of x; `shared`: rows of codes that share
         their scales."""
         b, layout, word = self.b, self.layout, self.word
-        row_bytes = b.udiv(depth, word(2)) if layout.codes == "uint8" else b.mul(depth, word(BYTES[layout.codes]))
-        indices = first, second
+        indices, row_bytes = (first, second), self.row_bytes(depth)
         matrix = [b.add(codes, b.mul(index, row_bytes)) for index in indices]
         xs = [b.add(x, b.mul(b.mul(depth, word(4)), word(row))) for row in range(self.rows)]
         sums = [[[self.variable(self.zeros()) for _ in range(self.chains)] for _ in xs] for _ in indices]
@@ -123,12 +128,7 @@ class Dots:
         (`of_groups`: their addresses) to `added`. `scales`: numbers of the rows' first groups."""
         b, layout, word = self.b, self.layout, self.word
         rooms = [self.rooms() for _ in scales]
-        blocks = b.udiv(b.add(groups, word(LANES - 1)), word(LANES))
-        with self.control.for_range(b, blocks, intp=word) as block:
-            begin = b.mul(block.index, word(LANES))
-            left = b.sub(groups, begin)
-            count = b.select(b.icmp_unsigned("<", left, word(LANES)), left, word(LANES))
-            skipped = self.skipped(count, groups)
+        with self.blocks(groups) as (begin, count, skipped):
             for base, room in zip(scales, rooms, strict=True):
                 self.widen(b.add(base, begin), count, skipped, room, groups, *numbers)
             if added is not None:
@@ -147,6 +147,56 @@ class Dots:
                     scale = self.splat(b.load(b.gep(room, [place])))
                     for chains, total in zip(of_row, of_total, strict=True):
                         b.store(self.fused(self.joined(chains), scale, b.load(total)), total)
+
+    def widened(
+        self, index: Any, codes: Any, scale: Any, offset: Any, super_scale: Any, super_offset: Any, out: Any,
+        depth: Any, groups: Any, shared: Any,
+    ) -> None:  # fmt: skip
+        """For the index-th row of codes: its weights at the address `out`."""
+        b, layout, word = self.b, self.layout, self.word
+        row = b.add(codes, b.mul(index, self.row_bytes(depth)))
+
+        def chunk(index: Any, scale: Any = None, offset: Any = None) -> None:
+            at = b.mul(index, word(4 * layout.chunk))
+            for part, weights in zip(self.parts(), self.codes(row, index), strict=True):
+                if layout.shift:  # (code - shift) * scale, rounded once
+                    weights = self.fused(weights, scale, offset)
+                elif scale is not None:
+                    weights = b.fmul(weights, scale)
+                    weights = weights if offset is None else b.fadd(weights, offset)
+                address = b.add(out, b.add(at, word(4 * self.width * part)))
+                b.store(weights, b.inttoptr(address, self.lanes.as_pointer()), align=4)
+
+        if not layout.scale:
+            with self.control.for_range(b, b.udiv(depth, word(layout.chunk)), intp=word) as loop:
+                chunk(loop.index)
+            return
+        room, numbers = self.rooms(), (scale, offset, super_scale, super_offset)
+        base, of_group = b.mul(b.udiv(index, shared), groups), b.udiv(b.udiv(depth, word(layout.chunk)), groups)
+        with self.blocks(groups) as (begin, count, skipped):
+            self.widen(b.add(base, begin), count, skipped, room, groups, *numbers)
+            with self.control.for_range(b, count, intp=word) as inside:
+                place = b.add(skipped, inside.index)
+                factor, added = (None if at is None else self.splat(b.load(b.gep(at, [place]))) for at in room)
+                with self.control.for_range(b, of_group, intp=word) as inner:
+                    chunk(b.add(b.mul(b.add(begin, inside.index), of_group), inner.index), factor, added)
+
+    def row_bytes(self, depth: Any) -> Any:
+        """Bytes of a row of codes."""
+        if self.layout.codes == "uint8":
+            return self.b.udiv(depth, self.word(2))
+        return self.b.mul(depth, self.word(BYTES[self.layout.codes]))
+
+    @contextlib.contextmanager
+    def blocks(self, groups: Any) -> Iterator[tuple[Any, Any, Any]]:
+        """A loop over a row's groups, `LANES` at a time: the number of the first, how many, and `skipped` of these."""
+        b, word = self.b, self.word
+        blocks = b.udiv(b.add(groups, word(LANES - 1)), word(LANES))
+        with self.control.for_range(b, blocks, intp=word) as block:
+            begin = b.mul(block.index, word(LANES))
+            left = b.sub(groups, begin)
+            count = b.select(b.icmp_unsigned("<", left, word(LANES)), left, word(LANES))
+            yield begin, count, self.skipped(count, groups)
 
     def add_offsets(self, added: Any, rooms: Any, of_groups: Any, begin: Any, count: Any, skipped: Any) -> None:
         """Adds offset * sum of x for `count` groups from `begin` on, whose offsets lie behind the skipped ones."""

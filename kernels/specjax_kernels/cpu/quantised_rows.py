@@ -1,4 +1,4 @@
-"""The product of float32 rows and a quantised matrix on a CPU, in little more than the time of reading its codes.
+"""The product of a few float32 rows and a quantised matrix on a CPU, in little more than the time of reading its codes.
 
 Codes become float32 in registers, once for several rows of x. The products of a group of codes are added up first and
 multiplied by the group's scale then: sum(x * (code * scale + offset)) = scale * sum(x * code) + offset * sum(x). Codes
@@ -21,8 +21,7 @@ from specjax_kernels.cpu import object_code
 from specjax_kernels.cpu.quantised_dots import LANES, Layout, emit
 from specjax_kernels.cpu.runtime import Tools, callable_here, register
 
-# Largest number of rows, with and without scales: up to there dequantising for XLA's product takes longer on 2 cores.
-MOST_ROWS = {True: 256, False: 512}
+MOST_ROWS = 16  # for more `quantised_blocks` takes less time
 TOGETHER = {True: 8, False: 3}  # rows of x that share a weight: with 32 registers of 16 lanes, or 16 of 8
 TILE = 512  # rows of codes in one tile, at most
 TILES = 16  # of a matrix of so many times `LANES` rows or more, at least: the threads share them
@@ -30,7 +29,7 @@ TILES = 16  # of a matrix of so many times `LANES` rows or more, at least: the t
 
 def takes(rows: int, layout: Layout | None) -> bool:
     """Whether `multiply` can be called here. The first call loads the kernel or compiles it, which takes seconds."""
-    if layout is None or not 0 < rows <= MOST_ROWS[bool(layout.scale)]:
+    if layout is None or not 0 < rows <= MOST_ROWS:
         return False
     return callable_here() and unmet(layout) is None
 
@@ -61,9 +60,7 @@ def _kernel(tools: Tools, layout: Layout) -> tuple[Any, Any]:
     """(x [N, M], codes, scales) -> [N, W] and, with offsets, memory. A tile is some rows of codes."""
     argument, size, result, result_size = tools.argument, tools.argument_size, tools.result, tools.result_size
     products = products_of(tools, layout)
-    has_scale, has_offset, coarse = bool(layout.scale), bool(layout.offset), layout.coarse
-    super_at, has_memory = 4 if has_offset else 3, layout.has_offset
-    rows_of_tile = tools.inlined(tile_rows)
+    scales_of, rows_of_tile, has_memory = scales_reader(tools, layout), tools.inlined(tile_rows), layout.has_offset
 
     def tiles(call: int) -> int:
         columns = size(call, 1, 0)
@@ -72,16 +69,8 @@ def _kernel(tools: Tools, layout: Layout) -> tuple[Any, Any]:
     def tile(call: int, index: int) -> int:
         rows, depth, columns = size(call, 0, 0), size(call, 0, 1), size(call, 1, 0)
         xs, codes, outs, most = argument(call, 0), argument(call, 1), result(call, 0), rows_of_tile(columns)
-        scale = offset = super_scale = super_offset = memory = 0
-        groups = shared = 1
-        if has_scale:
-            scale, groups, shared = argument(call, 2), size(call, 2, 1), columns // size(call, 2, 0)
-        if has_offset:
-            offset = argument(call, 3)
-        if coarse > 0:
-            super_scale = argument(call, super_at)
-            if has_offset:
-                super_offset = argument(call, super_at + 1)
+        scale, offset, super_scale, super_offset, groups, shared = scales_of(call)
+        memory = 0
         if has_memory:
             memory = result(call, 1) + 4 * index * result_size(call, 1, 1) * result_size(call, 1, 2)
         start, end = index * most, min(index * most + most, columns)
@@ -92,6 +81,30 @@ def _kernel(tools: Tools, layout: Layout) -> tuple[Any, Any]:
         return 0
 
     return tiles, tile
+
+
+def scales_reader(tools: Tools, layout: Layout) -> Any:
+    """For kernels whose arguments are (x, codes, scales): a function from a call to the addresses of scales, offsets,
+    super-scales and super-offsets (0: none), the groups of a row, and the rows of codes that share their scales."""
+    argument, size = tools.argument, tools.argument_size
+    has_scale, has_offset, coarse = bool(layout.scale), bool(layout.offset), layout.coarse
+    super_at = 4 if has_offset else 3
+
+    @tools.inlined
+    def scales_of(call: int) -> Any:
+        scale = offset = super_scale = super_offset = 0
+        groups = shared = 1
+        if has_scale:
+            scale, groups, shared = argument(call, 2), size(call, 2, 1), size(call, 1, 0) // size(call, 2, 0)
+        if has_offset:
+            offset = argument(call, 3)
+        if coarse > 0:
+            super_scale = argument(call, super_at)
+            if has_offset:
+                super_offset = argument(call, super_at + 1)
+        return scale, offset, super_scale, super_offset, groups, shared
+
+    return scales_of
 
 
 def products_of(tools: Tools, layout: Layout) -> Any:
