@@ -139,7 +139,7 @@ def test_without_numba_xla_does_the_work_and_says_so_once():
         import jax.numpy as jnp
         from specjax_kernels import CAUSAL, linear, tree_attention, unembed
         x, matrix = np.full((1, 2, 16), 2, np.float32), np.ones((16, 9), np.float32)
-        block, pages = jnp.ones((1, 1, 2, 8)), jnp.ones((1, 4, 2, 8))
+        block, pages = jnp.ones((1, 1, 2, 16)), jnp.ones((1, 4, 2, 16))
         table, at = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32)
         attended = tree_attention(block, block, block, pages, pages, table, jnp.full(1, 4, jnp.int32), at, at, CAUSAL,
                                   scale=1.0)

@@ -199,6 +199,8 @@ SPECS: tuple[Spec, ...] = (
     *(_odd(f"gqa-{H // K}", (9, 30), H=H, K=K) for H, K in ((3, 3), (9, 3), (8, 1))),
     *(_odd(f"width-{E}", (9, 30), E=E) for E in (64, 80, 96, 128, 256)),
     _odd("value-width", (9, 30), Ev=24),
+    _odd("value-width-32", (9, 30), N=3, C=3, E=48, Ev=32),
+    _odd("many-block-keys", (300, 0, 9), N=20, C=150, T=80, mask="random"),
     _odd("latent", (9, 30), H=8, K=1, E=40, Ev=32, latent=True),
     _odd("latent-tree", (9, 30), N=6, H=8, K=1, E=40, Ev=32, latent=True, mask="tree"),
     _odd("window", (9, 30), window=5),

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float32
 
-from specjax_kernels.cpu import object_code
-from specjax_kernels.cpu.quantised_dots import Dots, Layout, emit_widened
+from specjax_kernels.cpu.quantised_dots import Layout, emit_widened
 from specjax_kernels.cpu.quantised_rows import MOST_ROWS, scales_reader
 from specjax_kernels.cpu.runtime import Tools, callable_here, register
+from specjax_kernels.cpu.vectors import Vectors, lanes
 
 BLOCKS = {16: (14, 8), 8: (6, 3)}
 """By the processor's lanes, rows of x that are multiplied together: the most whose sums with a panel fit in registers
@@ -52,11 +52,6 @@ def multiply(x: Float32[Array, "N M"], layout: Layout, codes: Array, *scales: Ar
     return jax.ffi.ffi_call(f"{layout.name}_blocks", shapes, vmap_method="sequential")(x, codes, *scales)[0]
 
 
-def lanes() -> int:
-    """Numbers in a vector of this processor."""
-    return 16 if object_code.has("avx512f") else 8
-
-
 def panels_of_tile(columns: int, panel: int) -> int:
     panels = (columns + panel - 1) // panel
     return (panels + TILES - 1) // TILES
@@ -69,7 +64,7 @@ def _kernel(tools: Tools, layout: Layout) -> tuple[Any, Any]:
     panel, (most, few) = 2 * width, BLOCKS[width]
     scales_of, per_tile, floats = scales_reader(tools, layout), tools.inlined(panels_of_tile), tools.floats
     widen = tools.emitted(10, partial(emit_widened, layout))
-    turn, block = tools.emitted(3, partial(_turn, layout)), tools.emitted(6, partial(_block, layout, (most, few)))
+    turn, block = tools.emitted(3, _turn), tools.emitted(6, partial(_block, (most, few)))
 
     def tiles(call: int) -> int:
         columns = size(call, 1, 0)
@@ -111,58 +106,52 @@ def _kernel(tools: Tools, layout: Layout) -> tuple[Any, Any]:
     return tiles, tile
 
 
-def _turn(layout: Layout, b: Any, values: Any) -> None:
+def _turn(b: Any, values: Any) -> None:
     """Writes `lanes` rows [lanes, depth] as columns of a panel [depth, 2 lanes]: squares are turned in registers."""
-    dots = Dots(layout, 1, b)
+    v = Vectors(b)
     rows, panel, depth = values
-    word, width = dots.word, dots.width
-    with dots.control.for_range(b, b.udiv(depth, word(width)), intp=word) as loop:
+    word, width = v.word, v.width
+    with v.control.for_range(b, b.udiv(depth, word(width)), intp=word) as loop:
         at = b.mul(loop.index, word(width))
         square = [
-            dots.load(dots.lanes, b.add(rows, b.mul(word(4), b.add(at, b.mul(depth, word(row))))))
-            for row in range(width)
+            v.load(v.lanes, b.add(rows, b.mul(word(4), b.add(at, b.mul(depth, word(row)))))) for row in range(width)
         ]
         step = 1
         while step < width:  # swaps the off-diagonal squares of `step` in squares of twice the size
             keep = [i + (i & step > 0) * (width - step) for i in range(width)]
             swap = [i + step if not i & step else i + width for i in range(width)]
             square = [
-                _shuffled(dots, square[row], square[row + step], keep)
+                v.shuffled(square[row], square[row + step], keep)
                 if not row & step
-                else _shuffled(dots, square[row - step], square[row], swap)
+                else v.shuffled(square[row - step], square[row], swap)
                 for row in range(width)
             ]
             step *= 2
         for k, column in enumerate(square):
             place = b.add(panel, b.mul(word(8 * width), b.add(at, word(k))))
-            b.store(column, b.inttoptr(place, dots.lanes.as_pointer()), align=4)
+            v.store(column, place)
 
 
-def _shuffled(dots: Dots, one: Any, other: Any, places: list[int]) -> Any:
-    kind = dots.ir.VectorType(dots.ir.IntType(32), len(places))
-    return dots.b.shuffle_vector(one, other, dots.ir.Constant(kind, places))
-
-
-def _block(layout: Layout, sizes: tuple[int, ...], b: Any, values: Any) -> None:
+def _block(sizes: tuple[int, ...], b: Any, values: Any) -> None:
     """The products of `count` rows of x, one of `sizes`, and a panel: sums in registers over all inputs."""
     count, x, panel, depth, out, apart = values
     for rows in sizes:
         with b.if_then(b.icmp_signed("==", count, count.type(rows))):
-            dots = Dots(layout, rows, b)
-            word, width = dots.word, dots.width
+            v = Vectors(b)
+            word, width = v.word, v.width
             xs = [b.add(x, b.mul(b.mul(depth, word(4)), word(row))) for row in range(rows)]
-            sums = [[dots.variable(dots.zeros()) for _ in range(2)] for _ in xs]
-            with dots.control.for_range(b, b.udiv(depth, word(UNROLLED)), intp=word) as loop:
+            sums = [[v.variable(v.zeros()) for _ in range(2)] for _ in xs]
+            with v.control.for_range(b, b.udiv(depth, word(UNROLLED)), intp=word) as loop:
                 for k in range(UNROLLED):
                     at = b.add(b.mul(loop.index, word(UNROLLED)), word(k))
                     line = b.add(panel, b.mul(at, word(8 * width)))
-                    weights = [dots.load(dots.lanes, b.add(line, word(4 * width * half))) for half in range(2)]
+                    weights = [v.load(v.lanes, b.add(line, word(4 * width * half))) for half in range(2)]
                     for address, of_row in zip(xs, sums, strict=True):
                         place = b.add(address, b.mul(at, word(4)))
-                        number = dots.splat(b.load(b.inttoptr(place, dots.float.as_pointer()), align=4))
+                        number = v.splat(b.load(b.inttoptr(place, v.float.as_pointer()), align=4))
                         for weight, total in zip(weights, of_row, strict=True):
-                            b.store(dots.fused(number, weight, b.load(total)), total)
+                            b.store(v.fused(number, weight, b.load(total)), total)
             for row, of_row in enumerate(sums):
                 for half, total in enumerate(of_row):
                     place = b.add(out, b.mul(word(4), b.add(b.mul(apart, word(row)), word(width * half))))
-                    b.store(b.load(total), b.inttoptr(place, dots.lanes.as_pointer()), align=4)
+                    v.store(b.load(total), place)

@@ -7,13 +7,11 @@ longer than all the rest.
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from specjax_kernels.cpu import object_code
+from specjax_kernels.cpu.vectors import LANES, Vectors
 
-LANES = 16  # numbers that are added up side by side: a vector of AVX-512, two of AVX2
 BYTES = {"uint8": 1, "int8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}  # of a number
 
 
@@ -59,16 +57,12 @@ def emit_widened(layout: Layout, b: Any, values: Any) -> None:
     Dots(layout, 1, b).widened(*values)
 
 
-class Dots:
+class Dots(Vectors):
     """Emits the products of a fixed number of rows of x and two rows of codes, with an LLVM builder."""
 
     def __init__(self, layout: Layout, rows: int, b: Any) -> None:
-        self.layout, self.rows, self.b = layout, rows, b
-        self.ir: Any = importlib.import_module("llvmlite.ir")
-        self.control: Any = importlib.import_module("numba.core.cgutils")
-        self.word, self.byte, self.float = self.ir.IntType(64), self.ir.IntType(8), self.ir.FloatType()
-        self.width = LANES if object_code.has("avx512f") else LANES // 2
-        self.lanes = self.vector(self.float)
+        super().__init__(b)
+        self.layout, self.rows = layout, rows
         # A group's sum is short; other sums wait less for one another in two vectors.
         self.chains = 1 if layout.scale and layout.whole else LANES // self.width
 
@@ -165,7 +159,7 @@ class Dots:
                     weights = b.fmul(weights, scale)
                     weights = weights if offset is None else b.fadd(weights, offset)
                 address = b.add(out, b.add(at, word(4 * self.width * part)))
-                b.store(weights, b.inttoptr(address, self.lanes.as_pointer()), align=4)
+                self.store(weights, address)
 
         if not layout.scale:
             with self.control.for_range(b, b.udiv(depth, word(layout.chunk)), intp=word) as loop:
@@ -250,32 +244,6 @@ class Dots:
             with few:
                 one_by_one()
 
-    def vector(self, kind: Any) -> Any:
-        return self.ir.VectorType(kind, self.width)
-
-    def zeros(self, width: int = 0) -> Any:
-        return self.constant(self.ir.VectorType(self.float, width or self.width), 0.0)
-
-    def constant(self, kind: Any, number: Any) -> Any:
-        return self.ir.Constant(kind, [number] * kind.count)
-
-    def variable(self, value: Any) -> Any:
-        place = self.control.alloca_once(self.b, value.type)
-        self.b.store(value, place)
-        return place
-
-    def load(self, kind: Any, address: Any) -> Any:
-        return self.b.load(self.b.inttoptr(address, kind.as_pointer()), align=1)
-
-    def fused(self, one: Any, other: Any, added: Any) -> Any:
-        function = self.function(f"llvm.fmuladd.v{one.type.count}f32", *[one.type] * 3)
-        return self.b.call(function, [one, other, added])
-
-    def function(self, name: str, *arguments: Any) -> Any:
-        """A function of LLVM's, whose result has its first argument's type."""
-        kind = self.ir.FunctionType(arguments[0], arguments)
-        return self.control.get_or_insert_function(self.b.module, kind, name)
-
     def parts(self) -> list[int]:
         """Which vectors of a chunk are read one after another: those of 4 bits share their bytes."""
         count = self.layout.chunk // self.width
@@ -356,24 +324,8 @@ class Dots:
             return load(self.float)
         return (b.uitofp if dtype == "uint8" else b.sitofp)(load(self.byte), floats)
 
-    def splat(self, number: Any, width: int = 0) -> Any:
-        kind, places = (self.ir.VectorType(each, width or self.width) for each in (number.type, self.ir.IntType(32)))
-        nothing = self.ir.Constant(kind, self.ir.Undefined)
-        one = self.b.insert_element(nothing, number, self.ir.IntType(32)(0))
-        return self.b.shuffle_vector(one, nothing, self.constant(places, 0))
-
     def joined(self, chains: list[Any]) -> Any:
         first, *others = map(self.b.load, chains)
         for other in others:
             first = self.b.fadd(first, other)
         return first
-
-    def folded(self, lanes: Any, width: int) -> Any:
-        """Halves of a vector added to halves, until `width` numbers are left."""
-        b, ir, count = self.b, self.ir, lanes.type.count
-        while count > width:
-            count //= 2
-            places = [list(range(at, at + count)) for at in (0, count)]
-            halves = [ir.Constant(ir.VectorType(ir.IntType(32), count), place) for place in places]
-            lanes = b.fadd(*(b.shuffle_vector(lanes, lanes, half) for half in halves))
-        return lanes

@@ -1,0 +1,96 @@
+"""Vectors of LLVM for the code of kernels, which LLVM maps to any processor's."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from specjax_kernels.cpu import object_code
+
+LANES = 16  # numbers that are added up side by side: a vector of AVX-512, two of AVX2
+
+
+def lanes() -> int:
+    """Numbers in a vector of this processor."""
+    return LANES if object_code.has("avx512f") else LANES // 2
+
+
+class Vectors:
+    """What an LLVM builder lacks: float32 vectors of this processor's width, loads from addresses, variables."""
+
+    def __init__(self, b: Any) -> None:
+        self.b = b
+        self.ir: Any = importlib.import_module("llvmlite.ir")
+        self.control: Any = importlib.import_module("numba.core.cgutils")
+        self.word, self.byte, self.float = self.ir.IntType(64), self.ir.IntType(8), self.ir.FloatType()
+        self.width = lanes()
+        self.lanes = self.vector(self.float)
+
+    def vector(self, kind: Any) -> Any:
+        return self.ir.VectorType(kind, self.width)
+
+    def constant(self, kind: Any, number: Any) -> Any:
+        return self.ir.Constant(kind, [number] * kind.count)
+
+    def zeros(self, width: int = 0) -> Any:
+        return self.constant(self.ir.VectorType(self.float, width or self.width), 0.0)
+
+    def variable(self, value: Any) -> Any:
+        place = self.control.alloca_once(self.b, value.type)
+        self.b.store(value, place)
+        return place
+
+    def load(self, kind: Any, address: Any) -> Any:
+        return self.b.load(self.b.inttoptr(address, kind.as_pointer()), align=1)
+
+    def store(self, value: Any, address: Any) -> None:
+        """Of a float or a vector, at an address of a float."""
+        self.b.store(value, self.b.inttoptr(address, value.type.as_pointer()), align=4)
+
+    def fused(self, one: Any, other: Any, added: Any) -> Any:
+        function = self.function(f"llvm.fmuladd.v{one.type.count}f32", *[one.type] * 3)
+        return self.b.call(function, [one, other, added])
+
+    def function(self, name: str, *arguments: Any) -> Any:
+        """A function of LLVM's, whose result has its first argument's type."""
+        kind = self.ir.FunctionType(arguments[0], arguments)
+        return self.control.get_or_insert_function(self.b.module, kind, name)
+
+    def splat(self, number: Any, width: int = 0) -> Any:
+        kind, places = (self.ir.VectorType(each, width or self.width) for each in (number.type, self.ir.IntType(32)))
+        nothing = self.ir.Constant(kind, self.ir.Undefined)
+        one = self.b.insert_element(nothing, number, self.ir.IntType(32)(0))
+        return self.b.shuffle_vector(one, nothing, self.constant(places, 0))
+
+    def folded(self, lanes: Any, width: int) -> Any:
+        """Halves of a vector added to halves, until `width` numbers are left."""
+        b, ir, count = self.b, self.ir, lanes.type.count
+        while count > width:
+            count //= 2
+            places = [list(range(at, at + count)) for at in (0, count)]
+            halves = [ir.Constant(ir.VectorType(ir.IntType(32), count), place) for place in places]
+            lanes = b.fadd(*(b.shuffle_vector(lanes, lanes, half) for half in halves))
+        return lanes
+
+    def totals(self, vectors: list[Any]) -> Any:
+        """The sum of each of `width` vectors, each taken as `folded` takes it, as one vector."""
+        segment = self.width
+        while len(vectors) > 1:
+            segment //= 2
+            first = [i + other for other in (0, self.width) for i in range(self.width) if not i & segment]
+            second = [i + segment for i in first]
+            pairs = zip(vectors[::2], vectors[1::2], strict=True)
+            vectors = [self.b.fadd(self.shuffled(*pair, first), self.shuffled(*pair, second)) for pair in pairs]
+        return vectors[0]
+
+    def shuffled(self, one: Any, other: Any, places: list[int]) -> Any:
+        """These numbers of two vectors, counted through both."""
+        kind = self.ir.VectorType(self.ir.IntType(32), len(places))
+        return self.b.shuffle_vector(one, other, self.ir.Constant(kind, places))
+
+    def prefetch(self, address: Any) -> None:
+        """Asks for the line of memory at an address."""
+        kind, pointer = self.ir.IntType(32), self.byte.as_pointer()
+        function = self.ir.FunctionType(self.ir.VoidType(), [pointer, kind, kind, kind])
+        prefetch = self.control.get_or_insert_function(self.b.module, function, "llvm.prefetch.p0")
+        self.b.call(prefetch, [self.b.inttoptr(address, pointer), kind(0), kind(3), kind(1)])
