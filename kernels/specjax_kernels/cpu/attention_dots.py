@@ -16,7 +16,9 @@ from specjax_kernels.cpu.vectors import Vectors
 from specjax_kernels.masks import FLOOR, MASKED
 
 ROWS = 4  # query rows that share what is read
-LOWEST = -87.0  # exponents below give numbers that are not normal, which take some processors much longer
+LOWEST = -60.0
+"""Weights below exp(LOWEST) of the largest, which is 1, count as 0: no float32 sum shows them, and their products with
+values would be too small for normal numbers, with which processors take many times as long."""
 
 
 def emit_scores(b: Any, values: Any) -> None:
@@ -117,9 +119,9 @@ def emit_highest(b: Any, values: Any) -> None:
 
 
 def emit_exponentials(b: Any, values: Any) -> None:
-    """exp(score - peak) of `count` scores in place, 0 where one is masked, and their sum to `out`. `peak`: an address.
+    """exp(score - peak) of `count` scores in place, and their sum to `out`. `peak`: an address.
 
-    Within 2 units in the last place: the polynomial of Cephes' expf. NaN stays NaN.
+    Within 2 units in the last place: the polynomial of Cephes' expf. See `LOWEST`. NaN stays NaN.
     """
     scores, peak, count, out = values
     v = Vectors(b)
@@ -145,8 +147,8 @@ def emit_exponentials(b: Any, values: Any) -> None:
         power = b.fadd(v.fused(b.fmul(power, rest), rest, rest), number(1.0))
         exponent = b.add(b.sub(b.bitcast(shifted, words), v.constant(words, 0x4B400000)), v.constant(words, 127))
         power = b.fmul(power, b.bitcast(b.shl(exponent, v.constant(words, 23)), v.lanes))
+        power = b.select(b.fcmp_ordered("<=", value, number(LOWEST)), v.zeros(), power)
         power = b.select(b.fcmp_unordered("uno", score, score), score, power)
-        power = b.select(b.fcmp_ordered("<=", score, number(MASKED * 0.5)), v.zeros(), power)
         v.store(power, place)
         b.store(b.fadd(b.load(total), b.select(there, power, v.zeros())), total)
     v.store(b.extract_element(v.folded(b.load(total), 1), v.ir.IntType(32)(0)), out)
