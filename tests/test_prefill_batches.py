@@ -28,12 +28,12 @@ def shapes(found: Buckets) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("platform", "sizes", "expected"),
     [
-        ("cpu", {}, [(1, 8), (1, 16), (1, 64), (1, 512), (8, 64), (16, 32)]),
+        ("cpu", {}, [(1, 8), (1, 16), (1, 64), (1, 512), (2, 64), (8, 64), (16, 32)]),
         ("gpu", {}, [(1, 256), (1, 2048), (8, 256)]),
         ("cpu", {"rows": 1}, [(1, 8), (1, 16), (1, 64), (1, 512)]),
         ("cpu", {"rows": 3}, [(1, 8), (1, 16), (1, 64), (1, 512), (3, 64)]),
-        ("cpu", {"rows": 15}, [(1, 8), (1, 16), (1, 64), (1, 512), (8, 64)]),
-        ("cpu", {"chunk": 128}, [(1, 8), (1, 16), (1, 64), (1, 128), (8, 64), (16, 32)]),
+        ("cpu", {"rows": 15}, [(1, 8), (1, 16), (1, 64), (1, 512), (2, 64), (8, 64)]),
+        ("cpu", {"chunk": 128}, [(1, 8), (1, 16), (1, 64), (1, 128), (2, 64), (8, 64), (16, 32)]),
         ("cpu", {"chunk": 8}, [(1, 8), (8, 8)]),
         ("cpu", {"prefill": 200}, [(1, 8), (1, 16), (1, 64), (1, 200), (3, 64)]),
         ("cpu", {"prefill": 20, "chunk": 300}, [(1, 8), (1, 16), (1, 20)]),
@@ -53,9 +53,8 @@ def test_the_programs_keep_to_the_limits(platform, sizes, expected):
         ([12], None, (1, 16)),
         ([7], None, (1, 8)),
         ([60] * 8, None, (8, 64)),
-        ([60] * 7, None, (8, 64)),
-        ([60] * 6, None, (1, 64)),  # six forwards of 64 cost less than one of 512
-        ([60, 60], None, (1, 64)),  # two of eight places would be used
+        ([60] * 7, None, (2, 64)),  # the first ones are ready earlier
+        ([60, 60], None, (2, 64)),
         ([60, 5000], None, (1, 64)),
         ([3, 5000], None, (1, 8)),
         ([5000] * 8, None, (1, 512)),  # costs the same, and the first is ready earlier
@@ -170,9 +169,9 @@ def test_an_error_of_the_model_is_made_up_for():
     assert width == shapes[0]
 
 
-@pytest.mark.parametrize(("running", "expected"), [(0, (1, 64)), (48, (8, 64))])
+@pytest.mark.parametrize(("running", "expected"), [(0, (2, 64)), (48, (8, 64))])
 def test_the_step_that_follows_counts(running, expected):
-    """Six prompts one after another cost less than a program of eight, but not with six steps of all between."""
+    """Six prompts two by two cost less than a program of eight, but not with six steps of all between."""
     found = buckets()
     key = next(found.prefill_keys([60] * 6, [4] * 6, None, {*found.all_keys()}, running=running))
     assert (key.rows, key.width) == expected

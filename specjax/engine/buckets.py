@@ -123,8 +123,10 @@ class Buckets:
         packs = [(1, fine) for fine in FINE_CHUNKS.get(kind, ()) if fine < small]
         if (prompts := min(PROMPTS, rows, (prefill or PROMPTS * small) // small)) > 1:
             packs.append((prompts, small))
-        if kind == "cpu" and prompts == PROMPTS and rows >= 2 * PROMPTS and small == SMALL_CHUNK[kind]:
-            packs.append((2 * PROMPTS, small // 2))  # of many short prompts the rest after a common beginning
+        if kind == "cpu" and prompts == PROMPTS and small == SMALL_CHUNK[kind]:
+            packs.append((2, small))  # beside many running requests, whose steps give it the time
+            if rows >= 2 * PROMPTS:
+                packs.append((2 * PROMPTS, small // 2))  # of many short prompts the rest after a common beginning
         return cls(
             batches=(*(b for b in BATCHES[kind] if b < rows), rows),
             chunks=tuple(sorted({small, largest})),
