@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float32, Int32, UInt32
+from specjax_kernels import argmax
 from specjax_kernels.truncation import in_prefix
 
 STOP_IDS = 8  # stop ids of a row on the device; the host checks further ones
@@ -307,7 +308,7 @@ def draw(
         return jnp.where(hot[:, None], scaled + noise, x)
 
     perturbed = when(rows.temperature > 0, sample, logits)
-    return jnp.argmax(perturbed, axis=-1).astype(jnp.int32)
+    return argmax(perturbed)
 
 
 @jax.jit
@@ -356,4 +357,4 @@ def draw_straight(
     likely = jnp.where(inside, jax.vmap(cut_min_p)(scaled, flat), -jnp.inf)
     noise = jax.vmap(gumbel_noise, in_axes=(0, 0, None))(flat.seed, position, vocab)
     perturbed = jnp.where(hot[:, None], likely + noise, x)
-    return jnp.argmax(perturbed, axis=-1).astype(jnp.int32).reshape(batch, nodes)
+    return argmax(perturbed).reshape(batch, nodes)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float32, Int32, Shaped, UInt32
+from specjax_kernels import argmax
 from specjax_kernels.launch import has_kernels
 
 from specjax.sampling import DrawInputs, draw, draw_straight, is_plain
@@ -89,7 +90,7 @@ def verify_tree(
     walk = partial(draws, tree, logits, inputs, prefix_length, emitted, depth, allowed)
     if allowed is not None:
         return find_verdict(tree, walk(), depth)
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greedy = argmax(logits)
     # Stop ids of min_tokens can only be masked at deeper nodes if they are masked at the root.
     plain = jnp.all(is_plain(inputs.rows, emitted, logits.shape[-1]) | ~inputs.active)
     return find_verdict(tree, jax.lax.cond(plain, lambda: greedy, walk), depth)
@@ -130,7 +131,7 @@ def finite_logits(logits: Float32[Array, "B N V"]) -> Bool[Array, "B N"]:
 
     The largest tells, as argmax prefers a NaN to any number. XLA computes it once for this and for `verify_tree`.
     """
-    largest = jnp.argmax(logits, axis=-1)[:, :, None]
+    largest = argmax(logits)[:, :, None]
     return jnp.isfinite(jnp.take_along_axis(logits, largest, axis=2)[:, :, 0])
 
 

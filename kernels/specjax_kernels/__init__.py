@@ -8,6 +8,7 @@ from specjax_kernels.api import (
     implementation_named,
     tree_attention,
 )
+from specjax_kernels.largest import argmax
 from specjax_kernels.linear import CHEAP_ROWS, linear, unembed
 from specjax_kernels.masks import CAUSAL, Causal, pack_bits, unpack_bits
 from specjax_kernels.norm import Norm, rms_norm
@@ -24,6 +25,7 @@ __all__ = [
     "Norm",
     "Quantised",
     "Slice",
+    "argmax",
     "arrays",
     "attention",
     "commit_all",
