@@ -44,12 +44,14 @@ from specjax.state import (
     Logprobs,
     PrefillInput,
     Row,
+    Sized,
     StepInput,
     StepOutput,
     Trace,
     admit,
 )
 from specjax.tree import NO_TOKEN, DraftTree, ancestor_mask, best_nodes, first_nodes, narrow, root_only
+from specjax.tree_size import Sizing, best_width, expected_tokens, path_probabilities
 from specjax.types import Active, PerRequest
 from specjax.verify import Verdict, Verifier, block_logprobs, finite_logits, pad_levels, path_logprobs, verify_tree
 
@@ -61,6 +63,7 @@ class StepConfig:
     widths: tuple[int, ...] = ()  # of trees, ascending; (): the drafter's. Of wider trees the best nodes count
     trace: bool = False  # whether `StepOutput.trace` is filled in
     prompt_logprobs: bool = False  # whether a prefill fills in `StepOutput.prompt`
+    dynamic: bool = False  # whether each step chooses among `widths` by `StepInput.sizing`; see `specjax.tree_size`
 
 
 class Checked(NamedTuple):
@@ -79,8 +82,11 @@ def draft_phase(
 ) -> tuple[DraftTree, DecodeState]:
     """The drafter's trees for the batch: [B, N] nodes, node 0 the root, N the largest of `config`'s widths.
 
-    A larger tree, or one with more drafts than its row's `draft_limit`, is cut to the nodes with the best scores. With
-    a width of 1 the drafter is not called.
+    A larger tree, or one with more drafts than its row's `draft_limit`, is cut to the nodes with the best scores, and
+    with `config.dynamic` to as many as are worth checking. With a width of 1 the drafter is not called.
+
+    Raises:
+        ValueError: `config.dynamic` without `StepInput.sizing`.
     """
     context, row, _ = _gather(state, inputs)
     if config.widths == (1,):
@@ -88,6 +94,8 @@ def draft_phase(
     tree, draft = drafter.propose(params, state.draft, context)
     most = max(config.widths, default=tree.width)
     count = jnp.where(context.active, row.draft_limit + 1, 1)
+    if config.dynamic:
+        count = jnp.minimum(count, _size(tree, count, context.active, inputs.sizing, config.widths))
     tree = narrow(first_nodes(tree, count), most) if drafter.chains else best_nodes(tree, count, most)
     return tree, state._replace(draft=draft)
 
@@ -145,9 +153,7 @@ def check_phase(
 
     if len(widths) == 1:
         return at_width(widths[0])
-    needed = jnp.max(jnp.sum(tree.valid, axis=1))
-    chosen = jnp.sum(needed > jnp.array(widths[:-1]))
-    return jax.lax.switch(chosen, [partial(at_width, width) for width in widths])
+    return jax.lax.switch(_narrowest(tree, widths), [partial(at_width, width) for width in widths])
 
 
 def commit_phase(
@@ -168,7 +174,12 @@ def commit_phase(
     path_tokens = jnp.take_along_axis(tree.tokens, verdict.path, axis=1)
     observation = Observation(path_tokens, verdict.tokens, checked.features, emitted)
     trace = Trace(tree, verdict.drawn, verdict.path, verdict.accepted) if config.trace else None
-    output = StepOutput(verdict.tokens, emitted, jnp.maximum(emitted - 1, 0), finish, checked.logprobs, trace)
+    sized = None
+    if config.dynamic:
+        nodes = jnp.array(config.widths, jnp.int32)[_narrowest(tree, config.widths)]
+        sized = Sized(jnp.broadcast_to(nodes, emitted.shape), jnp.sum(path_probabilities(tree), axis=1))
+    accepted = jnp.maximum(emitted - 1, 0)
+    output = StepOutput(verdict.tokens, emitted, accepted, finish, checked.logprobs, trace, sized=sized)
     state = _advance(params, drafter, state, context, row, checked.block, observation, output, after=checked.finite)
     return state, output
 
@@ -317,6 +328,23 @@ def _gather(state: DecodeState, inputs: StepInput | PrefillInput) -> tuple[Conte
         page_size=PageSize(pool_shape(state.cache).page_size),
     )
     return context, row, DrawInputs(row.sampling, row.history, slots, active)
+
+
+def _size(
+    tree: DraftTree, count: PerRequest, active: Active, sizing: Sizing | None, widths: tuple[int, ...]
+) -> Int32[Array, ""]:
+    """The tree width with the most tokens a second for the whole batch. `count`: most nodes of each tree."""
+    if sizing is None:
+        raise ValueError("StepConfig.dynamic chooses a tree's size from StepInput.sizing, which is None")
+    tokens = expected_tokens(tree, count, widths, sizing.correction)
+    tokens = jnp.sum(jnp.where(active[:, None], tokens, 0.0), axis=0)
+    return jnp.array(widths, jnp.int32)[best_width(tokens, sizing.milliseconds)]
+
+
+def _narrowest(tree: DraftTree, widths: tuple[int, ...]) -> Int32[Array, ""]:
+    """The index of the narrowest width that holds all trees of the batch."""
+    needed = jnp.max(jnp.sum(tree.valid, axis=1, dtype=jnp.int32))
+    return jnp.sum(needed > jnp.array(widths[:-1], jnp.int32), dtype=jnp.int32)
 
 
 def _fitted(tree: DraftTree, config: StepConfig) -> DraftTree:

@@ -137,6 +137,17 @@ def rerank(root: PerRequest, pool: Pool, width: int) -> DraftTree:
     return _below(root, DraftTree(tokens, place, depth, valid, scores))
 
 
+def ranks(tree: DraftTree) -> Int32[Array, "B N"]:
+    """The place of each node in its tree by score, from 0: the root, then the best first, invalid nodes last. Of equal
+    scores the lower index (the parent) is first."""
+    index = jnp.arange(tree.width, dtype=jnp.int32)
+    scores = jnp.where(tree.valid, tree.scores, -jnp.inf).at[:, 0].set(jnp.inf)
+    mine, other = scores[:, :, None], scores[:, None, :]
+    # Counted, not sorted: [B, N, N] comparisons are one small kernel.
+    before = (other > mine) | ((other == mine) & (index[None, :] < index[:, None])[None])
+    return jnp.sum(before, axis=2, dtype=jnp.int32)
+
+
 def best_nodes(tree: DraftTree, count: PerRequest, width: int | None = None) -> DraftTree:
     """The root and the best of the other nodes, ``count[b]`` in all (at least 1, at most `width`), in their order.
 
@@ -148,11 +159,7 @@ def best_nodes(tree: DraftTree, count: PerRequest, width: int | None = None) -> 
     """
     width = tree.width if width is None else min(width, tree.width)
     index = jnp.arange(tree.width, dtype=jnp.int32)
-    scores = jnp.where(tree.valid, tree.scores, -jnp.inf).at[:, 0].set(jnp.inf)
-    mine, other = scores[:, :, None], scores[:, None, :]
-    # Counted, not sorted: [B, N, N] comparisons are one small kernel.
-    rank = jnp.sum((other > mine) | ((other == mine) & (index[None, :] < index[:, None])[None]), axis=2)
-    kept = tree.valid & (rank < jnp.clip(count, 1, width)[:, None])
+    kept = tree.valid & (ranks(tree) < jnp.clip(count, 1, width)[:, None])
     parent = jnp.maximum(tree.parents, 0)
     kept &= jnp.take_along_axis(kept, parent, axis=1)
     place = (jnp.cumsum(kept, axis=1) - 1).astype(jnp.int32)

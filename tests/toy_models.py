@@ -351,7 +351,7 @@ class Runner:
                 done[row] += len(part)
                 following[row] = text[done[row]] if done[row] < len(text) else forced
             inputs = self.inputs(length[:-1] > 0)
-            given = PrefillInput(*inputs, *map(jnp.asarray, (tokens, length, following)))
+            given = PrefillInput(*inputs[:3], *map(jnp.asarray, (tokens, length, following)))
             self.state, output = self.steps.prefill(self.params, self.state, given)
             last |= {row: output for row in range(self.rows) if length[row] and done[row] == len(texts[row])}
         picked = [jax.tree.map(lambda leaf, row=row: np.asarray(leaf)[row], last[row]) for row in sorted(last)]

@@ -89,7 +89,7 @@ class Recorder:
             tokens = np.zeros((1, self._chunk), np.int32)
             tokens[0, : len(part)] = part
             count_and_next = np.array([len(part)], np.int32), np.array([following], np.int32)
-            given = PrefillInput(*inputs, *map(jnp.asarray, (tokens, *count_and_next)))
+            given = PrefillInput(*inputs[:3], *map(jnp.asarray, (tokens, *count_and_next)))
             state, output = self._steps.prefill(self._params, state, given)
         assert output is not None, "a prompt has a token"
         found = Recording([int(output.tokens[0, 0])], [[] for _ in self._drafters])

@@ -118,7 +118,7 @@ def tokens_drawn(options: dict[str, str] | None) -> list[list[list[int]]]:
     drawn = []
     for _ in range(STEPS):
         table = np.arange(8 * rows, dtype=np.int32).reshape(rows, 8)
-        inputs = StepInput(*map(jnp.asarray, (np.arange(rows, dtype=np.int32), table, np.ones(rows, bool))))
+        inputs = StepInput(jnp.arange(rows, dtype=jnp.int32), jnp.asarray(table), jnp.ones(rows, bool))
         state, output = step(params, state, inputs)
         tokens, emitted = np.asarray(output.tokens), np.asarray(output.emitted)
         drawn.append([row[:count].tolist() for row, count in zip(tokens, emitted, strict=True)])
