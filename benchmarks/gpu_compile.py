@@ -51,6 +51,7 @@ from specjax.step import (
     verify_phase,
 )
 from specjax.tree import DraftTree
+from specjax.tree_size import Sizing
 from specjax.verify import Verifier, verify_tree
 
 SPEC = Path(__file__).parent / "gpu" / "h200.txtpb"
@@ -88,10 +89,10 @@ class Program(NamedTuple):
 
 def programs(
     shapes: Shapes, place: Callable[[Any], Any], *, algorithm: str, several_widths: bool, nodes: int | None = None,
-    verify: Verifier = STRAIGHT,
+    verify: Verifier = STRAIGHT, sizes: tuple[int, ...] = (),
 ) -> dict[str, Program]:  # fmt: skip
     """The step and its phases, as jitted functions and the shapes they are called with. `nodes`: of the trees that a
-    batch bucket has room for; None: whole trees."""
+    batch bucket has room for; None: whole trees. `sizes`: tree widths that each step chooses among; (): it does not."""
     config = llama_8b(shapes.layers)
     target, head = make_target(config, backend=shapes.backend), eagle3_head(config)
     if algorithm == "NONE":
@@ -112,6 +113,10 @@ def programs(
     if nodes is not None:
         drafter = drafter.within(nodes)
     step = StepConfig(tree_widths(drafter) if several_widths else (nodes or drafter.width,))
+    if sizes:
+        floats = (jax.ShapeDtypeStruct((count,), jnp.float32) for count in (len(sizes), shapes.batch))
+        inputs = inputs._replace(sizing=place(Sizing(*cast(Any, floats))))
+        step = StepConfig(sizes, dynamic=True)
     whole = partial(speculate_step, target=target, drafter=drafter, verify=verify, config=step)
     draft = partial(draft_phase, drafter=drafter, config=step)
     check = partial(check_phase, target=target, drafter=drafter, verify=verify, config=step)
@@ -129,8 +134,9 @@ def programs(
     }
 
 
-def compiled(program: Program, options: dict[str, str]) -> dict[str, Any]:
-    """Compiles one program and reads what came of it."""
+def compiled(program: Program, options: dict[str, str], *, weights: bool = True) -> dict[str, Any]:
+    """Compiles one program and reads what came of it. `weights`: also which of them its kernels read, which is not
+    followed into the branches of a choice."""
     with tempfile.TemporaryDirectory(prefix="specjax-gpu-") as folder:
         start = time.perf_counter()
         with described_device(program.arguments):
@@ -141,7 +147,8 @@ def compiled(program: Program, options: dict[str, str]) -> dict[str, Any]:
     assert dump is not None, "the compiler wrote no thunk sequence"
     memory = executable.memory_analysis()
     record: dict[str, Any] = {"options": options} | counts(*dump)
-    record["weights_read"] = weights_read(executable.as_text())
+    if weights:
+        record["weights_read"] = weights_read(executable.as_text())
     record |= {
         "argument_bytes": memory.argument_size_in_bytes,
         "alias_bytes": memory.alias_size_in_bytes,

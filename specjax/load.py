@@ -224,7 +224,7 @@ def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platfo
         raise CheckpointError(f"{shipped.folder}/serving.toml: {error}") from error
     least = measured.min_probability if options.min_probability is None else options.min_probability
     options = replace(options, path=str(shipped.folder), min_probability=least)
-    return Chosen(options, measured.tree() if measured.explicit_tree else None, shipped)
+    return Chosen(options, measured.shape() if measured.explicit_tree else None, shipped)
 
 
 def _path(options: DraftOptions) -> str | None:

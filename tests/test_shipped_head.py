@@ -364,7 +364,7 @@ def test_what_ships_is_whole(head):
     assert set(tomllib.loads((head.folder / "serving.toml").read_text())) == set(shipped.DEVICES)
     for device in shipped.DEVICES:
         measured = Eagle3(**head.serving(device))
-        assert measured.tree(TreeShape(1, 1, 2)) == TreeShape(measured.steps, measured.topk, measured.nodes)
+        assert measured.shape(TreeShape(1, 1, 2)) == TreeShape(measured.steps, measured.topk, measured.nodes)
 
 
 @pytest.mark.real_model

@@ -448,7 +448,7 @@ def test_flags_and_options():
     assert flags.draft_options(flags.Settings(speculative=speculative)) == Standalone(
         "m", None, 2, vocabulary="intersection"
     )
-    assert (Standalone("m").tree(), Standalone("m", topk=2).tree()) == (TreeShape(3, 1, 4), TreeShape(3, 2, 7))
+    assert (Standalone("m").shape(), Standalone("m", topk=2).shape()) == (TreeShape(3, 1, 4), TreeShape(3, 2, 7))
     assert options_of("standalone", path="m") == Standalone("m") and Standalone.kind is None
     with pytest.raises(ValueError, match="STANDALONE needs a target and a draft model; what is missing is model"):
         make_drafter("STANDALONE", target=target().target)

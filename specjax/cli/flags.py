@@ -188,6 +188,7 @@ class SpeculativeSettings:
         "quantization", choices=("int8", "fp8", "none"), parse=str.lower
     )
     speculative_coupling: str = _draft("coupling", choices=("noise", "none"), parse=str.lower)
+    speculative_tree: str = _draft("tree", choices=("static", "dynamic"), parse=str.lower)
     speculative_token_map: str | None = _draft("token_map", metavar="MAP", digits=True)
     speculative_ngram_min_match_window_size: int = _draft("min_match")
     speculative_ngram_max_match_window_size: int = _draft("max_match")

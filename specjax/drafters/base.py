@@ -186,6 +186,8 @@ class Drafter(NamedTuple):
         remembers: whether what one request has said may be drafted for another: then it is told of each text, if only
             when that has ended.
         coupling: "noise": drafts of requests that sample are chosen with the target's noise; "none": without.
+        sizing: "static": each step checks the whole tree; "dynamic": as many of its best nodes as the scores and
+            measured times say are worth it (`specjax.tree_size`). The scores must then be log-probabilities.
         note: for the log.
     """
 
@@ -205,11 +207,14 @@ class Drafter(NamedTuple):
     resize: Callable[[int], Drafter] | None = None
     remembers: bool = False
     coupling: str = "none"
+    sizing: str = "static"
     note: str = ""
 
     def within(self, nodes: int) -> Drafter:
         """The drafter for steps whose trees have at most `nodes` nodes."""
-        return self if self.resize is None or not 1 < nodes < self.width else self.resize(nodes)
+        if self.resize is None or not 1 < nodes < self.width:
+            return self
+        return self.resize(nodes)._replace(sizing=self.sizing)
 
 
 def none_drafter() -> Drafter:

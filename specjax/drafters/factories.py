@@ -49,7 +49,7 @@ def make_drafter(
     if not isinstance(options, ModelOptions):
         raise ValueError(f"{options.algorithm} chooses a drafter for a model: use Engine.from_pretrained")
     if options.kind is None:
-        return _standalone(options, target, model, automatic, platform)
+        return _standalone(options, target, model, automatic, platform)._replace(sizing=options.tree)
     if target is None or head is None or options.kind != head.kind:
         given = "no head" if head is None else f"a head of kind {head.kind!r}"
         given += " and no target" if target is None else ""
@@ -57,8 +57,8 @@ def make_drafter(
         raise ValueError(f"{options.algorithm} needs {needed}; what is given is {given}")
     tree = _tree(options, target, automatic, platform)._asdict()
     if isinstance(head, MtpConfig):
-        return mtp_drafter(target, head, backend=backend, **tree)
-    return eagle_drafter(target, head, backend=backend, **tree)
+        return mtp_drafter(target, head, backend=backend, **tree)._replace(sizing=options.tree)
+    return eagle_drafter(target, head, backend=backend, **tree)._replace(sizing=options.tree)
 
 
 def _standalone(
@@ -82,7 +82,7 @@ class _Tree(NamedTuple):
 
 
 def _tree(options: ModelOptions, target: Target, automatic: TreeShape | None, platform: str) -> _Tree:
-    shape = options.tree(automatic or options.automatic(target.config.family))
+    shape = options.shape(automatic or options.automatic(target.config.family))
     if options.nodes not in (None, shape.nodes):
         owner = type(options).__name__
         logger.warning(

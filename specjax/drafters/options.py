@@ -16,6 +16,10 @@ Coupling: TypeAlias = Literal["noise", "none"]
 """Whether requests that sample draft with the target's noise; see `specjax.drafters.coupling`."""
 
 
+TreeSizing: TypeAlias = Literal["static", "dynamic"]
+"""Whether each step checks the whole tree, or so many of its nodes as are worth it; see `specjax.tree_size`."""
+
+
 @dataclass(frozen=True)
 class TreeShape:
     """Steps D, top-k k, nodes N (the root included).
@@ -196,9 +200,9 @@ class ModelOptions(DraftOptions):
         path: the draft head or model, a folder or hub id; default: the head that comes with specjax for the model, else
             the model's own MTP layers (EAGLE, MTP).
         revision: branch, tag or commit of a hub id.
-        steps: levels D of the draft tree, each a forward of the draft; default: see `tree`.
+        steps: levels D of the draft tree, each a forward of the draft; default: see `shape`.
         topk: nodes of a level that are expanded, and children of each; default: 1, if another number is given.
-        nodes: nodes N of the tree, the root included; default: see `tree`.
+        nodes: nodes N of the tree, the root included; default: see `shape`.
         min_probability: minimum product (below 1) of the draft's probabilities along the path of a token; default: the
             measured value of a head that comes with specjax, else 0 (all drafts are proposed).
         positions: tokens of a text beyond which nothing is drafted; default: what the draft's config says, if that
@@ -209,6 +213,9 @@ class ModelOptions(DraftOptions):
         coupling: drafts of requests that sample (temperature above 0): noise = the likeliest after the noise that the
             target will draw with, which are accepted more often; none = the likeliest. The text is the same. NGRAM has
             no probabilities to add noise to: no effect there.
+        tree: static = each step checks the whole tree; dynamic = each step checks as many of its best nodes, among
+            the compiled widths, as promise the most tokens a second, by the draft's probabilities and measured step
+            times. The text is the same. Not for NGRAM, whose scores are no probabilities.
     """
 
     path: str | None = None
@@ -220,10 +227,11 @@ class ModelOptions(DraftOptions):
     positions: int | None = field(default=None, kw_only=True, metadata={"range": Range(1)})
     quantization: Literal["int8", "fp8", "none"] | None = field(default=None, kw_only=True)
     coupling: Coupling = field(default="noise", kw_only=True)
+    tree: TreeSizing = field(default="static", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.tree()  # refuses what is wrong for every target; others have fewer steps
+        self.shape()  # refuses what is wrong for every target; others have fewer steps
 
     def weights(self, name: str, dtype: str, platform: str, *, otherwise: str, stored: str | None = None) -> str:
         """How `specjax.checkpoint` should quantise the draft's weights, in the words of `load_params`.
@@ -259,7 +267,7 @@ class ModelOptions(DraftOptions):
     def explicit_tree(self) -> bool:
         return (self.steps, self.topk, self.nodes) != (None, None, None)
 
-    def tree(self, automatic: TreeShape | None = None) -> TreeShape:
+    def shape(self, automatic: TreeShape | None = None) -> TreeShape:
         """The tree that the options mean. `automatic`, by default a Llama target's, is used where no number is given.
 
         Otherwise a missing top-k is 1. Missing nodes are steps + 1 for top-k 1, else 1 + steps * topk, at most the

@@ -55,15 +55,35 @@ def expected_ratio(
     drafted, plain = (known.milliseconds(batch, tree) for tree in (tree_of(drafter), PLAIN_TREE))
     if drafted and plain:
         return drafted / plain
+    drafting = 1 - (1 - FOUND) ** batch if buckets.several_widths and not drafter.runs_model else 1.0
+    return 1 + drafting * (_forward(batch, widest, buckets, params) - 1) + _draft(drafter, params)
+
+
+def width_ratios(key: Key, ratio: float, buckets: Buckets, drafter: Drafter, params: Params) -> dict[int, float]:
+    """Seconds of a step of each of a key's tree widths, all of which draft the same tree, over those of one without
+    drafts, before they were measured in use. From the number of tokens in the forward and the bytes of a draft model,
+    with what both add scaled so that the widest has the `ratio` that `expected_ratio` says."""
+    widths = buckets.step_widths(key)
+    draft = _draft(drafter.within(widths[-1]), params)
+    added = {width: _forward(key.width, width, buckets, params) - 1 + draft for width in widths}
+    scale = max(ratio - 1, 0.0) / added[widths[-1]]
+    return {width: 1 + scale * more for width, more in added.items()}
+
+
+def _forward(batch: int, nodes: int, buckets: Buckets, params: Params) -> float:
+    """Of `nodes` tokens of each request over one of each, from their number."""
     free = buckets.free_tokens
     if buckets.several_widths and stored_bits(params.target) is not None:
         free = min(free, FEW_BIT_TOKENS)
-    model = 0.0
-    if drafter.runs_model:
-        size, whole = (sum(leaf.nbytes for leaf in jax.tree.leaves(part)) for part in (params.draft, params.target))
-        model = drafter.depth * size / whole
-    drafting = 1 - (1 - FOUND) ** batch if buckets.several_widths and not drafter.runs_model else 1.0
-    return 1 + drafting * ((batch * widest + free) / (batch + free) - 1) + model
+    return (batch * nodes + free) / (batch + free)
+
+
+def _draft(drafter: Drafter, params: Params) -> float:
+    """Of a draft over a forward of the target, from the bytes that both read."""
+    if not drafter.runs_model:
+        return 0.0
+    size, whole = (sum(leaf.nbytes for leaf in jax.tree.leaves(part)) for part in (params.draft, params.target))
+    return drafter.depth * size / whole
 
 
 class Drafting:

@@ -34,7 +34,7 @@ from specjax.engine.autotune import tune_at_start
 from specjax.engine.buckets import JUMP, Key
 from specjax.engine.config import EngineConfig, Layout, check_config, context_length
 from specjax.engine.device import Device, OutOfMemory, memory_checked
-from specjax.engine.drafting import Drafting, expected_ratio
+from specjax.engine.drafting import Drafting, expected_ratio, width_ratios
 from specjax.engine.executables import Executables, use_compilation_cache
 from specjax.engine.flight import Flights, InFlight
 from specjax.engine.generation import FairLock, complete
@@ -44,12 +44,13 @@ from specjax.engine.grammar_steps import GrammarSteps
 from specjax.engine.intake import Intake, Prompt, Salts, with_sampling
 from specjax.engine.memory import pool_tokens, room_beside
 from specjax.engine.pace import Pace
-from specjax.engine.packing import Resident, admission, prefill_input, step_input
+from specjax.engine.packing import Resident, admission, prefill_input, step_input, with_sizing
 from specjax.engine.programs import Unavailable
 from specjax.engine.prompt_logprobs import NO_SCORES
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Sequence, Status
+from specjax.engine.sizing import TreeSizes
 from specjax.engine.step_times import StepTimes, predictions
 from specjax.engine.transfers import Counters, read_output, take, take_prompt
 from specjax.engine.tuning import Tuning
@@ -133,6 +134,7 @@ class Engine:
             self.executables, self.device, self.buckets, self._in_flight, drafter,
             chooses=self._deferred is not None, expected=self._expected_ratio, rows=rows,
         )  # fmt: skip
+        self.tree_sizes = TreeSizes(self.buckets, self._width_ratios)
         self._draft_model = draft_model
 
     @classmethod
@@ -405,6 +407,8 @@ class Engine:
             key, program = self.executables.first_usable(keys)
             part, left = left[: key.width], left[key.width :]
             inputs, at = step_input(part, key.width, self._new_pages, self.config.max_running_requests), perf_counter()
+            if self.buckets.sizes(key):
+                inputs = with_sizing(inputs, *self.tree_sizes.inputs(key, part))
             told = self.drafting.told(part, forced, drafts=key.drafts)
             drafted = tuple(sequence for sequence in told if sequence.params.drafts)
             if kind == "constrained":
@@ -449,12 +453,14 @@ class Engine:
             return
         wanted = any(sequence.wants_logprobs for sequence in flight.sequences)
         with memory_checked(flight.key), TraceAnnotation("wait"):
-            read = read_output(flight.output, min(TOP_LOGPROBS, self.vocab_size) if wanted else None)
+            top = min(TOP_LOGPROBS, self.vocab_size) if wanted else None
+            read = read_output(flight.output, top, sized=bool(self.buckets.sizes(flight.key)))
         verified = flight.key.verifies
         drafts = flight.key.drafts and self.buckets.drafts(flight.key.width)
         if (seconds := self._in_flight.seconds(flight)) is not None:
             self.pace.record(flight.key, seconds, max((start for start, _ in flight.prefilled), default=0))
         self.drafting.record(flight, read, seconds)
+        self.tree_sizes.record(flight, read, seconds)
         ended = list[Sequence]()
         for i, (sequence, tokens, finish) in enumerate(zip(flight.sequences, read.tokens, read.finish, strict=False)):
             if sequence.status is Status.FINISHED:
@@ -488,6 +494,11 @@ class Engine:
             return StepTimes.of(self.tuning, predicted)
 
         return expected_ratio(batch, nodes, self.buckets, self.drafter, self.params, times)
+
+    def _width_ratios(self, key: Key) -> dict[int, float]:
+        """See `width_ratios`."""
+        ratio = self._expected_ratio(key.width, key.nodes)
+        return width_ratios(key, ratio, self.buckets, self.drafter, self.params)
 
     def _give_up(self, sequence: Sequence, message: str) -> None:
         """Ends a request that cannot go on; the others do. `message`: its reason."""

@@ -105,6 +105,8 @@ class Sequence:
     unseen: int = 0  # at most so many committed tokens has the drafter not been told of, if that is deferred
     drafted: float = 0.0  # recent steps that could draft, and what they emitted; see `specjax.engine.adaptive`
     gained: float = 0.0
+    promised: float = 0.0  # drafts that recent trees promised, and how many of them were accepted
+    kept: float = 0.0
     verify_steps: int = 0
     histogram: list[int] = field(default_factory=list)  # steps by drafts accepted
     sent: int = 0  # characters of the text handed to a streaming caller

@@ -46,6 +46,7 @@ def server_info(engine: Engine, runner: Runner, settings: ServerSettings, model:
             "tokens_each": engine.pool.page_size,
         },
         "speculative_choice": engine.drafting.report(),
+        "speculative_tree_sizes": engine.tree_sizes.report(),
         "prefilled_tokens": counters.prefilled_tokens,
         "cached_tokens": counters.cached_tokens,
         "generated_tokens": counters.generated,

@@ -104,6 +104,7 @@ def describe(engine: Engine, model: str) -> dict[str, Any]:
         "speculative_algorithm": engine.drafter.name,
         "speculative_num_draft_tokens": engine.drafter.width,
         "speculative_coupling": engine.drafter.coupling,
+        "speculative_tree": engine.drafter.sizing,
         "speculative_draft_quantization": stored_in(engine.params.draft),
         "verify_steps": counters.verifications,
         **drafting_summary(engine.drafter, engine.buckets, counters.verifications, counters.drafted_steps, in_flags),
