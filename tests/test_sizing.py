@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import math
 from dataclasses import replace
@@ -89,7 +90,7 @@ def check_report(engine) -> None:
     assert sum(steps) > TRIES and sum(step > 0 for step in steps) > 1, report
     times = [width.get("milliseconds") for widths in report["batches"].values() for width in widths.values()]
     assert any(time and time > 0 for time in times)
-    assert describe(engine, "m")["speculative_tree"] == "dynamic"
+    assert describe(engine, "m")["speculative_tree"] == "dynamic" and json.loads(json.dumps(report)) == report
 
 
 def test_a_grammar_is_followed_beside_a_request_without_one():
