@@ -90,6 +90,12 @@ def test_tables_hold_the_same_figures():
     assert {line.count(" & ") for line in latex.splitlines() if line.endswith(r"\\")} <= {2, 3}
 
 
+def test_short_titles_of_sets():
+    assert tables.titles(["spec_bench/math_reasoning", "gsm8k"]) == ["math reasoning", "gsm8k"]
+    both = ["spec_bench/mt_bench", "mt_bench", "all"]
+    assert tables.titles(both) == ["spec bench/mt bench", "mt bench", "all"], "one name must not stand for two sets"
+
+
 def test_pictures(tmp_path):
     pytest.importorskip("matplotlib")
     made = rows()

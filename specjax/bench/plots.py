@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from specjax.bench.results import ALL, Sample, curve
+from specjax.bench.tables import titles
 
 INSTALL = "pip install 'specjax[bench]'"
 KINDS = ("svg", "png", "pdf")
@@ -74,7 +75,7 @@ def _speed_ups(rows: Sequence[dict[str, Any]], where: str) -> Any:
         axes.bar(places, heights, width * 0.92, label=method, yerr=errors, capsize=2, error_kw={"linewidth": 0.8})
     axes.axhline(1, color="0.4", linewidth=0.8, linestyle="--")
     axes.set_xticks(
-        range(len(sets)), sets, rotation=20 if len(sets) > 3 else 0, ha="right" if len(sets) > 3 else "center"
+        range(len(sets)), titles(sets), rotation=20 if len(sets) > 3 else 0, ha="right" if len(sets) > 3 else "center"
     )
     axes.set_ylabel("speed-up")
     axes.set_title(where, fontsize=10)

@@ -97,6 +97,12 @@ def escaped(text: str) -> str:
     return "".join(SPECIAL.get(character, character) for character in text)
 
 
+def titles(sets: Sequence[str]) -> list[str]:
+    """Short names of sets: of `spec_bench/math_reasoning` the part, if no other set of these is called so."""
+    short = [name.rpartition("/")[2] for name in sets]
+    return [(one if short.count(one) == 1 else name).replace("_", " ") for one, name in zip(short, sets, strict=True)]
+
+
 def as_latex(rows: Sequence[Row]) -> str:
     r"""A table for papers, with booktabs: a row for each method and temperature, two columns for each set, the speed-up
     and the accept length \tau. The best speed-up of a set and temperature is bold."""
@@ -109,7 +115,7 @@ def as_latex(rows: Sequence[Row]) -> str:
         r"% \usepackage{booktabs}",
         r"\begin{tabular}{ll" + "rr" * len(sets) + "}",
         r"\toprule",
-        " & ".join(["", "", *(rf"\multicolumn{{2}}{{c}}{{{escaped(name)}}}" for name in sets)]) + r" \\",
+        " & ".join(["", "", *(rf"\multicolumn{{2}}{{c}}{{{escaped(name)}}}" for name in titles(sets))]) + r" \\",
         " ".join(rf"\cmidrule(lr){{{3 + 2 * i}-{4 + 2 * i}}}" for i in range(len(sets))),
         " & ".join(["", "Method", *[r"Speed-up & $\tau$"] * len(sets)]) + r" \\",
     ]
