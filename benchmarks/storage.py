@@ -9,7 +9,7 @@ files. The weights of f32, f16 and q4_1 are the same numbers but for F16's round
     llama.cpp           llama-cpp-python on that file, if it can be imported; `lookup` with its prompt lookup
     transformers        float32 and bfloat16, on the dequantised weights; `lookup` with prompt lookup
 
-Greedy, 128 tokens a prompt whatever the text, one request at a time. What is measured and printed is `decode.py`'s.
+Greedy, 128 tokens a prompt whatever the text, one request at a time. `decode.py` says what is measured and printed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 from decode import (
     ENGINE,
-    LOOKUP_TOKENS,
     Contender,
     Run,
     engine_contender,
@@ -45,6 +44,7 @@ from gguf.quants import quantize
 from records import DATA, finish, machine, read_prompts
 
 from specjax import Engine, EngineConfig, checkpoint
+from specjax.bench.methods import LOOKUP_TOKENS
 from specjax.checkpoint import hub
 from specjax.checkpoint.files import default_cache_dir
 

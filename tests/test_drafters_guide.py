@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -105,17 +106,19 @@ def test_in_the_benchmark(my_drafter, tmp_path):
     path = os.pathsep.join([str(my_drafter), str(ROOT), str(ROOT / "kernels")])
     words = COMMAND.replace("PYTHONPATH=. python", "").split()
     model = saved_model(tmp_path, max_position_embeddings=1024)
-    few = ["--model", model, "--limit", "1", "--max-new-tokens", "24", "--sets", "mt_bench"]
+    few = ["--model", model, "--limit", "1", "--turns", "1", "--max-new-tokens", "24", "--timed", "0"]
     done = subprocess.run(
-        [sys.executable, *words, *few],
+        [sys.executable, *words, *few, "--output", str(tmp_path / "out"), "--no-progress"],
         cwd=ROOT,
         env=environment() | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "texts of my_drafter:prompt_lookup = none: 1 equal" in done.stdout
-    assert "my_drafter:lossy / none" in done.stdout
+    rows = {row["method"]: row for row in json.loads((tmp_path / "out" / "results.json").read_text())["results"]}
+    assert rows.keys() == {"NONE", "my_drafter:prompt_lookup", "my_drafter:lossy"}
+    assert rows["my_drafter:prompt_lookup"]["texts"]["equal"] == 1
+    assert rows["my_drafter:prompt_lookup"]["accept_length"] <= rows["my_drafter:lossy"]["accept_length"]
 
 
 def test_a_name_leads_to_the_function(my_drafter):
