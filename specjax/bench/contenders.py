@@ -149,8 +149,10 @@ class Source:
     def _model(self, name: str | None, dtype: str) -> Any:
         """A model of transformers; None: the target, its weights dequantised."""
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, GenerationConfig
+        from transformers.utils import logging
 
+        logging.set_verbosity_error()  # its assisted decoding warns of its own calls
         key = f"{name} {dtype}"
         if key not in self._models:
             revision = self._options.get("revision") if name is None else None
@@ -158,6 +160,7 @@ class Source:
             with tempfile.TemporaryDirectory() as folder:
                 checkpoint.save_dequantised(files, Path(folder))
                 model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+            model.generation_config = GenerationConfig()  # a checkpoint's may hold penalties, which ours does not apply
             self._models[key] = model
         return self._models[key]
 
