@@ -17,7 +17,7 @@ from test_gpu_lowering import decisions
 from toy_models import Runner, sampling_rows, tiny_llama
 
 from specjax.drafters import Context, StandaloneParams, TreeShape, eagle_drafter
-from specjax.drafters.coupling import level_noise
+from specjax.drafters.coupling import OUTSIDE, cut, level_noise, with_noise
 from specjax.drafters.factories import make_drafter
 from specjax.drafters.options import options_of
 from specjax.drafters.standalone import standalone_drafter
@@ -34,6 +34,13 @@ REQUESTS = [
     ([11], Sampling(max_tokens=41, temperature=1.7, seed=4)),
     ([40, 5], Sampling(max_tokens=31, temperature=0.9, seed=6, top_p=0.8, frequency_penalty=0.4, bias={3: 2.0})),
     ([9, 8], Sampling(max_tokens=31, temperature=1.2, seed=7, top_k=5, min_p=0.05, repetition_penalty=1.3)),
+]
+
+TRUNCATED = [
+    ([40, 5], Sampling(max_tokens=41, temperature=0.9, seed=6, top_p=0.8)),
+    ([9, 8], Sampling(max_tokens=41, temperature=1.2, seed=7, top_k=5)),
+    ([11], Sampling(max_tokens=41, temperature=1.5, seed=8, min_p=0.2)),
+    ([1, 2, 3], Sampling(max_tokens=41, temperature=0.7, seed=9, top_k=20, top_p=0.9, min_p=0.05)),
 ]
 
 
@@ -74,6 +81,29 @@ def test_a_step_in_which_nobody_samples_computes_no_noise():
     assert not decisions(main["cuda"]), "a GPU's host has nothing to decide"
 
 
+def test_what_the_request_cuts_off_comes_last():
+    """By the draft's distribution; rows that do not truncate, and those that are not active, are left as they are."""
+    requests = [request for _, request in TRUNCATED + REQUESTS[:3]] + [TRUNCATED[1][1]]
+    given = context(requests, [4] * len(requests), 48, active=[True] * 7 + [False])
+    logits = np.random.default_rng(2).normal(0, 2, (len(requests), 2, 48)).astype(np.float32)
+    found = np.asarray(jax.jit(cut)(given, jnp.asarray(logits)))
+    for row, request in enumerate(requests):
+        for node in range(2):
+            wanted = logits[row, node]
+            if row < len(TRUNCATED):
+                inside = np.isfinite(oracle.truncated_logits(wanted, request)[0])
+                assert 0 < inside.sum() < 48
+                wanted = np.where(inside, wanted, wanted - np.float32(OUTSIDE))
+            np.testing.assert_array_equal(found[row, node], wanted)
+
+
+def test_a_gpu_has_nothing_to_decide_about_rows_that_truncate():
+    given = context([request for _, request in TRUNCATED], [4] * 4, 48), 2, jnp.arange(48, dtype=jnp.int32)
+    logits = jnp.zeros((4, 3, 48), jnp.float32)
+    lowered = jax.jit(with_noise, static_argnums=1).trace(*given, logits).lower(lowering_platforms=("cuda",)).as_text()
+    assert not decisions(lowered) and "while" not in lowered
+
+
 def accepted_within(text: list[int], steps: int, known: set[int]) -> list[int]:
     """Tokens that each step emits where the draft says what the target says, but only `known` tokens."""
     emitted, at = [], 1  # the prefill draws the first token
@@ -86,16 +116,18 @@ def accepted_within(text: list[int], steps: int, known: set[int]) -> list[int]:
     return emitted
 
 
-@pytest.mark.parametrize("mapped", [False, True])
-def test_a_draft_that_says_what_the_target_says_is_accepted_at_any_temperature(mapped):
-    """Greedy and sampling rows of one batch. FR-Spec: up to the first token that the draft does not have."""
+@pytest.mark.parametrize(("mapped", "truncated"), [(False, False), (True, False), (False, True)])
+def test_a_draft_that_says_what_the_target_says_is_accepted_at_any_temperature(mapped, truncated):
+    """Greedy and sampling rows of one batch, or rows with top-k, top-p and min-p. FR-Spec: up to the first token that
+    the draft does not have."""
     toy = pair_model()
     config, params = perfect_head(toy)
     if mapped:
         config, params = with_token_map(config, params, toy.target, toy.params, MAP)
     drafter = eagle_drafter(toy.target, config, CHAIN)
     runner = Runner(toy, drafter, rows=4, pages_a_row=16, draft=params, config=StepConfig((drafter.width,)))
-    for (prompt, request), found in zip(REQUESTS[:4], runner.generate(REQUESTS[:4]), strict=True):
+    requests = TRUNCATED if truncated else REQUESTS[:4]
+    for (prompt, request), found in zip(requests, runner.generate(requests), strict=True):
         assert found.tokens == oracle.generate_plain(toy.logits, prompt, request).tokens
         known = set(MAP.tolist()) if mapped else set(range(toy.vocab))
         assert list(found.emitted) == accepted_within(found.tokens, CHAIN.steps, known)

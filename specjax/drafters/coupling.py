@@ -8,6 +8,10 @@ greedy text:
     drafts    the largest of ``draft logits + T g``: the target's draw, where both models say the same
     scores    log softmax(draft logits + T g)
 
+A request's top-k, top-p and min-p are applied to the draft's logits first, since the target never draws what they cut
+off, however large its noise. Where the two models would cut differently, a token may be missing; so such tokens are
+drafted last, not excluded.
+
 At T = 0 this is what greedy text is drafted with. Whether a draft is accepted depends on how far its *noisy* logit is
 ahead of the others', for the target's noisy logits differ from the draft's by the models' disagreement alone; how
 likely the token is by itself tells less. The draws stay the target's, so the text does not change.
@@ -18,17 +22,58 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float32, Int32
+from jaxtyping import Bool, Float32, Int32
 
 from specjax.drafters.base import Context
-from specjax.sampling import token_noise
+from specjax.sampling import MIN_TEMPERATURE, SamplingRows, cut_min_p, token_noise, truncate
+
+OUTSIDE = 1000.0
+"""Taken off the logits of tokens that are drafted last: more than the noise and the logits of the others span."""
+
+
+def with_noise(
+    context: Context, level: int, ids: Int32[Array, "W"], logits: Float32[Array, "B k W"]
+) -> Float32[Array, "B k W"]:
+    """Logits of a level's candidates for `ids`, as the target will look at them: cut, and with its noise.
+
+    Rows that do not sample are left as they are.
+    """
+    return cut(context, logits) + level_noise(context, level, ids)[:, None]
+
+
+def truncates(context: Context) -> Bool[Array, "B"]:
+    """Rows that sample from a part of the distribution."""
+    rows = context.sampling
+    return context.active & (rows.temperature > 0) & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
+
+
+def cut(context: Context, logits: Float32[Array, "B k W"]) -> Float32[Array, "B k W"]:
+    """Logits less `OUTSIDE` where the request's top-k, top-p or min-p, applied to the draft, would cut the token off.
+
+    On a CPU only in steps in which a row truncates. A GPU's host would have to decide such a branch, and without one
+    each level of every step would pay for the sums: logits are left as they are there (see `level_noise`).
+    """
+
+    def one(logits: Float32[Array, "W"], row: SamplingRows) -> Float32[Array, "W"]:
+        scaled = logits / jnp.maximum(row.temperature, MIN_TEMPERATURE)
+        return jnp.where(cut_min_p(truncate(scaled, row), row) > -jnp.inf, logits, logits - OUTSIDE)
+
+    def cut_rows(logits: Array, rows: SamplingRows, needed: Array) -> Array:
+        return jnp.where(needed[:, None, None], jax.vmap(jax.vmap(one, in_axes=(0, None)))(logits, rows), logits)
+
+    def where_needed(logits: Array, rows: SamplingRows, needed: Array) -> Array:
+        return jax.lax.cond(jnp.any(needed), cut_rows, lambda logits, *_: logits, logits, rows, needed)
+
+    given = logits, context.sampling, truncates(context)
+    return jax.lax.platform_dependent(*given, cpu=where_needed, default=lambda logits, *_: logits)
 
 
 def level_noise(context: Context, level: int, ids: Int32[Array, "W"]) -> Float32[Array, "B W"]:
     """T times the noise with which the target draws the tokens `ids` at a level of the trees; the root's is 0.
 
-    Zeros for rows that do not sample. On a CPU a step in which no row samples computes no noise. A GPU's host would
-    have to decide such a branch; there the noise is elementwise work beside reading the logits. A token of no id
+    Zeros for rows that do not sample, and on a GPU for those that truncate: with noise, but not cut, such drafts are
+    accepted less often than without either. On a CPU a step in which no row samples computes no noise. A GPU's host
+    would have to decide such a branch; there the noise is elementwise work beside reading the logits. A token of no id
     (NO_TOKEN) gets some noise, too; its logit is -inf.
     """
 
@@ -36,12 +81,17 @@ def level_noise(context: Context, level: int, ids: Int32[Array, "W"]) -> Float32
         noise = jax.vmap(token_noise, in_axes=(0, 0, None))(seed, position, ids.astype(jnp.uint32))
         return jnp.where(temperature[:, None] > 0, temperature[:, None] * noise, 0.0)
 
-    def where_needed(temperature: Array, *others: Array) -> Float32[Array, "B W"]:
+    def where_needed(temperature: Array, seed: Array, position: Array, cuts: Array) -> Float32[Array, "B W"]:
+        del cuts
+
         def nothing(temperature: Array, *_: Array) -> Float32[Array, "B W"]:
             return jnp.zeros((temperature.shape[0], ids.shape[0]), jnp.float32)
 
-        return jax.lax.cond(jnp.any(temperature > 0), drawn, nothing, temperature, *others)
+        return jax.lax.cond(jnp.any(temperature > 0), drawn, nothing, temperature, seed, position)
+
+    def where_whole(temperature: Array, seed: Array, position: Array, cuts: Array) -> Float32[Array, "B W"]:
+        return drawn(jnp.where(cuts, 0.0, temperature), seed, position)
 
     temperature = jnp.where(context.active, context.sampling.temperature, 0.0)
-    given = temperature, context.sampling.seed, context.prefix_length + level
-    return jax.lax.platform_dependent(*given, cpu=where_needed, default=drawn)
+    given = temperature, context.sampling.seed, context.prefix_length + level, truncates(context)
+    return jax.lax.platform_dependent(*given, cpu=where_needed, default=where_whole)

@@ -25,7 +25,7 @@ from jaxtyping import Float32, Int32, UInt32
 from specjax_kernels import CHEAP_ROWS, argmax, pack_bits
 
 from specjax.drafters.base import Context, Drafter, DraftState, Features, Params
-from specjax.drafters.coupling import level_noise
+from specjax.drafters.coupling import with_noise
 from specjax.drafters.options import Coupling, TreeShape
 from specjax.limits import check, limited
 from specjax.tree import NO_PARENT, DraftTree, Pool, best_nodes, chain, log_total, rerank, top_k_children
@@ -178,7 +178,7 @@ def grow(
     ) -> tuple[Int32[Array, "B Q"], Float32[Array, "B Q"]]:
         """Tokens and scores of each node's k likeliest continuations, which are at this level."""
         if coupling == "noise":
-            logits = logits + level_noise(context, level, ids)[:, None]
+            logits = with_noise(context, level, ids, logits)
         if is_chain:  # an argmax costs less than a top-k
             drafts = argmax(logits)
             scores = scores - log_total(logits, jnp.take_along_axis(logits, drafts[:, :, None], axis=2))[:, :, 0]
