@@ -14,6 +14,8 @@ from specjax.bench.tables import titles
 
 INSTALL = "pip install 'specjax[bench]'"
 KINDS = ("svg", "png", "pdf")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
+"""Of methods, in their order: those of Okabe and Ito, which colour-blind people can tell apart."""
 
 
 def available() -> bool:
@@ -40,6 +42,8 @@ def draw(
 ) -> list[Path]:
     """Writes speed-ups, acceptance by depth and time against tokens, one of each for a temperature and batch size."""
     found: list[Path] = []
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    colors = {method: COLORS[index % len(COLORS)] for index, method in enumerate(methods)}  # the same in all pictures
     for temperature, batch in dict.fromkeys((row["temperature"], row["batch"]) for row in rows):
         own = [row for row in rows if (row["temperature"], row["batch"]) == (temperature, batch)]
         several = len(own) < len(rows)
@@ -48,9 +52,9 @@ def draw(
         whole = [row for row in own if row["set"] == ALL] or own
         whole = [row for row in whole if row["set"] == whole[0]["set"]]
         for name, figure in (
-            ("speed-up", _speed_ups(own, where)),
-            ("acceptance-by-depth", _acceptance(whole, where)),
-            ("time-against-tokens", _times(whole, samples, where)),
+            ("speed-up", _speed_ups(own, where, colors)),
+            ("acceptance-by-depth", _acceptance(whole, where, colors)),
+            ("time-against-tokens", _times(whole, samples, where, colors)),
         ):
             if figure is not None:
                 file = folder / f"{name}{suffix}.{kind}"
@@ -59,7 +63,7 @@ def draw(
     return found
 
 
-def _speed_ups(rows: Sequence[dict[str, Any]], where: str) -> Any:
+def _speed_ups(rows: Sequence[dict[str, Any]], where: str, colors: Mapping[str, str]) -> Any:
     """Bars, grouped by set, with the confidence intervals."""
     sets, methods = (list(dict.fromkeys(row[name] for row in rows)) for name in ("set", "method"))
     figure, axes = _figure(max(6.0, 0.35 * len(sets) * (len(methods) + 1.5)), 3.6)
@@ -72,7 +76,8 @@ def _speed_ups(rows: Sequence[dict[str, Any]], where: str) -> Any:
         low = [one["value"] - (one["value"] if one["low"] is None else one["low"]) for one in values]
         high = [(one["value"] if one["high"] is None else one["high"]) - one["value"] for one in values]
         errors = np.maximum([low, high], 0)
-        axes.bar(places, heights, width * 0.92, label=method, yerr=errors, capsize=2, error_kw={"linewidth": 0.8})
+        style = {"color": colors[method], "yerr": errors, "capsize": 2, "error_kw": {"linewidth": 0.8}}
+        axes.bar(places, heights, width * 0.92, label=method, **style)
     axes.axhline(1, color="0.4", linewidth=0.8, linestyle="--")
     axes.set_xticks(
         range(len(sets)), titles(sets), rotation=20 if len(sets) > 3 else 0, ha="right" if len(sets) > 3 else "center"
@@ -83,7 +88,7 @@ def _speed_ups(rows: Sequence[dict[str, Any]], where: str) -> Any:
     return figure
 
 
-def _acceptance(rows: Sequence[dict[str, Any]], where: str) -> Any:
+def _acceptance(rows: Sequence[dict[str, Any]], where: str, colors: Mapping[str, str]) -> Any:
     figure, axes = _figure(5.0, 3.6)
     deepest = 0
     for row in rows:
@@ -91,7 +96,9 @@ def _acceptance(rows: Sequence[dict[str, Any]], where: str) -> Any:
         if any(shares):
             deepest = max(deepest, len(shares))
             label = f"{row['method']} (accept length {row['accept_length']:.2f})"
-            axes.plot(range(1, len(shares) + 1), shares, marker="o", markersize=3, label=label)
+            axes.plot(
+                range(1, len(shares) + 1), shares, color=colors[row["method"]], marker="o", markersize=3, label=label
+            )
     if not deepest:
         return None
     axes.set_xticks(range(1, deepest + 1))
@@ -103,7 +110,9 @@ def _acceptance(rows: Sequence[dict[str, Any]], where: str) -> Any:
     return figure
 
 
-def _times(rows: Sequence[dict[str, Any]], samples: Mapping[str, Sequence[Sample]], where: str) -> Any:
+def _times(
+    rows: Sequence[dict[str, Any]], samples: Mapping[str, Sequence[Sample]], where: str, colors: Mapping[str, str]
+) -> Any:
     figure, axes = _figure(5.0, 3.6)
     drawn = False
     for row in rows:
@@ -112,7 +121,8 @@ def _times(rows: Sequence[dict[str, Any]], samples: Mapping[str, Sequence[Sample
         most = max((int(tokens) for sample in own for tokens, _ in sample.curve), default=0)
         points = curve(own, range(1, most + 1, max(most // 32, 1)))
         if points:
-            axes.plot([time for _, time in points], [count for count, _ in points], label=row["method"])
+            times, counts = [time for _, time in points], [count for count, _ in points]
+            axes.plot(times, counts, color=colors[row["method"]], label=row["method"])
             drawn = True
     if not drawn:
         return None
