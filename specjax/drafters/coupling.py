@@ -71,10 +71,10 @@ def cut(context: Context, logits: Float32[Array, "B k W"]) -> Float32[Array, "B 
 def level_noise(context: Context, level: int, ids: Int32[Array, "W"]) -> Float32[Array, "B W"]:
     """T times the noise with which the target draws the tokens `ids` at a level of the trees; the root's is 0.
 
-    Zeros for rows that do not sample, and on a GPU for those that truncate: with noise, but not cut, a draft of a narrow
-    distribution is accepted less often than without either. On a CPU a step in which no row samples computes no noise. A GPU's host
-    would have to decide such a branch; there the noise is elementwise work beside reading the logits. A token of no id
-    (NO_TOKEN) gets some noise, too; its logit is -inf.
+    Zeros for rows that do not sample, and on a GPU for those that truncate: with noise, but not cut, a draft of a
+    narrow distribution is accepted less often than without either. On a CPU a step in which no row samples computes no
+    noise. A GPU's host would have to decide such a branch; there the noise is elementwise work beside reading the
+    logits. A token of no id (NO_TOKEN) gets some noise, too; its logit is -inf.
     """
 
     def drawn(temperature: Array, seed: Array, position: Array) -> Float32[Array, "B W"]:
