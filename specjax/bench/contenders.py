@@ -153,6 +153,7 @@ class Source:
         from transformers.utils import logging
 
         logging.set_verbosity_error()  # its assisted decoding warns of its own calls
+        logging.disable_progress_bar()  # in the midst of ours
         key = f"{name} {dtype}"
         if key not in self._models:
             revision = self._options.get("revision") if name is None else None
