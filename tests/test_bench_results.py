@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -88,6 +89,17 @@ def test_tables_hold_the_same_figures():
     assert r"my\_m \& 50\% & \textbf{1.82$\times$} & 1.33 \\" in latex
     assert latex.count(r"\midrule") == 2
     assert {line.count(" & ") for line in latex.splitlines() if line.endswith(r"\\")} <= {2, 3}
+
+
+def test_steps_that_drafted_may_not_be_known():
+    """Of transformers, which says nothing about it: no figure is better than a wrong one."""
+    where = {"set": "s", "temperature": 0.0, "batch": 1, "method": "transformers"}
+    base = [sample("NONE", "1", 1.0)]
+    own = [replace(base[0], method="transformers", drafted_steps=count) for count in (6, None)]
+    known, unknown = (results.row([one], base, where=where, phases=None) for one in own)
+    assert known["drafted_steps"] == 6 and "%" in tables.cells(known)[8]
+    assert unknown["drafted_steps"] is None and tables.cells(unknown)[8] == ""
+    assert "drafted_steps" not in tables.as_csv([unknown])
 
 
 def test_short_titles_of_sets():

@@ -53,6 +53,7 @@ def test_a_comparison(bench, tmp_path, capsys):
     assert rows[0, "n-grams"]["texts"]["equal"] == rows[1, "n-grams"]["texts"]["equal"] == 4
     assert rows[0, "NONE"]["accept_length"] == 1 == rows[0, "transformers"]["accept_length"]
     assert rows[0, "NONE"]["speed_up"] == {"value": 1, "low": 1, "high": 1}
+    assert rows[0, "transformers"]["drafted_steps"] is None and rows[0, "NONE"]["drafted_steps"] == 0
     assert rows[0, "n-grams"]["phase_ms"]["verify"] > 0 and rows[0, "transformers"]["phase_ms"] is None
 
     # It is there already: nothing is measured again, and more repeats go on.

@@ -39,7 +39,7 @@ class Run(NamedTuple):
 
     answers: list[Answer]
     seconds: float
-    drafted_steps: int  # steps of single requests that could draft
+    drafted_steps: int | None  # steps of single requests that could draft; None: not known
 
 
 @runtime_checkable
@@ -208,7 +208,7 @@ class TransformersContender:
             tokens = done[0, len(prompt) :].tolist()
             seconds += time.perf_counter() - streamer.started
             answers.append(Answer(tokens, streamer.arrivals, _histogram(streamer.arrivals)))
-        return Run(answers, seconds, 0)
+        return Run(answers, seconds, None)
 
     def forget(self) -> None:
         pass

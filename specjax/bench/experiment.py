@@ -183,7 +183,7 @@ class Experiment:
                 messages[i].append({"role": "assistant", "content": text})
                 found.turns.append((prompt, answer))
             found.seconds += run.seconds
-            found.drafted_steps += run.drafted_steps
+            found.drafted_steps = results.total([found.drafted_steps, run.drafted_steps])
         return found
 
     # Steps timed in parts
@@ -260,7 +260,8 @@ class _GroupRun:
     """What a group's conversations gave."""
 
     def __init__(self, group: str) -> None:
-        self.group, self.seconds, self.drafted_steps = group, 0.0, 0
+        self.group, self.seconds = group, 0.0
+        self.drafted_steps: int | None = 0
         self.turns: list[tuple[list[int], Answer]] = []  # (prompt, answer)
 
     def sample(self, method: str, repeat: int, texts: dict[str, int]) -> Sample:

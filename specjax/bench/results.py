@@ -32,7 +32,7 @@ class Sample:
     decode_seconds: float  # of each request after its first tokens came, summed
     decode_tokens: int
     histogram: list[int]  # forwards by drafts accepted
-    drafted_steps: int
+    drafted_steps: int | None  # None: not known, as of transformers
     texts: dict[str, int]  # turns by verdict: equal, near tie, different, other prompt
     curve: list[list[float | int]] = field(default_factory=list)  # [tokens, seconds] of each turn, for the plot
 
@@ -90,6 +90,11 @@ def speed_up(ours: Sequence[Sample], theirs: Sequence[Sample]) -> Interval:
     return bootstrap(ratio, len(groups))
 
 
+def total(counts: Sequence[int | None]) -> int | None:
+    """The sum; None if one of them is not known."""
+    return None if None in counts else sum(filter(None, counts))
+
+
 def add_histograms(histograms: Iterable[Sequence[int]]) -> list[int]:
     total: list[int] = []
     for histogram in histograms:
@@ -119,7 +124,7 @@ def row(
     """One row of the table. `where`: its set, temperature, batch size and method. `baseline`: the baseline's runs of
     the same groups. `phases`: milliseconds of drafting, verifying and committing in a step."""
     histogram = add_histograms(sample.histogram for sample in samples)
-    steps, drafted = sum(histogram), sum(sample.drafted_steps for sample in samples)
+    steps, drafted = sum(histogram), total([sample.drafted_steps for sample in samples])
     texts = {"equal": 0, "near tie": 0, "different": 0, "other prompt": 0}
     for sample in samples:
         for verdict, count in sample.texts.items():

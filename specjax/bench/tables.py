@@ -67,7 +67,7 @@ def cells(row: Row) -> list[str]:
         interval(row["speed_up"], 2),
         f"{row['accept_length']:.2f}",
         " ".join(f"{100 * share:.0f}" for share in row["acceptance_by_depth"]),
-        f"{row['drafted_steps'] / steps:.0%}" if steps else "",
+        f"{row['drafted_steps'] / steps:.0%}" if steps and row["drafted_steps"] is not None else "",
         f"{phases['draft']:.1f}" if "draft" in phases else "",
         f"{phases['verify']:.1f}" if "verify" in phases else "",
         f"{texts['equal']} of {compared}{near}{other}" if compared + texts["other prompt"] else "",
