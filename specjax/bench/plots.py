@@ -37,6 +37,14 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
     return figure, axes
 
 
+def _legend(figure: Any) -> None:
+    """Above the axes, where it hides nothing, in as many columns as the longest name allows."""
+    names = figure.axes[0].get_legend_handles_labels()[1]
+    inches = 0.5 + 0.07 * max(map(len, names))  # of a column, at this size
+    columns = max(1, min(len(names), int(figure.get_figwidth() / inches)))
+    figure.legend(fontsize=8, frameon=False, ncols=columns, loc="outside upper center")
+
+
 def draw(
     folder: Path, kind: str, rows: Sequence[dict[str, Any]], samples: Mapping[str, Sequence[Sample]]
 ) -> list[Path]:
@@ -84,7 +92,7 @@ def _speed_ups(rows: Sequence[dict[str, Any]], where: str, colors: Mapping[str, 
     )
     axes.set_ylabel("speed-up")
     axes.set_title(where, fontsize=10)
-    axes.legend(fontsize=8, frameon=False, ncols=min(len(methods), 4), loc="lower center", bbox_to_anchor=(0.5, 1.08))
+    _legend(figure)
     return figure
 
 
@@ -102,11 +110,11 @@ def _acceptance(rows: Sequence[dict[str, Any]], where: str, colors: Mapping[str,
     if not deepest:
         return None
     axes.set_xticks(range(1, deepest + 1))
-    axes.set_ylim(0, 1)
+    axes.set_ylim(0, 1.03)
     axes.set_xlabel("depth of the draft")
     axes.set_ylabel("accepted, where its parent was")
     axes.set_title(where, fontsize=10)
-    axes.legend(fontsize=8, frameon=False)
+    _legend(figure)
     return figure
 
 
@@ -129,5 +137,5 @@ def _times(
     axes.set_xlabel("seconds since the request")
     axes.set_ylabel("tokens")
     axes.set_title(f"mean over turns; {where}", fontsize=10)
-    axes.legend(fontsize=8, frameon=False)
+    _legend(figure)
     return figure
