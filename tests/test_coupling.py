@@ -100,8 +100,20 @@ def test_what_the_request_cuts_off_comes_last():
 def test_a_gpu_has_nothing_to_decide_about_rows_that_truncate():
     given = context([request for _, request in TRUNCATED], [4] * 4, 48), 2, jnp.arange(48, dtype=jnp.int32)
     logits = jnp.zeros((4, 3, 48), jnp.float32)
-    lowered = jax.jit(with_noise, static_argnums=1).trace(*given, logits).lower(lowering_platforms=("cuda",)).as_text()
-    assert not decisions(lowered) and "while" not in lowered
+    for chain in (True, False):
+        traced = jax.jit(functools.partial(with_noise, chain=chain), static_argnums=1).trace(*given, logits)
+        lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert not decisions(lowered) and "while" not in lowered
+
+
+def test_the_trees_of_rows_that_truncate_have_no_noise():
+    requests = [request for _, request in TRUNCATED + REQUESTS[1:3]]
+    given, ids = context(requests, [4] * 6, 48), jnp.arange(48, dtype=jnp.int32)
+    logits = jnp.asarray(np.random.default_rng(3).normal(0, 2, (6, 3, 48)), jnp.float32)
+    found = jax.jit(functools.partial(with_noise, chain=False), static_argnums=1)(given, 2, ids, logits)
+    np.testing.assert_array_equal(found[:4], logits[:4])
+    noise = level_noise(given, 2, ids)
+    np.testing.assert_allclose(found[4:], logits[4:] + noise[4:, None], rtol=1e-6, atol=1e-6)
 
 
 def accepted_within(text: list[int], steps: int, known: set[int]) -> list[int]:

@@ -8,9 +8,10 @@ greedy text:
     drafts    the largest of ``draft logits + T g``: the target's draw, where both models say the same
     scores    log softmax(draft logits + T g)
 
-A request's top-k, top-p and min-p are applied to the draft's logits first, since the target never draws what they cut
-off, however large its noise. Where the two models would cut differently, a token may be missing; so such tokens are
-drafted last, not excluded.
+The target never draws what a request's top-k, top-p and min-p cut off, however large its noise. A chain's logits are
+cut in the same way first; where the two models would cut differently, a token may be missing, so such tokens are
+drafted last, not excluded. A tree has room for the likeliest tokens beside the one that the noise prefers; of a narrow
+distribution they are right more often, so a request that truncates has its trees without noise.
 
 At T = 0 this is what greedy text is drafted with. Whether a draft is accepted depends on how far its *noisy* logit is
 ahead of the others', for the target's noisy logits differ from the draft's by the models' disagreement alone; how
@@ -32,13 +33,14 @@ OUTSIDE = 1000.0
 
 
 def with_noise(
-    context: Context, level: int, ids: Int32[Array, "W"], logits: Float32[Array, "B k W"]
+    context: Context, level: int, ids: Int32[Array, "W"], logits: Float32[Array, "B k W"], *, chain: bool
 ) -> Float32[Array, "B k W"]:
-    """Logits of a level's candidates for `ids`, as the target will look at them: cut, and with its noise.
+    """Logits of a level's candidates for `ids`, as the target will look at them: with its noise, and cut in a chain.
 
-    Rows that do not sample are left as they are.
+    Rows that do not sample are left as they are, and so are those that truncate, in a tree.
     """
-    return cut(context, logits) + level_noise(context, level, ids)[:, None]
+    logits = cut(context, logits) if chain else logits
+    return logits + level_noise(context, level, ids, truncated=chain)[:, None]
 
 
 def truncates(context: Context) -> Bool[Array, "B"]:
@@ -68,13 +70,15 @@ def cut(context: Context, logits: Float32[Array, "B k W"]) -> Float32[Array, "B 
     return jax.lax.platform_dependent(*given, cpu=where_needed, default=lambda logits, *_: logits)
 
 
-def level_noise(context: Context, level: int, ids: Int32[Array, "W"]) -> Float32[Array, "B W"]:
+def level_noise(
+    context: Context, level: int, ids: Int32[Array, "W"], *, truncated: bool = True
+) -> Float32[Array, "B W"]:
     """T times the noise with which the target draws the tokens `ids` at a level of the trees; the root's is 0.
 
-    Zeros for rows that do not sample, and on a GPU for those that truncate: with noise, but not cut, a draft of a
-    narrow distribution is accepted less often than without either. On a CPU a step in which no row samples computes no
-    noise. A GPU's host would have to decide such a branch; there the noise is elementwise work beside reading the
-    logits. A token of no id (NO_TOKEN) gets some noise, too; its logit is -inf.
+    Zeros for rows that do not sample, and for those that truncate, on a GPU or without `truncated`: with noise, but not
+    cut, a draft of a narrow distribution is accepted less often than without either. On a CPU a step in which no row
+    samples computes no noise. A GPU's host would have to decide such a branch; there the noise is elementwise work
+    beside reading the logits. A token of no id (NO_TOKEN) gets some noise, too; its logit is -inf.
     """
 
     def drawn(temperature: Array, seed: Array, position: Array) -> Float32[Array, "B W"]:
@@ -93,5 +97,7 @@ def level_noise(context: Context, level: int, ids: Int32[Array, "W"]) -> Float32
         return drawn(jnp.where(cuts, 0.0, temperature), seed, position)
 
     temperature = jnp.where(context.active, context.sampling.temperature, 0.0)
+    if not truncated:
+        temperature = jnp.where(truncates(context), 0.0, temperature)
     given = temperature, context.sampling.seed, context.prefix_length + level, truncates(context)
     return jax.lax.platform_dependent(*given, cpu=where_needed, default=where_whole)

@@ -178,7 +178,7 @@ def grow(
     ) -> tuple[Int32[Array, "B Q"], Float32[Array, "B Q"]]:
         """Tokens and scores of each node's k likeliest continuations, which are at this level."""
         if coupling == "noise":
-            logits = with_noise(context, level, ids, logits)
+            logits = with_noise(context, level, ids, logits, chain=is_chain)
         if is_chain:  # an argmax costs less than a top-k
             drafts = argmax(logits)
             scores = scores - log_total(logits, jnp.take_along_axis(logits, drafts[:, :, None], axis=2))[:, :, 0]
