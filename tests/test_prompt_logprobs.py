@@ -3,6 +3,7 @@ retractions; and `max_tokens: 0`, which reads a prompt and draws nothing."""
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -15,9 +16,10 @@ from toy_models import tiny_llama
 from transformers import PreTrainedTokenizerFast
 
 from specjax.engine import SamplingParams
-from specjax.engine.prompt_logprobs import PromptLogprobs
+from specjax.engine.prompt_logprobs import NO_SCORES, PromptLogprobs
 from specjax.engine.sequence import Status
 from specjax.serve import task as task_module
+from specjax.serve.app import LATER
 from specjax.serve.echo import echo_of
 
 
@@ -449,3 +451,39 @@ def test_an_answer_holds_only_so_many(server, monkeypatch):
         answer = server.complete([prompt_of(20)], echo=True, max_tokens=1, **fields)
         assert answer.status_code == status, answer.text
     assert answer.json()["choices"][0]["text"].startswith(tokenizer().decode(prompt_of(20)))
+
+
+SCORED = {
+    "an echo": ("/v1/completions", {"prompt": "hello", "echo": True, "logprobs": 1}, "no room"),
+    "a chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "prompt_logprobs": 1}, ""),
+    "generate": ("/generate", {"text": "hello", "return_logprob": True, "logprob_start_len": 0}, ""),
+    "a stream": ("/generate", {"text": "hello", "return_logprob": True, "logprob_start_len": 0, "stream": True}, ""),
+}
+
+
+def test_a_prompt_that_no_program_can_score_is_a_503(monkeypatch):
+    """The fault is the server's, and memory may come back: not a 500. Other requests go on."""
+    engine = make_engine(toy(), "NONE", eos=(2,))
+    compile_ = engine.executables._compile
+
+    def attempt(key, *more):
+        if key.kind == "scoring":
+            raise MemoryError("no room")
+        return compile_(key, *more)
+
+    monkeypatch.setattr(engine.executables, "_compile", attempt)
+    with running(engine) as served:
+        for path, body, said in SCORED.values():
+            answer = served.post(path, body)
+            if body.get("stream"):
+                assert answer.status_code == 200
+                error = json.loads(answer.text.strip().rpartition("data: ")[2])["error"]
+            else:
+                assert answer.status_code == 503 and answer.headers["retry-after"] == str(LATER)
+                error = answer.json()["error"]
+            assert error["type"] == "server_error" and error["code"] == "unavailable"
+            assert error["message"].startswith(NO_SCORES) and said in error["message"]
+            assert served.post(
+                path, {**body, "logprobs": None, "return_logprob": None, "prompt_logprobs": None}
+            ).is_success
+        served.wait_idle()

@@ -16,7 +16,7 @@ from grammar_helpers import OBJECT, SCHEMA, follows
 from pydantic import BaseModel, Field
 from server_helpers import MODEL, Running, running
 
-from specjax.engine.grammar import MAX_SOURCE, Grammar
+from specjax.engine.grammar import GRAMMAR_FAILED, MAX_SOURCE, Grammar
 from specjax.serve.structured import INVALID
 from specjax.serve.tokenising import Tokenising
 
@@ -167,11 +167,52 @@ def test_choices_and_a_grammar_of_ones_own(server: Running):
     assert server.chat(ebnf='root ::= "x" [0-9]\n').json()["choices"][0]["message"]["content"][0] == "x"
 
 
-def test_a_text_that_cannot_go_on_is_the_request_s_fault(server: Running):
-    wide = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(1200)}}
-    answer = server.chat(guided_json=wide, logit_bias={str(byte_ids(b"k")[0]): 90}, max_tokens=60)
-    assert answer.status_code == 400 and answer.json()["error"]["code"] == INVALID
+WIDE = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(1200)}}
+"""A schema that is accepted, and exceeds the library's limits once its text goes among its 1,200 keys."""
+AMONG_KEYS = {"logit_bias": {str(byte_ids(b"k")[0]): 90}}
+WIDE_FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": WIDE}}
+DYING: dict[str, tuple[str, dict[str, Any], str]] = {
+    "guided_json": (CHAT, {"guided_json": WIDE}, "guided_json"),
+    "response_format": (CHAT, {"response_format": WIDE_FORMAT}, "response_format"),
+    "structured_outputs": (COMPLETE, {"structured_outputs": {"json": WIDE}}, "structured_outputs"),
+    "a choice": (COMPLETE, {"guided_json": WIDE, "n": 2}, "guided_json"),
+    "generate": (
+        GENERATE,
+        {"sampling_params": {"json_schema": WIDE, "max_new_tokens": 60} | AMONG_KEYS},
+        "json_schema",
+    ),
+    "one prompt of two": (
+        GENERATE,
+        {
+            "text": ["hello", "hello"],
+            "sampling_params": [
+                {"regex": "(ab|cd){3}", "max_new_tokens": 60},
+                {"json_schema": WIDE, "max_new_tokens": 60} | AMONG_KEYS,
+            ],
+        },
+        "json_schema",
+    ),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("case", DYING)
+def test_a_grammar_that_dies_is_named_by_its_field(server: Running, case, stream):
+    """The text goes where the library cannot follow: a 400 about the field, also within a stream."""
+    path, fields, param = DYING[case]
+    body = LEAST[path] | ({} if path == GENERATE else {"max_tokens": 60} | AMONG_KEYS) | fields
+    if stream:
+        answer = server.post(path, body | {"stream": True})
+        assert answer.status_code == 200
+        error = json.loads(answer.text.strip().rpartition("data: ")[2])["error"]
+    else:
+        answer = server.post(path, body)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+    assert (error["param"], error["code"]) == (param, INVALID)
+    assert error["message"].startswith(f"{param}: {GRAMMAR_FAILED} after ")
     assert server.chat(max_tokens=3).status_code == 200
+    server.wait_idle()
 
 
 class Item(BaseModel):

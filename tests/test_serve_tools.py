@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
 import openai
 import pytest
 from body_helpers import CHAT, HELLO
-from engine_helpers import TEMPLATE
+from engine_helpers import END, TEMPLATE, byte_ids, toy
+from engine_helpers import tokenizer as plain_tokenizer
 from server_helpers import Running, running
 from tool_helpers import NOOP, SCRIPTS, TOOLS, WEATHER, ask, tool_engine
 
 from specjax.cli.flags import ServerSettings
+from specjax.drafters import make_drafter
+from specjax.drafters.base import Params
+from specjax.engine import Engine, EngineConfig
+from specjax.engine.grammar import GRAMMAR_FAILED
+from specjax.serve.structured import INVALID
 
 
 @pytest.fixture(scope="module")
@@ -355,3 +362,24 @@ def test_events_that_hold_no_text_carry_log_probabilities(servers):
     tokens = [entry["token"] for choice in choices for entry in (choice["logprobs"] or {"content": []})["content"]]
     assert "".join(tokens) == "".join(SCRIPTS["a"]) and len(tokens) == len(SCRIPTS["a"]) + 1
     assert json.dumps(events).count('"call_') == 1
+
+
+def test_a_grammar_of_calls_that_dies_is_named_tools():
+    """The request gave functions, from which the server made the grammar."""
+    wide = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(1200)}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": wide}}
+    tokenizer, model = copy.deepcopy(plain_tokenizer()), toy()
+    # Names alone: the schema would not fit the context.
+    tokenizer.chat_template = '<tool_call>"arguments"{% for tool in tools %}{{ tool.function.name }}{% endfor %}'
+    config = EngineConfig(max_running_requests=2, page_size=16, max_total_tokens=1024, context_length=512)
+    engine = Engine(
+        model.target, Params(model.params, None), tokenizer, make_drafter("NONE"), config=config, eos_ids=(END,)
+    )
+    with running(engine) as served:
+        bias = {str(byte_ids(b"k")[0]): 90}
+        answer = served.chat(tools=[tool], tool_choice="required", max_tokens=120, logit_bias=bias)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert (error["param"], error["code"]) == ("tools", INVALID)
+        assert error["message"].startswith(f"tools: {GRAMMAR_FAILED} after ")
+        served.wait_idle()
