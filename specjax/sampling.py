@@ -277,13 +277,32 @@ def draw(
 
     A part of the rule runs only if some active row needs it, and leaves the other rows as they are.
     """
+    rows, active = inputs.rows, inputs.active
+    logits = _edited(logits, inputs, emitted, path, allowed)
+
+    def sample(x: Array) -> Array:
+        noise = jax.vmap(gumbel_noise, in_axes=(0, 0, None))(rows.seed, position, x.shape[-1])
+        return jnp.where((rows.temperature > 0)[:, None], _scaled(x, inputs) + noise, x)
+
+    perturbed = _when((rows.temperature > 0) & active, sample, logits)
+    return argmax(perturbed)
+
+
+def _when(needed: Bool[Array, "B"], change: Callable[[Array], Array], logits: Array) -> Array:
+    return jax.lax.cond(jnp.any(needed), change, lambda x: x, logits)
+
+
+def _edited(
+    logits: Float32[Array, "B V"],
+    inputs: DrawInputs,
+    emitted: Int32[Array, "B"],
+    path: Int32[Array, "B J"],
+    allowed: UInt32[Array, "B W"] | None,
+) -> Float32[Array, "B V"]:
+    """Logits after all of the rule that comes before the temperature. Arguments as those of `draw`."""
     rows, history, slots, active = inputs
     vocab = logits.shape[-1]
-
-    def when(needed: Array, change: Callable[[Array], Array], logits: Array) -> Array:
-        return jax.lax.cond(jnp.any(needed & active), change, lambda x: x, logits)
-
-    logits = when(has_bias(rows, vocab), lambda x: jax.vmap(add_bias)(x, rows), logits)
+    logits = _when(has_bias(rows, vocab) & active, lambda x: jax.vmap(add_bias)(x, rows), logits)
 
     def penalise(x: Array) -> Array:
         row = jnp.minimum(slots, history.counts.shape[0] - 1)
@@ -292,23 +311,46 @@ def draw(
         counts = history.counts[row].at[batch, ids].add(1, mode="drop")
         return jax.vmap(add_penalties)(x, rows, history.in_prompt[row], counts)
 
-    logits = when(has_penalty(rows), penalise, logits)
-    logits = when(emitted < rows.min_tokens, lambda x: jax.vmap(mask_stops)(x, rows, emitted), logits)
-    if allowed is not None:
-        logits = jax.vmap(mask_forbidden)(logits, allowed)
+    logits = _when(has_penalty(rows) & active, penalise, logits)
+    early = (emitted < rows.min_tokens) & active
+    logits = _when(early, lambda x: jax.vmap(mask_stops)(x, rows, emitted), logits)
+    return logits if allowed is None else jax.vmap(mask_forbidden)(logits, allowed)
 
-    def sample(x: Array) -> Array:
-        hot = rows.temperature > 0
-        # Below the floor a draw is the argmax anyway, and logits / T would overflow.
-        scaled = x / jnp.where(hot, jnp.maximum(rows.temperature, MIN_TEMPERATURE), 1.0)[:, None]
-        cuts = ((rows.top_k > 0) | (rows.top_p < 1)) & hot
-        scaled = when(cuts, lambda y: jax.vmap(truncate)(y, rows), scaled)
-        scaled = jax.vmap(cut_min_p)(scaled, rows)
-        noise = jax.vmap(gumbel_noise, in_axes=(0, 0, None))(rows.seed, position, vocab)
-        return jnp.where(hot[:, None], scaled + noise, x)
 
-    perturbed = when(rows.temperature > 0, sample, logits)
-    return argmax(perturbed)
+def _scaled(logits: Float32[Array, "B V"], inputs: DrawInputs) -> Float32[Array, "B V"]:
+    """Logits by temperature, -inf for the tokens that are cut off; meaningless in greedy rows."""
+    rows = inputs.rows
+    hot = rows.temperature > 0
+    # Below the floor a draw is the argmax anyway, and logits / T would overflow.
+    scaled = logits / jnp.where(hot, jnp.maximum(rows.temperature, MIN_TEMPERATURE), 1.0)[:, None]
+    cuts = ((rows.top_k > 0) | (rows.top_p < 1)) & hot & inputs.active
+    scaled = _when(cuts, lambda y: jax.vmap(truncate)(y, rows), scaled)
+    return jax.vmap(cut_min_p)(scaled, rows)
+
+
+@jax.jit
+def draw_with_law(
+    logits: Float32[Array, "B V"],
+    inputs: DrawInputs,
+    position: Int32[Array, "B"],
+    emitted: Int32[Array, "B"],
+    path: Int32[Array, "B J"],
+    allowed: UInt32[Array, "B W"] | None = None,
+) -> tuple[Int32[Array, "B"], Float32[Array, "B V"]]:
+    """`draw`, and the probabilities that it draws from, float32 [B, V]; of greedy rows they are meaningless."""
+    rows = inputs.rows
+    edited = _edited(logits, inputs, emitted, path, allowed)
+    scaled = _scaled(edited, inputs)
+    noise = jax.vmap(gumbel_noise, in_axes=(0, 0, None))(rows.seed, position, logits.shape[-1])
+    perturbed = jnp.where((rows.temperature > 0)[:, None], scaled + noise, edited)
+    return argmax(perturbed), jax.nn.softmax(scaled, axis=-1)
+
+
+def coin(seed: UInt32[Array, "2"], position: Int32[Array, ""]) -> Float32[Array, ""]:
+    """A uniform number between 0 and 1, both excluded, that is independent of `token_noise` at `position`."""
+    one = jnp.ones((), jnp.uint32)
+    high, _ = threefry2x32((seed[0], seed[1]), (one, position.astype(jnp.uint32)))
+    return ((high >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
 
 
 @jax.jit

@@ -13,6 +13,7 @@ from specjax import settings
 from specjax.cli import flags, generate
 from specjax.drafters import DRAFTERS, Auto, DraftOptions, Eagle, Mtp, Ngram, NoDraft
 from specjax.engine import EngineConfig
+from specjax.thresholds import AcceptAbove
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 SHIPPED = CONFIGS / "smollm2-135m-instruct-eagle3.toml"
@@ -121,16 +122,20 @@ def test_engine_arguments():
     assert found == {
         "model": "m", "revision": "r", "tokenizer_path": "t", "chat_template": "c", "dtype": "bfloat16",
         "quantization": "auto", "draft": Ngram(nodes=6, match_type="PROB", weak_nodes=3), "backend": "xla",
-        "config": config, "sampling_defaults": "openai",
+        "config": config, "sampling_defaults": "openai", "verify": None,
     }  # fmt: skip
 
 
 def test_flags_of_sglang_without_effect_are_named_with_what_happens_instead(toml, caplog):
     file = toml("[engine]\ntrust-remote-code = true\n")
-    assert flags.engine_arguments(ours("--enable-torch-compile", "--config", file)) == flags.engine_arguments(ours())
+    given = ("--enable-torch-compile", "--torch-compile-max-bs", 8, "--speculative-attention-mode", "decode")
+    assert flags.engine_arguments(ours(*given, "--config", file)) == flags.engine_arguments(ours())
     assert [record.getMessage() for record in caplog.records] == [
         "--enable-torch-compile has no effect: every step is compiled by XLA",
+        "--torch-compile-max-bs has no effect: steps of every batch size are compiled by XLA",
         f"--config {file}: [engine] trust-remote-code has no effect: no code of a checkpoint is ever run",
+        "--speculative-attention-mode has no effect: verification and drafting use the attention of "
+        "--attention-backend",
     ]
     assert ours("--max-batch-bucket", 8).engine == flags.EngineSettings(cuda_graph_max_bs=8)
 
@@ -255,7 +260,28 @@ def test_messages_of_the_library_get_the_names_of_flags():
 def test_every_option_has_a_flag():
     options = {name for each in DRAFTERS.values() for name in each.names()}
     set_by_flags = {field.metadata["setting"].sets for field in fields(flags.SpeculativeSettings)}
-    assert options | {"draft", "isolate_ngrams", "adaptive"} == set_by_flags
+    assert options | {"draft", "isolate_ngrams", "adaptive", ""} == set_by_flags
+
+
+@pytest.mark.parametrize(
+    ("argv", "verify"),
+    [((), None), (("--allow-lossy-speculation",), None),
+     (("--allow-lossy-speculation", "--speculative-accept-threshold-single", 0.5), AcceptAbove(0.5)),
+     (("--allow-lossy-speculation", "--speculative-accept-threshold-acc", 0.9), AcceptAbove(1.0, 0.9))],
+)  # fmt: skip
+def test_lossy_thresholds_are_allowed_and_logged(argv, verify, caplog):
+    assert flags.engine_arguments(ours(*argv))["verify"] == verify
+    lines = [record.getMessage() for record in caplog.records if "LOSSY" in record.getMessage()]
+    assert len(lines) == (verify is not None)
+    assert all(f"{argv[1]} {argv[2]}" in line and "not the model's own" in line for line in lines)
+
+
+def test_lossy_thresholds_are_refused_without_the_flag_that_allows_them(toml):
+    file = toml("[speculative]\nspeculative-accept-threshold-single = 0.5\n")
+    settings = ours("--config", file, "--speculative-accept-threshold-acc", 0.25)
+    named = r"\[speculative\] speculative-accept-threshold-single 0.5 and --speculative-accept-threshold-acc 0.25 would"
+    with pytest.raises(ValueError, match=f"{named} change .* --allow-lossy-speculation"):
+        flags.engine_arguments(settings)
 
 
 def test_flags_are_named_in_the_command_line_layer_only():
@@ -330,6 +356,10 @@ def test_an_algorithm_on_the_command_line_overrides_the_files_draft(toml, caplog
         ("--stream-interval 0", "--stream-interval must be an integer of at least 1, got 0"),
         ("--shutdown-timeout -1", "--shutdown-timeout must be a number of at least 0, got -1.0"),
         ("--watchdog-timeout 0", "--watchdog-timeout must be a number above 0, got 0.0"),
+        (
+            "--speculative-accept-threshold-acc 0",
+            "--speculative-accept-threshold-acc must be a number above 0 and at most 1, got 0.0",
+        ),
         ("--log-level loud", "--log-level must be one of debug, info, warning, error, got 'loud'"),
     ],
 )

@@ -6,13 +6,14 @@ import json
 import threading
 
 import pytest
-from engine_helpers import shared_engine, tokenizer
+from engine_helpers import make_engine, shared_engine, tokenizer, toy
 from prometheus_client import Histogram
 from prometheus_client.parser import text_string_to_metric_families
 from server_helpers import Running, running, wait_until
 
 from specjax.cli.flags import ServerSettings
 from specjax.serve.metrics import SECONDS, Latencies
+from specjax.thresholds import AcceptAbove
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +139,15 @@ def test_the_state_in_sglangs_names(server):
     assert (found["speculative_tree"], state["speculative_tree_sizes"]) == ("static", None)
     assert found["engine"]["page_size"] == 4 and found["max_total_num_tokens"] == 1024
     assert "api_key" not in json.dumps(found)
+    assert found["speculative_lossy"] is None
+
+
+def test_lossy_thresholds_are_in_the_info():
+    engine = make_engine(toy(), "NONE", verify=AcceptAbove(0.5))
+    with running(engine) as server, server.client() as client:
+        for path in ("/get_server_info", "/get_model_info"):
+            found = client.get(path).json()["speculative_lossy"]
+            assert found == {"accept_threshold_single": 0.5, "accept_threshold_acc": 1.0}
 
 
 # Metrics

@@ -27,6 +27,7 @@ from specjax.engine.scheduler import Policy
 from specjax.limits import range_of
 from specjax.load import AUTO_ATTENTION, SamplingDefaults
 from specjax.settings import dashed, overrides, place_of, setting
+from specjax.thresholds import AcceptAbove
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +45,9 @@ def _engine(name: str, help: str, **more: Any) -> Any:
     return setting(getattr(EngineConfig, name), help, range=range_of(EngineConfig, name), sets=name, **more)
 
 
-def _ignored(instead: str) -> Any:
+def _ignored(instead: str, default: Any = False, **more: Any) -> Any:
     """A flag of SGLang's that may be given and has no effect."""
-    return setting(False, f"accepted as a flag of SGLang's, without effect: {instead}", instead=instead)
+    return setting(default, f"accepted as a flag of SGLang's, without effect: {instead}", instead=instead, **more)
 
 
 _DOCS = {
@@ -151,12 +152,13 @@ class EngineSettings:
     )
     random_seed: int | None = _engine("random_seed", "seed of requests that have none; default: another in each run")
     enable_torch_compile: bool = _ignored("every step is compiled by XLA")
+    torch_compile_max_bs: int | None = _ignored("steps of every batch size are compiled by XLA", None, minimum=1)
     trust_remote_code: bool = _ignored("no code of a checkpoint is ever run")
 
 
 @dataclass(frozen=True)
 class SpeculativeSettings:
-    """Changes the speed, never the text."""
+    """Changes the speed, never the text, unless --allow-lossy-speculation is given with a threshold below 1."""
 
     speculative_algorithm: str = setting(
         Auto.algorithm,
@@ -208,6 +210,25 @@ class SpeculativeSettings:
         "draft only where it is measured to be faster, with the tree that is, for every algorithm; off = in every "
         "step, but for batches so large that drafting would slow them",
         sets="adaptive",
+    )
+    speculative_attention_mode: str = _ignored(
+        "verification and drafting use the attention of --attention-backend", "prefill",
+        choices=("prefill", "decode"), parse=str.lower,
+    )  # fmt: skip
+    speculative_accept_threshold_single: float = setting(
+        1.0,
+        "requests that sample accept a draft of at least this probability, which changes their text; below 1 needs "
+        "--allow-lossy-speculation",
+        range=range_of(AcceptAbove, "single"),
+    )
+    speculative_accept_threshold_acc: float = setting(
+        1.0,
+        "requests that sample accept a draft where a uniform number is at most the probability of it and of its "
+        "siblings before it over this, which changes their text; below 1 needs --allow-lossy-speculation",
+        range=range_of(AcceptAbove, "cumulative"),
+    )
+    allow_lossy_speculation: bool = setting(
+        False, "take thresholds below 1: the text of requests that sample is then not the model's own"
     )
 
 
@@ -374,8 +395,8 @@ def engine_arguments(chosen: Settings, **config: bool | float) -> dict[str, Any]
     engine = chosen.engine
     values = vars(engine) | vars(chosen.speculative)
     known = EngineConfig.__dataclass_fields__
-    for each in fields(engine):
-        if (instead := each.metadata["setting"].instead) and values[each.name]:
+    for each in (*fields(engine), *fields(chosen.speculative)):
+        if (instead := each.metadata["setting"].instead) and values[each.name] != each.default:
             logger.warning("%s has no effect: %s", place_of(chosen, each.name), instead)
     given = {option: values[setting] for option, setting in _OPTIONS.items() if option in known}
     given["max_running_requests"] = engine.max_running_requests or EngineConfig.max_running_requests
@@ -384,6 +405,7 @@ def engine_arguments(chosen: Settings, **config: bool | float) -> dict[str, Any]
             **vars(chosen.model),
             "sampling_defaults": engine.sampling_defaults,
             "draft": draft_options(chosen),
+            "verify": lossy_verifier(chosen),
             "backend": engine.attention_backend,
             "config": EngineConfig(
                 **{
@@ -394,6 +416,26 @@ def engine_arguments(chosen: Settings, **config: bool | float) -> dict[str, Any]
                 }
             ),
         }
+
+
+def lossy_verifier(chosen: Settings) -> AcceptAbove | None:
+    """The verifier of thresholds below 1, of which a warning tells; None: drafts are verified without loss. Raises
+    ValueError for such thresholds without --allow-lossy-speculation."""
+    speculative = chosen.speculative
+    names = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
+    values = {name: getattr(speculative, name) for name in names}
+    found = AcceptAbove(*values.values())
+    if not found.lossy:
+        return None
+    below = " and ".join(f"{place_of(chosen, name)} {value:g}" for name, value in values.items() if value < 1)
+    if not speculative.allow_lossy_speculation:
+        raise ValueError(f"{below} would change the text: leave it at 1, or give --allow-lossy-speculation as well")
+    logger.warning(
+        "LOSSY SPECULATION: with %s the text of requests that sample is not the model's own, and the same seed may "
+        "give another one. Greedy requests, and those with draft_limit: 0, are as without it",
+        below,
+    )
+    return found
 
 
 def draft_options(chosen: Settings) -> DraftOptions | str:
@@ -408,7 +450,7 @@ def draft_options(chosen: Settings) -> DraftOptions | str:
     given, unused, overridden = {}, [], []
     for each in fields(speculative):
         value, option = getattr(speculative, each.name), each.metadata["setting"].sets
-        if value == each.default or option in ("draft", "isolate_ngrams", "adaptive"):
+        if value == each.default or option in ("", "draft", "isolate_ngrams", "adaptive"):
             continue
         if option in options.names():
             given[option] = value

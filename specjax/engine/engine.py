@@ -66,6 +66,7 @@ class Engine:
     """Continuous batching over one target and one drafter. Several threads may use it: their requests share batches.
 
     Attributes:
+        verify: decides which drafts are accepted.
         tuning: what was measured on this device and is used (`specjax.engine.autotune`); None: nothing.
         lock: held by whatever changes requests or the device's state.
     """
@@ -88,6 +89,7 @@ class Engine:
         self._deferred = config.deferred(drafter, target)
         drafter = drafter if self._deferred is None else self._deferred.eager
         self.target, self._params, self.tokenizer, self.drafter = target, params, tokenizer, drafter
+        self.verify = verify
         self.config, self.eos_ids, self.sampling_defaults = config, eos_ids, sampling_defaults
         self.vocab_size = target.config.vocab_size
         self.context_length = context_length(target, config)

@@ -15,6 +15,7 @@ from specjax.engine import Engine
 from specjax.engine.buckets import doubt, drafting_summary
 from specjax.engine.executables import PhaseTimes
 from specjax.engine.transfers import Counters
+from specjax.thresholds import AcceptAbove
 
 logger = logging.getLogger("specjax.serve")
 
@@ -89,6 +90,14 @@ def stored_in(params: Any) -> str:
     return ", ".join(sorted({names[str(x.codes.dtype)] for x in leaves if isinstance(x, Quantised)})) or "none"
 
 
+def lossy_thresholds(engine: Engine) -> dict[str, float] | None:
+    """The thresholds above which drafts are accepted that the target did not draw; None: there are none."""
+    verify = engine.verify
+    if not isinstance(verify, AcceptAbove) or not verify.lossy:
+        return None
+    return {"accept_threshold_single": verify.single, "accept_threshold_acc": verify.cumulative}
+
+
 def describe(engine: Engine, model: str) -> dict[str, Any]:
     """The answer of `/get_model_info`."""
     config, counters = engine.target.config, engine.counters
@@ -105,6 +114,7 @@ def describe(engine: Engine, model: str) -> dict[str, Any]:
         "speculative_num_draft_tokens": engine.drafter.width,
         "speculative_coupling": engine.drafter.coupling,
         "speculative_tree": engine.drafter.sizing,
+        "speculative_lossy": lossy_thresholds(engine),
         "speculative_draft_quantization": stored_in(engine.params.draft),
         "verify_steps": counters.verifications,
         **drafting_summary(engine.drafter, engine.buckets, counters.verifications, counters.drafted_steps, in_flags),

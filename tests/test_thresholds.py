@@ -1,0 +1,170 @@
+"""Acceptance by thresholds: its law by an exact sum over the coin, its limits, and an engine that uses it."""
+
+import functools
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import scipy.stats
+from engine_helpers import DRAFTS, check_idle, make_engine, toy, wanted
+from grammar_helpers import OBJECT, follows
+from hypothesis import given, settings
+from oracle import Sampling
+from test_verify import BATCH, DEPTH, VOCABULARY, WIDTH, requests_for, run_verify, some_trees
+from toy_models import as_arrays, history, random_tree, sampling_rows
+
+from specjax import AcceptAbove
+from specjax.engine import SamplingParams
+from specjax.sampling import DrawInputs
+
+COUNT = 4096
+
+
+def expected_runs(tree, probabilities, single: float, cumulative: float, node: int = 0) -> dict[tuple[int, ...], float]:
+    """Runs of emitted tokens from `node` on, to their probability: SGLang's loop over the children, with the integral
+    over the coin in place of one."""
+    p = probabilities(oracle.path_tokens(tree, node))
+    children = [child for child, parent in enumerate(tree.parents) if parent == node]
+    used, total, found = 0.0, 0.0, dict[tuple[int, ...], float]()  # `used`: coins below it have accepted a child
+    for child in children:
+        token = tree.tokens[child]
+        total += p[token]
+        upto = 1.0 if p[token] >= single else max(used, min(1.0, total / cumulative))
+        for run, each in expected_runs(tree, probabilities, single, cumulative, child).items():
+            found[(token, *run)] = (upto - used) * each
+        used = upto
+    rest = p.copy()
+    rest[[tree.tokens[child] for child in children]] = 0
+    if used < 1:
+        found |= {(token,): (1 - used) * each / rest.sum() for token, each in enumerate(rest)}
+    return found
+
+
+@functools.partial(jax.jit, static_argnames=("verify", "depth"))
+def verdict_of(verify, *given, depth):
+    return verify(*given, depth=depth)
+
+
+LAWS = {
+    "plain": Sampling(temperature=1.0),
+    "edited": Sampling(temperature=0.8, top_p=0.9, presence_penalty=0.7, repetition_penalty=1.2),
+    "cut": Sampling(temperature=1.3, top_k=3, min_p=0.1),
+}
+
+
+@pytest.mark.parametrize("thresholds", [(1.0, 1.0), (0.3, 1.0), (1.0, 0.5), (0.4, 0.8), (0.01, 1.0)])
+@pytest.mark.parametrize("law", LAWS)
+def test_the_law_of_emitted_runs(law, thresholds):
+    """4,096 seeds and one tree: runs come as often as the sum says."""
+    rng, params = np.random.default_rng(len(law)), LAWS[law]
+    tree = random_tree(0, WIDTH, VOCABULARY, rng, 3)
+    logits = rng.normal(0, 1, (WIDTH, VOCABULARY)).astype(np.float32)
+    nodes = {tuple(oracle.path_tokens(tree, node)): node for node in range(len(tree.tokens))}
+    prompt, generated = [1, 2], [3, 0]
+
+    def probabilities(path):
+        return oracle.distribution(logits[nodes[tuple(path)]], params, prompt, generated + list(path))
+
+    rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (COUNT, *x.shape[1:])), sampling_rows([params], VOCABULARY))
+    rows = rows._replace(seed=jnp.stack([jnp.arange(COUNT, dtype=jnp.uint32)] * 2, axis=1))
+    arrays = jax.tree.map(lambda x: jnp.broadcast_to(x, (COUNT, *x.shape[1:])), as_arrays([tree], WIDTH))
+    stacked = jnp.broadcast_to(jnp.asarray(logits), (COUNT, *logits.shape))
+    zeros, past = jnp.zeros(COUNT, jnp.int32), history([prompt], [generated], VOCABULARY)
+    inputs = DrawInputs(rows, past, zeros, jnp.ones(COUNT, bool))
+    verdict = verdict_of(AcceptAbove(*thresholds), arrays, stacked, inputs, zeros + 3, zeros + 2, depth=3)
+    accepted = np.asarray(verdict.accepted)
+    runs = [tuple(row[: m + 1]) for row, m in zip(np.asarray(verdict.tokens).tolist(), accepted, strict=True)]
+
+    exact = expected_runs(tree, probabilities, *thresholds)
+    assert sum(exact.values()) == pytest.approx(1)
+    assert set(runs) <= {run for run, p in exact.items() if p > 0}
+    usual = {run: p * COUNT for run, p in exact.items() if p * COUNT > 5}
+    observed, expected = [runs.count(run) for run in usual], list(usual.values())
+    if (rest := COUNT - sum(expected)) > 1:
+        observed, expected = [*observed, COUNT - sum(observed)], [*expected, rest]
+    scale = sum(observed) / sum(expected)
+    if len(expected) > 1:
+        assert scipy.stats.chisquare(observed, np.array(expected) * scale).pvalue > 1e-3
+    lossless, mean = oracle.expected_accepted(tree, probabilities), sum(p * (len(run) - 1) for run, p in exact.items())
+    assert abs(accepted.mean() - mean) <= 4 * accepted.std() / np.sqrt(COUNT) + 1e-9
+    if thresholds == (1.0, 1.0):
+        assert mean == pytest.approx(lossless)
+
+
+rngs = st.integers(0, 2**32).map(np.random.default_rng)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rngs)
+def test_at_1_the_verdict_is_the_lossless_one(rng):
+    batch, (requests, prompts, generated) = some_trees(rng), requests_for(rng)
+    logits = rng.normal(0, 1, (BATCH, WIDTH, VOCABULARY)).astype(np.float32)
+    check_same(batch, logits, requests, prompts, generated, AcceptAbove())
+
+
+@settings(max_examples=20, deadline=None)
+@given(rngs)
+def test_greedy_rows_are_those_of_the_lossless_one_at_any_threshold(rng):
+    batch, (requests, prompts, generated) = some_trees(rng), requests_for(rng, temperature=0.0)
+    logits = rng.normal(0, 1, (BATCH, WIDTH, VOCABULARY)).astype(np.float32)
+    check_same(batch, logits, requests, prompts, generated, AcceptAbove(0.01, 0.1))
+
+
+def check_same(batch, logits, requests, prompts, generated, verify):
+    expected = run_verify(batch, logits, requests, prompts, generated)
+    slots = jnp.arange(BATCH, dtype=jnp.int32)
+    past = history(prompts, generated, VOCABULARY)
+    inputs = DrawInputs(sampling_rows(requests, VOCABULARY), past, slots, jnp.ones(BATCH, bool))
+    emitted = jnp.asarray([len(g) for g in generated], jnp.int32)
+    prefix = jnp.asarray([len(p) + len(g) - 1 for p, g in zip(prompts, generated, strict=True)], jnp.int32)
+    found = verdict_of(verify, as_arrays(batch, WIDTH), jnp.asarray(logits), inputs, prefix, emitted, depth=DEPTH)
+    for name in ("path", "accepted", "tokens"):
+        assert getattr(found, name).tolist() == getattr(expected, name).tolist(), name
+
+
+@pytest.mark.parametrize("wrong", [0.0, -0.1, 1.1, float("nan")])
+def test_thresholds_out_of_range(wrong):
+    for name in ("single", "cumulative"):
+        with pytest.raises(ValueError, match=f"AcceptAbove.{name} must be .* above 0 and at most 1"):
+            AcceptAbove(**{name: wrong})
+
+
+def test_in_an_engine():
+    """Each token is the target's own draw, or an accepted draft of at least the threshold's probability; and the text
+    of a request without drafts is the exact one."""
+    model, single = toy(), 0.05
+    engine = make_engine(model, DRAFTS["NGRAM"], verify=AcceptAbove(single))
+    exact = make_engine(model, DRAFTS["NGRAM"])
+    params = [
+        SamplingParams(max_new_tokens=60, temperature=t, seed=i, origins=True)
+        for i, t in enumerate((0.0, 0.7, 1.0, 1.2))
+    ]
+    prompts = [list(range(70 + i, 90 + i)) * 2 for i in range(4)]
+    changed = 0
+    for prompt, sampling, done in zip(prompts, params, engine.generate(prompts, params), strict=True):
+        assert len(done.output_ids) == 60
+        for i, token in enumerate(done.output_ids):
+            before, rule = done.output_ids[:i], wanted(sampling)
+            logits = model.logits([*prompt, *before])
+            drawn = oracle.draw(logits, rule, prompt, before)
+            if token != drawn.token and drawn.gap > 1e-3:
+                changed += 1
+                assert sampling.temperature > 0
+                assert oracle.distribution(logits, rule, prompt, before)[token] > single - 1e-4
+    assert changed > 3, "thresholds so low change the text"
+    undrafted = [SamplingParams(max_new_tokens=30, temperature=1.0, seed=9, draft_limit=0)] * 2
+    assert [one.output_ids for one in engine.generate(prompts[:2], undrafted)] == [
+        one.output_ids for one in exact.generate(prompts[:2], undrafted)
+    ]
+    check_idle(engine)
+
+
+def test_beside_a_grammar():
+    engine = make_engine(toy(), DRAFTS["NGRAM"], eos=(2,), verify=AcceptAbove(0.02, 0.5))
+    params = [SamplingParams(max_new_tokens=70, temperature=1.0, seed=i, grammar=OBJECT) for i in range(4)]
+    for done in engine.generate([list(range(70, 80))] * 4, params):
+        assert follows(OBJECT, done.output_ids, whole=done.finish_reason["type"] == "stop")
+    check_idle(engine)
