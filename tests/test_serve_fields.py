@@ -360,7 +360,9 @@ def test_incremental_streams_of_generate_are_disjoint():
 def test_incremental_log_probabilities_are_disjoint():
     reason = {"type": "length", "length": 2}
     done = Completion("r", "ab", [70, 71], 1, reason, 1, 1.0, [1, 0], 7, logprobs=list(LOGPROBS))
-    answer = GenerateAnswer(2, False, ["r"], [1], incremental=True, names=TokenNames(tokenizer()))
+    answer = GenerateAnswer(
+        2, False, ["r"], [1], thoughts=lambda index, output: 0, incremental=True, names=TokenNames(tokenizer())
+    )
     events = answer.events(StreamChunk(0, "a", [70], None, LOGPROBS[:1]))
     events += answer.events(StreamChunk(0, "b", [71], done, LOGPROBS[1:]))
     first, last = (json.loads(event.removeprefix(b"data: "))["meta_info"] for event in events)

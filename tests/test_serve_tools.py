@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 from body_helpers import CHAT, HELLO
-from engine_helpers import END, TEMPLATE, byte_ids, toy
+from engine_helpers import END, TEMPLATE, byte_ids, shared_engine, toy
 from engine_helpers import tokenizer as plain_tokenizer
 from server_helpers import Running, running
 from tool_helpers import NOOP, SCRIPTS, TOOLS, WEATHER, ask, tool_engine
@@ -17,8 +17,9 @@ from tool_helpers import NOOP, SCRIPTS, TOOLS, WEATHER, ask, tool_engine
 from specjax.cli.flags import ServerSettings
 from specjax.drafters import make_drafter
 from specjax.drafters.base import Params
-from specjax.engine import Engine, EngineConfig
+from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.engine.grammar import GRAMMAR_FAILED
+from specjax.engine.sampling_params import ParameterError
 from specjax.serve.structured import INVALID
 
 
@@ -129,6 +130,51 @@ def test_answers_of_each_format(servers, name):
     assert found["pieces"] >= 2 * len(calls)
     thought = SCRIPTS[name].index("</think>") + 1 if reasoning else 0
     assert found["usage"]["completion_tokens_details"]["reasoning_tokens"] == thought
+
+
+@pytest.mark.parametrize("name", ["g", "i"])
+def test_thoughts_in_one_piece(servers, name):
+    """`stream_reasoning: false`: the same message, and its thoughts are one delta before the content."""
+    fields, pieces = ask(name, tools=TOOLS, draft_limit=0), []  # a token an event
+    whole = servers().post(CHAT, fields).json()["choices"][0]["message"]["reasoning_content"]
+    for stream_reasoning in (True, False):
+        events = servers().events(CHAT, fields | {"stream_reasoning": stream_reasoning})
+        deltas = [choice["delta"] for event in events for choice in event["choices"]]
+        thoughts = [delta["reasoning_content"] for delta in deltas if delta.get("reasoning_content")]
+        assert "".join(thoughts) == whole
+        assert "".join(delta.get("content") or "" for delta in deltas) == ANSWERS[name][1]
+        pieces.append(len(thoughts))
+    assert pieces[0] > 1 and pieces[1] == 1
+    cut = servers().events(CHAT, fields | {"stream_reasoning": False, "max_tokens": 2})
+    thoughts = [choice["delta"].get("reasoning_content") for event in cut for choice in event["choices"]]
+    assert [each for each in thoughts if each] == [SCRIPTS[name][1].strip()]
+
+
+@pytest.mark.parametrize("required", [False, True])
+@pytest.mark.parametrize("script", ["i", "b"])
+def test_reasoning_tokens_of_generate(servers, script, required):
+    """Thoughts begun by the text itself, by `require_reasoning`, or by nobody."""
+    sampling = {"temperature": 0, "max_new_tokens": 20}
+    body = {"text": f"user:Say {script}<|im_end|><|im_start|>", "sampling_params": sampling}
+    body |= {"require_reasoning": required}
+    found = servers().post("/generate", body).json()["meta_info"]
+    thought = SCRIPTS[script].index("</think>") + 1 if script == "i" else 0
+    expected = found["completion_tokens"] if required and not thought else thought
+    assert found["reasoning_tokens"] == expected
+    assert servers().events("/generate", body)[-1]["meta_info"]["reasoning_tokens"] == expected
+
+
+def test_a_grammar_after_required_thoughts(servers):
+    body = {"text": "x", "sampling_params": {"regex": "[0-9]{2}", "temperature": 0, "max_new_tokens": 20}}
+    plain = servers().post("/generate", body).json()
+    assert plain["text"].isdigit() and plain["meta_info"]["reasoning_tokens"] == 0
+    found = servers().post("/generate", body | {"require_reasoning": True}).json()
+    assert found["meta_info"]["reasoning_tokens"] == 20, "the grammar waits for the end of the thoughts"
+
+
+def test_thoughts_of_a_model_that_does_not_think():
+    with pytest.raises(ParameterError, match="require_reasoning needs a model that thinks"):
+        shared_engine("NONE").intake.sequence("x", SamplingParams(max_new_tokens=5, require_reasoning=True))
 
 
 def test_a_message_as_it_is_sent(servers):
@@ -329,6 +375,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "parallel": ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls", "boolean"),
     "reasoning": ({"separate_reasoning": 1}, "separate_reasoning", "boolean"),
+    "thoughts in pieces": ({"stream_reasoning": 1}, "stream_reasoning", "boolean"),
     "thoughts of a user": ({"messages": [HELLO[0] | {"reasoning_content": "x"}]}, "messages", "assistant"),
     "old functions": ({"functions": [{"name": "f"}]}, "functions", "not supported"),
     "too long": ({"tools": function(description="x" * 20_000)}, "messages", "context"),

@@ -149,6 +149,9 @@ class Intake:
             if outside := [token for token in ids if not 0 <= int(token) < self.vocab_size]:
                 last = self.vocab_size - 1
                 raise ParameterError(what, f"holds {outside[0]!s:.40}; token ids of this model are 0 to {last}")
+        if sampling.require_reasoning and self.thinking is None:
+            problem = "needs a model that thinks: this one's tokenizer has no tokens <think> and </think>"
+            raise ParameterError("require_reasoning", problem)
         constraint = self._constraint(sampling, tokens)
         ends = () if sampling.ignore_eos else self.eos_ids
         if constraint is not None:  # they come only where the grammar may end
@@ -196,28 +199,39 @@ class Intake:
         if sampling.grammar is None:
             return None
         try:
-            return self.grammars.constraint(sampling.grammar, self._reasoning(prompt))
+            return self.grammars.constraint(sampling.grammar, self._reasoning(prompt, sampling.require_reasoning))
         except GrammarError as error:
             raise ParameterError("grammar", str(error)) from error
 
-    def _reasoning(self, prompt: List[int]) -> Reasoning | None:
+    def _reasoning(self, prompt: List[int], required: bool = False) -> Reasoning | None:
         """The tokens around what the model thinks before it answers this prompt; None: it does not think.
 
-        It thinks if the prompt ends with an open block, as a chat template writes it. It may think if it could, and the
-        prompt does not end with a closed block.
+        It thinks if that is `required`, or the prompt ends with an open block, as a chat template writes it. It may
+        think if it could, and the prompt does not end with a closed block.
         """
-        if self._thinking is None:
+        if self.thinking is None:
             return None
-        start, end = self._thinking
-        tail = [token for token in prompt[-REASONING_TAIL:] if token in self._thinking]
+        start, end = self.thinking
+        if required:
+            return Reasoning(start, end, begun=True)
+        tail = [token for token in prompt[-REASONING_TAIL:] if token in self.thinking]
         return None if tail and tail[-1] == end else Reasoning(start, end, begun=bool(tail))
 
     @functools.cached_property
-    def _thinking(self) -> tuple[int, int] | None:
+    def thinking(self) -> tuple[int, int] | None:
         """The tokens `<think>` and `</think>`; None: the tokenizer has no such tokens."""
         names = getattr(self.tokenizer, "get_added_vocab", dict)()
         found = [names.get(name) for name in ("<think>", "</think>")]
         return None if None in found else cast(Any, tuple(found))
+
+    def thoughts(self, sequence: Sequence, output: List[int]) -> int:
+        """Tokens at the beginning of an output of this sequence that are thoughts, with the markers around them."""
+        if self.thinking is None or not output:
+            return 0
+        reasoning = self._reasoning(sequence.prompt, sequence.params.require_reasoning)
+        if reasoning is None or not (reasoning.begun or output[0] == reasoning.start):
+            return 0
+        return output.index(reasoning.end) + 1 if reasoning.end in output else len(output)
 
     def _limit(self, prompt: int, wanted: int | None) -> int:
         """Tokens to emit after a prompt of so many."""

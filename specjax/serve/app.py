@@ -118,6 +118,7 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
                 body.is_batch or task.n > 1,
                 ids=[sequence.id for sequence in sequences],
                 prompt_tokens=[len(sequence.prompt) for sequence in sequences],
+                thoughts=lambda index, output: runner.engine.intake.thoughts(sequences[index], output),
                 with_ids=[bool(sequence.params.logprob_ids) for sequence in sequences],
                 incremental=settings.incremental_streaming_output,
                 names=names() if body.return_text_in_logprobs else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -25,6 +25,7 @@ class GenerateAnswer(Answer):
     many: bool  # a batch, or n > 1: a list of results, and events with an index
     ids: list[str]
     prompt_tokens: list[int]
+    thoughts: Callable[[int, list[int]], int]  # of a choice and its output so far, the tokens that are thoughts
     incremental: bool = False
     names: TokenNames | None = None  # puts the texts of tokens into their log-probabilities
     with_ids: Sequence[bool] = ()  # by choice, whether it has those of given tokens
@@ -44,8 +45,9 @@ class GenerateAnswer(Answer):
             text, tokens = self._sent.get(index, ("", []))
             text, tokens = self._sent[index] = text + chunk.text, [*tokens, *chunk.output_ids]
             body = _generated(
-                self.ids[index], None, self.prompt_tokens[index], text, tokens, cached_tokens=chunk.cached_tokens
-            )
+                self.ids[index], None, self.prompt_tokens[index], text, tokens, cached_tokens=chunk.cached_tokens,
+                reasoning_tokens=self.thoughts(index, tokens),
+            )  # fmt: skip
         if self.incremental:
             body |= {"text": chunk.text, "output_ids": chunk.output_ids}
             if chunk.logprobs or "output_token_logprobs" in body["meta_info"]:
@@ -58,7 +60,7 @@ class GenerateAnswer(Answer):
     def _result(self, index: int, done: Completion) -> dict[str, Any]:
         body = _generated(
             done.id, done.finish_reason, done.prompt_tokens, done.text, done.output_ids,
-            cached_tokens=done.cached_tokens,
+            cached_tokens=done.cached_tokens, reasoning_tokens=self.thoughts(index, done.output_ids),
         )  # fmt: skip
         seconds = round(time.perf_counter() - self.started, 6)
         body["meta_info"] |= {"e2e_latency": seconds, "seed": done.seed, **speculative([done], self.width)}
@@ -73,14 +75,16 @@ class GenerateAnswer(Answer):
 
 
 def _generated(
-    id: str, reason: Any, prompt_tokens: int, text: str, tokens: list[int], *, cached_tokens: int
-) -> dict[str, Any]:
+    id: str, reason: Any, prompt_tokens: int, text: str, tokens: list[int], *, cached_tokens: int,
+    reasoning_tokens: int,
+) -> dict[str, Any]:  # fmt: skip
     meta = {
         "id": id,
         "finish_reason": reason,
         "prompt_tokens": prompt_tokens,
         "completion_tokens": len(tokens),
         "cached_tokens": cached_tokens,
+        "reasoning_tokens": reasoning_tokens,
     }
     return {"text": text, "output_ids": tokens, "meta_info": meta}
 

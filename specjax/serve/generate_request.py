@@ -122,6 +122,11 @@ class GenerateRequest(TaskBody):
     ] = Field(None, description="Log-probabilities of these tokens at each place.")
     return_text_in_logprobs: Flag | None = None
     cache_salt: Salt | None = Field(None, description=SALT)
+    require_reasoning: Flag | None = Field(
+        None,
+        description="The text begins inside of thoughts, whatever the prompt ends with: a grammar begins after "
+        "`</think>`. For models whose vocabulary has that token.",
+    )
 
     @property
     def is_batch(self) -> bool:
@@ -157,6 +162,7 @@ class GenerateRequest(TaskBody):
 
     def _params(self, body: SamplingBody, wanted: LogprobFields, rules: Rules) -> SamplingParams:
         more: dict[str, Any] = {"cache_salt": self.cache_salt, "priority": self.priority, "logprobs": None}
+        more["require_reasoning"] = bool(self.require_reasoning)
         if wanted.return_logprob:
             more |= {"logprobs": wanted.top_logprobs_num or 0, "logprob_start_len": wanted.logprob_start_len}
             more |= {"logprob_ids": tuple(wanted.token_ids_logprob or ())}

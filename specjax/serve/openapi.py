@@ -89,7 +89,8 @@ MODEL = {"id": str, "object": "model", "created": int, "owned_by": str, "root": 
 # Entries of log-probabilities are lists: the number, the token's id, its text or null.
 META = SPECULATIVE | {
     "id": str, "finish_reason": {"type": FINISH}, "prompt_tokens": int, "completion_tokens": int, "cached_tokens": int,
-    "e2e_latency": float, "seed": int, "output_token_logprobs?": [list], "output_top_logprobs?": [[list]],
+    "reasoning_tokens": int, "e2e_latency": float, "seed": int,
+    "output_token_logprobs?": [list], "output_top_logprobs?": [[list]],
     "input_token_logprobs?": [list], "input_top_logprobs?": [([list], None)],
     "output_token_ids_logprobs?": [[list]], "input_token_ids_logprobs?": [([list], None)],
 }  # fmt: skip

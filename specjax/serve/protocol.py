@@ -253,7 +253,7 @@ def check_model(name: str | None, served: str) -> None:
 class ChatRequest(OpenAIRequest, ToolFields, TemplateFields):
     unsupported = UNSUPPORTED | {
         "json_schema": (),
-        "modalities": (["text"],), "audio": (), "prediction": (), "stream_reasoning": (True,),
+        "modalities": (["text"],), "audio": (), "prediction": (),
         "reasoning_effort": ("none", "medium"), "verbosity": ("medium",), "web_search_options": (), "moderation": (),
         "add_special_tokens": (False,), "chat_template": (), "documents": ([],), "mm_processor_kwargs": ({},),
         "media_io_kwargs": ({},),

@@ -53,10 +53,11 @@ class Reply:
         parser: of calls.
         reasoning: the model may think before it answers, and what it thinks is no content.
         thinking: the prompt has begun its thoughts.
+        gathered: its thoughts are one delta, once they have ended.
     """
 
-    def __init__(self, parser: CallParser, *, reasoning: bool, thinking: bool = False) -> None:
-        self._parser, self._reasoning = parser, reasoning
+    def __init__(self, parser: CallParser, *, reasoning: bool, thinking: bool = False, gathered: bool = False) -> None:
+        self._parser, self._reasoning, self._gathered = parser, reasoning, gathered
         self._state = ("thinking" if thinking else "undecided") if reasoning else "answering"
         self._held = ""
         self._thoughts = _Trimmed(start=True, end=True)
@@ -75,6 +76,9 @@ class Reply:
         """Adds text; the deltas of the message that it completes. `last`: nothing follows."""
         if self._reasoning:
             text = self._think(text, last)
+        if self._gathered and self._thought and (last or self._state == "answering"):
+            self._deltas.append({"reasoning_content": self._thought})
+            self._gathered = False
         if self._state == "answering":
             self._answer(text, last)
         deltas, self._deltas = self._deltas, []
@@ -138,6 +142,8 @@ class Reply:
             self._content += text
         else:
             self._thought += text
+            if self._gathered:
+                return
         if self._deltas and field in self._deltas[-1]:
             self._deltas[-1][field] += text
         else:
@@ -169,7 +175,7 @@ class ReplyOptions:
         names: the functions that may be called.
         most: calls that are reported; None: all.
         hidden: special tokens that the text keeps for the parsers, and that never become content.
-        reasoning: as `Reply`.
+        reasoning, gathered: as `Reply`.
     """
 
     parser: type[CallParser] | None = None
@@ -177,7 +183,8 @@ class ReplyOptions:
     most: int | None = None
     hidden: frozenset[str] = frozenset()
     reasoning: bool = False
+    gathered: bool = False
 
     def reply(self, *, thinking: bool) -> Reply:
         parser = (self.parser or CallParser)(self.names, hidden=self.hidden, most=self.most)
-        return Reply(parser, reasoning=self.reasoning, thinking=thinking)
+        return Reply(parser, reasoning=self.reasoning, thinking=thinking, gathered=self.gathered)

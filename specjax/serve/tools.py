@@ -185,6 +185,9 @@ class ToolFields(Body):
     separate_reasoning: Flag | None = Field(
         None, description="false = what the model thinks is part of the content. Default: `reasoning_content`."
     )
+    stream_reasoning: Flag | None = Field(
+        None, description="false = a stream sends what the model thinks in one piece, once it has ended."
+    )
 
     @property
     def must(self) -> bool:
@@ -256,4 +259,5 @@ class ToolFields(Body):
             most=self.most,
             hidden=form.special if hide else frozenset(),
             reasoning=reasoning,
+            gathered=self.stream_reasoning is False,
         )
