@@ -15,11 +15,11 @@ from tool_helpers import WEATHER, tool_tokenizer
 
 from specjax.engine.grammar import WORD, Grammar, Grammars
 from specjax.serve.call_grammar import any_arguments, call_grammar
-from specjax.serve.calls import CallParser, DeepSeek, DeepSeek31, Hermes, Llama3, Mistral, MistralNamed
+from specjax.serve.calls import CallParser, DeepSeek, DeepSeek31, Hermes, KimiK2, Llama3, Mistral, MistralNamed
 from specjax.serve.forms import answer_form
 from specjax.serve.reply import ReplyOptions
 
-FORMATS = (Hermes, Llama3, Mistral, MistralNamed, DeepSeek, DeepSeek31)
+FORMATS = (Hermes, Llama3, Mistral, MistralNamed, DeepSeek, DeepSeek31, KimiK2)
 PLAN = {
     "$defs": {"day": {"enum": ["mon", "tue"]}},
     "type": "object",

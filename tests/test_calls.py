@@ -10,10 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specjax.cli.flags import CALL_FORMATS
-from specjax.serve.calls import PARSERS, Arguments, Call, CallParser, Hermes, Text
+from specjax.serve.call_parsers import PARSERS
+from specjax.serve.calls import Arguments, Call, CallParser, Hermes, Text
 from specjax.serve.reply import Reply, ReplyOptions
+from specjax.serve.xml_calls import text_parameters
 
 NAMES = ("add", "get_weather", "noop")
+TEXTS = {"add": ("s",), "get_weather": ("city",)}  # parameters that are strings
 ADD = ("add", '{"a": 1, "b": [2, {"c": "}]"}]}')
 NESTED = '{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "}]"}]}}'
 SECTION, END_SECTION = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -150,6 +153,94 @@ CASES: dict[str, Case] = {
     "deepseek: no call": Case("deepseekv3", f"{SECTION}{BEGIN}add{END}{END_SECTION} x", "add x"),
     "deepseek: a section of nothing": Case("deepseekv3", f"a{SECTION}{END_SECTION}b", "ab"),
     "deepseek: cut off": Case("deepseekv3", f"{SECTION}{BEGIN}function{SEP}ad", "functionad"),
+    # Kimi K2
+    "kimi": Case(
+        "kimi_k2",
+        "Ok.<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+        '{"a": 1}<|tool_call_end|><|tool_call_begin|>functions.noop:1<|tool_call_argument_begin|>{}<|tool_call_end|>'
+        "<|tool_calls_section_end|>",
+        "Ok.",
+        (("add", '{"a": 1}'), ("noop", "{}")),
+    ),
+    "kimi: a bare name": Case(
+        "kimi_k2", "<|tool_call_begin|>noop\n<|tool_call_argument_begin|> {}<|tool_call_end|>", None, (("noop", "{}"),)
+    ),
+    "kimi: an unknown function": Case(
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.rm:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>x",
+        "functions.rm:0{}x",
+    ),
+    "kimi: no arguments": Case(
+        "kimi_k2", "<|tool_call_begin|>functions.noop:0<|tool_call_end|>y", "functions.noop:0y"
+    ),
+    "kimi: cut off": Case(
+        "kimi_k2", '<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": "x', None,
+        (("add", '{"a": "x'),),
+    ),
+    # Qwen3-Coder
+    "coder": Case(
+        "qwen3_coder",
+        'Hm.\n<tool_call>\n<function=add>\n<parameter=a>\n[1, {"c": null}]\n</parameter>\n'
+        "<parameter=s>\n12\n</parameter>\n</function>\n</tool_call>",
+        "Hm.",
+        (("add", '{"a": [1, {"c": null}], "s": "12"}'),),
+    ),
+    "coder: two": Case(
+        "qwen3_coder",
+        "<tool_call>\n<function=noop>\n</function>\n</tool_call>\n<tool_call>\n<function=get_weather>\n<parameter=city>\n"
+        "Köln\n</parameter>\n</function>\n</tool_call>\nDone",
+        "Done",
+        (("noop", "{}"), ("get_weather", '{"city": "Köln"}')),
+    ),
+    "coder: without the outer tag": Case(
+        "qwen3_coder", "<function=add>\n<parameter=a>\nTrue\n</parameter>\n</function>", None, (("add", '{"a": true}'),)
+    ),
+    "coder: a text of several lines": Case(
+        "qwen3_coder",
+        '<tool_call><function=add><parameter=s>\n\n if a < b:\n\treturn "</tool_call>"\n\n</parameter></function>'
+        "</tool_call>",
+        None,
+        (("add", '{"s": "\\n if a < b:\\n\\treturn \\"</tool_call>\\"\\n"}'),),
+    ),
+    "coder: no JSON where no text is wanted": Case(
+        "qwen3_coder", "<function=add><parameter=a>x y NaN</parameter><parameter=b>NaN</parameter></function>", None,
+        (("add", '{"a": "x y NaN", "b": "NaN"}'),),
+    ),
+    "coder: an unknown function": Case("qwen3_coder", *["<tool_call>\n<function=rm>\n</function>\n</tool_call>"] * 2),
+    "coder: no call": Case("qwen3_coder", *["a <tool_call> b </tool_call> <function=add> c"] * 2),
+    "coder: cut off in a text": Case(
+        "qwen3_coder", "<tool_call>\n<function=add>\n<parameter=s>\nPar", None, (("add", '{"s": "Par'),)
+    ),
+    "coder: cut off after an argument": Case(
+        "qwen3_coder", "<function=add>\n<parameter=a>\n1\n</parameter>\n<par", None, (("add", '{"a": 1'),)
+    ),
+    "coder: cut off before the arguments": Case("qwen3_coder", *["<tool_call>\n<function=add>\n"] * 2),
+    "coder: garbage between arguments": Case(
+        "qwen3_coder", "<function=add><parameter=a>1</parameter> and </function>", "and </function>",
+        (("add", '{"a": 1}'),),
+    ),
+    "coder: the end of the function is missing": Case(
+        "qwen3_coder", "<tool_call><function=add><parameter=a>1</parameter></tool_call>!", "!", (("add", '{"a": 1}'),)
+    ),
+    # GLM
+    "glm": Case(
+        "glm45",
+        "Hm.<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>[1, 2]</arg_value>\n<arg_key>s</arg_key>\n"
+        "<arg_value>1\n</arg_value>\n</tool_call>\n<tool_call>noop\n</tool_call>",
+        "Hm.",
+        (("add", '{"a": [1, 2], "s": "1\\n"}'), ("noop", "{}")),
+    ),
+    "glm: on one line": Case(
+        "glm", "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Rom</arg_value></tool_call>.", ".",
+        (("get_weather", '{"city": "Rom"}'),),
+    ),
+    "glm: an unknown function": Case("glm", *["<tool_call>rm\n<arg_key>a</arg_key></tool_call>"] * 2),
+    "glm: no call": Case("glm", *["<tool_call> add it </tool_call>"] * 2),
+    "glm: cut off": Case(
+        "glm", "<tool_call>add\n<arg_key>s</arg_key>\n<arg_value>a\"b", None, (("add", '{"s": "a\\"b'),)
+    ),
+    "glm: cut off in a key": Case("glm", "<tool_call>add\n<arg_key>s</arg_k", None, (("add", ""),)),
     # Thoughts
     "thoughts": Case("qwen", "<think>\n2 + 2?\n</think>\n\nIt is 4.\n", "It is 4.\n", (), "2 + 2?"),
     "thoughts, then a call": Case(
@@ -165,12 +256,12 @@ CASES: dict[str, Case] = {
 
 def hidden(name: str) -> frozenset[str]:
     """Markers that are special tokens: those of Qwen are not."""
-    return frozenset() if PARSERS[name] is Hermes else frozenset(PARSERS[name].markers())
+    return frozenset() if "<tool_call>" in PARSERS[name].begins else frozenset(PARSERS[name].markers())
 
 
 def read(case: Case, pieces: list[str], *, thinking: bool = False, most: int | None = None) -> dict[str, Any]:
     """The message, which the deltas of a stream must add up to."""
-    options = ReplyOptions(PARSERS[case.parser], NAMES, most, hidden(case.parser), reasoning=True)
+    options = ReplyOptions(PARSERS[case.parser], NAMES, most, hidden(case.parser), reasoning=True, texts=TEXTS)
     reply = options.reply(thinking=thinking)
     deltas = [delta for piece in pieces for delta in reply.feed(piece)] + reply.feed("", last=True)
     message = reply.message()
@@ -301,3 +392,28 @@ def test_without_a_format_text_is_text():
     reply = Reply(CallParser(hidden={"<|x|>"}), reasoning=False)
     assert reply.feed("a <|x|>b <tool_call>", last=True) == [{"content": "a b <tool_call>"}]
     assert reply.message() == {"role": "assistant", "content": "a b <tool_call>"}
+
+
+def test_long_values_between_tags():
+    """Letter by letter in a time that is linear in the text; the value arrives whole."""
+    for name, begin, end in (
+        ("qwen3_coder", "<function=add><parameter=s>\n", "\n</parameter></function>"),
+        ("glm", "<tool_call>add<arg_key>s</arg_key><arg_value>", "</arg_value></tool_call>"),
+    ):
+        value = "x</para</arg_ " * 20_000
+        parser = PARSERS[name](NAMES, texts=TEXTS)  # type: ignore[call-arg]
+        text = begin + value + end
+        parts = [part for start in range(0, len(text), 5) for part in parser.feed(text[start : start + 5])]
+        parts += parser.feed("", last=True)
+        assert parts[0] == Call("add")
+        assert json.loads("".join(part.text for part in parts[1:] if isinstance(part, Arguments))) == {"s": value}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [({"type": "string"}, True), ({"type": ["string"]}, True), ({"enum": ["a", "b"]}, True), ({"const": "a"}, True),
+     ({"type": ["string", "null"]}, False), ({"type": "integer"}, False), ({"enum": ["a", 1]}, False), ({}, False),
+     (True, False)],
+)  # fmt: skip
+def test_parameters_that_are_strings(schema, text):
+    assert text_parameters({"parameters": {"properties": {"p": schema}}}) == (("p",) if text else ())

@@ -13,10 +13,11 @@ from tool_helpers import TEMPLATE as TOOL_TEMPLATE
 
 from specjax.engine.intake import Chat, Intake
 from specjax.engine.sampling_params import ParameterError
-from specjax.serve.calls import DeepSeek, DeepSeek31, Hermes, Llama3, Mistral, MistralNamed
+from specjax.serve.calls import DeepSeek, DeepSeek31, Hermes, KimiK2, Llama3, Mistral, MistralNamed
 from specjax.serve.fields import Reading
 from specjax.serve.forms import AnswerForm, answer_form, short_id
 from specjax.serve.tools import Tool
+from specjax.serve.xml_calls import Glm, QwenCoder
 
 TELLS = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
 CALL = {"id": "call_0123456789abcdef01234567", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
@@ -54,6 +55,13 @@ FAMILIES: dict[str, tuple[str, type | None, bool, str]] = {
     ),
     "deepseek V3.1": (TELLS + "<｜tool▁call▁begin｜><｜tool▁sep｜>", DeepSeek31, False, TELLS),
     "mistral, newer": (TELLS + "[TOOL_CALLS][ARGS]", MistralNamed, False, TELLS),
+    "kimi": (
+        TELLS + "<|tool_call_argument_begin|>{% for m in messages %}"
+        "{% for c in m.tool_calls or [] %}{{ c.id }}{% endfor %}{{ m.tool_call_id }}{% endfor %}",
+        KimiK2, False, 2 * "functions.f:0",
+    ),
+    "qwen coder, whole": (TELLS + "<tool_call><function=x><parameter=y>", QwenCoder, False, TELLS),
+    "glm": (TELLS + "<tool_call>x<arg_key>y</arg_key><arg_value>z</arg_value>", Glm, False, TELLS),
     "markers of others": (TELLS + "<tool_call><name>", None, False, ""),
     "qwen coder": (TELLS + "<tool_call><function=", None, False, ""),
     "unknown": (TELLS, None, False, ""),

@@ -177,6 +177,13 @@ def test_thoughts_of_a_model_that_does_not_think():
         shared_engine("NONE").intake.sequence("x", SamplingParams(max_new_tokens=5, require_reasoning=True))
 
 
+@pytest.mark.parametrize("parser", ["qwen3_coder", "glm45"])
+def test_calls_without_a_grammar_cannot_be_required(servers, parser):
+    answer = servers(parser).post(CHAT, ask("a", tools=TOOLS, tool_choice="required"))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "tools") and "no JSON" in error["message"]
+
+
 def test_a_message_as_it_is_sent(servers):
     answer = servers().post(CHAT, ask("a", tools=TOOLS)).json()["choices"][0]
     (call,) = answer["message"].pop("tool_calls")

@@ -20,10 +20,18 @@ from specjax.drafters import make_drafter
 from specjax.drafters.base import Params
 from specjax.engine import Engine, EngineConfig
 from specjax.engine.executables import Key
-from specjax.serve.calls import PARSERS, Hermes
+from specjax.serve.call_parsers import PARSERS
 
-MARKERS = tuple(dict.fromkeys(m for p in PARSERS.values() if p is not Hermes for m in p.markers() if "`" not in m))
 PLAIN_MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")  # added tokens that are not special, as Qwen's
+MARKERS = tuple(
+    dict.fromkeys(
+        marker
+        for parser in PARSERS.values()
+        if "<tool_call>" not in parser.begins
+        for marker in parser.markers()
+        if "`" not in marker
+    )
+)
 TEMPLATE = (
     '{% if tools %}# Tools\n<tool_call>{"name": ..., "arguments": {...}}</tool_call>\n'
     "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"

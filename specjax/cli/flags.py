@@ -34,8 +34,11 @@ logger = logging.getLogger(__name__)
 MOST_TRACED = 10_000  # steps in a trace: each takes tens of kilobytes
 
 
-CALL_FORMATS = ("qwen", "qwen25", "hermes", "llama3", "mistral", "deepseekv3", "deepseekv31")
-"""SGLang's names of the formats of function calls that are read (`specjax.serve.calls`)."""
+CALL_FORMATS = (
+    "qwen", "qwen25", "hermes", "qwen3_coder", "glm", "glm45", "kimi_k2", "llama3", "mistral", "deepseekv3",
+    "deepseekv31",
+)  # fmt: skip
+"""SGLang's names of the formats of function calls that are read (`specjax.serve.call_parsers`)."""
 THINKERS = ("qwen3", "qwen3-thinking", "deepseek-r1", "deepseek-v3", "mimo")
 """SGLang's names of parsers for models that think between `<think>` and `</think>`."""
 

@@ -16,11 +16,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from specjax.serve.calls import CallParser, DeepSeek, DeepSeek31, Hermes, Llama3, Mistral, MistralNamed
+from specjax.serve.calls import CallParser, DeepSeek, DeepSeek31, Hermes, KimiK2, Llama3, Mistral, MistralNamed
 
 STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON on one line, as Python writes it."""
 SPACE = "\n"  # up to two line breaks
+INDEX = "#"  # a number
 
 
 class _Shape(NamedTuple):
@@ -67,6 +68,14 @@ _SHAPES: dict[type[CallParser], _Shape] = {
         (),
         (("<｜tool▁calls▁end｜>",),),
     ),
+    KimiK2: _Shape(
+        (("<|tool_calls_section_begin|>",),),
+        (("<|tool_call_begin|>",),),
+        lambda name: (f"functions.{name}:", INDEX, ("<|tool_call_argument_begin|>",)),
+        (("<|tool_call_end|>",),),
+        (),
+        (("<|tool_calls_section_end|>",),),
+    ),
 }
 
 
@@ -90,8 +99,12 @@ def call_grammar(
         answer: the schema of JSON that may stand instead of calls; None: no JSON may.
 
     Raises:
-        ValueError: the calls cannot be told from text, because their marker is no token.
+        ValueError: the calls cannot be told from text, because their marker is no token; or their arguments are no
+            JSON, for which there is no such grammar.
     """
+    if parser not in _SHAPES:
+        known = "tool_choice auto without strict functions"
+        raise ValueError(f"the arguments of this model's calls are no JSON, so that only {known} is supported")
     shape = _SHAPES[parser]
 
     def written(parts: Sequence[str | tuple[str]]) -> str:
@@ -99,6 +112,8 @@ def call_grammar(
         for part in parts:
             if part == SPACE:
                 found.append("SPACE")
+            elif part == INDEX:
+                found.append("INDEX")
             elif isinstance(part, tuple) and part[0] in tokens:
                 found.append(f"<[{tokens[part[0]]}]>")
             else:
@@ -115,6 +130,8 @@ def call_grammar(
         lines.append(f"call{i}: {written(shape.name(function['name']))} arguments{i}")
         lines.append(f"arguments{i}: {_json(_closed(function['parameters']))}")
     lines.append(r"SPACE: /\n{0,2}/")
+    if any(INDEX in shape.name("") for _ in tools):
+        lines.append("INDEX: /[0-9]{1,3}/")
     if text:
         lines += _beside_text(shape, tokens, several=most != 1)
     else:

@@ -120,6 +120,7 @@ class CallParser:
     repeats: ClassVar[bool] = False  # another call may follow at once
     text_arguments: ClassVar[bool] = False  # templates take the arguments of earlier calls as JSON, not as objects
     id_length: ClassVar[int | None] = None  # characters, letters and digits, of ids that templates take
+    numbered_ids: ClassVar[bool] = False  # templates take ids of the form functions.add:0, counted over the chat
 
     def __init__(self, names: Collection[str] = (), *, hidden: Collection[str] = (), most: int | None = None) -> None:
         self._names, self._hidden, self._most = frozenset(names), frozenset(hidden), most
@@ -371,16 +372,25 @@ class DeepSeek31(DeepSeek):
     """V3.1. Both are read in both forms."""
 
 
-PARSERS: dict[str, type[CallParser]] = {
-    "qwen": Hermes,
-    "qwen25": Hermes,
-    "hermes": Hermes,
-    "llama3": Llama3,
-    "mistral": Mistral,
-    "deepseekv3": DeepSeek,
-    "deepseekv31": DeepSeek31,
-}
-"""By SGLang's names."""
+class KimiK2(CallParser):
+    """Kimi K2, between `<|tool_calls_section_begin|>` and `<|tool_calls_section_end|>`
+
+    <|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>"""
+
+    begins = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>")
+    closers = ("<|tool_call_end|>", "<|tool_calls_section_end|>")
+    joins = ("<|tool_call_begin|>",)
+    numbered_ids = True
+
+    _NAMED = re.compile(r"\s*(?:functions\.)?(?P<name>[^\s<:]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*" + _BEGUN)
+
+    @classmethod
+    def markers(cls) -> tuple[str, ...]:
+        return (*super().markers(), "<|tool_call_argument_begin|>")
+
+    def _find_head(self) -> Head | Literal[False] | None:
+        head = self._matched_head(self._NAMED)
+        return False if head is None and self.closers[0] in self._held else head
 
 
 def begun(text: str, marks: Collection[str]) -> int:

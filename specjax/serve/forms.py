@@ -12,14 +12,18 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from specjax.serve.calls import PARSERS, CallParser, DeepSeek, DeepSeek31, Hermes, Llama3, Mistral, MistralNamed
+from specjax.serve.call_parsers import PARSERS
+from specjax.serve.calls import CallParser, DeepSeek, DeepSeek31, Hermes, KimiK2, Llama3, Mistral, MistralNamed
 from specjax.serve.reply import END_THINK, THINK
+from specjax.serve.xml_calls import Glm, QwenCoder
 
 AUTO, NONE = "auto", "none"
 # Words of a template, and the parser of the format that they all belong to; None: one that is not known here.
 _FORMATS: tuple[tuple[tuple[str, ...], type[CallParser] | None], ...] = (
-    (("<function=",), None),  # Qwen3-Coder
-    (("<arg_key>",), None),  # GLM-4.5
+    (("<tool_call>", "<function=", "<parameter="), QwenCoder),
+    (("<function=",), None),  # of others
+    (("<tool_call>", "<arg_key>", "<arg_value>"), Glm),
+    (("<|tool_call_argument_begin|>",), KimiK2),
     (("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json"), DeepSeek),
     (("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"), DeepSeek31),
     (("[TOOL_CALLS]", "[ARGS]"), MistralNamed),
@@ -68,7 +72,8 @@ class AnswerForm:
         """Messages as the model's template takes earlier calls."""
         if self.parser is None:
             return list(messages)
-        return [_adapted(message, self.parser) for message in messages]
+        found = [_adapted(message, self.parser) for message in messages]
+        return _numbered(found) if self.parser.numbered_ids else found
 
     def begins_thinking(self, prompt: Sequence[int], tokenizer: Any) -> bool:
         """Whether a prompt, as token ids, ends with the beginning of thoughts."""
@@ -135,6 +140,23 @@ def _adapted(message: Mapping[str, Any], parser: type[CallParser]) -> Mapping[st
             call["function"] = {**call["function"], "arguments": _as_text(call["function"]["arguments"])}
         calls.append(call)
     return {**message, "tool_calls": calls}
+
+
+def _numbered(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """With ids of calls, and of their results, that name the function and count the calls of the chat."""
+    ids: dict[Any, str] = {}
+    found: list[Mapping[str, Any]] = []
+    for message in messages:
+        if message.get("tool_calls"):
+            calls = []
+            for call in message["tool_calls"]:
+                ids[call.get("id")] = id = f"functions.{call['function']['name']}:{len(ids)}"
+                calls.append({**call, "id": id})
+            message = {**message, "tool_calls": calls}
+        if message.get("tool_call_id") in ids:
+            message = {**message, "tool_call_id": ids[message["tool_call_id"]]}
+        found.append(message)
+    return found
 
 
 def _as_text(arguments: Any) -> str:

@@ -9,10 +9,12 @@ Whole answers and streams come from the same code: the deltas of a stream, put t
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from specjax.serve.calls import Arguments, Call, CallParser, Text, begun
+from specjax.serve.xml_calls import TaggedCalls
 
 THINK, END_THINK = "<think>", "</think>"
 
@@ -176,6 +178,7 @@ class ReplyOptions:
         most: calls that are reported; None: all.
         hidden: special tokens that the text keeps for the parsers, and that never become content.
         reasoning, gathered: as `Reply`.
+        texts: by function, its parameters that are strings.
     """
 
     parser: type[CallParser] | None = None
@@ -184,7 +187,11 @@ class ReplyOptions:
     hidden: frozenset[str] = frozenset()
     reasoning: bool = False
     gathered: bool = False
+    texts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def reply(self, *, thinking: bool) -> Reply:
-        parser = (self.parser or CallParser)(self.names, hidden=self.hidden, most=self.most)
+        more: dict[str, Any] = {"hidden": self.hidden, "most": self.most}
+        if self.parser is not None and issubclass(self.parser, TaggedCalls):
+            more["texts"] = self.texts
+        parser = (self.parser or CallParser)(self.names, **more)
         return Reply(parser, reasoning=self.reasoning, thinking=thinking, gathered=self.gathered)

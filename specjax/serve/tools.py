@@ -15,6 +15,7 @@ from specjax.serve.fields import Body, Flag, Schema, Text, at_most, has, implies
 from specjax.serve.forms import AnswerForm
 from specjax.serve.reply import ReplyOptions
 from specjax.serve.structured import INVALID
+from specjax.serve.xml_calls import text_parameters
 
 MAX_TOOLS = 128  # functions of a request; OpenAI's limit
 NAME = r"^[a-zA-Z0-9_-]{1,64}$"  # OpenAI's; also without a line break at the end, which `$` would allow
@@ -260,4 +261,5 @@ class ToolFields(Body):
             hidden=form.special if hide else frozenset(),
             reasoning=reasoning,
             gathered=self.stream_reasoning is False,
+            texts={tool["function"]["name"]: text_parameters(tool["function"]) for tool in offered},
         )
