@@ -68,6 +68,8 @@ class Engine:
     Attributes:
         verify: decides which drafts are accepted.
         tuning: what was measured on this device and is used (`specjax.engine.autotune`); None: nothing.
+        waits: a step compiles a program for a grammar, or for the log-probabilities of a prompt, if nothing else is
+            left to do. False: another thread does, and the engine is `stalled` meanwhile.
         lock: held by whatever changes requests or the device's state.
     """
 
@@ -131,6 +133,8 @@ class Engine:
             seeds=random.SystemRandom() if config.random_seed is None else random.Random(config.random_seed),
         )
         self._unreported: list[Sequence] = []  # read in this iteration
+        self.waits = True
+        self._put_off: list[Key] = []  # programs that requests need, for which this step does not wait
         self.tuning: Tuning | None = None
         self.drafting = Drafting(
             self.executables, self.device, self.buckets, self._in_flight, drafter,
@@ -300,15 +304,24 @@ class Engine:
     def unfinished(self) -> bool:
         return self.scheduler.unfinished or bool(self._in_flight)
 
+    @property
+    def stalled(self) -> bool:
+        """Whether the last `step` had nothing to do but wait for a program that another thread compiles, which has not
+        ended. `executables.on_change` tells."""
+        return bool(self._put_off) and not any(map(self.executables.is_settled, self._put_off))
+
     def step(self) -> list[Sequence]:
         """One iteration: schedule, dispatch, collect. Returns the sequences that have new tokens or have finished.
 
         A batch that runs out of memory is not tried again: its requests go on in smaller ones.
         """
         with self.lock, TraceAnnotation("step"):
+            self._put_off = []
             with self._guarded():
                 self._admit()
                 dispatched = self._launch_prefill() + self._launch_decode()
+                if dispatched:
+                    self._put_off = []
                 self._collect_all_but(dispatched if self.config.overlap else 0)
             changed = dict.fromkeys(self._unreported)
             self._unreported.clear()
@@ -373,7 +386,9 @@ class Engine:
         if not prompts or prompts[0] in plain:
             return "prefill", plain
         key = next(self._prefill_keys(prompts[:1], "scoring"))
-        if len(self.scheduler.active) + len(plain) > len(prompts) and not self.executables.compile_ahead(key):
+        others = len(self.scheduler.active) + len(plain) > len(prompts)
+        if (others or not self.waits) and not self.executables.compile_ahead(key):
+            self._put_off.append(key)
             return "prefill", plain
         return "scoring", prompts[:1]
 
@@ -403,7 +418,8 @@ class Engine:
                 forced, jumps = self._grammar.forced(left, nodes)
                 keys = self._grammar.keys(len(left), pages, 0 if forced else PLAIN if jumps else nodes)
                 others = [sequence for sequence in left if not sequence.constraint]
-                if others and not self._grammar.is_ready(keys[0]):
+                if (others or not self.waits) and (missing := self._grammar.missing(keys)):
+                    self._put_off += missing
                     left, launched = others, launched + more  # they need not wait for the compiler
                     continue
             key, program = self.executables.first_usable(keys)

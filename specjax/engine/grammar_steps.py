@@ -38,10 +38,19 @@ class GrammarSteps:
 
     def is_ready(self, key: Key) -> bool:
         """Whether a step can run at once, or never will; else compiles it meanwhile."""
-        drafts = key.nodes == 0 and self._buckets.drafts(key.width)
-        halves = [key, key._replace(kind="propose")] if drafts else [key]
-        ready = [self._executables.compile_ahead(half) for half in halves]  # begins with all of them
+        ready = [self._executables.compile_ahead(half) for half in self._halves(key)]  # begins with all of them
         return all(ready)
+
+    def missing(self, keys: list[Key]) -> list[Key]:
+        """What the best of these that can be compiled still waits for; another thread compiles it. None: it can run."""
+        best = next((key for key in keys if not self._executables.has_failed(key)), keys[0])
+        if self.is_ready(best):
+            return []
+        return [half for half in self._halves(best) if not self._executables.is_settled(half)]
+
+    def _halves(self, key: Key) -> list[Key]:
+        drafts = key.nodes == 0 and self._buckets.drafts(key.width)
+        return [key, key._replace(kind="propose")] if drafts else [key]
 
     def forced(self, sequences: list[Sequence], nodes: int) -> tuple[dict[Sequence, list[int]], bool]:
         """Tokens that must come next in some of these: as many as are worth a wider step. And whether nothing is

@@ -39,6 +39,7 @@ class Programs(ABC):
     Attributes:
         launch_lock: held while a program is launched and, on a GPU, while one is compiled: XLA times candidates on the
             device, where nothing else may run meanwhile.
+        on_change: called by any thread that has compiled a program, or failed to.
     """
 
     def __init__(self, buckets: Buckets) -> None:
@@ -48,10 +49,12 @@ class Programs(ABC):
         self._failed: dict[Key, str] = {}  # the message; an exception would keep its frames alive
         self._background: list[Key] = []  # keys of `warm_up_in_background` while it runs
         self._later: list[Key] = []  # and of `compile_later`
+        self._worker: threading.Thread | None = None  # of `compile_later`
         self._closed = False
         self._waiting: set[int] = set()  # threads that wait for a compiler in `get`
         self._lock = threading.Lock()  # for `_futures`
         self.launch_lock = threading.RLock()
+        self.on_change: Callable[[], None] = lambda: None
         self._compiling = False  # with `launch_lock` held
         self._exclusive = jax.default_backend() != "cpu"
 
@@ -108,6 +111,8 @@ class Programs(ABC):
             del self._futures[key]
             future.set_exception(RuntimeError(f"compiling {key} was interrupted") if interrupted else error)
             raise
+        finally:
+            self.on_change()
 
     def first_usable(self, keys: Iterable[Key]) -> tuple[Key, Program]:
         """The first of these keys whose program exists or can be compiled, and the program. Raises Unavailable if there
@@ -142,6 +147,10 @@ class Programs(ABC):
 
     def has_failed(self, key: Key) -> bool:
         return key in self._failed
+
+    def is_settled(self, key: Key) -> bool:
+        """Whether `get` answers at once, be it that the key has failed."""
+        return key in self._failed or key in self._programs
 
     def warm_up(self, keys: Iterable[Key], *, progress: bool = True, strict: bool = True) -> None:
         """Compiles these and what every request needs, with a bar on stderr for `progress`. On a CPU a second thread
@@ -198,7 +207,11 @@ class Programs(ABC):
         return thread
 
     def compile_later(self, keys: Iterable[Key]) -> None:
-        """Compiles these one by one in a thread, while requests run. Leaves out what fails."""
+        """Compiles these one by one in a thread, while requests run. Leaves out what fails.
+
+        The interpreter waits at its end for the program that is being compiled, and for no further one: a thread inside
+        of XLA would not survive it.
+        """
         with self._lock:
             idle = not self._later
             known = {*self._futures, *self._failed, *self._later}
@@ -207,7 +220,7 @@ class Programs(ABC):
                 return
 
         def run() -> None:
-            while not self._closed:
+            while not self._closed and threading.main_thread().is_alive():
                 with contextlib.suppress(Exception):  # logged by `fail`
                     self.get(self._later[0])
                 with self._lock:
@@ -215,11 +228,12 @@ class Programs(ABC):
                     if not self._later:
                         return
 
-        threading.Thread(target=run, name="specjax-compile-later", daemon=True).start()
+        self._worker = threading.Thread(target=run, name="specjax-compile-later", daemon=False)
+        self._worker.start()
 
     def compile_ahead(self, key: Key) -> bool:
         """Whether `get` answers at once. If not, another thread compiles the key."""
-        if key in self._failed or key in self.compiled():
+        if self.is_settled(key):
             return True
         self.compile_later([key])
         return False
@@ -234,6 +248,13 @@ class Programs(ABC):
     def close(self) -> None:
         """Ends the background's work after the program that it is compiling."""
         self._closed = True
+
+    def join(self, timeout: float | None = None) -> bool:
+        """After `close`: waits for the thread of `compile_later`. True: it has ended."""
+        if (worker := self._worker) is None:
+            return True
+        worker.join(timeout)
+        return not worker.is_alive()
 
     @contextlib.contextmanager
     def _device_idle(self) -> Iterator[None]:

@@ -206,20 +206,26 @@ class Runner(threading.Thread):
                 future.set_exception(RuntimeError(message))
 
     def stop(self, timeout: float | None = None) -> bool:
-        """Ends the thread after the current step, and background compilation. True: both have ended."""
+        """Ends the thread after the current step, and background compilation. True: all have ended."""
         with self._wake:
             self._stop_requested = True
             self._wake.notify()
         threads = [thread for thread in (self, self._compiler) if thread is not None and thread.ident is not None]
         for thread in threads:
             thread.join(timeout)
-        return not any(thread.is_alive() for thread in threads)
+        compiled = self._engine is None or self._engine.executables.join(timeout)
+        return compiled and not any(thread.is_alive() for thread in threads)
+
+    def _awake(self) -> None:
+        with self._wake:
+            self._wake.notify()
 
     # In this thread
 
     def run(self) -> None:
         try:
             self._engine = self._make_engine()
+            self._engine.waits, self._engine.executables.on_change = False, self._awake
             if self._warm_up:
                 self._engine.warm_up(self._engine.single_request_keys(), strict=False)
             self._allocate(self._engine)
@@ -239,6 +245,7 @@ class Runner(threading.Thread):
             with contextlib.suppress(Exception):  # of a trace that cannot be written
                 self.profiler.end()
             if self._engine is not None:
+                self._engine.waits, self._engine.executables.on_change = True, lambda: None
                 self._engine.executables.close()
 
     def _allocate(self, engine: Engine) -> None:
@@ -255,7 +262,9 @@ class Runner(threading.Thread):
         while True:
             with self._wake:
                 self._busy = False
-                self._wake.wait_for(lambda: self._commands or engine.unfinished or self._stop_requested)
+                self._wake.wait_for(
+                    lambda: self._commands or self._stop_requested or (engine.unfinished and not engine.stalled)
+                )
                 if self._stop_requested:
                     return
                 commands, self._commands = self._commands, []

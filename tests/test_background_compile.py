@@ -1,0 +1,158 @@
+"""Requests go on while another thread compiles the programs that some of them need, and shutting down is clean."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from engine_helpers import END, check_idle, make_engine, toy
+from grammar_helpers import OBJECT, SCHEMA, check_masked
+from server_helpers import SECONDS, running, wait_until
+
+from specjax.engine import SamplingParams
+from specjax.engine.sequence import completion
+
+WHOLE = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+
+
+class Gate:
+    """Holds the compiler back, for keys of these kinds."""
+
+    def __init__(self, engine, monkeypatch, *kinds: str) -> None:
+        self.open, self.waiting = threading.Event(), threading.Event()
+        compile_ = engine.executables._compile
+
+        def held(key: Any, *more: Any) -> Any:
+            if key.kind in kinds:
+                self.waiting.set()
+                assert self.open.wait(SECONDS)
+            return compile_(key, *more)
+
+        monkeypatch.setattr(engine.executables, "_compile", held)
+
+
+def counted(engine, monkeypatch) -> list[float]:
+    """The times of all steps."""
+    step, times = engine.step, list[float]()
+
+    def counting() -> Any:
+        times.append(time.perf_counter())
+        return step()
+
+    monkeypatch.setattr(engine, "step", counting)
+    return times
+
+
+@pytest.mark.parametrize("drafter", ["NONE", "NGRAM"])
+def test_newcomers_run_while_all_others_wait_for_a_grammars_program(monkeypatch, drafter):
+    engine = make_engine(toy(), drafter, eos=(END,), context_length=256, max_running_requests=2)
+    gate, steps = Gate(engine, monkeypatch, "constrained", "propose"), counted(engine, monkeypatch)
+    with running(engine) as server, ThreadPoolExecutor(3) as clients:
+        try:
+            bound = [clients.submit(server.chat, response_format=WHOLE, seed=1, max_tokens=90)]
+            assert gate.waiting.wait(SECONDS)
+            assert server.chat(max_tokens=5).status_code == 200
+            late = server.chat(response_format=WHOLE, max_tokens=90, timeout=0.2)
+            assert late.status_code == 408, "it ends while the program compiles"
+            wait_until(lambda: engine.stalled and len(server.runner._listeners) == 1)
+            before = len(steps)
+            time.sleep(0.3)
+            assert len(steps) <= before + 1, "the loop sleeps"
+            assert server.complete(max_tokens=3).status_code == 200
+            assert not any(each.done() for each in bound)
+        finally:
+            gate.open.set()
+        for each in bound:
+            choice = each.result(SECONDS).json()["choices"][0]
+            assert choice["finish_reason"] == "stop"
+            jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+    assert engine.waits and not engine.unfinished
+
+
+def test_newcomers_run_while_a_prompt_waits_for_the_program_that_scores_it(monkeypatch):
+    engine = make_engine(toy(), "NONE", eos=(END,))
+    gate = Gate(engine, monkeypatch, "scoring")
+    with running(engine) as server, ThreadPoolExecutor(1) as clients:
+        try:
+            scored = clients.submit(server.complete, "hello", echo=True, logprobs=1, max_tokens=2)
+            assert gate.waiting.wait(SECONDS)
+            assert server.complete(max_tokens=3).status_code == 200
+            assert not scored.done()
+        finally:
+            gate.open.set()
+        found = scored.result(SECONDS).json()["choices"][0]
+        assert "".join(found["logprobs"]["tokens"][:2]) == "hello"
+
+
+def test_a_program_that_cannot_be_compiled_is_no_reason_to_wait_for_ever(monkeypatch):
+    engine = make_engine(toy(), "NONE", eos=(END,), max_running_requests=2, context_length=256)
+    compile_ = engine.executables._compile
+
+    def failing(key: Any, *more: Any) -> Any:
+        if key.kind == "constrained" and key.width == 1:
+            raise MemoryError("no room")
+        return compile_(key, *more)
+
+    monkeypatch.setattr(engine.executables, "_compile", failing)
+    with running(engine) as server:
+        answer = server.chat(response_format=WHOLE, max_tokens=90)
+        jsonschema.validate(json.loads(answer.json()["choices"][0]["message"]["content"]), SCHEMA)
+
+
+def test_stopping_waits_for_the_compiler(monkeypatch):
+    engine = make_engine(toy(), "NONE", eos=(END,))
+    gate = Gate(engine, monkeypatch, "constrained")
+    with running(engine, idle_at_end=False) as server, ThreadPoolExecutor(1) as clients:
+        bound = clients.submit(server.chat, response_format=WHOLE, max_tokens=90)
+        assert gate.waiting.wait(SECONDS)
+        assert not server.runner.stop(0.1), "the compiler is at work"
+        gate.open.set()
+        assert server.runner.stop(SECONDS)
+        server.runner.end_all("the test ends")
+        assert bound.result(SECONDS).status_code >= 500
+
+
+def test_a_library_step_waits_by_itself():
+    engine = make_engine(toy(), "NONE", eos=(END,))
+    params, prompt = SamplingParams(max_new_tokens=60, grammar=OBJECT), [70, 71]
+    sequence = engine.add(prompt, params)
+    while engine.unfinished:
+        engine.step()
+        assert not engine.stalled
+    check_masked(toy(), prompt, params, completion(sequence))
+    check_idle(engine)
+
+
+ENDS = """
+import threading
+from engine_helpers import make_engine, toy
+engine = make_engine(toy(), "NONE", warm=False)
+begun, compile_ = threading.Event(), engine.executables._compile
+def told(key, *more):
+    begun.set()
+    return compile_(key, *more)
+engine.executables._compile = told
+engine.executables.compile_later(engine.buckets.all_keys())
+assert begun.wait(60)
+print("ends", flush=True)
+"""
+
+
+def test_the_interpreter_ends_while_a_program_compiles():
+    """With status 0, after the program that is under way: a thread inside of XLA would crash it."""
+    here = Path(__file__).parent
+    paths = [str(here), str(here.parent), str(here.parent / "kernels")]
+    environment = {**os.environ, "SPECJAX_CPU_KERNELS": "0"}  # which take long to compile
+    code = f"import sys; sys.path[:0] = {paths!r}\n{ENDS}"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "ends\n"), done.stderr
