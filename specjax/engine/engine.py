@@ -32,8 +32,9 @@ from specjax.engine import program_store
 from specjax.engine.adaptive import PLAIN, Adaptive
 from specjax.engine.autotune import tune_at_start
 from specjax.engine.buckets import JUMP, Key
+from specjax.engine.collecting import Collector
 from specjax.engine.config import EngineConfig, Layout, check_config, context_length
-from specjax.engine.device import Device, OutOfMemory, memory_checked
+from specjax.engine.device import Device, OutOfMemory
 from specjax.engine.drafting import Drafting, expected_ratio, width_ratios
 from specjax.engine.executables import Executables, use_compilation_cache
 from specjax.engine.flight import Flights, InFlight
@@ -44,20 +45,19 @@ from specjax.engine.grammar_steps import GrammarSteps
 from specjax.engine.intake import Intake, Prompt, Salts, with_sampling
 from specjax.engine.memory import pool_tokens, room_beside
 from specjax.engine.pace import Pace
-from specjax.engine.packing import Resident, admission, prefill_input, step_input, with_sizing
-from specjax.engine.programs import Unavailable
-from specjax.engine.prompt_logprobs import NO_SCORES
+from specjax.engine.packing import Resident, admission, step_input, with_sizing
+from specjax.engine.prefilling import Prefills
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Sequence, Status
 from specjax.engine.sizing import TreeSizes
 from specjax.engine.step_times import StepTimes, predictions
-from specjax.engine.transfers import Counters, read_output, take, take_prompt
+from specjax.engine.transfers import Counters
 from specjax.engine.tuning import Tuning
 from specjax.load import load
 from specjax.models.target import Target
-from specjax.state import NOT_FINITE, RUNS, DecodeState, init_state
-from specjax.verify import TOP_LOGPROBS, Verifier, verify_tree
+from specjax.state import DecodeState, init_state
+from specjax.verify import Verifier, verify_tree
 
 DEFAULT_CONFIG = EngineConfig()
 
@@ -142,6 +142,15 @@ class Engine:
         )  # fmt: skip
         self.tree_sizes = TreeSizes(self.buckets, self._width_ratios)
         self._draft_model = draft_model
+        self._prefills = Prefills(
+            self.scheduler, self.executables, self.device, self.buckets, self.pace, self._in_flight, self.counters,
+            rows=rows, pages=self.pool.pages, give_up=self._give_up,
+        )  # fmt: skip
+        self._collector = Collector(
+            self.scheduler, self.buckets, self.pace, self.drafting, self.tree_sizes, self._in_flight, self.counters,
+            vocab_size=self.vocab_size, catches_up=self._deferred is not None and drafter.remembers,
+            report=self._unreported.append, finish=lambda sequence: self._finish(sequence),
+        )  # fmt: skip
 
     @classmethod
     def from_pretrained(
@@ -319,7 +328,7 @@ class Engine:
             self._put_off = []
             with self._guarded():
                 self._admit()
-                dispatched = self._launch_prefill() + self._launch_decode()
+                dispatched = self._prefills.launch(waits=self.waits, put_off=self._put_off) + self._launch_decode()
                 if dispatched:
                     self._put_off = []
                 self._collect_all_but(dispatched if self.config.overlap else 0)
@@ -349,55 +358,6 @@ class Engine:
             self.device.update(admit, admission(sequence, self.vocab_size))
             self.counters.prefilled_sequences += 1
             self.counters.cached_tokens += sequence.prefilled
-
-    def _launch_prefill(self) -> int:
-        """Dispatches the next chunk of one prompt or of several. Returns the programs launched."""
-        kind, prompts = self._next_prefill()
-        if not prompts:
-            return 0
-        try:
-            key, program = self.executables.first_usable(self._prefill_keys(prompts, kind))
-        except Unavailable as error:
-            if kind != "scoring":
-                raise
-            # Only this request needs such a program.
-            self._give_up(prompts[0], f"{NO_SCORES}: {error}")
-            return 0
-        part = prompts[: key.rows]
-        inputs = prefill_input(
-            part, key.rows, key.width, key.table, rows=self.config.max_running_requests, pages=self.pool.pages
-        )
-        at = perf_counter()
-        output = self.device.run(key, program, inputs)
-        prefilled = []
-        for sequence in part:
-            start, tokens = sequence.prefilled, min(sequence.left, key.width)
-            self.counters.prefilled_tokens += tokens
-            sequence.prefill(tokens)
-            prefilled.append((start, sequence.prefilled))
-        self._in_flight.append(InFlight(key, output, part, prefilled, at))
-        return 1
-
-    def _next_prefill(self) -> tuple[str, list[Sequence]]:
-        """The kind of the next prefill and its prompts. One whose log-probabilities are wanted goes alone; while the
-        program for them compiles, the others go on."""
-        prompts = self.scheduler.prefilling()
-        plain = [sequence for sequence in prompts if not sequence.scores_within(self.buckets.chunks[-1])]
-        if not prompts or prompts[0] in plain:
-            return "prefill", plain
-        key = next(self._prefill_keys(prompts[:1], "scoring"))
-        others = len(self.scheduler.active) + len(plain) > len(prompts)
-        if (others or not self.waits) and not self.executables.compile_ahead(key):
-            self._put_off.append(key)
-            return "prefill", plain
-        return "scoring", prompts[:1]
-
-    def _prefill_keys(self, prompts: list[Sequence], kind: str) -> Iterator[Key]:
-        left, pages = zip(*((sequence.left, len(sequence.pages)) for sequence in prompts), strict=True)
-        waiting = sum(sequence.status is Status.PREFILLING for sequence in self.scheduler.active)
-        running = len(self.scheduler.active) - waiting
-        most = self.pace.room(running, waiting, prompts[0].prefilled)
-        return self.buckets.prefill_keys([*left], [*pages], most, self.executables.compiled(), kind, running=running)
 
     def _launch_decode(self) -> int:
         """Dispatches one step for each running request: in one batch, or in several where no program serves them all.
@@ -465,42 +425,7 @@ class Engine:
             self._collect(self._in_flight.popleft())
 
     def _collect(self, flight: InFlight) -> None:
-        if flight.key.kind == "catch-up":
-            with TraceAnnotation("wait"):
-                self.drafting.collect(flight)
-            return
-        wanted = any(sequence.wants_logprobs for sequence in flight.sequences)
-        with memory_checked(flight.key), TraceAnnotation("wait"):
-            top = min(TOP_LOGPROBS, self.vocab_size) if wanted else None
-            read = read_output(flight.output, top, sized=bool(self.buckets.sizes(flight.key)))
-        verified = flight.key.verifies
-        drafts = flight.key.drafts and self.buckets.drafts(flight.key.width)
-        if (seconds := self._in_flight.seconds(flight)) is not None:
-            self.pace.record(flight.key, seconds, max((start for start, _ in flight.prefilled), default=0))
-        self.drafting.record(flight, read, seconds)
-        self.tree_sizes.record(flight, read, seconds)
-        ended = list[Sequence]()
-        for i, (sequence, tokens, finish) in enumerate(zip(flight.sequences, read.tokens, read.finish, strict=False)):
-            if sequence.status is Status.FINISHED:
-                continue
-            if flight.prefilled and finish != NOT_FINITE:
-                start, sequence.certain = flight.prefilled[i]
-                self.scheduler.store(sequence)
-                take_prompt(sequence, flight.output, i, start, sequence.certain, min(TOP_LOGPROBS, self.vocab_size))
-            if not tokens and finish == RUNS:
-                continue
-            kept = take(sequence, read, flight.output, i, verified=verified)
-            stepped = verified and bool(tokens)
-            self.counters.count(kept, verified=stepped, drafted=sequence.params.drafts and drafts)
-            if sequence.finish_reason is not None:
-                ended.append(sequence)
-            self._unreported.append(sequence)
-        try:
-            if self._deferred is not None and self.drafter.remembers:
-                self.drafting.catch_up(ended, ended=True)  # together: one after another takes longer
-        finally:
-            for sequence in ended:
-                self._finish(sequence)
+        self._collector.collect(flight)
 
     def _expected_ratio(self, batch: int, nodes: int = 0) -> float:
         """See `expected_ratio`."""

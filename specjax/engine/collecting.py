@@ -1,0 +1,78 @@
+"""Reading the results of programs in flight, and what follows from them for sequences, counters and measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jax.profiler import TraceAnnotation
+
+from specjax.engine.buckets import Buckets
+from specjax.engine.device import memory_checked
+from specjax.engine.drafting import Drafting
+from specjax.engine.flight import Flights, InFlight
+from specjax.engine.pace import Pace
+from specjax.engine.scheduler import Scheduler
+from specjax.engine.sequence import Sequence, Status
+from specjax.engine.sizing import TreeSizes
+from specjax.engine.transfers import Counters, read_output, take, take_prompt
+from specjax.state import NOT_FINITE, RUNS
+from specjax.verify import TOP_LOGPROBS
+
+
+class Collector:
+    """Of an engine.
+
+    Args:
+        catches_up: the drafter is told of what it has missed of a sequence when that ends.
+        report: notes a sequence that has new tokens or has finished.
+        finish: frees what a sequence holds.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, buckets: Buckets, pace: Pace, drafting: Drafting, sizes: TreeSizes,
+        flights: Flights, counters: Counters, *, vocab_size: int, catches_up: bool, report: Callable[[Sequence], object],
+        finish: Callable[[Sequence], object],
+    ) -> None:  # fmt: skip
+        self._scheduler, self._buckets, self._pace, self._drafting = scheduler, buckets, pace, drafting
+        self._sizes, self._flights, self._counters = sizes, flights, counters
+        self._top, self._catches_up = min(TOP_LOGPROBS, vocab_size), catches_up
+        self._report, self._finish = report, finish
+
+    def collect(self, flight: InFlight) -> None:
+        """Reads one program's result; waits for it."""
+        if flight.key.kind == "catch-up":
+            with TraceAnnotation("wait"):
+                self._drafting.collect(flight)
+            return
+        wanted = any(sequence.wants_logprobs for sequence in flight.sequences)
+        with memory_checked(flight.key), TraceAnnotation("wait"):
+            sized = bool(self._buckets.sizes(flight.key))
+            read = read_output(flight.output, self._top if wanted else None, sized=sized)
+        verified = flight.key.verifies
+        drafts = flight.key.drafts and self._buckets.drafts(flight.key.width)
+        if (seconds := self._flights.seconds(flight)) is not None:
+            self._pace.record(flight.key, seconds, max((start for start, _ in flight.prefilled), default=0))
+        self._drafting.record(flight, read, seconds)
+        self._sizes.record(flight, read, seconds)
+        ended = list[Sequence]()
+        for i, (sequence, tokens, finish) in enumerate(zip(flight.sequences, read.tokens, read.finish, strict=False)):
+            if sequence.status is Status.FINISHED:
+                continue
+            if flight.prefilled and finish != NOT_FINITE:
+                start, sequence.certain = flight.prefilled[i]
+                self._scheduler.store(sequence)
+                take_prompt(sequence, flight.output, i, start, sequence.certain, self._top)
+            if not tokens and finish == RUNS:
+                continue
+            kept = take(sequence, read, flight.output, i, verified=verified)
+            stepped = verified and bool(tokens)
+            self._counters.count(kept, verified=stepped, drafted=sequence.params.drafts and drafts)
+            if sequence.finish_reason is not None:
+                ended.append(sequence)
+            self._report(sequence)
+        try:
+            if self._catches_up:
+                self._drafting.catch_up(ended, ended=True)  # together: one after another takes longer
+        finally:
+            for sequence in ended:
+                self._finish(sequence)
