@@ -30,8 +30,8 @@ class Collector:
 
     def __init__(
         self, scheduler: Scheduler, buckets: Buckets, pace: Pace, drafting: Drafting, sizes: TreeSizes,
-        flights: Flights, counters: Counters, *, vocab_size: int, catches_up: bool, report: Callable[[Sequence], object],
-        finish: Callable[[Sequence], object],
+        flights: Flights, counters: Counters, *, vocab_size: int, catches_up: bool,
+        report: Callable[[Sequence], object], finish: Callable[[Sequence], object],
     ) -> None:  # fmt: skip
         self._scheduler, self._buckets, self._pace, self._drafting = scheduler, buckets, pace, drafting
         self._sizes, self._flights, self._counters = sizes, flights, counters
