@@ -1,13 +1,14 @@
 """What each step's choice of its trees' size is made from (`specjax.tree_size`): measured times and acceptance.
 
-    milliseconds   of a step of each tree width, by batch bucket and tree: the median of the last `KEPT`. Of a width
-                   that is not measured, what was expected, corrected by how wrong that was of the measured ones
+    milliseconds   of a step of each tree width, by batch bucket and tree: the least of the last `KEPT`, since a
+                   disturbance only makes a step longer. Of a width that is not measured, what was expected, corrected
+                   by how wrong that was of the measured ones
     correction     accepted drafts over promised ones, of all requests, then of each: a head may be too sure of itself,
                    and of one text more than of another
 
-Each width is tried `TRIES` times at first, and again whenever `STALE` steps have passed without it, since times change
-with the length of the texts. In a trial all other widths take forever. Where trees have fewer nodes, for they are
-limited or nothing likely enough was found, a trial checks a narrower one.
+Each width is tried `TRIES` times at first, and once again whenever `STALE` steps have passed without it, since times
+change with the length of the texts. In a trial all other widths take forever. Where trees have fewer nodes, for they
+are limited or nothing likely enough was found, a trial checks a narrower one.
 
 Plain Python and NumPy; knows nothing of the device. The inputs go with the step's own array and the results come with
 its output, so neither costs a copy or a wait.
@@ -19,7 +20,6 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any, NamedTuple
 
 from specjax.engine.buckets import Buckets, Key
@@ -28,8 +28,8 @@ from specjax.engine.sequence import Sequence
 from specjax.engine.transfers import Read
 
 TRIES = 3  # first steps of each width, after which its time counts as measured
-STALE = 1024  # steps without a width, after which it is tried again: three of each width are no burden on so many
-KEPT = 9  # last steps of a width whose median counts, so that a pause of the machine does not
+STALE = 256  # steps without a width, after which it is tried again
+KEPT = 9  # last steps of a width, the fastest of which counts
 MEMORY = 0.95  # weight of what a request's trees promised after the next one
 LONG_MEMORY = 0.99  # and of all requests'
 PRIOR = 8.0  # promised drafts after which a request's own correction counts as much as that of all, and theirs as much
@@ -56,7 +56,7 @@ class _Widths:
 
     def milliseconds(self) -> dict[int, float]:
         """Of each width; in any one unit where none is measured."""
-        known = {w: median(one) for w, one in self.recent.items() if len(one) >= TRIES}
+        known = {w: min(one) for w, one in self.recent.items() if len(one) >= TRIES}
         wrong = [math.log(taken / self.expected[w]) for w, taken in known.items()]
         scale = math.exp(sum(wrong) / len(wrong)) if wrong else 1.0
         return {w: known.get(w, scale * ratio) for w, ratio in self.expected.items()}
@@ -67,10 +67,7 @@ class _Widths:
         if self.tried[fewest] < TRIES:
             return fewest
         oldest = min(self.last, key=self.last.__getitem__)
-        if self.steps - self.last[oldest] <= STALE:
-            return None
-        self.tried[oldest] = 0
-        return oldest
+        return oldest if self.steps - self.last[oldest] > STALE else None
 
 
 @dataclass
@@ -148,7 +145,7 @@ class TreeSizes:
 
         def shown(own: _Widths, width: int) -> dict[str, Any]:
             times = own.recent[width]
-            return {"steps": own.checked[width]} | ({"milliseconds": round(median(times), 3)} if times else {})
+            return {"steps": own.checked[width]} | ({"milliseconds": round(min(times), 3)} if times else {})
 
         found = {
             f"{batch}, draft {nodes}" if nodes else str(batch): {str(w): shown(own, w) for w in own.recent}
