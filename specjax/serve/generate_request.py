@@ -126,6 +126,7 @@ class GenerateRequest(TaskBody):
         None,
         description="The text begins inside of thoughts, whatever the prompt ends with: a grammar begins after "
         "`</think>`. For models whose vocabulary has that token.",
+        json_schema_extra={"enum": "$thinks"},
     )
 
     @property
@@ -136,6 +137,9 @@ class GenerateRequest(TaskBody):
     def task(self, rules: Rules, reading: Reading) -> Task:
         if (self.text is None) == (self.input_ids is None):
             raise bad_request("give either text or input_ids", "text")
+        if self.require_reasoning and rules.form.end_think is None:
+            problem = "require_reasoning needs a model that thinks; this one has no token </think>"
+            raise bad_request(problem, "require_reasoning")
         # The first is checked alone: it may be wrong, and there may be thousands.
         given = {} if self.sampling_params is None else self.sampling_params
         many = isinstance(given, list)

@@ -242,6 +242,7 @@ def document(rules: Rules, *, vocab_size: int, has_key: bool, version: str) -> d
         "$tools": 0 if rules.form.refusal else MAX_TOOLS,
         "$models": [rules.model, DEFAULT_MODEL, None],
         "$trees": [True, False, None] if rules.trees else [False, None],
+        "$thinks": [True, False, None] if rules.form.end_think is not None else [False, None],
     }
     for name, limit in limits.items():
         schemas = schemas.replace(f'"{name}"', json.dumps(limit))
