@@ -102,6 +102,17 @@ def test_steps_that_drafted_may_not_be_known():
     assert "drafted_steps" not in tables.as_csv([unknown])
 
 
+def test_why_a_method_did_not_draft():
+    row = {"method": "EAGLE3", "verify_steps": 4}
+    rows = [row | {"batch": 1, "drafted_steps": 4}, row | {"batch": 2, "drafted_steps": 1}]
+    rows += [
+        row | {"method": "NONE", "batch": 2, "drafted_steps": 0},
+        row | {"method": "t", "batch": 2} | {"drafted_steps": None},
+    ]
+    reasons = {("EAGLE3", 1): "unused", ("EAGLE3", 2): "large batches", ("NONE", 2): "", ("t", 2): "unused"}
+    assert results.undrafted(reasons, rows) == ["EAGLE3, batch size 2: large batches"]
+
+
 def test_short_titles_of_sets():
     assert tables.titles(["spec_bench/math_reasoning", "gsm8k"]) == ["math reasoning", "gsm8k"]
     both = ["spec_bench/mt_bench", "mt_bench", "all"]

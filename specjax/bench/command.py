@@ -188,8 +188,10 @@ def compare(chosen: Settings, *, progress: bool) -> dict[str, Any]:
     rows, samples = experiment.rows()
     document = head | identity(plan, chosen) | {"repeats": plan.repeats, "left_out": experiment.left_out}
     document |= {"intervals": f"bootstrap, {LEVEL:.0%}, {RESAMPLES} resamples of groups of conversations"}
-    write_results(folder, document | {"results": rows}, rows)
+    notes = experiment.notes(rows)
+    write_results(folder, document | {"notes": notes, "results": rows}, rows)
     print(tables.as_markdown(rows), end="")
+    print("".join(f"{note}\n" for note in notes), end="")
     print(f"Intervals: 95%, bootstrap over conversations. Speed-ups are over {plan.baseline}.")
     drawn: list[Path] = []
     if chosen.bench.plots != "none":

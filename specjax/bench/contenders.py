@@ -86,7 +86,11 @@ class EngineContender:
 
     def note(self) -> str:
         """Why it may not draft in each step."""
-        return drafting_summary(self.engine.drafter, self.engine.buckets, 1, 0)["not_drafted"] or ""
+
+        def as_written(reason: str) -> str:
+            return reason.replace("TreeShape.nodes", "nodes=N").replace("EngineConfig.adaptive", "adaptive=on")
+
+        return drafting_summary(self.engine.drafter, self.engine.buckets, 1, 0, as_written)["not_drafted"] or ""
 
     def phases(self) -> PhaseTimes:
         times = self.engine.executables.phase_times

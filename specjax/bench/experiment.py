@@ -235,6 +235,12 @@ class Experiment:
                     rows += self._rows(every, where, _mean(phases), by_row)
         return rows, by_row
 
+    def notes(self, rows: Sequence[dict[str, Any]]) -> list[str]:
+        """Why methods did not draft in each step."""
+        keys = [key for batch in self.plan.batch_sizes for key in self.blocks(batch)]
+        reasons = {(method, key[1]): note for key in keys for method, note in self.log[key]["notes"].items()}
+        return results.undrafted(reasons, rows)
+
     def _samples(self, batch: int, name: str, temperature: float) -> list[Sample]:
         found = []
         for repeat in range(self.plan.repeats):

@@ -8,7 +8,7 @@ groups.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -172,3 +172,17 @@ def _turns(flat: list[list[float | int]]) -> list[list[list[float | int]]]:
 
 def _time_of(turn: list[list[float | int]], count: int) -> float | None:
     return next((seconds for tokens, seconds in turn if tokens >= count), None)
+
+
+def undrafted(reasons: Mapping[tuple[str, int], str], rows: Iterable[dict[str, Any]]) -> list[str]:
+    """Sentences on methods that did not draft in each of their steps. `reasons`: by method and batch size."""
+    partly = {
+        (row["method"], row["batch"])
+        for row in rows
+        if row["drafted_steps"] is not None and row["drafted_steps"] < row["verify_steps"]
+    }
+    return [
+        f"{method}, batch size {batch}: {reason}"
+        for (method, batch), reason in reasons.items()
+        if reason and (method, batch) in partly
+    ]
