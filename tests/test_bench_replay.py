@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 
+import jax
+import numpy as np
 import pytest
 from distil import distilled, pair_model
 from engine_helpers import make_engine
 
-from specjax.bench.replay import Recorder, replay
+from specjax.bench.replay import Candidacy, Recorder, Recording, replay
 from specjax.drafters import Ngram, TreeShape, eagle_drafter
 from specjax.drafters.base import Params
 from specjax.drafters.grow import Confidence
@@ -53,6 +56,39 @@ def test_a_smaller_tree_accepts_what_its_replay_does(steps, topk, nodes, least, 
     assert histogram == done.spec_accept_histogram[: len(histogram)]
     assert sum(histogram) == done.spec_verify_ct
     assert 1.2 < done.spec_accept_length < steps + 1, "something is accepted, and something is not"
+
+
+def slow_outcome(found, text, steps, nodes, least):
+    """Drafts accepted, nodes and levels of a tree at one position, candidate by candidate."""
+    floor = math.log(least) if least else -math.inf
+    able = [i for i in range(1, len(found.tokens)) if found.depth[i] <= steps and found.scores[i] >= floor]
+    best = sorted(able, key=lambda i: (-found.scores[i], i))[: nodes - 1]
+    at = accepted = 0
+    for token in text:
+        child = [i for i in best if found.parents[i] == at and found.tokens[i] == token]
+        if not child:
+            break
+        at, accepted = child[0], accepted + 1
+    levels = 1
+    while levels < steps and any(found.depth[i] == levels for i in able):
+        levels += 1
+    return accepted, 1 + len(best), levels
+
+
+@pytest.mark.parametrize("shape", [(4, 31, 0.0), (4, 8, 0.05), (2, 5, 0.2), (3, 4, 0.6), (1, 2, 0.0), (1, 3, 0.9)])
+def test_outcomes_equal_those_of_a_slow_replay(shape):
+    found, which = recorded(0.0), TOPK.index(3)
+    outcomes = Candidacy(found, which).outcomes(*shape)
+    expected = [slow_outcome(tree, found.tokens[i + 1 :], *shape) for i, tree in enumerate(found.candidates[which])]
+    assert np.stack(outcomes, axis=1).tolist() == [list(one) for one in expected]
+
+
+def test_a_recording_survives_its_log():
+    found = recorded(1.0)
+    again = Recording.unpacked(found.packed())
+    assert again.tokens == found.tokens and [len(each) for each in again.candidates] == [48] * len(TOPK)
+    jax.tree.map(np.testing.assert_array_equal, again.candidates, found.candidates)
+    assert again.candidates[0][0].scores.dtype == np.float32
 
 
 def test_a_wider_beam_does_not_hold_a_narrower_one():

@@ -16,6 +16,8 @@ what a run of that shape does, up to the rounding of products of another width.
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -51,6 +53,31 @@ class Recording(NamedTuple):
     tokens: list[int]
     candidates: list[list[Candidates]]  # [drafters][positions]: all but the last token have them
 
+    def packed(self) -> str:
+        """As text, for a log."""
+        flat = [tree for trees in self.candidates for tree in trees]
+        leaves = {name: np.concatenate([getattr(t, name) for t in flat] or [[]]) for name in Candidates._fields}
+        sizes = np.array([[len(tree.tokens) for tree in trees] for trees in self.candidates], np.int32)
+        out = io.BytesIO()
+        np.savez_compressed(out, text=np.array(self.tokens, np.int32), sizes=sizes, **leaves)
+        return base64.b64encode(out.getvalue()).decode()
+
+    @classmethod
+    def unpacked(cls, text: str) -> Recording:
+        """What `packed` made."""
+        with np.load(io.BytesIO(base64.b64decode(text))) as file:
+            sizes, leaves = file["sizes"], [file[name] for name in Candidates._fields]
+            tokens = file["text"].tolist()
+        ends = iter(np.cumsum(sizes.reshape(-1)).tolist())
+        start, found = 0, []
+        for trees in sizes:
+            found.append([])
+            for _ in trees:
+                end = next(ends)
+                found[-1].append(Candidates(*(leaf[start:end] for leaf in leaves)))
+                start = end
+        return cls(tokens, found)
+
 
 class Recorder:
     """Records texts of one target with drafters that share `init` and `observe`, such as one head with several top-k.
@@ -68,6 +95,11 @@ class Recorder:
         self._steps = make_steps(target, self._drafters[0])
         step = partial(_step, target=target, drafters=self._drafters)
         self._step = jax.jit(step, donate_argnums=1, compiler_options=compiler_options())
+        self._state: Any = None
+
+    def forget(self) -> None:
+        """Forgets earlier texts: drafters such as NGRAM draft from them otherwise, as they do in a server."""
+        self._state = None
 
     def __call__(self, prompt: Sequence[int], count: int, **sampling: Any) -> Recording:
         """Records at most `count` tokens after a prompt. `sampling`: as of `specjax.state.new_row`.
@@ -77,7 +109,9 @@ class Recorder:
         """
         if len(prompt) + count > self._pool.pages * PAGE_SIZE:
             raise ValueError(f"{len(prompt)} and {count} tokens do not fit {self._pool.pages} pages of {PAGE_SIZE}")
-        state = init_state(self._params, self._target, self._drafters[0], rows=1, pool=self._pool)
+        state, self._state = self._state, None
+        if state is None:
+            state = init_state(self._params, self._target, self._drafters[0], rows=1, pool=self._pool)
         row = new_row(self._target.config.vocab_size, limit=count, prompt=prompt, **sampling)
         state = self._steps.admit(state, jnp.int32(0), jax.tree.map(jnp.asarray, row))
         table = jnp.arange(self._pool.pages, dtype=jnp.int32)[None, :]
@@ -98,8 +132,9 @@ class Recorder:
             if not int(output.emitted[0]):
                 break
             found.tokens.append(int(output.tokens[0, 0]))
-            for seen, tree in zip(found.candidates, trees, strict=True):
+            for seen, tree in zip(found.candidates, jax.device_get(trees), strict=True):
                 seen.append(_candidates(tree))
+        self._state = state
         return found
 
 
@@ -118,27 +153,72 @@ def _step(
 
 
 def _candidates(tree: DraftTree) -> Candidates:
-    valid = np.asarray(tree.valid[0])
-    return Candidates(*(np.asarray(leaf[0])[valid] for leaf in (tree.tokens, tree.parents, tree.depth, tree.scores)))
+    valid = tree.valid[0]
+    return Candidates(*(leaf[0][valid] for leaf in (tree.tokens, tree.parents, tree.depth, tree.scores)))
 
 
-def kept(found: Candidates, steps: int, nodes: int, least: float = 0.0) -> list[int]:
-    """Indices of the nodes of a tree of so many levels and nodes, the root first."""
-    floor = math.log(least) if least else -math.inf
-    able = [i for i in range(1, len(found.tokens)) if found.depth[i] <= steps and found.scores[i] >= floor]
-    best = sorted(able, key=lambda i: (-found.scores[i], i))[: nodes - 1]
-    return [0, *sorted(best)]
+class Outcomes(NamedTuple):
+    """What a tree of one shape would do at each position of a text; int [positions] each."""
+
+    accepted: np.ndarray  # drafts on the path that the text takes
+    nodes: np.ndarray  # valid nodes of the tree, the root included
+    levels: np.ndarray  # levels that the drafter computes: those after the first need a parent of enough probability
 
 
-def accepted(found: Candidates, nodes: Sequence[int], text: Sequence[int]) -> int:
-    """Drafts on the path that the text takes down the tree of these nodes."""
-    children = {(int(found.parents[i]), int(found.tokens[i])): i for i in nodes if i}
-    at = depth = 0
+class Candidacy:
+    """The candidates of one drafter in one text, arranged so that any smaller shape is read off them at once."""
+
+    def __init__(self, recording: Recording, drafter: int) -> None:
+        trees = recording.candidates[drafter]
+        width = max((len(tree.tokens) for tree in trees), default=1)
+        depth = max((int(tree.depth.max()) for tree in trees), default=0)
+        self.tokens = len(recording.tokens)
+        self._depth = np.zeros((len(trees), width), np.int32)
+        self._scores = np.full((len(trees), width), -np.inf, np.float32)
+        self._path = np.full((len(trees), depth), NOWHERE, np.int32)  # the node that is the text's d-th token from here
+        for i, tree in enumerate(trees):
+            self._depth[i, : len(tree.depth)] = tree.depth
+            self._scores[i, 1 : len(tree.scores)] = tree.scores[1:]
+            path = _path(tree, recording.tokens[i + 1 :])
+            self._path[i, : len(path)] = path
+        self._ranks: dict[int, np.ndarray] = {}
+
+    def outcomes(self, steps: int, nodes: int, least: float = 0.0) -> Outcomes:
+        """Of trees of so many levels and nodes, of candidates with at least this probability."""
+        floor = math.log(least) if least else -np.inf
+        able = (self._scores >= floor) & (self._scores > -np.inf)
+        inside = able & (self._depth <= steps)
+        there = self._path != NOWHERE
+        own = np.take_along_axis(inside, np.where(there, self._path, 0), axis=1) & there
+        taken = own & (self._ranked(steps) < nodes - 1)
+        deep = [np.any(able & (self._depth == level), axis=1) for level in range(1, steps)]
+        reached = np.cumprod(np.array(deep).reshape(steps - 1, len(able)), axis=0).sum(axis=0)
+        return Outcomes(
+            np.cumprod(taken, axis=1).sum(axis=1), 1 + np.minimum(inside.sum(axis=1), nodes - 1), 1 + reached
+        )
+
+    def _ranked(self, steps: int) -> np.ndarray:
+        """Of each node on the text's path, the number of candidates of so many levels that come before it: those with a
+        better score, and of equal ones the first, as `specjax.tree.rerank` has it."""
+        if steps not in self._ranks:
+            scores = np.where(self._depth <= steps, self._scores, -np.inf)
+            place = np.argsort(np.argsort(-scores, axis=1, kind="stable"), axis=1)
+            self._ranks[steps] = np.take_along_axis(place, np.maximum(self._path, 0), axis=1)
+        return self._ranks[steps]
+
+
+NOWHERE = -1  # the text's path has left the candidates
+
+
+def _path(found: Candidates, text: Sequence[int]) -> list[int]:
+    """Indices of the candidates that the text takes, level by level."""
+    children = {(int(found.parents[i]), int(found.tokens[i])): i for i in range(1, len(found.tokens))}
+    path, at = [], 0
     for token in text:
-        if (at := children.get((at, int(token)), -1)) < 0:
+        if (at := children.get((at, int(token)), NOWHERE)) == NOWHERE:
             break
-        depth += 1
-    return depth
+        path.append(at)
+    return path
 
 
 def replay(recording: Recording, drafter: int, steps: int, nodes: int, least: float = 0.0) -> list[int]:
@@ -147,13 +227,10 @@ def replay(recording: Recording, drafter: int, steps: int, nodes: int, least: fl
     Args:
         drafter: index of the one whose candidates are used.
     """
-    tokens, trees = recording.tokens, recording.candidates[drafter]
-    histogram = [0] * (steps + 1)
-    position = 0
-    while position < len(tokens) - 1:
-        found = trees[position]
-        drafts = accepted(found, kept(found, steps, nodes, least), tokens[position + 1 :])
-        emitted = min(drafts + 1, len(tokens) - 1 - position)
+    drafts = Candidacy(recording, drafter).outcomes(steps, nodes, least).accepted
+    histogram, position, last = [0] * (steps + 1), 0, len(recording.tokens) - 1
+    while position < last:
+        emitted = min(int(drafts[position]) + 1, last - position)
         histogram[emitted - 1] += 1
         position += emitted
     return histogram
