@@ -1,4 +1,4 @@
-"""Parts of the benchmarks that decode one request at a time, `tree.py` and `storage.py`.
+"""Parts of the benchmarks that decode one request at a time, such as `storage.py`.
 
 Every contender completes every prompt, one after another and in an order that rotates, so that whatever else the
 machine does hits all of them. Each emits exactly the same number of tokens. Between sets the drafter forgets what it

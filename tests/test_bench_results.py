@@ -11,7 +11,7 @@ import pytest
 
 from specjax.bench import plots, results, tables
 from specjax.bench.contenders import Answer
-from specjax.bench.experiment import _GroupRun, _verdicts
+from specjax.bench.experiment import GroupRun, _verdicts
 from specjax.bench.log import Log
 from specjax.bench.results import Sample
 
@@ -139,7 +139,7 @@ def test_without_matplotlib_it_says_how_to_install_it(monkeypatch):
 
 
 def run_of(*turns):
-    found = _GroupRun("g")
+    found = GroupRun("g")
     found.turns = [(prompt, Answer(tokens, [], [])) for prompt, tokens in turns]
     return found
 

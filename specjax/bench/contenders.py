@@ -9,17 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 from specjax import checkpoint
 from specjax.bench.methods import Method, Outside
-from specjax.drafters.factories import load_drafter
+from specjax.drafters import Drafter, DraftOptions, NoDraft
+from specjax.drafters.factories import load_drafter, make_drafter
 from specjax.engine import Engine, SamplingParams
 from specjax.engine.autotune import tune_at_start
 from specjax.engine.buckets import drafting_summary
 from specjax.engine.config import EngineConfig
 from specjax.engine.executables import PhaseTimes, use_compilation_cache
 from specjax.load import LoadedModel, load
+from specjax.models.target import Target
 
 
 class Answer(NamedTuple):
@@ -103,10 +105,11 @@ class Source:
 
     Args:
         load_options: `specjax.load.load`'s, without the draft's.
+        full_batches: compile steps of full batches alone, which also serve the last requests of a run.
     """
 
-    def __init__(self, load_options: dict[str, Any], *, progress: bool = True) -> None:
-        self._options, self._progress = load_options, progress
+    def __init__(self, load_options: dict[str, Any], *, progress: bool = True, full_batches: bool = False) -> None:
+        self._options, self._progress, self._full_batches = load_options, progress, full_batches
         self._loaded: dict[str, LoadedModel] = {}
         self._models: dict[str, Any] = {}  # of transformers, by dtype
         use_compilation_cache()
@@ -131,13 +134,28 @@ class Source:
             self._loaded[method.text] = found
         return self._loaded[method.text]
 
+    def derive(self, method: Method, of: Method) -> LoadedModel:
+        """What `method` needs, made of the weights that are loaded for `of`: a drafter of another shape, or none."""
+        if method.text not in self._loaded:
+            base = self.load(of)
+            draft = cast(DraftOptions, method.draft)
+            if isinstance(draft, NoDraft):
+                base = base._replace(params=base.params._replace(draft=None), draft_model=None)
+            drafter = shaped(draft, base)
+            self._loaded[method.text] = base._replace(drafter=drafter)
+        return self._loaded[method.text]
+
     def engine(self, method: Method, config: EngineConfig, **changes: Any) -> Engine:
         """An engine that is compiled for what it will run. `changes`: fields of its config."""
         config = replace(config, adaptive=method.adaptive, **changes)
         engine = Engine(**self.load(method)._asdict(), config=config)
         engine.tuning = tune_at_start(engine, progress=self._progress)
-        alone = config.max_running_requests == 1
-        engine.warm_up(engine.single_request_keys() if alone else None, progress=False)
+        keys = engine.single_request_keys() if config.max_running_requests == 1 else None
+        if keys is None and self._full_batches:
+            widths = {"step": (config.max_running_requests,), "prefill": engine.buckets.chunks}
+            every = engine.buckets.all_keys()
+            keys = [key for key in every if key.rows == 1 and key.width in widths.get(key.kind, ())]
+        engine.warm_up(keys, progress=False)
         return engine
 
     def transformers(self, outside: Outside, stops: Sequence[int]) -> Contender:
@@ -168,6 +186,14 @@ class Source:
             model.generation_config = GenerationConfig()  # a checkpoint's may hold penalties, which ours does not apply
             self._models[key] = model
         return self._models[key]
+
+
+def shaped(draft: DraftOptions, loaded: LoadedModel) -> Drafter:
+    """A drafter with these options and the loaded weights; the algorithm is that which they were loaded for, or needs
+    none."""
+    given = loaded.draft_model
+    head, model = (None, given) if isinstance(given, Target) else (given, None)
+    return make_drafter(draft, target=loaded.target, head=head, model=model)
 
 
 class _Arrivals:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 from specjax.bench import results
@@ -58,6 +58,7 @@ class Experiment:
 
     Attributes:
         left_out: conversations that do not fit the model's context, by set.
+        sets: those that do.
     """
 
     def __init__(self, plan: Plan, source: Source, log: Log, *, progress: bool = True) -> None:
@@ -69,25 +70,25 @@ class Experiment:
         self._tokenizer, self._stops = first.tokenizer, first.eos_ids
         self._vocab, self._positions = first.target.config.vocab_size, first.target.config.max_positions
         self.left_out: dict[str, list[str]] = {}
-        self._sets = {each.name: self._fitting(each) for each in plan.sets}
+        self.sets = {each.name: self._fitting(each) for each in plan.sets}
 
     # Prompts
 
-    def _encode(self, messages: list[dict[str, str]]) -> list[int]:
+    def encode(self, messages: list[dict[str, str]]) -> list[int]:
         if self._tokenizer.chat_template:
             return encode(messages, self._tokenizer, self._vocab)
         return encode("\n\n".join(message["content"] for message in messages), self._tokenizer, self._vocab)
 
-    def _most_tokens(self, one: Conversation) -> int:
+    def most_tokens(self, one: Conversation) -> int:
         """That a conversation may have with all its answers."""
         messages: list[dict[str, str]] = []
         for turn in one.turns:
             messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": "."}]
         # An answer's text may be tokenised anew to a few tokens more.
-        return len(self._encode(messages[:-1])) + len(one.turns) * (self.plan.max_new_tokens + 16)
+        return len(self.encode(messages[:-1])) + len(one.turns) * (self.plan.max_new_tokens + 16)
 
     def _fitting(self, each: PromptSet) -> list[Conversation]:
-        lengths = {one: self._most_tokens(one) for one in each.conversations}
+        lengths = {one: self.most_tokens(one) for one in each.conversations}
         fitting = [one for one, length in lengths.items() if length <= self._positions]
         if left := [one.id for one in each.conversations if one not in fitting]:
             self.left_out[each.name] = left
@@ -98,8 +99,8 @@ class Experiment:
             )
         return fitting
 
-    def _config(self, batch: int) -> EngineConfig:
-        longest = max(self._most_tokens(one) for each in self._sets.values() for one in each)
+    def config(self, batch: int) -> EngineConfig:
+        longest = max(self.most_tokens(one) for each in self.sets.values() for one in each)
         room = batch * (longest + 256)  # what steps in flight may commit
         return EngineConfig(
             max_running_requests=batch, max_total_tokens=room, prefix_cache=False, random_seed=self.plan.seed
@@ -109,7 +110,7 @@ class Experiment:
 
     def blocks(self, batch: int) -> Iterator[tuple[Any, ...]]:
         for repeat in range(self.plan.repeats):
-            for name in self._sets:
+            for name in self.sets:
                 for temperature in self.plan.temperatures:
                     yield "block", batch, name, temperature, repeat
 
@@ -125,17 +126,17 @@ class Experiment:
         wanted = [one for one in self.plan.methods if any(applies(one, key[3], batch) for key in missing)]
         with progress_bar("Compiling", len(wanted), "method", shown=self._progress) as bar:
             for method in wanted:
-                contenders[method.name] = make(self.source, method, self._config(batch), self._stops)
-                self._warm_up(contenders[method.name], batch)
+                contenders[method.name] = make(self.source, method, self.config(batch), self._stops)
+                self.warm_up(contenders[method.name], batch)
                 bar.update()
         for key in missing:
             self.log.add(key, self._block(contenders, batch, key[2], key[3], key[4]))
 
-    def _warm_up(self, contender: Contender, batch: int) -> None:
+    def warm_up(self, contender: Contender, batch: int) -> None:
         """A run that does not count, in which the last programs are compiled."""
-        groups = _groups(next(iter(self._sets.values())), batch)
+        group = groups(next(iter(self.sets.values())), batch)[0]
         sampling = SamplingParams(max_new_tokens=WARM_UP_TOKENS, ignore_eos=True)
-        prompts = [self._encode([{"role": "user", "content": one.turns[0]}]) for one in groups[0]]
+        prompts = [self.encode([{"role": "user", "content": one.turns[0]}]) for one in group]
         contender.run(prompts, [sampling] * len(prompts))
 
     def _block(
@@ -144,15 +145,15 @@ class Experiment:
         methods = [one.name for one in self.plan.methods if applies(one, temperature, batch)]
         for method in methods:
             contenders[method].forget()
-        groups = _groups(self._sets[name], batch)
+        parts = groups(self.sets[name], batch)
         title = f"{name}, T={temperature:g}" + (f", batch {batch}" if batch > 1 else "")
         title += f", repeat {repeat + 1} of {self.plan.repeats}" if self.plan.repeats > 1 else ""
-        runs: dict[str, list[_GroupRun]] = {method: [] for method in methods}
-        with progress_bar(title, len(groups) * len(methods), "run", shown=self._progress) as bar:
-            for index, group in enumerate(groups):
+        runs: dict[str, list[GroupRun]] = {method: [] for method in methods}
+        with progress_bar(title, len(parts) * len(methods), "run", shown=self._progress) as bar:
+            for index, group in enumerate(parts):
                 turn = (index + repeat) % len(methods)
                 for method in methods[turn:] + methods[:turn]:
-                    runs[method].append(self._complete(contenders[method], group, temperature))
+                    runs[method].append(self.complete(contenders[method], group, temperature))
                     bar.update()
         base = contenders.get(self.plan.baseline)
         gap = partial(_gap, base) if isinstance(base, EngineContender) and temperature == 0 else None
@@ -163,15 +164,15 @@ class Experiment:
         ]
         return {"samples": samples, "notes": {method: contenders[method].note() for method in methods}}
 
-    def _complete(self, contender: Contender, group: Sequence[Conversation], temperature: float) -> _GroupRun:
+    def complete(self, contender: Contender, group: Sequence[Conversation], temperature: float) -> GroupRun:
         """All turns of a group: those that have a turn run together."""
         messages: list[list[dict[str, str]]] = [[] for _ in group]
-        found = _GroupRun("+".join(one.id for one in group))
+        found = GroupRun("+".join(one.id for one in group))
         for turn in range(max(len(one.turns) for one in group)):
             rows = [i for i, one in enumerate(group) if turn < len(one.turns)]
             for i in rows:
                 messages[i].append({"role": "user", "content": group[i].turns[turn]})
-            prompts = [self._encode(messages[i]) for i in rows]
+            prompts = [self.encode(messages[i]) for i in rows]
             sampling = SamplingParams(
                 max_new_tokens=self.plan.max_new_tokens, temperature=temperature, ignore_eos=self.plan.ignore_eos
             )
@@ -184,6 +185,7 @@ class Experiment:
                 found.turns.append((prompt, answer))
             found.seconds += run.seconds
             found.drafted_steps = results.total([found.drafted_steps, run.drafted_steps])
+            found.windows.append(full_window(run.answers))
         return found
 
     # Steps timed in parts
@@ -191,7 +193,7 @@ class Experiment:
     def _time_batch(self, batch: int) -> None:
         """Milliseconds of drafting, verifying and committing in a step. Each part is waited for, which is slower, so
         engines of their own do it."""
-        keys = [("phases", batch, name, t) for name in self._sets for t in self.plan.temperatures]
+        keys = [("phases", batch, name, t) for name in self.sets for t in self.plan.temperatures]
         missing = [key for key in keys if key not in self.log]
         methods = [one for one in self.plan.methods if one.outside is None]
         if not missing:
@@ -199,15 +201,15 @@ class Experiment:
         found: dict[tuple[Any, ...], dict[str, Any]] = {key: {} for key in missing}
         with progress_bar("Timing phases", len(methods) * len(missing), "run", shown=self._progress) as bar:
             for method in methods:
-                engine = self.source.engine(method, self._config(batch), time_phases=True)
+                engine = self.source.engine(method, self.config(batch), time_phases=True)
                 contender = EngineContender(engine)
-                self._warm_up(contender, batch)
+                self.warm_up(contender, batch)
                 for key in missing:
                     before = contender.phases()
                     contender.forget()
-                    groups = _groups(self._sets[key[2]], batch)
-                    for group in groups[: max(self.plan.timed // batch, 1)]:
-                        self._complete(contender, group, key[3])
+                    parts = groups(self.sets[key[2]], batch)
+                    for group in parts[: max(self.plan.timed // batch, 1)]:
+                        self.complete(contender, group, key[3])
                     found[key][method.name] = contender.phases().since(before)
                     bar.update()
         for key in missing:
@@ -223,14 +225,14 @@ class Experiment:
             for temperature in self.plan.temperatures:
                 every: list[Sample] = []
                 phases: list[dict[str, Any]] = []
-                for name in self._sets:
+                for name in self.sets:
                     samples = self._samples(batch, name, temperature)
                     timed = self.log[("phases", batch, name, temperature)] if self.plan.timed else {}
                     where = {"set": name, "temperature": temperature, "batch": batch}
                     rows += self._rows(samples, where, timed, by_row)
                     every += samples
                     phases.append(timed)
-                if len(self._sets) > 1:
+                if len(self.sets) > 1:
                     where = {"set": results.ALL, "temperature": temperature, "batch": batch}
                     rows += self._rows(every, where, _mean(phases), by_row)
         return rows, by_row
@@ -262,13 +264,14 @@ class Experiment:
         return found
 
 
-class _GroupRun:
+class GroupRun:
     """What a group's conversations gave."""
 
     def __init__(self, group: str) -> None:
         self.group, self.seconds = group, 0.0
         self.drafted_steps: int | None = 0
         self.turns: list[tuple[list[int], Answer]] = []  # (prompt, answer)
+        self.windows: list[Window] = []  # of each turn
 
     def sample(self, method: str, repeat: int, texts: dict[str, int]) -> Sample:
         answers = [answer for _, answer in self.turns]
@@ -281,15 +284,42 @@ class _GroupRun:
             histogram=results.add_histograms(one.histogram for one in answers),
             drafted_steps=self.drafted_steps,
             texts=texts,
+            full_seconds=round(sum(window.seconds for window in self.windows), 6),
+            full_tokens=sum(window.tokens for window in self.windows),
             curve=[point for one in answers for point in _thinned(one)],
         )  # fmt: skip
 
 
-def _groups(conversations: Sequence[Conversation], batch: int) -> list[list[Conversation]]:
+class Window(NamedTuple):
+    """The part of a run in which all of its requests decode."""
+
+    seconds: float
+    tokens: int  # of all requests
+    steps: int
+
+
+def full_window(answers: Sequence[Answer]) -> Window:
+    """From when the last request has its first tokens until the first one has its last; empty where one has ended
+    before another has begun."""
+    if any(not one.arrivals for one in answers):
+        return Window(0.0, 0, 0)
+    begin = max(one.arrivals[0][0] for one in answers)
+    end = min(one.arrivals[-1][0] for one in answers)
+
+    def tokens(one: Answer, when: float) -> int:
+        return max((count for seconds, count in one.arrivals if seconds <= when), default=0)
+
+    steps = {seconds for one in answers for seconds, _ in one.arrivals if begin < seconds <= end}
+    if not steps:
+        return Window(0.0, 0, 0)
+    return Window(end - begin, sum(tokens(one, end) - tokens(one, begin) for one in answers), len(steps))
+
+
+def groups(conversations: Sequence[Conversation], batch: int) -> list[list[Conversation]]:
     """Of `batch` each, and where the last would have fewer, and there are others, none of them: a figure of a batch
     size is one of full batches."""
-    groups = [list(conversations[i : i + batch]) for i in range(0, len(conversations), batch)]
-    return groups[:-1] if len(groups) > 1 and len(groups[-1]) < batch else groups
+    found = [list(conversations[i : i + batch]) for i in range(0, len(conversations), batch)]
+    return found[:-1] if len(found) > 1 and len(found[-1]) < batch else found
 
 
 def _thinned(answer: Answer) -> list[list[float | int]]:
@@ -301,7 +331,7 @@ def _thinned(answer: Answer) -> list[list[float | int]]:
     return found
 
 
-def _verdicts(ours: _GroupRun, theirs: _GroupRun, gap: Callable[[list[int], set[int]], float] | None) -> dict[str, int]:
+def _verdicts(ours: GroupRun, theirs: GroupRun, gap: Callable[[list[int], set[int]], float] | None) -> dict[str, int]:
     """Turns by how their text compares with the baseline's."""
     found = {"equal": 0, "near tie": 0, "different": 0, "other prompt": 0}
     for (prompt, mine), (other_prompt, other) in zip(ours.turns, theirs.turns, strict=True):

@@ -29,7 +29,7 @@ class Log:
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
         self.folder = folder
         self._found: dict[Hashable, Any] = {}
-        identity = dict(json.loads(json.dumps(identity)))
+        self.identity = identity = dict(json.loads(json.dumps(identity)))
         file = folder / CONFIG
         if file.exists():
             self._compare(json.loads(file.read_text(encoding="utf-8")), identity)

@@ -28,6 +28,55 @@ def check_available() -> None:
         raise ValueError(f"--plots needs matplotlib, which is not installed: {INSTALL}")
 
 
+def heat_map(
+    panels: Mapping[str, Sequence[tuple[str, str, float]]], marked: Mapping[str, Sequence[tuple[str, str]]],
+    labels: tuple[str, str],
+) -> Any:  # fmt: skip
+    """A figure of speed-ups over no drafts, one panel a title.
+
+    Args:
+        panels: title -> (row, column, speed-up); rows and columns stand in the order in which they come.
+        marked: title -> (row, column) of the points that were run, which get a frame.
+        labels: of rows and columns.
+    """
+    from matplotlib.figure import Figure
+
+    values = [value for cells in panels.values() for *_, value in cells]
+    span = max(0.05, *(abs(value - 1) for value in values))
+    across = min(len(panels), 4)
+    down = -(-len(panels) // across)
+    sizes = [[len({cell[i] for cell in cells}) for cells in panels.values()] for i in (0, 1)]
+    size = across * (1.2 + 0.5 * max(sizes[1])) + 0.8, down * (1.1 + 0.42 * max(sizes[0]))
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(down, across, squeeze=False)
+    image: Any = None
+    for axes, (title, cells) in zip(grid.flat, panels.items(), strict=False):
+        rows, columns = (list(dict.fromkeys(cell[i] for cell in cells)) for i in (0, 1))
+        shown = np.full((len(rows), len(columns)), np.nan)
+        for row, column, value in cells:
+            shown[rows.index(row), columns.index(column)] = value
+            axes.text(columns.index(column), rows.index(row), f"{value:.2f}", ha="center", va="center", fontsize=7)
+        image = axes.imshow(shown, cmap="RdYlGn", vmin=1 - span, vmax=1 + span, aspect="auto")
+        for row, column in marked.get(title, ()):
+            corner = columns.index(column) - 0.5, rows.index(row) - 0.5
+            axes.add_patch(_rectangle(corner))
+        axes.set_xticks(range(len(columns)), columns, fontsize=8)
+        axes.set_yticks(range(len(rows)), rows, fontsize=8)
+        axes.set_ylabel(labels[0], fontsize=8)
+        axes.set_xlabel(labels[1], fontsize=8)
+        axes.set_title(title, fontsize=9)
+    for axes in grid.flat[len(panels) :]:
+        axes.remove()
+    figure.colorbar(image, ax=grid, label="predicted speed-up; framed: run", shrink=0.8)
+    return figure
+
+
+def _rectangle(corner: tuple[float, float]) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle(corner, 1, 1, fill=False, edgecolor="black", linewidth=1.6)
+
+
 def _figure(width: float, height: float) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 

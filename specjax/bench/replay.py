@@ -56,7 +56,9 @@ class Recording(NamedTuple):
     def packed(self) -> str:
         """As text, for a log."""
         flat = [tree for trees in self.candidates for tree in trees]
-        leaves = {name: np.concatenate([getattr(t, name) for t in flat] or [[]]) for name in Candidates._fields}
+        leaves: dict[str, Any] = {
+            name: np.concatenate([getattr(t, name) for t in flat] or [[]]) for name in Candidates._fields
+        }
         sizes = np.array([[len(tree.tokens) for tree in trees] for trees in self.candidates], np.int32)
         out = io.BytesIO()
         np.savez_compressed(out, text=np.array(self.tokens, np.int32), sizes=sizes, **leaves)
@@ -153,8 +155,8 @@ def _step(
 
 
 def _candidates(tree: DraftTree) -> Candidates:
-    valid = tree.valid[0]
-    return Candidates(*(leaf[0][valid] for leaf in (tree.tokens, tree.parents, tree.depth, tree.scores)))
+    valid = np.asarray(tree.valid[0])
+    return Candidates(*(np.asarray(leaf[0])[valid] for leaf in (tree.tokens, tree.parents, tree.depth, tree.scores)))
 
 
 class Outcomes(NamedTuple):
@@ -192,7 +194,7 @@ class Candidacy:
         own = np.take_along_axis(inside, np.where(there, self._path, 0), axis=1) & there
         taken = own & (self._ranked(steps) < nodes - 1)
         deep = [np.any(able & (self._depth == level), axis=1) for level in range(1, steps)]
-        reached = np.cumprod(np.array(deep).reshape(steps - 1, len(able)), axis=0).sum(axis=0)
+        reached = np.cumprod(np.array(deep, bool).reshape(steps - 1, len(able)), axis=0).sum(axis=0)
         return Outcomes(
             np.cumprod(taken, axis=1).sum(axis=1), 1 + np.minimum(inside.sum(axis=1), nodes - 1), 1 + reached
         )

@@ -34,6 +34,8 @@ class Sample:
     histogram: list[int]  # forwards by drafts accepted
     drafted_steps: int | None  # None: not known, as of transformers
     texts: dict[str, int]  # turns by verdict: equal, near tie, different, other prompt
+    full_seconds: float = 0.0  # while all requests of the group decode
+    full_tokens: int = 0
     curve: list[list[float | int]] = field(default_factory=list)  # [tokens, seconds] of each turn, for the plot
 
 

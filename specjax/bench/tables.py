@@ -18,7 +18,11 @@ COLUMNS = (
 
 def as_csv(rows: Sequence[Row]) -> str:
     """One line a row; intervals and phases take a column for each of their numbers."""
-    flat = [_flat(row) for row in rows]
+    return csv_text([_flat(row) for row in rows])
+
+
+def csv_text(flat: Sequence[Row]) -> str:
+    """Rows of plain values, each column that one of them has."""
     names = list(dict.fromkeys(name for row in flat for name in row))
     out = io.StringIO()
     writer = csv.DictWriter(out, names, lineterminator="\n")
@@ -78,8 +82,13 @@ def as_markdown(rows: Sequence[Row]) -> str:
     """Aligned, so that it can be read as text, too."""
     table = [list(HEADER), *(cells(row) for row in rows)]
     used = [i for i in range(len(HEADER)) if any(line[i] for line in table[1:])]
-    table = [[line[i].replace("|", "\\|") for i in used] for line in table]
-    widths = [max(len(line[i]) for line in table) for i in range(len(used))]
+    return aligned([[line[i] for i in used] for line in table])
+
+
+def aligned(table: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown, its columns padded. The first line is the header."""
+    table = [[cell.replace("|", "\\|") for cell in line] for line in table]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in table
     ]

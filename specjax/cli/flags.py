@@ -469,3 +469,14 @@ def draft_options(chosen: Settings) -> DraftOptions | str:
     if overridden:
         logger.info("--speculative-algorithm %s overrides the file's %s", name, ", ".join(overridden))
     return name if plugin else options(**given)
+
+
+def speculative_settings(draft: DraftOptions) -> dict[str, Any]:
+    """The settings that mean these options, by flag without the leading dashes: what `draft_options` reads back. Those
+    with their default values are left out."""
+    found: dict[str, Any] = {"speculative-algorithm": draft.algorithm}
+    for each in fields(SpeculativeSettings):
+        option = each.metadata["setting"].sets
+        if option in draft.names() and (value := getattr(draft, option)) != each.default:
+            found[dashed(each.name)] = value
+    return found

@@ -1,0 +1,221 @@
+"""Finds the fastest draft tree: records, measures, predicts every point of a grid, and runs the best few."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import jax
+
+from specjax import checkpoint
+from specjax.bench import results
+from specjax.bench.contenders import EngineContender, Source, shaped
+from specjax.bench.experiment import Experiment, GroupRun, Plan, groups
+from specjax.bench.grid import Grid, Point
+from specjax.bench.log import Log
+from specjax.bench.methods import Method
+from specjax.bench.prediction import Prediction, mean_parts, predict, step_widths
+from specjax.bench.recording import Recorded
+from specjax.bench.step_costs import StepCosts, measure_costs
+from specjax.drafters import DraftOptions, Ngram, NoDraft
+from specjax.drafters.options import ModelOptions
+from specjax.load import choose, requested
+from specjax.progress import progress_bar
+
+NONE = Method("NONE", "none", draft=NoDraft())
+CALIBRATION = 3  # groups of conversations of each set that say what a step takes beyond its parts
+
+
+def current_options(model: Mapping[str, Any], draft: DraftOptions | str) -> DraftOptions:
+    """The options with every number of the tree that would be used: given ones, those measured for a shipped head, or
+    the algorithm's. AUTO becomes what it chooses.
+
+    Args:
+        model: `specjax.load.load`'s arguments, without the draft's.
+
+    Raises:
+        ValueError: there is no such tree; a drafter from outside has none that could be changed.
+    """
+    if isinstance(draft, str):
+        raise ValueError(f"--speculative-algorithm {draft}: the tree of a drafter from outside is its own affair")
+    options, _ = requested(model["model"], draft)
+    files = checkpoint.resolve(model["model"], revision=model["revision"])
+    config = checkpoint.model_config(files.config, dtype=model["dtype"])
+    found = choose(options, files, config)
+    chosen = found.options
+    if isinstance(chosen, Ngram):
+        chosen = chosen.on(jax.default_backend())
+        return replace(chosen, nodes=chosen.width)
+    if not isinstance(chosen, ModelOptions):
+        return chosen
+    shape = chosen.tree(found.tree or chosen.automatic(config.family))
+    if found.head is not None:  # its folder is this machine's
+        chosen = replace(chosen, path=None)
+    numbers = {"steps": shape.steps, "topk": shape.topk, "nodes": shape.nodes}
+    return replace(chosen, **numbers, min_probability=chosen.min_probability or 0.0)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run of a point, or of no drafts."""
+
+    batch: int
+    name: str
+    tokens_per_second: float  # while all requests of a group decode
+    accept_length: float
+    steps: int  # of single requests
+    texts: dict[str, int]  # turns by verdict, against those without drafts
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Search:
+    """One search over a grid.
+
+    Attributes:
+        predictions: of each batch size, all points, the best first.
+        plain: tokens a second without drafts, of each batch size, as the calibration measured them.
+        costs: of each batch size.
+        verified: runs of each batch size.
+    """
+
+    def __init__(self, grid: Grid, plan: Plan, source: Source, log: Log, *, progress: bool = True) -> None:
+        self.grid, self.plan, self._source, self._log, self._progress = grid, plan, source, log, progress
+        self._current = self.method(grid.current)
+        self._loaded = source.load(self._current)
+        source.derive(NONE, self._current)
+        self._plan = replace(plan, methods=(NONE, self._current), baseline=NONE.name)
+        self.experiment = Experiment(self._plan, source, log, progress=progress)
+        self.predictions: dict[int, list[Prediction]] = {}
+        self.plain: dict[int, float] = {}
+        self.costs: dict[int, StepCosts] = {}
+        self.verified: dict[int, list[Measured]] = {}
+
+    def method(self, point: Point) -> Method:
+        return Method(point.name, point.name, draft=point.draft)
+
+    def run(self, best: int) -> None:
+        """Measures what the log lacks, predicts all points, and runs the `best` best ones of each batch size, the best
+        over all sizes, the current one and none."""
+        self.recorded = Recorded(self.experiment, self._loaded, self.grid, self._log, progress=self._progress)
+        for batch in self.plan.batch_sizes:
+            self.costs[batch], self.plain[batch] = self._measure(batch)
+            found = [predict(point, self._steps(point, batch), self.costs[batch]) for point in self.grid.points]
+            self.predictions[batch] = sorted(found, key=lambda one: -one.tokens_per_second)
+        for batch in self.plan.batch_sizes:
+            points = [one.point for one in self.predictions[batch][:best]]
+            self.verified[batch] = self._verify(batch, dict.fromkeys([self.overall(), *points, self.grid.current]))
+
+    # Measured
+
+    def _measure(self, batch: int) -> tuple[StepCosts, float]:
+        key = ("costs", batch)
+        if key not in self._log:
+            costs = measure_costs(
+                self._loaded, self.grid, batch, self.recorded.context, temperature=self.plan.temperatures[0],
+                progress=self._progress,
+            )  # fmt: skip
+            rest, plain = self._calibrate(batch, costs)
+            self._log.add(key, {"costs": replace(costs, rest=rest).as_dict(), "plain": plain})
+        found = self._log[key]
+        return StepCosts.from_dict(found["costs"]), found["plain"]
+
+    def _calibrate(self, batch: int, costs: StepCosts) -> tuple[float, float]:
+        """Seconds that a step of the current tree takes beyond its parts; tokens a second without drafts."""
+        experiment, temperature = self.experiment, self.plan.temperatures[0]
+        methods = {NONE.name: NONE, "current": self._current}
+        contenders = {
+            name: EngineContender(self._source.engine(one, experiment.config(batch))) for name, one in methods.items()
+        }
+        runs: dict[str, list[GroupRun]] = {name: [] for name in methods}
+        for contender in contenders.values():
+            experiment.warm_up(contender, batch)
+        sets = {name: groups(each, batch)[:CALIBRATION] for name, each in experiment.sets.items()}
+        with progress_bar(f"Calibrating, batch {batch}", len(sets), "set", shown=self._progress) as bar:
+            for parts in sets.values():
+                for contender in contenders.values():
+                    contender.forget()
+                for group in parts:
+                    for name, contender in contenders.items():
+                        runs[name].append(experiment.complete(contender, group, temperature))
+                bar.update()
+
+        def total(name: str, part: str) -> float:
+            return float(sum(getattr(window, part) for run in runs[name] for window in run.windows))
+
+        if not total("current", "steps") or not total(NONE.name, "steps"):
+            raise ValueError(
+                f"--batch-sizes {batch}: no step was seen in which all requests decode; give a larger --max-new-tokens"
+            )
+        steps = self._steps(self.grid.current, batch, CALIBRATION)
+        parts_of_step = mean_parts(steps, self.grid.current, costs)
+        rest = total("current", "seconds") / total("current", "steps") - parts_of_step
+        return rest, total(NONE.name, "tokens") / total(NONE.name, "seconds")
+
+    # Predicted
+
+    def _steps(self, point: Point, batch: int, most: int = 0) -> Any:
+        widths, skips = self._engine_shape(point, batch)
+        return self.recorded.texts.steps(point, self.recorded.groups(batch, most), widths, skips=skips)
+
+    def _engine_shape(self, point: Point, batch: int) -> tuple[tuple[int, ...], bool]:
+        """The widths that a step chooses among, and whether it leaves out levels."""
+        widths = step_widths(shaped(point.draft, self._loaded), batch)
+        return widths, bool(point.least) and jax.default_backend() == "cpu"
+
+    def overall(self) -> Point:
+        """The point with the best speed-up over all batch sizes, as predicted: the largest geometric mean."""
+        rates = {batch: {one.point: one for one in each} for batch, each in self.predictions.items()}
+
+        def speed(point: Point) -> float:
+            return sum(math.log(max(by[point].tokens_per_second, 1e-9)) for by in rates.values())
+
+        return max(self.grid.points, key=speed)
+
+    # Verified
+
+    def _verify(self, batch: int, points: Mapping[Point, Any]) -> list[Measured]:
+        methods = [NONE, *map(self.method, points)]
+        for one in methods:
+            self._source.derive(one, self._current)
+        plan = replace(self._plan, methods=tuple(methods), batch_sizes=(batch,))
+        folder = self._log.folder / f"verified-batch-{batch}"
+        log = Log(folder, {"methods": [one.text for one in methods], **self._log.identity})
+        experiment = Experiment(plan, self._source, log, progress=self._progress)
+        experiment.run()
+        rows, samples = experiment.rows()
+        whole = results.ALL if len(experiment.sets) > 1 else next(iter(experiment.sets))
+        found = []
+        for row in rows:
+            if row["set"] == whole:
+                own = samples[" ".join(str(row[name]) for name in ("set", "temperature", "batch", "method"))]
+                rate = results.rate(own, "full_tokens", "full_seconds").value
+                steps = row["verify_steps"]
+                found.append(Measured(batch, row["method"], rate, row["accept_length"], steps, row["texts"]))
+        return found
+
+    # The result
+
+    def recommended(self) -> tuple[DraftOptions, dict[str, float]]:
+        """The options that were measured to be the fastest, over all batch sizes by the geometric mean, and the
+        speed-up of each method that ran in all of them."""
+        speeds: dict[str, float] = {}
+        for name in {one.name for one in next(iter(self.verified.values()))}:
+            each = [_rate(runs, name) / _rate(runs, NONE.name) for runs in self.verified.values() if _rate(runs, name)]
+            if len(each) == len(self.verified):
+                speeds[name] = math.exp(sum(map(math.log, each)) / len(each))
+        return self.options(max(speeds, key=speeds.__getitem__)), speeds
+
+    def fastest(self, batch: int) -> DraftOptions:
+        """The options that were measured to be the fastest at one batch size."""
+        return self.options(max(self.verified[batch], key=lambda one: one.tokens_per_second).name)
+
+    def options(self, name: str) -> DraftOptions:
+        return next((point.draft for point in self.grid.points if point.name == name), NoDraft())
+
+
+def _rate(runs: Sequence[Measured], name: str) -> float:
+    return next((one.tokens_per_second for one in runs if one.name == name), 0.0)
