@@ -109,9 +109,9 @@ def make_grid(current: DraftOptions, axes: Axes) -> Grid:
 
 
 def _model_grid(current: ModelOptions, axes: Axes) -> Grid:
-    own = _point(current, current.tree(), current.min_probability or 0.0)
-    topks = sorted({*axes.topks, current.tree().topk})
-    deepest = max(*axes.steps, current.tree().steps)
+    own = _point(current, current.shape(), current.min_probability or 0.0)
+    topks = sorted({*axes.topks, current.shape().topk})
+    deepest = max(*axes.steps, current.shape().steps)
     variants = []
     for topk in topks:
         most = candidates(deepest, topk) + 1
