@@ -105,7 +105,7 @@ def make_grid(current: DraftOptions, axes: Axes) -> Grid:
         return _ngram_grid(current, axes)
     if isinstance(current, ModelOptions):
         return _model_grid(current, axes)
-    raise ValueError(f"--speculative-algorithm {current.algorithm} has no tree to tune; take one that drafts")
+    raise ValueError(f"algorithm {current.algorithm} has no tree to tune; take one that drafts")
 
 
 def _model_grid(current: ModelOptions, axes: Axes) -> Grid:

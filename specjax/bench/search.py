@@ -39,7 +39,7 @@ def current_options(model: Mapping[str, Any], draft: DraftOptions | str) -> Draf
         ValueError: there is no such tree; a drafter from outside has none that could be changed.
     """
     if isinstance(draft, str):
-        raise ValueError(f"--speculative-algorithm {draft}: the tree of a drafter from outside is its own affair")
+        raise ValueError(f"algorithm {draft}: the tree of a drafter from outside is its own affair")
     options, _ = requested(model["model"], draft)
     files = checkpoint.resolve(model["model"], revision=model["revision"])
     config = checkpoint.model_config(files.config, dtype=model["dtype"])
@@ -50,7 +50,7 @@ def current_options(model: Mapping[str, Any], draft: DraftOptions | str) -> Draf
         return replace(chosen, nodes=chosen.width)
     if not isinstance(chosen, ModelOptions):
         return chosen
-    shape = chosen.tree(found.tree or chosen.automatic(config.family))
+    shape = chosen.shape(found.tree or chosen.automatic(config.family))
     if found.head is not None:  # its folder is this machine's
         chosen = replace(chosen, path=None)
     numbers = {"steps": shape.steps, "topk": shape.topk, "nodes": shape.nodes}
