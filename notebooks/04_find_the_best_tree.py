@@ -1,0 +1,212 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Which draft tree is fastest here?
+#
+# A draft tree has a number of steps (levels), a top-k (nodes of a level that are expanded) and a number of draft
+# tokens (nodes, the root included). More of each means more accepted tokens a step, and a slower step. Which tree is the
+# fastest depends on the model, its draft, the machine, the batch and the text, so it is measured.
+#
+# Running hundreds of trees one after another takes hours. `python -m specjax.bench tune-tree` runs few and predicts the
+# others:
+#
+#     tokens/s = batch x accept length / (draft time + verify time + the rest of a step)
+#
+# Accept lengths come from one recorded text of each top-k, on which every smaller tree is replayed exactly; the times of
+# a step's parts are measured once for each shape. The best points are run then, and the table says how far the
+# predictions were off.
+#
+# It takes about six minutes on 2 cores, most of them for compiling. On Colab (File > Upload notebook) set `SOURCE` in
+# the first cell.
+
+# %%
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+# What pip installs specjax from: a wheel (a file or a URL), git+https://..., or the folder of a checkout.
+SOURCE = os.environ.get("SPECJAX_SOURCE", "..")
+JAX = ">=0.10.2,<0.13"  # as specjax needs it; a JAX within these bounds, such as Colab's own, stays as it is
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
+
+
+def version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def cuda_extra() -> str:
+    """The extra that brings JAX with CUDA for this machine's GPU; none: there is no GPU, or JAX has CUDA already."""
+    plugins = [extra for extra in ("cuda12", "cuda13") if version_of(f"jax-{extra}-plugin")]
+    if plugins:  # two of them would be in each other's way
+        least, most = (numbers(bound.lstrip("<>=")) for bound in JAX.split(","))
+        return "" if least <= numbers(version_of("jax")) < most else plugins[0]
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    query = ["nvidia-smi", "--query-gpu=driver_version,compute_cap", "--format=csv,noheader"]
+    first = subprocess.run(query, capture_output=True, text=True).stdout.partition("\n")[0]
+    driver, capability = (numbers(value.strip()) for value in f"{first},,".split(",")[:2])
+    if driver >= numbers("580.65.06") and capability >= numbers("7.5"):
+        return "cuda13"
+    return "cuda12" if driver >= numbers("525.60.13") else ""
+
+
+if importlib.util.find_spec("specjax") is None:
+    if "://" not in SOURCE and not (SOURCE.endswith(".whl") or (Path(SOURCE) / "pyproject.toml").is_file()):
+        raise FileNotFoundError(f"{SOURCE} is no checkout of specjax: set SOURCE, above")
+    what = SOURCE
+    if extra := cuda_extra():
+        what = f"specjax[{extra}] @ {SOURCE}" if "://" in SOURCE else f"{SOURCE}[{extra}]"
+    print("pip install", what)
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", what, "matplotlib>=3.8"], check=True)
+
+# %%
+import csv
+import json
+import tempfile
+from contextlib import redirect_stderr
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from specjax.bench.__main__ import main as bench
+
+SHORT = bool(os.environ.get("SPECJAX_NOTEBOOK_SHORT"))  # few tokens, for the tests
+MODEL = os.environ.get("SPECJAX_NOTEBOOK_MODEL", "smollm2-135m-instruct")  # built in; a folder or a hub id will do, too
+HEAD = os.environ.get("SPECJAX_NOTEBOOK_HEAD")  # an EAGLE-3 head's folder or hub id; None: the one that ships
+plt.rcParams.update(
+    {
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "legend.frameon": False,
+        "figure.constrained_layout.use": True,
+    }
+)
+
+# %% [markdown]
+# ## Search
+#
+# The grid is every combination of these numbers that makes a tree of its own. The draft is given as to the server.
+
+# %%
+draft = ["--speculative-algorithm", "EAGLE3"]
+if HEAD:
+    draft += ["--speculative-draft-model-path", HEAD]
+STEPS, TOPKS, NODES, LEAST = ("1", "2", "3", "4", "5"), ("1", "2", "4"), ("2", "3", "4", "6", "8", "16"), ("0", "0.1")
+if SHORT:
+    STEPS, TOPKS, NODES, LEAST = ("1", "2"), ("1", "2"), ("2", "4"), ("0",)
+folder = Path(tempfile.mkdtemp(prefix="specjax-tune-")) / "tune-tree"
+
+with redirect_stderr(sys.stdout):  # messages belong into this cell
+    status = bench(
+        [
+            *("tune-tree", "--model", MODEL, *draft, "--output", str(folder), "--no-progress", "--plots", "none"),
+            *("--steps", *STEPS, "--topks", *TOPKS, "--draft-tokens", *NODES, "--p-mins", *LEAST),
+            *("--limit", "2" if SHORT else "4", "--max-new-tokens", "12" if SHORT else "64"),
+            *("--best", "1" if SHORT else "3"),
+        ]
+    )
+assert status == 0, "the search failed"
+
+# %% [markdown]
+# In a shell the same command shows progress, goes on after an interruption, and draws the map below by itself. The file
+# it writes is what the server takes:
+#
+# ```sh
+# python -m specjax.serve --config runs/tune-tree/best.toml
+# ```
+
+# %%
+print((folder / "best.toml").read_text())
+document = json.loads((folder / "results.json").read_text())
+rows = list(csv.DictReader((folder / "grid.csv").open()))
+print(f"{len(rows)} points were predicted, {len([row for row in rows if row['deviation']])} of them run")
+
+# %% [markdown]
+# ## What a step costs
+#
+# On a CPU each node that is checked costs time, since multiplying is the work; on a GPU the first some ten cost hardly
+# more than one, since reading the weights is.
+
+# %%
+costs = document["costs"]["1"]
+figure, (left, right) = plt.subplots(1, 2, figsize=(7.4, 3.2))
+nodes = sorted(map(int, costs["verify"]))
+left.plot(nodes, [1e3 * costs["verify"][str(count)] for count in nodes], color="#0072b2", marker="o")
+left.set(xlabel="nodes that are checked", ylabel="milliseconds", ylim=(0, None), title="the target's forward")
+for shade, (name, times) in zip(np.linspace(0.35, 1, len(costs["draft"])), costs["draft"].items(), strict=True):
+    levels = sorted(map(int, times))
+    color = plt.get_cmap("Oranges")(shade)
+    right.plot(levels, [1e3 * times[str(level)] for level in levels], color=color, marker="o", label=name)
+right.set(xlabel="levels of the draft", ylabel="milliseconds", ylim=(0, None), title="the draft")
+right.xaxis.get_major_locator().set_params(integer=True)
+right.legend(fontsize=8)
+plt.show()
+
+# %% [markdown]
+# ## The map
+#
+# Predicted speed over that without drafts, for each number of steps and of draft tokens; of the minimum probabilities
+# the best one is shown. Frames mark what was run.
+
+# %%
+best: dict[tuple[str, str, str], float] = {}
+for row in rows:
+    cell = row["top-k"], row["steps"], row["draft tokens"]
+    best[cell] = max(best.get(cell, 0.0), float(row["speed_up"]))
+ran = {(row["top-k"], row["steps"], row["draft tokens"]) for row in rows if row["deviation"]}
+span = max(0.05, *(abs(value - 1) for value in best.values()))
+figure, panels = plt.subplots(1, len(TOPKS), figsize=(1 + 2.6 * len(TOPKS), 3.0), sharey=True, squeeze=False)
+for ax, topk in zip(panels[0], TOPKS, strict=True):
+    shown = np.array([[best.get((topk, steps, count), np.nan) for count in NODES] for steps in STEPS])
+    ax.imshow(shown, cmap="RdBu", vmin=1 - span, vmax=1 + span, aspect="auto", origin="lower")
+    for (y, x), value in np.ndenumerate(shown):
+        if np.isnan(value):
+            continue
+        ax.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=7)
+        if (topk, STEPS[y], NODES[x]) in ran:
+            ax.add_patch(plt.Rectangle((x - 0.48, y - 0.48), 0.96, 0.96, fill=False, linewidth=1.5))
+    ax.set_xticks(range(len(NODES)), NODES)
+    ax.set_yticks(range(len(STEPS)), STEPS)
+    ax.set(xlabel="draft tokens", ylabel="steps", title=f"top-k {topk}")
+plt.show()
+
+# %% [markdown]
+# ## Was the prediction right?
+#
+# A replay of greedy texts gives the accept length of a run exactly. The speed is a sum of measured parts; on a machine
+# that does nothing else it should be within ten percent.
+
+# %%
+for row in rows:
+    if not row["deviation"]:
+        continue
+    tree = f"({row['steps']}, {row['top-k']}, {row['draft tokens']}), minimum probability {row['p-min']}"
+    same = abs(float(row["accept_length"]) - float(row["measured_accept_length"])) < 1e-3
+    predicted, measured = float(row["tokens_per_second"]), float(row["measured_tokens_per_second"])
+    print(
+        f"{tree}: accept length {row['measured_accept_length']}, {'as' if same else 'not as'} predicted; "
+        f"{predicted:.1f} tokens/s predicted, {measured:.1f} measured; texts: {row['texts']}"
+    )
