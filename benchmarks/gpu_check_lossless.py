@@ -243,7 +243,7 @@ def _generate(
             if start + chunk < len(prompts[row]):
                 following[row] = prompts[row][start + chunk]
         given = map(jnp.asarray, (block, np.array([max(1, len(part)) for part in parts], np.int32), following))
-        state, output = steps.prefill(params, state, PrefillInput(*batch([bool(part) for part in parts]), *given))
+        state, output = steps.prefill(params, state, PrefillInput(*batch([bool(part) for part in parts])[:3], *given))
         _take(texts, output)
     count = [0] * rows
     for _ in range(tokens):

@@ -17,16 +17,16 @@
 # # Which draft tree is fastest here?
 #
 # A draft tree has a number of steps (levels), a top-k (nodes of a level that are expanded) and a number of draft
-# tokens (nodes, the root included). More of each means more accepted tokens a step, and a slower step. Which tree is the
-# fastest depends on the model, its draft, the machine, the batch and the text, so it is measured.
+# tokens (nodes, the root included). More of each means more accepted tokens a step, and a slower step. Which tree is
+# the fastest depends on the model, its draft, the machine, the batch and the text, so it is measured.
 #
 # Running hundreds of trees one after another takes hours. `python -m specjax.bench tune-tree` runs few and predicts the
 # others:
 #
 #     tokens/s = batch x accept length / (draft time + verify time + the rest of a step)
 #
-# Accept lengths come from one recorded text of each top-k, on which every smaller tree is replayed exactly; the times of
-# a step's parts are measured once for each shape. The best points are run then, and the table says how far the
+# Accept lengths come from one recorded text of each top-k, on which every smaller tree is replayed exactly; the times
+# of a step's parts are measured once for each shape. The best points are run then, and the table says how far the
 # predictions were off.
 #
 # It takes about six minutes on 2 cores, most of them for compiling. On Colab (File > Upload notebook) set `SOURCE` in

@@ -121,6 +121,23 @@ def test_stopping_waits_for_the_compiler(monkeypatch):
         assert bound.result(SECONDS).status_code >= 500
 
 
+def test_an_engine_whose_server_has_stopped_serves_another_one():
+    engine = make_engine(toy(), "NONE", eos=(END,))
+    for request in ({}, {"response_format": WHOLE}):
+        with running(engine) as server:
+            assert server.chat(**request, max_tokens=90).status_code == 200
+
+
+def test_programs_are_compiled_in_place_after_the_background_has_ended():
+    engine = make_engine(toy(), "NONE", eos=(END,))
+    engine.executables.close()
+    key = engine.buckets.constrained_keys()[0]
+    assert engine.executables.compile_ahead(key), "no thread will compile it"
+    engine.executables.reopen()
+    assert not engine.executables.compile_ahead(key)
+    wait_until(lambda: engine.executables.is_settled(key))
+
+
 def test_a_library_step_waits_by_itself():
     engine = make_engine(toy(), "NONE", eos=(END,))
     params, prompt = SamplingParams(max_new_tokens=60, grammar=OBJECT), [70, 71]

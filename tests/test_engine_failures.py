@@ -17,8 +17,7 @@ import pytest
 from engine_helpers import GREEDY, byte_ids, check_idle, check_plain, drain, make_engine, outcome, shared_engine, toy
 from toy_models import random_table, table_model
 
-from specjax.engine import Engine, SamplingParams
-from specjax.engine import engine as engine_module
+from specjax.engine import Engine, SamplingParams, collecting
 from specjax.engine.device import OutOfMemory
 from specjax.engine.generation import EngineError, FairLock
 from specjax.engine.programs import Key, Unavailable
@@ -343,7 +342,7 @@ def test_an_interrupt_anywhere_corrupts_no_other_request(where, monkeypatch):
         return run
 
     if where == "reading":
-        monkeypatch.setattr(engine_module, "read_output", interrupted(engine_module.read_output, 6))
+        monkeypatch.setattr(collecting, "read_output", interrupted(collecting.read_output, 6))
     elif where == "admitting":
         monkeypatch.setattr(engine.device, "update", interrupted(engine.device.update, 2))
     else:

@@ -72,7 +72,7 @@ def prefill_input(step: StepInput, texts, width: int = CHUNK) -> PrefillInput:
     for row, text in zip(tokens, texts, strict=True):
         row[: len(text)] = text
     length = np.array([len(text) for text in texts], np.int32)
-    return PrefillInput(*step, *map(jnp.asarray, (tokens, length, np.full(len(texts), -1, np.int32))))
+    return PrefillInput(*step[:3], *map(jnp.asarray, (tokens, length, np.full(len(texts), -1, np.int32))))
 
 
 def some_pages(rng, width: int = TABLE, pool: PoolShape = POOL) -> np.ndarray:

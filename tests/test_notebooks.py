@@ -38,7 +38,7 @@ SHOWN: dict[str, tuple[int, int, dict[str, int]]] = {
         0,
         {r"this head: accept length .*; 1 of 1 texts equal": 1, "accept length .* in the engine": 2},
     ),
-    "04_find_the_best_tree": (2, 0, {r"accept length .*, as predicted; .* texts: \d+ equal$": 2, "not as predicted": 0}),
+    "04_find_the_best_tree": (2, 0, {r"accept length .*, as predicted; .*: \d+ equal$": 2, "not as predicted": 0}),
     "05_spec_bench": (3, 0, {r"(\d+) of \1 texts equal those without drafts": 4, r"\\toprule": 1}),
     "06_gpu": (1, 0, {r"float32 .* 1 of 1$": 1, "the CPU decodes": 1, "attention: xla": 1}),
 }

@@ -134,7 +134,7 @@ def run(sharded):
     page_table = np.random.default_rng(1).permutation(PAGES)[: ROWS * TABLE].reshape(ROWS, TABLE).astype(np.int32)
     step = StepInput(jnp.arange(ROWS), jnp.asarray(page_table), jnp.ones(ROWS, bool))
     length = jnp.asarray([len(prompt) for prompt in prompts], jnp.int32)
-    chunk = PrefillInput(*step, jnp.asarray(tokens), length, jnp.full(ROWS, -1, jnp.int32))
+    chunk = PrefillInput(*step[:3], jnp.asarray(tokens), length, jnp.full(ROWS, -1, jnp.int32))
 
     compiled = {"prefill": prefill.lower(params, state, chunk).compile()}
     compiled["step"] = speculate.lower(params, state, step).compile()

@@ -206,7 +206,7 @@ LAYERS = [  # a module may import those of its own row and of the rows below
     {"step"},
     {"viz"},
     {"state"},
-    {"drafters", "verify", "tree", "sampling"},
+    {"drafters", "verify", "tree", "tree_size", "sampling", "thresholds"},
     {"models"},
     {"cache"},
     {"settings"},

@@ -232,8 +232,8 @@ class Programs(ABC):
         self._worker.start()
 
     def compile_ahead(self, key: Key) -> bool:
-        """Whether `get` answers at once. If not, another thread compiles the key."""
-        if self.is_settled(key):
+        """Whether `get` answers at once, or no other thread will compile the key (after `close`). If not, one does."""
+        if self.is_settled(key) or self._closed:
             return True
         self.compile_later([key])
         return False
@@ -248,6 +248,10 @@ class Programs(ABC):
     def close(self) -> None:
         """Ends the background's work after the program that it is compiling."""
         self._closed = True
+
+    def reopen(self) -> None:
+        """After `close`: the background may work again."""
+        self._closed = False
 
     def join(self, timeout: float | None = None) -> bool:
         """After `close`: waits for the thread of `compile_later`. True: it has ended."""

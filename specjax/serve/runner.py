@@ -226,6 +226,7 @@ class Runner(threading.Thread):
         try:
             self._engine = self._make_engine()
             self._engine.waits, self._engine.executables.on_change = False, self._awake
+            self._engine.executables.reopen()  # another runner may have had this engine before
             if self._warm_up:
                 self._engine.warm_up(self._engine.single_request_keys(), strict=False)
             self._allocate(self._engine)
