@@ -181,7 +181,8 @@ span = max(0.05, *(abs(value - 1) for value in best.values()))
 figure, panels = plt.subplots(1, len(TOPKS), figsize=(1 + 2.6 * len(TOPKS), 3.0), sharey=True, squeeze=False)
 for ax, topk in zip(panels[0], TOPKS, strict=True):
     shown = np.array([[best.get((topk, steps, count), np.nan) for count in NODES] for steps in STEPS])
-    ax.imshow(shown, cmap="RdBu", vmin=1 - span, vmax=1 + span, aspect="auto", origin="lower")
+    edges = np.arange(len(NODES) + 1) - 0.5, np.arange(len(STEPS) + 1) - 0.5
+    ax.pcolormesh(*edges, shown, cmap="RdBu", vmin=1 - span, vmax=1 + span)
     for (y, x), value in np.ndenumerate(shown):
         if np.isnan(value):
             continue
