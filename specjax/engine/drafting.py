@@ -23,9 +23,13 @@ from specjax.engine.sequence import Sequence
 from specjax.engine.step_times import StepTimes, stored_bits, tree_of
 from specjax.engine.transfers import Read, read_lag
 
-FEW_BIT_TOKENS = 3
-"""`FREE_TOKENS` of a CPU where matrices are held in few bits: SmolLM2-135M in Q4_1 takes 10.1 ms for one token, 14.9
-for two, 18.9 for four and 31.9 for eight (2 cores)."""
+FEW_BIT_TOKENS = 5
+"""`FREE_TOKENS` of a CPU where matrices are held in few bits: SmolLM2-135M in Q4_1 takes 6.0 ms for one token, 8.5 for
+four, 15.5 for eight and 26.4 for sixteen (2 cores with AVX-512)."""
+
+FEW_BIT_BYTES = 2
+"""A byte of such matrices takes as long as so many of others: that model's 98 MB 6.0 ms, a level of its head's 37 MB
+1.1 ms."""
 
 FOUND = 0.3
 """In so many steps is something proposed for a request by a drafter that looks it up. Otherwise a step that may choose
@@ -82,7 +86,10 @@ def _draft(drafter: Drafter, params: Params) -> float:
     """Of a draft over a forward of the target, from the bytes that both read."""
     if not drafter.runs_model:
         return 0.0
-    size, whole = (sum(leaf.nbytes for leaf in jax.tree.leaves(part)) for part in (params.draft, params.target))
+    size, whole = (
+        sum(leaf.nbytes for leaf in jax.tree.leaves(part)) * (1 if stored_bits(part) is None else FEW_BIT_BYTES)
+        for part in (params.draft, params.target)
+    )
     return drafter.depth * size / whole
 
 
