@@ -16,7 +16,7 @@ that of `verify_tree`, bit by bit. Greedy rows put all probability on one token:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,9 @@ from jaxtyping import Bool, Float32, Int32, UInt32
 
 from specjax.limits import check, limited
 from specjax.sampling import DrawInputs, coin, draw_with_law
-from specjax.tree import NO_TOKEN, DraftTree
-from specjax.types import Active, Logits, PerRequest
-from specjax.verify import Verdict, find_verdict
+from specjax.tree import DraftTree
+from specjax.types import Logits, PerRequest
+from specjax.verify import Verdict, find_verdict, walk_tree
 
 _TINY = 1e-38  # so that rounding leaves some probability to the tokens that are no child
 
@@ -67,33 +67,16 @@ class AcceptAbove:
     ) -> Verdict:
         """The verdict; arguments as those of `verify_tree`. Walks level by level, since a draw needs the tokens before
         it."""
-        batch = jnp.arange(tree.tokens.shape[0])
 
-        def visit(walk: _Walk) -> _Walk:
-            at_node = jnp.take_along_axis(logits, walk.node[:, None, None], axis=1)[:, 0]
-            bits = None if allowed is None else allowed[batch, walk.node]
-            given, position = inputs._replace(active=walk.alive), prefix_length + walk.level + 1
-            token, law = draw_with_law(at_node, given, position, emitted + walk.level, walk.path, bits)
-            drawn = walk.drawn.at[batch, walk.node].set(jnp.where(walk.alive, token, walk.drawn[batch, walk.node]))
-            children = tree.valid & (tree.parents == walk.node[:, None])
-            thrown = jax.vmap(coin)(inputs.rows.seed, position)
-            taken = jax.vmap(self._taken)(tree.tokens, children, token, law, thrown, inputs.rows.temperature > 0)
-            alive = walk.alive & jnp.any(taken, axis=1)
-            node = jnp.where(alive, jnp.argmax(taken, axis=1).astype(jnp.int32), walk.node)
-            matches = walk.matches | (taken & alive[:, None])
-            path = walk.path.at[:, walk.level].set(jnp.where(alive, tree.tokens[batch, node], NO_TOKEN), mode="drop")
-            return _Walk(walk.level + 1, node, alive, drawn, matches, path)
+        def visit(*of_node: Any) -> tuple[Int32[Array, "B"], Bool[Array, "B N"]]:
+            *given, children = of_node
+            token, law = draw_with_law(*given)
+            thrown = jax.vmap(coin)(inputs.rows.seed, given[2])
+            hot = inputs.rows.temperature > 0
+            return token, jax.vmap(self._taken)(tree.tokens, children, token, law, thrown, hot)
 
-        start = _Walk(
-            level=jnp.int32(0),
-            node=jnp.zeros_like(prefix_length),
-            alive=inputs.active,
-            drawn=jnp.full(tree.tokens.shape, NO_TOKEN, jnp.int32),
-            matches=jnp.zeros(tree.tokens.shape, bool),
-            path=jnp.full((batch.shape[0], depth + 1), NO_TOKEN, jnp.int32),
-        )
-        end = jax.lax.while_loop(lambda walk: (walk.level <= depth) & jnp.any(walk.alive), visit, start)
-        return find_verdict(tree, end.drawn, depth, end.matches)
+        drawn, matches = walk_tree(visit, tree, logits, inputs, prefix_length, emitted, depth, allowed)
+        return find_verdict(tree, drawn, depth, matches)
 
     def _taken(
         self,
@@ -124,12 +107,3 @@ class AcceptAbove:
         # A token that is cut off or forbidden has a probability of 0, and is never accepted.
         accepted = hit | (likely & (each > 0) & samples)
         return accepted & (jnp.cumsum(accepted) == 1)
-
-
-class _Walk(NamedTuple):
-    level: Int32[Array, ""]
-    node: PerRequest
-    alive: Active
-    drawn: Int32[Array, "B N"]
-    matches: Bool[Array, "B N"]  # the accepted nodes, the root excluded
-    path: Int32[Array, "B J"]  # their tokens

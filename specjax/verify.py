@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -249,10 +249,17 @@ class _Walk(NamedTuple):
     node: PerRequest
     alive: Active
     drawn: Int32[Array, "B N"]
-    path: Int32[Array, "B J"]  # tokens walked over, the root's excluded
+    matches: Bool[Array, "B N"]  # the accepted nodes, the root excluded
+    path: Int32[Array, "B J"]  # their tokens
 
 
-def _draw_on_walk(
+Visit: TypeAlias = Callable[..., tuple[Int32[Array, "B"], Bool[Array, "B N"]]]
+"""(arguments of `specjax.sampling.draw`, children [B, N]) -> the tokens drawn at a node of each tree, and which of its
+children is accepted, at most one."""
+
+
+def walk_tree(
+    visit: Visit,
     tree: DraftTree,
     logits: Logits,
     inputs: DrawInputs,
@@ -260,29 +267,43 @@ def _draw_on_walk(
     emitted: PerRequest,
     depth: int,
     allowed: UInt32[Array, "B N W"] | None,
-) -> Int32[Array, "B N"]:
-    """Draws only at the nodes that the walk visits, level by level: processing a node's logits costs more than all
-    nodes' argmax, and penalties count the path's tokens."""
+) -> tuple[Int32[Array, "B N"], Bool[Array, "B N"]]:
+    """Goes down from the root, level by level, to children that `visit` accepts. Returns what was drawn at the visited
+    nodes, NO_TOKEN elsewhere, and the accepted nodes. Other arguments as those of `verify_tree`."""
     batch = jnp.arange(tree.tokens.shape[0])
 
-    def visit(walk: _Walk) -> _Walk:
+    def descend(walk: _Walk) -> _Walk:
         at_node = jnp.take_along_axis(logits, walk.node[:, None, None], axis=1)[:, 0]
         bits = None if allowed is None else allowed[batch, walk.node]
-        alive, position = inputs._replace(active=walk.alive), prefix_length + walk.level + 1
-        token = draw(at_node, alive, position, emitted + walk.level, walk.path, bits)
+        given, position = inputs._replace(active=walk.alive), prefix_length + walk.level + 1
+        children = tree.valid & (tree.parents == walk.node[:, None])
+        token, taken = visit(at_node, given, position, emitted + walk.level, walk.path, bits, children)
         drawn = walk.drawn.at[batch, walk.node].set(jnp.where(walk.alive, token, walk.drawn[batch, walk.node]))
-        child = tree.valid & (tree.parents == walk.node[:, None]) & (tree.tokens == token[:, None])
-        alive = walk.alive & jnp.any(child, axis=1)
-        node = jnp.where(alive, jnp.argmax(child, axis=1).astype(jnp.int32), walk.node)
-        path = walk.path.at[:, walk.level].set(jnp.where(alive, token, NO_TOKEN), mode="drop")
-        return _Walk(walk.level + 1, node, alive, drawn, path)
+        alive = walk.alive & jnp.any(taken, axis=1)
+        node = jnp.where(alive, jnp.argmax(taken, axis=1).astype(jnp.int32), walk.node)
+        matches = walk.matches | (taken & alive[:, None])
+        path = walk.path.at[:, walk.level].set(jnp.where(alive, tree.tokens[batch, node], NO_TOKEN), mode="drop")
+        return _Walk(walk.level + 1, node, alive, drawn, matches, path)
 
     start = _Walk(
         level=jnp.int32(0),
         node=jnp.zeros_like(prefix_length),
         alive=inputs.active,
         drawn=jnp.full(tree.tokens.shape, NO_TOKEN, jnp.int32),
+        matches=jnp.zeros(tree.tokens.shape, bool),
         path=jnp.full((batch.shape[0], depth + 1), NO_TOKEN, jnp.int32),
     )
-    end = jax.lax.while_loop(lambda walk: (walk.level <= depth) & jnp.any(walk.alive), visit, start)
-    return end.drawn
+    end = jax.lax.while_loop(lambda walk: (walk.level <= depth) & jnp.any(walk.alive), descend, start)
+    return end.drawn, end.matches
+
+
+def _draw_on_walk(tree: DraftTree, *arguments: Any) -> Int32[Array, "B N"]:
+    """Draws only at the nodes that the walk visits, level by level: processing a node's logits costs more than all
+    nodes' argmax, and penalties count the path's tokens."""
+
+    def visit(*of_node: Any) -> tuple[Int32[Array, "B"], Bool[Array, "B N"]]:
+        *given, children = of_node
+        token = draw(*given)
+        return token, children & (tree.tokens == token[:, None])
+
+    return walk_tree(visit, tree, *arguments)[0]
