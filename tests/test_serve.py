@@ -15,7 +15,7 @@ from server_helpers import MODEL, Running, running
 
 from specjax.cli.flags import in_flags
 from specjax.engine import SamplingParams
-from specjax.engine.buckets import DOUBTED, doubt, drafting_summary
+from specjax.engine.notes import DOUBTED, doubt, drafting_summary
 from specjax.engine.transfers import Counters
 from specjax.serve.report import Report
 

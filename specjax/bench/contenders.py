@@ -17,9 +17,9 @@ from specjax.drafters import Drafter, DraftOptions, NoDraft
 from specjax.drafters.factories import load_drafter, make_drafter
 from specjax.engine import Engine, SamplingParams
 from specjax.engine.autotune import tune_at_start
-from specjax.engine.buckets import drafting_summary
 from specjax.engine.config import EngineConfig
 from specjax.engine.executables import PhaseTimes, use_compilation_cache
+from specjax.engine.notes import drafting_summary
 from specjax.load import LoadedModel, load
 from specjax.models.target import Target
 

@@ -29,8 +29,8 @@ from tqdm import tqdm
 from specjax import settings
 from specjax.cli import flags, run_command
 from specjax.engine import Completion, Engine, SamplingParams
-from specjax.engine.buckets import doubt, drafting_summary, speculation_note
 from specjax.engine.executables import PhaseTimes
+from specjax.engine.notes import doubt, drafting_summary, speculation_note
 from specjax.engine.sampling_params import later_seed
 from specjax.engine.sequence import Sequence, Status, completion
 from specjax.progress import progress_bar

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from specjax.drafters.base import Drafter
 from specjax.engine.sequence import Sequence
@@ -418,54 +418,3 @@ class Buckets:
             else:
                 yield from (key for key in fitting if key.width == roomy)
             yield from (*fitting, *larger, *smaller)
-
-
-def speculation_note(drafter: Drafter, buckets: Buckets) -> str:
-    """How an engine drafts, for the log."""
-    parts = [f"{drafter.name}, trees of up to {drafter.width} tokens"] if drafter.width > 1 else [drafter.name]
-    if drafter.note:
-        parts.append(drafter.note)
-    if drafter.width > 1 and (whole := buckets.most_whole) < buckets.most_drafting:
-        least = buckets.tree_widths(buckets.most_drafting)[-1]
-        parts.append(f"more than {whole} requests at once have smaller trees, down to {least} tokens")
-    if drafter.width > 1 and buckets.adaptive:
-        parts.append("where that is measured to be faster")
-    if drafter.width > 1 and (most := buckets.most_drafting) < buckets.batches[-1]:
-        many = "several" if most == 1 else f"more than {most}"
-        parts.append(
-            f"{many} requests at once are decoded without drafts, which is faster here; trees whose numbers are given "
-            "by flags are always drafted"
-        )
-    return "; ".join(parts)
-
-
-def drafting_summary(
-    drafter: Drafter, buckets: Buckets, verify_steps: int, drafted_steps: int, name_options: Callable[[str], str] = str
-) -> dict[str, Any]:
-    """`drafted_steps`, the steps of single requests that could draft, and `not_drafted`, the reason why others could
-    not; None: all could, or there is no drafter. `name_options` puts an interface's names of options into the reason.
-    """
-    reason = None
-    if drafter.width > 1 and drafted_steps < verify_steps:
-        reason = "requests with speculate: false or draft_limit: 0 are decoded without drafts"
-        if buckets.adaptive:
-            reason = "steps without drafts were measured to be faster, or were tried (EngineConfig.adaptive)"
-        elif (most := buckets.most_drafting) < buckets.batches[-1]:
-            reason = (
-                f"batches of more than {most} requests are decoded without drafts, which is faster here; give "
-                "TreeShape.nodes to draft in all of them"
-            )
-    return {"drafted_steps": drafted_steps, "not_drafted": reason and name_options(reason)}
-
-
-DOUBTED = 200  # steps of a draft model without an accepted draft after which it is reported
-
-
-def doubt(drafter: Drafter, drafted_steps: int, accepted: int) -> str | None:
-    """A warning about a draft model of which nothing at all is accepted; None: there is no reason for one."""
-    if not drafter.runs_model or accepted or drafted_steps < DOUBTED:
-        return None
-    return (
-        f"{drafter.name}: the target has accepted no draft in {drafted_steps} steps; the draft was probably made for "
-        "another model, or its checkpoint is damaged. The text is right all the same, and NONE would be faster"
-    )

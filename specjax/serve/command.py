@@ -18,7 +18,7 @@ from specjax.cache import bytes_per_token, init_cache
 from specjax.checkpoint import CheckpointError
 from specjax.cli import flags
 from specjax.engine import Engine
-from specjax.engine.buckets import speculation_note
+from specjax.engine.notes import speculation_note
 from specjax.serve import dry_run
 from specjax.serve.app import create_app
 from specjax.serve.runner import Runner

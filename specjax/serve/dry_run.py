@@ -21,7 +21,7 @@ from specjax.cli import flags
 from specjax.costs import PLAIN, Decoding, StepCost, Tree, machine, step_cost
 from specjax.devices import DEVICES, SHARE_VARIABLES, Memory, given_share, this_device
 from specjax.drafters import NoDraft
-from specjax.engine.buckets import speculation_note
+from specjax.engine.notes import speculation_note
 from specjax.engine.plan import CONTEXT, Case, Plan, make_plan
 from specjax.limits import Range, check_value
 from specjax.outline import Outline, outline

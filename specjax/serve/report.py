@@ -12,8 +12,8 @@ from specjax_kernels import Quantised
 
 from specjax.cli.flags import in_flags
 from specjax.engine import Engine
-from specjax.engine.buckets import doubt, drafting_summary
 from specjax.engine.executables import PhaseTimes
+from specjax.engine.notes import doubt, drafting_summary
 from specjax.engine.transfers import Counters
 from specjax.thresholds import AcceptAbove
 

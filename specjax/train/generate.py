@@ -36,8 +36,8 @@ from specjax.cli import flags, run_command
 from specjax.cli.generate import BadLine, Line, parse_object, prompt_field, run
 from specjax.devices import this_memory
 from specjax.engine import Completion, Engine, SamplingParams
-from specjax.engine.buckets import speculation_note
 from specjax.engine.memory import STEP_COPIES
+from specjax.engine.notes import speculation_note
 from specjax.engine.sampling_params import later_seed
 from specjax.models import make_target, table
 from specjax.models.params import dimensions, parameter_bytes
