@@ -96,6 +96,27 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
         found = visible[token] + visible[padded + token] + visible[2 * padded + token] + visible[3 * padded + token]
         return found > 0
 
+    @tools.inlined
+    def any_seen(visible: Any, count: int, padded: int) -> Any:
+        found = False
+        for token in range(count):
+            found = found or seen(visible, token, padded)
+        return found
+
+    @tools.inlined
+    def weigh(row: int, count: int, apart: int) -> None:
+        """Makes weights of a chunk's scores in place, and brings what the row has mixed so far to their scale."""
+        state, numbers = floats(row, apart), row + 4 * SCORES
+        highest(row, count, numbers + 8)
+        if state[SCORES + 2] > state[SCORES]:
+            decay = np.float32(np.exp(state[SCORES] - state[SCORES + 2]))
+            for i in range(SCORES + NUMBERS, apart):
+                state[i] *= decay
+            state[SCORES + 1] *= decay
+            state[SCORES] = state[SCORES + 2]
+        exponentials(row, numbers, count, numbers + 8)
+        state[SCORES + 1] += state[SCORES + 2]
+
     def tiles(call: int) -> int:
         return size(call, 0, 0) * size(call, 0, 1) * parts_of(size(call, 0, 2) // ROWS)
 
@@ -126,12 +147,8 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
                 scratch = result(call, 1) + 4 * (pair * rows + row) * apart
                 shown = argument(call, 7) + 4 * ((request * rows + row) * padded + blocked)
                 visible = integers(shown, ROWS * padded - blocked)
-                token = 0
-                if not paged:
-                    while token < count and not seen(visible, token, padded):
-                        token += 1
-                    if token == count:
-                        continue
+                if not paged and not any_seen(visible, count, padded):
+                    continue
                 token = 0
                 while token < count:
                     run, place = count, request * block + blocked
@@ -151,18 +168,9 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
                     token += run
                 for n in range(ROWS):
                     at = scratch + 4 * n * apart
-                    state = floats(at, apart)
                     if not paged:
                         mask(at, shown + 4 * n * padded, count)
-                    highest(at, count, at + 4 * (SCORES + 2))
-                    if state[SCORES + 2] > state[SCORES]:
-                        decay = np.float32(np.exp(state[SCORES] - state[SCORES + 2]))
-                        for i in range(SCORES + NUMBERS, apart):
-                            state[i] *= decay
-                        state[SCORES + 1] *= decay
-                        state[SCORES] = state[SCORES + 2]
-                    exponentials(at, at + 4 * SCORES, count, at + 4 * (SCORES + 2))
-                    state[SCORES + 1] += state[SCORES + 2]
+                    weigh(at, count, apart)
                 token = 0
                 while token < count:
                     if paged:
