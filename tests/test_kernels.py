@@ -28,6 +28,8 @@ from specjax_kernels import (
 )
 from specjax_kernels import xla as xla_path
 from specjax_kernels.cpu import attention as cpu_attention
+from specjax_kernels.cpu import object_code
+from specjax_kernels.cpu.runtime import registered
 from specjax_kernels.specs import SPECS, Spec, named, tagged
 
 # Largest absolute difference to the reference. The values are averages of standard normals, so below about 4; half a
@@ -620,6 +622,17 @@ def test_the_cpu_kernel_gives_a_row_the_same_numbers_beside_others(prefix: int, 
 @functools.cache
 def _xla(options: tuple[tuple[str, Any], ...]):
     return jax.jit(functools.partial(tree_attention, **dict(options), implementation="xla"))
+
+
+def test_the_cpu_kernel_without_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorter vectors: fewer keys side by side, and widths that are no multiple of two of them."""
+    monkeypatch.setattr(object_code, "has", lambda feature: False)
+    monkeypatch.setattr(cpu_attention, "NAME", "specjax_tree_attention_elsewhere")
+    for E, Ev in ((16, 48), (80, 80)):
+        args, options = Spec("short", (300, 0, 9), N=7, C=7, H=6, K=2, E=E, Ev=Ev, T=80, mask="tree").arguments()
+        found, expected = (run(args, options, name) for name in ("xla", "reference"))
+        np.testing.assert_allclose(found, expected, rtol=TOLERANCE["float32"], atol=TOLERANCE["float32"])
+    assert "specjax_tree_attention_elsewhere" in registered()
 
 
 def test_the_cpu_kernel_keeps_large_scores_and_clears_unseen_rows() -> None:

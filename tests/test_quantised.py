@@ -187,14 +187,15 @@ def test_numbers_of_groups(name, groups):
 def test_processors_without_avx512(read, monkeypatch):
     """Shorter vectors, whose sums have another order; and codes of 4 bits are not looked up by a permutation."""
     leaf, weights = read("Q4_1")
-    x = inputs(3)
-    here = jax.jit(lambda x, w: linear(x, w))(x, leaf)
+    some = inputs(3), inputs(29)
+    here = [jax.jit(lambda x, w: linear(x, w))(x, leaf) for x in some]
     monkeypatch.setattr(object_code, "has", lambda feature: False)
     monkeypatch.setattr(quantised_rows.Layout, "name", "specjax_quantised_elsewhere")
-    there = jax.jit(lambda x, w: linear(x, w) + 0)(x, leaf)
-    for found in (here, there):
-        assert_product(found, x, weights)
-    np.testing.assert_allclose(here, there, rtol=1e-5, atol=1e-5)
+    there = [jax.jit(lambda x, w: linear(x, w) + 0)(x, leaf) for x in some]
+    for x, *both in zip(some, here, there, strict=True):
+        for found in both:
+            assert_product(found, x, weights)
+        np.testing.assert_allclose(*both, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
