@@ -85,7 +85,7 @@ def _kernel(tools: Tools, layout: Layout) -> tuple[Any, Any]:
                 start = min(first + half, columns)
                 end = min(first + half + width, columns)
                 for n in range(start, end):
-                    widen(n, codes, *scales[:4], wide + 4 * (n - start) * depth, depth, *scales[4:])
+                    widen(n, wide + 4 * (n - start) * depth, codes, depth, *scales)
                 turn(wide, packed + 4 * half, depth)
             row = 0
             while row < rows:

@@ -1,4 +1,4 @@
-"""The products of a few float32 rows and two rows of stored codes, written in LLVM's vectors for `quantised_rows`.
+"""The products of a few float32 rows and some rows of stored codes, written in LLVM's vectors for `quantised_rows`.
 
 LLVM maps the vectors to any processor's. Left to itself it adds up each group of codes to one number first, which takes
 longer than all the rest.
@@ -7,7 +7,7 @@ longer than all the rest.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from specjax_kernels.cpu.vectors import LANES, Vectors
@@ -44,136 +44,124 @@ class Layout(NamedTuple):
         return "specjax_quantised_" + "_".join(map(str, shown))
 
 
+def code_rows(rows: int, width: int) -> int:
+    """Rows of codes whose products with so many rows of x are taken together, with vectors of `width` lanes: as many as
+    there are registers for, since sums in few registers wait for one another."""
+    return 4 if 4 * rows <= width else 2
+
+
 def emit(layout: Layout, together: int, b: Any, values: Any) -> None:
-    """The products of `count` rows of x, out of 1 to `together`, and two rows of codes."""
+    """The products of `count` rows of x, out of 1 to `together`, and `code_rows` of the codes."""
     count, *values = values
     for rows in range(1, together + 1):
         with b.if_then(b.icmp_signed("==", count, count.type(rows))):
-            Dots(layout, rows, b).emit(*values)
+            Dots(layout, b).emit(rows, *values)
 
 
 def emit_widened(layout: Layout, b: Any, values: Any) -> None:
     """The weights of one row of codes as float32."""
-    Dots(layout, 1, b).widened(*values)
+    Dots(layout, b).widened(*values)
 
 
 class Dots(Vectors):
-    """Emits the products of a fixed number of rows of x and two rows of codes, with an LLVM builder."""
+    """Emits the products of rows of x and of codes, with an LLVM builder."""
 
-    def __init__(self, layout: Layout, rows: int, b: Any) -> None:
+    def __init__(self, layout: Layout, b: Any) -> None:
         super().__init__(b)
-        self.layout, self.rows = layout, rows
-        # A group's sum is short; other sums wait less for one another in two vectors.
-        self.chains = 1 if layout.scale and layout.whole else LANES // self.width
+        self.layout = layout
 
     def emit(
-        self, first: Any, second: Any, codes: Any, scale: Any, offset: Any, super_scale: Any, super_offset: Any, x: Any,
-        memory: Any, out: Any, depth: Any, columns: Any, groups: Any, shared: Any,
+        self, count: int, first: Any, apart: Any, last: Any, x: Any, out: Any, codes: Any, columns: Any, depth: Any,
+        *scales: Any,
     ) -> None:  # fmt: skip
-        """For two rows of codes, of `columns`. `memory`: sums of the groups of x; `shared`: rows of codes that share
-        their scales."""
-        b, layout, word = self.b, self.layout, self.word
-        indices, row_bytes = (first, second), self.row_bytes(depth)
-        matrix = [b.add(codes, b.mul(index, row_bytes)) for index in indices]
-        xs = [b.add(x, b.mul(b.mul(depth, word(4)), word(row))) for row in range(self.rows)]
-        sums = [[[self.variable(self.zeros()) for _ in range(self.chains)] for _ in xs] for _ in indices]
-
-        def chunk(index: Any) -> None:
-            """Adds the products of the index-th chunk to the sums."""
-            at = b.mul(index, word(4 * layout.chunk))
-            for part, *of_rows in zip(self.parts(), *(self.codes(row, index) for row in matrix), strict=True):
-                for row, address in enumerate(xs):
+        """For `count` rows of x and the rows of codes `first`, `first` + `apart` and so on, at most the `last`, of
+        `columns`. `scales`: see `each_chunk`."""
+        b, word = self.b, self.word
+        indices = [first]
+        for _ in range(code_rows(count, self.width) - 1):
+            index = b.add(indices[-1], apart)
+            indices.append(b.select(b.icmp_unsigned("<", index, last), index, last))
+        xs = [b.add(x, b.mul(b.mul(depth, word(4)), word(row))) for row in range(count)]
+        sums = [[self.variable(self.zeros()) for _ in indices] for _ in xs]
+        with self.each_chunk(indices, codes, depth, *scales) as (chunk, weights):
+            at = b.mul(chunk, word(4 * self.layout.chunk))
+            for part, *of_rows in zip(self.parts(), *weights, strict=True):
+                for address, of_row in zip(xs, sums, strict=True):
                     number = self.load(self.lanes, b.add(address, b.add(at, word(4 * self.width * part))))
-                    for found, of_row in zip(of_rows, sums, strict=True):
-                        place = of_row[row][part % self.chains]
+                    for found, place in zip(of_rows, of_row, strict=True):
                         b.store(self.fused(found, number, b.load(place)), place)
+        places = [
+            b.add(out, b.mul(word(4), b.add(b.mul(columns, word(row)), index)))
+            for row in range(count)
+            for index in indices
+        ]
+        self.store_totals([b.load(place) for of_row in sums for place in of_row], places)
 
-        totals = [[chains[0] for chains in of_row] for of_row in sums]
-        added = None
-        if layout.scale:
-            scales = [b.mul(b.udiv(index, shared), groups) for index in indices]  # the number of each row's first group
-            totals = [[self.variable(self.zeros()) for _ in xs] for _ in indices]
-            if layout.has_offset:
-                added = [[self.variable(self.zeros(LANES)) for _ in xs] for _ in indices]
-            of_groups = [b.add(memory, b.mul(b.add(groups, word(LANES)), word(4 * row))) for row in range(self.rows)]
-            self.each_group(
-                chunk, sums, totals, added, scales, of_groups, depth, groups, scale, offset, super_scale, super_offset
-            )
-        else:
-            with self.control.for_range(b, b.udiv(depth, word(layout.chunk)), intp=word) as loop:
-                chunk(loop.index)
-            for of_row in sums:
-                for chains in of_row:
-                    b.store(self.joined(chains), chains[0])
-        for i, index in enumerate(indices):
-            for row, place in enumerate(totals[i]):
-                total = b.load(place)
-                if added is not None:
-                    total = b.fadd(total, self.folded(b.load(added[i][row]), self.width))
-                total = b.extract_element(self.folded(total, 1), self.ir.IntType(32)(0))
-                at = b.add(b.mul(columns, word(row)), index)
-                b.store(total, b.inttoptr(b.add(out, b.mul(at, word(4))), self.float.as_pointer()))
+    def store_totals(self, vectors: list[Any], places: list[Any]) -> None:
+        """The sum of each of some vectors at its place, all taken in the same order."""
+        b, number = self.b, self.ir.IntType(32)
+        for at in range(0, len(vectors), self.width):
+            some, here = vectors[at : at + self.width], places[at : at + self.width]
+            totals = self.totals(some + some[-1:] * (self.width - len(some)))
+            for i, place in enumerate(here):
+                self.store(b.extract_element(totals, number(i)), place)
 
-    def each_group(
-        self, chunk: Any, sums: Any, totals: Any, added: Any, scales: list[Any], of_groups: list[Any], depth: Any,
-        groups: Any, *numbers: Any,
-    ) -> None:  # fmt: skip
-        """Adds the products of all groups of two rows of codes to `totals`, and those of offsets and sums of x
-        (`of_groups`: their addresses) to `added`. `scales`: numbers of the rows' first groups."""
-        b, layout, word = self.b, self.layout, self.word
-        rooms = [self.rooms() for _ in scales]
-        with self.blocks(groups) as (begin, count, skipped):
-            for base, room in zip(scales, rooms, strict=True):
-                self.widen(b.add(base, begin), count, skipped, room, groups, *numbers)
-            if added is not None:
-                self.add_offsets(added, rooms, of_groups, begin, count, skipped)
-            with self.control.for_range(b, count, intp=word) as inside:
-                index, place = b.add(begin, inside.index), b.add(skipped, inside.index)
-                for variable in (chain for of_row in sums for chains in of_row for chain in chains):
-                    b.store(self.zeros(), variable)
-                if layout.whole:
-                    chunk(index)
-                else:
-                    chunks = b.udiv(b.udiv(depth, word(layout.chunk)), groups)
-                    with self.control.for_range(b, chunks, intp=word) as inner:
-                        chunk(b.add(b.mul(index, chunks), inner.index))
-                for (room, _), of_row, of_total in zip(rooms, sums, totals, strict=True):
-                    scale = self.splat(b.load(b.gep(room, [place])))
-                    for chains, total in zip(of_row, of_total, strict=True):
-                        b.store(self.fused(self.joined(chains), scale, b.load(total)), total)
-
-    def widened(
-        self, index: Any, codes: Any, scale: Any, offset: Any, super_scale: Any, super_offset: Any, out: Any,
-        depth: Any, groups: Any, shared: Any,
-    ) -> None:  # fmt: skip
+    def widened(self, index: Any, out: Any, codes: Any, depth: Any, *scales: Any) -> None:
         """For the index-th row of codes: its weights at the address `out`."""
+        b, word = self.b, self.word
+        with self.each_chunk([index], codes, depth, *scales) as (chunk, (weights,)):
+            at = b.mul(chunk, word(4 * self.layout.chunk))
+            for part, found in zip(self.parts(), weights, strict=True):
+                self.store(found, b.add(out, b.add(at, word(4 * self.width * part))))
+
+    @contextlib.contextmanager
+    def each_chunk(
+        self, indices: list[Any], codes: Any, depth: Any, scale: Any, offset: Any, super_scale: Any, super_offset: Any,
+        groups: Any, shared: Any,
+    ) -> Iterator[tuple[Any, list[Iterator[Any]]]]:  # fmt: skip
+        """A loop over the chunks of some rows of codes: the chunk's number, and its weights in each of the rows as
+        vectors of float32, by `parts`. `shared`: rows of codes that share their scales."""
         b, layout, word = self.b, self.layout, self.word
-        row = b.add(codes, b.mul(index, self.row_bytes(depth)))
-
-        def chunk(index: Any, scale: Any = None, offset: Any = None) -> None:
-            at = b.mul(index, word(4 * layout.chunk))
-            for part, weights in zip(self.parts(), self.codes(row, index), strict=True):
-                if layout.shift:  # (code - shift) * scale, rounded once
-                    weights = self.fused(weights, scale, offset)
-                elif scale is not None:
-                    weights = b.fmul(weights, scale)
-                    weights = weights if offset is None else b.fadd(weights, offset)
-                address = b.add(out, b.add(at, word(4 * self.width * part)))
-                self.store(weights, address)
-
+        matrix = [b.add(codes, b.mul(index, self.row_bytes(depth))) for index in indices]
         if not layout.scale:
             with self.control.for_range(b, b.udiv(depth, word(layout.chunk)), intp=word) as loop:
-                chunk(loop.index)
+                yield loop.index, [self.codes(row, loop.index) for row in matrix]
             return
-        room, numbers = self.rooms(), (scale, offset, super_scale, super_offset)
-        base, of_group = b.mul(b.udiv(index, shared), groups), b.udiv(b.udiv(depth, word(layout.chunk)), groups)
+        rooms, numbers = [self.rooms() for _ in indices], (scale, offset, super_scale, super_offset)
+        bases = [b.mul(b.udiv(index, shared), groups) for index in indices]  # the number of each row's first group
+        of_group = word(1) if layout.whole else b.udiv(b.udiv(depth, word(layout.chunk)), groups)
         with self.blocks(groups) as (begin, count, skipped):
-            self.widen(b.add(base, begin), count, skipped, room, groups, *numbers)
+            for base, room in zip(bases, rooms, strict=True):
+                self.widen(b.add(base, begin), count, skipped, room, groups, *numbers)
             with self.control.for_range(b, count, intp=word) as inside:
-                place = b.add(skipped, inside.index)
-                factor, added = (None if at is None else self.splat(b.load(b.gep(at, [place]))) for at in room)
+                place, group = b.add(skipped, inside.index), b.add(begin, inside.index)
+                weights = [self.weights(*(at and b.load(b.gep(at, [place])) for at in room)) for room in rooms]
                 with self.control.for_range(b, of_group, intp=word) as inner:
-                    chunk(b.add(b.mul(b.add(begin, inside.index), of_group), inner.index), factor, added)
+                    chunk = b.add(b.mul(group, of_group), inner.index)
+                    yield chunk, [self.codes(row, chunk, each) for row, each in zip(matrix, weights, strict=True)]
+
+    def weights(self, scale: Any, offset: Any) -> Callable[[Any], Any]:
+        """For a group: a function from what `codes` reads of some codes to their weights."""
+        b, layout = self.b, self.layout
+        factor, added = self.splat(scale), None if offset is None else self.splat(offset)
+
+        def scaled(numbers: Any) -> Any:
+            if layout.shift:  # (code - shift) * scale, rounded once
+                return self.fused(numbers, factor, added)
+            numbers = b.fmul(numbers, factor)
+            return numbers if added is None else b.fadd(numbers, added)
+
+        if layout.codes != "uint8":
+            return scaled
+        if self.width < LANES:
+            return lambda words: scaled(b.sitofp(b.and_(words, self.constant(words.type, 15)), self.lanes))
+        # The group's sixteen weights: a permutation takes numbers out of one vector, by the low 4 bits of each word.
+        every = scaled(self.ir.Constant(self.lanes, [float(code) for code in range(LANES)]))
+
+        def found(words: Any) -> Any:
+            return b.call(self.function("llvm.x86.avx512.permvar.sf.512", self.lanes, words.type), [every, words])
+
+        return found
 
     def row_bytes(self, depth: Any) -> Any:
         """Bytes of a row of codes."""
@@ -191,21 +179,6 @@ class Dots(Vectors):
             left = b.sub(groups, begin)
             count = b.select(b.icmp_unsigned("<", left, word(LANES)), left, word(LANES))
             yield begin, count, self.skipped(count, groups)
-
-    def add_offsets(self, added: Any, rooms: Any, of_groups: Any, begin: Any, count: Any, skipped: Any) -> None:
-        """Adds offset * sum of x for `count` groups from `begin` on, whose offsets lie behind the skipped ones."""
-        b, word, kind = self.b, self.word, self.ir.VectorType(self.float, LANES)
-        places = self.ir.VectorType(self.ir.IntType(32), LANES)
-        lane = self.ir.Constant(places, list(range(LANES)))
-        start, end = (self.splat(b.trunc(at, places.element), LANES) for at in (skipped, b.add(skipped, count)))
-        there = b.and_(b.icmp_unsigned(">=", lane, start), b.icmp_unsigned("<", lane, end))
-        at = b.mul(b.sub(begin, skipped), word(4))
-        for row, address in enumerate(of_groups):
-            sums = self.load(kind, b.add(address, at))
-            for (_, room), of_row in zip(rooms, added, strict=True):
-                before = b.load(of_row[row])
-                offsets = b.load(b.bitcast(room, kind.as_pointer()), align=4)
-                b.store(b.select(there, self.fused(offsets, sums, before), before), of_row[row])
 
     def rooms(self) -> tuple[Any, Any]:
         """Memory for the scales and offsets (None: there are none) of `LANES` groups as float32."""
@@ -251,11 +224,12 @@ class Dots(Vectors):
             return list(range(count))
         return [part + half for part in range(count // 2) for half in (0, count // 2)]
 
-    def codes(self, address: Any, index: Any) -> Iterator[Any]:
-        """Codes of the index-th chunk of a row as vectors of float32, by `parts`; those of fp8 are divided by 256."""
+    def codes(self, address: Any, index: Any, weights: Callable[[Any], Any] | None = None) -> Iterator[Any]:
+        """The index-th chunk of a row as vectors of float32, by `parts`. `weights`: those of its group's codes; of fp8
+        the codes are divided by 256."""
         b, layout, width = self.b, self.layout, self.width
         some, words = self.vector(self.byte), self.vector(self.ir.IntType(32))
-        if not layout.scale:
+        if weights is None:
             first = b.mul(index, self.word(layout.chunk))
             for at in range(0, layout.chunk, width):
                 yield self.numbers(layout.codes, width, address, b.add(first, self.word(at)))
@@ -265,21 +239,12 @@ class Dots(Vectors):
             found = self.load(some, b.add(address, b.add(b.mul(index, self.word(step)), self.word(at))))
             if layout.codes == "uint8":
                 both = b.zext(found, words)
-                yield self.low(both)
-                yield self.low(b.lshr(both, self.constant(words, 4)))
+                yield weights(both)
+                yield weights(b.lshr(both, self.constant(words, 4)))
             elif layout.codes == "int8":
-                yield b.sitofp(b.sext(found, words), self.lanes)
+                yield weights(b.sitofp(b.sext(found, words), self.lanes))
             else:
-                yield self.from_fp8(found)
-
-    def low(self, words: Any) -> Any:
-        """The low 4 bits of each word as float32."""
-        b = self.b
-        if self.width < LANES:
-            return b.sitofp(b.and_(words, self.constant(words.type, 15)), self.lanes)
-        # A permutation takes 16 numbers out of one vector, by these bits.
-        every = self.ir.Constant(self.lanes, [float(code) for code in range(LANES)])
-        return b.call(self.function("llvm.x86.avx512.permvar.sf.512", self.lanes, words.type), [every, words])
+                yield weights(self.from_fp8(found))
 
     def from_fp8(self, codes: Any) -> Any:
         """float8_e4m3fn by way of float16, which has 7 bits more of mantissa and an exponent that is 8 larger."""
@@ -323,9 +288,3 @@ class Dots(Vectors):
         if dtype == "float32":
             return load(self.float)
         return (b.uitofp if dtype == "uint8" else b.sitofp)(load(self.byte), floats)
-
-    def joined(self, chains: list[Any]) -> Any:
-        first, *others = map(self.b.load, chains)
-        for other in others:
-            first = self.b.fadd(first, other)
-        return first

@@ -1,9 +1,8 @@
 """The product of a few float32 rows and a quantised matrix on a CPU, in little more than the time of reading its codes.
 
-Codes become float32 in registers, once for several rows of x. The products of a group of codes are added up first and
-multiplied by the group's scale then: sum(x * (code * scale + offset)) = scale * sum(x * code) + offset * sum(x). Codes
-in 16 bits are the weights themselves. A row's sums are taken in one order however many rows there are, so its result is
-bit for bit that of the row alone.
+Codes become float32 weights in registers, once for several rows of x. Of 4 bits there are sixteen in a group: with
+AVX-512 they fill a register, out of which a permutation takes them. A row's sums are taken in one order however many
+rows there are, so its result is bit for bit that of the row alone.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jaxtyping import Float32
 
 from specjax_kernels.cpu import object_code
-from specjax_kernels.cpu.quantised_dots import LANES, Layout, emit
+from specjax_kernels.cpu.quantised_dots import LANES, Layout, code_rows, emit
 from specjax_kernels.cpu.runtime import Tools, callable_here, register
+from specjax_kernels.cpu.vectors import lanes
 
 MOST_ROWS = 16  # for more `quantised_blocks` takes less time
 TOGETHER = {True: 8, False: 3}  # rows of x that share a weight: with 32 registers of 16 lanes, or 16 of 8
@@ -43,12 +42,8 @@ def multiply(x: Float32[Array, "N M"], layout: Layout, codes: Array, *scales: Ar
     """x times the transpose of the matrix [W, M] of these codes [W, ...]. `scales`: the scales and, where the layout
     has them, offsets, super-scales and super-offsets, each [W / n, ...] for n rows that share theirs. Vmapped, one by
     one."""
-    columns = codes.shape[0]
-    shapes = [jax.ShapeDtypeStruct((x.shape[0], columns), jnp.float32)]
-    if layout.has_offset:  # memory for each tile's sums of the groups of x
-        tiles = -(-columns // tile_rows(columns))
-        shapes.append(jax.ShapeDtypeStruct((tiles, max(TOGETHER.values()), scales[0].shape[1] + LANES), jnp.float32))
-    return jax.ffi.ffi_call(layout.name, shapes, vmap_method="sequential")(x, codes, *scales)[0]
+    shape = jax.ShapeDtypeStruct((x.shape[0], codes.shape[0]), jnp.float32)
+    return jax.ffi.ffi_call(layout.name, shape, vmap_method="sequential")(x, codes, *scales)
 
 
 def tile_rows(columns: int) -> int:
@@ -57,10 +52,13 @@ def tile_rows(columns: int) -> int:
 
 
 def _kernel(tools: Tools, layout: Layout) -> tuple[Any, Any]:
-    """(x [N, M], codes, scales) -> [N, W] and, with offsets, memory. A tile is some rows of codes."""
-    argument, size, result, result_size = tools.argument, tools.argument_size, tools.result, tools.result_size
-    products = products_of(tools, layout)
-    scales_of, rows_of_tile, has_memory = scales_reader(tools, layout), tools.inlined(tile_rows), layout.has_offset
+    """(x [N, M], codes, scales) -> [N, W]. A tile is some rows of codes."""
+    argument, size, result = tools.argument, tools.argument_size, tools.result
+    products, scales_of, rows_of_tile = (
+        products_of(tools, layout),
+        scales_reader(tools, layout),
+        tools.inlined(tile_rows),
+    )
 
     def tiles(call: int) -> int:
         columns = size(call, 1, 0)
@@ -68,16 +66,13 @@ def _kernel(tools: Tools, layout: Layout) -> tuple[Any, Any]:
 
     def tile(call: int, index: int) -> int:
         rows, depth, columns = size(call, 0, 0), size(call, 0, 1), size(call, 1, 0)
-        xs, codes, outs, most = argument(call, 0), argument(call, 1), result(call, 0), rows_of_tile(columns)
         scale, offset, super_scale, super_offset, groups, shared = scales_of(call)
-        memory = 0
-        if has_memory:
-            memory = result(call, 1) + 4 * index * result_size(call, 1, 1) * result_size(call, 1, 2)
+        most = rows_of_tile(columns)
         start, end = index * most, min(index * most + most, columns)
+        x, codes, out = argument(call, 0), argument(call, 1), result(call, 0)
         products(
-            rows, start, end, codes, scale, offset, super_scale, super_offset, xs, memory, outs, depth, columns, groups,
-            shared,
-        )  # fmt: skip
+            rows, start, end, x, out, codes, columns, depth, scale, offset, super_scale, super_offset, groups, shared
+        )
         return 0
 
     return tiles, tile
@@ -109,38 +104,24 @@ def scales_reader(tools: Tools, layout: Layout) -> Any:
 
 def products_of(tools: Tools, layout: Layout) -> Any:
     """For kernels: the products of all rows of x and rows `start` to `end` of the codes. Arguments are addresses and
-    sizes; `memory`: of the sums of x's groups, where there are offsets; `shared`: rows of codes that share their
-    scales."""
-    together, has_memory = TOGETHER[object_code.has("avx512f")], layout.has_offset
-    dots, floats = tools.emitted(15, partial(emit, layout, together)), tools.floats
-
-    @tools.reordered
-    def sum_of(at: int, count: int) -> Any:
-        total, numbers = np.float32(0), floats(at, count)
-        for i in range(count):
-            total += numbers[i]
-        return total
+    sizes; the last are what `scales_reader` reads."""
+    together = TOGETHER[object_code.has("avx512f")]
+    dots, of_codes = tools.emitted(15, partial(emit, layout, together)), tools.inlined(code_rows)
+    width = lanes()
 
     @tools.inlined
     def products(
-        rows: int, start: int, end: int, codes: int, scale: int, offset: int, super_scale: int, super_offset: int,
-        xs: int, memory: int, outs: int, depth: int, columns: int, groups: int, shared: int,
+        rows: int, start: int, end: int, x: int, out: int, codes: int, columns: int, depth: int, scale: int,
+        offset: int, super_scale: int, super_offset: int, groups: int, shared: int,
     ) -> None:  # fmt: skip
-        # Two long runs of memory, which the processor reads ahead; neighbouring rows would spoil that.
-        apart = (end - start + 1) // 2
         for row in range(0, rows, together):
-            count, x, out = min(together, rows - row), xs + 4 * row * depth, outs + 4 * row * columns
-            if has_memory:
-                group = depth // groups
-                for n in range(count):
-                    of_groups = floats(memory + 4 * n * (groups + LANES), groups)
-                    for i in range(groups):
-                        of_groups[i] = sum_of(x + 4 * (n * depth + i * group), group)
+            count, at, to = min(together, rows - row), x + 4 * row * depth, out + 4 * row * columns
+            # Long runs of memory, which the processor reads ahead; neighbouring rows would spoil that.
+            apart = (end - start + of_codes(count, width) - 1) // of_codes(count, width)
             for first in range(start, start + apart):
-                second = min(first + apart, end - 1)
                 dots(
-                    count, first, second, codes, scale, offset, super_scale, super_offset, x, memory, out, depth,
-                    columns, groups, shared,
+                    count, first, apart, end - 1, at, to, codes, columns, depth, scale, offset, super_scale,
+                    super_offset, groups, shared,
                 )  # fmt: skip
 
     return products

@@ -187,7 +187,7 @@ def _transposed(tools: Tools, dtype: str) -> tuple[Any, Any]:
         first = index * TRANSPOSED_TILE
         if depth % LANES == 0:
             end, x, matrix = min(first + TRANSPOSED_TILE, columns), argument(call, 0), argument(call, 1)
-            products(rows, first, end, matrix, 0, 0, 0, 0, x, 0, result(call, 0), depth, columns, 1, 1)
+            products(rows, first, end, x, result(call, 0), matrix, columns, depth, 0, 0, 0, 0, 1, 1)
             return 0
         for row in range(0, rows, TOGETHER):
             x, left = argument(call, 0) + 4 * row * depth, min(TOGETHER, rows - row)
