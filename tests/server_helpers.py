@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import socket
 import threading
 import time
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
+import pytest
 from engine_helpers import check_idle
 
 from specjax.cli.flags import ServerSettings
@@ -22,8 +24,8 @@ from specjax.serve.runner import Runner, State
 from specjax.serve.server import Server, listen, url
 
 MODEL = "toy"
-SECONDS = 60.0
-"""Most that anything here waits for."""
+SECONDS = 240.0
+"""Most that anything here waits for: only what hangs takes so long, however busy the machine is."""
 
 
 @dataclass
@@ -55,6 +57,10 @@ class Running:
             assert response.headers["content-type"].startswith("text/event-stream")
             return parse_events(response.read())
 
+    def wait_for_command(self) -> None:
+        """Until an engine that stands still has something to do before its next step: to end a request, say."""
+        wait_until(lambda: self.runner._commands)
+
     def wait_idle(self) -> None:
         """Until nothing runs; then every page and slot must be back."""
         wait_until(lambda: not self.runner.unfinished and not self.engine.unfinished)
@@ -80,6 +86,15 @@ def parse_events(data: bytes) -> list[Any]:
     assert all(line.startswith("data: ") and "\n" not in line for line in lines), lines
     assert lines[-1] == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def begun(send: Callable[[], httpx.Response]) -> httpx.Response:
+    """A stream of a request with a short timeout. Where that was over before the stream began, as it may be on a busy
+    machine, the answer is a 408, and the request is sent again."""
+    for _ in range(50):
+        if (answer := send()).status_code != 408:
+            break
+    return answer
 
 
 def wait_until(true: Callable[[], Any], seconds: float = SECONDS) -> None:
@@ -151,6 +166,51 @@ class InThread(Server):
         self._uvicorn.should_exit = True
         self._thread.join(SECONDS)
         assert not self._thread.is_alive()
+
+
+class Brake:
+    """Holds an engine before a step, with its requests where they are, for as long as a test looks at them.
+
+    Args:
+        after: steps that may run at first.
+    """
+
+    def __init__(self, step: Callable[[], Any], after: int) -> None:
+        self._step, self._asked, self._allowed = step, 0, float(after)
+        self._changed = threading.Condition()
+
+    def step(self) -> Any:
+        with self._changed:
+            self._asked += 1
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self._asked <= self._allowed, SECONDS), "the brake is still on"
+        return self._step()
+
+    def wait(self) -> None:
+        """Until the engine stands before a step that may not run."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._asked > self._allowed, SECONDS), "nothing runs"
+
+    def allow(self, steps: float) -> None:
+        """Lets so many more steps run. Commands to the engine, aborts among them, run between two steps."""
+        with self._changed:
+            self._allowed += steps
+            self._changed.notify_all()
+
+    def release(self) -> None:
+        self.allow(math.inf)
+
+
+@contextlib.contextmanager
+def braked(engine: Engine, *, after: int) -> Iterator[Brake]:
+    """An engine that stands still after so many steps that had something to do; it runs on at the end."""
+    brake = Brake(engine.step, after)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "step", brake.step)
+        try:
+            yield brake
+        finally:
+            brake.release()
 
 
 def slow_down(engine: Engine, monkeypatch: Any, seconds: float = 0.1) -> None:

@@ -9,7 +9,8 @@ import pytest
 from engine_helpers import make_engine, shared_engine, tokenizer, toy
 from prometheus_client import Histogram
 from prometheus_client.parser import text_string_to_metric_families
-from server_helpers import Running, running, wait_until
+from server_helpers import SECONDS as LIMIT
+from server_helpers import Running, braked, running, wait_until
 
 from specjax.cli.flags import ServerSettings
 from specjax.serve.metrics import SECONDS, Latencies
@@ -115,7 +116,7 @@ def test_health_by_a_token(server):
 def test_health_by_a_token_that_does_not_come(server, monkeypatch):
     monkeypatch.setattr("specjax.serve.control.HEALTH_SECONDS", 0.3)
     stop = threading.Event()
-    server.runner.call(lambda engine: stop.wait(20))
+    server.runner.call(lambda engine: stop.wait(LIMIT))
     try:
         with server.client() as client:
             answer = client.get("/health_generate")
@@ -208,22 +209,18 @@ def test_latencies_are_those_of_the_library():
 
 def test_metrics_while_a_request_runs(server):
     server.wait_idle()
-    before, stop = metrics(server), threading.Event()
-    with server.client() as client:
-        body = {"prompt": "hello", "max_tokens": 100, "stream": True, "ignore_eos": True}
-        with client.stream("POST", "/v1/completions", json=body) as response:
-            next(response.iter_lines())
-            server.runner.call(lambda engine: stop.wait(20))  # stands still while it is asked
-            try:
-                found = metrics(server)
-            finally:
-                stop.set()
+    before, body = metrics(server), {"prompt": "hello", "max_tokens": 100, "stream": True, "ignore_eos": True}
+    with braked(server.engine, after=4) as brake:
+        with server.client() as client, client.stream("POST", "/v1/completions", json=body):
+            brake.wait()
+            found = metrics(server)
+        server.wait_for_command()
     server.wait_idle()
     after = metrics(server)
-    if found["sglang:num_running_reqs"]:  # else it had ended before the engine stood still
-        assert found["sglang:num_used_tokens"] > 0 and found["sglang:num_used_tokens"] % 4 == 0
-        assert 0 < found["sglang:token_usage"] < 1
-        assert after["sglang:num_aborted_requests_total"] == before["sglang:num_aborted_requests_total"] + 1
+    assert found["sglang:num_running_reqs"] == 1
+    assert found["sglang:num_used_tokens"] > 0 and found["sglang:num_used_tokens"] % 4 == 0
+    assert 0 < found["sglang:token_usage"] < 1
+    assert after["sglang:num_aborted_requests_total"] == before["sglang:num_aborted_requests_total"] + 1
     assert after["sglang:num_running_reqs"] == after["sglang:num_used_tokens"] == 0
 
 
@@ -240,7 +237,7 @@ def test_an_aborted_request_is_told(server, by):
         params = {"max_new_tokens": 100, "ignore_eos": True, "n": 2}
         answers[name] = server.post("/generate", {"text": "hello", "sampling_params": params, "rid": name, **more})
 
-    server.runner.call(lambda engine: stop.wait(20))  # nothing runs before it is aborted
+    server.runner.call(lambda engine: stop.wait(LIMIT))  # nothing runs before it is aborted
     threads = [threading.Thread(target=send, args=(name,)) for name in ("mine", "other")]
     try:
         for thread in threads:
@@ -252,7 +249,7 @@ def test_an_aborted_request_is_told(server, by):
     finally:
         stop.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(LIMIT)
     # As SGLang answers: with what there is.
     ends = {name: answer.json()[0]["meta_info"]["finish_reason"]["type"] for name, answer in answers.items()}
     assert ends == {"mine": "abort", "other": "length" if by == "rid" else "abort"}
@@ -279,7 +276,7 @@ def test_a_stream_that_is_aborted_says_so(server):
 def test_an_aborted_completion_is_an_error(server):
     server.wait_idle()
     stop, answers = threading.Event(), []
-    server.runner.call(lambda engine: stop.wait(20))
+    server.runner.call(lambda engine: stop.wait(LIMIT))
     thread = threading.Thread(target=lambda: answers.append(server.complete("hello", max_tokens=100)))
     thread.start()
     try:
@@ -287,6 +284,6 @@ def test_an_aborted_completion_is_an_error(server):
         server.post("/abort_request", {"abort_all": True})
     finally:
         stop.set()
-    thread.join(60)
+    thread.join(LIMIT)
     assert answers[0].status_code == 400 and answers[0].json()["error"]["code"] == "aborted"
     server.wait_idle()

@@ -7,6 +7,7 @@ import contextlib
 import json
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import numpy as np
 import openai
 import pytest
 from engine_helpers import make_engine, outcome, shared_engine, toy
-from server_helpers import MODEL, SECONDS, Running, parse_events, running, slow_down, wait_until
+from server_helpers import MODEL, SECONDS, Brake, Running, braked, running, slow_down, wait_until
 from toy_models import random_table, table_model
 
 from specjax.cli.flags import ServerSettings
@@ -28,10 +29,8 @@ HEADERS = "Host: x\r\nContent-Type: application/json\r\n"
 
 
 @pytest.fixture
-def server(monkeypatch):
-    engine = shared_engine("NGRAM")
-    slow_down(engine, monkeypatch)
-    with running(engine) as served:
+def server():
+    with running(shared_engine("NGRAM")) as served:
         yield served
 
 
@@ -48,9 +47,11 @@ def connection(server: Running):
         yield sock
 
 
-def steps_for_nobody(server: Running) -> int:
-    """Steps that run from now until the engine is idle."""
+def steps_for_nobody(server: Running, brake: Brake) -> int:
+    """Steps that run until the engine is idle, of requests whose clients have left while it stood still."""
+    server.wait_for_command()
     before = server.engine.counters.steps
+    brake.release()
     server.wait_idle()
     return server.engine.counters.steps - before
 
@@ -63,19 +64,23 @@ def test_leaving_while_it_runs(server, path, stream):
         COMPLETE: LONG,
         GENERATE: {"text": "hello", "sampling_params": {"max_new_tokens": 110}},
     }[path]
-    with connection(server) as sock:
-        sock.sendall(request(path, body))
-        wait_until(lambda: server.engine.scheduler.running())
-    assert steps_for_nobody(server) <= 4, "aborted within a step, beside those in flight"
+    with braked(server.engine, after=8) as brake:
+        with connection(server) as sock:
+            sock.sendall(request(path, body))
+            brake.wait()
+            assert server.engine.scheduler.running()
+        assert steps_for_nobody(server, brake) <= 4, "aborted before the next step, beside those in flight"
 
 
 def test_leaving_after_some_of_the_stream(server):
-    with connection(server) as sock:
-        sock.sendall(request(COMPLETE, LONG | {"stream": True, "n": 3}))
-        seen = b""
-        while seen.count(b"data: ") < 4:
-            seen += sock.recv(4096)
-    assert steps_for_nobody(server) <= 4
+    with braked(server.engine, after=20) as brake:
+        with connection(server) as sock:
+            sock.sendall(request(COMPLETE, LONG | {"stream": True, "n": 3}))
+            seen = b""
+            while seen.count(b"data: ") < 4:
+                seen += sock.recv(4096)
+            brake.wait()
+        assert steps_for_nobody(server, brake) <= 4
 
 
 def test_leaving_before_the_body_is_there(server):
@@ -93,25 +98,34 @@ def test_leaving_before_the_body_is_there(server):
 
 def test_leaving_while_it_waits(server):
     """Four rows: the fifth has no slot yet."""
+    body = LONG | {"prompt": ["hello"] * 4, "stream": True}
     with (
+        braked(server.engine, after=8) as brake,
         server.client() as client,
-        client.stream("POST", COMPLETE, json=LONG | {"prompt": ["hello"] * 4, "stream": True}),
+        client.stream("POST", COMPLETE, json=body),
     ):
-        wait_until(lambda: len(server.engine.scheduler.active) == 4)
+        brake.wait()
+        assert len(server.engine.scheduler.active) == 4
         with connection(server) as sock:
             sock.sendall(request(COMPLETE, LONG))
-            wait_until(lambda: len(server.engine.scheduler.waiting) == 1)
-        wait_until(lambda: not server.engine.scheduler.waiting)
-        assert server.runner.unfinished == 4
+            server.wait_for_command()
+            brake.allow(1)
+            brake.wait()
+            assert len(server.engine.scheduler.waiting) == 1
+        server.wait_for_command()
+        brake.allow(1)
+        brake.wait()
+        assert not server.engine.scheduler.waiting and server.runner.unfinished == 4
 
 
 def test_leaving_during_a_long_prompt(server):
     prompt = server.engine.encode("x" * 100)  # thirteen chunks
-    with connection(server) as sock:
-        sock.sendall(request(COMPLETE, {"prompt": prompt, "max_tokens": 5}))
-        wait_until(lambda: any(0 < s.prefilled < 100 for s in server.engine.scheduler.active))
-    server.wait_idle()
-    assert server.engine.counters.steps >= 0
+    with braked(server.engine, after=4) as brake:
+        with connection(server) as sock:
+            sock.sendall(request(COMPLETE, {"prompt": prompt, "max_tokens": 5}))
+            brake.wait()
+            assert any(0 < s.prefilled < 100 for s in server.engine.scheduler.active)
+        assert steps_for_nobody(server, brake) <= 4
 
 
 def test_leaving_just_before_the_end(server):
@@ -125,40 +139,54 @@ def test_leaving_just_before_the_end(server):
 
 
 def test_the_async_client_cancels(server):
-    async def leave():
+    async def leave(brake: Brake):
         async with openai.AsyncOpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0) as client:
-            call = client.completions.create(model=MODEL, prompt="hello", max_tokens=110)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(call, 0.5)
+            call = asyncio.ensure_future(client.completions.create(model=MODEL, prompt="hello", max_tokens=110))
+            await asyncio.to_thread(brake.wait)
+            call.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await call
+            await asyncio.to_thread(server.wait_for_command)
+            brake.allow(8)
             stream = await client.completions.create(model=MODEL, prompt="hello", max_tokens=110, stream=True)
             async for _ in stream:
                 break
+            await asyncio.to_thread(brake.wait)
             await stream.close()
 
-    asyncio.run(leave())
-    assert steps_for_nobody(server) <= 4
+    with braked(server.engine, after=2) as brake:
+        asyncio.run(leave(brake))
+        assert steps_for_nobody(server, brake) <= 4
 
 
 def test_others_go_on_when_one_leaves(server):
     expected = outcome(shared_engine("NONE").generate("hello", SamplingParams(max_new_tokens=40)))[0]
-    with connection(server) as sock:
-        sock.sendall(request(COMPLETE, LONG | {"prompt": "another", "stream": True}))
-        with server.client() as client, client.stream("POST", COMPLETE, json={
-            "prompt": "hello", "max_tokens": 40, "temperature": 0, "stream": True,
-        }) as response:  # fmt: skip
-            data = response.iter_raw()
-            seen = next(data)
-            sock.close()
-            seen += b"".join(data)
-    assert "".join(e["choices"][0]["text"] for e in parse_events(seen)) == expected
+    body = {"prompt": "hello", "max_tokens": 40, "temperature": 0}
+    with ThreadPoolExecutor(1) as clients, braked(server.engine, after=3) as brake:
+        with connection(server) as sock:
+            sock.sendall(request(COMPLETE, LONG | {"prompt": "another", "stream": True}))
+            brake.wait()
+            stays = clients.submit(server.events, COMPLETE, body)
+            wait_until(lambda: server.runner.unfinished == 2)
+            brake.allow(5)
+            brake.wait()
+            assert len(server.engine.scheduler.running()) == 2
+        server.wait_for_command()
+        brake.release()
+        assert "".join(event["choices"][0]["text"] for event in stays.result(SECONDS)) == expected
 
 
 def test_each_step_is_sent_at_once(server):
     """Not collected: the first tokens are here long before the last."""
-    with server.client() as client, client.stream("POST", COMPLETE, json=LONG | {"stream": True}) as response:
+    with (
+        braked(server.engine, after=8) as brake,
+        server.client() as client,
+        client.stream("POST", COMPLETE, json=LONG | {"stream": True}) as response,
+    ):
         chunks = response.iter_raw()
         while b'"text": ""' in next(chunks):
             pass
+        brake.wait()
         assert server.runner.unfinished == 1, "text came while it runs"
 
 
@@ -249,11 +277,11 @@ def test_an_engine_that_cannot_start_anew_is_unhealthy(monkeypatch):
             assert client.get(path).status_code == 503
 
 
-def test_a_draining_server(monkeypatch):
+def test_a_draining_server():
     engine = shared_engine("NGRAM")
-    slow_down(engine, monkeypatch)
     with (
         running(engine, idle_at_end=False) as server,
+        braked(engine, after=4),
         server.client() as client,
         client.stream("POST", COMPLETE, json=LONG | {"stream": True}) as response,
     ):
