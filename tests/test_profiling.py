@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,8 @@ def test_a_server_traces_its_first_steps_and_others_on_request(tmp_path, idle):
         ):
             refused = server.post("/start_profile", body)
             assert refused.status_code == 400 and said in refused.json()["error"]["message"]
+        (stamp,) = (file.parent.name for file in first)
+        wait_until(lambda: time.strftime("%Y_%m_%d_%H_%M_%S") > stamp)  # the name of a trace's folder
         with server.client() as client:
             assert client.post("/start_profile").json()["success"], "as SGLang's users send it: without a body"
         refused = server.post("/start_profile", {"num_steps": 2})
