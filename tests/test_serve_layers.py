@@ -10,7 +10,7 @@ import openai
 import pytest
 from body_helpers import CHAT, RULES, STRICT
 from engine_helpers import END, make_engine, shared_engine, toy
-from server_helpers import running
+from server_helpers import SECONDS, begun, running
 
 from specjax.cli.flags import ServerSettings
 from specjax.engine import Engine
@@ -258,10 +258,10 @@ def test_an_error_in_a_stream_is_an_event(path):
     engine = make_engine(toy(), "NONE", warm=False)
     with running(engine) as server:
         stop = threading.Event()
-        server.runner.call(lambda engine: stop.wait(20))
+        server.runner.call(lambda engine: stop.wait(SECONDS))
         kind = ResponsesRequest if path == RESPONSES else MessagesRequest
         try:
-            text = server.post(path, LEAST[kind] | {"stream": True, "timeout": 0.1}).text
+            text = begun(lambda: server.post(path, LEAST[kind] | {"stream": True, "timeout": 0.1})).text
         finally:
             stop.set()
         first, second = text.strip().split("\n")
