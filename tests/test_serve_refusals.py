@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 from engine_helpers import shared_engine
-from server_helpers import SECONDS, Running, running, slow_down, wait_until
+from server_helpers import SECONDS, Running, braked, running, slow_down, wait_until
 
 from specjax.cli.flags import ServerSettings
 from specjax.serve import middleware
@@ -228,10 +228,13 @@ def test_generate_refuses(server, case):
     check_error(server.post(GENERATE, GENERATES[case]), 400)
 
 
-def test_a_request_id_in_use(server, monkeypatch):
-    slow_down(server.engine, monkeypatch)
+def test_a_request_id_in_use(server):
     body = {"text": "hello", "rid": "twice", "sampling_params": {"max_new_tokens": 100}}
-    with server.client() as client, client.stream("POST", GENERATE, json=body | {"stream": True}) as first:
+    with (
+        braked(server.engine, after=4),
+        server.client() as client,
+        client.stream("POST", GENERATE, json=body | {"stream": True}) as first,
+    ):
         check_error(server.post(GENERATE, body), 400, "rid", "'twice' is running")
         assert first.status_code == 200
     server.wait_idle()
@@ -322,7 +325,7 @@ def test_the_clients_exceptions(server):
 
 def test_an_api_key():
     settings = ServerSettings(api_key=("other key", "söcret"))
-    with running(shared_engine("NGRAM"), settings) as server, server.client() as client:
+    with running(shared_engine("NONE"), settings) as server, server.client() as client:
         assert client.get("/health").status_code == 200
         bodies = {CHAT: {"messages": HELLO}, COMPLETE: {"prompt": "x"}, GENERATE: {"text": "x"}, "/flush_cache": {}}
         wrong = (
@@ -353,11 +356,15 @@ def test_an_api_key():
         assert client.post(COMPLETE, json={"prompt": "x", "max_tokens": 1}, headers=right).status_code == 200
 
 
-def test_a_full_queue_says_when_to_come_back(monkeypatch):
-    with running(shared_engine("NGRAM"), ServerSettings(max_queued_requests=2)) as server:
-        slow_down(server.engine, monkeypatch)
+def test_a_full_queue_says_when_to_come_back():
+    engine = shared_engine("NONE")  # the other server runs the one with drafts
+    with running(engine, ServerSettings(max_queued_requests=2)) as server:
         body = {"prompt": ["hello"] * 6, "max_tokens": 100, "stream": True}
-        with server.client() as client, client.stream("POST", COMPLETE, json=body) as response:
+        with (
+            braked(engine, after=8),
+            server.client() as client,
+            client.stream("POST", COMPLETE, json=body) as response,
+        ):
             assert response.status_code == 200
             full = server.complete("x", max_tokens=1)
             error = check_error(full, 503, said="queue is full")
