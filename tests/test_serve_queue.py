@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import openai
 import pytest
 from body_helpers import CHAT, COMPLETE, GENERATE, LEAST, refusal, task
 from engine_helpers import check_idle, idle_sequence, make_engine, shared_engine, toy
-from server_helpers import SECONDS, running, slow_down, wait_until
+from server_helpers import SECONDS, begun, braked, running, wait_until
 
 from specjax.cli.flags import ServerSettings
 from specjax.engine import SamplingParams
@@ -75,7 +74,7 @@ def test_over_http_the_one_with_the_highest_runs_first():
     engine.scheduler.finish = lambda sequence: (ended.append(sequence.params.priority), finish(sequence))[1]
     with running(engine) as server:
         stop, codes = threading.Event(), []
-        server.runner.call(lambda engine: stop.wait(20))
+        server.runner.call(lambda engine: stop.wait(SECONDS))
 
         def send(priority: int) -> None:
             codes.append(server.complete("hello", max_tokens=2, priority=priority).status_code)
@@ -107,11 +106,10 @@ def server():
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_ends_at_its_deadline(server, path, stream):
     stop = threading.Event()
-    server.runner.call(lambda engine: stop.wait(20))
+    server.runner.call(lambda engine: stop.wait(SECONDS))
     try:
         body = LEAST[path] | {"timeout": 0.2, "stream": stream}
-        answer = server.post(path, body)
-        assert time.monotonic() and not stop.is_set(), "it does not wait for the engine"
+        answer = begun(lambda: server.post(path, body)) if stream else server.post(path, body)
     finally:
         stop.set()
     if stream:
@@ -125,32 +123,36 @@ def test_a_request_ends_at_its_deadline(server, path, stream):
 
 
 def test_the_servers_own_limit_and_a_shorter_one():
-    with running(shared_engine("NGRAM"), ServerSettings(request_timeout=0.4)) as server:
+    with running(shared_engine("NONE"), ServerSettings(request_timeout=0.4)) as server:
         for field, said in (({}, "0.4 s"), ({"timeout": 100}, "0.4 s"), ({"timeout": 0.1}, "0.1 s")):
             stop = threading.Event()
-            server.runner.call(lambda engine, stop=stop: stop.wait(20))
+            server.runner.call(lambda engine, stop=stop: stop.wait(SECONDS))
             try:
                 answer = server.complete("hello", **field)
             finally:
                 stop.set()
             assert answer.status_code == 408 and said in answer.json()["error"]["message"]
             server.wait_idle()
-        assert server.complete("hello", max_tokens=1).status_code == 200
+        wait_until(lambda: server.complete("hello", max_tokens=1).status_code == 200)  # a busy machine may miss it
 
 
-def test_a_stream_that_has_begun_ends_there(monkeypatch):
-    engine = make_engine(toy(), "NONE")
+def test_a_stream_that_has_begun_ends_there():
+    engine = shared_engine("NONE")
+    body = {"prompt": "hello", "max_tokens": 100, "ignore_eos": True, "stream": True}
     with running(engine) as server:
         server.complete("hello", max_tokens=2)  # compiled
-        slow_down(engine, monkeypatch, 0.05)
-        body = {"prompt": "hello", "max_tokens": 100, "ignore_eos": True, "stream": True, "timeout": 1.0}
-        lines = server.post("/v1/completions", body).text.split("\n\n")
+        for seconds in (0.3, 3.0, 30.0):  # a busy machine may need more for a few steps
+            with braked(engine, after=6):
+                lines = server.post("/v1/completions", body | {"timeout": seconds}).text.split("\n\n")
+            server.wait_idle()
+            if len(lines) > 3:
+                break
         assert len(lines) > 3 and '"code": "timeout"' in lines[-2] and lines[-1] == ""
 
 
 def test_openais_client_does_not_send_it_again(server):
     stop, before = threading.Event(), server.runner.traffic.requests
-    server.runner.call(lambda engine: stop.wait(20))
+    server.runner.call(lambda engine: stop.wait(SECONDS))
     try:
         with (
             openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=2) as client,
@@ -173,23 +175,21 @@ def test_timeouts_that_are_refused(wrong):
 # Draining and names of requests
 
 
-def test_draining_answers_health_with_a_503_and_ends_what_runs(monkeypatch):
-    engine = make_engine(toy(), "NONE")
-    with running(engine, idle_at_end=False) as server:
-        server.complete("hello", max_tokens=2)
-        slow_down(engine, monkeypatch, 0.02)
-        answers: list[httpx.Response] = []
+def test_draining_answers_health_with_a_503_and_ends_what_runs():
+    engine = shared_engine("NONE")
+    with running(engine, idle_at_end=False) as server, ThreadPoolExecutor(1) as clients:
+        server.server._timeout = SECONDS
         body = {"prompt": "hello", "max_tokens": 30, "ignore_eos": True}
-        thread = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", body)))
-        thread.start()
-        wait_until(lambda: server.runner.unfinished)
-        server.server.signal(signal.SIGTERM)
-        wait_until(lambda: server.runner.state.value == "draining")
-        with server.client() as client:
-            found = [client.get("/health").status_code, client.post("/v1/completions", json=body).status_code]
-        assert found == [503, 503]
-        thread.join(SECONDS)
-        assert answers[0].status_code == 200 and len(answers[0].json()["choices"][0]["text"]) > 0
+        with braked(engine, after=3) as brake:
+            answer = clients.submit(server.post, "/v1/completions", body)
+            brake.wait()
+            server.server.signal(signal.SIGTERM)
+            wait_until(lambda: server.runner.state.value == "draining")
+            with server.client() as client:
+                found = [client.get("/health").status_code, client.post("/v1/completions", json=body).status_code]
+            assert found == [503, 503]
+        assert answer.result(SECONDS).status_code == 200
+        assert len(answer.result().json()["choices"][0]["text"]) > 0
 
 
 @pytest.mark.parametrize(
