@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from engine_helpers import make_engine, shared_engine, toy
-from server_helpers import SECONDS, Running, answer_of, running, slow_down, wait_until
+from server_helpers import SECONDS, Running, answer_of, braked, running, slow_down, wait_until
 
 from specjax.cli.flags import ServerSettings
 from specjax.serve import middleware
@@ -22,7 +22,8 @@ COMPLETE = "/v1/completions"
 BODY = json.dumps({"prompt": "hello", "max_tokens": 2}).encode()
 HEAD = f"POST {COMPLETE} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode()
 HALF = HEAD + b"Content-Length: 1000\r\n\r\n" + BODY
-SLOW = ServerSettings(receive_timeout=0.2)
+SLOW = ServerSettings(receive_timeout=0.5)
+"""What a test sends at once must be there by then, on a busy machine, too."""
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +134,7 @@ def test_an_error_of_ours_has_a_request_id(server, monkeypatch, caplog):
 @pytest.mark.parametrize("sent", [b"P", b"POST /v1/completions HTTP/1.1\r\nHo", HEAD], ids=["byte", "word", "lines"])
 def test_headers_that_never_end(impatient, sent):
     with connected(impatient, sent) as sock:
-        check_refusal(sock, 408, "0.2 s (--receive-timeout)")
+        check_refusal(sock, 408, "0.5 s (--receive-timeout)")
 
 
 def test_headers_that_come_byte_by_byte(impatient):
@@ -149,7 +150,7 @@ def test_headers_that_come_byte_by_byte(impatient):
 @pytest.mark.parametrize("sent", [HALF, HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\nab"], ids=["length", "chunked"])
 def test_body_that_never_ends(impatient, sent):
     with connected(impatient, sent) as sock:
-        check_refusal(sock, 408, "0.2 s without a byte, 2 s for the whole")
+        check_refusal(sock, 408, "0.5 s without a byte, 5 s for the whole")
     assert not impatient.engine.unfinished
 
 
@@ -183,8 +184,9 @@ def test_rest_of_a_refused_body_does_not_keep_the_connection(server, monkeypatch
         while not data.endswith(b"}}"):
             data += sock.recv(65536)
         assert data.startswith(b"HTTP/1.1 404")
-        sock.sendall(b"cd")
-        assert sock.recv(65536) == b"", "closed as an idle one"
+        with contextlib.suppress(ConnectionError):  # it is closed already
+            sock.sendall(b"cd")
+            assert sock.recv(65536) == b"", "closed as an idle one"
 
 
 def test_a_slow_client_with_time_is_served(server):
@@ -199,7 +201,7 @@ def test_a_slow_client_with_time_is_served(server):
 def test_running_requests_are_not_timed(impatient, monkeypatch):
     """Longer than a request may take to come."""
     monkeypatch.setattr(middleware, "WHOLE", 2.0)
-    slow_down(impatient.engine, monkeypatch, 0.1)
+    slow_down(impatient.engine, monkeypatch, 0.25)
     answer = impatient.complete(max_tokens=6, ignore_eos=True)
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 6
 
@@ -254,13 +256,13 @@ def test_limit_of_open_files(monkeypatch):
 # While it stops.
 
 
-def test_draining_answers_until_the_end(monkeypatch):
+def test_draining_answers_until_the_end():
     engine = shared_engine("NONE")
     with running(engine) as server:
         server.server._timeout = SECONDS
-        slow_down(engine, monkeypatch, 0.05)
         body = {"prompt": "hello", "max_tokens": 40, "stream": True, "ignore_eos": True}
         with (
+            braked(engine, after=4) as brake,
             server.client() as client,
             server.client() as kept,
             client.stream("POST", COMPLETE, json=body) as stream,
@@ -275,6 +277,7 @@ def test_draining_answers_until_the_end(monkeypatch):
             for answer in (server.complete("x"), kept.post(COMPLETE, json={"prompt": "x"})):  # new and kept connections
                 assert answer.status_code == 503 and answer.json()["error"]["message"] == SHUT_DOWN
                 assert int(answer.headers["retry-after"]) > 0 and answer.headers["connection"] == "close"
+            brake.release()
             data += b"".join(chunks)
             for sock in (half, partial):
                 check_refusal(sock, 503, SHUT_DOWN)
