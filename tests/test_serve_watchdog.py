@@ -95,6 +95,8 @@ def test_stuck_step_ends_running_and_waiting_requests(hang, monkeypatch, caplog)
     monkeypatch.setattr(hang.engine, "step", hang)
     with running(hang.engine, QUICK, idle_at_end=False) as server:
         whole = in_background(server.complete, ["a"] * 6, max_tokens=5)  # four rows: two wait
+        # Only who is there is told of the watchdog.
+        wait_until(lambda: whole.done() or server.runner.unfinished == 6)
         streams = in_background(server.post, "/v1/completions", BODY | {"stream": True})
         answer = whole.result(SECONDS)
         assert answer.status_code == 503 and answer.json()["error"]["message"] == ENGINE_STUCK
