@@ -76,7 +76,10 @@ from specjax.engine import program_store  # noqa: E402
 
 object_code.keep_in(_cache / "kernels")
 
-hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
+# No limit of time: a busy machine may stop anywhere.
+hypothesis.settings.register_profile(
+    "default", deadline=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("default"), derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 

@@ -171,5 +171,5 @@ def test_the_interpreter_ends_while_a_program_compiles():
     environment = {**os.environ, "SPECJAX_CPU_KERNELS": "0"}  # which take long to compile
     code = f"import sys; sys.path[:0] = {paths!r}\n{ENDS}"
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stdout) == (0, "ends\n"), done.stderr

@@ -105,7 +105,7 @@ def run_alone(program: str, *arguments: str) -> str:
         capture_output=True,
         text=True,
         env=environment,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr

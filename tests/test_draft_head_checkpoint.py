@@ -516,7 +516,7 @@ from specjax.checkpoint import load_head
 from specjax.config import ModelConfig, RopeConfig
 load_head({str(tmp_path)!r}, {target()!r}, kind="eagle", progress=False)
 """
-    subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[1], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[1], check=True, timeout=240)
 
 
 def test_progress(tmp_path, capsys):

@@ -412,7 +412,7 @@ for options in {"steps": 3.0}, {"steps": "3"}, {"topk": True}, {"nodes": 8.5}, {
     except TypeError as error:
         print(error)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=240)
     assert done.stdout.splitlines() == [
         "Eagle.steps must be an integer from 1 to 64, got 3.0",
         "Eagle.steps must be an integer from 1 to 64, got '3'",

@@ -528,7 +528,7 @@ refused(lambda: EngineConfig(random_seed="1"), "random_seed must be an integer, 
 
 def test_arguments_of_the_wrong_type_are_named_as_in_python():
     """In a process of its own: here the checked annotations would refuse them first."""
-    done = subprocess.run([sys.executable, "-c", WRONG_TYPES], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", WRONG_TYPES], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
 
 

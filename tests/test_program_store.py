@@ -297,7 +297,7 @@ def test_another_process_describes_alike():
             text=True,
             check=True,
             env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": paths},
-            timeout=120,
+            timeout=240,
         ).stdout
         for seed in ("1", "2")
     }
@@ -326,7 +326,7 @@ def test_kernels_of_a_stored_program_are_registered(tmp_path):
     """Before anything is traced: only tracing tells which kernels a quantised model needs."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", KERNELS, str(tmp_path)]
-    said = [subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120) for _ in range(2)]
+    said = [subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240) for _ in range(2)]
     assert [done.returncode for done in said] == [0, 0], said
     assert ["compiles" in done.stdout for done in said] == [True, False] and "not used" not in said[1].stderr
 

@@ -380,7 +380,7 @@ export.export_head(sys.argv[1], head, params, model, target_name="t", card="")
 def test_a_kill_leaves_the_old_head_and_the_next_export_tidies_up(tmp_path):
     folder = export(tmp_path / "head", "eagle3")
     before = content(folder)
-    done = subprocess.run([sys.executable, "-c", KILLED, str(folder)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(folder)], capture_output=True, text=True, timeout=240)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert content(folder) == before
     assert (tmp_path / ".head.partial").is_dir()
