@@ -450,8 +450,8 @@ def streaming(process: Process, **body: Any) -> Iterator[Iterator[bytes]]:
 def test_sigterm_lets_requests_finish(launch, model):
     server = launch("--model", model, "--port", 0, "--shutdown-timeout", SECONDS).wait_ready()
     server.wait_for(ALL_COMPILED)
-    whole = Background(lambda: complete(server, max_tokens=1500))
-    with streaming(server, max_tokens=2000, stream_options={"include_usage": True}) as stream:
+    whole = Background(lambda: complete(server, max_tokens=3000))
+    with streaming(server, max_tokens=3500, stream_options={"include_usage": True}) as stream:
         server.wait_for("Decode batch. #running-req: 2")
         server.send(signal.SIGTERM)
         server.wait_for("SIGTERM: shutting down")
@@ -464,8 +464,8 @@ def test_sigterm_lets_requests_finish(launch, model):
     assert refusals and {answer.status_code for answer in refusals} == {503}
     assert all(int(answer.headers["Retry-After"]) > 0 for answer in refusals)
     assert events[-2]["choices"][0]["finish_reason"] == "length"
-    assert events[-1]["usage"]["completion_tokens"] == 2000
-    assert whole.result.json()["usage"]["completion_tokens"] == 1500
+    assert events[-1]["usage"]["completion_tokens"] == 3500
+    assert whole.result.json()["usage"]["completion_tokens"] == 3000
     assert server.status(PROMPT_END) == 0
     assert "Traceback" not in server.log
 
