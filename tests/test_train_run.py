@@ -176,11 +176,12 @@ def run(moment, step, arguments):
     def patched_save(self, state):
         now = int(state.step) == step
         if moment == "during" and now:
-            def watch():
-                while True:  # orbax writes beside, and renames
-                    if any("tmp" in file.name for file in (self.folder / "checkpoints").iterdir()):
-                        end()
-            threading.Thread(target=watch, daemon=True).start()
+            rename = os.rename
+            def renamed(source, *others, **options):
+                if "checkpoints" in str(source) and "tmp" in str(source):  # orbax has written beside
+                    end()
+                return rename(source, *others, **options)
+            os.rename = renamed
         if moment == "full" and now:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
         save(self, state)
