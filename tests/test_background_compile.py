@@ -150,26 +150,36 @@ def test_a_library_step_waits_by_itself():
 
 
 ENDS = """
-import threading
+import threading, time
 from engine_helpers import make_engine, toy
 engine = make_engine(toy(), "NONE", warm=False)
 begun, compile_ = threading.Event(), engine.executables._compile
 def told(key, *more):
     begun.set()
-    return compile_(key, *more)
+    time.sleep(0.5)  # the main thread ends meanwhile
+    program = compile_(key, *more)
+    print("compiled", flush=True)
+    return program
 engine.executables._compile = told
-engine.executables.compile_later(engine.buckets.all_keys())
+BEGIN
 assert begun.wait(60)
 print("ends", flush=True)
 """
 
 
-def test_the_interpreter_ends_while_a_program_compiles():
+@pytest.mark.parametrize(
+    "begin",
+    [
+        "engine.executables.compile_later(engine.buckets.all_keys())",
+        "engine.warm_up_in_background(progress=False)",
+    ],
+)
+def test_the_interpreter_ends_while_a_program_compiles(begin):
     """With status 0, after the program that is under way: a thread inside of XLA would crash it."""
     here = Path(__file__).parent
     paths = [str(here), str(here.parent), str(here.parent / "kernels")]
     environment = {**os.environ, "SPECJAX_CPU_KERNELS": "0"}  # which take long to compile
-    code = f"import sys; sys.path[:0] = {paths!r}\n{ENDS}"
+    code = f"import sys; sys.path[:0] = {paths!r}\n{ENDS.replace('BEGIN', begin)}"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert (done.returncode, done.stdout) == (0, "ends\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "ends\ncompiled\n"), done.stderr

@@ -168,7 +168,8 @@ class Programs(ABC):
                 self._failed.pop(key, None)
         missing = sorted(set(keys) - self.compiled(), key=lambda key: (key.kind != "step", key))  # steps take longest
         errors: list[BaseException] = []
-        left = takewhile(lambda key: not errors, missing)  # each key goes to one of the two threads
+        # Each key goes to one of the two threads, the second of which may outlive an interrupted main thread.
+        left = takewhile(lambda key: not errors and threading.main_thread().is_alive(), missing)
 
         def work() -> None:
             try:
@@ -178,7 +179,7 @@ class Programs(ABC):
 
         with progress_bar("Compiling", len(missing), "bucket", shown=progress and bool(missing)) as bar:
             # While XLA compiles one program on a CPU, or reads it from the disk, Python traces the next.
-            helper = threading.Thread(target=work, name="specjax-compile-2", daemon=True)
+            helper = threading.Thread(target=work, name="specjax-compile-2", daemon=False)
             if len(missing) > 1 and not self._exclusive:
                 helper.start()
             for resumed in (False, True):
@@ -192,17 +193,18 @@ class Programs(ABC):
             self.first_usable(sorted((key for key in keys if key.kind == kind), key=self.has_failed))
 
     def warm_up_in_background(self, keys: Iterable[Key], *, progress: bool = True) -> threading.Thread:
-        """Compiles these one by one in a thread of its own, which `close` ends. Leaves out what fails."""
+        """Compiles these one by one in a thread of its own, which `close` ends. Leaves out what fails. At its end the
+        interpreter waits as for `compile_later`."""
         missing = [key for key in keys if key not in self._futures and key not in self._failed]
         self._background = missing
 
         def run() -> None:
             shown = progress and bool(missing)
             with progress_bar("Compiling in the background", len(missing), "bucket", shown=shown) as bar:
-                self._get_all(takewhile(lambda key: not self._closed, missing), bar, strict=False)
+                self._get_all(takewhile(lambda key: self._goes_on, missing), bar, strict=False)
             self._background = []
 
-        thread = threading.Thread(target=run, name="specjax-compile", daemon=True)
+        thread = threading.Thread(target=run, name="specjax-compile", daemon=False)
         thread.start()
         return thread
 
@@ -220,7 +222,7 @@ class Programs(ABC):
                 return
 
         def run() -> None:
-            while not self._closed and threading.main_thread().is_alive():
+            while self._goes_on:
                 with contextlib.suppress(Exception):  # logged by `fail`
                     self.get(self._later[0])
                 with self._lock:
@@ -244,6 +246,11 @@ class Programs(ABC):
             with contextlib.nullcontext() if strict else contextlib.suppress(Exception):  # logged by `fail`
                 self.get(key)
             bar.update()
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether the background may begin with another program."""
+        return not self._closed and threading.main_thread().is_alive()
 
     def close(self) -> None:
         """Ends the background's work after the program that it is compiling."""
