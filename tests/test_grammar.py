@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import threading
 import time
 from types import SimpleNamespace
@@ -46,7 +47,7 @@ BAD = {
     "a type": (("json_schema", '{"type": "foo"}'), "foo"),
     "not supported": (("json_schema", '{"type": "object", "unevaluatedProperties": false}'), "unevaluatedProperties"),
     "a remote reference": (("json_schema", '{"$ref": "http://example.com/x"}'), "example.com"),
-    "a reference to itself": (("json_schema", '{"$ref": "#"}'), "cannot be followed"),
+    "a reference to itself": (("json_schema", '{"$ref": "#"}'), "cannot be followed: no text"),
     "nothing fits": (("json_schema", '{"type": "integer", "minimum": 5, "maximum": 3}'), "minimum"),
     "too deep": (("json_schema", json.dumps(nested(400))), "refused"),
     "deep lists": (("json_schema", "[" * 30000), "not valid JSON"),
@@ -78,6 +79,41 @@ def test_a_bad_grammar_is_refused_soon(name):
         found.constraint(Grammar(kind, source))
     assert time.thread_time() - started < 10
     assert not found.holds(Grammar(kind, source))
+
+
+PATTERNS = [{"type": "string", "pattern": f".*{chr(97 + i % 26)}.{{10}}"} for i in range(40)]
+AGES = {
+    "texts": {"allOf": PATTERNS},
+    "members": {"allOf": [{"type": "object", "properties": {"x": pattern}} for pattern in PATTERNS]},
+    "references": {
+        "$defs": {f"p{i}": {**pattern, "$ref": f"#/$defs/p{i + 1}"} for i, pattern in enumerate(PATTERNS)}
+        | {f"p{len(PATTERNS)}": {"type": "string"}},
+        "$ref": "#/$defs/p0",
+    },
+}
+"""The library takes more than a lifetime for these."""
+
+
+@pytest.mark.parametrize("name", AGES)
+def test_a_grammar_that_takes_an_age_is_refused(name):
+    found = grammars()
+    with pytest.raises(GrammarError, match="to compile: give fewer patterns"):
+        found.constraint(Grammar.json(AGES[name]))
+
+
+def test_a_long_grammar_that_is_soon_compiled():
+    enum = {"enum": [f"value {i}" for i in range(1000)]}
+    found = grammars()
+    found.constraint(Grammar.json(enum))
+    assert found.holds(Grammar.json(enum))
+
+
+def test_without_another_process_grammars_are_compiled_at_once(monkeypatch):
+    def none(*args: Any, **options: Any) -> Any:
+        raise OSError("no processes left")
+
+    monkeypatch.setattr(subprocess, "run", none)
+    test_a_long_grammar_that_is_soon_compiled()
 
 
 @pytest.mark.parametrize(("kind", "source", "said"), [

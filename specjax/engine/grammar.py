@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from specjax.engine.grammar_check import SECONDS, compiles_soon
+
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
@@ -181,7 +183,9 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
-        matcher = LLMatcher(self._core, library_source(grammar), log_level=0, limits=limits)
+        if not compiles_soon(source := library_source(grammar)):
+            raise GrammarError(f"takes more than {SECONDS:g} s to compile: give fewer patterns for one place")
+        matcher = LLMatcher(self._core, source, log_level=0, limits=limits)
         if not matcher.is_error():  # some errors show with the first token
             first = matcher.deep_copy()
             if not any(first.compute_bitmask()) or first.is_error():
@@ -233,7 +237,8 @@ def _apart(text: str) -> str:
 
 def _said(matcher: LLMatcher) -> str:
     """The library's message."""
-    return matcher.get_error().replace("<non-verbose/>", "").strip()[:400]
+    said = matcher.get_error().replace("<non-verbose/>", "").strip()[:400]
+    return "no text, of any length, follows it" if said == "NoExtensionBias" else said
 
 
 class Phase(Enum):
