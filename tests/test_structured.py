@@ -8,6 +8,7 @@ import json
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import jsonschema
 import numpy as np
 import pytest
@@ -24,14 +25,17 @@ from engine_helpers import (
     toy,
 )
 from grammar_helpers import GRAMMARS, OBJECT, SCHEMA, check_masked, follows
+from specjax_kernels.quantised import quantise
 from test_toy_drafter import random_trees
 from toy_models import tiny_llama
 
 from specjax.config import HeadConfig, RopeConfig
 from specjax.drafters import TreeShape, eagle_drafter
+from specjax.drafters.base import Params
 from specjax.engine import Engine, SamplingParams
 from specjax.engine.adaptive import PLAIN
 from specjax.engine.buckets import JUMP, Buckets, Key
+from specjax.engine.drafting import FEW_BIT_TOKENS, free_tokens
 from specjax.engine.grammar import GRAMMAR_FAILED, Grammar
 from specjax.engine.intake import Intake
 from specjax.engine.sampling_params import ParameterError
@@ -317,6 +321,23 @@ def test_how_wide_a_step_is_worth_while_for_forced_tokens(batch, forced, least, 
     buckets = engine_of("NGRAM").buckets
     assert buckets.constrained_widths(batch) == (1, 4, 8) and buckets.free_tokens == 12
     assert buckets.jump_width(batch, forced, least) == width
+
+
+@pytest.mark.parametrize(
+    ("batch", "forced", "width"),
+    [(1, [7], 8), (1, [1], 4), (1, [0], 1), (4, [3, 3, 3, 3], 4), (4, [3, 0, 0, 0], 1), (4, [7, 5, 0, 0], 4),
+     (4, [7, 7, 7, 7], 8)],
+)  # fmt: skip
+def test_few_bits_make_wide_steps_dear(batch, forced, width):
+    """Weights in few bits are read fast, so that each further token adds more to a step."""
+    buckets = engine_of("NGRAM").buckets
+    assert buckets.jump_width(batch, forced, free=FEW_BIT_TOKENS) == width
+
+
+def test_what_a_forced_token_costs_depends_on_the_weights():
+    buckets, weights = engine_of("NGRAM").buckets, jnp.ones((32, 32))
+    assert free_tokens(buckets, Params({"w": weights}, None)) == buckets.free_tokens
+    assert free_tokens(buckets, Params({"w": quantise(weights, "int8")}, None)) == FEW_BIT_TOKENS
 
 
 def test_a_wrong_grammar_is_refused_before_anything_starts():

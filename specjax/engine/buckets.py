@@ -333,12 +333,13 @@ class Buckets:
         widths = self.step_widths(key) if self.dynamic and key.kind == "step" else ()
         return widths if len(widths) > 1 else ()
 
-    def jump_width(self, batch: int, forced: List[int], least: int = 1) -> int:
+    def jump_width(self, batch: int, forced: List[int], least: int = 1, free: int | None = None) -> int:
         """The tree width, `least` or more, with which a constrained step checks the most tokens a second that are known
-        to come, so many for each request. By the costs that `FREE_TOKENS` tells."""
+        to come, so many for each request. `free`: as `FREE_TOKENS`, which tells the costs; default: `free_tokens`."""
+        free = self.free_tokens if free is None else free
 
         def rate(width: int) -> float:
-            return sum(min(count, width - 1) + 1 for count in forced) / (batch * width + self.free_tokens)
+            return sum(min(count, width - 1) + 1 for count in forced) / (batch * width + free)
 
         return max((w for w in (1, *self.constrained_widths(batch)) if w >= least), key=rate)
 

@@ -74,11 +74,17 @@ def width_ratios(key: Key, ratio: float, buckets: Buckets, drafter: Drafter, par
     return {width: 1 + scale * more for width, more in added.items()}
 
 
-def _forward(batch: int, nodes: int, buckets: Buckets, params: Params) -> float:
-    """Of `nodes` tokens of each request over one of each, from their number."""
+def free_tokens(buckets: Buckets, params: Params) -> int:
+    """`FREE_TOKENS` of this target's weights: a forward of so many costs about twice what one token's does."""
     free = buckets.free_tokens
     if buckets.several_widths and stored_bits(params.target) is not None:
         free = min(free, FEW_BIT_TOKENS)
+    return free
+
+
+def _forward(batch: int, nodes: int, buckets: Buckets, params: Params) -> float:
+    """Of `nodes` tokens of each request over one of each, from their number."""
+    free = free_tokens(buckets, params)
     return (batch * nodes + free) / (batch + free)
 
 

@@ -35,7 +35,7 @@ from specjax.engine.buckets import JUMP, Key
 from specjax.engine.collecting import Collector
 from specjax.engine.config import EngineConfig, Layout, check_config, context_length
 from specjax.engine.device import Device, OutOfMemory
-from specjax.engine.drafting import Drafting, expected_ratio, width_ratios
+from specjax.engine.drafting import Drafting, expected_ratio, free_tokens, width_ratios
 from specjax.engine.executables import Executables, use_compilation_cache
 from specjax.engine.flight import Flights, InFlight
 from specjax.engine.generation import FairLock, complete
@@ -113,7 +113,8 @@ class Engine:
             target, drafter, self.buckets, params, shapes, new_pages=self._new_pages, **variants
         )
         self.device = Device(params, self._new_state, self.executables.launch_lock)
-        self._grammar = GrammarSteps(self.executables, self.device, self.buckets, self.vocab_size)
+        free = free_tokens(self.buckets, params)
+        self._grammar = GrammarSteps(self.executables, self.device, self.buckets, self.vocab_size, free)
         self.counters = Counters()
         self.pace = Pace(self.buckets)
         self._in_flight = Flights(lambda: len(self.executables.compiled()))

@@ -17,9 +17,11 @@ from specjax.engine.sequence import Sequence
 
 
 class GrammarSteps:
-    def __init__(self, executables: Executables, device: Device, buckets: Buckets, vocab_size: int) -> None:
+    """`free`: see `specjax.engine.drafting.free_tokens`."""
+
+    def __init__(self, executables: Executables, device: Device, buckets: Buckets, vocab_size: int, free: int) -> None:
         self._executables, self._device, self._buckets = executables, device, buckets
-        self._vocab_size = vocab_size
+        self._vocab_size, self._free = vocab_size, free
 
     def keys(self, count: int, pages: int, nodes: int) -> list[Key]:
         """Programs for a step of so many requests, the best first. Those that are compiled come first, whether or not
@@ -62,7 +64,7 @@ class GrammarSteps:
                 found[one] = one.constraint.forced(JUMP - 1 if limit is None else min(JUMP - 1, limit))
         drafting = nodes != PLAIN and self._buckets.drafts(batch)
         least = self._buckets.tree_widths(batch)[-1] if drafting else 1
-        width = self._buckets.jump_width(batch, [len(found.get(one, ())) for one in sequences], least)
+        width = self._buckets.jump_width(batch, [len(found.get(one, ())) for one in sequences], least, self._free)
         cut = {one: tokens[: width - 1] for one, tokens in found.items()}
         return {one: tokens for one, tokens in cut.items() if tokens}, not drafting
 
