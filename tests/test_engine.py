@@ -194,6 +194,16 @@ def test_more_stop_ids_than_the_device_holds(algorithm, place):
     check_idle(engine)
 
 
+def test_stop_ids_of_other_models():
+    """They stop nothing, and take no place of those that do."""
+    engine, prompt = shared_engine("NONE"), [70, 71, 72] * 3
+    free = engine.generate(prompt, SamplingParams(max_new_tokens=30)).output_ids
+    foreign, end = [VOCABULARY, *range(119690, 119700), 2**31 - 1], a_late_token(free)
+    done = engine.generate(prompt, SamplingParams(max_new_tokens=30, min_new_tokens=1, stop_token_ids=[*foreign, end]))
+    assert done.finish_reason == {"type": "stop", "matched": end}
+    assert engine.generate(prompt, SamplingParams(max_new_tokens=30, stop_token_ids=foreign)).output_ids == free
+
+
 @pytest.mark.parametrize("place", [0, 7])
 def test_min_new_tokens_with_many_stop_ids(place):
     engine, prompt = shared_engine("NONE"), [70, 71, 72] * 3
@@ -489,7 +499,8 @@ BAD_PROMPTS = {
     "content parts": ([{"role": "user", "content": [{"type": "text"}]}], {}, "role and a content"),
     "context": ([5] * 128, {}, "128 tokens, but the context is 128"),
     "context and limit": ([5] * 100, {"max_new_tokens": 29}, "exceed the context of 128"),
-    "stop id": ([5], {"stop_token_ids": [VOCABULARY]}, f"stop_token_ids holds {VOCABULARY}"),
+    "stop id": ([5], {"stop_token_ids": [-1]}, "stop_token_ids holds -1"),
+    "high stop id": ([5], {"stop_token_ids": [2**31]}, f"stop_token_ids holds {2**31}"),
     "bias": ([5], {"logit_bias": {-1: 1.0}}, "logit_bias holds -1"),
 }
 

@@ -22,7 +22,7 @@ import numpy as np
 from specjax.engine.grammar import Constraint, GrammarError, Grammars, Reasoning
 from specjax.engine.plain import PlainText, strings_of
 from specjax.engine.prompt_logprobs import PromptLogprobs
-from specjax.engine.sampling_params import GENERATED_SEEDS, ParameterError, SamplingParams
+from specjax.engine.sampling_params import GENERATED_SEEDS, MOST_STOP_ID, ParameterError, SamplingParams
 from specjax.engine.sequence import Sequence
 from specjax.engine.text import TextStream
 from specjax.sampling import STOP_IDS
@@ -146,9 +146,11 @@ class Intake:
         limit = self._limit(len(tokens), sampling.max_new_tokens)
         for what in ("stop_token_ids", "logit_bias", "logprob_ids"):
             ids = getattr(sampling, what)
-            if outside := [token for token in ids if not 0 <= int(token) < self.vocab_size]:
-                last = self.vocab_size - 1
-                raise ParameterError(what, f"holds {outside[0]!s:.40}; token ids of this model are 0 to {last}")
+            # One that this model does not have is never drawn: SGLang's clients name those of several models.
+            end = MOST_STOP_ID + 1 if what == "stop_token_ids" else self.vocab_size
+            if outside := [token for token in ids if not 0 <= int(token) < end]:
+                whose = "" if what == "stop_token_ids" else " of this model"
+                raise ParameterError(what, f"holds {outside[0]!s:.40}; token ids{whose} are 0 to {end - 1}")
         if sampling.require_reasoning and self.thinking is None:
             problem = "needs a model that thinks: this one's tokenizer has no tokens <think> and </think>"
             raise ParameterError("require_reasoning", problem)
@@ -156,7 +158,8 @@ class Intake:
         ends = () if sampling.ignore_eos else self.eos_ids
         if constraint is not None:  # they come only where the grammar may end
             ends = constraint.eos_ids
-        stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *ends)))
+        own = (token for token in sampling.stop_token_ids if token < self.vocab_size)
+        stops = tuple(dict.fromkeys((*own, *ends)))
         minimum = sampling.min_new_tokens
         if minimum > limit:
             raise ParameterError("min_new_tokens", f"{minimum} exceeds the {limit} tokens there is room for")

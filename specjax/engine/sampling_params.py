@@ -15,6 +15,7 @@ from specjax.state import NO_DRAFT_LIMIT
 from specjax.verify import LOGPROB_IDS, TOP_LOGPROBS
 
 MAX_STOP_STRINGS = 16
+MOST_STOP_ID = 2**31 - 1  # of a token that stops a text; one that the model does not have stops none
 MAX_STOP_LENGTH = 1024  # characters
 MAX_SALT = 256  # characters
 MAX_PRIORITY = 2**31 - 1  # up to its sign

@@ -20,7 +20,7 @@ from pydantic import BaseModel, BeforeValidator, Field, GetJsonSchemaHandler, Va
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 from starlette.requests import Request
 
-from specjax.engine.sampling_params import MAX_SALT, MAX_STOP_LENGTH, MAX_STOP_STRINGS
+from specjax.engine.sampling_params import MAX_SALT, MAX_STOP_LENGTH, MAX_STOP_STRINGS, MOST_STOP_ID
 from specjax.engine.stop_patterns import MAX_PATTERN
 from specjax.sampling import BIAS_ENTRIES
 from specjax.serve.errors import ApiError, bad_request, shown
@@ -170,7 +170,9 @@ Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(strict=True)]
 TOKEN: Schema = {"minimum": 0, "maximum": "$last_token"}
 Token = Annotated[int, Field(strict=True, json_schema_extra=TOKEN), BeforeValidator(whole)]
-TokenIds = Annotated[list[Token], Field(max_length=1024, fail_fast=True)]
+STOP_ID: Schema = {"minimum": 0, "maximum": MOST_STOP_ID}
+StopId = Annotated[int, Field(strict=True, json_schema_extra=STOP_ID), BeforeValidator(whole)]
+StopIds = Annotated[list[StopId], Field(max_length=1024, fail_fast=True)]
 LogprobIds = Annotated[list[Token], Field(max_length=LOGPROB_IDS, fail_fast=True)]
 Bias = Annotated[
     dict[str, Annotated[Number, Field(ge=-100, le=100)]],

@@ -28,8 +28,8 @@ from specjax.serve.fields import (
     Salt,
     Schema,
     Stop,
+    StopIds,
     Text,
-    TokenIds,
     Values,
     has,
     implies,
@@ -109,7 +109,7 @@ class SamplingFields(Body):
     sampling_seed: Seed | None = Field(None, description="SGLang's name for the seed.")
     logit_bias: Bias | None = Field(None, description="Token ids to numbers that are added to their logits.")
     ignore_eos: Flag | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: StopIds | None = Field(None, description="Ids that the model does not have stop no text.")
     skip_special_tokens: Flag | None = None
     no_stop_trim: Flag | None = Field(None, description="Keep the stop string in the text.")
     draft_limit: Annotated[Integer, Field(ge=0, le=NO_DRAFT_LIMIT)] | None = Field(
