@@ -141,6 +141,8 @@ def test_the_state_in_sglangs_names(server):
     assert found["engine"]["page_size"] == 4 and found["max_total_num_tokens"] == 1024
     assert "api_key" not in json.dumps(found)
     assert found["speculative_lossy"] is None
+    assert (found["speculative_num_steps"], found["speculative_eagle_topk"]) == (server.engine.drafter.depth, 1)
+    assert found["disable_radix_cache"] is False
 
 
 def test_lossy_thresholds_are_in_the_info():

@@ -304,6 +304,13 @@ class Engine:
             self._inconsistent = False
             return ended
 
+    def retract_all(self) -> None:
+        """Sends all running requests back to the queue, and frees all pages, those of the prefix cache too. They go on
+        with the same text."""
+        with self._guarded():
+            self._collect_all_but(0)
+            self.scheduler.start_over()
+
     def find(self, id: str) -> Sequence | None:
         """The request with this id, while it waits or runs."""
         return self._by_id.get(id)

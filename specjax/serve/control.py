@@ -19,7 +19,15 @@ from specjax.serve.errors import bad_request, unavailable
 from specjax.serve.fields import AnyBody, Reading, receive_body
 from specjax.serve.metrics import exposition
 from specjax.serve.middleware import check_state
-from specjax.serve.protocol import AbortRequest, DetokenizeRequest, ProfileRequest, TokenizeRequest, check_model
+from specjax.serve.protocol import (
+    AbortRequest,
+    ContinueRequest,
+    DetokenizeRequest,
+    PauseRequest,
+    ProfileRequest,
+    TokenizeRequest,
+    check_model,
+)
 from specjax.serve.report import describe
 from specjax.serve.responses import fingerprint
 from specjax.serve.runner import Runner
@@ -54,6 +62,10 @@ def server_info(engine: Engine, runner: Runner, settings: ServerSettings, model:
     server = {name: value for name, value in dataclasses.asdict(settings).items() if name != "api_key"}
     return {
         **describe(engine, model),
+        # SGLang's tests and scripts look for these among the flags, which it has at this place.
+        "speculative_num_steps": engine.drafter.depth,
+        "speculative_eagle_topk": engine.drafter.topk,
+        "disable_radix_cache": not engine.config.prefix_cache,
         "version": fingerprint(),
         "engine": dataclasses.asdict(engine.config),
         "server": server,
@@ -69,6 +81,12 @@ def add_control_routes(
         body = kind.read(reading.parse(await receive_body(request)), reading)
         return body, reading.headers
 
+    async def read_any(kind: type[AnyBody], request: Request) -> tuple[AnyBody, dict[str, str]]:
+        """As `read`; no body is an empty object."""
+        if request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
+            return kind.read({}, Reading()), {}
+        return await read(kind, request)
+
     @app.api_route("/health", methods=READ)
     async def health() -> dict[str, Any]:
         check_state(runner)
@@ -78,6 +96,8 @@ def add_control_routes(
     async def health_generate() -> dict[str, Any]:
         """Draws a token, as a request does."""
         check_state(runner)
+        if runner.paused:
+            raise unavailable("no token is drawn until /continue_generation", retry_after=5)
         id = f"health-{secrets.token_hex(8)}"
         with runner.reserve(1):
             sequence = runner.engine.intake.sequence([0], SamplingParams(max_new_tokens=1), id=id)
@@ -119,8 +139,7 @@ def add_control_routes(
 
     @app.post("/start_profile")
     async def start_profile(request: Request) -> Response:
-        empty = request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
-        body, headers = (ProfileRequest(num_steps=None), {}) if empty else await read(ProfileRequest, request)
+        body, headers = await read_any(ProfileRequest, request)
         try:
             job = runner.call(lambda _: runner.profiler.begin(body.num_steps))
             folder = await asyncio.wrap_future(job)
@@ -132,6 +151,18 @@ def add_control_routes(
     async def stop_profile() -> dict[str, Any]:
         ended = await asyncio.wrap_future(runner.call(lambda _: runner.profiler.end()))
         return {"success": True, "message": "The trace is written." if ended else "No trace was running."}
+
+    @app.post("/pause_generation")
+    async def pause_generation(request: Request) -> Response:
+        body, headers = await read_any(PauseRequest, request)
+        await asyncio.wrap_future(runner.pause(body.mode or "abort"))
+        return JSONResponse({"success": True, "message": "Generation paused."}, headers=headers)
+
+    @app.post("/continue_generation")
+    async def continue_generation(request: Request) -> Response:
+        _, headers = await read_any(ContinueRequest, request)
+        await asyncio.wrap_future(runner.go_on())
+        return JSONResponse({"success": True, "message": "Generation continues."}, headers=headers)
 
     @app.post("/abort_request")
     async def abort_request(request: Request) -> Response:

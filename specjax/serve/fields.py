@@ -205,6 +205,7 @@ UNSUPPORTED: dict[str, Values] = {
     "video_data": ([],), "audio_data": ([],), "session_params": ({},), "suffix": ("",), "echo": (False,),
     # Parts of the answer beside the text.
     "prompt_logprobs": (), "logprob_token_ids": (), "token_ids_logprob": ([],), "return_hidden_states": (False,),
+    "return_sampling_mask": (False,), "sampling_logprobs_mode": (),
     "return_token_ids": (False,), "return_prompt_token_ids": (False,), "return_tokens_as_token_ids": (False,),
     "return_routed_experts": (False,), "return_meta_info": (False,), "return_entropy": (False,),
 }  # fmt: skip

@@ -143,6 +143,10 @@ class GenerateRequest(TaskBody):
         # The first is checked alone: it may be wrong, and there may be thousands.
         given = {} if self.sampling_params is None else self.sampling_params
         many = isinstance(given, list)
+        if given == []:
+            raise bad_request(
+                "sampling_params must be an object, or a list with one for each prompt, got []", "sampling_params"
+            )
         first = SamplingBody.read((given[0] if given else None) if many else given, reading)
         field, prompt = ("input_ids", self.input_ids) if self.text is None else ("text", self.text)
         choices = first.n or 1

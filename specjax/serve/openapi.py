@@ -17,7 +17,9 @@ from specjax.serve.protocol import (
     AbortRequest,
     ChatRequest,
     CompletionRequest,
+    ContinueRequest,
     DetokenizeRequest,
+    PauseRequest,
     ProfileRequest,
     TokenizeRequest,
 )
@@ -165,6 +167,8 @@ ROUTES: list[tuple[Any, ...]] = [
     ("/metrics", "get", "metrics", "server", "Metrics for Prometheus", None, None),
     ("/health_generate", "get", "health_generate", "SGLang", "Whether a token can be drawn", None, "Health"),
     ("/abort_request", "post", "abort_request", "SGLang", "End requests", "AbortRequest", "Success"),
+    ("/pause_generation", "post", "pause_generation", "SGLang", "Draw no tokens", "PauseRequest?", "Success", 500),
+    ("/continue_generation", "post", "continue_generation", "SGLang", "Draw again", "ContinueRequest?", "Success", 500),
     ("/tokenize", "post", "tokenize", "SGLang", "Tokens of texts", "TokenizeRequest", "Tokens", 404),
     ("/v1/tokenize", "post", "tokenize_v1", "SGLang", "Tokens of texts", "TokenizeRequest", "Tokens", 404),
     ("/detokenize", "post", "detokenize", "SGLang", "Text of tokens", "DetokenizeRequest", "Texts", 404),
@@ -229,7 +233,7 @@ def document(rules: Rules, *, vocab_size: int, has_key: bool, version: str) -> d
     )
     bodies = (
         ChatRequest, CompletionRequest, GenerateRequest, SamplingBody, TokenizeRequest, DetokenizeRequest, AbortRequest,
-        ProfileRequest, ResponsesRequest, MessagesRequest, CountTokensRequest,
+        PauseRequest, ContinueRequest, ProfileRequest, ResponsesRequest, MessagesRequest, CountTokensRequest,
     )  # fmt: skip
     _, found = models_json_schema([(each, "validation") for each in bodies], ref_template=reference("{model}")["$ref"])
     schemas = json.dumps(found["$defs"])

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, WithJsonSchema
 
@@ -409,6 +409,18 @@ class AbortRequest(Body):
     rid: Text | None = Field(None, description="The request's name; its choices and prompts end, too.")
     abort_all: Flag | None = None
     abort_message: Text | None = None  # accepted, and not used
+
+
+class PauseRequest(Body):
+    mode: Literal["abort", "retract", "in_place"] | None = Field(
+        None,
+        description="Of requests that run or wait: abort (the default) ends them with the text that there is, retract "
+        "frees their pages and in_place keeps them; these go on later.",
+    )
+
+
+class ContinueRequest(Body):
+    torch_empty_cache: Flag | None = None  # accepted, and not used
 
 
 class ProfileRequest(Body):

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from specjax.cli.flags import ServerSettings
 from specjax.engine import Engine
@@ -32,6 +32,7 @@ from specjax.serve.report import Report
 logger = logging.getLogger("specjax.serve")
 
 Result = TypeVar("Result")
+Pause: TypeAlias = Literal["abort", "retract", "in_place"]
 
 # Messages of requests that end without an answer.
 FAILED_STEP = "the engine failed and was reset; the request can be sent again"
@@ -70,6 +71,7 @@ class Runner(threading.Thread):
         self._wake = threading.Condition()
         self._stop_requested = False
         self._ended: str | None = None  # why no request is taken any more
+        self._paused = False  # by `pause`
         self._reserved = 0  # places of requests that are being tokenised
         self._calls: set[Future[Any]] = set()  # futures of `call` that are not done
         # For the watchdog: whether anything is under way, and a number that changes with each step and command.
@@ -181,6 +183,26 @@ class Runner(threading.Thread):
         future.add_done_callback(self._calls.discard)
         return future
 
+    def pause(self, mode: Pause) -> Future[None]:
+        """Draws no more tokens until `go_on`; requests are taken, and wait. `mode`: as `PauseRequest`."""
+
+        def stop(engine: Engine) -> None:
+            self._paused = True
+            if mode == "abort":
+                self._end_told(list(self._listeners))
+            elif mode == "retract":
+                engine.retract_all()
+
+        return self.call(stop)
+
+    def go_on(self) -> Future[None]:
+        """After `pause`."""
+        return self.call(lambda _: setattr(self, "_paused", False))
+
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
     def drain(self) -> None:
         """No new requests."""
         self.state = State.DRAINING
@@ -264,7 +286,11 @@ class Runner(threading.Thread):
             with self._wake:
                 self._busy = False
                 self._wake.wait_for(
-                    lambda: self._commands or self._stop_requested or (engine.unfinished and not engine.stalled)
+                    lambda: (
+                        self._commands
+                        or self._stop_requested
+                        or (engine.unfinished and not engine.stalled and not self._paused)
+                    )
                 )
                 if self._stop_requested:
                     return
@@ -276,7 +302,7 @@ class Runner(threading.Thread):
                     command()
                 except Exception:  # the fault of one request
                     logger.exception("A command to the engine failed")
-            if not engine.unfinished:
+            if not engine.unfinished or self._paused:
                 continue
             self._beat += 1
             self.profiler.before_step()
