@@ -14,6 +14,8 @@ CONTEXT = 1024
 """Of the server that `api_fuzz.py` starts."""
 
 CAPACITY = 528
+LONG = 60.0
+"""Seconds in which a request is answered."""
 
 
 def whole(value: Any, default: int) -> int:
@@ -31,8 +33,10 @@ def conflicts(body: dict[str, Any]) -> bool:
     tokens = len(json.dumps(prompts, ensure_ascii=False).encode(errors="replace")) + 16 * str(prompts).count("{")
     many = len(prompts) if isinstance(prompts, list) and "messages" not in body else 1
     seeds = [params[name] for name in ("seed", "sampling_seed") if params.get(name) is not None]
+    timeout = body.get("timeout")
     return (
-        tokens + max(most, least) > CONTEXT
+        (isinstance(timeout, int | float) and timeout < LONG)  # a 408
+        or tokens + max(most, least) > CONTEXT
         or least > (most or 16)
         or (least > 0 and len(params.get("stop_token_ids") or ()) > 6)
         or many * whole(params.get("n"), 1) > CAPACITY

@@ -78,6 +78,8 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "a member": ({"response_format": {"type": "json_object", "schema": {}}}, "response_format", "not supported"),
     "a schema that is a list": (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": []}}}, "response_format", "JSON schema"),
+    "an unused schema": (
+        {"response_format": {"type": "text", "json_schema": {"schema": ""}}}, "response_format", "JSON schema"),
     "an unknown type": (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}}, "response_format",
         "foo"),

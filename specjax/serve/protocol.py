@@ -72,6 +72,7 @@ TEXTS: list[Schema] = [
 ]
 IDS: Schema = {"type": "array", "items": {"type": "integer", **TOKEN}, "minItems": 1, "maxItems": "$room"}
 IDS_OR_LISTS: list[Schema] = [IDS, {"type": "array", "items": IDS, "minItems": 1, "maxItems": "$capacity"}]
+SOME_IDS: Schema = {key: value for key, value in IDS.items() if key != "minItems"}
 NULL: Schema = {"type": "null"}
 
 
@@ -388,7 +389,7 @@ class TokenizeRequest(TemplateFields):
 
 class DetokenizeRequest(Body):
     model: Text | None = Field(None, json_schema_extra={"enum": "$models"})
-    tokens: Annotated[Any, checked_later(*IDS_OR_LISTS, {"type": "array", "maxItems": 0})]
+    tokens: Annotated[Any, checked_later(SOME_IDS, {"type": "array", "items": SOME_IDS})]
     skip_special_tokens: Flag | None = Field(None, description="Default: true.")
 
     def lists(self, vocab_size: int) -> tuple[list[list[int]], bool]:
@@ -406,6 +407,11 @@ class DetokenizeRequest(Body):
 
 
 class AbortRequest(Body):
+    relations = (
+        {"anyOf": [has(rid={"type": "string", "minLength": 1}) | {"required": ["rid"]},
+                   has(abort_all={"const": True}) | {"required": ["abort_all"]}]},
+    )  # fmt: skip
+
     rid: Text | None = Field(None, description="The request's name; its choices and prompts end, too.")
     abort_all: Flag | None = None
     abort_message: Text | None = None  # accepted, and not used

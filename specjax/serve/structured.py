@@ -6,7 +6,8 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from specjax.engine.grammar import MAX_SOURCE, Grammar, GrammarError
 from specjax.serve.errors import bad_request
@@ -17,9 +18,20 @@ INVALID = "invalid_grammar"  # the code of errors that no schema of a body can t
 
 NULL: Schema = {"type": "null"}
 Source = Annotated[Text, Field(min_length=1, max_length=MAX_SOURCE)]
+
+
+def _is_schema(value: Any) -> Any:
+    """Also where a format of another type makes no use of it."""
+    if value is None or (isinstance(value, dict | str) and value != ""):
+        return value
+    raise PydanticCustomError("json_schema", "must be a JSON schema, as an object or a text")
+
+
 JsonSchema = Annotated[
-    Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string", "minLength": 1}, NULL]})
-]  # checked by `Grammar.json`
+    Any,
+    BeforeValidator(_is_schema),
+    WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string", "minLength": 1}, NULL]}),
+]  # and by `Grammar.json`
 Choices = Annotated[list[Source], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True), at_most(MAX_CHOICES)]
 
 
