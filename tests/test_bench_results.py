@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -130,6 +131,27 @@ def test_pictures(tmp_path):
     }
     files = plots.draw(tmp_path, "svg", made, samples)
     assert len(files) == 6 and all(file.stat().st_size > 2000 for file in files)
+
+
+def test_a_picture_of_many_methods_and_sets(tmp_path):
+    """No wider than a page, every method once in the legend, with a look of its own."""
+    pytest.importorskip("matplotlib")
+    methods = [f"method {i}" for i in range(10)]
+    assert len({*plots.styles(methods).values()}) == 10
+    where = {"temperature": 0.0, "batch": 1}
+    made, samples = [], {}
+    for name in [f"set {i}" for i in range(9)]:
+        for method in methods:
+            own = [sample(method, group, 1.0, curve=[[1, 0.1], [9, 0.5]]) for group in "ab"]
+            made.append(results.row(own, own, where={"set": name} | where | {"method": method}, phases=None))
+            samples[f"{name} 0.0 1 {method}"] = own
+    speed_ups, times = plots.draw(tmp_path, "svg", made, samples)
+    text = speed_ups.read_text()
+    width, height = (float(re.search(rf'{side}="([\d.]+)pt"', text)[1]) for side in ("width", "height"))
+    assert width <= plots.WIDEST * 72 and height > 2 * 2.5 * 72, "sets in two rows"
+    for file in (speed_ups, times):
+        assert [file.read_text().count(f"<!-- {method} -->") for method in methods] == [1] * 10
+    assert [text.count(f"<!-- set {i} -->") for i in range(9)] == [1] * 9
 
 
 def test_without_matplotlib_it_says_how_to_install_it(monkeypatch):

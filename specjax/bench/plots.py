@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,25 @@ INSTALL = "pip install 'specjax[bench]'"
 KINDS = ("svg", "png", "pdf")
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
 """Of methods, in their order: those of Okabe and Ito, which colour-blind people can tell apart."""
+LINES, HATCHES = ("-", "--", ":", "-."), ("", "////", "....", "xxxx")
+"""Of the first eight methods, of the next eight, and so on, which have the same colours."""
+
+
+class Style(NamedTuple):
+    """How a method is drawn in all pictures."""
+
+    color: str
+    line: str
+    hatch: str
+
+
+def styles(methods: Sequence[str]) -> dict[str, Style]:
+    """A style of its own for each of up to 32 methods."""
+    found = {}
+    for index, method in enumerate(methods):
+        turn = index // len(COLORS) % len(LINES)
+        found[method] = Style(COLORS[index % len(COLORS)], LINES[turn], HATCHES[turn])
+    return found
 
 
 def available() -> bool:
@@ -77,21 +96,26 @@ def _rectangle(corner: tuple[float, float]) -> Any:
     return Rectangle(corner, 1, 1, fill=False, edgecolor="black", linewidth=1.6)
 
 
-def _figure(width: float, height: float) -> tuple[Any, Any]:
+WIDEST = 11.0  # inches of a figure; more sets than fit stand in further rows of axes
+
+
+def _figure(width: float, height: float, rows: int = 1) -> tuple[Any, list[Any]]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    figure = Figure(figsize=(width, height * rows), layout="constrained")
+    found = [*figure.subplots(rows, squeeze=False, sharey=True).flat]
+    for axes in found:
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, found
 
 
 def _legend(figure: Any) -> None:
-    """Above the axes, where it hides nothing, in as many columns as the longest name allows."""
-    names = figure.axes[0].get_legend_handles_labels()[1]
+    """Above the axes, where it hides nothing, in as many columns as the longest name allows. The figure grows by it."""
+    handles, names = figure.axes[0].get_legend_handles_labels()  # the other axes have the same
     inches = 0.5 + 0.07 * max(map(len, names))  # of a column, at this size
     columns = max(1, min(len(names), int(figure.get_figwidth() / inches)))
-    figure.legend(fontsize=8, frameon=False, ncols=columns, loc="outside upper center")
+    figure.legend(handles, names, fontsize=8, frameon=False, ncols=columns, loc="outside upper center")
+    figure.set_figheight(figure.get_figheight() + 0.18 * -(-len(names) // columns))
 
 
 def draw(
@@ -100,7 +124,7 @@ def draw(
     """Writes speed-ups, acceptance by depth and time against tokens, one of each for a temperature and batch size."""
     found: list[Path] = []
     methods = list(dict.fromkeys(row["method"] for row in rows))
-    colors = {method: COLORS[index % len(COLORS)] for index, method in enumerate(methods)}  # the same in all pictures
+    looks = styles(methods)
     for temperature, batch in dict.fromkeys((row["temperature"], row["batch"]) for row in rows):
         own = [row for row in rows if (row["temperature"], row["batch"]) == (temperature, batch)]
         several = len(own) < len(rows)
@@ -109,9 +133,9 @@ def draw(
         whole = [row for row in own if row["set"] == ALL] or own
         whole = [row for row in whole if row["set"] == whole[0]["set"]]
         for name, figure in (
-            ("speed-up", _speed_ups(own, where, colors)),
-            ("acceptance-by-depth", _acceptance(whole, where, colors)),
-            ("time-against-tokens", _times(whole, samples, where, colors)),
+            ("speed-up", _speed_ups(own, where, looks)),
+            ("acceptance-by-depth", _acceptance(whole, where, looks)),
+            ("time-against-tokens", _times(whole, samples, where, looks)),
         ):
             if figure is not None:
                 file = folder / f"{name}{suffix}.{kind}"
@@ -120,42 +144,51 @@ def draw(
     return found
 
 
-def _speed_ups(rows: Sequence[dict[str, Any]], where: str, colors: Mapping[str, str]) -> Any:
+def _speed_ups(rows: Sequence[dict[str, Any]], where: str, looks: Mapping[str, Style]) -> Any:
     """Bars, grouped by set, with the confidence intervals."""
     sets, methods = (list(dict.fromkeys(row[name] for row in rows)) for name in ("set", "method"))
-    figure, axes = _figure(max(6.0, 0.35 * len(sets) * (len(methods) + 1.5)), 3.6)
+    inches = min(0.35, max(0.16, (WIDEST - 1) / len(sets) / (len(methods) + 1.5))) * (len(methods) + 1.5)  # of a set
+    lines = -(-len(sets) // max(1, int((WIDEST - 1) / inches)))
+    across = -(-len(sets) // lines)
+    figure, panels = _figure(min(max(6.0, across * inches + 1), WIDEST), 3.2, lines)
     width = 0.8 / len(methods)
-    for index, method in enumerate(methods):
-        own = {row["set"]: row["speed_up"] for row in rows if row["method"] == method}
-        places = [i + (index - (len(methods) - 1) / 2) * width for i, name in enumerate(sets) if name in own]
-        values = [own[name] for name in sets if name in own]
-        heights = [one["value"] for one in values]
-        low = [one["value"] - (one["value"] if one["low"] is None else one["low"]) for one in values]
-        high = [(one["value"] if one["high"] is None else one["high"]) - one["value"] for one in values]
-        errors = np.maximum([low, high], 0)
-        style = {"color": colors[method], "yerr": errors, "capsize": 2, "error_kw": {"linewidth": 0.8}}
-        axes.bar(places, heights, width * 0.92, label=method, **style)
-    axes.axhline(1, color="0.4", linewidth=0.8, linestyle="--")
-    axes.set_xticks(
-        range(len(sets)), titles(sets), rotation=20 if len(sets) > 3 else 0, ha="right" if len(sets) > 3 else "center"
-    )
-    axes.set_ylabel("speed-up")
-    axes.set_title(where, fontsize=10)
+    shown = dict(zip(sets, titles(sets), strict=True))
+    for line, axes in enumerate(panels):
+        part = sets[line * across : (line + 1) * across]
+        for index, method in enumerate(methods):
+            own = {row["set"]: row["speed_up"] for row in rows if row["method"] == method and row["set"] in part}
+            places = [i + (index - (len(methods) - 1) / 2) * width for i, name in enumerate(part) if name in own]
+            found = [own[name] for name in part if name in own]
+            values = np.array([one["value"] for one in found])
+            ends = np.array([[one[end] if one[end] is not None else one["value"] for one in found]
+                             for end in ("low", "high")])  # fmt: skip
+            color, _, hatch = looks[method]
+            axes.bar(
+                places, values, width * 0.92, label=method, color=color, hatch=hatch, edgecolor="white", linewidth=0
+            )
+            errors = np.maximum([values - ends[0], ends[1] - values], 0)
+            axes.errorbar(places, values, errors, fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
+        axes.axhline(1, color="0.4", linewidth=0.8, linestyle="--")
+        tilted = {"rotation": 20, "ha": "right"} if inches < 1.2 else {}
+        axes.set_xticks(range(len(part)), [shown[name] for name in part], **tilted)
+        axes.set_xlim(-0.55, across - 0.45)
+        axes.set_ylabel("speed-up")
+    panels[0].set_title(where, fontsize=10)
     _legend(figure)
     return figure
 
 
-def _acceptance(rows: Sequence[dict[str, Any]], where: str, colors: Mapping[str, str]) -> Any:
-    figure, axes = _figure(5.0, 3.6)
+def _acceptance(rows: Sequence[dict[str, Any]], where: str, looks: Mapping[str, Style]) -> Any:
+    figure, (axes,) = _figure(5.0, 3.3)
     deepest = 0
     for row in rows:
         shares = row["acceptance_by_depth"]
         if any(shares):
             deepest = max(deepest, len(shares))
             label = f"{row['method']} (accept length {row['accept_length']:.2f})"
-            axes.plot(
-                range(1, len(shares) + 1), shares, color=colors[row["method"]], marker="o", markersize=3, label=label
-            )
+            color, line, _ = looks[row["method"]]
+            depths = range(1, len(shares) + 1)
+            axes.plot(depths, shares, color=color, linestyle=line, marker="o", markersize=3, label=label)
     if not deepest:
         return None
     axes.set_xticks(range(1, deepest + 1))
@@ -168,9 +201,9 @@ def _acceptance(rows: Sequence[dict[str, Any]], where: str, colors: Mapping[str,
 
 
 def _times(
-    rows: Sequence[dict[str, Any]], samples: Mapping[str, Sequence[Sample]], where: str, colors: Mapping[str, str]
+    rows: Sequence[dict[str, Any]], samples: Mapping[str, Sequence[Sample]], where: str, looks: Mapping[str, Style]
 ) -> Any:
-    figure, axes = _figure(5.0, 3.6)
+    figure, (axes,) = _figure(5.0, 3.3)
     drawn = False
     for row in rows:
         title = " ".join(str(row[name]) for name in ("set", "temperature", "batch", "method"))
@@ -179,7 +212,8 @@ def _times(
         points = curve(own, range(1, most + 1, max(most // 32, 1)))
         if points:
             times, counts = [time for _, time in points], [count for count, _ in points]
-            axes.plot(times, counts, color=colors[row["method"]], label=row["method"])
+            color, line, _ = looks[row["method"]]
+            axes.plot(times, counts, color=color, linestyle=line, label=row["method"])
             drawn = True
     if not drawn:
         return None
