@@ -20,6 +20,7 @@ from specjax.bench.experiment import full_window
 from specjax.bench.grid import make_grid
 from specjax.bench.prediction import Texts, predict, step_widths
 from specjax.bench.replay import Candidates, Recording
+from specjax.bench.search import distinct
 from specjax.bench.step_costs import StepCosts
 from specjax.bench.tune_tree import TuneSettings, as_toml, axes_of
 from specjax.cli import flags
@@ -165,6 +166,18 @@ def test_the_window_in_which_all_decode():
     assert full_window([first, late]) == full_window([Answer([], [], [])]) == (0.0, 0, 0)
 
 
+def test_points_that_are_run_differ():
+    grid = make_grid(
+        HEAD, axes_of(TuneSettings(steps=("1", "2"), topks=("1", "2"), draft_tokens=("2", "4"), p_mins=("0", "0.1")))
+    )
+    points = sorted(grid.points, key=lambda point: -point.nodes)
+    assert [point.nodes for point in points[:3]] == [4, 4, 3], "near-copies first"
+    assert [point.nodes for point in distinct(points, 3)] == [4, 3, 2]
+    assert distinct(points, 1) == points[:1]
+    of_each = [next(point for point in points if point.nodes == nodes) for nodes in (4, 3, 2)]
+    assert distinct(points, 5) == [*of_each, *(point for point in points if point not in of_each)][:5]
+
+
 # Flags and the file
 
 
@@ -246,6 +259,7 @@ def test_a_search(algorithm, tune, similar, tmp_path, capsys):
     summary = json.loads(out.splitlines()[-1])
     document = json.loads((folder / "results.json").read_text())
     assert document["points"] == summary["points"] == len(document["predictions"])
+    assert document["seconds"] >= sum(document["seconds_by_part"].values()) > 0
     assert document["versions"]["jax"] and document["costs"]["1"]["verify"].keys() >= {"1", "2", "4"}
 
     # Replaying is exact: what was predicted of a point's acceptance is what its run counted.

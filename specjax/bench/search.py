@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -57,6 +59,16 @@ def current_options(model: Mapping[str, Any], draft: DraftOptions | str) -> Draf
     return replace(chosen, **numbers, min_probability=chosen.min_probability or 0.0)
 
 
+def distinct(points: Sequence[Point], count: int) -> list[Point]:
+    """The first `count` points with different numbers of nodes; where there are fewer, the first of the others, too.
+
+    The best points of a grid are near-copies of one another, whose runs would say one thing several times.
+    """
+    first = {point.nodes: point for point in reversed(points)}.values()
+    ordered = sorted(points, key=lambda point: point not in first)  # stable: each part keeps its order
+    return ordered[:count]
+
+
 @dataclass(frozen=True)
 class Measured:
     """A run of a point, or of no drafts."""
@@ -80,6 +92,7 @@ class Search:
         plain: tokens a second without drafts, of each batch size, as the calibration measured them.
         costs: of each batch size.
         verified: runs of each batch size.
+        seconds: that this process took for each part; what the log held took none.
     """
 
     def __init__(self, grid: Grid, plan: Plan, source: Source, log: Log, *, progress: bool = True) -> None:
@@ -93,21 +106,32 @@ class Search:
         self.plain: dict[int, float] = {}
         self.costs: dict[int, StepCosts] = {}
         self.verified: dict[int, list[Measured]] = {}
+        self.seconds: dict[str, float] = {}
 
     def method(self, point: Point) -> Method:
         return Method(point.name, point.name, draft=point.draft)
 
     def run(self, best: int) -> None:
-        """Measures what the log lacks, predicts all points, and runs the `best` best ones of each batch size, the best
-        over all sizes, the current one and none."""
-        self.recorded = Recorded(self.experiment, self._loaded, self.grid, self._log, progress=self._progress)
+        """Measures what the log lacks, predicts all points, and runs of each batch size the `best` best ones that
+        differ (`distinct`), the best over all sizes, the current one and none."""
+        with self._timed("recording"):
+            self.recorded = Recorded(self.experiment, self._loaded, self.grid, self._log, progress=self._progress)
         for batch in self.plan.batch_sizes:
-            self.costs[batch], self.plain[batch] = self._measure(batch)
-            found = [predict(point, self._steps(point, batch), self.costs[batch]) for point in self.grid.points]
-            self.predictions[batch] = sorted(found, key=lambda one: -one.tokens_per_second)
-        for batch in self.plan.batch_sizes:
-            points = [one.point for one in self.predictions[batch][:best]]
-            self.verified[batch] = self._verify(batch, dict.fromkeys([self.overall(), *points, self.grid.current]))
+            with self._timed("costs of a step"):
+                self.costs[batch], self.plain[batch] = self._measure(batch)
+            with self._timed("predicting"):
+                found = [predict(point, self._steps(point, batch), self.costs[batch]) for point in self.grid.points]
+                self.predictions[batch] = sorted(found, key=lambda one: -one.tokens_per_second)
+        with self._timed("running the best"):
+            for batch in self.plan.batch_sizes:
+                points = distinct([one.point for one in self.predictions[batch]], best)
+                self.verified[batch] = self._verify(batch, dict.fromkeys([self.overall(), *points, self.grid.current]))
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - started
 
     # Measured
 

@@ -65,7 +65,11 @@ class TuneSettings:
     )
     match_types: tuple[str, ...] = setting(("BFS", "PROB"), "NGRAM: BFS, PROB or both", metavar="TYPE")
     max_matches: tuple[str, ...] = _values(("12",), "NGRAM: most tokens of a match")
-    best: int = setting(3, "predicted best points that are run; the current tree and none run, too", minimum=1)
+    best: int = setting(
+        3,
+        "predicted best points that are run, of different numbers of draft tokens; the current tree and none run, too",
+        minimum=1,
+    )
     sets: tuple[str, ...] = _as_bench("sets", ("mt_bench",))
     data: str | None = _as_bench("data", None)
     limit: int = _as_bench("limit", 8)
@@ -166,7 +170,9 @@ def tune_tree(chosen: Settings, *, progress: bool) -> dict[str, Any]:
     found = flags.speculative_settings(draft)
     given = " ".join(f"--{name} {value}" for name, value in found.items())
     document = head | identity | {
-        "points": points, "seconds": seconds, "left_out": search.experiment.left_out,
+        "points": points, "seconds": seconds,
+        "seconds_by_part": {part: round(taken, 1) for part, taken in search.seconds.items()},
+        "left_out": search.experiment.left_out,
         "context": search.recorded.context, "costs": {batch: costs.as_dict() for batch, costs in search.costs.items()},
         "plain_tokens_per_second": search.plain,
         "verified": [one.as_dict() for runs in search.verified.values() for one in runs],
@@ -180,7 +186,8 @@ def tune_tree(chosen: Settings, *, progress: bool) -> dict[str, Any]:
         for batch in plan.batch_sizes:
             write_toml(folder / f"best-batch-{batch}.toml", chosen, search.fastest(batch))
     print(text, end="")
-    print(f"{points} points in {seconds:g} s. The fastest that was run: {given}")
+    print(f"{points} points in {seconds:g} s ({', '.join(f'{part} {t:.0f}' for part, t in search.seconds.items())}).")
+    print(f"The fastest that was run: {given}")
     print(f"As a file: python -m specjax.serve --config {folder / 'best.toml'}")
     pictures = draw(folder, chosen.tune.plots, search)
     return {"output": str(folder), "points": points, "flags": given, "pictures": pictures, "seconds": seconds}
