@@ -167,15 +167,13 @@ def test_the_window_in_which_all_decode():
 
 
 def test_points_that_are_run_differ():
-    grid = make_grid(
-        HEAD, axes_of(TuneSettings(steps=("1", "2"), topks=("1", "2"), draft_tokens=("2", "4"), p_mins=("0", "0.1")))
-    )
-    points = sorted(grid.points, key=lambda point: -point.nodes)
-    assert [point.nodes for point in points[:3]] == [4, 4, 3], "near-copies first"
-    assert [point.nodes for point in distinct(points, 3)] == [4, 3, 2]
-    assert distinct(points, 1) == points[:1]
-    of_each = [next(point for point in points if point.nodes == nodes) for nodes in (4, 3, 2)]
-    assert distinct(points, 5) == [*of_each, *(point for point in points if point not in of_each)][:5]
+    axes = axes_of(TuneSettings(steps=("1", "2"), topks=("1", "2"), draft_tokens=("2", "4"), p_mins=("0", "0.1")))
+    points = sorted(make_grid(HEAD, axes).points, key=lambda point: -point.nodes)
+    assert [(point.levels, point.nodes) for point in points[:2]] == [(2, 4)] * 2, "near-copies first"
+    found = distinct(points, 3)
+    assert [(point.levels, point.nodes) for point in found] == [(2, 4), (1, 2), (2, 3)]
+    assert found[0] == points[0] and distinct(points, 1) == found[:1]
+    assert sorted(map(points.index, distinct(points, 99))) == [*range(len(points))], "at last all"
 
 
 # Flags and the file

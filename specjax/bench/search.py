@@ -60,13 +60,20 @@ def current_options(model: Mapping[str, Any], draft: DraftOptions | str) -> Draf
 
 
 def distinct(points: Sequence[Point], count: int) -> list[Point]:
-    """The first `count` points with different numbers of nodes; where there are fewer, the first of the others, too.
+    """Of points in their order the first `count` that differ from each other in levels and in nodes; where there are
+    fewer, those that differ in nodes, and then the others.
 
     The best points of a grid are near-copies of one another, whose runs would say one thing several times.
     """
-    first = {point.nodes: point for point in reversed(points)}.values()
-    ordered = sorted(points, key=lambda point: point not in first)  # stable: each part keeps its order
-    return ordered[:count]
+    left, found = [*points], list[Point]()
+    while left and len(found) < count:
+        nodes, levels = {one.nodes for one in found}, {one.levels for one in found}
+        best = min(
+            left, key=lambda point: 2 * (point.nodes in nodes) + (point.levels in levels)
+        )  # the first of equal ones
+        found.append(best)
+        left.remove(best)
+    return found
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class TuneSettings:
     max_matches: tuple[str, ...] = _values(("12",), "NGRAM: most tokens of a match")
     best: int = setting(
         3,
-        "predicted best points that are run, of different numbers of draft tokens; the current tree and none run, too",
+        "predicted best points that are run, of different steps and draft tokens; the current tree and none run, too",
         minimum=1,
     )
     sets: tuple[str, ...] = _as_bench("sets", ("mt_bench",))
