@@ -42,8 +42,8 @@ def methods_of(args: argparse.Namespace) -> list[Method]:
     found = []
     for tree in args.trees:
         steps, topk, nodes = tree.split(",")
-        path = f",path={args.draft}" if args.draft else ""
-        options = f"steps={steps},topk={topk},nodes={nodes},min_probability=0{path}"
+        more = [f"path={args.draft}"] if args.draft else []
+        options = ",".join([f"steps={steps},topk={topk},nodes={nodes},min_probability=0", *more, *args.options])
         found += [f"{args.algorithm}:{options},coupling={one},name={tree.replace(',', '/')} {one}" for one in COUPLINGS]
     return parse_methods(found)
 
@@ -99,6 +99,7 @@ def main() -> None:
     parser.add_argument("--model", default=checkpoint.BUILT_IN_MODEL, help="alias, local folder or hub id")
     parser.add_argument("--algorithm", default="EAGLE3", help="EAGLE, EAGLE3, MTP or STANDALONE")
     parser.add_argument("--draft", help="folder or hub id; default: the head that comes with specjax for the model")
+    parser.add_argument("--options", nargs="+", default=[], help="more of the algorithm's: vocabulary=intersection")
     parser.add_argument("--trees", nargs="+", default=["5,1,6", "5,8,32"], metavar="STEPS,TOPK,NODES")
     parser.add_argument("--settings", nargs="+", default=["0", "0.3", "0.7", "1"], metavar="T[/TOP_P[/TOP_K]]")
     parser.add_argument("--data", type=Path, default=DATA, help="folder of SET.jsonl files")
@@ -110,6 +111,7 @@ def main() -> None:
     rows = measure(args)
     show(rows, args.settings)
     document = machine("jaxlib", "flax") | {"model": args.model, "algorithm": args.algorithm, "draft": args.draft}
+    document |= {"options": args.options}
     finish("coupling", document | {"max_new_tokens": args.max_new_tokens, "results": rows}, record=args.record)
 
 
