@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,14 +21,14 @@ from specjax.bench.log import Log
 from specjax.bench.methods import Method
 from specjax.bench.prediction import Prediction, mean_parts, predict, step_widths
 from specjax.bench.recording import Recorded
+from specjax.bench.sets import Conversation
 from specjax.bench.step_costs import StepCosts, measure_costs
 from specjax.drafters import DraftOptions, Ngram, NoDraft
 from specjax.drafters.options import ModelOptions
 from specjax.load import choose, requested
-from specjax.progress import progress_bar
 
 NONE = Method("NONE", "none", draft=NoDraft())
-CALIBRATION = 3  # groups of conversations of each set that say what a step takes beyond its parts
+CALIBRATION = 4  # groups of conversations of each set that say what a step takes beyond its parts
 
 
 def current_options(model: Mapping[str, Any], draft: DraftOptions | str) -> DraftOptions:
@@ -145,34 +146,40 @@ class Search:
     def _measure(self, batch: int) -> tuple[StepCosts, float]:
         key = ("costs", batch)
         if key not in self._log:
+            runs: dict[str, list[GroupRun]] = {NONE.name: [], "current": []}
             costs = measure_costs(
                 self._loaded, self.grid, batch, self.recorded.context, temperature=self.plan.temperatures[0],
-                progress=self._progress,
+                beside=self._calibration(batch, runs), progress=self._progress,
             )  # fmt: skip
-            rest, plain = self._calibrate(batch, costs)
+            rest, plain = self._beyond(batch, runs, costs)
             self._log.add(key, {"costs": replace(costs, rest=rest).as_dict(), "plain": plain})
         found = self._log[key]
         return StepCosts.from_dict(found["costs"]), found["plain"]
 
-    def _calibrate(self, batch: int, costs: StepCosts) -> tuple[float, float]:
-        """Seconds that a step of the current tree takes beyond its parts; tokens a second without drafts."""
-        experiment, temperature = self.experiment, self.plan.temperatures[0]
-        methods = {NONE.name: NONE, "current": self._current}
+    def _calibration(self, batch: int, runs: dict[str, list[GroupRun]]) -> list[Callable[[], None]]:
+        """A call for each of the first groups of each set, which runs it without drafts and with the current tree, and
+        adds to `runs`."""
+        experiment, methods = self.experiment, {NONE.name: NONE, "current": self._current}
         contenders = {
             name: EngineContender(self._source.engine(one, experiment.config(batch))) for name, one in methods.items()
         }
-        runs: dict[str, list[GroupRun]] = {name: [] for name in methods}
         for contender in contenders.values():
             experiment.warm_up(contender, batch)
-        sets = {name: groups(each, batch)[:CALIBRATION] for name, each in experiment.sets.items()}
-        with progress_bar(f"Calibrating, batch {batch}", len(sets), "set", shown=self._progress) as bar:
-            for parts in sets.values():
-                for contender in contenders.values():
+
+        def run(group: Sequence[Conversation], first: bool) -> None:
+            for name, contender in contenders.items():
+                if first:  # of a set
                     contender.forget()
-                for group in parts:
-                    for name, contender in contenders.items():
-                        runs[name].append(experiment.complete(contender, group, temperature))
-                bar.update()
+                runs[name].append(experiment.complete(contender, group, self.plan.temperatures[0]))
+
+        return [
+            partial(run, group, index == 0)
+            for each in experiment.sets.values()
+            for index, group in enumerate(groups(each, batch)[:CALIBRATION])
+        ]
+
+    def _beyond(self, batch: int, runs: Mapping[str, Sequence[GroupRun]], costs: StepCosts) -> tuple[float, float]:
+        """Seconds that a step of the current tree takes beyond its parts; tokens a second without drafts."""
 
         def total(name: str, part: str) -> float:
             return float(sum(getattr(window, part) for run in runs[name] for window in run.windows))

@@ -5,13 +5,14 @@
     commit   accepted tokens written to pages and reported to the drafter, by depth of the tree
 
 The parts are programs of their own, which are timed in turns, so that whatever else the machine does hits all of them.
-In the engine they are one program, started ahead of the host; the difference is `rest`, which a run says.
+In the engine they are one program, started ahead of the host; the difference is `rest`, which a run says. A processor's
+speed changes by a tenth within a minute of work, so the run and the timing take turns, too.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -33,7 +34,7 @@ from specjax.step import StepConfig, check_phase, commit_phase, draft_phase
 from specjax.tree import DraftTree, chain
 
 PAGE_SIZE = 16
-ROUNDS = 9  # of each program; the median counts
+ROUNDS = 24  # of each program; the median counts
 TIMED_NODES = 16  # of trees whose drafting is timed: choosing among the candidates costs little, however many stay
 UNLIMITED = 1 << 30  # tokens that a timed request may emit
 
@@ -96,9 +97,13 @@ def _at(draft: DraftOptions, levels: int) -> DraftOptions:
 
 def measure_costs(
     loaded: LoadedModel, grid: Grid, batch: int, context: int, *, temperature: float = 0.0, rounds: int = ROUNDS,
-    progress: bool = True,
+    beside: Sequence[Callable[[], Any]] = (), progress: bool = True,
 ) -> StepCosts:  # fmt: skip
-    """The costs of all shapes of a grid, `rest` aside, for `batch` requests behind `context` tokens each."""
+    """The costs of all shapes of a grid, `rest` aside, for `batch` requests behind `context` tokens each.
+
+    Args:
+        beside: work that is done between rounds, spread evenly over them, each call once.
+    """
     depths = sorted({0, 1, max(point.depth for point in grid.points)})
     bench = _Bench(loaded, grid.current.draft, batch, context, (rounds + 2) * sum(d + 1 for d in depths), temperature)
     programs: dict[tuple[Any, ...], Callable[[], Any]] = {}
@@ -111,7 +116,9 @@ def measure_costs(
             bar.update()
     times: dict[tuple[Any, ...], list[float]] = {shape: [] for shape in shapes}
     with progress_bar(f"Timing parts of a step, batch {batch}", rounds, "round", shown=progress) as bar:
-        for _ in range(rounds):
+        for index in range(rounds):
+            for work in beside[index * len(beside) // rounds : (index + 1) * len(beside) // rounds]:
+                work()
             for shape, program in programs.items():
                 started = time.perf_counter()
                 program()
