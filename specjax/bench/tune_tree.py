@@ -205,7 +205,10 @@ def rows(search: Search) -> list[dict[str, Any]]:
                     "measured_tokens_per_second": round(run.tokens_per_second, 3),
                     "measured_accept_length": run.accept_length,
                     "deviation": round(one.tokens_per_second / run.tokens_per_second - 1, 4),
-                    "measured_speed_up": round(run.tokens_per_second / runs[NONE.name].tokens_per_second, 4),
+                    "measured_speed_up": round(
+                        measured := run.tokens_per_second / runs[NONE.name].tokens_per_second, 4
+                    ),
+                    "speed_up_deviation": round(row["speed_up"] / measured - 1, 4),
                     "texts": " ".join(f"{count} {verdict}" for verdict, count in run.texts.items() if count),
                 }
             found.append(row)
@@ -216,7 +219,8 @@ COLUMNS = {
     "tokens_per_second": ("predicted tok/s", "{:.1f}"), "speed_up": ("speed-up", "{:.2f}"),
     "accept_length": ("accept length", "{:.3f}"), "step_ms": ("step ms", "{:.1f}"),
     "measured_tokens_per_second": ("measured tok/s", "{:.1f}"), "measured_speed_up": ("speed-up", "{:.2f}"),
-    "measured_accept_length": ("accept length", "{:.3f}"), "deviation": ("predicted is off by", "{:+.1%}"),
+    "measured_accept_length": ("accept length", "{:.3f}"), "deviation": ("tok/s are off by", "{:+.1%}"),
+    "speed_up_deviation": ("speed-up is off by", "{:+.1%}"),
     "texts": ("texts", "{}"),
 }  # fmt: skip
 
