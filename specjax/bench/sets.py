@@ -122,7 +122,8 @@ def _lines(file: Path) -> list[tuple[Conversation, str]]:
             raise ValueError(f"{where} is not JSON: {error}") from None
         turns = row.get("turns", [row["prompt"]] if "prompt" in row else None) if isinstance(row, dict) else None
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-            raise ValueError(f"{where} needs `turns`, a list of strings, or `prompt`, a string; got {line[:60]!r}")
+            start = line[:60].decode(errors="replace")
+            raise ValueError(f"{where} needs `turns`, a list of strings, or `prompt`, a string; got {start!r}")
         id = str(row.get("id", f"{file.stem}-{number}"))
         found.append((Conversation(id, tuple(turns)), str(row.get("category", ""))))
     if not found:
