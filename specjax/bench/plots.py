@@ -160,8 +160,8 @@ def _speed_ups(rows: Sequence[dict[str, Any]], where: str, looks: Mapping[str, S
             places = [i + (index - (len(methods) - 1) / 2) * width for i, name in enumerate(part) if name in own]
             found = [own[name] for name in part if name in own]
             values = np.array([one["value"] for one in found])
-            ends = np.array([[one[end] if one[end] is not None else one["value"] for one in found]
-                             for end in ("low", "high")])  # fmt: skip
+            # Of one conversation there is no interval, and none is drawn.
+            ends = np.array([[one[end] for one in found] for end in ("low", "high")], float)
             color, _, hatch = looks[method]
             axes.bar(
                 places, values, width * 0.92, label=method, color=color, hatch=hatch, edgecolor="white", linewidth=0
