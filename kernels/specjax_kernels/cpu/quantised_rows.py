@@ -15,13 +15,12 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float32
 
-from specjax_kernels.cpu import object_code
 from specjax_kernels.cpu.quantised_dots import LANES, Layout, code_rows, emit
 from specjax_kernels.cpu.runtime import Tools, callable_here, register
 from specjax_kernels.cpu.vectors import lanes
 
 MOST_ROWS = 16  # for more `quantised_blocks` takes less time
-TOGETHER = {True: 8, False: 3}  # rows of x that share a weight: with 32 registers of 16 lanes, or 16 of 8
+TOGETHER = {16: 8, 8: 3}  # rows of x that share a weight, by the lanes of 32 registers or of 16
 TILE = 512  # rows of codes in one tile, at most
 TILES = 16  # of a matrix of so many times `LANES` rows or more, at least: the threads share them
 
@@ -54,11 +53,8 @@ def tile_rows(columns: int) -> int:
 def _kernel(tools: Tools, layout: Layout) -> tuple[Any, Any]:
     """(x [N, M], codes, scales) -> [N, W]. A tile is some rows of codes."""
     argument, size, result = tools.argument, tools.argument_size, tools.result
-    products, scales_of, rows_of_tile = (
-        products_of(tools, layout),
-        scales_reader(tools, layout),
-        tools.inlined(tile_rows),
-    )
+    products, scales_of = products_of(tools, layout), scales_reader(tools, layout)
+    rows_of_tile = tools.inlined(tile_rows)
 
     def tiles(call: int) -> int:
         columns = size(call, 1, 0)
@@ -105,9 +101,9 @@ def scales_reader(tools: Tools, layout: Layout) -> Any:
 def products_of(tools: Tools, layout: Layout) -> Any:
     """For kernels: the products of all rows of x and rows `start` to `end` of the codes. Arguments are addresses and
     sizes; the last are what `scales_reader` reads."""
-    together = TOGETHER[object_code.has("avx512f")]
-    dots, of_codes = tools.emitted(15, partial(emit, layout, together)), tools.inlined(code_rows)
     width = lanes()
+    together = TOGETHER[width]
+    dots, of_codes = tools.emitted(15, partial(emit, layout, together)), tools.inlined(code_rows)
 
     @tools.inlined
     def products(
