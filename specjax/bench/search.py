@@ -69,9 +69,8 @@ def distinct(points: Sequence[Point], count: int) -> list[Point]:
     left, found = [*points], list[Point]()
     while left and len(found) < count:
         nodes, levels = {one.nodes for one in found}, {one.levels for one in found}
-        best = min(
-            left, key=lambda point: 2 * (point.nodes in nodes) + (point.levels in levels)
-        )  # the first of equal ones
+        # The first of those that repeat the least.
+        best = min(left, key=lambda point: 2 * (point.nodes in nodes) + (point.levels in levels))
         found.append(best)
         left.remove(best)
     return found

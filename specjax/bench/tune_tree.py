@@ -201,13 +201,12 @@ def rows(search: Search) -> list[dict[str, Any]]:
         for one in predictions:
             row = one.as_dict() | {"speed_up": round(one.tokens_per_second / search.plain[batch], 4)}
             if (run := runs.get(one.point.name)) is not None:
+                measured = run.tokens_per_second / runs[NONE.name].tokens_per_second
                 row |= {
                     "measured_tokens_per_second": round(run.tokens_per_second, 3),
                     "measured_accept_length": run.accept_length,
                     "deviation": round(one.tokens_per_second / run.tokens_per_second - 1, 4),
-                    "measured_speed_up": round(
-                        measured := run.tokens_per_second / runs[NONE.name].tokens_per_second, 4
-                    ),
+                    "measured_speed_up": round(measured, 4),
                     "speed_up_deviation": round(row["speed_up"] / measured - 1, 4),
                     "texts": " ".join(f"{count} {verdict}" for verdict, count in run.texts.items() if count),
                 }
