@@ -144,13 +144,15 @@ class Intake:
         tokens = self.encode(prompt)
         number = next(self._numbers)
         limit = self._limit(len(tokens), sampling.max_new_tokens)
-        for what in ("stop_token_ids", "logit_bias", "logprob_ids"):
-            ids = getattr(sampling, what)
+        last, whose = self.vocab_size - 1, " of this model"
+        for what, most, of in (
             # One that this model does not have is never drawn: SGLang's clients name those of several models.
-            end = MOST_STOP_ID + 1 if what == "stop_token_ids" else self.vocab_size
-            if outside := [token for token in ids if not 0 <= int(token) < end]:
-                whose = "" if what == "stop_token_ids" else " of this model"
-                raise ParameterError(what, f"holds {outside[0]!s:.40}; token ids{whose} are 0 to {end - 1}")
+            ("stop_token_ids", MOST_STOP_ID, ""),
+            ("logit_bias", last, whose),
+            ("logprob_ids", last, whose),
+        ):
+            if outside := [token for token in getattr(sampling, what) if not 0 <= int(token) <= most]:
+                raise ParameterError(what, f"holds {outside[0]!s:.40}; token ids{of} are 0 to {most}")
         if sampling.require_reasoning and self.thinking is None:
             problem = "needs a model that thinks: this one's tokenizer has no tokens <think> and </think>"
             raise ParameterError("require_reasoning", problem)
