@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field, WithJsonSchema
 
@@ -37,6 +37,7 @@ from specjax.serve.fields import (
 )
 from specjax.serve.forms import AnswerForm
 from specjax.serve.messages import ONE_END, Messages, TemplateFields
+from specjax.serve.runner import Pause
 from specjax.serve.structured import (
     FIELDS,
     Choices,
@@ -418,7 +419,7 @@ class AbortRequest(Body):
 
 
 class PauseRequest(Body):
-    mode: Literal["abort", "retract", "in_place"] | None = Field(
+    mode: Pause | None = Field(
         None,
         description="Of requests that run or wait: abort (the default) ends them with the text that there is, retract "
         "frees their pages and in_place keeps them; these go on later.",

@@ -71,7 +71,7 @@ class Runner(threading.Thread):
         self._wake = threading.Condition()
         self._stop_requested = False
         self._ended: str | None = None  # why no request is taken any more
-        self._paused = False  # by `pause`
+        self.paused = False  # by `pause`
         self._reserved = 0  # places of requests that are being tokenised
         self._calls: set[Future[Any]] = set()  # futures of `call` that are not done
         # For the watchdog: whether anything is under way, and a number that changes with each step and command.
@@ -187,7 +187,7 @@ class Runner(threading.Thread):
         """Draws no more tokens until `go_on`; requests are taken, and wait. `mode`: as `PauseRequest`."""
 
         def stop(engine: Engine) -> None:
-            self._paused = True
+            self.paused = True
             if mode == "abort":
                 self._end_told(list(self._listeners))
             elif mode == "retract":
@@ -195,13 +195,17 @@ class Runner(threading.Thread):
 
         return self.call(stop)
 
+    @property
+    def _has_work(self) -> bool:
+        return not self.paused and self.engine.unfinished
+
     def go_on(self) -> Future[None]:
         """After `pause`."""
-        return self.call(lambda _: setattr(self, "_paused", False))
 
-    @property
-    def paused(self) -> bool:
-        return self._paused
+        def start(_: Engine) -> None:
+            self.paused = False
+
+        return self.call(start)
 
     def drain(self) -> None:
         """No new requests."""
@@ -286,11 +290,7 @@ class Runner(threading.Thread):
             with self._wake:
                 self._busy = False
                 self._wake.wait_for(
-                    lambda: (
-                        self._commands
-                        or self._stop_requested
-                        or (engine.unfinished and not engine.stalled and not self._paused)
-                    )
+                    lambda: self._commands or self._stop_requested or (self._has_work and not engine.stalled)
                 )
                 if self._stop_requested:
                     return
@@ -302,7 +302,7 @@ class Runner(threading.Thread):
                     command()
                 except Exception:  # the fault of one request
                     logger.exception("A command to the engine failed")
-            if not engine.unfinished or self._paused:
+            if not self._has_work:
                 continue
             self._beat += 1
             self.profiler.before_step()
