@@ -24,8 +24,9 @@ from specjax.engine.step_times import StepTimes, stored_bits, tree_of
 from specjax.engine.transfers import Read, read_lag
 
 FEW_BIT_TOKENS = 5
-"""`FREE_TOKENS` of a CPU where matrices are held in few bits: SmolLM2-135M in Q4_1 takes 6.0 ms for one token, 8.5 for
-four, 15.5 for eight and 26.4 for sixteen (2 cores with AVX-512)."""
+"""`FREE_TOKENS` of a CPU where matrices are held in few bits: SmolLM2-135M in Q4_1 takes 5.5 ms for one token, 9.5 for
+four, 13.9 for eight and 21.1 for sixteen (2 cores with AVX-512;
+benchmarks/results/before-after-2026-11-25-few-rows.json)."""
 
 FEW_BIT_BYTES = 2
 """A byte of such matrices takes as long as so many of others: that model's 98 MB 6.0 ms, a level of its head's 37 MB
