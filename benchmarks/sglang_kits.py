@@ -7,8 +7,8 @@
 The kits are mixins of tests over HTTP. They need little of SGLang itself, which is not installed: what they import of
 it is replaced by mocks, but for the kits and a few functions of its `test_utils` and fixtures, whose source is read.
 
-Left out, unless --all: tests of models or features that are not this server's (`OTHERS`), and those whose server must be
-started in a special way. Tests that the built-in model of 135M parameters fails by what it writes are listed in
+Left out, unless --all: tests of models or features that are not this server's (`OTHERS`), and those whose server must
+be started in a special way. Tests that the built-in model of 135M parameters fails by what it writes are listed in
 `MODEL`; they run, and are reported apart. Fails if any other test does.
 """
 
