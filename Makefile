@@ -121,11 +121,11 @@ $(SERVE_STAMP): pyproject.toml
 	$(BIN)/python -m pip install --progress-bar on --editable .
 	@touch $@
 
-# The draft head that ships, out of data/, in the three parts it was trained in. Hours on a CPU; goes on where
-# it was stopped.
+# The draft heads that ship, out of data/: the EAGLE-3 head in the three parts it was trained in, then the EAGLE-2 head.
+# Hours on a CPU; goes on where it was stopped.
 head: setup
-	for part in 1 2 3; do \
-		$(BIN)/python -m specjax.train --config configs/train/smollm2-135m-instruct-eagle3-$$part.toml || exit; \
+	for head in eagle3-1 eagle3-2 eagle3-3 eagle2; do \
+		$(BIN)/python -m specjax.train --config configs/train/smollm2-135m-instruct-$$head.toml || exit; \
 	done
 
 clean:

@@ -197,8 +197,8 @@ def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platfo
     platform = platform or jax.default_backend()
     shipped = inside = None
     if not _path(options):
-        shipped = checkpoint.shipped_head(files, config)
-        if isinstance(options, Auto | Eagle) and (shipped is None or options.kind not in (None, shipped.kind)):
+        shipped = checkpoint.shipped_head(files, config, options.kind)
+        if isinstance(options, Auto | Eagle) and shipped is None:
             inside = checkpoint.mtp_config(files, config)
     found = shipped or inside
     given, (options, unused) = options, options.choose(found.kind if found else None)

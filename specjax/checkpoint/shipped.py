@@ -64,21 +64,23 @@ class ShippedHead:
         return tables.get(device, {})
 
 
-HEADS: tuple[ShippedHead, ...] = (
+# The first of a model's heads is the one that accepts the most: AUTO takes it.
+HEADS: tuple[ShippedHead, ...] = tuple(
     ShippedHead(
-        name="smollm2-135m-instruct-eagle3",
-        kind=ALGORITHMS["EAGLE3"].kind,
+        name=f"{BUILT_IN_MODEL}-{name}",
+        kind=ALGORITHMS[algorithm].kind,
         model=BUILT_IN_MODEL,
         # The norms of the GGUF are float32 and hold bfloat16's values, as every conversion of this model has them.
         norm="b1c3b88d13d30d192c39ca32dfc07aa9f333844fccae2e5b34d3f3572dd6c5f4",
         sizes={"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_layers": 30}
         | {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
-    ),
+    )
+    for name, algorithm in (("eagle3", "EAGLE3"), ("eagle2", "EAGLE"))
 )
 
 
-def shipped_head(files: ModelFiles, config: ModelConfig) -> ShippedHead | None:
-    """The first head that ships for a model; None if there is none.
+def shipped_head(files: ModelFiles, config: ModelConfig, kind: str | None = None) -> ShippedHead | None:
+    """The first head of a kind that ships for a model; None if there is none. `kind`: as `Algorithm.kind`; None: any.
 
     The model must have the sizes, and either the name or the final norm of the one that the head was trained with.
     4-bit and 16-bit files of one model have the same norm to the bit, other trainings of the same architecture do not,
@@ -88,7 +90,7 @@ def shipped_head(files: ModelFiles, config: ModelConfig) -> ShippedHead | None:
     """
     for head in HEADS:
         fits = all(getattr(config, name) == size for name, size in head.sizes.items()) and head.is_there
-        if fits and (head.is_named(files.name) or final_norm(files) == head.norm):
+        if fits and kind in (None, head.kind) and (head.is_named(files.name) or final_norm(files) == head.norm):
             return head
     return None
 
