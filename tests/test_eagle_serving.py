@@ -165,7 +165,7 @@ def plain() -> Run:
     lines = [generate.parse_line(at, json.dumps(line), {"seed": 0}, at) for at, line in enumerate(LINES)]
     target = folder() / "plain.jsonl"
     with target.open("w", encoding="utf-8") as output:
-        summary = generate.run(undrafted(), lines, output, progress=False)
+        summary = generate.run(undrafted(), lines, generate.line_writer(output), progress=False)
     rows = [json.loads(row) for row in target.read_text(encoding="utf-8").splitlines()]
     return Run({row["id"]: row for row in rows}, summary)
 

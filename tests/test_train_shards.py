@@ -14,10 +14,11 @@ from jax.sharding import Mesh, PartitionSpec
 from toy_models import tiny_llama
 from train_helpers import arguments, save_data, save_model, start
 
+from specjax.cli.generate import read_input
 from specjax.train import corpus, inputs, update
 from specjax.train.__main__ import main
 from specjax.train.checkpoints import read_metrics
-from specjax.train.generate import parse_shard, read_input
+from specjax.train.generate import parse_shard
 from specjax.train.options import PLACEMENTS, DataSettings, TrainOptions
 
 TWO_DEVICES = """

@@ -1,11 +1,13 @@
 """`python -m specjax.generate`: prompts from a JSONL file, completions to another, decoded speculatively.
 
-An input line is a JSON object with `prompt`, `messages` or `input_ids`, and may hold an `id` and sampling fields of its
-own, among them one that says what the text must follow: `response_format`, `json_schema`, `regex` or `ebnf`. An output
-line, in input order, holds `id, text, output_ids, prompt_tokens, completion_tokens, finish_reason, seed` and what
-speculation did: `spec_verify_ct, spec_accept_length, spec_accept_histogram`; and `logprobs` or `origins`, if the line
-asks for them, with `logprob_start_len` or `prompt_logprobs` also `prompt_logprobs`. The last line of stdout is one JSON
-object about the whole run. Exit status: 0 all lines done, 1 some lines were bad, 2 nothing could be started.
+The input is JSONL, plain or gzipped, or a folder of such files, which are read by name. A line is a JSON object with
+`prompt`, `messages` or `input_ids`, and may hold an `id` and sampling fields of its own, among them one that says what
+the text must follow: `response_format`, `json_schema`, `regex` or `ebnf`. An output line, in input order, holds `id,
+text, output_ids, prompt_tokens, completion_tokens, finish_reason, seed` and what speculation did: `spec_verify_ct,
+spec_accept_length, spec_accept_histogram`; and `logprobs` or `origins`, if the line asks for them, with
+`logprob_start_len` or `prompt_logprobs` also `prompt_logprobs`. The last line of stdout is one JSON object about the
+run. With `--claim` in place of `--output`, processes share a run (see `specjax.cli.claims`). Exit status: 0 all lines
+done, 1 some lines were bad, 2 nothing could be started.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TextIO
@@ -27,13 +31,14 @@ from typing import Any, NamedTuple, TextIO
 from tqdm import tqdm
 
 from specjax import settings
-from specjax.cli import flags, run_command
+from specjax.cli import claims, flags, run_command
 from specjax.engine import Completion, Engine, SamplingParams
 from specjax.engine.executables import PhaseTimes
 from specjax.engine.notes import doubt, drafting_summary, speculation_note
 from specjax.engine.sampling_params import later_seed
 from specjax.engine.sequence import Sequence, Status, completion
 from specjax.progress import progress_bar
+from specjax.train import corpus
 from specjax.viz.trees import render
 
 PROMPT_FIELDS: dict[str, tuple[type, type, str]] = {
@@ -101,13 +106,37 @@ def parse_line(number: int, text: str | bytes, defaults: Mapping[str, Any], coun
         return BadLine(number, str(error))
 
 
-def read_lines(file: Iterable[str | bytes], defaults: Mapping[str, Any]) -> Iterator[Line | BadLine]:
-    """The lines of a JSONL file; blank ones are skipped. Bytes, so that a line that is not UTF-8 is only a bad line."""
-    count = 0
-    for number, text in enumerate(file, start=1):
-        if text.strip():
-            yield parse_line(number, text, defaults, count)
-            count += 1
+def read_input(given: str) -> list[corpus.Line]:
+    """The lines of a file, of a folder's files or, for "-", of stdin, without blank ones. `place` counts through all
+    files, so that each line has a seed of its own. Raises OSError; ValueError: the folder holds no such file."""
+    found = (line for file in corpus.shards([given]) for line in corpus.read(corpus.Source(file, "jsonl")))
+    return [line._replace(place=place) for place, line in enumerate(found)]
+
+
+def bad_line(raw: corpus.Line, given: str, error: Exception) -> BadLine:
+    """Names the file of the line if `given`, the input, is a folder."""
+    return BadLine(raw.number, str(error) if raw.path in (given, "stdin") else f"{raw.path}: {error}")
+
+
+def parse_lines(lines: Iterable[corpus.Line], given: str, defaults: Mapping[str, Any]) -> Iterator[Line | BadLine]:
+    """The requests of input lines. `given`: the input, as it was named."""
+    for raw in lines:
+        if raw.problem:
+            yield bad_line(raw, given, ValueError(raw.problem))
+            continue
+        parsed = parse_line(raw.number, raw.data, defaults, raw.place)
+        yield bad_line(raw, given, ValueError(parsed.reason)) if isinstance(parsed, BadLine) else parsed
+
+
+def line_writer(file: TextIO) -> Callable[[claims.Row | None], None]:
+    """Writes each row, as a line of JSON, at once; None is no line."""
+
+    def write(row: claims.Row | None) -> None:
+        if row is not None:
+            file.write(claims.as_json(row) + "\n")
+            file.flush()
+
+    return write
 
 
 def result(line: Line, done: Completion) -> dict[str, Any]:
@@ -120,10 +149,11 @@ def result(line: Line, done: Completion) -> dict[str, Any]:
 def run(
     engine: Engine,
     lines: Iterable[Line | BadLine | None],
-    output: TextIO,
+    write: Callable[[claims.Row | None], None],
     *,
     progress: bool = True,
     total: int | None = None,
+    shared: claims.ClaimedRun | None = None,
     describe: Callable[[Line, Completion], dict[str, Any] | None] = result,
 ) -> dict[str, Any]:
     """Completes the lines, which are read as the engine gets to them. Returns the summary.
@@ -132,14 +162,17 @@ def run(
 
     Args:
         lines: bad ones are reported on stderr and the rest runs; None is a line that is left out on purpose.
+        write: called once for each line, in input order; None: the line has no result.
         total: how many lines there are, for the progress bar; None: as many as `lines` can tell.
+        shared: the run that `lines` were claimed from; the progress bar is over all its lines. Few are read ahead, so
+            that other processes find unclaimed shards.
         describe: what is written of a line that is done; None counts as failed.
     """
     source = enumerate(lines)
     results: dict[int, dict[str, Any] | None] = {}  # by line, those that wait for earlier ones; None: not to be written
     waiting: dict[str, tuple[int, Line]] = {}  # by request
     count: Counter[str] = Counter()
-    most = max(AHEAD, 2 * engine.config.max_running_requests)
+    most = max(1 if shared else AHEAD, 2 * engine.config.max_running_requests)
 
     def fail(number: int, reason: object) -> None:
         count["failed"] += 1
@@ -148,9 +181,7 @@ def run(
     def put(index: int, row: dict[str, Any] | None) -> None:
         results[index] = row
         while count["written"] in results:
-            if (ready := results.pop(count["written"])) is not None:
-                output.write(json.dumps(ready, ensure_ascii=False) + "\n")
-                output.flush()
+            write(results.pop(count["written"]))
             count["written"] += 1
 
     def feed() -> list[Sequence]:
@@ -182,8 +213,10 @@ def run(
     times = engine.executables.phase_times
     before = PhaseTimes() if times is None else replace(times)
     total = len(lines) if total is None and isinstance(lines, Sized) else total
+    total, initial = (total, 0) if shared is None else (shared.lines, shared.settled())
     started = time.perf_counter()
-    with progress_bar("Generating", total, "request", shown=progress and bool(count["requests"])) as bar:
+    shown_bar = progress and bool(count["requests"])
+    with progress_bar("Generating", total, "request", shown=shown_bar, initial=initial) as bar:
         while engine.unfinished:
             for sequence in engine.step():
                 for tree in sequence.trees[shown[sequence.id] :]:
@@ -207,7 +240,7 @@ def run(
                 speed = count["tokens"] / (time.perf_counter() - started)
                 bar.set_postfix_str(f"accept {accept_length():.2f}, {speed:.1f} tok/s")
             feed()
-            bar.update(count["settled"] - bar.n)
+            bar.update((count["settled"] if shared is None else shared.settled()) - bar.n)
     seconds = time.perf_counter() - started
     if problem := doubt(engine.drafter, engine.counters.drafted_steps, engine.counters.accepted):
         logger.warning("%s", problem)
@@ -251,9 +284,17 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m specjax.generate",
         description="Complete the prompts of a JSONL file, decoding speculatively. The text is the model's own.",
     )
-    add = parser.add_argument_group("input and output").add_argument
-    add("--input", required=True, metavar="FILE", help="JSONL with prompt, messages or input_ids; - = stdin")
-    add("--output", required=True, metavar="FILE", help="JSONL with the completions")
+    files = parser.add_argument_group("input and output")
+    add = files.add_argument
+    add(
+        "--input",
+        required=True,
+        metavar="FILE",
+        help="JSONL with prompt, messages or input_ids, also gzipped, or a folder of such; - = stdin",
+    )
+    output = files.add_mutually_exclusive_group(required=True)
+    output.add_argument("--output", metavar="FILE", help="JSONL with the completions")
+    claims.add_flags(files, output)
     add("--no-progress", action="store_true", help="no progress bars")
     add("--show-trees", action="store_true", help="print each step's draft tree: proposed, drawn and accepted tokens")
     add(
@@ -281,6 +322,23 @@ def sampling_given(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
+def check_output(args: argparse.Namespace) -> None:
+    """Raises ValueError: `--output` is the input, or cannot be written."""
+    target = Path(args.output)
+    if args.input != "-" and target.exists() and any(target.samefile(file) for file in corpus.shards([args.input])):
+        raise ValueError(f"--output {args.output} is the input file")
+    if target.is_dir() or not os.access(target if target.exists() else target.absolute().parent, os.W_OK):
+        raise ValueError(f"--output {args.output} cannot be written")
+
+
+def claim_run(
+    args: argparse.Namespace, chosen: flags.Settings, sampling: Mapping[str, Any], lines: list[corpus.Line]
+) -> claims.ClaimedRun:
+    """The run of `--claim`. Raises ValueError or OSError as `ClaimedRun` does."""
+    depends = {**claims.answers_depend_on(chosen, args.input), "sampling_defaults": chosen.engine.sampling_defaults}
+    return claims.ClaimedRun(Path(args.claim), len(lines), args.shard_lines, {**depends, **sampling})
+
+
 def main(argv: list[str] | None = None) -> int:
     args, chosen = settings.parse(build_parser(), argv, DEFAULTS)
     progress = not args.no_progress
@@ -288,27 +346,32 @@ def main(argv: list[str] | None = None) -> int:
     def work() -> dict[str, Any]:
         given = sampling_given(args)
         SamplingParams.from_mapping(given)
-        if args.input == "-":
-            texts: list[Any] = list(getattr(sys.stdin, "buffer", sys.stdin))
-        else:
-            texts = Path(args.input).read_bytes().split(b"\n")
-        target = Path(args.output)
-        if args.input != "-" and target.exists() and target.samefile(args.input):
-            raise ValueError(f"--output {args.output} is the input file")
-        if target.is_dir() or not os.access(target if target.exists() else target.absolute().parent, os.W_OK):
-            raise ValueError(f"--output {args.output} cannot be written")
+        if args.claim and args.input == "-":
+            raise ValueError("--input must be a file or a folder: every process of --claim reads it")
+        lines = read_input(args.input)
+        if args.output:
+            check_output(args)
         if args.show_trees and isinstance(sys.stdout, io.TextIOWrapper):  # which may not know the trees' lines
             sys.stdout.reconfigure(errors="backslashreplace")
         flags.claim_gpu(chosen)
-        engine = flags.make_engine(chosen, progress=progress, trace=args.show_trees, time_phases=args.time_phases)
-        if progress:
-            note = speculation_note(engine.drafter, engine.buckets)
-            print(f"Speculation: {flags.in_flags(note)}", file=sys.stderr)
-        lines = list(read_lines(texts, {**engine.sampling_defaults, **given}))
-        with target.open("w", encoding="utf-8") as output:  # only now: a run that cannot start keeps the old file
-            return run(engine, lines, output, progress=progress)
+        shared = None if args.output else claim_run(args, chosen, given, lines)
+        with shared or nullcontext():
+            if shared is not None and not shared.begin():
+                return {"requests": 0, "failed": 0, **shared.summary()}
+            engine = flags.make_engine(chosen, progress=progress, trace=args.show_trees, time_phases=args.time_phases)
+            if progress:
+                note = speculation_note(engine.drafter, engine.buckets)
+                print(f"Speculation: {flags.in_flags(note)}", file=sys.stderr)
+            requests = partial(parse_lines, given=args.input, defaults={**engine.sampling_defaults, **given})
+            if shared is not None:
+                source = requests(lines[place] for place in shared.places())
+                return run(engine, source, shared.write, progress=progress, shared=shared) | shared.summary()
+            with Path(args.output).open(
+                "w", encoding="utf-8"
+            ) as file:  # now: a run that cannot start keeps the old file
+                return run(engine, list(requests(lines)), line_writer(file), progress=progress)
 
-    left = "the completions written so far are in the output file"
+    left = "the same command goes on" if args.claim else "the completions written so far are in the output file"
     return run_command("specjax.generate", work, failed="failed", interrupted=left)
 
 

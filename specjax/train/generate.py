@@ -18,7 +18,7 @@ import json
 import random
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from math import isfinite
@@ -31,9 +31,18 @@ from tqdm import tqdm
 
 from specjax import checkpoint, settings
 from specjax.cache import bytes_per_token, init_cache
-from specjax.checkpoint.files import sha256, try_lock, write_text
-from specjax.cli import flags, run_command
-from specjax.cli.generate import BadLine, Line, parse_object, prompt_field, run
+from specjax.checkpoint.files import try_lock, write_text
+from specjax.cli import claims, flags, run_command
+from specjax.cli.generate import (
+    BadLine,
+    Line,
+    bad_line,
+    line_writer,
+    parse_object,
+    prompt_field,
+    read_input,
+    run,
+)
 from specjax.devices import this_memory
 from specjax.engine import Completion, Engine, SamplingParams
 from specjax.engine.memory import STEP_COPIES
@@ -79,12 +88,6 @@ def parse_shard(given: str) -> tuple[int, int]:
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise ValueError(f"--shard must be I/N, with I from 1 to N, got {given!r:.40}")
     return int(match[1]), int(match[2])
-
-
-def read_input(given: str) -> list[corpus.Line]:
-    """The lines of all files; `place` counts through them, so that each line has its own seed."""
-    found = (line for file in corpus.shards([given]) for line in corpus.read(corpus.Source(file, "jsonl")))
-    return [line._replace(place=place) for place, line in enumerate(found)]
 
 
 def resume(
@@ -155,7 +158,7 @@ def free_bytes(mem_fraction: float) -> int:
 
 
 def requests(
-    engine: Engine, lines: list[corpus.Line], mixture: Mapping[float, float], args: argparse.Namespace,
+    engine: Engine, lines: Iterable[corpus.Line], mixture: Mapping[float, float], args: argparse.Namespace,
     too_long: list[corpus.Line],
 ) -> Iterator[Line | BadLine | None]:  # fmt: skip
     """The requests of input lines, made one at a time; None for a prompt that is too long, which is noted."""
@@ -168,7 +171,7 @@ def requests(
                 prompt = [{"role": "user", "content": prompt}]
             ids = engine.encode(prompt)
         except (ValueError, RecursionError) as error:
-            yield BadLine(raw.number, f"{error}" if raw.path == args.input else f"{raw.path}: {error}")
+            yield bad_line(raw, args.input, error)
             continue
         if len(ids) > args.max_prompt_tokens:
             too_long.append(raw)
@@ -199,7 +202,9 @@ def build_parser() -> argparse.ArgumentParser:
     files.add_argument(
         "--input", required=True, metavar="FILE", help="JSONL of prompt or messages, also gzipped, or a folder of such"
     )  # fmt: skip
-    files.add_argument("--output", required=True, metavar="FILE", help="JSONL; FILE.meta.json says how it was made")
+    output = files.add_mutually_exclusive_group(required=True)
+    output.add_argument("--output", metavar="FILE", help="JSONL; FILE.meta.json says how it was made")
+    claims.add_flags(files, output)
     files.add_argument("--overwrite", action="store_true", help="start anew where --output is there")
     files.add_argument("--count", type=int, metavar="N", help="only the first N lines; more can be added later")
     files.add_argument(
@@ -222,34 +227,61 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def settings_of(args: argparse.Namespace, chosen: flags.Settings, mixture: Mapping[float, float]) -> dict[str, Any]:
+    """What answers and their order depend on; batch, algorithm and --count may change."""
+    return {
+        **claims.answers_depend_on(chosen, args.input),
+        **{name: getattr(args, name) for name in ("max_new_tokens", "max_prompt_tokens", "seed", "shuffle")},
+        "temperatures": " ".join(f"{temperature:g}={share:g}" for temperature, share in mixture.items()),
+    }
+
+
 def generate(args: argparse.Namespace, chosen: flags.Settings) -> dict[str, Any]:
     """Answer the lines that are left; returns the summary."""
-    output, model, progress = Path(args.output), chosen.model, not args.no_progress
-    meta, lock_file = (output.with_name(name) for name in (f"{output.name}.meta.json", f".{output.name}.lock"))
     if args.input == "-":
         raise ValueError("--input must be a file: a run that is resumed reads it again")
     lines, part = read_input(args.input), parse_shard(args.shard)
-    flags.claim_gpu(chosen)
     for name in ("count", "max_new_tokens", "max_prompt_tokens"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    given = [f"--{name}" for name in ("count", "overwrite") if getattr(args, name)] + ["--shard"] * (part[1] > 1)
+    if args.claim and given:
+        raise ValueError(
+            f"--claim DIR shares all lines out, and nothing is begun anew: leave out {' and '.join(given)}"
+        )
     SamplingParams(seed=args.seed)
+    mixture = parse_mixture(args.temperatures)
+    flags.claim_gpu(chosen)
+    wanted = settings_of(args, chosen, mixture)
+    if args.shuffle:
+        random.Random(f"order {args.seed}").shuffle(lines)
+    if args.claim:
+        return answer_claimed(args, chosen, lines, mixture, wanted)
+    wanted |= {"shard": args.shard} if part[1] > 1 else {}
+    return answer_file(args, chosen, lines[part[0] - 1 :: part[1]], mixture, wanted)
+
+
+def load_engine(args: argparse.Namespace, chosen: flags.Settings, lines: int, note: str) -> Engine:
+    """The engine for this many lines. `note`: what is said of them."""
+    progress = not args.no_progress
+    chosen = batch_for(chosen, args.max_prompt_tokens + args.max_new_tokens, lines, progress=progress)
+    engine = flags.make_engine(chosen, progress=progress)
+    if progress:
+        rows, speculation = engine.config.max_running_requests, speculation_note(engine.drafter, engine.buckets)
+        tqdm.write(f"{note}; {rows} at once; speculation: {speculation}", file=sys.stderr)
+    return engine
+
+
+def answer_file(
+    args: argparse.Namespace, chosen: flags.Settings, lines: list[corpus.Line], mixture: Mapping[float, float],
+    wanted: Mapping[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """Answer the lines that `--output` lacks."""
+    output = Path(args.output)
+    meta, lock_file = (output.with_name(name) for name in (f"{output.name}.meta.json", f".{output.name}.lock"))
     if output.exists() and any(output.samefile(file) for file in corpus.shards([args.input])):
         raise ValueError(f"--output {output} is the input file, or one of its folder")
     corpus.check_writable(output)
-    mixture = parse_mixture(args.temperatures)
-    if args.shuffle:
-        random.Random(f"order {args.seed}").shuffle(lines)
-    lines = lines[part[0] - 1 :: part[1]]
-    wanted = {  # what answers and their order depend on; batch, algorithm and --count may change
-        **{name: getattr(model, name) for name in ("model", "revision", "tokenizer_path", "chat_template")},
-        **{name: getattr(args, name) for name in ("max_new_tokens", "max_prompt_tokens", "seed", "shuffle")},
-        "dtype": f"auto on {jax.default_backend()}" if model.dtype == "auto" else model.dtype,
-        "content of the input": " ".join(sha256(Path(file)) for file in corpus.shards([args.input])),
-        "temperatures": " ".join(f"{temperature:g}={share:g}" for temperature, share in mixture.items()),
-        **({"plain_content": True} if chosen.engine.plain_content else {}),
-        **({"shard": args.shard} if part[1] > 1 else {}),
-    }
     if (lock := try_lock(lock_file)) is None:
         raise ValueError(f"--output {output} is being written by another run")
     with lock:
@@ -258,19 +290,31 @@ def generate(args: argparse.Namespace, chosen: flags.Settings) -> dict[str, Any]
         left = left[: max((args.count or len(lines)) - done, 0)]
         if not left:
             return {"resumed_after": done, "requests": 0, "failed": 0, "too_long": 0}
-        chosen = batch_for(chosen, args.max_prompt_tokens + args.max_new_tokens, len(left), progress=progress)
-        engine = flags.make_engine(chosen, progress=progress)
-        if progress:
-            place = f", after {done} that are done" if done else ""
-            rows, note = engine.config.max_running_requests, speculation_note(engine.drafter, engine.buckets)
-            tqdm.write(f"{len(left)} lines{place}; {rows} at once; speculation: {note}", file=sys.stderr)
+        place = f", after {done} that are done" if done else ""
+        engine = load_engine(args, chosen, len(left), f"{len(left)} lines{place}")
         too_long: list[corpus.Line] = []
         prompts = requests(engine, left, mixture, args, too_long)
         with output.open("a", encoding="utf-8", newline="\n") as file:  # nothing of an old file is lost before here
             file.truncate(size)
             write_text(meta, json.dumps(wanted, indent=1) + "\n")
-            summary = run(engine, prompts, file, progress=progress, total=len(left), describe=answer)
+            write, shown = line_writer(file), not args.no_progress
+            summary = run(engine, prompts, write, progress=shown, total=len(left), describe=answer)
     return {"resumed_after": done, "too_long": len(too_long), **summary}
+
+
+def answer_claimed(
+    args: argparse.Namespace, chosen: flags.Settings, lines: list[corpus.Line], mixture: Mapping[float, float],
+    wanted: Mapping[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """Answer the lines of the shards of `--claim` that this process gets."""
+    with claims.ClaimedRun(Path(args.claim), len(lines), args.shard_lines, wanted) as shared:
+        if not shared.begin():
+            return {"too_long": 0, "requests": 0, "failed": 0, **shared.summary()}
+        done, too_long = shared.settled(), []
+        engine = load_engine(args, chosen, len(lines) - done, f"{len(lines) - done} of {len(lines)} lines")
+        prompts = requests(engine, (lines[place] for place in shared.places()), mixture, args, too_long)
+        summary = run(engine, prompts, shared.write, progress=not args.no_progress, shared=shared, describe=answer)
+        return {"too_long": len(too_long), **summary, **shared.summary()}
 
 
 def main(argv: list[str] | None = None) -> int:
