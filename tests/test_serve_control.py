@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from engine_helpers import make_engine, shared_engine, tokenizer, toy
 from prometheus_client import Histogram
 from prometheus_client.parser import text_string_to_metric_families
 from server_helpers import SECONDS as LIMIT
-from server_helpers import Running, braked, running, wait_until
+from server_helpers import Running, braked, running, slow_down, wait_until
 
 from specjax.cli.flags import ServerSettings
 from specjax.serve.metrics import SECONDS, Latencies
@@ -143,6 +144,42 @@ def test_the_state_in_sglangs_names(server):
     assert found["speculative_lossy"] is None
     assert (found["speculative_num_steps"], found["speculative_eagle_topk"]) == (server.engine.drafter.depth, 1)
     assert found["disable_radix_cache"] is False
+
+
+def test_loads_while_requests_run_and_wait(monkeypatch):
+    """One request runs and one waits; both forms say so, and `/metrics` says the same. Then nothing is held."""
+    engine = make_engine(toy(), "NONE", max_running_requests=1)
+    slow_down(engine, monkeypatch, 0.05)
+    with running(engine) as server, server.client() as client, ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(server.complete, "hello" * n, max_tokens=40, ignore_eos=True) for n in (1, 2)]
+        wait_until(lambda: engine.scheduler.active and engine.scheduler.waiting)
+        found, (old,), shown = client.get("/v1/loads").json(), client.get("/get_load").json(), metrics(server)
+        for job in jobs:
+            assert job.result().status_code == 200
+        server.wait_idle()
+        (idle,) = client.get("/v1/loads").json()["loads"]
+    (load,) = found["loads"]
+    assert found["dp_rank_count"] == 1
+    assert (load["num_running_reqs"], load["num_waiting_reqs"], load["queues"]["waiting"]) == (1, 1, 1)
+    assert load["utilization"] == 1.0 and load["max_running_requests"] == 1
+    waiting = len(engine.encode("hello")), len(engine.encode("hello" * 2))
+    assert load["num_total_tokens"] - load["num_used_tokens"] in waiting
+    assert load["num_used_tokens"] > 0 and load["max_total_num_tokens"] == shown["sglang:max_total_num_tokens"]
+    assert shown["sglang:num_running_reqs"] == shown["sglang:num_queue_reqs"] == 1 and shown["sglang:token_usage"] > 0
+    assert (found["aggregate"]["total_running_reqs"], found["aggregate"]["total_reqs"]) == (1, 2)
+    assert (old["dp_rank"], old["num_reqs"], old["num_waiting_reqs"]) == (0, 2, 1) and old["num_tokens"] > 0
+    assert idle["num_running_reqs"] == idle["num_waiting_reqs"] == idle["num_used_tokens"] == idle["token_usage"] == 0
+
+
+def test_what_a_router_reads_of_a_server(server):
+    with server.client() as client:
+        info, model = client.get("/server_info").json(), client.get("/model_info").json()
+        text = client.get("/metrics").text
+    assert (info["served_model_name"], info["dp_size"], info["tp_size"]) == ("toy", 1, 1) and info["version"]
+    assert model["served_model_name"] == "toy" and isinstance(model["tokenizer_path"], str) and model["is_generation"]
+    pages, size = server.engine.pool.pages, server.engine.pool.page_size
+    assert f'sglang:cache_config_info{{model_name="toy",num_pages="{pages}",page_size="{size}"}} 1.0' in text
+    assert f'vllm:cache_config_info{{block_size="{size}",model_name="toy",num_gpu_blocks="{pages}"}} 1.0' in text
 
 
 def test_lossy_thresholds_are_in_the_info():

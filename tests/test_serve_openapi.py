@@ -64,7 +64,7 @@ def test_operations_are_complete():
     operations = [(path, method, each) for path, item in found["paths"].items() for method, each in item.items()]
     operations = [each for each in operations if each[1] != "parameters"]
     ids = [operation["operationId"] for _, _, operation in operations]
-    assert len(ids) == len(set(ids)) == 39
+    assert len(ids) == len(set(ids)) == 41
     for path, method, operation in operations:
         responses = operation["responses"]
         assert {"200", "413", "503"} <= set(responses) and ("401" in responses) == (path not in ("/health", "/"))
@@ -236,6 +236,8 @@ def test_answers_have_the_form_that_is_documented():
                 "Health": client.get("/health"),
                 "Success": client.post("/flush_cache"),
                 "ServerInfo": client.get("/server_info"),
+                "Loads": client.get("/v1/loads"),
+                "RankLoads": client.get("/get_load"),
                 "Tokens": client.post("/tokenize", json={"prompt": ["a", "b"]}),
                 "Texts": client.post("/detokenize", json={"tokens": [5, 6]}),
             }

@@ -17,6 +17,7 @@ from specjax.engine import Engine, SamplingParams
 from specjax.serve.delivery import Listener
 from specjax.serve.errors import bad_request, unavailable
 from specjax.serve.fields import AnyBody, Reading, receive_body
+from specjax.serve.loads import loads, rank_loads
 from specjax.serve.metrics import exposition
 from specjax.serve.middleware import check_state
 from specjax.serve.protocol import (
@@ -67,6 +68,8 @@ def server_info(engine: Engine, runner: Runner, settings: ServerSettings, model:
         "speculative_eagle_topk": engine.drafter.topk,
         "disable_radix_cache": not engine.config.prefix_cache,
         "version": fingerprint(),
+        "dp_size": 1,
+        "tp_size": 1,
         "engine": dataclasses.asdict(engine.config),
         "server": server,
         "internal_states": [state],
@@ -124,6 +127,14 @@ def add_control_routes(
     @app.api_route("/server_info", methods=READ)
     async def get_server_info() -> dict[str, Any]:
         return server_info(runner.engine, runner, settings, model)
+
+    @app.api_route("/v1/loads", methods=READ)
+    async def get_loads() -> dict[str, Any]:
+        return loads(runner.engine, runner.traffic)
+
+    @app.api_route("/get_load", methods=READ)
+    async def get_load() -> list[dict[str, int]]:
+        return rank_loads(runner.engine, runner.traffic)
 
     @app.api_route("/metrics", methods=READ)
     async def metrics(request: Request) -> Response:

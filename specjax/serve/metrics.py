@@ -160,10 +160,20 @@ class _Everything(Collector):
         queries = CounterMetricFamily(VLLM + "prefix_cache_queries", "Tokens of prompts.", labels=["model_name"])
         queries.add_metric(label, next(each.value for each in found if each.name == "prompt_tokens"))
         yield queries
+        yield from _cache_config(self._engine, label)
         yield from _speculation(self._engine, label)
         for family in self._traffic.families():
             for prefix in (OURS, SGLANG, VLLM):
                 yield _renamed(family, prefix)
+
+
+def _cache_config(engine: Engine, label: list[str]) -> Iterator[Metric]:
+    """The pool's pages under the labels of SGLang and of vLLM, as llm-d's endpoint picker reads them."""
+    pages = [str(engine.pool.page_size), str(engine.pool.pages)]
+    for prefix, names in ((SGLANG, ["page_size", "num_pages"]), (VLLM, ["block_size", "num_gpu_blocks"])):
+        family = GaugeMetricFamily(f"{prefix}cache_config_info", "Pages of the pool.", labels=["model_name", *names])
+        family.add_metric([*label, *pages], 1)
+        yield family
 
 
 def _speculation(engine: Engine, label: list[str]) -> Iterator[Metric]:

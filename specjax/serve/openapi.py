@@ -120,6 +120,13 @@ MESSAGE = {
     "usage": {"input_tokens": int, "cache_creation_input_tokens": int, "cache_read_input_tokens": int,
               "output_tokens": int},
 }  # fmt: skip
+LOAD = {
+    "dp_rank": int, "num_running_reqs": int, "num_waiting_reqs": int, "num_used_tokens": int, "num_total_tokens": int,
+    "max_total_num_tokens": int, "token_usage": float, "gen_throughput": float, "cache_hit_rate": float,
+    "utilization": float, "max_running_requests": int,
+    "speculative": {"accept_length": float, "accept_rate": float},
+    "queues": {"waiting": int, "grammar": int, "paused": int, "retracted": int},
+}  # fmt: skip
 ANSWERS: dict[str, Any] = {
     "Error": {"error": {"message": str, "type": str, "param": (str, None), "code": (str, int, None)}},
     "ChatCompletion": COMPLETION
@@ -131,8 +138,30 @@ ANSWERS: dict[str, Any] = {
     "GenerateAnswer": (GENERATED, [GENERATED]),
     "Model": MODEL,
     "ModelList": {"object": "list", "data": [MODEL]},
-    "ModelInfo": {"model_path": str, "is_generation": bool},
-    "ServerInfo": {"model_path": str, "version": str, "internal_states": [{"avg_spec_accept_length": float}]},
+    "ModelInfo": {"model_path": str, "served_model_name": str, "tokenizer_path": str, "is_generation": bool},
+    "ServerInfo": {
+        "model_path": str,
+        "served_model_name": str,
+        "version": str,
+        "dp_size": int,
+        "tp_size": int,
+        "internal_states": [{"avg_spec_accept_length": float}],
+    },
+    "Loads": {
+        "timestamp": str,
+        "version": str,
+        "dp_rank_count": int,
+        "loads": [LOAD],
+        "aggregate": {
+            "total_running_reqs": int,
+            "total_waiting_reqs": int,
+            "total_reqs": int,
+            "avg_token_usage": float,
+            "avg_throughput": float,
+            "avg_utilization": float,
+        },
+    },
+    "RankLoads": [{"dp_rank": int, "num_reqs": int, "num_waiting_reqs": int, "num_tokens": int}],
     "Tokens": {"tokens": ([int], [[int]]), "count": (int, [int]), "max_model_len": int},
     "Texts": {"text": (str, [str]), "prompt": (str, [str])},
     "Success": {"success": bool, "message": str},
@@ -164,6 +193,8 @@ ROUTES: list[tuple[Any, ...]] = [
     ("/model_info", "get", "model_info", "SGLang", "The model and its limits", None, "ModelInfo"),
     ("/get_server_info", "get", "get_server_info", "SGLang", "Settings and state", None, "ServerInfo"),
     ("/server_info", "get", "server_info", "SGLang", "Settings and state", None, "ServerInfo"),
+    ("/v1/loads", "get", "loads", "SGLang", "Running and waiting requests, tokens", None, "Loads"),
+    ("/get_load", "get", "get_load", "SGLang", "The older form of /v1/loads", None, "RankLoads"),
     ("/metrics", "get", "metrics", "server", "Metrics for Prometheus", None, None),
     ("/health_generate", "get", "health_generate", "SGLang", "Whether a token can be drawn", None, "Health"),
     ("/abort_request", "post", "abort_request", "SGLang", "End requests", "AbortRequest", "Success"),

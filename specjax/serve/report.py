@@ -103,6 +103,8 @@ def describe(engine: Engine, model: str) -> dict[str, Any]:
     config, counters = engine.target.config, engine.counters
     return {
         "model_path": model,
+        "served_model_name": model,
+        "tokenizer_path": engine.tokenizer.name_or_path,
         "is_generation": True,
         "dtype": config.dtype,
         "vocab_size": engine.vocab_size,

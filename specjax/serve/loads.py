@@ -1,0 +1,59 @@
+"""What routers ask about the load of a server: SGLang's `/v1/loads`, and `/get_load`, its older form."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+from specjax.engine import Engine
+from specjax.serve.metrics import Traffic, read
+from specjax.serve.responses import fingerprint
+
+
+def load_of(engine: Engine, traffic: Traffic) -> dict[str, Any]:
+    """An entry of `loads`. Names and meanings are SGLang's; tokens to come are the prompts of waiting requests."""
+    values = {each.name: each.value for each in read(engine, traffic)}
+    waiting, most = list(engine.scheduler.waiting), engine.config.max_running_requests
+    return {
+        "dp_rank": 0,
+        "num_running_reqs": values["num_running_reqs"],
+        "num_waiting_reqs": len(waiting),
+        "num_used_tokens": values["num_used_tokens"],
+        "num_total_tokens": values["num_used_tokens"] + sum(len(sequence.context) for sequence in waiting),
+        "max_total_num_tokens": values["max_total_num_tokens"],
+        "token_usage": values["token_usage"],
+        "gen_throughput": values["gen_throughput"],
+        "cache_hit_rate": values["cache_hit_rate"],
+        "utilization": values["num_running_reqs"] / most,
+        "max_running_requests": most,
+        "speculative": {"accept_length": values["spec_accept_length"], "accept_rate": values["spec_accept_rate"]},
+        "queues": {"waiting": len(waiting), "grammar": 0, "paused": 0, "retracted": values["num_retracted_reqs"]},
+    }
+
+
+def loads(engine: Engine, traffic: Traffic) -> dict[str, Any]:
+    """The answer of `/v1/loads`; a server is one rank."""
+    load = load_of(engine, traffic)
+    running, waiting = load["num_running_reqs"], load["num_waiting_reqs"]
+    return {
+        "timestamp": datetime.datetime.now(datetime.UTC).isoformat(),
+        "version": fingerprint(),
+        "dp_rank_count": 1,
+        "loads": [load],
+        "aggregate": {
+            "total_running_reqs": running,
+            "total_waiting_reqs": waiting,
+            "total_reqs": running + waiting,
+            "avg_token_usage": load["token_usage"],
+            "avg_throughput": load["gen_throughput"],
+            "avg_utilization": load["utilization"],
+        },
+    }
+
+
+def rank_loads(engine: Engine, traffic: Traffic) -> list[dict[str, int]]:
+    """The answer of `/get_load`, which sglang-router reads for its policy power_of_two."""
+    load = load_of(engine, traffic)
+    waiting = load["num_waiting_reqs"]
+    reqs = load["num_running_reqs"] + waiting
+    return [{"dp_rank": 0, "num_reqs": reqs, "num_waiting_reqs": waiting, "num_tokens": load["num_total_tokens"]}]
