@@ -2,10 +2,10 @@
 
     python benchmarks/claims.py [--prompts 20000] [--processes 4] [--kill-every 8] [--record LABEL]
 
-A tiny random model answers numbered prompts (`specjax.train.generate`). About every `--kill-every` seconds (drawn from an
-exponential distribution) one of the processes is killed with SIGKILL and another one is started, until all shards are
-finished. Then the files, read by name, must hold each prompt once, in the order of the input and with its own seed. The
-exit status is 1 if they do not. The last line is one JSON document.
+A tiny random model answers numbered prompts (`specjax.train.generate`). About every `--kill-every` seconds (drawn from
+an exponential distribution) one of the processes is killed with SIGKILL and another one is started, until all shards
+are finished. Then the files, read by name, must hold each prompt once, in the order of the input and with its own seed.
+The exit status is 1 if they do not. The last line is one JSON document.
 """
 
 from __future__ import annotations
