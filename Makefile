@@ -9,9 +9,10 @@ SMOKE_VENV   ?= .venv-smoke
 GPU_COMPILER ?= .gpu-compiler
 NEWEST_GPU_COMPILER ?= .gpu-compiler-newest
 SCHEMATHESIS ?= .schemathesis
+ROUTERS      ?= .routers
 DOCS_VENV    ?= .venv-docs
 
-.PHONY: setup check test test-processes test-all smoke gpu-compile gpu-compile-all gpu-compile-newest schemathesis docs serve head clean
+.PHONY: setup check test test-processes test-all smoke gpu-compile gpu-compile-all gpu-compile-newest schemathesis routers docs serve head clean
 
 setup: $(STAMP)
 
@@ -46,7 +47,7 @@ test-processes: setup
 # generated requests. More than an hour.
 test-all: setup
 	XLA_FLAGS= $(PYTEST) -m "not gpu_compile"
-	$(MAKE) smoke gpu-compile-all gpu-compile-newest schemathesis
+	$(MAKE) smoke gpu-compile-all gpu-compile-newest schemathesis routers
 
 # Another Python with the newest jax: every module is imported, the kernels run, Triton's in its interpreter.
 # `make smoke SMOKE_PYTHON=python3.12`
@@ -102,6 +103,16 @@ $(SCHEMATHESIS)/.installed: Makefile
 	$(SCHEMATHESIS)/bin/python -m pip install --quiet schemathesis==4.32.5
 	@touch $@
 
+# Two workers behind the routers of other projects, of which one is killed while it answers. About a minute. In CI
+# `make test-processes` runs it, with fewer requests, where `make .routers/sglang-router/.installed` has installed it.
+routers: setup $(ROUTERS)/sglang-router/.installed
+	SPECJAX_ROUTERS=$(abspath $(ROUTERS)) SPECJAX_ROUTER_REQUESTS=500 $(BIN)/python -m pytest -n 0 tests/test_routers.py
+
+$(ROUTERS)/sglang-router/.installed: Makefile
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet sglang-router==0.3.2 setproctitle aiohttp orjson fastapi uvicorn
+	@touch $@
+
 # The documents and the API as pages in build/site; fails on a broken link.
 docs: $(DOCS_VENV)/.installed
 	$(DOCS_VENV)/bin/mkdocs build --quiet
@@ -129,4 +140,4 @@ head: setup
 	done
 
 clean:
-	rm -rf $(VENV) $(SMOKE_VENV) $(GPU_COMPILER) $(NEWEST_GPU_COMPILER) $(SCHEMATHESIS) $(DOCS_VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SMOKE_VENV) $(GPU_COMPILER) $(NEWEST_GPU_COMPILER) $(SCHEMATHESIS) $(ROUTERS) $(DOCS_VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis

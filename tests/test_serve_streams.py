@@ -190,6 +190,26 @@ def test_each_step_is_sent_at_once(server):
         assert server.runner.unfinished == 1, "text came while it runs"
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETE, GENERATE])
+def test_a_stream_begins_with_its_first_event(server, path):
+    """Nothing is sent before: until then a router can give the request to another worker."""
+    body = {CHAT: {"messages": [{"role": "user", "content": "x"}]}, COMPLETE: {"prompt": "x"}, GENERATE: {"text": "x"}}
+    stop = threading.Event()
+    server.runner.call(lambda engine: stop.wait(SECONDS))
+    with connection(server) as sock:
+        sock.sendall(request(path, body[path] | {"stream": True}))
+        try:
+            wait_until(lambda: server.runner.unfinished)
+            sock.settimeout(0.3)
+            with pytest.raises(TimeoutError):
+                sock.recv(1)
+        finally:
+            stop.set()
+        sock.settimeout(SECONDS)
+        assert sock.recv(4096).startswith(b"HTTP/1.1 200")
+    server.wait_idle()
+
+
 def test_stream_interval(monkeypatch):
     body = {"prompt": "hello", "max_tokens": 40, "temperature": 0}
     with running(shared_engine("NONE"), ServerSettings(stream_interval=10)) as server:

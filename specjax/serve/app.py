@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias, TypeVar
 
@@ -220,7 +220,11 @@ def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastA
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, each written as soon as its text is known. Ends the sequences when the client has left."""
+    """Server-sent events, each written as soon as its text is known. Ends the sequences when the client has left.
+
+    The status line goes with the first event. Until then a router can send the request to another server if this one
+    dies; after it, it cannot.
+    """
 
     media_type = "text/event-stream"
 
@@ -242,6 +246,17 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._runner.abort(self._sequences)
+
+    async def stream_response(self, send: Send) -> None:
+        first = await anext(aiter(self.body_iterator))
+        self.body_iterator = _after(first, self.body_iterator)
+        await super().stream_response(send)
+
+
+async def _after(first: Any, rest: AsyncIterable[Any]) -> AsyncIterator[Any]:
+    yield first
+    async for each in rest:
+        yield each
 
 
 async def _events(listener: Listener, task: Task, answer: Answer, deadline: Deadline) -> AsyncIterator[bytes]:

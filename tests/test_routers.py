@@ -1,0 +1,175 @@
+"""Replicas behind routers of other projects, unchanged, as processes: `make routers` installs and runs them.
+
+SPECJAX_ROUTER_REQUESTS is the number of requests during which a worker is killed (120; `make routers` sends 500).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from generate_helpers import saved_model
+from router_helpers import Program, Seen, Worker, ask, ask_all, free_port, router_python, stopping, wait_for
+
+PYTHON = router_python("sglang-router")
+REQUESTS = int(os.environ.get("SPECJAX_ROUTER_REQUESTS", "120"))
+TOKENS, AT_ONCE = 24, 12
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(PYTHON is None, reason="sglang-router is not installed (make routers)"),
+]
+
+
+class Router(Program):
+    """sglang-router over workers, with health checks that are quick enough for a test."""
+
+    def __init__(self, folder: Path, workers: list[Worker]) -> None:
+        self.url = f"http://127.0.0.1:{(port := free_port())}"
+        command = [str(PYTHON), "-m", "sglang_router.launch_router", "--worker-urls", *(w.url for w in workers),
+                   "--policy", "cache_aware", "--host", "127.0.0.1", "--port", str(port),
+                   "--prometheus-port", str(free_port()), "--health-check-interval-secs", "1",
+                   "--health-failure-threshold", "2", "--health-success-threshold", "1",
+                   "--worker-startup-check-interval", "1", "--cb-timeout-duration-secs", "2"]  # fmt: skip
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        super().__init__(command, folder / "router.log", env)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=30)
+
+    def healthy(self) -> set[str]:
+        return {each["url"] for each in self.get("/workers").json()["workers"] if each["is_healthy"]}
+
+
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory):
+    """(workers, router), all ready."""
+    folder = tmp_path_factory.mktemp("routers")
+    (folder / "model").mkdir()
+    model = saved_model(folder / "model", max_position_embeddings=256)
+    workers = [Worker(folder, name, model) for name in ("one", "two")]
+    with stopping(*workers):
+        for worker in workers:
+            worker.wait_ready()
+        router = Router(folder, workers)
+        with stopping(router):
+            wait_for(lambda: len(router.healthy()) == 2, f"two workers:\n{router.log.read_text()}")
+            yield workers, router
+
+
+def nothing_is_held(workers: list[Worker]) -> None:
+    """No request runs or waits, and no page is held but by the prefix cache, which can be emptied."""
+    for worker in workers:
+        wait_for(lambda worker=worker: worker.load()["num_used_tokens"] == 0, f"free pages: {worker.load()}")
+        load = worker.load()
+        assert (load["num_running_reqs"], load["num_waiting_reqs"], load["token_usage"]) == (0, 0, 0.0)
+        assert worker.get("/flush_cache").json()["success"]
+        pages = worker.get("/server_info").json()["internal_states"][0]["pages"]
+        assert pages["free"] == pages["total"] and pages["cached"] == 0
+
+
+def test_a_worker_is_registered_as_itself(replicas):
+    """The router knows the worker's model by the answers of the worker, and merges the metrics of both."""
+    workers, router = replicas
+    found = router.get("/workers").json()["workers"]
+    assert {each["url"] for each in found} == {worker.url for worker in workers}
+    for each in found:
+        assert each["model_id"] == "tiny" and each["connection_mode"] == "HTTP"
+        assert (each["metadata"]["dp_size"], each["metadata"]["served_model_name"]) == ("1", "tiny")
+    assert [model["id"] for model in router.get("/v1/models").json()["data"]] == ["tiny"]
+    assert router.get("/health_generate").status_code == 200
+    loads = router.get("/get_loads").json()["workers"]
+    assert sorted(each["load"] for each in loads) == [0, 0], "-1: the router could not read the load"
+    metrics = router.get("/engine_metrics").text
+    for name in ("token_usage", "num_running_reqs", "num_queue_reqs"):
+        for worker in workers:
+            assert any(
+                line.startswith(f"sglang_{name}{{") and f'worker_addr="{worker.url}"' in line
+                for line in metrics.splitlines()
+            ), name
+    flushed = httpx.post(f"{router.url}/flush_cache", timeout=30).json()
+    assert flushed["status"] == "success" and flushed["workers_flushed"] == 2
+
+
+def test_a_conversation_stays_with_its_worker(replicas):
+    """The cache-aware policy: turns of one conversation go where its prefix is, and take it from the cache there."""
+    workers, router = replicas
+    before = [(worker.total("num_requests_total"), worker.total("cached_tokens_total")) for worker in workers]
+
+    async def talk() -> None:
+        async with httpx.AsyncClient(base_url=router.url, timeout=60, trust_env=False) as client:
+            text = "the hell there was a word and then another word of it "
+            for turn in range(5):
+                seen = await ask(client, text, 4, streams=bool(turn % 2))
+                assert seen.done and len(seen.text) > 0
+                text += seen.text + " and more "
+
+    asyncio.run(talk())
+    asked = [worker.total("num_requests_total") - old for worker, (old, _) in zip(workers, before, strict=True)]
+    cached = [worker.total("cached_tokens_total") - old for worker, (_, old) in zip(workers, before, strict=True)]
+    assert sorted(asked) == [0, 5]
+    assert sum(cached) >= 4 * 40, "each turn but the first finds the pages of the one before"
+    nothing_is_held(workers)
+
+
+def check(seen: list[Seen], expected: dict[str, str], killed_at: float) -> dict[str, int]:
+    """Every request is answered with the text of an undisturbed worker, or has failed with a clear error before its
+    first token; only a stream that had begun before the kill may break off. Returns how many there are of each kind."""
+    answered = [each for each in seen if each.done]
+    for each in answered:
+        assert (each.status, each.text) == (200, expected[each.prompt])
+    broken = [each for each in seen if not each.done and each.begun]
+    for each in broken:
+        assert each.streams and each.sent < killed_at
+        assert expected[each.prompt].startswith(each.text)
+    refused = [each for each in seen if not each.done and not each.begun]
+    for each in refused:
+        assert each.error and (each.status is None or each.status >= 500), each
+    return {"answered": len(answered), "broken": len(broken), "refused": len(refused)}
+
+
+def test_a_worker_is_killed_under_load_and_comes_back(replicas):
+    workers, router = replicas
+    victim, other = workers
+    prompts = [f"{i} the hell {i % 7}" for i in range(REQUESTS)]
+    state: dict[str, Any] = {}
+
+    def kill() -> None:
+        victim.program.popen.send_signal(signal.SIGKILL)
+        victim.program.popen.wait()
+        state["killed"] = time.monotonic()
+
+    seen = asyncio.run(ask_all(router.url, prompts, tokens=TOKENS, at_once=AT_ONCE, at={REQUESTS // 3: kill}))
+    alone = asyncio.run(ask_all(other.url, prompts, tokens=TOKENS, at_once=AT_ONCE, at={}))
+    assert all(each.done for each in alone)
+    counts = check(seen, {each.prompt: each.text for each in alone}, state["killed"])
+    print(counts)
+    assert counts["broken"] + counts["refused"] <= AT_ONCE, f"more than were in flight: {counts}"
+    assert counts["answered"] >= REQUESTS - AT_ONCE
+    # It leaves: what comes now goes to the other alone.
+    wait_for(lambda: router.healthy() == {other.url}, "the router to drop the killed worker")
+    seen = asyncio.run(ask_all(router.url, prompts[:20], tokens=TOKENS, at_once=AT_ONCE, at={}))
+    assert all(each.done for each in seen)
+    nothing_is_held([other])
+    # It comes back at its address, and gets requests.
+    victim.start()
+    victim.wait_ready()
+    wait_for(lambda: len(router.healthy()) == 2, "the router to take the worker back")
+
+    rounds = itertools.count()
+
+    def taken_up() -> bool:
+        """Prompts that no worker has in its cache: the policy spreads those."""
+        new = [f"{chr(ord('a') + i)} {next(rounds)} the hell" for i in range(24)]
+        asyncio.run(ask_all(router.url, new, tokens=TOKENS, at_once=AT_ONCE, at={}))
+        return victim.total("num_requests_total") > 0
+
+    wait_for(taken_up, "requests for the worker that came back")
+    nothing_is_held(workers)
