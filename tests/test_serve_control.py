@@ -151,9 +151,10 @@ def test_loads_while_requests_run_and_wait(monkeypatch):
     engine = make_engine(toy(), "NONE", max_running_requests=1)
     slow_down(engine, monkeypatch, 0.05)
     with running(engine) as server, server.client() as client, ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(server.complete, "hello" * n, max_tokens=40, ignore_eos=True) for n in (1, 2)]
+        jobs = [pool.submit(server.complete, "hello" * n, max_tokens=100, ignore_eos=True) for n in (1, 2)]
         wait_until(lambda: engine.scheduler.active and engine.scheduler.waiting)
         found, (old,), shown = client.get("/v1/loads").json(), client.get("/get_load").json(), metrics(server)
+        monkeypatch.undo()
         for job in jobs:
             assert job.result().status_code == 200
         server.wait_idle()

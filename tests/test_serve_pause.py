@@ -39,6 +39,10 @@ def test_a_pause_changes_no_text(mode, algorithm, monkeypatch):
         time.sleep(0.2)
         assert tokens_so_far(server) == before and not any(each.done() for each in asked)
         with server.client() as client:
+            (load,) = client.get("/v1/loads").json()["loads"]
+            retracted = load["queues"]["retracted"]
+            assert load["queues"]["paused"] == load["num_running_reqs"] == len(before) == 4 - load["num_waiting_reqs"]
+            assert 0 < retracted <= 3 if mode == "retract" else retracted == 0
             assert client.get("/health").status_code == 200
             assert client.get("/health_generate").status_code == 503
         assert server.post("/continue_generation", {}).json()["success"]

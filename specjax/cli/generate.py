@@ -366,9 +366,8 @@ def main(argv: list[str] | None = None) -> int:
             if shared is not None:
                 source = requests(lines[place] for place in shared.places())
                 return run(engine, source, shared.write, progress=progress, shared=shared) | shared.summary()
-            with Path(args.output).open(
-                "w", encoding="utf-8"
-            ) as file:  # now: a run that cannot start keeps the old file
+            # Opened only now: a run that cannot start keeps the old file.
+            with Path(args.output).open("w", encoding="utf-8") as file:
                 return run(engine, list(requests(lines)), line_writer(file), progress=progress)
 
     left = "the same command goes on" if args.claim else "the completions written so far are in the output file"

@@ -130,11 +130,11 @@ def add_control_routes(
 
     @app.api_route("/v1/loads", methods=READ)
     async def get_loads() -> dict[str, Any]:
-        return loads(runner.engine, runner.traffic)
+        return loads(runner)
 
     @app.api_route("/get_load", methods=READ)
     async def get_load() -> list[dict[str, int]]:
-        return rank_loads(runner.engine, runner.traffic)
+        return rank_loads(runner)
 
     @app.api_route("/metrics", methods=READ)
     async def metrics(request: Request) -> Response:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
-from specjax.engine import Engine
-from specjax.serve.metrics import Traffic, read
+from specjax.serve.metrics import read
 from specjax.serve.responses import fingerprint
+from specjax.serve.runner import Runner
 
 
-def load_of(engine: Engine, traffic: Traffic) -> dict[str, Any]:
-    """An entry of `loads`. Names and meanings are SGLang's; tokens to come are the prompts of waiting requests."""
-    values = {each.name: each.value for each in read(engine, traffic)}
+def load_of(runner: Runner) -> dict[str, Any]:
+    """An entry of `loads`. Names and meanings are SGLang's. Tokens to come are those of waiting requests, and `grammar`
+    is 0 since a grammar is compiled before its request is queued."""
+    engine = runner.engine
+    values = {each.name: each.value for each in read(engine, runner.traffic)}
     waiting, most = list(engine.scheduler.waiting), engine.config.max_running_requests
     return {
         "dp_rank": 0,
@@ -27,13 +29,18 @@ def load_of(engine: Engine, traffic: Traffic) -> dict[str, Any]:
         "utilization": values["num_running_reqs"] / most,
         "max_running_requests": most,
         "speculative": {"accept_length": values["spec_accept_length"], "accept_rate": values["spec_accept_rate"]},
-        "queues": {"waiting": len(waiting), "grammar": 0, "paused": 0, "retracted": values["num_retracted_reqs"]},
+        "queues": {
+            "waiting": len(waiting),
+            "grammar": 0,
+            "paused": values["num_running_reqs"] if runner.paused else 0,
+            "retracted": sum(sequence.cached is not None for sequence in waiting),
+        },
     }
 
 
-def loads(engine: Engine, traffic: Traffic) -> dict[str, Any]:
+def loads(runner: Runner) -> dict[str, Any]:
     """The answer of `/v1/loads`; a server is one rank."""
-    load = load_of(engine, traffic)
+    load = load_of(runner)
     running, waiting = load["num_running_reqs"], load["num_waiting_reqs"]
     return {
         "timestamp": datetime.datetime.now(datetime.UTC).isoformat(),
@@ -51,9 +58,9 @@ def loads(engine: Engine, traffic: Traffic) -> dict[str, Any]:
     }
 
 
-def rank_loads(engine: Engine, traffic: Traffic) -> list[dict[str, int]]:
+def rank_loads(runner: Runner) -> list[dict[str, int]]:
     """The answer of `/get_load`, which sglang-router reads for its policy power_of_two."""
-    load = load_of(engine, traffic)
+    load = load_of(runner)
     waiting = load["num_waiting_reqs"]
     reqs = load["num_running_reqs"] + waiting
     return [{"dp_rank": 0, "num_reqs": reqs, "num_waiting_reqs": waiting, "num_tokens": load["num_total_tokens"]}]
