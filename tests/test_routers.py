@@ -9,16 +9,19 @@ import asyncio
 import itertools
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import yaml
 from generate_helpers import saved_model
 from router_helpers import Program, Seen, Worker, ask, ask_all, free_port, router_python, stopping, wait_for
 
 PYTHON = router_python("sglang-router")
+DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 REQUESTS = int(os.environ.get("SPECJAX_ROUTER_REQUESTS", "120"))
 TOKENS, AT_ONCE = 24, 12
 
@@ -26,6 +29,11 @@ pytestmark = [
     pytest.mark.process,
     pytest.mark.skipif(PYTHON is None, reason="sglang-router is not installed (make routers)"),
 ]
+
+
+def plain() -> dict[str, str]:
+    """The environment of programs that are not ours."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 class Router(Program):
@@ -38,8 +46,7 @@ class Router(Program):
                    "--prometheus-port", str(free_port()), "--health-check-interval-secs", "1",
                    "--health-failure-threshold", "2", "--health-success-threshold", "1",
                    "--worker-startup-check-interval", "1", "--cb-timeout-duration-secs", "2"]  # fmt: skip
-        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        super().__init__(command, folder / "router.log", env)
+        super().__init__(command, folder / "router.log", plain())
 
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.url + path, timeout=30)
@@ -62,6 +69,21 @@ def replicas(tmp_path_factory):
         with stopping(router):
             wait_for(lambda: len(router.healthy()) == 2, f"two workers:\n{router.log.read_text()}")
             yield workers, router
+
+
+def test_what_the_deployment_files_use(replicas):
+    """Flags of the router in deploy/, by the router's own parser, and the paths of its probes."""
+    _, router = replicas
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["router"]["command"]
+    text = (DEPLOY / "kubernetes" / "base" / "router.yaml").read_text()
+    deployment = next(each for each in yaml.safe_load_all(text) if each["kind"] == "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    parse = "import sys; from sglang_router.launch_router import parse_router_args as p; print(p(sys.argv[1:]))"
+    for command in (compose, container["args"]):
+        done = subprocess.run([str(PYTHON), "-c", parse, *command], capture_output=True, text=True, env=plain())
+        assert done.returncode == 0 and "port=30000" in done.stdout, done.stderr
+    for probe in ("readinessProbe", "livenessProbe"):
+        assert router.get(container[probe]["httpGet"]["path"]).status_code == 200
 
 
 def nothing_is_held(workers: list[Worker]) -> None:
