@@ -19,14 +19,12 @@ from typing import Any
 
 from llama_shapes import eagle3_head, llama_8b
 from records import RESULTS, finish, machine
+from scale_models import described
 
-from specjax import Params, make_target
 from specjax.costs import KERNEL_RANGE, PLAIN, Decoding, Machine, Tree, expected_accept, step_cost
 from specjax.costs import machine as constants
 from specjax.devices import DEVICES
-from specjax.drafters.base import none_drafter
 from specjax.models.params import Bits
-from specjax.outline import Outline
 
 TREES = (PLAIN, Tree(3, 1, 4), Tree(7, 1, 8), Tree(5, 8, 32))
 BY_RANK = (0.78, 0.07, 0.03, 0.02, 0.01)
@@ -35,17 +33,7 @@ BY_RANK = (0.78, 0.07, 0.03, 0.02, 0.01)
 
 def decoding(layers: int, draft_bits: Bits | None) -> Decoding:
     config = llama_8b(layers)
-    outline = Outline(
-        make_target(config),
-        Params(None, None),
-        none_drafter(),
-        eagle3_head(config),
-        None,
-        None,
-        draft_bits,
-        headers=False,
-    )
-    return Decoding.of(outline)
+    return Decoding.of(described(config, eagle3_head(config), draft_bits=draft_bits))
 
 
 def name(tree: Tree) -> str:

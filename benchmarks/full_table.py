@@ -77,13 +77,13 @@ def section(document: dict[str, Any], record: str) -> str:
     return "\n".join([head, *parts, f"Turns by how their text compares with {document['baseline']}'s: {tail}.\n"])
 
 
-def put(page: str, text: str) -> str:
-    """The page with this text between the marks. Raises ValueError if they are missing."""
-    before, begin, rest = page.partition(BEGIN)
+def put(page: str, text: str, begin: str = BEGIN) -> str:
+    """The page with this text between `begin` and the next end mark. Raises ValueError if they are missing."""
+    before, found, rest = page.partition(begin)
     _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page has no {BEGIN} followed by {END}")
-    return f"{before}{BEGIN}\n\n{text}\n{END}{after}"
+    if not found or not end:
+        raise ValueError(f"the page has no {begin} followed by {END}")
+    return f"{before}{begin}\n\n{text}\n{END}{after}"
 
 
 def main() -> None:

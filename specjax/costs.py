@@ -5,9 +5,10 @@ counted by the same code. Seconds follow from the counts and a `Machine`:
 
     a kernel       max(bytes / bandwidth, flops / speed) + its launch; on a CPU the sum of the two instead of the larger
     a step         the sum over its kernels: the draft's levels, the target's forward, writes to pages, observation
+    an exchange    `specjax.fabric`; of several devices each has its share of weights and pages (`specjax.shares`)
 
-Nothing is measured, compiled or run here. Left out: processed logits (sampling other than greedy), the host, several
-devices. Where a measurement exists, it decides.
+Nothing is measured, compiled or run here. Left out: processed logits (sampling other than greedy), the host. Where a
+measurement exists, it decides.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from specjax.cache import PageSpec
 from specjax.config import Experts, HeadConfig, ModelConfig
 from specjax.devices import Device
 from specjax.drafters.options import TreeShape
+from specjax.fabric import HGX, Fabric
 from specjax.models import table
 from specjax.models.params import Bits, Leaf, Sizes, dimensions, leaf_bytes, read_leaves
 from specjax.outline import Outline, head_parameters, level_reads
+from specjax.shares import head_share, leaf_share, page_share, splits_input
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Machine:
     kernel: float = 2.1e-6  # seconds that a small kernel takes, whatever it does
     attention: float = 4.5e-6  # seconds of an attention call over few tokens
     overlapped: bool = True  # whether reading and multiplying overlap; False: one adds to the other
+    fabric: Fabric = HGX  # between several of these devices
 
 
 COPY_SHARE, FLOPS_SHARE = 0.9, 0.7
@@ -146,14 +150,20 @@ class Op(NamedTuple):
     heads: tuple[int, int] = (1, 1)  # key/value heads, and query heads of each
     window: int | None = None
     experts: Experts | None = None  # the weights are theirs: only chosen ones are read
+    devices: int = 1  # of an exchange: `row_bytes` are summed over these, or gathered
+    gathered: bool = False
 
 
 TABLE = 8192  # tokens that a page table holds: 512 pages of 16
-PRODUCTS, ATTENTION, SMALL = KINDS = ("products", "attention", "small kernels")
+PRODUCTS, ATTENTION, SMALL, EXCHANGE = KINDS = ("products", "attention", "small kernels", "exchanges")
 
 
 def op_cost(op: Op, on: Machine, batch: int, rows: int, context: int, table: int = TABLE) -> Cost:
-    """`rows` of the whole batch, each behind `context` committed tokens, of `table` that its page table holds."""
+    """`rows` of the whole batch, each behind `context` committed tokens, of `table` that its page table holds. Of an
+    exchange the bytes are those that pass between devices; nothing else runs meanwhile."""
+    if op.kind == EXCHANGE:
+        exchange = on.fabric.all_gather if op.gathered else on.fabric.all_reduce
+        return Cost(rows * op.row_bytes, 0.0, op.kernels, exchange(rows * op.row_bytes, op.devices))
     seen = context if op.window is None else min(context, op.window)
     weights = op.weights * (distinct_experts(op.experts, rows) / op.experts.count if op.experts else 1)
     pages, moved = batch * seen * op.token_bytes, rows * op.row_bytes
@@ -190,9 +200,10 @@ def distinct_experts(experts: Experts, rows: int) -> float:
 
 def layer_ops(
     leaves: Iterable[Leaf], sizes: Sizes, config: ModelConfig | HeadConfig, pages: Any, *, window: int | None = None,
-    bits: Bits | None = None,
+    bits: Bits | None = None, devices: int = 1,
 ) -> Iterator[Op]:  # fmt: skip
-    """The kernels of one decoder layer without its writes to pages. `pages`: its pytree of `PageSpec`s.
+    """The kernels of one decoder layer without its writes to pages, on each of `devices` that hold their shares, and
+    the exchanges between them. `pages`: its pytree of `PageSpec`s.
 
     A layer of Llama's is 12: norm, qkv, rotation, attention, combination of its parts, output, addition, norm, gate
     and up, their product, down, addition. So many were counted in programs compiled for an H200.
@@ -207,22 +218,26 @@ def layer_ops(
             if leaf.name.endswith("norm") and leaf.name not in ("query_norm", "key_norm"):
                 yield Op(SMALL, row_bytes=2 * sizes[leaf.dims[0]] * each)
             continue
-        yield product_op(leaf, sizes, config, bits)
+        yield product_op(leaf, sizes, config, bits, devices=devices)
+        share = leaf_share(leaf, sizes, devices)
         outputs = leaf.letters.partition("->")[2].split()
         width = prod(sizes[letter] for letter in outputs)
         times = experts.per_token if experts and leaf.dims[0] == "X" else 1
         if "2" in outputs:  # activation(gate) * up
-            yield Op(SMALL, row_bytes=1.5 * width * each * times)
+            yield Op(SMALL, row_bytes=1.5 * width * each * times * share)
         if leaf.name in ("qkv", "queries"):  # rotation
-            yield Op(SMALL, row_bytes=2 * width * each)
+            yield Op(SMALL, row_bytes=2 * width * each * share)
         attends |= leaf.name == "output"
         if leaf.name in ("output", "down", "experts_down"):  # addition to the residual stream
+            if splits_input(leaf, sizes, devices):  # a shared MLP's part is added before
+                yield Op(EXCHANGE, row_bytes=hidden * each, devices=devices)
             yield Op(SMALL, row_bytes=3 * hidden * each)
         if leaf.name == "router":  # scores, choice, weights of the sum
             yield Op(SMALL, kernels=4, row_bytes=8 * sizes["X"] * 4)
     if attends:
-        kept, heads, groups = page_bytes(pages), config.num_heads, (config.num_kv_heads, config.group_size)
-        keys = values = config.head_dim
+        kept, heads = page_bytes(pages, devices), round(config.num_heads * head_share(config, devices))
+        kv_heads = max(1, round(config.num_kv_heads * head_share(config, devices)))
+        keys, values, groups = config.head_dim, config.head_dim, (kv_heads, heads // kv_heads)
         if latent:
             keys, values, groups = latent.page_width, latent.rank, (1, heads)
         yield Op(
@@ -231,24 +246,29 @@ def layer_ops(
         )  # fmt: skip
 
 
-def product_op(leaf: Leaf, sizes: Sizes, config: ModelConfig | HeadConfig, bits: Bits | None, out: int = 0) -> Op:
-    """A product with a leaf of two axes and more. `out`: bytes of an output's number; 0: those of the dtype."""
+def product_op(
+    leaf: Leaf, sizes: Sizes, config: ModelConfig | HeadConfig, bits: Bits | None, out: int = 0, devices: int = 1
+) -> Op:
+    """A product with a leaf of two axes and more, of which each of `devices` has its share. `out`: bytes of an output's
+    number; 0: those of the dtype."""
     each, shape = np.dtype(leaf.dtype or config.dtype).itemsize, leaf.shape(sizes)
     found = config.experts if isinstance(config, ModelConfig) and leaf.dims[0] == "X" else None
     stacked, times = (found.count, found.per_token) if found else (1, 1)
     elements = prod(shape) // stacked
     first, outputs = leaf.matrix or ((1,), (0,))  # a tied embedding [V, M] is the output matrix
     inputs = prod(shape[axis] for axis in first) // stacked
-    row = inputs * each + prod(shape[axis] for axis in outputs) * (out or each)
-    return Op(
-        PRODUCTS, 1, leaf_bytes(leaf, sizes, config.dtype, bits=bits), times * row, 2 * elements * times, experts=found
+    share, within = leaf_share(leaf, sizes, devices), splits_input(leaf, sizes, devices)
+    row = inputs * each * (share if within else 1) + prod(shape[axis] for axis in outputs) * (out or each) * (
+        1 if within else share
     )
+    weights = leaf_bytes(leaf, sizes, config.dtype, bits=bits) * share
+    return Op(PRODUCTS, 1, weights, times * row, 2 * elements * times * share, experts=found)
 
 
-def page_bytes(specs: Any) -> int:
-    """Bytes of a token in pages."""
+def page_bytes(specs: Any, devices: int = 1) -> float:
+    """Bytes of a token in pages, on each of `devices`."""
     leaves: list[PageSpec] = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PageSpec))
-    return sum(prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
+    return sum(page_share(leaf, devices) * prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
 
 
 # A model and its draft.
@@ -265,22 +285,22 @@ Ops = tuple[tuple[Op, int], ...]
 
 @dataclass(frozen=True)
 class Decoding:
-    """The kernels of a model and of its draft, and how often each is launched."""
+    """The kernels of a model and of its draft on each device, and how often each is launched."""
 
     forward: Ops  # of the target, over all nodes
     output: Ops  # its logits
-    written: tuple[int, ...]  # bytes of a token in each leaf of pages
+    written: tuple[float, ...]  # bytes of a token in each leaf of pages
     level: Ops = ()  # a forward of the draft
     level_output: Ops = ()
     once: Ops = ()  # with the first forward of the draft in a step, that of the observed tokens
-    draft_written: tuple[int, ...] = ()
+    draft_written: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, outline: Outline) -> Decoding:
-        """A drafter of the user's is taken to read all its parameters in every level."""
+    def of(cls, outline: Outline, devices: int = 1) -> Decoding:
+        """Split over `devices`. A drafter of the user's is taken to read all its parameters in every level, on each."""
         target, head, drafts, draft_bits = outline.target, outline.head, outline.model, outline.draft_bits
-        forward, output = _model_ops(target.config, target.pages, outline.bits)
-        found = cls(forward, output, _written(target.pages))
+        forward, output = _model_ops(target.config, target.pages, outline.bits, devices)
+        found = cls(forward, output, _written(target.pages, devices))
         if head is not None:
             pages = outline.draft_pages
             of = head if isinstance(head, HeadConfig) else head.layer
@@ -288,17 +308,21 @@ class Decoding:
             level, once = level_reads(head)
             ends = [leaf for leaf in level if leaf.matrix and leaf.dims[-1] in ("V", "W")]
             inner = [leaf for leaf in level if leaf not in ends]
+            layer = layer_ops(inner, sizes, of, pages[0] if pages and head is not of else pages, bits=draft_bits,
+                              devices=devices)  # fmt: skip
             return replace(
                 found,
-                level=_counted(layer_ops(inner, sizes, of, pages[0] if pages and head is not of else pages,
-                                         bits=draft_bits)),
-                level_output=_counted(_output(leaf, sizes, of, draft_bits) for leaf in ends) or output,
-                once=_counted(product_op(leaf, sizes, of, draft_bits) for leaf in once if len(leaf.dims) > 1),
-                draft_written=_written(pages[0] if head is not of else pages),
-            )  # fmt: skip
+                level=_counted([*layer, *_embedded(target.config, devices)]),
+                level_output=_counted(op for leaf in ends for op in _output(leaf, sizes, of, draft_bits, devices))
+                or output,
+                once=_counted(
+                    product_op(leaf, sizes, of, draft_bits, devices=devices) for leaf in once if len(leaf.dims) > 1
+                ),
+                draft_written=_written(pages[0] if head is not of else pages, devices),
+            )
         if drafts is not None:
-            level, out = _model_ops(drafts.config, drafts.pages, draft_bits)
-            return replace(found, level=level, level_output=out, draft_written=_written(drafts.pages))
+            level, out = _model_ops(drafts.config, drafts.pages, draft_bits, devices)
+            return replace(found, level=level, level_output=out, draft_written=_written(drafts.pages, devices))
         read = sum(prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(outline.params.draft))
         return replace(found, level=((Op(PRODUCTS, weights=read), 1),)) if read else found
 
@@ -307,33 +331,45 @@ class Decoding:
         return bool(self.level)
 
 
-def _model_ops(config: ModelConfig, pages: Sequence[Any], bits: Bits | None) -> tuple[Ops, Ops]:
+def _model_ops(config: ModelConfig, pages: Sequence[Any], bits: Bits | None, devices: int) -> tuple[Ops, Ops]:
     """Of a forward through all layers, and of its logits."""
     sizes, each = dimensions(config), np.dtype(config.dtype).itemsize
     ends, *layers = table(config)
     kinds = Counter((scope.leaves, config.window(i)) for i, scope in enumerate(layers))
     counts: Counter[Op] = Counter([Op(SMALL, row_bytes=2 * config.hidden_size * each)] * 2)  # embedding, final norm
+    counts.update(_embedded(config, devices))
     for (leaves, window), times in kinds.items():
-        for op in layer_ops(leaves, sizes, config, pages[0], window=window, bits=bits):
+        for op in layer_ops(leaves, sizes, config, pages[0], window=window, bits=bits, devices=devices):
             counts[op] += times
     last = [leaf for leaf in read_leaves((ends,)) if len(leaf.dims) > 1]
-    return tuple(counts.items()), _counted(_output(leaf, sizes, config, bits) for leaf in last)
+    return tuple(counts.items()), _counted(op for leaf in last for op in _output(leaf, sizes, config, bits, devices))
 
 
-def _output(leaf: Leaf, sizes: Sizes, config: ModelConfig | HeadConfig, bits: Bits | None) -> Op:
-    """Logits in float32: written, and read once, for their maximum and for whether all are finite."""
-    op = product_op(leaf, sizes, config, bits, out=4)
+def _embedded(config: ModelConfig, devices: int) -> list[Op]:
+    """Of an embedding that is split by tokens, each device has the rows of its own: the sum is what was looked up."""
+    row = config.hidden_size * np.dtype(config.dtype).itemsize
+    return [Op(EXCHANGE, row_bytes=row, devices=devices)] if config.vocab_size % devices == 0 and devices > 1 else []
+
+
+def _output(
+    leaf: Leaf, sizes: Sizes, config: ModelConfig | HeadConfig, bits: Bits | None, devices: int
+) -> Iterator[Op]:
+    """Logits in float32: written, and read once, for their maximum and for whether all are finite. Devices that have
+    those of a part of the vocabulary exchange their best tokens."""
+    op = product_op(leaf, sizes, config, bits, out=4, devices=devices)
     vocabulary = (op.row_flops / 2) / config.hidden_size
-    return op._replace(row_bytes=op.row_bytes + 4 * vocabulary)
+    yield op._replace(row_bytes=op.row_bytes + 4 * vocabulary)
+    if leaf_share(leaf, sizes, devices) < 1:
+        yield Op(EXCHANGE, row_bytes=8, devices=devices, gathered=True)
 
 
 def _counted(ops: Iterable[Op]) -> Ops:
     return tuple(Counter(ops).items())
 
 
-def _written(specs: Any) -> tuple[int, ...]:
+def _written(specs: Any, devices: int) -> tuple[float, ...]:
     leaves = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PageSpec))
-    return tuple(page_bytes(leaf) for leaf in leaves)
+    return tuple(page_bytes(leaf, devices) for leaf in leaves)
 
 
 # A step.
@@ -353,7 +389,7 @@ def step_cost(
             key = f"{phase}, {op.kind}"
             parts[key] = parts.get(key, Cost()).plus(op_cost(op, on, batch, rows, context, table), count * times)
 
-    def small(phase: str, kernels: int, bytes: int = 0) -> None:
+    def small(phase: str, kernels: int, bytes: float = 0) -> None:
         add(phase, ((Op(SMALL, kernels, row_bytes=bytes), 1),), 1)
 
     drafted, path = tree != PLAIN, tree.depth + 1

@@ -1,0 +1,52 @@
+"""What one of several devices holds of a model that is split by heads, widths and vocabulary.
+
+An axis with a logical name is split if the devices divide its size (`specjax.models.params.shards`). Fewer key/value
+heads than devices are held by groups of devices: each has one of them and its part of the query heads. Latents and
+routers are whole on every device; experts are split by their width.
+"""
+
+from __future__ import annotations
+
+from specjax.cache import PageSpec
+from specjax.config import HeadConfig, ModelConfig
+from specjax.models.params import Leaf, Sizes, shards
+
+
+def leaf_share(leaf: Leaf, sizes: Sizes, devices: int) -> float:
+    """The share of a leaf's elements on each device, above 0 and at most 1.
+
+    Example: Llama-3.1-8B has 32 query and 8 key/value heads; each of 16 devices has 2 + 1 + 1 of the 48 heads in `qkv`.
+    """
+    parts = shards(leaf.axes, leaf.shape(sizes), devices)
+    if parts == 1 and "K" in leaf.dims and grouped(sizes["K"], sizes["H"], devices) and not leaf.replicated:
+        if "Q" in leaf.dims:
+            return (sizes["H"] // devices + 2) / (sizes["K"] * sizes["Q"])
+        return 1 / devices if "G" in leaf.dims else 1 / sizes["K"]
+    return 1 / parts
+
+
+def grouped(kv_heads: int, heads: int, devices: int) -> bool:
+    """Whether groups of devices share a key/value head."""
+    return devices > kv_heads and devices % kv_heads == 0 and heads % devices == 0
+
+
+def splits_input(leaf: Leaf, sizes: Sizes, devices: int) -> bool:
+    """Whether a linear map's inputs are what is split, so that its outputs are sums over the devices."""
+    inputs, _ = leaf.matrix or ((1,), ())
+    named = [leaf.axes[axis] for axis in inputs]
+    return any(named) and leaf_share(leaf, sizes, devices) < 1
+
+
+def head_share(config: ModelConfig | HeadConfig, devices: int) -> float:
+    """The share of the query heads that each device attends with."""
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    split = (heads % devices == 0 and kv_heads % devices == 0) or grouped(kv_heads, heads, devices)
+    return 1 / devices if split else 1.0
+
+
+def page_share(spec: PageSpec, devices: int) -> float:
+    """The share of a page leaf on each device: one head of it at least."""
+    parts = shards(spec.axes, spec.shape, devices)
+    if parts == 1 and (heads := [n for axis, n in zip(spec.axes, spec.shape, strict=True) if axis == "kv_heads"]):
+        parts = heads[0] if devices > heads[0] and devices % heads[0] == 0 else 1
+    return 1 / parts
