@@ -32,6 +32,7 @@ from specjax.cache import Block, commit, pool_shape, take_path
 from specjax.compiling import compiler_options
 from specjax.drafters.base import Context, Drafter, Observation, PageSize, Params
 from specjax.drafters.deferred import catch_up
+from specjax.models.ragged import Ragged
 from specjax.models.target import Target
 from specjax.sampling import DrawInputs
 from specjax.state import (
@@ -64,6 +65,9 @@ class StepConfig:
     trace: bool = False  # whether `StepOutput.trace` is filled in
     prompt_logprobs: bool = False  # whether a prefill fills in `StepOutput.prompt`
     dynamic: bool = False  # whether each step chooses among `widths` by `StepInput.sizing`; see `specjax.tree_size`
+    tokens: int = (
+        0  # most tokens of a prefill, all requests together, whose padding the layers leave out; 0: they do not
+    )
 
 
 class Checked(NamedTuple):
@@ -241,7 +245,8 @@ def prefill_step(
     offset = jnp.arange(inputs.tokens.shape[1], dtype=jnp.int32)[None, :]
     embedded, positions = target.embed(params.target, inputs.tokens), context.prefix_length[:, None] + offset
     past = state.cache, context.page_table, context.attended
-    forward = target.forward(params.target, embedded, positions, CAUSAL, *past, features=drafter.features)
+    extra = {"ragged": Ragged.of(length, inputs.tokens.shape[1], config.tokens)} if config.tokens else {}
+    forward = target.forward(params.target, embedded, positions, CAUSAL, *past, features=drafter.features, **extra)
     last = jnp.maximum(length - 1, 0)
     hidden = jnp.take_along_axis(forward.hidden, last[:, None, None], axis=1)
     logits = target.unembed(params.target, hidden)

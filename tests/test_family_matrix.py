@@ -11,16 +11,20 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_helpers import NGRAM, check_idle, check_plain, make_engine
 from family_helpers import FAMILIES, WINDOW, Family, load_family, save_family
+from specjax_kernels import CAUSAL, arrays
 
+from specjax.cache import PoolShape, init_cache
 from specjax.config import HeadConfig
 from specjax.drafters import Drafter, StandaloneParams, TreeShape, eagle_drafter
 from specjax.drafters.standalone import standalone_drafter
 from specjax.engine import Completion, SamplingParams
 from specjax.models.draft_head import init_head_params
+from specjax.models.ragged import Ragged
 from specjax.train.head import head_config
 from specjax.train.options import DraftSettings
 
@@ -92,6 +96,28 @@ def run(family: Family, drafter: Any, params: Any) -> list[Completion]:
     found = engine.generate([prompt for prompt, _ in REQUESTS], SAMPLING)
     check_idle(engine)
     return found
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "qwen3_moe", "deepseek_v3"])
+def test_rows_without_padding(families, name):
+    """Hidden states, features and what is kept of each token are those of the padded block, rows of one token and of
+    none among them, behind committed tokens and a window."""
+    target, params = families(name).toy.target, families(name).toy.params
+    rng = np.random.default_rng(0)
+    lengths, width = np.array([3, 0, 7, 1], np.int32), 7
+    tokens = jnp.asarray(rng.integers(0, VOCABULARY, (4, width)), jnp.int32)
+    committed = jnp.asarray([5, -1, 12, 0], jnp.int32)
+    empty = init_cache(target.pages, PoolShape(16, 4))
+    cache = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(0, 1, leaf.shape), leaf.dtype), empty)
+    table = jnp.asarray(rng.permutation(16).reshape(4, 4), jnp.int32)
+    positions = jnp.maximum(committed, 0)[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
+    given = target.embed(params, tokens), positions, CAUSAL, cache, table, committed
+    padded = target.forward(params, *given, features=(0, 1))
+    found = target.forward(params, *given, features=(0, 1), ragged=Ragged.of(jnp.asarray(lengths), width, 13))
+    for leaf, expected in zip(*(jax.tree.leaves(jax.tree.map(arrays, one)) for one in (found, padded)), strict=True):
+        assert leaf.shape == expected.shape
+        for row, length in enumerate(lengths):
+            np.testing.assert_allclose(leaf[row, :length], expected[row, :length], rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(

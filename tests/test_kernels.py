@@ -271,6 +271,23 @@ def test_packed_is_the_same(name: str) -> None:
         np.testing.assert_allclose(out, expected, rtol=0, atol=atol, err_msg=implementation)
 
 
+@pytest.mark.parametrize("name", ["gqa-3", "mixed-prefix", "inactive-tree", "width-80", "window-tree-holes"])
+def test_queries_that_count_are_the_same(name: str) -> None:
+    """Exactly, whatever the others hold, and whatever becomes of those."""
+    args, options = named(name).arguments()
+    q, k_block, v_block, *pages, q_positions, _, mask = args
+    qkv = pack(q, k_block, v_block)
+    width = qkv.shape[1]
+    whole = every(functools.partial(attention, **options))(qkv, *pages, q_positions, mask)
+    for counted in (0, 1, width // 2, width):
+        queries = (counted + np.arange(qkv.shape[0], dtype=np.int32)) % (width + 1)
+        call = every(functools.partial(attention, **options, queries=jnp.asarray(queries)))
+        for implementation, out in call(qkv, *pages, q_positions, mask).items():
+            for row, count in enumerate(queries):
+                expected = np.asarray(whole[implementation][row, :count], np.float32)
+                np.testing.assert_array_equal(np.asarray(out[row, :count], np.float32), expected, implementation)
+
+
 def test_wrong_packed_arguments() -> None:
     (q, k_block, v_block, *pages, positions, _, mask), options = named("tree").arguments()
     qkv = pack(q, k_block, v_block)

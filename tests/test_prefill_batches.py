@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_helpers import DRAFTS, check_idle, check_plain, make_engine, toy
+from engine_helpers import DRAFTS, VOCABULARY, check_idle, check_plain, make_engine, toy
+from toy_models import tiny_llama
 
 from specjax.drafters import make_drafter
 from specjax.engine import SamplingParams
 from specjax.engine.buckets import PACE, Buckets, Key
 from specjax.engine.pace import Pace
 from specjax.engine.sequence import Status
+from specjax.models.ragged import Ragged
 
 
 def buckets(platform: str = "cpu", algorithm: str = "NONE", **given: Any) -> Buckets:
@@ -117,7 +120,8 @@ def test_a_prefill_keeps_to_the_pace(running, context):
     """Before anything is measured: the largest program that takes no longer than `PACE` steps, by the cost model."""
     found = buckets()
     most, allowed = Pace(found).room(running, 1, context), PACE * found.step_cost(running)
-    costs = {rows * width: found.prefill_cost(rows, width, context) for rows, width in found.prefill_shapes}
+    sizes = [rows * width for rows, width, _ in found.prefill_shapes()]
+    costs = {tokens: found.prefill_cost(tokens, context) for tokens in sizes}
     assert most == max((tokens for tokens, cost in costs.items() if cost <= allowed), default=0)
     assert Pace(found).room(0, 1, context) is None
 
@@ -157,7 +161,7 @@ def test_an_error_of_the_model_is_made_up_for():
     pace, context = Pace(found), 0
     for _ in range(3):
         pace.record(Key("step", 1, 512), 0.060)
-    shapes = sorted(rows * width for rows, width in found.prefill_shapes if rows == 1)
+    shapes = sorted(width for rows, width, _ in found.prefill_shapes() if rows == 1)
     width = shapes[0]
     while context < 6000:
         width = max((w for w in shapes if w <= (pace.room(1, 1, context) or 0)), default=shapes[0])
@@ -182,6 +186,88 @@ def test_many_short_rests_share_a_forward():
     for count, tokens, expected in ((16, 20, (16, 32)), (16, 60, (8, 64)), (8, 60, (8, 64))):
         key = next(found.prefill_keys([tokens] * count, [4] * count, None, {*found.all_keys()}))
         assert (key.rows, key.width) == expected, (count, tokens)
+
+
+def ragged(**sizes: Any) -> list[tuple[int, int, int]]:
+    """(prompts, most tokens of each, of all) of the programs without padding."""
+    found = buckets(ragged=True, **sizes)
+    assert not any(key.tokens for key in buckets("gpu", ragged=True, **sizes).all_keys())
+    assert not any(key.tokens for key in found.all_keys() if key.kind != "prefill")
+    return [(key.rows, key.width, key.tokens) for key in found.all_keys() if key.kind == "prefill" and key.rows > 1]
+
+
+def test_the_programs_without_padding_keep_to_the_limits():
+    """They take the place of the others for several prompts, and there is none where nothing would be left out."""
+    assert ragged() == [(8, 64, 256), (4, 64, 128)]
+    assert ragged(rows=1) == ragged(prefill=64) == []
+    assert ragged(rows=3) == [(3, 64, 128)]
+    assert ragged(prefill=200) == [(8, 64, 200), (4, 64, 128)]
+    assert ragged(prefill=100) == [(8, 64, 100), (4, 64, 100)]
+    assert ragged(chunk=16) == [(8, 16, 64), (4, 16, 32)]
+
+
+@pytest.mark.parametrize(
+    ("left", "expected"),
+    [([40] * 8, [40] * 6 + [16]), ([300, 5, 300, 2, 90], [64, 5, 64, 2, 64]), ([0, 3], [0, 3]), ([1] * 20, [1] * 8)],
+)
+def test_the_first_prompts_take_the_tokens(left, expected):
+    assert Key("prefill", 64, 64, 8, tokens=256).lengths(left) == expected
+    assert Key("prefill", 64, 64, 8).lengths(left) == [min(tokens, 64) for tokens in left[:8]]
+
+
+def test_prompts_of_different_lengths_share_a_forward():
+    """As many as fill the most tokens; beside running requests as many as the pace allows."""
+    found = buckets(ragged=True)
+
+    def chosen(left: list[int], most: int | None = None) -> int:
+        return next(found.prefill_keys(left, [4] * len(left), most, {*found.all_keys()})).size
+
+    assert chosen([40] * 12) == chosen([60] * 8) == 256
+    assert chosen([40, 40, 40]) == chosen([40] * 12, 150) == 128
+    assert chosen([40]) == chosen([40, 40], 100) == 64
+    assert chosen([500]) == 512
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_rows_of_different_lengths_have_their_values_without_padding(seed):
+    """Against a loop."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, 5, 6)
+    total = int(lengths.sum())
+    where = Ragged.of(jnp.asarray(lengths, jnp.int32), 4, total + 3)
+    block = rng.integers(1, 1000, (6, 4, 2))
+    joined = np.asarray(where.joined(jnp.asarray(block)))[0]
+    expected = [block[i, j] for i, length in enumerate(lengths) for j in range(length)]
+    np.testing.assert_array_equal(joined[:total], expected)
+    parted = np.asarray(where.parted(jnp.asarray(joined)[None]))
+    for i, length in enumerate(lengths):
+        np.testing.assert_array_equal(parted[i, :length], block[i, :length])
+
+
+@pytest.mark.parametrize("algorithm", DRAFTS)
+def test_texts_of_prompts_without_padding(algorithm):
+    """Of all lengths, in forwards that two to four of them share, beside running requests."""
+    model = tiny_llama(vocab_size=VOCABULARY)
+    engine = make_engine(
+        model, DRAFTS[algorithm], max_running_requests=4, max_total_tokens=240, chunked_prefill_size=16,
+        context_length=96,
+    )  # fmt: skip
+    engine.warm_up(progress=False)
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(3, 99, int(n)).tolist() for n in rng.choice([1, 2, 9, 15, 16, 17, 33, 60], 12)]
+    params = [SamplingParams(max_new_tokens=8, temperature=float(i % 2), seed=i) for i in range(12)]
+    used: list[Key] = []
+    run = engine.device.run
+
+    def watched(key: Key, program: Any, inputs: Any) -> Any:
+        used.append(key)
+        return run(key, program, inputs)
+
+    engine.device.run = watched
+    for prompt, one, done in zip(prompts, params, engine.generate(prompts, params), strict=True):
+        check_plain(model, prompt, one, done)
+    assert {key.tokens for key in used if key.kind == "prefill"} >= {32}
+    check_idle(engine)
 
 
 @pytest.mark.parametrize("algorithm", DRAFTS)

@@ -112,6 +112,7 @@ def attention(
     positions: Array,
     mask: Causal | Array,
     *,
+    queries: Array | None = None,
     before: tuple[Array, Array] | None = None,
     before_positions: Array | None = None,
     scale: float,
@@ -126,6 +127,7 @@ def attention(
     Args:
         qkv: [B, N, K, G + 2, E], rotated: the G query heads of a key/value head, its key, its value.
         positions: int32 [B, N], of queries and block keys; read only with a window.
+        queries: int32 [B], how many of each row's queries count; the result of the others may be anything. None: all.
         before: keys and values [B, C - N, K, E] of the block's earlier tokens, the first C - N bits of the mask; None:
             C == N.
         before_positions: int32 [B, C - N], theirs; needed with a window, and read only then.
@@ -145,7 +147,9 @@ def attention(
         where = jnp.zeros(keys.shape[:2], jnp.int32)
         if before_positions is not None:
             where = jnp.concatenate([before_positions, positions], axis=1)
-    call = Call(q, keys, values, k_pages, v_pages, page_table, prefix_length, positions, where, mask, **options)
+    call = Call(
+        q, keys, values, k_pages, v_pages, page_table, prefix_length, positions, where, mask, **options, queries=queries
+    )
     check(call)
 
     def attend(name: str) -> Array:

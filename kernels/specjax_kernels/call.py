@@ -12,7 +12,7 @@ from specjax_kernels.masks import Causal, words
 DTYPES = ("float32", "bfloat16", "float16")
 
 FLOATS = {"q": "B N H E", "k_block": "B C K E", "k_pages": "P S K E", "v_block": "B C K Ev", "v_pages": "P S K Ev"}
-INTEGERS = {"page_table": "B T", "prefix_length": "B", "q_positions": "B N", "block_positions": "B C"}
+INTEGERS = {"page_table": "B T", "prefix_length": "B", "queries": "B", "q_positions": "B N", "block_positions": "B C"}
 """The axes of each array."""
 
 
@@ -54,6 +54,7 @@ class Call(NamedTuple):
     v_width: int | None = None
     window: int | None = None
     softcap: float | None = None
+    queries: Array | None = None  # int32 [B]: how many of the N count; None: all
 
     @property
     def bits(self) -> Array:

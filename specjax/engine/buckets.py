@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from specjax.drafters.base import Drafter
@@ -18,6 +19,11 @@ SMALL_CHUNK = {"cpu": 64, "gpu": 256}
 CHUNK = {"cpu": 512, "gpu": 2048}  # on a CPU a forward's cost grows from 64 on: wider chunks only save overhead
 
 PROMPTS = 8  # small chunks that one forward takes, and on a CPU twice as many of half the width
+RAGGED = (4, 2)
+"""Small chunks in as many tokens as a forward of several prompts computes on a CPU, if the model can leave out their
+padding: of up to twice as many prompts, since many are shorter. Attention and what is kept in pages are padded still,
+so more prompts would cost those that fill a chunk."""
+
 FINE_CHUNKS = {"cpu": (16, 8)}  # for prompts beside running requests; on a GPU a small chunk costs what these would
 PART = 0.9  # what a token of a prompt counts that goes on: of programs that save as much, the one that ends more
 FREE_TOKENS = {"cpu": 12, "gpu": 256}  # a forward of as many costs about twice what a forward of one token costs
@@ -68,6 +74,7 @@ class Key(NamedTuple):
     table: int
     rows: int = 1  # prompts of a prefill, requests of a catch-up
     nodes: int = 0
+    tokens: int = 0  # most tokens of all prompts of a prefill together; 0: `rows` times `width`
 
     def __str__(self) -> str:
         plain = " without drafts" if self.nodes == 1 else f" with trees of {self.nodes} tokens" if self.nodes else ""
@@ -75,7 +82,26 @@ class Key(NamedTuple):
         kind = names.get(self.kind, self.kind)
         size = f"{kind} of {self.width} requests{plain}" if self.kind in names else f"{kind} of {self.width} tokens"
         each = f" of each of {self.rows} requests" if self.rows > 1 else ""
+        each += f", {self.tokens} together," if self.tokens else ""
         return f"a {size}{each} with {self.table} pages each"
+
+    @property
+    def size(self) -> int:
+        """Tokens of a prefill or a catch-up, those of all requests together."""
+        return self.tokens or self.rows * self.width
+
+    def lengths(self, left: Iterable[int]) -> list[int]:
+        """How many tokens of each of some prompts a prefill takes, the first ones first, of which so many are left.
+
+        Example: at most 10 tokens, 8 of each of 3 prompts, of [4, 20, 3, 5] are [4, 6].
+        """
+        found, room = list[int](), self.size
+        for count in islice(left, self.rows):
+            if not room:
+                break
+            found.append(min(count, self.width, room))
+            room -= found[-1]
+        return found
 
     @property
     def verifies(self) -> bool:
@@ -89,7 +115,7 @@ class Key(NamedTuple):
 
     def needs_no_less(self, other: Key) -> bool:
         """Whether it holds at least as much in each respect."""
-        mine, its = (key._replace(nodes=key.nodes or 1 << 30) for key in (self, other))
+        mine, its = (key._replace(nodes=key.nodes or 1 << 30, tokens=key.size) for key in (self, other))
         return self.kind == other.kind and all(a >= b for a, b in zip(mine[1:], its[1:], strict=True))
 
 
@@ -98,6 +124,7 @@ class Buckets:
     batches: tuple[int, ...]  # more requests than the last are served in parts
     chunks: tuple[int, ...]  # of one prompt: one or two
     packs: tuple[tuple[int, int], ...]  # other prefills that are worth a program: prompts, tokens of each
+    ragged: tuple[tuple[int, int, int], ...]  # and those without padding: prompts, most tokens of each and of all
     tables: tuple[int, ...]
     widths: tuple[int, ...]  # of the drafter's trees
     block_tokens: int | None  # None: no limit
@@ -118,9 +145,11 @@ class Buckets:
         chunk: int | None = None,
         prefill: int | None = None,
         adaptive: bool = False,
+        ragged: bool = False,
     ) -> Buckets:
         """For batches of up to `rows` requests that may hold `request_pages` pages. A width set explicitly is never
-        reduced. `chunk`, `prefill`: the most tokens of a prompt and of all prompts in one forward."""
+        reduced. `chunk`, `prefill`: the most tokens of a prompt and of all prompts in one forward. `ragged`: whether
+        the model can leave out the padding of prompts of different lengths."""
         kind = "cpu" if platform == "cpu" else "gpu"
         most = (HEAD_BLOCK_TOKENS if drafter.runs_model else BLOCK_TOKENS)[kind]
         largest = min(chunk or CHUNK[kind], prefill or CHUNK[kind], CHUNK[kind])
@@ -132,6 +161,9 @@ class Buckets:
             packs.append((2, small))  # beside many running requests, whose steps give it the time
             if rows >= 2 * PROMPTS:
                 packs.append((2 * PROMPTS, small // 2))  # of many short prompts the rest after a common beginning
+        together = [(prompts * small, min(rows, 2 * prompts)) for prompts in RAGGED] if kind == "cpu" and ragged else []
+        together = [(min(tokens, prefill or tokens), prompts) for tokens, prompts in together]
+        together = [(n, small, tokens) for tokens, n in together if n > 1 and small < tokens < n * small]
         dynamic = drafter.sizing == "dynamic" and drafter.width > 1
         widths = tree_widths(drafter)
         if dynamic:
@@ -140,6 +172,7 @@ class Buckets:
             batches=(*(b for b in BATCHES[kind] if b < rows), rows),
             chunks=tuple(sorted({small, largest})),
             packs=tuple(packs),
+            ragged=tuple(dict.fromkeys(together)),
             tables=(request_pages,) if request_pages <= TABLE else (TABLE, request_pages),
             widths=widths,
             block_tokens=None if drafter.explicit_width else most,
@@ -169,18 +202,20 @@ class Buckets:
             return None
         return PACE * max(1.0, waiting / running)
 
-    @property
-    def prefill_shapes(self) -> list[tuple[int, int]]:
-        """Prompts and tokens of each, of all prefill programs."""
-        return [*((1, chunk) for chunk in self.chunks), *self.packs]
+    def prefill_shapes(self, kind: str = "prefill") -> list[tuple[int, int, int]]:
+        """`Key.rows`, `Key.width` and `Key.tokens` of all programs that several prompts can share, and of those for
+        one. Prefills without padding take the place of others for several prompts."""
+        without = self.ragged if kind == "prefill" else ()
+        padded = [(rows, width, 0) for rows, width in self.packs if rows == 1 or not without]
+        return [*((1, chunk, 0) for chunk in self.chunks), *padded, *without]
 
     def step_cost(self, batch: int) -> int:
         """Of a step of a batch bucket, in units of one token's forward."""
         return self.free_tokens + batch * (1 if self.adaptive else self.tree_widths(batch)[-1])
 
-    def prefill_cost(self, rows: int, width: int, context: int = 0) -> float:
+    def prefill_cost(self, tokens: int, context: int = 0) -> float:
         """Of a prefill after `context` committed tokens, in the same unit."""
-        return rows * width * (1 + context / self.context) + self.free_tokens
+        return tokens * (1 + context / self.context) + self.free_tokens
 
     def prefill_keys(
         self,
@@ -209,25 +244,26 @@ class Buckets:
         after = self.step_cost(self.batch(min(running, self.batches[-1]))) if running else 0
         chunks = self.chunks_for(left[0]) if most is None else self.chunks
         single = [Key(kind, chunk, table) for table in self.tables_for(pages[0]) for chunk in chunks]
-        tables = {rows: self.tables_for(max(pages[:rows]))[0] for rows, _ in self.prefill_shapes}
-        keys = [Key(kind, chunk, tables[rows], rows) for rows, chunk in self.prefill_shapes]
-        ready = sorted((key for key in keys if key in compiled), key=lambda key: key.rows * key.width)
-        found = [key for key in ready if most is None or key.rows * key.width <= most] or ready[:1]
+        shapes = self.prefill_shapes(kind)
+        tables = {rows: self.tables_for(max(pages[:rows]))[0] for rows, _, _ in shapes}
+        keys = [Key(kind, width, tables[rows], rows, tokens=tokens) for rows, width, tokens in shapes]
+        ready = sorted((key for key in keys if key in compiled), key=lambda key: key.size)
+        found = [key for key in ready if most is None or key.size <= most] or ready[:1]
         widths = [key.width for key in found if key.rows == 1] or [single[0].width]
 
-        def cost(rows: int, width: int) -> int:
-            return rows * width + self.free_tokens + after
+        def cost(tokens: int) -> int:
+            return tokens + self.free_tokens + after
 
         def alone(tokens: int) -> float:
             """What a token of a prompt costs that needs so many."""
-            return min(cost(1, width) / max(1, min(tokens, width)) for width in widths)
+            return min(cost(width) / max(1, min(tokens, width)) for width in widths)
 
         each = [alone(tokens) for tokens in left[: max(key.rows for key in found)]] if found else []
 
         def saving(key: Key) -> float:
-            done = (tokens if tokens <= key.width else PART * key.width for tokens in left[: key.rows])
-            otherwise = sum(tokens * price for tokens, price in zip(done, each, strict=False))
-            return otherwise / cost(key.rows, key.width)
+            taken = zip(key.lengths(left), left, each, strict=False)
+            otherwise = sum(price * (tokens if tokens == whole else PART * tokens) for tokens, whole, price in taken)
+            return otherwise / cost(key.size)
 
         if most is None and single[0] not in compiled:
             found = [key for key in found if key.rows > 1 and saving(key) > 1]
@@ -295,12 +331,17 @@ class Buckets:
         next: all requests can share it while the others are compiled."""
         first, *others = self.batches
         batches = self.batches if self.several_widths or not others else (first, others.pop(), *others)
-        sizes = [("prefill", 1, chunk, 0) for chunk in self.chunks]
-        sizes += [("step", 1, batch, nodes) for batch in batches for nodes in self._first_choices(batch)]
+        sizes = [("prefill", 1, chunk, 0, 0) for chunk in self.chunks]
+        sizes += [("step", 1, batch, nodes, 0) for batch in batches for nodes in self._first_choices(batch)]
         kinds = ("prefill", "catch-up") if self.adaptive else ("prefill",)
-        sizes += [("catch-up", 1, chunk, 0) for chunk in self.chunks if self.adaptive]
-        sizes += [(kind, *pack, 0) for kind in kinds for pack in self.packs]
-        return [Key(kind, width, table, rows, nodes) for kind, rows, width, nodes in sizes for table in self.tables]
+        sizes += [("catch-up", 1, chunk, 0, 0) for chunk in self.chunks if self.adaptive]
+        packs = [(kind, pack) for kind in kinds for pack in self.prefill_shapes(kind)[len(self.chunks) :]]
+        sizes += [(kind, rows, width, 0, tokens) for kind, (rows, width, tokens) in packs]
+        return [
+            Key(kind, width, table, rows, nodes, tokens)
+            for kind, rows, width, nodes, tokens in sizes
+            for table in self.tables
+        ]
 
     def constrained_keys(self) -> list[Key]:
         """Programs for requests that follow a grammar, which are compiled when there is one."""
@@ -365,10 +406,11 @@ class Buckets:
                 width = self.chunks_for(left)[0]
                 keys[Key("prefill", width, table)] = None
                 left -= width
-        for rows, chunk in self.packs:
-            if 1 < rows <= len(sequences):
-                keys[Key("prefill", chunk, table, rows)] = None
         keys |= dict.fromkeys(key._replace(kind="catch-up") for key in [*keys] if self.adaptive)
+        for kind in ("prefill", "catch-up") if self.adaptive else ("prefill",):
+            for rows, width, tokens in self.prefill_shapes(kind):
+                if rows > 1 and len(sequences) >= (-(-tokens // width) if tokens else rows):
+                    keys[Key(kind, width, table, rows, tokens=tokens)] = None
         most = min(len(sequences), self.batches[-1])
         sizes = [(batch, nodes) for batch in self.shrinking(most) for nodes in self._first_choices(batch)]
         return [*keys, *(Key("step", batch, table, nodes=nodes) for batch, nodes in sizes)]

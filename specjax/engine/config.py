@@ -80,13 +80,13 @@ class Layout(NamedTuple):
     @classmethod
     def of(
         cls, config: EngineConfig, context_length: int, tokens: int, platform: str, drafter: Drafter,
-        *, adaptive: bool = False,
+        *, adaptive: bool = False, ragged: bool = False,
     ) -> Layout:  # fmt: skip
-        """For a pool of `tokens` tokens, rounded down to pages; it has at least one. `adaptive`: see `Buckets`."""
+        """For a pool of `tokens` tokens, rounded down to pages; it has at least one. Rest: see `Buckets.build`."""
         size = config.page_size
         pool = PoolShape(max(tokens // size, 1), size)
         request_pages = min(-(-context_length // size), pool.pages)
         rows, chunk = config.largest_batch, config.chunked_prefill_size
         sizes = {"request_pages": request_pages, "chunk": chunk, "prefill": config.max_prefill_tokens}
-        sizes |= {"adaptive": adaptive}
+        sizes |= {"adaptive": adaptive, "ragged": ragged}
         return cls(pool, Buckets.build(platform, drafter, rows=rows, **sizes))

@@ -99,7 +99,7 @@ class Engine:
         rows, size = config.max_running_requests, config.page_size
         tokens = pool_tokens(target, config, self.context_length, self.platform, drafter, params)
         sizes = config, self.context_length, tokens, self.platform, drafter
-        self.pool, self.buckets = Layout.of(*sizes, adaptive=self._deferred is not None)
+        self.pool, self.buckets = Layout.of(*sizes, adaptive=self._deferred is not None, ragged=target.ragged)
         lookahead = (2 if config.overlap else 1) * (drafter.depth + 1)
         self.scheduler = Scheduler(
             rows=rows, pages=self.pool.pages, page_size=size, lookahead=lookahead, jump=JUMP,

@@ -185,7 +185,7 @@ class Executables(Programs):
         fixed: dict[str, Any] = {"target": self._target}
         if key.kind in ("prefill", "scoring"):
             shape, unpack = (key.rows, 3 + key.width + key.table), partial(unpack_prefill, **tables)
-            function, config = prefill_step, StepConfig(prompt_logprobs=key.kind == "scoring")
+            function, config = prefill_step, StepConfig(prompt_logprobs=key.kind == "scoring", tokens=key.tokens)
         else:
             widths, constrained = widths or self._buckets.step_widths(key), key.kind == "constrained"
             if widths != (1,) or self._deferred is None:

@@ -113,8 +113,8 @@ def temporary_bytes(target: Target, features: Features, buckets: Buckets, platfo
         return tokens * (lasting + max(passing, scores)) + logits_bytes(rows, model.vocab_size, platform)
 
     steps = [batch * buckets.tree_widths(batch)[-1] for batch in buckets.batches]
-    prefills = [(1, chunk) for chunk in buckets.chunks] + [*buckets.packs]
-    return max(*(held(nodes, nodes) for nodes in steps), *(held(rows * chunk, rows) for rows, chunk in prefills))
+    prefills = [(rows * width, rows) for rows, width, _ in buckets.prefill_shapes()]
+    return max(*(held(nodes, nodes) for nodes in steps), *(held(*prefill) for prefill in prefills))
 
 
 def logits_bytes(nodes: int, vocab_size: int, platform: str = "gpu") -> int:

@@ -48,7 +48,7 @@ class Pace:
     """What an engine has measured of prefills and steps, and the bound that follows for the next prefill."""
 
     buckets: Buckets
-    _prefills: dict[tuple[int, int], Recent] = field(default_factory=dict)  # rows, width -> scale
+    _prefills: dict[tuple[int, int, int], Recent] = field(default_factory=dict)  # as `prefill_shapes` -> scale
     _steps: dict[int, Recent] = field(default_factory=dict)  # batch bucket -> scale
     _seen: set[Key] = field(default_factory=set)
 
@@ -59,8 +59,8 @@ class Pace:
         elif key.kind == "step":
             self._steps.setdefault(key.width, Recent()).add(seconds / self.buckets.step_cost(key.width))
         elif key.kind == "prefill":
-            cost = self.buckets.prefill_cost(key.rows, key.width, context)
-            self._prefills.setdefault((key.rows, key.width), Recent()).add(seconds / cost)
+            cost = self.buckets.prefill_cost(key.size, context)
+            self._prefills.setdefault((key.rows, key.width, key.tokens), Recent()).add(seconds / cost)
 
     def room(self, running: int, waiting: int, context: int = 0) -> int | None:
         """The most tokens of a program that prefills beside `running` requests while `waiting` prompts wait; None: no
@@ -71,14 +71,13 @@ class Pace:
             return None
         batch = self.buckets.batch(min(running, self.buckets.batches[-1]))
         allowed = steps * self._scale(self._steps, batch, self._prefills.values()) * self.buckets.step_cost(batch)
-        fitting = [
-            rows * width
-            for rows, width in self.buckets.prefill_shapes
-            if self._scale(self._prefills, (rows, width), self._steps.values())
-            * self.buckets.prefill_cost(rows, width, context)
-            <= allowed
-        ]
-        return max(fitting, default=0)
+        shapes = {shape: shape[2] or shape[0] * shape[1] for shape in self.buckets.prefill_shapes()}
+
+        def seconds(shape: tuple[int, int, int]) -> float:
+            cost = self.buckets.prefill_cost(shapes[shape], context)
+            return self._scale(self._prefills, shape, self._steps.values()) * cost
+
+        return max((tokens for shape, tokens in shapes.items() if seconds(shape) <= allowed), default=0)
 
     @staticmethod
     def _scale(own: dict, name: object, others: Iterable[Recent]) -> float:

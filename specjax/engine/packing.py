@@ -104,10 +104,17 @@ def unpack_catch_up(packed: Int32[Array, "B 1"], tables: Int32[Array, "R T"], wi
 
 
 def prefill_input(
-    sequences: list[Sequence], batch: int, width: int, table: int, *, rows: int, pages: int
+    sequences: list[Sequence],
+    batch: int,
+    width: int,
+    table: int,
+    *,
+    rows: int,
+    pages: int,
+    lengths: Iterable[int] | None = None,
 ) -> np.ndarray:
     """Input for the next chunk of each sequence's context, in `width` tokens and `table` pages, for a bucket of `batch`
-    entries: int32 [batch, 3 + width + table].
+    entries: int32 [batch, 3 + width + table]. `lengths`: tokens of each chunk; None: as many as fit.
 
     The last chunk of a context draws, unless the token after it is known. Empty entries get slots from R = `rows` on.
     `pages` is P.
@@ -115,9 +122,13 @@ def prefill_input(
     packed = np.zeros((batch, 3 + width + table), np.int32)
     packed[:, 0] = range(rows, rows + batch)
     packed[:, 3 + width :] = pages
-    for i, sequence in enumerate(sequences):
+    lengths = (
+        [min(len(sequence.context) - sequence.prefilled, width) for sequence in sequences]
+        if lengths is None
+        else lengths
+    )
+    for i, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
         context = sequence.context
-        length = min(len(context) - sequence.prefilled, width)
         end = sequence.prefilled + length
         after = context[end] if end < len(context) else sequence.forced_token
         packed[i, :3] = cast(int, sequence.slot), length, NO_FORCED_TOKEN if after is None else after

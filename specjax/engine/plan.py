@@ -133,12 +133,16 @@ def make_plan(case: Case) -> Plan:
     memory = None if case.platform == "cpu" else Memory(case.device.memory, case.limit, weights + draft_weights)
     try:
         tokens = fitting_tokens(target, config, context, drafter, memory, pages + draft_pages, n)
-        pool, buckets = Layout.of(config, context, tokens, case.platform, drafter, adaptive=chooses)
+        pool, buckets = Layout.of(
+            config, context, tokens, case.platform, drafter, adaptive=chooses, ragged=target.ragged
+        )
         tokens = prod(pool)
     except ValueError as error:
         problems.append(str(error))
         tokens, room = 0, rows * context
-        buckets = Layout.of(config, context, room, case.platform, drafter, adaptive=chooses).buckets
+        buckets = Layout.of(
+            config, context, room, case.platform, drafter, adaptive=chooses, ragged=target.ragged
+        ).buckets
     plan = Plan(
         context_length=context,
         weights=weights,

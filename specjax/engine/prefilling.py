@@ -53,13 +53,15 @@ class Prefills:
             # Only this request needs such a program.
             self._give_up(prompts[0], f"{NO_SCORES}: {error}")
             return 0
-        part = prompts[: key.rows]
-        inputs = prefill_input(part, key.rows, key.width, key.table, rows=self._rows, pages=self._pages)
+        lengths = key.lengths(sequence.left for sequence in prompts)
+        part = prompts[: len(lengths)]
+        sizes = {"rows": self._rows, "pages": self._pages, "lengths": lengths}
+        inputs = prefill_input(part, key.rows, key.width, key.table, **sizes)
         at = perf_counter()
         output = self._device.run(key, program, inputs)
         prefilled = []
-        for sequence in part:
-            start, tokens = sequence.prefilled, min(sequence.left, key.width)
+        for sequence, tokens in zip(part, lengths, strict=True):
+            start = sequence.prefilled
             self._counters.prefilled_tokens += tokens
             sequence.prefill(tokens)
             prefilled.append((start, sequence.prefilled))

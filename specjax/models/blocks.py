@@ -16,6 +16,7 @@ from specjax_kernels import Norm
 
 from specjax.cache import PageSpec
 from specjax.config import HeadConfig, ModelConfig
+from specjax.models.ragged import Ragged
 from specjax.models.rope import Rotation, rotate
 from specjax.types import Hidden, PageTable, PerRequest, Positions, Weights
 
@@ -55,6 +56,7 @@ class Past(NamedTuple):
     prefix_length: PerRequest
     before: Any = None  # the same of a draft's upper levels, which are not committed: [B, C - N, ...]
     before_positions: Positions | None = None  # [B, C - N], theirs; read with a window only
+    ragged: Ragged | None = None  # x, rotation, positions and residual are [1, U, ...] of a block [B, N, ...]
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,9 @@ def attention(
         queries, keys = (head_norm(mixed, weights[name]) for name in ("query_norm", "key_norm"))
         rotated = jnp.where(place < group, queries, keys)
     rotated = jnp.where(place == group + 1, mixed, rotate(rotated, *rotation))
+    ragged = past.ragged
+    if ragged is not None:
+        rotated, positions = ragged.parted(rotated), ragged.parted(positions)
     if callable(backend):
         attended = backend(rotated, past, positions, mask, scores)
     else:
@@ -97,8 +102,10 @@ def attention(
         attended = kernels.attention(
             rotated, past.pages.key, past.pages.value, past.page_table, past.prefix_length, positions, mask,
             before=past.before, before_positions=past.before_positions, scale=scale, window=scores.window,
-            softcap=scores.softcap, implementation=backend,
+            softcap=scores.softcap, queries=None if ragged is None else ragged.length, implementation=backend,
         )  # fmt: skip
+    if ragged is not None:
+        attended = ragged.joined(attended)
     out = linear(attended.reshape(*x.shape[:2], -1), weights, "output", residual=residual)
     return out, KeyValue(*cast(Any, (kernels.part_of(rotated, group), kernels.part_of(rotated, group + 1))))
 

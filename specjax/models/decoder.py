@@ -31,6 +31,7 @@ from specjax.models.blocks import (
 )
 from specjax.models.experts import expert_leaves, mixture
 from specjax.models.params import Leaf, Scope, Table, create, dimensions, end_leaves, mlp_leaves
+from specjax.models.ragged import Ragged
 from specjax.models.rope import Rotation, rotations
 from specjax.models.target import Before, ForwardOutput, Target
 from specjax.types import Hidden, PageTable, PerRequest, Positions, Tokens, Weights
@@ -133,11 +134,14 @@ class Decoder(nn.Module):
     def forward(
         self, x: Hidden, positions: Positions, mask: Any, cache: Cache, page_table: PageTable,
         prefix_length: PerRequest, features: tuple[int, ...] | str | None = None, before: Before | None = None,
+        ragged: Ragged | None = None,
     ) -> ForwardOutput:  # fmt: skip
         c = self.config
         if self.input_scale != 1:
             x = x * jnp.asarray(self.input_scale, x.dtype)  # rounded, as in Hugging Face's models
         width = c.latent.rope_dim if c.latent else c.head_dim
+        if ragged is not None:
+            x, positions = ragged.joined(x), ragged.joined(positions)
         everywhere = rotations(c.rope, width, positions)
         in_windows = everywhere if c.window_rope is None else rotations(c.window_rope, width, positions)
         # Layers of the same shapes share one trace: half the time to the first token.
@@ -145,7 +149,7 @@ class Decoder(nn.Module):
         traced = {kind: jax.jit(self.layer(c, *kind, self.backend, parent=None).apply) for kind in kinds}
         outputs, kept = [], []
         for i, layer in enumerate(self.layers):
-            past = Past(cache[i], page_table, prefix_length)
+            past = Past(cache[i], page_table, prefix_length, ragged=ragged)
             if before is not None:
                 past = past._replace(before=before.block[i], before_positions=before.positions)
             rotation = everywhere if layer.window is None else in_windows
@@ -157,6 +161,8 @@ class Decoder(nn.Module):
         wanted = hidden if features == "final" else None
         if isinstance(features, tuple):
             wanted = jnp.concatenate([outputs[i] for i in features], axis=-1)
+        if ragged is not None:
+            hidden, wanted = ragged.parted(hidden), None if wanted is None else ragged.parted(wanted)
         return ForwardOutput(hidden, wanted, tuple(kept))
 
     def unembed(
@@ -206,6 +212,7 @@ class Family(NamedTuple):
             **functions,
             pages=(self.layer.page_spec(config),) * config.num_layers,
             norm_offset=self.layer.norm_offset,
+            ragged=True,
         )
 
     def init_params(self, config: ModelConfig, key: Array) -> Weights:

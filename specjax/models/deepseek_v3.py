@@ -87,6 +87,9 @@ class LatentLayer(Layer):
         inward = jnp.einsum("bnhd,hdc->bnhc", queries[..., : c.nope_dim], w["key_up"], precision=precision)
         turned = rotate(half_split(queries[..., c.nope_dim :]), *rotation)
         query = jnp.concatenate([inward, turned], axis=-1)
+        ragged = past.ragged
+        if ragged is not None:
+            query, block, positions = jax.tree.map(ragged.parted, (query, block, positions))
         if callable(self.backend):
             # One key for all heads, which is also the value, less its rotated channels.
             shared = jnp.concatenate([query, block.latent, block.latent], axis=2)[:, :, None]
@@ -98,6 +101,8 @@ class LatentLayer(Layer):
                 query, keys.latent, None, past.pages.latent, None, past.page_table, past.prefix_length, positions,
                 nowhere, mask, scale=scale, v_width=c.rank, implementation=self.backend,
             )  # fmt: skip
+        if ragged is not None:
+            attended = ragged.joined(attended)
         values = jnp.einsum("bnhc,hcv->bnhv", attended, w["value_up"], precision=precision)
         return linear(values.reshape(*x.shape[:2], -1), w, "output", residual=residual), block
 

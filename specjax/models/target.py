@@ -33,9 +33,11 @@ class Before(NamedTuple):
 class Target(NamedTuple):
     """embed(params, tokens [B,N]) -> [B,N,M]
 
-    forward(params, x, positions [B,N], mask, cache, page_table, prefix_length, *, features, before) -> ForwardOutput
+    forward(params, x, positions [B,N], mask, cache, page_table, prefix_length, *, features, before, ragged)
+            -> ForwardOutput
         mask: `specjax_kernels.CAUSAL`, or packed ancestor bits [B,N,W]. features: see `specjax.drafters.base`.
         before: `Before` or None; its keys are the first C - N bits of the mask.
+        ragged: `Ragged` or None; how many tokens of each row count. Needed only where `Target.ragged` says so.
 
     unembed(params, hidden [..., M], ids=None, *, capped=True) -> float32 logits [..., V]; ids: rows of the head
         (FR-Spec, draft vocabularies). capped: with the config's soft cap.
@@ -47,3 +49,4 @@ class Target(NamedTuple):
     unembed: Callable[..., Any]
     pages: Any  # a pytree of `specjax.cache.PageSpec`: what the layers keep of each token
     norm_offset: float = 0.0  # norms multiply by this + their weight
+    ragged: bool = False  # whether `forward` can leave out the padding of rows of different lengths

@@ -64,14 +64,16 @@ def attend(call: Call) -> Array:
     shapes = [jax.ShapeDtypeStruct((B, K, N * G + pad, width), jnp.float32) for width in (Ev, SCORES + NUMBERS + Ev)]
     kernel = jax.ffi.ffi_call(NAME, shapes, vmap_method="sequential")
     blocks = (call.k_block, call.v_block, call.k_pages, call.v_pages)
-    out = kernel(rows, *blocks, call.page_table, call.prefix_length, visible)[0]
+    queries = jnp.full(B, N, jnp.int32) if call.queries is None else call.queries
+    out = kernel(rows, *blocks, call.page_table, call.prefix_length, visible, queries * G)[0]
     out = jnp.where((call.prefix_length >= 0)[:, None, None, None], out[:, :, : N * G], 0)
     return out.reshape(B, K, N, G, Ev).swapaxes(1, 2).reshape(B, N, H, Ev)
 
 
 def _attention(tools: Tools) -> tuple[Any, Any]:
-    """(queries [B, K, R, E], k_block, v_block, k_pages, v_pages, page_table, prefix_length, visible int32 [B, R, C]) ->
-    out [B, K, R, Ev] and, for each row, a chunk's scores, their peak and total so far, the values mixed so far."""
+    """(queries [B, K, R, E], k_block, v_block, k_pages, v_pages, page_table, prefix_length, visible int32 [B, R, C],
+    number of rows that count int32 [B]) -> out [B, K, R, Ev] and, for each row, a chunk's scores, their peak and total
+    so far, the values mixed so far."""
     floats, integers = tools.floats, tools.integers
     argument, size, result = tools.argument, tools.argument_size, tools.result
     scores, add_values = tools.emitted(8, emit_scores), tools.emitted(8, emit_mixed)
@@ -131,6 +133,12 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
         apart = SCORES + NUMBERS + wide
         table = integers(argument(call, 5) + 4 * request * table_width, table_width)
         committed = min(integers(argument(call, 6), request + 1)[request], slots * table_width)
+        counted = (integers(argument(call, 8), request + 1)[request] + ROWS - 1) // ROWS * ROWS  # whole groups
+        for row in range(max(first, counted), end):
+            out = floats(result(call, 0) + 4 * (pair * rows + row) * wide, wide)
+            for i in range(wide):
+                out[i] = 0
+        end = min(end, counted)
         for row in range(first, end):
             state = floats(result(call, 1) + 4 * (pair * rows + row) * apart, apart)
             state[SCORES] = FLOOR
