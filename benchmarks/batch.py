@@ -6,23 +6,24 @@
 Engines draft where it is measured to be faster (`EngineConfig.adaptive`); with `--nodes` always. These are values of
 `BLOCK_TOKENS` and `HEAD_BLOCK_TOKENS` (specjax/engine/buckets.py): the most tree nodes of a step; 1 drafts for nobody.
 For each set and number of requests every contender and the engine without drafts complete the same prompts, all
-together, one after another and in an order that rotates; between rounds the drafters forget what they have seen. A
-first round, in which programs are compiled, does not count. Each request emits exactly `--max-new-tokens` tokens.
-Printed: tokens / second end to end (the median of the rounds), the ratio to the engine
-without drafts, accept length. The last line is one JSON document.
+together, one after another and in an order that rotates. The next round takes the next prompts of the set, whose order
+is drawn once, and the first ones again after the last; between rounds the drafters forget what they have seen. The
+first `--warm-up` rounds do not count: programs are compiled in them, and those of smaller trees in the background. Each
+request emits exactly `--max-new-tokens` tokens. Printed: tokens / second end to end (the median of the rounds), the
+median ratio to the engine without drafts, accept length. The last line is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import random
 import statistics
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
-from records import DATA, finish, machine, read_prompts, spread
+from records import DATA, finish, machine, read_prompts
 
 from specjax import Engine, EngineConfig, SamplingParams, checkpoint
 from specjax.engine import buckets
@@ -52,6 +53,12 @@ def complete(engine: Engine, prompts: list[list[int]], count: int) -> tuple[floa
     return len(prompts) * count / seconds, len(prompts) * (count - 1) / forwards, texts
 
 
+def prompts_of_round(known: list[list[int]], requests: int, index: int) -> list[list[int]]:
+    """The prompts of a round, from 0 on: each round goes on where the one before ended, and after the last prompt with
+    the first."""
+    return [known[(index * requests + i) % len(known)] for i in range(requests)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default=checkpoint.BUILT_IN_MODEL, help="alias, local folder or hub id")
@@ -63,13 +70,14 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DATA, help="folder of SET.jsonl files")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--warm-up", type=int, default=1, help="rounds before them that do not count")
     parser.add_argument("--record", nargs="?", const="", metavar="LABEL", help="write it under benchmarks/results/")
     args = parser.parse_args()
-    if min(args.requests) < 1 or args.max_new_tokens < 2:
-        parser.error("--requests from 1 on, and --max-new-tokens from 2 on")
+    if min(args.requests) < 1 or args.max_new_tokens < 2 or min(args.rounds, args.warm_up) < 1:
+        parser.error("--requests, --rounds and --warm-up from 1 on, and --max-new-tokens from 2 on")
 
     document = machine("jaxlib", "flax")
-    document |= {"model": args.model, "max_new_tokens": args.max_new_tokens, "runs": []}
+    document |= {"model": args.model, "max_new_tokens": args.max_new_tokens, "warm_up": args.warm_up, "runs": []}
     print(f"{'set':>12}{'requests':>9} {'contender':>10}{'tok/s':>8}{'to none':>9}{'accept':>8}{'same':>6}")
     contenders = {NONE: ("NONE", None)}
     for algorithm in args.algorithms:
@@ -83,31 +91,36 @@ def main() -> None:
         rows = read_prompts(args.data / f"{set_name}.jsonl", None)
         chat = [[{"role": "user", "content": text}] for _, text in rows]
         known = [tokens for tokens in map(engines[NONE].encode, chat) if len(tokens) <= args.longest]
-        if len(known) < requests:
-            parser.error(f"{set_name} has {len(known)} prompts of up to {args.longest} tokens, fewer than {requests}")
-        prompts = spread(known, requests)
+        if not known:
+            parser.error(f"{set_name} has no prompts of up to {args.longest} tokens")
+        random.Random(0).shuffle(known)  # sets are ordered by category
         rates: dict[str, list[float]] = {name: [] for name in engines}
-        last: dict[str, Any] = {}
-        for index in range(args.rounds + 1):
-            turn = index % len(engines)
+        forwards, same = dict.fromkeys(engines, 0.0), dict.fromkeys(engines, 0)
+        for index in range(args.warm_up + args.rounds):
+            prompts, turn = prompts_of_round(known, requests, index), index % len(engines)
+            texts: dict[str, list[list[int]]] = {}
             for name in [*engines][turn:] + [*engines][:turn]:
-                rate, accepted, texts = complete(engines[name], prompts, args.max_new_tokens)
-                if index:
+                rate, accepted, texts[name] = complete(engines[name], prompts, args.max_new_tokens)
+                if index >= args.warm_up:
                     rates[name].append(round(rate, 2))
-                last[name] = accepted, texts
+                    forwards[name] += 1 / accepted
+            if index >= args.warm_up:
+                for name, found in texts.items():
+                    same[name] += sum(a == b for a, b in zip(found, texts[NONE], strict=True))
         for name, each in rates.items():
             ratio = statistics.median(a / b for a, b in zip(each, rates[NONE], strict=True))
-            same = sum(a == b for a, b in zip(last[name][1], last[NONE][1], strict=True))
+            accepted = args.rounds / forwards[name]
             row = {
                 "set": set_name,
                 "requests": requests,
                 "contender": name,
                 "tokens_per_second": statistics.median(each),
             }
-            row |= {"to_none": round(ratio, 3), "accept_length": round(last[name][0], 4), "same_text": same}
+            row |= {"to_none": round(ratio, 3), "accept_length": round(accepted, 4)}
+            row |= {"same_text": same[name], "texts": args.rounds * requests}
             document["runs"].append(row | {"each": each})
             shown = f"{set_name:>12}{requests:>9} {name:>10}{row['tokens_per_second']:>8.1f}{ratio:>9.2f}"
-            print(f"{shown}{last[name][0]:>8.2f}{same:>6}", flush=True)
+            print(f"{shown}{accepted:>8.2f}{same[name]:>6}", flush=True)
     finish("batch", document, record=args.record)
 
 
