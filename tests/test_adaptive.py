@@ -11,9 +11,11 @@ from test_eagle_cache import toy as llama
 from specjax.costs import Tree
 from specjax.engine import SamplingParams
 from specjax.engine.adaptive import (
+    FIRST,
     GUESS,
     HORIZON,
     PLAIN,
+    SHARE,
     TRIAL,
     Adaptive,
     accept_lengths,
@@ -189,6 +191,50 @@ def test_a_request_of_few_tokens_is_not_worth_a_long_catching_up():
     assert adaptive.catch_up_seconds == 0.01 and adaptive.usual(1) == GUESS
     behind = [idle_sequence(SamplingParams(), limit=limit, unseen=100) for limit in (4, 10 * HORIZON)]
     assert [adaptive.choose(1, [one]) for one in behind] == [PLAIN, DRAFT]
+
+
+def useless_drafts(bucket_steps: list[tuple[int, int]], *, expected: float, times: float) -> tuple[float, float]:
+    """Steps of batch buckets in turn, where a step with drafts takes so many `times` as long as one without, and emits
+    no more. Returns the seconds that were lost, and those that trials might lose."""
+    adaptive = Adaptive(lambda _: (DRAFT, PLAIN), lambda *_: expected, guess=1.0)
+    clock = lost = first = 0.0
+    for batch, steps in bucket_steps:
+        requests = [idle_sequence(SamplingParams(), limit=1 << 20) for _ in range(batch)]
+        plain = CPU[batch][0] / 1e3
+        for _ in range(steps):
+            nodes = adaptive.choose(batch, requests)
+            seconds = plain * (times if nodes == DRAFT else 1)
+            gained = dict.fromkeys(requests, 1) if nodes == DRAFT else {}
+            adaptive.record(Key("step", batch, 8, nodes=nodes), seconds, gained)
+            clock, lost, first = clock + seconds, lost + seconds - plain, first or seconds
+    assert lost, "nothing was tried"
+    return lost, SHARE * clock + FIRST * first
+
+
+def test_all_batch_buckets_share_one_credit():
+    lost, allowed = useless_drafts([(1, 100), (4, 120), (16, 120), (48, 120)] * 4, expected=1.5, times=1.5)
+    assert lost <= allowed
+
+
+def test_a_trial_pays_what_it_has_cost():
+    """Four steps that cost twice what was expected leave less for the next trial."""
+    lost, allowed = useless_drafts([(4, 800)], expected=1.3, times=2.0)
+    assert lost <= allowed
+
+
+def test_a_trial_pays_for_its_catching_up():
+    adaptive = Adaptive(lambda _: (DRAFT, PLAIN), lambda *_: 1.5)
+    step, catch_up = Key("step", 1, 8, nodes=PLAIN), Key("catch-up", 64, 8)
+    adaptive.record_catch_up(catch_up, 9.0, trial=True)  # the first run of a program
+    for _ in range(2):
+        adaptive.record(step, 0.02, {})
+    before = adaptive.credit
+    adaptive.record_catch_up(catch_up, 0.01)
+    assert adaptive.credit == before == FIRST * 0.02 + SHARE * 0.02
+    adaptive.record_catch_up(catch_up, 0.01, trial=True)
+    assert adaptive.credit == before - 0.01
+    adaptive.charge_catch_up(catch_up._replace(rows=2))
+    assert adaptive.credit == pytest.approx(before - 0.03)
 
 
 def test_a_trial_ends():

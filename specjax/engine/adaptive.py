@@ -10,10 +10,11 @@ own running acceptance says, which begins at what is usual. What was accepted of
 a draft is taken to be accepted with one probability everywhere (`accept_lengths`), and steps of the tree itself correct
 that. What the drafter has missed must be caught up first, which is spread over `HORIZON` steps, or as many as are left.
 
-A choice that is not taken is tried now and then, for `TRIAL` steps: only when `SHARE` of the time so far pays for what
-the trial is expected to lose, and at the start the time of `FIRST` steps. So a drafter that is of no use costs a
-batch that share and no more, and one that has become useful is found. Every emitted token is the target's own draw, so
-the choice changes the speed and never the text.
+A choice that is not taken is tried now and then, for `TRIAL` steps: only when `SHARE` of the time so far, and at the
+start the time of `FIRST` steps, pays for what the trial is expected to lose. What it did lose is then taken from this
+credit, as is the time of catching up for it; all batch buckets share one credit. So a drafter that is of no use costs
+that share and no more, and one that has become useful is found. Every emitted token is the target's own draw, so the
+choice changes the speed and never the text.
 
 Smaller trees need programs of their own, which nothing waits for: one is chosen when it is `ready`, and is `wanted`,
 so that it compiles in the background, where it is expected to be better by `GAIN` than what has been in use for long.
@@ -176,7 +177,7 @@ class _Batch:
     trying: int | None = None
     left: int = 0  # steps of the trial
     since: int = 0  # steps after the last trial
-    credit: float = 0.0  # seconds that trials may lose
+    rate: float = 0.0  # tokens a second of the choice in use when the last trial began
 
     def extra(self, choice: int) -> float | None:
         """What drafting adds to a step, over what was expected to be added; None: it is not measured."""
@@ -207,6 +208,7 @@ class Adaptive:
     guess: float = GUESS
     wanted: dict[int, int] = field(default_factory=dict)
     catch_up_seconds: float = 0.0  # a token, as measured last
+    credit: float | None = None  # seconds that trials may lose; None before the first step
     _batches: dict[int, _Batch] = field(default_factory=dict)
     _seen: set[Key] = field(default_factory=set)
 
@@ -250,34 +252,54 @@ class Adaptive:
         loss = needed - count * tokens[other] * seconds[using] / tokens[using]
         if other == PLAIN and not measured:
             loss = 0.0  # whatever was expected: plain decoding is what the choice must not fall behind
-        if own.recent[using].steps < ENOUGH or own.since < (PAUSE if measured else 0) or own.credit < loss:
+        credit = max(self.credit or 0.0, 0.0)
+        if own.recent[using].steps < ENOUGH or own.since < (PAUSE if measured else 0) or credit < loss:
             return None
-        own.credit -= max(loss, 0.0)
-        own.since, own.trying, own.left = 0, other, count - 1
+        own.since, own.trying, own.left, own.rate = 0, other, count - 1, tokens[using] / seconds[using]
         return other
 
-    def record(self, key: Key, seconds: float, drafted: Mapping[Sequence, int]) -> None:
-        """After a step: its time, and what it emitted for the requests that it could draft for."""
+    def tries(self, batch: int, nodes: int) -> bool:
+        """Whether a step of this batch bucket and choice is a trial."""
+        own = self._of(batch)
+        return nodes == own.trying != own.using
+
+    def record(self, key: Key, seconds: float, drafted: Mapping[Sequence, int], *, emitted: int | None = None) -> None:
+        """After a step: its time, and what it emitted for the requests that it could draft for. `emitted`: for all;
+        default: for these, and one token for each request of a step without drafts."""
+        own, tokens = self._of(key.width), sum(drafted.values())
+        if self.tries(key.width, key.nodes):
+            every = emitted if emitted is not None else tokens if drafted else key.width
+            self._charge(min(seconds, OUTLIER * self._seconds(key.width)[key.nodes]) - every / own.rate)
         if key not in self._seen:  # a program's first run takes longer
             self._seen.add(key)
             return
-        own = self._of(key.width)
-        if not any(recent.steps for recent in own.recent.values()):
-            own.credit = FIRST * seconds
         own.since += 1
-        own.credit = min(own.credit + SHARE * seconds, SHARE * SAVED * seconds)
-        tokens = sum(drafted.values())
+        self._earn(seconds)
         scale = self._scale(key.width, key.nodes) if drafted else 1.0
         own.recent[key.nodes].add(seconds, len(drafted), tokens)
         for request, count in drafted.items():
             request.drafted = MEMORY * request.drafted + 1
             request.gained = MEMORY * request.gained + 1 + scale * (count - 1)
 
-    def record_catch_up(self, key: Key, seconds: float) -> None:
-        """After a catch-up."""
+    def record_catch_up(self, key: Key, seconds: float, *, trial: bool = False) -> None:
+        """After a catch-up. `trial`: it was made for one, which is to pay for it."""
         if key in self._seen:
             self.catch_up_seconds = seconds / (key.rows * key.width)
+            self._charge(seconds if trial else 0.0)
         self._seen.add(key)
+
+    def charge_catch_up(self, key: Key) -> None:
+        """Takes from the credit what a catch-up is expected to take whose time is not measured."""
+        self._charge(self.catch_up_seconds * key.rows * key.width)
+
+    def _earn(self, seconds: float) -> None:
+        """A step's share, up to that of `SAVED` such steps."""
+        credit = FIRST * seconds if self.credit is None else self.credit
+        self.credit = max(credit, min(credit + SHARE * seconds, SHARE * SAVED * seconds))
+
+    def _charge(self, seconds: float) -> None:
+        if self.credit is not None:
+            self.credit -= seconds
 
     def _of(self, batch: int) -> _Batch:
         if batch not in self._batches:

@@ -157,7 +157,7 @@ class Drafting:
             if nodes in pending - ready and PLAIN in ready:
                 return PLAIN, 0
         drafting = [sequence for sequence in sequences if sequence.params.drafts]
-        launched = self.catch_up(drafting)
+        launched = self.catch_up(drafting, trial=adaptive.tries(batch, nodes))
         return nodes if any(not sequence.unseen for sequence in drafting) else PLAIN, launched
 
     def _ready(self, batch: int, nodes: int) -> bool:
@@ -167,9 +167,9 @@ class Drafting:
     def _keys(self, batch: int, nodes: int) -> list[Key]:
         return [Key("step", batch, table, nodes=nodes) for table in self._buckets.tables]
 
-    def catch_up(self, sequences: list[Sequence], *, ended: bool = False) -> int:
+    def catch_up(self, sequences: list[Sequence], *, ended: bool = False, trial: bool = False) -> int:
         """Dispatches a program that tells the drafter what it has missed of some of these. Returns the programs
-        launched. `ended`: all of what these have said, and nothing is read of it."""
+        launched. `ended`: all of what these have said, and nothing is read of it. `trial`: for one, see `Adaptive`."""
         launched = 0
         while behind := [sequence for sequence in sequences if sequence.unseen]:
             left, pages = zip(*((sequence.unseen, len(sequence.pages)) for sequence in behind), strict=True)
@@ -182,8 +182,10 @@ class Drafting:
                 sequence.unseen = max(sequence.unseen - key.width, 0)
             launched += 1
             if not ended:
-                self._flights.append(InFlight(key, output, part, launched=at))
+                self._flights.append(InFlight(key, output, part, launched=at, trial=trial))
                 break
+            for adaptive in filter(None, self.adaptive.values()):
+                adaptive.charge_catch_up(key)
         return launched
 
     def told(self, part: list[Sequence], forced: dict[Sequence, list[int]], *, drafts: bool) -> list[Sequence]:
@@ -201,7 +203,8 @@ class Drafting:
             return
         if not any(map(flight.forced.get, flight.sequences)):
             emitted = {sequence: len(tokens) for sequence, tokens in zip(flight.sequences, read.tokens, strict=False)}
-            adaptive.record(flight.key, seconds, {one: n for one in flight.drafted if (n := emitted[one])})
+            drafted = {one: n for one in flight.drafted if (n := emitted[one])}
+            adaptive.record(flight.key, seconds, drafted, emitted=sum(emitted.values()))
 
     def collect(self, flight: InFlight) -> None:
         """Reads a catch-up."""
@@ -209,7 +212,7 @@ class Drafting:
             lags = read_lag(flight.output)
         if (seconds := self._flights.seconds(flight)) is not None:
             for adaptive in filter(None, self.adaptive.values()):
-                adaptive.record_catch_up(flight.key, seconds)
+                adaptive.record_catch_up(flight.key, seconds, trial=flight.trial)
         for sequence, lag in zip(flight.sequences, lags, strict=False):
             for later in (other for other in self._flights if sequence in other.sequences):
                 if later.key.kind == "catch-up":
