@@ -175,10 +175,10 @@ def test_odd_numbers_of_outputs(name, out):
         assert_product(linear(x, leaf), x, np.asarray(dequantise(leaf), np.float64))
 
 
-@pytest.mark.parametrize("groups", [15, 16, 17, 33, 48])
+@pytest.mark.parametrize("groups", [15, 16, 17, 33, 48, 64, 65, 130])
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0"])
 def test_numbers_of_groups(name, groups):
-    """Scales are widened 16 at a time where a row has as many."""
+    """Scales are widened in vectors of 16 where a row has as many, and in blocks of at most 64."""
     leaf = leaf_of(name, (33,), 32 * groups)
     x = inputs(2, 32 * groups)
     assert_product(linear(x, leaf), x, np.asarray(dequantise(leaf), np.float64))

@@ -13,6 +13,11 @@ from typing import Any, NamedTuple
 from specjax_kernels.cpu.vectors import LANES, Vectors
 
 BYTES = {"uint8": 1, "int8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}  # of a number
+LINE = 64  # bytes of a cache line
+GROUPS = 64  # groups of a row of codes whose scales are widened together, at most
+AHEAD = 64
+"""Chunks of each row of codes that are prefetched ahead of the product. Hardware prefetchers stop at the end of a page
+and fetch too little of the scales, which a row reads in short runs. 128 chunks are no faster, 32 are slower."""
 
 
 class Layout(NamedTuple):
@@ -71,15 +76,14 @@ class Dots(Vectors):
         self.layout = layout
 
     def emit(
-        self, count: int, first: Any, apart: Any, last: Any, x: Any, out: Any, codes: Any, columns: Any, depth: Any,
-        *scales: Any,
-    ) -> None:  # fmt: skip
-        """For `count` rows of x and the rows of codes `first`, `first` + `apart` and so on, at most the `last`, of
-        `columns`. `scales`: see `each_chunk`."""
+        self, count: int, first: Any, last: Any, x: Any, out: Any, codes: Any, columns: Any, depth: Any, *scales: Any
+    ) -> None:
+        """For `count` rows of x and the rows of codes from the `first` on, at most to the `last`, of `columns`.
+        `scales`: see `each_chunk`."""
         b, word = self.b, self.word
         indices = [first]
         for _ in range(code_rows(count, self.width) - 1):
-            index = b.add(indices[-1], apart)
+            index = b.add(indices[-1], word(1))
             indices.append(b.select(b.icmp_unsigned("<", index, last), index, last))
         xs = [b.add(x, b.mul(b.mul(depth, word(4)), word(row))) for row in range(count)]
         sums = [[self.variable(self.zeros()) for _ in indices] for _ in xs]
@@ -125,20 +129,48 @@ class Dots(Vectors):
         matrix = [b.add(codes, b.mul(index, self.row_bytes(depth))) for index in indices]
         if not layout.scale:
             with self.control.for_range(b, b.udiv(depth, word(layout.chunk)), intp=word) as loop:
+                self.fetch_codes(matrix[0], loop.index, len(matrix))
                 yield loop.index, [self.codes(row, loop.index) for row in matrix]
             return
         rooms, numbers = [self.rooms() for _ in indices], (scale, offset, super_scale, super_offset)
         bases = [b.mul(b.udiv(index, shared), groups) for index in indices]  # the number of each row's first group
         of_group = word(1) if layout.whole else b.udiv(b.udiv(depth, word(layout.chunk)), groups)
-        with self.blocks(groups) as (begin, count, skipped):
+        with self.blocks(groups) as (begin, count):
             for base, room in zip(bases, rooms, strict=True):
-                self.widen(b.add(base, begin), count, skipped, room, groups, *numbers)
+                self.widen(b.add(base, begin), count, room, *numbers)
+            self.fetch_scales(b.add(bases[0], begin), count, of_group, len(indices), scale, offset)
             with self.control.for_range(b, count, intp=word) as inside:
-                place, group = b.add(skipped, inside.index), b.add(begin, inside.index)
+                group, place = b.add(begin, inside.index), self.place(inside.index, count)
                 weights = [self.weights(*(at and b.load(b.gep(at, [place])) for at in room)) for room in rooms]
                 with self.control.for_range(b, of_group, intp=word) as inner:
                     chunk = b.add(b.mul(group, of_group), inner.index)
+                    self.fetch_codes(matrix[0], chunk, len(matrix))
                     yield chunk, [self.codes(row, chunk, each) for row, each in zip(matrix, weights, strict=True)]
+
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk's codes."""
+        return self.layout.chunk // 2 if self.layout.codes == "uint8" else self.layout.chunk * BYTES[self.layout.codes]
+
+    def fetch_codes(self, address: Any, chunk: Any, rows: int) -> None:
+        """Prefetches codes for later, once per chunk of `rows` consecutive rows of codes, the first of which is at
+        `address`. The rows are one run of memory: each chunk prefetches an equal part of it, in order."""
+        b, word = self.b, self.word
+        size = self.chunk_bytes() * rows
+        ahead = b.add(address, b.mul(b.add(chunk, word(AHEAD)), word(size)))
+        for line in range(0, max(size, LINE), LINE):
+            self.prefetch(b.add(ahead, word(line)))
+
+    def fetch_scales(self, first: Any, count: Any, of_group: Any, rows: int, *arrays: Any) -> None:
+        """Prefetches scales and offsets for later, once per `count` groups of each row, as `fetch_codes` does."""
+        b, word = self.b, self.word
+        ahead = b.add(first, b.mul(b.add(b.udiv(word(AHEAD), of_group), word(1)), word(rows)))
+        for array, dtype in zip(arrays, (self.layout.scale, self.layout.offset), strict=True):
+            if not dtype:
+                continue
+            address = b.add(array, b.mul(ahead, word(BYTES[dtype])))
+            size = b.mul(count, word(BYTES[dtype] * rows))
+            with self.control.for_range(b, b.udiv(b.add(size, word(LINE - 1)), word(LINE)), intp=word) as line:
+                self.prefetch(b.add(address, b.mul(line.index, word(LINE))))
 
     def weights(self, scale: Any, offset: Any) -> Callable[[Any], Any]:
         """For a group: a function from what `codes` reads of some codes to their weights."""
@@ -170,50 +202,55 @@ class Dots(Vectors):
         return self.b.mul(depth, self.word(BYTES[self.layout.codes]))
 
     @contextlib.contextmanager
-    def blocks(self, groups: Any) -> Iterator[tuple[Any, Any, Any]]:
-        """A loop over a row's groups, `LANES` at a time: the number of the first, how many, and `skipped` of these."""
+    def blocks(self, groups: Any) -> Iterator[tuple[Any, Any]]:
+        """A loop over the groups of a row in blocks of at most `GROUPS`, whose sizes differ by one at most: the number
+        of the first group, and the size. Blocks of a row of at least `LANES` groups have as many, too."""
         b, word = self.b, self.word
-        blocks = b.udiv(b.add(groups, word(LANES - 1)), word(LANES))
+        blocks = b.udiv(b.add(groups, word(GROUPS - 1)), word(GROUPS))
         with self.control.for_range(b, blocks, intp=word) as block:
-            begin = b.mul(block.index, word(LANES))
-            left = b.sub(groups, begin)
-            count = b.select(b.icmp_unsigned("<", left, word(LANES)), left, word(LANES))
-            yield begin, count, self.skipped(count, groups)
+            begin, end = (b.udiv(b.mul(groups, at), blocks) for at in (block.index, b.add(block.index, word(1))))
+            yield begin, b.sub(end, begin)
 
     def rooms(self) -> tuple[Any, Any]:
-        """Memory for the scales and offsets (None: there are none) of `LANES` groups as float32."""
-        scale, offset = (self.control.alloca_once(self.b, self.float, self.word(LANES)) for _ in range(2))
+        """Memory for the scales and offsets (None: there are none) of `GROUPS` groups as float32."""
+        scale, offset = (self.control.alloca_once(self.b, self.float, self.word(GROUPS)) for _ in range(2))
+        scale.align = offset.align = 4 * LANES  # stores across two cache lines are not forwarded to loads
         return scale, offset if self.layout.has_offset else None
 
-    def skipped(self, count: Any, groups: Any) -> Any:
-        """Where in its memory the first of `count` groups lies: behind others that were read with it, since vectors are
-        read whole, and never beyond a row."""
-        if self.layout.coarse:
-            return self.word(0)
+    def place(self, group: Any, count: Any) -> Any:
+        """Where `widen` writes the numbers of a group, out of `count` groups."""
         b, word = self.b, self.word
-        return b.select(b.icmp_unsigned(">=", groups, word(LANES)), b.sub(word(LANES), count), word(0))
+        if self.layout.coarse:
+            return group
+        whole, moved = b.and_(count, word(-LANES)), b.and_(b.neg(count), word(LANES - 1))
+        alone = b.icmp_unsigned("<", count, word(LANES))
+        return b.select(b.or_(alone, b.icmp_unsigned("<", group, whole)), group, b.add(group, moved))
 
-    def widen(
-        self, first: Any, count: Any, skipped: Any, room: tuple[Any, Any], groups: Any, *numbers: Any
-    ) -> None:  # fmt: skip
-        """Writes the scales and offsets of `count` groups, up to `LANES`, as float32, behind the skipped ones."""
+    def widen(self, first: Any, count: Any, room: tuple[Any, Any], *numbers: Any) -> None:
+        """Writes the scales and offsets of `count` groups as float32, in vectors. The last vector holds the last
+        `LANES` groups, some of them a second time, so that nothing beyond the row is read: of 18 groups, 0 to 15 and
+        then 2 to 17. `place` finds them."""
         b, word = self.b, self.word
 
         def write(group: Any, place: Any, width: int) -> None:
-            for memory, values in zip(room, self.scales(width, group, *numbers), strict=True):
+            for memory, values in zip(room, self.scales(width, b.add(first, group), *numbers), strict=True):
                 if memory is not None:
-                    b.store(values, b.bitcast(b.gep(memory, [place]), values.type.as_pointer()), align=4)
+                    b.store(values, b.bitcast(b.gep(memory, [place]), values.type.as_pointer()), align=4 * width)
 
         def one_by_one() -> None:
             with self.control.for_range(b, count, intp=word) as group:
-                write(b.add(first, group.index), group.index, 1)
+                write(group.index, group.index, 1)
 
         if self.layout.coarse:
             one_by_one()
             return
-        with b.if_else(b.icmp_unsigned(">=", groups, word(LANES))) as (whole, few):
+        with b.if_else(b.icmp_unsigned(">=", count, word(LANES))) as (whole, few):
             with whole:
-                write(b.sub(first, skipped), word(0), LANES)
+                last = b.sub(count, word(LANES))
+                vectors = b.udiv(b.add(count, word(LANES - 1)), word(LANES))
+                with self.control.for_range(b, vectors, intp=word) as loop:
+                    place = b.mul(loop.index, word(LANES))
+                    write(b.select(b.icmp_unsigned("<", place, last), place, last), place, LANES)
             with few:
                 one_by_one()
 

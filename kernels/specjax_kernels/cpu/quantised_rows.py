@@ -103,7 +103,7 @@ def products_of(tools: Tools, layout: Layout) -> Any:
     sizes; the last are what `scales_reader` reads."""
     width = lanes()
     together = TOGETHER[width]
-    dots, of_codes = tools.emitted(15, partial(emit, layout, together)), tools.inlined(code_rows)
+    dots, of_codes = tools.emitted(14, partial(emit, layout, together)), tools.inlined(code_rows)
 
     @tools.inlined
     def products(
@@ -112,12 +112,10 @@ def products_of(tools: Tools, layout: Layout) -> Any:
     ) -> None:  # fmt: skip
         for row in range(0, rows, together):
             count, at, to = min(together, rows - row), x + 4 * row * depth, out + 4 * row * columns
-            # Long runs of memory, which the processor reads ahead; neighbouring rows would spoil that.
-            apart = (end - start + of_codes(count, width) - 1) // of_codes(count, width)
-            for first in range(start, start + apart):
+            for first in range(start, end, of_codes(count, width)):
                 dots(
-                    count, first, apart, end - 1, at, to, codes, columns, depth, scale, offset, super_scale,
-                    super_offset, groups, shared,
+                    count, first, end - 1, at, to, codes, columns, depth, scale, offset, super_scale, super_offset,
+                    groups, shared,
                 )  # fmt: skip
 
     return products
