@@ -22,7 +22,9 @@ from specjax_kernels.cpu.vectors import lanes
 MOST_ROWS = 16  # for more `quantised_blocks` takes less time
 TOGETHER = {16: 8, 8: 3}  # rows of x that share a weight, by the lanes of 32 registers or of 16
 TILE = 512  # rows of codes in one tile, at most
-TILES = 16  # of a matrix of so many times `LANES` rows or more, at least: the threads share them
+TILES = 2
+"""Tiles of a matrix for each thread, at least. With more, which are shorter, a greater part of each is read before its
+prefetches arrive."""
 
 
 def takes(rows: int, layout: Layout | None) -> bool:
@@ -45,25 +47,27 @@ def multiply(x: Float32[Array, "N M"], layout: Layout, codes: Array, *scales: Ar
     return jax.ffi.ffi_call(layout.name, shape, vmap_method="sequential")(x, codes, *scales)
 
 
-def tile_rows(columns: int) -> int:
+def tile_rows(columns: int, threads: int) -> int:
     """Rows of codes in a tile."""
-    return max(LANES, min(TILE, (columns // TILES + LANES - 1) // LANES * LANES))
+    tiles = TILES * threads
+    return max(LANES, min(TILE, (columns + tiles * LANES - 1) // (tiles * LANES) * LANES))
 
 
 def _kernel(tools: Tools, layout: Layout) -> tuple[Any, Any]:
     """(x [N, M], codes, scales) -> [N, W]. A tile is some rows of codes."""
     argument, size, result = tools.argument, tools.argument_size, tools.result
     products, scales_of = products_of(tools, layout), scales_reader(tools, layout)
-    rows_of_tile = tools.inlined(tile_rows)
+    rows_of_tile, threads = tools.inlined(tile_rows), tools.threads
 
     def tiles(call: int) -> int:
         columns = size(call, 1, 0)
-        return (columns + rows_of_tile(columns) - 1) // rows_of_tile(columns)
+        most = rows_of_tile(columns, threads())
+        return (columns + most - 1) // most
 
     def tile(call: int, index: int) -> int:
         rows, depth, columns = size(call, 0, 0), size(call, 0, 1), size(call, 1, 0)
         scale, offset, super_scale, super_offset, groups, shared = scales_of(call)
-        most = rows_of_tile(columns)
+        most = rows_of_tile(columns, threads())
         start, end = index * most, min(index * most + most, columns)
         x, codes, out = argument(call, 0), argument(call, 1), result(call, 0)
         products(

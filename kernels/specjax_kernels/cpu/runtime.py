@@ -54,6 +54,7 @@ class Tools(NamedTuple):
     argument_size: Any  # (call, i, axis) -> size of argument i
     result: Any  # (call, i) -> address of result i's data
     result_size: Any  # (call, i, axis) -> size of result i
+    threads: Any  # () -> the largest number of threads of a call; not for `host_function`
     emitted: Any  # (count, generate) -> a function of `count` int64 that generate(LLVM builder, values) writes; gives 0
 
 
@@ -278,7 +279,12 @@ def _workshop() -> tuple[Tools, Callable[[Any, Any], tuple[Any, ...]], Callable[
 
         return handle, work, entry(two)(tile)
 
-    tools = Tools._make((inlined, reordered, *arrays, *converters, *buffers_at(9), *buffers_at(14), emitted))
+    @inlined
+    def threads() -> int:
+        return entry_of(_CORES)
+
+    sizes = *buffers_at(9), *buffers_at(14)
+    tools = Tools._make((inlined, reordered, *arrays, *converters, *sizes, threads, emitted))
 
     def alone(function: Any) -> Any:
         return entry(types.int64(*[types.int64] * len(inspect.signature(function).parameters)))(function)
