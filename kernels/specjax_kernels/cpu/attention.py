@@ -18,6 +18,7 @@ from specjax_kernels.call import Call
 from specjax_kernels.cpu.attention_dots import (
     ROWS,
     emit_exponentials,
+    emit_first_scores,
     emit_highest,
     emit_masked,
     emit_mixed,
@@ -76,7 +77,8 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
     so far, the values mixed so far."""
     floats, integers = tools.floats, tools.integers
     argument, size, result = tools.argument, tools.argument_size, tools.result
-    scores, add_values = tools.emitted(8, emit_scores), tools.emitted(8, emit_mixed)
+    scores, first_scores = tools.emitted(7, emit_scores), tools.emitted(9, emit_first_scores)
+    add_values = tools.emitted(8, emit_mixed)
     mask = tools.emitted(3, emit_masked)
     highest, exponentials = tools.emitted(3, emit_highest), tools.emitted(4, emit_exponentials)
 
@@ -163,11 +165,16 @@ def _attention(tools: Tools) -> tuple[Any, Any]:
                     if paged:
                         run, place = run_at(start + token, count - token, table, slots, size(call, 3, 0))
                     if place >= 0:
-                        key, ahead = keys + 4 * width * heads * place, place
-                        if paged and start + token + run < committed:
-                            ahead = max(place, run_at(start + token + run, 1, table, slots, size(call, 3, 0))[1])
-                        ahead = keys + 4 * width * heads * ahead
-                        scores(queries, key, width * heads, width, run, ahead, scratch + 4 * token, apart)
+                        key, at = keys + 4 * width * heads * place, scratch + 4 * token
+                        if row > first:  # the first rows have fetched it
+                            scores(queries, key, width * heads, width, run, at, apart)
+                        else:
+                            ahead = place
+                            if paged and start + token + run < committed:
+                                ahead = max(place, run_at(start + token + run, 1, table, slots, size(call, 3, 0))[1])
+                            ahead = keys + 4 * width * heads * ahead
+                            beside = values + 4 * width * heads * place if wide == width else key
+                            first_scores(queries, key, width * heads, width, run, ahead, beside, at, apart)
                     else:
                         for n in range(ROWS):
                             masked = floats(scratch + 4 * (n * apart + token), run)

@@ -23,8 +23,21 @@ values would be too small for normal numbers, with which processors take many ti
 
 def emit_scores(b: Any, values: Any) -> None:
     """Scores of `ROWS` rows and `count` keys, to `out` + i of each row; up to LANES / `ROWS` - 1 numbers more are
-    written. `apart`: numbers from one key to the next; `ahead`: a key that is read later, as many are fetched."""
-    queries, keys, apart, depth, count, ahead, out, out_apart = values
+    written. `apart`: numbers from one key to the next."""
+    _scores(b, *values)
+
+
+def emit_first_scores(b: Any, values: Any) -> None:
+    """The same of keys that are in memory. `ahead`, `beside`: a key and a value that are read later, as many of each of
+    which are fetched."""
+    queries, keys, apart, depth, count, ahead, beside, out, out_apart = values
+    _scores(b, queries, keys, apart, depth, count, out, out_apart, fetched=(ahead, beside))
+
+
+def _scores(
+    b: Any, queries: Any, keys: Any, apart: Any, depth: Any, count: Any, out: Any, out_apart: Any, *,
+    fetched: tuple[Any, ...] = (),
+) -> None:  # fmt: skip
     v = Vectors(b)
     word, together = v.word, v.width // ROWS
     line = b.mul(depth, word(4))
@@ -42,7 +55,8 @@ def emit_scores(b: Any, values: Any) -> None:
             of_keys = []
             for offset in offsets:
                 of_keys.append(v.load(v.lanes, b.add(keys, b.add(offset, at))))
-                v.prefetch(b.add(ahead, b.add(offset, at)))
+                for place in fetched:
+                    v.prefetch(b.add(place, b.add(offset, at)))
             for row, of_row in zip(rows, sums, strict=True):
                 query = v.load(v.lanes, b.add(row, at))
                 for key, total in zip(of_keys, of_row, strict=True):
