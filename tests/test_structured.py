@@ -267,6 +267,30 @@ def test_a_grammar_that_cannot_go_on_ends_one_request():
     check_idle(engine)
 
 
+def test_a_step_is_launched_before_the_last_one_is_collected(monkeypatch):
+    """Its tokens alone must be known, and where a request ends, what follows from that."""
+    engine, launched, ahead = engine_of("NONE"), list[object](), list[int]()
+    run, take = engine.device.run, engine._collector.take
+
+    def noted(key, *given):
+        output = run(key, *given)
+        launched.extend([output.packed] if key.kind == "constrained" else [])
+        return output
+
+    def taken(known):
+        if known.flight.key.kind == "constrained":
+            place = next(i for i, each in enumerate(launched) if each is known.flight.output.packed)
+            ahead.append(len(launched) - place - 1)
+        take(known)
+
+    monkeypatch.setattr(engine.device, "run", noted)
+    monkeypatch.setattr(engine._collector, "take", taken)
+    params = SamplingParams(max_new_tokens=20, grammar=Grammar("regex", "[a-d]{60}"))
+    check_masked(toy(), HELLO, params, engine.generate(HELLO, params))
+    assert ahead == [1] * 19 + [0]
+    check_idle(engine)
+
+
 def test_aborts_in_between():
     engine, rng = engine_of("NGRAM"), np.random.default_rng(0)
     made = requests(12)

@@ -1,8 +1,13 @@
-"""Reading the results of programs in flight, and what follows from them for sequences, counters and measurements."""
+"""Reading the results of programs in flight, and what follows from them for sequences, counters and measurements.
+
+The two may be apart: a grammar needs the tokens of the last step before the next one can be launched, and nothing else
+of what follows from them. So its steps are read, the next is launched, and then they are collected.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from jax.profiler import TraceAnnotation
 
@@ -14,9 +19,22 @@ from specjax.engine.pace import Pace
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Sequence, Status
 from specjax.engine.sizing import TreeSizes
-from specjax.engine.transfers import Counters, read_output, take, take_prompt
+from specjax.engine.transfers import Counters, Read, read_output, take, take_prompt
 from specjax.state import NOT_FINITE, RUNS
 from specjax.verify import TOP_LOGPROBS
+
+
+class Known(NamedTuple):
+    """What was read of a step or a prefill."""
+
+    flight: InFlight
+    read: Read
+    seconds: float | None  # see `Flights.seconds`
+
+    @property
+    def runs_on(self) -> bool:
+        """Whether no request has ended, as far as the device knows."""
+        return all(finish == RUNS for finish in self.read.finish[: len(self.flight.sequences)])
 
 
 class Collector:
@@ -39,18 +57,37 @@ class Collector:
         self._report, self._finish = report, finish
 
     def collect(self, flight: InFlight) -> None:
-        """Reads one program's result; waits for it."""
+        """Reads one program's result, and what follows from it; waits for it."""
+        if (known := self.read(flight)) is not None:
+            self.take(known)
+
+    def read(self, flight: InFlight) -> Known | None:
+        """Reads one program's result; waits for it. Tells grammars of its tokens, and counts these as committed. None:
+        nothing more follows from it."""
         if flight.key.kind == "catch-up":
             with TraceAnnotation("wait"):
                 self._drafting.collect(flight)
-            return
+            return None
         wanted = any(sequence.wants_logprobs for sequence in flight.sequences)
         with memory_checked(flight.key), TraceAnnotation("wait"):
             sized = bool(self._buckets.sizes(flight.key))
             read = read_output(flight.output, self._top if wanted else None, sized=sized)
+        seconds = self._flights.seconds(flight)
+        for sequence, tokens in zip(flight.sequences, read.tokens, strict=False):
+            if sequence.status is Status.FINISHED:
+                continue
+            if flight.key.verifies:
+                sequence.committed += len(tokens)
+            if tokens and sequence.constraint is not None:
+                sequence.constraint.consume(tokens)
+        return Known(flight, read, seconds)
+
+    def take(self, known: Known) -> None:
+        """What follows from a result that was read, besides."""
+        flight, read, seconds = known
         verified = flight.key.verifies
         drafts = flight.key.drafts and self._buckets.drafts(flight.key.width)
-        if (seconds := self._flights.seconds(flight)) is not None:
+        if seconds is not None:
             self._pace.record(flight.key, seconds, max((start for start, _ in flight.prefilled), default=0))
         self._drafting.record(flight, read, seconds)
         self._sizes.record(flight, read, seconds)

@@ -32,7 +32,7 @@ from specjax.engine import program_store
 from specjax.engine.adaptive import PLAIN, Adaptive
 from specjax.engine.autotune import tune_at_start
 from specjax.engine.buckets import JUMP, Key
-from specjax.engine.collecting import Collector
+from specjax.engine.collecting import Collector, Known
 from specjax.engine.config import EngineConfig, Layout, check_config, context_length
 from specjax.engine.device import Device, OutOfMemory
 from specjax.engine.drafting import Drafting, expected_ratio, free_tokens, width_ratios
@@ -118,6 +118,7 @@ class Engine:
         self.counters = Counters()
         self.pace = Pace(self.buckets)
         self._in_flight = Flights(lambda: len(self.executables.compiled()))
+        self._known = list[Known]()  # results that were read and not yet collected; empty between two iterations
         self._inconsistent = False  # `_guarded` was left by an exception
         self._by_id: dict[str, Sequence] = {}
         self.intake = Intake(
@@ -247,6 +248,7 @@ class Engine:
     def _start_over(self) -> None:
         """Sends all running requests back to the queue. They go on later with the same text: tokens that have not been
         read are drawn again."""
+        self._settle()  # grammars know these tokens already
         self._in_flight.clear()
         self.scheduler.start_over()
         if self.device.poisoned:
@@ -298,6 +300,7 @@ class Engine:
             for sequence in ended:
                 self.end(sequence, message)
             self._in_flight.clear()
+            self._known.clear()
             self._unreported.clear()
             self.scheduler.start_over()
             self.device.renew()
@@ -370,9 +373,7 @@ class Engine:
     def _launch_decode(self) -> int:
         """Dispatches one step for each running request: in one batch, or in several where no program serves them all.
         Returns the programs launched."""
-        # What a grammar allows next depends on what came last.
-        while any(each.key.verifies and any(one.constraint for one in each.sequences) for each in self._in_flight):
-            self._collect(self._in_flight.popleft())
+        self._read_constrained()
         left, launched = self._able(self._reserved()), 0
         while left:
             pages = max(len(sequence.pages) for sequence in left)
@@ -406,10 +407,27 @@ class Engine:
             launched += 1 + more
         return launched
 
+    def _read_constrained(self) -> None:
+        """Reads the steps whose tokens a grammar waits for: what it allows next depends on what came last. Where all
+        goes on, the rest of what follows from them is left until the next step is launched."""
+        while any(each.key.verifies and any(one.constraint for one in each.sequences) for each in self._in_flight):
+            known = self._collector.read(self._in_flight.popleft())
+            self._known += [] if known is None else [known]
+        if not self.config.overlap or not all(known.runs_on for known in self._known):
+            self._settle()
+
+    def _settle(self) -> None:
+        """Collects what was read."""
+        while self._known:
+            self._collector.take(self._known.pop(0))
+
     def _able(self, running: list[Sequence]) -> list[Sequence]:
         """Ends the requests whose grammar cannot be followed any more. Returns the others."""
         for sequence in running:
             if sequence.constraint is not None and (problem := sequence.constraint.problem()) is not None:
+                self._settle()
+                if sequence.status is not Status.RUNNING:  # it has come to its end besides
+                    continue
                 self._give_up(sequence, f"{GRAMMAR_FAILED} after {len(sequence.output)} tokens: {problem}")
         return [sequence for sequence in running if sequence.status is Status.RUNNING]
 
@@ -421,7 +439,7 @@ class Engine:
             if not running or (not due and self.scheduler.reserve(running)):
                 return running
             # Retract only what has been read: its output must be complete, and reading may free pages.
-            if self._in_flight:
+            if self._in_flight or self._known:
                 self._collect_all_but(0)
             else:
                 self.scheduler.retract_youngest(self.counters.steps)
@@ -429,11 +447,9 @@ class Engine:
     def _collect_all_but(self, count: int) -> None:
         """Reads the steps in flight, the oldest first, until `count` are left. Reports the sequences that have new
         tokens or have finished."""
+        self._settle()
         while len(self._in_flight) > count:
-            self._collect(self._in_flight.popleft())
-
-    def _collect(self, flight: InFlight) -> None:
-        self._collector.collect(flight)
+            self._collector.collect(self._in_flight.popleft())
 
     def _expected_ratio(self, batch: int, nodes: int = 0) -> float:
         """See `expected_ratio`."""

@@ -184,8 +184,6 @@ class Sequence:
         if not self.limit:  # the prompt has been read, which is all that was asked for
             self._finish(FinishReason("length"))
             return 0
-        if self.constraint is not None:
-            self.constraint.consume(tokens)
         last = len(tokens) - 1 if stopped else None  # the stop token: in `output`, not in the text
         if self.host_stops:
             last = next((i for i, token in enumerate(tokens) if token in self.host_stops), last)

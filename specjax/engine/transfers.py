@@ -172,7 +172,6 @@ def take(sequence: Sequence, read: Read, output: Output, row: int, *, verified: 
     if verified and tokens:
         sequence.verify_steps += 1
         sequence.histogram[kept - 1] += 1
-        sequence.committed += len(tokens)
         if finish != NOT_FINITE:
             sequence.certain = sequence.committed
     return kept
