@@ -3,7 +3,8 @@
     python benchmarks/structured.py [--algorithms AUTO NGRAM NONE] [--batch 1 4] [--rounds 3] [--record [LABEL]]
 
 Each prompt is completed under the schema, and then without it for as many tokens; the two alternate, so that whatever
-else the machine does hits both. A round before the first is not counted: it compiles programs, and the grammar.
+else the machine does hits both. Both begin without pages of earlier prompts. A round before the first is not counted:
+it compiles programs, and the grammar.
 
     tokens / s   of all requests, their prompts included
     accept       tokens / forward
@@ -62,6 +63,7 @@ MOST = 192  # tokens of an answer
 
 def complete(engine: Engine, prompts: list[Any], params: list[SamplingParams]) -> tuple[dict[str, Any], list[Any]]:
     """All at once: what it took, and the completions."""
+    assert engine.flush_cache()
     started = time.perf_counter()
     found = engine.generate(prompts, params)
     seconds = time.perf_counter() - started
@@ -84,7 +86,6 @@ def measure(engine: Engine, batch: int, rounds: int) -> dict[str, Any]:
     runs: dict[str, list[dict[str, Any]]] = {"schema": [], "free": []}
     ratios, valid, count = [], 0, 0
     for turn in range(rounds + 1):
-        assert engine.flush_cache()
         both: dict[str, list[dict[str, Any]]] = {"schema": [], "free": []}
         for start in range(0, len(prompts), batch):
             part = prompts[start : start + batch]
