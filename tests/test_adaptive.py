@@ -382,3 +382,23 @@ def test_nothing_is_compiled_for_drafts_where_none_can_be():
 def test_where_each_step_is_to_be_seen_all_draft():
     for name in ("trace", "time_phases"):
         assert make_engine(toy(), NGRAM, warm=False, adaptive=True, **{name: True}).adaptive is None
+
+
+def test_a_request_alone_catches_up_at_once_and_several_bit_by_bit():
+    engine, now = engine_of("eagle3", overlap=False), PLAIN
+    engine.adaptive.choose = lambda batch, requests: now
+    for count in (1, 2):
+        now = PLAIN
+        prompts = [[(3 * i + j) % 30 for i in range(30)] for j in range(count)]
+        alive = [engine.add(prompt, SamplingParams(max_new_tokens=24, ignore_eos=True)) for prompt in prompts]
+        while any(len(one.output) < 3 for one in alive):
+            engine.step()
+        assert all(lags(engine, one) >= 30 for one in alive)
+        now = DRAFT
+        engine.step()
+        assert [lags(engine, one) > 0 for one in alive] == {1: [False], 2: [True, True]}[count]
+        for one in alive:
+            engine.abort(one.id)
+        engine.step()
+        engine.flush_cache()
+    check_idle(engine)

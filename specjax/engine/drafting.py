@@ -157,7 +157,7 @@ class Drafting:
             if nodes in pending - ready and PLAIN in ready:
                 return PLAIN, 0
         drafting = [sequence for sequence in sequences if sequence.params.drafts]
-        launched = self.catch_up(drafting, trial=adaptive.tries(batch, nodes))
+        launched = self.catch_up(drafting, whole=len(sequences) == 1, trial=adaptive.tries(batch, nodes))
         return nodes if any(not sequence.unseen for sequence in drafting) else PLAIN, launched
 
     def _ready(self, batch: int, nodes: int) -> bool:
@@ -167,9 +167,17 @@ class Drafting:
     def _keys(self, batch: int, nodes: int) -> list[Key]:
         return [Key("step", batch, table, nodes=nodes) for table in self._buckets.tables]
 
-    def catch_up(self, sequences: list[Sequence], *, ended: bool = False, trial: bool = False) -> int:
+    def catch_up(
+        self, sequences: list[Sequence], *, whole: bool = False, ended: bool = False, trial: bool = False
+    ) -> int:
         """Dispatches a program that tells the drafter what it has missed of some of these. Returns the programs
-        launched. `ended`: all of what these have said, and nothing is read of it. `trial`: for one, see `Adaptive`."""
+        launched.
+
+        Args:
+            whole: as many programs as all of it takes. Else other requests go on after one of them.
+            ended: so, too, and nothing is read of it: these requests have ended.
+            trial: it is for one; see `Adaptive`.
+        """
         launched = 0
         while behind := [sequence for sequence in sequences if sequence.unseen]:
             left, pages = zip(*((sequence.unseen, len(sequence.pages)) for sequence in behind), strict=True)
@@ -183,7 +191,9 @@ class Drafting:
             launched += 1
             if not ended:
                 self._flights.append(InFlight(key, output, part, launched=at, trial=trial))
-                break
+                if not whole:
+                    break
+                continue
             for adaptive in filter(None, self.adaptive.values()):
                 adaptive.charge_catch_up(key)
         return launched
