@@ -146,3 +146,35 @@ def replicas(rows: Iterable[Mapping[str, Any]]) -> str:
         ["requests over all", *columns],
         [[str(batch), *(found[name] for name in columns)] for batch, found in cells.items()],
     )
+
+
+def write_router(record: str, document: Mapping[str, Any], page: Path = PAGE) -> None:
+    """Fills the page from a record of `router_cache.py`."""
+    fill({f"router, {document['log']['name']}": router(record, document)}, page)
+
+
+def router(record: str, document: Mapping[str, Any]) -> str:
+    """Policies side by side: the share of prompts' tokens that came from a cache, and the time to the first token."""
+    cells = {(row["workers"], row["cache_tokens"], row["policy"]): row for row in document["rows"]}
+    names = list(dict.fromkeys(policy for _, _, policy in cells))
+
+    def cell(row: Mapping[str, Any]) -> str:
+        return f"{row['cached_share']:.1%}, {row['first_token_p50']:.2f} / {row['first_token_p90']:.2f} s"
+
+    def fewer(workers: int, tokens: int) -> str:
+        computed = [cells[workers, tokens, name]["computed_tokens"] for name in ("round_robin", "cache_aware")]
+        return f"{computed[1] / computed[0]:.2f}"
+
+    rows = [
+        [str(workers), f"{tokens:,}", *(cell(cells[workers, tokens, name]) for name in names), fewer(workers, tokens),
+         f"{cells[workers, tokens, 'cache_aware']['busiest_over_mean']:.2f}"]
+        for workers, tokens in dict.fromkeys((w, t) for w, t, _ in cells)
+    ]  # fmt: skip
+    log = document["log"]
+    head = (
+        f"{log['requests']:,} requests, {log['prompt_tokens']:,} tokens of prompts, of which one endless cache would "
+        f"hold {document['most_reuse']:.1%}.\n"
+    )
+    titles = ["workers", "tokens of a pool", *names, "tokens computed, cache_aware / round_robin",
+              "busiest worker / mean, cache_aware"]  # fmt: skip
+    return "\n".join([head, table(titles, rows), source(record, document)])
