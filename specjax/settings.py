@@ -213,15 +213,24 @@ def read(args: argparse.Namespace, defaults: Any) -> Any:
     """The settings of a command line that `add_flags`' parser has parsed. Raises SettingsError if a value is wrong, in
     a flag or in the file."""
     entries = _entries(defaults)
-    tables = [table.name for table in fields(defaults)]
     path = getattr(args, "config", None)
-    found = {} if path is None else _read_file(path, entries, tables)
+    found = {} if path is None else _placed(_document(path, f"--config {path}"), f"--config {path}", defaults)
     for entry in entries.values():
         if entry.name in vars(args):
             flag = f"--{dashed(entry.name)}"
             found[entry.name] = (flag, _checked(entry, flag, getattr(args, entry.name)))
+    return _filled(defaults, found)
+
+
+def from_mapping(values: Mapping[str, Any], defaults: S, where: str) -> S:
+    """The settings of a mapping with the keys and values of a file. Raises SettingsError, which names `where`."""
+    return _filled(defaults, _placed(values, where, defaults))
+
+
+def _filled(defaults: Any, found: Mapping[str, tuple[str, Any]]) -> Any:
+    """The defaults, but for the values that were found; see `_placed`."""
     groups = {}
-    for table in tables:
+    for table in [table.name for table in fields(defaults)]:
         group = getattr(defaults, table)
         groups[table] = replace(group, **{f.name: found[f.name][1] for f in fields(group) if f.name in found})
     settings = replace(defaults, **groups)
@@ -259,11 +268,11 @@ def _checked(entry: _Entry, where: str, given: Any) -> Any:
 # The file.
 
 
-def _read_file(path: str, entries: Mapping[str, _Entry], tables: Sequence[str]) -> dict[str, tuple[str, Any]]:
-    """Field to the place that sets it and the value."""
-    file = f"--config {path}"
+def _placed(document: Mapping[str, Any], file: str, defaults: Any) -> dict[str, tuple[str, Any]]:
+    """Field to the place that sets it and the value. `file`: the document's name in errors."""
+    entries, tables = _entries(defaults), [table.name for table in fields(defaults)]
     found: dict[str, tuple[str, Any]] = {}
-    for table, key, value in _items(_document(path, file), file, entries, tables):
+    for table, key, value in _items(document, file, entries, tables):
         place = f"[{table}] {_escaped(key)}" if table else _escaped(key)
         entry = entries.get(dashed(key))
         if entry is None:
