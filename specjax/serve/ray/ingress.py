@@ -1,0 +1,118 @@
+"""What stands between Ray Serve's proxies and the replicas: it sends requests of a dead replica to another one.
+
+Ray Serve itself answers these with a 500. A request can be sent again as long as nothing of its answer has reached the
+client: a whole answer until it is complete, a stream until its first token. A stream that has begun ends with an error
+event.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from specjax.serve.errors import ApiError, unavailable
+
+logger = logging.getLogger("specjax.serve")
+
+ATTEMPTS = 3
+PATHS = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+    "/generate", "/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize", "/v1/models", "/health",
+)  # fmt: skip
+"""What any replica can answer. All other paths, `/metrics` and `/flush_cache` among them, are about one replica."""
+GONE = "every replica that was asked died before it could answer; the request can be sent again"
+BROKEN = "the replica died in the middle of the answer; the request can be sent again"
+
+
+async def first_alive(send: Callable[[], Any]) -> AsyncGenerator[Any, None]:
+    """The items of what `send` returns, an asynchronous iterable. If the replica dies before the first item, calls
+    `send` again.
+
+    Raises:
+        ApiError, a 503: no replica answered, or one died after its first item.
+    """
+    from ray.exceptions import RayActorError  # type: ignore
+    from ray.serve.exceptions import DeploymentUnavailableError  # type: ignore
+
+    for attempt in range(1, ATTEMPTS + 1):
+        begun = False
+        try:
+            async for item in send():
+                begun = True
+                yield item
+            return
+        except RayActorError as error:
+            if begun:
+                raise unavailable(BROKEN, retry_after=1) from error
+            logger.warning("A replica died before it answered, attempt %d of %d", attempt, ATTEMPTS)
+        except DeploymentUnavailableError as error:
+            raise unavailable(f"no replica can be started: {error}", retry_after=60) from error
+    raise unavailable(GONE, retry_after=5)
+
+
+def error_event(error: ApiError) -> str:
+    """As the server ends a stream that fails."""
+    return f"data: {json.dumps(error.body())}\n\n"
+
+
+class Ingress:
+    """Gives HTTP requests as they are to replicas of `SpecjaxServer`; `replicas` is the handle that Ray binds."""
+
+    def __init__(self, replicas: Any) -> None:
+        self._replicas = replicas.options(stream=True)
+
+    async def __call__(self, request: Request) -> Response:
+        path = request.scope["path"].removeprefix(request.scope.get("root_path", "").rstrip("/"))
+        if path not in PATHS and not path.startswith("/v1/models/"):
+            return ApiError(404, f"there is no {path} here").response(path)
+        body, headers = await request.body(), request.headers.items()
+        items = first_alive(
+            lambda: self._replicas.http.remote(
+                request.method, path, request.scope.get("query_string", b""), list(headers), body
+            )
+        )
+        try:
+            status, headers_given = await anext(items)
+        except ApiError as error:
+            return error.response(path)
+
+        given = {name: value for name, value in headers_given if name != "x-request-id"}  # Ray Serve adds the same
+
+        async def chunks() -> AsyncGenerator[bytes, None]:
+            async with contextlib.aclosing(items):
+                try:
+                    async for chunk in items:
+                        yield chunk
+                except ApiError as error:
+                    if "text/event-stream" not in given.get("content-type", ""):
+                        raise  # the connection is cut: the client sees that the body is not whole
+                    yield error_event(error).encode()
+
+        return StreamingResponse(chunks(), status, given)
+
+
+def retrying_ingress() -> Any:
+    """A class: `OpenAiIngress` of ray.serve.llm, for `ingress_cls_config={"ingress_cls": ...}`, that sends requests of
+    a dead replica to another one."""
+    from fastapi import HTTPException
+    from ray.llm._internal.serve.core.ingress.ingress import OpenAiIngress  # type: ignore
+
+    class RetryingIngress(OpenAiIngress):
+        async def _get_response(self, **request: Any) -> AsyncGenerator[Any, None]:
+            begun = False
+            try:
+                async for item in first_alive(lambda: super(RetryingIngress, self)._get_response(**request)):
+                    begun = True
+                    yield item
+            except ApiError as error:
+                if not begun:
+                    raise HTTPException(error.status, str(error), dict(error.headers or {})) from error
+                yield error_event(error)
+
+    return RetryingIngress
