@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import specjax_kernels as kernels
 from jax import Array
 from jaxtyping import Int32
+from specjax_kernels import mesh
 
 from specjax.types import PageTable, PerRequest
 
@@ -51,11 +52,17 @@ class PageSpec:
 
 
 def init_cache(specs: Any, pool: PoolShape) -> Cache:
-    """An empty pool of P pages: a zeroed leaf [P, S, *shape] for each `PageSpec` of the pytree `specs`.
+    """An empty pool of P pages: a zeroed leaf [P, S, *shape] for each `PageSpec` of the pytree `specs`, split over the
+    mesh that `jax.set_mesh` has set, if there is one.
 
     Zeros, not uninitialised memory: a masked slot has weight 0, and 0 times a NaN is NaN.
     """
-    return jax.tree.map(lambda spec: jnp.zeros((*pool, *spec.shape), jnp.dtype(spec.dtype)), specs)
+
+    def empty(spec: PageSpec) -> Array:
+        shape = (*pool, *spec.shape)
+        return jnp.zeros(shape, jnp.dtype(spec.dtype), device=mesh.sharding(spec.page_axes, shape))
+
+    return jax.tree.map(empty, specs)
 
 
 def pool_shape(cache: Cache) -> PoolShape:

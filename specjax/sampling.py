@@ -255,6 +255,7 @@ class DrawInputs(NamedTuple):
     history: History  # [R, V]
     slots: Int32[Array, "B"]
     active: Bool[Array, "B"]
+    greedy: Int32[Array, "B N"] | None = None  # the argmax of the raw logits of each node, where it is known
 
 
 @jax.jit  # traced once for the prefill, each tree width and each program
@@ -300,7 +301,7 @@ def _edited(
     allowed: UInt32[Array, "B W"] | None,
 ) -> Float32[Array, "B V"]:
     """Logits after all of the rule that comes before the temperature. Arguments as those of `draw`."""
-    rows, history, slots, active = inputs
+    rows, history, slots, active, _ = inputs
     vocab = logits.shape[-1]
     logits = _when(has_bias(rows, vocab) & active, lambda x: jax.vmap(add_bias)(x, rows), logits)
 
@@ -367,7 +368,7 @@ def draw_straight(
     A row that does not use a part is left as it is by the part's own parameters. A kernel reads each node's vocabulary
     at most once, so that few nodes cost little more than one.
     """
-    rows, history, slots, _ = inputs
+    rows, history, slots, *_ = inputs
     batch, nodes, vocab = logits.shape
     # One kernel each: with equal indices, those of unused entries, a scatter would sort.
     unused = vocab + jnp.arange(BIAS_ENTRIES, dtype=jnp.int32)

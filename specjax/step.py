@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int32, UInt32
-from specjax_kernels import CAUSAL, pack_bits
+from specjax_kernels import CAUSAL, mesh, pack_bits
 
 from specjax.cache import Block, commit, pool_shape, take_path
 from specjax.compiling import compiler_options
@@ -54,7 +54,7 @@ from specjax.state import (
 from specjax.tree import NO_TOKEN, DraftTree, ancestor_mask, best_nodes, first_nodes, narrow, root_only
 from specjax.tree_size import Sizing, best_width, expected_tokens, path_probabilities
 from specjax.types import Active, PerRequest
-from specjax.verify import Verdict, Verifier, block_logprobs, finite_logits, pad_levels, path_logprobs, verify_tree
+from specjax.verify import Verdict, Verifier, block_logprobs, greedy_and_finite, pad_levels, path_logprobs, verify_tree
 
 
 @dataclass(frozen=True)
@@ -141,12 +141,14 @@ def check_phase(
         logits = target.unembed(params.target, output.hidden)
         bits = None if allowed is None else allowed[:, :width]
         levels = min(depth, width - 1)
-        verdict = verify(part, logits, draws, prefix_length, row.generated, depth=levels, allowed=bits)
+        greedy, is_finite = greedy_and_finite(logits)
+        known = draws._replace(greedy=greedy)
+        verdict = verify(part, logits, known, prefix_length, row.generated, depth=levels, allowed=bits)
         path = pad_levels(verdict.path, depth + 1, 0)
         tokens = pad_levels(verdict.tokens, depth + 1, NO_TOKEN)
         drawn = pad_levels(verdict.drawn, tree.width, NO_TOKEN)
         features = output.features
-        finite = jnp.take_along_axis(finite_logits(logits), verdict.path, axis=1)
+        finite = jnp.take_along_axis(is_finite, verdict.path, axis=1)
         return Checked(
             verdict=Verdict(path, verdict.accepted, tokens, drawn),
             block=take_path(output.block, path),
@@ -252,12 +254,12 @@ def prefill_step(
     logits = target.unembed(params.target, hidden)
     wants_draw = context.active & (inputs.next_token == NO_FORCED_TOKEN)
     tail = root_only(jnp.take_along_axis(inputs.tokens, last[:, None], axis=1)[:, 0])
+    greedy, finite = greedy_and_finite(logits)
     # Rows that draw nothing must not make the others pay for their parameters.
-    draws = draws._replace(active=wants_draw)
+    draws = draws._replace(active=wants_draw, greedy=greedy)
     verdict = verify_tree(tail, logits, draws, context.prefix_length + last, row.generated, depth=0)
     token = jnp.where(wants_draw, verdict.tokens[:, 0], inputs.next_token)
     # The last token attends to all others of the chunk, so one that is not finite shows in its logits, drawn or not.
-    finite = finite_logits(logits)
     committed = jnp.where(finite[:, 0], length, 0)
 
     emitted, finish = _truncate(token[:, None], jnp.zeros_like(length), row, wants_draw, finite)
@@ -272,7 +274,9 @@ def prefill_step(
         counted = offset < committed[:, None]
         prompt = block_logprobs(forward.hidden, next_tokens, counted, row.logprob_ids, unembed)
     output = StepOutput(token[:, None], emitted, jnp.zeros_like(emitted), finish, logprobs, None, prompt)
-    state = _advance(params, drafter, state, context, row, forward.block, observation, output, after=logits)
+    # Of logits that are split over devices, one number would have to be sent to all.
+    after = logits if mesh.devices() == 1 else finite
+    state = _advance(params, drafter, state, context, row, forward.block, observation, output, after=after)
     return state, output
 
 

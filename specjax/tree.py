@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float32, Int32
+from specjax_kernels import top_k
 
 from specjax.types import PerRequest
 
@@ -93,14 +94,14 @@ def top_k_children(
     log-probabilities. Source: SafeAILab/EAGLE `topK_genrate`.
     """
     available = min(count, log_probs.shape[-1])
-    best, tokens = jax.lax.top_k(log_probs, available)
+    best, tokens = top_k(log_probs, available)
     if not normalised:
         # Not `best[:, :, :1]`: XLA:CPU would no longer see a top-k in a slice of it, and sort the vocabulary.
         largest = jnp.max(best, axis=-1, keepdims=True)
         best = best - largest - log_total(log_probs, largest)
     pad = ((0, 0), (0, 0), (0, count - available))
     best = jnp.pad(best, pad, constant_values=-jnp.inf)
-    return jnp.pad(tokens.astype(jnp.int32), pad), scores[:, :, None] + best
+    return jnp.pad(tokens, pad), scores[:, :, None] + best
 
 
 def log_total(logits: Float32[Array, "B k W"], largest: Float32[Array, "B k 1"]) -> Float32[Array, "B k 1"]:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float32, Int32, Shaped, UInt32
-from specjax_kernels import argmax
+from specjax_kernels import largest, mesh
 from specjax_kernels.launch import has_kernels
 
 from specjax.sampling import DrawInputs, draw, draw_straight, is_plain, mask_forbidden
@@ -84,7 +84,7 @@ def verify_tree(
     A step in which no row samples or edits its logits draws the argmax: one branch, on a GPU the only one for draws.
     Two programs, chosen by the host, would save its predicate, but compile every batch bucket twice.
     """
-    straight = has_kernels() if straight is None else straight
+    straight = has_kernels() and mesh.devices() == 1 if straight is None else straight
     # The ancestors as in `find_verdict`, outside of the branch: computed once.
     draws = partial(_draw_at_all_nodes, ancestor_mask(tree)) if straight else _draw_on_walk
     walk = partial(draws, tree, logits, inputs, prefix_length, emitted, depth, allowed)
@@ -94,8 +94,8 @@ def verify_tree(
     plain = jnp.all(is_plain(inputs.rows, emitted, logits.shape[-1]) | ~inputs.active)
     if allowed is not None:  # a loop and its branches copy logits, so one node takes half a millisecond on a CPU
         masked = jax.vmap(jax.vmap(mask_forbidden))
-        return find_verdict(tree, jax.lax.cond(plain, lambda: argmax(masked(logits, allowed)), walk), depth)
-    greedy = argmax(logits)
+        return find_verdict(tree, jax.lax.cond(plain, lambda: largest(masked(logits, allowed))[0], walk), depth)
+    greedy = largest(logits)[0] if inputs.greedy is None else inputs.greedy
     return find_verdict(tree, jax.lax.cond(plain, lambda: greedy, walk), depth)
 
 
@@ -129,13 +129,11 @@ def find_verdict(
     return Verdict(path, count, tokens, drawn)
 
 
-def finite_logits(logits: Float32[Array, "B N V"]) -> Bool[Array, "B N"]:
-    """Whether logits can be drawn from: no NaN, no +inf, and not all -inf.
-
-    The largest tells, as argmax prefers a NaN to any number. XLA computes it once for this and for `verify_tree`.
-    """
-    largest = argmax(logits)[:, :, None]
-    return jnp.isfinite(jnp.take_along_axis(logits, largest, axis=2)[:, :, 0])
+def greedy_and_finite(logits: Float32[Array, "B N V"]) -> tuple[Int32[Array, "B N"], Bool[Array, "B N"]]:
+    """The argmax of logits, for `DrawInputs.greedy`, and whether they can be drawn from: no NaN, no +inf, and not all
+    -inf. The largest tells, as argmax prefers a NaN to any number."""
+    place, value = largest(logits)
+    return place, jnp.isfinite(value)
 
 
 def path_logprobs(
@@ -148,7 +146,7 @@ def path_logprobs(
     """Along the path; computed only where some row asks for them, else zeros. `ids`: as in `specjax.state.Row`."""
 
     def found() -> Logprobs:
-        raw = jnp.take_along_axis(logits, path[:, :, None], axis=1)
+        raw = mesh.whole(jnp.take_along_axis(logits, path[:, :, None], axis=1))
         tokens = jnp.maximum(pad_levels(verdict.tokens, path.shape[1], -1), 0)
         return _logprobs(raw, tokens, jnp.broadcast_to(ids[:, None], (*path.shape, ids.shape[1])))
 
@@ -179,7 +177,7 @@ def block_logprobs(
         states, after, counts, rows = given
 
         def found() -> Logprobs:
-            return _logprobs(unembed(states)[None], after[None, :, 0], ids[rows[:, 0]][None])
+            return _logprobs(mesh.whole(unembed(states))[None], after[None, :, 0], ids[rows[:, 0]][None])
 
         return jax.lax.cond(jnp.any(counts), found, partial(_zeros, found))
 
@@ -244,7 +242,7 @@ def _draw_at_all_nodes(
     on_path = ancestors[:, :, None, :] & (tree.depth[:, None, :] == level[None, :, None])[:, None]
     path = jnp.max(jnp.where(on_path, tree.tokens[:, None, None, :], NO_TOKEN), axis=3)
     position = prefix_length[:, None] + tree.depth + 1
-    return draw_straight(logits, inputs, position, emitted[:, None] + tree.depth, path, allowed)
+    return draw_straight(logits, inputs._replace(greedy=None), position, emitted[:, None] + tree.depth, path, allowed)
 
 
 class _Walk(NamedTuple):
@@ -276,9 +274,9 @@ def walk_tree(
     batch = jnp.arange(tree.tokens.shape[0])
 
     def descend(walk: _Walk) -> _Walk:
-        at_node = jnp.take_along_axis(logits, walk.node[:, None, None], axis=1)[:, 0]
+        at_node = mesh.whole(jnp.take_along_axis(logits, walk.node[:, None, None], axis=1)[:, 0])
         bits = None if allowed is None else allowed[batch, walk.node]
-        given, position = inputs._replace(active=walk.alive), prefix_length + walk.level + 1
+        given, position = inputs._replace(active=walk.alive, greedy=None), prefix_length + walk.level + 1
         children = tree.valid & (tree.parents == walk.node[:, None])
         token, taken = visit(at_node, given, position, emitted + walk.level, walk.path, bits, children)
         drawn = walk.drawn.at[batch, walk.node].set(jnp.where(walk.alive, token, walk.drawn[batch, walk.node]))

@@ -11,6 +11,7 @@ from specjax_kernels.api import (
 from specjax_kernels.largest import argmax
 from specjax_kernels.linear import CHEAP_ROWS, linear, unembed
 from specjax_kernels.masks import CAUSAL, Causal, pack_bits, unpack_bits
+from specjax_kernels.mesh import largest, top_k
 from specjax_kernels.norm import Norm, rms_norm
 from specjax_kernels.pages import commit_all, take_rows
 from specjax_kernels.quantised import Quantised, dequantise, embed, quantise
@@ -34,12 +35,14 @@ __all__ = [
     "embed",
     "implementation_named",
     "is_slice",
+    "largest",
     "linear",
     "pack_bits",
     "part_of",
     "quantise",
     "rms_norm",
     "take_rows",
+    "top_k",
     "tree_attention",
     "unembed",
     "unpack_bits",

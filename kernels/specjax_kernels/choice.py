@@ -30,7 +30,7 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 
-from specjax_kernels import launch
+from specjax_kernels import launch, mesh
 
 TABLE = Path(__file__).parent / "choice_table.json"
 VARIABLE = "SPECJAX_GPU_KERNELS"
@@ -152,7 +152,7 @@ def product_blocks(dtype: str, shape: tuple[int, ...], rows: int) -> ProductBloc
 
 def pages_in_one_kernel() -> bool:
     """Whether one kernel writes the pages of all layers."""
-    return (forced() or _found("pages")) == "pallas"
+    return mesh.devices() == 1 and (forced() or _found("pages")) == "pallas"
 
 
 def _found(name: str) -> ProductBlocks | Name | None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32
 
-from specjax_kernels import choice, few_rows, quantised_product
+from specjax_kernels import choice, few_rows, mesh, quantised_product
 from specjax_kernels.cpu import rows as cpu_rows
 from specjax_kernels.norm import Norm, rms_norm
 from specjax_kernels.quantised import Quantised
@@ -59,7 +59,7 @@ def linear(
         ValueError: the weight is wider than x, or quantised in a way that `quantised.check` refuses.
     """
     blocks = None
-    if not isinstance(weight, Quantised) and weight.dtype == x.dtype:
+    if not isinstance(weight, Quantised) and weight.dtype == x.dtype and mesh.devices() == 1:
         shape = matrix_shape(weight.shape, gated=gated is not None)
         blocks = choice.product_blocks(str(x.dtype), shape, math.prod(x.shape[:-1]))
     return linear_by(blocks, x, weight, norm=norm, bias=bias, gated=gated, residual=residual)
@@ -121,9 +121,9 @@ def unembed(
     with float32 sums, twice as fast as float32 products.
     """
     if isinstance(weight, Quantised):
-        return quantised_product.product(x, weight, jnp.float32)
+        return mesh.split(quantised_product.product(x, weight, jnp.float32), x.ndim - 1)
     _check(x, weight)
-    return cast(Array, _product(x, weight, 1 if transposed else 0))
+    return mesh.split(cast(Array, _product(x, weight, 1 if transposed else 0)), x.ndim - 1)
 
 
 def _check(x: Array, weight: Array) -> None:
@@ -145,7 +145,8 @@ def _product(x: Array, weight: Array, axis: int) -> Array:
     rows, depth = math.prod(x.shape[:-1]), x.shape[-1]
     if _has_cpu_kernel(x, weight, axis):
         return jax.lax.platform_dependent(x, weight, cpu=functools.partial(_by_kernel, axis=axis), default=plain)
-    if x.dtype == weight.dtype == jnp.float32 and axis == 0 and 0 < rows <= CHEAP_ROWS and depth % PARTS == 0:
+    cheap = axis == 0 and 0 < rows <= CHEAP_ROWS and depth % PARTS == 0 and mesh.devices() == 1
+    if x.dtype == weight.dtype == jnp.float32 and cheap:
         return jax.lax.platform_dependent(x, weight, cpu=_in_parts, default=plain)
     return plain(x, weight)
 
@@ -178,7 +179,9 @@ def _in_parts(x: Array, weight: Array) -> Array:
 
 def _has_cpu_kernel(x: Array, weight: Array, axis: int) -> bool:
     rows, shape = math.prod(x.shape[:-1]), weight.shape
-    return cpu_rows.takes(rows, shape[0], math.prod(shape[1:]), weight.dtype, transposed=axis == 1)
+    return mesh.devices() == 1 and cpu_rows.takes(
+        rows, shape[0], math.prod(shape[1:]), weight.dtype, transposed=axis == 1
+    )
 
 
 def _by_kernel(x: Array, weight: Array, axis: int) -> Array:

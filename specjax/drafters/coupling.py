@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float32, Int32
+from specjax_kernels import mesh
 
 from specjax.drafters.base import Context
 from specjax.sampling import MIN_TEMPERATURE, SamplingRows, cut_min_p, token_noise, truncate
@@ -61,6 +62,7 @@ def cut(context: Context, logits: Float32[Array, "B k W"]) -> Float32[Array, "B 
         return jnp.where(cut_min_p(truncate(scaled, row), row) > -jnp.inf, logits, logits - OUTSIDE)
 
     def cut_rows(logits: Array, rows: SamplingRows, needed: Array) -> Array:
+        logits = mesh.whole(logits)  # hundreds of sums over all of them follow
         return jnp.where(needed[:, None, None], jax.vmap(jax.vmap(one, in_axes=(0, None)))(logits, rows), logits)
 
     def where_needed(logits: Array, rows: SamplingRows, needed: Array) -> Array:

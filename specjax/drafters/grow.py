@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Float32, Int32, UInt32
-from specjax_kernels import CHEAP_ROWS, argmax, pack_bits
+from specjax_kernels import CHEAP_ROWS, largest, pack_bits
 
 from specjax.drafters.base import Context, Drafter, DraftState, Features, Params
 from specjax.drafters.coupling import with_noise
@@ -180,8 +180,8 @@ def grow(
         if coupling == "noise":
             logits = with_noise(context, level, ids, logits, chain=is_chain)
         if is_chain:  # an argmax costs less than a top-k
-            drafts = argmax(logits)
-            scores = scores - log_total(logits, jnp.take_along_axis(logits, drafts[:, :, None], axis=2))[:, :, 0]
+            drafts, best = largest(logits)
+            scores = scores - log_total(logits, best[:, :, None])[:, :, 0]
         else:
             drafts, scores = top_k_children(scores, logits, k, normalised=False)
         tokens = target_ids(drafts)

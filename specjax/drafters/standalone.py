@@ -74,7 +74,7 @@ def standalone_drafter(
 
     def init(params: Params, rows: int, pool: PoolShape) -> DraftState:
         del params
-        root = jax.tree.map(lambda spec: jnp.zeros((rows, 1, *spec.shape), jnp.dtype(spec.dtype)), draft.pages)
+        root = init_cache(draft.pages, PoolShape(rows, 1))
         hidden = jnp.zeros((rows, draft.config.hidden_size), jnp.dtype(draft.config.dtype))
         return StandaloneState(init_cache(draft.pages, pool), root, hidden)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import specjax_kernels as kernels
 from jax import Array
 from jaxtyping import Float
-from specjax_kernels import Norm
+from specjax_kernels import Norm, mesh
 
 from specjax.cache import PageSpec
 from specjax.config import HeadConfig, ModelConfig
@@ -82,7 +82,7 @@ def attention(
     the mask is over the C block keys, those of `past.before` first. `head_norm` (x, weight [E]): the norm of queries
     and keys whose weights are `query_norm` and `key_norm`.
     """
-    mixed = linear(x, weights, "qkv", norm=norm)
+    mixed = mesh.split(linear(x, weights, "qkv", norm=norm), 2)
     group, head = mixed.shape[3] - 2, mixed.shape[4]
     # Values are normalised and rotated too, then put back: XLA:GPU fuses this into one kernel, which writes what
     # attention reads.
@@ -99,15 +99,31 @@ def attention(
         attended = backend(rotated, past, positions, mask, scores)
     else:
         scale = head**-0.5 if scores.scale is None else scores.scale
-        attended = kernels.attention(
-            rotated, past.pages.key, past.pages.value, past.page_table, past.prefix_length, positions, mask,
-            before=past.before, before_positions=past.before_positions, scale=scale, window=scores.window,
-            softcap=scores.softcap, queries=None if ragged is None else ragged.length, implementation=backend,
-        )  # fmt: skip
+        # Ragged blocks are a CPU's, and no mesh has them.
+        queries = None if ragged is None else ragged.length
+        options = {"scale": scale, "window": scores.window, "softcap": scores.softcap, "implementation": backend}
+        attended = _by_heads(rotated, past, positions, mask, options | {"queries": queries})
     if ragged is not None:
         attended = ragged.joined(attended)
-    out = linear(attended.reshape(*x.shape[:2], -1), weights, "output", residual=residual)
+    out = mesh.whole(linear(attended.reshape(*x.shape[:2], -1), weights, "output", residual=residual))
     return out, KeyValue(*cast(Any, (kernels.part_of(rotated, group), kernels.part_of(rotated, group + 1))))
+
+
+def _by_heads(rotated: Array, past: Past, positions: Positions, mask: Any, options: dict[str, Any]) -> Array:
+    """`kernels.attention`; under a mesh each device has its key/value heads, their queries and their pages."""
+
+    def attend(
+        rotated: Array, pages: KeyValue, before: Any, where: tuple[Any, ...], masks: tuple[Array, ...]
+    ) -> Array:  # fmt: skip
+        table, length, positions, before_positions = where
+        return kernels.attention(
+            rotated, pages.key, pages.value, table, length, positions, masks[0] if masks else mask,
+            before=before, before_positions=before_positions, **options,
+        )  # fmt: skip
+
+    where = past.page_table, past.prefix_length, positions, past.before_positions
+    masks = () if isinstance(mask, kernels.Causal) else (mask,)
+    return mesh.apart(attend, (2, 2, 2, -1, -1), 2, rotated, past.pages, past.before, where, masks)
 
 
 def soft_cap(x: Array, cap: float | None) -> Array:
@@ -124,8 +140,8 @@ def gated_mlp(
 ) -> Hidden:  # fmt: skip
     """down(activation(gate(x)) * up(x)) of x, normalised by `norm`, plus `residual`; weights as
     `specjax.models.params.mlp_leaves` declares them."""
-    wide = linear(x, weights, f"{prefix}gate_up", norm=norm, gated=activation)
-    return linear(wide, weights, f"{prefix}down", residual=residual)
+    wide = mesh.split(linear(x, weights, f"{prefix}gate_up", norm=norm, gated=activation), x.ndim - 1)
+    return mesh.whole(linear(wide, weights, f"{prefix}down", residual=residual))
 
 
 def linear(

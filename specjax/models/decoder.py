@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import specjax_kernels as kernels
 from jax import Array
 from jaxtyping import Float, Int32
-from specjax_kernels import Norm, rms_norm
+from specjax_kernels import Norm, mesh, rms_norm
 
 from specjax.cache import Cache
 from specjax.config import ModelConfig
@@ -180,8 +180,8 @@ class Decoder(nn.Module):
 def embedding_rows(table: Any, tokens: Tokens, dtype: str) -> Hidden:
     """Rows of an embedding [V, M], of a dtype. A clipped id is a padding token's: never used."""
     if isinstance(table, kernels.Quantised):
-        return kernels.embed(table, jnp.clip(tokens, 0, table.shape[0] - 1), jnp.dtype(dtype))
-    return table.at[tokens].get(mode="clip").astype(jnp.dtype(dtype))
+        return mesh.whole(kernels.embed(table, jnp.clip(tokens, 0, table.shape[0] - 1), jnp.dtype(dtype)))
+    return mesh.whole(table.at[tokens].get(mode="clip").astype(jnp.dtype(dtype)))
 
 
 def head_columns(head: Any, ids: Int32[Array, "W"]) -> Any:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import specjax_kernels as kernels
 from jax import Array
-from specjax_kernels import Norm, rms_norm
+from specjax_kernels import Norm, mesh, rms_norm
 
 from specjax.cache import PageSpec
 from specjax.config import Latent, ModelConfig
@@ -78,7 +78,7 @@ class LatentLayer(Layer):
         narrow, query_norm = x, None
         if c.query_rank is not None:
             narrow, query_norm = linear(x, w, "query_down"), Norm(w["query_down_norm"], epsilon)
-        queries = linear(narrow, w, "queries", norm=query_norm)  # [B, N, H, n + r]
+        queries = mesh.split(linear(narrow, w, "queries", norm=query_norm), 2)  # [B, N, H, n + r]
         both = linear(x, w, "latent")
         latent = rms_norm(both[..., : c.rank], w["latent_norm"], epsilon)
         key = rotate(half_split(both[..., c.rank :]), *rotation)
@@ -96,15 +96,26 @@ class LatentLayer(Layer):
             attended = self.backend(shared, past, positions, mask, Scores(scale))[..., : c.rank]
         else:
             keys: Latents = joined(past.before, block)
-            nowhere = jnp.zeros(keys.latent.shape[:2], jnp.int32)  # read with a window only, which no such model has
-            attended = kernels.tree_attention(
-                query, keys.latent, None, past.pages.latent, None, past.page_table, past.prefix_length, positions,
-                nowhere, mask, scale=scale, v_width=c.rank, implementation=self.backend,
-            )  # fmt: skip
+            options = {"scale": scale, "v_width": c.rank, "implementation": self.backend}
+            attended = _by_heads(mesh.split(query, 2), keys.latent, past, positions, mask, options)
         if ragged is not None:
             attended = ragged.joined(attended)
         values = jnp.einsum("bnhc,hcv->bnhv", attended, w["value_up"], precision=precision)
-        return linear(values.reshape(*x.shape[:2], -1), w, "output", residual=residual), block
+        return mesh.whole(linear(values.reshape(*x.shape[:2], -1), w, "output", residual=residual)), block
+
+
+def _by_heads(query: Any, latent: Any, past: Past, positions: Positions, mask: Any, options: dict[str, Any]) -> Any:
+    """`kernels.tree_attention`; under a mesh each device has some query heads, and all latents."""
+
+    def attend(query: Any, latent: Any, pages: Any, where: tuple[Any, ...], masks: tuple[Any, ...]) -> Any:
+        nowhere = jnp.zeros(latent.shape[:2], jnp.int32)  # read with a window only, which no such model has
+        return kernels.tree_attention(
+            query, latent, None, pages, None, *where, nowhere, masks[0] if masks else mask, **options
+        )
+
+    where = past.page_table, past.prefix_length, positions
+    masks = () if isinstance(mask, kernels.Causal) else (mask,)
+    return mesh.apart(attend, (2, -1, -1, -1, -1), 2, query, latent, past.pages.latent, where, masks)
 
 
 FAMILY = Family(table, LatentLayer)

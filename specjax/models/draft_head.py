@@ -12,7 +12,7 @@ import numpy as np
 import specjax_kernels as kernels
 from jax import Array
 from jaxtyping import Float, Float32, Int32
-from specjax_kernels import Norm, rms_norm
+from specjax_kernels import Norm, mesh, rms_norm
 
 from specjax.config import HeadConfig, MtpConfig
 from specjax.models.blocks import (
@@ -66,7 +66,9 @@ class DraftHead:
 
     def embed(self, target_params: Weights, params: Weights, tokens: Tokens) -> Hidden:
         own = self.config.own_embedding
-        return params["embed"].at[tokens].get(mode="clip") if own else self.target.embed(target_params, tokens)
+        return (
+            mesh.whole(params["embed"].at[tokens].get(mode="clip")) if own else self.target.embed(target_params, tokens)
+        )
 
     def fuse(self, params: Weights, features: Float[Array, "B N F"]) -> Hidden:
         """The target's features as the head reads them. The head's own outputs need no such step."""

@@ -5,6 +5,8 @@ Sources: Qwen3-MoE (softmax over all experts), DeepSeek-V3 (sigmoid, a bias that
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 import specjax_kernels as kernels
 from jax import Array
 from jaxtyping import Float, Float32, Int32
+from specjax_kernels import mesh
 
 from specjax.config import Experts
 from specjax.models.blocks import Activation, gated_mlp
@@ -50,10 +53,21 @@ def mixture(x: Hidden, weights: Weights, experts: Experts, *, activation: Activa
     """What a layer with experts adds to the residual stream for a normalised x."""
     rows = x.reshape(-1, x.shape[-1])
     ids, gates = route(rows, weights, experts)
-    few = ids.size <= experts.count
-    mixed = (_gathered if few else _grouped)(rows, weights, ids, gates, activation).astype(x.dtype)
-    mixed = mixed.reshape(x.shape)
+    both = weights["experts_gate_up"], weights["experts_down"]
+    mix = partial(_gathered if ids.size <= experts.count else _grouped, experts.count, activation=activation)
+    if mesh.parts(experts.width) > 1:  # each device adds up its part of every expert's width
+        mixed = mesh.apart(_in_parts(mix), (-1, -1, -1, 3, 1), -1, rows, ids, gates, *both)
+    else:
+        mixed = mix(rows, ids, gates, *both)
+    mixed = mixed.astype(x.dtype).reshape(x.shape)
     return mixed + gated_mlp(x, weights, activation=activation, prefix="shared_") if experts.shared_width else mixed
+
+
+def _in_parts(mix: Callable[..., Array]) -> Callable[..., Array]:
+    def summed(*arguments: Any) -> Array:
+        return jax.lax.psum(mix(*arguments), mesh.AXIS)
+
+    return summed
 
 
 def route(
@@ -78,13 +92,13 @@ def route(
 
 
 def _gathered(
-    rows: Float[Array, "T M"], weights: Weights, ids: Int32[Array, "T k"], gates: Float32[Array, "T k"],
-    activation: Activation,
+    count: int, rows: Float[Array, "T M"], ids: Int32[Array, "T k"], gates: Float32[Array, "T k"], gate_up: Any,
+    down: Any, *, activation: Activation,
 ) -> Float32[Array, "T M"]:  # fmt: skip
-    """For fewer choices than experts: reads the chosen experts' weights only."""
-    both = weights["experts_gate_up"], weights["experts_down"]
+    """For fewer choices than there are experts, `count`: reads the chosen experts' weights only."""
+    del count
     chosen = jnp.repeat(rows, ids.shape[1], axis=0), ids.reshape(-1)
-    each = _on_each_platform(_one_by_one, _side_by_side, *chosen, *both, activation=activation)
+    each = _on_each_platform(_one_by_one, _side_by_side, *chosen, gate_up, down, activation=activation)
     return jnp.einsum("tkm,tk->tm", each.reshape(*ids.shape, -1).astype(jnp.float32), gates)
 
 
@@ -132,16 +146,14 @@ TILE = 32  # rows of one expert that are multiplied at once
 
 
 def _grouped(
-    rows: Float[Array, "T M"], weights: Weights, ids: Int32[Array, "T k"], gates: Float32[Array, "T k"],
-    activation: Activation,
+    count: int, rows: Float[Array, "T M"], ids: Int32[Array, "T k"], gates: Float32[Array, "T k"], gate_up: Any,
+    down: Any, *, activation: Activation,
 ) -> Float32[Array, "T M"]:  # fmt: skip
     """For many: rows sorted by expert, so that each expert's weights are read once."""
-    count, per_token = weights["router"].shape[1], ids.shape[1]
+    per_token = ids.shape[1]
     order = jnp.argsort(ids.reshape(-1), stable=True)
     sizes = jnp.bincount(ids.reshape(-1), length=count).astype(jnp.int32)
-    each = _in_tiles(
-        rows[order // per_token], sizes, weights["experts_gate_up"], weights["experts_down"], activation=activation
-    )
+    each = _in_tiles(rows[order // per_token], sizes, gate_up, down, activation=activation)
     # Back in the order of the rows.
     each = jnp.zeros_like(each).at[order].set(each, unique_indices=True).reshape(*ids.shape, -1)
     return jnp.einsum("tkm,tk->tm", each.astype(jnp.float32), gates)
