@@ -85,15 +85,17 @@ def _card(line: str) -> Card | None:
         return None
 
 
-def claim(mem_fraction: float, gpu: int = 0) -> Card | None:
-    """Prepares JAX, whose backend must not have started, for one GPU; None: JAX runs on the CPU, as without one.
+def claim(mem_fraction: float, gpu: int = 0, count: int = 1) -> Card | None:
+    """Prepares JAX, whose backend must not have started, for one GPU or several, of which it returns the first; None:
+    JAX runs on the CPU, as without one.
 
-    Only this GPU is touched. JAX takes the share of its memory that weights and pool may have, and a tenth for the
+    Only these GPUs are touched. JAX takes the share of its memory that weights and pool may have, and a tenth for the
     rest. What the environment says of these wins.
 
     Args:
         mem_fraction: the share of the card's memory for weights and KV pool.
-        gpu: which one, of those that CUDA shows, from 0.
+        gpu: which one, of those that CUDA shows, from 0; the first of several.
+        count: how many, that one included.
 
     Raises:
         GpuError: there is no such GPU; or it, or its driver, is too old for the JAX that is installed.
@@ -106,7 +108,12 @@ def claim(mem_fraction: float, gpu: int = 0) -> Card | None:
         raise GpuError(f"GPU {gpu} was asked for; CUDA shows " + (", ".join(card.name for card in found) or "none"))
     if not found:
         return None
-    card = found[gpu]
+    if gpu + count > len(found):
+        raise GpuError(
+            f"{count} GPUs from number {gpu} on were asked for; CUDA shows " + ", ".join(card.name for card in found)
+        )
+    chosen = found[gpu : gpu + count]
+    card = min(chosen, key=lambda card: card.free)
     plugin = next((name for name in LEAST if importlib.util.find_spec(name)), None)
     if plugin is None:
         logger.warning(
@@ -114,10 +121,11 @@ def claim(mem_fraction: float, gpu: int = 0) -> Card | None:
             "driver from %s on, 'specjax[cuda13]'", card, LEAST["jax_cuda13_plugin"][1],
         )  # fmt: skip
         return None
-    _check(card, *LEAST[plugin])
+    for each in chosen:
+        _check(each, *LEAST[plugin])
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # nvidia-smi's
     if jax.config.values["jax_cuda_visible_devices"] == "all":
-        jax.config.update("jax_cuda_visible_devices", str(gpu))
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, range(gpu, gpu + count))))
     if not any(name in os.environ for name in SHARE_VARIABLES):
         share = share_of(mem_fraction, card.memory)
         if card.memory - card.free > OTHERS:
@@ -129,7 +137,7 @@ def claim(mem_fraction: float, gpu: int = 0) -> Card | None:
         if share <= 0:
             raise GpuError(f"{card} has {card.free / GB:.1f} GB that no other program has taken, which is too little")
         os.environ[SHARE_VARIABLES[0]] = f"{share:.4f}"
-    return card
+    return chosen[0]
 
 
 def _check(card: Card, cuda: str, driver: str, capability: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from specjax_kernels import implementation_named
 from specjax_kernels.cpu import attention as cpu_attention
 from specjax_kernels.cpu import repacking
@@ -28,6 +29,7 @@ from specjax.models import make_target, table
 from specjax.models.draft_head import with_token_map
 from specjax.models.params import EMBED_TENSOR, dimensions, parameter_bytes
 from specjax.models.target import Target
+from specjax.sharding import fitted
 from specjax.verify import Verifier
 
 logger = logging.getLogger(__name__)
@@ -62,13 +64,14 @@ def load(
     sampling_defaults: str = "model",
     backend: str | None = None,
     mem_fraction: float = 1.0,
+    mesh: Mesh | None = None,
     progress: bool = True,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> LoadedModel:
     """Loads the target, its tokenizer and the drafter, with the parameters of both models.
 
     Arguments and errors are those of `Engine.from_pretrained` and its `EngineConfig`; `meanwhile` is called in a thread
-    while the weights are read, with the CPU's kernels prepared.
+    while the weights are read, with the CPU's kernels prepared. `mesh`: the devices that share both models.
     """
     if sampling_defaults not in (known := get_args(SamplingDefaults)):
         raise ValueError(f"sampling_defaults={sampling_defaults!r:.60} is not one of: {', '.join(known)}")
@@ -77,8 +80,14 @@ def load(
     files = checkpoint.resolve(model, revision=revision, progress=progress)
     config = checkpoint.model_config(files.config, dtype=dtype, context_length=context_length)
     quantization = checkpoint.effective_quantization(files.name, files.config, config, quantization)
+    if mesh is not None and quantization == "auto":
+        quantization = "none"
+        if files.config.get("quantization_config"):
+            logger.warning("%s is dequantised to %s: kernels for few bits are for one device", files.name, config.dtype)
+    devices = 1 if mesh is None else mesh.size
     # Before the weights, which may take minutes.
-    _check_room(files, config, quantization, mem_fraction)
+    _check_room(files, config, quantization, mem_fraction, devices)
+    served = fitted(config, devices)
     checkpoint.stop_token_ids(files, vocab_size=config.vocab_size)
     sampled = checkpoint.sampling_defaults(files) if sampling_defaults == "model" else {}
     chosen = choose(options, files, config)
@@ -93,15 +102,15 @@ def load(
         repacking.prepare()  # for the next start: this one does not wait for it
 
     threading.Thread(target=prepare, name="specjax-kernels", daemon=True).start()
-    target = make_target(config, backend=backend)
+    target = make_target(served, backend=backend)
     with ThreadPoolExecutor(1) as background:  # importing what reads tokenizers takes as long as the weights
         read = partial(checkpoint.load_tokenizer, files, folder=tokenizer_path, chat_template=chat_template)
         reading = background.submit(read)
         if chosen.options.kind is None:
-            given = _load_model(chosen.options, config, reading, dtype, context_length, backend, progress)
+            given = _load_model(chosen.options, config, reading, dtype, context_length, backend, progress, mesh)
         else:
-            given = _load_head(chosen, files, config, reading, quantization, progress)
-        weights = checkpoint.load_params(files, config, quantization=quantization, progress=progress)
+            given = _load_head(chosen, files, config, reading, quantization, progress, mesh)
+        weights = checkpoint.load_params(files, config, quantization=quantization, progress=progress, mesh=mesh)
         tokenizer = reading.result()
     _warn_of_positions(chosen.options, given, min(context_length or config.max_positions, config.max_positions))
     if given.head is not None and given.ids is not None:
@@ -119,15 +128,17 @@ def load(
     return LoadedModel(target, params, tokenizer, made, verify, eos, sampled, given.head or given.model)
 
 
-def _check_room(files: ModelFiles, config: ModelConfig, quantization: str, mem_fraction: float) -> None:
-    """Raises ValueError if the target's weights alone are more than a GPU has for them."""
+def _check_room(
+    files: ModelFiles, config: ModelConfig, quantization: str, mem_fraction: float, devices: int = 1
+) -> None:  # fmt: skip
+    """Raises ValueError if the target's weights alone are more than a GPU, one of so many, has for its share."""
     if (memory := this_memory()) is None:
         return
     declared, sizes = table(config), dimensions(config)
 
     def needed(quantization: str) -> int:
         bits = checkpoint.bits_per_weight(files.config, quantization)
-        return parameter_bytes(declared, sizes, config.dtype, bits=bits)
+        return parameter_bytes(declared, sizes, config.dtype, devices=devices, bits=bits)
 
     room, weights = memory.budget(mem_fraction) - memory.used, needed(quantization)
     if weights > room:
@@ -259,6 +270,19 @@ def model_quantization(
     )
 
 
+def _spread_draft(options: DraftOptions, quantization: str, mesh: Mesh | None) -> str:
+    """`quantization` of a draft's weights, of which no device has few bits if several share them. Raises ValueError
+    where they were asked for."""
+    if mesh is None:
+        return quantization
+    if (given := cast(ModelOptions, options).quantization) not in (None, "none"):
+        raise ValueError(
+            f"{type(options).__name__}.quantization {given} is for one device; give none with "
+            f"EngineConfig.tensor_parallel {mesh.size}"
+        )
+    return "none"
+
+
 class _Draft(NamedTuple):
     """What an algorithm drafts with: a head, a model or nothing."""
 
@@ -271,10 +295,12 @@ class _Draft(NamedTuple):
 
 
 def _load_head(
-    chosen: Chosen, files: ModelFiles, config: ModelConfig, tokenizer: Future[Any], quantization: str, progress: bool
-) -> _Draft:
+    chosen: Chosen, files: ModelFiles, config: ModelConfig, tokenizer: Future[Any], quantization: str, progress: bool,
+    mesh: Mesh | None,
+) -> _Draft:  # fmt: skip
     options, head, ids, note = cast(ModelOptions, chosen.options), chosen.mtp, None, ""
-    owner, quantization = type(options).__name__, head_quantization(chosen, files, config, quantization)
+    owner = type(options).__name__
+    quantization = _spread_draft(options, head_quantization(chosen, files, config, quantization), mesh)
 
     def tokens() -> list[str]:
         known = tokenizer.result().convert_ids_to_tokens(list(range(config.vocab_size)))
@@ -290,14 +316,17 @@ def _load_head(
                 revision=options.revision,
                 progress=progress,
                 quantization=quantization,
+                mesh=mesh,
                 target_embedding=lambda: checkpoint.matrices(files)[EMBED_TENSOR].read(),
             )
     else:
-        params = checkpoint.load_mtp(files, config, head, quantization=quantization, progress=progress)
+        params = checkpoint.load_mtp(files, config, head, quantization=quantization, progress=progress, mesh=mesh)
         note = f"; {head.count} MTP layer{'s' if head.count > 1 else ''} of the model"
     if (token_map := getattr(options, "token_map", None)) is not None:
         with _naming(f"{owner}.token_map"):
             ids = checkpoint.read_token_map(str(token_map), vocab_size=config.vocab_size, tokens=tokens)
+    if mesh is not None:
+        head = fitted(head, mesh.size, "the draft")
     return _Draft(params, quantization, head, ids, note=note)
 
 
@@ -312,7 +341,7 @@ def _naming(option: str) -> Iterator[None]:
 
 def _load_model(
     options: DraftOptions, config: ModelConfig, tokenizer: Future[Any], dtype: str, context_length: int | None,
-    backend: str | None, progress: bool,
+    backend: str | None, progress: bool, mesh: Mesh | None,
 ) -> _Draft:  # fmt: skip
     """A whole model that drafts, where the options name one; its vocabulary is compared before its weights are read."""
     if (path := _path(options)) is None:
@@ -324,8 +353,10 @@ def _load_model(
         both = tokenizer.result(), checkpoint.load_tokenizer(files)
         sizes, intersection = (config.vocab_size, own.vocab_size), given.vocabulary == "intersection"
         found = checkpoint.match_vocabularies(*both, *sizes, intersection=intersection)
-        quantization = model_quantization(options, files, own)
-        params = checkpoint.load_params(files, own, quantization=quantization, progress=progress)
+        quantization = _spread_draft(options, model_quantization(options, files, own), mesh)
+        params = checkpoint.load_params(files, own, quantization=quantization, progress=progress, mesh=mesh)
+        if mesh is not None:
+            own = fitted(own, mesh.size, "the draft")
     except CheckpointError as error:
         advice = ""
         if isinstance(error, checkpoint.VocabularyMismatch):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from specjax.checkpoint import draft_format as names
 from specjax.checkpoint.draft_format import HeadTensors, aux_layer_ids, common_names, layer_config, unfused
 from specjax.checkpoint.files import CheckpointError, listed
 from specjax.checkpoint.hub import resolve_head
-from specjax.checkpoint.load import fill, misfits
+from specjax.checkpoint.load import fill, misfits, spread_over
 from specjax.checkpoint.rope_config import longest, rope
 from specjax.checkpoint.stored import quantised_leaf
 from specjax.checkpoint.token_map import checked_ids
@@ -30,11 +30,14 @@ from specjax.models import head_spec as specs
 from specjax.models.head_spec import EMBED, FC, HEAD, HeadSpec, head_spec
 from specjax.models.params import Leaf, Placement, Scope, is_product, placements
 
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
 
 def load_head(
     name: str, target: ModelConfig, *, kind: str, revision: str | None = None, progress: bool = True,
     put: Callable[[np.ndarray], Any] | None = None, quantization: str = "none",
-    target_embedding: Callable[[], np.ndarray] | None = None,
+    target_embedding: Callable[[], np.ndarray] | None = None, mesh: Mesh | None = None,
 ) -> tuple[HeadConfig, dict[str, Any]]:  # fmt: skip
     """Read a draft head: safetensors or torch's ``.bin``, single or sharded, in any of the published dialects.
 
@@ -44,6 +47,7 @@ def load_head(
       kind: what the head must be; ``eagle`` is EAGLE-1 and EAGLE-2, ``mtp`` a layer as MiMo has it, in its own folder.
       put: as in ``load_params``.
       quantization: of its matrices: none, or fp8, int8 or int4. The text is the target's either way.
+      mesh: as in ``load_params``.
       target_embedding: gives the target's embedding ``[V, M]``, so that an equal one is not kept twice; it is called
         only for a head that has an embedding of its own.
 
@@ -73,7 +77,10 @@ def load_head(
             arrays = [tensors.arrays[part.tensor] for part in parts]
             return quantised_leaf(arrays, scope, leaf, sizes, quantization)
 
-        params = fill(name, declared, sizes, tensors.arrays.__getitem__, target.dtype, put, progress, few_bits)
+        params = fill(
+            name, declared, sizes, tensors.arrays.__getitem__, target.dtype, put, progress, few_bits,
+            spread=spread_over(mesh, config),
+        )  # fmt: skip
         if ids is not None:
             params["ids"] = jax.block_until_ready((put or jax.device_put)(ids))
     except CheckpointError as error:

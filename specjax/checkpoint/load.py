@@ -8,24 +8,26 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from specjax.checkpoint.files import CheckpointError, listed
 from specjax.checkpoint.hf_config import DTYPES, QUANTIZATIONS
 from specjax.checkpoint.quantised import Entries, QuantisedEntry, matrices
-from specjax.checkpoint.stored import filled, make_leaf, output_major_leaf, quantised_leaf
+from specjax.checkpoint.stored import empty, filled, make_leaf, output_major_leaf, quantised_leaf
 from specjax.checkpoint.weights import ModelFiles, read_json
-from specjax.config import ModelConfig
+from specjax.config import HeadConfig, ModelConfig, MtpConfig
 from specjax.models import table
 from specjax.models.mtp_spec import mtp_tensors
 from specjax.models.params import HEAD_TENSOR, Leaf, Placement, Scope, Sizes, Table, dimensions, is_product, placements
 from specjax.progress import progress_bar
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
@@ -40,7 +42,7 @@ _IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 
 def load_params(
     files: ModelFiles, config: ModelConfig, *, quantization: str = "auto", progress: bool = True,
-    put: Callable[[np.ndarray], Any] | None = None,
+    put: Callable[[np.ndarray], Any] | None = None, mesh: Mesh | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Read a model's weights; beyond the parameters themselves, a few leaves at a time are in memory.
 
@@ -52,6 +54,8 @@ def load_params(
         of float weights are quantised (``specjax_kernels.quantise``).
       progress: show a bar on stderr.
       put: moves one finished array to the device; ``jax.device_put`` if None.
+      mesh: devices that share the model; each reads its part of the files, and matrices in few bits are dequantised.
+        The parameters are then those of ``specjax.sharding.fitted(config, ...)``.
 
     Returns:
       The parameter tree that ``specjax.models.table(config)`` declares; layers for multi-token prediction are left
@@ -84,8 +88,11 @@ def load_params(
             f"{stored[0]}; auto keeps them as they are, none dequantises them"
         )
 
-    few_bits = reduced(tensors, sizes, config.dtype, quantization, tied=config.tied_embeddings)
-    return fill(files.name, declared, sizes, lambda name: tensors[name].read(), config.dtype, put, progress, few_bits)
+    few_bits = reduced(tensors, sizes, config.dtype, quantization, tied=config.tied_embeddings, mesh=mesh)
+    return fill(
+        files.name, declared, sizes, lambda name: tensors[name].read(), config.dtype, put, progress, few_bits,
+        spread=spread_over(mesh, config),
+    )  # fmt: skip
 
 
 QUANTISED_NAMES = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight.absmax")
@@ -106,9 +113,20 @@ FewBits = Callable[[Scope, Leaf, list[Placement]], Any]
 """A quantised leaf, or None."""
 
 
-def reduced(tensors: Entries, sizes: Sizes, dtype: str, quantization: str, *, tied: bool) -> FewBits:
-    """What `quantization` makes of leaves; `tied`: whether the embedding is also the output matrix."""
+def reduced(
+    tensors: Entries, sizes: Sizes, dtype: str, quantization: str, *, tied: bool, mesh: Mesh | None = None
+) -> FewBits:  # fmt: skip
+    """What `quantization` makes of leaves; `tied`: whether the embedding is also the output matrix. Raises
+    CheckpointError for a `mesh`, over which no matrix in few bits is split, and a quantization that makes them."""
     import jax
+
+    if mesh is not None:
+        if quantization not in ("auto", "none"):
+            raise CheckpointError(
+                f"quantization {quantization} is for one device; with EngineConfig.tensor_parallel {mesh.size} give "
+                "auto or none, which dequantise what is stored in few bits"
+            )
+        quantization = "none"
 
     keeps_half = dtype == "float32" and jax.default_backend() == "cpu"  # whose kernels widen them as they read
 
@@ -143,14 +161,58 @@ def half_leaf(
     return output_major_leaf(arrays, scope, leaf, sizes)
 
 
+def spread_over(mesh: Mesh | None, config: ModelConfig | HeadConfig | MtpConfig) -> Spread | None:
+    """For a model or draft head of this description. Raises ValueError: its heads cannot be split."""
+    if mesh is None:
+        return None
+    from specjax.sharding import copies_of, fitted
+
+    fitted(config, mesh.size)
+    return Spread(mesh, copies_of(config, mesh.size))
+
+
+class Spread(NamedTuple):
+    """Devices that share a model, and how many of them have a copy of each key/value head."""
+
+    mesh: Mesh
+    copies: int
+
+    def made(
+        self, leaf: Leaf, shape: tuple[int, ...], dtype: Any, rules: Sequence[Placement],
+        read: Callable[[str], np.ndarray],
+    ) -> Any:  # fmt: skip
+        """A leaf on these devices, of each its part of the tensors; all of them where heads are copied."""
+        from specjax.sharding import made, put, regrouped
+
+        tensors = [read(rule.tensor) for rule in rules]
+        if self.copies > 1 and "K" in leaf.dims:
+            return put(self.mesh, regrouped(filled(shape, dtype, rules, tensors), leaf, self.copies), leaf)
+        return made(self.mesh, leaf, shape, partial(_filled_part, shape, dtype, rules, tensors))
+
+
+def _filled_part(
+    shape: tuple[int, ...], dtype: Any, rules: Iterable[Placement], tensors: Iterable[np.ndarray], axis: int | None,
+    some: slice,
+) -> np.ndarray:  # fmt: skip
+    """`filled` for some indices of one axis."""
+    if axis is None:
+        return filled(shape, dtype, rules, tensors)
+    count = len(range(*some.indices(shape[axis])))
+    found = empty((*shape[:axis], count, *shape[axis + 1 :]), dtype)
+    for rule, tensor in zip(rules, tensors, strict=True):
+        rule.place(found, tensor, axis, some)
+    return found
+
+
 def fill(
     name: str, declared: Table, sizes: Sizes, read: Callable[[str], np.ndarray], dtype: str,
     put: Callable[[np.ndarray], Any] | None, progress: bool,
-    few_bits: FewBits = lambda scope, leaf, rules: None,
+    few_bits: FewBits = lambda scope, leaf, rules: None, *, spread: Spread | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The parameters of the model ``name``, leaf by leaf, those without tensors left out.
 
     ``read`` gives a tensor by its name, ``few_bits`` a quantised leaf or None; ``put`` is that of ``load_params``.
+    ``spread``: over which devices; then ``put`` and ``few_bits`` are not used.
     """
     import jax
 
@@ -167,11 +229,14 @@ def fill(
 
     def made(item: tuple[Scope, Leaf, list[Placement]]) -> tuple[Any, int]:
         scope, leaf, rules = item
+        count = sum(rule.size * size for rule in rules)
+        if spread is not None:
+            return spread.made(leaf, leaf.shape(sizes), leaf.dtype or HOST_DTYPES[dtype], rules, read), count
         host = few_bits(scope, leaf, rules)
         if host is None:
             tensors = (read(rule.tensor) for rule in rules)
             host = filled(leaf.shape(sizes), leaf.dtype or HOST_DTYPES[dtype], rules, tensors)
-        return host, sum(rule.size * size for rule in rules)
+        return host, count
 
     total = sum(rule.size * size for _, _, rules in leaves for rule in rules)
     # Threads that make small leaves mostly wait for each other, as these are more Python's work than numpy's.
@@ -180,7 +245,9 @@ def fill(
         for (scope, leaf, _), (host, count) in zip(leaves, each(made, leaves), strict=True):
             place = params.setdefault(scope.name, {}) if scope.name else params
             # Waiting keeps the transfers, and with them the host buffers, from piling up.
-            place[leaf.name] = jax.block_until_ready(jax.tree.map(put, host) if put else jax.device_put(host))
+            if spread is None:
+                host = jax.tree.map(put, host) if put else jax.device_put(host)
+            place[leaf.name] = jax.block_until_ready(host)
             loaded.update(count)
             del host
     return params

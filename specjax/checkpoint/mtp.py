@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from specjax.checkpoint.files import CheckpointError
-from specjax.checkpoint.load import fill, misfits, reduced
+from specjax.checkpoint.load import fill, misfits, reduced, spread_over
 from specjax.checkpoint.quantised import QuantisedEntry, matrices
 from specjax.checkpoint.values import given, require
 from specjax.checkpoint.weights import ModelFiles, same_content
@@ -16,6 +16,9 @@ from specjax.config import ModelConfig, MtpConfig
 from specjax.models import mtp_spec
 from specjax.models.mtp_spec import STYLES, mtp_sizes, mtp_table, mtp_tensors
 from specjax.models.params import EMBED_TENSOR, HEAD_TENSOR, placements
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 COUNT = "num_nextn_predict_layers"  # of config.json
 
@@ -44,7 +47,7 @@ def mtp_method(files: ModelFiles, config: ModelConfig) -> str | None:
 
 def load_mtp(
     files: ModelFiles, target: ModelConfig, config: MtpConfig, *, quantization: str = "auto", progress: bool = True,
-    put: Callable[[np.ndarray], Any] | None = None,
+    put: Callable[[np.ndarray], Any] | None = None, mesh: Mesh | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Read the layers that ``mtp_config`` found. Embedding and output matrix are the target's own.
 
@@ -78,5 +81,8 @@ def load_mtp(
                 "of their own are not supported"
             )
     name = f"MTP layers of {files.name}"
-    few_bits = reduced(tensors, sizes, target.dtype, quantization, tied=False)
-    return fill(name, declared, sizes, lambda name: tensors[name].read(), target.dtype, put, progress, few_bits)
+    few_bits = reduced(tensors, sizes, target.dtype, quantization, tied=False, mesh=mesh)
+    return fill(
+        name, declared, sizes, lambda name: tensors[name].read(), target.dtype, put, progress, few_bits,
+        spread=spread_over(mesh, config),
+    )  # fmt: skip

@@ -129,6 +129,11 @@ class EngineSettings:
         names=("--mem-fraction",),
     )
     base_gpu_id: int = setting(0, "the GPU to use, of those that CUDA shows; others are left alone", minimum=0)
+    tensor_parallel_size: int = _engine(
+        "tensor_parallel",
+        "devices that share the model: each has its part of the weights and of the KV pool; GPUs from --base-gpu-id on",
+        names=("--tp", "--tp-size"),
+    )
     attention_backend: str = setting(
         AUTO_ATTENTION,
         f"tree attention: {AUTO_ATTENTION} (pallas on an NVIDIA GPU, else xla), {', '.join(IMPLEMENTATIONS)}; a named "
@@ -375,7 +380,7 @@ def claim_gpu(chosen: Settings, *, probe: bool = True) -> None:
     """
     engine = chosen.engine
     try:
-        card = gpu.claim(engine.mem_fraction_static, engine.base_gpu_id)
+        card = gpu.claim(engine.mem_fraction_static, engine.base_gpu_id, engine.tensor_parallel_size)
     except gpu.GpuError as error:
         raise gpu.GpuError(
             f"{place_of(chosen, 'base_gpu_id')}: {error}" if engine.base_gpu_id else str(error)

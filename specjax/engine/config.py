@@ -40,10 +40,15 @@ class EngineConfig:
     isolate_ngrams: bool = False  # no request drafts from what another has said, unless both have one `cache_salt`
     plain_content: bool = False  # text that reads as a special token is one only where the chat template wrote it
     autotune_seconds: float = limited(60.0, 0)  # for measuring at a GPU's first start; 0: nothing measured is used
+    tensor_parallel: int = limited(1, 1)  # devices over which the model is split; see `specjax.sharding`
     random_seed: int | None = None  # from which requests without a seed draw theirs; None: from the system
 
     def __post_init__(self) -> None:
         check(self)
+        if self.time_phases and self.tensor_parallel > 1:
+            raise ValueError(
+                f"EngineConfig.time_phases works on one device, not with tensor_parallel {self.tensor_parallel}"
+            )
 
     @property
     def largest_batch(self) -> int:

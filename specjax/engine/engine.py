@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax.profiler import TraceAnnotation
 
 from specjax import checkpoint
+from specjax.cache import PoolShape
 from specjax.config import HeadConfig, MtpConfig
 from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
 from specjax.engine import program_store
@@ -46,6 +47,7 @@ from specjax.engine.intake import Intake, Prompt, Salts, with_sampling
 from specjax.engine.memory import pool_tokens, room_beside
 from specjax.engine.pace import Pace
 from specjax.engine.packing import Resident, admission, step_input, with_sizing
+from specjax.engine.placing import check_models, place_params
 from specjax.engine.prefilling import Prefills
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.scheduler import Scheduler
@@ -56,6 +58,7 @@ from specjax.engine.transfers import Counters
 from specjax.engine.tuning import Tuning
 from specjax.load import load
 from specjax.models.target import Target
+from specjax.sharding import described, empty_state, make_mesh
 from specjax.state import DecodeState, init_state
 from specjax.verify import Verifier, verify_tree
 
@@ -90,6 +93,10 @@ class Engine:
         self.lock = FairLock()
         self._deferred = config.deferred(drafter, target)
         drafter = drafter if self._deferred is None else self._deferred.eager
+        self.mesh = make_mesh(config.tensor_parallel)
+        if self.mesh is not None:
+            check_models(target, draft_model, self.mesh.size)
+            params = place_params(self.mesh, params, target, draft_model)
         self.target, self._params, self.tokenizer, self.drafter = target, params, tokenizer, drafter
         self.verify = verify
         self.config, self.eos_ids, self.sampling_defaults = config, eos_ids, sampling_defaults
@@ -97,7 +104,7 @@ class Engine:
         self.context_length = context_length(target, config)
         self.platform = jax.default_backend()
         rows, size = config.max_running_requests, config.page_size
-        tokens = pool_tokens(target, config, self.context_length, self.platform, drafter, params)
+        tokens = pool_tokens(target, config, self.context_length, self.platform, drafter, params, self.mesh)
         sizes = config, self.context_length, tokens, self.platform, drafter
         self.pool, self.buckets = Layout.of(*sizes, adaptive=self._deferred is not None, ragged=target.ragged)
         lookahead = (2 if config.overlap else 1) * (drafter.depth + 1)
@@ -106,9 +113,11 @@ class Engine:
             reuse=config.prefix_cache, policy=config.schedule_policy, retract_every=config.retract_every,
         )  # fmt: skip
         self._new_pages = -(-max(lookahead, JUMP) // size)  # most pages that a row may get between two steps
-        shapes = jax.eval_shape(self._new_state)
+        shapes = jax.eval_shape(lambda: self._made_state(rows, self.pool))
+        if self.mesh is not None:  # which axes are split depends on neither rows nor pages
+            shapes = described(shapes, empty_state(self.mesh, lambda: self._made_state(1, PoolShape(1, size))))
         variants = {"verify": verify, "trace": config.trace, "time_phases": config.time_phases}
-        variants |= {"deferred": self._deferred, "room": room_beside(shapes)}
+        variants |= {"deferred": self._deferred, "room": room_beside(shapes), "mesh": self.mesh}
         self.executables = Executables(
             target, drafter, self.buckets, params, shapes, new_pages=self._new_pages, **variants
         )
@@ -207,11 +216,12 @@ class Engine:
             model, draft=draft, dtype=dtype, quantization=quantization, drafter=drafter, verify=verify,
             context_length=config.context_length,
             revision=revision, tokenizer_path=tokenizer_path, chat_template=chat_template,
-            sampling_defaults=sampling_defaults, backend=backend, mem_fraction=config.mem_fraction, progress=progress,
+            sampling_defaults=sampling_defaults, backend=backend, mem_fraction=config.mem_fraction,
+            mesh=make_mesh(config.tensor_parallel), progress=progress,
             meanwhile=partial(program_store.read_ahead, start),
         )  # fmt: skip
         engine = cls(**loaded._asdict(), config=config)
-        if compilation_cache:
+        if compilation_cache and engine.mesh is None:  # what is measured are kernels for one device
             engine.tuning = tune_at_start(engine, progress=progress)
         return engine
 
@@ -231,6 +241,8 @@ class Engine:
         with self.lock:
             if self.scheduler.unfinished:
                 raise RuntimeError("the parameters of an engine cannot be replaced while a request runs")
+            if self.mesh is not None:
+                params = place_params(self.mesh, params, self.target, self._draft_model)
             self.device.replace_params(params)
             self._params = params
             self.flush_cache()
@@ -241,9 +253,12 @@ class Engine:
         return self.device.state.decode
 
     def _new_state(self) -> Resident:
-        rows = self.config.max_running_requests
-        state = init_state(self.params, self.target, self.drafter, rows=rows, pool=self.pool)
-        return Resident(state, jnp.full((rows, self.buckets.tables[-1]), self.pool.pages, jnp.int32))
+        make = partial(self._made_state, self.config.max_running_requests, self.pool)
+        return make() if self.mesh is None else empty_state(self.mesh, make)
+
+    def _made_state(self, rows: int, pool: PoolShape) -> Resident:
+        state = init_state(self.params, self.target, self.drafter, rows=rows, pool=pool)
+        return Resident(state, jnp.full((rows, self.buckets.tables[-1]), pool.pages, jnp.int32))
 
     def _start_over(self) -> None:
         """Sends all running requests back to the queue. They go on later with the same text: tokens that have not been
@@ -510,7 +525,8 @@ class Engine:
                 self._collect_all_but(0)  # steps dispatched ahead for requests that have ended
             self.scheduler.prefix.clear()
             rows = self.config.max_running_requests
-            draft = self.drafter.init(self.params, rows, self.pool)
+            make = partial(self.drafter.init, self.params, rows, self.pool)
+            draft = make() if self.mesh is None else empty_state(self.mesh, make)
             self.device.update(lambda state: state._replace(decode=state.decode._replace(draft=draft)))
             return True
 

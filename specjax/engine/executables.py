@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from specjax_kernels.cpu import attention as cpu_attention
 from specjax_kernels.cpu import object_code
 
@@ -34,6 +35,7 @@ from specjax.engine.packing import (
 from specjax.engine.programs import Program, Programs
 from specjax.engine.transfers import Output, packed, packed_lag
 from specjax.models.target import Target
+from specjax.sharding import everywhere, under
 from specjax.state import DecodeState
 from specjax.step import (
     StepConfig,
@@ -98,13 +100,20 @@ class Executables(Programs):
         verify: Verifier = verify_tree,
         trace: bool = False,
         time_phases: bool = False,
+        mesh: Mesh | None = None,
     ) -> None:
         super().__init__(buckets)
         self._target, self._drafter, self._trace = target, drafter, trace
         self._verify, self._deferred, self._room = verify, deferred, room
         self.options: dict[str, str | None] = {}
         self.phase_times = PhaseTimes() if time_phases else None
-        self._params, self._state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
+        self._mesh = mesh
+
+        def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+            where = None if mesh is None else leaf.sharding
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+        self._params, self._state = jax.tree.map(shape, (params, state))
         self.state_shapes: DecodeState = self._state.decode
         self.new_pages, self._pages = new_pages, pool_shape(state.decode.cache).pages
         self._admit: dict[bool, Callable[..., Resident]] = {}
@@ -116,13 +125,14 @@ class Executables(Programs):
             return self._admit[resumed]
         rows, finished = self.state_shapes.rows, self.state_shapes.finished
         row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), rows)
-        packed = jax.ShapeDtypeStruct((admission_size(row, resumed=resumed),), np.int32)
+        packed = self._input((admission_size(row, resumed=resumed),))
         arguments = (rows, finished, packed)
-        with self.launch_lock:
+        places = {} if self._mesh is None else {"out_shardings": everywhere(self._mesh)}
+        with self.launch_lock, under(self._mesh):
             program = program_store.stored(
                 admit_packed,
                 arguments,
-                lambda function: jax.jit(function, donate_argnums=(0, 1)).lower(*arguments).compile(),
+                lambda function: jax.jit(function, donate_argnums=(0, 1), **places).lower(*arguments).compile(),
             )
 
         def admit(state: Resident, packed: np.ndarray) -> Resident:
@@ -141,7 +151,7 @@ class Executables(Programs):
         self, key: Key, widths: tuple[int, ...] = (), options: Mapping[str, str | None] = MappingProxyType({})
     ) -> Program:
         function, unpack, shape = self._function(key, widths)
-        arguments: Any = (self._params, self._state, jax.ShapeDtypeStruct(shape, np.int32))
+        arguments: Any = (self._params, self._state, self._input(shape))
         if self.phase_times is not None and key.kind == "step":
             with self.launch_lock:
                 return _compile_in_phases(arguments, unpack, self.phase_times, **function.keywords)
@@ -155,8 +165,12 @@ class Executables(Programs):
                 return jax.tree.leaves(state), output
 
             flat.__name__ = flat.__qualname__ = getattr(function, "__name__", key.kind)
-            jitted = jax.jit(flat, donate_argnums=1, compiler_options=chosen)
-            lowered = jitted.lower(leaves[:count], leaves[count:-1], leaves[-1])
+            places: Any = {}
+            if self._mesh is not None:
+                places["out_shardings"] = [leaf.sharding for leaf in leaves[count:-1]], everywhere(self._mesh)
+            jitted = jax.jit(flat, donate_argnums=1, compiler_options=chosen, **places)
+            with under(self._mesh):
+                lowered = jitted.lower(leaves[:count], leaves[count:-1], leaves[-1])
             with self._device_idle() if self._exclusive else contextlib.nullcontext():
                 return lowered.compile()
 
@@ -172,6 +186,11 @@ class Executables(Programs):
                 "beside weights and KV pool; give a lower EngineConfig.mem_fraction or fewer max_total_tokens"
             )
         return program
+
+    def _input(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        """What the host sends, to every device."""
+        where = None if self._mesh is None else everywhere(self._mesh)
+        return jax.ShapeDtypeStruct(shape, np.int32, sharding=where)
 
     def _function(self, key: Key, widths: tuple[int, ...]) -> tuple[partial[Any], partial[Any], tuple[int, int]]:
         """What a key's program computes, what unpacks its input, and that input's shape. `widths`: of a step's trees;

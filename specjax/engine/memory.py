@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from specjax.cache import PageSpec, bytes_per_token
+from specjax.cache import PageSpec, PoolShape, bytes_per_token
 from specjax.devices import Memory, this_memory
 from specjax.drafters.base import Drafter, Features, Params
 from specjax.engine.buckets import Buckets
@@ -21,7 +22,8 @@ from specjax.engine.config import EngineConfig, Layout
 from specjax.models import table
 from specjax.models.params import dimensions, leaves_of, shards
 from specjax.models.target import Target
-from specjax.state import init_state
+from specjax.sharding import described, empty_state, local_bytes
+from specjax.state import DecodeState, init_state
 
 DEFAULT_POOL_TOKENS = 32_768  # on a CPU, where memory is shared with everything else
 STEP_COPIES = 2.5  # float32 arrays of [nodes, vocabulary] that a step holds at once: 2.1 to 2.3 in XLA's analysis
@@ -29,14 +31,24 @@ CPU_STEP_COPIES = 4.2  # the same on a CPU: 4.1 for a Llama of 4 layers, 32,000 
 
 
 def pool_tokens(
-    target: Target, config: EngineConfig, context_length: int, platform: str, drafter: Drafter, params: Params
-) -> int:
-    """`fitting_tokens` for this process's device, on which the weights lie."""
+    target: Target, config: EngineConfig, context_length: int, platform: str, drafter: Drafter, params: Params,
+    mesh: Mesh | None = None,
+) -> int:  # fmt: skip
+    """`fitting_tokens` for this process's device, or each of those of a mesh, on which the weights lie."""
     memory = None if platform == "cpu" else this_memory()
     if memory is None:
         return fitting_tokens(target, config, context_length, drafter)
-    each = bytes_per_token(lambda pool: init_state(params, target, drafter, rows=1, pool=pool), config.page_size)
-    return fitting_tokens(target, config, context_length, drafter, memory, each)
+
+    def init(pool: PoolShape) -> DecodeState:
+        return init_state(params, target, drafter, rows=1, pool=pool)
+
+    if mesh is None:
+        each = bytes_per_token(init, config.page_size)
+        return fitting_tokens(target, config, context_length, drafter, memory, each)
+    placed = empty_state(mesh, lambda: init(PoolShape(1, config.page_size)))
+    one, two = (described(jax.eval_shape(lambda n=n: init(PoolShape(n, config.page_size))), placed) for n in (1, 2))
+    each = (local_bytes(two) - local_bytes(one)) // config.page_size
+    return fitting_tokens(target, config, context_length, drafter, memory, each, mesh.size)
 
 
 def fitting_tokens(
@@ -91,7 +103,7 @@ def room_beside(state: Any) -> int | None:
     shapes, which does not yet; None: the memory is shared with everything else, as on a CPU."""
     if (memory := this_memory()) is None:
         return None
-    return memory.limit - memory.used - sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    return memory.limit - memory.used - local_bytes(state)
 
 
 def temporary_bytes(target: Target, features: Features, buckets: Buckets, platform: str, devices: int = 1) -> int:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from specjax.drafters.base import Drafter
+from jax.sharding import Mesh
+
+from specjax.drafters.base import Drafter, Params
 from specjax.engine.buckets import Buckets
+from specjax.sharding import local_bytes
+from specjax.state import DecodeState
 
 
 def speculation_note(drafter: Drafter, buckets: Buckets) -> str:
@@ -45,6 +49,22 @@ def drafting_summary(
                 "TreeShape.nodes to draft in all of them"
             )
     return {"drafted_steps": drafted_steps, "not_drafted": reason and name_options(reason)}
+
+
+def devices_note(mesh: Mesh, params: Params, state: DecodeState) -> str:
+    """What each device of a mesh holds between two programs, for the log."""
+    sizes = {
+        "weights": params.target,
+        "draft weights": params.draft,
+        "KV pool": state.cache,
+        "draft's state": state.draft,
+        "rows and tokens": (state.rows, state.tokens),
+    }
+    parts = [f"{local_bytes(tree) / 1e9:.3f} GB {name}" for name, tree in sizes.items()]
+    return (
+        f"Tensor parallel over {mesh.size} devices, each with {', '.join(parts)}; attention by the usual kernels, "
+        "products and page writes by XLA's own operations"
+    )
 
 
 DOUBTED = 200  # steps of a draft model without an accepted draft after which it is reported

@@ -147,7 +147,8 @@ def _load(file: Path) -> Any:
         kernels, saved = pickle.loads(zlib.decompress(body))
         for name in kernels:  # XLA refuses a program that names one it does not know
             register_kept(name)
-        program = deserialize_and_load(*saved, execution_devices=jax.devices()[:1])
+        *saved, count = saved
+        program = deserialize_and_load(*saved, execution_devices=jax.devices()[:count])
         os.utime(file)
         return program
     except FileNotFoundError:
@@ -160,7 +161,8 @@ def _load(file: Path) -> Any:
 def _save(file: Path, program: Any) -> None:
     """Writes the whole file or nothing. A failure costs time at the next start, no more."""
     try:
-        body = zlib.compress(pickle.dumps((registered(), serialize(program))), 1)
+        devices = len(program.runtime_executable().local_devices())
+        body = zlib.compress(pickle.dumps((registered(), (*serialize(program), devices))), 1)
         with replacing(file) as draft:
             draft.touch(mode=0o600)
             draft.write_bytes(_digest(file, body) + body)

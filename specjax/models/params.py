@@ -334,9 +334,15 @@ class Placement:
         """Numbers of the leaf that it fills."""
         return prod(len(range(*part.indices(size))) for part, size in zip(self.cut, self.split, strict=True))
 
-    def place(self, leaf: np.ndarray, tensor: np.ndarray) -> None:
-        """Write ``tensor [shape]`` into its part of ``leaf [leaf_shape]``, cast to the leaf's dtype."""
+    def place(
+        self, leaf: np.ndarray, tensor: np.ndarray, axis: int | None = None, some: slice = slice(None)
+    ) -> None:  # fmt: skip
+        """Write ``tensor [shape]`` into its part of ``leaf [leaf_shape]``, cast to the leaf's dtype. With an `axis`,
+        which the tensor has as a whole, the leaf holds `some` of its indices; no others are read."""
         source = tensor[self.rows].reshape(self.split)[self.cut]
+        if axis is not None:
+            order = [each for each, part in enumerate(self.part) if isinstance(part, slice)]
+            source = source[(*[slice(None)] * self.axes[order.index(axis)], some)]
         _copy(leaf[self.part].transpose(np.argsort(self.axes)), source)
 
     def runs(self, leaf: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:

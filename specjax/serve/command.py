@@ -18,7 +18,7 @@ from specjax.cache import bytes_per_token, init_cache
 from specjax.checkpoint import CheckpointError
 from specjax.cli import flags
 from specjax.engine import Engine
-from specjax.engine.notes import speculation_note
+from specjax.engine.notes import devices_note, speculation_note
 from specjax.serve import dry_run
 from specjax.serve.app import create_app
 from specjax.serve.runner import Runner
@@ -58,7 +58,8 @@ def set_up_logging(level: str) -> None:
 def load(settings: flags.Settings) -> Engine:
     """Loads the engine, and logs what was loaded and what was chosen for it."""
     started = time.perf_counter()
-    if timed := settings.server.log_level == "debug":
+    one = settings.engine.tensor_parallel_size == 1
+    if timed := settings.server.log_level == "debug" and one:
         logger.debug("Steps run in three parts, each waited for, to be measured: slower than with --log-level info")
     flags.claim_gpu(settings)
     engine = flags.make_engine(settings, time_phases=timed, trace=settings.server.trace_trees)
@@ -66,6 +67,8 @@ def load(settings: flags.Settings) -> Engine:
     tokens = engine.intake.pool_tokens
     draft = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(engine.executables.state_shapes.draft))
     logger.info("Loaded %s on %s in %.1f s: %s", settings.model.model, engine.device_name, seconds, dtype)
+    if engine.mesh is not None:
+        logger.info("%s", devices_note(engine.mesh, engine.params, engine.executables.state_shapes))
     gigabytes = tokens * bytes_per_token(partial(init_cache, engine.target.pages)) / 1e9
     pool = f"{tokens} tokens in pages of {engine.pool.page_size}, {gigabytes:.2f} GB for the target"
     most = engine.config.max_running_requests
@@ -85,7 +88,9 @@ def main(argv: list[str] | None = None) -> int:
     server = settings.server
     set_up_logging(server.log_level)
     if args.dry_run:
-        return dry_run.dry_run(settings, args.assume_device, args.assume_devices or 1)
+        return dry_run.dry_run(
+            settings, args.assume_device, args.assume_devices or settings.engine.tensor_parallel_size
+        )
     try:
         check_certificate(server)
         sock = listen(server.host, server.port)

@@ -43,7 +43,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--assume-device", type=str.upper, metavar="NAME", help=f"compute for one of {names}; default: this machine's"
     )
-    group.add_argument("--assume-devices", type=int, metavar="N", help="split over so many of them; default: 1")
+    group.add_argument("--assume-devices", type=int, metavar="N", help="split over so many of them; default: --tp")
 
 
 def check_flags(parser: Parser, args: argparse.Namespace) -> None:
@@ -124,7 +124,7 @@ def _report(settings: flags.Settings, case: Case, plan: Plan, found: list[Remedy
         names = ", ".join(plan.undivided)
         yield from _fact("whole", f"not divided, so {_gb(whole)} GB of weights lie on each device: {names}")
     if case.devices > 1:
-        yield from _fact("note", "the server cannot run on several devices yet; this is what it would need")
+        yield from _fact("note", f"--tp {case.devices} serves it so, with weights that are not in few bits")
     longest = plan.context_length
     if 0 < plan.tokens < longest:
         yield from _fact("note", f"the pool holds no request of the whole context, {longest} tokens")
@@ -239,7 +239,7 @@ def _verdict(case: Case, plan: Plan, found: list[Remedy]) -> Iterator[str]:
     for remedy in found:
         text = f"{flags.in_flags(remedy.change)}: {_gb(remedy.plan.total)} of {_gb(remedy.case.limit)} GB, "
         text += f"{remedy.plan.tokens} tokens"
-        yield from _fact("change", text + (" (the server cannot run so yet)" if remedy.case.devices > 1 else ""))
+        yield from _fact("change", text)
     if not found:
         yield from _fact("change", "no flag and no device of the table is enough; a smaller model is needed")
 

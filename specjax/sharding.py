@@ -1,0 +1,150 @@
+"""A model over several devices of one process: its mesh, and where each leaf of parameters and state lies.
+
+The mesh has one axis. A leaf is split along its first logical axis that the devices divide (`specjax.models.params`),
+and every device has the whole of the others. `specjax_kernels.mesh` has what traced functions know of it.
+
+Where a model has fewer key/value heads than there are devices, each is copied to a group of them, which share its query
+heads (`fitted`, `regrouped`). Worked example, 2 heads of 4 query heads each, 4 devices: 4 heads of 2 query heads, of
+which the first two are copies of one, and every device has one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from math import prod
+from typing import Any, TypeVar, cast
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from specjax_kernels.mesh import AXIS, spec
+
+from specjax.config import HeadConfig, ModelConfig, MtpConfig
+from specjax.models.params import Leaf
+
+T = TypeVar("T")
+AnyConfig = TypeVar("AnyConfig", bound=ModelConfig | HeadConfig | MtpConfig)
+
+
+def make_mesh(count: int) -> Mesh | None:
+    """A mesh of this process's first devices; None: one device needs none. Raises ValueError: there are fewer."""
+    there = jax.local_devices()
+    if count > len(there):
+        advice = ""
+        if there[0].platform == "cpu":
+            advice = (
+                "; XLA_FLAGS=--xla_force_host_platform_device_count=N in the environment makes N of a CPU, for tests"
+            )
+        raise ValueError(
+            f"EngineConfig.tensor_parallel {count} needs as many devices, and JAX has {len(there)}: "
+            f"{there[0].device_kind}{advice}"
+        )
+    return None if count == 1 else jax.make_mesh((count,), (AXIS,), axis_types=(AxisType.Auto,), devices=there[:count])
+
+
+def under(mesh: Mesh | None) -> AbstractContextManager[Any]:
+    """Within the context, programs are traced for the mesh, and pools are made on it."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def everywhere(mesh: Mesh) -> NamedSharding:
+    """Where an array lies that each device has."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def fitted(config: AnyConfig, count: int, what: str = "the model") -> AnyConfig:
+    """The description of a model or draft head whose heads so many devices can share: its own, or one with copies of
+    key/value heads. Raises ValueError if there is none. `what` it is, for the message."""
+    if isinstance(config, MtpConfig):
+        return cast(AnyConfig, replace(config, layer=fitted(config.layer, count, what)))
+    if isinstance(config, ModelConfig) and config.latent is not None:
+        if config.num_heads % count:
+            raise _unfit(count, config.num_heads, "query heads", what)
+        return config
+    copies = copies_of(config, count)
+    if copies == 0:
+        heads = f"query heads on {config.num_kv_heads} key/value heads"
+        raise _unfit(count, config.num_heads, heads, what)
+    return config if copies == 1 else cast(AnyConfig, replace(config, num_kv_heads=config.num_kv_heads * copies))
+
+
+def _unfit(count: int, heads: int, name: str, what: str) -> ValueError:
+    return ValueError(f"EngineConfig.tensor_parallel {count} cannot split the {heads} {name} of {what} evenly")
+
+
+def copies_of(config: ModelConfig | HeadConfig | MtpConfig, count: int) -> int:
+    """How many devices have a copy of each key/value head; 0: so many devices cannot share them."""
+    layer = config.layer if isinstance(config, MtpConfig) else config
+    heads, group = layer.num_kv_heads, layer.group_size
+    if heads % count == 0 or (isinstance(layer, ModelConfig) and layer.latent is not None):
+        return 1
+    copies = count // heads
+    return copies if copies * heads == count and group % copies == 0 else 0
+
+
+def regrouped(value: np.ndarray, leaf: Leaf, copies: int) -> np.ndarray:
+    """A leaf of the original description as that of `fitted` has it."""
+    dims = leaf.dims
+    if copies == 1 or "K" not in dims:
+        return value
+    axis = dims.index("K")
+    before, heads, after = value.shape[:axis], value.shape[axis] * copies, value.shape[axis + 2 :]
+    if dims[axis + 1] == "G":
+        return value.reshape(*before, heads, -1, *after)
+    assert dims[axis + 1] == "Q", dims
+    group = value.shape[axis + 1] - 2
+    queries, keys = np.split(value, [group], axis=axis + 1)
+    queries = queries.reshape(*before, heads, group // copies, *after)
+    return np.concatenate([queries, np.repeat(keys, copies, axis=axis)], axis=axis + 1)
+
+
+def put(mesh: Mesh, value: Any, leaf: Leaf | None) -> Any:
+    """A leaf on the mesh; None: it is not declared, so every device has it."""
+    axes: Sequence[Any] = () if leaf is None else leaf.axes
+    return jax.device_put(value, NamedSharding(mesh, spec(axes, value.shape, mesh.size)))
+
+
+def made(
+    mesh: Mesh, leaf: Leaf, shape: tuple[int, ...], make: Callable[[int | None, slice], np.ndarray]
+) -> jax.Array:  # fmt: skip
+    """A leaf on the mesh of which each device's part is made by itself: `make` gets the axis that is split (None: the
+    leaf is not), and some of its indices."""
+    where = NamedSharding(mesh, spec(leaf.axes, shape, mesh.size))
+    if where.is_fully_replicated:
+        return jax.device_put(make(None, slice(None)), where)
+    axis = tuple(where.spec).index(AXIS)
+
+    def part(index: Any) -> np.ndarray:
+        return make(axis, index[axis])
+
+    return jax.make_array_from_callback(shape, where, part)
+
+
+def empty_state(mesh: Mesh, make: Callable[[], T]) -> T:
+    """What `make` allocates, with pools split over the mesh (`specjax.cache.init_cache`), and the rest everywhere."""
+
+    def placed(leaf: jax.Array) -> jax.Array:
+        split = isinstance(leaf.sharding, NamedSharding) and AXIS in leaf.sharding.spec
+        return leaf if split else jax.device_put(leaf, everywhere(mesh))
+
+    with under(mesh):
+        return jax.tree.map(placed, make())
+
+
+def described(shapes: T, like: T) -> T:
+    """Shapes, with the shardings of arrays in a tree of the same structure."""
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at.sharding), shapes, like)
+
+
+def local_bytes(tree: Any) -> int:
+    """Bytes of arrays, or of their shapes, on one device."""
+
+    def size(leaf: Any) -> int:
+        where = getattr(leaf, "sharding", None)
+        shape = leaf.shape if where is None else where.shard_shape(leaf.shape)
+        return prod(shape) * leaf.dtype.itemsize
+
+    return sum(map(size, jax.tree.leaves(tree)))

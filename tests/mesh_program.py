@@ -1,0 +1,166 @@
+"""What tests/test_mesh.py runs: engines over several devices of a CPU, in a process of its own, since devices must be
+asked for before JAX starts. Prints a line of JSON for each."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+jax.config.update("jax_num_cpu_devices", 4)
+
+from engine_helpers import NGRAM, tokenizer  # noqa: E402
+
+from specjax.config import HeadConfig, ModelConfig, MtpConfig, RopeConfig  # noqa: E402
+from specjax.drafters import Params, StandaloneParams, TreeShape, eagle_drafter, make_drafter  # noqa: E402
+from specjax.drafters.mtp import mtp_drafter  # noqa: E402
+from specjax.drafters.options import options_of  # noqa: E402
+from specjax.drafters.standalone import standalone_drafter  # noqa: E402
+from specjax.engine import Engine, EngineConfig, SamplingParams  # noqa: E402
+from specjax.engine.grammar import Grammar  # noqa: E402
+from specjax.models import init_params, make_target  # noqa: E402
+from specjax.models.draft_head import init_head_params, with_token_map  # noqa: E402
+from specjax.models.mtp_spec import mtp_sizes, mtp_table  # noqa: E402
+from specjax.models.params import map_leaves  # noqa: E402
+from specjax.sharding import local_bytes  # noqa: E402
+
+VOCABULARY = 268
+CONFIG = ModelConfig(
+    family="llama", vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=8,
+    num_kv_heads=4, head_dim=8, norm_epsilon=1e-5, max_positions=256, tied_embeddings=False,
+    rope=RopeConfig(theta=100.0), attention_bias=True,
+)  # fmt: skip
+HEAD = HeadConfig(
+    kind="eagle", hidden_size=32, feature_size=32, intermediate_size=48, num_heads=4, num_kv_heads=4, head_dim=8,
+    norm_epsilon=1e-5, vocab_size=VOCABULARY, fc_bias=True, rope=RopeConfig(theta=100.0),
+)  # fmt: skip
+HEAD3 = HeadConfig(
+    kind="eagle3", hidden_size=32, feature_size=64, intermediate_size=48, num_heads=4, num_kv_heads=4, head_dim=8,
+    norm_epsilon=1e-5, vocab_size=12, aux_layers=(0, 1), own_embedding=True, own_head=True, mapped=True,
+    rope=RopeConfig(theta=100.0),
+)  # fmt: skip
+FEW = np.arange(70, 82, dtype=np.int32)
+"""Tokens to which requests are biased, so that heads that propose nothing else are right now and then."""
+TREE, CHAIN = TreeShape(2, 3, 6), TreeShape(2, 1, 3)
+KINDS = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+COLLECTIVE = re.compile(rf" = \(?(\w+)\[([\d,]*)\].* ({'|'.join(KINDS)})(?:-start)?\(")
+
+
+def drawn(weights: Any, seed: int) -> dict[str, Any]:
+    """Parameters wide enough for logits that differ."""
+    rng = np.random.default_rng(seed)
+
+    def one(path: Any, leaf: Any) -> Any:
+        if path[-1].key == "ids":
+            return jnp.asarray(FEW)
+        center = 1.0 if path[-1].key.endswith("norm") else 0.0
+        return jnp.asarray(rng.normal(center, 0.3, leaf.shape), leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(one, dict(weights))
+
+
+target = make_target(CONFIG)
+weights = drawn(init_params(CONFIG, jax.random.key(0)), 0)
+
+
+def head(config: HeadConfig) -> dict[str, Any]:
+    return drawn(init_head_params(config, target, jax.random.key(1)), 1)
+
+
+def none() -> tuple[Any, ...]:
+    return make_drafter("NONE"), None, None
+
+
+def ngram() -> tuple[Any, ...]:
+    return make_drafter(NGRAM), None, None
+
+
+def eagle() -> tuple[Any, ...]:
+    return eagle_drafter(target, HEAD, CHAIN), head(HEAD), HEAD
+
+
+def eagle3() -> tuple[Any, ...]:
+    return eagle_drafter(target, HEAD3, TREE), head(HEAD3), HEAD3
+
+
+def token_map() -> tuple[Any, ...]:
+    config, params = with_token_map(HEAD, head(HEAD), target, weights, FEW)
+    return eagle_drafter(target, config, TREE), params, config
+
+
+def standalone() -> tuple[Any, ...]:
+    rng = np.random.default_rng(2)
+    noisy = jax.tree.map(lambda leaf: leaf + rng.normal(0, 0.02, leaf.shape).astype(np.float32), weights)
+    return standalone_drafter(target, target, TREE), StandaloneParams(noisy), target
+
+
+def mtp() -> tuple[Any, ...]:
+    config = MtpConfig("mimo", replace(CONFIG, num_layers=1), CONFIG.num_layers, 2, VOCABULARY)
+    sizes = mtp_sizes(config)
+    shapes = map_leaves(mtp_table(config), lambda leaf: jnp.zeros(leaf.shape(sizes)))
+    return mtp_drafter(target, config, CHAIN), drawn(shapes, 3), config
+
+
+CASES = {f.__name__: f for f in (none, ngram, eagle, eagle3, token_map, standalone, mtp)}
+
+PROMPTS = [list(range(60, 72)), [60, 61, 62, 63, 9, 8], [*range(60, 72), 7], [100, 101]]
+BIAS = {str(token): 40.0 for token in FEW}
+SAMPLING = [
+    SamplingParams(max_new_tokens=16, ignore_eos=True, logit_bias=BIAS),
+    SamplingParams(max_new_tokens=16, ignore_eos=True, temperature=0.8, seed=3, top_p=0.9),
+    SamplingParams(max_new_tokens=12, ignore_eos=True, frequency_penalty=0.3),
+    SamplingParams(max_new_tokens=12, grammar=Grammar("regex", "[a-c]{4}[0-9]+x")),
+]
+
+
+def settings(count: int) -> EngineConfig:
+    return EngineConfig(
+        max_running_requests=1, page_size=4, max_total_tokens=512, context_length=64, chunked_prefill_size=16,
+        tensor_parallel=count,
+    )  # fmt: skip
+
+
+def run(engine: Engine) -> dict[str, Any]:
+    """The texts of all requests, what the program of a step is like, and where the engine's arrays lie."""
+    done = [engine.generate(prompt, one) for prompt, one in zip(PROMPTS, SAMPLING, strict=True)]
+    engine.check_integrity()
+    state = engine.device.state
+    kept = jax.tree.leaves((state.decode.cache, state.decode.draft))
+    pools = [leaf for leaf in kept if leaf.shape[:2] == engine.pool and leaf.ndim > 2]
+    (program,) = [program for key, program in engine.executables._programs.items() if key.kind == "step"]
+    found = [match.groups() for line in program.as_text().splitlines() if (match := COLLECTIVE.search(line))]
+    return {
+        "algorithm": engine.drafter.name,
+        "texts": [one.output_ids for one in done],
+        "accepted": engine.counters.accepted,
+        "cached": engine.counters.cached_tokens,
+        "collectives": found,
+        "aliased": program.memory_analysis().alias_size_in_bytes,
+        "state": local_bytes(state),
+        "pool shares": sorted({leaf.addressable_shards[0].data.nbytes / leaf.nbytes for leaf in pools}),
+        "weights": local_bytes(engine.params.target),
+    }
+
+
+def in_memory(case: str, count: int) -> Engine:
+    drafter, draft, description = CASES[case]()
+    params = Params(weights, draft)
+    return Engine(target, params, tokenizer(), drafter, config=settings(count), draft_model=description)
+
+
+def from_files(folder: str, count: int, algorithm: str, path: str | None) -> Engine:
+    draft = options_of(algorithm, **({"path": path} if path else {}))
+    config = settings(count)
+    return Engine.from_pretrained(folder, draft=draft, config=config, compilation_cache=False, progress=False)
+
+
+if __name__ == "__main__":
+    for argument in map(json.loads, sys.argv[1:]):  # arguments of `in_memory` or of `from_files`
+        engine = in_memory(*argument) if len(argument) == 2 else from_files(*argument)
+        print(json.dumps(run(engine)), flush=True)

@@ -1,0 +1,176 @@
+"""Tensor parallelism: engines over several devices of a CPU write what one writes, and send no more than they must."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine_helpers import tokenizer
+from family_helpers import save_family
+from specjax_kernels.mesh import spec
+from tiny_checkpoints import save_llama, save_mtp
+from tiny_heads import save_head
+
+from specjax.config import HeadConfig, ModelConfig, RopeConfig
+from specjax.models.params import ATTENTION_NORM, attention_leaves
+from specjax.sharding import copies_of, fitted, make_mesh, regrouped
+
+pytestmark = pytest.mark.process
+
+LAYERS = 2
+COLLECTIVES = 2 * LAYERS + 4
+"""Two sums a layer, the embedding's rows, a pair of numbers for the argmax, and, in branches that are taken where a
+request needs them, the logits of the node that is drawn at and those of log-probabilities."""
+
+
+def run(*cases: list[Any]) -> list[dict[str, Any]]:
+    """What mesh_program.py says of each, all in one process."""
+    tests = Path(__file__).parent
+    paths = [tests.parent, tests.parent / "kernels", tests]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    environment |= {"JAX_COMPILATION_CACHE_DIR": str(jax.config.values["jax_compilation_cache_dir"])}
+    environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    command = [sys.executable, "-W", "error:Some donated buffers", str(tests / "mesh_program.py")]
+    done = subprocess.run(
+        [*command, *map(json.dumps, cases)], capture_output=True, text=True, env=environment, timeout=900
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    """One device, without drafts."""
+    return run(["none", 1])[0]
+
+
+def check(found: dict[str, Any], alone: dict[str, Any], devices: int) -> None:
+    assert found["texts"] == alone["texts"]
+    assert found["pool shares"] == [1 / devices]
+    assert found["aliased"] == found["state"], "a pool is copied"
+    assert found["cached"] == alone["cached"] > 0
+
+
+def test_plain_steps_and_drafts(alone):
+    """Biased, sampled and penalised requests, a grammar, and a prompt of which pages are reused."""
+    assert not alone["collectives"] and len({tuple(text) for text in alone["texts"]}) == 4
+    two, four, head = run(["none", 2], ["none", 4], ["eagle3", 2])
+    for found, devices in ((two, 2), (four, 4), (head, 2)):
+        check(found, alone, devices)
+    for found in (two, four):
+        assert len(found["collectives"]) <= COLLECTIVES, found["collectives"]
+        gathered = [shape for _, shape, kind in found["collectives"] if kind != "all-reduce"]
+        assert len(gathered) == 3, gathered
+        assert not any(kind in ("all-to-all", "collective-permute") for *_, kind in found["collectives"])
+    assert head["accepted"] > 0
+    assert two["weights"] < 0.6 * alone["weights"] and four["weights"] < 0.4 * alone["weights"]
+
+
+@pytest.mark.slow
+def test_every_drafter(alone):
+    cases = [[case, 2] for case in ("ngram", "eagle", "token_map", "standalone", "mtp")]
+    cases += [["eagle3", 4], ["standalone", 4]]
+    found = run(*cases)
+    for (_, devices), one in zip(cases, found, strict=True):
+        check(one, alone, devices)
+    assert {one["algorithm"] for one in found} == {"NGRAM", "EAGLE", "EAGLE3", "STANDALONE", "MTP"}
+    accepted = {case: one["accepted"] for (case, _), one in zip(cases, found, strict=True)}
+    assert accepted["standalone"] > 0 and accepted["token_map"] > 0, accepted
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("mesh")
+    save_llama(root / "llama", num_attention_heads=8, num_key_value_heads=2, initializer_range=0.2, shard="60KB")
+    tokenizer().save_pretrained(root / "llama")
+    return root
+
+
+def test_a_model_from_files_with_fewer_key_value_heads_than_devices(folder):
+    """Two key/value heads on four devices, read by parts from several files; AUTO is n-grams here."""
+    path = str(folder / "llama")
+    one, four = run([path, 1, "NONE", None], [path, 4, "AUTO", None])
+    assert four["texts"] == one["texts"] and four["algorithm"] == "NGRAM"
+    assert four["pool shares"] == [0.25] and four["aliased"] == four["state"]
+    # Norms, biases and the copies are on more than one device.
+    assert four["weights"] < 0.4 * one["weights"]
+
+
+@pytest.mark.slow
+def test_drafts_from_files(folder):
+    sizes = {"target_hidden_size": 32, "hidden_size": 32, "intermediate_size": 48, "target_vocab_size": 300}
+    save_head(folder / "head", "eagle3", dtype="float32", config={"eagle_config": {}}, draft_vocab_size=12, **sizes)
+    save_llama(folder / "small", num_attention_heads=4, num_key_value_heads=2, seed=1)
+    tokenizer().save_pretrained(folder / "small")
+    save_mtp(folder / "mtp", "Qwen3ForCausalLM", "qwen3_next", count=2, head_dim=8, initializer_range=0.2)
+    tokenizer().save_pretrained(folder / "mtp")
+    llama, mtp = str(folder / "llama"), str(folder / "mtp")
+    one, small, own, auto = run(
+        [llama, 1, "NONE", None], [llama, 4, "STANDALONE", str(folder / "small")],
+        [mtp, 1, "NONE", None], [mtp, 2, "AUTO", None],
+    )  # fmt: skip
+    assert small["texts"] == one["texts"] and small["algorithm"] == "STANDALONE"
+    assert auto["texts"] == own["texts"] and auto["algorithm"] == "MTP"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gemma2", "phi3"])
+def test_families(tmp_path, family):
+    path = save_family(tmp_path / family, family, vocab_size=300)
+    tokenizer().save_pretrained(path)
+    one, two = run([str(path), 1, "NONE", None], [str(path), 2, "NONE", None])
+    assert two["texts"] == one["texts"]
+    assert len(two["collectives"]) <= COLLECTIVES + (family in ("qwen3_moe", "deepseek_v3")), two["collectives"]
+    assert two["aliased"] == two["state"]
+
+
+# What needs no devices.
+
+ROPE = RopeConfig()
+CONFIG = ModelConfig("llama", 64, 32, 48, 2, 8, 2, 4, 1e-5, ROPE, 128, tied_embeddings=True)
+
+
+def test_copies_of_heads():
+    """Query head h of the copies reads the keys that it had before."""
+    rng, (qkv, output) = np.random.default_rng(0), attention_leaves(bias=False, output_bias=False)
+    leaf = rng.normal(size=(3, 2, 6, 5))  # [M, K, G + 2, E]
+    found = regrouped(leaf, qkv, 2)
+    assert found.shape == (3, 4, 4, 5) and copies_of(CONFIG, 4) == 2
+    wide = fitted(CONFIG, 4)
+    assert (wide.num_kv_heads, wide.group_size) == (4, 2)
+    for head in range(8):
+        (k, g), (copy, place) = divmod(head, 4), divmod(head, 2)
+        np.testing.assert_array_equal(found[:, copy, place], leaf[:, k, g])
+        np.testing.assert_array_equal(found[:, copy, 2:], leaf[:, k, 4:])
+    last = rng.normal(size=(2, 4, 5, 3))
+    np.testing.assert_array_equal(regrouped(last, output, 2).reshape(8, 5, 3), last.reshape(8, 5, 3))
+    assert regrouped(leaf, ATTENTION_NORM, 2) is leaf
+
+
+def test_what_cannot_be_split_is_refused():
+    assert fitted(CONFIG, 2) is CONFIG
+    for count in (3, 16):
+        with pytest.raises(ValueError, match=f"tensor_parallel {count} cannot split the 8 query heads on 2 key/value"):
+            fitted(CONFIG, count)
+    head = HeadConfig("eagle", 32, 32, 48, 3, 3, 8, 1e-5, ROPE, 64)
+    with pytest.raises(
+        ValueError, match="tensor_parallel 2 cannot split the 3 query heads on 3 key/value heads of the d"
+    ):
+        fitted(head, 2, "the draft")
+    with pytest.raises(ValueError, match="tensor_parallel 9 needs as many devices, and JAX has"):
+        make_mesh(9)
+    assert make_mesh(1) is None
+
+
+def test_the_split_axis():
+    assert tuple(spec((None, "kv_heads", None), (3, 4, 5), 2)) == (None, "tensor")
+    assert tuple(spec((None, "kv_heads", None), (3, 3, 5), 2)) == ()
+    assert tuple(spec(("vocab", None), jnp.zeros((6, 2)).shape, 3)) == ("tensor",)
