@@ -93,5 +93,6 @@ class Layout(NamedTuple):
         request_pages = min(-(-context_length // size), pool.pages)
         rows, chunk = config.largest_batch, config.chunked_prefill_size
         sizes = {"request_pages": request_pages, "chunk": chunk, "prefill": config.max_prefill_tokens}
-        sizes |= {"adaptive": adaptive, "ragged": ragged}
+        # `attention` splits the heads of a block over devices, and not the rows that a ragged one has only there.
+        sizes |= {"adaptive": adaptive, "ragged": ragged and config.tensor_parallel == 1}
         return cls(pool, Buckets.build(platform, drafter, rows=rows, **sizes))
