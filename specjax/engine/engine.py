@@ -16,6 +16,7 @@ import random
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from time import perf_counter
 from types import MappingProxyType
@@ -71,8 +72,9 @@ class Engine:
     Attributes:
         verify: decides which drafts are accepted.
         tuning: what was measured on this device and is used (`specjax.engine.autotune`); None: nothing.
-        waits: a step compiles a program for a grammar, or for the log-probabilities of a prompt, if nothing else is
-            left to do. False: another thread does, and the engine is `stalled` meanwhile.
+        waits: a step compiles a program for a grammar, or for the log-probabilities of a prompt, or waits for a mask
+            that takes long, if nothing else is left to do. False: another thread does, and the engine is `stalled`
+            meanwhile.
         lock: held by whatever changes requests or the device's state.
     """
 
@@ -146,6 +148,7 @@ class Engine:
         self._unreported: list[Sequence] = []  # read in this iteration
         self.waits = True
         self._put_off: list[Key] = []  # programs that requests need, for which this step does not wait
+        self._masks: list[Future[None]] = []  # the same of masks
         self.tuning: Tuning | None = None
         self.drafting = Drafting(
             self.executables, self.device, self.buckets, self._in_flight, drafter,
@@ -341,9 +344,10 @@ class Engine:
 
     @property
     def stalled(self) -> bool:
-        """Whether the last `step` had nothing to do but wait for a program that another thread compiles, which has not
-        ended. `executables.on_change` tells."""
-        return bool(self._put_off) and not any(map(self.executables.is_settled, self._put_off))
+        """Whether the last `step` had nothing to do but wait for a program that another thread compiles, or a mask that
+        one computes, and none of these has ended. `executables.on_change` tells."""
+        ended = (*map(self.executables.is_settled, self._put_off), *(mask.done() for mask in self._masks))
+        return bool(ended) and not any(ended)
 
     def step(self) -> list[Sequence]:
         """One iteration: schedule, dispatch, collect. Returns the sequences that have new tokens or have finished.
@@ -351,12 +355,12 @@ class Engine:
         A batch that runs out of memory is not tried again: its requests go on in smaller ones.
         """
         with self.lock, TraceAnnotation("step"):
-            self._put_off = []
+            self._put_off, self._masks = [], []
             with self._guarded():
                 self._admit()
                 dispatched = self._prefills.launch(waits=self.waits, put_off=self._put_off) + self._launch_decode()
                 if dispatched:
-                    self._put_off = []
+                    self._put_off, self._masks = [], []
                 self._collect_all_but(dispatched if self.config.overlap else 0)
             changed = dict.fromkeys(self._unreported)
             self._unreported.clear()
@@ -437,7 +441,15 @@ class Engine:
             self._collector.take(self._known.pop(0))
 
     def _able(self, running: list[Sequence]) -> list[Sequence]:
-        """Ends the requests whose grammar cannot be followed any more. Returns the others."""
+        """Ends the requests whose grammar cannot be followed any more. Returns the others, but for those whose mask
+        another thread computes: they sit this step out."""
+        asked = {one: None if one.constraint is None else one.constraint.ask() for one in running}
+        self._masks = [mask for mask in asked.values() if mask is not None]
+        if self.waits and len(self._masks) == len(running):
+            wait(self._masks, return_when=FIRST_COMPLETED)
+        running = [one for one, mask in asked.items() if mask is None or mask.done()]
+        for mask in self._masks:
+            mask.add_done_callback(lambda _: self.executables.on_change())
         for sequence in running:
             if sequence.constraint is not None and (problem := sequence.constraint.problem()) is not None:
                 self._settle()

@@ -13,7 +13,8 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -33,6 +34,8 @@ KEPT = 64  # compiled grammars that are kept for later requests, those used last
 KEPT_SOURCE = 2**19  # characters that their sources may have together
 LEXER_STATES = 20_000  # of one sequence's grammar, 1 to 2 kB each
 WALK_SECONDS = 0.05  # after which no more nodes below the roots of a step's trees are looked at
+SLOW_SECONDS = 0.005  # of the processor for a mask, from which on a sequence's masks are computed by other threads
+SLOW_THREADS = 2
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON on one line, as Python's `json.dumps` writes it: a model cannot end in a loop of spaces, and what stands between
 two values is forced. A schema's own "x-guidance" goes first."""
@@ -143,6 +146,13 @@ class Reasoning(NamedTuple):
     begun: bool  # by the prompt; else the model may begin
 
 
+class Compiled(NamedTuple):
+    """A grammar."""
+
+    matcher: LLMatcher  # at its start, never advanced
+    slow: bool  # the first mask took more than `SLOW_SECONDS`
+
+
 class Grammars:
     """Compiled grammars for one tokenizer. Safe to call from several threads.
 
@@ -154,7 +164,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, list(eos_ids)
-        self._kept: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._kept: OrderedDict[Grammar, Compiled] = OrderedDict()
         self._lock = threading.Lock()  # for `_kept`
         self._loading = threading.Lock()
 
@@ -164,10 +174,18 @@ class Grammars:
 
     def constraint(self, grammar: Grammar, reasoning: Reasoning | None = None) -> Constraint:
         """For a new sequence. Raises GrammarError."""
-        return Constraint(self._compiled(grammar), self._vocab_size, tuple(self._core.eos_tokens), reasoning)
+        matcher, slow = self._compiled(grammar)
+        eos_ids = tuple(self._core.eos_tokens)
+        return Constraint(matcher, self._vocab_size, eos_ids, reasoning, submit=self._submit, slow=slow)
 
-    def _compiled(self, grammar: Grammar) -> LLMatcher:
-        """The matcher of a grammar at its start, which is never advanced."""
+    def _submit(self, task: Callable[[], None]) -> Future[None]:
+        return self._pool.submit(task)
+
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(SLOW_THREADS, thread_name_prefix="specjax-mask")
+
+    def _compiled(self, grammar: Grammar) -> Compiled:
         with self._lock:
             if grammar in self._kept:
                 self._kept.move_to_end(grammar)
@@ -179,20 +197,21 @@ class Grammars:
                 self._kept.popitem(last=False)
         return found
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
+    def _compile(self, grammar: Grammar) -> Compiled:
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
         if not compiles_soon(source := library_source(grammar)):
             raise GrammarError(f"takes more than {SECONDS:g} s to compile: give fewer patterns for one place")
         matcher = LLMatcher(self._core, source, log_level=0, limits=limits)
+        started = time.thread_time()
         if not matcher.is_error():  # some errors show with the first token
             first = matcher.deep_copy()
             if not any(first.compute_bitmask()) or first.is_error():
                 raise GrammarError(f"cannot be followed: {_said(first) or 'no token may come first'}")
         if matcher.is_error():
             raise GrammarError(f"is refused: {_said(matcher)}")
-        return matcher
+        return Compiled(matcher, time.thread_time() - started > SLOW_SECONDS)
 
     @property
     def _core(self) -> LLTokenizer:
@@ -253,11 +272,22 @@ class Constraint:
     Attributes:
         failure: why the sequence cannot go on, found when its next mask was computed; None: it can.
         eos_ids: tokens that end the text where the grammar may end.
+        slow: a mask took more than `SLOW_SECONDS`. From then on `submit` runs what computes them, in another thread, so
+            that other requests go on meanwhile; no tokens are forced, and none drafted.
     """
 
     def __init__(
-        self, compiled: LLMatcher, vocab_size: int, eos_ids: tuple[int, ...], reasoning: Reasoning | None = None
+        self,
+        compiled: LLMatcher,
+        vocab_size: int,
+        eos_ids: tuple[int, ...],
+        reasoning: Reasoning | None = None,
+        *,
+        submit: Callable[[Callable[[], None]], Future[None]],
+        slow: bool = False,
     ) -> None:
+        self.slow, self._submit = slow, submit
+        self._pending: Future[None] | None = None  # computes `_mask`
         self._compiled, self._words = compiled, -(-vocab_size // WORD)
         self._matcher: LLMatcher | None = None  # made at the first use: many sequences may wait
         self.eos_ids, self._reasoning = eos_ids, reasoning
@@ -287,14 +317,32 @@ class Constraint:
 
     def mask(self) -> np.ndarray:
         """uint32 [ceil(V / 32)]: bit ``v % 32`` of word ``v // 32`` says whether token v may come next. All bits, and
-        `failure`, where none may."""
+        `failure`, where none may. Waits for the thread that computes it, if one does."""
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
         if self._mask is None:
-            self._mask = np.zeros(self._words, np.uint32)
-            self._fill(self._mask)
-            if not self._mask.any():
-                self._fail()
-                self._mask[:] = ALL
+            self._compute()
+        assert self._mask is not None
         return self._mask
+
+    def ask(self) -> Future[None] | None:
+        """What the next token's mask waits for, begun if it was not; None: `mask` answers soon.
+
+        Until it is done nothing else may be asked of this constraint.
+        """
+        if self.slow and self._mask is None and self._pending is None:
+            self._pending = self._submit(self._compute)
+        return None if self._pending is None or self._pending.done() else self._pending
+
+    def _compute(self) -> None:
+        started, found = time.thread_time(), np.zeros(self._words, np.uint32)
+        self._fill(found)
+        if not found.any():
+            self._fail()
+            found[:] = ALL
+        self._mask = found
+        self.slow = self.slow or time.thread_time() - started > SLOW_SECONDS
 
     def _fail(self) -> None:
         self.failure = f"its grammar cannot be followed: {_said(self._matching) or 'no token may come next'}"
@@ -306,7 +354,7 @@ class Constraint:
 
     def forced(self, most: int) -> list[int]:
         """The tokens that must come next, as far as they are known, at most so many."""
-        if self._phase is not Phase.ANSWER or self.failure is not None:
+        if self._phase is not Phase.ANSWER or self.failure is not None or self.slow:
             return []
         tokens = self._matching.compute_ff_tokens()[:most]
         count = self._matching.try_consume_tokens(tokens)
@@ -359,7 +407,7 @@ class Constraint:
                     self._take_back()
                 self._phase = phase
 
-        if children and self.failure is None:
+        if children and self.failure is None and not self.slow:
             visit(0)
         return kept
 

@@ -1,0 +1,79 @@
+"""Grammars whose masks take long: other threads compute them, and other requests go on meanwhile."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from engine_helpers import check_idle, check_plain, toy
+from grammar_helpers import OBJECT, check_masked
+from test_structured import EOS, HELLO, check, engine_of, requests
+
+from specjax.engine import SamplingParams, grammar
+from specjax.engine.sequence import Status, completion
+
+
+@pytest.mark.parametrize("kind", ["NONE", "trees"])
+def test_text_where_all_masks_take_long(kind, monkeypatch):
+    monkeypatch.setattr(grammar, "SLOW_SECONDS", -1.0)
+    engine, made, threads = engine_of(kind), requests(6), set[str]()
+    fill = grammar.Constraint._fill
+
+    def noted(self: grammar.Constraint, words) -> None:
+        threads.add(threading.current_thread().name)
+        fill(self, words)
+
+    monkeypatch.setattr(grammar.Constraint, "_fill", noted)
+    monkeypatch.setattr(engine.intake.grammars, "_kept", type(engine.intake.grammars._kept)())
+    found = engine.generate([prompt for prompt, _ in made], [params for _, params in made])
+    check(toy(), made, found)
+    assert threads and all(name.startswith("specjax-mask") for name in threads)
+    check_idle(engine)
+
+
+def test_others_go_on_while_a_mask_is_computed(monkeypatch):
+    engine, released, told = engine_of("NGRAM"), threading.Event(), threading.Event()
+    monkeypatch.setattr(engine, "waits", False)
+    monkeypatch.setattr(engine.executables, "on_change", told.set)
+    bound = engine.add(HELLO, SamplingParams(max_new_tokens=60, grammar=OBJECT))
+    assert bound.constraint is not None
+    fill = bound.constraint._fill
+
+    def held(words) -> None:
+        assert released.wait(60)
+        fill(words)
+
+    bound.constraint.slow = True
+    monkeypatch.setattr(bound.constraint, "_fill", held)
+    plain = engine.add(HELLO, SamplingParams(max_new_tokens=40))
+    steps = 0
+    while plain.status is not Status.FINISHED:
+        engine.step()
+        steps += 1
+        assert steps < 60 and not bound.output
+    engine.step()
+    assert bound.status is Status.RUNNING and engine.stalled
+    told.clear()
+    released.set()
+    assert told.wait(60)
+    while engine.unfinished:
+        engine.step()
+    check_plain(toy(), HELLO, plain.params, completion(plain), EOS)
+    check_masked(toy(), HELLO, bound.params, completion(bound))
+    check_idle(engine)
+
+
+def test_an_abort_while_a_mask_is_computed(monkeypatch):
+    engine, released = engine_of("NGRAM"), threading.Event()
+    monkeypatch.setattr(engine, "waits", False)
+    bound = engine.add(HELLO, SamplingParams(max_new_tokens=60, grammar=OBJECT))
+    assert bound.constraint is not None
+    bound.constraint.slow = True
+    monkeypatch.setattr(bound.constraint, "_fill", lambda words: released.wait(60))
+    while bound.status is not Status.RUNNING or not engine.stalled:
+        engine.step()
+    assert engine.abort(bound.id) and not engine.unfinished
+    engine.step()
+    assert not engine.stalled
+    released.set()
+    check_idle(engine)
