@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import schemathesis  # pyright: ignore[reportMissingImports]
@@ -28,12 +29,13 @@ def conflicts(body: dict[str, Any]) -> bool:
     params = inner if isinstance(inner, dict) else body
     most = max(whole(params.get(name), 0) for name in ("max_tokens", "max_completion_tokens", "max_new_tokens"))
     least = max(whole(params.get(name), 0) for name in ("min_tokens", "min_new_tokens"))
-    prompts = next((body[name] for name in ("messages", "prompt", "text", "input_ids") if body.get(name)), "")
+    prompts = next((body[name] for name in ("messages", "prompt", "input", "text", "input_ids") if body.get(name)), "")
     # A token has a byte at least; a message has some that are not its own.
     tokens = len(json.dumps(prompts, ensure_ascii=False).encode(errors="replace")) + 16 * str(prompts).count("{")
     many = len(prompts) if isinstance(prompts, list) and "messages" not in body else 1
+    several = 1 if isinstance(prompts, list) and all(isinstance(each, int) for each in prompts) else many
     seeds = [params[name] for name in ("seed", "sampling_seed") if params.get(name) is not None]
-    timeout = body.get("timeout")
+    timeout, named = body.get("timeout"), body.get("token_ids_logprob")
     return (
         (isinstance(timeout, int | float) and timeout < LONG)  # a 408
         or tokens + max(most, least) > CONTEXT
@@ -41,9 +43,35 @@ def conflicts(body: dict[str, Any]) -> bool:
         or (least > 0 and len(params.get("stop_token_ids") or ()) > 6)
         or many * whole(params.get("n"), 1) > CAPACITY
         or (len(seeds) == 2 and seeds[0] != seeds[1])
+        or (isinstance(named, list) and any(isinstance(ids, list) for ids in named) and len(named) != several)
+        or any(map(is_no_json, schemas(body)))
     )
 
 
+def schemas(body: dict[str, Any]) -> Iterator[Any]:
+    """What a body gives as JSON schemas."""
+    yield from (body.get(name) for name in ("json_schema", "guided_json"))
+    for path in (
+        ("response_format", "json_schema", "schema"),
+        ("text", "format", "schema"),
+        ("structured_outputs", "json"),
+        ("sampling_params", "json_schema"),
+    ):
+        found: Any = body
+        for name in path:
+            found = found.get(name) if isinstance(found, dict) else None
+        yield found
+
+
+def is_no_json(schema: Any) -> bool:
+    """Whether it is a text that holds no JSON object, which a schema of the body cannot ask for."""
+    try:
+        return isinstance(schema, str) and not isinstance(json.loads(schema), dict)
+    except ValueError:
+        return True
+
+
 @schemathesis.hook
-def filter_body(context: Any, body: Any) -> bool:
-    return not (isinstance(body, dict) and conflicts(body))
+def filter_case(context: Any, case: Any) -> bool:
+    """Not `filter_body`, which the phase that tries the edges of each value does not ask."""
+    return not (isinstance(case.body, dict) and conflicts(case.body))

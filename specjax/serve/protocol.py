@@ -73,7 +73,7 @@ TEXTS: list[Schema] = [
 ]
 IDS: Schema = {"type": "array", "items": {"type": "integer", **TOKEN}, "minItems": 1, "maxItems": "$room"}
 IDS_OR_LISTS: list[Schema] = [IDS, {"type": "array", "items": IDS, "minItems": 1, "maxItems": "$capacity"}]
-SOME_IDS: Schema = {key: value for key, value in IDS.items() if key != "minItems"}
+ANY_IDS: Schema = {key: value for key, value in IDS.items() if key not in ("minItems", "maxItems")}
 NULL: Schema = {"type": "null"}
 
 
@@ -390,7 +390,7 @@ class TokenizeRequest(TemplateFields):
 
 class DetokenizeRequest(Body):
     model: Text | None = Field(None, json_schema_extra={"enum": "$models"})
-    tokens: Annotated[Any, checked_later(SOME_IDS, {"type": "array", "items": SOME_IDS})]
+    tokens: Annotated[Any, checked_later(ANY_IDS, {"type": "array", "items": ANY_IDS})]
     skip_special_tokens: Flag | None = Field(None, description="Default: true.")
 
     def lists(self, vocab_size: int) -> tuple[list[list[int]], bool]:
