@@ -16,19 +16,22 @@ import numpy as np
 jax.config.update("jax_num_cpu_devices", 4)
 
 from engine_helpers import NGRAM, tokenizer  # noqa: E402
+from specjax_kernels import CAUSAL  # noqa: E402
 
-from specjax.config import HeadConfig, ModelConfig, MtpConfig, RopeConfig  # noqa: E402
+from specjax.cache import PoolShape, init_cache  # noqa: E402
+from specjax.config import Experts, HeadConfig, Latent, ModelConfig, MtpConfig, RopeConfig  # noqa: E402
 from specjax.drafters import Params, StandaloneParams, TreeShape, eagle_drafter, make_drafter  # noqa: E402
 from specjax.drafters.mtp import mtp_drafter  # noqa: E402
 from specjax.drafters.options import options_of  # noqa: E402
 from specjax.drafters.standalone import standalone_drafter  # noqa: E402
 from specjax.engine import Engine, EngineConfig, SamplingParams  # noqa: E402
 from specjax.engine.grammar import Grammar  # noqa: E402
+from specjax.engine.placing import place_params  # noqa: E402
 from specjax.models import init_params, make_target  # noqa: E402
 from specjax.models.draft_head import init_head_params, with_token_map  # noqa: E402
 from specjax.models.mtp_spec import mtp_sizes, mtp_table  # noqa: E402
 from specjax.models.params import map_leaves  # noqa: E402
-from specjax.sharding import local_bytes  # noqa: E402
+from specjax.sharding import empty_state, everywhere, local_bytes, make_mesh, under  # noqa: E402
 
 VOCABULARY = 268
 CONFIG = ModelConfig(
@@ -126,6 +129,11 @@ def settings(count: int) -> EngineConfig:
     )  # fmt: skip
 
 
+def collectives(program: Any) -> list[tuple[str, ...]]:
+    """Dtype, shape and kind of each that a compiled program has, branches included."""
+    return [match.groups() for line in program.as_text().splitlines() if (match := COLLECTIVE.search(line))]
+
+
 def run(engine: Engine) -> dict[str, Any]:
     """The texts of all requests, what the program of a step is like, and where the engine's arrays lie."""
     done = [engine.generate(prompt, one) for prompt, one in zip(PROMPTS, SAMPLING, strict=True)]
@@ -134,13 +142,12 @@ def run(engine: Engine) -> dict[str, Any]:
     kept = jax.tree.leaves((state.decode.cache, state.decode.draft))
     pools = [leaf for leaf in kept if leaf.shape[:2] == engine.pool and leaf.ndim > 2]
     (program,) = [program for key, program in engine.executables._programs.items() if key.kind == "step"]
-    found = [match.groups() for line in program.as_text().splitlines() if (match := COLLECTIVE.search(line))]
     return {
         "algorithm": engine.drafter.name,
         "texts": [one.output_ids for one in done],
         "accepted": engine.counters.accepted,
         "cached": engine.counters.cached_tokens,
-        "collectives": found,
+        "collectives": collectives(program),
         "aliased": program.memory_analysis().alias_size_in_bytes,
         "state": local_bytes(state),
         "pool shares": sorted({leaf.addressable_shards[0].data.nbytes / leaf.nbytes for leaf in pools}),
@@ -160,7 +167,48 @@ def from_files(folder: str, count: int, algorithm: str, path: str | None) -> Eng
     return Engine.from_pretrained(folder, draft=draft, config=config, compilation_cache=False, progress=False)
 
 
+def forward(family: str, count: int, width: int) -> dict[str, Any]:
+    """How far the logits of a forward of `width` tokens are from those of one device, and what the program sends."""
+    experts = Experts(8, 2, 24, (1,))
+    latent = Latent(rank=16, query_rank=24, nope_dim=12, rope_dim=8, value_dim=10)
+    changes: dict[str, dict[str, Any]] = {
+        "qwen3_moe": {"experts": experts},
+        "deepseek_v3": {
+            "experts": replace(experts, scoring="sigmoid", shared_width=24),
+            "latent": latent,
+            "query_scale": 0.2,
+        },
+        "gemma2": {"windows": (4, None), "attention_softcap": 2.0, "logit_softcap": 8.0},
+    }
+    config = replace(CONFIG, family=family, num_heads=4, attention_bias=False, **changes.get(family, {}))
+    model, mesh = make_target(config), make_mesh(count)
+    given = drawn(init_params(config, jax.random.key(0)), 0)
+    tokens = np.arange(width, dtype=np.int32)[None] * 7 % VOCABULARY
+
+    def logits(given: Any, cache: Any, tokens: Any) -> Any:
+        positions = jnp.arange(width, dtype=jnp.int32)[None]
+        past = jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32)
+        output = model.forward(given, model.embed(given, tokens), positions, CAUSAL, cache, *past, features=None)
+        return model.unembed(given, output.hidden)
+
+    expected = jax.jit(logits)(given, init_cache(model.pages, PoolShape(1, 4)), tokens)
+    assert mesh is not None
+    placed = place_params(mesh, Params(given), model, None).target
+    cache = empty_state(mesh, lambda: init_cache(model.pages, PoolShape(1, 4)))
+    with under(mesh):
+        program = jax.jit(logits).lower(placed, cache, tokens).compile()
+    found = program(placed, cache, jax.device_put(tokens, everywhere(mesh)))
+    return {
+        "difference": float(np.max(np.abs(np.asarray(found) - np.asarray(expected)))),
+        "largest": float(np.max(np.abs(expected))),
+        "collectives": collectives(program),
+    }
+
+
 if __name__ == "__main__":
-    for argument in map(json.loads, sys.argv[1:]):  # arguments of `in_memory` or of `from_files`
+    for argument in map(json.loads, sys.argv[1:]):  # arguments of `in_memory`, `forward` or `from_files`
+        if len(argument) == 3:
+            print(json.dumps(forward(*argument)), flush=True)
+            continue
         engine = in_memory(*argument) if len(argument) == 2 else from_files(*argument)
         print(json.dumps(run(engine)), flush=True)

@@ -121,9 +121,9 @@ def unembed(
     with float32 sums, twice as fast as float32 products.
     """
     if isinstance(weight, Quantised):
-        return mesh.split(quantised_product.product(x, weight, jnp.float32), x.ndim - 1)
+        return quantised_product.product(x, weight, jnp.float32)
     _check(x, weight)
-    return mesh.split(cast(Array, _product(x, weight, 1 if transposed else 0)), x.ndim - 1)
+    return cast(Array, _product(x, weight, 1 if transposed else 0))
 
 
 def _check(x: Array, weight: Array) -> None:

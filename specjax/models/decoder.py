@@ -174,6 +174,7 @@ class Decoder(nn.Module):
         else:
             head = self.weights["head"]
             logits = kernels.unembed(hidden, head if ids is None else head_columns(head, ids))
+        logits = mesh.split(logits, logits.ndim - 1)
         return soft_cap(logits, self.config.logit_softcap if capped else None)
 
 

@@ -88,7 +88,7 @@ class DraftHead:
         """Logits, from what `forward` returned."""
         normed = out if self.spec.next_feature_normed else self._norm(params, "final_norm", out)
         if self.config.own_head:
-            return soft_cap(kernels.unembed(normed, params["head"]), self.config.logit_softcap)
+            return soft_cap(mesh.split(kernels.unembed(normed, params["head"]), 2), self.config.logit_softcap)
         return self.target.unembed(target_params, normed)
 
     def target_ids(self, params: Weights, ids: Int32[Array, "..."]) -> Int32[Array, "..."]:

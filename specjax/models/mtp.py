@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import specjax_kernels as kernels
 from jax import Array
 from jaxtyping import Float, Float32, Int32
-from specjax_kernels import rms_norm
+from specjax_kernels import mesh, rms_norm
 
 from specjax.config import MtpConfig
 from specjax.models import family
@@ -67,7 +67,7 @@ class MtpHead:
     def unembed(self, target_params: Weights, params: Weights, out: Hidden) -> Float32[Array, "B N W"]:
         """Logits, from what `forward` returned."""
         if self.config.own_head:
-            return soft_cap(kernels.unembed(out, params["head"]), self.config.logit_softcap)
+            return soft_cap(mesh.split(kernels.unembed(out, params["head"]), 2), self.config.logit_softcap)
         return self.target.unembed(target_params, out)
 
     def target_ids(self, params: Weights, ids: Int32[Array, "..."]) -> Int32[Array, "..."]:
