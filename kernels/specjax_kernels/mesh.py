@@ -58,9 +58,7 @@ def split(x: Array, axis: int) -> Array:
     """x, of which each device has a part of the given axis, if they divide it."""
     if parts(x.shape[axis]) == 1:
         return x
-    axes = [None] * x.ndim
-    axes[axis] = AXIS
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*axes))
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*[None] * axis, AXIS))
 
 
 def apart(function: Callable[..., Any], axes: Any, result: int, *arguments: Any) -> Any:

@@ -127,7 +127,7 @@ class Executables(Programs):
         row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), rows)
         packed = self._input((admission_size(row, resumed=resumed),))
         arguments = (rows, finished, packed)
-        places = {} if self._mesh is None else {"out_shardings": everywhere(self._mesh)}
+        places: dict[str, Any] = {} if self._mesh is None else {"out_shardings": everywhere(self._mesh)}
         with self.launch_lock, under(self._mesh):
             program = program_store.stored(
                 admit_packed,

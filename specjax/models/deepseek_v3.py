@@ -108,9 +108,10 @@ def _by_heads(query: Any, latent: Any, past: Past, positions: Positions, mask: A
     """`kernels.tree_attention`; under a mesh each device has some query heads, and all latents."""
 
     def attend(query: Any, latent: Any, pages: Any, where: tuple[Any, ...], masks: tuple[Any, ...]) -> Any:
+        table, length, positions = where
         nowhere = jnp.zeros(latent.shape[:2], jnp.int32)  # read with a window only, which no such model has
         return kernels.tree_attention(
-            query, latent, None, pages, None, *where, nowhere, masks[0] if masks else mask, **options
+            query, latent, None, pages, None, table, length, positions, nowhere, masks[0] if masks else mask, **options
         )
 
     where = past.page_table, past.prefix_length, positions

@@ -14,8 +14,8 @@ from typing import Any
 from specjax.serve.ray.application import build_app, build_openai_app
 from specjax.serve.ray.server import SpecjaxServer
 
-__all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
-    "RetryingIngress",
+__all__ = [
+    "RetryingIngress",  # pyright: ignore[reportUnsupportedDunderAll]
     "SpecjaxServer",
     "build_app",
     "build_openai_app",
