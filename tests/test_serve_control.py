@@ -181,6 +181,10 @@ def test_what_a_router_reads_of_a_server(server):
     pages, size = server.engine.pool.pages, server.engine.pool.page_size
     assert f'sglang:cache_config_info{{model_name="toy",num_pages="{pages}",page_size="{size}"}} 1.0' in text
     assert f'vllm:cache_config_info{{block_size="{size}",model_name="toy",num_gpu_blocks="{pages}"}} 1.0' in text
+    adapters = 'max_lora="0",model_name="toy",running_lora_adapters="",waiting_lora_adapters=""'
+    assert f"vllm:lora_requests_info{{{adapters}}} " in text
+    for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc"):
+        assert f'vllm:{name}{{model_name="toy"}} 0.0' in text
 
 
 def test_lossy_thresholds_are_in_the_info():

@@ -295,6 +295,12 @@ class ServerSettings:
     incremental_streaming_output: bool = setting(
         False, "streams of /generate: an event holds only the new text and tokens", names=("--stream-output",)
     )
+    kv_events_config: str | None = setting(
+        None,
+        "publish pages that enter and leave the prefix cache over ZeroMQ, as vLLM and SGLang do: "
+        '{"publisher": "zmq", "endpoint": "tcp://*:5557"} (see docs/deployment.md)',
+        metavar="JSON",
+    )  # fmt: skip
     profile: str | None = setting(
         None,
         "write traces of jax.profiler, which Perfetto opens: of the first steps, and after POST /start_profile",

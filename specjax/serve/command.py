@@ -21,6 +21,7 @@ from specjax.engine import Engine
 from specjax.engine.notes import devices_note, speculation_note
 from specjax.serve import dry_run
 from specjax.serve.app import create_app
+from specjax.serve.kv_events import KvEventsConfig, Publisher
 from specjax.serve.runner import Runner
 from specjax.serve.server import (
     SIGNALS,
@@ -32,7 +33,7 @@ from specjax.serve.server import (
     listen,
     url,
 )
-from specjax.settings import Parser, add_flags, parse
+from specjax.settings import Parser, add_flags, parse, place_of
 
 logger = logging.getLogger("specjax.serve")
 
@@ -55,8 +56,23 @@ def set_up_logging(level: str) -> None:
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
-def load(settings: flags.Settings) -> Engine:
-    """Loads the engine, and logs what was loaded and what was chosen for it."""
+def make_publisher(settings: flags.Settings) -> Publisher | None:
+    """The publisher of `--kv-events-config`; None: no events are wanted. Raises ValueError, which names the flag."""
+    if (given := settings.server.kv_events_config) is None:
+        return None
+    try:
+        config = KvEventsConfig.from_json(given)
+        if config.publisher == "null":
+            return None
+        if settings.engine.disable_radix_cache:
+            raise ValueError("there is no prefix cache with --disable-radix-cache")
+        return Publisher(config)
+    except ValueError as error:
+        raise ValueError(f"{place_of(settings.server, 'kv_events_config')}: {error}") from None
+
+
+def load(settings: flags.Settings, events: Publisher | None = None) -> Engine:
+    """Loads the engine, and logs what was loaded and what was chosen for it. `events`: told of its prefix cache."""
     started = time.perf_counter()
     one = settings.engine.tensor_parallel_size == 1
     if timed := settings.server.log_level == "debug" and one:
@@ -75,6 +91,9 @@ def load(settings: flags.Settings) -> Engine:
     logger.info("KV pool: %s; context %d tokens, %d requests at once", pool, engine.context_length, most)
     note = flags.in_flags(speculation_note(engine.drafter, engine.buckets))
     logger.info("Speculation: %s; %.2f GB for the draft", note, draft / 1e9)
+    if events is not None:
+        events.begin(engine.pool.page_size)
+        engine.scheduler.prefix.observer = events
     return engine
 
 
@@ -93,13 +112,14 @@ def main(argv: list[str] | None = None) -> int:
         )
     try:
         check_certificate(server)
+        events = make_publisher(settings)
         sock = listen(server.host, server.port)
-    except (CertificateError, PortError) as error:
+    except (CertificateError, PortError, ValueError) as error:
         print(f"specjax.serve: {error}", file=sys.stderr)
         return 2
     allow_files(2 * server.max_connections)  # connections beyond twice the limit are cut
     logger.info("Listening on %s; requests get a 503 until the model is loaded", url(sock, server))
-    runner = Runner(lambda: load(settings), server)
+    runner = Runner(lambda: load(settings, events), server)
     app = create_app(runner, server, model=server.served_model_name or settings.model.model)
     failure = Server(app, runner, sock, server).run()
     status = 0 if failure is None else 1
@@ -113,6 +133,8 @@ def main(argv: list[str] | None = None) -> int:
     for number in SIGNALS:  # another signal ends the process without a traceback
         signal.signal(number, lambda *_: os._exit(status))
     runner.stop(timeout=2.0 if runner.loaded else 0)  # seconds for the last step to end
+    if events is not None:
+        events.close()
     # Loading, compiling and tokenising cannot be interrupted, and Python cannot end while a thread is inside XLA.
     sys.stderr.flush()
     os._exit(status)

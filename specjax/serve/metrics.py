@@ -161,6 +161,7 @@ class _Everything(Collector):
         queries.add_metric(label, next(each.value for each in found if each.name == "prompt_tokens"))
         yield queries
         yield from _cache_config(self._engine, label)
+        yield from _adapters(label)
         yield from _speculation(self._engine, label)
         for family in self._traffic.families():
             for prefix in (OURS, SGLANG, VLLM):
@@ -174,6 +175,14 @@ def _cache_config(engine: Engine, label: list[str]) -> Iterator[Metric]:
         family = GaugeMetricFamily(f"{prefix}cache_config_info", "Pages of the pool.", labels=["model_name", *names])
         family.add_metric([*label, *pages], 1)
         yield family
+
+
+def _adapters(label: list[str]) -> Iterator[Metric]:
+    """That there are no LoRA adapters, for endpoint pickers that balance by them. The value is when this was said."""
+    names = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+    family = GaugeMetricFamily(VLLM + "lora_requests_info", "LoRA adapters in use.", labels=["model_name", *names])
+    family.add_metric([*label, *names.values()], time.time())
+    yield family
 
 
 def _speculation(engine: Engine, label: list[str]) -> Iterator[Metric]:
