@@ -26,7 +26,7 @@ from typing import Any
 
 from records import DATA, finish, machine
 from routing import CacheAware, Policy, Request, Worker, at_random, most_reuse, round_robin, simulate
-from scale_tables import write_router
+from scale_tables import write_page
 
 BLOCK = 512  # tokens of a block of the trace
 CHARACTERS = 4  # of a token, by which the router's tree is measured
@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path, metavar="RECORD", help="write the page's table from a record; no more")
     args = parser.parse_args()
     if args.page is not None:
-        write_router(args.page.name, json.loads(args.page.read_text(encoding="utf-8")))
+        write_page(args.page.name, json.loads(args.page.read_text(encoding="utf-8")))
         return
     if args.speed is None:
         args.speed = 0.5 if args.trace else 1.0

@@ -25,7 +25,7 @@ def fill(sections: Mapping[str, str], page: Path = PAGE) -> None:
 
 
 def write_page(record: str, document: Mapping[str, Any], page: Path = PAGE) -> None:
-    """Fills the page from a record of `scale.py`; `record`: the file's name under results/."""
+    """Fills the page from a record of either script; `record`: the file's name under results/."""
     fill(sections(record, document), page)
 
 
@@ -35,6 +35,10 @@ def source(record: str, document: Mapping[str, Any]) -> str:
 
 def sections(record: str, document: Mapping[str, Any]) -> dict[str, str]:
     """By the names of their marks. Tables of speed and cost are of the record's first device."""
+    if "log" in document:
+        return {f"router, {document['log']['name']}": router(record, document)}
+    if document["fabric"]["direct"] is not None:
+        return {"one kernel": "\n".join([one_kernel(document["rows"]), source(record, document)])}
     first = document["devices"][0]["name"]
     found = {
         "record": source(record, document),
@@ -70,9 +74,9 @@ def constants(document: Mapping[str, Any]) -> str:
             [["NVLink, each way, reached", f"{fabric['link'] / 1e9:g} GB/s"],
              ["InfiniBand, each way, of each GPU's adapter", f"{fabric['network'] / 1e9:g} GB/s"],
              ["GPUs of a host", str(fabric["per_host"])],
-             *([f"NCCL {each['name']}: start; step over NVLink; between hosts; share of the bandwidth",
-                f"{1e6 * each['start']:g}; {1e6 * each['link']:g}; {1e6 * each['network']:g} us; {each['share']:.2g}"]
-               for each in fabric["protocols"])],
+             *([f"NCCL {name}: start; step over NVLink; between hosts; share of the bandwidth",
+                f"{1e6 * start:g}; {1e6 * link:g}; {1e6 * network:g} us; {share:.2g}"]
+               for name, _, start, link, network, share, *_ in fabric["protocols"])],
         ),
     ])  # fmt: skip
 
@@ -91,6 +95,20 @@ def drafts(models: Iterable[Mapping[str, Any]]) -> str:
         [[row["name"], row["weights"], row["draft"], f"{row['first']:.2f}", f"{row['later']:.2f}", row["source"],
           f"{row['exchanges_tp8']} (L = {row['layers']})"] for row in models],
     )  # fmt: skip
+
+
+def one_kernel(rows: Iterable[Mapping[str, Any]], batches: tuple[int, ...] = (1, 32, 256)) -> str:
+    """Tokens/s without drafts where several devices are one host."""
+    cells: dict[tuple[str, int], dict[int, str]] = {}
+    for row in rows:
+        if row["batch"] in batches and row["tp"] in (2, 4, 8):
+            rate = f"{row['plain']['tokens_per_second']:,.0f}" if "plain" in row else "-"
+            cells.setdefault((row["model"], row["batch"]), {})[row["tp"]] = rate
+    degrees = list(dict.fromkeys(tp for found in cells.values() for tp in found))
+    return table(
+        ["tokens/s, exchanges in one kernel", "batch", *(f"tp {tp}" for tp in degrees)],
+        [[model, str(batch), *(found[tp] for tp in degrees)] for (model, batch), found in cells.items()],
+    )
 
 
 def memory(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -148,18 +166,13 @@ def replicas(rows: Iterable[Mapping[str, Any]]) -> str:
     )
 
 
-def write_router(record: str, document: Mapping[str, Any], page: Path = PAGE) -> None:
-    """Fills the page from a record of `router_cache.py`."""
-    fill({f"router, {document['log']['name']}": router(record, document)}, page)
-
-
 def router(record: str, document: Mapping[str, Any]) -> str:
     """Policies side by side: the share of prompts' tokens that came from a cache, and the time to the first token."""
     cells = {(row["workers"], row["cache_tokens"], row["policy"]): row for row in document["rows"]}
     names = list(dict.fromkeys(policy for _, _, policy in cells))
 
     def cell(row: Mapping[str, Any]) -> str:
-        return f"{row['cached_share']:.1%}, {row['first_token_p50']:.2f} / {row['first_token_p90']:.2f} s"
+        return f"{row['cached_share']:.1%}, {row['first_token_p50']:.3g} / {row['first_token_p90']:.3g} s"
 
     def fewer(workers: int, tokens: int) -> str:
         computed = [cells[workers, tokens, name]["computed_tokens"] for name in ("round_robin", "cache_aware")]
