@@ -115,6 +115,4 @@ def retrying_ingress() -> Any:
                     raise HTTPException(error.status, str(error), dict(error.headers or {})) from error
                 yield error_event(error)
 
-    # Serve finds the methods behind the routes, which are OpenAiIngress's, by this name.
-    RetryingIngress.__qualname__ = OpenAiIngress.__qualname__
     return RetryingIngress
