@@ -23,7 +23,7 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: make ray")
 from ray import serve  # noqa: E402
 
 from specjax.ray_data import Generate  # noqa: E402
-from specjax.serve.ray import build_app, build_openai_app  # noqa: E402
+from specjax.serve.ray import build_app  # noqa: E402
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("default")]
 
@@ -56,16 +56,10 @@ def config(model: str, **deployment: Any) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=["plain", "llm"])
+@pytest.fixture(scope="module", params=["plain"])
 def client(request, cluster, model) -> Iterator[httpx.Client]:
-    """Two replicas, behind the plain application and behind that of ray.serve.llm."""
-    if request.param == "plain":
-        app = build_app(config(model, num_replicas=2))
-    else:
-        pytest.importorskip("sglang.srt.entrypoints.openai.protocol", reason="neither vLLM nor SGLang is installed")
-        settings = config(model, num_replicas=2) | {"server_cls": "specjax.serve.ray:SpecjaxServer"}
-        one = {"autoscaling_config": {"min_replicas": 1, "initial_replicas": 1, "max_replicas": 1}}
-        app = build_openai_app({"llm_configs": [settings], "ingress_deployment_config": one})
+    """Two replicas behind `build_app`."""
+    app = build_app(config(model, num_replicas=2))
     serve.run(app, name=request.param, route_prefix=f"/{request.param}")
     with httpx.Client(base_url=f"{cluster}/{request.param}", timeout=SECONDS) as client:
         yield client
