@@ -38,7 +38,7 @@ def test_what_cannot_be_served(changes, said):
         settings_of(LLMConfig(**changes))
 
 
-def test_a_replica_takes_one_gpu_unless_the_config_says_otherwise():
+def test_a_replica_takes_a_gpu_for_each_device_unless_the_config_says_otherwise():
     def actor(**changes):
         options = deployment_options(LLMConfig(**changes))["ray_actor_options"]
         options.pop("runtime_env")
@@ -47,6 +47,7 @@ def test_a_replica_takes_one_gpu_unless_the_config_says_otherwise():
     gpu = CPUConfig("gpu")
     assert actor() == {"num_cpus": 1, "num_gpus": 0}
     assert actor(accelerator_config=gpu) == {"num_cpus": 1, "num_gpus": 1}
+    assert actor(accelerator_config=gpu, engine_kwargs={"tp": 2}) == {"num_cpus": 1, "num_gpus": 2}
     bundle = {"CPU": 4, "GPU": 0.5, "memory": 7, "disk": 1}
     assert actor(accelerator_config=gpu, accelerator_type="H100", placement_group_config={"bundles": [bundle]}) == {
         "num_cpus": 4, "num_gpus": 0.5, "memory": 7, "resources": {"disk": 1}, "accelerator_type": "H100",

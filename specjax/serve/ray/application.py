@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from specjax.serve.ray.config import deployment_name, deployment_options
-from specjax.serve.ray.ingress import Ingress, retrying_ingress
-from specjax.serve.ray.server import NEEDS_TYPES, SpecjaxServer
+from specjax.serve.ray.ingress import Ingress
+from specjax.serve.ray.server import SpecjaxServer
 
 NEEDS_RAY = "specjax.serve.ray needs Ray Serve: pip install 'specjax[ray]'"
 
@@ -45,15 +45,3 @@ def build_app(args: Any) -> Any:
     options = deployment_options(config) | {"name": deployment_name(config)}
     replicas: Any = serve.deployment(SpecjaxServer, **options)
     return serve.deployment(Ingress, **ingress).bind(replicas.bind(config))
-
-
-def build_openai_app(args: Mapping[str, Any]) -> Any:
-    """`ray.serve.llm.build_openai_app` with an ingress that sends requests of a dead replica to another one. `args` as
-    there. Raises ImportError if ray.serve.llm cannot be imported."""
-    config_of(None)
-    try:
-        from ray.serve import llm  # type: ignore
-    except ImportError as error:
-        raise ImportError(NEEDS_TYPES) from error
-    ingress = {"ingress_cls": retrying_ingress()} | dict(args.get("ingress_cls_config", {}))
-    return llm.build_openai_app({**args, "ingress_cls_config": ingress})

@@ -70,7 +70,7 @@ def deployment_options(llm_config: Any) -> dict[str, Any]:
         if name in options:
             raise ValueError(f"deployment_config: {name}: write placement_group_config={{'bundles': [...]}} instead")
     actor = options.setdefault("ray_actor_options", {})
-    for name, value in _resources(llm_config).items():
+    for name, value in _resources(llm_config, settings.engine.tensor_parallel_size).items():
         actor.setdefault(name, value)
     actor["runtime_env"] = {**actor.get("runtime_env", {}), **(llm_config.runtime_env or {})}
     running = settings.engine.max_running_requests or EngineConfig.max_running_requests
@@ -88,13 +88,13 @@ def deployment_name(llm_config: Any) -> str:
     return f"SpecjaxServer:{llm_config.deployment_config.get('name', name)}"
 
 
-def _resources(llm_config: Any) -> dict[str, Any]:
-    """What a replica's actor needs: one GPU, of the type that is named, or none."""
+def _resources(llm_config: Any, devices: int) -> dict[str, Any]:
+    """What a replica's actor needs: GPUs for its devices, of the type that is named, or none."""
     kind = llm_config.accelerator_config.kind
     if kind not in ("gpu", "cpu"):
         raise ValueError(f"accelerator_config: kind must be gpu or cpu, got {kind!r}")
     bundle = _bundle(llm_config.placement_group_config or {})
-    found: dict[str, Any] = {"num_cpus": bundle.pop("CPU", 1), "num_gpus": bundle.pop("GPU", int(kind == "gpu"))}
+    found: dict[str, Any] = {"num_cpus": bundle.pop("CPU", 1), "num_gpus": bundle.pop("GPU", devices * (kind == "gpu"))}
     if "memory" in bundle:
         found["memory"] = bundle.pop("memory")
     if bundle:

@@ -95,24 +95,3 @@ class Ingress:
                     yield error_event(error).encode()
 
         return StreamingResponse(chunks(), status, given)
-
-
-def retrying_ingress() -> Any:
-    """A class: `OpenAiIngress` of ray.serve.llm, for `ingress_cls_config={"ingress_cls": ...}`, that sends requests of
-    a dead replica to another one."""
-    from fastapi import HTTPException
-    from ray.llm._internal.serve.core.ingress.ingress import OpenAiIngress  # type: ignore
-
-    class RetryingIngress(OpenAiIngress):
-        async def _get_response(self, **request: Any) -> AsyncGenerator[Any, None]:
-            begun = False
-            try:
-                async for item in first_alive(lambda: super(RetryingIngress, self)._get_response(**request)):
-                    begun = True
-                    yield item
-            except ApiError as error:
-                if not begun:
-                    raise HTTPException(error.status, str(error), dict(error.headers or {})) from error
-                yield error_event(error)
-
-    return RetryingIngress
