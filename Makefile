@@ -105,14 +105,21 @@ $(SCHEMATHESIS)/.installed: Makefile
 	$(SCHEMATHESIS)/bin/python -m pip install --quiet schemathesis==4.32.5
 	@touch $@
 
-# Two workers behind the routers of other projects, of which one is killed while it answers. About a minute. In CI
-# `make test-processes` runs it, with fewer requests, where `make .routers/sglang-router/.installed` has installed it.
-routers: setup $(ROUTERS)/sglang-router/.installed
-	SPECJAX_ROUTERS=$(abspath $(ROUTERS)) SPECJAX_ROUTER_REQUESTS=500 $(BIN)/python -m pytest -n 0 tests/test_routers.py
+# Two workers behind the routers of other projects, of which one is killed while it answers: sglang-router, and LiteLLM's
+# proxy, whose environment takes 755 MB. Two minutes. In CI `make test-processes` runs the first, with fewer requests,
+# where `make .routers/sglang-router/.installed` has installed it.
+routers: setup $(ROUTERS)/sglang-router/.installed $(ROUTERS)/litellm/.installed
+	SPECJAX_ROUTERS=$(abspath $(ROUTERS)) SPECJAX_ROUTER_REQUESTS=500 $(BIN)/python -m pytest -n 0 \
+		tests/test_routers.py tests/test_litellm.py
 
 $(ROUTERS)/sglang-router/.installed: Makefile
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet sglang-router==0.3.2 setproctitle aiohttp orjson fastapi uvicorn
+	@touch $@
+
+$(ROUTERS)/litellm/.installed: Makefile
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet 'litellm[proxy]==1.108.7'
 	@touch $@
 
 # The files of deploy/ by the linters of Docker, Compose and Kubernetes. Seconds; tests/test_deploy.py checks what they

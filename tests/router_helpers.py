@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,11 @@ def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
+
+
+def plain() -> dict[str, str]:
+    """The environment of programs that are not ours."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 def wait_for(true: Callable[[], Any], what: str, seconds: float = SECONDS) -> None:
@@ -113,6 +118,15 @@ class Seen:
     error: str = ""  # the body of a refusal, or why the connection broke
 
 
+async def _lines(answer: httpx.Response) -> AsyncIterator[str]:
+    """Lines as server-sent events have them. `aiter_lines` also breaks them at U+0085 and U+2028."""
+    rest = ""
+    async for text in answer.aiter_text():
+        *lines, rest = (rest + text).split("\n")
+        for line in lines:
+            yield line.removesuffix("\r")
+
+
 async def ask(client: httpx.AsyncClient, prompt: str, tokens: int, streams: bool) -> Seen:
     """One greedy completion."""
     seen = Seen(prompt, streams, time.monotonic())
@@ -127,7 +141,7 @@ async def ask(client: httpx.AsyncClient, prompt: str, tokens: int, streams: bool
                 else:
                     seen.error = text
                 return seen
-            async for line in answer.aiter_lines():
+            async for line in _lines(answer):
                 if line == "data: [DONE]":
                     seen.done = True
                 elif line.startswith("data: "):
@@ -135,7 +149,7 @@ async def ask(client: httpx.AsyncClient, prompt: str, tokens: int, streams: bool
                     if "error" in event:
                         seen.error = json.dumps(event["error"])
                         continue
-                    seen.text += event["choices"][0]["text"]
+                    seen.text += event["choices"][0].get("text") or ""  # LiteLLM's last event has none
                     seen.begun = True
     except httpx.TransportError as error:
         seen.error = f"{type(error).__name__}: {error}"
@@ -170,3 +184,30 @@ def stopping(*running: Any) -> Iterator[None]:
     finally:
         for each in running:
             (each.program if isinstance(each, Worker) else each).stop(signal.SIGKILL)
+
+
+def nothing_is_held(workers: list[Worker]) -> None:
+    """No request runs or waits, and no page is held but by the prefix cache, which can be emptied."""
+    for worker in workers:
+        wait_for(lambda worker=worker: worker.load()["num_used_tokens"] == 0, f"free pages: {worker.load()}")
+        load = worker.load()
+        assert (load["num_running_reqs"], load["num_waiting_reqs"], load["token_usage"]) == (0, 0, 0.0)
+        assert worker.get("/flush_cache").json()["success"]
+        pages = worker.get("/server_info").json()["internal_states"][0]["pages"]
+        assert pages["free"] == pages["total"] and pages["cached"] == 0
+
+
+def check(seen: list[Seen], expected: dict[str, str], killed_at: float) -> dict[str, int]:
+    """Every request is answered with the text of an undisturbed worker, or has failed with a clear error before its
+    first token; only a stream that had begun before the kill may break off. Returns how many there are of each kind."""
+    answered = [each for each in seen if each.done]
+    for each in answered:
+        assert (each.status, each.text) == (200, expected[each.prompt])
+    broken = [each for each in seen if not each.done and each.begun]
+    for each in broken:
+        assert each.streams and each.sent < killed_at
+        assert expected[each.prompt].startswith(each.text)
+    refused = [each for each in seen if not each.done and not each.begun]
+    for each in refused:
+        assert each.error and (each.status is None or each.status >= 500), each
+    return {"answered": len(answered), "broken": len(broken), "refused": len(refused)}

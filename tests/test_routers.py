@@ -18,7 +18,19 @@ import httpx
 import pytest
 import yaml
 from generate_helpers import saved_model
-from router_helpers import Program, Seen, Worker, ask, ask_all, free_port, router_python, stopping, wait_for
+from router_helpers import (
+    Program,
+    Worker,
+    ask,
+    ask_all,
+    check,
+    free_port,
+    nothing_is_held,
+    plain,
+    router_python,
+    stopping,
+    wait_for,
+)
 
 PYTHON = router_python("sglang-router")
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
@@ -29,11 +41,6 @@ pytestmark = [
     pytest.mark.process,
     pytest.mark.skipif(PYTHON is None, reason="sglang-router is not installed (make routers)"),
 ]
-
-
-def plain() -> dict[str, str]:
-    """The environment of programs that are not ours."""
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 class Router(Program):
@@ -86,17 +93,6 @@ def test_what_the_deployment_files_use(replicas):
         assert router.get(container[probe]["httpGet"]["path"]).status_code == 200
 
 
-def nothing_is_held(workers: list[Worker]) -> None:
-    """No request runs or waits, and no page is held but by the prefix cache, which can be emptied."""
-    for worker in workers:
-        wait_for(lambda worker=worker: worker.load()["num_used_tokens"] == 0, f"free pages: {worker.load()}")
-        load = worker.load()
-        assert (load["num_running_reqs"], load["num_waiting_reqs"], load["token_usage"]) == (0, 0, 0.0)
-        assert worker.get("/flush_cache").json()["success"]
-        pages = worker.get("/server_info").json()["internal_states"][0]["pages"]
-        assert pages["free"] == pages["total"] and pages["cached"] == 0
-
-
 def test_a_worker_is_registered_as_itself(replicas):
     """The router knows the worker's model by the answers of the worker, and merges the metrics of both."""
     workers, router = replicas
@@ -139,22 +135,6 @@ def test_a_conversation_stays_with_its_worker(replicas):
     assert sorted(asked) == [0, 5]
     assert sum(cached) >= 4 * 40, "each turn but the first finds the pages of the one before"
     nothing_is_held(workers)
-
-
-def check(seen: list[Seen], expected: dict[str, str], killed_at: float) -> dict[str, int]:
-    """Every request is answered with the text of an undisturbed worker, or has failed with a clear error before its
-    first token; only a stream that had begun before the kill may break off. Returns how many there are of each kind."""
-    answered = [each for each in seen if each.done]
-    for each in answered:
-        assert (each.status, each.text) == (200, expected[each.prompt])
-    broken = [each for each in seen if not each.done and each.begun]
-    for each in broken:
-        assert each.streams and each.sent < killed_at
-        assert expected[each.prompt].startswith(each.text)
-    refused = [each for each in seen if not each.done and not each.begun]
-    for each in refused:
-        assert each.error and (each.status is None or each.status >= 500), each
-    return {"answered": len(answered), "broken": len(broken), "refused": len(refused)}
 
 
 def test_a_worker_is_killed_under_load_and_comes_back(replicas):
