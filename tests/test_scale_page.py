@@ -113,9 +113,7 @@ def test_experts_that_a_step_reads():
 
 
 def test_a_record_is_written_by_the_command(tmp_path, monkeypatch, capsys):
-    import records
-
-    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    monkeypatch.setitem(scale.finish.__globals__, "RESULTS", tmp_path)
     given = ["scale.py", "--models", "8b", "--devices", "H100", "--tp", "1", "16", "--batches", "1", "64",
              "--gpus", "16", "--price", "2", "--link", "1e11", "--record", "test"]  # fmt: skip
     monkeypatch.setattr(sys, "argv", given)

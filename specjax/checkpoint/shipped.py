@@ -64,18 +64,22 @@ class ShippedHead:
         return tables.get(device, {})
 
 
-# The first of a model's heads is the one that accepts the most: AUTO takes it.
-HEADS: tuple[ShippedHead, ...] = tuple(
-    ShippedHead(
-        name=f"{BUILT_IN_MODEL}-{name}",
-        kind=ALGORITHMS[algorithm].kind,
+def _for_the_built_in_model(name: str, kind: str) -> ShippedHead:
+    return ShippedHead(
+        name=name,
+        kind=kind,
         model=BUILT_IN_MODEL,
         # The norms of the GGUF are float32 and hold bfloat16's values, as every conversion of this model has them.
         norm="b1c3b88d13d30d192c39ca32dfc07aa9f333844fccae2e5b34d3f3572dd6c5f4",
         sizes={"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_layers": 30}
         | {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
     )
-    for name, algorithm in (("eagle3", "EAGLE3"), ("eagle2", "EAGLE"))
+
+
+# The first of a model's heads is the one that accepts the most: AUTO takes it.
+HEADS: tuple[ShippedHead, ...] = (
+    _for_the_built_in_model(name=f"{BUILT_IN_MODEL}-eagle3", kind=ALGORITHMS["EAGLE3"].kind),
+    _for_the_built_in_model(name=f"{BUILT_IN_MODEL}-eagle2", kind=ALGORITHMS["EAGLE"].kind),
 )
 
 
@@ -90,7 +94,8 @@ def shipped_head(files: ModelFiles, config: ModelConfig, kind: str | None = None
     """
     for head in HEADS:
         fits = all(getattr(config, name) == size for name, size in head.sizes.items()) and head.is_there
-        if fits and kind in (None, head.kind) and (head.is_named(files.name) or final_norm(files) == head.norm):
+        fits = fits and (kind is None or kind == head.kind)
+        if fits and (head.is_named(files.name) or final_norm(files) == head.norm):
             return head
     return None
 
