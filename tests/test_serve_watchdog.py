@@ -240,7 +240,7 @@ def hang(*args):
 def fail():
     raise MemoryError("no memory")
 exec(sys.argv[1])
-command.load = lambda settings: engine
+command.load = lambda *_: engine
 sys.exit(command.main(["--port", "0", "--watchdog-timeout", "0.5", "--shutdown-timeout", "60"]))
 """
 
