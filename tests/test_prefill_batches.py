@@ -321,3 +321,20 @@ def test_a_short_request_does_not_wait_for_a_long_prompt():
     while engine.unfinished:
         engine.step()
     assert long.finish_reason is not None and len(long.output) == 3
+
+
+def test_while_none_runs_a_request_that_comes_does_not_wait_long():
+    """A chunk that is expected to take longer than `WAIT` gives way to a smaller one; nothing is known at first."""
+    found = buckets()
+    pace, large, small = Pace(found), Key("prefill", 512, 64), Key("prefill", 64, 64)
+    assert pace.while_none_runs(1, 5000) is None
+    for key, seconds in ((large, 0.15), (small, 0.018)):
+        for _ in range(2):  # the first run does not count
+            pace.record(key, seconds, 0)
+    assert pace.while_none_runs(1, 0) is None and pace.is_brief(small, 0) and not pace.is_brief(large, 0)
+    assert pace.while_none_runs(1, found.context) == 128, "each token takes twice as long; two prompts share 128"
+    assert not pace.is_brief(small, found.context)
+    assert pace.while_none_runs(1, 1000 * found.context) == 64, "never less than the smaller chunk"
+    together = max(rows * width for rows, width, _ in found.prefill_shapes() if rows > 1)
+    assert pace.while_none_runs(2, 1000 * found.context) == together, "several prompts share theirs"
+    assert buckets("gpu").chunks[0] <= (Pace(buckets("gpu")).while_none_runs(1, 10**6) or 10**6)

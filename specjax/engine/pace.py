@@ -9,8 +9,12 @@ so a stream's gap is at most 1 + `PACE` steps where no more prompts wait than ru
 
 A token that attends to `CONTEXT` committed ones costs twice what the first of a prompt costs. `scale` is that of recent
 runs of the program, so a chunk gets narrower as the prompt's context grows, and an error of the formula is made up for.
-Where a program was not measured its kind's mean scale is used, then the other kind's; before the first measurement
+Where a program was not measured its kind's largest scale is used, then the other kind's; before the first measurement
 prefills and steps have the same.
+
+Where no request runs, nothing has to keep its pace, but one may come that needs little: a program that is expected
+to take longer than `WAIT` is not used for a chunk if there is a smaller one (`while_none_runs`), and none is launched
+behind one that takes longer than `BRIEF`.
 
 Plain Python; knows nothing of the device.
 """
@@ -22,6 +26,8 @@ from dataclasses import dataclass, field
 
 from specjax.engine.buckets import Buckets, Key
 
+WAIT = 0.2  # seconds that a request which comes now may wait for the prefill under way
+BRIEF = 0.02  # seconds beside which the host's time between two programs, about 1 ms, counts
 OUTLIER = 2.5  # times the usual: what took longer counts as so long
 MEMORY = 0.9  # weight of a run after the next one
 
@@ -79,9 +85,28 @@ class Pace:
 
         return max((tokens for shape, tokens in shapes.items() if seconds(shape) <= allowed), default=0)
 
+    def while_none_runs(self, waiting: int, context: int = 0) -> int | None:
+        """The most tokens of a program that prefills while no request runs; None: no limit. Never fewer than the
+        smaller chunk has, or, for several prompts, than they can share. `waiting`, `context`: as `room`."""
+        tokens = {shape: shape[2] or shape[0] * shape[1] for shape in self.buckets.prefill_shapes()}
+        slow = [size for shape, size in tokens.items() if self._expected(shape, context) > WAIT]
+        if not slow:
+            return None
+        least = max((size for shape, size in tokens.items() if shape[0] > 1 and waiting > 1), default=0)
+        return max(self.buckets.chunks[0], least, *(size for size in tokens.values() if size < min(slow)))
+
+    def is_brief(self, key: Key, context: int = 0) -> bool:
+        """Whether a prefill is not expected to take longer than `BRIEF`."""
+        return self._expected((key.rows, key.width, key.tokens), context) <= BRIEF
+
+    def _expected(self, shape: tuple[int, int, int], context: int) -> float:
+        """Seconds of a prefill; 0 before any is measured."""
+        cost = self.buckets.prefill_cost(shape[2] or shape[0] * shape[1], context)
+        return self._scale(self._prefills, shape, ()) * cost if self._prefills else 0.0
+
     @staticmethod
     def _scale(own: dict, name: object, others: Iterable[Recent]) -> float:
         if name in own:
             return own[name].mean
         means = [recent.mean for recent in own.values() or others]
-        return sum(means) / len(means) if means else 1.0
+        return max(means, default=1.0)

@@ -43,7 +43,7 @@ class Prefills:
             put_off: gets the programs that are needed, and that another thread compiles.
         """
         kind, prompts = self._next(waits, put_off)
-        if not prompts:
+        if not prompts or (not self._running() and any(map(self._is_long, self._flights))):
             return 0
         try:
             key, program = self._executables.first_usable(self._keys(prompts, kind))
@@ -84,7 +84,16 @@ class Prefills:
 
     def _keys(self, prompts: list[Sequence], kind: str) -> Iterator[Key]:
         left, pages = zip(*((sequence.left, len(sequence.pages)) for sequence in prompts), strict=True)
-        waiting = sum(sequence.status is Status.PREFILLING for sequence in self._scheduler.active)
-        running = len(self._scheduler.active) - waiting
-        most = self._pace.room(running, waiting, prompts[0].prefilled)
-        return self._buckets.prefill_keys([*left], [*pages], most, self._executables.compiled(), kind, running=running)
+        running, context = self._running(), prompts[0].prefilled
+        waiting = len(self._scheduler.active) - running
+        limit = self._pace.room(running, waiting, context) if running else self._pace.while_none_runs(waiting, context)
+        return self._buckets.prefill_keys([*left], [*pages], limit, self._executables.compiled(), kind, running=running)
+
+    def _running(self) -> int:
+        """Requests that decode."""
+        return sum(sequence.status is not Status.PREFILLING for sequence in self._scheduler.active)
+
+    def _is_long(self, flight: InFlight) -> bool:
+        if flight.key.kind != "prefill":
+            return False
+        return not self._pace.is_brief(flight.key, max(start for start, _ in flight.prefilled))
