@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from specjax_kernels.mesh import AXIS, spec
 
 from specjax.config import HeadConfig, ModelConfig, MtpConfig
-from specjax.models.params import Leaf
+from specjax.models.params import Leaf, head_copies
 
 T = TypeVar("T")
 AnyConfig = TypeVar("AnyConfig", bound=ModelConfig | HeadConfig | MtpConfig)
@@ -78,11 +78,9 @@ def _unfit(count: int, heads: int, name: str, what: str) -> ValueError:
 def copies_of(config: ModelConfig | HeadConfig | MtpConfig, count: int) -> int:
     """How many devices have a copy of each key/value head; 0: so many devices cannot share them."""
     layer = config.layer if isinstance(config, MtpConfig) else config
-    heads, group = layer.num_kv_heads, layer.group_size
-    if heads % count == 0 or (isinstance(layer, ModelConfig) and layer.latent is not None):
+    if isinstance(layer, ModelConfig) and layer.latent is not None:
         return 1
-    copies = count // heads
-    return copies if copies * heads == count and group % copies == 0 else 0
+    return head_copies(layer.num_heads, layer.num_kv_heads, count)
 
 
 def regrouped(value: np.ndarray, leaf: Leaf, copies: int) -> np.ndarray:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from specjax.cache import PageSpec
 from specjax.config import HeadConfig, ModelConfig
-from specjax.models.params import Leaf, Sizes, shards
+from specjax.models.params import Leaf, Sizes, head_copies, shards
 
 
 def leaf_share(leaf: Leaf, sizes: Sizes, devices: int) -> float:
@@ -18,16 +18,11 @@ def leaf_share(leaf: Leaf, sizes: Sizes, devices: int) -> float:
     Example: Llama-3.1-8B has 32 query and 8 key/value heads; each of 16 devices has 2 + 1 + 1 of the 48 heads in `qkv`.
     """
     parts = shards(leaf.axes, leaf.shape(sizes), devices)
-    if parts == 1 and "K" in leaf.dims and grouped(sizes["K"], sizes["H"], devices) and not leaf.replicated:
+    if parts == 1 and "K" in leaf.dims and head_copies(sizes["H"], sizes["K"], devices) > 1 and not leaf.replicated:
         if "Q" in leaf.dims:
             return (sizes["H"] // devices + 2) / (sizes["K"] * sizes["Q"])
         return 1 / devices if "G" in leaf.dims else 1 / sizes["K"]
     return 1 / parts
-
-
-def grouped(kv_heads: int, heads: int, devices: int) -> bool:
-    """Whether groups of devices share a key/value head."""
-    return devices > kv_heads and devices % kv_heads == 0 and heads % devices == 0
 
 
 def splits_input(leaf: Leaf, sizes: Sizes, devices: int) -> bool:
@@ -39,9 +34,7 @@ def splits_input(leaf: Leaf, sizes: Sizes, devices: int) -> bool:
 
 def head_share(config: ModelConfig | HeadConfig, devices: int) -> float:
     """The share of the query heads that each device attends with."""
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    split = (heads % devices == 0 and kv_heads % devices == 0) or grouped(kv_heads, heads, devices)
-    return 1 / devices if split else 1.0
+    return 1 / devices if head_copies(config.num_heads, config.num_kv_heads, devices) else 1.0
 
 
 def page_share(spec: PageSpec, devices: int) -> float:

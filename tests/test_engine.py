@@ -655,7 +655,8 @@ def test_chunks_cover_a_prompt_once(chunk):
         while sequence.prefilled < length:
             width = buckets.chunks_for(length - sequence.prefilled)[0]
             table = buckets.tables_for(2)[0]
-            packed = prefill_input([sequence], 1, width, table, rows=4, pages=engine.pool.pages)
+            sizes = {"rows": 4, "pages": engine.pool.pages, "lengths": [min(sequence.left, width)]}
+            packed = prefill_input([sequence], 1, width, table, **sizes)
             tables = np.full((4, table + 3), engine.pool.pages, np.int32)
             inputs, tables = unpack_prefill(jnp.asarray(packed), jnp.asarray(tables), table, engine.pool.pages)
             assert tables[2].tolist() == [4, 5] + [engine.pool.pages] * (table + 1)

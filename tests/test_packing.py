@@ -36,7 +36,8 @@ def test_page_tables_on_the_device_follow_the_pages_of_running_sequences():
             running[slot] = sequence = idle_sequence(slot=slot, pages=pages)
             width = int(rng.integers(len(pages), TABLE + 1))
             batch = int(rng.integers(1, 4))
-            packed = prefill_input([sequence], batch, 4, width, rows=ROWS, pages=PAGES)
+            lengths = [min(len(sequence.context), 4)]
+            packed = prefill_input([sequence], batch, 4, width, rows=ROWS, pages=PAGES, lengths=lengths)
             inputs, tables = unpack_prefill(jnp.asarray(packed), tables, width, PAGES)
             empty = [[PAGES] * width] * (batch - 1)
             assert np.asarray(inputs.page_table).tolist() == [pages + [PAGES] * (width - len(pages)), *empty]

@@ -32,6 +32,19 @@ OUTLIER = 2.5  # times the usual: what took longer counts as so long
 MEMORY = 0.9  # weight of a run after the next one
 
 
+Shape = tuple[int, int, int]
+"""Of a prefill program, as `Buckets.prefill_shapes` has it."""
+
+
+def _shape(key: Key) -> Shape:
+    return key.rows, key.width, key.tokens
+
+
+def _tokens(shape: Shape) -> int:
+    rows, width, tokens = shape
+    return tokens or rows * width
+
+
 @dataclass
 class Recent:
     """A mean of recent values, the last ones counting most."""
@@ -54,7 +67,7 @@ class Pace:
     """What an engine has measured of prefills and steps, and the bound that follows for the next prefill."""
 
     buckets: Buckets
-    _prefills: dict[tuple[int, int, int], Recent] = field(default_factory=dict)  # as `prefill_shapes` -> scale
+    _prefills: dict[Shape, Recent] = field(default_factory=dict)  # scales
     _steps: dict[int, Recent] = field(default_factory=dict)  # batch bucket -> scale
     _seen: set[Key] = field(default_factory=set)
 
@@ -66,7 +79,7 @@ class Pace:
             self._steps.setdefault(key.width, Recent()).add(seconds / self.buckets.step_cost(key.width))
         elif key.kind == "prefill":
             cost = self.buckets.prefill_cost(key.size, context)
-            self._prefills.setdefault((key.rows, key.width, key.tokens), Recent()).add(seconds / cost)
+            self._prefills.setdefault(_shape(key), Recent()).add(seconds / cost)
 
     def room(self, running: int, waiting: int, context: int = 0) -> int | None:
         """The most tokens of a program that prefills beside `running` requests while `waiting` prompts wait; None: no
@@ -77,32 +90,32 @@ class Pace:
             return None
         batch = self.buckets.batch(min(running, self.buckets.batches[-1]))
         allowed = steps * self._scale(self._steps, batch, self._prefills.values()) * self.buckets.step_cost(batch)
-        shapes = {shape: shape[2] or shape[0] * shape[1] for shape in self.buckets.prefill_shapes()}
-
-        def seconds(shape: tuple[int, int, int]) -> float:
-            cost = self.buckets.prefill_cost(shapes[shape], context)
-            return self._scale(self._prefills, shape, self._steps.values()) * cost
-
-        return max((tokens for shape, tokens in shapes.items() if seconds(shape) <= allowed), default=0)
+        sizes = self._sizes()
+        return max((n for shape, n in sizes.items() if self._seconds(shape, context) <= allowed), default=0)
 
     def while_none_runs(self, waiting: int, context: int = 0) -> int | None:
         """The most tokens of a program that prefills while no request runs; None: no limit. Never fewer than the
         smaller chunk has, or, for several prompts, than they can share. `waiting`, `context`: as `room`."""
-        tokens = {shape: shape[2] or shape[0] * shape[1] for shape in self.buckets.prefill_shapes()}
-        slow = [size for shape, size in tokens.items() if self._expected(shape, context) > WAIT]
-        if not slow:
+        sizes = self._sizes()
+        if not self._prefills or not (
+            slow := [n for shape, n in sizes.items() if self._seconds(shape, context) > WAIT]
+        ):
             return None
-        least = max((size for shape, size in tokens.items() if shape[0] > 1 and waiting > 1), default=0)
-        return max(self.buckets.chunks[0], least, *(size for size in tokens.values() if size < min(slow)))
+        least = max((n for shape, n in sizes.items() if shape[0] > 1 and waiting > 1), default=0)
+        return max(self.buckets.chunks[0], least, *(n for n in sizes.values() if n < min(slow)))
 
     def is_brief(self, key: Key, context: int = 0) -> bool:
         """Whether a prefill is not expected to take longer than `BRIEF`."""
-        return self._expected((key.rows, key.width, key.tokens), context) <= BRIEF
+        return not self._prefills or self._seconds(_shape(key), context) <= BRIEF
 
-    def _expected(self, shape: tuple[int, int, int], context: int) -> float:
-        """Seconds of a prefill; 0 before any is measured."""
-        cost = self.buckets.prefill_cost(shape[2] or shape[0] * shape[1], context)
-        return self._scale(self._prefills, shape, ()) * cost if self._prefills else 0.0
+    def _sizes(self) -> dict[Shape, int]:
+        """The tokens of each prefill program."""
+        return {shape: _tokens(shape) for shape in self.buckets.prefill_shapes()}
+
+    def _seconds(self, shape: Shape, context: int) -> float:
+        """That a prefill is expected to take."""
+        scale = self._scale(self._prefills, shape, self._steps.values())
+        return scale * self.buckets.prefill_cost(_tokens(shape), context)
 
     @staticmethod
     def _scale(own: dict, name: object, others: Iterable[Recent]) -> float:

@@ -111,10 +111,10 @@ def prefill_input(
     *,
     rows: int,
     pages: int,
-    lengths: Iterable[int] | None = None,
+    lengths: Iterable[int],
 ) -> np.ndarray:
     """Input for the next chunk of each sequence's context, in `width` tokens and `table` pages, for a bucket of `batch`
-    entries: int32 [batch, 3 + width + table]. `lengths`: tokens of each chunk; None: as many as fit.
+    entries: int32 [batch, 3 + width + table]. `lengths`: tokens of each chunk.
 
     The last chunk of a context draws, unless the token after it is known. Empty entries get slots from R = `rows` on.
     `pages` is P.
@@ -122,11 +122,6 @@ def prefill_input(
     packed = np.zeros((batch, 3 + width + table), np.int32)
     packed[:, 0] = range(rows, rows + batch)
     packed[:, 3 + width :] = pages
-    lengths = (
-        [min(len(sequence.context) - sequence.prefilled, width) for sequence in sequences]
-        if lengths is None
-        else lengths
-    )
     for i, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
         context = sequence.context
         end = sequence.prefilled + length

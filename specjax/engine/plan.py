@@ -129,20 +129,20 @@ def make_plan(case: Case) -> Plan:
     reads = _reads(case.outline, n)
     weights, draft_weights = reads.weights, reads.draft_weights
 
+    def layout(tokens: int) -> Layout:
+        options = {"adaptive": chooses, "ragged": target.ragged}
+        return Layout.of(config, context, tokens, case.platform, drafter, **options)
+
     problems: list[str] = []
     memory = None if case.platform == "cpu" else Memory(case.device.memory, case.limit, weights + draft_weights)
     try:
         tokens = fitting_tokens(target, config, context, drafter, memory, pages + draft_pages, n)
-        pool, buckets = Layout.of(
-            config, context, tokens, case.platform, drafter, adaptive=chooses, ragged=target.ragged
-        )
+        pool, buckets = layout(tokens)
         tokens = prod(pool)
     except ValueError as error:
         problems.append(str(error))
         tokens, room = 0, rows * context
-        buckets = Layout.of(
-            config, context, room, case.platform, drafter, adaptive=chooses, ragged=target.ragged
-        ).buckets
+        buckets = layout(room).buckets
     plan = Plan(
         context_length=context,
         weights=weights,

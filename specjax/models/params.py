@@ -290,6 +290,15 @@ def shards(axes: Sequence[str | None], shape: Sequence[int], devices: int) -> in
     return devices if any(axis and size % devices == 0 for axis, size in zip(axes, shape, strict=True)) else 1
 
 
+def head_copies(heads: int, kv_heads: int, devices: int) -> int:
+    """How many of the devices have a copy of each key/value head, whose query heads they share; 0: so many devices
+    cannot share the heads evenly."""
+    if kv_heads % devices == 0:
+        return 1
+    copies = devices // kv_heads
+    return copies if copies * kv_heads == devices and heads % devices == 0 else 0
+
+
 def read_leaves(table: Table) -> Iterator[Leaf]:
     """The leaves that a forward reads whole: all but an embedding, of which it takes rows, unless it is the output
     matrix, too."""

@@ -8,7 +8,6 @@ event.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
@@ -17,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from specjax.serve.errors import ApiError, unavailable
+from specjax.serve.responses import event
 
 logger = logging.getLogger("specjax.serve")
 
@@ -56,11 +56,6 @@ async def first_alive(send: Callable[[], Any]) -> AsyncGenerator[Any, None]:
     raise unavailable(GONE, retry_after=5)
 
 
-def error_event(error: ApiError) -> str:
-    """As the server ends a stream that fails."""
-    return f"data: {json.dumps(error.body())}\n\n"
-
-
 class Ingress:
     """Gives HTTP requests as they are to replicas of `SpecjaxServer`; `replicas` is the handle that Ray binds."""
 
@@ -92,6 +87,6 @@ class Ingress:
                 except ApiError as error:
                     if "text/event-stream" not in given.get("content-type", ""):
                         raise  # the connection is cut: the client sees that the body is not whole
-                    yield error_event(error).encode()
+                    yield event(error.body())
 
         return StreamingResponse(chunks(), status, given)
