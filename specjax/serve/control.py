@@ -69,7 +69,7 @@ def server_info(engine: Engine, runner: Runner, settings: ServerSettings, model:
         "disable_radix_cache": not engine.config.prefix_cache,
         "version": fingerprint(),
         "dp_size": 1,
-        "tp_size": 1,
+        "tp_size": engine.config.tensor_parallel,
         "engine": dataclasses.asdict(engine.config),
         "server": server,
         "internal_states": [state],
