@@ -18,10 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from generate_helpers import saved_model
 from train_helpers import environment
 
 HERE = Path(__file__).resolve().parents[1]
 SECONDS = 120.0  # most that anything here waits for
+REQUESTS = int(os.environ.get("SPECJAX_ROUTER_REQUESTS", "120"))
+"""During which a worker is killed; `make routers` sends 500."""
+TOKENS, AT_ONCE = 24, 12  # of each of them, and how many are under way
 
 
 def router_python(name: str) -> Path | None:
@@ -211,3 +215,35 @@ def check(seen: list[Seen], expected: dict[str, str], killed_at: float) -> dict[
     for each in refused:
         assert each.error and (each.status is None or each.status >= 500), each
     return {"answered": len(answered), "broken": len(broken), "refused": len(refused)}
+
+
+@contextlib.contextmanager
+def two_workers(folder: Path) -> Iterator[list[Worker]]:
+    """Of one tiny model, ready."""
+    (folder / "model").mkdir()
+    model = saved_model(folder / "model", max_position_embeddings=256)
+    workers = [Worker(folder, name, model) for name in ("one", "two")]
+    with stopping(*workers):
+        for worker in workers:
+            worker.wait_ready()
+        yield workers
+
+
+def killed_under_load(base: str, workers: list[Worker]) -> tuple[list[str], list[Seen], dict[str, int]]:
+    """Sends `REQUESTS` requests, and kills the first worker after a third of them. Returns the prompts, what was seen,
+    and what `check` says of it."""
+    victim, other = workers
+    prompts = [f"{i} the hell {i % 7}" for i in range(REQUESTS)]
+    state: dict[str, Any] = {}
+
+    def kill() -> None:
+        victim.program.popen.send_signal(signal.SIGKILL)
+        victim.program.popen.wait()
+        state["killed"] = time.monotonic()
+
+    seen = asyncio.run(ask_all(base, prompts, tokens=TOKENS, at_once=AT_ONCE, at={REQUESTS // 3: kill}))
+    alone = asyncio.run(ask_all(other.url, prompts, tokens=TOKENS, at_once=AT_ONCE, at={}))
+    assert all(each.done for each in alone)
+    counts = check(seen, {each.prompt: each.text for each in alone}, state["killed"])
+    print(counts)
+    return prompts, seen, counts

@@ -7,32 +7,28 @@ for a while.
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import time
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 import yaml
-from generate_helpers import saved_model
 from router_helpers import (
+    AT_ONCE,
+    REQUESTS,
     Program,
     Worker,
     ask_all,
-    check,
     free_port,
+    killed_under_load,
     nothing_is_held,
     plain,
     router_python,
     stopping,
+    two_workers,
     wait_for,
 )
 
 PYTHON = router_python("litellm")
-REQUESTS = int(os.environ.get("SPECJAX_ROUTER_REQUESTS", "120"))
-TOKENS, AT_ONCE = 24, 12
 SETTINGS = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # nothing is downloaded
     "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
@@ -74,12 +70,7 @@ class Proxy(Program):
 def replicas(tmp_path_factory):
     """(workers, proxy), all ready."""
     folder = tmp_path_factory.mktemp("litellm")
-    (folder / "model").mkdir()
-    model = saved_model(folder / "model", max_position_embeddings=256)
-    workers = [Worker(folder, name, model) for name in ("one", "two")]
-    with stopping(*workers):
-        for worker in workers:
-            worker.wait_ready()
+    with two_workers(folder) as workers:
         proxy = Proxy(folder, workers)
         with stopping(proxy):
             wait_for(proxy.ready, f"the proxy, whose log is {proxy.log}")
@@ -89,18 +80,7 @@ def replicas(tmp_path_factory):
 def test_a_worker_is_killed_under_load_and_comes_back(replicas):
     workers, proxy = replicas
     victim, other = workers
-    prompts = [f"{i} the hell {i % 7}" for i in range(REQUESTS)]
-    state: dict[str, Any] = {}
-
-    def kill() -> None:
-        victim.program.popen.send_signal(signal.SIGKILL)
-        victim.program.popen.wait()
-        state["killed"] = time.monotonic()
-
-    seen = asyncio.run(ask_all(proxy.url, prompts, tokens=TOKENS, at_once=AT_ONCE, at={REQUESTS // 3: kill}))
-    alone = asyncio.run(ask_all(other.url, prompts, tokens=TOKENS, at_once=AT_ONCE, at={}))
-    counts = check(seen, {each.prompt: each.text for each in alone}, state["killed"])
-    print(counts)
+    prompts, seen, counts = killed_under_load(proxy.url, workers)
     assert sum(counts.values()) == REQUESTS
     # A stream is not sent again where the connection fails, as it does at each try of the dead worker.
     assert all(each.done or each.streams for each in seen)

@@ -244,6 +244,19 @@ def test_rows_of_different_lengths_have_their_values_without_padding(seed):
         np.testing.assert_array_equal(parted[i, :length], block[i, :length])
 
 
+def watched(engine: Any) -> list[Key]:
+    """Gets the key of each program that the engine runs."""
+    used: list[Key] = []
+    run = engine.device.run
+
+    def noted(key: Key, program: Any, inputs: Any) -> Any:
+        used.append(key)
+        return run(key, program, inputs)
+
+    engine.device.run = noted
+    return used
+
+
 @pytest.mark.parametrize("algorithm", DRAFTS)
 def test_texts_of_prompts_without_padding(algorithm):
     """Of all lengths, in forwards that two to four of them share, beside running requests."""
@@ -256,14 +269,7 @@ def test_texts_of_prompts_without_padding(algorithm):
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, 99, int(n)).tolist() for n in rng.choice([1, 2, 9, 15, 16, 17, 33, 60], 12)]
     params = [SamplingParams(max_new_tokens=8, temperature=float(i % 2), seed=i) for i in range(12)]
-    used: list[Key] = []
-    run = engine.device.run
-
-    def watched(key: Key, program: Any, inputs: Any) -> Any:
-        used.append(key)
-        return run(key, program, inputs)
-
-    engine.device.run = watched
+    used = watched(engine)
     for prompt, one, done in zip(prompts, params, engine.generate(prompts, params), strict=True):
         check_plain(model, prompt, one, done)
     assert {key.tokens for key in used if key.kind == "prefill"} >= {32}
@@ -286,14 +292,7 @@ def test_texts_of_prompts_that_share_forwards(algorithm):
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, 99, int(n)).tolist() for n in rng.choice([1, 2, 15, 16, 17, 33, 60], 20)]
     params = [SamplingParams(max_new_tokens=12, temperature=float(i % 2), seed=i) for i in range(20)]
-    used: list[Key] = []
-    run = engine.device.run
-
-    def watched(key: Key, program: Any, inputs: Any) -> Any:
-        used.append(key)
-        return run(key, program, inputs)
-
-    engine.device.run = watched
+    used = watched(engine)
     for prompt, one, done in zip(prompts, params, engine.generate(prompts, params), strict=True):
         check_plain(toy(), prompt, one, done)
     assert {key.rows for key in used if key.kind == "prefill"} == {1, 6}

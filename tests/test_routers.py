@@ -7,35 +7,32 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-import signal
 import subprocess
-import time
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 import yaml
-from generate_helpers import saved_model
 from router_helpers import (
+    AT_ONCE,
+    REQUESTS,
+    TOKENS,
     Program,
     Worker,
     ask,
     ask_all,
-    check,
     free_port,
+    killed_under_load,
     nothing_is_held,
     plain,
     router_python,
     stopping,
+    two_workers,
     wait_for,
 )
 
 PYTHON = router_python("sglang-router")
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
-REQUESTS = int(os.environ.get("SPECJAX_ROUTER_REQUESTS", "120"))
-TOKENS, AT_ONCE = 24, 12
 
 pytestmark = [
     pytest.mark.process,
@@ -66,12 +63,7 @@ class Router(Program):
 def replicas(tmp_path_factory):
     """(workers, router), all ready."""
     folder = tmp_path_factory.mktemp("routers")
-    (folder / "model").mkdir()
-    model = saved_model(folder / "model", max_position_embeddings=256)
-    workers = [Worker(folder, name, model) for name in ("one", "two")]
-    with stopping(*workers):
-        for worker in workers:
-            worker.wait_ready()
+    with two_workers(folder) as workers:
         router = Router(folder, workers)
         with stopping(router):
             wait_for(lambda: len(router.healthy()) == 2, f"two workers:\n{router.log.read_text()}")
@@ -140,19 +132,7 @@ def test_a_conversation_stays_with_its_worker(replicas):
 def test_a_worker_is_killed_under_load_and_comes_back(replicas):
     workers, router = replicas
     victim, other = workers
-    prompts = [f"{i} the hell {i % 7}" for i in range(REQUESTS)]
-    state: dict[str, Any] = {}
-
-    def kill() -> None:
-        victim.program.popen.send_signal(signal.SIGKILL)
-        victim.program.popen.wait()
-        state["killed"] = time.monotonic()
-
-    seen = asyncio.run(ask_all(router.url, prompts, tokens=TOKENS, at_once=AT_ONCE, at={REQUESTS // 3: kill}))
-    alone = asyncio.run(ask_all(other.url, prompts, tokens=TOKENS, at_once=AT_ONCE, at={}))
-    assert all(each.done for each in alone)
-    counts = check(seen, {each.prompt: each.text for each in alone}, state["killed"])
-    print(counts)
+    prompts, seen, counts = killed_under_load(router.url, workers)
     assert counts["broken"] + counts["refused"] <= AT_ONCE, f"more than were in flight: {counts}"
     assert counts["answered"] >= REQUESTS - AT_ONCE
     # It leaves: what comes now goes to the other alone.
