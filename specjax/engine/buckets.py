@@ -343,6 +343,15 @@ class Buckets:
             for table in self.tables
         ]
 
+    def choice_keys(self, batch: int, nodes: int) -> list[Key]:
+        """Programs of the steps of one of `choices`, for requests of any length."""
+        return [Key("step", batch, table, nodes=nodes) for table in self.tables]
+
+    def later_keys(self) -> list[Key]:
+        """Programs of the smaller trees."""
+        rest = [(batch, nodes) for batch in self.batches for nodes in self.choices(batch) if nodes > 1]
+        return [key for batch, nodes in rest for key in self.choice_keys(batch, nodes)]
+
     def constrained_keys(self) -> list[Key]:
         """Programs for requests that follow a grammar, which are compiled when there is one."""
         sizes = [(batch, nodes) for batch in self.batches for nodes in self.constrained_choices(batch)]

@@ -146,7 +146,7 @@ class Drafting:
         batch = self._buckets.batch(len(sequences))
         nodes = adaptive.choose(batch, sequences)
         if (wanted := adaptive.wanted.pop(batch, None)) is not None:
-            self._executables.compile_later(self._keys(batch, wanted))
+            self._executables.compile_later(self._buckets.choice_keys(batch, wanted))
         if nodes == PLAIN:
             return PLAIN, 0
         if waiting := self._executables.pending:
@@ -162,10 +162,7 @@ class Drafting:
 
     def _ready(self, batch: int, nodes: int) -> bool:
         """Whether each program of the smaller tree can run, for requests of any length."""
-        return self._executables.compiled().issuperset(self._keys(batch, nodes))
-
-    def _keys(self, batch: int, nodes: int) -> list[Key]:
-        return [Key("step", batch, table, nodes=nodes) for table in self._buckets.tables]
+        return self._executables.compiled().issuperset(self._buckets.choice_keys(batch, nodes))
 
     def catch_up(
         self, sequences: list[Sequence], *, whole: bool = False, ended: bool = False, trial: bool = False

@@ -516,8 +516,10 @@ class Engine:
         self.executables.warm_up(keys, progress=progress, strict=strict)
 
     def warm_up_in_background(self, *, progress: bool = True) -> threading.Thread:
-        """Compiles the other executables while requests run, which share smaller batches meanwhile."""
-        return self.executables.warm_up_in_background(self.buckets.all_keys(), progress=progress)
+        """Compiles the other executables while requests run, which share smaller batches meanwhile. Of those of smaller
+        trees it loads what an earlier run has stored: later, a stream would wait for it."""
+        stored = filter(self.executables.is_stored, self.buckets.later_keys())
+        return self.executables.warm_up_in_background([*self.buckets.all_keys(), *stored], progress=progress)
 
     def single_request_keys(self) -> list[Key]:
         """Executables that one request at a time needs."""

@@ -174,18 +174,25 @@ class Executables(Programs):
             with self._device_idle() if self._exclusive else contextlib.nullcontext():
                 return lowered.compile()
 
-        kernels = cpu_attention.prepare(self._target.config.dtype)
-        # A proposal packs its own output.
-        pack = {"catch-up": packed_lag, "propose": _call}.get(key.kind, packed)
-        program = program_store.stored(
-            partial(_from_packed, function, unpack, pack), arguments, compile, (chosen, kernels)
-        )
+        program = program_store.stored(_packing(key, function, unpack), arguments, compile, (chosen, self._kernels()))
         if self._room is not None and (temporaries := program.memory_analysis().temp_size_in_bytes) > self._room:
             raise MemoryError(
                 f"{key} needs {temporaries / 1e9:.3f} GB beside its arguments, and {self._room / 1e9:.3f} GB are left "
                 "beside weights and KV pool; give a lower EngineConfig.mem_fraction or fewer max_total_tokens"
             )
         return program
+
+    def is_stored(self, key: Key) -> bool:
+        """Whether the program of a key is on disk, so that it is loaded rather than compiled."""
+        if self.phase_times is not None and key.kind == "step":
+            return False
+        function, unpack, shape = self._function(key, ())
+        arguments = (self._params, self._state, self._input(shape))
+        options = (compiler_options(**self.options), self._kernels())
+        return program_store.is_stored(_packing(key, function, unpack), arguments, options)
+
+    def _kernels(self) -> Any:
+        return cpu_attention.prepare(self._target.config.dtype)
 
     def _input(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         """What the host sends, to every device."""
@@ -226,6 +233,12 @@ class Executables(Programs):
                 function = constrained_step
         # `resize` has nothing to trace, but would be a part of the program's name.
         return partial(function, **fixed, drafter=drafter._replace(resize=None), config=config), unpack, shape
+
+
+def _packing(key: Key, function: Callable[..., Any], unpack: Callable[..., Any]) -> partial[Any]:
+    """A key's program, of packed input and output. A proposal packs its own output."""
+    pack = {"catch-up": packed_lag, "propose": _call}.get(key.kind, packed)
+    return partial(_from_packed, function, unpack, pack)
 
 
 def _from_packed(
