@@ -291,6 +291,33 @@ def test_a_step_is_launched_before_the_last_one_is_collected(monkeypatch):
     check_idle(engine)
 
 
+def test_the_next_draft_is_launched_behind_a_step(monkeypatch):
+    """It runs while the host reads that step. Where another request has come, or one has gone, it is of no use."""
+    engine, kinds = engine_of("eagle3"), list[str]()
+    run = engine.device.run
+    monkeypatch.setattr(engine.device, "run", lambda key, *given: kinds.append(key.kind) or run(key, *given))
+    params = SamplingParams(max_new_tokens=30, grammar=Grammar("regex", "[a-z ]{60}"), temperature=1.0, seed=1)
+    alone = engine.generate(HELLO, params)
+    check_masked(llama(), HELLO, params, alone)
+    steps = kinds.count("constrained")
+    assert steps > 5 and [kind for kind in kinds if kind != "prefill"] == ["propose", "constrained"] * steps + [
+        "propose"
+    ]
+    kinds.clear()
+    first, second = engine.add(HELLO, params), engine.add(HELLO, replace(params, seed=2))
+    while len(second.output) < 10:
+        engine.step()
+    kinds.clear()
+    engine.abort(first.id)
+    while engine.unfinished:
+        engine.step()
+    assert (
+        kinds[:3] == ["propose", "constrained", "propose"] and kinds.count("propose") == kinds.count("constrained") + 1
+    )
+    check_masked(llama(), HELLO, second.params, completion(second))
+    check_idle(engine)
+
+
 def test_aborts_in_between():
     engine, rng = engine_of("NGRAM"), np.random.default_rng(0)
     made = requests(12)

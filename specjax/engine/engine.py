@@ -268,6 +268,7 @@ class Engine:
         read are drawn again."""
         self._settle()  # grammars know these tokens already
         self._in_flight.clear()
+        self._grammar.ahead = None
         self.scheduler.start_over()
         if self.device.poisoned:
             self.device.renew()
@@ -318,6 +319,7 @@ class Engine:
             for sequence in ended:
                 self.end(sequence, message)
             self._in_flight.clear()
+            self._grammar.ahead = None
             self._known.clear()
             self._unreported.clear()
             self.scheduler.start_over()
@@ -392,6 +394,7 @@ class Engine:
     def _launch_decode(self) -> int:
         """Dispatches one step for each running request: in one batch, or in several where no program serves them all.
         Returns the programs launched."""
+        ahead, self._grammar.ahead = self._grammar.ahead, None
         self._read_constrained()
         left, launched = self._able(self._reserved()), 0
         while left:
@@ -412,19 +415,26 @@ class Engine:
                     continue
             key, program = self.executables.first_usable(keys)
             part, left = left[: key.width], left[key.width :]
-            inputs, at = step_input(part, key.width, self._new_pages, self.config.max_running_requests), perf_counter()
+            inputs, at = self._step_input(key, part), perf_counter()
             if self.buckets.sizes(key):
                 inputs = with_sizing(inputs, *self.tree_sizes.inputs(key, part))
             told = self.drafting.told(part, forced, drafts=key.drafts)
             drafted = tuple(sequence for sequence in told if sequence.params.drafts)
+            drafting = list[Sequence]()
             if kind == "constrained":
                 drafting = [] if jumps else [sequence for sequence in drafted if not forced.get(sequence)]
-                inputs = self._grammar.inputs(key, part, inputs, forced, drafting)
+                inputs = self._grammar.inputs(key, part, inputs, forced, drafting, ahead)
             output = self.device.run(key, program, inputs)
             self._in_flight.append(InFlight(key, output, part, launched=at, drafted=drafted, forced=forced))
+            if drafting and not forced and self.config.overlap:
+                # Runs while the host reads this step. There are pages for both, if what was forced was no more.
+                self._grammar.ahead = self._grammar.draft(key, part, self._step_input(key, part))
             self.counters.steps += 1
             launched += 1 + more
         return launched
+
+    def _step_input(self, key: Key, part: list[Sequence]) -> Any:
+        return step_input(part, key.width, self._new_pages, self.config.max_running_requests)
 
     def _read_constrained(self) -> None:
         """Reads the steps whose tokens a grammar waits for: what it allows next depends on what came last. Where all

@@ -5,6 +5,8 @@ The steps themselves are `specjax.engine.constrained`'s.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from specjax.engine.adaptive import PLAIN
@@ -14,14 +16,28 @@ from specjax.engine.device import Device, memory_checked
 from specjax.engine.executables import Executables
 from specjax.engine.programs import Program
 from specjax.engine.sequence import Sequence
+from specjax.engine.transfers import Output
+
+
+class Draft(NamedTuple):
+    """The trees of a step that were launched before it."""
+
+    key: Key  # of the program
+    sequences: list[Sequence]
+    output: Output
 
 
 class GrammarSteps:
-    """`free`: see `specjax.engine.drafting.free_tokens`."""
+    """`free`: see `specjax.engine.drafting.free_tokens`.
+
+    Attributes:
+        ahead: launched behind the last step, for the next one of the same requests; None: nothing was.
+    """
 
     def __init__(self, executables: Executables, device: Device, buckets: Buckets, vocab_size: int, free: int) -> None:
         self._executables, self._device, self._buckets = executables, device, buckets
         self._vocab_size, self._free = vocab_size, free
+        self.ahead: Draft | None = None
 
     def keys(self, count: int, pages: int, nodes: int) -> list[Key]:
         """Programs for a step of so many requests, the best first. Those that are compiled come first, whether or not
@@ -75,6 +91,14 @@ class GrammarSteps:
         except Exception:
             return None
 
+    def draft(self, key: Key, part: list[Sequence], inputs: np.ndarray) -> Draft | None:
+        """Launches the draft for a step of `part`, with the input of a step without a grammar. None: such steps do not
+        draft."""
+        half = key._replace(kind="propose")
+        if key.nodes == PLAIN or not self._buckets.drafts(key.width) or (program := self._proposing(half)) is None:
+            return None
+        return Draft(half, part, self._device.run(half, program, inputs))
+
     def inputs(
         self,
         key: Key,
@@ -82,15 +106,18 @@ class GrammarSteps:
         inputs: np.ndarray,
         forced: dict[Sequence, list[int]],
         drafting: list[Sequence],
+        ahead: Draft | None = None,
     ) -> np.ndarray:
         """The packed input of a step of `part`, from that of a step without a grammar. Drafts, if only for `drafting`,
-        and waits for that."""
-        nodes, half = self._buckets.step_widths(key)[-1], key._replace(kind="propose")
+        and waits for that. `ahead`: as the attribute was after the last step."""
+        nodes = self._buckets.step_widths(key)[-1]
         trees = root_trees(key.width, nodes)
-        if drafting and nodes > 1 and self._buckets.drafts(key.width) and (program := self._proposing(half)):
-            output = self._device.run(half, program, inputs)
-            with memory_checked(half):
-                drafts = read_trees(output, self._buckets.step_widths(half)[-1])
-            trees[:, :, : drafts.shape[2]] = drafts
+        if drafting:
+            if ahead is None or ahead.key != key._replace(kind="propose") or ahead.sequences != part:
+                ahead = self.draft(key, part, inputs)
+            if ahead is not None:
+                with memory_checked(ahead.key):
+                    drafts = read_trees(ahead.output, self._buckets.step_widths(ahead.key)[-1])
+                trees[:, :, : drafts.shape[2]] = drafts
         chains = [forced.get(sequence, [])[: nodes - 1] for sequence in part]
         return constrained_input(inputs, part, trees, chains, self._vocab_size)
