@@ -11,6 +11,7 @@ from test_eagle_cache import toy as llama
 from specjax.costs import Tree
 from specjax.engine import SamplingParams
 from specjax.engine.adaptive import (
+    ENOUGH,
     FIRST,
     GUESS,
     HORIZON,
@@ -91,9 +92,9 @@ def of_trees(**given) -> Adaptive:
                     tree=lambda _, nodes: TREES[nodes], **given)  # fmt: skip
 
 
-def run_trees(adaptive: Adaptive, steps: int, chance: float = 0.6) -> tuple[float, list[int]]:
+def run_trees(adaptive: Adaptive, steps: int, chance: float = 0.6, seed: int = 1) -> tuple[float, list[int]]:
     """Tokens a second, over those of plain decoding, and the choices."""
-    seconds, rng = {DRAFT: 31.9e-3, PLAIN: 10.1e-3, 4: 17.0e-3}, np.random.default_rng(1)
+    seconds, rng = {DRAFT: 31.9e-3, PLAIN: 10.1e-3, 4: 17.0e-3}, np.random.default_rng(seed)
     request, chosen, emitted = idle_sequence(SamplingParams(), limit=1 << 20), [], 0
     for _ in range(steps):
         chosen.append(nodes := adaptive.choose(1, [request]))
@@ -112,9 +113,14 @@ def test_a_smaller_tree_is_found_and_costs_little_where_it_is_of_no_use():
 
 
 def test_a_tree_that_is_not_compiled_is_not_chosen_but_wanted():
-    compiled = set[int]()
-    adaptive = of_trees(ready=lambda _, nodes: nodes in compiled)
-    assert 4 not in run_trees(adaptive, 1500)[1] and adaptive.wanted == {1: 4}
+    """A single trial may find too little, by chance."""
+    compiled, found = set[int](), list[Adaptive]()
+    for seed in range(8):
+        adaptive = of_trees(ready=lambda _, nodes: nodes in compiled)
+        assert 4 not in run_trees(adaptive, 1500, seed=seed)[1]
+        found += [adaptive] if adaptive.wanted == {1: 4} else []
+    assert len(found) >= 4
+    adaptive = found[0]
     compiled.add(4)
     assert run_trees(adaptive, 400)[1].count(4) > 300
     shown = adaptive.report()["1"]
@@ -226,11 +232,12 @@ def test_a_trial_pays_for_its_catching_up():
     adaptive = Adaptive(lambda _: (DRAFT, PLAIN), lambda *_: 1.5)
     step, catch_up = Key("step", 1, 8, nodes=PLAIN), Key("catch-up", 64, 8)
     adaptive.record_catch_up(catch_up, 9.0, trial=True)  # the first run of a program
-    for _ in range(2):
+    for _ in range(ENOUGH + 1):
+        assert adaptive.credit is None
         adaptive.record(step, 0.02, {})
     before = adaptive.credit
     adaptive.record_catch_up(catch_up, 0.01)
-    assert adaptive.credit == before == FIRST * 0.02 + SHARE * 0.02
+    assert adaptive.credit == before == pytest.approx(FIRST * 0.02)
     adaptive.record_catch_up(catch_up, 0.01, trial=True)
     assert adaptive.credit == before - 0.01
     adaptive.charge_catch_up(catch_up._replace(rows=2))
@@ -245,6 +252,22 @@ def test_a_trial_ends():
         adaptive.record(Key("step", 1, 8, nodes=nodes), 0.03 if nodes == DRAFT else 0.02, {one: 1} if not nodes else {})
     drafts = [i for i, nodes in enumerate(chosen) if nodes == DRAFT and i > 100]
     assert TRIAL <= len(drafts) < 0.05 * len(chosen)
+
+
+@pytest.mark.parametrize("late", range(1, 4))
+def test_one_long_wait_among_the_first_steps_does_not_end_drafting(late):
+    """Drafting pays, and a step takes 0.2 s longer, when hardly any was measured."""
+    adaptive = Adaptive(lambda _: (DRAFT, PLAIN), lambda *_: 1.5)
+    one, chosen, drafted = idle_sequence(SamplingParams(), limit=1 << 20), [], 0
+    for _ in range(300):
+        chosen.append(nodes := adaptive.choose(1, [one]))
+        drafted += nodes == DRAFT
+        seconds = 8e-3 if nodes == DRAFT else 5e-3
+        adaptive.record(
+            Key("step", 1, 8, nodes=nodes), seconds + 0.2 * (nodes == DRAFT and drafted == 1 + late),
+            {one: 2} if nodes == DRAFT else {},
+        )  # fmt: skip
+    assert chosen[30:].count(DRAFT) > 230
 
 
 # The engine.

@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from statistics import median
 from types import MappingProxyType
 from typing import Any
 
@@ -59,20 +60,26 @@ DOUBT = 16.0  # and of all requests after which theirs counts as much as the gue
 
 @dataclass
 class Recent:
-    """Steps of one batch bucket and one choice, the last ones counting most."""
+    """Steps of one batch bucket and one choice, the last ones counting most. Of the first `ENOUGH` the median time
+    counts for each: one long wait among them would end drafting for as long as trials must save for what it cost."""
 
     steps: int = 0
     weight: float = 0.0
     seconds: float = 0.0  # weighted sums
     requests: float = 0.0
     tokens: float = 0.0
+    first: list[float] = field(default_factory=list)
 
     def add(self, seconds: float, requests: int, tokens: int) -> None:
         if self.steps >= ENOUGH:
             seconds = min(seconds, OUTLIER * self.mean_seconds)
+        else:
+            self.first.append(seconds)
         self.steps += 1
         self.weight = MEMORY * self.weight + 1
         self.seconds = MEMORY * self.seconds + seconds
+        if self.steps == ENOUGH:
+            self.seconds = self.weight * median(self.first)
         self.requests = MEMORY * self.requests + requests
         self.tokens = MEMORY * self.tokens + tokens
 
@@ -208,7 +215,7 @@ class Adaptive:
     guess: float = GUESS
     wanted: dict[int, int] = field(default_factory=dict)
     catch_up_seconds: float = 0.0  # a token, as measured last
-    credit: float | None = None  # seconds that trials may lose; None before the first step
+    credit: float | None = None  # seconds that trials may lose; None before `ENOUGH` steps
     _batches: dict[int, _Batch] = field(default_factory=dict)
     _seen: set[Key] = field(default_factory=set)
 
@@ -274,9 +281,9 @@ class Adaptive:
             self._seen.add(key)
             return
         own.since += 1
-        self._earn(seconds)
         scale = self._scale(key.width, key.nodes) if drafted else 1.0
-        own.recent[key.nodes].add(seconds, len(drafted), tokens)
+        (recent := own.recent[key.nodes]).add(seconds, len(drafted), tokens)
+        self._earn(seconds, recent)
         for request, count in drafted.items():
             request.drafted = MEMORY * request.drafted + 1
             request.gained = MEMORY * request.gained + 1 + scale * (count - 1)
@@ -292,10 +299,12 @@ class Adaptive:
         """Takes from the credit what a catch-up is expected to take whose time is not measured."""
         self._charge(self.catch_up_seconds * key.rows * key.width)
 
-    def _earn(self, seconds: float) -> None:
-        """A step's share, up to that of `SAVED` such steps."""
-        credit = FIRST * seconds if self.credit is None else self.credit
-        self.credit = max(credit, min(credit + SHARE * seconds, SHARE * SAVED * seconds))
+    def _earn(self, seconds: float, recent: Recent) -> None:
+        """A step's share, up to that of `SAVED` such steps; at the start what `FIRST` of the usual ones take."""
+        if self.credit is not None:
+            self.credit = max(self.credit, min(self.credit + SHARE * seconds, SHARE * SAVED * seconds))
+        elif recent.steps >= ENOUGH:
+            self.credit = FIRST * recent.mean_seconds
 
     def _charge(self, seconds: float) -> None:
         if self.credit is not None:
