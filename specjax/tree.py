@@ -62,6 +62,12 @@ def root_only(root: PerRequest) -> DraftTree:
     return DraftTree(root[:, None], zeros + NO_PARENT, zeros, zeros == 0, zeros.astype(jnp.float32))
 
 
+def roots(root: PerRequest, width: int) -> DraftTree:
+    """Trees of `width` nodes of which the root alone is valid."""
+    tree = root_only(root)
+    return _masked(DraftTree(*(jnp.pad(field, ((0, 0), (0, width - 1))) for field in tree)))
+
+
 def _masked(nodes: DraftTree) -> DraftTree:
     """Sentinels in the fields of invalid nodes."""
     nothing = NO_TOKEN, NO_PARENT, 0, False, -jnp.inf

@@ -37,7 +37,7 @@ from specjax.drafters.base import (
     take_rows,
 )
 from specjax.drafters.options import Ngram
-from specjax.tree import NO_PARENT, NO_TOKEN, DraftTree, Pool, rerank
+from specjax.tree import NO_PARENT, NO_TOKEN, DraftTree, Pool, rerank, roots
 
 NOWHERE = -1  # no ring position: an empty table entry, the end of a chain; never an index to write at
 WAYS = 8  # positions that a bucket of the table holds
@@ -84,21 +84,33 @@ def ngram_drafter(config: Ngram = DEFAULT) -> Drafter:
         )
 
     places, weak_places = config.width - 1, config.weak_width - 1
+    least = config.min_match if weak_places else max(config.min_match, min(config.strong_match, window))
 
     def propose(params: Params, state: NgramState, context: Context) -> tuple[DraftTree, NgramState]:
         del params
         recent, _ = _row_tail(state, context)
         suffix = jnp.concatenate([recent, context.root[:, None]], axis=1)
-        pool, longest = jax.vmap(lambda text, salt: _candidates(state, text, salt, config))(suffix, context.salt)
-        pad = ((0, 0), (0, max(places - pool.tokens.shape[1], 0)))  # `rerank` needs a candidate for each place
-        scores = jnp.pad(pool.scores, pad, constant_values=-jnp.inf)
-        pool = Pool(*(jnp.pad(field, pad) for field in pool[:3]), scores=scores)
-        scores = jnp.where(context.active[:, None], scores, -jnp.inf)
-        if config.weak_nodes is not None:
-            most = jnp.where(longest >= config.strong_match, places, weak_places)
-            rank = jnp.argsort(jnp.argsort(-scores, axis=1), axis=1)
-            scores = jnp.where(rank < most[:, None], scores, -jnp.inf)
-        return rerank(context.root, pool._replace(scores=scores), config.width), state
+        found, agreeing = _matches(state, suffix, context.salt, config, least)
+
+        def merged() -> DraftTree:
+            leads_on = _follow(state.next, state.previous, found) != NOWHERE
+            matched = jnp.where((agreeing >= config.min_match) & leads_on, agreeing, 0)
+            candidates = jax.vmap(lambda found, matched, salt: _candidates(state, found, matched, salt, config))
+            pool = candidates(found, matched, context.salt)
+            pad = ((0, 0), (0, max(places - pool.tokens.shape[1], 0)))  # `rerank` needs a candidate for each place
+            scores = jnp.pad(pool.scores, pad, constant_values=-jnp.inf)
+            pool = Pool(*(jnp.pad(field, pad) for field in pool[:3]), scores=scores)
+            scores = jnp.where(context.active[:, None], scores, -jnp.inf)
+            if config.weak_nodes is not None:
+                most = jnp.where(jnp.max(matched, axis=1) >= config.strong_match, places, weak_places)
+                rank = jnp.argsort(jnp.argsort(-scores, axis=1), axis=1)
+                scores = jnp.where(rank < most[:, None], scores, -jnp.inf)
+            return rerank(context.root, pool._replace(scores=scores), config.width)
+
+        if jax.default_backend() != "cpu":  # where a branch may cost more than it leaves out
+            return merged(), state
+        some = jnp.any(context.active[:, None] & (agreeing >= least))
+        return jax.lax.cond(some, merged, lambda: roots(context.root, config.width)), state
 
     return Drafter(
         "NGRAM",
@@ -123,11 +135,15 @@ def _row_tail(state: NgramState, context: Context) -> tuple[Int32[Array, "B W1"]
     goes_on = (length == context.prefix_length) & (context.prefix_length > 0)
     end, there = kept_at_page_end(state.ends, context)
     recent = jnp.where(goes_on[:, None], recent, jnp.where(there[:, None], end[:, 1:], NO_TOKEN))
-    at = jnp.maximum(end[:, 0], 0)
-    same = (state.salt[at] == context.salt) & (end[:, 0] != NOWHERE)
-    if recent.shape[1]:
-        same &= state.tokens[at] == end[:, -1]
-    return recent, jnp.where(goes_on, tail, jnp.where(there & same, end[:, 0], NOWHERE))
+
+    def begun() -> Int32[Array, "B"]:
+        at = jnp.maximum(end[:, 0], 0)
+        same = (state.salt[at] == context.salt) & (end[:, 0] != NOWHERE)
+        if recent.shape[1]:
+            same &= state.tokens[at] == end[:, -1]
+        return jnp.where(goes_on, tail, jnp.where(there & same, end[:, 0], NOWHERE))
+
+    return recent, begun() if jax.default_backend() != "cpu" else jax.lax.cond(jnp.all(goes_on), lambda: tail, begun)
 
 
 def _window_hashes(backwards: Int32[Array, "W *X"], salt: UInt32[Array, ""]) -> UInt32[Array, "W *X"]:
@@ -155,39 +171,56 @@ def _shifted(text: Int32[Array, "X"], window: int) -> Int32[Array, "W Y"]:
     return text[np.arange(window - 1, text.shape[0]) - np.arange(window)[:, None]]
 
 
-def _follow(links: Int32[Array, "Q"], back_links: Int32[Array, "Q"], at: Int32[Array, "Z"]) -> Int32[Array, "Z"]:
+def _follow(links: Int32[Array, "Q"], back_links: Int32[Array, "Q"], at: Int32[Array, "*Z"]) -> Int32[Array, "*Z"]:
     """The next position, or NOWHERE. A link whose other end disagrees has been overwritten."""
     to = links[jnp.maximum(at, 0)]
     agrees = back_links[jnp.maximum(to, 0)] == at
     return jnp.where((at != NOWHERE) & (to != NOWHERE) & agrees, to, NOWHERE)
 
 
+def _matches(
+    state: NgramState, suffix: Int32[Array, "B W"], salt: UInt32[Array, "B"], config: Ngram, least: int
+) -> tuple[Int32[Array, "B F"], Int32[Array, "B F"]]:
+    """The ring positions that the table has for each request's suffix, some of them repeatedly, and how many tokens
+    back from each agree with it. On a CPU fewer may be counted where the table has nothing for `least` tokens."""
+    buckets, window = state.table.shape[0], config.max_match
+    hashes = jax.vmap(_window_hashes)(suffix[:, ::-1], salt)[:, config.min_match - 1 :]
+    found = state.table[(hashes & jnp.uint32(buckets - 1)).astype(jnp.int32)].reshape(suffix.shape[0], -1)
+    long = np.repeat(np.arange(config.min_match, window + 1) >= least, WAYS)[None, :]
+
+    def further(i: Any, walk: tuple[Array, Array]) -> tuple[Array, Array]:
+        at, matched = walk
+        same = (state.tokens[jnp.maximum(at, 0)] == suffix[:, window - 1 - i, None]) & (at != NOWHERE)
+        same &= state.salt[jnp.maximum(at, 0)] == salt[:, None]
+        at = _follow(state.previous, state.next, jnp.where(same, at, NOWHERE))
+        return at, matched + same.astype(jnp.int32)
+
+    walk = found, jnp.zeros_like(found)
+    if jax.default_backend() == "cpu":  # each round costs, and most suffixes are new
+
+        def goes_on(walk: tuple[Array, tuple[Array, Array]]) -> Array:
+            i, (at, _) = walk
+            return (i < window) & jnp.any((at != NOWHERE) & (long | (i >= least)))
+
+        _, walk = jax.lax.while_loop(goes_on, lambda walk: (walk[0] + 1, further(*walk)), (jnp.int32(0), walk))
+    else:
+        for i in range(window):
+            walk = further(i, walk)
+    return found, walk[1]
+
+
 def _candidates(
-    state: NgramState, suffix: Int32[Array, "W"], salt: UInt32[Array, ""], config: Ngram
-) -> tuple[Pool, Int32[Array, ""]]:
-    """Merged continuations of one request's suffix, and the length of the longest match that has one.
+    state: NgramState, found: Int32[Array, "F"], matched: Int32[Array, "F"], salt: UInt32[Array, ""], config: Ngram
+) -> Pool:
+    """Merged continuations of one request's matches.
 
     Pool index = (depth - 1) * A + branch.
     """
-    capacity, buckets = config.capacity, state.table.shape[0]
-    hashes = _window_hashes(suffix[::-1], salt)[config.min_match - 1 :]
-    found = state.table[(hashes & jnp.uint32(buckets - 1)).astype(jnp.int32)].reshape(-1)
-
-    # How many tokens back from each place agree with the suffix.
-    def further(walk: tuple[Array, Array], token: Array) -> tuple[tuple[Array, Array], None]:
-        at, matched = walk
-        same = (state.tokens[jnp.maximum(at, 0)] == token) & (at != NOWHERE)
-        same &= state.salt[jnp.maximum(at, 0)] == salt
-        at = _follow(state.previous, state.next, jnp.where(same, at, NOWHERE))
-        return (at, matched + same.astype(jnp.int32)), None
-
-    (_, matched), _ = _scan(further, (found, jnp.zeros_like(found)), suffix[::-1])
-
+    capacity = config.capacity
     # A place is found once a window size: keep one. Longest match first, then most recent.
     place = jnp.arange(found.shape[0])
     repeated = jnp.any((found[:, None] == found[None, :]) & (place[None, :] < place[:, None]), axis=1)
-    leads_on = _follow(state.next, state.previous, found) != NOWHERE
-    usable = (matched >= config.min_match) & leads_on & ~repeated
+    usable = (matched > 0) & ~repeated
     age = jnp.mod(state.cursor - 1 - found, capacity)
     # At most 64 * 2**24 + 2**24: fits int32.
     order = jnp.where(usable, matched * capacity + (capacity - 1 - age), -1)
@@ -203,7 +236,7 @@ def _candidates(
         return at, jnp.where(at != NOWHERE, state.tokens[jnp.maximum(at, 0)], NO_TOKEN)
 
     _, tokens = _scan(onward, at, length=config.depth)
-    return _merge(tokens.T, matched, config), matched[0]
+    return _merge(tokens.T, matched, config)
 
 
 def _merge(tokens: Int32[Array, "A D"], matched: Int32[Array, "A"], config: Ngram) -> Pool:
