@@ -21,15 +21,16 @@ from records import finish, machine
 from scale_models import Model, models
 from scale_tables import write_page
 
-from specjax.costs import EXCHANGE, Decoding, Machine, StepCost, cheapest_tree, distinct_experts, page_bytes, step_cost
+from specjax.costs import EXCHANGE, Decoding, Machine, StepCost, cheapest_tree, distinct_experts, step_cost
 from specjax.costs import machine as constants
 from specjax.devices import DEVICES, Device
 from specjax.engine.config import EngineConfig
 from specjax.fabric import DIRECT_START, HGX, Fabric
 from specjax.models import table
-from specjax.models.params import Bits, Sizes, Table, dimensions, leaf_bytes, leaves_of
+from specjax.models.params import dimensions, leaves_of
 from specjax.outline import head_parameters
-from specjax.shares import leaf_share
+from specjax.shares import held_bytes as leaves_held
+from specjax.shares import page_bytes
 
 DEGREES = (1, 2, 4, 8, 16)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -49,18 +50,13 @@ MEASURED = (
 """Published times of all-reduces: source, devices, bytes, seconds."""
 
 
-def held_bytes(model: Model, devices: int) -> float:
+def held_bytes(model: Model, devices: int) -> int:
     """Weights of the target and of its draft on each device."""
-    outline, found = model.outline, 0.0
-
-    def share_of(leaves: Table, sizes: Sizes, dtype: str, bits: Bits | None) -> float:
-        return sum(leaf_bytes(leaf, sizes, dtype, bits=bits) * leaf_share(leaf, sizes, devices)
-                   for leaf in leaves_of(leaves))  # fmt: skip
-
-    config = outline.target.config
-    found += share_of(table(config), dimensions(config), config.dtype, outline.bits)
+    outline, config = model.outline, model.outline.target.config
+    found = leaves_held(leaves_of(table(config)), dimensions(config), config.dtype, devices, outline.bits)
     if outline.head is not None:
-        found += share_of(*head_parameters(outline.head, outline.target), outline.head.dtype, outline.draft_bits)
+        declared, sizes = head_parameters(outline.head, outline.target)
+        found += leaves_held(leaves_of(declared), sizes, outline.head.dtype, devices, outline.draft_bits)
     return found
 
 

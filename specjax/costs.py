@@ -32,7 +32,7 @@ from specjax.fabric import HGX, Fabric
 from specjax.models import table
 from specjax.models.params import Bits, Leaf, Sizes, dimensions, leaf_bytes, read_leaves
 from specjax.outline import Outline, head_parameters, level_reads
-from specjax.shares import head_share, leaf_share, page_share, splits_input
+from specjax.shares import head_share, leaf_share, page_bytes, splits_input
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Op(NamedTuple):
     weights: float = 0.0  # bytes, read once for all rows
     row_bytes: float = 0.0
     row_flops: float = 0.0
-    token_bytes: float = 0.0  # of each committed token that a request attends to
+    token_bytes: int = 0  # of each committed token that a request attends to
     token_flops: float = 0.0  # of each such token and row
     partial: float = 0.0  # bytes of a row's partial result, of each split of the committed tokens
     heads: tuple[int, int] = (1, 1)  # key/value heads, and query heads of each
@@ -265,12 +265,6 @@ def product_op(
     return Op(PRODUCTS, 1, weights, times * row, 2 * elements * times * share, experts=found)
 
 
-def page_bytes(specs: Any, devices: int = 1) -> float:
-    """Bytes of a token in pages, on each of `devices`."""
-    leaves: list[PageSpec] = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PageSpec))
-    return sum(page_share(leaf, devices) * prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
-
-
 # A model and its draft.
 
 STEP, LEVEL, TREE_LEVEL, OBSERVE, WALK, LOOK_UP = 21, 8, 15, 10, 10, 30
@@ -289,11 +283,11 @@ class Decoding:
 
     forward: Ops  # of the target, over all nodes
     output: Ops  # its logits
-    written: tuple[float, ...]  # bytes of a token in each leaf of pages
+    written: tuple[int, ...]  # bytes of a token in each leaf of pages
     level: Ops = ()  # a forward of the draft
     level_output: Ops = ()
     once: Ops = ()  # with the first forward of the draft in a step, that of the observed tokens
-    draft_written: tuple[float, ...] = ()
+    draft_written: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, outline: Outline, devices: int = 1) -> Decoding:
@@ -367,7 +361,7 @@ def _counted(ops: Iterable[Op]) -> Ops:
     return tuple(Counter(ops).items())
 
 
-def _written(specs: Any, devices: int) -> tuple[float, ...]:
+def _written(specs: Any, devices: int) -> tuple[int, ...]:
     leaves = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PageSpec))
     return tuple(page_bytes(leaf, devices) for leaf in leaves)
 
@@ -406,7 +400,7 @@ def step_cost(
     small("verify", STEP + (WALK if drafted else 0))
     written = (*model.written, *(model.draft_written if drafted else ()))
     launches = min(1, len(written)) if concurrent and on.overlapped else len(written)
-    small("commit", launches, 2 * batch * path * sum(written))
+    small("commit", launches, 2.0 * batch * path * sum(written))
     return StepCost(batch, tree, context, parts)
 
 

@@ -27,9 +27,10 @@ from specjax.drafters.factories import DrafterFactory, Speculation, load_drafter
 from specjax.drafters.options import Eagle, ModelOptions, Mtp, Standalone, options_of
 from specjax.models import make_target, table
 from specjax.models.draft_head import with_token_map
-from specjax.models.params import EMBED_TENSOR, dimensions, parameter_bytes
+from specjax.models.params import EMBED_TENSOR, dimensions, leaves_of
 from specjax.models.target import Target
 from specjax.sharding import fitted
+from specjax.shares import held_bytes
 from specjax.verify import Verifier
 
 logger = logging.getLogger(__name__)
@@ -138,7 +139,7 @@ def _check_room(
 
     def needed(quantization: str) -> int:
         bits = checkpoint.bits_per_weight(files.config, quantization)
-        return parameter_bytes(declared, sizes, config.dtype, devices=devices, bits=bits)
+        return held_bytes(leaves_of(declared), sizes, config.dtype, devices, bits)
 
     room, weights = memory.budget(mem_fraction) - memory.used, needed(quantization)
     if weights > room:

@@ -1,15 +1,28 @@
 """What one of several devices holds of a model that is split by heads, widths and vocabulary.
 
-An axis with a logical name is split if the devices divide its size (`specjax.models.params.shards`). Fewer key/value
-heads than devices are held by groups of devices: each has one of them and its part of the query heads. Latents and
-routers are whole on every device; experts are split by their width.
+An axis with a logical name is split if the devices divide its size. Fewer key/value heads than devices are held by
+groups of devices: each has one of them and its part of the query heads (`specjax.sharding.fitted` is the description of
+such a model). Latents and routers are whole on every device; experts are split by their width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+
 from specjax.cache import PageSpec
 from specjax.config import HeadConfig, ModelConfig
-from specjax.models.params import Leaf, Sizes, head_copies, shards
+from specjax.models.params import Bits, Leaf, Sizes, head_copies, leaf_bytes
+
+
+def _parts(axes: Sequence[str | None], shape: Sequence[int], devices: int) -> int:
+    """In how many parts an array with these logical axes is split: `devices` if one that has a name is a multiple of
+    it, else 1."""
+    return devices if any(axis and size % devices == 0 for axis, size in zip(axes, shape, strict=True)) else 1
 
 
 def leaf_share(leaf: Leaf, sizes: Sizes, devices: int) -> float:
@@ -17,12 +30,17 @@ def leaf_share(leaf: Leaf, sizes: Sizes, devices: int) -> float:
 
     Example: Llama-3.1-8B has 32 query and 8 key/value heads; each of 16 devices has 2 + 1 + 1 of the 48 heads in `qkv`.
     """
-    parts = shards(leaf.axes, leaf.shape(sizes), devices)
+    parts = _parts(leaf.axes, leaf.shape(sizes), devices)
     if parts == 1 and "K" in leaf.dims and head_copies(sizes["H"], sizes["K"], devices) > 1 and not leaf.replicated:
         if "Q" in leaf.dims:
             return (sizes["H"] // devices + 2) / (sizes["K"] * sizes["Q"])
         return 1 / devices if "G" in leaf.dims else 1 / sizes["K"]
     return 1 / parts
+
+
+def held_bytes(leaves: Iterable[Leaf], sizes: Sizes, dtype: str, devices: int = 1, bits: Bits | None = None) -> int:
+    """Bytes of these leaves on each device; `bits`: of quantised weights."""
+    return sum(round(leaf_bytes(leaf, sizes, dtype, bits) * leaf_share(leaf, sizes, devices)) for leaf in leaves)
 
 
 def splits_input(leaf: Leaf, sizes: Sizes, devices: int) -> bool:
@@ -39,7 +57,14 @@ def head_share(config: ModelConfig | HeadConfig, devices: int) -> float:
 
 def page_share(spec: PageSpec, devices: int) -> float:
     """The share of a page leaf on each device: one head of it at least."""
-    parts = shards(spec.axes, spec.shape, devices)
+    parts = _parts(spec.axes, spec.shape, devices)
     if parts == 1 and (heads := [n for axis, n in zip(spec.axes, spec.shape, strict=True) if axis == "kv_heads"]):
         parts = heads[0] if devices > heads[0] and devices % heads[0] == 0 else 1
     return 1 / parts
+
+
+def page_bytes(specs: Any, devices: int = 1) -> int:
+    """Bytes of a token in pages of these `PageSpec`s, on each device."""
+    leaves: list[PageSpec] = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PageSpec))
+    sizes = (prod(leaf.shape) * np.dtype(leaf.dtype).itemsize * page_share(leaf, devices) for leaf in leaves)
+    return sum(map(round, sizes))

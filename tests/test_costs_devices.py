@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
+import jax
 import pytest
+from specjax_kernels.mesh import spec
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 from scale_models import Acceptance, described, llama_70b, models
 
+from specjax.cache import PageSpec
 from specjax.costs import (
     EXCHANGE,
     PLAIN,
@@ -21,14 +25,14 @@ from specjax.costs import (
     layer_ops,
     machine,
     op_cost,
-    page_bytes,
     step_cost,
 )
 from specjax.devices import DEVICES
 from specjax.fabric import HGX, Fabric, Protocol
-from specjax.models import table
+from specjax.models import make_target, table
 from specjax.models.params import dimensions, leaves_of
-from specjax.shares import leaf_share, page_share
+from specjax.sharding import fitted
+from specjax.shares import held_bytes, leaf_share, page_bytes, page_share
 
 H200 = machine(DEVICES["H200"], "bfloat16", "gpu")
 RING = Protocol("ring", True, 1e-6, 2e-6, 5e-6, 1.0)
@@ -134,6 +138,22 @@ def test_shares_of_leaves():
     assert [leaf_share(qkv, dimensions(odd), n) for n in (3, 4)] == [1 / 3, 1.0], "four devices cannot share six heads"
     key = EIGHT_B.target.pages[0].key
     assert [page_share(key, n) for n in (4, 8, 16, 12)] == [1 / 4, 1 / 8, 1 / 8, 1.0]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize("bias", [False, True])
+def test_shares_are_those_of_the_parts_that_devices_get(devices, bias):
+    """Bytes by the rule, and of the arrays as `fitted` describes them, split as the mesh splits them."""
+    config = replace(EIGHT_B.target.config, attention_bias=bias)
+    wide = fitted(config, devices)
+    expected = {"weights": 0, "pages": 0}
+    for leaf in leaves_of(table(wide)):
+        shape = leaf.shape(dimensions(wide))
+        expected["weights"] += 2 * prod(shape) // (devices if any(spec(leaf.axes, shape, devices)) else 1)
+    for page in jax.tree.leaves(make_target(wide).pages, is_leaf=lambda leaf: isinstance(leaf, PageSpec)):
+        expected["pages"] += 2 * prod(page.shape) // (devices if any(spec(page.axes, page.shape, devices)) else 1)
+    weights = held_bytes(leaves_of(table(config)), dimensions(config), "bfloat16", devices)
+    assert {"weights": weights, "pages": page_bytes(make_target(config).pages, devices)} == expected
 
 
 @pytest.mark.parametrize("name", MODELS)

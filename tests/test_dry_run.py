@@ -27,8 +27,6 @@ from specjax.engine.executables import Executables
 from specjax.engine.memory import pool_tokens, temporary_bytes
 from specjax.engine.packing import Resident
 from specjax.engine.plan import Case, make_plan
-from specjax.models import table
-from specjax.models.params import dimensions, leaves_of
 from specjax.outline import outline
 from specjax.serve import command
 from specjax.state import init_state
@@ -177,13 +175,20 @@ def test_several_devices_split_what_the_logical_axes_allow(configs):
     assert (two.token_bytes, two.draft_token_bytes) == (one.token_bytes // 2, one.draft_token_bytes // 2)
     assert two.undivided["draft fc"] == one.reads.once and "qkv" not in two.undivided and not one.undivided
     assert two.speeds[0].plain < 0.51 * one.speeds[0].plain
-    # 8 key/value heads are no multiple of 16; 14336 and 128256 are.
-    leaves = {leaf.name: leaf for leaf in leaves_of(table(described.target.config))}
-    sizes = dimensions(described.target.config)
-    whole = sum(2 * 32 * prod(leaves[name].shape(sizes)) for name in ("qkv", "output"))
-    assert many.weights == (one.weights - norms - whole) // 16 + norms + whole
-    assert many.token_bytes == one.token_bytes == many.undivided["pages of a token"]
-    assert many.undivided["qkv"] + many.undivided["output"] == whole
+    # Two devices have one of 8 key/value heads each, and two of its four query heads: 4 of 48 heads.
+    qkv = 2 * 32 * 4096 * 48 * 128
+    assert many.weights == (one.weights - norms - qkv) // 16 + norms + qkv // 12
+    assert many.token_bytes == one.token_bytes // 8
+    assert not {"qkv", "output", "pages of a token"} & {*many.undivided}
+
+
+def test_devices_that_cannot_share_the_heads(configs, said):
+    """As the server, which refuses them; the fewest that can and are enough are named."""
+    found = said("--model", configs / "70b", "--assume-device", "H100", "--assume-devices", 3)
+    reason = "--tensor-parallel-size 3 cannot split the 64 query heads on 8 key/value heads of the model evenly"
+    assert found.status == 1 and reason in found.document["problems"]
+    assert "--tp 3" not in found.text
+    assert [change for change in found.document["changes"] if "devices" in change] == ["--assume-devices 4"]
 
 
 def test_the_server_cannot_run_on_several_devices_and_says_so(configs, said):

@@ -14,15 +14,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from specjax.cache import PageSpec, PoolShape, bytes_per_token
+from specjax.cache import PoolShape, bytes_per_token
 from specjax.devices import Memory, this_memory
 from specjax.drafters.base import Drafter, Features, Params
 from specjax.engine.buckets import Buckets
 from specjax.engine.config import EngineConfig, Layout
 from specjax.models import table
-from specjax.models.params import dimensions, leaves_of, shards
+from specjax.models.params import dimensions, leaves_of
 from specjax.models.target import Target
 from specjax.sharding import described, empty_state, local_bytes
+from specjax.shares import leaf_share, page_bytes, splits_input
 from specjax.state import DecodeState, init_state
 
 DEFAULT_POOL_TOKENS = 32_768  # on a CPU, where memory is shared with everything else
@@ -134,15 +135,6 @@ def logits_bytes(nodes: int, vocab_size: int, platform: str = "gpu") -> int:
     return int((CPU_STEP_COPIES if platform == "cpu" else STEP_COPIES) * nodes * vocab_size * 4)
 
 
-def page_bytes(specs: Any, devices: int = 1) -> int:
-    """Bytes of a token in pages of these `PageSpec`s, on each device."""
-    leaves: list[PageSpec] = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PageSpec))
-    sizes = (
-        prod(leaf.shape) * np.dtype(leaf.dtype).itemsize // shards(leaf.axes, leaf.shape, devices) for leaf in leaves
-    )
-    return sum(sizes)
-
-
 @lru_cache(16)
 def _activation_bytes(target: Target, features: Features, devices: int) -> tuple[int, int]:
     """Of a token: of all layers, and of one; see `temporary_bytes`."""
@@ -150,8 +142,9 @@ def _activation_bytes(target: Target, features: Features, devices: int) -> tuple
     widest = 0
     for leaf in leaves_of(table(model)):
         if leaf.matrix and "vocab" not in leaf.axes:
-            shape = leaf.shape(sizes)
-            widest = max(widest, prod(shape[axis] for axis in leaf.matrix[1]) // shards(leaf.axes, shape, devices))
+            shape, share = leaf.shape(sizes), leaf_share(leaf, sizes, devices)
+            outputs = prod(shape[axis] for axis in leaf.matrix[1])
+            widest = max(widest, outputs if splits_input(leaf, sizes, devices) else round(outputs * share))
     size, streams = (
         np.dtype(model.dtype).itemsize,
         len(features) if isinstance(features, tuple) else features is not None,

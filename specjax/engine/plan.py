@@ -7,7 +7,7 @@ Launches of kernels, attention's products and, with several devices, the exchang
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
@@ -21,7 +21,7 @@ from specjax.config import ModelConfig
 from specjax.devices import Device, Memory, share_of
 from specjax.engine.buckets import Buckets
 from specjax.engine.config import EngineConfig, Layout, context_length
-from specjax.engine.memory import fitting_tokens, page_bytes, temporary_bytes
+from specjax.engine.memory import fitting_tokens, temporary_bytes
 from specjax.models import table
 from specjax.models.params import (
     Bits,
@@ -29,13 +29,12 @@ from specjax.models.params import (
     Sizes,
     Table,
     dimensions,
-    leaf_bytes,
     leaves_of,
-    parameter_bytes,
     read_leaves,
-    shards,
 )
 from specjax.outline import Outline, head_parameters, level_reads
+from specjax.sharding import fitted
+from specjax.shares import held_bytes, leaf_share, page_bytes
 from specjax.state import init_state
 
 CONTEXT = 1024  # tokens before those of a step, in the bounds of its speed
@@ -133,7 +132,7 @@ def make_plan(case: Case) -> Plan:
         options = {"adaptive": chooses, "ragged": target.ragged}
         return Layout.of(config, context, tokens, case.platform, drafter, **options)
 
-    problems: list[str] = []
+    problems = [*cannot_split(case.outline, n)]
     memory = None if case.platform == "cpu" else Memory(case.device.memory, case.limit, weights + draft_weights)
     try:
         tokens = fitting_tokens(target, config, context, drafter, memory, pages + draft_pages, n)
@@ -172,6 +171,17 @@ def make_plan(case: Case) -> Plan:
     return plan._replace(problems=tuple(problems))
 
 
+def cannot_split(outline: Outline, devices: int) -> Iterator[str]:
+    """Why so many devices cannot share the heads of the model or of its draft; nothing: they can."""
+    drafts = None if outline.model is None else outline.model.config
+    for config, what in ((outline.target.config, "the model"), (outline.head or drafts, "the draft")):
+        try:
+            if config is not None:
+                fitted(config, devices, what)
+        except ValueError as error:
+            yield str(error)
+
+
 class Reads(NamedTuple):
     """Parameters, and what of them a step reads. Of each device."""
 
@@ -192,27 +202,26 @@ def _reads(outline: Outline, devices: int) -> Reads:
     def size(
         leaves: Iterable[Leaf], sizes: Sizes = sizes, of: ModelConfig = model, bits: Bits | None = outline.bits
     ) -> int:
-        return sum(int(leaf_bytes(leaf, sizes, of.dtype, devices, bits) * _active(leaf, of)) for leaf in leaves)
+        return sum(int(held_bytes([leaf], sizes, of.dtype, devices, bits) * _active(leaf, of)) for leaf in leaves)
 
     draft, level, once = (_nbytes(outline.params.draft),) * 2 + (0,)  # of a drafter of the user's: all, each level
     if head is not None:
         head_table, head_sizes = head_parameters(head, target)
         few_bits = outline.draft_bits
-        draft = parameter_bytes(head_table, head_sizes, head.dtype, devices=devices, bits=few_bits)
+        draft = held_bytes(leaves_of(head_table), head_sizes, head.dtype, devices, few_bits)
         level, once = (size(leaves, head_sizes, bits=few_bits) for leaves in level_reads(head))
         level += 0 if head.own_head else size(leaf for leaf in read if "vocab" in leaf.axes)
     if (drafts := outline.model) is not None:
         own, own_sizes = table(drafts.config), dimensions(drafts.config)
         few_bits = outline.draft_bits
-        draft = parameter_bytes(own, own_sizes, drafts.config.dtype, devices=devices, bits=few_bits)
+        draft = held_bytes(leaves_of(own), own_sizes, drafts.config.dtype, devices, few_bits)
         level = once = size(read_leaves(own), own_sizes, drafts.config, few_bits)
     return Reads(
-        weights=parameter_bytes(declared, sizes, model.dtype, devices=devices, bits=outline.bits),
+        weights=held_bytes(leaves_of(declared), sizes, model.dtype, devices, outline.bits),
         draft_weights=draft,
         forward=size(read),
         products=sum(
-            int(prod(leaf.shape(sizes)) // shards(leaf.axes, leaf.shape(sizes), devices) * _active(leaf, model))
-            for leaf in read
+            int(prod(leaf.shape(sizes)) * leaf_share(leaf, sizes, devices) * _active(leaf, model)) for leaf in read
         ),
         level=level,
         once=once,
@@ -252,9 +261,9 @@ def _undivided(outline: Outline, devices: int) -> dict[str, int]:
         parts.append(("draft ", *head_parameters(head, outline.target), outline.draft_pages, outline.draft_bits))
     for name, declared, sizes, specs, bits in parts:
         for leaf in leaves_of(declared):
-            if shards(leaf.axes, leaf.shape(sizes), devices) == 1:
+            if leaf_share(leaf, sizes, devices) == 1:
                 key = name + leaf.name
-                found[key] = found.get(key, 0) + leaf_bytes(leaf, sizes, model.dtype, bits=bits)
+                found[key] = found.get(key, 0) + held_bytes([leaf], sizes, model.dtype, bits=bits)
         if (whole := page_bytes(specs)) == page_bytes(specs, devices):
             found[f"{name}pages of a token"] = whole
     return found

@@ -19,7 +19,7 @@ Imports neither jax nor any model, so that reading a checkpoint's description st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 from math import prod
@@ -265,29 +265,23 @@ class Bits(NamedTuple):
     channel: int = 0  # bytes of the scales of each output
 
 
-def parameter_bytes(table: Table, sizes: Sizes, dtype: str, *, devices: int = 1, bits: Bits | None = None) -> int:
-    """Bytes of all leaves; with several `devices`, of one device's share (`shards`)."""
-    return sum(leaf_bytes(leaf, sizes, dtype, devices, bits) for leaf in leaves_of(table))
+def parameter_bytes(table: Table, sizes: Sizes, dtype: str, *, bits: Bits | None = None) -> int:
+    """Bytes of all leaves; those that one of several devices has: `specjax.shares.held_bytes`."""
+    return sum(leaf_bytes(leaf, sizes, dtype, bits) for leaf in leaves_of(table))
 
 
-def leaf_bytes(leaf: Leaf, sizes: Sizes, dtype: str, devices: int = 1, bits: Bits | None = None) -> int:
+def leaf_bytes(leaf: Leaf, sizes: Sizes, dtype: str, bits: Bits | None = None) -> int:
     shape, each = leaf.shape(sizes), np.dtype(leaf.dtype or dtype).itemsize
     if bits and is_product(leaf) and (bits.ends or "vocab" not in leaf.axes) and (bits.embed or leaf.name != "embed"):
         outputs = prod(shape) // prod(sizes[letter] for letter in input_letters(leaf))
-        return (int(prod(shape) * bits.weight / 8) + outputs * bits.channel) // shards(leaf.axes, shape, devices)
-    return prod(shape) * each // shards(leaf.axes, shape, devices)
+        return int(prod(shape) * bits.weight / 8) + outputs * bits.channel
+    return prod(shape) * each
 
 
 def is_product(leaf: Leaf) -> bool:
     """Whether a leaf is only multiplied by, so that it may be quantised: linear maps and the embedding. A router is
     small, and what it chooses should not change."""
     return leaf.name == "embed" or (leaf.matrix is not None and leaf.name != "router")
-
-
-def shards(axes: Sequence[str | None], shape: Sequence[int], devices: int) -> int:
-    """In how many parts a tensor-parallel mesh splits an array with these logical axes: `devices` if one that has a
-    name is a multiple of it, else 1."""
-    return devices if any(axis and size % devices == 0 for axis, size in zip(axes, shape, strict=True)) else 1
 
 
 def head_copies(heads: int, kv_heads: int, devices: int) -> int:

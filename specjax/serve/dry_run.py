@@ -22,7 +22,7 @@ from specjax.costs import PLAIN, Decoding, StepCost, Tree, machine, step_cost
 from specjax.devices import DEVICES, SHARE_VARIABLES, Memory, given_share, this_device
 from specjax.drafters import NoDraft
 from specjax.engine.notes import speculation_note
-from specjax.engine.plan import CONTEXT, Case, Plan, make_plan
+from specjax.engine.plan import CONTEXT, Case, Plan, cannot_split, make_plan
 from specjax.limits import Range, check_value
 from specjax.outline import Outline, outline
 from specjax.serve.remedies import Outlines, Remedy, remedies
@@ -123,7 +123,7 @@ def _report(settings: flags.Settings, case: Case, plan: Plan, found: list[Remedy
         whole = sum(size for name, size in plan.undivided.items() if not name.endswith("token"))
         names = ", ".join(plan.undivided)
         yield from _fact("whole", f"not divided, so {_gb(whole)} GB of weights lie on each device: {names}")
-    if case.devices > 1:
+    if case.devices > 1 and not any(cannot_split(case.outline, case.devices)):
         yield from _fact("note", f"--tp {case.devices} serves it so, with weights that are not in few bits")
     longest = plan.context_length
     if 0 < plan.tokens < longest:

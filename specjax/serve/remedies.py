@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from specjax.devices import DEVICES, SHARE_VARIABLES
 from specjax.engine.buckets import BATCHES
-from specjax.engine.plan import Case, Plan, make_plan
+from specjax.engine.plan import Case, Plan, cannot_split, make_plan
 from specjax.outline import Outline
 
 LEAST_POOL = 1024  # tokens; a smaller pool may fit and is of little use
@@ -92,10 +92,9 @@ def _switches(case: Case, outlines: Outlines) -> Iterator[tuple[str, Case]]:
 
 
 def _more_devices(case: Case) -> Iterator[tuple[str, Case]]:
-    devices = 2 * case.devices
-    while devices <= MOST_DEVICES:
-        yield f"--assume-devices {devices}", case._replace(devices=devices)
-        devices *= 2
+    for devices in range(case.devices + 1, MOST_DEVICES + 1):
+        if not any(cannot_split(case.outline, devices)):
+            yield f"--assume-devices {devices}", case._replace(devices=devices)
 
 
 def _larger_devices(case: Case) -> Iterator[tuple[str, Case]]:
