@@ -42,6 +42,11 @@ def spec(axes: Sequence[Any], shape: Sequence[int], count: int) -> PartitionSpec
     return PartitionSpec() if found is None else PartitionSpec(*[None] * found, AXIS)
 
 
+def on_axis(axis: int) -> PartitionSpec:
+    """That of an array of which each device has a part of this axis; -1: all of it."""
+    return PartitionSpec() if axis < 0 else PartitionSpec(*[None] * axis, AXIS)
+
+
 def sharding(axes: Sequence[Any], shape: Sequence[int]) -> NamedSharding | None:
     """`spec` on the devices of the mesh that `jax.set_mesh` has set; None: there is none. Not while tracing."""
     if devices() == 1:
@@ -71,11 +76,22 @@ def apart(function: Callable[..., Any], axes: Any, result: int, *arguments: Any)
     if devices() == 1:
         return function(*arguments)
 
-    def place(axis: int) -> PartitionSpec:
-        return PartitionSpec() if axis < 0 else PartitionSpec(*[None] * axis, AXIS)
+    specs = jax.tree.map(on_axis, axes)
+    return jax.shard_map(function, in_specs=specs, out_specs=on_axis(result), check_vma=False)(*arguments)
 
-    specs = jax.tree.map(place, axes)
-    return jax.shard_map(function, in_specs=specs, out_specs=place(result), check_vma=False)(*arguments)
+
+def rows(take: Callable[[Any, Array], Array], table: Any, axes: Any, ids: Int32[Array, "..."]) -> Array:
+    """`take(table, ids)` [..., M] of a table whose rows devices share, `axes` as for `apart`: each takes those that it
+    has, and one sum makes them whole. (XLA would send the whole table for the row of one id, on a GPU.)"""
+
+    def own(table: Any, ids: Array) -> Array:
+        count = jax.tree.leaves(table)[0].shape[0]
+        places = ids - jax.lax.axis_index(AXIS).astype(jnp.int32) * jnp.int32(count)
+        found = take(table, jnp.clip(places, 0, count - 1))
+        here = (places >= 0) & (places < count)
+        return jax.lax.psum(jnp.where(here[..., None], found, jnp.zeros_like(found)), AXIS)
+
+    return apart(own, (axes, -1), -1, table, ids)
 
 
 def largest(x: Float[Array, "... V"]) -> tuple[Int32[Array, "..."], Float[Array, "..."]]:

@@ -180,9 +180,16 @@ class Decoder(nn.Module):
 
 def embedding_rows(table: Any, tokens: Tokens, dtype: str) -> Hidden:
     """Rows of an embedding [V, M], of a dtype. A clipped id is a padding token's: never used."""
+
+    def take(table: Array, tokens: Array) -> Array:
+        return table.at[tokens].get(mode="clip").astype(jnp.dtype(dtype))
+
+    known = jnp.clip(tokens, 0, table.shape[0] - 1)
     if isinstance(table, kernels.Quantised):
-        return mesh.whole(kernels.embed(table, jnp.clip(tokens, 0, table.shape[0] - 1), jnp.dtype(dtype)))
-    return mesh.whole(table.at[tokens].get(mode="clip").astype(jnp.dtype(dtype)))
+        return mesh.whole(kernels.embed(table, known, jnp.dtype(dtype)))
+    if mesh.parts(table.shape[0]) > 1:
+        return mesh.rows(take, table, 0, known)
+    return mesh.whole(take(table, tokens))
 
 
 def head_columns(head: Any, ids: Int32[Array, "W"]) -> Any:

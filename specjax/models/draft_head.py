@@ -25,7 +25,7 @@ from specjax.models.blocks import (
     linear,
     soft_cap,
 )
-from specjax.models.decoder import head_columns
+from specjax.models.decoder import embedding_rows, head_columns
 from specjax.models.head_spec import HeadSpec, head_sizes, head_spec, head_table
 from specjax.models.params import create
 from specjax.models.rope import rotations
@@ -65,10 +65,9 @@ class DraftHead:
         return key_value_spec(self.config)
 
     def embed(self, target_params: Weights, params: Weights, tokens: Tokens) -> Hidden:
-        own = self.config.own_embedding
-        return (
-            mesh.whole(params["embed"].at[tokens].get(mode="clip")) if own else self.target.embed(target_params, tokens)
-        )
+        if self.config.own_embedding:
+            return embedding_rows(params["embed"], tokens, self.config.dtype)
+        return self.target.embed(target_params, tokens)
 
     def fuse(self, params: Weights, features: Float[Array, "B N F"]) -> Hidden:
         """The target's features as the head reads them. The head's own outputs need no such step."""
