@@ -81,10 +81,6 @@ def load(
     files = checkpoint.resolve(model, revision=revision, progress=progress)
     config = checkpoint.model_config(files.config, dtype=dtype, context_length=context_length)
     quantization = checkpoint.effective_quantization(files.name, files.config, config, quantization)
-    if mesh is not None and quantization == "auto":
-        quantization = "none"
-        if files.config.get("quantization_config"):
-            logger.warning("%s is dequantised to %s: kernels for few bits are for one device", files.name, config.dtype)
     devices = 1 if mesh is None else mesh.size
     # Before the weights, which may take minutes.
     _check_room(files, config, quantization, mem_fraction, devices)
@@ -271,19 +267,6 @@ def model_quantization(
     )
 
 
-def _spread_draft(options: DraftOptions, quantization: str, mesh: Mesh | None) -> str:
-    """`quantization` of a draft's weights, of which no device has few bits if several share them. Raises ValueError
-    where they were asked for."""
-    if mesh is None:
-        return quantization
-    if (given := cast(ModelOptions, options).quantization) not in (None, "none"):
-        raise ValueError(
-            f"{type(options).__name__}.quantization {given} is for one device; give none with "
-            f"EngineConfig.tensor_parallel {mesh.size}"
-        )
-    return "none"
-
-
 class _Draft(NamedTuple):
     """What an algorithm drafts with: a head, a model or nothing."""
 
@@ -301,7 +284,7 @@ def _load_head(
 ) -> _Draft:  # fmt: skip
     options, head, ids, note = cast(ModelOptions, chosen.options), chosen.mtp, None, ""
     owner = type(options).__name__
-    quantization = _spread_draft(options, head_quantization(chosen, files, config, quantization), mesh)
+    quantization = head_quantization(chosen, files, config, quantization)
 
     def tokens() -> list[str]:
         known = tokenizer.result().convert_ids_to_tokens(list(range(config.vocab_size)))
@@ -354,7 +337,7 @@ def _load_model(
         both = tokenizer.result(), checkpoint.load_tokenizer(files)
         sizes, intersection = (config.vocab_size, own.vocab_size), given.vocabulary == "intersection"
         found = checkpoint.match_vocabularies(*both, *sizes, intersection=intersection)
-        quantization = _spread_draft(options, model_quantization(options, files, own), mesh)
+        quantization = model_quantization(options, files, own)
         params = checkpoint.load_params(files, own, quantization=quantization, progress=progress, mesh=mesh)
         if mesh is not None:
             own = fitted(own, mesh.size, "the draft")

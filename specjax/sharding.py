@@ -11,6 +11,7 @@ which the first two are copies of one, and every device has one.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -20,10 +21,14 @@ from typing import Any, TypeVar, cast
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from specjax_kernels.mesh import AXIS, spec
+from specjax_kernels import Quantised, dequantise
+from specjax_kernels.mesh import AXIS, on_axis, spec
+from specjax_kernels.quantised import shared, split_axes
 
 from specjax.config import HeadConfig, ModelConfig, MtpConfig
-from specjax.models.params import Leaf, head_copies
+from specjax.models.params import AXES, Leaf, head_copies, input_letters, output_major
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 AnyConfig = TypeVar("AnyConfig", bound=ModelConfig | HeadConfig | MtpConfig)
@@ -100,9 +105,51 @@ def regrouped(value: np.ndarray, leaf: Leaf, copies: int) -> np.ndarray:
 
 
 def put(mesh: Mesh, value: Any, leaf: Leaf | None) -> Any:
-    """A leaf on the mesh; None: it is not declared, so every device has it."""
+    """A leaf of floats on the mesh; None: it is not declared, so every device has it."""
     axes: Sequence[Any] = () if leaf is None else leaf.axes
     return jax.device_put(value, NamedSharding(mesh, spec(axes, value.shape, mesh.size)))
+
+
+class Widened(list[str]):
+    """Names of the quantised leaves that were dequantised, since devices cannot share their codes."""
+
+    def tell(self, what: str) -> None:
+        """One line in the log, if there are any."""
+        if self:
+            names = ", ".join(sorted(set(self)))
+            logger.warning(
+                "%s: %d matrices are dequantised, whose codes so many devices cannot share along their inputs: %s",
+                what, len(self), names,
+            )  # fmt: skip
+
+
+def put_quantised(
+    mesh: Mesh, value: Quantised, leaf: Leaf, shaped: Callable[[np.ndarray], np.ndarray], dtype: str, widened: Widened
+) -> Any:  # fmt: skip
+    """A quantised leaf on the mesh, split as `put` would split its floats. Where its blocks of inputs do not allow
+    that, those floats in `dtype`, to which `shaped` gives their declared axes, and its name in `widened`."""
+    found = split_quantised(value, leaf, mesh.size)
+    if found is not None:
+        places = jax.tree.map(lambda axis: NamedSharding(mesh, on_axis(axis)), split_axes(found))
+        return jax.device_put(found, places)
+    widened.append(leaf.name)
+    axis = leaf.dims.index("X") + 1 if "X" in leaf.dims else 0
+    return put(mesh, shaped(np.moveaxis(np.asarray(dequantise(value, np.dtype(dtype))), -1, axis)), leaf)
+
+
+def split_quantised(value: Quantised, leaf: Leaf, count: int) -> Quantised | None:
+    """A quantised leaf with the axis that so many devices share: of its outputs the first that has a name and divides,
+    else its inputs, if they have one. None: their blocks do not allow that."""
+    whole = replace(value, split=None)
+    outputs = [
+        i - value.codes.ndim
+        for i, axis in enumerate(output_major(leaf).axes)
+        if axis and value.codes.shape[i] % count == 0
+    ]
+    named = not leaf.replicated and any(letter in AXES for letter in input_letters(leaf))
+    if not outputs and (not named or value.depth % count):
+        return whole  # its floats would not be split either
+    return shared(value, outputs[0] if outputs else -1, count)
 
 
 def made(

@@ -30,14 +30,14 @@ COLLECTIVES = 2 * LAYERS + 4
 request needs them, the logits of the node that is drawn at and those of log-probabilities."""
 
 
-def run(*cases: list[Any]) -> list[dict[str, Any]]:
-    """What mesh_program.py says of each, all in one process."""
+def run(*cases: list[Any], program: str = "mesh_program.py") -> list[dict[str, Any]]:
+    """What the program says of each, all in one process."""
     tests = Path(__file__).parent
     paths = [tests.parent, tests.parent / "kernels", tests]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(map(str, paths))}
     environment |= {"JAX_COMPILATION_CACHE_DIR": str(jax.config.values["jax_compilation_cache_dir"])}
     environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    command = [sys.executable, "-W", "error:Some donated buffers", str(tests / "mesh_program.py")]
+    command = [sys.executable, "-W", "error:Some donated buffers", str(tests / program)]
     done = subprocess.run(
         [*command, *map(json.dumps, cases)], capture_output=True, text=True, env=environment, timeout=900
     )

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specjax_kernels import mesh
+
 PACKED = 32
 """Codes of 4 bits are stored 32 by 32 in 16 bytes: byte j holds code j in its low half and code j + 16 in its high
 half, as in GGUF's Q4_0 and Q4_1. So 16 bytes make two vectors of 16 codes without a shuffle."""
@@ -46,6 +48,9 @@ class Quantised:
     rows: int = dataclasses.field(default=1, metadata={"static": True})
     """Outputs, counted over all axes of `out`, that share a row of scales: 128 for blocks of 128 x 128, all of them for
     one scale a tensor."""
+    split: int | None = dataclasses.field(default=None, metadata={"static": True})
+    """The axis of `codes` along which the devices of a mesh share the leaf, counted from the end: -1 is the inputs, -2
+    the last outputs. None: each device has all of it. `shared` sets it, `mesh` is what it counts for."""
 
     @property
     def bits(self) -> int:
@@ -77,15 +82,17 @@ class Quantised:
     def __getitem__(self, ids: Any) -> Quantised:
         """Those outputs of the first axis, int array of any shape: still quantised. See `embed` for their weights."""
         if self.rows == 1:
-            chosen = {name: getattr(self, name)[ids] for name in _BY_OUTPUT if getattr(self, name) is not None}
-            return dataclasses.replace(self, **chosen)
+            chosen = {name: getattr(self, name)[ids] for name in BY_OUTPUT if getattr(self, name) is not None}
+            split = None if self.split == -self.codes.ndim else self.split
+            return dataclasses.replace(self, split=split, **chosen)
         if len(self.out) > 1:
             raise ValueError(f"rows of a leaf of shape {self.shape} that share scales by {self.rows} cannot be chosen")
         shared = {n: getattr(self, n)[ids // self.rows] for n in ("scale", "offset") if getattr(self, n) is not None}
         return dataclasses.replace(self, codes=self.codes[ids], rows=1, **shared)
 
 
-_BY_OUTPUT = ("codes", "scale", "offset", "super_scale", "super_offset")
+SCALES = ("scale", "offset", "super_scale", "super_offset")
+BY_OUTPUT = ("codes", *SCALES)
 
 
 def check(leaf: Quantised) -> Quantised:
@@ -177,7 +184,57 @@ def _spread(scale: Array, leaf: Quantised) -> Array:
 
 def embed(leaf: Quantised, ids: Array, dtype: Any = jnp.float32) -> Array:
     """Rows `ids` [...] of an embedding table [V, M] as weights [..., M]; only those are dequantised."""
-    return dequantise(leaf[ids], dtype)
+
+    def take(leaf: Quantised, ids: Array) -> Array:
+        return dequantise(leaf[ids], dtype)
+
+    if mesh.devices() == 1 or leaf.split is None:
+        return take(leaf, ids)
+    return mesh.rows(take, leaf, split_axes(leaf), ids)
+
+
+def shared(leaf: Quantised, axis: int, count: int) -> Quantised | None:
+    """The same weights in a form that `count` devices can share along an axis of the codes (`Quantised.split`), on the
+    host where arrays change. None: inputs in another order, or whose codes of 4 bits do not divide into blocks of
+    `PACKED`.
+
+    Groups that lie on two devices become smaller ones with equal scales. Worked example, 6 groups of 64 inputs, 4
+    devices: each has 96 inputs, 3 groups of 32.
+    """
+    if leaf.codes.shape[axis] % count:
+        return None
+    changed: dict[str, Any] = {"split": axis}
+    arrays = {name: array for name in SCALES if (array := getattr(leaf, name)) is not None}
+    if leaf.rows != 1:
+        arrays = {n: np.repeat(np.asarray(a), leaf.rows, axis=0).reshape(*leaf.out, -1) for n, a in arrays.items()}
+        changed |= arrays | {"rows": 1}
+    if axis != -1:
+        return dataclasses.replace(leaf, **changed)
+    own = leaf.depth // count
+    if leaf.order is not None or (leaf.bits == 4 and own % PACKED):
+        return None
+    for name, array in arrays.items():
+        columns = array.shape[-1]
+        if columns == 1:
+            continue  # all of it on each device
+        group = leaf.depth // columns
+        smaller = math.gcd(group, own)
+        if leaf.bits == 4 and smaller % PACKED:
+            return None
+        if smaller < group:
+            changed[name] = np.repeat(np.asarray(array), group // smaller, axis=-1)
+    return dataclasses.replace(leaf, **changed)
+
+
+def split_axes(leaf: Quantised) -> Quantised:
+    """In the place of each array the axis of it that devices share, -1: none; as `mesh.apart` takes them."""
+
+    def axis(name: str, array: Any) -> int:
+        whole = leaf.split is None or (leaf.split == -1 and name != "codes" and array.shape[-1] == 1)
+        return -1 if whole else array.ndim + leaf.split
+
+    axes = {n: axis(n, array) for n in BY_OUTPUT if (array := getattr(leaf, n)) is not None}
+    return dataclasses.replace(leaf, order=None if leaf.order is None else -1, **axes)
 
 
 def quantise(matrix: Any, kind: str, group: int = 32) -> Quantised:

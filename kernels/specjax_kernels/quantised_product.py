@@ -22,17 +22,35 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax_kernels import launch
+from specjax_kernels import launch, mesh
 from specjax_kernels.cpu import quantised_blocks, quantised_rows
 from specjax_kernels.cpu.quantised_dots import Layout
-from specjax_kernels.quantised import Quantised, check, dequantise, scales
+from specjax_kernels.quantised import Quantised, check, dequantise, scales, split_axes
 
 
 def product(x: Array, leaf: Quantised, dtype: Any) -> Array:
-    """x [..., M] times the transpose of the dequantised weights [*out, M]: [..., *out] in a dtype; sums are float32."""
+    """x [..., M] times the transpose of the dequantised weights [*out, M]: [..., *out] in a dtype; sums are float32.
+
+    Over the devices of a mesh each has what `Quantised.split` says: its outputs, which it keeps, or the sums over its
+    inputs, which are added up.
+    """
     check(leaf)
     if x.shape[-1] != leaf.depth:
         raise ValueError(f"a quantised weight of shape {leaf.shape} takes {leaf.depth} inputs, got {x.shape[-1]}")
+    if mesh.devices() == 1:
+        return _on_one_device(x, leaf, dtype)
+    inputs, last = leaf.split == -1, x.ndim - 1
+
+    def own(x: Array, leaf: Quantised) -> Array:
+        if inputs:
+            return jax.lax.psum(_on_one_device(x, leaf, jnp.float32), mesh.AXIS).astype(dtype)
+        return _on_one_device(x, leaf, dtype)
+
+    result = -1 if leaf.split is None or inputs else last + leaf.codes.ndim + leaf.split
+    return mesh.apart(own, (last if inputs else -1, split_axes(leaf)), result, x, leaf)
+
+
+def _on_one_device(x: Array, leaf: Quantised, dtype: Any) -> Array:
     rows = x.reshape(-1, leaf.depth)
     if leaf.order is not None:
         rows = rows[:, leaf.order]

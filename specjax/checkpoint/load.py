@@ -23,12 +23,25 @@ from specjax.checkpoint.weights import ModelFiles, read_json
 from specjax.config import HeadConfig, ModelConfig, MtpConfig
 from specjax.models import table
 from specjax.models.mtp_spec import mtp_tensors
-from specjax.models.params import HEAD_TENSOR, Leaf, Placement, Scope, Sizes, Table, dimensions, is_product, placements
+from specjax.models.params import (
+    HEAD_TENSOR,
+    Leaf,
+    Placement,
+    Scope,
+    Sizes,
+    Table,
+    dimensions,
+    is_product,
+    output_major,
+    placements,
+)
 from specjax.progress import progress_bar
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
     from transformers import PreTrainedTokenizerBase
+
+    from specjax.sharding import Widened
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -54,8 +67,8 @@ def load_params(
         of float weights are quantised (``specjax_kernels.quantise``).
       progress: show a bar on stderr.
       put: moves one finished array to the device; ``jax.device_put`` if None.
-      mesh: devices that share the model; each reads its part of the files, and matrices in few bits are dequantised.
-        The parameters are then those of ``specjax.sharding.fitted(config, ...)``.
+      mesh: devices that share the model; each reads its part of the files, and matrices in 16 bits are of
+        ``config.dtype``. The parameters are then those of ``specjax.sharding.fitted(config, ...)``.
 
     Returns:
       The parameter tree that ``specjax.models.table(config)`` declares; layers for multi-token prediction are left
@@ -88,7 +101,7 @@ def load_params(
             f"{stored[0]}; auto keeps them as they are, none dequantises them"
         )
 
-    few_bits = reduced(tensors, sizes, config.dtype, quantization, tied=config.tied_embeddings, mesh=mesh)
+    few_bits = reduced(tensors, sizes, config.dtype, quantization, tied=config.tied_embeddings, spread=mesh is not None)
     return fill(
         files.name, declared, sizes, lambda name: tensors[name].read(), config.dtype, put, progress, few_bits,
         spread=spread_over(mesh, config),
@@ -114,21 +127,14 @@ FewBits = Callable[[Scope, Leaf, list[Placement]], Any]
 
 
 def reduced(
-    tensors: Entries, sizes: Sizes, dtype: str, quantization: str, *, tied: bool, mesh: Mesh | None = None
-) -> FewBits:  # fmt: skip
-    """What `quantization` makes of leaves; `tied`: whether the embedding is also the output matrix. Raises
-    CheckpointError for a `mesh`, over which no matrix in few bits is split, and a quantization that makes them."""
+    tensors: Entries, sizes: Sizes, dtype: str, quantization: str, *, tied: bool, spread: bool = False
+) -> FewBits:
+    """What `quantization` makes of leaves; `tied`: whether the embedding is also the output matrix; `spread`: whether
+    several devices share them."""
     import jax
 
-    if mesh is not None:
-        if quantization not in ("auto", "none"):
-            raise CheckpointError(
-                f"quantization {quantization} is for one device; with EngineConfig.tensor_parallel {mesh.size} give "
-                "auto or none, which dequantise what is stored in few bits"
-            )
-        quantization = "none"
-
-    keeps_half = dtype == "float32" and jax.default_backend() == "cpu"  # whose kernels widen them as they read
+    # Whose kernels widen them as they read.
+    keeps_half = dtype == "float32" and jax.default_backend() == "cpu" and not spread
 
     def few_bits(scope: Scope, leaf: Leaf, rules: list[Placement]) -> Any | None:
         if quantization == "none" or not is_product(leaf):
@@ -165,10 +171,10 @@ def spread_over(mesh: Mesh | None, config: ModelConfig | HeadConfig | MtpConfig)
     """For a model or draft head of this description. Raises ValueError: its heads cannot be split."""
     if mesh is None:
         return None
-    from specjax.sharding import copies_of, fitted
+    from specjax.sharding import Widened, copies_of, fitted
 
     fitted(config, mesh.size)
-    return Spread(mesh, copies_of(config, mesh.size))
+    return Spread(mesh, copies_of(config, mesh.size), Widened())
 
 
 class Spread(NamedTuple):
@@ -176,6 +182,7 @@ class Spread(NamedTuple):
 
     mesh: Mesh
     copies: int
+    widened: Widened
 
     def made(
         self, leaf: Leaf, shape: tuple[int, ...], dtype: Any, rules: Sequence[Placement],
@@ -188,6 +195,24 @@ class Spread(NamedTuple):
         if self.copies > 1 and "K" in leaf.dims:
             return put(self.mesh, regrouped(filled(shape, dtype, rules, tensors), leaf, self.copies), leaf)
         return made(self.mesh, leaf, shape, partial(_filled_part, shape, dtype, rules, tensors))
+
+    def quantised(self, host: Any, leaf: Leaf, shape: tuple[int, ...], dtype: str) -> Any:
+        """A quantised leaf on these devices, of a declared `shape`; `dtype`: of its floats, if it has to be those."""
+        from specjax_kernels.quantised import BY_OUTPUT
+
+        from specjax.sharding import put_quantised, regrouped
+
+        major = output_major(leaf)
+        copied = {
+            name: regrouped(array, major, self.copies)
+            for name in BY_OUTPUT
+            if (array := getattr(host, name)) is not None
+        }
+
+        def shaped(floats: np.ndarray) -> np.ndarray:
+            return regrouped(floats.reshape(shape), leaf, self.copies)
+
+        return put_quantised(self.mesh, replace(host, **copied), leaf, shaped, dtype, self.widened)
 
 
 def _filled_part(
@@ -212,7 +237,7 @@ def fill(
     """The parameters of the model ``name``, leaf by leaf, those without tensors left out.
 
     ``read`` gives a tensor by its name, ``few_bits`` a quantised leaf or None; ``put`` is that of ``load_params``.
-    ``spread``: over which devices; then ``put`` and ``few_bits`` are not used.
+    ``spread``: over which devices; then ``put`` is not used.
     """
     import jax
 
@@ -230,12 +255,14 @@ def fill(
     def made(item: tuple[Scope, Leaf, list[Placement]]) -> tuple[Any, int]:
         scope, leaf, rules = item
         count = sum(rule.size * size for rule in rules)
+        host, shape = few_bits(scope, leaf, rules), leaf.shape(sizes)
         if spread is not None:
-            return spread.made(leaf, leaf.shape(sizes), leaf.dtype or HOST_DTYPES[dtype], rules, read), count
-        host = few_bits(scope, leaf, rules)
+            if host is not None:
+                return spread.quantised(host, leaf, shape, dtype), count
+            return spread.made(leaf, shape, leaf.dtype or HOST_DTYPES[dtype], rules, read), count
         if host is None:
             tensors = (read(rule.tensor) for rule in rules)
-            host = filled(leaf.shape(sizes), leaf.dtype or HOST_DTYPES[dtype], rules, tensors)
+            host = filled(shape, leaf.dtype or HOST_DTYPES[dtype], rules, tensors)
         return host, count
 
     total = sum(rule.size * size for _, _, rules in leaves for rule in rules)
@@ -250,6 +277,8 @@ def fill(
             place[leaf.name] = jax.block_until_ready(host)
             loaded.update(count)
             del host
+    if spread is not None:
+        spread.widened.tell(name)
     return params
 
 

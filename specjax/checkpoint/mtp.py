@@ -81,7 +81,7 @@ def load_mtp(
                 "of their own are not supported"
             )
     name = f"MTP layers of {files.name}"
-    few_bits = reduced(tensors, sizes, target.dtype, quantization, tied=False, mesh=mesh)
+    few_bits = reduced(tensors, sizes, target.dtype, quantization, tied=False, spread=mesh is not None)
     return fill(
         name, declared, sizes, lambda name: tensors[name].read(), target.dtype, put, progress, few_bits,
         spread=spread_over(mesh, config),

@@ -62,8 +62,8 @@ def devices_note(mesh: Mesh, params: Params, state: DecodeState) -> str:
     }
     parts = [f"{local_bytes(tree) / 1e9:.3f} GB {name}" for name, tree in sizes.items()]
     return (
-        f"Tensor parallel over {mesh.size} devices, each with {', '.join(parts)}; attention by the usual kernels, "
-        "products and page writes by XLA's own operations"
+        f"Tensor parallel over {mesh.size} devices, each with {', '.join(parts)}; attention and matrices in few "
+        "bits by the usual kernels, other products and page writes by XLA's own operations"
     )
 
 

@@ -7,16 +7,17 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from specjax_kernels import Quantised
 
-from specjax.config import HeadConfig, MtpConfig
+from specjax.config import HeadConfig, ModelConfig, MtpConfig
 from specjax.drafters.base import Params
 from specjax.drafters.standalone import StandaloneParams
 from specjax.models import table
-from specjax.models.head_spec import head_table
-from specjax.models.mtp_spec import mtp_table
-from specjax.models.params import Leaf, Scope, Table, map_leaves
+from specjax.models.head_spec import head_sizes, head_table
+from specjax.models.mtp_spec import mtp_sizes, mtp_table
+from specjax.models.params import Leaf, Scope, Sizes, Table, dimensions, map_leaves
 from specjax.models.target import Target
-from specjax.sharding import copies_of, everywhere, fitted, put
+from specjax.sharding import Widened, copies_of, everywhere, fitted, put, put_quantised
 
 AnyModel = HeadConfig | MtpConfig | Target | None
 """What `Params.draft` belongs to: a head, layers or a model; None: neither."""
@@ -39,25 +40,39 @@ def check_models(target: Target, draft: AnyModel, count: int) -> None:
 
 def place_params(mesh: Mesh, params: Params, target: Target, draft: AnyModel) -> Params:
     """The parameters of both models on the mesh. What is not declared is on every device."""
-    return Params(_placed(mesh, params.target, table(target.config)), _draft(mesh, params.draft, draft))
+    return Params(_model(mesh, params.target, target.config), _draft(mesh, params.draft, draft, target))
 
 
-def _draft(mesh: Mesh, params: Any, draft: AnyModel) -> Any:
+def _model(mesh: Mesh, weights: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
+    return _placed(mesh, weights, table(config), dimensions(config), config.dtype, "the model")
+
+
+def _draft(mesh: Mesh, params: Any, draft: AnyModel, target: Target) -> Any:
     if isinstance(draft, Target) and isinstance(params, StandaloneParams):
         small = jax.device_put((params.ids, params.reads), everywhere(mesh))
-        return StandaloneParams(_placed(mesh, params.model, table(draft.config)), *small)
+        return StandaloneParams(_model(mesh, params.model, draft.config), *small)
     if isinstance(draft, HeadConfig):
-        return _placed(mesh, params, head_table(draft))
+        sizes = head_sizes(draft, target.config.vocab_size)
+        return _placed(mesh, params, head_table(draft), sizes, draft.dtype, "the draft")
     if isinstance(draft, MtpConfig):
-        return _placed(mesh, params, (*mtp_table(draft), MAPPED))
+        declared = (*mtp_table(draft), MAPPED)
+        return _placed(mesh, params, declared, mtp_sizes(draft), draft.dtype, "the draft")
     return jax.device_put(params, everywhere(mesh))
 
 
-def _placed(mesh: Mesh, weights: Mapping[str, Any], declared: Table) -> dict[str, Any]:
+def _placed(
+    mesh: Mesh, weights: Mapping[str, Any], declared: Table, sizes: Sizes, dtype: str, what: str
+) -> dict[str, Any]:
+    widened = Widened()
+
     def place(value: Any, leaf: Any) -> Any:
         if isinstance(value, Mapping):
             inner = leaf if isinstance(leaf, dict) else {}
             return {name: place(part, inner.get(name)) for name, part in value.items()}
+        if isinstance(value, Quantised) and leaf is not None:
+            return put_quantised(mesh, value, leaf, lambda floats: floats.reshape(leaf.shape(sizes)), dtype, widened)
         return put(mesh, value, leaf)
 
-    return place(weights, map_leaves(declared, lambda leaf: leaf))
+    found = place(weights, map_leaves(declared, lambda leaf: leaf))
+    widened.tell(what)
+    return found

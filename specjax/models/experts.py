@@ -15,6 +15,7 @@ import specjax_kernels as kernels
 from jax import Array
 from jaxtyping import Float, Float32, Int32
 from specjax_kernels import mesh
+from specjax_kernels.quantised import split_axes
 
 from specjax.config import Experts
 from specjax.models.blocks import Activation, gated_mlp
@@ -56,7 +57,9 @@ def mixture(x: Hidden, weights: Weights, experts: Experts, *, activation: Activa
     both = weights["experts_gate_up"], weights["experts_down"]
     mix = partial(_gathered if ids.size <= experts.count else _grouped, experts.count, activation=activation)
     if mesh.parts(experts.width) > 1:  # each device adds up its part of every expert's width
-        mixed = mesh.apart(_in_parts(mix), (-1, -1, -1, 3, 1), -1, rows, ids, gates, *both)
+        places = (split_axes(leaf) if isinstance(leaf, kernels.Quantised) else axis
+                  for leaf, axis in zip(both, (3, 1), strict=True))  # fmt: skip
+        mixed = mesh.apart(_in_parts(mix), (-1, -1, -1, *places), -1, rows, ids, gates, *both)
     else:
         mixed = mix(rows, ids, gates, *both)
     mixed = mixed.astype(x.dtype).reshape(x.shape)

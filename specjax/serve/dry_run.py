@@ -124,7 +124,7 @@ def _report(settings: flags.Settings, case: Case, plan: Plan, found: list[Remedy
         names = ", ".join(plan.undivided)
         yield from _fact("whole", f"not divided, so {_gb(whole)} GB of weights lie on each device: {names}")
     if case.devices > 1 and not any(cannot_split(case.outline, case.devices)):
-        yield from _fact("note", f"--tp {case.devices} serves it so, with weights that are not in few bits")
+        yield from _fact("note", f"--tp {case.devices} serves it so")
     longest = plan.context_length
     if 0 < plan.tokens < longest:
         yield from _fact("note", f"the pool holds no request of the whole context, {longest} tokens")
