@@ -1,0 +1,144 @@
+"""Compiles steps of tensor parallelism for GPUs that are not there: what do the devices send each other?
+
+    python benchmarks/gpu_mesh.py [--devices 2 4 8] [--layers 2] [--gpu h200] [--record]
+
+Shapes are Llama-3.1-8B's, of a few layers, with an EAGLE-3 head's whose matrices are in int8; no array is made. XLA
+compiles for a host of so many GPUs, and the collective operations of its program are counted. That they run, and how
+fast, only devices can show. Needs the compiler that `make gpu-compile` installs, as `gpu_compile.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # before jax: what is compiled for is described, not found
+
+import jax
+from gpu_compile import OPTIONS, Program, Shapes, programs
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from llama_shapes import eagle3_head, llama_8b
+from ptx import GPUS, WHEELS, missing
+from records import finish, machine
+from specjax_kernels import Quantised
+from specjax_kernels.mesh import AXIS, on_axis, spec
+from specjax_kernels.quantised import split_axes
+
+from specjax import Params, PoolShape, make_target
+from specjax.cache import PageSpec
+from specjax.config import ModelConfig
+from specjax.models import table
+from specjax.models.blocks import key_value_spec
+from specjax.models.head_spec import head_table
+from specjax.models.params import Leaf, Table, map_leaves
+from specjax.sharding import everywhere, fitted, local_bytes, split_quantised
+from specjax.state import DecodeState
+from specjax.verify import Verifier, verify_tree
+
+KINDS = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+STEPS = {"plain": ("NONE", "step"), "verification": ("EAGLE3", "verify")}
+"""Name: algorithm, and the part of `gpu_compile.programs`. A verification is the target's forward over a given chain of
+eight, the choice of tokens, and the writes to pages."""
+
+
+def described_mesh(name: str, count: int) -> Mesh:
+    """So many GPUs of one host, by the name of their description in `benchmarks/gpu/`."""
+    text = (GPUS / f"{name}.txtpb").read_text()
+    topology = topologies.get_topology_desc(platform="cuda", target_config=text, topology=f"1x1x{count}")
+    return topologies.make_mesh(topology, (count,), (AXIS,))
+
+
+def placed(mesh: Mesh, tree: Any, config: ModelConfig) -> Any:
+    """Shapes on the mesh, as an engine places their arrays (`specjax.engine.placing`)."""
+    if isinstance(tree, Params):
+        draft = None if tree.draft is None else _weights(mesh, tree.draft, head_table(eagle3_head(config)))
+        return Params(_weights(mesh, tree.target, table(config)), draft)
+    found = jax.tree.map(lambda x: _struct(x, everywhere(mesh)), tree)
+    if isinstance(tree, DecodeState):
+        found = found._replace(cache=_pages(mesh, tree.cache, make_target(config).pages))
+        if hasattr(tree.draft, "cache"):
+            pages = _pages(mesh, tree.draft.cache, key_value_spec(eagle3_head(config)))
+            found = found._replace(draft=found.draft._replace(cache=pages))
+    return found
+
+
+def _struct(x: Any, where: NamedSharding) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+
+def _weights(mesh: Mesh, shapes: Any, declared: Table) -> Any:
+    def place(leaf: Leaf, x: Any) -> Any:
+        if not isinstance(x, Quantised):
+            return _struct(x, NamedSharding(mesh, spec(leaf.axes, x.shape, mesh.size)))
+        found = split_quantised(x, leaf, mesh.size)
+        assert found is not None, f"{leaf.name} has no form that {mesh.size} devices share"
+        return jax.tree.map(lambda axis, x: _struct(x, NamedSharding(mesh, on_axis(axis))), split_axes(found), found)
+
+    return jax.tree.map(place, map_leaves(declared, lambda leaf: leaf), shapes)
+
+
+def _pages(mesh: Mesh, cache: Any, specs: Any) -> Any:
+    def place(page: PageSpec, x: Any) -> Any:
+        return _struct(x, NamedSharding(mesh, spec(page.page_axes, x.shape, mesh.size)))
+
+    return jax.tree.map(place, specs, cache, is_leaf=lambda leaf: isinstance(leaf, PageSpec))
+
+
+def program(mesh: Mesh, step: str, layers: int, verify: Verifier = verify_tree) -> Program:
+    """One of `STEPS` on the mesh, with the shapes that it is called with."""
+    algorithm, part = STEPS[step]
+    shapes = Shapes(layers, 7, 1, 8, 1, 64, 4096, PoolShape(256, 64), "pallas")
+    config = fitted(llama_8b(layers), mesh.size)
+    made = programs(
+        shapes, lambda tree: placed(mesh, tree, config), algorithm=algorithm, several_widths=False, verify=verify
+    )[part]  # fmt: skip
+    where = jax.tree.map(lambda x: x.sharding, made.state)
+    jitted = jax.jit(made.jitted.__wrapped__, donate_argnums=1, out_shardings=(where, everywhere(mesh)))
+    return made._replace(jitted=jitted)
+
+
+def compiled(mesh: Mesh, made: Program) -> dict[str, Any]:
+    """What the devices send each other, and what each holds."""
+    start = time.perf_counter()
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        executable = made.jitted.trace(*made.arguments).lower().compile(compiler_options=OPTIONS["ours"])
+    memory = executable.memory_analysis()
+    kinds = re.findall(rf" = .* ({'|'.join(KINDS)})(?:-start)?\(", executable.as_text())
+    return {
+        "collectives": dict(Counter(kinds)),
+        "state_bytes": local_bytes(made.state),
+        "alias_bytes": memory.alias_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "weight_bytes": local_bytes(made.arguments[0]),
+        "seconds_to_compile": round(time.perf_counter() - start, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Counts what several GPUs would send each other in a step.")
+    parser.add_argument("--devices", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--gpu", default="h200", choices=sorted(file.stem for file in GPUS.glob("*.txtpb")))
+    parser.add_argument("--record", action="store_true", help="write benchmarks/results/gpu-mesh-<date>.json")
+    arguments = parser.parse_args()
+    if problem := missing():
+        sys.exit(problem)
+    document: dict[str, Any] = machine("jaxlib", *WHEELS)
+    document |= {"compiled_for": arguments.gpu, "layers": arguments.layers, "results": []}
+    for count in arguments.devices:
+        mesh = described_mesh(arguments.gpu, count)
+        for step in STEPS:
+            found = {"devices": count, "step": step} | compiled(mesh, program(mesh, step, arguments.layers))
+            document["results"].append(found)
+            print(found, flush=True)
+    finish("gpu-mesh", document, record=arguments.record)
+
+
+if __name__ == "__main__":
+    main()
