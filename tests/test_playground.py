@@ -138,6 +138,17 @@ def test_a_conversation_by_keyboard(page: Browser, server: Running):
     assert page.texts("article") == [] and page.text("#tokens") == "0"
 
 
+def test_bars_where_a_number_of_accepted_drafts_never_came(page: Browser):
+    widths = page.script(
+        """const drafting = new Drafting();
+        const steps = [0, 2, 2, 4, 2, 2]; // the first token, then accepted drafts of each step
+        for (const count of steps) drafting.add([...Array(count).fill({drafted: true}), {drafted: false}], 1);
+        show(drafting);
+        return [...document.querySelectorAll("#histogram .bar")].map((bar) => bar.style.width);"""
+    )
+    assert widths == ["0%", "0%", "100%", "0%", "25%"]
+
+
 def test_settings_reach_the_server(page: Browser, server: Running):
     fill(page, temperature=1, most=12, seed=3, system="be brief")
     say(page, "hello")
