@@ -389,7 +389,10 @@ def test_values_in_messages_are_short_whatever_they_are():
     huge = [[{str(i): "x" * 1000 for i in range(1000)}]] * 1000
     for value in (huge, "x" * 10**6, 10**4000, {"a": huge}, [None] * 10**6, float("nan")):
         assert len(shown(value)) <= 60
-    assert shown([1, 2]) == "[1, 2]" and shown({"a": None}) == "{'a': None}"
+    assert shown([1, 2]) == "[1, 2]" and shown({"a": None}) == "{'a': null}"
+    assert [shown(each) for each in (True, False, math.nan, -math.inf, 0.5)] == [
+        "true", "false", "NaN", "-Infinity", "0.5",
+    ]  # fmt: skip
 
 
 def test_one_rule_names_no_field_twice():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 
 import anthropic
@@ -215,6 +216,19 @@ def test_what_is_refused(kind, change, param):
     with pytest.raises(ApiError) as caught:
         read_request(kind, json.dumps(body).encode(), RULES)
     assert caught.value.param == param and caught.value.status in (400, 404)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"stop": "x"}, "stop must be null: it is called stop_sequences here, got 'x'"),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name must match the pattern ^"),
+        ({"n": True}, "n must be a valid integer, got true"),
+    ],
+)
+def test_words_of_refusals(change, said):
+    with pytest.raises(ApiError, match=re.escape(said)):
+        read_request(MessagesRequest, json.dumps(LEAST[MessagesRequest] | change).encode(), RULES)
 
 
 @pytest.mark.parametrize("kind", LEAST)

@@ -5,6 +5,7 @@ The server refuses unknown fields, too; `test_serve_fields.py` has the ones that
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 from typing import Any
@@ -277,6 +278,15 @@ def test_content_types(server):
             )
         for kind in ("application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"):
             assert client.post(COMPLETE, content=body, headers={"Content-Type": kind}).status_code == 200
+
+
+def test_bodies_that_are_compressed(server):
+    body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+    kind = {"Content-Type": "application/json"}
+    with server.client() as client:
+        packed = client.post(COMPLETE, content=gzip.compress(body), headers=kind | {"Content-Encoding": "gzip"})
+        check_error(packed, 415, said="without Content-Encoding, got 'gzip'")
+        assert client.post(COMPLETE, content=body, headers=kind | {"Content-Encoding": "identity"}).status_code == 200
 
 
 def test_paths_and_methods(server):

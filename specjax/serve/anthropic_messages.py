@@ -272,7 +272,7 @@ class MessagesRequest(CountTokensRequest, SamplingFields, TaskBody):
     max_tokens: NewTokens = Field(description="New tokens.")
     stop_sequences: StopStrings | None = Field(None, description="Never in the text.")
     stop: None = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
-        None, description="It is called stop_sequences here."
+        None, description="it is called stop_sequences here"
     )
     stream: Flag | None = None
     n: Annotated[Integer, Field(ge=1, le=1)] | None = None

@@ -57,7 +57,20 @@ def unavailable(message: str, *, retry_after: int, close: bool = False) -> ApiEr
     return ApiError(503, message, code="unavailable", headers=headers)
 
 
-_SHORT = reprlib.Repr()
+class _Short(reprlib.Repr):
+    """JSON's words, not Python's, for what has no quotes."""
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return "true" if value else "false"
+
+    def repr_NoneType(self, value: None, level: int) -> str:
+        return "null"
+
+    def repr_float(self, value: float, level: int) -> str:
+        return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}.get(found := repr(value), found)
+
+
+_SHORT = _Short()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 3, SHOWN, SHOWN, SHOWN
 
 

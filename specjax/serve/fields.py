@@ -42,11 +42,14 @@ Schema: TypeAlias = dict[str, Any]
 
 
 async def receive_body(request: Request) -> bytearray:
-    """The bytes of a body, in one copy. Raises an ApiError, a 415, if it is not sent as JSON."""
+    """The bytes of a body, in one copy. Raises an ApiError, a 415, if it is not sent as JSON, or compressed."""
     # A web page may send any other type to a local server unasked.
     sent_as = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if sent_as != "application/json" and not (sent_as.startswith("application/") and sent_as.endswith("+json")):
         raise ApiError(415, f"the body must be sent as Content-Type: application/json, got {sent_as or 'none'!r:.80}")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise ApiError(415, f"the body must be sent without Content-Encoding, got {coding!r:.80}")
     data = bytearray()
     async for piece in request.stream():
         data += piece
@@ -250,7 +253,7 @@ class Body(BaseModel):
                 problem = f"is not a field here: {advice}"
             elif name in cls.unsupported:
                 harmless = cls.unsupported[name]
-                passes = ", ".join(["null", *map(repr, harmless)])
+                passes = ", ".join(["null", *map(shown, harmless)])
                 problem = f"is not supported (only {passes}), got {shown(values[name])}"
             else:
                 info.context.ignore(name, cls.place, root)
@@ -299,8 +302,12 @@ def _message(kind: type[Body], error: ErrorDetails) -> str:
             said = f"must have at most {limits['max_length']} characters"
         case "too_long":
             said = f"has {limits['actual_length']} items; at most {limits['max_length']} are supported"
+        case "string_pattern_mismatch":
+            said = f"must match the pattern {limits['pattern']}"
         case "greater_than" | "greater_than_equal" | "less_than_equal":
             said = _range(kind.model_json_schema()["properties"][error["loc"][0]])
+        case "none_required":  # the description says what to give in its place
+            said = f"must be null: {kind.model_fields[str(error['loc'][0])].description}"
         case _:
             said = re.sub(" or instance of .*", "", error["msg"].replace("Input should ", "must "))
     return f"{name} {said.replace('dictionary', 'object')}, got {shown(error['input'])}"
