@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engine_helpers import tokenizer
 from safetensors.numpy import save_file
 from specjax_kernels import Quantised
 from tiny_checkpoints import SIZES, byte_level_metadata, save_llama, save_model, write_gguf
@@ -477,6 +479,21 @@ def test_converted_folder_is_an_ordinary_one(tmp_path):
         AutoTokenizer.from_pretrained(folder)("hello 12").input_ids
         == load_tokenizer(resolve(str(folder)))("hello 12").input_ids
     )
+
+
+def test_tokenizer_files_that_cannot_be_read(tmp_path):
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    save_llama(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    files = resolve(str(tmp_path / "model"))
+    for more, said in (
+        ({"folder": "/no/such"}, "'/no/such' (tokenizer_path, --tokenizer-path) is not a folder"),
+        ({"chat_template": "/no/such"}, "'/no/such' (chat_template, --chat-template) cannot be read: No such file"),
+        ({"chat_template": str(tmp_path)}, "(chat_template, --chat-template) cannot be read: Is a directory"),
+        ({"chat_template": str(tmp_path / "bytes")}, "cannot be read: 'utf-8' codec"),
+    ):
+        with pytest.raises(CheckpointError, match=re.escape(said)):
+            load_tokenizer(files, **more)
 
 
 @pytest.mark.parametrize("original", [8192, 4096])

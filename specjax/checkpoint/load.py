@@ -312,7 +312,8 @@ def load_tokenizer(
 
     if folder is not None:
         if not Path(folder).is_dir():
-            raise CheckpointError(f"tokenizer_path={folder!r} is not a folder; one with tokenizer.json is needed")
+            problem = f"the tokenizer {folder!r} (tokenizer_path, --tokenizer-path) is not a folder"
+            raise CheckpointError(f"{problem}; one with tokenizer.json is needed")
         files = replace(files, folder=Path(folder))
     file = files.folder / "tokenizer_config.json"
     try:
@@ -335,7 +336,10 @@ def load_tokenizer(
         try:
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"chat_template={chat_template!r} cannot be read: {error}") from error
+            problem = f"the template {chat_template!r} (chat_template, --chat-template) cannot be read"
+            raise CheckpointError(
+                f"{problem}: {getattr(error, 'strerror', None) or error}; give a text file of Jinja"
+            ) from error
     return tokenizer
 
 
