@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from io import BufferedRandom, FileIO
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,64 @@ def test_a_folder_that_is_not_a_runs_is_refused(tmp_path):
         open_run(tmp_path)
     with pytest.raises(ValueError, match="is a file"):
         open_run(tmp_path / "notes.txt")
+
+
+def test_a_process_that_begins_while_another_does(tmp_path, monkeypatch):
+    """The other makes its first folder between this one's looks: that is no file of somebody else's."""
+    exists = Path.exists
+
+    def and_then_the_other_begins(self: Path, **options: Any) -> bool:
+        found = exists(self, **options)
+        if self.name == ".claims":
+            self.mkdir(exist_ok=True)
+        return found
+
+    monkeypatch.setattr(Path, "exists", and_then_the_other_begins)
+    assert work(open_run(tmp_path)) == list(range(10))
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from specjax.cli.claims import ClaimedRun
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+with ClaimedRun(Path(sys.argv[1]), 10, 4, {"model": "tiny", "seed": 0}) as run:
+    places = [place for place, _ in zip(run.places(), range(6))]
+    for place in places:
+        run.write({"i": place, "text": "x" * 30})
+"""
+
+
+def test_a_disk_that_is_full(tmp_path):
+    """The second line is written in part, and the claims of two shards are freed: the next process loses no line."""
+    folder = tmp_path / "run"
+    done = subprocess.run([sys.executable, "-c", FULL, folder], capture_output=True, text=True, env=environment())
+    assert "OSError: [Errno 27]" in done.stderr and done.returncode == 1
+    partial = (folder / ".claims" / "00000.partial").read_bytes()
+    assert partial.count(b"\n") == 1 and len(partial) == 100
+    assert work(open_run(folder)) == list(range(1, 10))
+    assert rows(folder) == list(range(10))
+
+
+def test_a_full_disk_frees_every_claim(tmp_path):
+    """Of a process that lives on: each file is closed and each lock freed, though none can be written."""
+    one = open_run(tmp_path)
+    places = one.places()
+    for _ in range(6):
+        next(places)
+
+    close = BufferedRandom.close
+
+    def full(self: BufferedRandom) -> None:
+        close(self)
+        raise OSError(28, "No space left on device")
+
+    for shard in one._open:
+        shard._file.close()
+        shard._file = type("Full", (BufferedRandom,), {"close": full})(FileIO(shard._partial, "a+"))
+    with pytest.raises(OSError, match="No space"):
+        one.release()
+    assert work(open_run(tmp_path)) == list(range(10))
 
 
 # The commands.

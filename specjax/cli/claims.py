@@ -25,6 +25,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -124,9 +125,12 @@ class Shard:
         self.release()
 
     def release(self) -> None:
-        """Free the claim; the lines so far stay, for whoever claims the shard next."""
-        self._file.close()
-        self._lock.lock.release()
+        """Free the claim; the lines so far stay, for whoever claims the shard next. Raises OSError if the last of them
+        cannot be written."""
+        try:
+            self._file.close()
+        finally:
+            self._lock.lock.release()
 
 
 class ClaimedRun:
@@ -161,7 +165,9 @@ class ClaimedRun:
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"--claim {self.folder} is a file, and must be a folder, which is made if need be")
         self.folder.mkdir(parents=True, exist_ok=True)
-        if not note.exists() and not self._claims.exists() and any(self.folder.iterdir()):
+        # Listed first: what another process of the run makes between these looks, it makes after `.claims`.
+        filled = any(self.folder.iterdir())
+        if filled and not note.exists() and not self._claims.exists():
             raise ValueError(
                 f"--claim {self.folder} holds other files; name an empty folder, or one that does not exist"
             )
@@ -230,10 +236,12 @@ class ClaimedRun:
 
     def release(self) -> None:
         """Free the claims of this process, which lives on after an error; their lines so far stay."""
-        for shard in self._open:
-            shard.release()
-        self._open.clear()
-        self._waiting.clear()
+        with ExitStack() as all_of_them:  # also those after one that cannot be written to a full disk
+            for shard in self._open:
+                all_of_them.callback(shard.release)
+            self._open.clear()
+            self._waiting.clear()
+            self._next = None
 
     def __enter__(self) -> ClaimedRun:
         return self
