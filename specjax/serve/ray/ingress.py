@@ -1,7 +1,7 @@
 """What stands between Ray Serve's proxies and the replicas: it sends requests of a dead replica to another one.
 
 Ray Serve itself answers these with a 500. A request can be sent again as long as nothing of its answer has reached the
-client: a whole answer until it is complete, a stream until its first token. A stream that has begun ends with an error
+client: a whole answer until it is complete, a stream until its first event. A stream that has begun ends with an error
 event.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -28,6 +28,27 @@ PATHS = (
 """What any replica can answer. All other paths, `/metrics` and `/flush_cache` among them, are about one replica."""
 GONE = "every replica that was asked died before it could answer; the request can be sent again"
 BROKEN = "the replica died in the middle of the answer; the request can be sent again"
+
+
+def is_stream(headers: list[tuple[str, str]]) -> bool:
+    """Whether these are the headers of server-sent events."""
+    return any(name.lower() == "content-type" and "text/event-stream" in value for name, value in headers)
+
+
+async def held_back(items: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
+    """The items of `SpecjaxServer.http`: the status with the headers, then chunks of the body. The first is yielded
+    only when the first event of a stream, or the whole of any other body, is there."""
+    status, headers = await anext(items)
+    held = []
+    async for chunk in items:
+        held.append(chunk)
+        if is_stream(headers):
+            break
+    yield status, headers
+    for chunk in held:
+        yield chunk
+    async for chunk in items:
+        yield chunk
 
 
 async def first_alive(send: Callable[[], Any]) -> AsyncGenerator[Any, None]:
@@ -67,10 +88,9 @@ class Ingress:
         if path not in PATHS and not path.startswith("/v1/models/"):
             return ApiError(404, f"there is no {path} here").response(path)
         body, headers = await request.body(), request.headers.items()
+        query = request.scope.get("query_string", b"")
         items = first_alive(
-            lambda: self._replicas.http.remote(
-                request.method, path, request.scope.get("query_string", b""), list(headers), body
-            )
+            lambda: held_back(self._replicas.http.remote(request.method, path, query, list(headers), body))
         )
         try:
             status, headers_given = await anext(items)
@@ -84,9 +104,7 @@ class Ingress:
                 try:
                     async for chunk in items:
                         yield chunk
-                except ApiError as error:
-                    if "text/event-stream" not in given.get("content-type", ""):
-                        raise  # the connection is cut: the client sees that the body is not whole
+                except ApiError as error:  # only of a stream: any other answer is whole before it is sent
                     yield event(error.body())
 
         return StreamingResponse(chunks(), status, given)

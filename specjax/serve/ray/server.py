@@ -89,7 +89,8 @@ class SpecjaxServer:
 
     @classmethod
     def get_deployment_options(cls, llm_config: Any) -> dict[str, Any]:
-        """See `specjax.serve.ray.config.deployment_options`."""
+        """See `specjax.serve.ray.config.deployment_options`. Ray's builders call this before they build the ingress."""
+        _pickle_ingress_by_value()
         return deployment_options(llm_config)
 
     # Requests. Each method returns a generator. Its items: of a stream, texts of whole server-sent events; else one
@@ -177,6 +178,21 @@ class SpecjaxServer:
 
     async def stop_profile(self) -> None:
         await asyncio.wrap_future(self._runner.call(lambda _: self._runner.profiler.end()))
+
+
+def _pickle_ingress_by_value() -> None:
+    """Make the ingress of ray.serve.llm answer requests with FastAPI 0.137 and later.
+
+    Ray marks the `self` of an ingress's routes as injected by setting `__signature__` of its methods. A method of an
+    installed module is pickled by reference, so its replica has the method without the mark. FastAPI < 0.137 brought
+    what it had read from the mark; later versions read signatures in the replica, take `self` for a query parameter,
+    and refuse every request with a 400 (ray 2.60.0).
+    """
+    with contextlib.suppress(ImportError):  # without Ray, or without the types that the ingress needs
+        from ray import cloudpickle  # type: ignore
+        from ray.llm._internal.serve.core.ingress import ingress  # type: ignore
+
+        cloudpickle.register_pickle_by_value(ingress)
 
 
 def body_of(request: Any) -> bytes:
