@@ -113,6 +113,9 @@ def test_the_router_is_the_one_that_is_tested():
     pins = [re.findall(r"sglang-router==(\S+)", (ROOT / name).read_text())
             for name in ("deploy/Dockerfile", "Makefile", "docs/deployment.md")]  # fmt: skip
     assert all(pins) and len({pin for found in pins for pin in found}) == 1
+    kustomization = yaml.safe_load((DEPLOY / "kubernetes" / "base" / "kustomization.yaml").read_text())
+    tags = {each["name"]: each["newTag"] for each in kustomization["images"]}
+    assert {SERVICES["router"]["image"].partition(":")[2], tags["specjax-router"]} == {pins[0][0]}
 
 
 # Compose.
@@ -130,6 +133,10 @@ def test_compose():
         assert grace > parsed(SERVICES[name]["command"]).server.shutdown_timeout + FORCED_GRACE
         assert {volume.partition(":")[0] for volume in SERVICES[name]["volumes"]} <= set(COMPOSE["volumes"])
     assert all(service["deploy"]["resources"]["limits"] for service in SERVICES.values())
+    # Compose stops the router first: it must be there until the last answer has passed.
+    drain = int(router["command"][router["command"].index("--shutdown-grace-period-secs") + 1])
+    assert int(router["stop_grace_period"].removesuffix("s")) > drain
+    assert drain > parsed(SERVICES["worker-1"]["command"]).server.shutdown_timeout
 
 
 # Kubernetes.
@@ -203,6 +210,8 @@ def test_a_gpu_for_each_worker():
     (container,) = patch["spec"]["template"]["spec"]["containers"]
     assert container["name"] == WORKER["name"] and container["resources"]["limits"]["nvidia.com/gpu"] == 1
     assert patch["metadata"]["name"] == objects("worker.yaml")[0]["metadata"]["name"]
+    volumes = {volume["name"] for volume in deployment("worker.yaml")[1]["volumes"]}
+    assert {volume["name"] for volume in patch["spec"]["template"]["spec"]["volumes"]} <= volumes
 
 
 def test_commands_of_the_page_name_files_that_exist():
