@@ -224,7 +224,8 @@ def test_a_disk_that_is_full(tmp_path):
     """The second line is written in part, and the claims of two shards are freed: the next process loses no line."""
     folder = tmp_path / "run"
     done = subprocess.run([sys.executable, "-c", FULL, folder], capture_output=True, text=True, env=environment())
-    assert "OSError: [Errno 27]" in done.stderr and done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"OSError: --claim {folder} cannot be written: [Errno 27]") and "the same command" in last
     partial = (folder / ".claims" / "00000.partial").read_bytes()
     assert partial.count(b"\n") == 1 and len(partial) == 100
     assert work(open_run(folder)) == list(range(1, 10))
@@ -247,8 +248,7 @@ def test_a_full_disk_frees_every_claim(tmp_path):
     for shard in one._open:
         shard._file.close()
         shard._file = type("Full", (BufferedRandom,), {"close": full})(FileIO(shard._partial, "a+"))
-    with pytest.raises(OSError, match="No space"):
-        one.release()
+    one.release()
     assert work(open_run(tmp_path)) == list(range(10))
 
 

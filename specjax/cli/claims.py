@@ -25,7 +25,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -101,13 +101,20 @@ class Shard:
         self._file.truncate(size)
 
     def write(self, row: Row | None) -> None:
-        """Settle the next line; None: it has no result. The last line publishes the shard and frees the claim."""
+        """Settle the next line; None: it has no result. The last line publishes the shard and frees the claim. Raises
+        OSError, as on a full disk: what is whole stays."""
         text = f"{self.next} {'' if row is None else as_json(row)}\n"
-        self._file.write(text.encode())
-        self._file.flush()
-        self.next += 1
-        if self.next == self.stop:
-            self.publish()
+        try:
+            self._file.write(text.encode())
+            self._file.flush()
+            self.next += 1
+            if self.next == self.stop:
+                self.publish()
+        except OSError as error:
+            raise OSError(
+                f"--claim {self.run.folder} cannot be written: {error}; all whole lines are kept, and the same command "
+                "goes on when it can"
+            ) from error
 
     def publish(self) -> None:
         """Make the partial file a finished one. May be killed anywhere: it is done again by the next claim."""
@@ -125,12 +132,10 @@ class Shard:
         self.release()
 
     def release(self) -> None:
-        """Free the claim; the lines so far stay, for whoever claims the shard next. Raises OSError if the last of them
-        cannot be written."""
-        try:
+        """Free the claim; the lines so far stay, for whoever claims the shard next."""
+        with suppress(OSError):  # the rest of a line for which `write` has raised it
             self._file.close()
-        finally:
-            self._lock.lock.release()
+        self._lock.lock.release()
 
 
 class ClaimedRun:
@@ -157,6 +162,7 @@ class ClaimedRun:
         self._open: set[Shard] = set()  # claimed, with lines to settle
         self._next: Shard | None = None  # claimed, with lines to read
         self._finished: set[int] = set()
+        self._first = 0  # all shards before it are finished
         self._scan_time, self._scanned, self._written = -SCAN_SECONDS, 0, 0  # `_written`: since that scan, here
         self._begin({**settings, "shard_lines": shard_lines})
 
@@ -199,7 +205,9 @@ class ClaimedRun:
 
     def claim(self) -> Shard | None:
         """The first shard that is neither finished nor claimed, with a line left to do; None: there is none."""
-        for index in range(self.shards):
+        while self._first < self.shards and self.is_finished(self._first):
+            self._first += 1
+        for index in range(self._first, self.shards):
             if self.is_finished(index) or (lock := try_lock(self._claims / f"{index:05d}.lock")) is None:
                 continue
             if self.is_finished(index):  # between the look and the lock
@@ -236,12 +244,11 @@ class ClaimedRun:
 
     def release(self) -> None:
         """Free the claims of this process, which lives on after an error; their lines so far stay."""
-        with ExitStack() as all_of_them:  # also those after one that cannot be written to a full disk
-            for shard in self._open:
-                all_of_them.callback(shard.release)
-            self._open.clear()
-            self._waiting.clear()
-            self._next = None
+        for shard in self._open:
+            shard.release()
+        self._open.clear()
+        self._waiting.clear()
+        self._next = None
 
     def __enter__(self) -> ClaimedRun:
         return self
