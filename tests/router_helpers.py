@@ -26,6 +26,7 @@ SECONDS = 120.0  # most that anything here waits for
 REQUESTS = int(os.environ.get("SPECJAX_ROUTER_REQUESTS", "120"))
 """During which a worker is killed; `make routers` sends 500."""
 TOKENS, AT_ONCE = 24, 12  # of each of them, and how many are under way
+STOPPED = 0.5  # seconds that the worker stands still before it is killed
 
 
 def router_python(name: str) -> Path | None:
@@ -115,6 +116,7 @@ class Seen:
     prompt: str
     streams: bool
     sent: float  # when
+    ended: float = 0.0
     status: int | None = None  # None: the connection broke before an answer
     text: str = ""
     begun: bool = False  # a part of the answer has come
@@ -170,6 +172,7 @@ async def ask_all(
         nonlocal ended
         async with gate:
             found = await asyncio.wait_for(ask(client, prompt, tokens, index % 2 == 0), SECONDS)  # or it hangs
+            found.ended = time.monotonic()
             ended += 1
             if ended in at:
                 at[ended]()
@@ -213,7 +216,7 @@ def check(seen: list[Seen], expected: dict[str, str], killed_at: float) -> dict[
         assert expected[each.prompt].startswith(each.text)
     refused = [each for each in seen if not each.done and not each.begun]
     for each in refused:
-        assert each.error and (each.status is None or each.status >= 500), each
+        assert each.error and each.status is not None and each.status >= 500, each
     return {"answered": len(answered), "broken": len(broken), "refused": len(refused)}
 
 
@@ -236,14 +239,22 @@ def killed_under_load(base: str, workers: list[Worker]) -> tuple[list[str], list
     prompts = [f"{i} the hell {i % 7}" for i in range(REQUESTS)]
     state: dict[str, Any] = {}
 
+    def stop() -> None:
+        """So that the kill finds requests in the middle of their answers, however fast the worker is."""
+        victim.program.popen.send_signal(signal.SIGSTOP)
+        state["stopped"] = time.monotonic()
+        asyncio.get_running_loop().call_later(STOPPED, kill)
+
     def kill() -> None:
         victim.program.popen.send_signal(signal.SIGKILL)
         victim.program.popen.wait()
         state["killed"] = time.monotonic()
 
-    seen = asyncio.run(ask_all(base, prompts, tokens=TOKENS, at_once=AT_ONCE, at={REQUESTS // 3: kill}))
+    seen = asyncio.run(ask_all(base, prompts, tokens=TOKENS, at_once=AT_ONCE, at={REQUESTS // 3: stop}))
     alone = asyncio.run(ask_all(other.url, prompts, tokens=TOKENS, at_once=AT_ONCE, at={}))
     assert all(each.done for each in alone)
+    caught = [each for each in seen if each.sent < state["stopped"] and each.ended > state["killed"]]
+    assert caught, "no request was under way at the killed worker"
     counts = check(seen, {each.prompt: each.text for each in alone}, state["killed"])
-    print(counts)
+    print(counts, f"{len(caught)} of them under way at the killed worker")
     return prompts, seen, counts
