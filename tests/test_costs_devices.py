@@ -119,6 +119,22 @@ def test_bytes_of_a_layer_by_hand():
     assert [attention[n].token_bytes for n in (1, 8, 16)] == [4096, 512, 512]
 
 
+def test_a_step_of_70b_on_eight_devices_by_hand():
+    """Llama-3.1-70B, 32 requests behind 2,048 tokens: each device reads an eighth of 80 layers and of the output, and
+    of the pages one key/value head; 161 arrays of 32 x 8192 are summed, and eight bytes a row are gathered."""
+    step = step_cost(Decoding.of(MODELS["70b"].outline, 8), H200, batch=32, context=2048)
+    layer = 8192 * (8192 + 2 * 1024 + 8192 + 3 * 28672)
+    weights = 2 * (80 * layer + 8192 * 128256) / 8
+    products = step.parts["verify, products"]
+    assert weights < products.bytes < 1.05 * weights, "and the rows"
+    assert weights / 4.8e12 / 0.9 / 0.94 < products.seconds < 1.25 * weights / 4.8e12 / 0.9 / 0.94
+    pages = 32 * 2048 * 80 * 2 * 128 * 2
+    assert pages < step.parts["verify, attention"].bytes < 1.15 * pages, "and partial results of 16 splits"
+    exchanges = step.parts["verify, exchanges"]
+    assert exchanges.bytes == 161 * 32 * 8192 * 2 + 32 * 8
+    assert exchanges.seconds == pytest.approx(161 * HGX.all_reduce(32 * 8192 * 2, 8) + HGX.all_gather(32 * 8, 8))
+
+
 def test_latents_are_whole_on_every_device():
     """DeepSeek-V3: (512 + 64) numbers of two bytes a token and layer, 61 layers, however many devices."""
     for devices in (1, 8, 16):
