@@ -56,32 +56,36 @@ def config(model: str, **deployment: Any) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def client(cluster, model) -> Iterator[httpx.Client]:
+def plain_app(model: str) -> Any:
     """Two replicas behind `build_app`."""
-    with running(cluster, "plain", build_app(config(model, num_replicas=2))) as client:
-        yield client
+    return build_app(config(model, num_replicas=2))
 
 
-@pytest.fixture(scope="module")
-def llm(cluster, model) -> Iterator[httpx.Client]:
+def llm_app(model: str) -> Any:
     """One replica, or two under load, behind the application of ray.serve.llm, which Ray's own builder makes."""
     llm = pytest.importorskip("ray.serve.llm", reason="neither vLLM nor SGLang is installed", exc_type=ImportError)
     scaling = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 1, "metrics_interval_s": 0.5,
                "look_back_period_s": 1.0, "upscale_delay_s": 0.5, "downscale_delay_s": 2.0}  # fmt: skip
     llm_config = llm.LLMConfig(server_cls=SpecjaxServer, **config(model, autoscaling_config=scaling))
     ingress = {"autoscaling_config": {"min_replicas": 1, "initial_replicas": 1, "max_replicas": 1}}
-    app = llm.build_openai_app({"llm_configs": [llm_config], "ingress_deployment_config": ingress})
-    with running(cluster, "llm", app) as client:
-        yield client
+    return llm.build_openai_app({"llm_configs": [llm_config], "ingress_deployment_config": ingress})
 
 
-@contextlib.contextmanager
-def running(cluster: str, name: str, app: Any) -> Iterator[httpx.Client]:
-    serve.run(app, name=name, route_prefix=f"/{name}")
+APPS = {"plain": plain_app, "llm": llm_app}
+
+
+@pytest.fixture(scope="module")
+def client(request, cluster, model) -> Iterator[httpx.Client]:
+    """Of an application, which ends before another one starts."""
+    name = request.param
+    serve.run(APPS[name](model), name=name, route_prefix=f"/{name}")
     with httpx.Client(base_url=f"{cluster}/{name}", timeout=SECONDS) as client:
         yield client
     serve.delete(name)
+
+
+def behind(*apps: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("client", apps, indirect=True)
 
 
 def replicas(app: str) -> set[int]:
@@ -128,9 +132,9 @@ def expected_text(model: str) -> str:
     return row["text"]
 
 
-@pytest.mark.parametrize("app", ["client", "llm"])
-def test_answers_streams_and_errors(app, model, request):
-    client, expected = request.getfixturevalue(app), expected_text(model)
+@behind("plain", "llm")
+def test_answers_streams_and_errors(client, model):
+    expected = expected_text(model)
     answer = client.post("/v1/completions", json=body())
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["text"] == expected
@@ -150,7 +154,8 @@ def test_answers_streams_and_errors(app, model, request):
     assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
 
 
-def test_a_second_replica_under_load(llm):
+@behind("llm")
+def test_a_second_replica_under_load(client):
     """`autoscaling_config`: more requests under way than `target_ongoing_requests` start a replica, which answers; it
     ends when they do."""
     before = replicas("llm")
@@ -159,7 +164,7 @@ def test_a_second_replica_under_load(llm):
 
     def ask() -> None:
         while not done.is_set():
-            answer = llm.post("/v1/completions", json=body(max_tokens=60))
+            answer = client.post("/v1/completions", json=body(max_tokens=60))
             texts.append(answer.json()["choices"][0]["text"] if answer.status_code == 200 else answer.text)
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
@@ -175,9 +180,10 @@ def test_a_second_replica_under_load(llm):
     assert not any(thread.is_alive() for thread in threads), "a request hangs"
     assert len(set(texts)) == 1, "both give the same text, and no request fails while the replica starts"
     wait_for(lambda: len(replicas("llm")) == 1, "one replica again")
-    assert llm.post("/v1/completions", json=body()).status_code == 200
+    assert client.post("/v1/completions", json=body()).status_code == 200
 
 
+@behind("plain")
 def test_a_killed_replica(client):
     """Under load, kill -9 of one of two: every request is answered, but for streams that had begun, which say so."""
     wanted = client.post("/v1/completions", json=body(max_tokens=60)).json()["choices"][0]["text"]
