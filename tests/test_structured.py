@@ -299,11 +299,8 @@ def test_the_next_draft_is_launched_behind_a_step(monkeypatch):
     params = SamplingParams(max_new_tokens=30, grammar=Grammar("regex", "[a-z ]{60}"), temperature=1.0, seed=1)
     alone = engine.generate(HELLO, params)
     check_masked(llama(), HELLO, params, alone)
-    steps = kinds.count("constrained")
-    assert steps > 5 and [kind for kind in kinds if kind != "prefill"] == ["propose", "constrained"] * steps + [
-        "propose"
-    ]
-    kinds.clear()
+    steps, found = kinds.count("constrained"), [kind for kind in kinds if kind != "prefill"]
+    assert steps > 5 and found == [*["propose", "constrained"] * steps, "propose"]
     first, second = engine.add(HELLO, params), engine.add(HELLO, replace(params, seed=2))
     while len(second.output) < 10:
         engine.step()
@@ -311,9 +308,8 @@ def test_the_next_draft_is_launched_behind_a_step(monkeypatch):
     engine.abort(first.id)
     while engine.unfinished:
         engine.step()
-    assert (
-        kinds[:3] == ["propose", "constrained", "propose"] and kinds.count("propose") == kinds.count("constrained") + 1
-    )
+    assert kinds[:3] == ["propose", "constrained", "propose"]
+    assert kinds.count("propose") == kinds.count("constrained") + 1
     check_masked(llama(), HELLO, second.params, completion(second))
     check_idle(engine)
 
