@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
+from specjax_kernels import Quantised, linear
+from specjax_kernels.mesh import on_axis
+from specjax_kernels.quantised import shared, split_axes
 from test_gpu_compile import benchmarks  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.gpu_compile
@@ -31,3 +39,32 @@ def test_collectives_of_a_step(devices, step):
     # Pages of `programs`: 256 of 64 tokens; keys and values of 8 heads of 128 in two layers, and in the head's one.
     pool = 256 * 64 * 2 * 8 * 128 * 2 * (LAYERS + (step != "plain"))
     assert pool / devices < record["state_bytes"] < 1.6 * pool
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_a_product_in_four_bits(axis):
+    """Each of two devices runs the kernel of one on its part: no weight is dequantised to memory, and only sums over
+    inputs are sent."""
+    from gpu_mesh import KINDS, described_mesh
+
+    from specjax.compiling import NVIDIA_OPTIONS
+    from specjax.sharding import everywhere
+
+    mesh, out, depth = described_mesh("h200", 2), 4096, 14336
+    codes = jax.ShapeDtypeStruct((out, depth // 2), jnp.uint8)
+    scales = jax.ShapeDtypeStruct((out, depth // 128), jnp.float16)
+    leaf = shared(Quantised(codes, scales, scales), axis, 2)
+    assert leaf is not None
+
+    def place(axis: int, x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, on_axis(axis)))
+
+    x = jax.ShapeDtypeStruct((1, 8, depth), jnp.bfloat16, sharding=everywhere(mesh))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = jax.jit(linear).trace(x, jax.tree.map(place, split_axes(leaf), leaf)).lower()
+    program = lowered.compile(compiler_options=dict(NVIDIA_OPTIONS))
+    text = program.as_text()
+    sent = [kind for kind in KINDS if f" {kind}(" in text or f" {kind}-start(" in text]
+    assert sent == ["all-reduce"] * (axis == -1)
+    assert "custom-call" in text
+    assert program.memory_analysis().temp_size_in_bytes < out * depth / 8
