@@ -269,6 +269,18 @@ def test_numbers_that_are_none(server, field, value):
     check_error(response, 400, field)
 
 
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '[{"b": [NaN]}]'])
+@pytest.mark.parametrize(
+    ("path", "least"), [(CHAT, '"messages": [{"role": "user", "content": "x"}]'), ("/v1/responses", '"input": "x"')]
+)
+def test_metadata_that_is_no_json(server, path, least, value):
+    """Responses repeat it."""
+    body = f'{{{least}, "metadata": {{"a": {value}}}}}'
+    with server.client() as client:
+        response = client.post(path, content=body, headers={"Content-Type": "application/json"})
+    check_error(response, 400, "metadata", "finite")
+
+
 def test_content_types(server):
     body = json.dumps({"prompt": "x", "max_tokens": 1})
     with server.client() as client:

@@ -8,6 +8,7 @@ model stand in the schemas as names ("$room"), which `specjax.serve.openapi` rep
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,15 @@ from urllib.parse import quote
 
 import numpy as np
 import pydantic_core
-from pydantic import BaseModel, BeforeValidator, Field, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 from starlette.requests import Request
 
@@ -148,6 +157,15 @@ def at_most(most: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _finite(given: dict[str, Any]) -> dict[str, Any]:
+    """Refuses infinity and NaN at any depth: an answer that repeats them would be no JSON."""
+    try:
+        json.dumps(given, allow_nan=False)
+    except ValueError:
+        raise PydanticCustomError("finite", "must hold finite numbers alone, as JSON does") from None
+    return given
+
+
 def implies(condition: Schema, consequence: Schema) -> Schema:
     return {"if": condition, "then": consequence}
 
@@ -182,7 +200,7 @@ Bias = Annotated[
     Field(max_length=BIAS_ENTRIES, json_schema_extra={"propertyNames": {"pattern": "$token_key", "maxLength": 18}}),
     at_most(BIAS_ENTRIES),
 ]
-Metadata = Annotated[dict[str, Any], Field(max_length=1024), at_most(1024)]
+Metadata = Annotated[dict[str, Any], Field(max_length=1024), at_most(1024), AfterValidator(_finite)]
 Salt = Annotated[Text, Field(min_length=1, max_length=MAX_SALT)]
 StopString = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
