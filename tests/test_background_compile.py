@@ -18,8 +18,10 @@ from engine_helpers import END, check_idle, make_engine, toy
 from grammar_helpers import OBJECT, SCHEMA, check_masked
 from server_helpers import SECONDS, running, wait_until
 
+from specjax.cli.flags import ServerSettings
 from specjax.engine import SamplingParams
 from specjax.engine.sequence import completion
+from specjax.serve.runner import Runner
 
 WHOLE = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
@@ -119,6 +121,21 @@ def test_stopping_waits_for_the_compiler(monkeypatch):
         assert server.runner.stop(SECONDS)
         server.runner.end_all("the test ends")
         assert bound.result(SECONDS).status_code >= 500
+
+
+def test_what_all_grammars_need_is_loaded_before_one_comes(monkeypatch):
+    """The first request would wait for it, and while compilers work that can take seconds."""
+    engine = make_engine(toy(), "NONE", eos=(END,))
+    compiler = threading.Thread(target=lambda: None)
+    compiler.start()
+    monkeypatch.setattr(engine, "warm_up", lambda keys, strict: None)
+    monkeypatch.setattr(engine, "warm_up_in_background", lambda: compiler)
+    runner = Runner(lambda: engine, ServerSettings())
+    runner.start()
+    try:
+        wait_until(lambda: "_loaded" in vars(engine.intake.grammars))
+    finally:
+        assert runner.stop(SECONDS)
 
 
 def test_an_engine_whose_server_has_stopped_serves_another_one():

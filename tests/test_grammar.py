@@ -101,6 +101,17 @@ def test_a_grammar_that_takes_an_age_is_refused(name):
         found.constraint(Grammar.json(AGES[name]))
 
 
+def test_preparing_loads_the_tokenizer_once(monkeypatch):
+    ready = grammars()
+    ready.prepare()
+    monkeypatch.setattr("llguidance.LLTokenizer", None)
+    ready.constraint(Grammar("regex", "a"))
+    unusable = Grammars(SimpleNamespace(), VOCABULARY, (END,))
+    unusable.prepare()
+    with pytest.raises(GrammarError, match="not available for this model's tokenizer"):
+        unusable.constraint(Grammar("regex", "a"))
+
+
 def test_a_long_grammar_that_is_soon_compiled():
     enum = {"enum": [f"value {i}" for i in range(1000)]}
     found = grammars()

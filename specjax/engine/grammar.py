@@ -8,6 +8,7 @@ without drafts. The library is llguidance; nothing else imports it. Host side; k
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
@@ -167,6 +168,12 @@ class Grammars:
         self._kept: OrderedDict[Grammar, Compiled] = OrderedDict()
         self._lock = threading.Lock()  # for `_kept`
         self._loading = threading.Lock()
+
+    def prepare(self) -> None:
+        """Loads what every grammar needs, half a second's work, which the first one would wait for. A tokenizer that
+        cannot have grammars is no error here: the first request with one is told."""
+        with contextlib.suppress(GrammarError):
+            _ = self._core
 
     def holds(self, grammar: Grammar) -> bool:
         """Whether a grammar is compiled."""

@@ -9,6 +9,7 @@ Everything that touches the engine runs in this thread, between two steps. Other
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import sys
 import threading
@@ -66,7 +67,7 @@ class Runner(threading.Thread):
         self.on_change: Callable[[], None] = lambda: None
         self._make_engine, self._settings, self._warm_up = make_engine, settings, warm_up
         self._engine: Engine | None = None
-        self._compiler: threading.Thread | None = None
+        self._helpers: list[threading.Thread] = []  # what they prepare is for later requests
         self._commands: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._stop_requested = False
@@ -232,15 +233,15 @@ class Runner(threading.Thread):
                 future.set_exception(RuntimeError(message))
 
     def stop(self, timeout: float | None = None) -> bool:
-        """Ends the thread after the current step, and background compilation. True: all have ended."""
+        """Ends the thread after the current step, and what runs in the background. True: all have ended."""
         with self._wake:
             self._stop_requested = True
             self._wake.notify()
-        threads = [thread for thread in (self, self._compiler) if thread is not None and thread.ident is not None]
-        for thread in threads:
-            thread.join(timeout)
+        for thread in itertools.chain([self], self._helpers):  # the first may add others until it ends
+            if thread.ident is not None:
+                thread.join(timeout)
         compiled = self._engine is None or self._engine.executables.join(timeout)
-        return compiled and not any(thread.is_alive() for thread in threads)
+        return compiled and not any(thread.is_alive() for thread in (self, *self._helpers))
 
     def _awake(self) -> None:
         with self._wake:
@@ -257,11 +258,15 @@ class Runner(threading.Thread):
                 self._engine.warm_up(self._engine.single_request_keys(), strict=False)
             self._allocate(self._engine)
             if self._warm_up:
-                self._compiler = self._engine.warm_up_in_background()
+                self._helpers.append(self._engine.warm_up_in_background())
             self.ready_at = time.time()
             self._watchdog.start()
             self._delivery.start()
             self._change(State.READY)
+            if self._warm_up:
+                grammars = self._engine.intake.grammars
+                self._helpers.append(threading.Thread(target=grammars.prepare, name="specjax-grammars", daemon=True))
+                self._helpers[-1].start()
             self._loop(Report(self._engine, interval=self._settings.decode_log_interval))
         except BaseException as error:
             self.end_all(ENGINE_GONE, failure=error)
