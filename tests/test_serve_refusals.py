@@ -194,6 +194,7 @@ def test_a_prompt_that_leaves_no_room(server):
     assert "200 tokens" in error["message"] and error["code"] == "context_length_exceeded"
     error = check_error(server.complete("x" * 100, max_tokens=29), 400, "max_tokens")
     assert "100" in error["message"] and "29" in error["message"] and "128" in error["message"]
+    check_error(server.complete("x", max_tokens=10**300), 400, "max_tokens", "max_tokens 1000")["message"].index("...")
     check_error(server.chat("x" * 200), 400, "messages", "context")
     assert server.complete("x" * 120).json()["usage"]["completion_tokens"] == 8, "the default shrinks"
 

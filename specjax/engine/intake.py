@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import itertools
 import random
+import reprlib
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
@@ -244,7 +245,9 @@ class Intake:
             raise ValueError(f"the prompt has {prompt} tokens, but the context is {self.context_length}")
         room, fitting, least = self.context_length - prompt, self.pool_tokens - prompt + 1, wanted or 1
         if least > room:
-            problem = f"{least!s:.40} and the prompt's {prompt} tokens exceed the context of {self.context_length}"
+            problem = (
+                f"{reprlib.repr(least)} and the prompt's {prompt} tokens exceed the context of {self.context_length}"
+            )
             raise ParameterError("max_new_tokens", problem)
         if least > fitting:
             raise ParameterError(
