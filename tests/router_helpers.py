@@ -178,7 +178,8 @@ async def ask_all(
                 at[ended]()
             return found
 
-    limits = httpx.Limits(max_connections=at_once)
+    # A connection for each request: one that is kept may be closed by the router just when a request is sent on it.
+    limits = httpx.Limits(max_connections=at_once, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=base, timeout=SECONDS, limits=limits, trust_env=False) as client:
         return await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts)))
 
