@@ -218,8 +218,10 @@ def check(memory: Memory, roots: dict[int, int]) -> None:
 
 def room(config: Ngram, size: int) -> int:
     """Nodes, the root included, that a tree may have where the longest match has `size` tokens."""
+    if size < config.min_match:
+        return 1
     weak = config.weak_nodes
-    return config.width if weak is None or size >= config.strong_match else weak
+    return config.width if weak is None or size >= config.strong else weak
 
 
 def children(tree: oracle.Tree) -> list[int]:
@@ -418,13 +420,18 @@ def test_each_row_drafts_by_its_own_match():
     assert trees[2].tokens == (2,)
 
 
-def test_a_cpu_drafts_from_strong_matches_alone():
+def test_a_cpu_drafts_less_from_weak_matches():
     """Flags that are given keep their meaning; a GPU checks every tree."""
 
     def sizes(config: Ngram) -> tuple[int, int, int]:
         return room(config, 1), room(config, 2), room(config, 3)
 
-    assert sizes(Ngram().on("cpu")) == (1, 1, 8)
+    assert sizes(Ngram().on("cpu")) == (1, 4, 4)
+    assert [room(Ngram().on("cpu"), size) for size in (7, 8)] == [4, 8]
+    assert [room(Ngram(max_match=3).on("cpu"), size) for size in (1, 2, 3)] == [1, 4, 8]
+    assert sizes(Ngram(max_match=1).on("cpu")) == (8, 8, 8)
+    assert sizes(Ngram(min_match=3).on("cpu")) == (1, 1, 4)
+    assert sizes(Ngram(strong_match=3).on("cpu")) == (1, 1, 8)
     assert sizes(Ngram().on("gpu")) == (12, 12, 12)
     assert sizes(Ngram(nodes=6).on("cpu")) == (6, 6, 6)
     assert sizes(Ngram(nodes=6, weak_nodes=1).on("cpu")) == (1, 1, 6)

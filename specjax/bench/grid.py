@@ -54,7 +54,7 @@ class Point:
         """What tables show: the options that differ between points."""
         draft = self.draft
         if isinstance(draft, Ngram):
-            matched = {"strong match": draft.strong_match, "match type": draft.match_type, "max match": draft.max_match}
+            matched = {"strong match": draft.strong, "match type": draft.match_type, "max match": draft.max_match}
             return {"draft tokens": self.nodes, **matched}
         assert isinstance(draft, ModelOptions)
         numbers = {"steps": draft.steps, "top-k": draft.topk, "draft tokens": self.nodes}
@@ -147,17 +147,18 @@ def _ngram_grid(current: Ngram, axes: Axes) -> Grid:
     weak = 1 if current.weak_nodes is None else current.weak_nodes
     widest = max(*axes.nodes, current.width)
     kinds = {
-        replace(current, weak_nodes=weak, strong_match=strong, match_type=match_type, max_match=longest)
+        replace(current, weak_nodes=weak, strong_match=given, match_type=match_type, max_match=longest)
         for strong in axes.strong
+        for given in [current.strong_match if strong == current.strong else strong]
         for match_type in axes.match_types
         for longest in axes.max_matches
         if current.min_match <= longest and strong <= longest
     }
-    ordered = sorted(kinds, key=lambda one: (one.max_match, one.match_type, one.strong_match))
+    ordered = sorted(kinds, key=lambda one: (one.max_match, one.match_type, one.strong))
     variants, points = {}, []
     for kind in dict.fromkeys([*ordered, current]):
         whole = replace(kind, nodes=widest)
-        name = variants.setdefault(whole, f"matches of {kind.strong_match} {kind.match_type} {kind.max_match}"
+        name = variants.setdefault(whole, f"matches of {kind.strong} {kind.match_type} {kind.max_match}"
                                    + ("" if kind.weak_nodes == weak else ", weak ones too"))  # fmt: skip
         sizes = axes.nodes if kind in kinds else ()
         chosen = {n for n in sizes if n >= weak} | ({current.width} if kind == current else set[int]())

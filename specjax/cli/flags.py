@@ -187,8 +187,8 @@ class SpeculativeSettings:
     speculative_num_draft_tokens: int | None = _draft(
         "nodes",
         "nodes of a draft tree, the root included; default: for EAGLE steps + 1, with a top-k the smaller of "
-        "1 + steps * top-k and 64; for NGRAM 12; on a CPU 8 where the match is strong, else 1; where neither this nor "
-        "the steps nor the top-k is given, large batches have smaller trees on a GPU, and batches so large that "
+        "1 + steps * top-k and 64; for NGRAM 12; on a CPU 8 where the match is strong, else fewer; where neither this "
+        "nor the steps nor the top-k is given, large batches have smaller trees on a GPU, and batches so large that "
         "drafting would slow them do not draft",
     )
     speculative_draft_vocabulary: str = _draft("vocabulary", choices=("same", "intersection"), parse=str.lower)
@@ -207,7 +207,7 @@ class SpeculativeSettings:
     speculative_ngram_branch_length: int = _draft("branch_length")
     speculative_ngram_capacity: int = _draft("capacity")
     speculative_ngram_weak_draft_tokens: int | None = _draft("weak_nodes")
-    speculative_ngram_strong_match_size: int = _draft("strong_match")
+    speculative_ngram_strong_match_size: int | None = _draft("strong_match")
     speculative_ngram_isolate: bool = _engine(
         "isolate_ngrams",
         "NGRAM: requests draft from the text of others, which timing reveals, only with the same cache_salt",

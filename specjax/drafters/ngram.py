@@ -84,7 +84,7 @@ def ngram_drafter(config: Ngram = DEFAULT) -> Drafter:
         )
 
     places, weak_places = config.width - 1, config.weak_width - 1
-    least = config.min_match if weak_places else max(config.min_match, min(config.strong_match, window))
+    least = config.min_match if weak_places else max(config.min_match, min(config.strong, window))
 
     def propose(params: Params, state: NgramState, context: Context) -> tuple[DraftTree, NgramState]:
         del params
@@ -102,7 +102,7 @@ def ngram_drafter(config: Ngram = DEFAULT) -> Drafter:
             pool = Pool(*(jnp.pad(field, pad) for field in pool[:3]), scores=scores)
             scores = jnp.where(context.active[:, None], scores, -jnp.inf)
             if config.weak_nodes is not None:
-                most = jnp.where(jnp.max(matched, axis=1) >= config.strong_match, places, weak_places)
+                most = jnp.where(jnp.max(matched, axis=1) >= config.strong, places, weak_places)
                 rank = jnp.argsort(jnp.argsort(-scores, axis=1), axis=1)
                 scores = jnp.where(rank < most[:, None], scores, -jnp.inf)
             return rerank(context.root, pool._replace(scores=scores), config.width)

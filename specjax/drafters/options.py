@@ -120,7 +120,7 @@ class Ngram(DraftOptions):
     """Drafts from n-grams of earlier text; needs no draft head. Defaults are SGLang's.
 
     Attributes:
-        nodes: nodes N of a tree, the root included; default: 12, on a CPU 8 where the match is strong, else 1.
+        nodes: nodes N of a tree, the root included; default: 12, on a CPU 8 where the match is strong, else fewer.
         min_match: fewest tokens of a match.
         max_match: most tokens of a match.
         min_breadth: fewest children of a node.
@@ -128,8 +128,10 @@ class Ngram(DraftOptions):
         branch_length: tokens of the longest continuation.
         capacity: tokens remembered, over all requests.
         match_type: which continuations come first: the most recent (BFS), or those that most matches agree on (PROB).
-        weak_nodes: nodes of a tree while the longest match is weak, 1 = no drafts; default: as `nodes`.
-        strong_match: fewest tokens of a strong match.
+        weak_nodes: nodes of a tree while the longest match is weak, 1 = no drafts; default: as `nodes`, or on a
+            CPU, where `nodes` is not given, 4 after two matched tokens.
+        strong_match: fewest tokens of a strong match; default: 3, or 8 on a CPU where neither `nodes` nor `weak_nodes`
+            is given.
     """
 
     algorithm: ClassVar[str] = "NGRAM"
@@ -143,7 +145,7 @@ class Ngram(DraftOptions):
     capacity: int = limited(1_000_000, 1024, 2**24)
     match_type: Literal["BFS", "PROB"] = "BFS"
     weak_nodes: int | None = limited(None, 1, 64)
-    strong_match: int = limited(3, 1, 64)
+    strong_match: int | None = limited(None, 1, 64)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -156,15 +158,20 @@ class Ngram(DraftOptions):
             raise ValueError(f"Ngram.weak_nodes must be from 1 to the {self.width} draft tokens, got {self.weak_width}")
 
     def on(self, platform: str) -> Ngram:
-        """On a CPU, and if `nodes` is not given: trees of 8 nodes after a strong match, else `weak_nodes` or none.
+        """On a CPU, and if `nodes` is not given: trees of 8 nodes after a strong match. After a weak one `weak_nodes`,
+        or none if `strong_match` alone is given; if neither is, 4 nodes from two matched tokens on.
 
-        On a GPU verifying twelve tokens costs what one costs. On a CPU a step of eight nodes costs twice a step of one:
-        a tree pays if more than one of its drafts is accepted. Of eight nodes 0.5 are after a match of one token, 1.0
-        after two, 1.7 after three, 5.4 after twelve (MT-bench and summaries). Acceptance rates learned by length and by
-        request chose no better than the length (simulated on recorded texts).
+        On a GPU verifying twelve tokens costs what one costs. On a CPU a step of four nodes costs 1.5 times a step of
+        one, of eight 2.5 times: a tree pays where it has more drafts accepted than it costs steps more. Of four nodes
+        0.4 to 0.6 are after a match of one token, 1.0 to 1.2 after two; of eight nodes one more than of four is after
+        a match of about eight (simulated on recorded texts of MT-bench, GSM8K and summaries). Acceptance rates learned
+        by length and by request chose no better than the length.
         """
         if platform != "cpu" or self.nodes is not None:
             return self
+        if self.weak_nodes is None and self.strong_match is None:
+            least, strong = (max(self.min_match, min(size, self.max_match)) for size in (2, 8))
+            return replace(self, nodes=8, weak_nodes=4, min_match=least, strong_match=strong)
         return replace(self, nodes=8, weak_nodes=1 if self.weak_nodes is None else self.weak_nodes)
 
     def within(self, nodes: int) -> Ngram:
@@ -180,6 +187,11 @@ class Ngram(DraftOptions):
     @property
     def weak_width(self) -> int:
         return self.weak_nodes or self.width
+
+    @property
+    def strong(self) -> int:
+        """`strong_match`, where no platform has chosen another."""
+        return self.strong_match or 3
 
     @property
     def depth(self) -> int:
