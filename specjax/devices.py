@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,9 +87,12 @@ class Memory(NamedTuple):
         return int(min(self.total * mem_fraction, self.limit * ROOM))
 
 
-def this_memory() -> Memory | None:
-    """That of this process's device; None: it has none of its own, as a CPU."""
-    stats = jax.local_devices()[0].memory_stats() or {}
+def this_memory(device: Any = None) -> Memory | None:
+    """That of a device, by default the one that `jax.default_device` has set, or this process's first; None: it has
+    none of its own, as a CPU."""
+    set_device = jax.config.values["jax_default_device"]
+    default = set_device if isinstance(set_device, jax.Device) else jax.local_devices()[0]
+    stats = (device or default).memory_stats() or {}
     if "bytes_limit" not in stats:
         return None
     limit = stats["bytes_limit"]

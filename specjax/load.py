@@ -72,7 +72,8 @@ def load(
     """Loads the target, its tokenizer and the drafter, with the parameters of both models.
 
     Arguments and errors are those of `Engine.from_pretrained` and its `EngineConfig`; `meanwhile` is called in a thread
-    while the weights are read, with the CPU's kernels prepared. `mesh`: the devices that share both models.
+    while the weights are read, with the CPU's kernels prepared. `mesh`: the devices that share both models; None: they
+    go to JAX's default device.
     """
     if sampling_defaults not in (known := get_args(SamplingDefaults)):
         raise ValueError(f"sampling_defaults={sampling_defaults!r:.60} is not one of: {', '.join(known)}")

@@ -3,6 +3,9 @@
 The mesh has one axis. A leaf is split along its first logical axis that the devices divide (`specjax.models.params`),
 and every device has the whole of the others. `specjax_kernels.mesh` has what traced functions know of it.
 
+Replicas of a model in one process have a mesh each. A mesh of one device says where a model lies, if that is not JAX's
+first device; its programs are traced, and its kernels chosen, as without a mesh.
+
 Where a model has fewer key/value heads than there are devices, each is copied to a group of them, which share its query
 heads (`fitted`, `regrouped`). Worked example, 2 heads of 4 query heads each, 4 devices: 4 heads of 2 query heads, of
 which the first two are copies of one, and every device has one.
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from math import prod
@@ -34,25 +37,53 @@ T = TypeVar("T")
 AnyConfig = TypeVar("AnyConfig", bound=ModelConfig | HeadConfig | MtpConfig)
 
 
-def make_mesh(count: int) -> Mesh | None:
-    """A mesh of this process's first devices; None: one device needs none. Raises ValueError: there are fewer."""
+def make_mesh(count: int, first: int = 0) -> Mesh | None:
+    """A mesh of `count` of this process's devices, from number `first` on; None: JAX's first device alone, which needs
+    none. Raises ValueError: there are fewer."""
+    check_devices(
+        f"EngineConfig.tensor_parallel {count}" + (f" from device {first} on" if first else ""), first + count
+    )
+    if (first, count) == (0, 1):
+        return None
+    chosen = jax.local_devices()[first : first + count]
+    return jax.make_mesh((count,), (AXIS,), axis_types=(AxisType.Auto,), devices=chosen)
+
+
+def check_devices(what: str, needed: int, advice: str = "") -> None:
+    """Raises ValueError if this process has fewer than the `needed` devices. `what` needs them, for the message."""
     there = jax.local_devices()
-    if count > len(there):
-        advice = ""
+    if needed > len(there):
         if there[0].platform == "cpu":
-            advice = (
+            advice += (
                 "; XLA_FLAGS=--xla_force_host_platform_device_count=N in the environment makes N of a CPU, for tests"
             )
-        raise ValueError(
-            f"EngineConfig.tensor_parallel {count} needs as many devices, and JAX has {len(there)}: "
-            f"{there[0].device_kind}{advice}"
-        )
-    return None if count == 1 else jax.make_mesh((count,), (AXIS,), axis_types=(AxisType.Auto,), devices=there[:count])
+        raise ValueError(f"{what} needs {needed} devices, and JAX has {len(there)}: {there[0].device_kind}{advice}")
 
 
-def under(mesh: Mesh | None) -> AbstractContextManager[Any]:
-    """Within the context, programs are traced for the mesh, and pools are made on it."""
-    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+@contextlib.contextmanager
+def under(mesh: Mesh | None) -> Iterator[None]:
+    """Within the context, programs are traced for the mesh, and arrays are made on it: pools are split over its
+    devices, and others lie on its first."""
+    if mesh is None:
+        yield
+        return
+    with on_first(mesh), contextlib.nullcontext() if mesh.size == 1 else jax.set_mesh(mesh):
+        yield
+
+
+def on_first(mesh: Mesh | None) -> AbstractContextManager[Any]:
+    """Within the context, arrays are made on the mesh's first device."""
+    return contextlib.nullcontext() if mesh is None else jax.default_device(mesh.devices.flat[0])
+
+
+def several(mesh: Mesh | None) -> Mesh | None:
+    """The mesh, if a model is split over its devices; None: it is whole on one."""
+    return None if mesh is None or mesh.size == 1 else mesh
+
+
+def first_device(mesh: Mesh | None) -> Any:
+    """The mesh's first device, or JAX's."""
+    return jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
 
 
 def everywhere(mesh: Mesh) -> NamedSharding:

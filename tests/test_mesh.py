@@ -31,7 +31,7 @@ request needs them, the logits of the node that is drawn at and those of log-pro
 
 
 def run(*cases: list[Any], program: str = "mesh_program.py") -> list[dict[str, Any]]:
-    """What the program says of each, all in one process."""
+    """What a program of this folder says of each, all in one process."""
     tests = Path(__file__).parent
     paths = [tests.parent, tests.parent / "kernels", tests]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(map(str, paths))}
@@ -161,7 +161,7 @@ def test_what_cannot_be_split_is_refused():
         ValueError, match="tensor_parallel 2 cannot split the 3 query heads on 3 key/value heads of the d"
     ):
         fitted(head, 2, "the draft")
-    with pytest.raises(ValueError, match="tensor_parallel 9 needs as many devices, and JAX has"):
+    with pytest.raises(ValueError, match="tensor_parallel 9 needs 9 devices, and JAX has"):
         make_mesh(9)
     assert make_mesh(1) is None
 

@@ -41,13 +41,15 @@ class EngineConfig:
     plain_content: bool = False  # text that reads as a special token is one only where the chat template wrote it
     autotune_seconds: float = limited(60.0, 0)  # for measuring at a GPU's first start; 0: nothing measured is used
     tensor_parallel: int = limited(1, 1)  # devices over which the model is split; see `specjax.sharding`
+    first_device: int = limited(0, 0)  # of `tensor_parallel` ones: its number among this process's devices
     random_seed: int | None = None  # from which requests without a seed draw theirs; None: from the system
 
     def __post_init__(self) -> None:
         check(self)
-        if self.time_phases and self.tensor_parallel > 1:
+        if self.time_phases and (self.tensor_parallel > 1 or self.first_device):
             raise ValueError(
-                f"EngineConfig.time_phases works on one device, not with tensor_parallel {self.tensor_parallel}"
+                "EngineConfig.time_phases works on JAX's first device alone, not with tensor_parallel "
+                f"{self.tensor_parallel} and first_device {self.first_device}"
             )
 
     @property

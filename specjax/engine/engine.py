@@ -59,7 +59,7 @@ from specjax.engine.transfers import Counters
 from specjax.engine.tuning import Tuning
 from specjax.load import load
 from specjax.models.target import Target
-from specjax.sharding import described, empty_state, make_mesh
+from specjax.sharding import described, empty_state, make_mesh, on_first, several, under
 from specjax.state import DecodeState, init_state
 from specjax.verify import Verifier, verify_tree
 
@@ -95,7 +95,7 @@ class Engine:
         self.lock = FairLock()
         self._deferred = config.deferred(drafter, target)
         drafter = drafter if self._deferred is None else self._deferred.eager
-        self.mesh = make_mesh(config.tensor_parallel)
+        self.mesh = make_mesh(config.tensor_parallel, config.first_device)
         if self.mesh is not None:
             check_models(target, draft_model, self.mesh.size)
             params = place_params(self.mesh, params, target, draft_model)
@@ -119,7 +119,7 @@ class Engine:
         if self.mesh is not None:  # which axes are split depends on neither rows nor pages
             shapes = described(shapes, empty_state(self.mesh, lambda: self._made_state(1, PoolShape(1, size))))
         variants = {"verify": verify, "trace": config.trace, "time_phases": config.time_phases}
-        variants |= {"deferred": self._deferred, "room": room_beside(shapes), "mesh": self.mesh}
+        variants |= {"deferred": self._deferred, "room": room_beside(shapes, self.mesh), "mesh": self.mesh}
         self.executables = Executables(
             target, drafter, self.buckets, params, shapes, new_pages=self._new_pages, **variants
         )
@@ -214,18 +214,21 @@ class Engine:
         check_config(config)
         if compilation_cache:
             use_compilation_cache()
+        mesh = make_mesh(config.tensor_parallel, config.first_device)
         start = model, draft, drafter, verify, dtype, quantization, revision, backend, config
-        loaded = load(
-            model, draft=draft, dtype=dtype, quantization=quantization, drafter=drafter, verify=verify,
-            context_length=config.context_length,
-            revision=revision, tokenizer_path=tokenizer_path, chat_template=chat_template,
-            sampling_defaults=sampling_defaults, backend=backend, mem_fraction=config.mem_fraction,
-            mesh=make_mesh(config.tensor_parallel), progress=progress,
-            meanwhile=partial(program_store.read_ahead, start),
-        )  # fmt: skip
+        with on_first(mesh):
+            loaded = load(
+                model, draft=draft, dtype=dtype, quantization=quantization, drafter=drafter, verify=verify,
+                context_length=config.context_length,
+                revision=revision, tokenizer_path=tokenizer_path, chat_template=chat_template,
+                sampling_defaults=sampling_defaults, backend=backend, mem_fraction=config.mem_fraction,
+                mesh=several(mesh), progress=progress,
+                meanwhile=partial(program_store.read_ahead, None if config.first_device else start),
+            )  # fmt: skip
         engine = cls(**loaded._asdict(), config=config)
-        if compilation_cache and engine.mesh is None:  # what is measured are kernels for one device
-            engine.tuning = tune_at_start(engine, progress=progress)
+        if compilation_cache and several(mesh) is None:  # what is measured are kernels for one device
+            with under(mesh):
+                engine.tuning = tune_at_start(engine, progress=progress)
         return engine
 
     @property

@@ -171,7 +171,7 @@ class Executables(Programs):
             jitted = jax.jit(flat, donate_argnums=1, compiler_options=chosen, **places)
             with under(self._mesh):
                 lowered = jitted.lower(leaves[:count], leaves[count:-1], leaves[-1])
-            with self._device_idle() if self._exclusive else contextlib.nullcontext():
+            with under(self._mesh), self._device_idle() if self._exclusive else contextlib.nullcontext():
                 return lowered.compile()
 
         program = program_store.stored(_packing(key, function, unpack), arguments, compile, (chosen, self._kernels()))

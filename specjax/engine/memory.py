@@ -22,7 +22,7 @@ from specjax.engine.config import EngineConfig, Layout
 from specjax.models import table
 from specjax.models.params import dimensions, leaves_of
 from specjax.models.target import Target
-from specjax.sharding import described, empty_state, local_bytes
+from specjax.sharding import described, empty_state, first_device, local_bytes
 from specjax.shares import leaf_share, page_bytes, splits_input
 from specjax.state import DecodeState, init_state
 
@@ -36,7 +36,7 @@ def pool_tokens(
     mesh: Mesh | None = None,
 ) -> int:  # fmt: skip
     """`fitting_tokens` for this process's device, or each of those of a mesh, on which the weights lie."""
-    memory = None if platform == "cpu" else this_memory()
+    memory = None if platform == "cpu" else this_memory(first_device(mesh))
     if memory is None:
         return fitting_tokens(target, config, context_length, drafter)
 
@@ -99,10 +99,10 @@ def fitting_tokens(
     return min(wanted, free // each)
 
 
-def room_beside(state: Any) -> int | None:
-    """Bytes of this process's device that will be free beside the weights, which lie there, and a state of these
-    shapes, which does not yet; None: the memory is shared with everything else, as on a CPU."""
-    if (memory := this_memory()) is None:
+def room_beside(state: Any, mesh: Mesh | None = None) -> int | None:
+    """Bytes of this process's device, or of each of a mesh, that will be free beside the weights, which lie there, and
+    a state of these shapes, which does not yet; None: the memory is shared with everything else, as on a CPU."""
+    if (memory := this_memory(first_device(mesh))) is None:
         return None
     return memory.limit - memory.used - local_bytes(state)
 

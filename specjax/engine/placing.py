@@ -40,6 +40,8 @@ def check_models(target: Target, draft: AnyModel, count: int) -> None:
 
 def place_params(mesh: Mesh, params: Params, target: Target, draft: AnyModel) -> Params:
     """The parameters of both models on the mesh. What is not declared is on every device."""
+    if mesh.size == 1:
+        return jax.device_put(params, everywhere(mesh))
     return Params(_model(mesh, params.target, target.config), _draft(mesh, params.draft, draft, target))
 
 

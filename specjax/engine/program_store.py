@@ -66,8 +66,11 @@ def keep_in(folder: Path | None) -> None:
 
 
 def read_ahead(start: Any) -> None:
-    """Loads in a thread what the last process with this `start` used first. Without effect where a plug-in is in it."""
+    """Loads in a thread what the last process with this `start` used first. Without effect where a plug-in is in it,
+    and for None: a further engine of this process."""
     global _start
+    if start is None:
+        return
     _used.clear()
     _ahead.clear()
     _start = None
@@ -157,8 +160,9 @@ def _load(file: Path) -> Any:
         kernels, saved = pickle.loads(zlib.decompress(body))
         for name in kernels:  # XLA refuses a program that names one it does not know
             register_kept(name)
-        *saved, count = saved
-        program = deserialize_and_load(*saved, execution_devices=jax.devices()[:count])
+        *saved, ids = saved
+        there = {device.id: device for device in jax.local_devices()}
+        program = deserialize_and_load(*saved, execution_devices=[there[id] for id in ids])
         os.utime(file)
         return program
     except FileNotFoundError:
@@ -171,8 +175,8 @@ def _load(file: Path) -> Any:
 def _save(file: Path, program: Any) -> None:
     """Writes the whole file or nothing. A failure costs time at the next start, no more."""
     try:
-        devices = len(program.runtime_executable().local_devices())
-        body = zlib.compress(pickle.dumps((registered(), (*serialize(program), devices))), 1)
+        ids = [device.id for device in program.runtime_executable().local_devices()]
+        body = zlib.compress(pickle.dumps((registered(), (*serialize(program), ids))), 1)
         with replacing(file) as draft:
             draft.touch(mode=0o600)
             draft.write_bytes(_digest(file, body) + body)
@@ -267,7 +271,9 @@ def describe(value: Any) -> Iterator[str]:
     if value is None or isinstance(value, bool | int | float | str | bytes | enum.Enum | np.dtype):
         text += f" {value!r}"
     elif isinstance(value, jax.ShapeDtypeStruct):
-        text = f"{value.shape} {value.dtype} {value.sharding}"
+        # A program runs on the devices that it was compiled for, and a sharding's text does not name them.
+        ids = [] if value.sharding is None else sorted(device.id for device in value.sharding.device_set)
+        text = f"{value.shape} {value.dtype} {value.sharding} {ids}"
     elif isinstance(value, np.ndarray | np.generic | jax.Array):
         array = np.asarray(value)
         text = f"{array.shape} {array.dtype} {hashlib.sha256(array.tobytes()).hexdigest()}"
