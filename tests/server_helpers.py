@@ -20,6 +20,7 @@ from engine_helpers import check_idle
 from specjax.cli.flags import ServerSettings
 from specjax.engine import Engine
 from specjax.serve.app import create_app
+from specjax.serve.replicas import Service
 from specjax.serve.runner import Runner, State
 from specjax.serve.server import Server, listen, url
 
@@ -34,7 +35,7 @@ class Running:
 
     base: str
     engine: Engine
-    runner: Runner
+    runner: Any  # a `Service`
     server: InThread
 
     def client(self, **options: Any) -> httpx.Client:
@@ -63,8 +64,10 @@ class Running:
 
     def wait_idle(self) -> None:
         """Until nothing runs; then every page and slot must be back."""
-        wait_until(lambda: not self.runner.unfinished and not self.engine.unfinished)
-        self.runner.call(check_idle).result(SECONDS)
+        wait_until(lambda: not self.runner.unfinished)
+        for rank in self.runner.ranks:
+            wait_until(lambda rank=rank: not rank.engine.unfinished)
+            rank.call(check_idle).result(SECONDS)
 
 
 def answer_of(sock: socket.socket) -> tuple[int, dict[str, str], Any]:
@@ -111,15 +114,18 @@ def running(
     *,
     model: str = MODEL,
     load: Callable[[], Engine] | None = None,
+    service: Callable[[ServerSettings], Service] | None = None,
     idle_at_end: bool = True,
 ) -> Iterator[Running]:
     """A server over `engine`, stopped at the end; then nothing may be left in the engine.
 
-    With `load` it is not waited for: that is called in its thread to get the engine.
+    With `load` it is not waited for: that is called in its thread to get the engine. `service`: makes what drives the
+    engine, for others than a `Runner`.
     """
     settings = replace(settings or ServerSettings(), shutdown_timeout=1.0)
     sock = listen("127.0.0.1", 0)
-    runner = Runner(load or (lambda: engine), settings, warm_up=False)
+    make = service or (lambda settings: Runner(load or (lambda: engine), settings, warm_up=False))
+    runner = make(settings)
     server = InThread(create_app(runner, settings, model=model), runner, sock, settings)
     server.start()
     if load is None:

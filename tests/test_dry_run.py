@@ -196,6 +196,19 @@ def test_the_server_cannot_run_on_several_devices_and_says_so(configs, said):
     assert found.status == 0 and "--tp 4 serves it so" in found.text
 
 
+def test_replicas_have_the_figures_of_one(configs, said, monkeypatch):
+    """On GPUs each has a device of its own; on a CPU all share the machine's memory."""
+    given = "--model", configs / "8b", "--assume-device", "H200"
+    one, two = said(*given), said(*given, "--dp", 2, "--assume-devices", 2)
+    assert two.document["replicas"] == 2 and one.document["replicas"] == 1
+    assert two.document["memory"]["limit"] == one.document["memory"]["limit"]
+    text = " ".join(two.text.split())
+    assert "--dp 2: 2 replicas on 4 devices; all figures are of one replica" in text and widest(two.text) <= 80
+    described = outline(str(configs / "8b"), draft=NoDraft(), platform="cpu")
+    case = Case(described, EngineConfig(), DEVICES["H200"], "cpu")
+    assert case._replace(replicas=3).limit == case.limit // 3
+
+
 # Engines.
 
 

@@ -288,7 +288,7 @@ def test_a_replay_of_what_is_kept(endpoints):
 )
 def test_what_is_refused(given, message):
     with pytest.raises(ValueError, match="--kv-events-config: ") as error:
-        command.make_publisher(flags.Settings(server=flags.ServerSettings(kv_events_config=given)))
+        command.make_publishers(flags.Settings(server=flags.ServerSettings(kv_events_config=given)))
     assert message in str(error.value)
 
 
@@ -307,8 +307,8 @@ def test_when_events_are_published(tmp_path):
     server = flags.ServerSettings(kv_events_config=f'{{"publisher": "zmq", "endpoint": "ipc://{tmp_path}/a"}}')
     off = flags.Settings(engine=flags.EngineSettings(disable_radix_cache=True), server=server)
     with pytest.raises(ValueError, match="no prefix cache"):
-        command.make_publisher(off)
-    assert command.make_publisher(flags.Settings()) is None
+        command.make_publishers(off)
+    assert command.make_publishers(flags.Settings()) == []
 
 
 def test_the_server_publishes(tmp_path, monkeypatch, endpoints):
@@ -317,7 +317,7 @@ def test_the_server_publishes(tmp_path, monkeypatch, endpoints):
     monkeypatch.setattr(flags, "make_engine", lambda *args, **kwargs: engine)
     given = msgspec.json.encode({"publisher": "zmq", **endpoints}).decode()
     settings = flags.Settings(server=flags.ServerSettings(kv_events_config=given))
-    publisher = command.make_publisher(settings)
+    (publisher,) = command.make_publishers(settings)
     assert publisher is not None and engine.flush_cache()
     assert command.load(settings, publisher) is engine
     try:

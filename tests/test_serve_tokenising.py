@@ -165,7 +165,7 @@ def test_refused_prompts_give_the_places_back(server):
         assert server.runner.pending == 0
     twice = {"text": ["a", "b"], "rid": ["r", "r-1"], "sampling_params": {"n": 2, "max_new_tokens": 1}}
     assert server.post("/generate", twice).status_code == 400
-    assert server.runner.pending == 0 and server.runner._reserved == 0
+    assert server.runner.pending == server.runner.places.reserved == 0
 
 
 def test_draining_while_tokenising(server, blocker):

@@ -246,6 +246,12 @@ class ServerSettings:
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 = all", metavar="HOST")
     port: int = setting(30000, "0 = any free one", minimum=0, maximum=65535)
+    data_parallel_size: int = setting(
+        1,
+        "replicas of the engine in this server, each on --tp devices of its own, among which requests are spread; "
+        "numbers of requests and of tokens in the pool are those of each replica",
+        minimum=1, names=("--dp", "--dp-size"),
+    )  # fmt: skip
     served_model_name: str | None = setting(None, "what clients call the model; default: the value of --model")
     api_key: tuple[str, ...] = setting(
         (), "bearer tokens, one of which a client needs; set them in a file to hide them from other users",
@@ -386,11 +392,14 @@ def claim_gpu(chosen: Settings, *, probe: bool = True) -> None:
     """
     engine = chosen.engine
     try:
-        card = gpu.claim(engine.mem_fraction_static, engine.base_gpu_id, engine.tensor_parallel_size)
+        count = engine.tensor_parallel_size * chosen.server.data_parallel_size
+        card = gpu.claim(engine.mem_fraction_static, engine.base_gpu_id, count)
     except gpu.GpuError as error:
-        raise gpu.GpuError(
-            f"{place_of(chosen, 'base_gpu_id')}: {error}" if engine.base_gpu_id else str(error)
-        ) from None
+        sizes = {"tensor_parallel_size": engine.tensor_parallel_size}
+        sizes["data_parallel_size"] = chosen.server.data_parallel_size
+        named = [f"{place_of(chosen, name)} {size}" for name, size in sizes.items() if size > 1]
+        places = ", ".join([place_of(chosen, "base_gpu_id")] * (engine.base_gpu_id > 0) + named)
+        raise gpu.GpuError(f"{places}: {error}" if places else str(error)) from None
     if card is not None:
         logger.info("GPU %d: %s", engine.base_gpu_id, card)
         compiling.loops_in_graphs(not probe or graphs_run(card))

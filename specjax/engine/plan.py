@@ -49,12 +49,13 @@ class Case(NamedTuple):
     platform: str  # "cpu" or "gpu"
     devices: int = 1  # over which weights and pages are split
     share: float | None = None  # of a GPU's memory that jax takes; None: as the commands set it
+    replicas: int = 1  # engines of one process, each on devices of its own
 
     @property
     def limit(self) -> int:
-        """Bytes of a device that weights, pool and everything else share."""
+        """Bytes of a device that weights, pool and everything else share. Replicas on CPU devices share one memory."""
         if self.platform == "cpu":
-            return int(self.device.memory * self.config.mem_fraction)
+            return int(self.device.memory * self.config.mem_fraction) // self.replicas
         return int(self.device.memory * (self.share or share_of(self.config.mem_fraction, self.device.memory)))
 
 

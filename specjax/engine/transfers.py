@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import jax
@@ -45,6 +46,17 @@ class Counters:
             self.accepted_at += [0] * (kept - 1 - len(self.accepted_at))
             for depth in range(kept - 1):
                 self.accepted_at[depth] += 1
+
+    @classmethod
+    def sum(cls, several: Iterable[Counters]) -> Counters:
+        """Those of several engines together."""
+        found = cls()
+        for each in several:
+            for name, value in vars(each).items():
+                if name != "accepted_at":
+                    setattr(found, name, getattr(found, name) + value)
+            found.accepted_at = [*map(sum, zip_longest(found.accepted_at, each.accepted_at, fillvalue=0))]
+        return found
 
     @property
     def accept_length(self) -> float:

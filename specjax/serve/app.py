@@ -39,9 +39,10 @@ from specjax.serve.openai_responses import ResponsesRequest
 from specjax.serve.openapi import document
 from specjax.serve.playground import add_playground
 from specjax.serve.protocol import ChatRequest, CompletionRequest, check_model, read_request
+from specjax.serve.replicas import Service
 from specjax.serve.responses import Answer, OpenAIAnswer, TokenNames, fingerprint
 from specjax.serve.responses_answer import ResponsesAnswer
-from specjax.serve.runner import ABORTED, SEND_AGAIN, Runner
+from specjax.serve.runner import ABORTED, SEND_AGAIN
 from specjax.serve.structured import INVALID
 from specjax.serve.task import Rules, Task, refusal
 from specjax.serve.tokenising import Tokenising, work
@@ -54,12 +55,13 @@ Result = TypeVar("Result")
 Kind: TypeAlias = ChatRequest | CompletionRequest | GenerateRequest | ResponsesRequest | MessagesRequest
 
 
-def create_app(runner: Runner, settings: ServerSettings, *, model: str) -> FastAPI:
+def create_app(runner: Service, settings: ServerSettings, *, model: str) -> FastAPI:
     """The ASGI application over a runner that is loading or ready. `model` is the name it serves."""
     app = FastAPI(title="specjax", redirect_slashes=False)  # the address would be made of the Host header
     tokenising = Tokenising()
 
-    runner.traffic.model = model
+    for rank in runner.ranks:
+        rank.traffic.model = model
 
     # One thread: a large body is parsed with Python's lock held, and two at once would take twice the memory.
     parsing = ThreadPoolExecutor(1, thread_name_prefix="specjax-parse")
@@ -230,7 +232,7 @@ class EventStream(StreamingResponse):
 
     def __init__(
         self,
-        runner: Runner,
+        runner: Service,
         listener: Listener,
         task: Task,
         answer: Answer,

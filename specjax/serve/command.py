@@ -9,11 +9,13 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence as List
 from functools import partial
 
 import jax
 from tqdm import tqdm
 
+from specjax import sharding
 from specjax.cache import bytes_per_token, init_cache
 from specjax.checkpoint import CheckpointError
 from specjax.cli import flags
@@ -22,6 +24,7 @@ from specjax.engine.notes import devices_note, speculation_note
 from specjax.serve import dry_run
 from specjax.serve.app import create_app
 from specjax.serve.kv_events import KvEventsConfig, Publisher
+from specjax.serve.replicas import Replicas, Service
 from specjax.serve.runner import Runner
 from specjax.serve.server import (
     SIGNALS,
@@ -39,51 +42,69 @@ logger = logging.getLogger("specjax.serve")
 
 
 class _LogHandler(logging.Handler):
-    """To stderr, without tearing progress bars."""
+    """To stderr, without tearing progress bars. Lines from the thread of a replica name it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError):
             return  # a request cut off because the server stops; uvicorn would print its stack
+        _, replica, rank = (record.threadName or "").rpartition("-dp")
+        record.replica = f" DP{rank}" if replica else ""
         with contextlib.suppress(OSError):  # the reader of the log has gone
             tqdm.write(self.format(record), file=sys.stderr)
 
 
 def set_up_logging(level: str) -> None:
     handler = _LogHandler()
-    handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
+    handler.setFormatter(logging.Formatter("[%(asctime)s%(replica)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for noisy in ("jax", "asyncio", "httpx", "httpcore", "filelock"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
-def make_publisher(settings: flags.Settings) -> Publisher | None:
-    """The publisher of `--kv-events-config`; None: no events are wanted. Raises ValueError, which names the flag."""
+def make_publishers(settings: flags.Settings) -> list[Publisher]:
+    """The publishers of `--kv-events-config`, one for each replica; none: no events are wanted. Raises ValueError,
+    which names the flag."""
     if (given := settings.server.kv_events_config) is None:
-        return None
+        return []
     try:
         config = KvEventsConfig.from_json(given)
         if config.publisher == "null":
-            return None
+            return []
         if settings.engine.disable_radix_cache:
             raise ValueError("there is no prefix cache with --disable-radix-cache")
-        return Publisher(config)
+        return [Publisher(config, rank) for rank in range(settings.server.data_parallel_size)]
     except ValueError as error:
         raise ValueError(f"{place_of(settings.server, 'kv_events_config')}: {error}") from None
 
 
-def load(settings: flags.Settings, events: Publisher | None = None) -> Engine:
-    """Loads the engine, and logs what was loaded and what was chosen for it. `events`: told of its prefix cache."""
+def check_devices(settings: flags.Settings) -> None:
+    """Raises ValueError, which names the flags, if JAX has too few devices for the replicas."""
+    split, replicas = settings.engine.tensor_parallel_size, settings.server.data_parallel_size
+    if replicas > 1:
+        what = f"{place_of(settings.server, 'data_parallel_size')} {replicas}"
+        if split > 1:
+            what += f" with {place_of(settings.engine, 'tensor_parallel_size')} {split}"
+        most = jax.local_device_count() // split
+        sharding.check_devices(what, split * replicas, f"; at most {most} replicas fit" if most else "")
+
+
+def load(settings: flags.Settings, events: Publisher | None = None, rank: int = 0) -> Engine:
+    """Loads the engine, or that of the replica `rank`, and logs what was loaded and what was chosen for it. `events`:
+    told of its prefix cache."""
     started = time.perf_counter()
-    one = settings.engine.tensor_parallel_size == 1
+    split = settings.engine.tensor_parallel_size
+    one = split * settings.server.data_parallel_size == 1
     if timed := settings.server.log_level == "debug" and one:
         logger.debug("Steps run in three parts, each waited for, to be measured: slower than with --log-level info")
     flags.claim_gpu(settings)
-    engine = flags.make_engine(settings, time_phases=timed, trace=settings.server.trace_trees)
+    check_devices(settings)
+    given = {"time_phases": timed, "trace": settings.server.trace_trees, "first_device": rank * split}
+    engine = flags.make_engine(settings, **given)
     seconds, dtype = time.perf_counter() - started, engine.target.config.dtype
     tokens = engine.intake.pool_tokens
     draft = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(engine.executables.state_shapes.draft))
     logger.info("Loaded %s on %s in %.1f s: %s", settings.model.model, engine.device_name, seconds, dtype)
-    if engine.mesh is not None:
+    if engine.mesh is not None and engine.mesh.size > 1:
         logger.info("%s", devices_note(engine.mesh, engine.params, engine.executables.state_shapes))
     gigabytes = tokens * bytes_per_token(partial(init_cache, engine.target.pages)) / 1e9
     pool = f"{tokens} tokens in pages of {engine.pool.page_size}, {gigabytes:.2f} GB for the target"
@@ -95,6 +116,17 @@ def load(settings: flags.Settings, events: Publisher | None = None) -> Engine:
         events.begin(engine.pool.page_size)
         engine.scheduler.prefix.observer = events
     return engine
+
+
+def make_service(settings: flags.Settings, events: List[Publisher]) -> Service:
+    """What loads and drives the engine, or its replicas. `events`: of each, or none."""
+
+    def made(rank: int) -> Engine:
+        return load(settings, events[rank] if events else None, rank)
+
+    if (count := settings.server.data_parallel_size) == 1:
+        return Runner(lambda: made(0), settings.server)
+    return Replicas(made, settings.server, count)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -112,14 +144,14 @@ def main(argv: list[str] | None = None) -> int:
         )
     try:
         check_certificate(server)
-        events = make_publisher(settings)
+        events = make_publishers(settings)
         sock = listen(server.host, server.port)
     except (CertificateError, PortError, ValueError) as error:
         print(f"specjax.serve: {error}", file=sys.stderr)
         return 2
     allow_files(2 * server.max_connections)  # connections beyond twice the limit are cut
     logger.info("Listening on %s; requests get a 503 until the model is loaded", url(sock, server))
-    runner = Runner(lambda: load(settings, events), server)
+    runner = make_service(settings, events)
     app = create_app(runner, server, model=server.served_model_name or settings.model.model)
     failure = Server(app, runner, sock, server).run()
     status = 0 if failure is None else 1
@@ -133,8 +165,8 @@ def main(argv: list[str] | None = None) -> int:
     for number in SIGNALS:  # another signal ends the process without a traceback
         signal.signal(number, lambda *_: os._exit(status))
     runner.stop(timeout=2.0 if runner.loaded else 0)  # seconds for the last step to end
-    if events is not None:
-        events.close()
+    for each in events:
+        each.close()
     # Loading, compiling and tokenising cannot be interrupted, and Python cannot end while a thread is inside XLA.
     sys.stderr.flush()
     os._exit(status)

@@ -6,18 +6,20 @@ import asyncio
 import dataclasses
 import functools
 import secrets
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from specjax.cli.flags import ServerSettings
-from specjax.engine import Engine, SamplingParams
+from specjax.engine import SamplingParams
 from specjax.serve.delivery import Listener
 from specjax.serve.errors import bad_request, unavailable
 from specjax.serve.fields import AnyBody, Reading, receive_body
-from specjax.serve.loads import loads, rank_loads
+from specjax.serve.loads import loads, short_loads
 from specjax.serve.metrics import exposition
 from specjax.serve.middleware import check_state
 from specjax.serve.protocol import (
@@ -29,22 +31,26 @@ from specjax.serve.protocol import (
     TokenizeRequest,
     check_model,
 )
+from specjax.serve.replicas import Service
 from specjax.serve.report import describe
 from specjax.serve.responses import fingerprint
 from specjax.serve.runner import Runner
 from specjax.serve.task import refusal
 from specjax.serve.tokenising import Tokenising, work
 
+Result = TypeVar("Result")
+
 READ = ["GET", "HEAD"]
 HEALTH_SECONDS = 20.0  # that a token of `/health_generate` may take
 
 
-def server_info(engine: Engine, runner: Runner, settings: ServerSettings, model: str) -> dict[str, Any]:
-    """The answer of `/get_server_info`: settings, and under `internal_states` what changes, by SGLang's names."""
+def rank_state(rank: Runner) -> dict[str, Any]:
+    """What changes of a replica, by SGLang's names."""
+    engine = rank.engine
     counters, scheduler = engine.counters, engine.scheduler
-    state = {
+    return {
         "avg_spec_accept_length": round(counters.accept_length, 4),
-        "last_gen_throughput": round(runner.traffic.throughput, 2),
+        "last_gen_throughput": round(rank.traffic.throughput, 2),
         "num_running_reqs": len(scheduler.active),
         "num_queue_reqs": len(scheduler.waiting),
         "retractions": scheduler.retractions,
@@ -60,25 +66,43 @@ def server_info(engine: Engine, runner: Runner, settings: ServerSettings, model:
         "cached_tokens": counters.cached_tokens,
         "generated_tokens": counters.generated,
     }
+
+
+def model_info(runner: Service, model: str) -> dict[str, Any]:
+    """The answer of `/get_model_info`: sizes of a replica, counts of all."""
+    engine = runner.engine
+    return describe(engine, model, *(rank.engine for rank in runner.ranks if rank.engine is not engine))
+
+
+def server_info(runner: Service, settings: ServerSettings, model: str) -> dict[str, Any]:
+    """The answer of `/get_server_info`: settings, and under `internal_states` what changes of each replica."""
+    engine = runner.ranks[0].engine
     server = {name: value for name, value in dataclasses.asdict(settings).items() if name != "api_key"}
     return {
-        **describe(engine, model),
+        **model_info(runner, model),
         # SGLang's tests and scripts look for these among the flags, which it has at this place.
         "speculative_num_steps": engine.drafter.depth,
         "speculative_eagle_topk": engine.drafter.topk,
         "disable_radix_cache": not engine.config.prefix_cache,
         "version": fingerprint(),
-        "dp_size": 1,
+        "dp_size": len(runner.ranks),
         "tp_size": engine.config.tensor_parallel,
         "engine": dataclasses.asdict(engine.config),
         "server": server,
-        "internal_states": [state],
+        "internal_states": [rank_state(rank) for rank in runner.ranks],
     }
 
 
+async def of_each(runner: Service, job: Callable[[Runner], Future[Result]]) -> list[Result]:
+    """The results of a job that is begun at all replicas at once."""
+    return await asyncio.gather(*(asyncio.wrap_future(job(rank)) for rank in runner.ranks))
+
+
 def add_control_routes(
-    app: FastAPI, runner: Runner, settings: ServerSettings, *, model: str, tokenising: Tokenising
+    app: FastAPI, runner: Service, settings: ServerSettings, *, model: str, tokenising: Tokenising
 ) -> None:
+    first = runner.ranks[0]  # whose steps a trace counts
+
     async def read(kind: type[AnyBody], request: Request) -> tuple[AnyBody, dict[str, str]]:
         reading = Reading(strict=settings.strict_fields)
         body = kind.read(reading.parse(await receive_body(request)), reading)
@@ -97,15 +121,17 @@ def add_control_routes(
 
     @app.api_route("/health_generate", methods=READ)
     async def health_generate() -> dict[str, Any]:
-        """Draws a token, as a request does."""
+        """Draws a token at each replica, as a request does."""
         check_state(runner)
         if runner.paused:
             raise unavailable("no token is drawn until /continue_generation", retry_after=5)
         id = f"health-{secrets.token_hex(8)}"
-        with runner.reserve(1):
-            sequence = runner.engine.intake.sequence([0], SamplingParams(max_new_tokens=1), id=id)
-            listener = Listener([sequence], streams=False)
-            runner.submit(listener)
+        ranks, params, intake = runner.ranks, SamplingParams(max_new_tokens=1), runner.engine.intake
+        with runner.reserve(len(ranks)):
+            sequences = [intake.sequence([0], params, id=f"{id}-{number}") for number in range(len(ranks))]
+            listener = Listener(sequences, streams=False)
+            for number, rank in enumerate(ranks):
+                rank.submit(listener, [number])
         try:
             async with asyncio.timeout(HEALTH_SECONDS):
                 async for chunk in listener.chunks():
@@ -115,18 +141,18 @@ def add_control_routes(
         except TimeoutError:
             raise unavailable(f"no token came within {HEALTH_SECONDS:g} s", retry_after=5) from None
         finally:
-            runner.abort([sequence])
+            runner.abort(sequences)
         return {"status": "ok"}
 
     @app.api_route("/get_model_info", methods=READ)
     @app.api_route("/model_info", methods=READ)
-    async def model_info() -> dict[str, Any]:
-        return describe(runner.engine, model)
+    async def get_model_info() -> dict[str, Any]:
+        return model_info(runner, model)
 
     @app.api_route("/get_server_info", methods=READ)
     @app.api_route("/server_info", methods=READ)
     async def get_server_info() -> dict[str, Any]:
-        return server_info(runner.engine, runner, settings, model)
+        return server_info(runner, settings, model)
 
     @app.api_route("/v1/loads", methods=READ)
     async def get_loads() -> dict[str, Any]:
@@ -134,17 +160,16 @@ def add_control_routes(
 
     @app.api_route("/get_load", methods=READ)
     async def get_load() -> list[dict[str, int]]:
-        return rank_loads(runner)
+        return short_loads(runner)
 
     @app.api_route("/metrics", methods=READ)
     async def metrics(request: Request) -> Response:
-        text, kind = exposition(runner.engine, runner.traffic, request.headers.get("accept", ""))
+        text, kind = exposition(runner.ranks, request.headers.get("accept", ""))
         return Response(text, headers={"Content-Type": kind})
 
     @app.api_route("/flush_cache", methods=[*READ, "POST"])
     async def flush_cache() -> dict[str, Any]:
-        done = await asyncio.wrap_future(runner.call(lambda engine: engine.flush_cache()))
-        if not done:
+        if not all(await of_each(runner, lambda rank: rank.call(lambda engine: engine.flush_cache()))):
             raise bad_request(f"cannot flush while requests run or wait ({runner.unfinished} do)", code="busy")
         return {"success": True, "message": "Cache flushed."}
 
@@ -152,7 +177,7 @@ def add_control_routes(
     async def start_profile(request: Request) -> Response:
         body, headers = await read_any(ProfileRequest, request)
         try:
-            job = runner.call(lambda _: runner.profiler.begin(body.num_steps))
+            job = first.call(lambda _: first.profiler.begin(body.num_steps))
             folder = await asyncio.wrap_future(job)
         except ValueError as error:
             raise bad_request(str(error), code="profile") from error
@@ -160,19 +185,19 @@ def add_control_routes(
 
     @app.post("/stop_profile")
     async def stop_profile() -> dict[str, Any]:
-        ended = await asyncio.wrap_future(runner.call(lambda _: runner.profiler.end()))
+        ended = await asyncio.wrap_future(first.call(lambda _: first.profiler.end()))
         return {"success": True, "message": "The trace is written." if ended else "No trace was running."}
 
     @app.post("/pause_generation")
     async def pause_generation(request: Request) -> Response:
         body, headers = await read_any(PauseRequest, request)
-        await asyncio.wrap_future(runner.pause(body.mode or "abort"))
+        await of_each(runner, lambda rank: rank.pause(body.mode or "abort"))
         return JSONResponse({"success": True, "message": "Generation paused."}, headers=headers)
 
     @app.post("/continue_generation")
     async def continue_generation(request: Request) -> Response:
         _, headers = await read_any(ContinueRequest, request)
-        await asyncio.wrap_future(runner.go_on())
+        await of_each(runner, Runner.go_on)
         return JSONResponse({"success": True, "message": "Generation continues."}, headers=headers)
 
     @app.post("/abort_request")

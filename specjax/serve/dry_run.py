@@ -96,7 +96,8 @@ def _case(
 
     asked = outlines(None, True)
     bounds = DEVICES[device] if device else this_device(asked.target.config.dtype)
-    return Case(asked, arguments["config"], bounds, platform, devices, share), outlines
+    replicas = settings.server.data_parallel_size
+    return Case(asked, arguments["config"], bounds, platform, devices, share, replicas), outlines
 
 
 # Text, of at most 80 columns.
@@ -117,6 +118,9 @@ def _report(settings: flags.Settings, case: Case, plan: Plan, found: list[Remedy
         f"{device.name}, {count}: {_gb(device.memory)} GB at {device.bandwidth / 1e9:,.0f} GB/s, "
         f"{device.speed(model.dtype) / 1e12:.3g} TFLOP/s ({device.note})",
     )
+    if (count := case.replicas) > 1:
+        text = f"--dp {count}: {count} replicas on {count * case.devices} devices; all figures are of one replica"
+        yield from _fact("replicas", text)
     yield ""
     yield from _memory(case, plan)
     if plan.undivided:
@@ -155,6 +159,7 @@ def _memory(case: Case, plan: Plan) -> Iterator[str]:
     fraction = case.config.mem_fraction
     if case.platform == "cpu":
         text = f"{fraction:.0%} of the machine's {_gb(case.device.memory)} GB (--mem-fraction-static)"
+        text += f", over {case.replicas} replicas" * (case.replicas > 1)
     else:
         memory = Memory(case.device.memory, case.limit, 0)
         share = "" if case.share is None else f" ({' or '.join(SHARE_VARIABLES)} in the environment)"
@@ -265,6 +270,7 @@ def document(settings: flags.Settings, case: Case, plan: Plan, found: list[Remed
         "headers": case.outline.headers,
         "device": case.device._asdict(),
         "devices": case.devices,
+        "replicas": case.replicas,
         "fits": not plan.problems,
         "problems": [flags.in_flags(problem) for problem in plan.problems],
         "memory": {

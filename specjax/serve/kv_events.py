@@ -2,7 +2,7 @@
 
 A message has three frames: topic, sequence number (8 bytes, big-endian), and a batch in MessagePack:
 
-    [time, [event, ...], 0]                                          the last: rank of the replica
+    [time, [event, ...], rank]                                       rank: number of the replica (--dp)
     ["BlockStored", hashes, parent hash, tokens, page size, None, "GPU", None, extra keys]
     ["BlockRemoved", hashes, "GPU"]
     ["AllBlocksCleared"]
@@ -178,15 +178,30 @@ class Translator:
             found.append(["BlockRemoved", [own], MEDIUM])
 
 
+def address_of(endpoint: str, rank: int) -> str:
+    """The address of a replica's socket, as vLLM and SGLang have it: the port of a tcp address plus the rank, other
+    addresses with `_dp` and the rank. That of rank 0 is as it was given."""
+    if not rank:
+        return endpoint
+    base, _, port = endpoint.rpartition(":")
+    if endpoint.startswith("tcp://") and port.isdecimal():
+        return f"{base}:{int(port) + rank}"
+    return f"{endpoint}_dp{rank}"
+
+
 class Publisher(threading.Thread):
     """Publishes what a prefix cache tells it (`specjax.engine.pages.Observer`).
+
+    Args:
+        rank: the number of the replica whose cache it is; `address_of` gives its sockets' addresses.
 
     Raises:
         ValueError: an address cannot be used, or pyzmq is not installed.
     """
 
-    def __init__(self, config: KvEventsConfig) -> None:
+    def __init__(self, config: KvEventsConfig, rank: int = 0) -> None:
         super().__init__(name="specjax-kv-events", daemon=True)
+        self._rank = rank
         try:
             self._zmq: Any = importlib.import_module("zmq")
             self._pack = importlib.import_module("msgpack").packb
@@ -200,12 +215,11 @@ class Publisher(threading.Thread):
         self._context = self._zmq.Context()
         self._replay: Any = None
         try:
-            binds = any(part in config.endpoint for part in ("*", "::")) or config.endpoint.startswith(
-                ("ipc://", "inproc://")
-            )
-            self._events = self._socket(self._zmq.PUB, config.endpoint, config.hwm, binds=binds)
+            endpoint = address_of(config.endpoint, rank)
+            binds = any(part in endpoint for part in ("*", "::")) or endpoint.startswith(("ipc://", "inproc://"))
+            self._events = self._socket(self._zmq.PUB, endpoint, config.hwm, binds=binds)
             if config.replay_endpoint:
-                self._replay = self._socket(self._zmq.ROUTER, config.replay_endpoint, 0, binds=True)
+                self._replay = self._socket(self._zmq.ROUTER, address_of(config.replay_endpoint, rank), 0, binds=True)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -287,7 +301,7 @@ class Publisher(threading.Thread):
         assert self._translator is not None
         if not (events := self._translator.events(changes)):
             return
-        number, batch = self._sequence.to_bytes(8, "big"), self._pack([time.time(), events, 0])
+        number, batch = self._sequence.to_bytes(8, "big"), self._pack([time.time(), events, self._rank])
         self._sequence += 1
         self._kept.append((number, batch))
         self._events.send_multipart((self._topic, number, batch))

@@ -6,18 +6,19 @@ import datetime
 from typing import Any
 
 from specjax.serve.metrics import read
+from specjax.serve.replicas import Service
 from specjax.serve.responses import fingerprint
 from specjax.serve.runner import Runner
 
 
-def load_of(runner: Runner) -> dict[str, Any]:
-    """An entry of `loads`. Names and meanings are SGLang's. Tokens to come are those of waiting requests, and `grammar`
-    is 0 since a grammar is compiled before its request is queued."""
+def load_of(runner: Runner, rank: int) -> dict[str, Any]:
+    """An entry of `loads`, of the replica with this number. Names and meanings are SGLang's. Tokens to come are those
+    of waiting requests, and `grammar` is 0 since a grammar is compiled before its request is queued."""
     engine = runner.engine
-    values = {each.name: each.value for each in read(engine, runner.traffic)}
+    values = {each.name: each.value for each in read([runner])}
     waiting, most = list(engine.scheduler.waiting), engine.config.max_running_requests
     return {
-        "dp_rank": 0,
+        "dp_rank": rank,
         "num_running_reqs": values["num_running_reqs"],
         "num_waiting_reqs": len(waiting),
         "num_used_tokens": values["num_used_tokens"],
@@ -38,29 +39,42 @@ def load_of(runner: Runner) -> dict[str, Any]:
     }
 
 
-def loads(runner: Runner) -> dict[str, Any]:
-    """The answer of `/v1/loads`; a server is one rank."""
-    load = load_of(runner)
-    running, waiting = load["num_running_reqs"], load["num_waiting_reqs"]
+def rank_loads(runner: Service) -> list[dict[str, Any]]:
+    return [load_of(each, rank) for rank, each in enumerate(runner.ranks)]
+
+
+def loads(runner: Service) -> dict[str, Any]:
+    """The answer of `/v1/loads`."""
+    found = rank_loads(runner)
+
+    def total(name: str) -> Any:
+        return sum(load[name] for load in found)
+
+    running, waiting = total("num_running_reqs"), total("num_waiting_reqs")
     return {
         "timestamp": datetime.datetime.now(datetime.UTC).isoformat(),
         "version": fingerprint(),
-        "dp_rank_count": 1,
-        "loads": [load],
+        "dp_rank_count": len(found),
+        "loads": found,
         "aggregate": {
             "total_running_reqs": running,
             "total_waiting_reqs": waiting,
             "total_reqs": running + waiting,
-            "avg_token_usage": load["token_usage"],
-            "avg_throughput": load["gen_throughput"],
-            "avg_utilization": load["utilization"],
+            "avg_token_usage": total("token_usage") / len(found),
+            "avg_throughput": total("gen_throughput") / len(found),
+            "avg_utilization": total("utilization") / len(found),
         },
     }
 
 
-def rank_loads(runner: Runner) -> list[dict[str, int]]:
+def short_loads(runner: Service) -> list[dict[str, int]]:
     """The answer of `/get_load`, which sglang-router reads for its policy power_of_two."""
-    load = load_of(runner)
-    waiting = load["num_waiting_reqs"]
-    reqs = load["num_running_reqs"] + waiting
-    return [{"dp_rank": 0, "num_reqs": reqs, "num_waiting_reqs": waiting, "num_tokens": load["num_total_tokens"]}]
+    return [
+        {
+            "dp_rank": load["dp_rank"],
+            "num_reqs": load["num_running_reqs"] + load["num_waiting_reqs"],
+            "num_waiting_reqs": load["num_waiting_reqs"],
+            "num_tokens": load["num_total_tokens"],
+        }
+        for load in rank_loads(runner)
+    ]

@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as List
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -22,6 +23,7 @@ from prometheus_client.utils import floatToGoString
 
 from specjax.engine import Engine
 from specjax.engine.sequence import Sequence, Status
+from specjax.engine.transfers import Counters
 
 OURS, SGLANG, VLLM = "specjax:", "sglang:", "vllm:"
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2, 4, 8, 15, 30, 60, 120, 240)
@@ -45,6 +47,14 @@ class Latencies:
         self._counts[bisect_left(SECONDS, seconds)] += times
         self._sum += seconds * times
 
+    @classmethod
+    def sum(cls, several: Iterable[Latencies]) -> Latencies:
+        found = cls()
+        for each in several:
+            found._counts = [*map(sum, zip(found._counts, each._counts, strict=True))]
+            found._sum += each._sum
+        return found
+
     def family(self, name: str, about: str, model: str) -> Metric:
         bounds = [*map(floatToGoString, SECONDS), "+Inf"]
         found = HistogramMetricFamily(name, about, labels=["model_name"])
@@ -53,23 +63,21 @@ class Latencies:
 
 
 class Traffic:
-    """What happens to requests. Written by the engine's thread, apart from `arrived`.
+    """What happens to the requests of an engine. Written by its thread, apart from `arrived`.
 
     Attributes:
+        latencies: by the names of `LATENCIES`.
         model: its name, by which all is labelled.
     """
 
     def __init__(self) -> None:
-        self._latencies = {name: Latencies() for name in LATENCIES}
-        self._first, self._between, self._whole = self._latencies.values()
+        self.latencies = {name: Latencies() for name in LATENCIES}
+        self._first, self._between, self._whole = self.latencies.values()
         self.model = ""
         self.requests = 0
         self.aborted = 0
         self.throughput = 0.0  # tokens a second, as the last log line about decoding has it
         self._times: dict[Sequence, tuple[float, float, int]] = {}  # arrival, last token, tokens so far
-
-    def families(self) -> list[Metric]:
-        return [self._latencies[name].family(OURS + name, about, self.model) for name, about in LATENCIES.items()]
 
     def arrived(self, sequences: Iterable[Sequence]) -> None:
         now = time.perf_counter()
@@ -102,6 +110,17 @@ class Traffic:
             self.aborted += reason is None or reason.type == "abort"
 
 
+@runtime_checkable
+class Replica(Protocol):
+    """What is counted of a replica of the engine."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+    @property
+    def traffic(self) -> Traffic: ...
+
+
 class _Known(NamedTuple):
     """A metric that is read of the engine."""
 
@@ -112,46 +131,61 @@ class _Known(NamedTuple):
     value: float
 
 
-def read(engine: Engine, traffic: Traffic) -> list[_Known]:
-    """All totals and gauges. Names and meanings are SGLang's; of tokens, those of contexts, of resumed requests too."""
-    counters, scheduler = engine.counters, engine.scheduler
+def _used_tokens(engine: Engine) -> int:
     total = engine.intake.pool_tokens
-    free = scheduler.available * engine.pool.page_size
-    used = total - min(free, total)
+    return total - min(engine.scheduler.available * engine.pool.page_size, total)
+
+
+def read(replicas: List[Replica]) -> list[_Known]:
+    """All totals and gauges, of several replicas together. Names and meanings are SGLang's; of tokens, those of
+    contexts, of resumed requests too."""
+    engines, traffics = [each.engine for each in replicas], [each.traffic for each in replicas]
+    counters, drafter = Counters.sum(engine.counters for engine in engines), engines[0].drafter
+    running = sum(len(engine.scheduler.active) for engine in engines)
+    waiting = sum(len(engine.scheduler.waiting) for engine in engines)
+    total, used = sum(engine.intake.pool_tokens for engine in engines), sum(map(_used_tokens, engines))
     context = counters.prefilled_tokens + counters.cached_tokens
-    places = counters.drafted_steps * max(engine.drafter.width - 1, 1)
+    places = counters.drafted_steps * max(drafter.width - 1, 1)
     return [
-        _Known("num_running_reqs", "num_requests_running", "gauge", "Requests that run.", len(scheduler.active)),
-        _Known("num_queue_reqs", "num_requests_waiting", "gauge", "Requests that wait.", len(scheduler.waiting)),
+        _Known("num_running_reqs", "num_requests_running", "gauge", "Requests that run.", running),
+        _Known("num_queue_reqs", "num_requests_waiting", "gauge", "Requests that wait.", waiting),
         _Known("num_used_tokens", None, "gauge", "Tokens in pages that running requests hold.", used),
         _Known("token_usage", "kv_cache_usage_perc", "gauge", "Their share of the pool, from 0 to 1.", used / total),
-        _Known("gen_throughput", None, "gauge", "Tokens a second, of the last steps.", traffic.throughput),
+        _Known("gen_throughput", None, "gauge", "Tokens a second, of the last steps.",
+               sum(traffic.throughput for traffic in traffics)),
         _Known("cache_hit_rate", None, "gauge", "Share of prompt tokens from the prefix cache, since the start.",
                counters.cached_tokens / context if context else 0.0),
         _Known("spec_accept_length", None, "gauge", "Tokens a verification, since the start.", counters.accept_length),
         _Known("spec_accept_rate", None, "gauge", "Share of the drafted tokens that were accepted, since the start.",
                counters.accepted / places if counters.drafted_steps else 0.0),
-        _Known("spec_num_draft_tokens", None, "gauge", "Nodes of the widest draft tree.", engine.drafter.width),
-        _Known("spec_num_steps", None, "gauge", "Depth of the deepest draft tree.", engine.drafter.depth),
+        _Known("spec_num_draft_tokens", None, "gauge", "Nodes of the widest draft tree.", drafter.width),
+        _Known("spec_num_steps", None, "gauge", "Depth of the deepest draft tree.", drafter.depth),
         _Known("max_total_num_tokens", None, "gauge", "Tokens that the pool holds.", total),
-        _Known("num_retracted_reqs", None, "gauge", "Requests sent back to the queue.", scheduler.retractions),
+        _Known("num_retracted_reqs", None, "gauge", "Requests sent back to the queue.",
+               sum(engine.scheduler.retractions for engine in engines)),
         _Known("prompt_tokens", "prompt_tokens", "counter", "Tokens of prompts.", context),
         _Known("generation_tokens", "generation_tokens", "counter", "Tokens drawn.", counters.generated),
         _Known("cached_tokens", "prefix_cache_hits", "counter", "Tokens from the cache.", counters.cached_tokens),
-        _Known("num_requests", None, "counter", "Requests that have arrived.", traffic.requests),
-        _Known("num_aborted_requests", None, "counter", "Requests that ended early.", traffic.aborted),
+        _Known("num_requests", None, "counter", "Requests that have arrived.",
+               sum(traffic.requests for traffic in traffics)),
+        _Known("num_aborted_requests", None, "counter", "Requests that ended early.",
+               sum(traffic.aborted for traffic in traffics)),
     ]  # fmt: skip
 
 
+_FAMILIES: dict[str, Any] = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+
+
 class _Everything(Collector):
-    def __init__(self, engine: Engine, traffic: Traffic) -> None:
-        self._engine, self._traffic = engine, traffic
+    def __init__(self, replicas: List[Replica]) -> None:
+        self._replicas = replicas
 
     def collect(self) -> Iterator[Metric]:
-        label = [self._traffic.model]
-        found = read(self._engine, self._traffic)
+        engines, model = [each.engine for each in self._replicas], self._replicas[0].traffic.model
+        label = [model]
+        found = read(self._replicas)
         for each in found:
-            make: Any = CounterMetricFamily if each.kind == "counter" else GaugeMetricFamily
+            make = _FAMILIES[each.kind]
             names = [OURS + each.name, SGLANG + each.name] + ([VLLM + each.vllm] if each.vllm else [])
             for name in names:
                 family = make(name, each.about, labels=["model_name"])
@@ -160,17 +194,31 @@ class _Everything(Collector):
         queries = CounterMetricFamily(VLLM + "prefix_cache_queries", "Tokens of prompts.", labels=["model_name"])
         queries.add_metric(label, next(each.value for each in found if each.name == "prompt_tokens"))
         yield queries
-        yield from _cache_config(self._engine, label)
+        yield from _cache_config(engines, label)
         yield from _adapters(label)
-        yield from _speculation(self._engine, label)
-        for family in self._traffic.families():
+        yield from _speculation(engines, label)
+        if len(engines) > 1:
+            yield from _each(self._replicas, label)
+        for name, about in LATENCIES.items():
+            together = Latencies.sum(each.traffic.latencies[name] for each in self._replicas)
+            family = together.family(OURS + name, about, model)
             for prefix in (OURS, SGLANG, VLLM):
                 yield _renamed(family, prefix)
 
 
-def _cache_config(engine: Engine, label: list[str]) -> Iterator[Metric]:
-    """The pool's pages under the labels of SGLang and of vLLM, as llm-d's endpoint picker reads them."""
-    pages = [str(engine.pool.page_size), str(engine.pool.pages)]
+def _each(replicas: List[Replica], label: list[str]) -> Iterator[Metric]:
+    """The same of each replica, under names of their own, so that a sum over a name counts nothing twice."""
+    for known in zip(*(read([each]) for each in replicas), strict=True):
+        make, name = _FAMILIES[known[0].kind], f"{OURS}rank_{known[0].name}"
+        family = make(name, f"Of one replica. {known[0].about}", labels=["model_name", "dp_rank"])
+        for rank, each in enumerate(known):
+            family.add_metric([*label, str(rank)], each.value)
+        yield family
+
+
+def _cache_config(engines: List[Engine], label: list[str]) -> Iterator[Metric]:
+    """The pools' pages under the labels of SGLang and of vLLM, as llm-d's endpoint picker reads them."""
+    pages = [str(engines[0].pool.page_size), str(sum(engine.pool.pages for engine in engines))]
     for prefix, names in ((SGLANG, ["page_size", "num_pages"]), (VLLM, ["block_size", "num_gpu_blocks"])):
         family = GaugeMetricFamily(f"{prefix}cache_config_info", "Pages of the pool.", labels=["model_name", *names])
         family.add_metric([*label, *pages], 1)
@@ -185,9 +233,10 @@ def _adapters(label: list[str]) -> Iterator[Metric]:
     yield family
 
 
-def _speculation(engine: Engine, label: list[str]) -> Iterator[Metric]:
+def _speculation(engines: List[Engine], label: list[str]) -> Iterator[Metric]:
     """vLLM's totals of speculation, read by its `bench serve`. None where nothing is drafted."""
-    counters, width = engine.counters, engine.drafter.width
+    counters, drafter = Counters.sum(engine.counters for engine in engines), engines[0].drafter
+    width = drafter.width
     if width == 1:
         return
     totals = {
@@ -204,7 +253,7 @@ def _speculation(engine: Engine, label: list[str]) -> Iterator[Metric]:
         "Drafts that became text, by depth in the tree, from 0.",
         labels=["model_name", "position"],
     )
-    for position in range(engine.drafter.depth):
+    for position in range(drafter.depth):
         at = counters.accepted_at
         each.add_metric([*label, str(position)], at[position] if position < len(at) else 0)
     yield each
@@ -217,9 +266,9 @@ def _renamed(family: Metric, prefix: str) -> Metric:
     return copy
 
 
-def exposition(engine: Engine, traffic: Traffic, accept: str) -> tuple[bytes, str]:
+def exposition(replicas: List[Replica], accept: str) -> tuple[bytes, str]:
     """The text of `/metrics` and its content type, in the format that an Accept header asks for."""
     registry = CollectorRegistry()
-    registry.register(_Everything(engine, traffic))
+    registry.register(_Everything(replicas))
     encode, kind = choose_encoder(accept)
     return encode(registry), kind

@@ -17,7 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specjax.cli.flags import ServerSettings
 from specjax.serve.errors import ApiError, unavailable
-from specjax.serve.runner import SHUT_DOWN, Runner, State
+from specjax.serve.replicas import Service
+from specjax.serve.runner import SHUT_DOWN, State
 
 logger = logging.getLogger("specjax.serve")
 
@@ -35,7 +36,7 @@ INTERNAL = "internal error; the server's log has it"
 
 
 class Gate:
-    def __init__(self, app: ASGIApp, *, runner: Runner, settings: ServerSettings) -> None:
+    def __init__(self, app: ASGIApp, *, runner: Service, settings: ServerSettings) -> None:
         self._app, self._runner, self._settings = app, runner, settings
         self._held = 0  # bytes of bodies
 
@@ -111,7 +112,7 @@ class Gate:
             raise _too_large()
 
 
-def check_state(runner: Runner) -> None:
+def check_state(runner: Service) -> None:
     """Raises an ApiError, a 503, if the engine takes no requests."""
     if runner.state is State.LOADING:
         raise unavailable("the model is loading", retry_after=5)

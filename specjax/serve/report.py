@@ -98,9 +98,10 @@ def lossy_thresholds(engine: Engine) -> dict[str, float] | None:
     return {"accept_threshold_single": verify.single, "accept_threshold_acc": verify.cumulative}
 
 
-def describe(engine: Engine, model: str) -> dict[str, Any]:
-    """The answer of `/get_model_info`."""
-    config, counters = engine.target.config, engine.counters
+def describe(engine: Engine, model: str, *others: Engine) -> dict[str, Any]:
+    """The answer of `/get_model_info`. `others`: further replicas of the engine, which are counted, too."""
+    config, engines = engine.target.config, (engine, *others)
+    counters = Counters.sum(each.counters for each in engines)
     return {
         "model_path": model,
         "served_model_name": model,
@@ -121,5 +122,7 @@ def describe(engine: Engine, model: str) -> dict[str, Any]:
         "verify_steps": counters.verifications,
         **drafting_summary(engine.drafter, engine.buckets, counters.verifications, counters.drafted_steps, in_flags),
         "device": engine.device_name,
-        "compiling": len(engine.executables.pending),  # buckets that still compile in the background
+        "compiling": sum(
+            len(each.executables.pending) for each in engines
+        ),  # buckets that still compile in the background
     }

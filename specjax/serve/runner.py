@@ -15,7 +15,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as List
 from concurrent.futures import Future, InvalidStateError
 from enum import Enum
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -25,8 +26,9 @@ from specjax.engine import Engine
 from specjax.engine.generation import forget_frames
 from specjax.engine.sequence import Sequence, Status
 from specjax.serve.delivery import FAILED_REQUEST, Change, Delivery, Listener, send
-from specjax.serve.errors import bad_request, unavailable
+from specjax.serve.errors import bad_request
 from specjax.serve.metrics import Traffic
+from specjax.serve.places import Places
 from specjax.serve.profiling import Profiler
 from specjax.serve.report import Report
 
@@ -73,7 +75,8 @@ class Runner(threading.Thread):
         self._stop_requested = False
         self._ended: str | None = None  # why no request is taken any more
         self.paused = False  # by `pause`
-        self._reserved = 0  # places of requests that are being tokenised
+        self.places = Places(lambda: self.unfinished, lambda: self.capacity)
+        self.reserve = self.places.reserve
         self._calls: set[Future[Any]] = set()  # futures of `call` that are not done
         # For the watchdog: whether anything is under way, and a number that changes with each step and command.
         self._busy, self._beat = False, 0
@@ -108,7 +111,7 @@ class Runner(threading.Thread):
     @property
     def pending(self) -> int:
         """Sequences that are being tokenised, waiting or running."""
-        return len(self._listeners) + self._reserved
+        return self.places.taken
 
     @property
     def capacity(self) -> int:
@@ -117,35 +120,30 @@ class Runner(threading.Thread):
 
     # From any thread
 
-    @contextlib.contextmanager
-    def reserve(self, count: int) -> Iterator[None]:
-        """Keeps places for `count` sequences while they are tokenised; `submit` them before the end. Raises an
-        ApiError, a 503, if too many requests wait already."""
-        with self._wake:
-            if self.pending + count > self.capacity:
-                problem = f"{self.pending} requests run or wait; at most {self.capacity} may"
-                raise unavailable(f"the queue is full: {problem}", retry_after=1)
-            self._reserved += count
-        try:
-            yield
-        finally:
-            with self._wake:
-                self._reserved -= count
-
-    def submit(self, listener: Listener) -> None:
-        """Queues a request's sequences. Raises an ApiError, a 400, if an id is in use."""
+    def submit(self, listener: Listener, indices: Iterable[int] | None = None) -> None:
+        """Queues a request's sequences, or those of some indices. Raises an ApiError, a 400, if an id is in use."""
+        chosen = list(range(len(listener.sequences)) if indices is None else indices)
+        sequences = [listener.sequences[index] for index in chosen]
         with self._wake:
             if self._ended is not None:
-                send((listener, listener.aborted(i, self._ended)) for i in range(len(listener.sequences)))
+                message = self._ended
+                send((listener, listener.aborted(index, message)) for index in chosen)
                 return
-            taken = {sequence.id for sequence in self._listeners}
-            for sequence in listener.sequences:
-                if sequence.id in taken:
-                    raise bad_request(f"a request with id {sequence.id!r} is running", "rid")
-                taken.add(sequence.id)
-            self._listeners |= {sequence: (listener, index) for index, sequence in enumerate(listener.sequences)}
-            self.traffic.arrived(listener.sequences)
-            self._command(lambda: self._enqueue(listener))
+            check_ids(sequences, self.ids)
+            self._listeners |= {listener.sequences[index]: (listener, index) for index in chosen}
+            self.traffic.arrived(sequences)
+            self._command(lambda: self._enqueue(sequences))
+
+    @property
+    def ids(self) -> list[str]:
+        """Of the sequences that are waiting or running."""
+        with self._wake:
+            return [sequence.id for sequence in self._listeners]
+
+    @property
+    def ranks(self) -> list[Runner]:
+        """The replicas of the engine: this one."""
+        return [self]
 
     def abort(self, sequences: Iterable[Sequence]) -> None:
         """Ends these, if they still run; their pages come back before the next step."""
@@ -334,8 +332,8 @@ class Runner(threading.Thread):
         logger.error("The engine is stuck, all requests end: %s. Its thread is at:\n%s", problem, where)
         self.end_all(ENGINE_STUCK, failure=EngineStuck(problem))
 
-    def _enqueue(self, listener: Listener) -> None:
-        for sequence in listener.sequences:
+    def _enqueue(self, sequences: List[Sequence]) -> None:
+        for sequence in sequences:
             if sequence in self._listeners:  # not if it has been aborted before it was queued
                 try:
                     self.engine.enqueue(sequence)
@@ -392,9 +390,18 @@ class Runner(threading.Thread):
             self._wake.notify()
 
     def _change(self, state: State) -> None:
-        if self.state is not State.DRAINING:
+        if self.state not in (State.DRAINING, State.FAILED):
             self.state = state
         self.on_change()
+
+
+def check_ids(sequences: Iterable[Sequence], running: Iterable[str]) -> None:
+    """Raises an ApiError, a 400, if one of the sequences has an id that is running or that another of them has."""
+    taken = set(running)
+    for sequence in sequences:
+        if sequence.id in taken:
+            raise bad_request(f"a request with id {sequence.id!r} is running", "rid")
+        taken.add(sequence.id)
 
 
 class Watchdog(threading.Thread):

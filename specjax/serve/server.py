@@ -22,7 +22,8 @@ from starlette.types import ASGIApp
 
 from specjax.cli.flags import ServerSettings
 from specjax.serve.connection import connection_class
-from specjax.serve.runner import SHUT_DOWN, Runner, State
+from specjax.serve.replicas import Service
+from specjax.serve.runner import SHUT_DOWN, State
 
 logger = logging.getLogger("specjax.serve")
 
@@ -95,7 +96,7 @@ class _Uvicorn(uvicorn.Server):
 class Server:
     """Serves an app until a signal comes, or until the engine fails."""
 
-    def __init__(self, app: ASGIApp, runner: Runner, sock: socket.socket, settings: ServerSettings) -> None:
+    def __init__(self, app: ASGIApp, runner: Service, sock: socket.socket, settings: ServerSettings) -> None:
         self._runner, self._sock, self._settings = runner, sock, settings
         self._timeout = settings.shutdown_timeout
         config = uvicorn.Config(

@@ -53,7 +53,13 @@ def settings_of(llm_config: Any) -> Settings:
     found: dict[str, Any] = {"model": source, "served_model_name": loading.model_id}
     if loading.tokenizer_source is not None:
         found["tokenizer_path"] = loading.tokenizer_source
-    return from_mapping(found | kwargs, Settings(), PLACE)
+    settings = from_mapping(found | kwargs, Settings(), PLACE)
+    if settings.server.data_parallel_size > 1:
+        raise ValueError(
+            f"{PLACE}: data_parallel_size must be 1 under Ray Serve, got {settings.server.data_parallel_size}; "
+            "num_replicas in deployment_config starts replicas"
+        )
+    return settings
 
 
 def deployment_options(llm_config: Any) -> dict[str, Any]:

@@ -1,0 +1,65 @@
+"""Replicas over several devices of a CPU write what one device writes, each on its own devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_helpers import tokenizer
+from test_mesh import run
+from tiny_checkpoints import save_llama
+
+pytestmark = pytest.mark.process
+
+PROGRAM = "replicas_program.py"
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    """One device, without drafts."""
+    return run(["none", 1])[0]
+
+
+def check(found: dict[str, Any], texts: Any, replicas: int, split: int) -> None:
+    assert "error" not in found, found
+    assert found["texts"] == [texts, texts]
+    assert all(found["generated"]), "a replica has no requests"
+    assert found["devices"] == [[rank * split + i for i in range(split)] for rank in range(replicas)]
+    assert found["sizes"] == [replicas, split, replicas, replicas]
+    assert found["cached"] > 0
+
+
+def test_replicas_of_one_device_and_of_two(alone):
+    """Biased, sampled and penalised requests, a grammar, and prompts of which pages are reused."""
+    plain, drafted = run(["none", 2, 1], ["eagle3", 2, 2], program=PROGRAM)
+    check(plain, alone["texts"], 2, 1)
+    check(drafted, alone["texts"], 2, 2)
+    assert drafted["algorithm"] == "EAGLE3" and drafted["accepted"] > 0
+
+
+@pytest.mark.slow
+def test_every_drafter(alone):
+    cases = ("ngram", "eagle", "eagle3", "token_map", "standalone", "mtp")
+    for found in run(*([case, 2, 1, True] for case in cases), program=PROGRAM):
+        check(found, alone["texts"], 2, 1)
+    check(run(["none", 4, 1], program=PROGRAM)[0], alone["texts"], 4, 1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("replicas")
+    save_llama(root, num_attention_heads=8, num_key_value_heads=2, initializer_range=0.2, shard="60KB")
+    tokenizer().save_pretrained(root)
+    return root
+
+
+def test_the_flags(folder):
+    """A model from files, with adaptive choice."""
+    sizes = ["--model", str(folder), "--max-running-requests", "1", "--page-size", "4", "--max-total-tokens", "512"]
+    sizes += ["--context-length", "64", "--chunked-prefill-size", "16", "--dtype", "float32"]
+    plain = [*sizes, "--speculative-algorithm", "NONE"]
+    one, both = run(plain, [*sizes, "--dp", "2", "--tp", "2"], program=PROGRAM)
+    assert one["texts"][0] == one["texts"][1]
+    check(both, one["texts"][0], 2, 2)
+    assert both["algorithm"] == "NGRAM" and both["chooses"] == [True, True]
