@@ -248,9 +248,9 @@ def admission(engine: Engine, text: np.ndarray, count: int) -> dict[str, Any]:
     sent: list[int] = []
     update = engine.device.update
 
-    def counted(change: Any, *arguments: Any) -> None:
+    def counted(change: Any, *arguments: Any, **told: Any) -> None:
         sent.append(sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(arguments)))
-        update(change, *arguments)
+        update(change, *arguments, **told)
 
     engine.device.update = counted
     samples = []

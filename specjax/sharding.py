@@ -1,4 +1,4 @@
-"""A model over several devices of one process: its mesh, and where each leaf of parameters and state lies.
+"""A model over several devices, of one process or more: its mesh, and where each leaf of parameters and state lies.
 
 The mesh has one axis. A leaf is split along its first logical axis that the devices divide (`specjax.models.params`),
 and every device has the whole of the others. `specjax_kernels.mesh` has what traced functions know of it.
@@ -37,9 +37,17 @@ T = TypeVar("T")
 AnyConfig = TypeVar("AnyConfig", bound=ModelConfig | HeadConfig | MtpConfig)
 
 
-def make_mesh(count: int, first: int = 0) -> Mesh | None:
-    """A mesh of `count` of this process's devices, from number `first` on; None: JAX's first device alone, which needs
+def make_mesh(count: int, first: int = 0, *, hosts: bool = False) -> Mesh | None:
+    """A mesh of `count` of this process's devices, from number `first` on, or with `hosts` of those of all processes
+    that share the model (`specjax.hosts`), of which none may be left out; None: JAX's first device alone, which needs
     none. Raises ValueError: there are fewer."""
+    if hosts:
+        if (total := jax.device_count()) != count:
+            raise ValueError(
+                f"EngineConfig.tensor_parallel {count} must be the number of devices of all {jax.process_count()} "
+                f"processes together, which is {total}; this one has {jax.local_device_count()}"
+            )
+        return jax.make_mesh((count,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices())
     check_devices(
         f"EngineConfig.tensor_parallel {count}" + (f" from device {first} on" if first else ""), first + count
     )
@@ -135,10 +143,19 @@ def regrouped(value: np.ndarray, leaf: Leaf, copies: int) -> np.ndarray:
     return np.concatenate([queries, np.repeat(keys, copies, axis=axis)], axis=axis + 1)
 
 
+def placed(value: Any, where: NamedSharding) -> jax.Array:
+    """An array where the sharding says. Where that is over several processes, each has the same whole array, and copies
+    its part of it: `jax.device_put` would have them compare it first."""
+    if where.is_fully_addressable or (isinstance(value, jax.Array) and not value.is_fully_addressable):
+        return jax.device_put(value, where)
+    host = np.asarray(value)
+    return jax.make_array_from_callback(host.shape, where, lambda index: host[index])
+
+
 def put(mesh: Mesh, value: Any, leaf: Leaf | None) -> Any:
     """A leaf of floats on the mesh; None: it is not declared, so every device has it."""
     axes: Sequence[Any] = () if leaf is None else leaf.axes
-    return jax.device_put(value, NamedSharding(mesh, spec(axes, value.shape, mesh.size)))
+    return placed(value, NamedSharding(mesh, spec(axes, value.shape, mesh.size)))
 
 
 class Widened(list[str]):
@@ -162,7 +179,7 @@ def put_quantised(
     found = split_quantised(value, leaf, mesh.size)
     if found is not None:
         places = jax.tree.map(lambda axis: NamedSharding(mesh, on_axis(axis)), split_axes(found))
-        return jax.device_put(found, places)
+        return jax.tree.map(placed, found, places)
     widened.append(leaf.name)
     axis = leaf.dims.index("X") + 1 if "X" in leaf.dims else 0
     return put(mesh, shaped(np.moveaxis(np.asarray(dequantise(value, np.dtype(dtype))), -1, axis)), leaf)
@@ -190,7 +207,7 @@ def made(
     leaf is not), and some of its indices."""
     where = NamedSharding(mesh, spec(leaf.axes, shape, mesh.size))
     if where.is_fully_replicated:
-        return jax.device_put(make(None, slice(None)), where)
+        return placed(make(None, slice(None)), where)
     axis = tuple(where.spec).index(AXIS)
 
     def part(index: Any) -> np.ndarray:
@@ -202,12 +219,12 @@ def made(
 def empty_state(mesh: Mesh, make: Callable[[], T]) -> T:
     """What `make` allocates, with pools split over the mesh (`specjax.cache.init_cache`), and the rest everywhere."""
 
-    def placed(leaf: jax.Array) -> jax.Array:
+    def spread(leaf: jax.Array) -> jax.Array:
         split = isinstance(leaf.sharding, NamedSharding) and AXIS in leaf.sharding.spec
-        return leaf if split else jax.device_put(leaf, everywhere(mesh))
+        return leaf if split else placed(leaf, everywhere(mesh))
 
     with under(mesh):
-        return jax.tree.map(placed, make())
+        return jax.tree.map(spread, make())
 
 
 def described(shapes: T, like: T) -> T:

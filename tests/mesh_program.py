@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 1 if jax.distributed.is_initialized() else 4)
 
 from engine_helpers import NGRAM, tokenizer  # noqa: E402
 from specjax_kernels import CAUSAL  # noqa: E402
@@ -27,6 +27,7 @@ from specjax.drafters.standalone import standalone_drafter  # noqa: E402
 from specjax.engine import Engine, EngineConfig, SamplingParams  # noqa: E402
 from specjax.engine.grammar import Grammar  # noqa: E402
 from specjax.engine.placing import place_params  # noqa: E402
+from specjax.hosts import Group  # noqa: E402
 from specjax.models import init_params, make_target  # noqa: E402
 from specjax.models.draft_head import init_head_params, with_token_map  # noqa: E402
 from specjax.models.mtp_spec import mtp_sizes, mtp_table  # noqa: E402
@@ -155,10 +156,11 @@ def run(engine: Engine) -> dict[str, Any]:
     }
 
 
-def in_memory(case: str, count: int) -> Engine:
+def in_memory(case: str, count: int, group: Group | None = None) -> Engine:
     drafter, draft, description = CASES[case]()
     params = Params(weights, draft)
-    return Engine(target, params, tokenizer(), drafter, config=settings(count), draft_model=description)
+    more: dict[str, Any] = {"draft_model": description, "group": group}
+    return Engine(target, params, tokenizer(), drafter, config=settings(count), **more)
 
 
 def from_files(folder: str, count: int, algorithm: str, path: str | None) -> Engine:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_helpers import tokenizer
+from mesh_helpers import run
 from specjax_kernels.mesh import spec
 from tiny_checkpoints import save_llama, save_mtp
 from tiny_heads import save_head
@@ -28,21 +24,6 @@ LAYERS = 2
 COLLECTIVES = 2 * LAYERS + 4
 """Two sums a layer, the embedding's rows, a pair of numbers for the argmax, and, in branches that are taken where a
 request needs them, the logits of the node that is drawn at and those of log-probabilities."""
-
-
-def run(*cases: list[Any], program: str = "mesh_program.py") -> list[dict[str, Any]]:
-    """What a program of this folder says of each, all in one process."""
-    tests = Path(__file__).parent
-    paths = [tests.parent, tests.parent / "kernels", tests]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    environment |= {"JAX_COMPILATION_CACHE_DIR": str(jax.config.values["jax_compilation_cache_dir"])}
-    environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    command = [sys.executable, "-W", "error:Some donated buffers", str(tests / program)]
-    done = subprocess.run(
-        [*command, *map(json.dumps, cases)], capture_output=True, text=True, env=environment, timeout=900
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from engine_helpers import tokenizer
-from test_mesh import run
+from mesh_helpers import run
 from tiny_checkpoints import save_llama
 
 pytestmark = pytest.mark.process

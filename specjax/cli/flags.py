@@ -24,6 +24,7 @@ from specjax.drafters.options import ModelOptions, algorithm, algorithms
 from specjax.engine import Engine, EngineConfig
 from specjax.engine.probe import graphs_run
 from specjax.engine.scheduler import Policy
+from specjax.hosts import Address, Follower, Group, Leader, Place
 from specjax.limits import range_of
 from specjax.load import AUTO_ATTENTION, SamplingDefaults
 from specjax.settings import dashed, overrides, place_of, setting
@@ -307,6 +308,15 @@ class ServerSettings:
         '{"publisher": "zmq", "endpoint": "tcp://*:5557"} (see docs/deployment.md)',
         metavar="JSON",
     )  # fmt: skip
+    dist_init_addr: str | None = setting(
+        None,
+        "where --node-rank 0 listens for the others, on this port and the next; see docs/tensor-parallel.md",
+        metavar="HOST:PORT",
+    )
+    nnodes: int = setting(
+        1, "processes, mostly one a host, whose devices share the model; --tp counts the devices of all", minimum=1
+    )
+    node_rank: int = setting(0, "which of them this one is; 0 leads, and alone serves requests", minimum=0)
     profile: str | None = setting(
         None,
         "write traces of jax.profiler, which Perfetto opens: of the first steps, and after POST /start_profile",
@@ -392,7 +402,7 @@ def claim_gpu(chosen: Settings, *, probe: bool = True) -> None:
     """
     engine = chosen.engine
     try:
-        count = engine.tensor_parallel_size * chosen.server.data_parallel_size
+        count = engine.tensor_parallel_size * chosen.server.data_parallel_size // chosen.server.nnodes
         card = gpu.claim(engine.mem_fraction_static, engine.base_gpu_id, count)
     except gpu.GpuError as error:
         sizes = {"tensor_parallel_size": engine.tensor_parallel_size}
@@ -405,11 +415,54 @@ def claim_gpu(chosen: Settings, *, probe: bool = True) -> None:
         compiling.loops_in_graphs(not probe or graphs_run(card))
 
 
-def make_engine(chosen: Settings, *, progress: bool = True, **config: bool | float) -> Engine:
-    """The engine that the settings describe. `config`: fields of its `EngineConfig`, in place of theirs. Raises a
-    ValueError as `Engine.from_pretrained` does, but the message names flags."""
+def make_engine(
+    chosen: Settings, *, group: Group | None = None, progress: bool = True, **config: bool | float
+) -> Engine:  # fmt: skip
+    """The engine that the settings describe. `config`: fields of its `EngineConfig`, in place of theirs; `group`: as in
+    `Engine.from_pretrained`. Raises a ValueError as that does, but the message names flags."""
     with named_as_flags(chosen):
-        return Engine.from_pretrained(**engine_arguments(chosen, **config), progress=progress)
+        return Engine.from_pretrained(**engine_arguments(chosen, **config), group=group, progress=progress)
+
+
+def make_group(chosen: Settings) -> Leader | Follower | None:
+    """This process's part of those that share the model; None: it has the model alone. Raises ValueError, which names
+    flags, also where the leader cannot listen."""
+    server, devices = chosen.server, chosen.engine.tensor_parallel_size
+    address, count, rank = server.dist_init_addr, server.nnodes, server.node_rank
+
+    def place(name: str) -> str:
+        return place_of(server, name)
+
+    if count == 1:
+        if address is not None or rank:
+            given = "dist_init_addr" if address is not None else "node_rank"
+            raise ValueError(f"{place(given)} {address or rank} is for several processes: give --nnodes, from 2 on")
+        return None
+    if address is None:
+        raise ValueError(f"{place('nnodes')} {count} needs --dist-init-addr HOST:PORT, the same for all processes")
+    if rank >= count:
+        raise ValueError(f"{place('node_rank')} {rank} must be from 0 to {count - 1}, with --nnodes {count}")
+    if server.data_parallel_size > 1:
+        raise ValueError(
+            f"{place('data_parallel_size')} {server.data_parallel_size} makes replicas within one process: with "
+            f"{place('nnodes')} {count} it must be 1"
+        )
+    if devices % count:
+        raise ValueError(
+            f"{place_of(chosen.engine, 'tensor_parallel_size')} {devices} must be the number of devices of all "
+            f"{count} processes together (--nnodes {count}), each of which has as many"
+        )
+    try:
+        own = Place(Address.parse(address), count, rank)
+    except ValueError as error:
+        raise ValueError(f"{place('dist_init_addr')} {error}") from None
+    try:
+        return Follower(own) if rank else Leader(own)
+    except OSError as error:
+        raise ValueError(
+            f"{place('dist_init_addr')} {address}: the leader cannot listen at {own.address.next}: "
+            f"{error.strerror or error}"
+        ) from None
 
 
 def engine_arguments(chosen: Settings, **config: bool | float) -> dict[str, Any]:

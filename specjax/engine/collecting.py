@@ -19,7 +19,7 @@ from specjax.engine.pace import Pace
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Sequence, Status
 from specjax.engine.sizing import TreeSizes
-from specjax.engine.transfers import Counters, Read, read_output, take, take_prompt
+from specjax.engine.transfers import Counters, Output, Read, read_output, take, take_prompt
 from specjax.state import NOT_FINITE, RUNS
 from specjax.verify import TOP_LOGPROBS
 
@@ -42,6 +42,7 @@ class Collector:
 
     Args:
         catches_up: the drafter is told of what it has missed of a sequence when that ends.
+        check: called with an output before that is read; see `Device.check`.
         report: notes a sequence that has new tokens or has finished.
         finish: frees what a sequence holds.
     """
@@ -49,12 +50,12 @@ class Collector:
     def __init__(
         self, scheduler: Scheduler, buckets: Buckets, pace: Pace, drafting: Drafting, sizes: TreeSizes,
         flights: Flights, counters: Counters, *, vocab_size: int, catches_up: bool,
-        report: Callable[[Sequence], object], finish: Callable[[Sequence], object],
+        check: Callable[[Output], None], report: Callable[[Sequence], object], finish: Callable[[Sequence], object],
     ) -> None:  # fmt: skip
         self._scheduler, self._buckets, self._pace, self._drafting = scheduler, buckets, pace, drafting
         self._sizes, self._flights, self._counters = sizes, flights, counters
         self._top, self._catches_up = min(TOP_LOGPROBS, vocab_size), catches_up
-        self._report, self._finish = report, finish
+        self._check, self._report, self._finish = check, report, finish
 
     def collect(self, flight: InFlight) -> None:
         """Reads one program's result, and what follows from it; waits for it."""
@@ -70,6 +71,7 @@ class Collector:
             return None
         wanted = any(sequence.wants_logprobs for sequence in flight.sequences)
         with memory_checked(flight.key), TraceAnnotation("wait"):
+            self._check(flight.output)
             sized = bool(self._buckets.sizes(flight.key))
             read = read_output(flight.output, self._top if wanted else None, sized=sized)
         seconds = self._flights.seconds(flight)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -16,6 +18,7 @@ from specjax.engine.buckets import Key
 from specjax.engine.packing import Resident
 from specjax.engine.programs import Program
 from specjax.engine.transfers import Output
+from specjax.hosts import Leader
 
 Flat: TypeAlias = tuple[list[jax.Array], Any]  # the leaves of a `Resident`, and their tree
 
@@ -47,11 +50,16 @@ class Device:
 
     `new_state` allocates an empty state. It is called at once, in a thread of its own: zeroing the pool takes seconds
     on a CPU, during which programs can be compiled for its shapes. `launch_lock` is held while one is launched.
+
+    leader: of processes that share the devices: all that changes the state is told to the others first, which do the
+        same (`specjax.engine.following`); None: there are none, or this is one of them.
     """
 
     def __init__(
-        self, params: Params, new_state: Callable[[], Resident], launch_lock: AbstractContextManager[Any]
-    ) -> None:
+        self, params: Params, new_state: Callable[[], Resident], launch_lock: AbstractContextManager[Any],
+        leader: Leader | None = None,
+    ) -> None:  # fmt: skip
+        self._leader, self._unchecked = leader, deque[tuple[Key, Output]]()
         self._params, self._new_state, self._launch_lock = jax.tree.leaves(params), new_state, launch_lock
         pool = ThreadPoolExecutor(1)
         self._state: Future[Flat] = pool.submit(lambda: jax.tree.flatten(new_state()))
@@ -89,6 +97,7 @@ class Device:
         self._set(RuntimeError("there is no state"))
         try:
             with self._launch_lock:
+                self._tell("renew")
                 self._set(jax.tree.flatten(jax.block_until_ready(self._new_state())))
         except Exception as error:
             self._set(error)
@@ -113,11 +122,60 @@ class Device:
         """Launches a step or a prefill. Raises OutOfMemory if XLA has no room for it."""
         with memory_checked(key), self._launch_lock:
             leaves, tree = self._state.result()
-            leaves, output = program(self._params, leaves, inputs)
+            self._tell("run", inputs, key=key)
+            try:
+                leaves, output = program(self._params, leaves, inputs)
+            except Exception as error:
+                if self._leader is not None:  # the others have launched it, and wait for this process
+                    self._leader.end(f"{key} could not be launched: {error}")
+                raise
             self._set((leaves, tree))
+            if self._leader is not None:
+                self._unchecked.append((key, output))
         return output
 
-    def update(self, change: Callable[..., Resident], *arguments: Any) -> None:
-        """Replaces the state by ``change(state, *arguments)``."""
+    def check(self, output: Output) -> None:
+        """Before a program's output is used: waits for it, and until all processes that share the devices have the
+        same. They end if one has another. The programs launched before it are checked, too."""
+        if self._leader is None or not any(each is output for _, each in self._unchecked):
+            return
+        found = None
+        while found is not output:
+            key, found = self._unchecked.popleft()
+            try:
+                own = digest(found)
+            except Exception as error:  # the others may wait for this process
+                self._leader.end(f"{key} failed: {error}")
+            self._leader.compare(own, str(key))
+
+    def admit(self, program: Callable[..., Resident], packed: np.ndarray, *, resumed: bool) -> None:
+        """Puts a request into the state, by `Executables.admit`."""
+        self._update(lambda state: program(state, packed), "admit", packed, resumed=resumed)
+
+    def replace_draft(self, draft: Any) -> None:
+        """Replaces the drafter's part of the state by an empty one."""
+        self._update(lambda state: state._replace(decode=state.decode._replace(draft=draft)), "empty draft")
+
+    def _update(self, change: Callable[[Resident], Resident], kind: str, *array: np.ndarray, **fields: Any) -> None:
         with self._launch_lock:
-            self._set(jax.tree.flatten(change(self.state, *arguments)))
+            state = self.state
+            self._tell(kind, *array, **fields)
+            self._set(jax.tree.flatten(change(state)))
+
+    def update(self, change: Callable[..., Resident], *arguments: np.ndarray, kind: str = "", **fields: Any) -> None:
+        """Replaces the state by ``change(state, *arguments)``. `kind` and `fields`: how the followers are told of the
+        change, with its argument."""
+        with self._launch_lock:
+            state = self.state
+            self._tell(kind, *arguments, **fields)
+            self._set(jax.tree.flatten(change(state, *arguments)))
+
+    def _tell(self, kind: str, *array: np.ndarray, **fields: Any) -> None:
+        if self._leader is not None:
+            self._leader.send(kind, *array, **fields)
+
+
+def digest(output: Output) -> str:
+    """Of the tokens that a program has drawn or drafted; waits for it."""
+    first = np.asarray(jax.tree.leaves(output)[0])
+    return hashlib.blake2b(first.tobytes(), digest_size=8).hexdigest()

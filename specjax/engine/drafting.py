@@ -216,6 +216,7 @@ class Drafting:
     def collect(self, flight: InFlight) -> None:
         """Reads a catch-up."""
         with memory_checked(flight.key):
+            self._device.check(flight.output)
             lags = read_lag(flight.output)
         if (seconds := self._flights.seconds(flight)) is not None:
             for adaptive in filter(None, self.adaptive.values()):

@@ -39,6 +39,7 @@ from specjax.engine.config import EngineConfig, Layout, check_config, context_le
 from specjax.engine.device import Device, OutOfMemory
 from specjax.engine.drafting import Drafting, expected_ratio, free_tokens, width_ratios
 from specjax.engine.executables import Executables, use_compilation_cache
+from specjax.engine.facts import facts
 from specjax.engine.flight import Flights, InFlight
 from specjax.engine.generation import FairLock, complete
 from specjax.engine.generation import stream as stream_chunks
@@ -57,6 +58,7 @@ from specjax.engine.sizing import TreeSizes
 from specjax.engine.step_times import StepTimes, predictions
 from specjax.engine.transfers import Counters
 from specjax.engine.tuning import Tuning
+from specjax.hosts import Group, Leader
 from specjax.load import load
 from specjax.models.target import Target
 from specjax.sharding import described, empty_state, make_mesh, on_first, several, under
@@ -75,6 +77,7 @@ class Engine:
         waits: a step compiles a program for a grammar, or for the log-probabilities of a prompt, or waits for a mask
             that takes long, if nothing else is left to do. False: another thread does, and the engine is `stalled`
             meanwhile.
+        group: of the processes that share the model; None: this one alone has it.
         lock: held by whatever changes requests or the device's state.
     """
 
@@ -90,12 +93,14 @@ class Engine:
         eos_ids: tuple[int, ...] = (),
         sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
         draft_model: HeadConfig | MtpConfig | Target | None = None,
+        group: Group | None = None,
     ) -> None:
         check_config(config)
         self.lock = FairLock()
         self._deferred = config.deferred(drafter, target)
         drafter = drafter if self._deferred is None else self._deferred.eager
-        self.mesh = make_mesh(config.tensor_parallel, config.first_device)
+        self.group = group
+        self.mesh = make_mesh(config.tensor_parallel, config.first_device, hosts=group is not None)
         if self.mesh is not None:
             check_models(target, draft_model, self.mesh.size)
             params = place_params(self.mesh, params, target, draft_model)
@@ -107,6 +112,8 @@ class Engine:
         self.platform = jax.default_backend()
         rows, size = config.max_running_requests, config.page_size
         tokens = pool_tokens(target, config, self.context_length, self.platform, drafter, params, self.mesh)
+        if group is not None:
+            tokens = group.agree(facts(target, drafter, params, config, self.context_length), tokens)
         sizes = config, self.context_length, tokens, self.platform, drafter
         self.pool, self.buckets = Layout.of(*sizes, adaptive=self._deferred is not None, ragged=target.ragged)
         lookahead = (2 if config.overlap else 1) * (drafter.depth + 1)
@@ -123,7 +130,10 @@ class Engine:
         self.executables = Executables(
             target, drafter, self.buckets, params, shapes, new_pages=self._new_pages, **variants
         )
-        self.device = Device(params, self._new_state, self.executables.launch_lock)
+        leader = group if isinstance(group, Leader) else None
+        if leader is not None:
+            self.executables.announce = lambda key: leader.send("compile", key=key)
+        self.device = Device(params, self._new_state, self.executables.launch_lock, leader)
         free = free_tokens(self.buckets, params)
         self._grammar = GrammarSteps(self.executables, self.device, self.buckets, self.vocab_size, free)
         self.counters = Counters()
@@ -163,7 +173,7 @@ class Engine:
         self._collector = Collector(
             self.scheduler, self.buckets, self.pace, self.drafting, self.tree_sizes, self._in_flight, self.counters,
             vocab_size=self.vocab_size, catches_up=self._deferred is not None and drafter.remembers,
-            report=self._unreported.append, finish=lambda sequence: self._finish(sequence),
+            check=self.device.check, report=self._unreported.append, finish=lambda sequence: self._finish(sequence),
         )  # fmt: skip
 
     @classmethod
@@ -183,6 +193,7 @@ class Engine:
         backend: str | None = None,
         config: EngineConfig = DEFAULT_CONFIG,
         compilation_cache: bool = True,
+        group: Group | None = None,
         progress: bool = True,
     ) -> Engine:
         """Loads a model (alias, .gguf, folder or hub id) and makes an engine for it.
@@ -205,6 +216,7 @@ class Engine:
             backend: a `tree_attention` implementation; None or auto = what suits the device.
             compilation_cache: keep compiled programs on disk, and what is measured on a GPU at the first start
                 (`EngineConfig.autotune_seconds`).
+            group: of the processes whose devices share the model, which has joined; see `specjax.engine.following`.
 
         Raises:
             CheckpointError: the model cannot be found or read.
@@ -213,8 +225,8 @@ class Engine:
         """
         check_config(config)
         if compilation_cache:
-            use_compilation_cache()
-        mesh = make_mesh(config.tensor_parallel, config.first_device)
+            use_compilation_cache(programs=group is None)
+        mesh = make_mesh(config.tensor_parallel, config.first_device, hosts=group is not None)
         start = model, draft, drafter, verify, dtype, quantization, revision, backend, config
         with on_first(mesh):
             loaded = load(
@@ -225,7 +237,7 @@ class Engine:
                 mesh=several(mesh), progress=progress,
                 meanwhile=partial(program_store.read_ahead, None if config.first_device else start),
             )  # fmt: skip
-        engine = cls(**loaded._asdict(), config=config)
+        engine = cls(**loaded._asdict(), config=config, group=group)
         if compilation_cache and several(mesh) is None:  # what is measured are kernels for one device
             with under(mesh):
                 engine.tuning = tune_at_start(engine, progress=progress)
@@ -247,6 +259,8 @@ class Engine:
         with self.lock:
             if self.scheduler.unfinished:
                 raise RuntimeError("the parameters of an engine cannot be replaced while a request runs")
+            if self.group is not None:
+                raise RuntimeError("the parameters of an engine cannot be replaced where several processes share it")
             if self.mesh is not None:
                 params = place_params(self.mesh, params, self.target, self._draft_model)
             self.device.replace_params(params)
@@ -389,8 +403,9 @@ class Engine:
     def _admit(self) -> None:
         """Puts sequences for which there is room into rows of the state."""
         for sequence in self.scheduler.admit():
-            admit = self.executables.admit(resumed=bool(sequence.output))
-            self.device.update(admit, admission(sequence, self.vocab_size))
+            resumed = bool(sequence.output)
+            admit, packed = self.executables.admit(resumed=resumed), admission(sequence, self.vocab_size)
+            self.device.update(admit, packed, kind="admit", resumed=resumed)
             self.counters.prefilled_sequences += 1
             self.counters.cached_tokens += sequence.prefilled
 
@@ -551,11 +566,14 @@ class Engine:
             with self._guarded():
                 self._collect_all_but(0)  # steps dispatched ahead for requests that have ended
             self.scheduler.prefix.clear()
-            rows = self.config.max_running_requests
-            make = partial(self.drafter.init, self.params, rows, self.pool)
-            draft = make() if self.mesh is None else empty_state(self.mesh, make)
-            self.device.update(lambda state: state._replace(decode=state.decode._replace(draft=draft)))
+            self.device.update(self.without_drafts, kind="flush")
             return True
+
+    def without_drafts(self, state: Resident) -> Resident:
+        """A state whose drafter remembers nothing."""
+        make = partial(self.drafter.init, self.params, self.config.max_running_requests, self.pool)
+        draft = make() if self.mesh is None else empty_state(self.mesh, make)
+        return state._replace(decode=state.decode._replace(draft=draft))
 
     def check_integrity(self) -> None:
         """Counts every page and slot. Raises AssertionError if one is lost, held twice, or held by nobody."""

@@ -49,15 +49,15 @@ from specjax.step import (
 from specjax.verify import Verifier, verify_tree
 
 
-def use_compilation_cache() -> None:
+def use_compilation_cache(*, programs: bool = True) -> None:
     """Keeps compiled programs in `default_cache_dir`, so that a second start compiles nothing. Respects JAX's own
-    settings."""
+    settings. `programs`: with what Python has traced, too; not of programs for several processes."""
     folder = default_cache_dir()
     object_code.keep_in(folder / "kernels")
     if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        program_store.keep_in(folder / "programs")
+        program_store.keep_in(folder / "programs" if programs else None)
 
 
 @dataclass
@@ -150,6 +150,8 @@ class Executables(Programs):
     def _compile(
         self, key: Key, widths: tuple[int, ...] = (), options: Mapping[str, str | None] = MappingProxyType({})
     ) -> Program:
+        if not self._exclusive:
+            self.announce(key)
         function, unpack, shape = self._function(key, widths)
         arguments: Any = (self._params, self._state, self._input(shape))
         if self.phase_times is not None and key.kind == "step":
@@ -172,6 +174,8 @@ class Executables(Programs):
             with under(self._mesh):
                 lowered = jitted.lower(leaves[:count], leaves[count:-1], leaves[-1])
             with under(self._mesh), self._device_idle() if self._exclusive else contextlib.nullcontext():
+                if self._exclusive:  # with the lock, so that all processes compile between the same launches
+                    self.announce(key)
                 return lowered.compile()
 
         program = program_store.stored(_packing(key, function, unpack), arguments, compile, (chosen, self._kernels()))

@@ -117,6 +117,7 @@ class GrammarSteps:
                 ahead = self.draft(key, part, inputs)
             if ahead is not None:
                 with memory_checked(ahead.key):
+                    self._device.check(ahead.output)
                     drafts = read_trees(ahead.output, self._buckets.step_widths(ahead.key)[-1])
                 trees[:, :, : drafts.shape[2]] = drafts
         chains = [forced.get(sequence, [])[: nodes - 1] for sequence in part]

@@ -17,7 +17,7 @@ from specjax.models.head_spec import head_sizes, head_table
 from specjax.models.mtp_spec import mtp_sizes, mtp_table
 from specjax.models.params import Leaf, Scope, Sizes, Table, dimensions, map_leaves
 from specjax.models.target import Target
-from specjax.sharding import Widened, copies_of, everywhere, fitted, put, put_quantised
+from specjax.sharding import Widened, copies_of, everywhere, fitted, placed, put, put_quantised
 
 AnyModel = HeadConfig | MtpConfig | Target | None
 """What `Params.draft` belongs to: a head, layers or a model; None: neither."""
@@ -41,7 +41,7 @@ def check_models(target: Target, draft: AnyModel, count: int) -> None:
 def place_params(mesh: Mesh, params: Params, target: Target, draft: AnyModel) -> Params:
     """The parameters of both models on the mesh. What is not declared is on every device."""
     if mesh.size == 1:
-        return jax.device_put(params, everywhere(mesh))
+        return _everywhere(mesh, params)
     return Params(_model(mesh, params.target, target.config), _draft(mesh, params.draft, draft, target))
 
 
@@ -51,7 +51,7 @@ def _model(mesh: Mesh, weights: Mapping[str, Any], config: ModelConfig) -> dict[
 
 def _draft(mesh: Mesh, params: Any, draft: AnyModel, target: Target) -> Any:
     if isinstance(draft, Target) and isinstance(params, StandaloneParams):
-        small = jax.device_put((params.ids, params.reads), everywhere(mesh))
+        small = _everywhere(mesh, (params.ids, params.reads))
         return StandaloneParams(_model(mesh, params.model, draft.config), *small)
     if isinstance(draft, HeadConfig):
         sizes = head_sizes(draft, target.config.vocab_size)
@@ -59,7 +59,11 @@ def _draft(mesh: Mesh, params: Any, draft: AnyModel, target: Target) -> Any:
     if isinstance(draft, MtpConfig):
         declared = (*mtp_table(draft), MAPPED)
         return _placed(mesh, params, declared, mtp_sizes(draft), draft.dtype, "the draft")
-    return jax.device_put(params, everywhere(mesh))
+    return _everywhere(mesh, params)
+
+
+def _everywhere(mesh: Mesh, tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: placed(leaf, everywhere(mesh)), tree)
 
 
 def _placed(

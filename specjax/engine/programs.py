@@ -40,6 +40,7 @@ class Programs(ABC):
         launch_lock: held while a program is launched and, on a GPU, while one is compiled: XLA times candidates on the
             device, where nothing else may run meanwhile.
         on_change: called by any thread that has compiled a program, or failed to.
+        announce: called with each key that is about to be compiled.
     """
 
     def __init__(self, buckets: Buckets) -> None:
@@ -55,6 +56,7 @@ class Programs(ABC):
         self._lock = threading.Lock()  # for `_futures`
         self.launch_lock = threading.RLock()
         self.on_change: Callable[[], None] = lambda: None
+        self.announce: Callable[[Key], None] = lambda key: None
         self._compiling = False  # with `launch_lock` held
         self._exclusive = jax.default_backend() != "cpu"
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence as List
 from functools import partial
+from typing import Any
 
 import jax
 from tqdm import tqdm
@@ -19,8 +20,9 @@ from specjax import sharding
 from specjax.cache import bytes_per_token, init_cache
 from specjax.checkpoint import CheckpointError
 from specjax.cli import flags
-from specjax.engine import Engine
+from specjax.engine import Engine, following
 from specjax.engine.notes import devices_note, speculation_note
+from specjax.hosts import Follower, Leader
 from specjax.serve import dry_run
 from specjax.serve.app import create_app
 from specjax.serve.kv_events import KvEventsConfig, Publisher
@@ -88,9 +90,14 @@ def check_devices(settings: flags.Settings) -> None:
         sharding.check_devices(what, split * replicas, f"; at most {most} replicas fit" if most else "")
 
 
-def load(settings: flags.Settings, events: Publisher | None = None, rank: int = 0) -> Engine:
+def load(
+    settings: flags.Settings,
+    events: Publisher | None = None,
+    rank: int = 0,
+    group: Leader | Follower | None = None,
+) -> Engine:
     """Loads the engine, or that of the replica `rank`, and logs what was loaded and what was chosen for it. `events`:
-    told of its prefix cache."""
+    told of its prefix cache; `group`: of the processes that share the model."""
     started = time.perf_counter()
     split = settings.engine.tensor_parallel_size
     one = split * settings.server.data_parallel_size == 1
@@ -98,8 +105,10 @@ def load(settings: flags.Settings, events: Publisher | None = None, rank: int = 
         logger.debug("Steps run in three parts, each waited for, to be measured: slower than with --log-level info")
     flags.claim_gpu(settings)
     check_devices(settings)
+    if group is not None:
+        group.join()
     given = {"time_phases": timed, "trace": settings.server.trace_trees, "first_device": rank * split}
-    engine = flags.make_engine(settings, **given)
+    engine = flags.make_engine(settings, group=group, **given)
     seconds, dtype = time.perf_counter() - started, engine.target.config.dtype
     tokens = engine.intake.pool_tokens
     draft = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(engine.executables.state_shapes.draft))
@@ -118,15 +127,37 @@ def load(settings: flags.Settings, events: Publisher | None = None, rank: int = 
     return engine
 
 
-def make_service(settings: flags.Settings, events: List[Publisher]) -> Service:
-    """What loads and drives the engine, or its replicas. `events`: of each, or none."""
+def make_service(settings: flags.Settings, events: List[Publisher], group: Leader | None) -> Service:
+    """What loads and drives the engine, or its replicas. `events`: of each, or none. `group`: see `load`."""
 
     def made(rank: int) -> Engine:
-        return load(settings, events[rank] if events else None, rank)
+        return load(settings, events[rank] if events else None, rank, group)
 
     if (count := settings.server.data_parallel_size) == 1:
         return Runner(lambda: made(0), settings.server)
     return Replicas(made, settings.server, count)
+
+
+def follow_leader(settings: flags.Settings, group: Follower) -> int:
+    """Loads this process's part of the model, and runs what the leader runs, until that ends this process. Returns the
+    status of one that cannot."""
+    told = False
+
+    def stop(*_: Any) -> None:
+        nonlocal told
+        if told:
+            os._exit(1)
+        told = True
+        logger.info("Asking the leader to stop; once more: exit at once")
+        group.ask_to_stop()
+
+    for number in SIGNALS:
+        signal.signal(number, stop)
+    try:
+        following.follow(load(settings, group=group), group)
+    except Exception as error:
+        group.end(f"Node rank {group.place.rank} could not start: {error}")
+    return 1
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -144,6 +175,9 @@ def main(argv: list[str] | None = None) -> int:
         )
     try:
         check_certificate(server)
+        group = flags.make_group(settings)
+        if isinstance(group, Follower):
+            return follow_leader(settings, group)
         events = make_publishers(settings)
         sock = listen(server.host, server.port)
     except (CertificateError, PortError, ValueError) as error:
@@ -151,7 +185,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     allow_files(2 * server.max_connections)  # connections beyond twice the limit are cut
     logger.info("Listening on %s; requests get a 503 until the model is loaded", url(sock, server))
-    runner = make_service(settings, events)
+    runner = make_service(settings, events, group)
     app = create_app(runner, server, model=server.served_model_name or settings.model.model)
     failure = Server(app, runner, sock, server).run()
     status = 0 if failure is None else 1
@@ -167,6 +201,8 @@ def main(argv: list[str] | None = None) -> int:
     runner.stop(timeout=2.0 if runner.loaded else 0)  # seconds for the last step to end
     for each in events:
         each.close()
+    if group is not None:
+        group.stop(status)
     # Loading, compiling and tokenising cannot be interrupted, and Python cannot end while a thread is inside XLA.
     sys.stderr.flush()
     os._exit(status)

@@ -24,7 +24,8 @@ PLACE = "engine_kwargs"
 OF_THE_MODEL = {"model": "model_source", "model_path": "model_source", "served_model_name": "model_id",
                 "tokenizer_path": "tokenizer_source"}  # fmt: skip
 """Settings that `model_loading_config` has fields of its own for."""
-OF_THE_SOCKET = ("host", "port", "ssl_certfile", "ssl_keyfile", "max_connections", "shutdown_timeout")
+OF_THE_SOCKET = ("host", "port", "ssl_certfile", "ssl_keyfile", "max_connections", "shutdown_timeout",
+                 "dist_init_addr", "nnodes", "node_rank")  # fmt: skip
 """Settings of the process `specjax.serve`: Ray Serve has proxies, and graceful_shutdown_timeout_s."""
 
 

@@ -1,0 +1,372 @@
+"""Several processes, on one host or on several, that share one model: how they find each other, and end together.
+
+Rank 0 leads: it alone serves requests, and tells the others which programs to launch (`specjax.engine.following`).
+JAX connects the devices (`jax.distributed`, at HOST:PORT); what a leader tells goes over a TCP connection of its own to
+each follower (at HOST:PORT + 1), since a program with collectives cannot be interrupted, and a process that waits in
+one must learn that the other has died. A frame is two big-endian lengths, a JSON object and the bytes of an array; no
+frame can make the receiver run code.
+
+Either side that loses the other, or hears nothing of it for `SILENCE` seconds, ends its process with status 1: JAX
+cannot go on without it, and its own heartbeat takes minutes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+SILENCE = 20.0
+"""Seconds without a sign of life after which a process counts as lost. One that dies is noticed at once: its connection
+is closed. This is for a host that loses its power or its network."""
+ALIVE = 1.0  # seconds between two signs of life
+JOIN = 300.0  # seconds in which all processes must have started
+FAREWELL = 2.0  # seconds for followers to end after the leader
+_LENGTHS = struct.Struct("!II")
+_MOST = (1 << 20, 1 << 30)  # bytes of a frame's object and of its array
+
+
+class Address(NamedTuple):
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Of HOST:PORT, in which an IPv6 address is in brackets. Raises ValueError."""
+        host, colon, port = text.rpartition(":")
+        if host.startswith("[") and host.endswith("]"):
+            host = host[1:-1]
+        elif ":" in host:
+            host = ""
+        if not (colon and host and port.isascii() and port.isdigit() and 0 < int(port) < 65535):
+            raise ValueError(
+                f"{text!r:.100} is not HOST:PORT, with a port from 1 to 65534, such as 10.0.0.1:5000 or [fd00::1]:5000"
+            )
+        return cls(host, int(port))
+
+    @property
+    def next(self) -> Address:
+        """Where the leader tells what to launch."""
+        return self._replace(port=self.port + 1)
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class Place(NamedTuple):
+    """A process among those that share a model."""
+
+    address: Address  # of rank 0, the same for all
+    nodes: int
+    rank: int
+
+
+class Message(NamedTuple):
+    kind: str
+    fields: Mapping[str, Any]
+    array: np.ndarray | None
+
+
+class _Connection:
+    """To another process. `received` and `lost` are called by its thread; `lost` gets a reason."""
+
+    def __init__(self, sock: socket.socket, received: Callable[[Message], None], lost: Callable[[str], None]) -> None:
+        self._sock, self._received, self._lost = sock, received, lost
+        self._sending, self.closed = threading.Lock(), threading.Event()
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        sock.settimeout(SILENCE)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def start(self) -> None:
+        for work in (self._read, self._live):
+            threading.Thread(target=work, name="specjax-hosts", daemon=True).start()
+
+    def send(self, kind: str, array: np.ndarray | None = None, **fields: Any) -> None:
+        """Where that fails, `lost` is called in place of an exception."""
+        if array is not None:
+            fields |= {"dtype": array.dtype.str, "shape": array.shape}
+        header, body = json.dumps({"kind": kind, **fields}).encode(), b"" if array is None else array.tobytes()
+        try:
+            with self._sending:
+                self._sock.sendall(_LENGTHS.pack(len(header), len(body)) + header + body)
+        except OSError as error:
+            if not self.closed.is_set():
+                self._lost(str(error))
+
+    def receive(self) -> Message:
+        """Raises OSError: nothing came, or the other side is gone. ValueError: what came is not of this protocol."""
+        sizes = _LENGTHS.unpack(self._bytes(_LENGTHS.size))
+        if any(size > most for size, most in zip(sizes, _MOST, strict=True)):
+            raise ValueError("a frame that is too long")
+        header, body = (self._bytes(size) for size in sizes)
+        fields = json.loads(header)
+        kind, dtype, shape = fields.pop("kind"), fields.pop("dtype", None), fields.pop("shape", None)
+        return Message(kind, fields, None if dtype is None else np.frombuffer(body, dtype).reshape(shape))
+
+    def close(self) -> None:
+        """Without a call of `lost`."""
+        self.closed.set()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # ends a wait of the thread that reads
+        self._sock.close()
+
+    def _bytes(self, count: int) -> bytes:
+        found, quiet = bytearray(), 0.0
+        while len(found) < count:
+            while not self._poll.poll(1e3 * ALIVE):
+                quiet += ALIVE  # a process that was suspended for an hour has not waited for one
+                if quiet > SILENCE:
+                    raise TimeoutError(f"no sign of life for {SILENCE:g} s")
+            if not (part := self._sock.recv(min(count - len(found), 1 << 20))):
+                raise ConnectionError("the connection was closed")
+            found += part
+        return bytes(found)
+
+    def _read(self) -> None:
+        while True:
+            try:
+                message = self.receive()
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                if not self.closed.is_set():
+                    self.closed.set()
+                    self._lost(str(error))
+                return
+            if message.kind != "alive":
+                self._received(message)
+
+    def _live(self) -> None:
+        while not self.closed.wait(ALIVE):
+            self.send("alive")
+
+
+class Group:
+    """This process's part of those that share a model. See `Leader` and `Follower`.
+
+    Attributes:
+        place: of this process.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self._connections: dict[int, _Connection] = {}  # by rank
+        self._ending, self._leaving = threading.Lock(), False
+
+    def _connect_devices(self) -> None:
+        """Makes the devices of all processes known to JAX, whose backend must not have started."""
+        jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM away from the server
+        if jax.config.values["jax_cpu_collectives_implementation"] is None:
+            jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        address, nodes, rank = self.place
+        jax.distributed.initialize(
+            str(address), num_processes=nodes, process_id=rank, initialization_timeout=int(JOIN),
+            coordinator_bind_address=str(address), cluster_detection_method="deactivate",
+        )  # fmt: skip
+
+    def end(self, message: str) -> NoReturn:
+        """Logs the message, sends it to the other processes, and ends this one with status 1. From any thread."""
+        with self._ending:
+            if self._leaving:
+                threading.Event().wait()  # another thread ends the process
+            self._leaving = True
+            logger.error("%s; all processes of the group end", message)
+            for connection in self._connections.values():
+                connection.send("failed", message=message)
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _lost(self, rank: int, reason: str) -> None:
+        if not self._leaving:
+            self.end(f"Node rank {rank} of {self.place.nodes} is gone: {reason}")
+
+    def agree(self, facts: Mapping[str, str], number: int) -> int:
+        """The smallest of the numbers that the processes give. Those whose facts differ from the leader's end."""
+        raise NotImplementedError
+
+
+class Leader(Group):
+    """Rank 0.
+
+    Raises OSError: it cannot listen at its address.
+    """
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        host, port = place.address.next
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        self._sock = socket.create_server(address[:2], family=family, backlog=place.nodes)
+        self._known = threading.Condition()
+        self._numbers: dict[int, Message] = {}  # what followers have said for `agree`, by rank
+        self._digests = {rank: deque[str]() for rank in range(1, place.nodes)}  # not compared yet
+
+    def join(self) -> None:
+        """Waits for all followers, and connects JAX's devices. Raises TimeoutError or ValueError."""
+        until = time.monotonic() + JOIN
+        logger.info("Waiting for %d followers at %s", self.place.nodes - 1, self.place.address.next)
+        while missing := sorted(set(self._digests) - set(self._connections)):
+            self._sock.settimeout(max(until - time.monotonic(), 0.01))
+            try:
+                sock, (host, *_) = self._sock.accept()
+            except TimeoutError:
+                ranks = ", ".join(map(str, missing))
+                raise TimeoutError(f"--node-rank {ranks} did not join within {JOIN:g} s") from None
+            self._welcome(sock, host)
+        self._sock.close()
+        self._connect_devices()
+
+    def _welcome(self, sock: socket.socket, host: str) -> None:
+        rank = 0
+        connection = _Connection(
+            sock, lambda message: self._received(rank, message), lambda reason: self._lost(rank, reason)
+        )
+        try:
+            hello = connection.receive()
+            if hello.kind != "hello":
+                raise ValueError(hello.kind)
+            rank, count = int(hello.fields["rank"]), int(hello.fields["count"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.warning("A connection from %s that is no follower's was closed: %s", host, error)
+            connection.close()
+            return
+        problem = None
+        if count != self.place.nodes:
+            problem = f"node rank {rank} was started with --nnodes {count}, the leader with {self.place.nodes}"
+        elif rank not in self._digests or rank in self._connections:
+            problem = f"two processes were started with --node-rank {rank}"
+        self._connections[rank if problem is None else -1] = connection
+        if problem is not None:
+            self.end(problem)
+        logger.info("Node rank %d joined from %s", rank, host)
+        connection.start()
+
+    def _received(self, rank: int, message: Message) -> None:
+        if message.kind == "failed":
+            self.end(f"Node rank {rank} failed: {message.fields['message']}")
+        if message.kind == "stop":  # it got a signal
+            logger.info("Node rank %d was told to stop", rank)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        with self._known:
+            if message.kind == "agree":
+                self._numbers[rank] = message
+            else:
+                self._digests[rank].append(message.fields["digest"])
+            self._known.notify_all()
+
+    def send(self, kind: str, array: np.ndarray | None = None, **fields: Any) -> None:
+        """To all followers, who see what is sent under one lock in its order."""
+        for connection in self._connections.values():
+            connection.send(kind, array, **fields)
+
+    def agree(self, facts: Mapping[str, str], number: int) -> int:
+        with self._known:
+            self._known.wait_for(lambda: len(self._numbers) == self.place.nodes - 1)
+        for rank, message in self._numbers.items():
+            theirs = message.fields["facts"]
+            for name in (*facts, *(theirs.keys() - facts.keys())):
+                if theirs.get(name) != facts.get(name):
+                    self.end(
+                        f"Node rank {rank} differs from the leader: {name} {theirs.get(name)} there, "
+                        f"{facts.get(name)} here"
+                    )
+        least = min(number, *(message.fields["number"] for message in self._numbers.values()))
+        self._numbers.clear()
+        self.send("agree", number=least)
+        return least
+
+    def compare(self, digest: str, what: str) -> None:
+        """Waits for the next digest of each follower. Ends the group if one differs. `what` it is of, for the message.
+        From one thread at a time."""
+        with self._known:
+            self._known.wait_for(lambda: all(self._digests.values()))
+            theirs = {rank: found.popleft() for rank, found in self._digests.items()}
+        for rank, other in theirs.items():
+            if other != digest:
+                self.end(
+                    f"Node rank {rank} has diverged: {what} gave other tokens there (digest {other}) than on the "
+                    f"leader ({digest})"
+                )
+
+    def stop(self, status: int) -> None:
+        """Ends the followers, and waits a moment for it. This process is to end after it."""
+        with self._ending:
+            self._leaving = True
+        self.send("stop", status=status)
+        until = time.monotonic() + FAREWELL
+        for connection in self._connections.values():
+            connection.closed.wait(max(until - time.monotonic(), 0))
+
+
+class Follower(Group):
+    """Any other rank."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+
+    def join(self) -> None:
+        """Connects to the leader, which may start later, and JAX's devices. Raises TimeoutError."""
+        until = time.monotonic() + JOIN
+        address = self.place.address.next
+        logger.info("Node rank %d joins the leader at %s", self.place.rank, address)
+        while True:
+            try:
+                sock = socket.create_connection(address, timeout=5.0)
+                break
+            except OSError as error:
+                if time.monotonic() > until:
+                    raise TimeoutError(f"no leader at {address} within {JOIN:g} s: {error}") from None
+                time.sleep(0.2)
+        connection = _Connection(sock, self._received, lambda reason: self._lost(0, reason))
+        self._connections[0] = connection
+        connection.send("hello", rank=self.place.rank, count=self.place.nodes)
+        connection.start()
+        self._connect_devices()
+
+    def _received(self, message: Message) -> None:
+        if message.kind == "failed":
+            self._leaving = True
+            self._exit(1, "The leader has ended the group: %s", message.fields["message"])
+        if message.kind == "stop":
+            self._leaving = True
+            status = int(message.fields["status"])
+            self._exit(status, "The leader has ended the group" + (": it failed" if status else ""))
+        self._messages.put(message)
+
+    def _exit(self, status: int, text: str, *values: Any) -> NoReturn:
+        logger.log(logging.ERROR if status else logging.INFO, text, *values)
+        sys.stderr.flush()
+        os._exit(status)
+
+    def receive(self) -> Message:
+        """The next message of the leader's engine; waits for it."""
+        return self._messages.get()
+
+    def report(self, digest: str) -> None:
+        """Of the next program that was launched."""
+        self._connections[0].send("digest", digest=digest)
+
+    def ask_to_stop(self) -> None:
+        """Asks the leader to end the group as after a signal of its own."""
+        self._connections[0].send("stop")
+
+    def agree(self, facts: Mapping[str, str], number: int) -> int:
+        self._connections[0].send("agree", facts=dict(facts), number=number)
+        return int(self.receive().fields["number"])

@@ -1,0 +1,71 @@
+"""What tests/test_hosts.py runs in each of two processes that share every model: engines of tests/mesh_program.py, one
+after another. The leader prints a line of JSON for each, and at last generates without end.
+
+    hosts_program.py RANK HOST:PORT diverges|agrees CASE...
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from typing import Any
+
+from specjax.engine import Engine, following
+from specjax.hosts import Address, Follower, Leader, Message, Place
+
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+rank, address, mode, *cases = sys.argv[1:]
+place = Place(Address.parse(address), 2, int(rank))
+
+
+class NextEngine(Exception):
+    """The leader goes on to another engine."""
+
+
+class Following(Follower):
+    def receive(self) -> Message:
+        message = super().receive()
+        if message.kind == "next":
+            raise NextEngine
+        return message
+
+
+group = Following(place) if place.rank else Leader(place)
+group.join()
+
+import mesh_program  # noqa: E402  (which starts JAX's backend)
+
+
+def shortened(engine: Engine) -> None:
+    """Lets requests of this process's part of the state end three tokens too early."""
+    admit = engine.executables.admit
+
+    def wrong(*, resumed: bool) -> Any:
+        def put(state: Any, packed: Any) -> Any:
+            state = admit(resumed=resumed)(state, packed)
+            rows = state.decode.rows
+            return state._replace(decode=state.decode._replace(rows=rows._replace(limit=rows.limit - 3)))
+
+        return put
+
+    engine.executables.admit = wrong
+
+
+engine: Engine | None = None
+for case in cases:
+    engine = mesh_program.in_memory(case, 2, group)
+    if isinstance(group, Leader):
+        print(json.dumps(mesh_program.run(engine)), flush=True)
+        assert engine.flush_cache()
+        if case != cases[-1]:
+            group.send("next")
+    else:
+        if mode == "diverges":
+            shortened(engine)
+        try:
+            following.follow(engine, group)
+        except NextEngine:
+            continue
+while engine is not None:
+    engine.generate(mesh_program.PROMPTS[0], mesh_program.SAMPLING[0])
