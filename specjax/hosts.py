@@ -38,6 +38,7 @@ SILENCE = 20.0
 is closed. This is for a host that loses its power or its network."""
 ALIVE = 1.0  # seconds between two signs of life
 JOIN = 300.0  # seconds in which all processes must have started
+NEVER = 30 * 24 * 3600  # seconds: JAX's heartbeat aborts processes that were suspended for as long
 FAREWELL = 2.0  # seconds for followers to end after the leader
 _LENGTHS = struct.Struct("!II")
 _MOST = (1 << 20, 1 << 30)  # bytes of a frame's object and of its array
@@ -178,6 +179,7 @@ class Group:
         jax.distributed.initialize(
             str(address), num_processes=nodes, process_id=rank, initialization_timeout=int(JOIN),
             coordinator_bind_address=str(address), cluster_detection_method="deactivate",
+            heartbeat_timeout_seconds=NEVER, shutdown_timeout_seconds=int(JOIN),
         )  # fmt: skip
 
     def end(self, message: str) -> NoReturn:
@@ -191,6 +193,11 @@ class Group:
                 connection.send("failed", message=message)
             sys.stderr.flush()
             os._exit(1)
+
+    def fail(self, message: str) -> NoReturn:
+        """`end`, after a moment in which this process may learn that another has died, which is the cause then."""
+        time.sleep(ALIVE)
+        self.end(message)
 
     def _lost(self, rank: int, reason: str) -> None:
         if not self._leaving:

@@ -127,7 +127,7 @@ class Device:
                 leaves, output = program(self._params, leaves, inputs)
             except Exception as error:
                 if self._leader is not None:  # the others have launched it, and wait for this process
-                    self._leader.end(f"{key} could not be launched: {error}")
+                    self._leader.fail(f"{key} could not be launched: {error}")
                 raise
             self._set((leaves, tree))
             if self._leader is not None:
@@ -145,7 +145,7 @@ class Device:
             try:
                 own = digest(found)
             except Exception as error:  # the others may wait for this process
-                self._leader.end(f"{key} failed: {error}")
+                self._leader.fail(f"{key} failed: {error}")
             self._leader.compare(own, str(key))
 
     def admit(self, program: Callable[..., Resident], packed: np.ndarray, *, resumed: bool) -> None:

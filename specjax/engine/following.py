@@ -39,7 +39,7 @@ def follow(engine: Engine, follower: Follower) -> None:
             else:
                 _launch(engine, message, outputs)
         except Exception as error:
-            follower.end(f"Node rank {follower.place.rank} could not follow ({message.kind}): {error}")
+            follower.fail(f"Node rank {follower.place.rank} could not follow ({message.kind}): {error}")
 
 
 def _compile(engine: Engine, key: Key) -> None:
@@ -70,5 +70,5 @@ def _report(follower: Follower, outputs: SimpleQueue[tuple[Key, Output]]) -> Non
         try:
             found = digest(output)
         except Exception as error:
-            follower.end(f"{key} failed on node rank {follower.place.rank}: {error}")
+            follower.fail(f"{key} failed on node rank {follower.place.rank}: {error}")
         follower.report(found)
