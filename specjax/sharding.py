@@ -80,8 +80,8 @@ def under(mesh: Mesh | None) -> Iterator[None]:
 
 
 def on_first(mesh: Mesh | None) -> AbstractContextManager[Any]:
-    """Within the context, arrays are made on the mesh's first device."""
-    return contextlib.nullcontext() if mesh is None else jax.default_device(mesh.devices.flat[0])
+    """Within the context, arrays are made on the mesh's first device of this process."""
+    return contextlib.nullcontext() if mesh is None else jax.default_device(mesh.local_devices[0])
 
 
 def several(mesh: Mesh | None) -> Mesh | None:
@@ -90,8 +90,8 @@ def several(mesh: Mesh | None) -> Mesh | None:
 
 
 def first_device(mesh: Mesh | None) -> Any:
-    """The mesh's first device, or JAX's."""
-    return jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
+    """The mesh's first device of this process, or JAX's."""
+    return jax.local_devices()[0] if mesh is None else mesh.local_devices[0]
 
 
 def everywhere(mesh: Mesh) -> NamedSharding:

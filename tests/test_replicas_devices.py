@@ -60,6 +60,7 @@ def test_the_flags(folder):
     sizes += ["--context-length", "64", "--chunked-prefill-size", "16", "--dtype", "float32"]
     plain = [*sizes, "--speculative-algorithm", "NONE"]
     one, both = run(plain, [*sizes, "--dp", "2", "--tp", "2"], program=PROGRAM)
+    assert "error" not in one, one
     assert one["texts"][0] == one["texts"][1]
     check(both, one["texts"][0], 2, 2)
     assert both["algorithm"] == "NGRAM" and both["chooses"] == [True, True]

@@ -127,7 +127,7 @@ def load(
     return engine
 
 
-def make_service(settings: flags.Settings, events: List[Publisher], group: Leader | None) -> Service:
+def make_service(settings: flags.Settings, events: List[Publisher], group: Leader | None = None) -> Service:
     """What loads and drives the engine, or its replicas. `events`: of each, or none. `group`: see `load`."""
 
     def made(rank: int) -> Engine:
