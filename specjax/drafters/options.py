@@ -161,11 +161,9 @@ class Ngram(DraftOptions):
         """On a CPU, and if `nodes` is not given: trees of 8 nodes after a strong match. After a weak one `weak_nodes`,
         or none if `strong_match` alone is given; if neither is, 4 nodes from two matched tokens on.
 
-        On a GPU verifying twelve tokens costs what one costs. On a CPU a step of four nodes costs 1.5 times a step of
-        one, of eight 2.5 times: a tree pays where it has more drafts accepted than it costs steps more. Of four nodes
-        0.4 to 0.6 are after a match of one token, 1.0 to 1.2 after two; of eight nodes one more than of four is after
-        a match of about eight (simulated on recorded texts of MT-bench, GSM8K and summaries). Acceptance rates learned
-        by length and by request chose no better than the length.
+        On a GPU verifying twelve tokens costs what one costs. On a CPU each node costs, so a tree pays where it has
+        more drafts accepted than it takes longer: one of four nodes mostly after two matched tokens, one of eight
+        after about eight.
         """
         if platform != "cpu" or self.nodes is not None:
             return self
