@@ -416,7 +416,7 @@ def claim_gpu(chosen: Settings, *, probe: bool = True) -> None:
 
 
 def make_engine(
-    chosen: Settings, *, group: Group | None = None, progress: bool = True, **config: bool | float
+    chosen: Settings, *, group: Group | None = None, progress: bool = True, **config: bool | int | float
 ) -> Engine:  # fmt: skip
     """The engine that the settings describe. `config`: fields of its `EngineConfig`, in place of theirs; `group`: as in
     `Engine.from_pretrained`. Raises a ValueError as that does, but the message names flags."""
@@ -465,7 +465,7 @@ def make_group(chosen: Settings) -> Leader | Follower | None:
         ) from None
 
 
-def engine_arguments(chosen: Settings, **config: bool | float) -> dict[str, Any]:
+def engine_arguments(chosen: Settings, **config: bool | int | float) -> dict[str, Any]:
     """`Engine.from_pretrained`'s keyword arguments, the model included. `config`: as `make_engine`. Raises a ValueError
     that names the flag if a value is out of range."""
     engine = chosen.engine
