@@ -148,20 +148,6 @@ class Device:
                 self._leader.fail(f"{key} failed: {error}")
             self._leader.compare(own, str(key))
 
-    def admit(self, program: Callable[..., Resident], packed: np.ndarray, *, resumed: bool) -> None:
-        """Puts a request into the state, by `Executables.admit`."""
-        self._update(lambda state: program(state, packed), "admit", packed, resumed=resumed)
-
-    def replace_draft(self, draft: Any) -> None:
-        """Replaces the drafter's part of the state by an empty one."""
-        self._update(lambda state: state._replace(decode=state.decode._replace(draft=draft)), "empty draft")
-
-    def _update(self, change: Callable[[Resident], Resident], kind: str, *array: np.ndarray, **fields: Any) -> None:
-        with self._launch_lock:
-            state = self.state
-            self._tell(kind, *array, **fields)
-            self._set(jax.tree.flatten(change(state)))
-
     def update(self, change: Callable[..., Resident], *arguments: np.ndarray, kind: str = "", **fields: Any) -> None:
         """Replaces the state by ``change(state, *arguments)``. `kind` and `fields`: how the followers are told of the
         change, with its argument."""
