@@ -258,7 +258,7 @@ def test_a_search(algorithm, tune, similar, tmp_path, capsys):
     document = json.loads((folder / "results.json").read_text())
     assert document["points"] == summary["points"] == len(document["predictions"])
     assert document["seconds"] >= sum(document["seconds_by_part"].values()) > 0
-    assert document["versions"]["jax"] and document["costs"]["1"]["verify"].keys() >= {"1", "2", "4"}
+    assert document["versions"]["jax"] and document["costs"]["1"]["verify"].keys() >= {"1", "4"}
 
     # Replaying is exact: what was predicted of a point's acceptance is what its run counted.
     verified = ran(folder)
