@@ -342,6 +342,18 @@ def test_one_long_wait_among_the_first_steps_does_not_end_drafting(late):
     assert chosen[30:].count(DRAFT) > 230
 
 
+def test_what_was_measured_on_a_slower_machine_counts_as_slower():
+    """Drafting pays at first, while something else runs; then the machine is three times as fast, and it does not."""
+    adaptive, rng = Adaptive(lambda _: (DRAFT, PLAIN), lambda *_: 1.5), np.random.default_rng(1)
+    one, chosen = idle_sequence(SamplingParams(), limit=1 << 20), []
+    for i in range(600):
+        chosen.append(nodes := adaptive.choose(1, [one]))
+        slower, emitted = (3, 2) if i < 60 else (1, 1 + int(rng.random() < 0.2))
+        seconds = slower * (9e-3 if nodes == DRAFT else 6e-3)
+        adaptive.record(Key("step", 1, 8, nodes=nodes), seconds, {one: emitted} if nodes == DRAFT else {})
+    assert chosen[:60].count(DRAFT) > 40 and chosen[200:].count(PLAIN) > 370
+
+
 # The engine.
 
 

@@ -4,12 +4,13 @@ and running acceptance.
     rate of a choice  =  tokens that the batch's requests emit in such a step / seconds that it takes
 
 The choice with the highest rate is taken; it must be better than the one in use by `MARGIN`. Seconds are those of
-recent steps of the same batch bucket. Where there are none, they are what was expected, corrected by how wrong that was
-of the bucket's other trees, else of other buckets. Without drafts a request emits one token; with drafts as many as its
-own running acceptance says, which begins at what is usual. What was accepted of one tree says what would be of another:
-a draft is taken to be accepted with one probability everywhere (`accept_lengths`), and steps of the tree itself correct
-that. What the drafter has missed must be caught up first: tokens that come after it pay for that, `HORIZON` of each
-request or as many as it has emitted, but no more than it may still emit.
+recent steps of the same batch bucket, and those of the choices that are not in use change in proportion to those of the
+one that is: a machine is faster or slower for all of them. Where there are none, they are what was expected, corrected
+by how wrong that was of the bucket's other trees, else of other buckets. Without drafts a request emits one token; with
+drafts as many as its own running acceptance says, which begins at what is usual. What was accepted of one tree says
+what would be of another: a draft is taken to be accepted with one probability everywhere (`accept_lengths`), and steps
+of the tree itself correct that. What the drafter has missed must be caught up first: tokens that come after it pay for
+that, `HORIZON` of each request or as many as it has emitted, but no more than it may still emit.
 
 A choice that is not taken is tried now and then, for `TRIAL` steps: only when `SHARE` of the time so far, and at the
 start the time of `FIRST` steps, pays for what the trial is expected to lose. What it did lose is then taken from this
@@ -51,6 +52,7 @@ SAVED = 1000  # steps whose share is kept for trials, at most
 ENOUGH = 3  # steps until a time counts as measured
 OUTLIER = 2.5  # times the usual: a step that took longer counts as one that took so long
 MEMORY = 0.95  # weight of a step's time and acceptance after the next one
+STALE = 0.2  # weight of the times that are known of a choice when a trial of it begins
 GAIN = 0.05  # by which a tree that is not compiled must be better
 SETTLED = 64  # steps of the choice in use before another tree is compiled
 CURIOSITY = 1.25  # factor on the rate of what was never measured, when the next trial is chosen
@@ -83,6 +85,10 @@ class Recent:
             self.seconds = self.weight * median(self.first)
         self.requests = MEMORY * self.requests + requests
         self.tokens = MEMORY * self.tokens + tokens
+
+    def forget(self) -> None:
+        """Lets the next steps' times count for most of the mean."""
+        self.weight, self.seconds = STALE * self.weight, STALE * self.seconds
 
     @property
     def mean_seconds(self) -> float:
@@ -284,6 +290,7 @@ class Adaptive:
         credit = max(self.credit or 0.0, 0.0)
         if own.recent[using].steps < ENOUGH or own.since < (PAUSE if measured else 0) or credit < loss:
             return None
+        own.recent[other].forget()
         own.since, own.trying, own.left, own.behind = 0, other, count - 1, behind
         own.rate = tokens[using] / seconds[using]
         return other
@@ -305,7 +312,12 @@ class Adaptive:
             return
         own.since += 1
         scale = self._scale(key.width, key.nodes) if drafted else 1.0
-        (recent := own.recent[key.nodes]).add(seconds, len(drafted), tokens)
+        recent = own.recent[key.nodes]
+        before = recent.mean_seconds if recent.steps >= ENOUGH else None
+        recent.add(seconds, len(drafted), tokens)
+        if key.nodes == own.using and before:  # what makes its steps faster or slower does so with the others'
+            for other in own.recent.values():
+                other.seconds *= 1.0 if other is recent else recent.mean_seconds / before
         self._earn(seconds, recent)
         for request, count in drafted.items():
             request.drafted = MEMORY * request.drafted + 1
