@@ -24,6 +24,7 @@ import struct
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
@@ -158,7 +159,7 @@ class _Connection:
             self.send("alive")
 
 
-class Group:
+class Group(ABC):
     """This process's part of those that share a model. See `Leader` and `Follower`.
 
     Attributes:
@@ -203,9 +204,9 @@ class Group:
         if not self._leaving:
             self.end(f"Node rank {rank} of {self.place.nodes} is gone: {reason}")
 
+    @abstractmethod
     def agree(self, facts: Mapping[str, str], number: int) -> int:
         """The smallest of the numbers that the processes give. Those whose facts differ from the leader's end."""
-        raise NotImplementedError
 
 
 class Leader(Group):

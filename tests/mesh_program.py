@@ -185,7 +185,13 @@ def forward(family: str, count: int, width: int) -> dict[str, Any]:
     config = replace(CONFIG, family=family, num_heads=4, attention_bias=False, **changes.get(family, {}))
     model, mesh = make_target(config), make_mesh(count)
     given = drawn(init_params(config, jax.random.key(0)), 0)
-    tokens = np.arange(width, dtype=np.int32)[None] * 7 % VOCABULARY
+    assert mesh is not None
+    return compared(model, mesh, given, width)[0]
+
+
+def compared(model: Any, mesh: Any, given: Any, width: int) -> tuple[dict[str, Any], Any]:
+    """Logits of `width` tokens on the mesh beside those of one device, and the weights on the mesh."""
+    tokens = np.arange(width, dtype=np.int32)[None] * 7 % model.config.vocab_size
 
     def logits(given: Any, cache: Any, tokens: Any) -> Any:
         positions = jnp.arange(width, dtype=jnp.int32)[None]
@@ -194,7 +200,6 @@ def forward(family: str, count: int, width: int) -> dict[str, Any]:
         return model.unembed(given, output.hidden)
 
     expected = jax.jit(logits)(given, init_cache(model.pages, PoolShape(1, 4)), tokens)
-    assert mesh is not None
     placed = place_params(mesh, Params(given), model, None).target
     cache = empty_state(mesh, lambda: init_cache(model.pages, PoolShape(1, 4)))
     with under(mesh):
@@ -204,7 +209,7 @@ def forward(family: str, count: int, width: int) -> dict[str, Any]:
         "difference": float(np.max(np.abs(np.asarray(found) - np.asarray(expected)))),
         "largest": float(np.max(np.abs(expected))),
         "collectives": collectives(program),
-    }
+    }, placed
 
 
 if __name__ == "__main__":
