@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax.cli import flags
+from specjax.cli import build, flags
 from specjax.cli.generate import BadLine, parse_line, result
 from specjax.engine import SamplingParams
 from specjax.engine.generation import complete
@@ -62,8 +62,8 @@ class Generate:
     ) -> None:
         SamplingParams.from_mapping(sampling or {})
         chosen = from_mapping(settings or {}, SETTINGS, "settings")
-        flags.claim_gpu(chosen)
-        self._engine = flags.make_engine(chosen, progress=False)
+        build.claim_gpu(chosen)
+        self._engine = build.make_engine(chosen, progress=False)
         self._defaults = {**self._engine.sampling_defaults, "seed": 0, **(sampling or {})}
         self._keep = tuple(keep)
 

@@ -27,7 +27,7 @@ from tiny_checkpoints import save_model, save_mtp
 from tiny_heads import save_head
 
 from specjax.checkpoint import model_config, mtp_config, resolve
-from specjax.cli import flags
+from specjax.cli import build, flags
 from specjax.drafters import DraftOptions, Eagle, Eagle3, Mtp, Ngram, Standalone
 from specjax.serve import command, dry_run
 from specjax.settings import Parser, add_flags, parse
@@ -100,7 +100,7 @@ def test_every_file_is_in_the_table():
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_the_numbers_are_those_of_the_command(name, caplog):
     wanted, found = LAUNCHES[name], read(name)
-    assert flags.draft_options(found) == wanted.draft
+    assert build.draft_options(found) == wanted.draft
     assert not caplog.records, "each key has an effect"
     given = {
         field.name: getattr(group, field.name)

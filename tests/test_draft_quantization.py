@@ -19,7 +19,7 @@ from tiny_heads import save_head
 
 import specjax.load
 from specjax.checkpoint import CheckpointError
-from specjax.cli import flags
+from specjax.cli import build, flags
 from specjax.devices import DEVICES
 from specjax.drafters import Auto, DraftOptions, Eagle, Eagle3, Mtp, NoDraft, Standalone
 from specjax.engine import Engine, EngineConfig, SamplingParams
@@ -145,7 +145,7 @@ def test_what_is_chosen(given, dtype, platform, otherwise, stored, expected):
 def drafting(*argv: object) -> DraftOptions | str:
     parser = Parser()
     add_flags(parser, flags.Settings())
-    return flags.draft_options(read(parser.parse_args([str(arg) for arg in argv]), flags.Settings()))
+    return build.draft_options(read(parser.parse_args([str(arg) for arg in argv]), flags.Settings()))
 
 
 def test_the_flag_and_the_key_of_a_file(tmp_path):

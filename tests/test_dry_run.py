@@ -64,7 +64,7 @@ def quiet(monkeypatch):
 
     monkeypatch.setattr(command, "set_up_logging", lambda level: None)
     monkeypatch.setattr(command, "listen", refuse)
-    monkeypatch.setattr(command.flags, "make_engine", refuse)
+    monkeypatch.setattr(command.build, "make_engine", refuse)
     for name in SHARE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
 

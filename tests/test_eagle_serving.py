@@ -28,7 +28,7 @@ from tiny_checkpoints import save_llama
 from tiny_heads import save_head
 
 from specjax import PoolShape, init_cache
-from specjax.cli import flags, generate
+from specjax.cli import build, flags, generate
 from specjax.drafters import DraftOptions, Eagle, Eagle3, NoDraft, make_drafter
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.load import LoadedModel, load
@@ -278,7 +278,7 @@ def test_warnings_name_the_flags(caplog):
     flags_given = {"speculative_num_steps": 3, "speculative_num_draft_tokens": 9, "speculative_token_map": "map.json"}
     speculative = flags.SpeculativeSettings("EAGLE3", head("eagle3"), **flags_given)
     chosen = flags.Settings(flags.ModelSettings(str(folder() / "model")), speculative=speculative)
-    engine = flags.make_engine(replace(chosen, engine=flags.EngineSettings(max_total_tokens=128)), progress=False)
+    engine = build.make_engine(replace(chosen, engine=flags.EngineSettings(max_total_tokens=128)), progress=False)
     assert engine.drafter.width == 4
     np.testing.assert_array_equal(engine.params.draft["ids"], LETTERS)
     messages = [record.getMessage() for record in caplog.records]

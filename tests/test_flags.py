@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from specjax import settings
-from specjax.cli import flags, generate
+from specjax.cli import build, flags, generate
 from specjax.drafters import DRAFTERS, Auto, DraftOptions, Eagle, Mtp, Ngram, NoDraft
 from specjax.engine import EngineConfig
 from specjax.thresholds import AcceptAbove
@@ -96,14 +96,14 @@ def test_the_key_of_the_api_is_not_in_the_repr():
 
 def test_the_defaults_are_the_engines():
     # In the library each step drafts, unless it is asked to choose.
-    assert flags.engine_arguments(DEFAULTS)["config"] == EngineConfig(adaptive=True)
+    assert build.engine_arguments(DEFAULTS)["config"] == EngineConfig(adaptive=True)
     assert replace(generate.DEFAULTS, engine=flags.EngineSettings()) == DEFAULTS
     assert generate.DEFAULTS.engine == flags.EngineSettings(max_running_requests=8)
 
 
 def test_engine_arguments():
     """Every setting but the server's reaches `Engine.from_pretrained`."""
-    found = flags.engine_arguments(ours(
+    found = build.engine_arguments(ours(
         "--model-path", "m", "--revision", "r", "--tokenizer-path", "t", "--chat-template", "c", "--dtype", "bfloat16",
         "--sampling-defaults", "OpenAI",
         "--max-running-requests", 2, "--cuda-graph-max-bs", 1, "--max-total-tokens", 64,
@@ -129,7 +129,7 @@ def test_engine_arguments():
 def test_flags_of_sglang_without_effect_are_named_with_what_happens_instead(toml, caplog):
     file = toml("[engine]\ntrust-remote-code = true\n")
     given = ("--enable-torch-compile", "--torch-compile-max-bs", 8, "--speculative-attention-mode", "decode")
-    assert flags.engine_arguments(ours(*given, "--config", file)) == flags.engine_arguments(ours())
+    assert build.engine_arguments(ours(*given, "--config", file)) == build.engine_arguments(ours())
     assert [record.getMessage() for record in caplog.records] == [
         "--enable-torch-compile has no effect: every step is compiled by XLA",
         "--torch-compile-max-bs has no effect: steps of every batch size are compiled by XLA",
@@ -141,7 +141,7 @@ def test_flags_of_sglang_without_effect_are_named_with_what_happens_instead(toml
 
 
 def drafting(*argv) -> DraftOptions:
-    return flags.engine_arguments(ours(*argv))["draft"]
+    return build.engine_arguments(ours(*argv))["draft"]
 
 
 def test_an_algorithm_gets_its_own_flags_and_others_are_named_in_a_warning(caplog):
@@ -270,7 +270,7 @@ def test_every_option_has_a_flag():
      (("--allow-lossy-speculation", "--speculative-accept-threshold-acc", 0.9), AcceptAbove(1.0, 0.9))],
 )  # fmt: skip
 def test_lossy_thresholds_are_allowed_and_logged(argv, verify, caplog):
-    assert flags.engine_arguments(ours(*argv))["verify"] == verify
+    assert build.engine_arguments(ours(*argv))["verify"] == verify
     lines = [record.getMessage() for record in caplog.records if "LOSSY" in record.getMessage()]
     assert len(lines) == (verify is not None)
     assert all(f"{argv[1]} {argv[2]}" in line and "not the model's own" in line for line in lines)
@@ -281,7 +281,7 @@ def test_lossy_thresholds_are_refused_without_the_flag_that_allows_them(toml):
     settings = ours("--config", file, "--speculative-accept-threshold-acc", 0.25)
     named = r"\[speculative\] speculative-accept-threshold-single 0.5 and --speculative-accept-threshold-acc 0.25 would"
     with pytest.raises(ValueError, match=f"{named} change .* --allow-lossy-speculation"):
-        flags.engine_arguments(settings)
+        build.engine_arguments(settings)
 
 
 def test_flags_are_named_in_the_command_line_layer_only():

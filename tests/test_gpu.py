@@ -15,7 +15,7 @@ import pytest
 from tiny_checkpoints import save_llama
 
 from specjax import compiling, devices, gpu
-from specjax.cli import flags
+from specjax.cli import build, flags
 from specjax.devices import GB, SHARE_VARIABLES, Memory, share_of, this_memory
 from specjax.engine import probe
 from specjax.gpu import Card, GpuError, cards, claim
@@ -233,19 +233,19 @@ def test_a_card_that_is_too_small_is_told_before_weights_are_read(tmp_path, monk
 def test_the_flags_claim_the_gpu_and_name_themselves(machine, monkeypatch):
     machine(T4, H200)
     tried: list[Card] = []
-    monkeypatch.setattr(flags, "graphs_run", lambda card: tried.append(card) or False)
+    monkeypatch.setattr(build, "graphs_run", lambda card: tried.append(card) or False)
 
     def chosen(*argv: str) -> flags.Settings:
         parser = Parser()
         add_flags(parser, flags.Settings())
         return parse(parser, list(argv), flags.Settings())[1]
 
-    flags.claim_gpu(chosen("--base-gpu-id", "1", "--mem-fraction-static", "0.5"))
+    build.claim_gpu(chosen("--base-gpu-id", "1", "--mem-fraction-static", "0.5"))
     assert visible() == "1" and float(os.environ[SHARE_VARIABLES[0]]) == pytest.approx(0.6)
     assert [card.name for card in tried] == ["NVIDIA H200"]
     assert not compiling._loops, "the probe failed"
     with pytest.raises(GpuError, match=r"^--base-gpu-id: GPU 5 was asked for"):
-        flags.claim_gpu(chosen("--base-gpu-id", "5"))
+        build.claim_gpu(chosen("--base-gpu-id", "5"))
 
 
 # The probe.

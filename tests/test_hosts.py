@@ -23,7 +23,7 @@ from mesh_helpers import environment, run
 from server_helpers import SECONDS, wait_until
 from tiny_checkpoints import save_llama
 
-from specjax.cli import flags
+from specjax.cli import build, flags
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.hosts import Address, Follower, Group, Leader, Place
 from specjax.settings import Parser, add_flags, parse
@@ -188,7 +188,7 @@ def test_servers(pair, folder):
 def group_of(*given: Any) -> Any:
     parser = Parser(prog="program")
     add_flags(parser, flags.Settings())
-    return flags.make_group(parse(parser, list(map(str, given)), flags.Settings())[1])
+    return build.make_group(parse(parser, list(map(str, given)), flags.Settings())[1])
 
 
 ADDRESS = ("--dist-init-addr", "127.0.0.1:5000")

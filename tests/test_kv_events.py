@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from engine_helpers import make_engine, shared_engine, toy
 
-from specjax.cli import flags
+from specjax.cli import build, flags
 from specjax.engine import Engine, SamplingParams
 from specjax.engine.pages import Node, PageAllocator, PrefixCache
 from specjax.serve import command
@@ -313,8 +313,8 @@ def test_when_events_are_published(tmp_path):
 
 def test_the_server_publishes(tmp_path, monkeypatch, endpoints):
     engine: Engine = shared_engine("NONE")
-    monkeypatch.setattr(flags, "claim_gpu", lambda chosen: None)
-    monkeypatch.setattr(flags, "make_engine", lambda *args, **kwargs: engine)
+    monkeypatch.setattr(build, "claim_gpu", lambda chosen: None)
+    monkeypatch.setattr(build, "make_engine", lambda *args, **kwargs: engine)
     given = msgspec.json.encode({"publisher": "zmq", **endpoints}).decode()
     settings = flags.Settings(server=flags.ServerSettings(kv_events_config=given))
     (publisher,) = command.make_publishers(settings)

@@ -13,7 +13,7 @@ import specjax.load
 from specjax import checkpoint
 from specjax.checkpoint import CheckpointError, effective_quantization, model_config
 from specjax.checkpoint.hf_config import QUANTIZATIONS
-from specjax.cli import flags
+from specjax.cli import build, flags
 from specjax.outline import outline
 from specjax.serve import command
 from specjax.train import inputs
@@ -81,7 +81,7 @@ def test_families_that_float16_is_too_small_for(architecture, tmp_path):
     assert model_config(hf_config, dtype="bfloat16").dtype == "bfloat16"
     chosen = flags.Settings(model=flags.ModelSettings(model=str(tmp_path), dtype="float16"))
     with pytest.raises(CheckpointError, match=r"^--dtype float16 is too small"):
-        flags.make_engine(chosen, progress=False)
+        build.make_engine(chosen, progress=False)
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_refused_before_weights_are_read_naming_where_it_was_set(quantised, tmp_
         line = capsys.readouterr().err.splitlines()[-1]
         assert line.startswith(f"specjax.serve: {place} is for float weights, and those of {tmp_path}"), line
     with pytest.raises(CheckpointError, match=r"^--quantization int4 is for float weights"):
-        flags.make_engine(
+        build.make_engine(
             flags.Settings(model=flags.ModelSettings(model=str(quantised), quantization="int4")), progress=False
         )
     with pytest.raises(CheckpointError, match=r"^quantization='int4' is for float weights"):

@@ -7,7 +7,7 @@ import argparse
 import pytest
 from engine_helpers import DRAFTS, check_idle, make_engine, shared_engine, toy
 
-from specjax.cli import flags
+from specjax.cli import build, flags
 from specjax.drafters import Ngram
 from specjax.engine import SamplingParams
 from specjax.engine.intake import Salts
@@ -60,6 +60,6 @@ def test_the_flag():
     add_flags(parser, flags.Settings())
     for given, isolated in (([], False), (["--speculative-ngram-isolate"], True)):
         chosen = read(parser.parse_args(["--speculative-algorithm", "NGRAM", *given]), flags.Settings())
-        arguments = flags.engine_arguments(chosen)
+        arguments = build.engine_arguments(chosen)
         assert arguments["config"].isolate_ngrams is isolated
         assert arguments["draft"] == Ngram()

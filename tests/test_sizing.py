@@ -18,7 +18,7 @@ from test_coupling import right_often
 from test_packing import NEW, PAGES, ROWS, TABLE
 
 from specjax.bench.methods import parse_method
-from specjax.cli import flags
+from specjax.cli import build, flags
 from specjax.drafters import Auto, Eagle3, Ngram, TreeShape, eagle_drafter, make_drafter
 from specjax.engine import SamplingParams
 from specjax.engine.adaptive import PLAIN, Adaptive
@@ -217,8 +217,8 @@ def test_the_option_and_its_names():
 
 def test_the_flag(caplog):
     settings = replace(flags.Settings(), speculative=flags.SpeculativeSettings("EAGLE3", speculative_tree="dynamic"))
-    assert flags.draft_options(settings) == Eagle3(tree="dynamic")
+    assert build.draft_options(settings) == Eagle3(tree="dynamic")
     settings = replace(settings, speculative=replace(settings.speculative, speculative_algorithm="NGRAM"))
     with caplog.at_level(logging.WARNING):
-        assert flags.draft_options(settings) == Ngram()
+        assert build.draft_options(settings) == Ngram()
     assert "no effect with --speculative-algorithm NGRAM: --speculative-tree" in caplog.text

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specjax.cache import bytes_per_token
 from specjax.checkpoint import CheckpointError, match_vocabularies
-from specjax.cli import flags
+from specjax.cli import build, flags
 from specjax.drafters import Confidence, Drafter, NoDraft, Params, Standalone, StandaloneParams, TreeShape
 from specjax.drafters.factories import make_drafter
 from specjax.drafters.options import options_of
@@ -438,14 +438,14 @@ def test_what_cannot_draft_is_refused(saved, given, message):
         speculative=flags.SpeculativeSettings(speculative_algorithm="STANDALONE", speculative_draft_model_path=path),
     )
     with pytest.raises(ValueError, match=message):
-        flags.make_engine(chosen, progress=False)
+        build.make_engine(chosen, progress=False)
 
 
 def test_flags_and_options():
     speculative = flags.SpeculativeSettings(
         "STANDALONE", "m", speculative_num_steps=2, speculative_draft_vocabulary="intersection"
     )
-    assert flags.draft_options(flags.Settings(speculative=speculative)) == Standalone(
+    assert build.draft_options(flags.Settings(speculative=speculative)) == Standalone(
         "m", None, 2, vocabulary="intersection"
     )
     assert (Standalone("m").shape(), Standalone("m", topk=2).shape()) == (TreeShape(3, 1, 4), TreeShape(3, 2, 7))

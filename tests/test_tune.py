@@ -573,7 +573,7 @@ def test_the_tables_have_the_form_that_the_package_reads(tmp_path, monkeypatch, 
 
 def test_the_command_measures_steps_on_a_cpu(clean, monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr(command.flags, "make_engine", lambda chosen, **options: asked.append(options) or make_engine())
+    monkeypatch.setattr(command.build, "make_engine", lambda chosen, **options: asked.append(options) or make_engine())
     monkeypatch.setattr(autotune, "StepBench", FakeSteps)
     monkeypatch.setattr(tuning_tasks, "copy_bandwidth", lambda size: 1e10)
     monkeypatch.setattr(tuning_tasks, "product_speed", lambda dtype: 1e12)

@@ -23,7 +23,7 @@ from specjax.bench.replay import Candidates, Recording
 from specjax.bench.search import distinct
 from specjax.bench.step_costs import StepCosts
 from specjax.bench.tune_tree import TuneSettings, as_toml, axes_of
-from specjax.cli import flags
+from specjax.cli import build, flags
 from specjax.drafters import Eagle, Eagle3, Ngram, NoDraft, Standalone
 from specjax.drafters.ngram import ngram_drafter
 from specjax.drafters.options import candidates
@@ -190,16 +190,16 @@ def test_points_that_are_run_differ():
     ],
 )
 def test_the_server_reads_the_file_and_the_flags(draft, tmp_path):
-    found = flags.speculative_settings(draft)
+    found = build.speculative_settings(draft)
     file = tmp_path / "best.toml"
     file.write_text(as_toml({"model": {"model": "some/model"}, "speculative": found}, "a comment"))
     parser = settings.Parser()
     settings.add_flags(parser, flags.Settings())
     _, from_file = settings.parse(parser, ["--config", str(file)], flags.Settings())
-    assert flags.draft_options(from_file) == draft and from_file.model.model == "some/model"
+    assert build.draft_options(from_file) == draft and from_file.model.model == "some/model"
     given = [str(part) for name, value in found.items() for part in (f"--{name}", value)]
     _, from_flags = settings.parse(parser, given, flags.Settings())
-    assert flags.draft_options(from_flags) == draft
+    assert build.draft_options(from_flags) == draft
 
 
 # Whole runs
@@ -278,7 +278,7 @@ def test_a_search(algorithm, tune, similar, tmp_path, capsys):
     settings.add_flags(parser, flags.Settings())
     _, chosen = settings.parse(parser, ["--config", str(folder / "best.toml")], flags.Settings())
     fastest = max(measured, key=measured.__getitem__)
-    assert (flags.draft_options(chosen).algorithm == "NONE") == (fastest == "none")
+    assert (build.draft_options(chosen).algorithm == "NONE") == (fastest == "none")
 
     # A second time nothing is measured again.
     before = {file: file.read_text() for file in folder.rglob("runs.jsonl")}

@@ -25,7 +25,7 @@ from specjax.bench.provenance import commit, machine, processor
 from specjax.bench.results import LEVEL, RESAMPLES
 from specjax.bench.sets import DATA, known, read_sets
 from specjax.checkpoint.files import write_text
-from specjax.cli import flags, run_command
+from specjax.cli import build, flags, run_command
 from specjax.settings import setting
 
 TABLES = ("bench", "model")
@@ -176,7 +176,7 @@ def compare(chosen: Settings, *, progress: bool) -> dict[str, Any]:
     """Measures, prints and writes. Returns the command's summary."""
     started = time.perf_counter()
     plan = make_plan(chosen.bench)
-    flags.claim_gpu(chosen)
+    build.claim_gpu(chosen)
     folder = Path(chosen.bench.output)
     log = Log(folder, identity(plan, chosen))
     head = machine("jaxlib", "flax", "torch", "transformers")

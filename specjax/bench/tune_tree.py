@@ -29,7 +29,7 @@ from specjax.bench.provenance import commit, machine, processor
 from specjax.bench.search import NONE, Search, current_options
 from specjax.bench.sets import DATA, read_sets
 from specjax.checkpoint.files import write_text
-from specjax.cli import flags, run_command
+from specjax.cli import build, flags, run_command
 from specjax.drafters import DraftOptions, Ngram
 from specjax.settings import setting
 
@@ -148,12 +148,12 @@ def tune_tree(chosen: Settings, *, progress: bool) -> dict[str, Any]:
     """Searches, prints and writes. Returns the command's summary."""
     started = time.perf_counter()
     axes, plan = axes_of(chosen.tune), make_plan(chosen.tune)
-    flags.claim_gpu(chosen)
-    grid = make_grid(current_options(vars(chosen.model), flags.draft_options(chosen)), axes)
+    build.claim_gpu(chosen)
+    grid = make_grid(current_options(vars(chosen.model), build.draft_options(chosen)), axes)
     asked = {name: value for name, value in vars(chosen.tune).items() if name not in ("output", "plots", "repeats")}
     identity = {
         "commit": commit(), "processor": processor(), "model": dict(vars(chosen.model)), "tune": asked,
-        "current": flags.speculative_settings(grid.current.draft),
+        "current": build.speculative_settings(grid.current.draft),
         "digests": {each.name: each.digest for each in plan.sets},
     }  # fmt: skip
     folder = Path(chosen.tune.output)
@@ -167,7 +167,7 @@ def tune_tree(chosen: Settings, *, progress: bool) -> dict[str, Any]:
     draft, speeds = search.recommended()
     seconds = round(time.perf_counter() - started, 1)
     text = "".join(f"Batch size {batch}\n\n{table(search, batch)}\n" for batch in plan.batch_sizes)
-    found = flags.speculative_settings(draft)
+    found = build.speculative_settings(draft)
     given = " ".join(f"--{name} {value}" for name, value in found.items())
     document = head | identity | {
         "points": points, "seconds": seconds,
@@ -253,7 +253,7 @@ def write_toml(file: Path, chosen: Settings, draft: DraftOptions) -> None:
     """The model's settings that were given and these options, for `--config`."""
     model = {each.name.replace("_", "-"): value for each in fields(chosen.model)
              if (value := getattr(chosen.model, each.name)) != each.default}  # fmt: skip
-    write_text(file, as_toml({"model": model, "speculative": flags.speculative_settings(draft)}, _comment()))
+    write_text(file, as_toml({"model": model, "speculative": build.speculative_settings(draft)}, _comment()))
 
 
 def _comment() -> str:

@@ -277,7 +277,7 @@ class ClaimedRun:
 
 def answers_depend_on(chosen: Settings, given: str) -> dict[str, Any]:
     """What the answers of a run depend on, of the model and the input. Batch and algorithm may change: they change no
-    text. JAX must have its device (`flags.claim_gpu`). `given`: --input."""
+    text. JAX must have its device (`specjax.cli.build.claim_gpu`). `given`: --input."""
     model = chosen.model
     return {
         **{name: getattr(model, name) for name in ("model", "revision", "tokenizer_path", "chat_template")},

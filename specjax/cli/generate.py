@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, TextIO
 from tqdm import tqdm
 
 from specjax import settings
-from specjax.cli import claims, flags, run_command
+from specjax.cli import build, claims, flags, run_command
 from specjax.engine import Completion, Engine, SamplingParams
 from specjax.engine.executables import PhaseTimes
 from specjax.engine.notes import doubt, drafting_summary, speculation_note
@@ -353,12 +353,12 @@ def main(argv: list[str] | None = None) -> int:
             check_output(args)
         if args.show_trees and isinstance(sys.stdout, io.TextIOWrapper):  # which may not know the trees' lines
             sys.stdout.reconfigure(errors="backslashreplace")
-        flags.claim_gpu(chosen)
+        build.claim_gpu(chosen)
         shared = None if args.output else claim_run(args, chosen, given, lines)
         with shared or nullcontext():
             if shared is not None and not shared.begin():
                 return {"requests": 0, "failed": 0, **shared.summary()}
-            engine = flags.make_engine(chosen, progress=progress, trace=args.show_trees, time_phases=args.time_phases)
+            engine = build.make_engine(chosen, progress=progress, trace=args.show_trees, time_phases=args.time_phases)
             if progress:
                 note = speculation_note(engine.drafter, engine.buckets)
                 print(f"Speculation: {flags.in_flags(note)}", file=sys.stderr)

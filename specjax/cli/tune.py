@@ -17,7 +17,7 @@ import jax
 from specjax_kernels import choice, launch
 
 from specjax import settings
-from specjax.cli import flags, run_command
+from specjax.cli import build, flags, run_command
 from specjax.engine import autotune, tuning, tuning_tasks
 from specjax.engine.tuning import Result, Tuning
 
@@ -55,10 +55,10 @@ def main(argv: list[str] | None = None) -> int:
         seconds = chosen.engine.autotune_seconds
         if not seconds:
             raise ValueError("--autotune-seconds 0 leaves no time to measure")
-        flags.claim_gpu(chosen)
+        build.claim_gpu(chosen)
         if args.write_tables is not None:
             check_folder(args.write_tables)
-        engine = flags.make_engine(chosen, progress=not args.no_progress, autotune_seconds=0.0)
+        engine = build.make_engine(chosen, progress=not args.no_progress, autotune_seconds=0.0)
         found = None if args.again else autotune.known(engine)
         if found is None or not found.complete:
             found = autotune.measure(engine, seconds=seconds, before=found, progress=not args.no_progress)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from specjax import sharding
 from specjax.cache import bytes_per_token, init_cache
 from specjax.checkpoint import CheckpointError
-from specjax.cli import flags
+from specjax.cli import build, flags
 from specjax.engine import Engine, following
 from specjax.engine.notes import devices_note, speculation_note
 from specjax.hosts import Follower, Leader
@@ -103,12 +103,12 @@ def load(
     one = split * settings.server.data_parallel_size == 1
     if timed := settings.server.log_level == "debug" and one:
         logger.debug("Steps run in three parts, each waited for, to be measured: slower than with --log-level info")
-    flags.claim_gpu(settings)
+    build.claim_gpu(settings)
     check_devices(settings)
     if group is not None:
         group.join()
     given = {"time_phases": timed, "trace": settings.server.trace_trees, "first_device": rank * split}
-    engine = flags.make_engine(settings, group=group, **given)
+    engine = build.make_engine(settings, group=group, **given)
     seconds, dtype = time.perf_counter() - started, engine.target.config.dtype
     tokens = engine.intake.pool_tokens
     draft = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(engine.executables.state_shapes.draft))
@@ -175,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     try:
         check_certificate(server)
-        group = flags.make_group(settings)
+        group = build.make_group(settings)
         if isinstance(group, Follower):
             return follow_leader(settings, group)
         events = make_publishers(settings)

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from specjax.checkpoint import CheckpointError
-from specjax.cli import flags
+from specjax.cli import build, flags
 from specjax.costs import PLAIN, Decoding, StepCost, Tree, machine, step_cost
 from specjax.devices import DEVICES, SHARE_VARIABLES, Memory, given_share, this_device
 from specjax.drafters import NoDraft
@@ -65,7 +65,7 @@ def dry_run(settings: flags.Settings, device: str | None, devices: int) -> int:
     if device is not None:
         jax.config.update("jax_platforms", "cpu")  # a GPU that is here stays free
     try:
-        arguments = flags.engine_arguments(settings, trace=settings.server.trace_trees)
+        arguments = build.engine_arguments(settings, trace=settings.server.trace_trees)
         with flags.named_as_flags(settings):
             case, outlines = _case(settings, arguments, device, devices)
             plan = make_plan(case)
@@ -84,7 +84,7 @@ def _case(
 ) -> tuple[Case, Outlines]:
     share = given_share()
     if device is None:
-        flags.claim_gpu(settings, probe=False)
+        build.claim_gpu(settings, probe=False)
     platform = "gpu" if device or jax.default_backend() != "cpu" else "cpu"
     model, revision = arguments["model"], arguments["revision"]
 

@@ -32,7 +32,7 @@ from tqdm import tqdm
 from specjax import checkpoint, settings
 from specjax.cache import bytes_per_token, init_cache
 from specjax.checkpoint.files import try_lock, write_text
-from specjax.cli import claims, flags, run_command
+from specjax.cli import build, claims, flags, run_command
 from specjax.cli.generate import (
     BadLine,
     Line,
@@ -251,7 +251,7 @@ def generate(args: argparse.Namespace, chosen: flags.Settings) -> dict[str, Any]
         )
     SamplingParams(seed=args.seed)
     mixture = parse_mixture(args.temperatures)
-    flags.claim_gpu(chosen)
+    build.claim_gpu(chosen)
     wanted = settings_of(args, chosen, mixture)
     if args.shuffle:
         random.Random(f"order {args.seed}").shuffle(lines)
@@ -265,7 +265,7 @@ def load_engine(args: argparse.Namespace, chosen: flags.Settings, lines: int, no
     """The engine for this many lines. `note`: what is said of them."""
     progress = not args.no_progress
     chosen = batch_for(chosen, args.max_prompt_tokens + args.max_new_tokens, lines, progress=progress)
-    engine = flags.make_engine(chosen, progress=progress)
+    engine = build.make_engine(chosen, progress=progress)
     if progress:
         rows, speculation = engine.config.max_running_requests, speculation_note(engine.drafter, engine.buckets)
         tqdm.write(f"{note}; {rows} at once; speculation: {speculation}", file=sys.stderr)
