@@ -104,6 +104,7 @@ def test_a_wheel_is_built_of_what_is_copied(tmp_path):
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path / "dist")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert "is absent from" not in done.stdout + done.stderr, "a package that pyproject.toml does not list"
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     held = zipfile.ZipFile(wheel).namelist()
     assert {"specjax/serve/__main__.py", "specjax/serve/playground.html", "specjax_kernels/api.py"} <= set(held)

@@ -43,8 +43,11 @@ def installed(wheel, tmp_path_factory) -> Environment:
 
 
 def test_every_package_is_listed():
+    """With the folders of data that could be imported, of which setuptools warns if they are not."""
     found = {str(Path(name).parent).replace("/", ".") for name in source_files()}
-    assert set(PROJECT["tool"]["setuptools"]["packages"]) == found
+    data = {str(Path(name).parent).replace("/", ".") for name in DATA}
+    data = {name for name in data if all(map(str.isidentifier, name.split(".")))} | {"specjax.data.heads"}
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == found | data
     without = {name for name in found if f"{name.replace('.', '/')}/__init__.py" not in source_files()}
     assert not without, "folders with Python files but no __init__.py"
 
