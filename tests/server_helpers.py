@@ -21,8 +21,9 @@ from specjax.cli.flags import ServerSettings
 from specjax.engine import Engine
 from specjax.serve.app import create_app
 from specjax.serve.replicas import Service
-from specjax.serve.runner import Runner, State
+from specjax.serve.runner import Runner
 from specjax.serve.server import Server, listen, url
+from specjax.serve.states import State
 
 MODEL = "toy"
 SECONDS = 240.0

@@ -13,7 +13,7 @@ from server_helpers import Running, running, slow_down, wait_until
 
 from specjax.cli.flags import ServerSettings
 from specjax.serve.responses import OpenAIAnswer
-from specjax.serve.runner import State
+from specjax.serve.states import State
 
 pytestmark = [
     pytest.mark.process,

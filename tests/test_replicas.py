@@ -18,7 +18,8 @@ from specjax.engine.transfers import Counters
 from specjax.serve import command, replicas
 from specjax.serve.metrics import Latencies
 from specjax.serve.replicas import Balance, Replicas
-from specjax.serve.runner import ENGINE_STUCK, FAILED_STEP, EngineStuck, State
+from specjax.serve.states import ENGINE_STUCK, FAILED_STEP, State
+from specjax.serve.watchdog import EngineStuck
 
 QUICK = ServerSettings(watchdog_timeout=0.1)
 FIELDS = {"max_tokens": 24, "ignore_eos": True, "temperature": 0.7, "seed": 5}

@@ -42,7 +42,7 @@ from specjax.serve.protocol import ChatRequest, CompletionRequest, check_model, 
 from specjax.serve.replicas import Service
 from specjax.serve.responses import Answer, OpenAIAnswer, TokenNames, fingerprint
 from specjax.serve.responses_answer import ResponsesAnswer
-from specjax.serve.runner import ABORTED, SEND_AGAIN
+from specjax.serve.states import ABORTED, SEND_AGAIN
 from specjax.serve.structured import INVALID
 from specjax.serve.task import Rules, Task, refusal
 from specjax.serve.tokenising import Tokenising, work

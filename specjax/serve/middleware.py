@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specjax.cli.flags import ServerSettings
 from specjax.serve.errors import ApiError, unavailable
 from specjax.serve.replicas import Service
-from specjax.serve.runner import SHUT_DOWN, State
+from specjax.serve.states import SHUT_DOWN, State
 
 logger = logging.getLogger("specjax.serve")
 

@@ -37,7 +37,7 @@ from specjax.serve.fields import (
 )
 from specjax.serve.forms import AnswerForm
 from specjax.serve.messages import ONE_END, Messages, TemplateFields
-from specjax.serve.runner import Pause
+from specjax.serve.states import Pause
 from specjax.serve.structured import (
     FIELDS,
     Choices,

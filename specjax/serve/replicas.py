@@ -19,7 +19,9 @@ from specjax.engine import Engine
 from specjax.engine.sequence import Sequence
 from specjax.serve.delivery import Listener
 from specjax.serve.places import Places
-from specjax.serve.runner import ENGINE_GONE, ENGINE_STUCK, EngineStuck, Runner, State, check_ids
+from specjax.serve.runner import Runner, check_ids
+from specjax.serve.states import ENGINE_GONE, ENGINE_STUCK, State
+from specjax.serve.watchdog import EngineStuck
 
 KNOWN = 2**16
 """Pages of which `Balance` remembers the replicas."""

@@ -18,8 +18,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from concurrent.futures import Future, InvalidStateError
-from enum import Enum
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from specjax.cli.flags import ServerSettings
 from specjax.engine import Engine
@@ -31,30 +30,12 @@ from specjax.serve.metrics import Traffic
 from specjax.serve.places import Places
 from specjax.serve.profiling import Profiler
 from specjax.serve.report import Report
+from specjax.serve.states import ABORTED, ENGINE_GONE, ENGINE_STUCK, FAILED_STEP, Pause, State
+from specjax.serve.watchdog import EngineStuck, Watchdog
 
 logger = logging.getLogger("specjax.serve")
 
 Result = TypeVar("Result")
-Pause: TypeAlias = Literal["abort", "retract", "in_place"]
-
-# Messages of requests that end without an answer.
-FAILED_STEP = "the engine failed and was reset; the request can be sent again"
-ENGINE_GONE = "the engine failed and the server ends; the request can be sent again when it is back"
-ENGINE_STUCK = "the engine is stuck and the server ends; the request can be sent again when it is back"
-SHUT_DOWN = "the server is shutting down"
-ABORTED = "the request was aborted (/abort_request)"
-SEND_AGAIN = (FAILED_STEP, ENGINE_GONE, ENGINE_STUCK, SHUT_DOWN)  # a 503, not a 500
-
-
-class State(Enum):
-    LOADING = "loading"
-    READY = "ready"
-    DRAINING = "draining"
-    FAILED = "failed"
-
-
-class EngineStuck(RuntimeError):
-    """A step or a command did not end within `--watchdog-timeout`."""
 
 
 class Runner(threading.Thread):
@@ -402,51 +383,3 @@ def check_ids(sequences: Iterable[Sequence], running: Iterable[str]) -> None:
         if sequence.id in taken:
             raise bad_request(f"a request with id {sequence.id!r} is running", "rid")
         taken.add(sequence.id)
-
-
-class Watchdog(threading.Thread):
-    """Notices a thread that is stuck: calls `act` once, with the seconds without progress, when they exceed `timeout`.
-
-    `beat` gives a number that changes with each progress, None while there is no work; `excused` says whether the work
-    waits for a compiler, which may take its time. `act` is called from this thread, which ends after it.
-    """
-
-    def __init__(
-        self,
-        *,
-        timeout: float,
-        beat: Callable[[], int | None],
-        excused: Callable[[], bool],
-        act: Callable[[float], None],
-    ) -> None:
-        super().__init__(name="specjax-watchdog", daemon=True)
-        self._beat, self._excused, self._act = beat, excused, act
-        self._timeout, self._interval = timeout, min(1.0, timeout / 8)
-        self._seen: int | None = None
-        self._stuck = 0.0
-        self._stopped = threading.Event()
-
-    def look(self, elapsed: float) -> float | None:
-        """Looks once, `elapsed` seconds after the last time. Returns the seconds without progress if they are too many.
-
-        Only time in which this thread could look counts: a process that was suspended for an hour is not stuck.
-        """
-        beat = self._beat()
-        if beat is None or beat != self._seen or self._excused():
-            self._seen, self._stuck = beat, 0.0
-            return None
-        self._stuck += min(elapsed, 2 * self._interval)
-        return self._stuck if self._stuck > self._timeout else None
-
-    def run(self) -> None:
-        last = time.monotonic()
-        while not self._stopped.wait(self._interval):
-            now = time.monotonic()
-            if (seconds := self.look(now - last)) is not None:
-                self._act(seconds)
-                return
-            last = now
-
-    def stop(self) -> None:
-        """From any thread, also before `start`."""
-        self._stopped.set()

@@ -17,7 +17,8 @@ from specjax.serve.app import create_app
 from specjax.serve.command import load
 from specjax.serve.in_process import Answer, call
 from specjax.serve.ray.config import deployment_options, settings_of
-from specjax.serve.runner import Pause, Runner, State
+from specjax.serve.runner import Runner
+from specjax.serve.states import Pause, State
 
 logger = logging.getLogger("specjax.serve")
 
