@@ -45,7 +45,7 @@ from specjax import (
     new_row,
 )
 from specjax.compiling import LOOPS, SCHEDULING, WITHOUT_LOOPS, compiler_options
-from specjax.drafters.options import options_of
+from specjax.drafters.table import options_of
 from specjax.models import init_params
 from specjax.models.draft_head import init_head_params
 

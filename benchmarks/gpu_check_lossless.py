@@ -40,7 +40,7 @@ from specjax import (
 )
 from specjax.checkpoint.files import default_cache_dir
 from specjax.drafters import Drafter
-from specjax.drafters.options import options_of
+from specjax.drafters.table import options_of
 from specjax.models.target import Target
 
 NEAR = 1e-3

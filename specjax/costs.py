@@ -27,7 +27,7 @@ from specjax_kernels.launch import LEAST_SPLIT, MOST_SPLITS, UNKNOWN
 from specjax.cache import PageSpec
 from specjax.config import Experts, HeadConfig, ModelConfig
 from specjax.devices import Device
-from specjax.drafters.options import TreeShape
+from specjax.drafters.tree_shape import TreeShape
 from specjax.fabric import HGX, Fabric
 from specjax.models import table
 from specjax.models.params import Bits, Leaf, Sizes, dimensions, leaf_bytes, read_leaves

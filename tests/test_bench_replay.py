@@ -16,7 +16,7 @@ from specjax.drafters import Ngram, TreeShape, eagle_drafter
 from specjax.drafters.base import Params
 from specjax.drafters.grow import Confidence
 from specjax.drafters.ngram import ngram_drafter
-from specjax.drafters.options import candidates
+from specjax.drafters.tree_shape import candidates
 from specjax.engine import SamplingParams
 
 STEPS, TOPK = 4, (1, 2, 3)

@@ -19,8 +19,8 @@ from toy_models import Runner, sampling_rows, tiny_llama
 from specjax.drafters import Context, StandaloneParams, TreeShape, eagle_drafter
 from specjax.drafters.coupling import OUTSIDE, cut, level_noise, with_noise
 from specjax.drafters.factories import make_drafter
-from specjax.drafters.options import options_of
 from specjax.drafters.standalone import standalone_drafter
+from specjax.drafters.table import options_of
 from specjax.models.draft_head import with_token_map
 from specjax.serve.report import describe
 from specjax.step import StepConfig

@@ -13,7 +13,7 @@ from oracle import Sampling
 from toy_models import Runner
 
 from specjax.drafters import Confidence, Eagle, TreeShape, eagle, eagle_drafter, make_drafter
-from specjax.drafters.options import options_of
+from specjax.drafters.table import options_of
 from specjax.engine.buckets import Buckets
 from specjax.step import StepConfig, _gather, tree_widths
 

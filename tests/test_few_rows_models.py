@@ -13,7 +13,7 @@ from specjax_kernels import CAUSAL, arrays, choice
 from specjax import ModelConfig, Params, PoolShape, RopeConfig, StepInput, init_state, make_drafter
 from specjax.cache import init_cache
 from specjax.config import HeadConfig, Latent
-from specjax.drafters.options import options_of
+from specjax.drafters.table import options_of
 from specjax.models import init_params, make_target
 from specjax.models.draft_head import init_head_params
 from specjax.step import StepConfig, speculate_step

@@ -24,7 +24,7 @@ from specjax.checkpoint import CheckpointError, load_mtp, load_params, model_con
 from specjax.config import ModelConfig, MtpConfig
 from specjax.drafters import Auto, Eagle, Mtp, NoDraft
 from specjax.drafters.factories import make_drafter
-from specjax.drafters.options import options_of
+from specjax.drafters.table import options_of
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.load import choose, load
 from specjax.models import make_target

@@ -23,8 +23,8 @@ from specjax.checkpoint import CheckpointError, match_vocabularies
 from specjax.cli import build, flags
 from specjax.drafters import Confidence, Drafter, NoDraft, Params, Standalone, StandaloneParams, TreeShape
 from specjax.drafters.factories import make_drafter
-from specjax.drafters.options import options_of
 from specjax.drafters.standalone import standalone_drafter
+from specjax.drafters.table import options_of
 from specjax.engine import Engine, EngineConfig, SamplingParams
 from specjax.engine.buckets import Buckets
 from specjax.engine.sequence import Status

@@ -14,7 +14,7 @@ from test_eagle_confidence import head
 
 from specjax.cache import PoolShape
 from specjax.drafters import Ngram, Params, TreeShape, eagle_drafter, make_drafter
-from specjax.drafters.options import candidates
+from specjax.drafters.tree_shape import candidates
 from specjax.engine import SamplingParams
 from specjax.engine.buckets import BATCHES, Buckets, Key
 from specjax.engine.notes import speculation_note

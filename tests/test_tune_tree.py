@@ -26,7 +26,7 @@ from specjax.bench.tune_tree import TuneSettings, as_toml, axes_of
 from specjax.cli import build, flags
 from specjax.drafters import Eagle, Eagle3, Ngram, NoDraft, Standalone
 from specjax.drafters.ngram import ngram_drafter
-from specjax.drafters.options import candidates
+from specjax.drafters.tree_shape import candidates
 
 HEAD = Eagle3(steps=2, topk=2, nodes=4, min_probability=0.1)
 WORDS = Ngram(nodes=8, weak_nodes=1)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from specjax.drafters import DraftOptions, Ngram
-from specjax.drafters.options import ModelOptions, TreeShape, candidates
+from specjax.drafters.options import ModelOptions
+from specjax.drafters.tree_shape import TreeShape, candidates
 from specjax.limits import range_of
 
 MOST_NODES = int(range_of(TreeShape, "nodes").maximum or 0)

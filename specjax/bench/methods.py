@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from specjax.drafters import DRAFTERS, Auto, DraftOptions, NoDraft
 from specjax.drafters.factories import load_drafter
-from specjax.drafters.options import CHOICES, algorithm, algorithms
+from specjax.drafters.table import CHOICES, algorithm, algorithms
 
 OUTSIDE = "transformers"
 LOOKUP_TOKENS = 10

@@ -26,7 +26,8 @@ from specjax.bench.grid import Grid, Variant
 from specjax.cache import PoolShape
 from specjax.compiling import compiler_options
 from specjax.drafters import Drafter, DraftOptions
-from specjax.drafters.options import ModelOptions, candidates
+from specjax.drafters.options import ModelOptions
+from specjax.drafters.tree_shape import candidates
 from specjax.load import LoadedModel
 from specjax.progress import progress_bar
 from specjax.state import StepInput, init_state, new_row

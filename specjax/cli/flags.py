@@ -19,7 +19,8 @@ from specjax_kernels import IMPLEMENTATIONS
 from specjax.checkpoint import BUILT_IN_MODEL
 from specjax.checkpoint.hf_config import DTYPES, QUANTIZATIONS
 from specjax.drafters import DRAFTERS, Auto, Eagle, Ngram, Standalone
-from specjax.drafters.options import ModelOptions, algorithm, algorithms
+from specjax.drafters.options import ModelOptions
+from specjax.drafters.table import algorithm, algorithms
 from specjax.engine import EngineConfig
 from specjax.engine.scheduler import Policy
 from specjax.limits import range_of

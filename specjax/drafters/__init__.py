@@ -1,4 +1,4 @@
-"""Drafters: one file an algorithm; `options` has the table of algorithms, `factories` makes their drafters.
+"""Drafters: one file an algorithm; `options` has their options, `table` the algorithms by name, `factories` makes them.
 
 Options load at once; the drafters, and jax with them, on first use.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from specjax.drafters.options import DRAFTERS, Auto, DraftOptions, Eagle, Eagle3, Mtp, Ngram, NoDraft, Standalone
+from specjax.drafters.options import DraftOptions, Eagle, Eagle3, Mtp, Ngram, NoDraft, Standalone
+from specjax.drafters.table import DRAFTERS, Auto
 
 if TYPE_CHECKING:
     from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, none_drafter
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from specjax.drafters.grow import Confidence
     from specjax.drafters.mtp import mtp_drafter
     from specjax.drafters.ngram import ngram_drafter
-    from specjax.drafters.options import TreeShape
     from specjax.drafters.standalone import StandaloneParams, standalone_drafter
+    from specjax.drafters.tree_shape import TreeShape
 
 _NAMES = {
     "base": "Context DraftState Drafter Observation Params none_drafter",
@@ -27,8 +28,8 @@ _NAMES = {
     "grow": "Confidence",
     "mtp": "mtp_drafter",
     "ngram": "ngram_drafter",
-    "options": "TreeShape",
     "standalone": "StandaloneParams standalone_drafter",
+    "tree_shape": "TreeShape",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

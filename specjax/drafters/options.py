@@ -2,73 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, TypeAlias
+from dataclasses import dataclass, field, fields, replace
+from typing import ClassVar, Literal, TypeAlias
 
-from specjax.limits import Range, check, limited, range_of, shown
+from specjax.drafters.tree_shape import MAX_STEPS, TreeShape, candidates
+from specjax.limits import Range, check, limited, range_of
 from specjax.models.head_spec import ALGORITHMS
-
-MAX_STEPS = 64
-"""Far above what has been found useful anywhere, as the other limits are; beyond, one step takes minutes to compile."""
 
 Coupling: TypeAlias = Literal["noise", "none"]
 """Whether requests that sample draft with the target's noise; see `specjax.drafters.coupling`."""
 
-
 TreeSizing: TypeAlias = Literal["static", "dynamic"]
 """Whether each step checks the whole tree, or so many of its nodes as are worth it; see `specjax.tree_size`."""
-
-
-@dataclass(frozen=True)
-class TreeShape:
-    """Steps D, top-k k, nodes N (the root included).
-
-    EAGLE-2 grows the tree for D levels, k nodes wide, and keeps the N - 1 best of all candidates.
-
-    Raises:
-        ValueError: a number is out of range, or there are more nodes than candidates.
-    """
-
-    steps: int = limited(MISSING, 1, MAX_STEPS)
-    topk: int = limited(MISSING, 1, 64)
-    nodes: int = limited(MISSING, 2, 512)
-
-    def __post_init__(self) -> None:
-        check(self)
-        most = candidates(self.steps, self.topk)
-        if self.nodes - 1 > most:
-            raise ValueError(
-                f"TreeShape.nodes is {self.nodes}, but {self.steps} steps of top-k {self.topk} give {most} candidates, "
-                f"so a tree of at most {most + 1} tokens; ask for fewer draft tokens, or for more steps "
-                "(TreeShape.steps) or a larger top-k (TreeShape.topk)"
-            )
-
-    @property
-    def depth(self) -> int:
-        """D: the deepest a node can be; a tree of few nodes cannot be deeper than a chain of them."""
-        return min(self.steps, self.nodes - 1)
-
-    def within(self, nodes: int) -> TreeShape:
-        """The same tree cut down to `nodes` nodes, at least 2: no more steps than a chain of them has, top-k in
-        proportion, or more where there would be too few candidates.
-
-            7, 1, 8 within 4 -> 3, 1, 4        5, 8, 32 within 10 -> 5, 2, 10        3, 8, 32 within 7 -> 3, 2, 7
-        """
-        if nodes >= self.nodes:
-            return self
-        steps, topk = min(self.steps, nodes - 1), max(self.topk * nodes // self.nodes, 1)
-        enough = (k for k in range(topk, self.topk + 1) if candidates(steps, k) >= nodes - 1)
-        return TreeShape(steps, next(enough), nodes)
-
-    def __str__(self) -> str:
-        return f"{self.steps} steps, top-k {self.topk}, {self.nodes} draft tokens"
-
-
-def candidates(steps: int, topk: int) -> int:
-    """Candidates below the root: k of the first level, k for each of k nodes of every further level."""
-    return topk + (steps - 1) * topk * topk
-
 
 MAX_AUTOMATIC_NODES = 64  # of a tree whose number of nodes is not given
 
@@ -371,94 +316,3 @@ class Standalone(ModelOptions):
     def automatic(cls, family: str = "llama") -> TreeShape:
         del family
         return TreeShape(3, 1, 4)
-
-
-CHOICES: tuple[type[DraftOptions], ...] = (Eagle, Eagle3, Mtp, Ngram)
-"""What `Auto` may choose; the last where the model has no draft head."""
-
-
-@dataclass(frozen=True, init=False)
-class Auto(DraftOptions):
-    """The draft head that ships for the model, else the model's MTP layers, else n-grams.
-
-    Takes the options of all algorithms that it may choose, except for `path` and `revision`: `Auto(steps=3)`. A warning
-    names those that the chosen algorithm does not have.
-
-    Raises:
-        TypeError: no algorithm has the option.
-        ValueError: none of the algorithms that have one of the options can work with the values.
-    """
-
-    algorithm: ClassVar[str] = "AUTO"
-
-    given: Mapping[str, str | int | float]
-
-    def __init__(self, **given: str | int | float | None) -> None:
-        object.__setattr__(self, "given", {name: value for name, value in given.items() if value is not None})
-        if unknown := self.given.keys() - self.names():
-            raise TypeError(f"Auto has no option {min(unknown)!r}; it has: {', '.join(sorted(self.names()))}")
-        concerned = [options for options in CHOICES if self._own(options)]
-        problems: list[ValueError] = []
-        for options in concerned:
-            try:
-                options(**self._own(options))
-            except ValueError as error:
-                problems.append(error)
-        if problems and len(problems) == len(concerned):
-            raise problems[-1]
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self.given.items()))
-
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
-        every = dict.fromkeys(name for options in CHOICES for name in options.names())
-        return tuple(name for name in every if name not in ("path", "revision"))
-
-    def choose(self, kind: str | None) -> tuple[DraftOptions, list[str]]:
-        chosen = {options.kind: options for options in CHOICES}.get(kind, CHOICES[-1])
-        own = self._own(chosen)
-        return chosen(**own), [name for name in self.given if name not in own]
-
-    def _own(self, options: type[DraftOptions]) -> dict[str, Any]:
-        """The given options that an algorithm has."""
-        return {name: value for name, value in self.given.items() if name in options.names()}
-
-
-DRAFTERS: dict[str, type[DraftOptions]] = {
-    each.algorithm: each for each in (NoDraft, Ngram, Eagle, Eagle3, Mtp, Standalone)
-}
-"""The options of each algorithm by its name; `factories` makes the drafters."""
-ALIASES = {"NEXTN": Mtp.algorithm}
-"""Other names of algorithms: SGLang's."""
-
-
-def algorithm(name: str) -> str | None:
-    """An algorithm's name, AUTO included, as `DRAFTERS` has it; None: there is none. Any case, aliases too."""
-    name = name.upper()
-    name = ALIASES.get(name, name)
-    return name if name in (Auto.algorithm, *DRAFTERS) else None
-
-
-def algorithms() -> str:
-    """The names that `algorithm` knows, for messages."""
-    return ", ".join((Auto.algorithm, *DRAFTERS, *ALIASES))
-
-
-def options_of(draft: object, **given: Any) -> DraftOptions:
-    """Options as they are, or those of an algorithm's name in any case, AUTO included.
-
-    Args:
-        given: with a name, the options that differ from the defaults.
-
-    Raises:
-        ValueError: no algorithm has the name; lists all.
-        TypeError: neither options nor a name.
-    """
-    if isinstance(draft, DraftOptions):
-        return draft
-    if not isinstance(draft, str):
-        raise TypeError(f"draft must be options such as Eagle(steps=5) or an algorithm's name, got {shown(draft)}")
-    if (name := algorithm(draft)) is None:
-        raise ValueError(f"no algorithm draft={shown(draft)}; there are: {algorithms()}")
-    return {Auto.algorithm: Auto, **DRAFTERS}[name](**given)

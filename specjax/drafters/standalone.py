@@ -25,7 +25,8 @@ from specjax_kernels import CAUSAL, arrays
 from specjax.cache import Block, Cache, PoolShape, commit, init_cache, take_path
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params, put_rows, take_rows
 from specjax.drafters.grow import ANY_DRAFT, Confidence, Read, grow, growing_drafter
-from specjax.drafters.options import Coupling, Standalone, TreeShape
+from specjax.drafters.options import Coupling, Standalone
+from specjax.drafters.tree_shape import TreeShape
 from specjax.models.target import Before, Target
 from specjax.tree import DraftTree
 from specjax.types import Hidden, Tokens, Weights
