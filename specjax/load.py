@@ -87,6 +87,7 @@ def load(
     # Before the weights, which may take minutes.
     _check_room(files, config, quantization, mem_fraction, devices)
     served = fitted(config, devices)
+    checkpoint.check_tokenizer_paths(tokenizer_path, chat_template)
     checkpoint.stop_token_ids(files, vocab_size=config.vocab_size)
     sampled = checkpoint.sampling_defaults(files) if sampling_defaults == "model" else {}
     chosen = choose(options, files, config)

@@ -22,6 +22,7 @@ from tiny_checkpoints import SIZES, byte_level_metadata, save_llama, save_model,
 from specjax import checkpoint
 from specjax.checkpoint import (
     CheckpointError,
+    check_tokenizer_paths,
     gguf_model,
     hub,
     load,
@@ -483,6 +484,8 @@ def test_converted_folder_is_an_ordinary_one(tmp_path):
 
 def test_tokenizer_files_that_cannot_be_read(tmp_path):
     (tmp_path / "bytes").write_bytes(b"\xff")
+    (tmp_path / "open").write_text("{{ bos_token }}\n{% for m in messages %}")
+    (tmp_path / "filter").write_text("{{ messages | shout }}")
     save_llama(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     files = resolve(str(tmp_path / "model"))
@@ -491,9 +494,18 @@ def test_tokenizer_files_that_cannot_be_read(tmp_path):
         ({"chat_template": "/no/such"}, "'/no/such' (chat_template, --chat-template) cannot be read: No such file"),
         ({"chat_template": str(tmp_path)}, "(chat_template, --chat-template) cannot be read: Is a directory"),
         ({"chat_template": str(tmp_path / "bytes")}, "cannot be read: 'utf-8' codec"),
+        ({"chat_template": str(tmp_path / "open")}, "has a syntax error in line 2: Unexpected end of template."),
+        ({"chat_template": str(tmp_path / "filter")}, "has a syntax error in line 1: No filter named 'shout'."),
     ):
         with pytest.raises(CheckpointError, match=re.escape(said)):
             load_tokenizer(files, **more)
+
+
+def test_templates_with_tags_of_transformers(tmp_path):
+    text = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
+    (tmp_path / "template").write_text(text)
+    assert check_tokenizer_paths(None, str(tmp_path / "template")) == text
+    assert check_tokenizer_paths(str(tmp_path), None) is None
 
 
 @pytest.mark.parametrize("original", [8192, 4096])

@@ -387,6 +387,28 @@ def test_what_cannot_be_described_ends_with_status_2(configs, capsys, argv, mess
     assert printed.out == "" and message in printed.err and printed.err.startswith("specjax.serve: ")
 
 
+@pytest.mark.parametrize(
+    ("flag", "text", "message"),
+    [
+        ("--chat-template", None, "(chat_template, --chat-template) cannot be read: No such file or directory"),
+        ("--chat-template", "{% if %}", "has a syntax error in line 1: Expected an expression"),
+        ("--tokenizer-path", None, "(tokenizer_path, --tokenizer-path) is not a folder"),
+    ],
+)
+def test_files_are_refused_as_at_a_start(tiny, tmp_path, capsys, monkeypatch, flag, text, message):
+    file = tmp_path / "given"
+    if text is not None:
+        file.write_text(text)
+    argv = ("--model", tiny / "model", flag, file, "--speculative-algorithm", "NONE", "--context-length", 64)
+    assert command.main(["--dry-run", *map(str, argv)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("specjax.serve: ") and message in said
+    monkeypatch.setattr("specjax.checkpoint.load_params", lambda *_, **__: pytest.fail("weights were read first"))
+    with pytest.raises(CheckpointError) as error:
+        Engine.from_pretrained(str(tiny / "model"), **{flag[2:].replace("-", "_"): str(file)})
+    assert said == f"specjax.serve: {error.value}\n"
+
+
 def test_this_machine_is_measured(tiny, said):
     found = said("--model", tiny / "model", "--speculative-algorithm", "NONE", "--max-running-requests", 2)
     device = found.document["device"]

@@ -274,6 +274,10 @@ def test_a_replay_of_what_is_kept(endpoints):
 # The flag.
 
 
+def zmq_at(endpoint: str, **more: str) -> str:
+    return msgspec.json.encode({"publisher": "zmq", "endpoint": endpoint, **more}).decode()
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -282,19 +286,43 @@ def test_a_replay_of_what_is_kept(endpoints):
         ('{"port": 1}', "has no port; there are buffer_steps, endpoint"),
         ('{"publisher": "zmq", "buffer_steps": 0}', "buffer_steps must be an integer of at least 1, got 0"),
         ('{"enable_kv_cache_events": "yes"}', "must be true or false"),
-        ('{"publisher": "zmq", "endpoint": "nowhere"}', "cannot connect to nowhere"),
-        ('{"publisher": "zmq", "endpoint": "tcp://*"}', "cannot listen on tcp"),
+        (zmq_at("nowhere"), "endpoint must be tcp://HOST:PORT, ipc://PATH or inproc://NAME, got 'nowhere'"),
+        (zmq_at("ipc://"), "endpoint must be tcp://HOST:PORT, ipc://PATH or inproc://NAME, got 'ipc://'"),
+        (zmq_at("tcp://*"), "endpoint must be tcp://HOST:PORT, with a port from 0 to 65535, got 'tcp://*'"),
+        (zmq_at("tcp://:5557"), "got 'tcp://:5557'"),
+        (zmq_at("tcp://router:*"), "got 'tcp://router:*_dp1', the address of replica 1"),
+        (zmq_at("tcp://*:65535"), "got 'tcp://*:65536', the address of replica 1 of tcp://*:65535"),
+        (zmq_at("tcp://*:5557", replay_endpoint="*:5558"), "replay_endpoint must be tcp://HOST:PORT"),
+        (zmq_at("tcp://203.0.113.1:5557", replay_endpoint="tcp://203.0.113.1:5558"), "cannot listen on tcp"),
     ],
 )
 def test_what_is_refused(given, message):
+    server = flags.ServerSettings(kv_events_config=given, data_parallel_size=2)
     with pytest.raises(ValueError, match="--kv-events-config: ") as error:
-        command.make_publishers(flags.Settings(server=flags.ServerSettings(kv_events_config=given)))
+        command.make_publishers(flags.Settings(server=server))
     assert message in str(error.value)
 
 
-def test_the_command_says_what_is_refused(capsys):
-    assert command.main(["--port", "0", "--kv-events-config", "on"]) == 2
-    assert "--kv-events-config: must be a JSON object, got 'on'" in capsys.readouterr().err
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [("on", "must be a JSON object, got 'on'"), (zmq_at("nowhere"), "endpoint must be tcp://HOST:PORT")],
+)
+def test_the_command_says_what_is_refused(capsys, dry_run, given, message):
+    assert command.main(["--port", "0", "--kv-events-config", given, *dry_run]) == 2
+    assert f"specjax.serve: --kv-events-config: {message}" in capsys.readouterr().err
+
+
+def test_a_check_opens_no_socket(monkeypatch, endpoints):
+    """A dry run beside a server with the same flags: its sockets stay its own."""
+    publisher = publisher_at(endpoints)
+    publisher.begin(1)
+    monkeypatch.setattr(command, "Publisher", lambda *_: pytest.fail("a socket"))
+    given = msgspec.json.encode({"publisher": "zmq", **endpoints}).decode()
+    settings = flags.Settings(server=flags.ServerSettings(kv_events_config=given))
+    assert command.events_config(settings) == KvEventsConfig("zmq", **endpoints)
+    assert len(settled(publisher, endpoints)) == 1
+    publisher.close()
 
 
 def test_when_events_are_published(tmp_path):

@@ -96,5 +96,9 @@ def test_a_certificate_that_cannot_be_used(authority, certificate, key, said, ca
     fields = {flag[2:].replace("-", "_"): value for flag, value in given.items()}
     with pytest.raises(CertificateError, match=said):
         check_certificate(ServerSettings(**fields))
-    assert main([part for pair in given.items() for part in pair]) == 2
-    assert said in capsys.readouterr().err
+    argv = [part for pair in given.items() for part in pair]
+    assert main(argv) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err and not printed.out
+    assert main(["--dry-run", *argv]) == 2
+    assert capsys.readouterr() == printed

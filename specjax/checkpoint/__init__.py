@@ -10,7 +10,7 @@ from specjax.checkpoint.files import CheckpointError
 from specjax.checkpoint.generation_config import sampling_defaults, stop_token_ids
 from specjax.checkpoint.hf_config import effective_quantization, model_config
 from specjax.checkpoint.hub import BUILT_IN_MODEL, resolve
-from specjax.checkpoint.load import load_params, load_tokenizer
+from specjax.checkpoint.load import check_tokenizer_paths, load_params, load_tokenizer
 from specjax.checkpoint.mtp import load_mtp, mtp_config, mtp_method
 from specjax.checkpoint.quantised import bits_per_weight, matrices, save_dequantised
 from specjax.checkpoint.shipped import ShippedHead, may_have_head, shipped_head
@@ -20,8 +20,8 @@ from specjax.checkpoint.weights import ModelFiles
 
 __all__ = [
     "BUILT_IN_MODEL", "CheckpointError", "ModelFiles", "ShippedHead", "VocabularyMap", "VocabularyMismatch",
-    "bits_per_weight", "describe_head", "effective_quantization", "load_head", "load_mtp", "load_params",
-    "load_tokenizer", "match_vocabularies", "matrices", "may_have_head", "model_config", "mtp_config",
+    "bits_per_weight", "check_tokenizer_paths", "describe_head", "effective_quantization", "load_head", "load_mtp",
+    "load_params", "load_tokenizer", "match_vocabularies", "matrices", "may_have_head", "model_config", "mtp_config",
     "mtp_method", "read_token_map", "resolve", "sampling_defaults", "save_dequantised", "shipped_head",
     "stop_token_ids",
 ]  # fmt: skip

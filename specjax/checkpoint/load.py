@@ -306,14 +306,12 @@ def load_tokenizer(
       chat_template: a file with another Jinja template than the tokenizer's own.
 
     Raises:
-      CheckpointError: the folder has no tokenizer, or one that only exists in Python.
+      CheckpointError: the folder has no tokenizer, or one that only exists in Python; or as `check_tokenizer_paths`.
     """
     import transformers
 
+    template = check_tokenizer_paths(folder, chat_template)
     if folder is not None:
-        if not Path(folder).is_dir():
-            problem = f"the tokenizer {folder!r} (tokenizer_path, --tokenizer-path) is not a folder"
-            raise CheckpointError(f"{problem}; one with tokenizer.json is needed")
         files = replace(files, folder=Path(folder))
     file = files.folder / "tokenizer_config.json"
     try:
@@ -332,15 +330,40 @@ def load_tokenizer(
             f"the tokenizer in {files.folder} is a {type(tokenizer).__name__}, which has no tokenizer.json; convert it "
             "with transformers' convert_slow_tokenizer and save it there"
         )
-    if chat_template is not None:
-        try:
-            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            problem = f"the template {chat_template!r} (chat_template, --chat-template) cannot be read"
-            raise CheckpointError(
-                f"{problem}: {getattr(error, 'strerror', None) or error}; give a text file of Jinja"
-            ) from error
+    if template is not None:
+        tokenizer.chat_template = template
     return tokenizer
+
+
+def check_tokenizer_paths(folder: str | None, chat_template: str | None) -> str | None:
+    """Refuses early what `load_tokenizer` cannot use. Returns the template's text; None: there is no such file.
+
+    Args:
+      folder: holds another tokenizer than the model's own.
+      chat_template: a file with another Jinja template than the tokenizer's own.
+
+    Raises:
+      CheckpointError: ``folder`` is none, or the template cannot be read or has a syntax error.
+    """
+    if folder is not None and not Path(folder).is_dir():
+        problem = f"the tokenizer {folder!r} (tokenizer_path, --tokenizer-path) is not a folder"
+        raise CheckpointError(f"{problem}; one with tokenizer.json is needed")
+    if chat_template is None:
+        return None
+    import jinja2
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    named = f"the template {chat_template!r} (chat_template, --chat-template)"
+    try:
+        text = Path(chat_template).read_text(encoding="utf-8")
+        render_jinja_template(conversations=[], chat_template=text)  # compiles it, and renders nothing
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            f"{named} cannot be read: {getattr(error, 'strerror', None) or error}; give a text file of Jinja"
+        ) from error
+    except jinja2.TemplateSyntaxError as error:
+        raise CheckpointError(f"{named} has a syntax error in line {error.lineno}: {error.message}") from error
+    return text
 
 
 def misfits(

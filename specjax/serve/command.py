@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as List
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from specjax.engine.notes import devices_note, speculation_note
 from specjax.hosts import Follower, Leader
 from specjax.serve import dry_run
 from specjax.serve.app import create_app
-from specjax.serve.kv_events import KvEventsConfig, Publisher
+from specjax.serve.kv_events import KvEventsConfig, Publisher, check_endpoints, libraries
 from specjax.serve.replicas import Replicas, Service
 from specjax.serve.runner import Runner
 from specjax.serve.server import (
@@ -63,18 +64,35 @@ def set_up_logging(level: str) -> None:
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
+def events_config(settings: flags.Settings) -> KvEventsConfig | None:
+    """What `--kv-events-config` says; None: no events are wanted. Raises ValueError, which names the flag, for what
+    can be refused without a socket."""
+    if (given := settings.server.kv_events_config) is None:
+        return None
+    with _named(settings):
+        config = KvEventsConfig.from_json(given)
+        if config.publisher == "null":
+            return None
+        if settings.engine.disable_radix_cache:
+            raise ValueError("there is no prefix cache with --disable-radix-cache")
+        libraries()
+        check_endpoints(config, settings.server.data_parallel_size)
+        return config
+
+
 def make_publishers(settings: flags.Settings) -> list[Publisher]:
     """The publishers of `--kv-events-config`, one for each replica; none: no events are wanted. Raises ValueError,
     which names the flag."""
-    if (given := settings.server.kv_events_config) is None:
+    if (config := events_config(settings)) is None:
         return []
-    try:
-        config = KvEventsConfig.from_json(given)
-        if config.publisher == "null":
-            return []
-        if settings.engine.disable_radix_cache:
-            raise ValueError("there is no prefix cache with --disable-radix-cache")
+    with _named(settings):
         return [Publisher(config, rank) for rank in range(settings.server.data_parallel_size)]
+
+
+@contextlib.contextmanager
+def _named(settings: flags.Settings) -> Iterator[None]:
+    try:
+        yield
     except ValueError as error:
         raise ValueError(f"{place_of(settings.server, 'kv_events_config')}: {error}") from None
 
@@ -169,12 +187,12 @@ def main(argv: list[str] | None = None) -> int:
     dry_run.check_flags(parser, args)
     server = settings.server
     set_up_logging(server.log_level)
-    if args.dry_run:
-        return dry_run.dry_run(
-            settings, args.assume_device, args.assume_devices or settings.engine.tensor_parallel_size
-        )
     try:
         check_certificate(server)
+        events_config(settings)
+        if args.dry_run:
+            devices = args.assume_devices or settings.engine.tensor_parallel_size
+            return dry_run.dry_run(settings, args.assume_device, devices)
         group = build.make_group(settings)
         if isinstance(group, Follower):
             return follow_leader(settings, group)

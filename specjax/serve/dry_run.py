@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from specjax.checkpoint import CheckpointError
+from specjax.checkpoint import CheckpointError, check_tokenizer_paths
 from specjax.cli import build, flags
 from specjax.costs import PLAIN, Decoding, StepCost, Tree, machine, step_cost
 from specjax.devices import DEVICES, SHARE_VARIABLES, Memory, given_share, this_device
@@ -95,6 +95,7 @@ def _case(
         return outline(model, draft=draft, **given, revision=revision, platform=platform)
 
     asked = outlines(None, True)
+    check_tokenizer_paths(arguments["tokenizer_path"], arguments["chat_template"])
     bounds = DEVICES[device] if device else this_device(asked.target.config.dtype)
     replicas = settings.server.data_parallel_size
     return Case(asked, arguments["config"], bounds, platform, devices, share, replicas), outlines

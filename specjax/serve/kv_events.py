@@ -178,6 +178,44 @@ class Translator:
             found.append(["BlockRemoved", [own], MEDIUM])
 
 
+def libraries() -> tuple[Any, Any]:
+    """The module zmq and msgpack's `packb`. Raises ValueError if they are not installed."""
+    try:
+        return importlib.import_module("zmq"), importlib.import_module("msgpack").packb
+    except ImportError as error:
+        raise ValueError(f"events need pyzmq and msgpack ({error}): pip install 'specjax[kv-events]'") from None
+
+
+def binds(endpoint: str) -> bool:
+    """Whether a publisher listens on this address; it connects to others."""
+    return any(part in endpoint for part in ("*", "::")) or endpoint.startswith(("ipc://", "inproc://"))
+
+
+def check_endpoints(config: KvEventsConfig, count: int) -> None:
+    """Raises ValueError if an address of the publishers of `count` replicas has a wrong form. Opens no socket: whether
+    an address is free is seen when the server starts."""
+    for name in ("endpoint", "replay_endpoint"):
+        if given := getattr(config, name):
+            for rank in range(count):
+                address = address_of(given, rank)
+                if problem := _problem(address, listens=name == "replay_endpoint" or binds(address)):
+                    of = f", the address of replica {rank} of {given}" if rank else ""
+                    raise ValueError(f"{name} must be {problem}, got {shown(address)}{of}")
+
+
+def _problem(address: str, *, listens: bool) -> str:
+    """What an address should be; empty: it is that."""
+    transport, _, rest = address.partition("://")
+    if not rest or transport not in ("tcp", "ipc", "inproc"):
+        return "tcp://HOST:PORT, ipc://PATH or inproc://NAME"
+    if transport != "tcp":
+        return ""
+    host, _, port = rest.rpartition(":")
+    free = listens and port == "*"
+    is_right = host and (free or (port.isdecimal() and int(port) < 2**16))
+    return "" if is_right else "tcp://HOST:PORT, with a port from 0 to 65535"
+
+
 def address_of(endpoint: str, rank: int) -> str:
     """The address of a replica's socket, as vLLM and SGLang have it: the port of a tcp address plus the rank, other
     addresses with `_dp` and the rank. That of rank 0 is as it was given."""
@@ -202,11 +240,7 @@ class Publisher(threading.Thread):
     def __init__(self, config: KvEventsConfig, rank: int = 0) -> None:
         super().__init__(name="specjax-kv-events", daemon=True)
         self._rank = rank
-        try:
-            self._zmq: Any = importlib.import_module("zmq")
-            self._pack = importlib.import_module("msgpack").packb
-        except ImportError as error:
-            raise ValueError(f"events need pyzmq and msgpack ({error}): pip install 'specjax[kv-events]'") from None
+        self._zmq, self._pack = libraries()
         self._topic, self._most = config.topic.encode(), config.max_queue_size
         self._queue: deque[Change] = deque()
         self._ready, self._closing = threading.Event(), False
@@ -216,22 +250,22 @@ class Publisher(threading.Thread):
         self._replay: Any = None
         try:
             endpoint = address_of(config.endpoint, rank)
-            binds = any(part in endpoint for part in ("*", "::")) or endpoint.startswith(("ipc://", "inproc://"))
-            self._events = self._socket(self._zmq.PUB, endpoint, config.hwm, binds=binds)
+            self._events = self._socket(self._zmq.PUB, endpoint, config.hwm, listens=binds(endpoint))
             if config.replay_endpoint:
-                self._replay = self._socket(self._zmq.ROUTER, address_of(config.replay_endpoint, rank), 0, binds=True)
+                replay = address_of(config.replay_endpoint, rank)
+                self._replay = self._socket(self._zmq.ROUTER, replay, 0, listens=True)
         except BaseException:
             self._context.destroy(linger=0)
             raise
         self._translator: Translator | None = None
 
-    def _socket(self, kind: int, endpoint: str, hwm: int, *, binds: bool) -> Any:
+    def _socket(self, kind: int, endpoint: str, hwm: int, *, listens: bool) -> Any:
         socket = self._context.socket(kind)
         socket.set_hwm(hwm)
         try:
-            (socket.bind if binds else socket.connect)(endpoint)
+            (socket.bind if listens else socket.connect)(endpoint)
         except self._zmq.ZMQError as error:
-            verb = "listen on" if binds else "connect to"
+            verb = "listen on" if listens else "connect to"
             raise ValueError(f"cannot {verb} {endpoint}: {error}") from None
         return socket
 
