@@ -21,6 +21,7 @@ from toy_models import random_table, table_model
 from specjax.cli.flags import ServerSettings
 from specjax.engine import SamplingParams
 from specjax.serve.delivery import Listener
+from specjax.serve.middleware import TELLING
 from specjax.serve.states import SHUT_DOWN, State
 
 CHAT, COMPLETE, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
@@ -308,9 +309,13 @@ def test_a_draining_server():
         chunks = response.iter_raw()
         seen = next(chunks)
         server.runner.drain()
-        for answer in (server.complete("x"), client.get("/health"), client.get("/v1/models")):
+        for answer in (server.complete("x"), *map(client.get, ("/health", "/health_generate", "/flush_cache"))):
             assert answer.status_code == 503 and answer.headers["retry-after"]
             assert "shutting down" in answer.json()["error"]["message"]
+        for path in TELLING:
+            assert client.get(path).status_code == client.head(path).status_code == 200, path
+        assert client.get("/get_load").json()[0]["num_reqs"] == 1
+        assert "\nsglang:num_running_reqs{" in client.get("/metrics").text
         server.runner.end_all(SHUT_DOWN)
         seen += b"".join(chunks)
     last = json.loads(seen.decode().strip().split("\n\n")[-1].removeprefix("data: "))
@@ -330,6 +335,9 @@ def test_while_loading():
         for answer in (client.get("/health"), client.get("/v1/models"), client.post(COMPLETE, json=LONG)):
             assert answer.status_code == 503 and int(answer.headers["retry-after"]) > 0
             assert "loading" in answer.json()["error"]["message"]
+        server.runner.drain()
+        assert client.get("/metrics").status_code == 503, "there is nothing to tell of"
+        server.runner.state = State.LOADING
         gate.set()
         wait_until(lambda: client.get("/health").status_code == 200)
         assert client.post(COMPLETE, json=LONG).status_code == 200
