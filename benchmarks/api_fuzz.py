@@ -59,10 +59,11 @@ def server(model: str, flags: list[str]) -> Iterator[str]:
         process = subprocess.Popen([*command, "--served-model-name", "fuzzed"], stderr=log)
         try:
             base = _address(process, Path(log.name))
+            # Of a kept connection a request may be lost: a server that is busy loading closes it when it has been idle.
+            while httpx.get(f"{base}/health", timeout=SECONDS).status_code != 200:
+                assert process.poll() is None, Path(log.name).read_text()
+                time.sleep(0.5)
             with httpx.Client(base_url=base, timeout=SECONDS, headers={"Authorization": f"Bearer {KEY}"}) as client:
-                while client.get("/health").status_code != 200:
-                    assert process.poll() is None, Path(log.name).read_text()
-                    time.sleep(0.5)
                 client.post("/v1/completions", json={"prompt": "a", "logprobs": 1, "temperature": 1}).raise_for_status()
             yield base
             assert process.poll() is None, "the server has ended"
