@@ -538,3 +538,20 @@ def test_a_wrong_config_file(refused, tmp_path):
     (tmp_path / "my.toml").write_text("[engine]\npage-sise = 4\n")
     line = f"--config {tmp_path}/my.toml: unknown key [engine] page-sise; did you mean page-size?"
     assert refused(config=tmp_path / "my.toml") == f"python -m specjax.generate: error: {line}\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--dp", 0), "--data-parallel-size must be at least 1, got 0"),
+        (("--dp-size", 30), "--data-parallel-size 30 needs 30 devices, and JAX has "),
+        (
+            ("--data-parallel-size", 2, "--time-phases"),
+            "--time-phases is for one engine, without --data-parallel-size 2",
+        ),
+    ],
+)
+def test_replicas_that_cannot_be_made(run, tmp_path, flags, message):
+    (tmp_path / "out.jsonl").write_text("")
+    status, _, summary, err = run([{"prompt": "x"}], *flags)
+    assert (status, summary) == (2, None) and err.startswith(f"specjax.generate: {message}")

@@ -6,14 +6,15 @@ the text must follow: `response_format`, `json_schema`, `regex` or `ebnf`. An ou
 text, output_ids, prompt_tokens, completion_tokens, finish_reason, seed` and what speculation did: `spec_verify_ct,
 spec_accept_length, spec_accept_histogram`; and `logprobs` or `origins`, if the line asks for them, with
 `logprob_start_len` or `prompt_logprobs` also `prompt_logprobs`. The last line of stdout is one JSON object about the
-run. With `--claim` in place of `--output`, processes share a run (see `specjax.cli.claims`). Exit status: 0 all lines
-done, 1 some lines were bad, 2 nothing could be started.
+run. With `--claim` in place of `--output`, processes share a run (see `specjax.cli.claims`); with `--dp`, devices of
+one process share it. Exit status: 0 all lines done, 1 some lines were bad, 2 nothing could be started.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Sequence as List
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
@@ -32,6 +34,7 @@ from tqdm import tqdm
 
 from specjax import settings
 from specjax.cli import build, claims, flags, run_command
+from specjax.cli.replicas import make_engines
 from specjax.engine import Completion, Engine, SamplingParams
 from specjax.engine.executables import PhaseTimes
 from specjax.engine.notes import doubt, drafting_summary, speculation_note
@@ -51,6 +54,8 @@ RESULT_FIELDS = (
     "text", "output_ids", "prompt_tokens", "completion_tokens", "finish_reason", "spec_verify_ct",
     "spec_accept_length", "spec_accept_histogram", "seed",
 )  # fmt: skip
+
+DRAFTED = "drafted_steps", "accepted"  # counters
 
 AHEAD = 256  # lines read ahead of the answers: a file of a million prompts need not be tokenised before the first
 
@@ -151,6 +156,7 @@ def run(
     lines: Iterable[Line | BadLine | None],
     write: Callable[[claims.Row | None], None],
     *,
+    others: List[Engine] = (),
     progress: bool = True,
     total: int | None = None,
     shared: claims.ClaimedRun | None = None,
@@ -162,6 +168,8 @@ def run(
 
     Args:
         lines: bad ones are reported on stderr and the rest runs; None is a line that is left out on purpose.
+        others: replicas of the engine, on devices of their own. One thread steps them all in turn: an engine launches a
+            step before it waits for the one before, so all devices have work.
         write: called once for each line, in input order; None: the line has no result.
         total: how many lines there are, for the progress bar; None: as many as `lines` can tell.
         shared: the run that `lines` were claimed from; the progress bar is over all its lines. Few are read ahead, so
@@ -170,9 +178,11 @@ def run(
     """
     source = enumerate(lines)
     results: dict[int, dict[str, Any] | None] = {}  # by line, those that wait for earlier ones; None: not to be written
-    waiting: dict[str, tuple[int, Line]] = {}  # by request
+    waiting: dict[Sequence, tuple[int, Line, int]] = {}  # the last is the engine's number
     count: Counter[str] = Counter()
-    most = max(1 if shared else AHEAD, 2 * engine.config.max_running_requests)
+    engines = [engine, *others]
+    loads = [0] * len(engines)  # requests that wait or run
+    most = max(1 if shared else AHEAD, 2 * engine.config.max_running_requests * len(engines))
 
     def fail(number: int, reason: object) -> None:
         count["failed"] += 1
@@ -184,32 +194,36 @@ def run(
             write(results.pop(count["written"]))
             count["written"] += 1
 
-    def feed() -> list[Sequence]:
-        """Fills the engine's queue; returns the new requests."""
-        added: list[Sequence] = []
+    def feed() -> list[list[Sequence]]:
+        """Fills the engines' queues; returns the new requests of each."""
+        added: list[list[Sequence]] = [[] for _ in engines]
         while len(waiting) < most and (item := next(source, None)) is not None:
             index, line = item
             if isinstance(line, Line):
+                rank = loads.index(min(loads))
                 try:
-                    added.append(engine.add(line.prompt, line.sampling))
+                    sequence = engines[rank].add(line.prompt, line.sampling)
                 except ValueError as error:
                     line = BadLine(line.number, str(error))
                 else:
-                    waiting[added[-1].id] = (index, line)
+                    added[rank].append(sequence)
+                    waiting[sequence] = (index, line, rank)
+                    loads[rank] += 1
                     continue
             if line is not None:
                 fail(line.number, line.reason)
             put(index, None)
             count["settled"] += 1
-        count["requests"] += len(added)
+        count["requests"] += sum(map(len, added))
         return added
 
     def accept_length() -> float:
         return count["drafted"] / count["steps"] if count["steps"] else 1.0
 
-    engine.warm_up(engine.first_keys(feed()), progress=progress)
-    shown: Counter[str] = Counter()  # trees printed, by request
-    drafted_before = engine.counters.drafted_steps
+    for each, added in zip(engines, feed(), strict=True):
+        each.warm_up(each.first_keys(added), progress=progress)
+    shown: Counter[Sequence] = Counter()  # trees printed
+    drafted_before = sum(each.counters.drafted_steps for each in engines)
     times = engine.executables.phase_times
     before = PhaseTimes() if times is None else replace(times)
     total = len(lines) if total is None and isinstance(lines, Sized) else total
@@ -217,16 +231,17 @@ def run(
     started = time.perf_counter()
     shown_bar = progress and bool(count["requests"])
     with progress_bar("Generating", total, "request", shown=shown_bar, initial=initial) as bar:
-        while engine.unfinished:
-            for sequence in engine.step():
-                for tree in sequence.trees[shown[sequence.id] :]:
-                    name = repr(str(waiting[sequence.id][1].id))[1:-1]  # it may hold what a terminal would obey
+        while any(each.unfinished for each in engines):
+            for sequence in itertools.chain.from_iterable(each.step() for each in engines if each.unfinished):
+                for tree in sequence.trees[shown[sequence] :]:
+                    name = repr(str(waiting[sequence][1].id))[1:-1]  # it may hold what a terminal would obey
                     tqdm.write(f"{name}: {render(tree, engine.tokenizer.decode)}\n", file=sys.stdout)
-                shown[sequence.id] = len(sequence.trees)
+                shown[sequence] = len(sequence.trees)
                 if sequence.status is not Status.FINISHED:
                     continue
-                del shown[sequence.id]
-                index, line = waiting.pop(sequence.id)
+                del shown[sequence]
+                index, line, rank = waiting.pop(sequence)
+                loads[rank] -= 1
                 done = completion(sequence)
                 count.update(
                     settled=1, tokens=done.completion_tokens, steps=done.spec_verify_ct, drafted=sequence.drafted_tokens
@@ -242,9 +257,10 @@ def run(
             feed()
             bar.update((count["settled"] if shared is None else shared.settled()) - bar.n)
     seconds = time.perf_counter() - started
-    if problem := doubt(engine.drafter, engine.counters.drafted_steps, engine.counters.accepted):
+    drafted_steps, accepted = (sum(getattr(each.counters, name) for each in engines) for name in DRAFTED)
+    if problem := doubt(engine.drafter, drafted_steps, accepted):
         logger.warning("%s", problem)
-    drafted_steps = engine.counters.drafted_steps - drafted_before
+    drafted_steps -= drafted_before
     return {
         "requests": count["requests"],
         "failed": count["failed"],
@@ -257,6 +273,7 @@ def run(
         "algorithm": engine.drafter.name,
         "draft": flags.in_flags(engine.drafter.note),
         "device": engine.device_name,
+        **({"replicas": len(engines)} if others else {}),
     } | ({} if times is None else {"phase_ms": {name: round(value, 3) for name, value in times.since(before).items()}})
 
 
@@ -295,6 +312,10 @@ def build_parser() -> argparse.ArgumentParser:
     output = files.add_mutually_exclusive_group(required=True)
     output.add_argument("--output", metavar="FILE", help="JSONL with the completions")
     claims.add_flags(files, output)
+    add(
+        "--dp", "--data-parallel-size", "--dp-size", type=int, default=1, metavar="N",
+        help="replicas of the engine in this process, each on --tp devices of its own, that share the lines",
+    )  # fmt: skip
     add("--no-progress", action="store_true", help="no progress bars")
     add("--show-trees", action="store_true", help="print each step's draft tree: proposed, drawn and accepted tokens")
     add(
@@ -341,11 +362,16 @@ def claim_run(
 
 def main(argv: list[str] | None = None) -> int:
     args, chosen = settings.parse(build_parser(), argv, DEFAULTS)
+    chosen = replace(chosen, server=replace(chosen.server, data_parallel_size=args.dp))  # a server's is not ours
     progress = not args.no_progress
 
     def work() -> dict[str, Any]:
         given = sampling_given(args)
         SamplingParams.from_mapping(given)
+        if args.dp < 1:
+            raise ValueError(f"--data-parallel-size must be at least 1, got {args.dp}")
+        if args.dp > 1 and args.time_phases:
+            raise ValueError(f"--time-phases is for one engine, without --data-parallel-size {args.dp}")
         if args.claim and args.input == "-":
             raise ValueError("--input must be a file or a folder: every process of --claim reads it")
         lines = read_input(args.input)
@@ -358,17 +384,21 @@ def main(argv: list[str] | None = None) -> int:
         with shared or nullcontext():
             if shared is not None and not shared.begin():
                 return {"requests": 0, "failed": 0, **shared.summary()}
-            engine = build.make_engine(chosen, progress=progress, trace=args.show_trees, time_phases=args.time_phases)
+            config = {"trace": args.show_trees, "time_phases": args.time_phases}
+            engine, *others = make_engines(chosen, progress=progress, **config)
             if progress:
                 note = speculation_note(engine.drafter, engine.buckets)
                 print(f"Speculation: {flags.in_flags(note)}", file=sys.stderr)
             requests = partial(parse_lines, given=args.input, defaults={**engine.sampling_defaults, **given})
             if shared is not None:
                 source = requests(lines[place] for place in shared.places())
-                return run(engine, source, shared.write, progress=progress, shared=shared) | shared.summary()
+                return (
+                    run(engine, source, shared.write, others=others, progress=progress, shared=shared)
+                    | shared.summary()
+                )
             # Opened only now: a run that cannot start keeps the old file.
             with Path(args.output).open("w", encoding="utf-8") as file:
-                return run(engine, list(requests(lines)), line_writer(file), progress=progress)
+                return run(engine, list(requests(lines)), line_writer(file), others=others, progress=progress)
 
     left = "the same command goes on" if args.claim else "the completions written so far are in the output file"
     return run_command("specjax.generate", work, failed="failed", interrupted=left)

@@ -17,10 +17,10 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from specjax import sharding
 from specjax.cache import bytes_per_token, init_cache
 from specjax.checkpoint import CheckpointError
 from specjax.cli import build, flags
+from specjax.cli.replicas import check_devices
 from specjax.engine import Engine, following
 from specjax.engine.notes import devices_note, speculation_note
 from specjax.hosts import Follower, Leader
@@ -95,17 +95,6 @@ def _named(settings: flags.Settings) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{place_of(settings.server, 'kv_events_config')}: {error}") from None
-
-
-def check_devices(settings: flags.Settings) -> None:
-    """Raises ValueError, which names the flags, if JAX has too few devices for the replicas."""
-    split, replicas = settings.engine.tensor_parallel_size, settings.server.data_parallel_size
-    if replicas > 1:
-        what = f"{place_of(settings.server, 'data_parallel_size')} {replicas}"
-        if split > 1:
-            what += f" with {place_of(settings.engine, 'tensor_parallel_size')} {split}"
-        most = jax.local_device_count() // split
-        sharding.check_devices(what, split * replicas, f"; at most {most} replicas fit" if most else "")
 
 
 def load(

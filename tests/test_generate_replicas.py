@@ -1,0 +1,48 @@
+"""`python -m specjax.generate --dp`: replicas on two devices of a CPU write the file that one device writes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from generate_helpers import QUICK, saved_model
+from mesh_helpers import run
+
+pytestmark = pytest.mark.process
+
+SAMPLED = {"temperature": 0.8, "top_p": 0.9}
+LINES = [
+    {"id": "first", "prompt": "hello there"},
+    {"prompt": "a longer line, whose prompt takes two chunks", "max_new_tokens": 12},
+    {"prompt": "x" * 10_000},  # longer than the context
+    {"messages": [{"role": "user", "content": "hello"}], **SAMPLED},
+    {"prompt": "one token", "max_new_tokens": 1},
+    {"prompt": "hello there", **SAMPLED},
+    {"input_ids": [40, 41, 42], "ignore_eos": True, "max_new_tokens": 20},
+    {"prompt": "penalties", "frequency_penalty": 0.5, "seed": 9, **SAMPLED},
+    {"prompt": "the end"},
+]
+
+
+def test_replicas_write_what_one_device_writes(tmp_path):
+    """With `--output`, and with `--claim`, whose files together are the same; in the order of the input."""
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    model = saved_model(tmp_path / "model")
+    argv = ["--model", model, "--input", f"{tmp_path}/in.jsonl", *QUICK, "--speculative-algorithm", "NONE"]
+    one, two, claimed = run(
+        [*argv, "--output", f"{tmp_path}/one"],
+        [*argv, "--output", f"{tmp_path}/two", "--dp", "2"],
+        [*argv, "--claim", f"{tmp_path}/claimed", "--dp", "2", "--shard-lines", "4"],
+        program="generate_program.py",
+    )
+    expected = (tmp_path / "one").read_text()
+    assert [json.loads(line)["id"] for line in expected.splitlines()] == ["first", 1, 3, 4, 5, 6, 7, 8]
+    assert (tmp_path / "two").read_text() == expected
+    parts = sorted((tmp_path / "claimed").glob("part-*.jsonl"))
+    assert len(parts) == 3 and "".join(part.read_text() for part in parts) == expected
+    assert (one["devices"], two["devices"], claimed["devices"]) == ([[0]], [[0], [1]], [[0], [1]])
+    for found in (two, claimed):
+        assert all(found["generated"]), "a replica has no requests"
+        assert found["status"] == 1 and found["summary"]["replicas"] == 2
+        counts = ("requests", "failed", "completion_tokens", "verify_steps", "accept_length")
+        assert {name: found["summary"][name] for name in counts} == {name: one["summary"][name] for name in counts}
