@@ -98,11 +98,19 @@ def claim(mem_fraction: float, gpu: int = 0, count: int = 1) -> Card | None:
         count: how many, that one included.
 
     Raises:
-        GpuError: there is no such GPU; or it, or its driver, is too old for the JAX that is installed.
+        GpuError: there is no such GPU; it, or its driver, is too old for the JAX that is installed; or JAX_PLATFORMS
+            asks for CUDA, which this JAX does not have.
     """
     platforms = jax.config.values["jax_platforms"]
-    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+    names = set(platforms.split(",")) if platforms else set()
+    if names and not {"cuda", "gpu"} & names:
         return None
+    plugin = next((name for name in LEAST if importlib.util.find_spec(name)), None)
+    if "cuda" in names and plugin is None and "cpu" not in names:
+        raise GpuError(
+            f"JAX_PLATFORMS={platforms} asks for CUDA, and JAX has none: pip install 'specjax[cuda12]' or, with a "
+            f"driver from {LEAST['jax_cuda13_plugin'][1]} on, 'specjax[cuda13]'; or leave the variable out, for the CPU"
+        )
     found = cards()
     if gpu >= len(found) and (found or gpu):
         raise GpuError(f"GPU {gpu} was asked for; CUDA shows " + (", ".join(card.name for card in found) or "none"))
@@ -114,7 +122,6 @@ def claim(mem_fraction: float, gpu: int = 0, count: int = 1) -> Card | None:
         )
     chosen = found[gpu : gpu + count]
     card = min(chosen, key=lambda card: card.free)
-    plugin = next((name for name in LEAST if importlib.util.find_spec(name)), None)
     if plugin is None:
         logger.warning(
             "This machine has an %s and JAX no CUDA, so it runs on the CPU: pip install 'specjax[cuda12]' or, with a "

@@ -182,6 +182,17 @@ def test_what_works_less_well_is_told_of(machine, caplog, line, plugin, message)
     assert message in caplog.text
 
 
+@pytest.mark.parametrize("line", [None, H200])
+def test_cuda_that_jax_does_not_have(machine, monkeypatch, tmp_path, line):
+    """JAX alone ends with an AssertionError without a message."""
+    machine(*([] if line is None else [line]), plugin=None)
+    jax.config.update("jax_platforms", "cuda")
+    with pytest.raises(GpuError, match=r"JAX_PLATFORMS=cuda asks for CUDA, and JAX has none: pip install .*cuda12"):
+        claim(0.85)
+    jax.config.update("jax_platforms", "cuda,cpu")
+    assert claim(0.85) is None
+
+
 @pytest.mark.parametrize("memory", [8 * GB, 24 * GB, 141 * GB])
 @pytest.mark.parametrize("fraction", [0.1, 0.5, 0.85, 0.9])
 def test_the_fraction_is_of_the_device(memory, fraction):
