@@ -27,6 +27,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -89,8 +90,12 @@ class Message(NamedTuple):
 class _Connection:
     """To another process. `received` and `lost` are called by its thread; `lost` gets a reason."""
 
-    def __init__(self, sock: socket.socket, received: Callable[[Message], None], lost: Callable[[str], None]) -> None:
-        self._sock, self._received, self._lost = sock, received, lost
+    def __init__(
+        self, sock: socket.socket, received: Callable[[Message], None], lost: Callable[[str], None],
+        first: float | None = None,
+    ) -> None:  # fmt: skip
+        """`first`: seconds of silence before the first bytes come; None: `SILENCE`, as after them."""
+        self._sock, self._received, self._lost, self._first = sock, received, lost, first
         self._sending, self.closed = threading.Lock(), threading.Event()
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
@@ -135,10 +140,11 @@ class _Connection:
         while len(found) < count:
             while not self._poll.poll(1e3 * ALIVE):
                 quiet += ALIVE  # a process that was suspended for an hour has not waited for one
-                if quiet > SILENCE:
-                    raise TimeoutError(f"no sign of life for {SILENCE:g} s")
+                if quiet > (most := SILENCE if self._first is None else self._first):
+                    raise TimeoutError(f"no sign of life for {most:g} s")
             if not (part := self._sock.recv(min(count - len(found), 1 << 20))):
                 raise ConnectionError("the connection was closed")
+            self._first = None
             found += part
         return bytes(found)
 
@@ -164,10 +170,11 @@ class Group(ABC):
 
     Attributes:
         place: of this process.
+        settings: by name, what all processes must have been started with; compared when they join, before models load.
     """
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, place: Place, settings: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.place, self.settings = place, settings
         self._connections: dict[int, _Connection] = {}  # by rank
         self._ending, self._leaving = threading.Lock(), False
 
@@ -209,14 +216,20 @@ class Group(ABC):
         """The smallest of the numbers that the processes give. Those whose facts differ from the leader's end."""
 
 
+def _differences(own: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """Between what the leader has and another process, with both values; empty: there are none."""
+    names = [name for name in (*own, *(other.keys() - own.keys())) if own.get(name) != other.get(name)]
+    return "; ".join(f"{name} {other.get(name)} there, {own.get(name)} on the leader" for name in names)
+
+
 class Leader(Group):
     """Rank 0.
 
     Raises OSError: it cannot listen at its address.
     """
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
+    def __init__(self, place: Place, settings: Mapping[str, str] = MappingProxyType({})) -> None:
+        super().__init__(place, settings)
         host, port = place.address.next
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self._sock = socket.create_server(address[:2], family=family, backlog=place.nodes)
@@ -228,15 +241,15 @@ class Leader(Group):
         """Waits for all followers, and connects JAX's devices. Raises TimeoutError or ValueError."""
         until = time.monotonic() + JOIN
         logger.info("Waiting for %d followers at %s", self.place.nodes - 1, self.place.address.next)
-        while missing := sorted(set(self._digests) - set(self._connections)):
-            self._sock.settimeout(max(until - time.monotonic(), 0.01))
-            try:
-                sock, (host, *_) = self._sock.accept()
-            except TimeoutError:
-                ranks = ", ".join(map(str, missing))
-                raise TimeoutError(f"--node-rank {ranks} did not join within {JOIN:g} s") from None
-            self._welcome(sock, host)
-        self._sock.close()
+        with self._sock:
+            while missing := sorted(set(self._digests) - set(self._connections)):
+                self._sock.settimeout(max(until - time.monotonic(), 0.01))
+                try:
+                    sock, (host, *_) = self._sock.accept()
+                except TimeoutError:
+                    ranks = ", ".join(map(str, missing))
+                    raise TimeoutError(f"--node-rank {ranks} did not join within {JOIN:g} s") from None
+                self._welcome(sock, host)
         self._connect_devices()
 
     def _welcome(self, sock: socket.socket, host: str) -> None:
@@ -249,6 +262,7 @@ class Leader(Group):
             if hello.kind != "hello":
                 raise ValueError(hello.kind)
             rank, count = int(hello.fields["rank"]), int(hello.fields["count"])
+            different = _differences(self.settings, hello.fields["settings"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             logger.warning("A connection from %s that is no follower's was closed: %s", host, error)
             connection.close()
@@ -258,6 +272,8 @@ class Leader(Group):
             problem = f"node rank {rank} was started with --nnodes {count}, the leader with {self.place.nodes}"
         elif rank not in self._digests or rank in self._connections:
             problem = f"two processes were started with --node-rank {rank}"
+        elif different:
+            problem = f"node rank {rank} was started with other settings than the leader: {different}"
         self._connections[rank if problem is None else -1] = connection
         if problem is not None:
             self.end(problem)
@@ -287,13 +303,8 @@ class Leader(Group):
         with self._known:
             self._known.wait_for(lambda: len(self._numbers) == self.place.nodes - 1)
         for rank, message in self._numbers.items():
-            theirs = message.fields["facts"]
-            for name in (*facts, *(theirs.keys() - facts.keys())):
-                if theirs.get(name) != facts.get(name):
-                    self.end(
-                        f"Node rank {rank} differs from the leader: {name} {theirs.get(name)} there, "
-                        f"{facts.get(name)} here"
-                    )
+            if different := _differences(facts, message.fields["facts"]):
+                self.end(f"Node rank {rank} differs from the leader: {different}")
         least = min(number, *(message.fields["number"] for message in self._numbers.values()))
         self._numbers.clear()
         self.send("agree", number=least)
@@ -312,11 +323,12 @@ class Leader(Group):
                     f"leader ({digest})"
                 )
 
-    def stop(self, status: int) -> None:
-        """Ends the followers, and waits a moment for it. This process is to end after it."""
+    def stop(self, status: int, reason: str = "") -> None:
+        """Ends the followers with this status, and waits a moment for it. This process is to end after it. `reason`: of
+        a failure, for their logs."""
         with self._ending:
             self._leaving = True
-        self.send("stop", status=status)
+        self.send("stop", status=status, reason=reason)
         until = time.monotonic() + FAREWELL
         for connection in self._connections.values():
             connection.closed.wait(max(until - time.monotonic(), 0))
@@ -325,8 +337,8 @@ class Leader(Group):
 class Follower(Group):
     """Any other rank."""
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
+    def __init__(self, place: Place, settings: Mapping[str, str] = MappingProxyType({})) -> None:
+        super().__init__(place, settings)
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
 
     def join(self) -> None:
@@ -342,9 +354,10 @@ class Follower(Group):
                 if time.monotonic() > until:
                     raise TimeoutError(f"no leader at {address} within {JOIN:g} s: {error}") from None
                 time.sleep(0.2)
-        connection = _Connection(sock, self._received, lambda reason: self._lost(0, reason))
+        # The leader listens before it accepts: in between it may prepare its GPU.
+        connection = _Connection(sock, self._received, lambda reason: self._lost(0, reason), first=JOIN)
         self._connections[0] = connection
-        connection.send("hello", rank=self.place.rank, count=self.place.nodes)
+        connection.send("hello", rank=self.place.rank, count=self.place.nodes, settings=dict(self.settings))
         connection.start()
         self._connect_devices()
 
@@ -355,7 +368,8 @@ class Follower(Group):
         if message.kind == "stop":
             self._leaving = True
             status = int(message.fields["status"])
-            self._exit(status, "The leader has ended the group" + (": it failed" if status else ""))
+            failed = f": it failed: {message.fields['reason']}" if status else ""
+            self._exit(status, "The leader has ended the group%s", failed)
         self._messages.put(message)
 
     def _exit(self, status: int, text: str, *values: Any) -> NoReturn:
@@ -372,7 +386,11 @@ class Follower(Group):
         self._connections[0].send("digest", digest=digest)
 
     def ask_to_stop(self) -> None:
-        """Asks the leader to end the group as after a signal of its own."""
+        """Asks the leader to end the group as after a signal of its own. Ends this process, with status 0, if it has
+        not found the leader yet."""
+        if not self._connections:
+            self._leaving = True
+            self._exit(0, "Node rank %d had not found its leader", self.place.rank)
         self._connections[0].send("stop")
 
     def agree(self, facts: Mapping[str, str], number: int) -> int:

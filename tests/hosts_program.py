@@ -1,7 +1,9 @@
-"""What tests/test_hosts.py runs in each of two processes that share every model: engines of tests/mesh_program.py, one
+"""What tests/test_hosts.py runs in each of the processes that share every model: engines of tests/mesh_program.py, one
 after another. The leader prints a line of JSON for each, and at last generates without end.
 
-    hosts_program.py RANK HOST:PORT diverges|agrees CASE...
+    hosts_program.py RANK HOST:PORT PROCESSES DEVICES diverges|agrees CASE...
+
+DEVICES: of each process.
 """
 
 from __future__ import annotations
@@ -11,12 +13,15 @@ import logging
 import sys
 from typing import Any
 
+import jax
+
 from specjax.engine import Engine, following
 from specjax.hosts import Address, Follower, Leader, Message, Place
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
-rank, address, mode, *cases = sys.argv[1:]
-place = Place(Address.parse(address), 2, int(rank))
+rank, address, processes, devices, mode, *cases = sys.argv[1:]
+place = Place(Address.parse(address), int(processes), int(rank))
+jax.config.update("jax_num_cpu_devices", int(devices))
 
 
 class NextEngine(Exception):
@@ -54,7 +59,7 @@ def shortened(engine: Engine) -> None:
 
 engine: Engine | None = None
 for case in cases:
-    engine = mesh_program.in_memory(case, 2, group)
+    engine = mesh_program.in_memory(case, int(processes) * int(devices), group)
     if isinstance(group, Leader):
         print(json.dumps(mesh_program.run(engine)), flush=True)
         assert engine.flush_cache()

@@ -13,26 +13,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-jax.config.update("jax_num_cpu_devices", 1 if jax.distributed.is_initialized() else 4)
+if not jax.distributed.is_initialized():  # else hosts_program.py has asked
+    jax.config.update("jax_num_cpu_devices", 4)
 
-from engine_helpers import NGRAM, tokenizer  # noqa: E402
-from specjax_kernels import CAUSAL  # noqa: E402
+from engine_helpers import NGRAM, tokenizer
+from specjax_kernels import CAUSAL
 
-from specjax.cache import PoolShape, init_cache  # noqa: E402
-from specjax.config import Experts, HeadConfig, Latent, ModelConfig, MtpConfig, RopeConfig  # noqa: E402
-from specjax.drafters import Params, StandaloneParams, TreeShape, eagle_drafter, make_drafter  # noqa: E402
-from specjax.drafters.mtp import mtp_drafter  # noqa: E402
-from specjax.drafters.options import options_of  # noqa: E402
-from specjax.drafters.standalone import standalone_drafter  # noqa: E402
-from specjax.engine import Engine, EngineConfig, SamplingParams  # noqa: E402
-from specjax.engine.grammar import Grammar  # noqa: E402
-from specjax.engine.placing import place_params  # noqa: E402
-from specjax.hosts import Group  # noqa: E402
-from specjax.models import init_params, make_target  # noqa: E402
-from specjax.models.draft_head import init_head_params, with_token_map  # noqa: E402
-from specjax.models.mtp_spec import mtp_sizes, mtp_table  # noqa: E402
-from specjax.models.params import map_leaves  # noqa: E402
-from specjax.sharding import empty_state, everywhere, local_bytes, make_mesh, under  # noqa: E402
+from specjax.cache import PoolShape, init_cache
+from specjax.config import Experts, HeadConfig, Latent, ModelConfig, MtpConfig, RopeConfig
+from specjax.drafters import Params, StandaloneParams, TreeShape, eagle_drafter, make_drafter
+from specjax.drafters.mtp import mtp_drafter
+from specjax.drafters.options import options_of
+from specjax.drafters.standalone import standalone_drafter
+from specjax.engine import Engine, EngineConfig, SamplingParams
+from specjax.engine.grammar import Grammar
+from specjax.engine.placing import place_params
+from specjax.hosts import Group
+from specjax.models import init_params, make_target
+from specjax.models.draft_head import init_head_params, with_token_map
+from specjax.models.mtp_spec import mtp_sizes, mtp_table
+from specjax.models.params import map_leaves
+from specjax.sharding import empty_state, everywhere, local_bytes, make_mesh, under
 
 VOCABULARY = 268
 CONFIG = ModelConfig(

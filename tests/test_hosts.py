@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,10 @@ from mesh_helpers import environment, run
 from server_helpers import SECONDS, wait_until
 from tiny_checkpoints import save_llama
 
+from specjax.checkpoint.weights import read_folder
 from specjax.cli import build, flags
 from specjax.engine import Engine, EngineConfig, SamplingParams
+from specjax.engine.facts import file_facts
 from specjax.hosts import Address, Follower, Group, Leader, Place
 from specjax.settings import Parser, add_flags, parse
 
@@ -49,14 +53,14 @@ def free_address() -> str:
             return f"127.0.0.1:{port}"
 
 
-class Pair:
-    """Two processes, rank 0 first."""
+class Together:
+    """Processes of one group, rank 0 first."""
 
-    def __init__(self, folder: Path, command: Callable[[int, str], list[str]]) -> None:
+    def __init__(self, folder: Path, count: int, command: Callable[[int, str], list[str]]) -> None:
         folder.mkdir()
         self.folder, address = folder, free_address()
         self.processes: list[subprocess.Popen[bytes]] = []
-        for rank in (0, 1):
+        for rank in range(count):
             with (folder / f"out{rank}").open("wb") as out, (folder / f"err{rank}").open("wb") as err:
                 arguments = [sys.executable, *command(rank, address)]
                 self.processes.append(subprocess.Popen(arguments, stdout=out, stderr=err, env=environment()))
@@ -82,29 +86,51 @@ class Pair:
 
         wait_until(done, MOST)
 
-    def kill(self, rank: int) -> tuple[int, str, float]:
-        """Status, log and seconds of the other process after one was killed."""
+    def kill(self, rank: int) -> dict[int, str]:
+        """The logs of the others, by rank, after one was killed and they have ended with a status that is not 0."""
         self.running()
-        started = time.monotonic()
         self.processes[rank].kill()
-        other = 1 - rank
-        status = self.processes[other].wait(ENDS)
-        return status, self.log(other), time.monotonic() - started
+        others = {other: process for other, process in enumerate(self.processes) if other != rank}
+        for other, process in others.items():
+            assert process.wait(ENDS) != 0, self.log(other)
+        return {other: self.log(other) for other in others}
 
 
 @pytest.fixture
-def pair(tmp_path) -> Iterator[Callable[..., Pair]]:
-    made: list[Pair] = []
+def start(tmp_path) -> Iterator[Callable[..., Together]]:
+    """Starts `count` processes; `command` of each gets its rank and the address."""
+    made: list[Together] = []
 
-    def make(command: Callable[[int, str], list[str]]) -> Pair:
-        made.append(Pair(tmp_path / f"pair{len(made)}", command))
+    def start(command: Callable[[int, str], list[str]], count: int = 2) -> Together:
+        made.append(Together(tmp_path / f"group{len(made)}", count, command))
         return made[-1]
 
-    yield make
+    yield start
     for each in made:
         for process in each.processes:
             process.kill()
             process.wait()
+
+
+def program(count: int, devices: int, *mode_and_cases: str) -> Callable[[int, str], list[str]]:
+    """The command of a process, for `start`."""
+    return lambda rank, address: [str(PROGRAM), str(rank), address, str(count), str(devices), *mode_and_cases]
+
+
+def check_texts(together: Together, cases: Sequence[str], devices: int) -> None:
+    """Waits until the leader has written what one process does, with each case."""
+    (alone,) = run(["none", 1])
+    together.wait_for(lambda: len(together.lines()) == len(cases))
+    for found, case in zip(together.lines(), cases, strict=True):
+        assert found["algorithm"] == ALGORITHMS[case]
+        assert found["texts"] == alone["texts"], case
+        assert found["pool shares"] == [1 / devices] and found["aliased"] == found["state"]
+        assert found["cached"] == alone["cached"] > 0
+
+
+def names_the_leader(log: str) -> bool:
+    """Whether a follower's log says that the leader is gone. JAX may notice it first."""
+    return bool(re.search("Node rank 0 of . is gone", log)) or "JAX distributed service" in log
 
 
 @pytest.mark.process
@@ -113,24 +139,17 @@ def pair(tmp_path) -> Iterator[Callable[..., Pair]]:
     [("none", "eagle3"), pytest.param(("ngram", "eagle", "standalone", "mtp"), marks=pytest.mark.slow)],
     ids=["plain and EAGLE-3", "others"],
 )
-def test_algorithms_then_a_dead_leader(pair, cases):
+def test_algorithms_then_a_dead_leader(start, cases):
     """Biased, sampled and penalised requests, a grammar, and a prompt of which pages are reused."""
-    (alone,) = run(["none", 1])
-    both = pair(lambda rank, address: [str(PROGRAM), str(rank), address, "agrees", *cases])
-    both.wait_for(lambda: len(both.lines()) == len(cases))
-    for found, case in zip(both.lines(), cases, strict=True):
-        assert found["algorithm"] == ALGORITHMS[case]
-        assert found["texts"] == alone["texts"], case
-        assert found["pool shares"] == [0.5] and found["aliased"] == found["state"]
-        assert found["cached"] == alone["cached"] > 0
-    status, log, _ = both.kill(0)
-    assert status != 0
-    assert "Node rank 0 of 2 is gone" in log or "JAX distributed service" in log, log
+    both = start(program(2, 1, "agrees", *cases))
+    check_texts(both, cases, 2)
+    log = both.kill(0)[1]
+    assert names_the_leader(log), log
 
 
 @pytest.mark.process
-def test_a_divergence_ends_both(pair):
-    both = pair(lambda rank, address: [str(PROGRAM), str(rank), address, "diverges", "none"])
+def test_a_divergence_ends_both(start):
+    both = start(program(2, 1, "diverges", "none"))
     assert [process.wait(MOST) for process in both.processes] == [1, 1]
     assert "Node rank 1 has diverged: a step of 1 requests" in both.log(0)
     assert "The leader has ended the group: Node rank 1 has diverged" in both.log(1)
@@ -146,7 +165,7 @@ def folder(tmp_path_factory) -> str:
 
 
 @pytest.mark.process
-def test_servers(pair, folder):
+def test_servers(start, folder):
     """The leader answers what one process does, with adaptive n-grams; SIGTERM to a follower ends both with 0, and a
     dead one ends the leader."""
     given = ["--model", folder, "--tp", 2, "--nnodes", 2, "--max-running-requests", 2, "--context-length", 128]
@@ -161,11 +180,11 @@ def test_servers(pair, folder):
     prompts = ["hello hello hello", "a b a b a"]
     expected = [alone.generate(prompt, SamplingParams(**sampling)).output_ids for prompt in prompts]
 
-    def url(both: Pair) -> str:
+    def url(both: Together) -> str:
         both.wait_for(lambda: "ready to roll" in both.log(0))
         return both.log(0).partition("ready to roll! ")[2].split()[0]
 
-    both = pair(command)
+    both = start(command)
     with httpx.Client(base_url=url(both), timeout=SECONDS) as client:
         answer = client.post("/generate", json={"text": prompts, "sampling_params": sampling})
         assert [one["output_ids"] for one in answer.json()] == expected, answer.text
@@ -175,11 +194,10 @@ def test_servers(pair, folder):
     both.processes[1].send_signal(signal.SIGTERM)
     assert [process.wait(MOST) for process in both.processes] == [0, 0]
 
-    both = pair(command)
+    both = start(command)
     url(both)
-    status, log, _ = both.kill(1)
-    assert status == 1
-    assert "Node rank 1 of 2 is gone: " in log
+    assert "Node rank 1 of 2 is gone: " in both.kill(1)[0]
+    assert both.processes[0].returncode == 1
 
 
 # What needs no processes.
@@ -219,6 +237,8 @@ def test_flags():
     assert group_of("--tp", 2) is None
     found = group_of("--tp", 4, "--nnodes", 2, "--node-rank", 1, *ADDRESS)
     assert isinstance(found, Follower) and found.place == (("127.0.0.1", 5000), 2, 1)
+    assert found.settings["--tensor-parallel-size"] == "4" and found.settings["--context-length"] == "not set"
+    assert found.settings["--speculative-adaptive"] == "on" and "--model" not in found.settings
 
 
 def test_addresses():
@@ -231,17 +251,33 @@ def test_addresses():
 
 
 @pytest.fixture
-def joined(monkeypatch) -> Iterator[tuple[Leader, Follower, list[str]]]:
-    """A leader and a follower in this process, without devices, and the messages with which they would end it."""
-    ends: list[str] = []
+def ends(monkeypatch) -> list[str]:
+    """The messages with which groups of this process, which have no devices, would end it."""
+    found: list[str] = []
 
     def end(self: Group, message: str) -> None:
-        ends.append(message)
+        found.append(message)
         raise SystemExit
 
     monkeypatch.setattr(Group, "_connect_devices", lambda self: None)
     monkeypatch.setattr(Group, "end", end)
     monkeypatch.setattr("specjax.hosts.JOIN", SECONDS)
+    return found
+
+
+@contextlib.contextmanager
+def closing(*groups: Group) -> Iterator[None]:
+    yield
+    for group in groups:
+        group._leaving = True
+    for group in groups:
+        for connection in group._connections.values():
+            connection.close()
+
+
+@pytest.fixture
+def joined(ends) -> Iterator[tuple[Leader, Follower, list[str]]]:
+    """A leader and a follower in this process, and `ends`."""
     address = Address.parse(free_address())
     leader, follower = Leader(Place(address, 2, 0)), Follower(Place(address, 2, 1))
     joining = threading.Thread(target=follower.join)
@@ -250,11 +286,88 @@ def joined(monkeypatch) -> Iterator[tuple[Leader, Follower, list[str]]]:
         joining.start()
         leader.join()
     joining.join()
-    yield leader, follower, ends
-    leader._leaving = follower._leaving = True
-    for group in (leader, follower):
-        for connection in group._connections.values():
-            connection.close()
+    with closing(leader, follower):
+        yield leader, follower, ends
+
+
+def test_followers_that_are_refused(ends):
+    """Before a model is loaded."""
+    plain = {"--page-size": "16", "--context-length": "not set"}
+    for ranks, settings, message in (
+        ([1], plain | {"--page-size": "32"}, "other settings than the leader: --page-size 32 there, 16 on the leader"),
+        ([1, 1], plain, "two processes were started with --node-rank 1"),
+    ):
+        address = Address.parse(free_address())
+        leader = Leader(Place(address, 3, 0), plain)
+        followers = [Follower(Place(address, 3, rank), settings) for rank in ranks]
+        for follower in followers:
+            follower.join()
+        with closing(leader, *followers), pytest.raises(SystemExit):
+            leader.join()
+        assert ends.pop().endswith(message)
+
+
+def test_processes_that_do_not_come(ends, monkeypatch):
+    address = Address.parse(free_address())
+    monkeypatch.setattr("specjax.hosts.JOIN", 1.0)
+    with pytest.raises(TimeoutError, match=f"no leader at {address.next} within 1 s: .*refused"):
+        Follower(Place(address, 3, 1)).join()
+    leader, follower = Leader(Place(address, 3, 0)), Follower(Place(address, 3, 1))
+    follower.join()
+    with closing(leader, follower):
+        with pytest.raises(TimeoutError, match="--node-rank 2 did not join within 1 s"):
+            leader.join()
+        assert leader._connections.keys() == {1}
+    assert not ends
+
+
+def test_a_follower_that_is_stopped_before_it_finds_its_leader(monkeypatch):
+    statuses: list[int] = []
+    monkeypatch.setattr("specjax.hosts.os._exit", lambda status: (statuses.append(status), sys.exit()))
+    with pytest.raises(SystemExit):
+        Follower(Place(Address.parse(free_address()), 2, 1)).ask_to_stop()
+    assert statuses == [0]
+
+
+def test_a_leader_that_is_slow_to_accept(ends, monkeypatch):
+    """It listens before it prepares its device, so a follower's connection is made, and nothing comes."""
+    address = Address.parse(free_address())
+    leader, follower = Leader(Place(address, 2, 0)), Follower(Place(address, 2, 1))
+    monkeypatch.setattr("specjax.hosts.SILENCE", 1.5)
+    with closing(leader, follower):
+        follower.join()
+        time.sleep(4)
+        leader.join()
+    assert not ends
+
+
+def test_files_are_compared_before_weights_are_read(folder, monkeypatch):
+    class Compared(Exception):
+        pass
+
+    class Alone(Group):
+        def agree(self, facts: Mapping[str, str], number: int) -> int:
+            raise Compared(*facts)
+
+    monkeypatch.setattr("specjax.engine.engine.load", None)
+    with pytest.raises(Compared, match="files of the weights"):
+        Engine.from_pretrained(
+            folder, group=Alone(Place(Address("", 1), 1, 0)), compilation_cache=False, progress=False
+        )
+
+
+def test_facts_of_files(tmp_path):
+    """Two models of one shape and with the same norms differ, whichever tensor does."""
+    save_llama(tmp_path / "a", shard="60KB")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    one, other = (read_folder(name, tmp_path / name) for name in "ab")
+    assert len(one.weights) > 1 and file_facts(one) == file_facts(other)
+    entry = one.headers["model.layers.1.mlp.up_proj.weight"]
+    with (tmp_path / "b" / entry.file.name).open("r+b") as file:
+        file.seek(entry.start + 100)
+        file.write(b"\x77")
+    found = file_facts(other)
+    assert found.keys() == file_facts(one).keys() == {"files of the weights"} and found != file_facts(one)
 
 
 def test_agreement(joined):
@@ -268,7 +381,7 @@ def test_agreement(joined):
         with pytest.raises(SystemExit):
             leader.agree({"model": "a", "weights": "y"}, 1)
         leader.send("agree", number=1)
-    assert ends == ["Node rank 1 differs from the leader: weights x there, y here"]
+    assert ends == ["Node rank 1 differs from the leader: weights x there, y on the leader"]
 
 
 def test_messages_and_digests(joined):

@@ -50,6 +50,12 @@ class TensorEntry:
     shape: tuple[int, ...]
     start: int
 
+    @property
+    def size(self) -> int:
+        """Bytes; of a type that is not supported the number of elements."""
+        known = (DTYPES | INTEGERS).get(self.dtype)
+        return prod(self.shape) * (1 if known is None else known.itemsize)
+
     def read(self, *, integers: bool = False) -> np.ndarray:
         """The tensor as a read-only view of the file, of a type in ``DTYPES`` (or ``INTEGERS``, if ``integers``)."""
         dtypes = DTYPES | INTEGERS if integers else DTYPES

@@ -87,12 +87,33 @@ def make_group(chosen: Settings) -> Leader | Follower | None:
     except ValueError as error:
         raise ValueError(f"{place('dist_init_addr')} {error}") from None
     try:
-        return Follower(own) if rank else Leader(own)
+        return (Follower if rank else Leader)(own, _shared(chosen))
     except OSError as error:
         raise ValueError(
             f"{place('dist_init_addr')} {address}: the leader cannot listen at {own.address.next}: "
             f"{error.strerror or error}"
         ) from None
+
+
+_OWN = {
+    "model", "revision", "tokenizer_path", "chat_template", "max_total_tokens", "mem_fraction_static", "base_gpu_id",
+    "sampling_defaults", "autotune_seconds", "random_seed", "speculative_draft_model_path",
+    "speculative_draft_model_revision", "speculative_token_map",
+}  # fmt: skip
+"""Settings that each process of a group may have otherwise. Files may lie elsewhere; what is in them is compared when
+they are read (`specjax.engine.facts`)."""
+
+
+def _shared(chosen: Settings) -> dict[str, str]:
+    """The settings that all processes of a group must have, by their flags."""
+    words = {None: "not set", True: "on", False: "off"}
+    return {
+        f"--{dashed(each.name)}": words[value] if value is None or isinstance(value, bool) else str(value)
+        for table in (chosen.model, chosen.engine, chosen.speculative)
+        for each in fields(table)
+        if each.name not in _OWN and not each.metadata["setting"].instead
+        for value in (getattr(table, each.name),)
+    }
 
 
 def engine_arguments(chosen: Settings, **config: bool | int | float) -> dict[str, Any]:

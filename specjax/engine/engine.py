@@ -39,7 +39,7 @@ from specjax.engine.config import EngineConfig, Layout, check_config, context_le
 from specjax.engine.device import Device, OutOfMemory
 from specjax.engine.drafting import Drafting, expected_ratio, free_tokens, width_ratios
 from specjax.engine.executables import Executables, use_compilation_cache
-from specjax.engine.facts import facts
+from specjax.engine.facts import facts, file_facts
 from specjax.engine.flight import Flights, InFlight
 from specjax.engine.generation import FairLock, complete
 from specjax.engine.generation import stream as stream_chunks
@@ -227,6 +227,8 @@ class Engine:
         if compilation_cache:
             use_compilation_cache(programs=group is None)
         mesh = make_mesh(config.tensor_parallel, config.first_device, hosts=group is not None)
+        if group is not None:
+            group.agree(file_facts(checkpoint.resolve(model, revision=revision, progress=progress)), 0)
         start = model, draft, drafter, verify, dtype, quantization, revision, backend, config
         with on_first(mesh):
             loaded = load(

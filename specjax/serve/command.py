@@ -209,7 +209,7 @@ def main(argv: list[str] | None = None) -> int:
     for each in events:
         each.close()
     if group is not None:
-        group.stop(status)
+        group.stop(status, "" if failure is None else str(failure))
     # Loading, compiling and tokenising cannot be interrupted, and Python cannot end while a thread is inside XLA.
     sys.stderr.flush()
     os._exit(status)
