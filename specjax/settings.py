@@ -168,7 +168,7 @@ def add_flags(parser: argparse.ArgumentParser, defaults: Any, tables: Sequence[s
     every = [table.name for table in fields(defaults)]
     about = f"Keys are named as the flags are, and stand at the top or in their table: {_listed(every)}."
     if unused := [name for name in every if tables is not None and name not in tables]:
-        about += f" {_listed(unused)} is checked, and has no effect here."
+        about += f" {_listed(unused)}: checked, without effect here."
     parser.add_argument_group("configuration file", about).add_argument(
         "--config", metavar="FILE", help="TOML; flags win"
     )

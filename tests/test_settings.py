@@ -415,7 +415,7 @@ def test_help(monkeypatch):
     groups = help_groups(parser)
     assert "  --config FILE" in groups["configuration file"]
     assert "[one], [two]" in groups["configuration file"]
-    assert "[two] is checked, and has no effect here" in groups["configuration file"]
+    assert "[two]: checked, without effect here" in groups["configuration file"]
     assert "Numbers and words: 100%." in groups["one"]
     assert re.search(r"--word( TEXT)?, --term( TEXT)?, --old-word TEXT", groups["one"]), "Python 3.13 says TEXT once"
     assert "how many (default: 4)" in groups["one"], "the command's"

@@ -33,33 +33,35 @@ TABLES = ("bench", "model")
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """What is compared."""
+    """Methods, prompts and runs."""
 
     methods: tuple[str, ...] = setting(
         ("none", "NGRAM", "AUTO"),
         "ALGORITHM[:option=value,...], drafter=module:function, transformers[:prompt-lookup=10 or :assisted=MODEL]; "
-        "name=... is what tables say, adaptive=on drafts where that is measured to be faster",
+        "name=... is the name in tables, adaptive=on drafts only where that is measured to be faster",
         metavar="METHOD",
     )  # fmt: skip
     sets: tuple[str, ...] = setting(
         ("mt_bench", "gsm8k", "humaneval"),
-        f"of prompts: {', '.join(known())}; spec_bench is its six categories, spec_bench/rag one; or JSONL files",
+        f"sets of prompts: {', '.join(known())}; spec_bench is its six categories, spec_bench/rag one; or JSONL files",
         metavar="SET",
     )
     data: str | None = setting(
         None, "folder of SET.jsonl files; default: those that come with specjax", metavar="FOLDER"
     )
     limit: int = setting(0, "conversations of each set, spread over it; 0 = all", minimum=0)
-    turns: int = setting(0, "of each conversation; 0 = all, answers in the prompts of the next", minimum=0)
+    turns: int = setting(0, "turns of each conversation; 0 = all, each answer being part of the next prompt", minimum=0)
     temperatures: tuple[str, ...] = setting(("0",), "0 = greedy", metavar="T", digits=True)
     batch_sizes: tuple[str, ...] = setting(("1",), "conversations at once", metavar="N", digits=True)
     max_new_tokens: int = setting(128, "most tokens of an answer", minimum=2)
-    ignore_eos: bool = setting(False, "go on after the model's end token, so that all answers have the same length")
-    repeats: int = setting(1, "of everything; more of them narrow the intervals", minimum=1)
-    seed: int = setting(0, "of requests, where they are sampled", minimum=0)
+    ignore_eos: bool = setting(False, "continue after the model's end token, so that all answers have the same length")
+    repeats: int = setting(1, "times that everything is run; more runs narrow the intervals", minimum=1)
+    seed: int = setting(0, "seed of requests that sample", minimum=0)
     baseline: str | None = setting(None, "name of the method that others are compared to; default: the first")
     timed: int = setting(
-        1, "conversations of each set and method whose steps are timed in parts, in another run; 0 = none", minimum=0
+        1,
+        "conversations of each set and method whose steps are timed part by part, in a run of their own; 0 = none",
+        minimum=0,
     )
     output: str = setting("runs/bench", "folder of the log, tables and pictures", metavar="FOLDER")
     plots: str = setting(

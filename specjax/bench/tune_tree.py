@@ -49,7 +49,7 @@ def _values(default: tuple[str, ...], help: str, metavar: str = "N") -> Any:
 
 @dataclass(frozen=True)
 class TuneSettings:
-    """The grid, and the prompts on which it is looked at. The algorithm and its draft are given as to the server."""
+    """The grid, and the prompts that it is measured on. The algorithm and its draft are given by the server's flags."""
 
     batch_sizes: tuple[str, ...] = _as_bench("batch_sizes", ("1",))
     steps: tuple[str, ...] = _values(("1", "2", "3", "4", "5"), "levels of the tree; not of NGRAM")
@@ -67,17 +67,17 @@ class TuneSettings:
     max_matches: tuple[str, ...] = _values(("12",), "NGRAM: most tokens of a match")
     best: int = setting(
         3,
-        "predicted best points that are run, of different steps and draft tokens; the current tree and none run, too",
+        "predicted best points to run, of different steps and draft tokens; the current tree and no drafts run, too",
         minimum=1,
     )
     sets: tuple[str, ...] = _as_bench("sets", ("mt_bench",))
     data: str | None = _as_bench("data", None)
     limit: int = _as_bench("limit", 8)
     turns: int = _as_bench("turns", 1)
-    temperature: float = setting(0.0, "of the requests; 0 = greedy", minimum=0, maximum=2)
+    temperature: float = setting(0.0, "temperature of the requests; 0 = greedy", minimum=0, maximum=2)
     max_new_tokens: int = _as_bench("max_new_tokens", 128)
     ignore_eos: bool = _as_bench("ignore_eos", False)
-    repeats: int = setting(1, "of the runs of the best points", minimum=1)
+    repeats: int = setting(1, "times that the best points are run", minimum=1)
     seed: int = _as_bench("seed", 0)
     output: str = _as_bench("output", "runs/tune-tree")
     plots: str = _as_bench("plots", "auto")

@@ -74,17 +74,17 @@ def _algorithm(name: str) -> str:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What is loaded."""
+    """The model to load."""
 
     model: str = setting(BUILT_IN_MODEL, "alias, folder, .gguf or hub id", names=("--model-path",), metavar="MODEL")
-    revision: str | None = setting(None, "of a model on the hub")
+    revision: str | None = setting(None, "branch, tag or commit of a model on the hub")
     tokenizer_path: str | None = setting(None, "a folder with a tokenizer; default: the model's", metavar="FOLDER")
     chat_template: str | None = setting(None, "Jinja template of chats; default: the tokenizer's", metavar="FILE")
     dtype: str = setting("auto", "auto = float32 on a CPU, the checkpoint's on a GPU", choices=("auto", *DTYPES))
     quantization: str = setting(
         "auto",
-        "of the matrices: auto = as the checkpoint has them; none = dequantised; fp8, int8, int4 = those of a "
-        "float checkpoint are quantised, which changes the text",
+        "how matrices are stored: auto = as in the checkpoint; none = dequantised; fp8, int8, int4 = quantise a float "
+        "checkpoint, which changes the text",
         choices=QUANTIZATIONS,
     )
 
@@ -93,41 +93,44 @@ class ModelSettings:
 class EngineSettings:
     """How many requests run at once, and in how much memory."""
 
-    max_running_requests: int | None = _engine("max_running_requests", "requests that share a batch")
+    max_running_requests: int | None = _engine("max_running_requests", "most requests that run at once")
     cuda_graph_max_bs: int | None = _engine(
         "max_batch",
-        "requests of the largest program that is compiled; more are decoded in several batches; default, and most: "
+        "largest batch that is compiled; more requests are decoded in several batches; default and maximum: "
         "--max-running-requests",
         names=("--max-batch-bucket",),
     )
     max_total_tokens: int | None = _engine("max_total_tokens", "tokens in the KV pool; default: fits the device")
     context_length: int | None = _engine(
-        "context_length", "tokens of prompt and output; default, and most: the model's"
+        "context_length", "most tokens of prompt and output together; default and maximum: the model's"
     )
     page_size: int = _engine("page_size", "tokens in a page of the KV pool")
     chunked_prefill_size: int | None = _engine(
-        "chunked_prefill_size", "tokens of one prompt a forward; default and most: 512 on a CPU, 2048 on a GPU"
+        "chunked_prefill_size",
+        "most tokens of one prompt in a forward; default and maximum: 512 on a CPU, 2048 on a GPU",
     )
     max_prefill_tokens: int | None = _engine(
-        "max_prefill_tokens", "tokens of all prompts a forward; default and most: 512 on a CPU, 2048 on a GPU"
+        "max_prefill_tokens",
+        "most tokens of all prompts in a forward; default and maximum: 512 on a CPU, 2048 on a GPU",
     )
     schedule_policy: str = _engine(
         "schedule_policy",
-        "which waiting request comes next: fcfs = the oldest; lpm = the one of whose prompt the most is in the prefix "
-        "cache",
+        "which waiting request runs next: fcfs = the oldest; lpm = the one with the longest prefix in the cache",
         choices=get_args(Policy), parse=str.lower,
     )  # fmt: skip
-    disable_radix_cache: bool = setting(False, "compute every prompt anew, also where an earlier one started alike")
+    disable_radix_cache: bool = setting(False, "no prefix cache: compute every prompt in full")
     mem_fraction_static: float = _engine(
         "mem_fraction",
-        "share of the GPU's memory for weights and KV pool; JAX takes a tenth more for the rest, where the environment "
-        "does not set what it takes",
+        "share of the GPU's memory for weights and KV pool; JAX reserves a tenth more for the rest, unless the "
+        "environment sets its share",
         names=("--mem-fraction",),
     )
-    base_gpu_id: int = setting(0, "the GPU to use, of those that CUDA shows; others are left alone", minimum=0)
+    base_gpu_id: int = setting(
+        0, "index of the GPU to use, among those that CUDA shows; others are left alone", minimum=0
+    )
     tensor_parallel_size: int = _engine(
         "tensor_parallel",
-        "devices that share the model: each has its part of the weights and of the KV pool; GPUs from --base-gpu-id on",
+        "devices over which weights and KV pool are split; GPUs from --base-gpu-id on",
         names=("--tp", "--tp-size"),
     )
     attention_backend: str = setting(
@@ -138,23 +141,25 @@ class EngineSettings:
     )  # fmt: skip
     plain_content: bool = _engine(
         "plain_content",
-        "text of users makes no special tokens, the chat template's markup does; a prompt given as text is text of "
-        "users, and special tokens in it can be given as ids",
+        "users' text never becomes special tokens; only the chat template's markup does. A prompt given as text is "
+        "users' text; a prompt given as ids may hold special tokens",
     )
-    disable_overlap_schedule: bool = setting(False, "read each step before the next is dispatched")
+    disable_overlap_schedule: bool = setting(False, "read the result of each step before the next is dispatched")
     sampling_defaults: str = setting(
         "model",
-        "sampling where a request does not say: model = the temperature, top_p, top_k, min_p and repetition_penalty "
-        "of the model's generation_config.json; openai = temperature 1, as the protocol has it",
+        "sampling parameters that a request leaves out: model = the temperature, top_p, top_k, min_p and "
+        "repetition_penalty of the model's generation_config.json; openai = temperature 1, as in OpenAI's API",
         choices=get_args(SamplingDefaults), parse=str.lower,
     )  # fmt: skip
     autotune_seconds: float = _engine(
         "autotune_seconds",
-        "on a GPU the first start measures for so long which kernels, blocks and options are the fastest there, and "
-        "keeps the result for the next ones; 0 = off: nothing is measured, nor is what was measured used; a CPU is "
-        "measured by specjax.tune alone",
+        "seconds that the first start on a GPU spends measuring which kernels, blocks and options are fastest; later "
+        "starts use the result; 0 = off: measure nothing and use no earlier result; a CPU is measured by specjax.tune "
+        "only",
     )
-    random_seed: int | None = _engine("random_seed", "seed of requests that have none; default: another in each run")
+    random_seed: int | None = _engine(
+        "random_seed", "seed of requests that have none; default: a different one in each run"
+    )
     enable_torch_compile: bool = _ignored("every step is compiled by XLA")
     torch_compile_max_bs: int | None = _ignored("steps of every batch size are compiled by XLA", None, minimum=1)
     trust_remote_code: bool = _ignored("no code of a checkpoint is ever run")
@@ -206,13 +211,13 @@ class SpeculativeSettings:
     speculative_ngram_strong_match_size: int | None = _draft("strong_match")
     speculative_ngram_isolate: bool = _engine(
         "isolate_ngrams",
-        "NGRAM: requests draft from the text of others, which timing reveals, only with the same cache_salt",
+        "NGRAM: a request drafts from the text of others, which its timing could reveal, only with the same cache_salt",
     )
     speculative_ngram_match_type: str = _draft("match_type", choices=("BFS", "PROB"), parse=str.upper)
     speculative_adaptive: bool = setting(
         True,
-        "draft only where it is measured to be faster, with the tree that is, for every algorithm; off = in every "
-        "step, but for batches so large that drafting would slow them",
+        "draft only where that is measured to be faster, with the fastest tree, for every algorithm; off = in every "
+        "step, except in batches so large that drafting would slow them",
         sets="adaptive",
     )
     speculative_attention_mode: str = _ignored(
@@ -227,30 +232,31 @@ class SpeculativeSettings:
     )
     speculative_accept_threshold_acc: float = setting(
         1.0,
-        "requests that sample accept a draft where a uniform number is at most the probability of it and of its "
-        "siblings before it over this, which changes their text; below 1 needs --allow-lossy-speculation",
+        "requests that sample accept a draft where a uniform random number is at most the summed probability of the "
+        "draft and its earlier siblings, divided by this value, which changes their text; below 1 needs "
+        "--allow-lossy-speculation",
         range=range_of(AcceptAbove, "cumulative"),
     )
     allow_lossy_speculation: bool = setting(
-        False, "take thresholds below 1: the text of requests that sample is then not the model's own"
+        False, "allow thresholds below 1: the text of requests that sample is then not the model's own"
     )
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Who may ask, and how much."""
+    """Address, access, limits and interfaces of the server."""
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 = all", metavar="HOST")
     port: int = setting(30000, "0 = any free one", minimum=0, maximum=65535)
     data_parallel_size: int = setting(
         1,
-        "replicas of the engine in this server, each on --tp devices of its own, among which requests are spread; "
-        "numbers of requests and of tokens in the pool are those of each replica",
+        "replicas of the engine in this server, each on --tp devices of its own; requests are spread over them, and "
+        "limits of requests and pool tokens apply to each",
         minimum=1, names=("--dp", "--dp-size"),
     )  # fmt: skip
     served_model_name: str | None = setting(None, "what clients call the model; default: the value of --model")
     api_key: tuple[str, ...] = setting(
-        (), "bearer tokens, one of which a client needs; set them in a file to hide them from other users",
+        (), "bearer tokens; a client needs one of them; set them in a file to hide them from other users",
         metavar="KEY", secret=True, alone=True,
     )  # fmt: skip
     allowed_origins: tuple[str, ...] = setting(
@@ -262,7 +268,7 @@ class ServerSettings:
         None, "its private key; default: in the same file as the certificate", metavar="FILE"
     )
     log_level: str = setting(
-        "info", "least severe lines that are logged", choices=("debug", "info", "warning", "error"), parse=str.lower
+        "info", "minimum severity of log lines", choices=("debug", "info", "warning", "error"), parse=str.lower
     )
     max_queued_requests: int = setting(512, "requests that may wait; further ones get a 503", minimum=1)
     stream_interval: int = setting(1, "tokens between two events of a stream", minimum=1)
@@ -270,16 +276,17 @@ class ServerSettings:
     shutdown_timeout: float = setting(30.0, "seconds for running requests after SIGTERM or Ctrl-C", minimum=0)
     watchdog_timeout: float = setting(
         300.0,
-        "seconds of a step, compiling aside; a longer one ends all requests (503) and the process (status 1)",
+        "most seconds of a step, compiling excluded; a longer one ends all requests (503) and the process (status 1)",
         above=0,
     )
     receive_timeout: float = setting(
         60.0,
-        "seconds for the headers and for each pause of a client, ten times that for a request; then a 408",
+        "most seconds for the headers and for each pause while a client sends, ten times that for a whole request; "
+        "then a 408",
         above=0,
     )
     request_timeout: float | None = setting(
-        None, "seconds of a whole request, its time in the queue included; then a 408; default: no limit", above=0
+        None, "most seconds of a request, its time in the queue included; then a 408; default: no limit", above=0
     )
     max_connections: int = setting(1000, "connections at once; further ones get a 503, except for /health", minimum=1)
     tool_call_parser: str = setting(
@@ -290,7 +297,7 @@ class ServerSettings:
     reasoning_parser: str = setting(
         "auto",
         "models that think between <think> and </think>, which becomes reasoning_content: auto = if the chat template "
-        "or the vocabulary has these; none = it stays in the content; all other names mean yes",
+        "or the vocabulary has these; none = it stays in the content; every other name = always",
         choices=("auto", "none", *THINKERS), parse=str.lower, metavar="NAME",
     )  # fmt: skip
     strict_fields: bool = setting(False, "refuse unknown fields; else the header X-Specjax-Ignored-Fields names them")
@@ -309,9 +316,9 @@ class ServerSettings:
         metavar="HOST:PORT",
     )
     nnodes: int = setting(
-        1, "processes, mostly one a host, whose devices share the model; --tp counts the devices of all", minimum=1
+        1, "processes, usually one per host, over which the model is split; --tp counts the devices of all", minimum=1
     )
-    node_rank: int = setting(0, "which of them this one is; 0 leads, and alone serves requests", minimum=0)
+    node_rank: int = setting(0, "rank of this process; rank 0 leads, and it alone serves requests", minimum=0)
     profile: str | None = setting(
         None,
         "write traces of jax.profiler, which Perfetto opens: of the first steps, and after POST /start_profile",

@@ -27,10 +27,12 @@ class DataSettings:
         "JSONL (.gz) of messages, prompt + response, text or token ids, or a folder of such",
         metavar="FILE",
     )
-    text_data: tuple[str, ...] = setting((), "the same of prompts or text; every token is learnt", metavar="FILE")
+    text_data: tuple[str, ...] = setting((), "the same, of prompts or text; every token is learnt", metavar="FILE")
     loss_on: str = setting("assistant", "tokens of --data that are learnt", choices=LOSS_ON)
     text_examples: int = setting(0, "examples of --text-data that are used, drawn by the seed; 0 = all", minimum=0)
-    text_skip: int = setting(0, "skip this many of the drawn --text-data: those of an earlier run", minimum=0)
+    text_skip: int = setting(
+        0, "skip this many of the drawn --text-data, such as those that an earlier run used", minimum=0
+    )
     row_length: int = setting(512, "tokens in a packed row; longer examples are cut", minimum=8)
     held_back: int | None = setting(None, "examples of --data kept for measuring; default: 64, at most half", minimum=0)
     data_seed: int = setting(0, "decides packing, order and what is held back", minimum=0)
@@ -40,17 +42,21 @@ class DataSettings:
 class DraftSettings:
     """The head or model that is trained."""
 
-    draft: str = setting("EAGLE3", "algorithm that it is for", choices=(*ALGORITHMS, "STANDALONE"), parse=str.upper)
+    draft: str = setting(
+        "EAGLE3", "algorithm that the draft is for", choices=(*ALGORITHMS, "STANDALONE"), parse=str.upper
+    )
     init_from: str | None = setting(None, "a draft's folder or hub id; default: a new one", metavar="MODEL")
     init: str = setting(
         "target", "EAGLE3: target = start from the target's language model head", choices=("target", "random")
     )
     draft_vocab_size: int = setting(
-        ALL_TOKENS, "EAGLE3, STANDALONE: tokens it can propose, the most frequent in the data; 0 = all", minimum=0
+        ALL_TOKENS,
+        "EAGLE3, STANDALONE: tokens that the draft can propose, the most frequent in the data; 0 = all",
+        minimum=0,
     )
     keep_layers: tuple[str, ...] = setting(
         (),
-        "STANDALONE: the target's layers that it begins with: first:K, spaced:K or indices; default: spaced:4",
+        "STANDALONE: the target's layers that the draft starts from: first:K, spaced:K or indices; default: spaced:4",
         metavar="LAYER",
     )
     trainable: str = setting(
@@ -59,38 +65,40 @@ class DraftSettings:
         choices=("all", "output"),
     )
     aux_layers: tuple[str, ...] = setting(
-        (), "EAGLE3: layers, from 0, whose outputs it reads; default: 1, L // 2 - 1 and L - 4", metavar="LAYER"
+        (), "EAGLE3: layers, from 0, whose outputs the head reads; default: 1, L // 2 - 1 and L - 4", metavar="LAYER"
     )
-    draft_intermediate_size: int | None = setting(None, "width of its MLP; default: the target's", minimum=1)
+    draft_intermediate_size: int | None = setting(None, "width of the draft's MLP; default: the target's", minimum=1)
 
 
 @dataclass(frozen=True)
 class LossSettings:
-    """What is minimised. Defaults by kind: EAGLE3 cross_entropy in 7 rounds of weight 0.8^j; EAGLE 0.1 cross_entropy +
+    """The loss. Defaults by kind: EAGLE3 cross_entropy in 7 rounds of weight 0.8^j; EAGLE 0.1 cross_entropy +
     1.0 regression in one round, noise 0.2; MTP token in 3 rounds of weight 0.51, 0.31, 0.18; STANDALONE cross_entropy
     in one."""
 
-    loss: str | None = setting(None, "of each round; see the text above", choices=tuple(LOSSES), metavar="NAME")
+    loss: str | None = setting(None, "loss of each round; see the text above", choices=tuple(LOSSES), metavar="NAME")
     rounds: int | None = setting(None, "times that the head reads its own output (training-time test)", minimum=1)
-    round_weights: tuple[str, ...] = setting((), "of the rounds' losses", metavar="X")
-    regression_weight: float | None = setting(None, "of the distance to the target's next feature", minimum=0)
-    loss_weight: float | None = setting(None, "of the loss beside the regression", minimum=0)
+    round_weights: tuple[str, ...] = setting((), "weights of the rounds' losses", metavar="X")
+    regression_weight: float | None = setting(None, "weight of the distance to the target's next feature", minimum=0)
+    loss_weight: float | None = setting(None, "weight of the loss beside the regression", minimum=0)
     feature_noise: float | None = setting(None, "uniform noise on the features: width at 512 tokens a row", minimum=0)
-    teacher_temperature: float = setting(1.0, "of the target's distribution", above=0)
+    teacher_temperature: float = setting(1.0, "temperature of the target's distribution", above=0)
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """How it is minimised."""
+    """The optimizer and its schedule."""
 
     optimizer: str = setting("adamw", "muon: for the matrices, with adamw for the rest", choices=OPTIMIZERS)
-    learning_rate: float = setting(1e-4, "its peak", above=0)
-    schedule: str = setting("cosine", "after the warm-up", choices=SCHEDULES)
-    final_learning_rate: float = setting(0.0, "at the last step, as a share of the peak", minimum=0, maximum=1)
-    warmup_steps: int = setting(100, "in which the rate rises from 0", minimum=0)
+    learning_rate: float = setting(1e-4, "peak of the learning rate", above=0)
+    schedule: str = setting("cosine", "of the learning rate after the warm-up", choices=SCHEDULES)
+    final_learning_rate: float = setting(
+        0.0, "learning rate at the last step, as a share of the peak", minimum=0, maximum=1
+    )
+    warmup_steps: int = setting(100, "steps in which the learning rate rises from 0", minimum=0)
     beta1: float = setting(0.9, "Adam's", minimum=0, maximum=MOST_BETA)
     beta2: float = setting(0.95, "Adam's", minimum=0, maximum=MOST_BETA)
-    weight_decay: float = setting(0.0, "of matrices", minimum=0)
+    weight_decay: float = setting(0.0, "weight decay of matrices", minimum=0)
     clip_norm: float = setting(0.5, "largest norm of the gradient; 0 = any", minimum=0)
     clip_value: float = setting(0.0, "largest element of the gradient; 0 = any", minimum=0)
 
@@ -100,40 +108,40 @@ class RunSettings:
     """Length, output folder, and intervals of logging and checkpoints."""
 
     output: str = setting("runs/draft", "folder of the run; one with the same settings is resumed", metavar="FOLDER")
-    steps: int = setting(1000, "updates; a run is resumed with more to extend it", minimum=1)
+    steps: int = setting(1000, "updates; more of them extend an earlier run", minimum=1)
     batch_size: int = setting(8, "rows of a forward, over all devices", minimum=1)
-    accumulate: int = setting(1, "forwards whose gradients make one update", minimum=1)
+    accumulate: int = setting(1, "forwards per update", minimum=1)
     target_placement: str = setting(
         "replicated", "on several devices: a copy of the target on each, or its weights split over them",
         choices=PLACEMENTS,
     )  # fmt: skip
-    compute_dtype: str = setting("bfloat16", "of products; weights are float32", choices=("bfloat16", "float32"))
+    compute_dtype: str = setting("bfloat16", "dtype of products; weights are float32", choices=("bfloat16", "float32"))
     features: str = setting("none", "where the target's features are kept; none = computed each step", choices=MODES)
-    feature_folder: str | None = setting(None, "of --features disk; default: in --output", metavar="FOLDER")
-    train_seed: int = setting(0, "of new weights and of the noise", minimum=0)
-    checkpoint_every: int = setting(200, "steps", minimum=1)
-    keep_checkpoints: int = setting(2, "the newest ones", minimum=1)
+    feature_folder: str | None = setting(None, "folder for --features disk; default: in --output", metavar="FOLDER")
+    train_seed: int = setting(0, "seed of new weights and of the noise", minimum=0)
+    checkpoint_every: int = setting(200, "steps between two checkpoints", minimum=1)
+    keep_checkpoints: int = setting(2, "newest checkpoints that are kept", minimum=1)
     log_every: int = setting(10, "steps between two lines of metrics.jsonl", minimum=1)
     stop_after: float = setting(0.0, "minutes after which the run saves and ends, to be resumed; 0 = never", minimum=0)
 
 
 @dataclass(frozen=True)
 class MeasureSettings:
-    """The engine decodes held-back prompts with the head as it is."""
+    """Accept length on held-back prompts, decoded by the engine with the current draft."""
 
-    measure_every: int = setting(500, "steps; also at the end; 0 = only then", minimum=0)
+    measure_every: int = setting(500, "steps between two measurements; 0 = only at the end", minimum=0)
     measure_prompts: int = setting(16, "held-back prompts; 0 = never measure", minimum=0)
-    measure_tokens: int = setting(96, "to generate for each, greedily", minimum=2)
-    measure_steps: int = setting(5, "drafts of a chain", minimum=1, maximum=64)
+    measure_tokens: int = setting(96, "tokens generated for each prompt, greedily", minimum=2)
+    measure_steps: int = setting(5, "length of the draft chain", minimum=1, maximum=64)
 
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """The head in the Hugging Face layout."""
+    """The draft, written in the Hugging Face layout."""
 
     export: str | None = setting(None, "folder; default: head/ in --output", metavar="FOLDER")
-    export_dtype: str = setting("bfloat16", "of its tensors", choices=("bfloat16", "float16", "float32"))
-    license: str | None = setting(None, "that the model card names; default: none is named", metavar="NAME")
+    export_dtype: str = setting("bfloat16", "dtype of its tensors", choices=("bfloat16", "float16", "float32"))
+    license: str | None = setting(None, "licence that the model card names; default: none", metavar="NAME")
 
 
 @dataclass(frozen=True)
