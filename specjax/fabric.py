@@ -18,7 +18,7 @@ from math import log2
 from typing import NamedTuple
 
 PER_HOST = 8  # GPUs of an HGX board, which NVLink connects
-NVLINK4, NVLINK4_REACHED, NDR = 450e9, 370e9, 50e9  # bytes/s each way, of a device
+NVLINK4_REACHED, NDR = 370e9, 50e9  # bytes/s each way, of a device; NVLink 4's data sheet says 450e9
 
 
 class Protocol(NamedTuple):

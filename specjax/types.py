@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from jax import Array
-from jaxtyping import Bool, Float, Float32, Int32, UInt32
+from jaxtyping import Bool, Float, Float32, Int32
 
 Weights: TypeAlias = Mapping[str, Any]  # nested dicts of arrays, one leaf per layer and matrix
 
@@ -31,5 +31,3 @@ PerRequest: TypeAlias = Int32[Array, "B"]
 Active: TypeAlias = Bool[Array, "B"]
 Hidden: TypeAlias = Float[Array, "B N M"]
 Logits: TypeAlias = Float32[Array, "B N V"]
-AncestorBits: TypeAlias = UInt32[Array, "B N W"]
-"""Bit ``j % 32`` of word ``j // 32`` of row ``i``: node ``i`` may attend to block key ``j``. W = ceil(C / 32)."""
