@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
@@ -20,12 +21,13 @@ class _Line(tqdm):
         if self.disable:
             return
         self.leave = False
-        super().close()
         scaled = tqdm.format_sizeof(self.n, "B", 1024)
         done = scaled if self.unit_scale else f"{self.n} {self.unit}{'s' * (self.n != 1)}"
         part = "" if self.total in (None, self.n) else f" ({self.n / self.total:.0%})"
         note = f", {self.postfix}" if self.postfix and self.n == self.total else ""
-        tqdm.write(f"{self.desc}: {done}{part} in {self.format_dict['elapsed']:.1f} s{note}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # a full disk must not end the work that is reported on
+            super().close()
+            tqdm.write(f"{self.desc}: {done}{part} in {self.format_dict['elapsed']:.1f} s{note}", file=sys.stderr)
 
 
 def progress_bar(title: str, total: int | None, unit: str, *, shown: bool = True, initial: int = 0) -> tqdm:

@@ -200,7 +200,8 @@ def main(argv: list[str] | None = None) -> int:
         logger.info("Bye.")
     elif not runner.loaded and isinstance(failure, (CheckpointError, ValueError, NotImplementedError, OSError)):
         status = 2  # a flag or a file is wrong, and the message says so
-        print(f"specjax.serve: {failure}", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            print(f"specjax.serve: {failure}", file=sys.stderr)
     else:
         logger.error("The engine failed", exc_info=failure)
     for number in SIGNALS:  # another signal ends the process without a traceback
@@ -211,5 +212,6 @@ def main(argv: list[str] | None = None) -> int:
     if group is not None:
         group.stop(status, "" if failure is None else str(failure))
     # Loading, compiling and tokenising cannot be interrupted, and Python cannot end while a thread is inside XLA.
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # its disk is full, or its reader has gone
+        sys.stderr.flush()
     os._exit(status)
