@@ -13,6 +13,7 @@ from engine_helpers import shared_engine
 from server_helpers import running, wait_until
 
 from specjax.cli.flags import MOST_TRACED, ServerSettings
+from specjax.serve import command
 
 ROOT = Path(__file__).parents[1]
 
@@ -98,3 +99,12 @@ def test_idle_time_of_a_trace(tmp_path, idle, process, thread):
         "steps": 4, "left_out": 1, "step": 12.0, "device": 7.0, "idle": 5.0, "engine": 4.0, "server": 2.0, "wait": 6.0,
         "idle_share": round(5 / 12, 4),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("below", ["", "/traces"])
+def test_a_folder_that_cannot_be_made(tmp_path, capsys, below):
+    """Is refused before anything is loaded."""
+    (tmp_path / "file").write_text("")
+    folder = f"{tmp_path}/file{below}"
+    assert command.main(["--port", "0", "--profile", folder]) == 2
+    assert capsys.readouterr().err.startswith(f"specjax.serve: --profile {folder} cannot hold traces: ")

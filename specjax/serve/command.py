@@ -27,6 +27,7 @@ from specjax.hosts import Follower, Leader
 from specjax.serve import dry_run
 from specjax.serve.app import create_app
 from specjax.serve.kv_events import KvEventsConfig, Publisher, check_endpoints, libraries
+from specjax.serve.profiling import make_folder
 from specjax.serve.replicas import Replicas, Service
 from specjax.serve.runner import Runner
 from specjax.serve.server import (
@@ -182,6 +183,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.dry_run:
             devices = args.assume_devices or settings.engine.tensor_parallel_size
             return dry_run.dry_run(settings, args.assume_device, devices)
+        if server.profile is not None:
+            make_folder(server.profile)
         group = build.make_group(settings)
         if isinstance(group, Follower):
             return follow_leader(settings, group)

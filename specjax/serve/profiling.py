@@ -4,12 +4,23 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
 
 logger = logging.getLogger("specjax.serve")
+
+
+def make_folder(folder: str) -> None:
+    """Makes the folder of the traces, if it is not there. Raises ValueError, which names the flag, if none can be made,
+    or no file in it."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"--profile {folder} cannot hold traces: {error.strerror or error}") from error
 
 
 class Profiler:
@@ -32,10 +43,7 @@ class Profiler:
             raise ValueError("the server writes no traces: start it with --profile FOLDER")
         if self._left:
             raise ValueError(f"a trace runs already, of which {self._left} steps are left")
-        try:
-            Path(self._folder).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"--profile {self._folder}: {error}") from error
+        make_folder(self._folder)
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # it would trace every Python call, and take longer than the steps
         jax.profiler.start_trace(self._folder, create_perfetto_trace=True, profiler_options=options)
