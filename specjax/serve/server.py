@@ -81,9 +81,12 @@ def check_certificate(settings: ServerSettings) -> None:
         return
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
-    except (OSError, ssl.SSLError) as error:
+    except OSError as error:
         place = f"--ssl-certfile {certificate}" + (f" --ssl-keyfile {key}" if key else "")
-        raise CertificateError(f"{place}: {error.strerror or error}") from error
+        advice = ""
+        if isinstance(error, ssl.SSLError) and error.reason != "KEY_VALUES_MISMATCH":
+            advice = "; in PEM form there must be a certificate and, there or in --ssl-keyfile, its private key"
+        raise CertificateError(f"{place}: {error.strerror or error}{advice}") from error
 
 
 class _Uvicorn(uvicorn.Server):
