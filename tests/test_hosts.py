@@ -148,6 +148,28 @@ def test_algorithms_then_a_dead_leader(start, cases):
 
 
 @pytest.mark.process
+@pytest.mark.slow
+def test_two_processes_with_two_devices_each(start):
+    both = start(program(2, 2, "agrees", "eagle3"))
+    check_texts(both, ["eagle3"], 4)
+    assert "Node rank 1 of 2 is gone: " in both.kill(1)[0]
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("dead", [0, 2])
+def test_four_processes_then_a_dead_one(start, dead):
+    four = start(program(4, 1, "agrees", "none"), 4)
+    check_texts(four, ["none"], 4)
+    logs = four.kill(dead)
+    if dead:
+        assert "Node rank 2 of 4 is gone: " in logs.pop(0)
+        assert all("Node rank 2 of 4 is gone: " in log for log in logs.values()), logs
+    else:
+        assert all(map(names_the_leader, logs.values())), logs
+
+
+@pytest.mark.process
 def test_a_divergence_ends_both(start):
     both = start(program(2, 1, "diverges", "none"))
     assert [process.wait(MOST) for process in both.processes] == [1, 1]
