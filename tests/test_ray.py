@@ -19,6 +19,8 @@ import pytest
 from generate_helpers import saved_model
 from ray_helpers import QUICK
 
+# Ray Serve gives up a proxy that takes longer than 5 s to start, as it may on a busy machine. Read at the import.
+os.environ |= {f"RAY_SERVE_PROXY_{check}_CHECK_TIMEOUT_S": "120" for check in ("READY", "HEALTH")}
 ray = pytest.importorskip("ray", reason="Ray is not installed: make ray")
 from ray import serve  # noqa: E402
 
