@@ -1,6 +1,7 @@
 """The choice between drafting and not: its model on made-up devices, and an engine that often changes its mind."""
 
 import functools
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from specjax.engine.adaptive import (
     transferred,
 )
 from specjax.engine.buckets import Key
+from specjax.engine.flight import Flights, InFlight
 from specjax.engine.sequence import Status
 
 DRAFT = 0
@@ -314,6 +316,17 @@ def test_who_pays_for_catching_up():
     assert catch_up_share(1.0, [0, 0], [1000, 10]) == 1 / (HORIZON + 10)
     assert catch_up_share(1.0, [300], [1000]) == 1 / 300
     assert catch_up_share(1.0, [300], [20]) == 1 / 20
+
+
+def test_what_ended_while_something_compiled_was_not_timed():
+    """Programs that had ended when the compiler returned would seem to have taken no time."""
+    compiled = [0]
+    flights, key = Flights(lambda: compiled[0]), Key("catch-up", 64, 8)
+    for programs, timed in ((0, True), (1, False), (1, False), (1, False), (1, True)):
+        while len(flights) < 3:
+            flights.append(InFlight(key, cast(Any, None), []))
+        compiled[0] = programs
+        assert (flights.seconds(flights.popleft()) is not None) == timed
 
 
 def test_a_trial_ends():

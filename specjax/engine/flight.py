@@ -31,9 +31,15 @@ class Flights(deque[InFlight]):
     def __init__(self, programs: Callable[[], int]) -> None:
         super().__init__()
         self._programs, self._known, self._last_read = programs, 0, 0.0
+        self._untimed = 0  # the next flights to be read, which may have ended while something compiled
 
     def seconds(self, flight: InFlight) -> float | None:
         """That the device took for a program whose output has just been read; None: something compiled meanwhile."""
         begun, self._last_read = max(flight.launched, self._last_read), perf_counter()
         known, self._known = self._known, self._programs()
-        return self._last_read - begun if known == self._known else None
+        if known != self._known:  # those behind it may have ended long ago, too, and would seem to take no time
+            self._untimed = 1 + len(self)
+        if self._untimed:
+            self._untimed -= 1
+            return None
+        return self._last_read - begun
