@@ -17,6 +17,7 @@ from specjax.engine.adaptive import (
     GUESS,
     HORIZON,
     PLAIN,
+    SAVED,
     SHARE,
     TRIAL,
     Adaptive,
@@ -282,7 +283,37 @@ def test_catching_up_with_long_prompts_costs_no_more_than_trials_may(prompt, tok
     if ideal < 0.7:
         assert time < ideal + 0.03 and caught_up == 30
     if ideal > 1 and prompt >= 800:
-        assert caught_up <= 4
+        assert caught_up <= 1 + SHARE * 30 * tokens * 5.3e-3 / (prompt * 0.07e-3), "as the share of the time pays for"
+
+
+def test_drafting_is_found_where_every_prompt_is_long():
+    """Catching up with a prompt takes longer than the share of `SAVED` steps. Nothing is accepted of the first half of
+    the texts."""
+    prompt, catch_up, plain = 3000, 0.07e-3, 5.3e-3
+    assert prompt * catch_up > SHARE * SAVED * plain
+    adaptive = Adaptive(lambda _: (DRAFT, PLAIN), lambda *_: 1.5, guess=1.0)
+    for _ in range(2):  # the first run of a program does not count
+        adaptive.record_catch_up(Key("catch-up", 50, 8), 50 * catch_up)
+    clock, emitted, useful = 0.0, 0, list[float]()
+    for i in range(60):
+        request, gained, begun = idle_sequence(SamplingParams(), limit=600, unseen=prompt), 0, clock
+        while gained < 600:
+            nodes, count = adaptive.choose(1, [request]), 1
+            if nodes == DRAFT:
+                for _ in range(0, request.unseen, 50):
+                    adaptive.record_catch_up(Key("catch-up", 50, 8), 50 * catch_up, trial=adaptive.tries(1, nodes))
+                clock, request.unseen, count = clock + catch_up * request.unseen, 0, 1 if i < 30 else 3
+            else:
+                request.unseen += 1
+            seconds = 1.5 * plain if nodes == DRAFT else plain
+            adaptive.record(Key("step", 1, 8, nodes=nodes), seconds, {request: count} if nodes == DRAFT else {})
+            request.output += [7] * count
+            clock, gained = clock + seconds, gained + count
+        emitted += gained
+        if i < 30:
+            assert clock <= (1 + SHARE) * emitted * plain + FIRST * 1.5 * plain, "no more than the share"
+        useful.append((clock - begun) / (gained * plain))
+    assert max(useful[-10:]) < 0.7, "drafts save half of the steps' time"
 
 
 def test_a_trial_does_not_go_on_with_a_request_that_is_far_behind():

@@ -14,9 +14,10 @@ that, `HORIZON` of each request or as many as it has emitted, but no more than i
 
 A choice that is not taken is tried now and then, for `TRIAL` steps: only when `SHARE` of the time so far, and at the
 start the time of `FIRST` steps, pays for what the trial is expected to lose. What it did lose is then taken from this
-credit, as is the time of catching up for it; all batch buckets share one credit. So a drafter that is of no use costs
-that share and no more, and one that has become useful is found. Every emitted token is the target's own draw, so the
-choice changes the speed and never the text.
+credit, as is the time of catching up for it; all batch buckets share one credit. What it cannot pay for it is saved up
+for, so that a trial comes also where all prompts are long. So a drafter that is of no use costs that share and no more,
+and one that has become useful is found. Every emitted token is the target's own draw, so the choice changes the speed
+and never the text.
 
 Smaller trees need programs of their own, which nothing waits for: one is chosen when it is `ready`, and is `wanted`,
 so that it compiles in the background, where it is expected to be better by `GAIN` than what has been in use for long.
@@ -48,7 +49,7 @@ TRIAL = 8  # steps
 PAUSE = 32  # steps between two trials, at least
 SHARE = 0.01  # of the time, for trials
 FIRST = 2  # steps whose time the first trial may lose
-SAVED = 1000  # steps whose share is kept for trials, at most
+SAVED = 1000  # steps whose share is kept for trials, at most, unless a trial needed more
 ENOUGH = 3  # steps until a time counts as measured
 OUTLIER = 2.5  # times the usual: a step that took longer counts as one that took so long
 MEMORY = 0.95  # weight of a step's time and acceptance after the next one
@@ -240,6 +241,7 @@ class Adaptive:
     wanted: dict[int, int] = field(default_factory=dict)
     catch_up_seconds: float = 0.0  # a token, of the last ones
     credit: float | None = None  # seconds that trials may lose; None before `ENOUGH` steps
+    refused: float = 0.0  # the most seconds of a trial that the credit did not pay for
     _batches: dict[int, _Batch] = field(default_factory=dict)
     _seen: set[Key] = field(default_factory=set)
 
@@ -288,7 +290,10 @@ class Adaptive:
         if other == PLAIN and not measured:
             loss = 0.0  # whatever was expected: plain decoding is what the choice must not fall behind
         credit = max(self.credit or 0.0, 0.0)
-        if own.recent[using].steps < ENOUGH or own.since < (PAUSE if measured else 0) or credit < loss:
+        if own.recent[using].steps < ENOUGH or own.since < (PAUSE if measured else 0):
+            return None
+        if credit < loss:
+            self.refused = max(self.refused, loss)
             return None
         own.recent[other].forget()
         own.since, own.trying, own.left, own.behind = 0, other, count - 1, behind
@@ -337,9 +342,11 @@ class Adaptive:
         self._charge(self.catch_up_seconds * key.rows * key.width)
 
     def _earn(self, seconds: float, recent: Recent) -> None:
-        """A step's share, up to that of `SAVED` such steps; at the start what `FIRST` of the usual ones take."""
+        """A step's share, up to that of `SAVED` such steps or what was refused; at the start what `FIRST` of the usual
+        ones take."""
         if self.credit is not None:
-            self.credit = max(self.credit, min(self.credit + SHARE * seconds, SHARE * SAVED * seconds))
+            most = max(SHARE * SAVED * seconds, self.refused)
+            self.credit = max(self.credit, min(self.credit + SHARE * seconds, most))
         elif recent.steps >= ENOUGH:
             self.credit = FIRST * recent.mean_seconds
 
