@@ -31,14 +31,14 @@ def shapes(found: Buckets) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("platform", "sizes", "expected"),
     [
-        ("cpu", {}, [(1, 8), (1, 16), (1, 64), (1, 512), (2, 64), (8, 64), (16, 32)]),
+        ("cpu", {}, [(1, 8), (1, 16), (1, 64), (1, 128), (1, 512), (2, 64), (8, 64), (16, 32)]),
         ("gpu", {}, [(1, 256), (1, 2048), (8, 256)]),
-        ("cpu", {"rows": 1}, [(1, 8), (1, 16), (1, 64), (1, 512)]),
-        ("cpu", {"rows": 3}, [(1, 8), (1, 16), (1, 64), (1, 512), (3, 64)]),
-        ("cpu", {"rows": 15}, [(1, 8), (1, 16), (1, 64), (1, 512), (2, 64), (8, 64)]),
+        ("cpu", {"rows": 1}, [(1, 8), (1, 16), (1, 64), (1, 128), (1, 512)]),
+        ("cpu", {"rows": 3}, [(1, 8), (1, 16), (1, 64), (1, 128), (1, 512), (3, 64)]),
+        ("cpu", {"rows": 15}, [(1, 8), (1, 16), (1, 64), (1, 128), (1, 512), (2, 64), (8, 64)]),
         ("cpu", {"chunk": 128}, [(1, 8), (1, 16), (1, 64), (1, 128), (2, 64), (8, 64), (16, 32)]),
         ("cpu", {"chunk": 8}, [(1, 8), (8, 8)]),
-        ("cpu", {"prefill": 200}, [(1, 8), (1, 16), (1, 64), (1, 200), (3, 64)]),
+        ("cpu", {"prefill": 200}, [(1, 8), (1, 16), (1, 64), (1, 128), (1, 200), (3, 64)]),
         ("cpu", {"prefill": 20, "chunk": 300}, [(1, 8), (1, 16), (1, 20)]),
         ("gpu", {"prefill": 1024}, [(1, 256), (1, 1024), (4, 256)]),
     ],
@@ -331,7 +331,10 @@ def test_while_none_runs_a_request_that_comes_does_not_wait_long():
         for _ in range(2):  # the first run does not count
             pace.record(key, seconds, 0)
     assert pace.while_none_runs(1, 0) is None and pace.is_brief(small, 0) and not pace.is_brief(large, 0)
-    assert pace.while_none_runs(1, found.context) == 128, "each token takes twice as long; two prompts share 128"
+    assert pace.while_none_runs(1, found.context) == 128, "each token takes twice as long"
+    compiled = set(found.all_keys())
+    for most, width in ((None, 512), (128, 128), (64, 64)):
+        assert next(found.prefill_keys([5000], [64], most, compiled)).width == width
     assert not pace.is_brief(small, found.context)
     assert pace.while_none_runs(1, 1000 * found.context) == 64, "never less than the smaller chunk"
     together = max(rows * width for rows, width, _ in found.prefill_shapes() if rows > 1)

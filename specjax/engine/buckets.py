@@ -24,6 +24,10 @@ RAGGED = (4, 2)
 padding: of up to twice as many prompts, since many are shorter. Attention and what is kept in pages are padded still,
 so more prompts would cost those that fill a chunk."""
 
+MIDDLE_CHUNK = {"cpu": 128}
+"""For long prompts where the wide chunk takes too long (`specjax.engine.pace.WAIT`); the overhead of the small one is
+larger. A catch-up has no such limit."""
+
 FINE_CHUNKS = {"cpu": (16, 8)}  # for prompts beside running requests; on a GPU a small chunk costs what these would
 PART = 0.9  # what a token of a prompt counts that goes on: of programs that save as much, the one that ends more
 FREE_TOKENS = {"cpu": 12, "gpu": 256}  # a forward of as many costs about twice what a forward of one token costs
@@ -155,6 +159,7 @@ class Buckets:
         largest = min(chunk or CHUNK[kind], prefill or CHUNK[kind], CHUNK[kind])
         small = min(SMALL_CHUNK[kind], largest)
         packs = [(1, fine) for fine in FINE_CHUNKS.get(kind, ()) if fine < small]
+        packs += [(1, middle)] if small < (middle := MIDDLE_CHUNK.get(kind, 0)) < largest else []
         if (prompts := min(PROMPTS, rows, (prefill or PROMPTS * small) // small)) > 1:
             packs.append((prompts, small))
         if kind == "cpu" and prompts == PROMPTS and small == SMALL_CHUNK[kind]:
@@ -206,7 +211,8 @@ class Buckets:
         """`Key.rows`, `Key.width` and `Key.tokens` of all programs that several prompts can share, and of those for
         one. Prefills without padding take the place of others for several prompts."""
         without = self.ragged if kind == "prefill" else ()
-        padded = [(rows, width, 0) for rows, width in self.packs if rows == 1 or not without]
+        packs = [pack for pack in self.packs if kind == "prefill" or pack[0] > 1 or pack[1] < self.chunks[0]]
+        padded = [(rows, width, 0) for rows, width in packs if rows == 1 or not without]
         return [*((1, chunk, 0) for chunk in self.chunks), *padded, *without]
 
     def step_cost(self, batch: int) -> int:
