@@ -30,7 +30,7 @@ from specjax.models import make_target, table
 from specjax.models.draft_head import with_token_map
 from specjax.models.params import EMBED_TENSOR, dimensions, leaves_of
 from specjax.models.target import Target
-from specjax.sharding import fitted
+from specjax.sharding import check_experts, fitted, group_count
 from specjax.shares import held_bytes
 from specjax.verify import Verifier
 
@@ -83,10 +83,11 @@ def load(
     files = checkpoint.resolve(model, revision=revision, progress=progress)
     config = checkpoint.model_config(files.config, dtype=dtype, context_length=context_length)
     quantization = checkpoint.effective_quantization(files.name, files.config, config, quantization)
-    devices = 1 if mesh is None else mesh.size
+    devices, groups = 1 if mesh is None else mesh.size, group_count(mesh)
     # Before the weights, which may take minutes.
-    _check_room(files, config, quantization, mem_fraction, devices)
-    served = fitted(config, devices)
+    check_experts(config, groups)
+    served = fitted(config, devices, groups=groups)
+    _check_room(files, config, quantization, mem_fraction, devices, groups)
     checkpoint.check_tokenizer_paths(tokenizer_path, chat_template)
     checkpoint.stop_token_ids(files, vocab_size=config.vocab_size)
     sampled = checkpoint.sampling_defaults(files) if sampling_defaults == "model" else {}
@@ -129,7 +130,7 @@ def load(
 
 
 def _check_room(
-    files: ModelFiles, config: ModelConfig, quantization: str, mem_fraction: float, devices: int = 1
+    files: ModelFiles, config: ModelConfig, quantization: str, mem_fraction: float, devices: int = 1, groups: int = 1
 ) -> None:  # fmt: skip
     """Raises ValueError if the target's weights alone are more than a GPU, one of so many, has for its share."""
     if (memory := this_memory()) is None:
@@ -138,7 +139,7 @@ def _check_room(
 
     def needed(quantization: str) -> int:
         bits = checkpoint.bits_per_weight(files.config, quantization)
-        return held_bytes(leaves_of(declared), sizes, config.dtype, devices, bits)
+        return held_bytes(leaves_of(declared), sizes, config.dtype, devices, bits, groups)
 
     room, weights = memory.budget(mem_fraction) - memory.used, needed(quantization)
     if weights > room:
@@ -313,7 +314,7 @@ def _load_head(
         with _naming(f"{owner}.token_map"):
             ids = checkpoint.read_token_map(str(token_map), vocab_size=config.vocab_size, tokens=tokens)
     if mesh is not None:
-        head = fitted(head, mesh.size, "the draft")
+        head = fitted(head, mesh.size, "the draft", group_count(mesh))
     return _Draft(params, quantization, head, ids, note=note)
 
 
@@ -343,7 +344,7 @@ def _load_model(
         quantization = model_quantization(options, files, own)
         params = checkpoint.load_params(files, own, quantization=quantization, progress=progress, mesh=mesh)
         if mesh is not None:
-            own = fitted(own, mesh.size, "the draft")
+            own = fitted(own, mesh.size, "the draft", group_count(mesh))
     except CheckpointError as error:
         advice = ""
         if isinstance(error, checkpoint.VocabularyMismatch):

@@ -1,7 +1,8 @@
 """A model over several devices, of one process or more: its mesh, and where each leaf of parameters and state lies.
 
-The mesh has one axis. A leaf is split along its first logical axis that the devices divide (`specjax.models.params`),
-and every device has the whole of the others. `specjax_kernels.mesh` has what traced functions know of it.
+A leaf is split along its first logical axis that the devices divide (`specjax.models.params`), and every device has
+the whole of the others. The experts of a mixture may be spread over groups of devices instead, which then share each
+expert's width (`group_count`). `specjax_kernels.mesh` has what traced functions know of it.
 
 Replicas of a model in one process have a mesh each. A mesh of one device says where a model lies, if that is not JAX's
 first device; its programs are traced, and its kernels chosen, as without a mesh.
@@ -25,10 +26,10 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from specjax_kernels import Quantised, dequantise
-from specjax_kernels.mesh import AXIS, on_axis, spec
-from specjax_kernels.quantised import shared, split_axes
+from specjax_kernels.mesh import AXIS, EXPERTS, GROUPS, on_axis, spec
+from specjax_kernels.quantised import expert_specs, shared, split_axes
 
-from specjax.config import HeadConfig, ModelConfig, MtpConfig
+from specjax.config import Experts, HeadConfig, ModelConfig, MtpConfig
 from specjax.models.params import AXES, Leaf, head_copies, input_letters, output_major
 
 logger = logging.getLogger(__name__)
@@ -37,24 +38,25 @@ T = TypeVar("T")
 AnyConfig = TypeVar("AnyConfig", bound=ModelConfig | HeadConfig | MtpConfig)
 
 
-def make_mesh(count: int, first: int = 0, *, hosts: bool = False) -> Mesh | None:
+def make_mesh(count: int, first: int = 0, *, groups: int = 1, hosts: bool = False) -> Mesh | None:
     """A mesh of `count` of this process's devices, from number `first` on, or with `hosts` of those of all processes
     that share the model (`specjax.hosts`), of which none may be left out; None: JAX's first device alone, which needs
-    none. Raises ValueError: there are fewer."""
+    none. They form `groups` over which experts are spread. Raises ValueError: there are fewer."""
+    shape, types = (groups, count // groups), (AxisType.Auto,) * len(AXIS)
     if hosts:
         if (total := jax.device_count()) != count:
             raise ValueError(
                 f"EngineConfig.tensor_parallel {count} must be the number of devices of all {jax.process_count()} "
                 f"processes together, which is {total}; this one has {jax.local_device_count()}"
             )
-        return jax.make_mesh((count,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices())
+        return jax.make_mesh(shape, AXIS, axis_types=types, devices=jax.devices())
     check_devices(
         f"EngineConfig.tensor_parallel {count}" + (f" from device {first} on" if first else ""), first + count
     )
     if (first, count) == (0, 1):
         return None
     chosen = jax.local_devices()[first : first + count]
-    return jax.make_mesh((count,), (AXIS,), axis_types=(AxisType.Auto,), devices=chosen)
+    return jax.make_mesh(shape, AXIS, axis_types=types, devices=chosen)
 
 
 def check_devices(what: str, needed: int, advice: str = "") -> None:
@@ -99,11 +101,31 @@ def everywhere(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def fitted(config: AnyConfig, count: int, what: str = "the model") -> AnyConfig:
-    """The description of a model or draft head whose heads so many devices can share: its own, or one with copies of
-    key/value heads. Raises ValueError if there is none. `what` it is, for the message."""
+def group_count(mesh: Mesh | None) -> int:
+    """Groups of devices over which the experts of a mixture are spread (`EngineConfig.expert_parallel`)."""
+    return 1 if mesh is None else mesh.shape[GROUPS]
+
+
+def check_experts(config: ModelConfig, groups: int) -> None:
+    """Raises ValueError if experts are to be spread over groups of devices, and the model has none."""
+    if groups > 1 and config.experts is None:
+        raise ValueError(
+            f"EngineConfig.expert_parallel {groups} spreads the experts of a mixture over devices, and the model "
+            f"({config.family}) has none: leave it at 1; EngineConfig.tensor_parallel splits all matrices"
+        )
+
+
+def fitted(config: AnyConfig, count: int, what: str = "the model", groups: int = 1) -> AnyConfig:
+    """The description of a model or draft head whose heads and experts so many devices, in so many groups, can share:
+    its own, or one with copies of key/value heads. Raises ValueError if there is none. `what`: its name in messages."""
     if isinstance(config, MtpConfig):
-        return cast(AnyConfig, replace(config, layer=fitted(config.layer, count, what)))
+        return cast(AnyConfig, replace(config, layer=fitted(config.layer, count, what, groups)))
+    if isinstance(config, ModelConfig) and config.experts is not None and not _spread(config.experts, count, groups):
+        experts, others = config.experts, [n for n in range(1, count + 1) if _spread(config.experts, count, n)]
+        raise ValueError(
+            f"EngineConfig.expert_parallel {groups} cannot spread the {experts.count} experts of {what}, each "
+            f"{experts.width} wide, evenly over {count} devices; these can: {', '.join(map(str, others))}"
+        )
     if isinstance(config, ModelConfig) and config.latent is not None:
         if config.num_heads % count:
             raise _unfit(count, config.num_heads, "query heads", what)
@@ -113,6 +135,12 @@ def fitted(config: AnyConfig, count: int, what: str = "the model") -> AnyConfig:
         heads = f"query heads on {config.num_kv_heads} key/value heads"
         raise _unfit(count, config.num_heads, heads, what)
     return config if copies == 1 else cast(AnyConfig, replace(config, num_kv_heads=config.num_kv_heads * copies))
+
+
+def _spread(experts: Experts, count: int, groups: int) -> bool:
+    """Whether so many groups can have the same number of experts, and the devices of each an equal part of their
+    width. Of one group each device has the whole of a width that does not divide."""
+    return groups == 1 or not (count % groups or experts.count % groups or experts.width % (count // groups))
 
 
 def _unfit(count: int, heads: int, name: str, what: str) -> ValueError:
@@ -154,8 +182,12 @@ def placed(value: Any, where: NamedSharding) -> jax.Array:
 
 def put(mesh: Mesh, value: Any, leaf: Leaf | None) -> Any:
     """A leaf of floats on the mesh; None: it is not declared, so every device has it."""
-    axes: Sequence[Any] = () if leaf is None else leaf.axes
-    return placed(value, NamedSharding(mesh, spec(axes, value.shape, mesh.size)))
+    return placed(value, place_of(mesh, () if leaf is None else leaf.axes, value.shape))
+
+
+def place_of(mesh: Mesh, axes: Sequence[Any], shape: Sequence[int]) -> NamedSharding:
+    """Where an array with these logical axes lies."""
+    return NamedSharding(mesh, spec(axes, shape, mesh.size, group_count(mesh)))
 
 
 class Widened(list[str]):
@@ -176,23 +208,34 @@ def put_quantised(
 ) -> Any:  # fmt: skip
     """A quantised leaf on the mesh, split as `put` would split its floats. Where its blocks of inputs do not allow
     that, those floats in `dtype`, to which `shaped` gives their declared axes, and its name in `widened`."""
-    found = split_quantised(value, leaf, mesh.size)
+    found = split_quantised(value, leaf, mesh.size, group_count(mesh))
     if found is not None:
-        places = jax.tree.map(lambda axis: NamedSharding(mesh, on_axis(axis)), split_axes(found))
-        return jax.tree.map(placed, found, places)
+        return jax.tree.map(placed, found, places_of(mesh, found, leaf))
     widened.append(leaf.name)
     axis = leaf.dims.index("X") + 1 if "X" in leaf.dims else 0
     return put(mesh, shaped(np.moveaxis(np.asarray(dequantise(value, np.dtype(dtype))), -1, axis)), leaf)
 
 
-def split_quantised(value: Quantised, leaf: Leaf, count: int) -> Quantised | None:
-    """A quantised leaf with the axis that so many devices share: of its outputs the first that has a name and divides,
-    else its inputs, if they have one. None: their blocks do not allow that."""
+def places_of(mesh: Mesh, value: Quantised, leaf: Leaf) -> Quantised:
+    """Where the arrays of a leaf of `split_quantised` lie, each in its place."""
+    if group_count(mesh) > 1 and EXPERTS in leaf.axes:
+        return jax.tree.map(lambda at: NamedSharding(mesh, at), expert_specs(value))
+    return jax.tree.map(lambda axis: NamedSharding(mesh, on_axis(axis)), split_axes(value))
+
+
+def split_quantised(value: Quantised, leaf: Leaf, count: int, groups: int = 1) -> Quantised | None:
+    """A quantised leaf with the axis that so many devices share, or those of a group that has some of the experts: of
+    its outputs the first that has a name and divides, else its inputs, if they have one. None: their blocks do not
+    allow that."""
+    if groups > 1 and EXPERTS in leaf.axes:
+        own = shared(value, -value.codes.ndim, groups)  # scales for each output, which lie with their expert
+        assert own is not None, "see `fitted`"
+        return replace(own, split=None) if groups == count else split_quantised(own, leaf, count // groups)
     whole = replace(value, split=None)
     outputs = [
         i - value.codes.ndim
         for i, axis in enumerate(output_major(leaf).axes)
-        if axis and value.codes.shape[i] % count == 0
+        if axis and axis != EXPERTS and value.codes.shape[i] % count == 0
     ]
     named = not leaf.replicated and any(letter in AXES for letter in input_letters(leaf))
     if not outputs and (not named or value.depth % count):
@@ -201,19 +244,13 @@ def split_quantised(value: Quantised, leaf: Leaf, count: int) -> Quantised | Non
 
 
 def made(
-    mesh: Mesh, leaf: Leaf, shape: tuple[int, ...], make: Callable[[int | None, slice], np.ndarray]
+    mesh: Mesh, leaf: Leaf, shape: tuple[int, ...], make: Callable[[tuple[slice, ...]], np.ndarray]
 ) -> jax.Array:  # fmt: skip
-    """A leaf on the mesh of which each device's part is made by itself: `make` gets the axis that is split (None: the
-    leaf is not), and some of its indices."""
-    where = NamedSharding(mesh, spec(leaf.axes, shape, mesh.size))
+    """A leaf on the mesh of which each device's part is made by itself: `make` gets the part's indices of each axis."""
+    where = place_of(mesh, leaf.axes, shape)
     if where.is_fully_replicated:
-        return placed(make(None, slice(None)), where)
-    axis = tuple(where.spec).index(AXIS)
-
-    def part(index: Any) -> np.ndarray:
-        return make(axis, index[axis])
-
-    return jax.make_array_from_callback(shape, where, part)
+        return placed(make((slice(None),) * len(shape)), where)
+    return jax.make_array_from_callback(shape, where, make)
 
 
 def empty_state(mesh: Mesh, make: Callable[[], T]) -> T:

@@ -2,7 +2,8 @@
 
 An axis with a logical name is split if the devices divide its size. Fewer key/value heads than devices are held by
 groups of devices: each has one of them and its part of the query heads (`specjax.sharding.fitted` is the description of
-such a model). Latents and routers are whole on every device; experts are split by their width.
+such a model). Latents and routers are whole on every device; experts are split by their width, or spread over groups of
+devices, which share the width of each.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from specjax_kernels.mesh import EXPERTS
 
 from specjax.cache import PageSpec
 from specjax.config import HeadConfig, ModelConfig
@@ -22,14 +24,18 @@ from specjax.models.params import Bits, Leaf, Sizes, head_copies, leaf_bytes
 def _parts(axes: Sequence[str | None], shape: Sequence[int], devices: int) -> int:
     """In how many parts an array with these logical axes is split: `devices` if one that has a name is a multiple of
     it, else 1."""
-    return devices if any(axis and size % devices == 0 for axis, size in zip(axes, shape, strict=True)) else 1
+    named = (size for axis, size in zip(axes, shape, strict=True) if axis and axis != EXPERTS)
+    return devices if any(size % devices == 0 for size in named) else 1
 
 
-def leaf_share(leaf: Leaf, sizes: Sizes, devices: int) -> float:
-    """The share of a leaf's elements on each device, above 0 and at most 1.
+def leaf_share(leaf: Leaf, sizes: Sizes, devices: int, groups: int = 1) -> float:
+    """The share of a leaf's elements on each device, above 0 and at most 1. `groups`: of devices, each with experts of
+    its own, which its devices share evenly (`specjax.sharding.fitted` refuses others).
 
     Example: Llama-3.1-8B has 32 query and 8 key/value heads; each of 16 devices has 2 + 1 + 1 of the 48 heads in `qkv`.
     """
+    if groups > 1 and EXPERTS in leaf.axes:
+        return 1 / devices
     parts = _parts(leaf.axes, leaf.shape(sizes), devices)
     if parts == 1 and "K" in leaf.dims and head_copies(sizes["H"], sizes["K"], devices) > 1 and not leaf.replicated:
         if "Q" in leaf.dims:
@@ -38,15 +44,19 @@ def leaf_share(leaf: Leaf, sizes: Sizes, devices: int) -> float:
     return 1 / parts
 
 
-def held_bytes(leaves: Iterable[Leaf], sizes: Sizes, dtype: str, devices: int = 1, bits: Bits | None = None) -> int:
+def held_bytes(
+    leaves: Iterable[Leaf], sizes: Sizes, dtype: str, devices: int = 1, bits: Bits | None = None, groups: int = 1
+) -> int:
     """Bytes of these leaves on each device; `bits`: of quantised weights."""
-    return sum(round(leaf_bytes(leaf, sizes, dtype, bits) * leaf_share(leaf, sizes, devices)) for leaf in leaves)
+    return sum(
+        round(leaf_bytes(leaf, sizes, dtype, bits) * leaf_share(leaf, sizes, devices, groups)) for leaf in leaves
+    )
 
 
 def splits_input(leaf: Leaf, sizes: Sizes, devices: int) -> bool:
     """Whether a linear map's inputs are what is split, so that its outputs are sums over the devices."""
     inputs, _ = leaf.matrix or ((1,), ())
-    named = [leaf.axes[axis] for axis in inputs]
+    named = [leaf.axes[axis] for axis in inputs if leaf.axes[axis] != EXPERTS]
     return any(named) and leaf_share(leaf, sizes, devices) < 1
 
 

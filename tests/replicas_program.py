@@ -70,6 +70,7 @@ def serve(service: Any) -> dict[str, Any]:
             "chooses": [one.drafting.report() is not None for one in engines],
             "devices": [devices(one) for one in engines],
             "sizes": [info["dp_size"], info["tp_size"], len(info["internal_states"]), loads["dp_rank_count"]],
+            "ep_size": info["ep_size"],
         }
 
 

@@ -196,6 +196,31 @@ def test_the_server_cannot_run_on_several_devices_and_says_so(configs, said):
     assert found.status == 0 and "--tp 4 serves it so" in found.text
 
 
+def test_experts_over_groups_of_devices(configs, said):
+    """Their width, 712, does not divide by 16 or 32: each of 32 devices has all experts, or with 32 groups its own."""
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 8192, "hidden_size": 1024,
+        "intermediate_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "head_dim": 128, "rms_norm_eps": 1e-6, "max_position_embeddings": 4096, "num_experts": 64,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 712, "norm_topk_prob": True, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (configs / "mixture").mkdir()
+    (configs / "mixture" / "config.json").write_text(json.dumps(config))
+    given = "--model", configs / "mixture", "--assume-device", "H200", "--tp", 32
+    whole, spread = said(*given), said(*given, "--ep", 32)
+    experts = 2 * 4 * 64 * 3 * 1024 * 712
+    assert whole.document["memory"]["weights"] - spread.document["memory"]["weights"] == experts - experts // 32
+    assert "experts_down" in whole.document["memory"]["undivided"]
+    assert "experts_down" not in spread.document["memory"]["undivided"]
+    assert "--tp 32 --ep 32 serves it so" in spread.text and spread.document["expert_parallel"] == 32
+    (reason,) = said(*given, "--ep", 2).document["problems"]
+    assert reason.startswith("--expert-parallel-size 2 cannot spread the 64 experts of the model, each 712 wide")
+    assert reason.endswith("over 32 devices; these can: 1, 4, 8, 16, 32"), reason
+    (reason,) = said("--model", configs / "70b", "--tp", 8, "--ep", 8, "--assume-device", "H100").document["problems"]
+    assert reason.startswith("--expert-parallel-size 8 spreads the experts of a mixture over devices, and the model")
+
+
 def test_replicas_have_the_figures_of_one(configs, said, monkeypatch):
     """On GPUs each has a device of its own; on a CPU all share the machine's memory."""
     given = "--model", configs / "8b", "--assume-device", "H200"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from engine_helpers import tokenizer
 from mesh_helpers import run
-from specjax_kernels.mesh import spec
+from specjax_kernels.mesh import AXIS, spec
 from tiny_checkpoints import save_llama, save_mtp
 from tiny_heads import save_head
 
@@ -148,6 +148,6 @@ def test_what_cannot_be_split_is_refused():
 
 
 def test_the_split_axis():
-    assert tuple(spec((None, "kv_heads", None), (3, 4, 5), 2)) == (None, "tensor")
+    assert tuple(spec((None, "kv_heads", None), (3, 4, 5), 2)) == (None, AXIS)
     assert tuple(spec((None, "kv_heads", None), (3, 3, 5), 2)) == ()
-    assert tuple(spec(("vocab", None), jnp.zeros((6, 2)).shape, 3)) == ("tensor",)
+    assert tuple(spec(("vocab", None), jnp.zeros((6, 2)).shape, 3)) == (AXIS,)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from engine_helpers import tokenizer
+from family_helpers import save_family
 from mesh_helpers import run
-from tiny_checkpoints import save_llama
 
 pytestmark = pytest.mark.process
 
@@ -49,18 +49,18 @@ def test_every_drafter(alone):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("replicas")
-    save_llama(root, num_attention_heads=8, num_key_value_heads=2, initializer_range=0.2, shard="60KB")
+    save_family(root, "qwen3_moe", num_attention_heads=8, num_key_value_heads=2)
     tokenizer().save_pretrained(root)
     return root
 
 
 def test_the_flags(folder):
-    """A model from files, with adaptive choice."""
+    """A model with experts from files, with adaptive choice."""
     sizes = ["--model", str(folder), "--max-running-requests", "1", "--page-size", "4", "--max-total-tokens", "512"]
     sizes += ["--context-length", "64", "--chunked-prefill-size", "16", "--dtype", "float32"]
     plain = [*sizes, "--speculative-algorithm", "NONE"]
-    one, both = run(plain, [*sizes, "--dp", "2", "--tp", "2"], program=PROGRAM)
+    one, both = run(plain, [*sizes, "--dp", "2", "--tp", "2", "--ep", "2"], program=PROGRAM)
     assert "error" not in one, one
     assert one["texts"][0] == one["texts"][1]
     check(both, one["texts"][0], 2, 2)
-    assert both["algorithm"] == "NGRAM" and both["chooses"] == [True, True]
+    assert both["ep_size"] == 2 and both["algorithm"] == "NGRAM" and both["chooses"] == [True, True]

@@ -177,6 +177,7 @@ def test_what_a_router_reads_of_a_server(server):
         info, model = client.get("/server_info").json(), client.get("/model_info").json()
         text = client.get("/metrics").text
     assert (info["served_model_name"], info["dp_size"], info["tp_size"]) == ("toy", 1, 1) and info["version"]
+    assert info["ep_size"] == 1
     assert model["served_model_name"] == "toy" and isinstance(model["tokenizer_path"], str) and model["is_generation"]
     pages, size = server.engine.pool.pages, server.engine.pool.page_size
     assert f'sglang:cache_config_info{{model_name="toy",num_pages="{pages}",page_size="{size}"}} 1.0' in text

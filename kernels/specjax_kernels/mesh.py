@@ -1,9 +1,14 @@
 """Tensor parallelism: what a function that is being traced knows of the devices that XLA partitions it over.
 
-A program for several devices is traced under a mesh with the axis `AXIS` (`jax.set_mesh`). Arrays are whole while they
+A program for several devices is traced under a mesh with the axes `AXIS` (`jax.set_mesh`). Arrays are whole while they
 are traced, and XLA splits operations as the arguments and the constraints here say. Without such a mesh all of this
 changes nothing. A kernel that XLA cannot split must not be called there (`devices`), unless by way of `apart`, inside
 of which arrays are one device's part and `devices` is 1.
+
+The devices form groups, mostly one. All arrays but the experts of a mixture are split over all devices alike, whatever
+the groups. Each group has its own experts, and its devices share the width of each (`groups`, `of_experts`). Worked
+example, 8 experts, 4 devices in 2 groups: devices 0 and 1 have half of the width of experts 0 to 3 each, devices 2 and
+3 of experts 4 to 7.
 """
 
 from __future__ import annotations
@@ -19,15 +24,24 @@ from jaxtyping import Float, Float32, Int32
 
 from specjax_kernels.largest import argmax
 
-AXIS = "tensor"
+GROUPS, WITHIN = "expert", "tensor"
+AXIS = (GROUPS, WITHIN)
+"""The axes of a mesh: its groups of devices, and the devices of a group. As one axis they are all devices, in order."""
+EXPERTS = "experts"
+"""The logical axis of stacked experts."""
 
 
 def devices() -> int:
     """Over how many devices XLA splits what is being traced; 1: over none, or it is one device's part already."""
     mesh = jax.sharding.get_abstract_mesh()
-    if AXIS not in mesh.axis_names or mesh.axis_types[mesh.axis_names.index(AXIS)] is not AxisType.Auto:
+    if WITHIN not in mesh.axis_names or mesh.axis_types[mesh.axis_names.index(WITHIN)] is not AxisType.Auto:
         return 1
-    return mesh.shape[AXIS]
+    return mesh.shape[GROUPS] * mesh.shape[WITHIN]
+
+
+def groups() -> int:
+    """How many groups these devices form, each with experts of its own."""
+    return 1 if devices() == 1 else jax.sharding.get_abstract_mesh().shape[GROUPS]
 
 
 def parts(size: int) -> int:
@@ -36,15 +50,25 @@ def parts(size: int) -> int:
     return 1 if size % count else count
 
 
-def spec(axes: Sequence[Any], shape: Sequence[int], count: int) -> PartitionSpec:
-    """The first of an array's axes that has a name (not None) and is a multiple of `count` devices goes to `AXIS`."""
-    found = next((i for i, axis in enumerate(axes) if axis and shape[i] and shape[i] % count == 0), None)
-    return PartitionSpec() if found is None else PartitionSpec(*[None] * found, AXIS)
+def spec(axes: Sequence[Any], shape: Sequence[int], count: int, groups: int = 1) -> PartitionSpec:
+    """The first of an array's axes that has a name (not None, nor `EXPERTS`) and is a multiple of `count` devices goes
+    to `AXIS`. With several groups of devices, each has some of the experts, and its devices share that axis of them."""
+    spread = groups > 1 and EXPERTS in axes
+    parts = count // groups if spread else count
+    named = (i for i, axis in enumerate(axes) if axis and axis != EXPERTS and shape[i] and shape[i] % parts == 0)
+    found = next(named, -1)
+    return of_experts(found) if spread else on_axis(found)
 
 
 def on_axis(axis: int) -> PartitionSpec:
     """That of an array of which each device has a part of this axis; -1: all of it."""
     return PartitionSpec() if axis < 0 else PartitionSpec(*[None] * axis, AXIS)
+
+
+def of_experts(axis: int) -> PartitionSpec:
+    """That of an array of stacked experts, its first axis: each group has some, and each of its devices a part of the
+    given axis of these; -1: all of them."""
+    return PartitionSpec(GROUPS) if axis < 0 else PartitionSpec(GROUPS, *[None] * (axis - 1), WITHIN)
 
 
 def sharding(axes: Sequence[Any], shape: Sequence[int]) -> NamedSharding | None:
@@ -70,13 +94,13 @@ def apart(function: Callable[..., Any], axes: Any, result: int, *arguments: Any)
     """`function` of the arguments, by each device for its part.
 
     Args:
-        axes: for each argument, a pytree prefix of it: which axis of its arrays is split; -1: none.
+        axes: for each argument, a pytree prefix of it: which axis of its arrays is split, -1: none; or their spec.
         result: which axis of the results is split, in the same words.
     """
     if devices() == 1:
         return function(*arguments)
 
-    specs = jax.tree.map(on_axis, axes)
+    specs = jax.tree.map(lambda axis: axis if isinstance(axis, PartitionSpec) else on_axis(axis), axes)
     return jax.shard_map(function, in_specs=specs, out_specs=on_axis(result), check_vma=False)(*arguments)
 
 

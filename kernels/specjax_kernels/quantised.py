@@ -237,6 +237,14 @@ def split_axes(leaf: Quantised) -> Quantised:
     return dataclasses.replace(leaf, order=None if leaf.order is None else -1, **axes)
 
 
+def expert_specs(leaf: Quantised) -> Quantised:
+    """In the place of each array of stacked experts its spec over groups of devices, as `mesh.of_experts` says; `split`
+    is what the devices of a group share."""
+    axes = split_axes(leaf)
+    specs = {name: mesh.of_experts(axis) for name in BY_OUTPUT if (axis := getattr(axes, name)) is not None}
+    return dataclasses.replace(axes, order=None if leaf.order is None else mesh.on_axis(-1), **specs)
+
+
 def quantise(matrix: Any, kind: str, group: int = 32) -> Quantised:
     """A float matrix [*out, M] in 8 or 4 bits, by numpy on the host. Rounds to the nearest code.
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -168,12 +168,12 @@ def half_leaf(
 
 
 def spread_over(mesh: Mesh | None, config: ModelConfig | HeadConfig | MtpConfig) -> Spread | None:
-    """For a model or draft head of this description. Raises ValueError: its heads cannot be split."""
+    """For a model or draft head of this description. Raises ValueError: its heads or experts cannot be split."""
     if mesh is None:
         return None
-    from specjax.sharding import Widened, copies_of, fitted
+    from specjax.sharding import Widened, copies_of, fitted, group_count
 
-    fitted(config, mesh.size)
+    fitted(config, mesh.size, groups=group_count(mesh))
     return Spread(mesh, copies_of(config, mesh.size), Widened())
 
 
@@ -191,10 +191,10 @@ class Spread(NamedTuple):
         """A leaf on these devices, of each its part of the tensors; all of them where heads are copied."""
         from specjax.sharding import made, put, regrouped
 
-        tensors = [read(rule.tensor) for rule in rules]
         if self.copies > 1 and "K" in leaf.dims:
+            tensors = [read(rule.tensor) for rule in rules]
             return put(self.mesh, regrouped(filled(shape, dtype, rules, tensors), leaf, self.copies), leaf)
-        return made(self.mesh, leaf, shape, partial(_filled_part, shape, dtype, rules, tensors))
+        return made(self.mesh, leaf, shape, partial(_filled_part, shape, dtype, rules, cache(read)))
 
     def quantised(self, host: Any, leaf: Leaf, shape: tuple[int, ...], dtype: str) -> Any:
         """A quantised leaf on these devices, of a declared `shape`; `dtype`: of its floats, if it has to be those."""
@@ -216,16 +216,22 @@ class Spread(NamedTuple):
 
 
 def _filled_part(
-    shape: tuple[int, ...], dtype: Any, rules: Iterable[Placement], tensors: Iterable[np.ndarray], axis: int | None,
-    some: slice,
+    shape: tuple[int, ...], dtype: Any, rules: Iterable[Placement], read: Callable[[str], np.ndarray],
+    index: Sequence[slice],
 ) -> np.ndarray:  # fmt: skip
-    """`filled` for some indices of one axis."""
-    if axis is None:
-        return filled(shape, dtype, rules, tensors)
-    count = len(range(*some.indices(shape[axis])))
-    found = empty((*shape[:axis], count, *shape[axis + 1 :]), dtype)
-    for rule, tensor in zip(rules, tensors, strict=True):
-        rule.place(found, tensor, axis, some)
+    """`filled` for some indices of each axis. Tensors outside of them, such as those of other experts, are not read."""
+    bounds = [some.indices(size)[:2] for some, size in zip(index, shape, strict=True)]
+    found = empty(tuple(end - begin for begin, end in bounds), dtype)
+    some = {axis: slice(*bounds[axis]) for axis, size in enumerate(shape) if found.shape[axis] < size}
+    for whole in rules:
+        rule, cut = whole, {}
+        for axis, indices in some.items():
+            if isinstance(whole.part[axis], slice):
+                cut[axis] = indices
+            elif rule is not None:
+                rule = rule.within(axis, indices)
+        if rule is not None:
+            rule.place(found, read(rule.tensor), cut)
     return found
 
 

@@ -133,6 +133,12 @@ class EngineSettings:
         "devices over which weights and KV pool are split; GPUs from --base-gpu-id on",
         names=("--tp", "--tp-size"),
     )
+    expert_parallel_size: int = _engine(
+        "expert_parallel",
+        "spread the experts of a mixture over so many groups of the --tp devices: each group has its own, and its "
+        "devices share the width of each; --tp = every device has whole experts; 1 = each has a part of all",
+        names=("--ep", "--ep-size"),
+    )
     attention_backend: str = setting(
         AUTO_ATTENTION,
         f"tree attention: {AUTO_ATTENTION} (pallas on an NVIDIA GPU, else xla), {', '.join(IMPLEMENTATIONS)}; a named "

@@ -41,11 +41,18 @@ class EngineConfig:
     plain_content: bool = False  # text that reads as a special token is one only where the chat template wrote it
     autotune_seconds: float = limited(60.0, 0)  # for measuring at a GPU's first start; 0: nothing measured is used
     tensor_parallel: int = limited(1, 1)  # devices over which the model is split; see `specjax.sharding`
+    expert_parallel: int = limited(1, 1)  # groups of these, over which the experts of a mixture are spread
     first_device: int = limited(0, 0)  # of `tensor_parallel` ones: its number among this process's devices
     random_seed: int | None = None  # from which requests without a seed draw theirs; None: from the system
 
     def __post_init__(self) -> None:
         check(self)
+        if self.tensor_parallel % self.expert_parallel:
+            divisors = [n for n in range(1, self.tensor_parallel + 1) if self.tensor_parallel % n == 0]
+            raise ValueError(
+                f"EngineConfig.expert_parallel {self.expert_parallel} must divide EngineConfig.tensor_parallel "
+                f"{self.tensor_parallel}, over whose devices experts are spread: {', '.join(map(str, divisors))}"
+            )
         if self.time_phases and (self.tensor_parallel > 1 or self.first_device):
             raise ValueError(
                 "EngineConfig.time_phases works on JAX's first device alone, not with tensor_parallel "

@@ -100,9 +100,11 @@ class Engine:
         self._deferred = config.deferred(drafter, target)
         drafter = drafter if self._deferred is None else self._deferred.eager
         self.group = group
-        self.mesh = make_mesh(config.tensor_parallel, config.first_device, hosts=group is not None)
+        self.mesh = make_mesh(
+            config.tensor_parallel, config.first_device, groups=config.expert_parallel, hosts=group is not None
+        )
         if self.mesh is not None:
-            check_models(target, draft_model, self.mesh.size)
+            check_models(target, draft_model, self.mesh.size, config.expert_parallel)
             params = place_params(self.mesh, params, target, draft_model)
         self.target, self._params, self.tokenizer, self.drafter = target, params, tokenizer, drafter
         self.verify = verify
@@ -226,7 +228,9 @@ class Engine:
         check_config(config)
         if compilation_cache:
             use_compilation_cache(programs=group is None)
-        mesh = make_mesh(config.tensor_parallel, config.first_device, hosts=group is not None)
+        mesh = make_mesh(
+            config.tensor_parallel, config.first_device, groups=config.expert_parallel, hosts=group is not None
+        )
         if group is not None:
             group.agree(file_facts(checkpoint.resolve(model, revision=revision, progress=progress)), 0)
         start = model, draft, drafter, verify, dtype, quantization, revision, backend, config

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from specjax.drafters.base import Drafter, Params
 from specjax.engine.buckets import Buckets
-from specjax.sharding import local_bytes
+from specjax.sharding import group_count, local_bytes
 from specjax.state import DecodeState
 
 
@@ -61,9 +61,11 @@ def devices_note(mesh: Mesh, params: Params, state: DecodeState) -> str:
         "rows and tokens": (state.rows, state.tokens),
     }
     parts = [f"{local_bytes(tree) / 1e9:.3f} GB {name}" for name, tree in sizes.items()]
+    groups = group_count(mesh)
+    spread = f" in {groups} groups over which experts are spread" if groups > 1 else ""
     return (
-        f"Tensor parallel over {mesh.size} devices, each with {', '.join(parts)}; attention and matrices in few "
-        "bits by the usual kernels, other products and page writes by XLA's own operations"
+        f"Tensor parallel over {mesh.size} devices{spread}, each device with {', '.join(parts)}; attention and "
+        "matrices in few bits by the usual kernels, other products and page writes by XLA's own operations"
     )
 
 

@@ -17,7 +17,7 @@ from specjax.models.head_spec import head_sizes, head_table
 from specjax.models.mtp_spec import mtp_sizes, mtp_table
 from specjax.models.params import Leaf, Scope, Sizes, Table, dimensions, map_leaves
 from specjax.models.target import Target
-from specjax.sharding import Widened, copies_of, everywhere, fitted, placed, put, put_quantised
+from specjax.sharding import Widened, check_experts, copies_of, everywhere, fitted, placed, put, put_quantised
 
 AnyModel = HeadConfig | MtpConfig | Target | None
 """What `Params.draft` belongs to: a head, layers or a model; None: neither."""
@@ -26,11 +26,13 @@ MAPPED = Scope((Leaf("head", "M -> W"),))
 """What a token map adds to MTP layers beside `ids`."""
 
 
-def check_models(target: Target, draft: AnyModel, count: int) -> None:
-    """Raises ValueError if the heads of a model, or of what drafts for it, cannot be split over so many devices."""
+def check_models(target: Target, draft: AnyModel, count: int, groups: int = 1) -> None:
+    """Raises ValueError if the heads of a model, or of what drafts for it, cannot be split over so many devices, or
+    their experts spread over so many groups of them."""
+    check_experts(target.config, groups)
     for model, what in ((target, "the model"), (draft, "the draft")):
         config = model.config if isinstance(model, Target) else model
-        if config is None or fitted(config, count, what) == config:
+        if config is None or fitted(config, count, what, groups) == config:
             continue
         raise ValueError(
             f"EngineConfig.tensor_parallel {count}: {what} has fewer key/value heads; load it by "

@@ -33,7 +33,7 @@ from specjax.models.params import (
     read_leaves,
 )
 from specjax.outline import Outline, head_parameters, level_reads
-from specjax.sharding import fitted
+from specjax.sharding import check_experts, fitted
 from specjax.shares import held_bytes, leaf_share, page_bytes
 from specjax.state import init_state
 
@@ -126,14 +126,14 @@ def make_plan(case: Case) -> Plan:
     own = case.outline.draft_pages
     if own is not None:
         draft_pages += page_bytes(own, n) - page_bytes(own)
-    reads = _reads(case.outline, n)
+    reads = _reads(case.outline, n, config.expert_parallel)
     weights, draft_weights = reads.weights, reads.draft_weights
 
     def layout(tokens: int) -> Layout:
         options = {"adaptive": chooses, "ragged": target.ragged}
         return Layout.of(config, context, tokens, case.platform, drafter, **options)
 
-    problems = [*cannot_split(case.outline, n)]
+    problems = [*cannot_split(case.outline, n, config.expert_parallel)]
     memory = None if case.platform == "cpu" else Memory(case.device.memory, case.limit, weights + draft_weights)
     try:
         tokens = fitting_tokens(target, config, context, drafter, memory, pages + draft_pages, n)
@@ -160,7 +160,7 @@ def make_plan(case: Case) -> Plan:
             )
             for batch in buckets.batches
         ),
-        undivided=_undivided(case.outline, n),
+        undivided=_undivided(case.outline, n, config.expert_parallel),
         problems=(),
     )
     if not problems and plan.total > case.limit:
@@ -172,13 +172,18 @@ def make_plan(case: Case) -> Plan:
     return plan._replace(problems=tuple(problems))
 
 
-def cannot_split(outline: Outline, devices: int) -> Iterator[str]:
-    """Why so many devices cannot share the heads of the model or of its draft; nothing: they can."""
+def cannot_split(outline: Outline, devices: int, groups: int = 1) -> Iterator[str]:
+    """Why so many devices, in so many groups, cannot share the heads or the experts of the model or of its draft;
+    nothing: they can."""
     drafts = None if outline.model is None else outline.model.config
+    try:
+        check_experts(outline.target.config, groups)
+    except ValueError as error:
+        yield str(error)
     for config, what in ((outline.target.config, "the model"), (outline.head or drafts, "the draft")):
         try:
             if config is not None:
-                fitted(config, devices, what)
+                fitted(config, devices, what, groups)
         except ValueError as error:
             yield str(error)
 
@@ -195,7 +200,7 @@ class Reads(NamedTuple):
 
 
 @lru_cache(16)
-def _reads(outline: Outline, devices: int) -> Reads:
+def _reads(outline: Outline, devices: int, groups: int) -> Reads:
     target, head = outline.target, outline.head
     model, declared, sizes = target.config, table(target.config), dimensions(target.config)
     read = [*read_leaves(declared)]
@@ -203,26 +208,29 @@ def _reads(outline: Outline, devices: int) -> Reads:
     def size(
         leaves: Iterable[Leaf], sizes: Sizes = sizes, of: ModelConfig = model, bits: Bits | None = outline.bits
     ) -> int:
-        return sum(int(held_bytes([leaf], sizes, of.dtype, devices, bits) * _active(leaf, of)) for leaf in leaves)
+        return sum(
+            int(held_bytes([leaf], sizes, of.dtype, devices, bits, groups) * _active(leaf, of)) for leaf in leaves
+        )
 
     draft, level, once = (_nbytes(outline.params.draft),) * 2 + (0,)  # of a drafter of the user's: all, each level
     if head is not None:
         head_table, head_sizes = head_parameters(head, target)
         few_bits = outline.draft_bits
-        draft = held_bytes(leaves_of(head_table), head_sizes, head.dtype, devices, few_bits)
+        draft = held_bytes(leaves_of(head_table), head_sizes, head.dtype, devices, few_bits, groups)
         level, once = (size(leaves, head_sizes, bits=few_bits) for leaves in level_reads(head))
         level += 0 if head.own_head else size(leaf for leaf in read if "vocab" in leaf.axes)
     if (drafts := outline.model) is not None:
         own, own_sizes = table(drafts.config), dimensions(drafts.config)
         few_bits = outline.draft_bits
-        draft = held_bytes(leaves_of(own), own_sizes, drafts.config.dtype, devices, few_bits)
+        draft = held_bytes(leaves_of(own), own_sizes, drafts.config.dtype, devices, few_bits, groups)
         level = once = size(read_leaves(own), own_sizes, drafts.config, few_bits)
     return Reads(
-        weights=held_bytes(leaves_of(declared), sizes, model.dtype, devices, outline.bits),
+        weights=held_bytes(leaves_of(declared), sizes, model.dtype, devices, outline.bits, groups),
         draft_weights=draft,
         forward=size(read),
         products=sum(
-            int(prod(leaf.shape(sizes)) * leaf_share(leaf, sizes, devices) * _active(leaf, model)) for leaf in read
+            int(prod(leaf.shape(sizes)) * leaf_share(leaf, sizes, devices, groups) * _active(leaf, model))
+            for leaf in read
         ),
         level=level,
         once=once,
@@ -250,7 +258,7 @@ def _speed(case: Case, reads: Reads, batch: int, nodes: int, context: int, pages
 
 
 @lru_cache(16)
-def _undivided(outline: Outline, devices: int) -> dict[str, int]:
+def _undivided(outline: Outline, devices: int, groups: int) -> dict[str, int]:
     """Bytes by name, of what several devices hold whole each."""
     found: dict[str, int] = {}
     if devices == 1:
@@ -262,7 +270,7 @@ def _undivided(outline: Outline, devices: int) -> dict[str, int]:
         parts.append(("draft ", *head_parameters(head, outline.target), outline.draft_pages, outline.draft_bits))
     for name, declared, sizes, specs, bits in parts:
         for leaf in leaves_of(declared):
-            if leaf_share(leaf, sizes, devices) == 1:
+            if leaf_share(leaf, sizes, devices, groups) == 1:
                 key = name + leaf.name
                 found[key] = found.get(key, 0) + held_bytes([leaf], sizes, model.dtype, bits=bits)
         if (whole := page_bytes(specs)) == page_bytes(specs, devices):

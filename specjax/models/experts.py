@@ -1,5 +1,8 @@
 """A mixture of experts: the router, and the sum of the chosen experts' MLPs.
 
+Over several devices all have all tokens: each adds up what its experts, or its part of their width, make of these, and
+one sum over the devices makes the whole.
+
 Sources: Qwen3-MoE (softmax over all experts), DeepSeek-V3 (sigmoid, a bias that only chooses, groups of experts).
 """
 
@@ -15,7 +18,7 @@ import specjax_kernels as kernels
 from jax import Array
 from jaxtyping import Float, Float32, Int32
 from specjax_kernels import mesh
-from specjax_kernels.quantised import split_axes
+from specjax_kernels.quantised import expert_specs, split_axes
 
 from specjax.config import Experts
 from specjax.models.blocks import Activation, gated_mlp
@@ -35,13 +38,13 @@ def expert_leaves(experts: Experts) -> tuple[Leaf, ...]:
 
     wide = (*each("gate_proj", "i M", GATE), *each("up_proj", "i M", UP))
     leaves = [
-        Leaf("router", "M -> X", (Tensor("mlp.gate.weight", "X M"),)),
+        Leaf("router", "M -> X", (Tensor("mlp.gate.weight", "X M"),), replicated=True),
         Leaf("experts_gate_up", "X M -> 2 i", wide),
         Leaf("experts_down", "X i -> M", tuple(each("down_proj", "M i"))),
     ]
     if experts.scoring == "sigmoid":
         bias = Tensor("mlp.gate.e_score_correction_bias", "X")
-        leaves.append(Leaf("router_bias", "X", (bias,), init="zeros", dtype="float32"))
+        leaves.append(Leaf("router_bias", "X", (bias,), init="zeros", dtype="float32", replicated=True))
     if experts.shared_width:
         name = "mlp.shared_experts."
         gate, up = Tensor(f"{name}gate_proj", "s M", (GATE,)), Tensor(f"{name}up_proj", "s M", (UP,))
@@ -55,8 +58,15 @@ def mixture(x: Hidden, weights: Weights, experts: Experts, *, activation: Activa
     rows = x.reshape(-1, x.shape[-1])
     ids, gates = route(rows, weights, experts)
     both = weights["experts_gate_up"], weights["experts_down"]
-    mix = partial(_gathered if ids.size <= experts.count else _grouped, experts.count, activation=activation)
-    if mesh.parts(experts.width) > 1:  # each device adds up its part of every expert's width
+    groups = mesh.groups()
+    of: Any = partial(_gathered, spread=groups > 1) if ids.size <= experts.count else _grouped
+    mix = partial(of, experts.count // groups, activation=activation)
+    if groups > 1:  # each device adds up its group's experts, or its part of their width
+        places = (expert_specs(leaf) if isinstance(leaf, kernels.Quantised) else mesh.of_experts(axis)
+                  for leaf, axis in zip(both, (3, 1), strict=True))  # fmt: skip
+        own = _in_parts(partial(_of_group, experts.count // groups, mix))
+        mixed = mesh.apart(own, (-1, -1, -1, *places), -1, rows, ids, gates, *both)
+    elif mesh.parts(experts.width) > 1:  # each device adds up its part of every expert's width
         places = (split_axes(leaf) if isinstance(leaf, kernels.Quantised) else axis
                   for leaf, axis in zip(both, (3, 1), strict=True))  # fmt: skip
         mixed = mesh.apart(_in_parts(mix), (-1, -1, -1, *places), -1, rows, ids, gates, *both)
@@ -71,6 +81,12 @@ def _in_parts(mix: Callable[..., Array]) -> Callable[..., Array]:
         return jax.lax.psum(mix(*arguments), mesh.AXIS)
 
     return summed
+
+
+def _of_group(count: int, mix: Callable[..., Array], rows: Array, ids: Array, gates: Array, *both: Any) -> Array:
+    """The sum of the experts that this device's group has, `count` of them. An id of `count` is another group's."""
+    own = ids - jax.lax.axis_index(mesh.GROUPS).astype(ids.dtype) * jnp.asarray(count, ids.dtype)
+    return mix(rows, jnp.where((own >= 0) & (own < count), own, count), gates, *both)
 
 
 def route(
@@ -96,43 +112,57 @@ def route(
 
 def _gathered(
     count: int, rows: Float[Array, "T M"], ids: Int32[Array, "T k"], gates: Float32[Array, "T k"], gate_up: Any,
-    down: Any, *, activation: Activation,
+    down: Any, *, activation: Activation, spread: bool,
 ) -> Float32[Array, "T M"]:  # fmt: skip
-    """For fewer choices than there are experts, `count`: reads the chosen experts' weights only."""
-    del count
+    """For fewer choices than there are experts, `count`: reads the chosen experts' weights only. `spread`: an id of
+    `count` stands for an expert of another group of devices, whose output is zero here."""
+    others = count if spread else None
     chosen = jnp.repeat(rows, ids.shape[1], axis=0), ids.reshape(-1)
-    each = _on_each_platform(_one_by_one, _side_by_side, *chosen, gate_up, down, activation=activation)
+    each = _on_each_platform(
+        partial(_one_by_one, activation=activation, others=others),
+        partial(_side_by_side, activation=activation, others=others), *chosen, gate_up, down,
+    )  # fmt: skip
     return jnp.einsum("tkm,tk->tm", each.reshape(*ids.shape, -1).astype(jnp.float32), gates)
 
 
-def _on_each_platform(cpu: Any, elsewhere: Any, *arguments: Any, activation: Activation) -> Array:
+def _on_each_platform(cpu: Any, elsewhere: Any, *arguments: Any) -> Array:
     """A function for CPUs and one for other devices, of arrays and quantised leaves."""
     arrays, tree = jax.tree.flatten(arguments)
 
     def bound(function: Any) -> Any:
-        return lambda *arrays: function(*jax.tree.unflatten(tree, arrays), activation=activation)
+        return lambda *arrays: function(*jax.tree.unflatten(tree, arrays))
 
     return jax.lax.platform_dependent(*arrays, cpu=bound(cpu), default=bound(elsewhere))
 
 
 def _one_by_one(
-    rows: Float[Array, "R M"], experts: Int32[Array, "R"], gate_up: Any, down: Any, *, activation: Activation
-) -> Float[Array, "R M"]:
+    rows: Float[Array, "R M"], experts: Int32[Array, "R"], gate_up: Any, down: Any, *, activation: Activation,
+    others: int | None,
+) -> Float[Array, "R M"]:  # fmt: skip
     """On a CPU, whose kernels read one expert's weights in place."""
 
     def one(pair: tuple[Array, Array]) -> Array:
         row, expert = pair
-        weights = {"gate_up": gate_up[expert], "down": down[expert]}
-        return gated_mlp(row[None, None], weights, activation=activation)[0, 0]
+
+        def own() -> Array:
+            weights = {"gate_up": gate_up[expert], "down": down[expert]}
+            return gated_mlp(row[None, None], weights, activation=activation)[0, 0]
+
+        return own() if others is None else jax.lax.cond(expert < others, own, lambda: jnp.zeros_like(row))
 
     return jax.lax.map(one, (rows, experts))
 
 
 def _side_by_side(
-    rows: Float[Array, "R M"], experts: Int32[Array, "R"], gate_up: Any, down: Any, *, activation: Activation
-) -> Float[Array, "R M"]:
+    rows: Float[Array, "R M"], experts: Int32[Array, "R"], gate_up: Any, down: Any, *, activation: Activation,
+    others: int | None,
+) -> Float[Array, "R M"]:  # fmt: skip
     """On a GPU, where XLA fuses the choice of experts into the products: no temporary and no loop. (`ragged_dot` has
     temporaries, and a loop of products waits for the host in each turn.)"""
+    own = None if others is None else experts < others
+    if own is not None:
+        # In the place of another group's expert one that is read here anyway, if there is one: no more are read.
+        experts = jnp.where(own, experts, jnp.max(jnp.where(own, experts, 0)))
     precision = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
 
     def product(x: Array, weight: Any, letters: str) -> Array:
@@ -142,7 +172,8 @@ def _side_by_side(
         return jnp.einsum(letters, x, weight[experts], precision=precision, preferred_element_type=x.dtype)
 
     wide = product(rows, gate_up, "rm,rmci->rci")
-    return product(activation(wide[:, 0]) * wide[:, 1], down, "ri,rim->rm")
+    out = product(activation(wide[:, 0]) * wide[:, 1], down, "ri,rim->rm")
+    return out if own is None else jnp.where(own[:, None], out, jnp.zeros_like(out))
 
 
 TILE = 32  # rows of one expert that are multiplied at once
@@ -152,7 +183,8 @@ def _grouped(
     count: int, rows: Float[Array, "T M"], ids: Int32[Array, "T k"], gates: Float32[Array, "T k"], gate_up: Any,
     down: Any, *, activation: Activation,
 ) -> Float32[Array, "T M"]:  # fmt: skip
-    """For many: rows sorted by expert, so that each expert's weights are read once."""
+    """For many: rows sorted by expert, so that each expert's weights are read once. Those of an id of `count`, another
+    group's expert, come last, are in none of the sizes, and stay zero."""
     per_token = ids.shape[1]
     order = jnp.argsort(ids.reshape(-1), stable=True)
     sizes = jnp.bincount(ids.reshape(-1), length=count).astype(jnp.int32)

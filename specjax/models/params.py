@@ -41,7 +41,7 @@ T = TypeVar("T")
 # Names that all families' checkpoints share.
 EMBED_TENSOR, HEAD_TENSOR = "model.embed_tokens.weight", "lm_head.weight"
 # The logical axes of dimension letters, which a tensor-parallel mesh may split. Other axes are never split.
-AXES = {"V": "vocab", "W": "vocab", "K": "kv_heads", "H": "heads", "I": "mlp", "i": "mlp", "s": "mlp"}
+AXES = {"V": "vocab", "W": "vocab", "K": "kv_heads", "H": "heads", "I": "mlp", "i": "mlp", "s": "mlp", "X": "experts"}
 
 
 class Part(NamedTuple):
@@ -337,16 +337,23 @@ class Placement:
         """Numbers of the leaf that it fills."""
         return prod(len(range(*part.indices(size))) for part, size in zip(self.cut, self.split, strict=True))
 
-    def place(
-        self, leaf: np.ndarray, tensor: np.ndarray, axis: int | None = None, some: slice = slice(None)
-    ) -> None:  # fmt: skip
-        """Write ``tensor [shape]`` into its part of ``leaf [leaf_shape]``, cast to the leaf's dtype. With an `axis`,
-        which the tensor has as a whole, the leaf holds `some` of its indices; no others are read."""
+    def place(self, leaf: np.ndarray, tensor: np.ndarray, some: Mapping[int, slice] | None = None) -> None:
+        """Write ``tensor [shape]`` into its part of ``leaf [leaf_shape]``, cast to the leaf's dtype. Of axes in `some`,
+        which the tensor has as a whole, the leaf holds only those indices; no others are read."""
         source = tensor[self.rows].reshape(self.split)[self.cut]
-        if axis is not None:
-            order = [each for each, part in enumerate(self.part) if isinstance(part, slice)]
-            source = source[(*[slice(None)] * self.axes[order.index(axis)], some)]
-        _copy(leaf[self.part].transpose(np.argsort(self.axes)), source)
+        order = [each for each, part in enumerate(self.part) if isinstance(part, slice)]
+        cut = [slice(None)] * source.ndim
+        for axis, indices in (some or {}).items():
+            cut[self.axes[order.index(axis)]] = indices
+        _copy(leaf[self.part].transpose(np.argsort(self.axes)), source[tuple(cut)])
+
+    def within(self, axis: int, some: slice) -> Placement | None:
+        """The rule for a leaf that holds only some indices of an axis of which the tensor fills one; None: another."""
+        index = self.part[axis]
+        assert isinstance(index, int), self
+        if not some.start <= index < some.stop:
+            return None
+        return replace(self, part=(*self.part[:axis], index - some.start, *self.part[axis + 1 :]))
 
     def runs(self, leaf: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
         """The tensor's rows that lie together in both, with the part of ``leaf`` [..., n] that they fill, as [rows, n].

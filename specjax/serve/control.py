@@ -87,6 +87,7 @@ def server_info(runner: Service, settings: ServerSettings, model: str) -> dict[s
         "version": fingerprint(),
         "dp_size": len(runner.ranks),
         "tp_size": engine.config.tensor_parallel,
+        "ep_size": engine.config.expert_parallel,
         "engine": dataclasses.asdict(engine.config),
         "server": server,
         "internal_states": [rank_state(rank) for rank in runner.ranks],

@@ -128,8 +128,10 @@ def _report(settings: flags.Settings, case: Case, plan: Plan, found: list[Remedy
         whole = sum(size for name, size in plan.undivided.items() if not name.endswith("token"))
         names = ", ".join(plan.undivided)
         yield from _fact("whole", f"not divided, so {_gb(whole)} GB of weights lie on each device: {names}")
-    if case.devices > 1 and not any(cannot_split(case.outline, case.devices)):
-        yield from _fact("note", f"--tp {case.devices} serves it so")
+    groups = case.config.expert_parallel
+    if case.devices > 1 and not any(cannot_split(case.outline, case.devices, groups)):
+        spread = f" --ep {groups}" if groups > 1 else ""
+        yield from _fact("note", f"--tp {case.devices}{spread} serves it so")
     longest = plan.context_length
     if 0 < plan.tokens < longest:
         yield from _fact("note", f"the pool holds no request of the whole context, {longest} tokens")
@@ -271,6 +273,7 @@ def document(settings: flags.Settings, case: Case, plan: Plan, found: list[Remed
         "headers": case.outline.headers,
         "device": case.device._asdict(),
         "devices": case.devices,
+        "expert_parallel": case.config.expert_parallel,
         "replicas": case.replicas,
         "fits": not plan.problems,
         "problems": [flags.in_flags(problem) for problem in plan.problems],

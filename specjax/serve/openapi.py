@@ -145,6 +145,7 @@ ANSWERS: dict[str, Any] = {
         "version": str,
         "dp_size": int,
         "tp_size": int,
+        "ep_size": int,
         "internal_states": [{"avg_spec_accept_length": float}],
     },
     "Loads": {

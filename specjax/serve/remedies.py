@@ -93,7 +93,7 @@ def _switches(case: Case, outlines: Outlines) -> Iterator[tuple[str, Case]]:
 
 def _more_devices(case: Case) -> Iterator[tuple[str, Case]]:
     for devices in range(case.devices + 1, MOST_DEVICES + 1):
-        if not any(cannot_split(case.outline, devices)):
+        if not any(cannot_split(case.outline, devices, case.config.expert_parallel)):
             yield f"--assume-devices {devices}", case._replace(devices=devices)
 
 

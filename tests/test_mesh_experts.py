@@ -1,0 +1,162 @@
+"""Expert parallelism: experts spread over groups of a CPU's devices, whose text is that of one device."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_helpers import tokenizer
+from family_helpers import save_family
+from mesh_helpers import run as run_program
+from specjax_kernels.mesh import AXIS, spec
+from test_mesh import COLLECTIVES, CONFIG, LAYERS
+
+from specjax.config import Experts, MtpConfig
+from specjax.engine import EngineConfig
+from specjax.models.experts import expert_leaves
+from specjax.models.params import dimensions
+from specjax.sharding import check_experts, fitted
+from specjax.shares import held_bytes, leaf_share
+
+process = pytest.mark.process
+
+run = functools.partial(run_program, program="mesh_experts_program.py")
+
+
+@process
+def test_families():
+    """Two sums a layer and one for the embedding, for few tokens and many. Of a group of two each device has half of
+    the width of its experts."""
+    cases = [["forward", "qwen3_moe", 2, 2, 12], ["forward", "qwen3_moe", 4, 2, 3]]
+    cases += [["forward", "deepseek_v3", 4, 4, 3], ["forward", "deepseek_v3", 4, 2, 12]]
+    for case, found in zip(cases, run(*cases), strict=True):
+        _, _, count, groups, _ = case
+        assert found["difference"] < 1e-4 * found["largest"], (case, found)
+        assert found["collectives"] == ["all-reduce"] * (2 * LAYERS + 1), (case, found["collectives"])
+        within = groups / count
+        assert found["parts"] == [[1 / groups, 1, 1, within], [1 / groups, within, 1]], case
+
+
+@process
+def test_few_bits():
+    """In 4 bits half of the width of an expert is one block of 32 inputs."""
+    cases = [["forward", "qwen3_moe", 4, 2, 12, "int4"], ["forward", "qwen3_moe", 2, 2, 3, "int8"]]
+    for case, found in zip(cases, run(*cases), strict=True):
+        _, _, count, groups, *_ = case
+        assert found["difference"] < 1e-4 * found["largest"], (case, found)
+        assert found["collectives"] == ["all-reduce"] * (2 * LAYERS + 1), (case, found["collectives"])
+        within = groups / count
+        assert found["quantised"] == 2 and found["parts"] == [[1 / groups, 1, within, 1], [1 / groups, 1, within]], case
+        assert not any("experts" in text for text in found["warnings"])
+
+
+def same(found: dict[str, Any], one: dict[str, Any], devices: int) -> None:
+    assert found["texts"] == one["texts"] and found["cached"] == one["cached"] > 0
+    assert found["pool shares"] == [1 / devices]
+    assert found["aliased"] == found["state"], "a pool is copied"
+
+
+@process
+def test_texts():
+    """Biased, sampled and penalised requests, a grammar, and a prompt of which pages are reused."""
+    one, two, head = run(["in_memory", "none", 1, 1], ["in_memory", "none", 4, 2], ["in_memory", "eagle3", 2, 2])
+    assert len({tuple(text) for text in one["texts"]}) == 4
+    same(two, one, 4)
+    same(head, one, 2)
+    assert head["accepted"] > 0
+    assert len(two["collectives"]) <= COLLECTIVES, two["collectives"]
+    assert not any(kind in ("all-to-all", "collective-permute") for *_, kind in two["collectives"])
+    assert two["weights"] < 0.3 * one["weights"]
+
+
+@process
+@pytest.mark.slow
+def test_every_drafter():
+    """MTP layers and a draft model have experts, too."""
+    one, *drafted = run(
+        ["in_memory", "none", 1, 1], ["in_memory", "mtp", 4, 2], ["in_memory", "standalone", 2, 2],
+        ["in_memory", "eagle3", 4, 4], ["in_memory", "ngram", 2, 2],
+    )  # fmt: skip
+    for found, devices in zip(drafted, (4, 2, 4, 2), strict=True):
+        same(found, one, devices)
+    assert [found["algorithm"] for found in drafted] == ["MTP", "STANDALONE", "EAGLE3", "NGRAM"]
+    assert drafted[1]["accepted"] > 0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("experts")
+    sizes: dict[str, Any] = {"hidden_size": 64, "moe_intermediate_size": 64, "num_attention_heads": 4}
+    for family in ("qwen3_moe", "deepseek_v3"):
+        save_family(root / family, family, num_key_value_heads=4, **sizes)
+        tokenizer().save_pretrained(root / family)
+    return root
+
+
+@process
+def test_a_model_from_files(folder):
+    """Of the files each device's experts are read; with n-grams."""
+    path = str(folder / "qwen3_moe")
+    one, four = run(["from_files", path, 1, 1, "NONE"], ["from_files", path, 4, 2, "NGRAM"])
+    assert four["texts"] == one["texts"]
+    assert four["experts"] == 1 / 4 and four["pool shares"] == [1 / 4]
+
+
+@process
+@pytest.mark.slow
+def test_other_models_from_files(folder):
+    """Shared experts and latents; matrices that are quantised at load."""
+    deepseek, qwen = (str(folder / name) for name in ("deepseek_v3", "qwen3_moe"))
+    one, four, quantised, spread = run(
+        ["from_files", deepseek, 1, 1, "NONE"], ["from_files", deepseek, 4, 4, "NGRAM"],
+        ["from_files", qwen, 1, 1, "NONE", "int8"], ["from_files", qwen, 4, 2, "NONE", "int8"],
+    )  # fmt: skip
+    assert four["texts"] == one["texts"] and four["experts"] == 1 / 4
+    assert spread["texts"] == quantised["texts"] and spread["experts"] < 0.3
+
+
+# What needs no devices.
+
+EXPERTS = Experts(8, 2, 12, (1,), scoring="sigmoid", shared_width=12)
+MIXED = replace(CONFIG, family="qwen3_moe", experts=EXPERTS)
+
+
+def test_the_split_axes():
+    leaves = {leaf.name: leaf for leaf in expert_leaves(EXPERTS)}
+    sizes = dimensions(MIXED)
+
+    def split(name: str, count: int, groups: int) -> tuple[Any, ...]:
+        return tuple(spec(leaves[name].axes, leaves[name].shape(sizes), count, groups))
+
+    assert split("experts_gate_up", 4, 1) == (None, None, None, AXIS) and split("experts_down", 4, 1) == (None, AXIS)
+    assert split("experts_gate_up", 4, 2) == ("expert", None, None, "tensor")
+    assert split("experts_down", 4, 2) == ("expert", "tensor")
+    for name in ("router", "router_bias"):
+        assert split(name, 4, 4) == ()
+    for name, axes in (("shared_gate_up", (None, None, AXIS)), ("shared_down", (AXIS,))):
+        assert split(name, 4, 4) == split(name, 4, 1) == axes
+
+
+def test_shares():
+    """Twelve channels do not divide by eight devices: each has all of the experts, or with eight groups an eighth."""
+    sizes, (router, *stacked) = dimensions(MIXED), expert_leaves(EXPERTS)[:3]
+    assert [leaf_share(leaf, sizes, 8) for leaf in stacked] == [1, 1]
+    assert [leaf_share(leaf, sizes, 8, 8) for leaf in stacked] == [1 / 8, 1 / 8]
+    assert leaf_share(router, sizes, 8, 8) == 1
+    assert held_bytes(stacked, sizes, "float32", 8, groups=8) == 4 * 3 * 32 * 12
+
+
+def test_what_cannot_be_spread_is_refused():
+    with pytest.raises(ValueError, match=r"expert_parallel 3 must divide .*tensor_parallel 4, .*: 1, 2, 4$"):
+        EngineConfig(tensor_parallel=4, expert_parallel=3)
+    with pytest.raises(ValueError, match=r"expert_parallel 2 .* the model \(llama\) has none: leave it at 1"):
+        check_experts(CONFIG, 2)
+    check_experts(CONFIG, 1)
+    for groups in (1, 8):
+        assert fitted(replace(MIXED, num_heads=8, num_kv_heads=8), 8, groups=groups).experts == EXPERTS
+    layer = replace(MIXED, experts=replace(EXPERTS, count=6))
+    with pytest.raises(ValueError, match=r"expert_parallel 4 .* 6 experts of the draft, each 12 wide.*: 1, 2$"):
+        fitted(MtpConfig("mimo", layer, 2, 1, 64), 8, "the draft", 4)
