@@ -37,7 +37,7 @@ from ptx import WHEELS, Gpu, described_device, missing
 from records import finish, machine
 from thunks import counts, dump_options, read_dump, weights_read
 
-from specjax import Eagle3, Params, PoolShape, StepInput, init_state, make_drafter, make_target
+from specjax import Eagle3, ModelConfig, Params, PoolShape, StepInput, init_state, make_drafter, make_target
 from specjax.compiling import NVIDIA_OPTIONS
 from specjax.drafters.table import options_of
 from specjax.drafters.tree_shape import candidates
@@ -90,11 +90,12 @@ class Program(NamedTuple):
 
 def programs(
     shapes: Shapes, place: Callable[[Any], Any], *, algorithm: str, several_widths: bool, nodes: int | None = None,
-    verify: Verifier = STRAIGHT, sizes: tuple[int, ...] = (),
+    verify: Verifier = STRAIGHT, sizes: tuple[int, ...] = (), config: ModelConfig | None = None,
 ) -> dict[str, Program]:  # fmt: skip
     """The step and its phases, as jitted functions and the shapes they are called with. `nodes`: of the trees that a
-    batch bucket has room for; None: whole trees. `sizes`: tree widths that each step chooses among; (): it does not."""
-    config = llama_8b(shapes.layers)
+    batch bucket has room for; None: whole trees. `sizes`: tree widths that each step chooses among; (): it does not.
+    `config`: the model; None: Llama-3.1-8B."""
+    config = llama_8b(shapes.layers) if config is None else config
     target, head = make_target(config, backend=shapes.backend), eagle3_head(config)
     if algorithm == "NONE":
         drafter = make_drafter("NONE")

@@ -1,10 +1,11 @@
 """Compiles steps of tensor parallelism for GPUs that are not there: what do the devices send each other?
 
-    python benchmarks/gpu_mesh.py [--devices 2 4 8] [--layers 2] [--gpu h200] [--record]
+    python benchmarks/gpu_mesh.py [--devices 2 4 8] [--steps plain verification experts] [--gpu h200] [--record [LABEL]]
 
-Shapes are Llama-3.1-8B's, of a few layers, with an EAGLE-3 head's whose matrices are in int8; no array is made. XLA
-compiles for a host of so many GPUs, and the collective operations of its program are counted. That they run, and how
-fast, only devices can show. Needs the compiler that `make gpu-compile` installs, as `gpu_compile.py`.
+Shapes are Llama-3.1-8B's, of a few layers, with an EAGLE-3 head's whose matrices are in int8, and Qwen3-30B-A3B's with
+experts over 2 and 4 devices; no array is made. XLA compiles for a host of so many GPUs, and the collective operations
+of its program are counted. That they run, and how fast, only devices can show. Needs the compiler that
+`make gpu-compile` installs, as `gpu_compile.py`.
 """
 
 from __future__ import annotations
@@ -23,12 +24,11 @@ import jax
 from gpu_compile import OPTIONS, Program, Shapes, programs
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
-from llama_shapes import eagle3_head, llama_8b
+from llama_shapes import eagle3_head, llama_8b, qwen3_30b
 from ptx import GPUS, WHEELS, missing
 from records import finish, machine
 from specjax_kernels import Quantised
-from specjax_kernels.mesh import AXIS, on_axis, spec
-from specjax_kernels.quantised import split_axes
+from specjax_kernels.mesh import AXIS
 
 from specjax import Params, PoolShape, make_target
 from specjax.cache import PageSpec
@@ -37,21 +37,27 @@ from specjax.models import table
 from specjax.models.blocks import key_value_spec
 from specjax.models.head_spec import head_table
 from specjax.models.params import Leaf, Table, map_leaves
-from specjax.sharding import everywhere, fitted, local_bytes, split_quantised
+from specjax.sharding import everywhere, fitted, group_count, local_bytes, place_of, places_of, split_quantised
 from specjax.state import DecodeState
 from specjax.verify import Verifier, verify_tree
 
 KINDS = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
-STEPS = {"plain": ("NONE", "step"), "verification": ("EAGLE3", "verify")}
-"""Name: algorithm, and the part of `gpu_compile.programs`. A verification is the target's forward over a given chain of
-eight, the choice of tokens, and the writes to pages."""
+STEPS = {
+    "plain": (llama_8b, "NONE", "step"),
+    "verification": (llama_8b, "EAGLE3", "verify"),
+    "experts": (qwen3_30b, "NONE", "step"),
+}
+"""Name: model, algorithm, and the part of `gpu_compile.programs`. A verification is the target's forward over a given
+chain of eight, the choice of tokens, and the writes to pages; experts: a plain step of a mixture."""
+SPREADS = {2: (2,), 4: (2, 4)}
+"""Devices, and the groups of them over which experts are spread."""
 
 
-def described_mesh(name: str, count: int) -> Mesh:
-    """So many GPUs of one host, by the name of their description in `benchmarks/gpu/`."""
+def described_mesh(name: str, count: int, groups: int = 1) -> Mesh:
+    """So many GPUs of one host, in groups that share experts, by the name of their description in `benchmarks/gpu/`."""
     text = (GPUS / f"{name}.txtpb").read_text()
     topology = topologies.get_topology_desc(platform="cuda", target_config=text, topology=f"1x1x{count}")
-    return topologies.make_mesh(topology, (count,), (AXIS,))
+    return topologies.make_mesh(topology, (groups, count // groups), AXIS)
 
 
 def placed(mesh: Mesh, tree: Any, config: ModelConfig) -> Any:
@@ -75,28 +81,29 @@ def _struct(x: Any, where: NamedSharding) -> Any:
 def _weights(mesh: Mesh, shapes: Any, declared: Table) -> Any:
     def place(leaf: Leaf, x: Any) -> Any:
         if not isinstance(x, Quantised):
-            return _struct(x, NamedSharding(mesh, spec(leaf.axes, x.shape, mesh.size)))
-        found = split_quantised(x, leaf, mesh.size)
+            return _struct(x, place_of(mesh, leaf.axes, x.shape))
+        found = split_quantised(x, leaf, mesh.size, group_count(mesh))
         assert found is not None, f"{leaf.name} has no form that {mesh.size} devices share"
-        return jax.tree.map(lambda axis, x: _struct(x, NamedSharding(mesh, on_axis(axis))), split_axes(found), found)
+        return jax.tree.map(_struct, found, places_of(mesh, found, leaf))
 
     return jax.tree.map(place, map_leaves(declared, lambda leaf: leaf), shapes)
 
 
 def _pages(mesh: Mesh, cache: Any, specs: Any) -> Any:
     def place(page: PageSpec, x: Any) -> Any:
-        return _struct(x, NamedSharding(mesh, spec(page.page_axes, x.shape, mesh.size)))
+        return _struct(x, place_of(mesh, page.page_axes, x.shape))
 
     return jax.tree.map(place, specs, cache, is_leaf=lambda leaf: isinstance(leaf, PageSpec))
 
 
 def program(mesh: Mesh, step: str, layers: int, verify: Verifier = verify_tree) -> Program:
     """One of `STEPS` on the mesh, with the shapes that it is called with."""
-    algorithm, part = STEPS[step]
+    model, algorithm, part = STEPS[step]
     shapes = Shapes(layers, 7, 1, 8, 1, 64, 4096, PoolShape(256, 64), "pallas")
-    config = fitted(llama_8b(layers), mesh.size)
+    config = fitted(model(layers), mesh.size, groups=group_count(mesh))
     made = programs(
-        shapes, lambda tree: placed(mesh, tree, config), algorithm=algorithm, several_widths=False, verify=verify
+        shapes, lambda tree: placed(mesh, tree, config), algorithm=algorithm, several_widths=False, verify=verify,
+        config=config,
     )[part]  # fmt: skip
     where = jax.tree.map(lambda x: x.sharding, made.state)
     jitted = jax.jit(made.jitted.__wrapped__, donate_argnums=1, out_shardings=(where, everywhere(mesh)))
@@ -123,20 +130,28 @@ def compiled(mesh: Mesh, made: Program) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Counts what several GPUs would send each other in a step.")
     parser.add_argument("--devices", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--steps", nargs="+", default=[*STEPS], choices=STEPS)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--gpu", default="h200", choices=sorted(file.stem for file in GPUS.glob("*.txtpb")))
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results/gpu-mesh-<date>.json")
+    record = "write benchmarks/results/gpu-mesh-<date>[-LABEL].json"
+    parser.add_argument("--record", nargs="?", const="", metavar="LABEL", help=record)
     arguments = parser.parse_args()
     if problem := missing():
         sys.exit(problem)
     document: dict[str, Any] = machine("jaxlib", *WHEELS)
     document |= {"compiled_for": arguments.gpu, "layers": arguments.layers, "results": []}
-    for count in arguments.devices:
-        mesh = described_mesh(arguments.gpu, count)
-        for step in STEPS:
-            found = {"devices": count, "step": step} | compiled(mesh, program(mesh, step, arguments.layers))
-            document["results"].append(found)
-            print(found, flush=True)
+    cases = [
+        (count, groups, step)
+        for count in arguments.devices
+        for step in arguments.steps
+        for groups in (SPREADS.get(count, ()) if step == "experts" else (1,))
+    ]
+    for count, groups, step in cases:
+        mesh = described_mesh(arguments.gpu, count, groups)
+        found = {"devices": count, "groups": groups, "step": step}
+        found |= compiled(mesh, program(mesh, step, arguments.layers))
+        document["results"].append(found)
+        print(found, flush=True)
     finish("gpu-mesh", document, record=arguments.record)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from specjax_kernels import Quantised
 
 from specjax import ModelConfig, RopeConfig
-from specjax.config import HeadConfig
+from specjax.config import Experts, HeadConfig
 from specjax.models import init_params
 from specjax.models.head_spec import head_sizes, head_table
 from specjax.models.params import Leaf, input_letters, is_product, map_leaves, output_major
@@ -23,6 +23,14 @@ def llama_8b(layers: int) -> ModelConfig:
     return ModelConfig(
         "llama", 128256, 4096, 14336, layers, 32, 8, 128, 1e-5, ROPE, 131072, tied_embeddings=False, dtype="bfloat16"
     )
+
+
+def qwen3_30b(layers: int) -> ModelConfig:
+    """Qwen3-30B-A3B: a mixture of 128 experts in each layer, 8 of them a token."""
+    return ModelConfig(
+        "qwen3_moe", 151936, 2048, 6144, layers, 32, 4, 128, 1e-6, RopeConfig(theta=1000000.0), 40960,
+        tied_embeddings=False, experts=Experts(128, 8, 768, tuple(range(layers))), dtype="bfloat16",
+    )  # fmt: skip
 
 
 def eagle3_head(target: ModelConfig, vocab_size: int = 32000) -> HeadConfig:

@@ -41,6 +41,20 @@ def test_collectives_of_a_step(devices, step):
     assert pool / devices < record["state_bytes"] < 1.6 * pool
 
 
+@pytest.mark.parametrize(("devices", "groups"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow), (4, 4)])
+def test_collectives_of_experts(devices, groups):
+    """As many sums as without experts, and no token or expert is sent to another device."""
+    from gpu_mesh import compiled, described_mesh, program
+
+    mesh = described_mesh("h200", devices, groups)
+    record = compiled(mesh, program(mesh, "experts", LAYERS))
+    print(f"{devices} devices, {groups} groups: {record}")
+    assert record["collectives"] == {"all-reduce": 2 * LAYERS + 1, "all-gather": 3}
+    assert record["alias_bytes"] >= record["state_bytes"], "a pool is copied"
+    expert = 2 * 3 * 2048 * 768
+    assert record["temp_bytes"] < 8 * expert, "weights of the chosen experts are copied"
+
+
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_a_product_in_four_bits(axis):
     """Each of two devices runs the kernel of one on its part: no weight is dequantised to memory, and only sums over
