@@ -250,7 +250,12 @@ def made(
     where = place_of(mesh, leaf.axes, shape)
     if where.is_fully_replicated:
         return placed(make((slice(None),) * len(shape)), where)
-    return jax.make_array_from_callback(shape, where, make)
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None, "None is for opaque types such as keys of jax.random"
+        return make(index)
+
+    return jax.make_array_from_callback(shape, where, part)
 
 
 def empty_state(mesh: Mesh, make: Callable[[], T]) -> T:
