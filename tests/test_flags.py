@@ -463,6 +463,6 @@ def test_every_parser_takes_whole_flags_only():
 
 
 def test_groups_of_experts_divide_the_devices():
-    assert flags.engine_arguments(ours("--tp", 4, "--ep", 2))["config"].expert_parallel == 2
+    assert build.engine_arguments(ours("--tp", 4, "--ep", 2))["config"].expert_parallel == 2
     with pytest.raises(ValueError, match=r"^--expert-parallel-size 3 must divide --tensor-parallel-size 4, "):
-        flags.engine_arguments(ours("--tp-size", 4, "--ep-size", 3))
+        build.engine_arguments(ours("--tp-size", 4, "--ep-size", 3))
