@@ -8,7 +8,7 @@ Engines draft where it is measured to be faster (`EngineConfig.adaptive`); with 
 For each set and number of requests every contender and the engine without drafts complete the same prompts, all
 together, one after another and in an order that rotates. The next round takes the next prompts of the set, whose order
 is drawn once, and the first ones again after the last; between rounds the drafters forget what they have seen. The
-first `--warm-up` rounds do not count: programs are compiled in them. What still compiles in the background after a run
+first `--warm-up` rounds do not count: trees that were not expected to pay are compiled in them. What still compiles in the background after a run
 is waited for, since it would slow down the next contender. Each request emits exactly `--max-new-tokens` tokens.
 Printed: tokens / second end to end (the median of the rounds), the median ratio to the engine without drafts, accept
 length. The last line is one JSON document.
@@ -39,7 +39,9 @@ def build(model: str, algorithm: str, nodes: int | None, requests: int, tokens: 
     config = EngineConfig(
         max_running_requests=requests, max_total_tokens=tokens, prefix_cache=False, adaptive=nodes is None
     )
-    return Engine.from_pretrained(model, draft=algorithm, config=config)
+    engine = Engine.from_pretrained(model, draft=algorithm, config=config)
+    engine.warm_up_in_background(progress=False).join()  # as a server does; else a round may wait for the compiler
+    return engine
 
 
 def complete(engine: Engine, prompts: list[list[int]], count: int) -> tuple[float, float, list[list[int]]]:
