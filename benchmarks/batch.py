@@ -8,10 +8,10 @@ Engines draft where it is measured to be faster (`EngineConfig.adaptive`); with 
 For each set and number of requests every contender and the engine without drafts complete the same prompts, all
 together, one after another and in an order that rotates. The next round takes the next prompts of the set, whose order
 is drawn once, and the first ones again after the last; between rounds the drafters forget what they have seen. The
-first `--warm-up` rounds do not count: trees that were not expected to pay are compiled in them. What still compiles in the background after a run
-is waited for, since it would slow down the next contender. Each request emits exactly `--max-new-tokens` tokens.
-Printed: tokens / second end to end (the median of the rounds), the median ratio to the engine without drafts, accept
-length. The last line is one JSON document.
+first `--warm-up` rounds do not count: trees that were not expected to pay are compiled in them. What still compiles
+in the background after a run is waited for, since it would slow down the next contender. Each request emits exactly
+`--max-new-tokens` tokens. Printed: tokens / second end to end (the median of the rounds), the median ratio to the
+engine without drafts, accept length. The last line is one JSON document.
 """
 
 from __future__ import annotations
