@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.profiler import TraceAnnotation
+from jax.sharding import Mesh
 
 from specjax import checkpoint
 from specjax.cache import PoolShape
@@ -100,9 +101,7 @@ class Engine:
         self._deferred = config.deferred(drafter, target)
         drafter = drafter if self._deferred is None else self._deferred.eager
         self.group = group
-        self.mesh = make_mesh(
-            config.tensor_parallel, config.first_device, groups=config.expert_parallel, hosts=group is not None
-        )
+        self.mesh = _mesh(config, group)
         if self.mesh is not None:
             check_models(target, draft_model, self.mesh.size, config.expert_parallel)
             params = place_params(self.mesh, params, target, draft_model)
@@ -228,9 +227,7 @@ class Engine:
         check_config(config)
         if compilation_cache:
             use_compilation_cache(programs=group is None)
-        mesh = make_mesh(
-            config.tensor_parallel, config.first_device, groups=config.expert_parallel, hosts=group is not None
-        )
+        mesh = _mesh(config, group)
         if group is not None:
             group.agree(file_facts(checkpoint.resolve(model, revision=revision, progress=progress)), 0)
         start = model, draft, drafter, verify, dtype, quantization, revision, backend, config
@@ -616,3 +613,8 @@ class Engine:
             return stream_chunks(self, sequences)
         done = complete(self, sequences)
         return done[0] if single else done
+
+
+def _mesh(config: EngineConfig, group: Group | None) -> Mesh | None:
+    hosts = group is not None
+    return make_mesh(config.tensor_parallel, config.first_device, groups=config.expert_parallel, hosts=hosts)
