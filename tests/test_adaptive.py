@@ -401,6 +401,70 @@ def test_what_was_measured_on_a_slower_machine_counts_as_slower():
     assert chosen[:60].count(DRAFT) > 40 and chosen[200:].count(PLAIN) > 370
 
 
+def looked_up(rng, repeats: float) -> tuple[float, int]:
+    """Seconds of a draft step of one request, 5 ms without drafts, and what it emits: where nothing is found it costs
+    what plain decoding does."""
+    return (15e-3, 1 + int(rng.random() < 0.5)) if rng.random() < repeats else (5e-3, 1)
+
+
+def test_what_is_found_does_not_make_plain_steps_seem_slower():
+    """A look-up finds nothing at first, so that its steps take no longer than plain ones, and is then mostly wrong."""
+    adaptive, rng = Adaptive(lambda _: (DRAFT, PLAIN), lambda *_: 1.6, steady=False), np.random.default_rng(2)
+    one, chosen = idle_sequence(SamplingParams(), limit=1 << 20), []
+    for i in range(600):
+        chosen.append(nodes := adaptive.choose(1, [one]))
+        seconds, emitted = looked_up(rng, 0.0 if i < 100 else 0.9) if nodes == DRAFT else (5e-3, 1)
+        adaptive.record(Key("step", 1, 8, nodes=nodes), seconds, {one: emitted} if nodes == DRAFT else {})
+    plain = adaptive.report()["1"]["plain"]
+    assert plain["steps"] > 400 and plain["milliseconds"] == 5, "the machine was as fast all the time"
+
+
+def test_drafts_that_cost_one_request_nothing_are_not_taken_to_cost_many_nothing():
+    """Little is found for the one; for one of eight something nearly always is."""
+    adaptive = Adaptive(lambda _: (DRAFT, PLAIN), lambda batch, _: {1: 1.6, 8: 4.0}[batch], steady=False, guess=1.3)
+    drafting, rng = dict.fromkeys((1, 8), 0), np.random.default_rng(1)
+    for batch, steps in ((1, 200), (8, 200)):
+        requests = [idle_sequence(SamplingParams(), limit=1 << 20) for _ in range(batch)]
+        for _ in range(steps):
+            nodes = adaptive.choose(batch, requests)
+            drafting[batch] += nodes == DRAFT
+            seconds = 20e-3 if batch == 8 else 5e-3
+            seconds *= 3 if (batch, nodes) == (8, DRAFT) else 1
+            emitted = {one: 1 + int(rng.random() < 0.2) for one in requests}
+            adaptive.record(Key("step", batch, 8, nodes=nodes), seconds, emitted if nodes == DRAFT else {})
+    assert drafting[1] > 150 and not drafting[8], "there is no credit for a trial yet"
+
+
+def test_a_trial_that_loses_more_than_was_paid_for_ends():
+    """It takes ten times as long as when it was measured."""
+    adaptive = Adaptive(lambda _: (DRAFT, PLAIN), lambda *_: 1.5)
+    one, chosen = idle_sequence(SamplingParams(), limit=1 << 20), []
+    for i in range(1000):
+        chosen.append(nodes := adaptive.choose(1, [one]))
+        draft = 0.03 if i < 100 else 0.2
+        adaptive.record(
+            Key("step", 1, 8, nodes=nodes), draft if nodes == DRAFT else 0.02, {one: 1} if nodes == DRAFT else {}
+        )
+    trials = [i for i, nodes in enumerate(chosen) if nodes == DRAFT and i >= 100]
+    first = [i for i in trials if i < trials[0] + TRIAL]
+    assert 1 <= len(first) < TRIAL / 2
+
+
+def test_steps_beside_the_compiler_do_not_change_what_is_known():
+    """Those of one choice would be taken for its own, and not for the machine's."""
+    adaptive = Adaptive(lambda _: (DRAFT, PLAIN), lambda *_: 1.5)
+    one = idle_sequence(SamplingParams(), limit=1 << 20)
+    for i in range(120):
+        busy, key = 60 <= i < 100, Key("step", 1, 8, nodes=PLAIN)
+        adaptive.record(key, 0.05 if busy else 0.02, {}, disturbed=busy)
+        if i == 5 or i >= 60:
+            assert adaptive.report()["1"]["plain"]["milliseconds"] == 20
+    busy_from_the_start = Adaptive(lambda _: (DRAFT, PLAIN), lambda *_: 1.5)
+    for _ in range(5):
+        busy_from_the_start.record(Key("step", 1, 8, nodes=PLAIN), 0.05, {one: 1}, disturbed=True)
+    assert busy_from_the_start.report()["1"]["plain"]["milliseconds"] == 50, "it is all that is known"
+
+
 # The engine.
 
 

@@ -5,22 +5,23 @@ and running acceptance.
 
 The choice with the highest rate is taken; it must be better than the one in use by `MARGIN`. Seconds are those of
 recent steps of the same batch bucket, and those of the choices that are not in use change in proportion to those of the
-one that is: a machine is faster or slower for all of them. Where there are none, they are what was expected, corrected
-by how wrong that was of the bucket's other trees, else of other buckets. Without drafts a request emits one token; with
-drafts as many as its own running acceptance says, which begins at what is usual. What was accepted of one tree says
-what would be of another: a draft is taken to be accepted with one probability everywhere (`accept_lengths`), and steps
-of the tree itself correct that. What the drafter has missed must be caught up first: tokens that come after it pay for
-that, `HORIZON` of each request or as many as it has emitted, but no more than it may still emit.
+one that is: a machine is faster or slower for all of them. (Not where what is proposed changes a step's time, and not
+while something compiles.) Where there are none, they are what was expected, corrected by how wrong that was of the
+bucket's other trees, else of other buckets. Without drafts a request emits one token; with drafts as many as its own
+running acceptance says, which begins at what is usual. What was accepted of one tree says what would be of another: a
+draft is taken to be accepted with one probability everywhere (`accept_lengths`), and steps of the tree itself correct
+that. What the drafter has missed must be caught up first: tokens that come after it pay for that, `HORIZON` of each
+request or as many as it has emitted, but no more than it may still emit.
 
 A choice that is not taken is tried now and then, for `TRIAL` steps: only when `SHARE` of the time so far, and at the
 start the time of `FIRST` steps, pays for what the trial is expected to lose. What it did lose is then taken from this
-credit, as is the time of catching up for it; all batch buckets share one credit. What it cannot pay for it is saved up
-for, so that a trial comes also where all prompts are long. So a drafter that is of no use costs that share and no more,
-and one that has become useful is found. Every emitted token is the target's own draw, so the choice changes the speed
-and never the text.
+credit (one that loses far more ends early), as is the time of catching up for it; all batch buckets share one credit.
+What it cannot pay for it is saved up for, so that a trial comes also where all prompts are long. So a drafter that is
+of no use costs that share and no more, and one that has become useful is found. Every emitted token is the target's own
+draw, so the choice changes the speed and never the text.
 
-Smaller trees need programs of their own, which nothing waits for: one is chosen when it is `ready`, and is `wanted`,
-so that it compiles in the background, where it is expected to be better by `GAIN` than what has been in use for long.
+Smaller trees need programs of their own, which nothing waits for: one is chosen when it is `ready`, and is `wanted`, so
+that it compiles in the background, where it is expected to be better by `GAIN` than what has been in use for long.
 
 Plain Python and NumPy; knows nothing of the device.
 """
@@ -73,6 +74,7 @@ class Recent:
     requests: float = 0.0
     tokens: float = 0.0
     first: list[float] = field(default_factory=list)
+    quiet: int = 0  # steps while nothing compiled
 
     def add(self, seconds: float, requests: int, tokens: int) -> None:
         if self.steps >= ENOUGH:
@@ -208,6 +210,7 @@ class _Batch:
     trying: int | None = None
     left: int = 0  # steps of the trial
     behind: float = 0.0  # seconds that it was to take to catch up for it
+    floor: float = 0.0  # of the credit, below which it ends: it has lost clearly more than was expected
     since: int = 0  # steps after the last trial
     rate: float = 0.0  # tokens a second of the choice in use when the last trial began
 
@@ -230,6 +233,9 @@ class Adaptive:
         tree: batch bucket, `Key.nodes` -> the tree of such a step; None: of what is chosen between only one drafts.
         ready: batch bucket, `Key.nodes` of a smaller tree -> whether such a step can run at once.
         guess: accept length of the whole tree, before anything is known.
+        steady: whether a choice's steps take the same time whatever is drafted; those of a drafter that looks up what
+            was said take less where it proposes nothing. Else one choice's times say nothing of the others', nor do
+            cheap drafts of one batch bucket of another: with more requests something is proposed for one of them.
         wanted: batch bucket -> `Key.nodes` of what should be compiled for it; the reader removes it.
     """
 
@@ -238,6 +244,7 @@ class Adaptive:
     tree: Callable[[int, int], Tree] | None = None
     ready: Callable[[int, int], bool] = lambda batch, nodes: True
     guess: float = GUESS
+    steady: bool = True
     wanted: dict[int, int] = field(default_factory=dict)
     catch_up_seconds: float = 0.0  # a token, of the last ones
     credit: float | None = None  # seconds that trials may lose; None before `ENOUGH` steps
@@ -297,7 +304,7 @@ class Adaptive:
             return None
         own.recent[other].forget()
         own.since, own.trying, own.left, own.behind = 0, other, count - 1, behind
-        own.rate = tokens[using] / seconds[using]
+        own.rate, own.floor = tokens[using] / seconds[using], credit - 2 * max(loss, 0.0) - FIRST * seconds[using]
         return other
 
     def tries(self, batch: int, nodes: int) -> bool:
@@ -305,9 +312,21 @@ class Adaptive:
         own = self._of(batch)
         return nodes == own.trying != own.using
 
-    def record(self, key: Key, seconds: float, drafted: Mapping[Sequence, int], *, emitted: int | None = None) -> None:
-        """After a step: its time, and what it emitted for the requests that it could draft for. `emitted`: for all;
-        default: for these, and one token for each request of a step without drafts."""
+    def record(
+        self,
+        key: Key,
+        seconds: float,
+        drafted: Mapping[Sequence, int],
+        *,
+        emitted: int | None = None,
+        disturbed: bool = False,
+    ) -> None:
+        """After a step: its time, and what it emitted for the requests that it could draft for.
+
+        Args:
+            emitted: for all requests; default: for these, and one token for each request of a step without drafts.
+            disturbed: something compiles meanwhile, which takes the processor from a CPU's steps.
+        """
         own, tokens = self._of(key.width), sum(drafted.values())
         if self.tries(key.width, key.nodes):
             every = emitted if emitted is not None else tokens if drafted else key.width
@@ -319,11 +338,18 @@ class Adaptive:
         scale = self._scale(key.width, key.nodes) if drafted else 1.0
         recent = own.recent[key.nodes]
         before = recent.mean_seconds if recent.steps >= ENOUGH else None
+        if not disturbed:
+            recent.quiet += 1
+        elif recent.quiet >= ENOUGH and before:
+            seconds = before
         recent.add(seconds, len(drafted), tokens)
-        if key.nodes == own.using and before:  # what makes its steps faster or slower does so with the others'
+        if key.nodes == own.using and before and (self.steady or key.nodes == PLAIN):
+            # What makes its steps faster or slower does so with the others'.
             for other in own.recent.values():
                 other.seconds *= 1.0 if other is recent else recent.mean_seconds / before
         self._earn(seconds, recent)
+        if self.tries(key.width, key.nodes) and recent.steps >= ENOUGH and (self.credit or 0.0) < own.floor:
+            own.left = 0
         for request, count in drafted.items():
             request.drafted = MEMORY * request.drafted + 1
             request.gained = MEMORY * request.gained + 1 + scale * (count - 1)
@@ -369,7 +395,7 @@ class Adaptive:
             return known
         near = [extra for choice in own.recent if (extra := own.extra(choice)) is not None]
         every = (one.extra(choice) for one in self._batches.values() for choice in one.recent)
-        found = near or [extra for extra in every if extra is not None]
+        found = near or [extra if self.steady else max(extra, 1.0) for extra in every if extra is not None]
         wrong = sum(found) / len(found) if found else 1.0
         ratios = {choice: 1 + wrong * (ratio - 1) for choice, ratio in own.expected.items()}
         each = [taken / ratios[choice] for choice, taken in known.items()]

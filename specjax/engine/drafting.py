@@ -132,6 +132,7 @@ class Drafting:
             return tuple(nodes for nodes in buckets.choices(batch) if nodes <= PLAIN)
 
         known: dict[str, Any] = {"tree": tree, "ready": self._ready, "guess": GUESSES[drafter.runs_model]}
+        known["steady"] = not buckets.dynamic and (drafter.runs_model or not buckets.several_widths)
         self.adaptive["step"] = Adaptive(buckets.choices, expected, **known)
         self.adaptive["constrained"] = Adaptive(two, expected, **known)
 
@@ -211,7 +212,8 @@ class Drafting:
         if not any(map(flight.forced.get, flight.sequences)):
             emitted = {sequence: len(tokens) for sequence, tokens in zip(flight.sequences, read.tokens, strict=False)}
             drafted = {one: n for one in flight.drafted if (n := emitted[one])}
-            adaptive.record(flight.key, seconds, drafted, emitted=sum(emitted.values()))
+            busy = bool(self._executables.pending)
+            adaptive.record(flight.key, seconds, drafted, emitted=sum(emitted.values()), disturbed=busy)
 
     def collect(self, flight: InFlight) -> None:
         """Reads a catch-up."""
