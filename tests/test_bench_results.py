@@ -193,6 +193,20 @@ def test_a_log_keeps_parts_and_refuses_another_configuration(tmp_path):
     assert Log(folder, {"seed": 1, "list": [1, 2]})[("block", 2, 0.0)] == 3
     with pytest.raises(ValueError, match="another seed: 1, not 2"):
         Log(folder, {"seed": 2, "list": [1, 2]})
+    with pytest.raises(ValueError, match=r"another list: \[2\], not \[3\]"):
+        Log(folder, {"seed": 1, "list": [1, 3]})
+    with pytest.raises(ValueError, match=r"another list: \[1, 2\], not \[2, 1\]"):
+        Log(folder, {"seed": 1, "list": [2, 1]})
+    first = Log(tmp_path / "failed", {"seed": 1})  # of it nothing is measured yet
+    Log(tmp_path / "failed", {"seed": 2}).add(("block", 1, 0.0), 1)
+    with pytest.raises(ValueError, match="another seed: 2, not 1"):
+        Log(tmp_path / "failed", {"seed": 1})
+    with pytest.raises(ValueError, match="another seed: 2, not 1"):
+        first.add(("block", 1, 0.0), 1)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match="another seed: None, not 1"):
+        Log(tmp_path / "model", {"seed": 1})
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("...")
     with pytest.raises(ValueError, match="name another folder"):

@@ -29,23 +29,27 @@ class Log:
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
         self.folder = folder
         self._found: dict[Hashable, Any] = {}
-        self.identity = identity = dict(json.loads(json.dumps(identity)))
-        file = folder / CONFIG
-        if file.exists():
-            self._compare(json.loads(file.read_text(encoding="utf-8")), identity)
-        elif folder.exists() and any(folder.iterdir()):
+        self.identity = dict(json.loads(json.dumps(identity)))
+        self._agree()
+        if folder.exists() and not (folder / CONFIG).exists() and any(folder.iterdir()):
             raise ValueError(f"--output {folder} is not empty, and holds no {CONFIG}; name another folder")
-        else:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_text(file, json.dumps(identity, indent=1) + "\n")
+        folder.mkdir(parents=True, exist_ok=True)
         self._read()
+
+    def _agree(self) -> bool:
+        """Whether the folder belongs to this configuration; False: to none. Raises ValueError: to another."""
+        if not (file := self.folder / CONFIG).exists():
+            return False
+        self._compare(json.loads(file.read_text(encoding="utf-8")), self.identity)
+        return True
 
     def _compare(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         for name in dict.fromkeys([*before, *now]):
             if before.get(name) != now.get(name):
+                old, new = _apart(before.get(name), now.get(name))
                 raise ValueError(
-                    f"--output {self.folder} holds runs with another {name}: {before.get(name)!r:.200}, not "
-                    f"{now.get(name)!r:.200}; name another folder, or remove this one"
+                    f"--output {self.folder} holds runs with another {name}: {old!r:.200}, not {new!r:.200}; name "
+                    "another folder, or remove this one"
                 )
 
     def _read(self) -> None:
@@ -67,7 +71,10 @@ class Log:
         return self._found[_hashable(key)]
 
     def add(self, key: tuple[Any, ...], value: Any) -> None:
-        """Writes a part, which is there after a crash, too."""
+        """Writes a part, which is there after a crash, too. The first one takes the folder: a comparison that fails
+        before it leaves the folder free. Raises ValueError where another one has taken it meanwhile."""
+        if not self._found and not self._agree():
+            write_text(self.folder / CONFIG, json.dumps(self.identity, indent=1) + "\n")
         with (self.folder / RUNS).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"key": key, "value": value}) + "\n")
             file.flush()
@@ -76,3 +83,11 @@ class Log:
 
 def _hashable(key: Any) -> Hashable:
     return tuple(map(_hashable, key)) if isinstance(key, list | tuple) else key
+
+
+def _apart(old: Any, new: Any) -> tuple[Any, Any]:
+    """Two values that differ, of two lists what only one of them has."""
+    if isinstance(old, list) and isinstance(new, list):
+        left, right = [each for each in old if each not in new], [each for each in new if each not in old]
+        return (left, right) if left or right else (old, new)
+    return old, new
