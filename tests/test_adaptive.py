@@ -11,23 +11,9 @@ from test_eagle_cache import toy as llama
 
 from specjax.costs import Tree
 from specjax.engine import SamplingParams
-from specjax.engine.adaptive import (
-    ENOUGH,
-    FIRST,
-    GUESS,
-    HORIZON,
-    PLAIN,
-    SAVED,
-    SHARE,
-    TRIAL,
-    Adaptive,
-    accept_lengths,
-    best,
-    best_choice,
-    catch_up_share,
-    transferred,
-)
+from specjax.engine.adaptive import ENOUGH, FIRST, GUESS, SAVED, SHARE, TRIAL, Adaptive
 from specjax.engine.buckets import Key
+from specjax.engine.choice import HORIZON, PLAIN, accept_lengths, best, catch_up_share, expected_tokens, transferred
 from specjax.engine.flight import Flights, InFlight
 from specjax.engine.sequence import Status
 
@@ -76,7 +62,7 @@ TREES = {DRAFT: WHOLE, PLAIN: Tree(0, 1, 1), 4: SMALL}
 )  # fmt: skip
 def test_which_tree_is_best(seconds, length, wanted):
     for batch in (1, 4, 48):
-        assert best_choice(seconds, TREES, [length] * batch, PLAIN, seen=WHOLE) == wanted
+        assert best(seconds, expected_tokens(TREES, [length] * batch, WHOLE), PLAIN) == wanted
 
 
 def test_what_one_tree_accepts_says_what_another_would():
@@ -417,6 +403,31 @@ def test_what_is_found_does_not_make_plain_steps_seem_slower():
         adaptive.record(Key("step", 1, 8, nodes=nodes), seconds, {one: emitted} if nodes == DRAFT else {})
     plain = adaptive.report()["1"]["plain"]
     assert plain["steps"] > 400 and plain["milliseconds"] == 5, "the machine was as fast all the time"
+
+
+def test_a_slower_machine_is_not_taken_for_slower_drafts():
+    """Look-ups pay for all the time, and the machine becomes three times as slow, then as fast as before."""
+    adaptive, rng = Adaptive(lambda _: (DRAFT, PLAIN), lambda *_: 1.6, steady=False), np.random.default_rng(3)
+    one, chosen = idle_sequence(SamplingParams(), limit=1 << 20), []
+    for i in range(1500):
+        chosen.append(nodes := adaptive.choose(1, [one]))
+        slower = 3 if 500 <= i < 1000 else 1
+        seconds, emitted = (8e-3, 1 + int(rng.random() < 0.9)) if nodes == DRAFT else (5e-3, 1)
+        adaptive.record(Key("step", 1, 8, nodes=nodes), slower * seconds, {one: emitted} if nodes == DRAFT else {})
+    for start in (100, 600, 1100):
+        assert chosen[start : start + 400].count(DRAFT) > 300, start
+
+
+def test_times_beside_the_compiler_are_not_compared_with_those_after_it():
+    """Plain steps were measured while something compiled, at a third of the speed; look-ups afterwards."""
+    adaptive = Adaptive(lambda _: (DRAFT, PLAIN), lambda *_: 1.6, steady=False)
+    one, plain = idle_sequence(SamplingParams(), limit=1 << 20), Key("step", 1, 8, nodes=PLAIN)
+    for _ in range(20):
+        adaptive.record(plain, 15e-3, {}, disturbed=True)
+    assert adaptive.report()["1"]["plain"] == {"steps": 19, "milliseconds": 15}
+    for _ in range(5):
+        adaptive.record(Key("step", 1, 8, nodes=DRAFT), 8e-3, {one: 1})
+    assert adaptive.report()["1"]["plain"] == {"steps": 0}
 
 
 def test_drafts_that_cost_one_request_nothing_are_not_taken_to_cost_many_nothing():

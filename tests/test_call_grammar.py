@@ -13,7 +13,8 @@ from engine_helpers import END
 from engine_helpers import tokenizer as plain_tokenizer
 from tool_helpers import WEATHER, tool_tokenizer
 
-from specjax.engine.grammar import WORD, Grammar, Grammars
+from specjax.engine.constraint import WORD
+from specjax.engine.grammar import Grammar, Grammars
 from specjax.serve.call_grammar import any_arguments, call_grammar
 from specjax.serve.calls import CallParser, DeepSeek, DeepSeek31, Hermes, KimiK2, Llama3, Mistral, MistralNamed
 from specjax.serve.forms import answer_form

@@ -178,7 +178,7 @@ def test_what_ended_in_the_iteration_that_ran_out_of_memory_is_reported(monkeypa
     engine = make_engine(toy(), "NONE")
     first = engine.add(PROMPTS[0], SamplingParams(max_new_tokens=2))
     second = engine.add(PROMPTS[1], SamplingParams(max_new_tokens=9))
-    collect, reported = engine._collector.collect, []
+    collect, reported = engine._steps._collector.collect, []
 
     def fails(flight: Any) -> None:
         if first.finish_reason is not None and second.finish_reason is None and not engine.executables.has_failed(key):
@@ -186,7 +186,7 @@ def test_what_ended_in_the_iteration_that_ran_out_of_memory_is_reported(monkeypa
         collect(flight)
 
     key = Key("step", 4, engine.buckets.tables[-1])
-    monkeypatch.setattr(engine._collector, "collect", fails)
+    monkeypatch.setattr(engine._steps._collector, "collect", fails)
     while engine.unfinished:
         reported += engine.step()
     assert {s.id for s in reported if s.finish_reason is not None} == {first.id, second.id}

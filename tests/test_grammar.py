@@ -16,7 +16,8 @@ from grammar_helpers import GRAMMARS, OBJECT, SCHEMA, follows, mask, matcher
 
 from specjax.engine import grammar as module
 from specjax.engine.constrained import Fields, constrained_input, root_trees
-from specjax.engine.grammar import ALL, MAX_SOURCE, Grammar, GrammarError, Grammars, Reasoning
+from specjax.engine.constraint import ALL, Reasoning
+from specjax.engine.grammar import MAX_SOURCE, Grammar, GrammarError, Grammars
 
 WORDS = -(-VOCABULARY // 32)
 START, STOP = 100, 101  # of the reasoning: any two tokens

@@ -21,8 +21,9 @@ from specjax.bench.methods import parse_method
 from specjax.cli import build, flags
 from specjax.drafters import Auto, Eagle3, Ngram, TreeShape, eagle_drafter, make_drafter
 from specjax.engine import SamplingParams
-from specjax.engine.adaptive import PLAIN, Adaptive
+from specjax.engine.adaptive import Adaptive
 from specjax.engine.buckets import Buckets, Key
+from specjax.engine.choice import PLAIN
 from specjax.engine.flight import InFlight
 from specjax.engine.grammar import Grammar
 from specjax.engine.packing import step_input, unpack_step, with_sizing

@@ -9,21 +9,22 @@ from engine_helpers import check_idle, check_plain, toy
 from grammar_helpers import OBJECT, check_masked
 from test_structured import EOS, HELLO, check, engine_of, requests
 
-from specjax.engine import SamplingParams, grammar
+from specjax.engine import SamplingParams, constraint, grammar
 from specjax.engine.sequence import Status, completion
 
 
 @pytest.mark.parametrize("kind", ["NONE", "trees"])
 def test_text_where_all_masks_take_long(kind, monkeypatch):
-    monkeypatch.setattr(grammar, "SLOW_SECONDS", -1.0)
+    for module in (constraint, grammar):
+        monkeypatch.setattr(module, "SLOW_SECONDS", -1.0)
     engine, made, threads = engine_of(kind), requests(6), set[str]()
-    fill = grammar.Constraint._fill
+    fill = constraint.Constraint._fill
 
-    def noted(self: grammar.Constraint, words) -> None:
+    def noted(self: constraint.Constraint, words) -> None:
         threads.add(threading.current_thread().name)
         fill(self, words)
 
-    monkeypatch.setattr(grammar.Constraint, "_fill", noted)
+    monkeypatch.setattr(constraint.Constraint, "_fill", noted)
     monkeypatch.setattr(engine.intake.grammars, "_kept", type(engine.intake.grammars._kept)())
     found = engine.generate([prompt for prompt, _ in made], [params for _, params in made])
     check(toy(), made, found)

@@ -33,8 +33,8 @@ from specjax.config import HeadConfig, RopeConfig
 from specjax.drafters import TreeShape, eagle_drafter
 from specjax.drafters.base import Params
 from specjax.engine import Engine, SamplingParams
-from specjax.engine.adaptive import PLAIN
 from specjax.engine.buckets import JUMP, Buckets, Key
+from specjax.engine.choice import PLAIN
 from specjax.engine.drafting import FEW_BIT_TOKENS, free_tokens
 from specjax.engine.grammar import GRAMMAR_FAILED, Grammar
 from specjax.engine.intake import Intake
@@ -137,7 +137,7 @@ def test_what_a_drafter_has_missed_is_counted(monkeypatch):
     while sequence.status is not Status.FINISHED:
         engine.step()
         with engine.lock:  # of what is in flight the host knows nothing yet
-            engine._collect_all_but(0)
+            engine._steps.collect_all_but(0)
         if sequence.status is Status.RUNNING:
             marks = np.asarray(engine.state.draft.seen)[sequence.pages]
             size = engine.config.page_size
@@ -270,7 +270,7 @@ def test_a_grammar_that_cannot_go_on_ends_one_request():
 def test_a_step_is_launched_before_the_last_one_is_collected(monkeypatch):
     """Its tokens alone must be known, and where a request ends, what follows from that."""
     engine, launched, ahead = engine_of("NONE"), list[object](), list[int]()
-    run, take = engine.device.run, engine._collector.take
+    run, take = engine.device.run, engine._steps._collector.take
 
     def noted(key, *given):
         output = run(key, *given)
@@ -284,7 +284,7 @@ def test_a_step_is_launched_before_the_last_one_is_collected(monkeypatch):
         take(known)
 
     monkeypatch.setattr(engine.device, "run", noted)
-    monkeypatch.setattr(engine._collector, "take", taken)
+    monkeypatch.setattr(engine._steps._collector, "take", taken)
     params = SamplingParams(max_new_tokens=20, grammar=Grammar("regex", "[a-d]{60}"))
     check_masked(toy(), HELLO, params, engine.generate(HELLO, params))
     assert ahead == [1] * 19 + [0]

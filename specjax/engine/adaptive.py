@@ -3,15 +3,15 @@ and running acceptance.
 
     rate of a choice  =  tokens that the batch's requests emit in such a step / seconds that it takes
 
-The choice with the highest rate is taken; it must be better than the one in use by `MARGIN`. Seconds are those of
-recent steps of the same batch bucket, and those of the choices that are not in use change in proportion to those of the
-one that is: a machine is faster or slower for all of them. (Not where what is proposed changes a step's time, and not
-while something compiles.) Where there are none, they are what was expected, corrected by how wrong that was of the
-bucket's other trees, else of other buckets. Without drafts a request emits one token; with drafts as many as its own
-running acceptance says, which begins at what is usual. What was accepted of one tree says what would be of another: a
-draft is taken to be accepted with one probability everywhere (`accept_lengths`), and steps of the tree itself correct
-that. What the drafter has missed must be caught up first: tokens that come after it pay for that, `HORIZON` of each
-request or as many as it has emitted, but no more than it may still emit.
+The choice with the highest rate is taken (`specjax.engine.choice`); it must be clearly better than the one in use.
+Seconds are those of recent steps of the same batch bucket, and those of the choices that are not in use change in
+proportion to those of the one that is: a machine is faster or slower for all of them. (Not where what is proposed
+changes a step's time, and not while something compiles.) Where there are none, they are what was expected, corrected by
+how wrong that was of the bucket's other trees, else of other buckets. Without drafts a request emits one token; with
+drafts as many as its own running acceptance says, which begins at what is usual. What was accepted of one tree says
+what would be of another: a draft is taken to be accepted with one probability everywhere (`accept_lengths`), and steps
+of the tree itself correct that. What the drafter has missed must be caught up first: tokens that come after it pay for
+that, `HORIZON` of each request or as many as it has emitted, but no more than it may still emit.
 
 A choice that is not taken is tried now and then, for `TRIAL` steps: only when `SHARE` of the time so far, and at the
 start the time of `FIRST` steps, pays for what the trial is expected to lose. What it did lose is then taken from this
@@ -28,24 +28,19 @@ Plain Python and NumPy; knows nothing of the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from statistics import median
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from specjax.costs import PLAIN as PLAIN_TREE
-from specjax.costs import Tree, expected_accept
+from specjax.costs import Tree
 from specjax.engine.buckets import Key
+from specjax.engine.choice import PLAIN, best, catch_up_share, expected_tokens, transferred
 from specjax.engine.sequence import Sequence
 
-PLAIN = 1  # `Key.nodes` of steps without drafts
-
-MARGIN = 0.02  # by which another choice must be better than the one in use
-HORIZON = 64  # tokens of a request within which catching up is to pay; later in its text as many as it has emitted
 TRIAL = 8  # steps
 PAUSE = 32  # steps between two trials, at least
 SHARE = 0.01  # of the time, for trials
@@ -89,6 +84,10 @@ class Recent:
         self.requests = MEMORY * self.requests + requests
         self.tokens = MEMORY * self.tokens + tokens
 
+    def restart(self) -> None:
+        """Forgets the times."""
+        self.steps, self.weight, self.seconds, self.first = 0, 0.0, 0.0, []
+
     def forget(self) -> None:
         """Lets the next steps' times count for most of the mean."""
         self.weight, self.seconds = STALE * self.weight, STALE * self.seconds
@@ -102,104 +101,6 @@ class Recent:
         return self.tokens / self.requests
 
 
-def best(seconds: Mapping[int, float], tokens: Mapping[int, float], using: int, extra: float = 0.0) -> int:
-    """The choice with the most tokens a second.
-
-    Args:
-        seconds: of a step of each choice.
-        tokens: that the batch emits in it.
-        using: the choice in use, which stays unless another is better by `MARGIN`.
-        extra: seconds that drafting costs besides, for each token that comes (`catch_up_share`).
-
-    Example: of 8 requests, 0.05 s a step without drafts and 0.11 s with drafts of accept length 2 are 160 and 145
-    tokens a second, so nothing is drafted.
-    """
-
-    def rate(choice: int) -> float:
-        found = 1 / (seconds[choice] / tokens[choice] + (0.0 if choice == PLAIN else extra))
-        return found * (1 + MARGIN) if choice == using else found
-
-    return max(seconds, key=rate)
-
-
-def catch_up_share(seconds: float, emitted: Iterable[int], left: Iterable[int]) -> float:
-    """Seconds that catching up costs for each token that is to pay for it. Tokens and not steps: the more each step
-    emits, the fewer steps are to come.
-
-    Args:
-        seconds: that it takes.
-        emitted: tokens of each request so far; a text is expected to go on for as long again, at least `HORIZON`.
-        left: tokens that each may still emit.
-
-    Example: 0.05 s for a request that begins and may emit 64 tokens are 0.8 ms for each. Steps of 5.3 ms without drafts
-    and of 8 ms for 1.75 tokens save 0.7 ms a token, so nothing is drafted.
-    """
-    paying = sum(min(max(HORIZON, count), most) for count, most in zip(emitted, left, strict=True))
-    return seconds / max(paying, 1)
-
-
-GRID = np.linspace(0.0, 1.0, 33)  # probabilities that a draft is accepted
-
-
-@cache
-def accept_lengths(tree: Tree) -> np.ndarray:
-    """Accept lengths of a tree where a draft is accepted with each of the probabilities of `GRID`, in ascending order.
-    Each next best token is right half as often as what those before it leave.
-
-    Example: at 0.5 a chain of one draft has 1.5, a chain of two 1.75, and (2, 2, 4) 1.875.
-    """
-    found = [expected_accept([p * ((1 - p) / 2) ** rank for rank in range(tree.topk)])(tree) for p in GRID]
-    return np.maximum.accumulate(found)
-
-
-def transferred(length: Any, seen: Tree, tree: Tree) -> Any:
-    """The accept length of `tree` where that of `seen` is `length`, a number or an array. Ascends with it."""
-    if seen == tree:
-        return length
-    return np.interp(length, accept_lengths(seen), accept_lengths(tree))
-
-
-def expected_tokens(
-    trees: Mapping[int, Tree], lengths: Any, seen: Tree, factors: Mapping[int, float] = MappingProxyType({})
-) -> dict[int, float]:
-    """Tokens that requests emit in a step of each choice.
-
-    Args:
-        trees: of each choice.
-        lengths: accept lengths of the requests in steps of the tree `seen`.
-        factors: by which steps of a choice were better than `seen` said; default 1.
-    """
-    lengths = np.asarray(lengths)
-
-    def each(choice: int, tree: Tree) -> Any:
-        if choice == PLAIN:
-            return np.ones_like(lengths)
-        return np.maximum(factors.get(choice, 1.0) * transferred(lengths, seen, tree), 1.0)
-
-    return {choice: float(np.sum(each(choice, tree))) for choice, tree in trees.items()}
-
-
-def best_choice(
-    seconds: Mapping[int, float],
-    trees: Mapping[int, Tree],
-    lengths: Any,
-    using: int,
-    *,
-    seen: Tree,
-    extra: float = 0.0,
-) -> int:
-    """`best` where nothing is known of the acceptance but each request's in one tree.
-
-    Args:
-        seconds: of a step of each choice.
-        trees: of each choice.
-        lengths: accept lengths of the batch's requests in steps of the tree `seen`.
-        using, extra: see `best`.
-    """
-    given = {choice: trees.get(choice, PLAIN_TREE) for choice in seconds}
-    return best(seconds, expected_tokens(given, lengths, seen), using, extra)
-
-
 @dataclass
 class _Batch:
     """Of a batch bucket."""
@@ -210,8 +111,10 @@ class _Batch:
     trying: int | None = None
     left: int = 0  # steps of the trial
     behind: float = 0.0  # seconds that it was to take to catch up for it
-    floor: float = 0.0  # of the credit, below which it ends: it has lost clearly more than was expected
+    lost: float = 0.0  # seconds that it has lost so far
+    most: float = 0.0  # that it may lose before it ends early: clearly more than was expected
     since: int = 0  # steps after the last trial
+    settled: int = 0  # steps of the choice in use since it is
     rate: float = 0.0  # tokens a second of the choice in use when the last trial began
 
     def extra(self, choice: int) -> float | None:
@@ -234,8 +137,9 @@ class Adaptive:
         ready: batch bucket, `Key.nodes` of a smaller tree -> whether such a step can run at once.
         guess: accept length of the whole tree, before anything is known.
         steady: whether a choice's steps take the same time whatever is drafted; those of a drafter that looks up what
-            was said take less where it proposes nothing. Else one choice's times say nothing of the others', nor do
-            cheap drafts of one batch bucket of another: with more requests something is proposed for one of them.
+            was said take less where it proposes nothing. Else only plain steps that have long been in use say how fast
+            the machine is, and cheap drafts of one batch bucket say nothing of another, where for one of more requests
+            something is proposed.
         wanted: batch bucket -> `Key.nodes` of what should be compiled for it; the reader removes it.
     """
 
@@ -270,7 +174,11 @@ class Adaptive:
         left = [request.limit - count for request, count in zip(drafting, emitted, strict=True)]
         spread = catch_up_share(behind, emitted, left)
         usable = {c: seconds[c] for c in options if c <= PLAIN or self.ready(batch, c)}
-        own.using = using = best(usable, tokens, options[0] if own.using is None else own.using, spread)
+        using = best(usable, tokens, options[0] if own.using is None else own.using, spread)
+        if using != own.using:
+            own.using, own.settled = using, 0
+            if not self.steady:  # its times may be from long ago, and another speed of the machine
+                own.recent[using].forget()
         if len(usable) < len(options) and own.recent[using].steps >= SETTLED:
             other = best(seconds, tokens, using, spread)
             if tokens[other] / seconds[other] > (1 + GAIN) * tokens[using] / seconds[using]:
@@ -304,7 +212,8 @@ class Adaptive:
             return None
         own.recent[other].forget()
         own.since, own.trying, own.left, own.behind = 0, other, count - 1, behind
-        own.rate, own.floor = tokens[using] / seconds[using], credit - 2 * max(loss, 0.0) - FIRST * seconds[using]
+        own.rate = tokens[using] / seconds[using]
+        own.lost, own.most = 0.0, 2 * max(loss, 0.0) + FIRST * seconds[using]
         return other
 
     def tries(self, batch: int, nodes: int) -> bool:
@@ -325,30 +234,37 @@ class Adaptive:
 
         Args:
             emitted: for all requests; default: for these, and one token for each request of a step without drafts.
-            disturbed: something compiles meanwhile, which takes the processor from a CPU's steps.
+            disturbed: something compiles meanwhile, which makes a CPU's steps slower. Where they were measured without,
+                the time does not count.
         """
         own, tokens = self._of(key.width), sum(drafted.values())
-        if self.tries(key.width, key.nodes):
+        recent = own.recent[key.nodes]
+        if disturbed and recent.quiet >= ENOUGH:
+            seconds = recent.mean_seconds
+        if trial := self.tries(key.width, key.nodes):
             every = emitted if emitted is not None else tokens if drafted else key.width
-            self._charge(min(seconds, OUTLIER * self._seconds(key.width)[key.nodes]) - every / own.rate)
+            lost = min(seconds, OUTLIER * self._seconds(key.width)[key.nodes]) - every / own.rate
+            own.lost += lost
+            self._charge(lost)
         if key not in self._seen:  # a program's first run takes longer
             self._seen.add(key)
             return
         own.since += 1
+        own.settled += key.nodes == own.using
         scale = self._scale(key.width, key.nodes) if drafted else 1.0
-        recent = own.recent[key.nodes]
-        before = recent.mean_seconds if recent.steps >= ENOUGH else None
         if not disturbed:
+            for other in own.recent.values() if not self.steady else ():
+                if not other.quiet:  # measured beside the compiler, which does not bear comparison with what comes
+                    other.restart()
             recent.quiet += 1
-        elif recent.quiet >= ENOUGH and before:
-            seconds = before
+        before = recent.mean_seconds if recent.steps >= ENOUGH else None
         recent.add(seconds, len(drafted), tokens)
-        if key.nodes == own.using and before and (self.steady or key.nodes == PLAIN):
+        if key.nodes == own.using and before and (self.steady or (key.nodes == PLAIN and own.settled > PAUSE)):
             # What makes its steps faster or slower does so with the others'.
             for other in own.recent.values():
                 other.seconds *= 1.0 if other is recent else recent.mean_seconds / before
         self._earn(seconds, recent)
-        if self.tries(key.width, key.nodes) and recent.steps >= ENOUGH and (self.credit or 0.0) < own.floor:
+        if trial and recent.steps >= ENOUGH and own.lost > own.most:
             own.left = 0
         for request, count in drafted.items():
             request.drafted = MEMORY * request.drafted + 1

@@ -22,7 +22,7 @@ from jax import Array
 from jaxtyping import Int32, UInt32
 
 from specjax.drafters.base import Drafter, Params
-from specjax.engine.grammar import ALL, WALK_SECONDS, WORD
+from specjax.engine.constraint import ALL, WORD
 from specjax.engine.packing import unpack_step
 from specjax.engine.sequence import Sequence
 from specjax.engine.transfers import Output
@@ -33,6 +33,7 @@ from specjax.tree import NO_PARENT, NO_TOKEN, DraftTree
 from specjax.verify import Verifier
 
 FIELDS = len(DraftTree._fields)
+WALK_SECONDS = 0.05  # after which no more nodes below the roots of a step's trees are looked at
 
 
 class Fields(NamedTuple):

@@ -13,8 +13,9 @@ import jax
 from specjax.costs import PLAIN as PLAIN_TREE
 from specjax.costs import Tree
 from specjax.drafters.base import Drafter, Params
-from specjax.engine.adaptive import PLAIN, Adaptive
+from specjax.engine.adaptive import Adaptive
 from specjax.engine.buckets import Buckets, Key
+from specjax.engine.choice import PLAIN
 from specjax.engine.device import Device, memory_checked
 from specjax.engine.executables import Executables
 from specjax.engine.flight import Flights, InFlight
@@ -132,7 +133,7 @@ class Drafting:
             return tuple(nodes for nodes in buckets.choices(batch) if nodes <= PLAIN)
 
         known: dict[str, Any] = {"tree": tree, "ready": self._ready, "guess": GUESSES[drafter.runs_model]}
-        known["steady"] = not buckets.dynamic and (drafter.runs_model or not buckets.several_widths)
+        known["steady"] = drafter.runs_model or not buckets.several_widths
         self.adaptive["step"] = Adaptive(buckets.choices, expected, **known)
         self.adaptive["constrained"] = Adaptive(two, expected, **known)
 

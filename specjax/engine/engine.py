@@ -16,9 +16,8 @@ import random
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from functools import partial
-from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 
@@ -32,31 +31,31 @@ from specjax.cache import PoolShape
 from specjax.config import HeadConfig, MtpConfig
 from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
 from specjax.engine import program_store
-from specjax.engine.adaptive import PLAIN, Adaptive
+from specjax.engine.adaptive import Adaptive
 from specjax.engine.autotune import tune_at_start
 from specjax.engine.buckets import JUMP, Key
-from specjax.engine.collecting import Collector, Known
+from specjax.engine.collecting import Collector
 from specjax.engine.config import EngineConfig, Layout, check_config, context_length
 from specjax.engine.device import Device, OutOfMemory
 from specjax.engine.drafting import Drafting, expected_ratio, free_tokens, width_ratios
 from specjax.engine.executables import Executables, use_compilation_cache
 from specjax.engine.facts import facts, file_facts
-from specjax.engine.flight import Flights, InFlight
+from specjax.engine.flight import Flights
 from specjax.engine.generation import FairLock, complete
 from specjax.engine.generation import stream as stream_chunks
-from specjax.engine.grammar import GRAMMAR_FAILED
 from specjax.engine.grammar_steps import GrammarSteps
 from specjax.engine.intake import Intake, Prompt, Salts, with_sampling
 from specjax.engine.memory import pool_tokens, room_beside
 from specjax.engine.pace import Pace
-from specjax.engine.packing import Resident, admission, step_input, with_sizing
+from specjax.engine.packing import Resident, admission
 from specjax.engine.placing import check_models, place_params
 from specjax.engine.prefilling import Prefills
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.scheduler import Scheduler
-from specjax.engine.sequence import Sequence, Status
+from specjax.engine.sequence import Sequence
 from specjax.engine.sizing import TreeSizes
 from specjax.engine.step_times import StepTimes, predictions
+from specjax.engine.stepping import Steps
 from specjax.engine.transfers import Counters
 from specjax.engine.tuning import Tuning
 from specjax.hosts import Group, Leader
@@ -135,12 +134,9 @@ class Engine:
         if leader is not None:
             self.executables.announce = lambda key: leader.send("compile", key=key)
         self.device = Device(params, self._new_state, self.executables.launch_lock, leader)
-        free = free_tokens(self.buckets, params)
-        self._grammar = GrammarSteps(self.executables, self.device, self.buckets, self.vocab_size, free)
         self.counters = Counters()
         self.pace = Pace(self.buckets)
         self._in_flight = Flights(lambda: len(self.executables.compiled()))
-        self._known = list[Known]()  # results that were read and not yet collected; empty between two iterations
         self._inconsistent = False  # `_guarded` was left by an exception
         self._by_id: dict[str, Sequence] = {}
         self.intake = Intake(
@@ -171,10 +167,17 @@ class Engine:
             self.scheduler, self.executables, self.device, self.buckets, self.pace, self._in_flight, self.counters,
             rows=rows, pages=self.pool.pages, give_up=self._give_up,
         )  # fmt: skip
-        self._collector = Collector(
+        collector = Collector(
             self.scheduler, self.buckets, self.pace, self.drafting, self.tree_sizes, self._in_flight, self.counters,
             vocab_size=self.vocab_size, catches_up=self._deferred is not None and drafter.remembers,
             check=self.device.check, report=self._unreported.append, finish=lambda sequence: self._finish(sequence),
+        )  # fmt: skip
+        free = free_tokens(self.buckets, params)
+        grammar = GrammarSteps(self.executables, self.device, self.buckets, self.vocab_size, free)
+        self._steps = Steps(
+            self.scheduler, self.executables, self.device, self.buckets, self._in_flight, self.counters, self.drafting,
+            self.tree_sizes, grammar, collector, overlap=config.overlap, rows=rows, new_pages=self._new_pages,
+            give_up=self._give_up,
         )  # fmt: skip
 
     @classmethod
@@ -286,9 +289,8 @@ class Engine:
     def _start_over(self) -> None:
         """Sends all running requests back to the queue. They go on later with the same text: tokens that have not been
         read are drawn again."""
-        self._settle()  # grammars know these tokens already
-        self._in_flight.clear()
-        self._grammar.ahead = None
+        self._steps.settle()  # grammars know these tokens already
+        self._steps.forget()
         self.scheduler.start_over()
         if self.device.poisoned:
             self.device.renew()
@@ -338,9 +340,7 @@ class Engine:
             ended = list(self._by_id.values())
             for sequence in ended:
                 self.end(sequence, message)
-            self._in_flight.clear()
-            self._grammar.ahead = None
-            self._known.clear()
+            self._steps.forget()
             self._unreported.clear()
             self.scheduler.start_over()
             self.device.renew()
@@ -351,7 +351,7 @@ class Engine:
         """Sends all running requests back to the queue, and frees all pages, those of the prefix cache too. They go on
         with the same text."""
         with self._guarded():
-            self._collect_all_but(0)
+            self._steps.collect_all_but(0)
             self.scheduler.start_over()
 
     def find(self, id: str) -> Sequence | None:
@@ -380,10 +380,11 @@ class Engine:
             self._put_off, self._masks = [], []
             with self._guarded():
                 self._admit()
-                dispatched = self._prefills.launch(waits=self.waits, put_off=self._put_off) + self._launch_decode()
+                dispatched = self._prefills.launch(waits=self.waits, put_off=self._put_off)
+                dispatched += self._steps.launch(waits=self.waits, put_off=self._put_off, masks=self._masks)
                 if dispatched:
                     self._put_off, self._masks = [], []
-                self._collect_all_but(dispatched if self.config.overlap else 0)
+                self._steps.collect_all_but(dispatched if self.config.overlap else 0)
             changed = dict.fromkeys(self._unreported)
             self._unreported.clear()
             return list(changed)
@@ -411,103 +412,6 @@ class Engine:
             self.device.update(admit, packed, kind="admit", resumed=resumed)
             self.counters.prefilled_sequences += 1
             self.counters.cached_tokens += sequence.prefilled
-
-    def _launch_decode(self) -> int:
-        """Dispatches one step for each running request: in one batch, or in several where no program serves them all.
-        Returns the programs launched."""
-        ahead, self._grammar.ahead = self._grammar.ahead, None
-        self._read_constrained()
-        left, launched = self._able(self._reserved()), 0
-        while left:
-            pages = max(len(sequence.pages) for sequence in left)
-            kind = "constrained" if any(sequence.constraint for sequence in left) else "step"
-            nodes, more = self.drafting.choose(left, kind)
-            forced, jumps = dict[Sequence, list[int]](), False
-            if kind == "step":
-                ready = self.executables.compiled(), self.executables.pending
-                keys = self.buckets.step_keys(len(left), pages, *ready, nodes)
-            else:
-                forced, jumps = self._grammar.forced(left, nodes)
-                keys = self._grammar.keys(len(left), pages, 0 if forced else PLAIN if jumps else nodes)
-                others = [sequence for sequence in left if not sequence.constraint]
-                if (others or not self.waits) and (missing := self._grammar.missing(keys)):
-                    self._put_off += missing
-                    left, launched = others, launched + more  # they need not wait for the compiler
-                    continue
-            key, program = self.executables.first_usable(keys)
-            part, left = left[: key.width], left[key.width :]
-            inputs, at = self._step_input(key, part), perf_counter()
-            if self.buckets.sizes(key):
-                inputs = with_sizing(inputs, *self.tree_sizes.inputs(key, part))
-            told = self.drafting.told(part, forced, drafts=key.drafts)
-            drafted = tuple(sequence for sequence in told if sequence.params.drafts)
-            drafting = list[Sequence]()
-            if kind == "constrained":
-                drafting = [] if jumps else [sequence for sequence in drafted if not forced.get(sequence)]
-                inputs = self._grammar.inputs(key, part, inputs, forced, drafting, ahead)
-            output = self.device.run(key, program, inputs)
-            self._in_flight.append(InFlight(key, output, part, launched=at, drafted=drafted, forced=forced))
-            if drafting and not forced and self.config.overlap:
-                # Runs while the host reads this step. There are pages for both, if what was forced was no more.
-                self._grammar.ahead = self._grammar.draft(key, part, self._step_input(key, part))
-            self.counters.steps += 1
-            launched += 1 + more
-        return launched
-
-    def _step_input(self, key: Key, part: list[Sequence]) -> Any:
-        return step_input(part, key.width, self._new_pages, self.config.max_running_requests)
-
-    def _read_constrained(self) -> None:
-        """Reads the steps whose tokens a grammar waits for: what it allows next depends on what came last. Where all
-        goes on, the rest of what follows from them is left until the next step is launched."""
-        while any(each.key.verifies and any(one.constraint for one in each.sequences) for each in self._in_flight):
-            known = self._collector.read(self._in_flight.popleft())
-            self._known += [] if known is None else [known]
-        if not self.config.overlap or not all(known.runs_on for known in self._known):
-            self._settle()
-
-    def _settle(self) -> None:
-        """Collects what was read."""
-        while self._known:
-            self._collector.take(self._known.pop(0))
-
-    def _able(self, running: list[Sequence]) -> list[Sequence]:
-        """Ends the requests whose grammar cannot be followed any more. Returns the others, but for those whose mask
-        another thread computes: they sit this step out."""
-        asked = {one: None if one.constraint is None else one.constraint.ask() for one in running}
-        self._masks = [mask for mask in asked.values() if mask is not None]
-        if self.waits and len(self._masks) == len(running):
-            wait(self._masks, return_when=FIRST_COMPLETED)
-        running = [one for one, mask in asked.items() if mask is None or mask.done()]
-        for mask in self._masks:
-            mask.add_done_callback(lambda _: self.executables.on_change())
-        for sequence in running:
-            if sequence.constraint is not None and (problem := sequence.constraint.problem()) is not None:
-                self._settle()
-                if sequence.status is not Status.RUNNING:  # it has come to its end besides
-                    continue
-                self._give_up(sequence, f"{GRAMMAR_FAILED} after {len(sequence.output)} tokens: {problem}")
-        return [sequence for sequence in running if sequence.status is Status.RUNNING]
-
-    def _reserved(self) -> list[Sequence]:
-        """The running requests, with pages for all that they may commit; retracts some where pages run out."""
-        while True:
-            running = self.scheduler.running()
-            due = self.scheduler.is_due(self.counters.steps)
-            if not running or (not due and self.scheduler.reserve(running)):
-                return running
-            # Retract only what has been read: its output must be complete, and reading may free pages.
-            if self._in_flight or self._known:
-                self._collect_all_but(0)
-            else:
-                self.scheduler.retract_youngest(self.counters.steps)
-
-    def _collect_all_but(self, count: int) -> None:
-        """Reads the steps in flight, the oldest first, until `count` are left. Reports the sequences that have new
-        tokens or have finished."""
-        self._settle()
-        while len(self._in_flight) > count:
-            self._collector.collect(self._in_flight.popleft())
 
     def _expected_ratio(self, batch: int, nodes: int = 0) -> float:
         """See `expected_ratio`."""
@@ -567,7 +471,7 @@ class Engine:
             if self.scheduler.unfinished:
                 return False
             with self._guarded():
-                self._collect_all_but(0)  # steps dispatched ahead for requests that have ended
+                self._steps.collect_all_but(0)  # steps dispatched ahead for requests that have ended
             self.scheduler.prefix.clear()
             self.device.update(self.without_drafts, kind="flush")
             return True

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specjax.engine.adaptive import PLAIN
 from specjax.engine.buckets import JUMP, Buckets, Key
+from specjax.engine.choice import PLAIN
 from specjax.engine.constrained import constrained_input, read_trees, root_trees
 from specjax.engine.device import Device, memory_checked
 from specjax.engine.executables import Executables
