@@ -205,7 +205,7 @@ def test_a_log_keeps_parts_and_refuses_another_configuration(tmp_path):
         first.add(("block", 1, 0.0), 1)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ValueError, match="another seed: None, not 1"):
+    with pytest.raises(ValueError, match="holds runs with another model_type"):
         Log(tmp_path / "model", {"seed": 1})
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("...")
