@@ -21,6 +21,7 @@ import httpx
 import numpy as np
 import pytest
 from engine_helpers import tokenizer
+from family_helpers import save_family
 from mesh_helpers import environment, run
 from server_helpers import SECONDS, wait_until
 from tiny_checkpoints import save_llama
@@ -186,33 +187,45 @@ def folder(tmp_path_factory) -> str:
     return str(path)
 
 
-@pytest.mark.process
-def test_servers(start, folder):
-    """The leader answers what one process does, with adaptive n-grams; SIGTERM to a follower ends both with 0, and a
-    dead one ends the leader."""
-    given = ["--model", folder, "--tp", 2, "--nnodes", 2, "--max-running-requests", 2, "--context-length", 128]
-    given += ["--chunked-prefill-size", 64, "--port", 0, "--shutdown-timeout", 1]
+SIZES: dict[str, Any] = {"max_running_requests": 2, "context_length": 128, "chunked_prefill_size": 64}
+SAMPLED = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 0.7, "seed": 5}
+
+
+def served(folder: str, *more: Any) -> Callable[[int, str], list[str]]:
+    """The command of a server on two processes, for `start`."""
+    given = ["--model", folder, "--tp", 2, "--nnodes", 2, "--port", 0, "--shutdown-timeout", 1, *more]
+    given += [text for name, value in SIZES.items() for text in (f"--{name.replace('_', '-')}", value)]
 
     def command(rank: int, address: str) -> list[str]:
         return ["-m", "specjax.serve", *map(str, given), "--dist-init-addr", address, "--node-rank", str(rank)]
 
-    sampling = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 0.7, "seed": 5}
-    config = EngineConfig(max_running_requests=2, context_length=128, chunked_prefill_size=64)
-    alone = Engine.from_pretrained(folder, config=config, compilation_cache=False, progress=False)
+    return command
+
+
+def url(both: Together) -> str:
+    both.wait_for(lambda: "ready to roll" in both.log(0))
+    return both.log(0).partition("ready to roll! ")[2].split()[0]
+
+
+def check_answers(both: Together, folder: str) -> None:
+    """The leader answers what one process does, also from pages that it has kept."""
     prompts = ["hello hello hello", "a b a b a"]
-    expected = [alone.generate(prompt, SamplingParams(**sampling)).output_ids for prompt in prompts]
-
-    def url(both: Together) -> str:
-        both.wait_for(lambda: "ready to roll" in both.log(0))
-        return both.log(0).partition("ready to roll! ")[2].split()[0]
-
-    both = start(command)
+    alone = Engine.from_pretrained(folder, config=EngineConfig(**SIZES), compilation_cache=False, progress=False)
+    expected = [alone.generate(prompt, SamplingParams(**SAMPLED)).output_ids for prompt in prompts]
     with httpx.Client(base_url=url(both), timeout=SECONDS) as client:
-        answer = client.post("/generate", json={"text": prompts, "sampling_params": sampling})
+        answer = client.post("/generate", json={"text": prompts, "sampling_params": SAMPLED})
         assert [one["output_ids"] for one in answer.json()] == expected, answer.text
         assert client.post("/flush_cache").status_code == 200
-        answer = client.post("/generate", json={"text": prompts[0], "sampling_params": sampling})
+        answer = client.post("/generate", json={"text": prompts[0], "sampling_params": SAMPLED})
         assert answer.json()["output_ids"] == expected[0]
+
+
+@pytest.mark.process
+def test_servers(start, folder):
+    """With adaptive n-grams; SIGTERM to a follower ends both with 0, and a dead one ends the leader."""
+    command = served(folder)
+    both = start(command)
+    check_answers(both, folder)
     both.processes[1].send_signal(signal.SIGTERM)
     assert [process.wait(MOST) for process in both.processes] == [0, 0]
 
@@ -220,6 +233,19 @@ def test_servers(start, folder):
     url(both)
     assert "Node rank 1 of 2 is gone: " in both.kill(1)[0]
     assert both.processes[0].returncode == 1
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_servers_with_experts(start, tmp_path):
+    """Each process has half of the experts."""
+    folder = tmp_path / "qwen3_moe"
+    sizes: dict[str, Any] = {"hidden_size": 64, "moe_intermediate_size": 64, "num_attention_heads": 4}
+    save_family(folder, "qwen3_moe", num_key_value_heads=4, **sizes)
+    tokenizer().save_pretrained(folder)
+    both = start(served(str(folder), "--ep", 2))
+    check_answers(both, str(folder))
+    assert "Node rank 1 of 2 is gone: " in both.kill(1)[0]
 
 
 # What needs no processes.
