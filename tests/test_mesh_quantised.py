@@ -107,10 +107,23 @@ def folder(tmp_path_factory) -> Path:
         save_quantised(root / name, name)
         tokenizer().save_pretrained(root / name)
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 192}
-    save_llama(root / "llama", num_attention_heads=8, num_key_value_heads=2, initializer_range=0.2, **sizes)
+    save_llama(
+        root / "llama",
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+        num_hidden_layers=3,
+        **sizes,
+    )
     tokenizer().save_pretrained(root / "llama")
     sizes |= {"target_hidden_size": 64, "target_vocab_size": 300, "draft_vocab_size": 12}
-    save_head(root / "head", "eagle3", dtype="float32", config={"eagle_config": {}}, **sizes)
+    save_head(
+        root / "head",
+        "eagle3",
+        dtype="float32",
+        config={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}},
+        **sizes,
+    )
     return root
 
 
