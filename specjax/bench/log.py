@@ -30,8 +30,7 @@ class Log:
         self.folder = folder
         self._found: dict[Hashable, Any] = {}
         self.identity = dict(json.loads(json.dumps(identity)))
-        self._agree()
-        if folder.exists() and not (folder / CONFIG).exists() and any(folder.iterdir()):
+        if not self._agree() and folder.exists() and any(folder.iterdir()):
             raise ValueError(f"--output {folder} is not empty, and holds no {CONFIG}; name another folder")
         folder.mkdir(parents=True, exist_ok=True)
         self._read()

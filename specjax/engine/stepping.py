@@ -106,7 +106,7 @@ class Steps:
             self._collector.take(self._known.pop(0))
 
     def forget(self) -> None:
-        """What is in flight, and what was read and not collected."""
+        """What is in flight, a draft launched ahead too, and what was read and not collected."""
         self._flights.clear()
         self._known.clear()
         self._grammar.ahead = None
