@@ -3,6 +3,10 @@ temporary (XLA:CPU copies a pool silently when a write could come before a read)
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
 from typing import NamedTuple
 
 import jax
@@ -159,3 +163,44 @@ def test_one_trace_for_each_shape(drafter, flags):
     for _ in range(3):
         state, _ = steps.speculate(params, state, wider)
     assert (steps.speculate._cache_size(), steps.prefill._cache_size()) == (2, 1)
+
+
+FREED_AND_USED_AGAIN = """
+import ctypes
+import resource
+
+from specjax.engine.memory import keep_freed_memory
+
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+
+
+def faults() -> int:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        memory = libc.malloc(48 << 20)
+        ctypes.memset(memory, 1, 48 << 20)
+        libc.free(memory)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+before, kept = faults(), keep_freed_memory()
+faults()
+print(kept, before, faults())
+"""
+
+
+@pytest.mark.process
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it sets what glibc's malloc does")
+@pytest.mark.parametrize("setting", ["", "MALLOC_TRIM_THRESHOLD_=1000000", "GLIBC_TUNABLES=glibc.malloc.mxfast=0"])
+def test_freed_memory_is_used_again(setting):
+    """48 MB are 12,288 pages, which the system gives anew each time. What the user has set is left alone."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment |= dict([setting.split("=", 1)] if setting else [])
+    command = [sys.executable, "-c", FREED_AND_USED_AGAIN]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    kept, before, after = done.stdout.split()
+    assert kept == str(not setting) and int(before) > 20 * 1000
+    assert (int(after) < 1000) == (not setting)

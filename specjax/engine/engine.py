@@ -45,7 +45,7 @@ from specjax.engine.generation import FairLock, complete
 from specjax.engine.generation import stream as stream_chunks
 from specjax.engine.grammar_steps import GrammarSteps
 from specjax.engine.intake import Intake, Prompt, Salts, with_sampling
-from specjax.engine.memory import pool_tokens, room_beside
+from specjax.engine.memory import keep_freed_memory, pool_tokens, room_beside
 from specjax.engine.pace import Pace
 from specjax.engine.packing import Resident, admission
 from specjax.engine.placing import check_models, place_params
@@ -110,6 +110,8 @@ class Engine:
         self.vocab_size = target.config.vocab_size
         self.context_length = context_length(target, config)
         self.platform = jax.default_backend()
+        if self.platform == "cpu":
+            keep_freed_memory()
         rows, size = config.max_running_requests, config.page_size
         tokens = pool_tokens(target, config, self.context_length, self.platform, drafter, params, self.mesh)
         if group is not None:

@@ -6,7 +6,9 @@ no step runs out of memory in the middle of traffic because the first large batc
 
 from __future__ import annotations
 
-from functools import lru_cache
+import ctypes
+import os
+from functools import cache, lru_cache
 from math import prod
 from typing import Any
 
@@ -29,6 +31,24 @@ from specjax.state import DecodeState, init_state
 DEFAULT_POOL_TOKENS = 32_768  # on a CPU, where memory is shared with everything else
 STEP_COPIES = 2.5  # float32 arrays of [nodes, vocabulary] that a step holds at once: 2.1 to 2.3 in XLA's analysis
 CPU_STEP_COPIES = 4.2  # the same on a CPU: 4.1 for a Llama of 4 layers, 32,000 tokens, 8 to 128 nodes
+
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+KEPT = 512 << 20  # bytes that may lie free at the end of the heap
+FROM_HEAP = 256 << 20  # bytes of an allocation, at most, that are taken from it
+
+
+@cache
+def keep_freed_memory() -> bool:
+    """On a CPU, once in a process: memory that is freed stays in the process, for the next program. XLA allocates a
+    program's temporaries at each launch; by default glibc returns more than 32 MB to the system each time, and the
+    next step waits for 10,000 page faults. Returns whether it was set: not where the environment sets it, or with
+    another C library."""
+    ours = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+    if any(name in os.environ for name in ours) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and all((mallopt(M_TRIM_THRESHOLD, KEPT), mallopt(M_MMAP_THRESHOLD, FROM_HEAP)))
 
 
 def pool_tokens(
