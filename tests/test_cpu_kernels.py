@@ -9,13 +9,14 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from specjax_kernels.cpu import object_code, runtime
+from specjax_kernels.cpu import mailbox, object_code, runtime
 from specjax_kernels.cpu import rows as cpu_rows
 
 
@@ -38,6 +39,47 @@ def test_the_products_are_the_exact_ones(depth, columns, transposed, dtype):
     for rows in (2, 3, 5, 8):
         assert cpu_rows.takes(rows, *given.shape, given.dtype, transposed=transposed)
         np.testing.assert_array_equal(np.asarray(product(x[:rows], given)), alone[:rows])
+
+
+@jax.jit
+def _read_twice(first, second, x):
+    product = x @ x
+    return mailbox.posted(first, product, (2, 3)), mailbox.posted(second, product, (2, 3)) + jnp.uint32(1)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_program_waits_for_what_is_posted(late):
+    """Whichever of two postings comes first; places are used again."""
+    assert mailbox.usable()
+    box, x = mailbox.Mailbox(6, places=2), jnp.ones((8, 8))
+    for i in range(6):
+        (one, first), (other, second) = box.open(), box.open()
+        words = np.arange(6, dtype=np.uint32).reshape(2, 3) + np.uint32(2**32 - 1 - 6 * i)
+        given = [(one, words), (other, words + 7)]
+        if not late:
+            for number, posted in given:
+                box.post(number, posted)
+        found = _read_twice(first, second, x)
+        if late:
+            time.sleep(0.01)
+            assert not any(each.is_ready() for each in found)
+            for number, posted in given[:: 1 if i % 2 else -1]:
+                box.post(number, posted)
+        np.testing.assert_array_equal(np.asarray(found[0]), words)
+        np.testing.assert_array_equal(np.asarray(found[1]), words + 8)
+
+
+def test_what_is_never_posted_is_zero_in_the_end(monkeypatch):
+    """Rather than a program that never ends. No grammar allows the token that is drawn then."""
+    monkeypatch.setattr(mailbox, "SECONDS", 0)
+    monkeypatch.setattr(mailbox, "NAME", "specjax_posted_at_once")  # the kernel is compiled with the time
+    assert mailbox.usable()
+    box = mailbox.Mailbox(3)
+    number, ticket = box.open()
+    read = jax.jit(lambda ticket: mailbox.posted(ticket, ticket, (3,)))
+    np.testing.assert_array_equal(np.asarray(read(ticket)), 0)
+    box.post(number, np.array([1, 2, 3], np.uint32))
+    np.testing.assert_array_equal(np.asarray(read(ticket)), [1, 2, 3])
 
 
 def test_shapes_without_a_kernel():

@@ -25,6 +25,7 @@ from engine_helpers import (
     toy,
 )
 from grammar_helpers import GRAMMARS, OBJECT, SCHEMA, check_masked, follows
+from specjax_kernels.cpu import mailbox
 from specjax_kernels.quantised import quantise
 from test_toy_drafter import random_trees
 from toy_models import tiny_llama
@@ -311,6 +312,102 @@ def test_the_next_draft_is_launched_behind_a_step(monkeypatch):
     assert kinds[:3] == ["propose", "constrained", "propose"]
     assert kinds.count("propose") == kinds.count("constrained") + 1
     check_masked(llama(), HELLO, second.params, completion(second))
+    check_idle(engine)
+
+
+# Masks that come while a step runs.
+
+WORDS = Grammar("regex", "([a-d]{1,5} )+")
+
+
+@pytest.fixture
+def unread(monkeypatch):
+    """A function from an engine to a list that gets the requests of each step that is launched before the last one is
+    read."""
+
+    def watch(engine: Engine) -> list[int]:
+        found = list[int]()
+        launch = engine._steps._launch_unread
+        monkeypatch.setattr(
+            engine._steps, "_launch_unread", lambda key, part: found.append(len(part)) or launch(key, part)
+        )
+        return found
+
+    return watch
+
+
+def some_words(count: int) -> list[tuple[list[int], SamplingParams]]:
+    """One of four without a grammar, two sampled."""
+    grammars = [WORDS, OBJECT, None, WORDS]
+    sampling = [{}, {"temperature": 1.0, "seed": 3}]
+    return [
+        (byte_ids(b"say %d: " % i), SamplingParams(max_new_tokens=30 + i, grammar=grammars[i % 4], **sampling[i % 2]))
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["NONE", pytest.param("NGRAM", marks=pytest.mark.slow), "eagle3"])
+def test_masks_may_come_while_a_step_runs(kind, unread, monkeypatch):
+    """Where a full batch would not be worth widening for what is forced of one request."""
+    engine, made = engine_of(kind, **({} if kind == "NONE" else {"adaptive": True, "retract_every": 23})), some_words(9)
+    for adaptive in filter(None, engine.drafting.adaptive.values()):
+        monkeypatch.setattr(adaptive, "choose", lambda batch, requests: PLAIN)
+    launched = unread(engine)
+    found = engine.generate([prompt for prompt, _ in made], [params for _, params in made])
+    check(llama() if kind == "eagle3" else toy(), made, found)
+    assert len(launched) > 10 and set(launched) == {4}
+    check_idle(engine)
+
+
+def test_a_step_is_read_first_where_the_host_needs_its_tokens(unread, monkeypatch):
+    engine, made = engine_of("NONE"), some_words(4)
+    launched = unread(engine)
+    for few in (made[:1], made[:2]):  # forced tokens of one of so few are worth a wider step
+        engine.generate([prompt for prompt, _ in few], [params for _, params in few])
+    assert not launched
+    sequences = [engine.add(*request) for request in made]
+    while not launched:
+        engine.step()
+    bound = next(one for one in sequences if one.constraint is not None)
+    monkeypatch.setattr(bound.constraint, "slow", True)
+    before = len(launched)
+    for _ in range(5):
+        engine.step()
+    assert len(launched) == before and bound.status is Status.RUNNING
+    while engine.unfinished:
+        engine.step()
+    check(toy(), made, map(completion, sequences))
+    check_idle(engine)
+
+
+def test_without_the_kernel_masks_come_first(unread, monkeypatch):
+    monkeypatch.setattr(mailbox, "usable", lambda: False)
+    engine, made = _made("NONE"), some_words(4)
+    launched = unread(engine)
+    check(toy(), made, engine.generate([prompt for prompt, _ in made], [params for _, params in made]))
+    assert not launched
+
+
+@pytest.mark.parametrize("place", ["read", "mask"])
+def test_no_step_waits_for_a_mask_that_will_not_come(place, unread, monkeypatch):
+    """Whatever fails between the launch of a step and its masks."""
+    engine, made = engine_of("NONE"), some_words(4)
+    launched = unread(engine)
+    sequences = [engine.add(*request) for request in made]
+    while len(launched) < 3:
+        engine.step()
+    failing = engine._steps._collector if place == "read" else sequences[1].constraint
+
+    def fail(*given):
+        raise ZeroDivisionError("on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(failing, place, fail)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    engine.reset("it failed")
+    assert all(one.status is Status.FINISHED for one in sequences)
+    check(toy(), made, engine.generate([prompt for prompt, _ in made], [params for _, params in made]))
     check_idle(engine)
 
 

@@ -8,6 +8,11 @@ Requests without a grammar share the batch, with all bits set. A tree is only a 
 what the host makes of it. What is sent, packed in one int32 array:
 
     [B, 2 + K + 5 N + N W]      a step's input, the tree's five fields, the bits: W = ceil(V / 32) words for each node
+
+Where nothing is drafted, the bits of the roots are not needed before the logits are there. On a CPU such a step can be
+launched before the last one is read, and gets them while it runs (`specjax_kernels.cpu.mailbox`):
+
+    [B, 2 + K + 4]              a step's input, the ticket with which it reads the bits
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Int32, UInt32
+from specjax_kernels.cpu.mailbox import TICKET, posted
 
 from specjax.drafters.base import Drafter, Params
 from specjax.engine.constraint import ALL, WORD
@@ -29,8 +35,8 @@ from specjax.engine.transfers import Output
 from specjax.models.target import Target
 from specjax.state import DecodeState, StepInput, StepOutput
 from specjax.step import StepConfig, draft_phase, verify_phase
-from specjax.tree import NO_PARENT, NO_TOKEN, DraftTree
-from specjax.verify import Verifier
+from specjax.tree import NO_PARENT, NO_TOKEN, DraftTree, roots
+from specjax.verify import Verdict, Verifier
 
 FIELDS = len(DraftTree._fields)
 WALK_SECONDS = 0.05  # after which no more nodes below the roots of a step's trees are looked at
@@ -63,6 +69,11 @@ def constrained_size(new_pages: int, nodes: int, vocab_size: int) -> int:
     return 2 + new_pages + FIELDS * nodes + nodes * words(vocab_size)
 
 
+def late_size(new_pages: int) -> int:
+    """The same where the bits come late."""
+    return 2 + new_pages + TICKET
+
+
 # On the device
 
 
@@ -93,6 +104,30 @@ def constrained_step(
     return verify_phase(
         params, state, step, tree, target=target, drafter=drafter, verify=verify, config=config, allowed=allowed
     )
+
+
+def late_step(
+    params: Params, state: DecodeState, inputs: ConstrainedInput, *, verify: Verifier, **fixed: Any
+) -> tuple[DecodeState, StepOutput]:
+    """`constrained_step` of roots alone, that waits for their bits where it needs them. `allowed` holds the ticket,
+    uint32 [B, 1, TICKET], the same in each row."""
+
+    def with_bits(tree: DraftTree, logits: Array, *given: Any, allowed: Array, **options: Any) -> Verdict:
+        ticket = jax.lax.bitcast_convert_type(allowed[0, 0], jnp.int32)
+        bits = posted(ticket, logits, (logits.shape[0], 1, words(logits.shape[-1])))
+        return verify(tree, logits, *given, allowed=bits, **options)
+
+    return constrained_step(params, state, inputs, verify=with_bits, **fixed)
+
+
+def unpack_late(
+    packed: Int32[Array, "B X"], tables: Int32[Array, "R T"], *, width: int, pages: int, new_pages: int
+) -> Any:
+    """As `unpack_constrained`, for `late_step`."""
+    at = 2 + new_pages
+    step, tables = unpack_step(packed[:, :at], tables, width, pages)
+    ticket = jax.lax.bitcast_convert_type(packed[:, None, at:], jnp.uint32)
+    return ConstrainedInput(step, roots(jnp.zeros(packed.shape[0], jnp.int32), 1), ticket), tables
 
 
 def unpack_constrained(

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 from specjax_kernels.cpu import attention as cpu_attention
-from specjax_kernels.cpu import object_code
+from specjax_kernels.cpu import mailbox, object_code
 
 from specjax.cache import pool_shape
 from specjax.checkpoint.files import default_cache_dir
@@ -23,7 +23,16 @@ from specjax.drafters.base import Drafter, Params
 from specjax.drafters.deferred import Deferred
 from specjax.engine import program_store
 from specjax.engine.buckets import JUMP, Buckets, Key
-from specjax.engine.constrained import constrained_size, constrained_step, propose_step, unpack_constrained
+from specjax.engine.choice import PLAIN
+from specjax.engine.constrained import (
+    constrained_size,
+    constrained_step,
+    late_size,
+    late_step,
+    propose_step,
+    unpack_constrained,
+    unpack_late,
+)
 from specjax.engine.packing import (
     Resident,
     admission_size,
@@ -195,6 +204,11 @@ class Executables(Programs):
         options = (compiler_options(**self.options), self._kernels())
         return program_store.is_stored(_packing(key, function, unpack), arguments, options)
 
+    def masks_come_late(self, key: Key) -> bool:
+        """Whether the program of a key is launched with a ticket for what its requests' grammars allow, and reads that
+        while it runs. Of a compiled one it is known at once; else a kernel may be compiled first."""
+        return key.kind == "constrained" and key.nodes == PLAIN and self._mesh is None and mailbox.usable()
+
     def _kernels(self) -> Any:
         return cpu_attention.prepare(self._target.config.dtype)
 
@@ -235,6 +249,9 @@ class Executables(Programs):
                 shape = (key.width, constrained_size(self.new_pages, nodes, vocab_size))
                 unpack = partial(unpack_constrained, **tables, new_pages=self.new_pages, nodes=nodes)
                 function = constrained_step
+                if self.masks_come_late(key):
+                    shape, function = (key.width, late_size(self.new_pages)), late_step
+                    unpack = partial(unpack_late, **tables, new_pages=self.new_pages)
         # `resize` has nothing to trace, but would be a part of the program's name.
         return partial(function, **fixed, drafter=drafter._replace(resize=None), config=config), unpack, shape
 

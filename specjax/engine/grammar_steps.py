@@ -5,17 +5,22 @@ The steps themselves are `specjax.engine.constrained`'s.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as List
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+from specjax_kernels.cpu.mailbox import Mailbox
 
 from specjax.engine.buckets import JUMP, Buckets, Key
 from specjax.engine.choice import PLAIN
-from specjax.engine.constrained import constrained_input, read_trees, root_trees
+from specjax.engine.constrained import constrained_input, read_trees, root_trees, words
+from specjax.engine.constraint import ALL
 from specjax.engine.device import Device, memory_checked
 from specjax.engine.executables import Executables
+from specjax.engine.flight import InFlight
 from specjax.engine.programs import Program
-from specjax.engine.sequence import Sequence
+from specjax.engine.sequence import Sequence, Status
 from specjax.engine.transfers import Output
 
 
@@ -99,6 +104,48 @@ class GrammarSteps:
             return None
         return Draft(half, part, self._device.run(half, program, inputs))
 
+    def goes_on(self, flights: List[InFlight], running: list[Sequence]) -> bool:
+        """Whether the next step of these requests may be launched before the last one is read: that is all that is in
+        flight, no mask takes long, and not even the longest run of forced tokens of one of them would be worth a wider
+        step for all."""
+        if len(flights) != 1 or flights[0].key.kind != "constrained" or flights[0].sequences != running:
+            return False
+        bound = [one.constraint for one in running if one.constraint is not None]
+        if not bound or any(each.slow or each.failure is not None for each in bound):
+            return False
+        longest = [JUMP - 1] + [0] * (len(running) - 1)
+        return self._buckets.jump_width(self._buckets.batch(len(running)), longest, 1, self._free) == 1
+
+    def key_ahead(self, running: list[Sequence], nodes: int) -> Key | None:
+        """The program of that step. None: it is not compiled, or is to draft. `nodes`: of the step that is wanted."""
+        count, pages = len(running), max(len(one.pages) for one in running)
+        if nodes != PLAIN and self._buckets.drafts(self._buckets.batch(count)):
+            return None
+        ready = self._executables.compiled()
+        key = next(iter(self._buckets.step_keys(count, pages, ready, set(), PLAIN, "constrained")))
+        return key if key in ready and key.width >= count and self._executables.masks_come_late(key) else None
+
+    @cached_property
+    def _mailbox(self) -> Mailbox:
+        return Mailbox(self._buckets.batches[-1] * words(self._vocab_size))
+
+    def ticket(self, inputs: np.ndarray) -> tuple[int, np.ndarray]:
+        """For a step whose masks come late: the number with which `post` gives it these, and its packed input, from
+        that of a step without a grammar."""
+        number, ticket = self._mailbox.open()
+        return number, np.concatenate([inputs, np.broadcast_to(ticket, (len(inputs), len(ticket)))], axis=1)
+
+    def post(self, number: int, key: Key, part: list[Sequence]) -> None:
+        """Gives a step of `part` its masks, which follow from what was read. Of a request that has ended it needs
+        none."""
+        bits = np.full((key.width, words(self._vocab_size)), ALL, np.uint32)
+        try:
+            for i, one in enumerate(part):
+                if one.constraint is not None and one.status is Status.RUNNING:
+                    bits[i] = one.constraint.mask()
+        finally:  # the program waits for it
+            self._mailbox.post(number, bits)
+
     def inputs(
         self,
         key: Key,
@@ -110,6 +157,10 @@ class GrammarSteps:
     ) -> np.ndarray:
         """The packed input of a step of `part`, from that of a step without a grammar. Drafts, if only for `drafting`,
         and waits for that. `ahead`: as the attribute was after the last step."""
+        if self._executables.masks_come_late(key):
+            number, packed = self.ticket(inputs)
+            self.post(number, key, part)
+            return packed
         nodes = self._buckets.step_widths(key)[-1]
         trees = root_trees(key.width, nodes)
         if drafting:

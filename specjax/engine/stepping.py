@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from itertools import islice
 from time import perf_counter
 
 import numpy as np
@@ -55,12 +56,22 @@ class Steps:
             masks: gets the masks that other threads compute.
         """
         ahead, self._grammar.ahead = self._grammar.ahead, None
+        launched, choice = 0, dict[int, int]()  # of nodes, by batch bucket
+        if self._overlap and self._grammar.goes_on(self._flights, self._scheduler.running()):
+            running = self._reserved()
+            if self._flights:  # else pages had run out, and it was read
+                nodes, launched = self._drafting.choose(running, "constrained")
+                if (key := self._grammar.key_ahead(running, nodes)) is not None:
+                    self._launch_unread(key, running)
+                    return 1 + launched
+                choice[self._buckets.batch(len(running))] = nodes
         self._read_constrained()
-        left, launched = self._able(self._reserved(), waits, masks), 0
+        left = self._able(self._reserved(), waits, masks)
         while left:
             pages = max(len(sequence.pages) for sequence in left)
             kind = "constrained" if any(sequence.constraint for sequence in left) else "step"
-            nodes, more = self._drafting.choose(left, kind)
+            made = choice.pop(self._buckets.batch(len(left)), None) if kind == "constrained" else None
+            nodes, more = self._drafting.choose(left, kind) if made is None else (made, 0)
             forced, jumps = dict[Sequence, list[int]](), False
             if kind == "step":
                 ready = self._executables.compiled(), self._executables.pending
@@ -93,6 +104,20 @@ class Steps:
             launched += 1 + more
         return launched
 
+    def _launch_unread(self, key: Key, part: list[Sequence]) -> None:
+        """Dispatches a step of requests whose last one is in flight, and then reads that, from which the masks of this
+        one follow."""
+        inputs, at = self._step_input(key, part), perf_counter()
+        self._drafting.told(part, {}, drafts=False)
+        number, inputs = self._grammar.ticket(inputs)
+        try:
+            output = self._device.run(key, self._executables.get(key), inputs)
+            self._flights.append(InFlight(key, output, part, launched=at))
+            self._read_constrained(1)
+        finally:
+            self._grammar.post(number, key, part)
+        self._counters.steps += 1
+
     def collect_all_but(self, count: int) -> None:
         """Reads the steps in flight, the oldest first, until `count` are left. Reports the sequences that have new
         tokens or have finished."""
@@ -114,10 +139,15 @@ class Steps:
     def _step_input(self, key: Key, part: list[Sequence]) -> np.ndarray:
         return step_input(part, key.width, self._new_pages, self._rows)
 
-    def _read_constrained(self) -> None:
+    def _read_constrained(self, behind: int = 0) -> None:
         """Reads the steps whose tokens a grammar waits for: what it allows next depends on what came last. Where all
-        goes on, the rest of what follows from them is left until the next step is launched."""
-        while any(each.key.verifies and any(one.constraint for one in each.sequences) for each in self._flights):
+        goes on, the rest of what follows from them is left until the next step is launched. `behind`: programs that
+        wait for this themselves."""
+
+        def waited_for() -> Iterator[InFlight]:
+            return islice(self._flights, len(self._flights) - behind)
+
+        while any(each.key.verifies and any(one.constraint for one in each.sequences) for each in waited_for()):
             known = self._collector.read(self._flights.popleft())
             self._known += [] if known is None else [known]
         if not self._overlap or not all(known.runs_on for known in self._known):
