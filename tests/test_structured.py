@@ -108,7 +108,7 @@ def test_text_is_the_target_s_own_with_a_mask(kind):
     check_idle(engine)
 
 
-ADAPTIVE = {"adaptive": True, "retract_every": 9, "max_running_requests": 3}
+ADAPTIVE = {"adaptive": True, "retract_every": 9, "max_running_requests": 4}
 
 
 @pytest.mark.parametrize("kind", [pytest.param("NGRAM", marks=pytest.mark.slow), "eagle3"])
@@ -349,7 +349,7 @@ def some_words(count: int) -> list[tuple[list[int], SamplingParams]]:
 @pytest.mark.parametrize("kind", ["NONE", pytest.param("NGRAM", marks=pytest.mark.slow), "eagle3"])
 def test_masks_may_come_while_a_step_runs(kind, unread, monkeypatch):
     """Where a full batch would not be worth widening for what is forced of one request."""
-    engine, made = engine_of(kind, **({} if kind == "NONE" else {"adaptive": True, "retract_every": 23})), some_words(9)
+    engine, made = engine_of(kind, **({} if kind == "NONE" else ADAPTIVE)), some_words(9)
     for adaptive in filter(None, engine.drafting.adaptive.values()):
         monkeypatch.setattr(adaptive, "choose", lambda batch, requests: PLAIN)
     launched = unread(engine)
@@ -386,6 +386,32 @@ def test_without_the_kernel_masks_come_first(unread, monkeypatch):
     launched = unread(engine)
     check(toy(), made, engine.generate([prompt for prompt, _ in made], [params for _, params in made]))
     assert not launched
+
+
+def test_a_grammar_that_fails_while_a_step_runs_has_no_text_without_a_mask(unread, monkeypatch):
+    engine = engine_of("NONE")
+    launched, params = unread(engine), SamplingParams(max_new_tokens=30, grammar=WORDS)
+    sequences = [engine.add(HELLO, replace(params, seed=i, temperature=1.0)) for i in range(4)]
+    while len(launched) < 5:
+        engine.step()
+    failing, known = sequences[1].constraint, len(sequences[1].output)
+    monkeypatch.setattr(failing, "_fill", lambda words: None)  # as where the library has an error
+    while engine.unfinished:
+        engine.step()
+    found = [*map(completion, sequences)]
+    reason = found[1].finish_reason
+    assert reason["type"] == "abort" and reason["message"].startswith(GRAMMAR_FAILED)
+    assert known <= len(found[1].output_ids) <= known + 1 and follows(WORDS, found[1].output_ids, whole=False)
+    for one in (0, 2, 3):
+        check_masked(toy(), HELLO, sequences[one].params, found[one])
+    check_idle(engine)
+
+
+def test_a_step_in_many_parts():
+    """Each has its own masks."""
+    engine, made = _made("NONE", max_running_requests=8, max_batch=1), some_words(10)
+    check(toy(), made, engine.generate([prompt for prompt, _ in made], [params for _, params in made]))
+    check_idle(engine)
 
 
 @pytest.mark.parametrize("place", ["read", "mask"])

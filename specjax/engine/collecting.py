@@ -1,7 +1,8 @@
 """Reading the results of programs in flight, and what follows from them for sequences, counters and measurements.
 
-The two may be apart: a grammar needs the tokens of the last step before the next one can be launched, and nothing else
-of what follows from them. So its steps are read, the next is launched, and then they are collected.
+The two may be apart: a grammar needs the tokens of the last step before the next one can be launched, or before that
+gets its masks, and nothing else of what follows from them. So its steps are read, the next is launched, and then they
+are collected.
 """
 
 from __future__ import annotations
@@ -75,9 +76,12 @@ class Collector:
             sized = bool(self._buckets.sizes(flight.key))
             read = read_output(flight.output, self._top if wanted else None, sized=sized)
         seconds = self._flights.seconds(flight)
-        for sequence, tokens in zip(flight.sequences, read.tokens, strict=False):
+        for i, (sequence, tokens) in enumerate(zip(flight.sequences, read.tokens, strict=False)):
             if sequence.status is Status.FINISHED:
                 continue
+            if sequence.constraint is not None and sequence.constraint.failure is not None:
+                tokens.clear()  # it was launched before that was known, and drew without a mask
+                read.finish[i] = RUNS
             if flight.key.verifies:
                 sequence.committed += len(tokens)
             if tokens and sequence.constraint is not None:

@@ -126,6 +126,7 @@ class Executables(Programs):
         self.state_shapes: DecodeState = self._state.decode
         self.new_pages, self._pages = new_pages, pool_shape(state.decode.cache).pages
         self._admit: dict[bool, Callable[..., Resident]] = {}
+        self._late: dict[Key, bool] = {}
 
     def admit(self, *, resumed: bool) -> Callable[[Resident, np.ndarray], Resident]:
         """Puts a packed `admission` into the state, which it takes over. `resumed`: whether it has emitted tokens.
@@ -207,7 +208,10 @@ class Executables(Programs):
     def masks_come_late(self, key: Key) -> bool:
         """Whether the program of a key is launched with a ticket for what its requests' grammars allow, and reads that
         while it runs. Of a compiled one it is known at once; else a kernel may be compiled first."""
-        return key.kind == "constrained" and key.nodes == PLAIN and self._mesh is None and mailbox.usable()
+        if key not in self._late:
+            plain = key.kind == "constrained" and key.nodes == PLAIN
+            self._late[key] = plain and self._mesh is None and mailbox.usable()
+        return self._late[key]
 
     def _kernels(self) -> Any:
         return cpu_attention.prepare(self._target.config.dtype)

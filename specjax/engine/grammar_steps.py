@@ -6,11 +6,10 @@ The steps themselves are `specjax.engine.constrained`'s.
 from __future__ import annotations
 
 from collections.abc import Sequence as List
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from specjax_kernels.cpu.mailbox import Mailbox
+from specjax_kernels.cpu.mailbox import Mailbox, Posting
 
 from specjax.engine.buckets import JUMP, Buckets, Key
 from specjax.engine.choice import PLAIN
@@ -43,6 +42,7 @@ class GrammarSteps:
         self._executables, self._device, self._buckets = executables, device, buckets
         self._vocab_size, self._free = vocab_size, free
         self.ahead: Draft | None = None
+        self._mailbox = Mailbox()
 
     def keys(self, count: int, pages: int, nodes: int) -> list[Key]:
         """Programs for a step of so many requests, the best first. Those that are compiled come first, whether or not
@@ -81,13 +81,19 @@ class GrammarSteps:
         batch, found = self._buckets.batch(len(sequences)), dict[Sequence, list[int]]()
         for one in sequences:
             if one.constraint is not None and one.params.drafts:
-                limit = one.params.draft_limit
-                found[one] = one.constraint.forced(JUMP - 1 if limit is None else min(JUMP - 1, limit))
+                found[one] = self._forced(one)
         drafting = nodes != PLAIN and self._buckets.drafts(batch)
         least = self._buckets.tree_widths(batch)[-1] if drafting else 1
         width = self._buckets.jump_width(batch, [len(found.get(one, ())) for one in sequences], least, self._free)
         cut = {one: tokens[: width - 1] for one, tokens in found.items()}
         return {one: tokens for one, tokens in cut.items() if tokens}, not drafting
+
+    def _forced(self, sequence: Sequence) -> list[int]:
+        """The tokens that must come next and may be drafted."""
+        if sequence.constraint is None or not sequence.params.drafts:
+            return []
+        limit = sequence.params.draft_limit
+        return sequence.constraint.forced(JUMP - 1 if limit is None else min(JUMP - 1, limit))
 
     def _proposing(self, half: Key) -> Program | None:
         """None: it does not compile, which `Executables` has logged, so nothing is drafted."""
@@ -106,15 +112,21 @@ class GrammarSteps:
 
     def goes_on(self, flights: List[InFlight], running: list[Sequence]) -> bool:
         """Whether the next step of these requests may be launched before the last one is read: that is all that is in
-        flight, no mask takes long, and not even the longest run of forced tokens of one of them would be worth a wider
-        step for all."""
-        if len(flights) != 1 or flights[0].key.kind != "constrained" or flights[0].sequences != running:
+        flight and emits one token of each, no mask takes long, and forced tokens would not be worth a wider step, be it
+        those that are known to follow or as many as one of them alone can have."""
+        if len(flights) != 1 or flights[0].sequences != running:
             return False
-        bound = [one.constraint for one in running if one.constraint is not None]
-        if not bound or any(each.slow or each.failure is not None for each in bound):
+        key, bound = flights[0].key, [one.constraint for one in running if one.constraint is not None]
+        if key.kind != "constrained" or key.nodes != PLAIN or not bound:
             return False
-        longest = [JUMP - 1] + [0] * (len(running) - 1)
-        return self._buckets.jump_width(self._buckets.batch(len(running)), longest, 1, self._free) == 1
+        if any(constraint.slow or constraint.failure is not None for constraint in bound):
+            return False
+        batch = self._buckets.batch(len(running))
+        first = [JUMP - 1] + [0] * (len(running) - 1)
+        if self._buckets.jump_width(batch, first, 1, self._free) > 1:
+            return False
+        known = [len(self._forced(one)) for one in running]  # the first is what the step in flight emits
+        return self._buckets.jump_width(batch, [max(count - 1, 0) for count in known], 1, self._free) == 1
 
     def key_ahead(self, running: list[Sequence], nodes: int) -> Key | None:
         """The program of that step. None: it is not compiled, or is to draft. `nodes`: of the step that is wanted."""
@@ -123,28 +135,27 @@ class GrammarSteps:
             return None
         ready = self._executables.compiled()
         key = next(iter(self._buckets.step_keys(count, pages, ready, set(), PLAIN, "constrained")))
-        return key if key in ready and key.width >= count and self._executables.masks_come_late(key) else None
+        if key not in ready or key.width < count or self._executables.has_failed(key):
+            return None
+        return key if self._executables.masks_come_late(key) else None
 
-    @cached_property
-    def _mailbox(self) -> Mailbox:
-        return Mailbox(self._buckets.batches[-1] * words(self._vocab_size))
+    def ticket(self, key: Key, inputs: np.ndarray) -> tuple[Posting, np.ndarray]:
+        """For a step whose masks come late: what `post` gives it these with, and its packed input, from that of a step
+        without a grammar."""
+        posting = self._mailbox.open(key.width * words(self._vocab_size))
+        ticket = np.broadcast_to(posting.ticket, (len(inputs), len(posting.ticket)))
+        return posting, np.concatenate([inputs, ticket], axis=1)
 
-    def ticket(self, inputs: np.ndarray) -> tuple[int, np.ndarray]:
-        """For a step whose masks come late: the number with which `post` gives it these, and its packed input, from
-        that of a step without a grammar."""
-        number, ticket = self._mailbox.open()
-        return number, np.concatenate([inputs, np.broadcast_to(ticket, (len(inputs), len(ticket)))], axis=1)
-
-    def post(self, number: int, key: Key, part: list[Sequence]) -> None:
-        """Gives a step of `part` its masks, which follow from what was read. Of a request that has ended it needs
-        none."""
-        bits = np.full((key.width, words(self._vocab_size)), ALL, np.uint32)
+    def post(self, posting: Posting, key: Key, part: list[Sequence]) -> None:
+        """Gives a step of `part` its masks, which follow from what was read. A request that has ended needs none."""
+        bits = np.zeros(0, np.uint32)
         try:
+            bits = np.full((key.width, words(self._vocab_size)), ALL, np.uint32)
             for i, one in enumerate(part):
                 if one.constraint is not None and one.status is Status.RUNNING:
                     bits[i] = one.constraint.mask()
         finally:  # the program waits for it
-            self._mailbox.post(number, bits)
+            self._mailbox.post(posting, bits)
 
     def inputs(
         self,
@@ -158,8 +169,8 @@ class GrammarSteps:
         """The packed input of a step of `part`, from that of a step without a grammar. Drafts, if only for `drafting`,
         and waits for that. `ahead`: as the attribute was after the last step."""
         if self._executables.masks_come_late(key):
-            number, packed = self.ticket(inputs)
-            self.post(number, key, part)
+            posting, packed = self.ticket(key, inputs)
+            self.post(posting, key, part)
             return packed
         nodes = self._buckets.step_widths(key)[-1]
         trees = root_trees(key.width, nodes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from functools import cache, lru_cache
 from math import prod
 from typing import Any
@@ -47,8 +48,9 @@ def keep_freed_memory() -> bool:
     ours = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
     if any(name in os.environ for name in ours) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and all((mallopt(M_TRIM_THRESHOLD, KEPT), mallopt(M_MMAP_THRESHOLD, FROM_HEAP)))
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    # Older versions of glibc take 32 MB from the heap at most; then all stays as it is.
+    return mallopt is not None and bool(mallopt(M_MMAP_THRESHOLD, FROM_HEAP) and mallopt(M_TRIM_THRESHOLD, KEPT))
 
 
 def pool_tokens(

@@ -28,7 +28,7 @@ class Scheduler:
 
     Args:
         lookahead: tokens that steps not yet read may commit, 2 (D + 1) when steps are dispatched ahead.
-        jump: the same for a sequence with a grammar, none of whose steps is dispatched ahead.
+        jump: the same for a sequence with a grammar: of its steps only those that emit one token are dispatched ahead.
         reuse: whether there is a prefix cache.
         retract_every: see `EngineConfig.retract_every`.
     """

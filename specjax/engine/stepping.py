@@ -109,13 +109,13 @@ class Steps:
         one follow."""
         inputs, at = self._step_input(key, part), perf_counter()
         self._drafting.told(part, {}, drafts=False)
-        number, inputs = self._grammar.ticket(inputs)
+        posting, inputs = self._grammar.ticket(key, inputs)
         try:
             output = self._device.run(key, self._executables.get(key), inputs)
             self._flights.append(InFlight(key, output, part, launched=at))
             self._read_constrained(1)
         finally:
-            self._grammar.post(number, key, part)
+            self._grammar.post(posting, key, part)
         self._counters.steps += 1
 
     def collect_all_but(self, count: int) -> None:
