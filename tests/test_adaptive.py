@@ -12,9 +12,9 @@ from test_eagle_cache import toy as llama
 from specjax.costs import Tree
 from specjax.engine import SamplingParams
 from specjax.engine.adaptive import ENOUGH, FIRST, GUESS, SAVED, SHARE, TRIAL, Adaptive
-from specjax.engine.buckets import Key
 from specjax.engine.choice import HORIZON, PLAIN, accept_lengths, best, catch_up_share, expected_tokens, transferred
 from specjax.engine.flight import Flights, InFlight
+from specjax.engine.keys import Key
 from specjax.engine.sequence import Status
 
 DRAFT = 0

@@ -84,6 +84,17 @@ def test_no_place_is_used_again_before_it_is_read():
     assert 10 <= len(box._places) <= 12
 
 
+@pytest.mark.parametrize("setting", ["jax_debug_nans", "jax_debug_infs", "jax_cpu_enable_async_dispatch"])
+def test_no_program_waits_where_its_launch_waits_for_it(setting):
+    assert mailbox.usable()
+    before = jax.config.values[setting]
+    jax.config.update(setting, not before)
+    try:
+        assert not mailbox.usable()
+    finally:
+        jax.config.update(setting, before)
+
+
 def test_what_is_never_posted_is_zero_in_the_end(monkeypatch):
     """Rather than a program that never ends. No grammar allows the token that is drawn then."""
     monkeypatch.setattr(mailbox, "SECONDS", 0)

@@ -12,7 +12,8 @@ from toy_models import tiny_llama
 
 from specjax.drafters import make_drafter
 from specjax.engine import SamplingParams
-from specjax.engine.buckets import PACE, Buckets, Key
+from specjax.engine.buckets import PACE, Buckets
+from specjax.engine.keys import Key
 from specjax.engine.pace import Pace
 from specjax.engine.sequence import Status
 from specjax.models.ragged import Ragged

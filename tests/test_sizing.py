@@ -22,10 +22,11 @@ from specjax.cli import build, flags
 from specjax.drafters import Auto, Eagle3, Ngram, TreeShape, eagle_drafter, make_drafter
 from specjax.engine import SamplingParams
 from specjax.engine.adaptive import Adaptive
-from specjax.engine.buckets import Buckets, Key
+from specjax.engine.buckets import Buckets
 from specjax.engine.choice import PLAIN
 from specjax.engine.flight import InFlight
 from specjax.engine.grammar import Grammar
+from specjax.engine.keys import Key
 from specjax.engine.packing import step_input, unpack_step, with_sizing
 from specjax.engine.sizing import PRIOR, STALE, TRIES, TreeSizes
 from specjax.engine.transfers import Output, Read

@@ -34,11 +34,12 @@ from specjax.config import HeadConfig, RopeConfig
 from specjax.drafters import TreeShape, eagle_drafter
 from specjax.drafters.base import Params
 from specjax.engine import Engine, SamplingParams
-from specjax.engine.buckets import JUMP, Buckets, Key
+from specjax.engine.buckets import JUMP, Buckets
 from specjax.engine.choice import PLAIN
 from specjax.engine.drafting import FEW_BIT_TOKENS, free_tokens
 from specjax.engine.grammar import GRAMMAR_FAILED, Grammar
 from specjax.engine.intake import Intake
+from specjax.engine.keys import Key
 from specjax.engine.sampling_params import ParameterError
 from specjax.engine.sequence import Status, completion
 from specjax.models.draft_head import init_head_params

@@ -17,7 +17,8 @@ from test_gpu_lowering import ASKS_THE_HOST, TREES, decisions, for_gpu, tiny
 from toy_models import Runner
 
 from specjax.drafters import TreeShape, eagle_drafter
-from specjax.engine.buckets import Buckets, Key
+from specjax.engine.buckets import Buckets
+from specjax.engine.keys import Key
 from specjax.step import StepConfig, draft_phase, speculate_step
 from specjax.tree import NO_PARENT, NO_TOKEN, DraftTree
 from specjax.tree_size import Sizing, best_width, expected_tokens, path_probabilities

@@ -37,8 +37,8 @@ import numpy as np
 
 from specjax.costs import PLAIN as PLAIN_TREE
 from specjax.costs import Tree
-from specjax.engine.buckets import Key
 from specjax.engine.choice import PLAIN, best, catch_up_share, expected_tokens, transferred
+from specjax.engine.keys import Key
 from specjax.engine.sequence import Sequence
 
 TRIAL = 8  # steps

@@ -22,7 +22,7 @@ from specjax.compiling import SCHEDULING, compiler_options
 from specjax.costs import PLAIN, Tree
 from specjax.drafters.deferred import all_seen
 from specjax.engine import program_store, tuning, tuning_tasks
-from specjax.engine.buckets import Key
+from specjax.engine.keys import Key
 from specjax.engine.packing import NO_PAGE, Resident
 from specjax.engine.step_times import STEP_TIMES, tree_of
 from specjax.engine.tuning import STEP_SECONDS, Stage, Task, Trial, Tuning

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass
-from itertools import islice
-from typing import NamedTuple
 
 from specjax.drafters.base import Drafter
+from specjax.engine.keys import Key
 from specjax.engine.sequence import Sequence
 from specjax.step import tree_widths
 
@@ -62,65 +61,6 @@ FULL_ROWS = {"cpu": 1, "gpu": 8}
 rows or more at once."""
 
 TABLE = 512  # pages in the small page table; a request that may hold no more needs no other
-
-
-class Key(NamedTuple):
-    """Name of a program. `width` is the batch bucket of a step, the chunk width of a prefill or a catch-up.
-
-    `nodes`: of a step's trees, at most; 0: those of its batch; 1: none is drafted, and the drafter is told nothing.
-
-    Kinds: "step", "prefill", "catch-up"; "scoring" is a prefill with its tokens' log-probabilities; where a request
-    follows a grammar, "propose" and "constrained" are the two halves of a step (`specjax.engine.constrained`).
-    """
-
-    kind: str
-    width: int
-    table: int
-    rows: int = 1  # prompts of a prefill, requests of a catch-up
-    nodes: int = 0
-    tokens: int = 0  # most tokens of all prompts of a prefill together; 0: `rows` times `width`
-
-    def __str__(self) -> str:
-        plain = " without drafts" if self.nodes == 1 else f" with trees of {self.nodes} tokens" if self.nodes else ""
-        names = {"step": "step", "propose": "draft", "constrained": "step with a grammar"}
-        kind = names.get(self.kind, self.kind)
-        size = f"{kind} of {self.width} requests{plain}" if self.kind in names else f"{kind} of {self.width} tokens"
-        each = f" of each of {self.rows} requests" if self.rows > 1 else ""
-        each += f", {self.tokens} together," if self.tokens else ""
-        return f"a {size}{each} with {self.table} pages each"
-
-    @property
-    def size(self) -> int:
-        """Tokens of a prefill or a catch-up, those of all requests together."""
-        return self.tokens or self.rows * self.width
-
-    def lengths(self, left: Iterable[int]) -> list[int]:
-        """How many tokens of each of some prompts a prefill takes, the first ones first, of which so many are left.
-
-        Example: at most 10 tokens, 8 of each of 3 prompts, of [4, 20, 3, 5] are [4, 6].
-        """
-        found, room = list[int](), self.size
-        for count in islice(left, self.rows):
-            if not room:
-                break
-            found.append(min(count, self.width, room))
-            room -= found[-1]
-        return found
-
-    @property
-    def verifies(self) -> bool:
-        """Whether it is a step, or the half of one that emits tokens."""
-        return self.kind in ("step", "constrained")
-
-    @property
-    def drafts(self) -> bool:
-        """Whether it is a step that may draft."""
-        return self.verifies and self.nodes != 1
-
-    def needs_no_less(self, other: Key) -> bool:
-        """Whether it holds at least as much in each respect."""
-        mine, its = (key._replace(nodes=key.nodes or 1 << 30, tokens=key.size) for key in (self, other))
-        return self.kind == other.kind and all(a >= b for a, b in zip(mine[1:], its[1:], strict=True))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from specjax.drafters.base import Params
-from specjax.engine.buckets import Key
+from specjax.engine.keys import Key
 from specjax.engine.packing import Resident
 from specjax.engine.programs import Program
 from specjax.engine.transfers import Output

@@ -14,11 +14,12 @@ from specjax.costs import PLAIN as PLAIN_TREE
 from specjax.costs import Tree
 from specjax.drafters.base import Drafter, Params
 from specjax.engine.adaptive import Adaptive
-from specjax.engine.buckets import Buckets, Key
+from specjax.engine.buckets import Buckets
 from specjax.engine.choice import PLAIN
 from specjax.engine.device import Device, memory_checked
 from specjax.engine.executables import Executables
 from specjax.engine.flight import Flights, InFlight
+from specjax.engine.keys import Key
 from specjax.engine.packing import catch_up_input
 from specjax.engine.sequence import Sequence
 from specjax.engine.step_times import StepTimes, stored_bits, tree_of

@@ -33,7 +33,7 @@ from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
 from specjax.engine import program_store
 from specjax.engine.adaptive import Adaptive
 from specjax.engine.autotune import tune_at_start
-from specjax.engine.buckets import JUMP, Key
+from specjax.engine.buckets import JUMP
 from specjax.engine.collecting import Collector
 from specjax.engine.config import EngineConfig, Layout, check_config, context_length
 from specjax.engine.device import Device, OutOfMemory
@@ -45,6 +45,7 @@ from specjax.engine.generation import FairLock, complete
 from specjax.engine.generation import stream as stream_chunks
 from specjax.engine.grammar_steps import GrammarSteps
 from specjax.engine.intake import Intake, Prompt, Salts, with_sampling
+from specjax.engine.keys import Key
 from specjax.engine.memory import keep_freed_memory, pool_tokens, room_beside
 from specjax.engine.pace import Pace
 from specjax.engine.packing import Resident, admission

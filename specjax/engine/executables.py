@@ -22,7 +22,7 @@ from specjax.compiling import compiler_options
 from specjax.drafters.base import Drafter, Params
 from specjax.drafters.deferred import Deferred
 from specjax.engine import program_store
-from specjax.engine.buckets import JUMP, Buckets, Key
+from specjax.engine.buckets import JUMP, Buckets
 from specjax.engine.choice import PLAIN
 from specjax.engine.constrained import (
     constrained_size,
@@ -33,6 +33,7 @@ from specjax.engine.constrained import (
     unpack_constrained,
     unpack_late,
 )
+from specjax.engine.keys import Key
 from specjax.engine.packing import (
     Resident,
     admission_size,

@@ -9,7 +9,7 @@ from time import perf_counter
 from types import MappingProxyType
 from typing import NamedTuple
 
-from specjax.engine.buckets import Key
+from specjax.engine.keys import Key
 from specjax.engine.sequence import Sequence
 from specjax.engine.transfers import Output
 

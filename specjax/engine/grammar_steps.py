@@ -11,13 +11,14 @@ from typing import NamedTuple
 import numpy as np
 from specjax_kernels.cpu.mailbox import Mailbox, Posting
 
-from specjax.engine.buckets import JUMP, Buckets, Key
+from specjax.engine.buckets import JUMP, Buckets
 from specjax.engine.choice import PLAIN
 from specjax.engine.constrained import constrained_input, read_trees, root_trees, words
 from specjax.engine.constraint import ALL
 from specjax.engine.device import Device, memory_checked
 from specjax.engine.executables import Executables
 from specjax.engine.flight import InFlight
+from specjax.engine.keys import Key
 from specjax.engine.programs import Program
 from specjax.engine.sequence import Sequence, Status
 from specjax.engine.transfers import Output

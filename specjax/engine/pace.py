@@ -24,7 +24,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from specjax.engine.buckets import Buckets, Key
+from specjax.engine.buckets import Buckets
+from specjax.engine.keys import Key
 
 WAIT = 0.2  # seconds that a request which comes now may wait for the prefill under way
 BRIEF = 0.02  # seconds beside which the host's time between two programs, about 1 ms, counts

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from time import perf_counter
 
-from specjax.engine.buckets import Buckets, Key
+from specjax.engine.buckets import Buckets
 from specjax.engine.device import Device
 from specjax.engine.executables import Executables
 from specjax.engine.flight import Flights, InFlight
+from specjax.engine.keys import Key
 from specjax.engine.pace import Pace
 from specjax.engine.packing import prefill_input
 from specjax.engine.programs import Unavailable

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from specjax.engine.buckets import Buckets, Key
+from specjax.engine.buckets import Buckets
+from specjax.engine.keys import Key
 from specjax.engine.transfers import Output
 from specjax.progress import progress_bar
 

@@ -22,8 +22,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from specjax.engine.buckets import Buckets, Key
+from specjax.engine.buckets import Buckets
 from specjax.engine.flight import InFlight
+from specjax.engine.keys import Key
 from specjax.engine.sequence import Sequence
 from specjax.engine.transfers import Read
 

@@ -9,7 +9,7 @@ from time import perf_counter
 
 import numpy as np
 
-from specjax.engine.buckets import Buckets, Key
+from specjax.engine.buckets import Buckets
 from specjax.engine.choice import PLAIN
 from specjax.engine.collecting import Collector, Known
 from specjax.engine.device import Device
@@ -18,6 +18,7 @@ from specjax.engine.executables import Executables
 from specjax.engine.flight import Flights, InFlight
 from specjax.engine.grammar import GRAMMAR_FAILED
 from specjax.engine.grammar_steps import GrammarSteps
+from specjax.engine.keys import Key
 from specjax.engine.packing import step_input, with_sizing
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Sequence, Status
