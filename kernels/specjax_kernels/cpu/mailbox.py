@@ -32,9 +32,9 @@ def usable() -> bool:
     """Whether `posted` can be called in this process. The first call loads the kernel or compiles it, which takes
     seconds. It cannot where a launch waits for the program."""
     # XLA:CPU also runs programs of fewer than 1,000 operations in the thread that launches them; a model has more.
-    launched = jax.config.values["jax_cpu_enable_async_dispatch"]
-    awaited = jax.config.values["jax_debug_nans"] or jax.config.values["jax_debug_infs"]
-    return callable_here() and launched and not awaited and register(NAME, _kernel) is None
+    waits = jax.config.jax_debug_nans or jax.config.jax_debug_infs
+    waits = waits or not jax.config.values.get("jax_cpu_enable_async_dispatch", True)
+    return callable_here() and not waits and register(NAME, _kernel) is None
 
 
 class Posting(NamedTuple):
