@@ -32,7 +32,7 @@ def usable() -> bool:
     """Whether `posted` can be called in this process. The first call loads the kernel or compiles it, which takes
     seconds. It cannot where a launch waits for the program."""
     # XLA:CPU also runs programs of fewer than 1,000 operations in the thread that launches them; a model has more.
-    waits = jax.config.jax_debug_nans or jax.config.jax_debug_infs
+    waits = any(getattr(jax.config, name) for name in ("jax_debug_nans", "jax_debug_infs"))
     waits = waits or not jax.config.values.get("jax_cpu_enable_async_dispatch", True)
     return callable_here() and not waits and register(NAME, _kernel) is None
 
