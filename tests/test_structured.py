@@ -316,8 +316,6 @@ def test_the_next_draft_is_launched_behind_a_step(monkeypatch):
     check_idle(engine)
 
 
-# Masks that come while a step runs.
-
 WORDS = Grammar("regex", "([a-d]{1,5} )+")
 
 

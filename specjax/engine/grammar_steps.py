@@ -118,7 +118,7 @@ class GrammarSteps:
         if len(flights) != 1 or flights[0].sequences != running:
             return False
         key, bound = flights[0].key, [one.constraint for one in running if one.constraint is not None]
-        if key.kind != "constrained" or key.nodes != PLAIN or not bound:
+        if not bound or not self._executables.masks_come_late(key):
             return False
         if any(constraint.slow or constraint.failure is not None for constraint in bound):
             return False
