@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import re
 from dataclasses import replace
 from typing import Any
@@ -180,19 +181,24 @@ def test_texts_of_tokens_are_the_text_of_each_delta(data, runs, stop, keep, cut)
 def test_a_draft_limit_changes_no_text(server: Running, sampling):
     width = server.engine.drafter.width
     assert width == 4
-    answers = [
-        server.chat("the the the the", max_tokens=60, draft_limit=limit, **sampling, **ASKED).json()
-        for limit in (None, 0, 1, 2, 3, NO_DRAFT_LIMIT)
-    ]
+
+    def answer(limit: int | None) -> dict[str, Any]:
+        """With nothing remembered and one salt. Else these decide which entries of the table of n-grams meet, and one
+        request in 2,000 loses a match."""
+        salts = server.engine.intake.salts
+        salts._key, salts._numbers = bytes(16), itertools.count()
+        assert server.engine.flush_cache()
+        return server.chat("the the the the", max_tokens=60, draft_limit=limit, **sampling, **ASKED).json()
+
+    answers = [answer(limit) for limit in (None, 0, 1, 2, 3, NO_DRAFT_LIMIT)]
     texts = {answer["choices"][0]["message"]["content"] for answer in answers}
     assert len(texts) == 1
-    free, *_, three, most = found = [answer["metadata"]["speculative"] for answer in answers]
-    drafted = [max(np.flatnonzero(each["spec_accept_histogram"]), default=0) for each in found]
+    drafted = [
+        max(np.flatnonzero(answer["metadata"]["speculative"]["spec_accept_histogram"]), default=0) for answer in answers
+    ]
     assert drafted[1] == 0 and drafted[2] <= 1 and drafted[3] <= 2
+    assert drafted[0] == drafted[5] and answers[0]["metadata"] == answers[4]["metadata"] == answers[5]["metadata"]
     assert max(drafted) > 1 or sampling["temperature"], "the limits had nothing to cut"
-    # Trees have three drafts. One request in 2,000 loses a match: its salt, which is random, decides which entries of
-    # the table of n-grams meet.
-    assert all(abs(each["spec_verify_ct"] - free["spec_verify_ct"]) <= 2 for each in (three, most))
     none = answers[1]["choices"][0]["speculative"]["tokens"]
     assert none and not any(token["drafted"] for token in none)
 
