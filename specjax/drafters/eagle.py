@@ -18,10 +18,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32, UInt32
-from specjax_kernels import CAUSAL
+from specjax_kernels import CAUSAL, CHEAP_ROWS
 
 from specjax.cache import PoolShape, commit, init_cache
 from specjax.config import HeadConfig, MtpConfig
@@ -35,6 +36,9 @@ from specjax.models.head_spec import head_spec
 from specjax.models.mtp import MtpHead
 from specjax.models.target import Target
 from specjax.tree import DraftTree
+
+LONG_PATH = 16
+"""Tokens of the longest path that a step may commit, beyond which `observe` is for a prompt's chunk."""
 
 
 class EagleState(NamedTuple):
@@ -77,12 +81,25 @@ def eagle_drafter(
 
     def observe(params: Params, state: EagleState, context: Context, seen: Observation) -> DraftState:
         assert seen.features is not None
-        positions = context.prefix_length[:, None] + jnp.arange(seen.tokens.shape[1], dtype=jnp.int32)[None, :]
-        embedded = model.embed(params.target, params.draft, seen.next_tokens)
-        feature = model.fuse(params.draft, seen.features)
+        features, count = seen.features, seen.tokens.shape[1]
         past = Past(state.cache, context.page_table, context.attended)
-        out, block = model.forward(params.draft, embedded, feature, positions, CAUSAL, past)
-        last = jnp.take_along_axis(out, jnp.maximum(seen.length - 1, 0)[:, None, None], axis=1)[:, 0]
+
+        def read(width: int) -> tuple[Float[Array, "B M"], Any]:
+            """The output at the last token, and what to keep of all `count`, of which the first `width` are read."""
+            positions = context.prefix_length[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
+            embedded = model.embed(params.target, params.draft, seen.next_tokens[:, :width])
+            feature = model.fuse(params.draft, features[:, :width])
+            out, block = model.forward(params.draft, embedded, feature, positions, CAUSAL, past)
+            last = jnp.take_along_axis(out, jnp.maximum(seen.length - 1, 0)[:, None, None], axis=1)[:, 0]
+            rest = count - width
+            return last, jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, rest), *((0, 0),) * (x.ndim - 2))), block)
+
+        # Most paths are short, and on a CPU each row costs; on a GPU a branch would ask the host.
+        if jax.default_backend() == "cpu" and CHEAP_ROWS < count <= LONG_PATH:
+            short = jnp.max(seen.length) <= CHEAP_ROWS
+            last, block = jax.lax.cond(short, lambda: read(CHEAP_ROWS), lambda: read(count))
+        else:
+            last, block = read(count)
         # A NaN in a page would spread to the requests that hold the page later.
         length = jnp.where(jnp.isnan(last[:, 0]), 0, seen.length)
         cache = commit(state.cache, block, context.page_table, context.prefix_length, length, after=last)
