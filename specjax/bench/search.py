@@ -33,7 +33,8 @@ CALIBRATION = 4  # groups of conversations of each set that say what a step take
 
 def current_options(model: Mapping[str, Any], draft: DraftOptions | str) -> DraftOptions:
     """The options with every number of the tree that would be used: given ones, those measured for a shipped head, or
-    the algorithm's. AUTO becomes what it chooses.
+    the algorithm's. AUTO becomes what it chooses, of which the model's own drafts are what a tree is for: without
+    n-grams beside them (`ModelOptions.hybrid_match`).
 
     Args:
         model: `specjax.load.load`'s arguments, without the draft's.
@@ -57,7 +58,7 @@ def current_options(model: Mapping[str, Any], draft: DraftOptions | str) -> Draf
     if found.head is not None:  # its folder is this machine's
         chosen = replace(chosen, path=None)
     numbers = {"steps": shape.steps, "topk": shape.topk, "nodes": shape.nodes}
-    return replace(chosen, **numbers, min_probability=chosen.min_probability or 0.0)
+    return replace(chosen, **numbers, min_probability=chosen.min_probability or 0.0, hybrid_match=None)
 
 
 def distinct(points: Sequence[Point], count: int) -> list[Point]:

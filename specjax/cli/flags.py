@@ -206,6 +206,7 @@ class SpeculativeSettings:
     )
     speculative_coupling: str = _draft("coupling", choices=("noise", "none"), parse=str.lower)
     speculative_tree: str = _draft("tree", choices=("static", "dynamic"), parse=str.lower)
+    speculative_hybrid_match_window_size: int | None = _draft("hybrid_match")
     speculative_token_map: str | None = _draft("token_map", metavar="MAP", digits=True)
     speculative_ngram_min_match_window_size: int = _draft("min_match")
     speculative_ngram_max_match_window_size: int = _draft("max_match")
@@ -217,7 +218,8 @@ class SpeculativeSettings:
     speculative_ngram_strong_match_size: int | None = _draft("strong_match")
     speculative_ngram_isolate: bool = _engine(
         "isolate_ngrams",
-        "NGRAM: a request drafts from the text of others, which its timing could reveal, only with the same cache_salt",
+        "NGRAM, and n-grams beside a draft: a request drafts from the text of others, which its timing could reveal, "
+        "only with the same cache_salt",
     )
     speculative_ngram_match_type: str = _draft("match_type", choices=("BFS", "PROB"), parse=str.upper)
     speculative_adaptive: bool = setting(

@@ -188,6 +188,8 @@ class Drafter(NamedTuple):
         coupling: "noise": drafts of requests that sample are chosen with the target's noise; "none": without.
         sizing: "static": each step checks the whole tree; "dynamic": as many of its best nodes as the scores and
             measured times say are worth it (`specjax.tree_size`). The scores must then be log-probabilities.
+        typical: another drafter whose trees most of its own are like, by which a step's time is estimated before it is
+            measured; None: itself.
         note: for the log.
     """
 
@@ -208,7 +210,13 @@ class Drafter(NamedTuple):
     remembers: bool = False
     coupling: str = "none"
     sizing: str = "static"
+    typical: Drafter | None = None
     note: str = ""
+
+    @property
+    def levels(self) -> int:
+        """Levels of the tree that its model grows, each a forward of the model, or its greatest depth without one."""
+        return (self.typical or self).depth
 
     def within(self, nodes: int) -> Drafter:
         """The drafter for steps whose trees have at most `nodes` nodes."""

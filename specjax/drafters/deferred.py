@@ -45,7 +45,7 @@ class Deferred(NamedTuple):
 def defer(drafter: Drafter, target: Target) -> Deferred:
     """The lazy and the eager form of a drafter. Both read committed tokens, whether or not the drafter does."""
     size, whole = feature_size(drafter, target), drafter
-    drafter = drafter._replace(resize=None)  # what is traced below does not depend on it
+    drafter = drafter._replace(resize=None, typical=None)  # what is traced below does not depend on them
 
     def init(params: Params, rows: int, pool: PoolShape) -> DraftState:
         features = None if size is None else jnp.zeros((*pool, size), jnp.dtype(target.config.dtype))
@@ -76,13 +76,14 @@ def defer(drafter: Drafter, target: Target) -> Deferred:
         return state._replace(seen=_counted(state.seen, context, seen, jnp.zeros_like(context.active)))
 
     def eager(inner: Drafter) -> Drafter:
-        resize, inner = inner.resize, inner._replace(resize=None)
+        resize, typical, inner = inner.resize, inner.typical, inner._replace(resize=None, typical=None)
         return inner._replace(
             init=init,
             propose=lambda params, state, context: propose(inner, params, state, context),
             observe=observe,
             reads_tokens=True,
             resize=resize and (lambda nodes: eager(resize(nodes))),
+            typical=typical,
         )
 
     def propose_nothing(params: Params, state: DeferredState, context: Context) -> tuple[DraftTree, DraftState]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
@@ -13,16 +14,20 @@ from specjax.config import HeadConfig, MtpConfig
 from specjax.drafters.base import Drafter, none_drafter
 from specjax.drafters.eagle import eagle_drafter
 from specjax.drafters.grow import Confidence
+from specjax.drafters.hybrid import hybrid_drafter
 from specjax.drafters.mtp import mtp_drafter
 from specjax.drafters.ngram import ngram_drafter
 from specjax.drafters.options import Coupling, DraftOptions, ModelOptions, Ngram, NoDraft
 from specjax.drafters.standalone import standalone_drafter
 from specjax.drafters.table import options_of
 from specjax.drafters.tree_shape import TreeShape
+from specjax.limits import range_of
 from specjax.models.target import Target
 from specjax.verify import Verifier, verify_tree
 
 logger = logging.getLogger(__name__)
+
+MOST_NGRAM_NODES = int(range_of(Ngram, "nodes").maximum or 0)
 
 
 def make_drafter(
@@ -50,8 +55,24 @@ def make_drafter(
         return ngram_drafter(options.on(platform))._replace(explicit_width=options.nodes is not None)
     if not isinstance(options, ModelOptions):
         raise ValueError(f"{options.algorithm} chooses a drafter for a model: use Engine.from_pretrained")
+    made = _with_model(options, target, head, model, backend, automatic, platform)._replace(sizing=options.tree)
+    if not (match := options.hybrid_match):
+        return made
+    ngrams = Ngram(min_match=match, max_match=max(Ngram.max_match, match))
+    if platform == "cpu" and not made.explicit_width:
+        ngrams = replace(ngrams.on(platform), min_match=match)
+    else:
+        ngrams = replace(ngrams, nodes=min(made.width, MOST_NGRAM_NODES))
+    note = f"; n-grams after matches of {match} or more tokens ({type(options).__name__}.hybrid_match)"
+    return hybrid_drafter(made, ngram_drafter(ngrams))._replace(note=made.note + note)
+
+
+def _with_model(
+    options: ModelOptions, target: Target | None, head: HeadConfig | MtpConfig | None, model: Target | None,
+    backend: str | None, automatic: TreeShape | None, platform: str,
+) -> Drafter:  # fmt: skip
     if options.kind is None:
-        return _standalone(options, target, model, automatic, platform)._replace(sizing=options.tree)
+        return _standalone(options, target, model, automatic, platform)
     if target is None or head is None or options.kind != head.kind:
         given = "no head" if head is None else f"a head of kind {head.kind!r}"
         given += " and no target" if target is None else ""
@@ -59,8 +80,8 @@ def make_drafter(
         raise ValueError(f"{options.algorithm} needs {needed}; what is given is {given}")
     tree = _tree(options, target, automatic, platform)._asdict()
     if isinstance(head, MtpConfig):
-        return mtp_drafter(target, head, backend=backend, **tree)._replace(sizing=options.tree)
-    return eagle_drafter(target, head, backend=backend, **tree)._replace(sizing=options.tree)
+        return mtp_drafter(target, head, backend=backend, **tree)
+    return eagle_drafter(target, head, backend=backend, **tree)
 
 
 def _standalone(

@@ -160,8 +160,8 @@ class ModelOptions(DraftOptions):
         nodes: nodes N of the tree, the root included; default: see `shape`.
         min_probability: minimum product (below 1) of the draft's probabilities along the path of a token; default: the
             measured value of a head that comes with specjax, else 0 (all drafts are proposed).
-        positions: tokens of a text beyond which nothing is drafted; default: what the draft's config says, if that
-            is less than the target's.
+        positions: tokens of a text beyond which the draft proposes nothing; default: what its config says, if that is
+            less than the target's.
         quantization: of the draft's own matrices: int8, fp8 (a scale for each output) or none; changes the speed, not
             the text; default: int8 on a GPU where they would have 16 bits; else as in the checkpoint, int8 for a head
             of a target in few bits, and as the target for MTP layers.
@@ -171,6 +171,9 @@ class ModelOptions(DraftOptions):
         tree: static = each step checks the whole tree; dynamic = each step checks as many of its best nodes, among
             the compiled widths, as promise the most tokens a second, by the draft's probabilities and measured step
             times. The text is the same. Not for NGRAM, whose scores are no probabilities.
+        hybrid_match: fewest tokens that must have occurred before for what followed them to be proposed, as by NGRAM,
+            in place of the draft's own tokens; 0 = the draft alone; default: 0, but with AUTO the measured value of a
+            head that comes with specjax.
     """
 
     path: str | None = None
@@ -183,9 +186,16 @@ class ModelOptions(DraftOptions):
     quantization: Literal["int8", "fp8", "none"] | None = field(default=None, kw_only=True)
     coupling: Coupling = field(default="noise", kw_only=True)
     tree: TreeSizing = field(default="static", kw_only=True)
+    hybrid_match: int | None = field(default=None, kw_only=True, metadata={"range": Range(0, 64)})
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.hybrid_match and self.tree == "dynamic":
+            name = type(self).__name__
+            raise ValueError(
+                f"{name}.hybrid_match {self.hybrid_match} needs {name}.tree static: the scores of n-grams are no "
+                "probabilities, by which dynamic sizes trees"
+            )
         self.shape()  # refuses what is wrong for every target; others have fewer steps
 
     def weights(self, name: str, dtype: str, platform: str, *, otherwise: str, stored: str | None = None) -> str:

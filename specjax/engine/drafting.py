@@ -58,6 +58,8 @@ def expected_ratio(
     the steps of a drafter."""
     widest = nodes or buckets.tree_widths(batch)[-1]
     drafter = drafter.within(widest)
+    drafter = drafter.typical or drafter
+    widest = min(widest, drafter.width)
     known = times(drafter)
     drafted, plain = (known.milliseconds(batch, tree) for tree in (tree_of(drafter), PLAIN_TREE))
     if drafted and plain:

@@ -257,8 +257,9 @@ class Executables(Programs):
                 if self.masks_come_late(key):
                     shape, function = (key.width, late_size(self.new_pages)), late_step
                     unpack = partial(unpack_late, **tables, new_pages=self.new_pages)
-        # `resize` has nothing to trace, but would be a part of the program's name.
-        return partial(function, **fixed, drafter=drafter._replace(resize=None), config=config), unpack, shape
+        # These have nothing to trace, but would be a part of the program's name.
+        drafter = drafter._replace(resize=None, typical=None)
+        return partial(function, **fixed, drafter=drafter, config=config), unpack, shape
 
 
 def _packing(key: Key, function: Callable[..., Any], unpack: Callable[..., Any]) -> partial[Any]:

@@ -35,7 +35,7 @@ def facts(
     found = {"version of specjax": f"{importlib.metadata.version('specjax')} (source {source})"}
     found["version of jax"] = jax.__version__
     found["model"] = repr(target.config)
-    found["drafter"] = f"{drafter.name}, {drafter.depth} levels, {drafter.width} nodes"
+    found["drafter"] = f"{drafter.name}, {drafter.depth} levels, {drafter.width} nodes ({drafter.note})"
     found["context length"] = str(context_length)
     found |= {f"EngineConfig.{name}": repr(value) for name, value in asdict(config).items() if name not in OWN}
     leaves, tree = jax.tree.flatten(params)

@@ -253,7 +253,7 @@ def _speed(case: Case, reads: Reads, batch: int, nodes: int, context: int, pages
 
     read = 0
     if nodes > 1 and reads.draft_weights:
-        read = drafter.within(nodes).depth * (reads.level + batch * context * draft_pages) + reads.once
+        read = drafter.within(nodes).levels * (reads.level + batch * context * draft_pages) + reads.once
     return Speed(batch, nodes, forward(batch), read / device.bandwidth, forward(batch * nodes))
 
 

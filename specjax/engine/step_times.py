@@ -23,8 +23,9 @@ STEP_TIMES = "step times, batch "
 
 
 def tree_of(drafter: Drafter) -> Tree:
-    """The tree that a drafter proposes."""
-    return PLAIN if drafter.width == 1 else Tree(drafter.depth, drafter.topk, drafter.width)
+    """The tree that a drafter mostly proposes."""
+    typical = drafter.typical or drafter
+    return PLAIN if drafter.width == 1 else Tree(typical.depth, typical.topk, typical.width)
 
 
 def stored_bits(params: Any) -> Bits | None:

@@ -64,7 +64,13 @@ def identity(params: Params, target: Target, drafter: Drafter, buckets: Buckets,
         "settings": [os.environ.get("XLA_FLAGS", ""), choice.forced()],
         "shapes": shapes,
         "attention": attention,
-        "drafter": [drafter.name, drafter.width, drafter.depth, drafter.topk],
+        "drafter": [
+            drafter.name,
+            drafter.width,
+            drafter.depth,
+            drafter.topk,
+            *(["n-grams"] if drafter.typical else []),
+        ],
         "batches": [[batch, *buckets.tree_widths(batch)] for batch in buckets.batches],
     }
 

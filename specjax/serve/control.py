@@ -81,7 +81,7 @@ def server_info(runner: Service, settings: ServerSettings, model: str) -> dict[s
     return {
         **model_info(runner, model),
         # SGLang's tests and scripts look for these among the flags, which it has at this place.
-        "speculative_num_steps": engine.drafter.depth,
+        "speculative_num_steps": engine.drafter.levels,
         "speculative_eagle_topk": engine.drafter.topk,
         "disable_radix_cache": not engine.config.prefix_cache,
         "version": fingerprint(),
