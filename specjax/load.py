@@ -197,10 +197,10 @@ class Chosen(NamedTuple):
 
 
 def choose(options: DraftOptions, files: ModelFiles, config: ModelConfig, platform: str | None = None) -> Chosen:
-    """The algorithm for this model. AUTO is the draft head that ships for it, else its MTP layers, else n-grams; an
-    algorithm that needs a head and is given none drafts with the one that ships, or, if it is MTP or EAGLE, with these
-    layers. A warning names the options that AUTO's choice does not have.
-    `platform`: that it is chosen for, "cpu" or "gpu"; None: this process's.
+    """The algorithm for this model. AUTO is the draft head that ships for it, with n-grams beside it where its
+    `serving.toml` says so for the platform, else its MTP layers, else n-grams; an algorithm that needs a head and is
+    given none drafts with the one that ships, or, if it is MTP or EAGLE, with these layers. A warning names the options
+    that AUTO's choice does not have. `platform`: that it is chosen for, "cpu" or "gpu"; None: this process's.
 
     Raises:
         ValueError: a value is out of the range of what AUTO chose, or there is no draft head.
