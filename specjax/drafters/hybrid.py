@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from specjax.cache import PoolShape
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
-from specjax.tree import DraftTree, roots
+from specjax.tree import DraftTree, roots, widen
 
 
 class HybridState(NamedTuple):
@@ -48,13 +48,13 @@ def hybrid_drafter(model: Drafter, ngrams: Drafter) -> Drafter:
         rest = context._replace(active=context.active & ~there)
 
         def drafted() -> DraftTree:
-            return _padded(propose_model(params, state.model, rest)[0], width)
+            return widen(propose_model(params, state.model, rest)[0], width)
 
         if jax.default_backend() == "cpu":
             own = jax.lax.cond(jnp.any(rest.active), drafted, lambda: roots(context.root, width))
         else:  # where a branch may cost more than it leaves out
             own = drafted()
-        tree = jax.tree.map(lambda one, other: jnp.where(there[:, None], one, other), _padded(found, width), own)
+        tree = jax.tree.map(lambda one, other: jnp.where(there[:, None], one, other), widen(found, width), own)
         return tree, state
 
     def observe(params: Params, state: HybridState, context: Context, seen: Observation) -> DraftState:
@@ -77,11 +77,3 @@ def hybrid_drafter(model: Drafter, ngrams: Drafter) -> Drafter:
         resize=resize,
         typical=model,
     )
-
-
-def _padded(tree: DraftTree, width: int) -> DraftTree:
-    """The tree with invalid nodes after its own, `width` in all."""
-    if (more := width - tree.width) == 0:
-        return tree
-    empty = roots(tree.tokens[:, 0], more + 1)
-    return DraftTree(*(jnp.concatenate([own, none[:, 1:]], axis=1) for own, none in zip(tree, empty, strict=True)))
