@@ -94,10 +94,12 @@ def eagle_drafter(
             rest = count - width
             return last, jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, rest), *((0, 0),) * (x.ndim - 2))), block)
 
+        def read_few() -> tuple[Float[Array, "B M"], Any]:
+            return jax.lax.cond(jnp.max(seen.length) <= CHEAP_ROWS, lambda: read(CHEAP_ROWS), lambda: read(count))
+
         # Most paths are short, and on a CPU each row costs; on a GPU a branch would ask the host.
-        if jax.default_backend() == "cpu" and CHEAP_ROWS < count <= LONG_PATH:
-            short = jnp.max(seen.length) <= CHEAP_ROWS
-            last, block = jax.lax.cond(short, lambda: read(CHEAP_ROWS), lambda: read(count))
+        if CHEAP_ROWS < count <= LONG_PATH:
+            last, block = jax.lax.platform_dependent(cpu=read_few, default=partial(read, count))
         else:
             last, block = read(count)
         # A NaN in a page would spread to the requests that hold the page later.
