@@ -71,7 +71,8 @@ class Recent:
     first: list[float] = field(default_factory=list)
     quiet: int = 0  # steps while nothing compiled
 
-    def add(self, seconds: float, requests: int, tokens: int) -> None:
+    def add(self, seconds: float, requests: int, tokens: int) -> float:
+        """After a step. Returns the seconds that count."""
         if self.steps >= ENOUGH:
             seconds = min(seconds, OUTLIER * self.mean_seconds)
         else:
@@ -83,6 +84,7 @@ class Recent:
             self.seconds = self.weight * median(self.first)
         self.requests = MEMORY * self.requests + requests
         self.tokens = MEMORY * self.tokens + tokens
+        return seconds
 
     def restart(self) -> None:
         """Forgets the times."""
@@ -258,7 +260,7 @@ class Adaptive:
                     other.restart()
             recent.quiet += 1
         before = recent.mean_seconds if recent.steps >= ENOUGH else None
-        recent.add(seconds, len(drafted), tokens)
+        seconds = recent.add(seconds, len(drafted), tokens)
         if key.nodes == own.using and before and (self.steady or (key.nodes == PLAIN and own.settled > PAUSE)):
             # What makes its steps faster or slower does so with the others'.
             for other in own.recent.values():
