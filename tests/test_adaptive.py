@@ -10,8 +10,8 @@ from test_eagle_cache import LONGEST, drafter, from_scratch, head, slots
 from test_eagle_cache import toy as llama
 
 from specjax.costs import Tree
-from specjax.engine import SamplingParams
-from specjax.engine.adaptive import ENOUGH, FIRST, GUESS, SAVED, SHARE, TRIAL, Adaptive
+from specjax.engine import SamplingParams, flight, prefilling, stepping
+from specjax.engine.adaptive import ENOUGH, FIRST, GUESS, OUTLIER, SAVED, SHARE, TRIAL, Adaptive
 from specjax.engine.choice import HORIZON, PLAIN, accept_lengths, best, catch_up_share, expected_tokens, transferred
 from specjax.engine.flight import Flights, InFlight
 from specjax.engine.keys import Key
@@ -347,6 +347,35 @@ def test_what_ended_while_something_compiled_was_not_timed():
             flights.append(InFlight(key, cast(Any, None), []))
         compiled[0] = programs
         assert (flights.seconds(flights.popleft()) is not None) == timed
+
+
+def test_one_long_step_earns_no_more_than_a_long_step_counts():
+    adaptive = Adaptive(lambda _: (DRAFT, PLAIN), lambda *_: 9.0, guess=1.0)
+    one, step = idle_sequence(SamplingParams(), limit=1 << 20), Key("step", 1, 8, nodes=PLAIN)
+    for _ in range(ENOUGH + 1):
+        assert adaptive.choose(1, [one]) == PLAIN
+        adaptive.record(step, 0.02, {})
+    before = adaptive.credit
+    adaptive.record(step, 60.0, {})
+    assert adaptive.credit == pytest.approx(before + SHARE * OUTLIER * 0.02)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_step_that_nobody_waits_for_is_not_timed(monkeypatch, overlap):
+    """The last one, dispatched ahead before the request's end was known, is read when the next request comes."""
+    clock = [0.0]
+    for module in (flight, prefilling, stepping):
+        monkeypatch.setattr(module, "perf_counter", lambda: clock[0])
+    engine = make_engine(toy(), NGRAM, adaptive=True, overlap=overlap)
+    timed: list[float] = []
+    monkeypatch.setattr(engine.pace, "record", lambda key, seconds, context: timed.append(seconds))
+    params = SamplingParams(max_new_tokens=9, ignore_eos=True)
+    for idle in (1000.0, 1000.0, 0.0):
+        engine.generate([5, 6, 7], params)
+        assert engine.unfinished == overlap
+        clock[0] += idle
+    assert len(timed) > 8 and not any(timed)
+    check_idle(engine)
 
 
 def test_a_trial_ends():
