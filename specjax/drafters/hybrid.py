@@ -50,10 +50,11 @@ def hybrid_drafter(model: Drafter, ngrams: Drafter) -> Drafter:
         def drafted() -> DraftTree:
             return widen(propose_model(params, state.model, rest)[0], width)
 
-        if jax.default_backend() == "cpu":
-            own = jax.lax.cond(jnp.any(rest.active), drafted, lambda: roots(context.root, width))
-        else:  # where a branch may cost more than it leaves out
-            own = drafted()
+        def where_needed() -> DraftTree:
+            return jax.lax.cond(jnp.any(rest.active), drafted, lambda: roots(context.root, width))
+
+        # Elsewhere a branch may cost more than it leaves out.
+        own = jax.lax.platform_dependent(cpu=where_needed, default=drafted)
         tree = jax.tree.map(lambda one, other: jnp.where(there[:, None], one, other), widen(found, width), own)
         return tree, state
 

@@ -76,8 +76,6 @@ class Collector:
             sized = bool(self._buckets.sizes(flight.key))
             read = read_output(flight.output, self._top if wanted else None, sized=sized)
         seconds = self._flights.seconds(flight)
-        if all(sequence.status is Status.FINISHED for sequence in flight.sequences):
-            seconds = None  # nobody waits for it: it may have been left unread while the engine had nothing to do
         for i, (sequence, tokens) in enumerate(zip(flight.sequences, read.tokens, strict=False)):
             if sequence.status is Status.FINISHED:
                 continue

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from specjax.engine.keys import Key
-from specjax.engine.sequence import Sequence
+from specjax.engine.sequence import Sequence, Status
 from specjax.engine.transfers import Output
 
 
@@ -34,12 +34,15 @@ class Flights(deque[InFlight]):
         self._untimed = 0  # the next flights to be read, which may have ended while something compiled
 
     def seconds(self, flight: InFlight) -> float | None:
-        """That the device took for a program whose output has just been read; None: something compiled meanwhile."""
+        """That the device took for a program whose output has just been read; None: something compiled meanwhile, or
+        nobody waited for it, so that it may have been left unread while the engine had nothing to do."""
         begun, self._last_read = max(flight.launched, self._last_read), perf_counter()
         known, self._known = self._known, self._programs()
         if known != self._known:  # those behind it may have ended long ago, too, and would seem to take no time
             self._untimed = 1 + len(self)
         if self._untimed:
             self._untimed -= 1
+            return None
+        if flight.sequences and all(sequence.status is Status.FINISHED for sequence in flight.sequences):
             return None
         return self._last_read - begun
