@@ -27,7 +27,8 @@ def whole(value: Any, default: int) -> int:
 def conflicts(body: dict[str, Any]) -> bool:
     inner = body.get("sampling_params")
     params = inner if isinstance(inner, dict) else body
-    most = max(whole(params.get(name), 0) for name in ("max_tokens", "max_completion_tokens", "max_new_tokens"))
+    limits = "max_tokens", "max_completion_tokens", "max_new_tokens", "max_output_tokens"
+    most = max(whole(params.get(name), 0) for name in limits)
     least = max(whole(params.get(name), 0) for name in ("min_tokens", "min_new_tokens"))
     prompts = next((body[name] for name in ("messages", "prompt", "input", "text", "input_ids") if body.get(name)), "")
     # A token has a byte at least; a message has some that are not its own.
@@ -35,7 +36,7 @@ def conflicts(body: dict[str, Any]) -> bool:
     many = len(prompts) if isinstance(prompts, list) and "messages" not in body else 1
     several = 1 if isinstance(prompts, list) and all(isinstance(each, int) for each in prompts) else many
     seeds = [params[name] for name in ("seed", "sampling_seed") if params.get(name) is not None]
-    timeout, named = body.get("timeout"), body.get("token_ids_logprob")
+    timeout, named, starts = body.get("timeout"), body.get("token_ids_logprob"), body.get("logprob_start_len")
     return (
         (isinstance(timeout, int | float) and timeout < LONG)  # a 408
         or (isinstance(body.get("stream_options"), dict) and body.get("stream") is not True)
@@ -45,8 +46,19 @@ def conflicts(body: dict[str, Any]) -> bool:
         or many * whole(params.get("n"), 1) > CAPACITY
         or (len(seeds) == 2 and seeds[0] != seeds[1])
         or (isinstance(named, list) and any(isinstance(ids, list) for ids in named) and len(named) != several)
+        or (isinstance(starts, list) and len(starts) != several)
         or any(map(is_no_json, schemas(body)))
+        or any(isinstance(grammar, str) and "::=" not in grammar for grammar in grammars(body))
     )
+
+
+def grammars(body: dict[str, Any]) -> Iterator[Any]:
+    """What a body gives as GBNF, of which a schema can only say that it is a text."""
+    inner, structured = (body.get(name) for name in ("sampling_params", "structured_outputs"))
+    for place in (body, inner if isinstance(inner, dict) else {}):
+        yield from (place.get(name) for name in ("ebnf", "guided_grammar", "grammar"))
+    if isinstance(structured, dict):
+        yield structured.get("grammar")
 
 
 def schemas(body: dict[str, Any]) -> Iterator[Any]:
