@@ -117,6 +117,25 @@ def test_a_file_of_ones_own(tmp_path):
     assert [*found.conversations] == [("mine-1", ("a",)), ("7", ("b", "c"))]
 
 
+def test_files_of_one_name_are_told_apart(tmp_path):
+    files = [tmp_path / "a" / "test.jsonl", tmp_path / "b" / "test.jsonl", tmp_path / "all.jsonl"]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text('{"id": null, "prompt": "a"}\n{"id": null, "prompt": "b"}\n')
+    found = sets.read_sets(map(str, files))
+    assert [each.name for each in found] == ["test", str(files[1]), str(files[2])]
+    assert [one.id for one in found[0].conversations] == ["test-1", "test-2"]
+    with pytest.raises(ValueError, match="twice"):
+        sets.read_sets([str(files[0]), str(files[1]), str(files[1])])
+
+
+def test_a_set_without_one_of_its_categories(tmp_path):
+    (tmp_path / "spec_bench.jsonl").write_text('{"prompt": "a", "category": "rag"}\n')
+    with pytest.raises(ValueError, match="has no conversation of mt_bench, translation"):
+        sets.read_sets(["spec_bench"], data=tmp_path)
+    assert [each.name for each in sets.read_sets(["spec_bench/rag"], data=tmp_path)] == ["spec_bench/rag"]
+
+
 @pytest.mark.parametrize(
     ("line", "problem"),
     [

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import sys
 
 import pytest
 from generate_helpers import saved_model
@@ -70,7 +73,7 @@ def test_a_batch(bench, tmp_path):
     assert bench("--batch-sizes", "2", "--timed", "0", "--repeats", "2", "--plots", "none") == 0
     document = json.loads((tmp_path / "out" / "results.json").read_text())
     for row in document["results"]:
-        assert (row["conversations"], row["repeats"]) == (1, 2)  # one full batch; the third conversation has no partner
+        assert (row["conversations"], row["repeats"]) == (2, 2)  # one full batch; the third conversation has no partner
         assert row["texts"]["different"] == row["texts"]["other prompt"] == 0
         assert row["phase_ms"] is None
 
@@ -81,3 +84,58 @@ def test_a_wrong_command_measures_nothing(bench, tmp_path, capsys):
     assert bench(methods=("none", "EAGLE3")) == 2
     assert "EAGLE3" in capsys.readouterr().err
     assert not (tmp_path / "out" / "runs.jsonl").exists()
+
+
+DRAFTER = """
+from specjax.drafters import Ngram, make_drafter
+
+def make(target):
+    return make_drafter(Ngram(nodes=4, capacity={}))
+
+def nothing(target):
+    return 7
+"""
+
+
+@pytest.fixture
+def own_drafter(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "my_own_drafter.py"
+    file.write_text(DRAFTER.format(4096))
+    yield file
+    sys.modules.pop("my_own_drafter", None)
+
+
+def test_a_changed_drafter_or_model_is_another_comparison(bench, model, own_drafter, tmp_path, capsys):
+    flags = "--timed", "0", "--plots", "none"
+    methods = "none", "my_own_drafter:make"
+    assert bench(*flags, methods=methods) == 0
+    assert bench(*flags, methods=methods) == 0  # from the log
+    own_drafter.write_text(DRAFTER.format(8192))
+    assert bench(*flags, methods=methods) == 2
+    assert "holds runs with another code" in capsys.readouterr().err
+
+    own_drafter.write_text(DRAFTER.format(4096))
+    other = tmp_path / "copy"
+    shutil.copytree(model, other)
+    given = ["--model", str(other), "--output", str(tmp_path / "two"), *flags, "--max-new-tokens", "4"]
+    command = [*given, "--sets", str(tmp_path / "mine.jsonl"), "--no-progress", "--methods", "none"]
+    assert main(command) == 0
+    weights = next(other.glob("*.safetensors"))
+    os.utime(weights, ns=(1, 1))
+    assert main(command) == 2
+    assert f"another files: {{'{other}'" in capsys.readouterr().err
+
+
+def test_a_factory_that_returns_no_drafter(bench, own_drafter, capsys):
+    assert bench("--plots", "none", methods=("none", "my_own_drafter:nothing")) == 2
+    assert "my_own_drafter:nothing' returned 7; it must return a Drafter" in capsys.readouterr().err
+    own_drafter.write_text("def make(target:\n")
+    sys.modules.pop("my_own_drafter", None)
+    assert bench("--plots", "none", methods=("none", "my_own_drafter:make")) == 2
+    assert "cannot import my_own_drafter" in capsys.readouterr().err
+
+
+def test_a_batch_larger_than_a_set_is_refused(bench, capsys):
+    assert bench("--batch-sizes", "1", "4", "--plots", "none") == 2
+    assert "--batch-sizes 4: mine has 3 conversations" in capsys.readouterr().err

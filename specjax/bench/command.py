@@ -11,6 +11,7 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from specjax.bench import plots, tables
 from specjax.bench.contenders import Source
 from specjax.bench.experiment import Experiment, Plan, applies
 from specjax.bench.log import Log
-from specjax.bench.methods import check_here, parse_methods
-from specjax.bench.provenance import commit, machine, processor
+from specjax.bench.methods import Method, check_here, parse_methods
+from specjax.bench.provenance import code_digest, commit, file_stamps, machine, processor
 from specjax.bench.results import LEVEL, RESAMPLES
 from specjax.bench.sets import DATA, known, read_sets
 from specjax.checkpoint.files import write_text
@@ -148,11 +149,26 @@ def make_plan(bench: BenchSettings) -> Plan:
     )  # fmt: skip
 
 
+def surroundings(models: Iterable[str | None], modules: Iterable[str] = ()) -> dict[str, Any]:
+    """What figures depend on beside the settings: code, processor, and the files of local models."""
+    files = {name: stamps for name in filter(None, models) if (stamps := file_stamps(name))}
+    return {"commit": commit(), "code": code_digest(modules), "processor": processor(), "files": files}
+
+
+def _models(methods: Sequence[Method]) -> list[str | None]:
+    """Those that methods name: heads, draft models, those of transformers' assisted decoding."""
+    return [one.outside.assisted if one.outside else getattr(one.draft, "path", None) for one in methods]
+
+
+def _modules(methods: Sequence[Method]) -> list[str]:
+    """Of drafters and verifiers from outside."""
+    return [given.partition(":")[0] for one in methods for given in (one.drafter, one.verifier) if given]
+
+
 def identity(plan: Plan, chosen: Settings) -> dict[str, Any]:
     """All that figures of one folder have in common; the number of repeats may grow."""
     return {
-        "commit": commit(),
-        "processor": processor(),
+        **surroundings([chosen.model.model, *_models(plan.methods)], _modules(plan.methods)),
         "model": dict(vars(chosen.model)),
         "methods": [method.text for method in plan.methods],
         "sets": {each.name: each.digest for each in plan.sets},

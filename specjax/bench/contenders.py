@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import time
 from collections import Counter
@@ -10,6 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+
+import jax
 
 from specjax import checkpoint
 from specjax.bench.methods import Method, Outside
@@ -22,6 +25,8 @@ from specjax.engine.executables import PhaseTimes, use_compilation_cache
 from specjax.engine.notes import drafting_summary
 from specjax.load import LoadedModel, load
 from specjax.models.target import Target
+
+logger = logging.getLogger(__name__)
 
 
 class Answer(NamedTuple):
@@ -172,17 +177,18 @@ class Source:
         """A model of transformers; None: the target, its weights dequantised."""
         import torch
         from transformers import AutoModelForCausalLM, GenerationConfig
-        from transformers.utils import logging
+        from transformers.utils import logging as messages
 
-        logging.set_verbosity_error()  # its assisted decoding warns of its own calls
-        logging.disable_progress_bar()  # in the midst of ours
+        messages.set_verbosity_error()  # its assisted decoding warns of its own calls
+        messages.disable_progress_bar()  # in the midst of ours
         key = f"{name} {dtype}"
         if key not in self._models:
             revision = self._options.get("revision") if name is None else None
             files = checkpoint.resolve(name or self._options["model"], revision=revision)
             with tempfile.TemporaryDirectory() as folder:
                 checkpoint.save_dequantised(files, Path(folder))
-                model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+                model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+            model = model.eval().to(_torch_device())
             model.generation_config = GenerationConfig()  # a checkpoint's may hold penalties, which ours does not apply
             self._models[key] = model
         return self._models[key]
@@ -228,7 +234,7 @@ class TransformersContender:
 
         answers, seconds = [], 0.0
         for prompt, params in zip(prompts, sampling, strict=True):
-            ids, streamer = torch.tensor([prompt]), _Arrivals()
+            ids, streamer = torch.tensor([prompt], device=self.model.device), _Arrivals()
             stops = [] if params.ignore_eos else list(self.stops)
             with torch.inference_mode():
                 done = self.model.generate(
@@ -245,6 +251,18 @@ class TransformersContender:
 
     def note(self) -> str:
         return ""
+
+
+def _torch_device() -> str:
+    """Where the engine runs, so that both are compared on one device; a torch that cannot leaves a warning."""
+    import torch
+
+    if jax.default_backend() == "cpu":
+        return "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    logger.warning("transformers runs on the CPU, the engine on %s: this torch finds no GPU", jax.default_backend())
+    return "cpu"
 
 
 def _histogram(arrivals: list[tuple[float, int]]) -> list[int]:

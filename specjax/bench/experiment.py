@@ -97,6 +97,11 @@ class Experiment:
                 f"--sets {each.name}: no conversation fits the model's {self._positions} positions with "
                 f"--max-new-tokens {self.plan.max_new_tokens} (the shortest may have {min(lengths.values())} tokens)"
             )
+        if max(self.plan.batch_sizes) > len(fitting):
+            raise ValueError(
+                f"--batch-sizes {max(self.plan.batch_sizes)}: {each.name} has {len(fitting)} conversations that fit; "
+                "give more (--limit), or smaller batches"
+            )
         return fitting
 
     def config(self, batch: int) -> EngineConfig:
@@ -167,7 +172,7 @@ class Experiment:
     def complete(self, contender: Contender, group: Sequence[Conversation], temperature: float) -> GroupRun:
         """All turns of a group: those that have a turn run together."""
         messages: list[list[dict[str, str]]] = [[] for _ in group]
-        found = GroupRun("+".join(one.id for one in group))
+        found = GroupRun("+".join(one.id for one in group), len(group))
         for turn in range(max(len(one.turns) for one in group)):
             rows = [i for i, one in enumerate(group) if turn < len(one.turns)]
             for i in rows:
@@ -193,27 +198,37 @@ class Experiment:
     def _time_batch(self, batch: int) -> None:
         """Milliseconds of drafting, verifying and committing in a step. Each part is waited for, which is slower, so
         engines of their own do it."""
-        keys = [("phases", batch, name, t) for name in self.sets for t in self.plan.temperatures]
-        missing = [key for key in keys if key not in self.log]
-        methods = [one for one in self.plan.methods if one.outside is None]
-        if not missing:
-            return
-        found: dict[tuple[Any, ...], dict[str, Any]] = {key: {} for key in missing}
-        with progress_bar("Timing phases", len(methods) * len(missing), "run", shown=self._progress) as bar:
-            for method in methods:
+        missing = {
+            method: [key for key in self._phase_keys(batch, method) if key not in self.log]
+            for method in self.plan.methods
+            if method.outside is None
+        }
+        with progress_bar("Timing phases", sum(map(len, missing.values())), "run", shown=self._progress) as bar:
+            for method, keys in missing.items():
+                if not keys:
+                    continue
                 engine = self.source.engine(method, self.config(batch), time_phases=True)
                 contender = EngineContender(engine)
                 self.warm_up(contender, batch)
-                for key in missing:
+                for key in keys:
                     before = contender.phases()
                     contender.forget()
                     parts = groups(self.sets[key[2]], batch)
                     for group in parts[: max(self.plan.timed // batch, 1)]:
                         self.complete(contender, group, key[3])
-                    found[key][method.name] = contender.phases().since(before)
+                    self.log.add(key, contender.phases().since(before))
                     bar.update()
-        for key in missing:
-            self.log.add(key, found[key])
+
+    def _phase_keys(self, batch: int, method: Method) -> list[tuple[Any, ...]]:
+        return [("phases", batch, name, t, method.name) for name in self.sets for t in self.plan.temperatures]
+
+    def _phases(self, batch: int, name: str, temperature: float) -> dict[str, Any]:
+        """By method; those of transformers have none."""
+        found = {}
+        for method in self.plan.methods:
+            if (key := ("phases", batch, name, temperature, method.name)) in self.log:
+                found[method.name] = self.log[key]
+        return found
 
     # Results
 
@@ -227,7 +242,7 @@ class Experiment:
                 phases: list[dict[str, Any]] = []
                 for name in self.sets:
                     samples = self._samples(batch, name, temperature)
-                    timed = self.log[("phases", batch, name, temperature)] if self.plan.timed else {}
+                    timed = self._phases(batch, name, temperature)
                     where = {"set": name, "temperature": temperature, "batch": batch}
                     rows += self._rows(samples, where, timed, by_row)
                     every += samples
@@ -267,8 +282,8 @@ class Experiment:
 class GroupRun:
     """What a group's conversations gave."""
 
-    def __init__(self, group: str) -> None:
-        self.group, self.seconds = group, 0.0
+    def __init__(self, group: str, conversations: int = 1) -> None:
+        self.group, self.conversations, self.seconds = group, conversations, 0.0
         self.drafted_steps: int | None = 0
         self.turns: list[tuple[list[int], Answer]] = []  # (prompt, answer)
         self.windows: list[Window] = []  # of each turn
@@ -286,6 +301,7 @@ class GroupRun:
             texts=texts,
             full_seconds=round(sum(window.seconds for window in self.windows), 6),
             full_tokens=sum(window.tokens for window in self.windows),
+            conversations=self.conversations,
             curve=[point for one in answers for point in _thinned(one)],
         )  # fmt: skip
 
@@ -316,10 +332,8 @@ def full_window(answers: Sequence[Answer]) -> Window:
 
 
 def groups(conversations: Sequence[Conversation], batch: int) -> list[list[Conversation]]:
-    """Of `batch` each, and where the last would have fewer, and there are others, none of them: a figure of a batch
-    size is one of full batches."""
-    found = [list(conversations[i : i + batch]) for i in range(0, len(conversations), batch)]
-    return found[:-1] if len(found) > 1 and len(found[-1]) < batch else found
+    """Of `batch` each; the last ones that make no full batch are left out."""
+    return [list(conversations[i : i + batch]) for i in range(0, len(conversations) - batch + 1, batch)]
 
 
 def _thinned(answer: Answer) -> list[list[float | int]]:

@@ -56,7 +56,8 @@ class Point:
         draft = self.draft
         if isinstance(draft, Ngram):
             matched = {"strong match": draft.strong, "match type": draft.match_type, "max match": draft.max_match}
-            return {"draft tokens": self.nodes, **matched}
+            weak = self.nodes if draft.weak_nodes is None else min(draft.weak_nodes, self.nodes)
+            return {"draft tokens": self.nodes, "weak draft tokens": weak, **matched}
         assert isinstance(draft, ModelOptions)
         numbers = {"steps": draft.steps, "top-k": draft.topk, "draft tokens": self.nodes}
         return {**numbers, "p-min": self.least}

@@ -85,7 +85,11 @@ def _hashable(key: Any) -> Hashable:
 
 
 def _apart(old: Any, new: Any) -> tuple[Any, Any]:
-    """Two values that differ, of two lists what only one of them has."""
+    """Two values that differ, of two lists what only one of them has, of two mappings the entries that differ."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = [key for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key)]
+        first, second = ({key: each[key] for key in keys if key in each} for each in (old, new))
+        return first, second
     if isinstance(old, list) and isinstance(new, list):
         left, right = [each for each in old if each not in new], [each for each in new if each not in old]
         return (left, right) if left or right else (old, new)

@@ -37,6 +37,12 @@ def styles(methods: Sequence[str]) -> dict[str, Style]:
     return found
 
 
+def label(name: str) -> str:
+    """As matplotlib shows it: no formula, and no label that a legend leaves out."""
+    shown = name.replace("$", r"\$")
+    return f" {shown}" if shown.startswith("_") else shown
+
+
 def available() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
@@ -164,13 +170,20 @@ def _speed_ups(rows: Sequence[dict[str, Any]], where: str, looks: Mapping[str, S
             ends = np.array([[one[end] for one in found] for end in ("low", "high")], float)
             color, _, hatch = looks[method]
             axes.bar(
-                places, values, width * 0.92, label=method, color=color, hatch=hatch, edgecolor="white", linewidth=0
+                places,
+                values,
+                width * 0.92,
+                label=label(method),
+                color=color,
+                hatch=hatch,
+                edgecolor="white",
+                linewidth=0,
             )
             errors = np.maximum([values - ends[0], ends[1] - values], 0)
             axes.errorbar(places, values, errors, fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
         axes.axhline(1, color="0.4", linewidth=0.8, linestyle="--")
         tilted = {"rotation": 20, "ha": "right"} if inches < 1.2 else {}
-        axes.set_xticks(range(len(part)), [shown[name] for name in part], **tilted)
+        axes.set_xticks(range(len(part)), [label(shown[name]) for name in part], **tilted)
         axes.set_xlim(-0.55, across - 0.45)
         axes.set_ylabel("speed-up")
     panels[0].set_title(where, fontsize=10)
@@ -185,10 +198,10 @@ def _acceptance(rows: Sequence[dict[str, Any]], where: str, looks: Mapping[str, 
         shares = row["acceptance_by_depth"]
         if any(shares):
             deepest = max(deepest, len(shares))
-            label = f"{row['method']} (accept length {row['accept_length']:.2f})"
+            name = f"{label(row['method'])} (accept length {row['accept_length']:.2f})"
             color, line, _ = looks[row["method"]]
             depths = range(1, len(shares) + 1)
-            axes.plot(depths, shares, color=color, linestyle=line, marker="o", markersize=3, label=label)
+            axes.plot(depths, shares, color=color, linestyle=line, marker="o", markersize=3, label=name)
     if not deepest:
         return None
     axes.set_xticks(range(1, deepest + 1))
@@ -213,7 +226,7 @@ def _times(
         if points:
             times, counts = [time for _, time in points], [count for count, _ in points]
             color, line, _ = looks[row["method"]]
-            axes.plot(times, counts, color=color, linestyle=line, label=row["method"])
+            axes.plot(times, counts, color=color, linestyle=line, label=label(row["method"]))
             drawn = True
     if not drawn:
         return None

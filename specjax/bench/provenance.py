@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
+import importlib.util
 import os
 import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,26 @@ def machine(*packages: str) -> dict[str, Any]:
 def commit() -> str | None:
     """The checkout's commit; None: this is an installed package."""
     return _git("rev-parse", "HEAD") or None
+
+
+def code_digest(modules: Iterable[str] = ()) -> str:
+    """Of the source of specjax, of its kernels and of these modules, whether committed or not."""
+    found = hashlib.sha256()
+    for name in ("specjax", "specjax_kernels", *modules):
+        spec = importlib.util.find_spec(name)
+        origin = Path(spec.origin) if spec is not None and spec.origin else None
+        if origin is not None and origin.is_file():
+            for file in sorted(origin.parent.rglob("*.py")) if origin.name == "__init__.py" else [origin]:
+                found.update(f"{file.relative_to(origin.parent)} ".encode() + file.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def file_stamps(path: str) -> list[list[Any]]:
+    """Name, size and time of change (ns) of each file of a local model; none for a name of the hub."""
+    place = Path(path).expanduser()
+    files = sorted(place.iterdir()) if place.is_dir() else [place]
+    stamps = [(file.name, file.stat()) for file in files if file.is_file()]
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stamps]
 
 
 def command() -> str:

@@ -36,6 +36,7 @@ class Sample:
     texts: dict[str, int]  # turns by verdict: equal, near tie, different, other prompt
     full_seconds: float = 0.0  # while all requests of the group decode
     full_tokens: int = 0
+    conversations: int = 1  # of the group
     curve: list[list[float | int]] = field(default_factory=list)  # [tokens, seconds] of each turn, for the plot
 
 
@@ -132,7 +133,7 @@ def row(
         for verdict, count in sample.texts.items():
             texts[verdict] += count
     return where | {
-        "conversations": len({sample.group for sample in samples}),
+        "conversations": sum({sample.group: sample.conversations for sample in samples}.values()),
         "repeats": len({sample.repeat for sample in samples}),
         "tokens": sum(sample.tokens for sample in samples),
         "seconds": round(sum(sample.seconds for sample in samples), 3),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,10 +42,20 @@ def current_options(model: Mapping[str, Any], draft: DraftOptions | str) -> Draf
         model: `specjax.load.load`'s arguments, without the draft's.
 
     Raises:
-        ValueError: there is no such tree; a drafter from outside has none that could be changed.
+        ValueError: there is no such tree; a drafter from outside has none that could be changed. Or the tree is one
+            that is not searched for: of a size that each step chooses, or with n-grams beside the model's drafts.
     """
     if isinstance(draft, str):
         raise ValueError(f"algorithm {draft}: the tree of a drafter from outside is its own affair")
+    if isinstance(draft, ModelOptions):
+        name = type(draft).__name__
+        if draft.tree != "static":
+            raise ValueError(f"{name}.tree {draft.tree}: static trees are searched for; leave it out")
+        if draft.hybrid_match:
+            raise ValueError(
+                f"{name}.hybrid_match {draft.hybrid_match}: the model's own trees are searched for, without n-grams; "
+                "leave it out"
+            )
     options, _ = requested(model["model"], draft)
     files = checkpoint.resolve(model["model"], revision=model["revision"])
     config = checkpoint.model_config(files.config, dtype=model["dtype"])
@@ -220,8 +232,10 @@ class Search:
         for one in methods:
             self._source.derive(one, self._current)
         plan = replace(self._plan, methods=tuple(methods), batch_sizes=(batch,))
-        folder = self._log.folder / f"verified-batch-{batch}"
-        log = Log(folder, {"methods": [one.text for one in methods], **self._log.identity})
+        texts = [one.text for one in methods]
+        # Other points, as with another --best, are another comparison.
+        digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:8]
+        log = Log(self._log.folder / f"verified-batch-{batch}-{digest}", {"methods": texts, **self._log.identity})
         experiment = Experiment(plan, self._source, log, progress=self._progress)
         experiment.run()
         rows, samples = experiment.rows()

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from specjax.bench.results import ALL
+
 DATA = Path(__file__).parents[1] / "data" / "prompts"
 """SET.jsonl files, one object with `id`, `category` and `turns` a line."""
 
@@ -77,6 +79,8 @@ def read_sets(names: Iterable[str], *, data: Path = DATA, limit: int = 0, turns:
     found: list[PromptSet] = []
     for name in names:
         for each, conversations in _read_set(name, data):
+            if each == ALL or any(each == other.name for other in found):
+                each = name  # two files of one name are told apart by their paths
             if any(each == other.name for other in found):
                 raise ValueError(f"--sets names {each} twice")
             chosen = [one._replace(turns=one.turns[: turns or None]) for one in spread(conversations, limit)]
@@ -106,7 +110,10 @@ def _read_set(name: str, data: Path) -> list[tuple[str, list[Conversation]]]:
     if part and part not in groups:
         raise ValueError(f"--sets {name}: {base} has no category {part}; it has: {', '.join(groups)}")
     wanted = [part] if part else [*groups]
-    return [(f"{base}/{one}", [row for row, category in rows if category in groups[one]]) for one in wanted]
+    found = {one: [row for row, category in rows if category in groups[one]] for one in wanted}
+    if empty := [one for one, own in found.items() if not own]:
+        raise ValueError(f"--sets {name}: {file} has no conversation of {', '.join(empty)}")
+    return [(f"{base}/{one}", own) for one, own in found.items()]
 
 
 def _lines(file: Path) -> list[tuple[Conversation, str]]:
@@ -124,7 +131,7 @@ def _lines(file: Path) -> list[tuple[Conversation, str]]:
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
             start = line[:60].decode(errors="replace")
             raise ValueError(f"{where} needs `turns`, a list of strings, or `prompt`, a string; got {start!r}")
-        id = str(row.get("id", f"{file.stem}-{number}"))
+        id = f"{file.stem}-{number}" if row.get("id") is None else str(row["id"])
         found.append((Conversation(id, tuple(turns)), str(row.get("category", ""))))
     if not found:
         raise ValueError(f"{file} holds no prompts")

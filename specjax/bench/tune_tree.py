@@ -20,12 +20,12 @@ import jax
 
 from specjax import settings
 from specjax.bench import plots, tables
-from specjax.bench.command import BenchSettings, numbers
+from specjax.bench.command import BenchSettings, numbers, surroundings
 from specjax.bench.contenders import Source
 from specjax.bench.experiment import Plan
 from specjax.bench.grid import Axes, make_grid
 from specjax.bench.log import Log
-from specjax.bench.provenance import commit, machine, processor
+from specjax.bench.provenance import machine, processor
 from specjax.bench.search import NONE, Search, current_options
 from specjax.bench.sets import DATA, read_sets
 from specjax.checkpoint.files import write_text
@@ -35,6 +35,7 @@ from specjax.settings import setting
 
 TABLES = ("tune", "model", "speculative")
 MOST = 64  # of what an algorithm's options are limited to
+NOT_RECORDED = ("best", "output", "plots", "repeats")  # settings on which recordings and costs do not depend
 SHOWN = 10  # predicted points that are printed for each batch size
 
 
@@ -149,10 +150,12 @@ def tune_tree(chosen: Settings, *, progress: bool) -> dict[str, Any]:
     started = time.perf_counter()
     axes, plan = axes_of(chosen.tune), make_plan(chosen.tune)
     build.claim_gpu(chosen)
-    grid = make_grid(current_options(vars(chosen.model), build.draft_options(chosen)), axes)
-    asked = {name: value for name, value in vars(chosen.tune).items() if name not in ("output", "plots", "repeats")}
+    given = build.draft_options(chosen)
+    grid = make_grid(current_options(vars(chosen.model), given), axes)
+    asked = {name: value for name, value in vars(chosen.tune).items() if name not in NOT_RECORDED}
     identity = {
-        "commit": commit(), "processor": processor(), "model": dict(vars(chosen.model)), "tune": asked,
+        **surroundings([chosen.model.model, getattr(given, "path", None)]),
+        "model": dict(vars(chosen.model)), "tune": asked,
         "current": build.speculative_settings(grid.current.draft),
         "digests": {each.name: each.digest for each in plan.sets},
     }  # fmt: skip
@@ -168,7 +171,7 @@ def tune_tree(chosen: Settings, *, progress: bool) -> dict[str, Any]:
     seconds = round(time.perf_counter() - started, 1)
     text = "".join(f"Batch size {batch}\n\n{table(search, batch)}\n" for batch in plan.batch_sizes)
     found = build.speculative_settings(draft)
-    given = " ".join(f"--{name} {value}" for name, value in found.items())
+    flags_to_use = " ".join(f"--{name} {value}" for name, value in found.items())
     document = head | identity | {
         "points": points, "seconds": seconds,
         "seconds_by_part": {part: round(taken, 1) for part, taken in search.seconds.items()},
@@ -176,7 +179,7 @@ def tune_tree(chosen: Settings, *, progress: bool) -> dict[str, Any]:
         "context": search.recorded.context, "costs": {batch: costs.as_dict() for batch, costs in search.costs.items()},
         "plain_tokens_per_second": search.plain,
         "verified": [one.as_dict() for runs in search.verified.values() for one in runs],
-        "speed_ups": speeds, "flags": given, "predictions": rows(search),
+        "speed_ups": speeds, "flags": flags_to_use, "predictions": rows(search),
     }  # fmt: skip
     write_text(folder / "results.json", json.dumps(document, indent=1) + "\n")
     write_text(folder / "grid.csv", tables.csv_text(rows(search)))
@@ -187,10 +190,10 @@ def tune_tree(chosen: Settings, *, progress: bool) -> dict[str, Any]:
             write_toml(folder / f"best-batch-{batch}.toml", chosen, search.fastest(batch))
     print(text, end="")
     print(f"{points} points in {seconds:g} s ({', '.join(f'{part} {t:.0f}' for part, t in search.seconds.items())}).")
-    print(f"The fastest that was run: {given}")
+    print(f"The fastest that was run: {flags_to_use}")
     print(f"As a file: python -m specjax.serve --config {folder / 'best.toml'}")
     pictures = draw(folder, chosen.tune.plots, search)
-    return {"output": str(folder), "points": points, "flags": given, "pictures": pictures, "seconds": seconds}
+    return {"output": str(folder), "points": points, "flags": flags_to_use, "pictures": pictures, "seconds": seconds}
 
 
 def rows(search: Search) -> list[dict[str, Any]]:
@@ -267,7 +270,11 @@ def as_toml(found: Mapping[str, Mapping[str, Any]], comment: str) -> str:
     for name, entries in found.items():
         if entries:
             # JSON's strings, numbers and truth values are TOML's, too, but for DEL.
-            lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in entries.items())]
+            lines += [
+                "",
+                f"[{name}]",
+                *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in entries.items()),
+            ]
     return "\n".join(lines) + "\n"
 
 

@@ -136,6 +136,10 @@ DrafterFactory: TypeAlias = Callable[[Target], Drafter | Speculation]
 """Makes a drafter for a target, whose configuration it may look at."""
 
 
+class DrafterTypeError(TypeError, ValueError):
+    """A factory returned something else. A ValueError, too, since a command line names the factory."""
+
+
 def load_drafter(name: str) -> DrafterFactory:
     """The factory that ``module:function`` names. Imports the module, which must be on Python's path.
 
@@ -147,6 +151,8 @@ def load_drafter(name: str) -> DrafterFactory:
         raise ValueError(f"drafter {name!r}: write module:function, such as my_drafter:make")
     try:
         found = importlib.import_module(module)
+    except SyntaxError as error:
+        raise ValueError(f"drafter {name!r}: cannot import {module}: {error}") from error
     except ImportError as error:
         raise ValueError(f"drafter {name!r}: cannot import {module} ({error}); is its folder in PYTHONPATH?") from error
     factory = getattr(found, attribute, None)
@@ -157,11 +163,16 @@ def load_drafter(name: str) -> DrafterFactory:
     return cast(DrafterFactory, factory)
 
 
+def _name_of(factory: DrafterFactory) -> str:
+    module, name = (getattr(factory, each, None) for each in ("__module__", "__qualname__"))
+    return f"{module}:{name}" if module and name else repr(factory)
+
+
 def make_speculation(given: Drafter | DrafterFactory | str, target: Target) -> Speculation:
     """What a ready drafter, a factory or its name gives for a target.
 
     Raises:
-        ValueError: see `load_drafter`. TypeError: the factory returns something else.
+        ValueError: see `load_drafter`. DrafterTypeError: the factory returns something else.
     """
     if isinstance(given, Drafter):
         return Speculation(given)
@@ -169,6 +180,6 @@ def make_speculation(given: Drafter | DrafterFactory | str, target: Target) -> S
     if isinstance(made, Drafter):
         return Speculation(made)
     if not isinstance(made, Speculation):
-        name = given if isinstance(given, str) else getattr(given, "__qualname__", repr(given))
-        raise TypeError(f"drafter {name!r} returned {made!r:.80}; it must return a Drafter or a Speculation")
+        name = given if isinstance(given, str) else _name_of(given)
+        raise DrafterTypeError(f"drafter {name!r} returned {made!r:.80}; it must return a Drafter or a Speculation")
     return made
