@@ -369,3 +369,34 @@ def test_an_error_on_the_way_is_the_end_of_one_text():
         constraint.consume([token])
     assert problem is not None and "grammar cannot be followed" in problem
     assert constraint.forced(3) == [] and (constraint.mask() == ALL).all()
+
+
+def test_a_grammar_that_many_have_used_goes_on(monkeypatch):
+    """Sequences with one compiled grammar share its lexer, and with it the states that the library's limit counts."""
+    monkeypatch.setattr(module, "LEXER_STATES", 750)
+    shared = grammars()
+    grammar = Grammar.json({"type": "string", "maxLength": 120})
+
+    def write(text: str) -> str | None:
+        constraint = shared.constraint(grammar)
+        for token in ids(json.dumps(text)):
+            assert constraint.mask()[token // 32] >> (token % 32) & 1 or constraint.failure
+            if constraint.failure is not None:
+                return constraint.failure
+            constraint.consume([token])
+        return constraint.problem()
+
+    first = shared._compiled(grammar).matcher
+    draws = [np.random.default_rng(seed).integers(0, 26, 100) for seed in range(8)]
+    assert [write("".join(chr(97 + letter) for letter in draw)) for draw in draws] == [None] * 8
+    assert shared._compiled(grammar).matcher is not first, "the limit was not met, so that this test shows nothing"
+
+
+def test_a_limit_that_one_text_exceeds_by_itself(monkeypatch):
+    monkeypatch.setattr(module, "LEXER_STATES", 60)
+    constraint = grammars().constraint(Grammar.json({"type": "string", "maxLength": 2000}))
+    for token in ids(json.dumps("abcdefgh" * 200)):
+        if constraint.problem() is not None:
+            break
+        constraint.consume([token])
+    assert "too many states" in (constraint.problem() or "")

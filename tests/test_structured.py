@@ -519,8 +519,9 @@ def test_a_wrong_grammar_is_refused_before_anything_starts():
 
 @pytest.mark.parametrize(
     ("prompt", "begun"),
-    [("<think>\n", True), ("a<think>\n\n</think>\n\n", None), ("hello", False), ("<think>" + 20 * "a ", False)],
-)
+    [("<think>\n", True), ("a<think>\n\n</think>\n\n", None), ("hello", False), ("<think>" + 20 * "a ", False),
+     ("what is <think>?", False), ("is </think> right", False), ("<think></think>a", False)],
+)  # fmt: skip
 def test_where_a_model_thinks(prompt, begun):
     thinking = copy.deepcopy(tokenizer())
     thinking.add_tokens(["<think>", "</think>"], special_tokens=True)

@@ -56,9 +56,11 @@ class Constraint:
         reasoning: Reasoning | None = None,
         *,
         submit: Callable[[Callable[[], None]], Future[None]],
+        renew: Callable[[], LLMatcher] | None = None,
         slow: bool = False,
     ) -> None:
         self.slow, self._submit = slow, submit
+        self._renew = renew  # compiles the grammar for this sequence alone; None: it has been
         self._pending: Future[None] | None = None  # computes `_mask`
         self._compiled, self._words = compiled, -(-vocab_size // WORD)
         self._matcher: LLMatcher | None = None  # made at the first use: many sequences may wait
@@ -81,7 +83,9 @@ class Constraint:
         for token in tokens:
             if self._ended or self._step_phase(token):
                 continue
-            if not self._matching.consume_token(token):
+            if not self._matching.consume_token(token) and not (
+                self._recover() and self._matching.consume_token(token)
+            ):
                 self._fail()
                 return
             self._consumed.append(token)
@@ -110,11 +114,22 @@ class Constraint:
     def _compute(self) -> None:
         started, found = time.thread_time(), np.zeros(self._words, np.uint32)
         self._fill(found)
+        if not found.any() and self._matching.is_error() and self._recover():
+            self._fill(found)
         if not found.any():
             self._fail()
             found[:] = ALL
         self._mask = found
         self.slow = self.slow or time.thread_time() - started > SLOW_SECONDS
+
+    def _recover(self) -> bool:
+        """After a limit of the library was met, which counts what all sequences with this compiled grammar have needed:
+        goes on with one of this sequence's own, once. Whether that is in the state of this one."""
+        if self._renew is None:
+            return False
+        self._compiled, self._renew = self._renew(), None
+        self._restore()
+        return not self._matching.is_error()
 
     def _fail(self) -> None:
         self.failure = f"its grammar cannot be followed: {said(self._matching) or 'no token may come next'}"

@@ -14,10 +14,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specjax.engine.constraint import SLOW_SECONDS, Constraint, Reasoning, said
+from specjax.engine.gbnf import translate
 from specjax.engine.grammar_check import SECONDS, compiles_soon
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ MAX_SOURCE = 2**16  # characters
 
 KEPT = 64  # compiled grammars that are kept for later requests, those used last
 KEPT_SOURCE = 2**19  # characters that their sources may have together
-LEXER_STATES = 20_000  # of one sequence's grammar, 1 to 2 kB each
+LEXER_STATES = 20_000  # of a compiled grammar, 1 to 2 kB each
 SLOW_THREADS = 2
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON on one line, as Python's `json.dumps` writes it: a model cannot end in a loop of spaces, and what stands between
@@ -110,9 +111,10 @@ def library_source(grammar: Grammar) -> str:
 
     if grammar.kind != "json_schema":
         try:
-            return grammar_from("ebnf" if grammar.kind == "ebnf" else _plain(grammar.kind), grammar.source)
-        except Exception as error:  # of the translation from GBNF: whatever it raises is about this text
-            raise GrammarError(f"is not right: {str(error)[:200] or type(error).__name__}") from error
+            kind, source = translate(grammar.source) if grammar.kind == "ebnf" else (grammar.kind, grammar.source)
+            return grammar_from(_plain(kind), source)
+        except (ValueError, RecursionError) as error:
+            raise GrammarError(f"is not right: {str(error)[:200]}") from error
     try:
         schema = json.loads(grammar.source or "{}")
     except (ValueError, RecursionError) as error:
@@ -165,8 +167,23 @@ class Grammars:
     def constraint(self, grammar: Grammar, reasoning: Reasoning | None = None) -> Constraint:
         """For a new sequence. Raises GrammarError."""
         matcher, slow = self._compiled(grammar)
-        eos_ids = tuple(self._core.eos_tokens)
-        return Constraint(matcher, self._vocab_size, eos_ids, reasoning, submit=self._submit, slow=slow)
+        eos_ids, renew = tuple(self._core.eos_tokens), partial(self._renew, grammar, matcher)
+        return Constraint(matcher, self._vocab_size, eos_ids, reasoning, submit=self._submit, renew=renew, slow=slow)
+
+    def _renew(self, grammar: Grammar, worn: LLMatcher) -> LLMatcher:
+        """The grammar compiled anew for one sequence. Sequences with one compiled grammar share its lexer, whose states
+        the limits count, so a grammar that many have used wears out: later ones get another."""
+        with self._lock:
+            kept = self._kept.get(grammar)
+            if kept is not None and kept.matcher is worn:
+                del self._kept[grammar]
+        return self._matcher(library_source(grammar))
+
+    def _matcher(self, source: str) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
+        return LLMatcher(self._core, source, log_level=0, limits=limits)
 
     def _submit(self, task: Callable[[], None]) -> Future[None]:
         return self._pool.submit(task)
@@ -188,12 +205,9 @@ class Grammars:
         return found
 
     def _compile(self, grammar: Grammar) -> Compiled:
-        from llguidance import LLMatcher, LLParserLimits
-
-        limits = LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
         if not compiles_soon(source := library_source(grammar)):
             raise GrammarError(f"takes more than {SECONDS:g} s to compile: give fewer patterns for one place")
-        matcher = LLMatcher(self._core, source, log_level=0, limits=limits)
+        matcher = self._matcher(source)
         started = time.thread_time()
         if not matcher.is_error():  # some errors show with the first token
             first = matcher.deep_copy()

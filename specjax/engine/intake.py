@@ -213,16 +213,20 @@ class Intake:
     def _reasoning(self, prompt: List[int], required: bool = False) -> Reasoning | None:
         """The tokens around what the model thinks before it answers this prompt; None: it does not think.
 
-        It thinks if that is `required`, or the prompt ends with an open block, as a chat template writes it. It may
-        think if it could, and the prompt does not end with a closed block.
+        It thinks if that is `required`, or the prompt ends with the beginning of a block and white space, as a chat
+        template writes it. It may think if it could, and the prompt does not end with a block's end.
         """
         if self.thinking is None:
             return None
         start, end = self.thinking
         if required:
             return Reasoning(start, end, begun=True)
-        tail = [token for token in prompt[-REASONING_TAIL:] if token in self.thinking]
-        return None if tail and tail[-1] == end else Reasoning(start, end, begun=bool(tail))
+        tail = prompt[-REASONING_TAIL:]
+        at = max((i for i, token in enumerate(tail) if token in self.thinking), default=None)
+        # A marker that other text follows is the user's.
+        if at is None or self.tokenizer.decode(tail[at + 1 :]).strip():
+            return Reasoning(start, end, begun=False)
+        return None if tail[at] == end else Reasoning(start, end, begun=True)
 
     @functools.cached_property
     def thinking(self) -> tuple[int, int] | None:
