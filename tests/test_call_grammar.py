@@ -11,10 +11,11 @@ import jsonschema
 import pytest
 from engine_helpers import END
 from engine_helpers import tokenizer as plain_tokenizer
+from grammar_helpers import follows
 from tool_helpers import WEATHER, tool_tokenizer
 
 from specjax.engine.constraint import WORD
-from specjax.engine.grammar import Grammar, Grammars
+from specjax.engine.grammar import Grammar, GrammarError, Grammars
 from specjax.serve.call_grammar import any_arguments, call_grammar
 from specjax.serve.calls import CallParser, DeepSeek, DeepSeek31, Hermes, KimiK2, Llama3, Mistral, MistralNamed
 from specjax.serve.forms import answer_form
@@ -131,6 +132,34 @@ def test_the_form_of_the_content_may_stand_instead():
     assert 0 < len(answers) < len(found) and all(set(each) == {"x"} for each in answers)
 
 
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"$ref": "#/definitions/text"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+    "definitions": {"text": {"type": "string"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (ANSWER, '{"x": true}'),
+        (PERSON, '{"name": "plan", "age": 5}'),
+        ({"type": "object"}, '{"name": 1}'),
+        (PERSON, '{"name": "plan", "parameters": {"days": ["mon"]}}'),
+        (PERSON, '{"name": "noop", "parameters": {}}'),
+    ],
+)
+def test_an_answer_that_begins_as_a_call_does(answer, text):
+    """Llama 3 writes calls without a marker."""
+    source = call_grammar(Llama3, TOOLS, {}, answer=answer)
+    assert follows(Grammar("lark", source), plain_tokenizer()(text, add_special_tokens=False)["input_ids"])
+    for wrong in ('{"name": "plan", "parameters": {"days": ["sun"]}}', '{"name": "other", "parameters": {}}'):
+        ids = plain_tokenizer()(wrong, add_special_tokens=False)["input_ids"]
+        assert follows(Grammar("lark", source), ids) == (answer == {"type": "object"})
+
+
 def test_markers_that_are_no_tokens():
     source = call_grammar(Hermes, TOOLS, {})
     assert '"<tool_call>"' in source
@@ -139,6 +168,18 @@ def test_markers_that_are_no_tokens():
     assert message(Hermes, text)["tool_calls"]
     with pytest.raises(ValueError, match="no token"):
         call_grammar(Hermes, TOOLS, {}, text=True)
+
+
+def test_what_the_library_does_not_know_of_functions_that_are_not_strict():
+    days = {"type": "array", "items": {"enum": ["mon"]}, "uniqueItems": True}
+    schema = {"type": "object", "properties": {"days": days}, "required": ["days"]}
+    tool = {"type": "function", "function": {"name": "plan", "parameters": schema}}
+    with pytest.raises(GrammarError, match="uniqueItems"):
+        grammars().constraint(Grammar("lark", call_grammar(Hermes, [tool], {}, strict=["plan"])))
+    source = call_grammar(Hermes, [tool], {}, strict=[])
+    texts = [text for seed in range(9) if (text := written(source, random.Random(seed), tokenizer=plain_tokenizer()))]
+    calls = [call for text in texts for call in message(Hermes, text)["tool_calls"]]
+    assert calls and all(set(json.loads(call["function"]["arguments"])["days"]) <= {"mon"} for call in calls)
 
 
 def test_any_arguments_of_functions_that_are_not_strict():

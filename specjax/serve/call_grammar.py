@@ -13,7 +13,7 @@ reads as calls. The model may think before: that is not a part of the grammar.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from specjax.serve.calls import CallParser, DeepSeek, DeepSeek31, Hermes, KimiK2, Llama3, Mistral, MistralNamed
@@ -84,6 +84,7 @@ def call_grammar(
     tools: Sequence[Mapping[str, Any]],
     tokens: Mapping[str, int],
     *,
+    strict: Container[str] | None = None,
     most: int | None = None,
     text: bool = False,
     answer: Mapping[str, Any] | None = None,
@@ -94,6 +95,8 @@ def call_grammar(
         parser: of the model's format.
         tools: the functions that may be called, in OpenAI's form.
         tokens: ids of the markers that are tokens.
+        strict: names of functions whose schemas are followed in all that they say; of the others, what the library
+            does not know is left out. None: all are strict.
         most: calls; None: any number.
         text: text may stand before and after calls, and instead of them.
         answer: the schema of JSON that may stand instead of calls; None: no JSON may.
@@ -120,6 +123,8 @@ def call_grammar(
                 found.append(json.dumps(part if isinstance(part, str) else part[0], ensure_ascii=False))
         return " ".join(found)
 
+    if answer is not None and not (shape.opens or shape.before):
+        return _call_or_answer(shape, tools, answer)
     any_call = " | ".join(f"call{i}" for i in range(len(tools)))
     further = "" if shape.joins is None or most == 1 else f"({written(shape.joins)} call)*"
     lines = [
@@ -128,7 +133,8 @@ def call_grammar(
     ]
     for i, function in enumerate(tool["function"] for tool in tools):
         lines.append(f"call{i}: {written(shape.name(function['name']))} arguments{i}")
-        lines.append(f"arguments{i}: {_json(_closed(function['parameters']))}")
+        lenient = strict is not None and function["name"] not in strict
+        lines.append(f"arguments{i}: {_json(_closed(function['parameters']), lenient=lenient)}")
     lines.append(r"SPACE: /\n{0,2}/")
     if any(INDEX in shape.name("") for _ in tools):
         lines.append("INDEX: /[0-9]{1,3}/")
@@ -141,6 +147,36 @@ def call_grammar(
     return "\n".join(lines)
 
 
+def _call_or_answer(shape: _Shape, tools: Sequence[Mapping[str, Any]], answer: Mapping[str, Any]) -> str:
+    """One schema for a call that no marker tells from an answer: the lexer would take the start of a call, which is
+    longer, wherever the answer is an object, too. All functions are strict: what one part may leave out, the answer
+    may, too."""
+    schemas = []
+    for place, function in enumerate(tool["function"] for tool in tools):
+        (start,) = shape.name(function["name"])
+        assert isinstance(start, str)
+        ((named, name), (arguments, _)) = json.loads(f"{start}null{shape.after[0]}").items()
+        given = _moved(_closed(function["parameters"]), f"#/anyOf/{place}/properties/{arguments}")
+        members = {named: {"const": name}, arguments: given}
+        schemas.append({"type": "object", "properties": members, "required": [*members], "additionalProperties": False})
+    schemas.append(_moved(answer, f"#/anyOf/{len(tools)}"))
+    return f"start: SPACE answer\nanswer: {_json({'anyOf': schemas})}\nSPACE: /\\n{{0,2}}/"
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema whose references to its own parts find them where it is a part of another."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: place + value[1:]
+        if key == "$ref" and isinstance(value, str) and value.startswith("#")
+        else _moved(value, place)
+        for key, value in schema.items()
+    }
+
+
 def _beside_text(shape: _Shape, tokens: Mapping[str, int], *, several: bool) -> list[str]:
     marks = [*shape.opens, *shape.before]
     if not marks:  # the whole answer is a call, and no text looks like one
@@ -150,8 +186,9 @@ def _beside_text(shape: _Shape, tokens: Mapping[str, int], *, several: bool) -> 
     return [f"start: TEXT (calls TEXT){'*' if several else '?'}", "TEXT: /(?s:.*)/"]
 
 
-def _json(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps({'x-guidance': STYLE, **schema})}"
+def _json(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
+    style = STYLE | ({"lenient": True} if lenient else {})
+    return f"%json {json.dumps({'x-guidance': style, **schema})}"
 
 
 def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:

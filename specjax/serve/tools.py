@@ -233,14 +233,16 @@ class ToolFields(Body):
         if answer is not None and answer.kind != "json_schema":
             raise bad_request(f"{field} excludes tools: the answer could not be a call", field)
         functions = [each for each in offered if self.forced in (None, each["function"]["name"])]
-        if not must and answer is None:
+        free = not must and answer is None
+        if free:
             functions = [each if each["function"]["name"] in strict else any_arguments(each) for each in functions]
         try:
             schema = None if must or answer is None else json.loads(answer.source or "{}") or {"type": "object"}
             if not isinstance(schema, dict | None):
                 raise bad_request(f"{field} must be a schema that is an object beside tools", field)
-            text = not must and answer is None
-            source = call_grammar(form.parser, functions, form.tokens, most=self.most, text=text, answer=schema)
+            source = call_grammar(
+                form.parser, functions, form.tokens, strict=strict, most=self.most, text=free, answer=schema
+            )
             return Grammar("lark", source)
         except (ValueError, RecursionError) as error:
             where = field if isinstance(error, json.JSONDecodeError) else "tools"
