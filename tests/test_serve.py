@@ -349,12 +349,21 @@ def test_a_draft_model_of_which_nothing_is_accepted_is_reported_once(caplog, mon
     problem = doubt(model, DOUBTED, 0)
     assert problem is not None and "EAGLE3" in problem and "another model" in problem
     monkeypatch.setattr(engine, "drafter", model)
-    monkeypatch.setattr(engine, "counters", Counters(verifications=300, drafted_steps=300, verified=300))
+    monkeypatch.setattr(engine, "counters", Counters(verifications=300, drafted_steps=300, verified=300, own_steps=300))
     report = Report(engine, interval=40)
     with caplog.at_level("WARNING"):
         for _ in range(3):
             report.after_step()
     assert [record.getMessage() for record in caplog.records] == [doubt(model, 300, 0)]
+
+
+def test_tokens_that_a_grammar_forces_say_nothing_of_the_draft_model():
+    counters = Counters()
+    counters.count(3, verified=True, drafted=True, free=False)
+    counters.count(1, verified=True, drafted=True, free=True)
+    counters.count(2, verified=True, drafted=False, free=True)
+    assert (counters.drafted_steps, counters.accepted) == (2, 3)
+    assert (counters.own_steps, counters.own_accepted) == (1, 0)
 
 
 def test_request_ids_are_echoed_if_they_are_sane(server):

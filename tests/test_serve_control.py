@@ -114,6 +114,17 @@ def test_health_by_a_token(server):
     assert server.engine.counters.generated == before + 1
 
 
+def test_health_of_a_busy_server_is_that_it_gets_on(server):
+    """A request of its own would wait behind all others."""
+    with ThreadPoolExecutor(1) as clients, server.client() as client:
+        long = clients.submit(server.complete, "hello", max_tokens=60, ignore_eos=True)
+        wait_until(lambda: server.runner.unfinished == 1)
+        assert client.get("/health_generate").json() == {"status": "ok"}
+        usage = long.result(LIMIT).json()["usage"]
+    server.wait_idle()
+    assert usage["completion_tokens"] == 60
+
+
 def test_health_by_a_token_that_does_not_come(server, monkeypatch):
     monkeypatch.setattr("specjax.serve.control.HEALTH_SECONDS", 0.3)
     stop = threading.Event()

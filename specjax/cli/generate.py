@@ -55,7 +55,7 @@ RESULT_FIELDS = (
     "spec_accept_length", "spec_accept_histogram", "seed",
 )  # fmt: skip
 
-DRAFTED = "drafted_steps", "accepted"  # counters
+DRAFTED = "drafted_steps", "own_steps", "own_accepted"  # counters
 
 AHEAD = 256  # lines read ahead of the answers: a file of a million prompts need not be tokenised before the first
 
@@ -257,8 +257,8 @@ def run(
             feed()
             bar.update((count["settled"] if shared is None else shared.settled()) - bar.n)
     seconds = time.perf_counter() - started
-    drafted_steps, accepted = (sum(getattr(each.counters, name) for each in engines) for name in DRAFTED)
-    if problem := doubt(engine.drafter, drafted_steps, accepted):
+    drafted_steps, own, accepted = (sum(getattr(each.counters, name) for each in engines) for name in DRAFTED)
+    if problem := doubt(engine.drafter, own, accepted):
         logger.warning("%s", problem)
     drafted_steps -= drafted_before
     return {

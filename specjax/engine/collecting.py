@@ -109,7 +109,8 @@ class Collector:
                 continue
             kept = take(sequence, read, flight.output, i, verified=verified)
             stepped = verified and bool(tokens)
-            self._counters.count(kept, verified=stepped, drafted=sequence.params.drafts and drafts)
+            drafted, free = sequence.params.drafts and drafts, sequence.params.grammar is None
+            self._counters.count(kept, verified=stepped, drafted=drafted, free=free)
             if sequence.finish_reason is not None:
                 ended.append(sequence)
             self._report(sequence)

@@ -34,15 +34,21 @@ class Counters:
     drafted_steps: int = 0  # those of them that could draft
     verified: int = 0  # tokens that these emitted
     generated: int = 0  # all tokens emitted
+    own_steps: int = 0  # drafted steps of sequences without a grammar, which forces tokens that count as drafts
+    own_accepted: int = 0  # drafts that became text in these
     accepted_at: list[int] = field(default_factory=list)  # drafts that became text, by depth - 1
 
-    def count(self, kept: int, *, verified: bool, drafted: bool) -> None:
-        """A sequence kept so many tokens of a prefill or, `verified`, of a step, that could draft for it."""
+    def count(self, kept: int, *, verified: bool, drafted: bool, free: bool) -> None:
+        """A sequence, `free` of a grammar, kept so many tokens of a prefill or, `verified`, of a step, that could draft
+        for it."""
         self.generated += kept
         if verified:
             self.verifications += 1
             self.drafted_steps += drafted
             self.verified += kept
+            if drafted and free:
+                self.own_steps += 1
+                self.own_accepted += kept - 1
             self.accepted_at += [0] * (kept - 1 - len(self.accepted_at))
             for depth in range(kept - 1):
                 self.accepted_at[depth] += 1

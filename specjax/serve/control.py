@@ -44,6 +44,11 @@ READ = ["GET", "HEAD"]
 HEALTH_SECONDS = 20.0  # that a token of `/health_generate` may take
 
 
+def _progress(rank: Runner) -> int:
+    counters = rank.engine.counters
+    return counters.generated + counters.prefilled_tokens
+
+
 def rank_state(rank: Runner) -> dict[str, Any]:
     """What changes of a replica, by SGLang's names."""
     engine = rank.engine
@@ -122,12 +127,14 @@ def add_control_routes(
 
     @app.api_route("/health_generate", methods=READ)
     async def health_generate() -> dict[str, Any]:
-        """Draws a token at each replica, as a request does."""
+        """Draws a token at each idle replica, as a request does; the others must get on with what they have."""
         check_state(runner)
         if runner.paused:
             raise unavailable("no token is drawn until /continue_generation", retry_after=5)
         id = f"health-{secrets.token_hex(8)}"
-        ranks, params, intake = runner.ranks, SamplingParams(max_new_tokens=1), runner.engine.intake
+        params, intake = SamplingParams(max_new_tokens=1), runner.engine.intake
+        busy = [(rank, _progress(rank)) for rank in runner.ranks if rank.unfinished]
+        ranks = [rank for rank in runner.ranks if not rank.unfinished]
         with runner.reserve(len(ranks)):
             sequences = [intake.sequence([0], params, id=f"{id}-{number}") for number in range(len(ranks))]
             listener = Listener(sequences, streams=False)
@@ -139,6 +146,8 @@ def add_control_routes(
                     done = chunk.completion
                     if done is not None and done.finish_reason["type"] == "abort":
                         raise unavailable(f"no token could be drawn: {done.finish_reason}", retry_after=5)
+                while any(rank.unfinished and _progress(rank) == before for rank, before in busy):
+                    await asyncio.sleep(0.05)
         except TimeoutError:
             raise unavailable(f"no token came within {HEALTH_SECONDS:g} s", retry_after=5) from None
         finally:

@@ -14,6 +14,16 @@ from specjax.serve.responses import DONE, Answer, TokenNames, event, finite, spe
 
 
 @dataclass
+class _Sent:
+    """What the events of a choice have said so far."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt: list[PromptLogprob] = field(default_factory=list)
+
+
+@dataclass
 class GenerateAnswer(Answer):
     """The answer to `/generate`. Events carry all text and tokens so far, as SGLang's do.
 
@@ -31,7 +41,7 @@ class GenerateAnswer(Answer):
     with_ids: Sequence[bool] = ()  # by choice, whether it has those of given tokens
     started: float = field(default_factory=time.perf_counter)
     shows_aborted: ClassVar[bool] = True  # as SGLang does
-    _sent: dict[int, tuple[str, list[int]]] = field(default_factory=dict)  # text and tokens so far, by choice
+    _sent: dict[int, _Sent] = field(default_factory=dict)  # by choice
 
     def whole(self, done: list[Completion]) -> Any:
         results = [self._result(index, completion) for index, completion in enumerate(done)]
@@ -42,12 +52,16 @@ class GenerateAnswer(Answer):
         if chunk.completion is not None:
             body = self._result(index, chunk.completion)
         else:
-            text, tokens = self._sent.get(index, ("", []))
-            text, tokens = self._sent[index] = text + chunk.text, [*tokens, *chunk.output_ids]
+            sent = self._sent.setdefault(index, _Sent())
+            sent.text, sent.tokens = sent.text + chunk.text, [*sent.tokens, *chunk.output_ids]
             body = _generated(
-                self.ids[index], None, self.prompt_tokens[index], text, tokens, cached_tokens=chunk.cached_tokens,
-                reasoning_tokens=self.thoughts(index, tokens),
+                self.ids[index], None, self.prompt_tokens[index], sent.text, sent.tokens,
+                cached_tokens=chunk.cached_tokens, reasoning_tokens=self.thoughts(index, sent.tokens),
             )  # fmt: skip
+            if (chunk.logprobs or sent.logprobs) and not self.incremental:
+                sent.logprobs += chunk.logprobs or ()
+                sent.prompt += chunk.prompt_logprobs or ()
+                body["meta_info"] |= self._logprobs(index, sent.logprobs, sent.prompt)
         if self.incremental:
             body |= {"text": chunk.text, "output_ids": chunk.output_ids}
             if chunk.logprobs or "output_token_logprobs" in body["meta_info"]:

@@ -28,10 +28,10 @@ WHOLE = 10.0  # a whole request may take this many times as long as one pause in
 HEALTH = "/health"  # answers in any state, and however many connections are open
 PAGE = "/"  # the playground: a static page without secrets, which asks the person for the key
 OPEN = (HEALTH, PAGE)  # the paths that need no key
-# What tells of the server and is cheap: answers during a drain, too, as routers and Prometheus still ask then.
+# What tells of the server and is cheap, and what ends requests: answers during a drain, too.
 TELLING = frozenset(
     ("/metrics", "/server_info", "/get_server_info", "/model_info", "/get_model_info", "/v1/loads", "/get_load",
-     "/v1/models")
+     "/v1/models", "/abort_request")
 )  # fmt: skip
 
 # In the scope's state, set by the connection: how many connections are open, where that is too many.

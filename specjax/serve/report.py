@@ -40,7 +40,7 @@ class Report:
         retracted = engine.scheduler.retractions - self._retracted
         if new > 0 or retracted or now.steps - self._decoded.steps >= self._interval:
             self._write(now, new, retracted)
-        if not self._doubted and (problem := doubt(engine.drafter, now.drafted_steps, now.accepted)):
+        if not self._doubted and (problem := doubt(engine.drafter, now.own_steps, now.own_accepted)):
             self._doubted = True
             logger.warning("%s", problem)
         self._last, self._idle = now, not engine.unfinished
