@@ -21,7 +21,7 @@ from toy_models import random_table, table_model
 from specjax.cli.flags import ServerSettings
 from specjax.engine import SamplingParams
 from specjax.serve.delivery import Listener
-from specjax.serve.middleware import TELLING
+from specjax.serve.middleware import ABORT, TELLING
 from specjax.serve.states import SHUT_DOWN, State
 
 CHAT, COMPLETE, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
@@ -315,6 +315,7 @@ def test_a_draining_server():
         for path in TELLING:
             assert client.get(path).status_code == client.head(path).status_code == 200, path
         assert client.get("/get_load").json()[0]["num_reqs"] == 1
+        assert client.post(ABORT, json={"rid": "unknown"}).status_code == 200
         assert "\nsglang:num_running_reqs{" in client.get("/metrics").text
         server.runner.end_all(SHUT_DOWN)
         seen += b"".join(chunks)

@@ -28,11 +28,12 @@ WHOLE = 10.0  # a whole request may take this many times as long as one pause in
 HEALTH = "/health"  # answers in any state, and however many connections are open
 PAGE = "/"  # the playground: a static page without secrets, which asks the person for the key
 OPEN = (HEALTH, PAGE)  # the paths that need no key
-# What tells of the server and is cheap, and what ends requests: answers during a drain, too.
+# What tells of the server and is cheap: answers during a drain, too, as routers and Prometheus still ask then.
 TELLING = frozenset(
     ("/metrics", "/server_info", "/get_server_info", "/model_info", "/get_model_info", "/v1/loads", "/get_load",
-     "/v1/models", "/abort_request")
+     "/v1/models")
 )  # fmt: skip
+ABORT = "/abort_request"  # and what ends a drain early
 
 # In the scope's state, set by the connection: how many connections are open, where that is too many.
 CROWDED = "specjax.crowded"
@@ -112,7 +113,7 @@ class Gate:
                 needs = "this server needs its API key, as `Authorization: Bearer KEY` or `x-api-key: KEY`"
                 raise ApiError(401, needs, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         drains = self._runner.state is State.DRAINING and self._runner.loaded
-        if not (drains and path in TELLING):
+        if not (drains and (path in TELLING or path == ABORT)):
             check_state(self._runner)
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > MAX_BODY:
