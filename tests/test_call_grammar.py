@@ -149,6 +149,8 @@ PERSON = {
         ({"type": "object"}, '{"name": 1}'),
         (PERSON, '{"name": "plan", "parameters": {"days": ["mon"]}}'),
         (PERSON, '{"name": "noop", "parameters": {}}'),
+        ({"$id": "https://example.com/p.json", **PERSON}, '{"name": "plan", "age": 5}'),
+        ({"x-guidance": {"item_separator": ",", "key_separator": ":"}, **PERSON}, '{"name":"x","age":5}'),
     ],
 )
 def test_an_answer_that_begins_as_a_call_does(answer, text):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
+import tracemalloc
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -181,7 +183,36 @@ def test_what_is_wrong(source, problem):
     assert problem in str(caught.value)
 
 
+def test_comments_are_read_once():
+    """Not as rules, and in linear time: `re` holds Python's lock."""
+    rule = 'root ::= foo # was: foo ::= "b"\n# bar ::= "x"\n' + "#" * 3000 + "\n" + "# c \n" * 500
+    started = time.process_time()
+    assert translate(rule + 'foo # name\n ::= "a"') == ("regex", "a")
+    with pytest.raises(ValueError, match="no rule called foo"):
+        translate(rule)
+    assert time.process_time() - started < 1
+
+
+@pytest.mark.parametrize("recursive", [False, True])
+def test_thousands_of_alternatives(recursive):
+    words = [f"item number {i}" for i in range(2500)]
+    source = "s ::= " + " | ".join(f'"{word}"' for word in words) + '\nroot ::= s (", " s)*'
+    source += ' | "[" root "]"' if recursive else ""
+    for text in ("item number 7", "item number 77, item number 2499"):
+        assert allows(source, text)
+    assert allows(source, "[item number 7]") == recursive and not allows(source, "item number 2500")
+
+
+def test_nothing_at_all():
+    for more in ("", ' | "(" root ")"'):
+        assert allows('root ::= "a"{0} "b"{0,0} "c"' + more, "c") and not allows('root ::= "a"{0} "c"' + more, "ac")
+
+
 def test_rules_that_would_be_too_long_in_one_expression_stay_rules():
-    source = "\n".join([*(f"x{i} ::= x{i + 1} x{i + 1}" for i in range(20)), 'x20 ::= "a"', "root ::= x0 | x19 x20"])
-    kind, text = translate(source)
-    assert kind == "lark" and len(text) < MOST and allows(source, "aaa")
+    rules = [*(f"x{i} ::= x{i + 1} x{i + 1}" for i in range(20)), 'x20 ::= "a"']
+    kind, text = translate("\n".join([*rules, "root ::= x0 | x19 x20"]))
+    assert kind == "lark" and len(text) < MOST and allows("\n".join([*rules, "root ::= x0 | x19 x20"]), "aaa")
+    tracemalloc.start()
+    assert translate("\n".join([*rules, "root ::=" + " x4" * 9000]))[0] == "lark"
+    assert tracemalloc.get_traced_memory()[1] < 50e6
+    tracemalloc.stop()

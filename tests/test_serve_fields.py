@@ -360,15 +360,16 @@ def test_incremental_streams_of_generate_are_disjoint():
 def test_log_probabilities_of_a_stream_are_those_so_far():
     reason = {"type": "length", "length": 2}
     done = Completion("r", "ab", [70, 71], 1, reason, 1, 1.0, [1, 0], 7, logprobs=list(LOGPROBS))
-    answer = GenerateAnswer(2, False, ["r"], [1], thoughts=lambda index, output: 0, names=TokenNames(tokenizer()))
+    answer = GenerateAnswer(
+        2, False, ["r"], [1], thoughts=lambda index, output: 0, scored=[True], names=TokenNames(tokenizer())
+    )
     chunks = [StreamChunk(0, "", [70], None, ()), StreamChunk(0, "a", [], None, LOGPROBS[:1])]
     events = [event for chunk in chunks for event in answer.events(chunk)]
     events += answer.events(StreamChunk(0, "b", [71], done, LOGPROBS[1:]))
     none, first, last = (json.loads(event.removeprefix(b"data: "))["meta_info"] for event in events)
     whole = answer.whole([done])["meta_info"]
-    assert "output_token_logprobs" not in none
     for name in ("output_token_logprobs", "output_top_logprobs"):
-        assert first[name] == whole[name][:1] and last[name] == whole[name]
+        assert none[name] == [] and first[name] == whole[name][:1] and last[name] == whole[name]
 
 
 def test_incremental_log_probabilities_are_disjoint():

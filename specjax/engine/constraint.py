@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 WORD = 32  # bits
 ALL = np.uint32(2**32 - 1)
+LEXER = "lexer error"  # in the library's messages
 SLOW_SECONDS = 0.005  # of the processor for a mask, from which on a sequence's masks are computed by other threads
 
 
@@ -56,11 +57,11 @@ class Constraint:
         reasoning: Reasoning | None = None,
         *,
         submit: Callable[[Callable[[], None]], Future[None]],
-        renew: Callable[[], LLMatcher] | None = None,
+        renew: Callable[[LLMatcher], tuple[LLMatcher, bool]] | None = None,
         slow: bool = False,
     ) -> None:
         self.slow, self._submit = slow, submit
-        self._renew = renew  # compiles the grammar for this sequence alone; None: it has been
+        self._renew, self._renewed_at = renew, -1  # tokens that were consumed when a new one was compiled
         self._pending: Future[None] | None = None  # computes `_mask`
         self._compiled, self._words = compiled, -(-vocab_size // WORD)
         self._matcher: LLMatcher | None = None  # made at the first use: many sequences may wait
@@ -83,11 +84,10 @@ class Constraint:
         for token in tokens:
             if self._ended or self._step_phase(token):
                 continue
-            if not self._matching.consume_token(token) and not (
-                self._recover() and self._matching.consume_token(token)
-            ):
-                self._fail()
-                return
+            while not self._matching.consume_token(token):
+                if not self._recover():
+                    self._fail()
+                    return
             self._consumed.append(token)
             self._ended = token in self.eos_ids
 
@@ -114,7 +114,7 @@ class Constraint:
     def _compute(self) -> None:
         started, found = time.thread_time(), np.zeros(self._words, np.uint32)
         self._fill(found)
-        if not found.any() and self._matching.is_error() and self._recover():
+        while not found.any() and self._recover():
             self._fill(found)
         if not found.any():
             self._fail()
@@ -123,13 +123,18 @@ class Constraint:
         self.slow = self.slow or time.thread_time() - started > SLOW_SECONDS
 
     def _recover(self) -> bool:
-        """After a limit of the library was met, which counts what all sequences with this compiled grammar have needed:
-        goes on with one of this sequence's own, once. Whether that is in the state of this one."""
-        if self._renew is None:
+        """After a limit of the lexer was met, which counts what all sequences with this compiled grammar have needed:
+        goes on with another compiled form. False: a new one has met it, too, or the reason is another one."""
+        if self._renew is None or LEXER not in self._matching.get_error():
             return False
-        self._compiled, self._renew = self._renew(), None
-        self._restore()
-        return not self._matching.is_error()
+        while self._renewed_at != len(self._consumed):
+            self._compiled, new = self._renew(self._compiled)
+            if new:
+                self._renewed_at = len(self._consumed)
+            self._restore()
+            if not self._matching.is_error():
+                return True
+        return False
 
     def _fail(self) -> None:
         self.failure = f"its grammar cannot be followed: {said(self._matching) or 'no token may come next'}"

@@ -14,15 +14,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby, takewhile
 from typing import NamedTuple, TypeAlias
 
-MOST = 2**16  # characters of a regular expression
+MOST = 2**18  # characters of a regular expression
 ESCAPES = {"n": "\n", "r": "\r", "t": "\t"}
 ROOT = "root"
 
 _TOKEN = re.compile(
-    r"""(?P<space>(?:\s|\#[^\r\n]*)+)
-    | (?P<name>[A-Za-z0-9_-]+)(?P<defines>(?:\s|\#[^\r\n]*)*::=)?
+    # Possessive repeats: a comment is nothing else, and is read once.
+    r"""(?P<space>(?:\s|\#[^\r\n]*+)++)
+    | (?P<name>[A-Za-z0-9_-]++)(?P<defines>(?:\s|\#[^\r\n]*+)*+::=)?
     | "(?P<text>(?:[^"\\]|\\(?s:.))*)"
     | \[(?P<set>\^?(?:[^\]\\]|\\(?s:.))*)\]
     | \{\s*(?P<least>\d+)\s*(?P<comma>,\s*(?P<most>\d+)?\s*)?\}
@@ -221,7 +223,8 @@ def _set(text: str, token: _Token) -> str:
 
 
 def _code(character: str) -> str:
-    return character if character.isascii() and character.isalnum() else f"\\x{{{ord(character):X}}}"
+    plain = character.isalnum() or (not character.isascii() and character.isprintable())
+    return character if plain else f"\\x{{{ord(character):X}}}"
 
 
 # Writing
@@ -271,18 +274,45 @@ def _regex(rules: Mapping[str, Node], order: list[str]) -> str | None:
             return written[node.name]
         if isinstance(node, Repeated):
             return f"(?:{write(node.node)}){_count(node)}"
-        joined = ("" if isinstance(node, Sequence) else "|").join(map(write, node.nodes))
-        return joined if isinstance(node, Sequence) else f"(?:{joined})"
+        parts, length = list[str](), 0
+        for part in node.nodes:
+            parts.append(write(part))
+            length += len(parts[-1])
+            if length > MOST:
+                raise _TooLong
+        return "".join(parts) if isinstance(node, Sequence) else f"(?:{'|'.join(parts)})"
 
-    for name in order:
-        written[name] = write(rules[name])
-        if len(written[name]) > MOST:
-            return None
-    return written[ROOT]
+    try:
+        for name in order:
+            written[name] = write(rules[name])
+    except _TooLong:
+        return None
+    return written[ROOT] if len(written[ROOT]) <= MOST else None
+
+
+class _TooLong(Exception):
+    pass
 
 
 def _count(node: Repeated) -> str:
     return f"{{{node.least},{'' if node.most is None else node.most}}}"
+
+
+def _each(text: str) -> str:
+    return " ".join(f"/{_code(character)}/" for character in text) or '""'
+
+
+def _tree(texts: list[str]) -> str:
+    """One of these texts, in order and different: what they begin with together is written once, since llguidance looks
+    at up to 2,000 alternatives at one place."""
+    groups = [list(group) for _, group in groupby(texts, key=lambda text: text[:1])]
+    found = []
+    for group in groups:
+        pairs = zip(group[0], group[-1], strict=False)  # in order, so that the others lie between them
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        prefix, rest = group[0][:common], [text[common:] for text in group]
+        found.append(_each(prefix) if rest == [""] else f"{_each(prefix)} {_tree(rest)}")
+    return found[0] if len(found) == 1 else f"({' | '.join(found)})"
 
 
 def _lark(rules: Mapping[str, Node]) -> str:
@@ -290,13 +320,15 @@ def _lark(rules: Mapping[str, Node]) -> str:
 
     def write(node: Node) -> str:
         if isinstance(node, Text):
-            return " ".join(f"/{_code(character)}/" for character in node.value) or '""'
+            return _each(node.value)
         if isinstance(node, Characters):
             return f"/{node.source}/"
         if isinstance(node, Reference):
             return names[node.name]
         if isinstance(node, Repeated):
-            return f"({write(node.node)}){_count(node)}"
+            return f"({write(node.node)}){_count(node)}" if node.most != 0 else '""'
+        if isinstance(node, Choice) and all(isinstance(each, Text) for each in node.nodes):
+            return _tree(sorted({each.value for each in node.nodes if isinstance(each, Text)}))
         if isinstance(node, Sequence):
             return " ".join(map(write, node.nodes)) or '""'
         return f"({' | '.join(map(write, node.nodes))})"

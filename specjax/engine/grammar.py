@@ -167,17 +167,22 @@ class Grammars:
     def constraint(self, grammar: Grammar, reasoning: Reasoning | None = None) -> Constraint:
         """For a new sequence. Raises GrammarError."""
         matcher, slow = self._compiled(grammar)
-        eos_ids, renew = tuple(self._core.eos_tokens), partial(self._renew, grammar, matcher)
+        eos_ids, renew = tuple(self._core.eos_tokens), partial(self._renew, grammar)
         return Constraint(matcher, self._vocab_size, eos_ids, reasoning, submit=self._submit, renew=renew, slow=slow)
 
-    def _renew(self, grammar: Grammar, worn: LLMatcher) -> LLMatcher:
-        """The grammar compiled anew for one sequence. Sequences with one compiled grammar share its lexer, whose states
-        the limits count, so a grammar that many have used wears out: later ones get another."""
+    def _renew(self, grammar: Grammar, worn: LLMatcher) -> tuple[LLMatcher, bool]:
+        """A compiled grammar in place of one that has met a limit of its lexer; whether it is a new one.
+
+        Sequences with one compiled grammar share its lexer, whose states the limits count, so a grammar that many have
+        used wears out.
+        """
         with self._lock:
             kept = self._kept.get(grammar)
-            if kept is not None and kept.matcher is worn:
-                del self._kept[grammar]
-        return self._matcher(library_source(grammar))
+        if kept is not None and kept.matcher is not worn:
+            return kept.matcher, False
+        found = Compiled(self._matcher(library_source(grammar)), kept is not None and kept.slow)
+        self._keep(grammar, found)
+        return found.matcher, True
 
     def _matcher(self, source: str) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
@@ -198,11 +203,14 @@ class Grammars:
                 self._kept.move_to_end(grammar)
                 return self._kept[grammar]
         found = self._compile(grammar)
+        self._keep(grammar, found)
+        return found
+
+    def _keep(self, grammar: Grammar, found: Compiled) -> None:
         with self._lock:
             self._kept[grammar] = found
             while len(self._kept) > KEPT or sum(len(each.source) for each in self._kept) > KEPT_SOURCE:
                 self._kept.popitem(last=False)
-        return found
 
     def _compile(self, grammar: Grammar) -> Compiled:
         if not compiles_soon(source := library_source(grammar)):

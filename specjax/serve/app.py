@@ -121,6 +121,7 @@ def create_app(runner: Service, settings: ServerSettings, *, model: str) -> Fast
                 ids=[sequence.id for sequence in sequences],
                 prompt_tokens=[len(sequence.prompt) for sequence in sequences],
                 thoughts=lambda index, output: runner.engine.intake.thoughts(sequences[index], output),
+                scored=[sequence.params.logprobs is not None for sequence in sequences],
                 with_ids=[bool(sequence.params.logprob_ids) for sequence in sequences],
                 incremental=settings.incremental_streaming_output,
                 names=names() if body.return_text_in_logprobs else None,

@@ -160,21 +160,23 @@ def _call_or_answer(shape: _Shape, tools: Sequence[Mapping[str, Any]], answer: M
         members = {named: {"const": name}, arguments: given}
         schemas.append({"type": "object", "properties": members, "required": [*members], "additionalProperties": False})
     schemas.append(_moved(answer, f"#/anyOf/{len(tools)}"))
-    return f"start: SPACE answer\nanswer: {_json({'anyOf': schemas})}\nSPACE: /\\n{{0,2}}/"
+    style = {"x-guidance": answer["x-guidance"]} if "x-guidance" in answer else {}
+    return f"start: SPACE answer\nanswer: {_json({'anyOf': schemas, **style})}\nSPACE: /\\n{{0,2}}/"
 
 
 def _moved(schema: Any, place: str) -> Any:
     """A schema whose references to its own parts find them where it is a part of another."""
     if isinstance(schema, list):
         return [_moved(each, place) for each in schema]
-    if not isinstance(schema, Mapping):
+    if not isinstance(schema, Mapping) or isinstance(schema.get("$id"), str):  # one with an id is a whole of its own
         return schema
-    return {
-        key: place + value[1:]
-        if key == "$ref" and isinstance(value, str) and value.startswith("#")
-        else _moved(value, place)
-        for key, value in schema.items()
-    }
+
+    def moved(key: str, value: Any) -> Any:
+        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            return place + value[1:]
+        return value if key in ("const", "enum", "default", "examples") else _moved(value, place)
+
+    return {key: moved(key, value) for key, value in schema.items()}
 
 
 def _beside_text(shape: _Shape, tokens: Mapping[str, int], *, several: bool) -> list[str]:

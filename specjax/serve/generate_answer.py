@@ -19,8 +19,7 @@ class _Sent:
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt: list[PromptLogprob] = field(default_factory=list)
+    logprobs: dict[str, list[Any]] = field(default_factory=dict)  # in the answer's form
 
 
 @dataclass
@@ -38,6 +37,7 @@ class GenerateAnswer(Answer):
     thoughts: Callable[[int, list[int]], int]  # of a choice and its output so far, the tokens that are thoughts
     incremental: bool = False
     names: TokenNames | None = None  # puts the texts of tokens into their log-probabilities
+    scored: Sequence[bool] = ()  # by choice, whether it has log-probabilities
     with_ids: Sequence[bool] = ()  # by choice, whether it has those of given tokens
     started: float = field(default_factory=time.perf_counter)
     shows_aborted: ClassVar[bool] = True  # as SGLang does
@@ -58,10 +58,11 @@ class GenerateAnswer(Answer):
                 self.ids[index], None, self.prompt_tokens[index], sent.text, sent.tokens,
                 cached_tokens=chunk.cached_tokens, reasoning_tokens=self.thoughts(index, sent.tokens),
             )  # fmt: skip
-            if (chunk.logprobs or sent.logprobs) and not self.incremental:
-                sent.logprobs += chunk.logprobs or ()
-                sent.prompt += chunk.prompt_logprobs or ()
-                body["meta_info"] |= self._logprobs(index, sent.logprobs, sent.prompt)
+            if self.scored[index : index + 1] == [True] and not self.incremental:
+                new = self._logprobs(index, chunk.logprobs, chunk.prompt_logprobs or ())
+                for name, entries in new.items():
+                    sent.logprobs.setdefault(name, []).extend(entries)
+                body["meta_info"] |= sent.logprobs
         if self.incremental:
             body |= {"text": chunk.text, "output_ids": chunk.output_ids}
             if chunk.logprobs or "output_token_logprobs" in body["meta_info"]:
