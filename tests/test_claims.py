@@ -306,6 +306,8 @@ def test_a_claimed_run_is_the_run_of_one_process(command, model, tmp_path, capsy
     assert json.loads(printed.out)["requests"] == 0 and printed.err == ""
     assert main([*claimed, "--seed", "4"]) == 2
     assert "--seed was 0 and is 4" in capsys.readouterr().err
+    assert main([*claimed, "--quantization", "int8"]) == 2
+    assert "--quantization was None and is 'int8'" in capsys.readouterr().err
     assert main([*given, "--input", "-", "--claim", str(tmp_path / "run")]) == 2
 
 

@@ -106,3 +106,22 @@ def test_a_caller_that_leaves_ends_the_request(begun):
         assert ended.is_set()
 
     asyncio.run(main())
+
+
+def test_closing_before_anything_is_read_cancels_the_request():
+    ended = []
+
+    async def app(scope, receive, send):
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"a", "more_body": True})
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    async def main():
+        answer = await call(app, "GET", "/")
+        await answer.chunks.aclose()
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+    assert ended

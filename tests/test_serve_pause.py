@@ -9,6 +9,8 @@ import pytest
 from engine_helpers import shared_engine
 from server_helpers import SECONDS, Running, running, slow_down, wait_until
 
+from specjax.engine import SamplingParams
+
 
 @pytest.fixture(scope="module")
 def server():
@@ -67,3 +69,27 @@ def test_a_pause_of_an_unknown_kind(server):
     error = server.post("/pause_generation", {"mode": "softly"}).json()["error"]
     assert error["param"] == "mode" and "in_place" in error["message"] and "softly" in error["message"]
     assert not server.runner.paused
+
+
+def test_a_request_whose_last_step_a_retraction_reads():
+    """No step is left that could return it."""
+    engine = shared_engine("NGRAM")
+    sequence = engine.add("hello", SamplingParams(max_new_tokens=3, ignore_eos=True))
+    for _ in range(100):
+        engine.step()
+        if len(sequence.output) >= 2 or sequence.finish_reason is not None:
+            break
+    engine.retract_all()
+    assert sequence.finish_reason is not None and not engine.unfinished and engine.unreported
+    assert sequence in engine.step() and not engine.unreported
+
+
+def test_a_pause_of_a_server_that_drains_can_end():
+    engine = shared_engine("NGRAM")
+    with running(engine, idle_at_end=False) as server, ThreadPoolExecutor(1) as clients:
+        assert server.post("/pause_generation", {"mode": "in_place"}).json()["success"]
+        asked = clients.submit(server.complete, "hello", max_tokens=3)
+        wait_until(lambda: server.runner.unfinished == 1)
+        server.runner.drain()
+        assert server.post("/continue_generation", {}).status_code == 200
+        assert asked.result(SECONDS).status_code == 200

@@ -278,12 +278,22 @@ class ClaimedRun:
 def answers_depend_on(chosen: Settings, given: str) -> dict[str, Any]:
     """What the answers of a run depend on, of the model and the input. Batch and algorithm may change: they change no
     text. JAX must have its device (`specjax.cli.build.claim_gpu`). `given`: --input."""
-    model = chosen.model
+    model, defaults = chosen.model, Settings()
+    places = {
+        "quantization": "model", "context_length": "engine", "plain_content": "engine",
+        "speculative_accept_threshold_single": "speculative", "speculative_accept_threshold_acc": "speculative",
+    }  # fmt: skip
+    there = {name: (getattr(chosen, table), getattr(defaults, table)) for name, table in places.items()}
+    changed = {
+        name: getattr(ours, name)
+        for name, (ours, usual) in there.items()
+        if getattr(ours, name) != getattr(usual, name)
+    }
     return {
         **{name: getattr(model, name) for name in ("model", "revision", "tokenizer_path", "chat_template")},
         "dtype": f"auto on {jax.default_backend()}" if model.dtype == "auto" else model.dtype,
         "content of the input": " ".join(sha256(Path(file)) for file in corpus.shards([given])),
-        **({"plain_content": True} if chosen.engine.plain_content else {}),
+        **changed,
     }
 
 

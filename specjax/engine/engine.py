@@ -368,6 +368,11 @@ class Engine:
         return self.scheduler.unfinished or bool(self._in_flight)
 
     @property
+    def unreported(self) -> bool:
+        """Whether sequences have ended that no `step` has returned: `retract_all` reads the steps in flight."""
+        return bool(self._unreported)
+
+    @property
     def stalled(self) -> bool:
         """Whether the last `step` had nothing to do but wait for a program that another thread compiles, or a mask that
         one computes, and none of these has ended. `executables.on_change` tells."""

@@ -233,6 +233,8 @@ def add_control_routes(
             for text in prompt:
                 intake.check_text(text)
             special = True if body.add_special_tokens is None else body.add_special_tokens
+            if intake.plain is not None:
+                return [intake.plain.encode(text, add_special_tokens=special) for text in prompt]
             return [engine.tokenizer(text, add_special_tokens=special)["input_ids"] for text in prompt]
 
         try:

@@ -93,6 +93,7 @@ async def call(
     async def chunks() -> AsyncGenerator[bytes, None]:
         now: Any = first
         try:
+            yield b""  # closing a generator that was never begun runs nothing
             while True:
                 parts = [now.get("body", b"")]
                 while now.get("more_body") and not messages.empty():  # what is there already goes with it
@@ -107,7 +108,9 @@ async def call(
             await stop()
 
     found = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in start["headers"]]
-    return Answer(start["status"], found, chunks())
+    content = chunks()
+    await anext(content)
+    return Answer(start["status"], found, content)
 
 
 def _checked(message: Message | Exception) -> Message:

@@ -145,7 +145,7 @@ def read(replicas: List[Replica]) -> list[_Known]:
     waiting = sum(len(engine.scheduler.waiting) for engine in engines)
     total, used = sum(engine.intake.pool_tokens for engine in engines), sum(map(_used_tokens, engines))
     context = counters.prefilled_tokens + counters.cached_tokens
-    places = counters.drafted_steps * max(drafter.width - 1, 1)
+    places = counters.own_steps * max(drafter.width - 1, 1)
     return [
         _Known("num_running_reqs", "num_requests_running", "gauge", "Requests that run.", running),
         _Known("num_queue_reqs", "num_requests_waiting", "gauge", "Requests that wait.", waiting),
@@ -157,7 +157,7 @@ def read(replicas: List[Replica]) -> list[_Known]:
                counters.cached_tokens / context if context else 0.0),
         _Known("spec_accept_length", None, "gauge", "Tokens a verification, since the start.", counters.accept_length),
         _Known("spec_accept_rate", None, "gauge", "Share of the drafted tokens that were accepted, since the start.",
-               counters.accepted / places if counters.drafted_steps else 0.0),
+               counters.own_accepted / places if places else 0.0),
         _Known("spec_num_draft_tokens", None, "gauge", "Nodes of the widest draft tree.", drafter.width),
         _Known("spec_num_steps", None, "gauge", "Depth of the deepest draft tree.", drafter.depth),
         _Known("max_total_num_tokens", None, "gauge", "Tokens that the pool holds.", total),
@@ -240,9 +240,9 @@ def _speculation(engines: List[Engine], label: list[str]) -> Iterator[Metric]:
     if width == 1:
         return
     totals = {
-        "num_drafts": ("Steps of a request that could draft.", counters.drafted_steps),
-        "num_draft_tokens": ("Places for drafts in their trees.", counters.drafted_steps * (width - 1)),
-        "num_accepted_tokens": ("Drafts that became text.", counters.accepted),
+        "num_drafts": ("Steps of a request without a grammar that could draft.", counters.own_steps),
+        "num_draft_tokens": ("Places for drafts in their trees.", counters.own_steps * (width - 1)),
+        "num_accepted_tokens": ("Drafts of these that became text.", counters.own_accepted),
     }
     for name, (about, value) in totals.items():
         family = CounterMetricFamily(f"{VLLM}spec_decode_{name}", about, labels=["model_name"])

@@ -33,7 +33,8 @@ TELLING = frozenset(
     ("/metrics", "/server_info", "/get_server_info", "/model_info", "/get_model_info", "/v1/loads", "/get_load",
      "/v1/models")
 )  # fmt: skip
-ABORT = "/abort_request"  # and what ends a drain early
+ABORT = "/abort_request"  # and what ends a drain early, or lets requests go on
+GO_ON = "/continue_generation"
 
 # In the scope's state, set by the connection: how many connections are open, where that is too many.
 CROWDED = "specjax.crowded"
@@ -47,6 +48,8 @@ class Gate:
         self._held = 0  # bytes of bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":  # the lifespan of an application that another server runs
+            return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
         id = request_id(headers)
         pause, clock = self._settings.receive_timeout, asyncio.get_running_loop().time
@@ -113,7 +116,7 @@ class Gate:
                 needs = "this server needs its API key, as `Authorization: Bearer KEY` or `x-api-key: KEY`"
                 raise ApiError(401, needs, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         drains = self._runner.state is State.DRAINING and self._runner.loaded
-        if not (drains and (path in TELLING or path == ABORT)):
+        if not (drains and (path in TELLING or path in (ABORT, GO_ON))):
             check_state(self._runner)
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > MAX_BODY:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import re
 import sys
 import threading
 import time
@@ -134,12 +135,9 @@ class Runner(threading.Thread):
     def abort_named(self, name: str | None) -> int:
         """Ends the requests of this name, with their prompts and choices (`name_1`, `name-1`); None: all. Their clients
         are told. Returns how many sequences."""
+        pattern = re.compile("(?s:.*)" if name is None else re.escape(name) + r"(_[0-9]+)?(-[0-9]+)?")
         with self._wake:
-            found = [
-                sequence
-                for sequence in self._listeners
-                if name is None or sequence.id == name or sequence.id.startswith((f"{name}-", f"{name}_"))
-            ]
+            found = [sequence for sequence in self._listeners if pattern.fullmatch(sequence.id)]
             self._command(lambda: self._end_told(found))
         return len(found)
 
@@ -177,7 +175,7 @@ class Runner(threading.Thread):
 
     @property
     def _has_work(self) -> bool:
-        return not self.paused and self.engine.unfinished
+        return not self.paused and (self.engine.unfinished or self.engine.unreported)
 
     def go_on(self) -> Future[None]:
         """After `pause`."""
@@ -324,9 +322,10 @@ class Runner(threading.Thread):
                     self._deliver([sequence])
 
     def _abort(self, sequences: list[Sequence]) -> None:
-        for sequence in sequences:
-            if self._listeners.pop(sequence, None) is not None:
-                self._forget(sequence)
+        with self._wake:  # other threads look through them
+            gone = [sequence for sequence in sequences if self._listeners.pop(sequence, None) is not None]
+        for sequence in gone:
+            self._forget(sequence)
 
     def _text_failed(self, sequence: Sequence) -> None:
         """From the delivery's thread, too."""
