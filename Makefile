@@ -172,10 +172,10 @@ $(SERVE_STAMP): pyproject.toml
 	$(BIN)/python -m pip install --progress-bar on --editable .
 	@touch $@
 
-# The draft heads that ship, out of data/: the EAGLE-3 head in the six parts it was trained in, then the EAGLE-2 head.
+# The draft heads that ship, out of data/: the EAGLE-3 head in the seven parts it was trained in, then the EAGLE-2 head.
 # Hours on a CPU; goes on where it was stopped.
 head: setup
-	for head in eagle3-1 eagle3-2 eagle3-3 eagle3-4 eagle3-5 eagle3-6 eagle2; do \
+	for head in eagle3-1 eagle3-2 eagle3-3 eagle3-4 eagle3-5 eagle3-6 eagle3-7 eagle2; do \
 		$(BIN)/python -m specjax.train --config configs/train/smollm2-135m-instruct-$$head.toml || exit; \
 	done
 

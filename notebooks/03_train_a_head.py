@@ -26,7 +26,7 @@
 # ```
 #
 # This notebook runs the first two for the built-in model on a few questions, draws the curves, and measures the head in
-# the engine, beside the one that ships, which saw some fifty times more text. It takes about eight minutes on two
+# the engine, beside the one that ships, which saw a hundred times more text. It takes about eight minutes on two
 # cores. On Colab (File > Upload notebook) set `SOURCE` in the first cell.
 
 # %%
@@ -223,7 +223,7 @@ plt.show()
 # %% [markdown]
 # ## Further
 #
-# The head that ships came of 4.6 million tokens in five hours on two cores (`make head` in a checkout);
+# The head that ships came of 9.5 million tokens in seven hours on two cores (`make head` in a checkout);
 # configs/train/README.md logs what was tried. `runs/.../head` holds the head in the layout that SGLang and vLLM read,
 # with a model card.
 

@@ -130,7 +130,18 @@ def test_control(loop, replica):
             await replica.start_profile()
         got = await items(replica.http("GET", "/v1/models/tiny", b"", [("x-api-key", "secret")], b""))
         assert got[0][0] == 200 and json.loads(b"".join(got[1:]))["id"] == "tiny"
-        assert (await replica.__serve_build_asgi_app__()) is replica._app
+        app = await replica.__serve_build_asgi_app__()
+        assert app is replica._app
+        asked, sent = iter(["lifespan.startup", "lifespan.shutdown"]), []
+
+        async def receive():
+            return {"type": next(asked)}
+
+        async def send(message):
+            sent.append(message["type"])
+
+        await app({"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}, receive, send)  # as Ray's server asks
+        assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
 
     loop.run(main())
 
