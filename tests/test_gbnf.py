@@ -216,3 +216,21 @@ def test_rules_that_would_be_too_long_in_one_expression_stay_rules():
     assert translate("\n".join([*rules, "root ::=" + " x4" * 9000]))[0] == "lark"
     assert tracemalloc.get_traced_memory()[1] < 50e6
     tracemalloc.stop()
+
+
+def test_parts_that_are_terminals():
+    """Those of JSON: a mask would look at each character of all tokens else."""
+    source = r"""root ::= value
+value ::= "{" (string ":" value ("," string ":" value)*)? "}" | string | number | "true" | "false"
+string ::= "\"" ([^"\\\x00-\x1F] | "\\" (["\\bfnrt] | "u" [0-9a-fA-F]{4}))* "\"" ws
+number ::= "-"? ([0-9] | [1-9] [0-9]{0,15}) ("." [0-9]+)? ws
+ws ::= | " " | "\n" [ \t]{0,20}
+"""
+    rules = translate(source)[1].split("\n")
+    assert rules[2].count("/") == rules[3].count("/") == 6  # a slash before and after each terminal
+    for text in ('{"a":-1.5,"b\\u00e9" :true}', '"x" ', "10"):
+        assert allows(source, text)
+    # One that another part goes on from, or begins as, is not.
+    assert translate('root ::= "(" root ")" | word "x"\nword ::= [a-z]+')[1].endswith("rule1: (/[a-z]/){1,}")
+    assert "/(?:[a-z]){1,}/" in translate('root ::= "(" root ")" | word "!"\nword ::= [a-z]+')[1]
+    assert "/(?:[a-z]){1,}/" not in translate('root ::= "(" root ")" | word "!" | "if" "?"\nword ::= [a-z]+')[1]

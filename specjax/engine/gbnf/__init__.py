@@ -109,9 +109,8 @@ def _tree(texts: list[str]) -> str:
     return found[0] if len(found) == 1 else f"({' | '.join(found)})"
 
 
-def _lark(rules: Mapping[str, Node]) -> str:
-    names = {name: "start" if name == ROOT else f"rule{i}" for i, name in enumerate(rules)}
-
+def _lark(rules: dict[str, Node]) -> str:
+    titles = {name: "start" if name == ROOT else f"rule{i}" for i, name in enumerate(rules)}
     whole = terminals(rules, ROOT)
 
     def write(node: Node) -> str:
@@ -124,7 +123,7 @@ def _lark(rules: Mapping[str, Node]) -> str:
         if isinstance(node, Characters):
             return f"/{node.source}/"
         if isinstance(node, Reference):
-            return names[node.name]
+            return titles[node.name]
         if isinstance(node, Repeated):
             return f"({write(node.node)}){_count(node)}" if node.most != 0 else '""'
         if isinstance(node, Choice) and all(isinstance(each, Text) for each in node.nodes):
@@ -133,4 +132,4 @@ def _lark(rules: Mapping[str, Node]) -> str:
             return " ".join(map(write, node.nodes)) or '""'
         return f"({' | '.join(map(write, node.nodes))})"
 
-    return "\n".join(f"{names[name]}: {write(node)}" for name, node in rules.items())
+    return "\n".join(f"{titles[name]}: {write(node)}" for name, node in rules.items())

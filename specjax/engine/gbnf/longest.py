@@ -1,7 +1,7 @@
 """Which parts of a grammar may be terminals, of which a lexer takes the longest match.
 
-Each character of the grammar is a position, and `follow` says which positions may come after which; rules are looked at
-without regard to who refers to them, so that it may say too much. A part without references may be a terminal if
+Each character of the grammar is a position, and a `Step` says which positions may come after which; rules are looked at
+without regard to who refers to them, so that there may be too many. A part without references may be a terminal if
 
     where it may end, no character goes on within it that could also come after it:  [a-z]+ before "(", not before "x"
     (where one character may be several positions of the part, it is taken to end anywhere)
@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeAlias
 from specjax.engine.gbnf.nodes import Characters, Choice, Node, Reference, Repeated, Text, names, parts
 
 ALIKE = 50  # positions of a place that are compared with each other
-MOST = 2000  # positions of a grammar that is looked at
+MOST = 800  # positions of a grammar that is looked at
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 Positions: TypeAlias = frozenset[int]
 NONE: Positions = frozenset()
@@ -92,19 +92,20 @@ class _Grammar:
         return whole
 
 
-def terminals(rules: Mapping[str, Node], root: str) -> set[int]:
+def terminals(rules: dict[str, Node], root: str) -> set[int]:
     """The ids of parts that may be terminals, the largest of each place. None of a grammar that is very large."""
     found = _Grammar(rules, dict.fromkeys(rules, Shape(False, NONE, NONE)))
     for node in rules.values():
         found.number(node)
     if len(found.ranges) > MOST:
         return set()
-    while True:
-        found.steps = []
-        shapes = {name: found.shape(node) for name, node in rules.items()}
-        if shapes == found.shapes:
-            break
-        found.shapes = shapes
+    changed = True
+    while changed:
+        found.steps, changed = [], False
+        for name, node in reversed(rules.items()):  # most grammars define a rule after its use
+            shape = found.shape(node)
+            changed = changed or shape != found.shapes[name]
+            found.shapes[name] = shape
     chosen: set[int] = set()
 
     def visit(node: Node) -> None:

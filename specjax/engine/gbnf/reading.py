@@ -19,6 +19,7 @@ from specjax.engine.gbnf.nodes import (
     names,
 )
 
+WRITTEN_OUT = 8  # characters, as of [0-9a-f]{4}: `longest` does not count
 ESCAPES = {"n": "\n", "r": "\r", "t": "\t"}
 
 _TOKEN = re.compile(
@@ -100,7 +101,11 @@ class Parser:
         nodes: list[Node] = []
         while (node := self._atom()) is not None:
             while (times := self._times()) is not None:
-                node = Repeated(node, *times)
+                least, most = times
+                if isinstance(node, Characters) and least == most and 0 < least <= WRITTEN_OUT:
+                    node = Sequence(tuple(Characters(*node) for _ in range(least)))
+                else:
+                    node = Repeated(node, least, most)
             nodes.append(node)
         return nodes[0] if len(nodes) == 1 else Sequence(tuple(nodes))
 
@@ -119,7 +124,7 @@ class Parser:
         if token.kind == "set":
             return _set(match["set"], token)
         if match["mark"] == ".":
-            return ANY
+            return Characters(*ANY)  # a part of its own
         if match["mark"] == "(":
             node = self._choice()
             if not self._take(")"):
@@ -172,7 +177,7 @@ def _set(text: str, token: _Token) -> Characters:
         at += 3 if ranged else 1
     if not found:
         if without:
-            return ANY
+            return Characters(*ANY)  # a part of its own
         raise ValueError(f"{token.place}: no character is in the set")
     written = "".join(code(first) if last == first else f"{code(first)}-{code(last)}" for first, last in found)
     ranges = tuple(sorted((ord(first), ord(last)) for first, last in found))
