@@ -73,12 +73,10 @@ def test_a_pause_of_an_unknown_kind(server):
 
 def test_a_request_whose_last_step_a_retraction_reads():
     """No step is left that could return it."""
-    engine = shared_engine("NGRAM")
+    engine = shared_engine("NONE")
     sequence = engine.add("hello", SamplingParams(max_new_tokens=3, ignore_eos=True))
-    for _ in range(100):
+    while len(sequence.output) < 2:  # the step that draws the last token is dispatched ahead
         engine.step()
-        if len(sequence.output) >= 2 or sequence.finish_reason is not None:
-            break
     engine.retract_all()
     assert sequence.finish_reason is not None and not engine.unfinished and engine.unreported
     assert sequence in engine.step() and not engine.unreported
