@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
 import importlib.util
 import os
 import platform
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+
+from specjax.engine.program_store import hash_of, source_files
 
 ROOT = Path(__file__).parents[2]  # of a checkout
 
@@ -42,14 +43,13 @@ def commit() -> str | None:
 
 def code_digest(modules: Iterable[str] = ()) -> str:
     """Of the source of specjax, of its kernels and of these modules, whether committed or not."""
-    found = hashlib.sha256()
-    for name in ("specjax", "specjax_kernels", *modules):
-        spec = importlib.util.find_spec(name)
-        origin = Path(spec.origin) if spec is not None and spec.origin else None
-        if origin is not None and origin.is_file():
-            for file in sorted(origin.parent.rglob("*.py")) if origin.name == "__init__.py" else [origin]:
-                found.update(f"{file.relative_to(origin.parent)} ".encode() + file.read_bytes())
-    return found.hexdigest()[:16]
+    origins = [Path(spec.origin) for name in modules if (spec := importlib.util.find_spec(name)) and spec.origin]
+    theirs = [
+        file
+        for origin in origins
+        for file in (sorted(origin.parent.rglob("*.py")) if origin.name == "__init__.py" else [origin])
+    ]
+    return hash_of([*source_files(), *theirs])[:16]
 
 
 def file_stamps(path: str) -> list[list[Any]]:

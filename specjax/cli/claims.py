@@ -283,11 +283,10 @@ def answers_depend_on(chosen: Settings, given: str) -> dict[str, Any]:
         "quantization": "model", "context_length": "engine", "plain_content": "engine",
         "speculative_accept_threshold_single": "speculative", "speculative_accept_threshold_acc": "speculative",
     }  # fmt: skip
-    there = {name: (getattr(chosen, table), getattr(defaults, table)) for name, table in places.items()}
     changed = {
-        name: getattr(ours, name)
-        for name, (ours, usual) in there.items()
-        if getattr(ours, name) != getattr(usual, name)
+        name: value
+        for name, table in places.items()
+        if (value := getattr(getattr(chosen, table), name)) != getattr(getattr(defaults, table), name)
     }
     return {
         **{name: getattr(model, name) for name in ("model", "revision", "tokenizer_path", "chat_template")},

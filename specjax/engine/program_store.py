@@ -24,7 +24,7 @@ import secrets
 import stat
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -242,13 +242,22 @@ def environment() -> Iterator[str]:
 @functools.cache
 def sources() -> str:
     """A hash of the source files of both packages. Raises Unknown if one has changed since this process started."""
-    whole = hashlib.sha256()
-    files = sorted(file for folder in _OURS for kind in ("*.py", "*.json") for file in folder.rglob(kind))
-    if not files:
+    if not (files := source_files()):
         raise Unknown("the sources are no files")
     for file in files:
         if file.stat().st_mtime > _STARTED:
             raise Unknown(f"{file} has changed since this process started")
+    return hash_of(files)
+
+
+def source_files() -> list[Path]:
+    """Of both packages."""
+    return sorted(file for folder in _OURS for kind in ("*.py", "*.json") for file in folder.rglob(kind))
+
+
+def hash_of(files: Iterable[Path]) -> str:
+    whole = hashlib.sha256()
+    for file in files:
         whole.update(hashlib.sha256(file.read_bytes()).digest())
     return whole.hexdigest()
 
