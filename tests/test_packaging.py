@@ -11,10 +11,7 @@ from wheel_helpers import PROJECT, ROOT, Environment, build_wheel, install, run
 
 import specjax
 
-pytestmark = pytest.mark.process
-
 SOURCES = {"specjax": ROOT / "specjax", "specjax_kernels": ROOT / "kernels" / "specjax_kernels"}
-
 
 DATA = {
     f"specjax/{file.relative_to(ROOT / 'specjax').as_posix()}"
@@ -62,6 +59,7 @@ def test_one_version():
     assert PROJECT["project"]["version"] == specjax.__version__
 
 
+@pytest.mark.process
 def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -72,6 +70,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
     assert specjax.__version__ in wheel.name
 
 
+@pytest.mark.process
 def test_it_is_imported_from_where_it_was_installed(installed):
     program = """
 import importlib.util, json, sys
@@ -90,6 +89,7 @@ print(json.dumps([modules, specjax.__version__, before, None if spec is None els
     assert kernels is None, kernels
 
 
+@pytest.mark.process
 def test_the_command_runs_there(installed):
     for command in ([installed.python, "-m", "specjax.generate"], [installed.bin / "specjax-generate"]):
         shown = run(*command, "--help", cwd=installed.empty, COLUMNS="200")
