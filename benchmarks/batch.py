@@ -9,9 +9,10 @@ For each set and number of requests every contender and the engine without draft
 together, one after another and in an order that rotates. The next round takes the next prompts of the set, whose order
 is drawn once, and the first ones again after the last; between rounds the drafters forget what they have seen. The
 first `--warm-up` rounds do not count: trees that were not expected to pay are compiled in them. What still compiles
-in the background after a run is waited for, since it would slow down the next contender. Each request emits exactly
-`--max-new-tokens` tokens. Printed: tokens / second end to end (the median of the rounds), the median ratio to the
-engine without drafts, accept length. The last line is one JSON document.
+in the background after a run is waited for, since it would slow down the next contender. With `--warm-up 0` the first
+requests count, when an engine does not know yet what its drafts are worth. Each request emits exactly
+`--max-new-tokens` tokens; above `--temperature 0` it has a seed of its own. Printed: tokens / second end to end (the
+median of the rounds), the median ratio to the engine without drafts, accept length. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -44,13 +45,19 @@ def build(model: str, algorithm: str, nodes: int | None, requests: int, tokens: 
     return engine
 
 
-def complete(engine: Engine, prompts: list[list[int]], count: int) -> tuple[float, float, list[list[int]]]:
+def complete(
+    engine: Engine, prompts: list[list[int]], count: int, temperature: float
+) -> tuple[float, float, list[list[int]]]:
     """Tokens / second, accept length, and the texts."""
     if not engine.flush_cache():  # a round must not remember the one before
         raise RuntimeError("requests of the round before still run")
     engine.wait_until_allocated()  # a drafter's memory is cleared on the device, which would count as decoding
     started = time.perf_counter()
-    done = engine.generate(prompts, SamplingParams(max_new_tokens=count, ignore_eos=True))
+    sampling = [
+        SamplingParams(max_new_tokens=count, ignore_eos=True, temperature=temperature, seed=index)
+        for index in range(len(prompts))
+    ]
+    done = engine.generate(prompts, sampling)
     seconds = time.perf_counter() - started
     forwards = sum(completion.spec_verify_ct for completion in done)
     texts = [completion.output_ids for completion in done]
@@ -73,15 +80,19 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="+", help="most nodes of a step; default: as is measured")
     parser.add_argument("--data", type=Path, default=DATA, help="folder of SET.jsonl files")
     parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warm-up", type=int, default=1, help="rounds before them that do not count")
     parser.add_argument("--record", nargs="?", const="", metavar="LABEL", help="write it under benchmarks/results/")
     args = parser.parse_args()
-    if min(args.requests) < 1 or args.max_new_tokens < 2 or min(args.rounds, args.warm_up) < 1:
-        parser.error("--requests, --rounds and --warm-up from 1 on, and --max-new-tokens from 2 on")
+    if min(args.requests) < 1 or args.max_new_tokens < 2 or args.rounds < 1 or args.warm_up < 0:
+        parser.error("--requests and --rounds from 1 on, --warm-up from 0 on, and --max-new-tokens from 2 on")
+    if not 0 <= args.temperature < float("inf"):
+        parser.error(f"--temperature {args.temperature}: from 0 on")
 
     document = machine("jaxlib", "flax")
-    document |= {"model": args.model, "max_new_tokens": args.max_new_tokens, "warm_up": args.warm_up, "runs": []}
+    document |= {"model": args.model, "max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
+    document |= {"warm_up": args.warm_up, "runs": []}
     print(f"{'set':>12}{'requests':>9} {'contender':>10}{'tok/s':>8}{'to none':>9}{'accept':>8}{'same':>6}")
     contenders = {NONE: ("NONE", None)}
     for algorithm in args.algorithms:
@@ -104,7 +115,7 @@ def main() -> None:
             prompts, turn = prompts_of_round(known, requests, index), index % len(engines)
             texts: dict[str, list[list[int]]] = {}
             for name in [*engines][turn:] + [*engines][:turn]:
-                rate, accepted, texts[name] = complete(engines[name], prompts, args.max_new_tokens)
+                rate, accepted, texts[name] = complete(engines[name], prompts, args.max_new_tokens, args.temperature)
                 while engines[name].executables.pending:
                     time.sleep(0.05)
                 if index >= args.warm_up:
