@@ -185,7 +185,7 @@ def test_a_request_of_few_tokens_is_not_worth_a_long_catching_up():
         adaptive.record(Key("step", 1, 8, nodes=nodes), 0.02, {})
     adaptive.record_catch_up(Key("catch-up", 100, 8), 0.4)
     adaptive.record_catch_up(Key("catch-up", 100, 8), 0.4)
-    assert adaptive.catch_up_seconds == 0.004 and adaptive.usual(1) == GUESS
+    assert adaptive.catch_up_seconds == 0.004 and adaptive.usual(1, 0) == GUESS
     behind = [idle_sequence(SamplingParams(), limit=limit, unseen=100) for limit in (4, 10 * HORIZON)]
     assert [adaptive.choose(1, [one]) for one in behind] == [PLAIN, DRAFT]
 
@@ -258,6 +258,42 @@ def one_after_another(prompt: int, tokens: int, accept_length: float, *, count: 
             request.output += [7] * gained
             clock += seconds
     return clock / (count * tokens * 5.3e-3), caught_up
+
+
+def greedy_and_hot(count: int = 40, tokens: int = 64) -> float:
+    """Requests in turn that accept much and, at a temperature of 1, hardly anything. Seconds, over those of an engine
+    that knows it."""
+    adaptive, rng, clock = Adaptive(lambda _: (DRAFT, PLAIN), lambda *_: 1.5), np.random.default_rng(1), 0.0
+    for turn in range(count):
+        sampling, accept_length = (SamplingParams(temperature=1.0), 1.1) if turn % 2 else (SamplingParams(), 3.0)
+        request = idle_sequence(sampling, limit=tokens)
+        while len(request.output) < tokens:
+            nodes = adaptive.choose(1, [request])
+            gained = 1 + int(rng.binomial(4, (accept_length - 1) / 4)) if nodes == DRAFT else 1
+            seconds = 8e-3 if nodes == DRAFT else 5.3e-3
+            adaptive.record(Key("step", 1, 8, nodes=nodes), seconds, {request: gained} if nodes == DRAFT else {})
+            request.output += [7] * gained
+            clock += seconds
+    return clock / (count * tokens / 2 * (8e-3 / 3.0 + 5.3e-3))
+
+
+def test_requests_begin_with_what_those_of_their_temperature_accept(monkeypatch):
+    apart = greedy_and_hot()
+    assert apart < 1.06
+    monkeypatch.setattr("specjax.engine.adaptive.warmth", lambda request: 0)
+    assert apart < greedy_and_hot() - 0.03
+
+
+def test_what_is_usual_is_known_by_temperature():
+    adaptive = Adaptive(lambda _: (DRAFT, PLAIN), lambda *_: 1.5)
+    given = {temperature: idle_sequence(SamplingParams(temperature=temperature)) for temperature in (0.2, 0.6, 2.0)}
+    for _ in range(200):
+        adaptive.record(Key("step", 8, 8, nodes=DRAFT), 0.01, {given[0.2]: 3, given[0.6]: 2})
+    assert [round(adaptive.usual(1, kind), 1) for kind in range(5)] == [2.6, 2.0, GUESS, GUESS, GUESS]
+    adaptive.record(Key("step", 1, 8, nodes=DRAFT), 0.01, {given[2.0]: 1})
+    adaptive.record(Key("step", 1, 8, nodes=DRAFT), 0.01, {given[2.0]: 1})
+    usual = adaptive.report()["1"]["usual_accept_length"]
+    assert list(usual) == ["temperature 0", "temperature 0.5", "temperature 2"] and usual["temperature 2"] < GUESS
 
 
 @pytest.mark.parametrize("accept_length", [1.0, 1.75, 3.0])

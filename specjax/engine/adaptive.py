@@ -8,10 +8,11 @@ Seconds are those of recent steps of the same batch bucket, and those of the cho
 proportion to those of the one that is: a machine is faster or slower for all of them. (Not where what is proposed
 changes a step's time, and not while something compiles.) Where there are none, they are what was expected, corrected by
 how wrong that was of the bucket's other trees, else of other buckets. Without drafts a request emits one token; with
-drafts as many as its own running acceptance says, which begins at what is usual. What was accepted of one tree says
-what would be of another: a draft is taken to be accepted with one probability everywhere (`accept_lengths`), and steps
-of the tree itself correct that. What the drafter has missed must be caught up first: tokens that come after it pay for
-that, `HORIZON` of each request or as many as it has emitted, but no more than it may still emit.
+drafts as many as its own running acceptance says, which begins at what is usual at about its temperature. What was
+accepted of one tree says what would be of another: a draft is taken to be accepted with one probability everywhere
+(`accept_lengths`), and steps of the tree itself correct that. What the drafter has missed must be caught up first:
+tokens that come after it pay for that, `HORIZON` of each request or as many as it has emitted, but no more than it may
+still emit.
 
 A choice that is not taken is tried now and then, for `TRIAL` steps: only when `SHARE` of the time so far, and at the
 start the time of `FIRST` steps, pays for what the trial is expected to lose. What it did lose is then taken from this
@@ -56,6 +57,25 @@ CURIOSITY = 1.25  # factor on the rate of what was never measured, when the next
 GUESS = 2.0  # tokens a step of a drafter of which nothing is known
 PRIOR = 8.0  # steps of a request after which its own acceptance counts as much as the usual one
 DOUBT = 16.0  # and of all requests after which theirs counts as much as the guess
+HOTTEST = 4  # of `warmth`: temperatures from 1.75 on
+
+
+def warmth(request: Sequence) -> int:
+    """Its temperature in halves. Drafts are accepted the less often, the hotter a request samples: from what others of
+    another temperature accept, one would draft for too long, or not at all."""
+    return min(round(2 * request.params.temperature), HOTTEST)
+
+
+@dataclass
+class Accepted:
+    """What requests of one `warmth` emitted in steps with drafts: weighted sums, in which the last steps count most."""
+
+    requests: float = 0.0
+    tokens: float = 0.0
+
+    def add(self, requests: int, tokens: int) -> None:
+        self.requests = MEMORY * self.requests + requests
+        self.tokens = MEMORY * self.tokens + tokens
 
 
 @dataclass
@@ -65,13 +85,12 @@ class Recent:
 
     steps: int = 0
     weight: float = 0.0
-    seconds: float = 0.0  # weighted sums
-    requests: float = 0.0
-    tokens: float = 0.0
+    seconds: float = 0.0  # a weighted sum
+    accepted: dict[int, Accepted] = field(default_factory=dict)  # by `warmth`
     first: list[float] = field(default_factory=list)
     quiet: int = 0  # steps while nothing compiled
 
-    def add(self, seconds: float, requests: int, tokens: int) -> float:
+    def add(self, seconds: float, drafted: Mapping[Sequence, int]) -> float:
         """After a step. Returns the seconds that count."""
         if self.steps >= ENOUGH:
             seconds = min(seconds, OUTLIER * self.mean_seconds)
@@ -82,8 +101,11 @@ class Recent:
         self.seconds = MEMORY * self.seconds + seconds
         if self.steps == ENOUGH:
             self.seconds = self.weight * median(self.first)
-        self.requests = MEMORY * self.requests + requests
-        self.tokens = MEMORY * self.tokens + tokens
+        counts: dict[int, list[int]] = {}
+        for request, count in drafted.items():
+            counts.setdefault(warmth(request), []).append(count)
+        for kind, found in counts.items():
+            self.accepted.setdefault(kind, Accepted()).add(len(found), sum(found))
         return seconds
 
     def restart(self) -> None:
@@ -99,8 +121,12 @@ class Recent:
         return self.seconds / self.weight
 
     @property
-    def accept_length(self) -> float:
-        return self.tokens / self.requests
+    def requests(self) -> float:
+        return sum((one.requests for one in self.accepted.values()), 0.0)
+
+    @property
+    def tokens(self) -> float:
+        return sum((one.tokens for one in self.accepted.values()), 0.0)
 
 
 @dataclass
@@ -253,14 +279,14 @@ class Adaptive:
             return
         own.since += 1
         own.settled += key.nodes == own.using
-        scale = self._scale(key.width, key.nodes) if drafted else 1.0
+        scales = {kind: self._scale(key.width, key.nodes, kind) for kind in set(map(warmth, drafted))}
         if not disturbed:
             for other in own.recent.values() if not self.steady else ():
                 if not other.quiet:  # measured beside the compiler, which does not bear comparison with what comes
                     other.restart()
             recent.quiet += 1
         before = recent.mean_seconds if recent.steps >= ENOUGH else None
-        seconds = recent.add(seconds, len(drafted), tokens)
+        seconds = recent.add(seconds, drafted)
         if key.nodes == own.using and before and (self.steady or (key.nodes == PLAIN and own.settled > PAUSE)):
             # What makes its steps faster or slower does so with the others'.
             for other in own.recent.values():
@@ -270,7 +296,7 @@ class Adaptive:
             own.left = 0
         for request, count in drafted.items():
             request.drafted = MEMORY * request.drafted + 1
-            request.gained = MEMORY * request.gained + 1 + scale * (count - 1)
+            request.gained = MEMORY * request.gained + 1 + scales[warmth(request)] * (count - 1)
 
     def record_catch_up(self, key: Key, seconds: float, *, trial: bool = False) -> None:
         """After a catch-up. `trial`: it was made for one, which is to pay for it."""
@@ -322,16 +348,22 @@ class Adaptive:
 
     def _tokens(self, batch: int, requests: list[Sequence]) -> dict[int, float]:
         """That a step of each choice emits."""
-        usual, whole = self.usual(batch), self._whole(batch)
         drafting = [request for request in requests if request.params.drafts]
-        others = len(requests) - len(drafting)
-        lengths = np.array([(one.gained + PRIOR * usual) / (one.drafted + PRIOR) for one in drafting])
-        trees, recent = {one: self._tree(batch, one) for one in self.choices(batch)}, self._of(batch).recent
+        others, whole, recent = len(requests) - len(drafting), self._whole(batch), self._of(batch).recent
+        kinds = {*map(warmth, drafting), *(kind for one in recent.values() for kind in one.accepted)}
+        usual = {kind: self.usual(batch, kind) for kind in kinds}
+        own = [(one.gained, usual[warmth(one)], one.drafted) for one in drafting]
+        lengths = np.array([(gained + PRIOR * length) / (drafted + PRIOR) for gained, length, drafted in own])
+        trees = {one: self._tree(batch, one) for one in self.choices(batch)}
         factors = {}
         for choice, tree in trees.items():
             if choice != PLAIN and tree != whole:  # what was seen of the tree itself corrects what another says of it
-                predicted, seen = float(transferred(usual, whole, tree)), recent[choice]
-                factors[choice] = (seen.tokens + DOUBT * predicted) / (seen.requests + DOUBT) / predicted
+                seen = recent[choice]
+                if predicted := sum(
+                    one.requests * float(transferred(usual[kind], whole, tree)) for kind, one in seen.accepted.items()
+                ):
+                    doubt = DOUBT * predicted / seen.requests
+                    factors[choice] = (seen.tokens + doubt) / (predicted + doubt)
         return {choice: others + n for choice, n in expected_tokens(trees, lengths, whole, factors).items()}
 
     def _tree(self, batch: int, choice: int) -> Tree:
@@ -341,32 +373,33 @@ class Adaptive:
         """The tree in whose accept lengths everything is kept: the batch's own."""
         return self._tree(batch, 0)
 
-    def _scale(self, batch: int, choice: int) -> float:
-        """Accepted drafts of the batch's own tree for each of the choice's."""
+    def _scale(self, batch: int, choice: int, kind: int) -> float:
+        """Accepted drafts of the batch's own tree for each of the choice's, of requests of this `warmth`."""
         tree, whole = self._tree(batch, choice), self._whole(batch)
         if tree == whole:
             return 1.0
-        usual = self.usual(batch)
+        usual = self.usual(batch, kind)
         fewer = float(transferred(usual, whole, tree)) - 1
         return (usual - 1) / fewer if fewer > 0 else 1.0
 
-    def usual(self, batch: int) -> float:
-        """The accept length of the batch's own tree to be expected: a guess, corrected by recent steps of all batches
-        with drafts, and this by those of the batch bucket."""
+    def usual(self, batch: int, kind: int) -> float:
+        """The accept length of the batch's own tree to be expected of requests of this `warmth`: a guess, corrected by
+        recent steps of all batches with drafts for such requests, and this by those of the batch bucket."""
         length = self.guess
         for batches in ([*self._batches], [batch]):
             tokens = requests = 0.0
             for one in batches:
                 for choice, recent in self._of(one).recent.items():
-                    if choice != PLAIN and recent.requests:
-                        mean = transferred(recent.accept_length, self._tree(one, choice), self._whole(batch))
-                        tokens, requests = tokens + float(mean) * recent.requests, requests + recent.requests
+                    seen = recent.accepted.get(kind)
+                    if choice != PLAIN and seen is not None:
+                        mean = transferred(seen.tokens / seen.requests, self._tree(one, choice), self._whole(batch))
+                        tokens, requests = tokens + float(mean) * seen.requests, requests + seen.requests
             length = (tokens + DOUBT * length) / (requests + DOUBT)
         return length
 
     def report(self) -> dict[str, Any]:
         """For people: by batch bucket, what is in use and what was measured. `draft`: the batch's own tree; `draft N`:
-        one of N nodes."""
+        one of N nodes. Temperatures are rounded to halves."""
 
         def name(choice: int) -> str:
             return "plain" if choice == PLAIN else f"draft {choice}" if choice else "draft"
@@ -376,14 +409,18 @@ class Adaptive:
             if recent.steps:
                 found["milliseconds"] = round(1e3 * recent.mean_seconds, 3)
             if choice != PLAIN and recent.requests:
-                found["accept_length"] = round(recent.accept_length, 3)
+                found["accept_length"] = round(recent.tokens / recent.requests, 3)
             return found
 
+        seen = (recent.accepted for own in self._batches.values() for recent in own.recent.values())
+        kinds = sorted({kind for accepted in seen for kind in accepted})
         return {
             str(batch): {
                 "drafts": own.using not in (PLAIN, None),
                 "using": None if own.using is None else name(own.using),
-                "usual_accept_length": round(self.usual(batch), 3),
+                "usual_accept_length": {
+                    f"temperature {kind / 2:g}": round(self.usual(batch, kind), 3) for kind in kinds
+                },
                 **{name(choice): shown(choice, one) for choice, one in own.recent.items()},
             }
             for batch, own in sorted(self._batches.items())
