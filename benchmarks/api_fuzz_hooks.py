@@ -36,7 +36,8 @@ def conflicts(body: dict[str, Any]) -> bool:
     many = len(prompts) if isinstance(prompts, list) and "messages" not in body else 1
     several = 1 if isinstance(prompts, list) and all(isinstance(each, int) for each in prompts) else many
     seeds = [params[name] for name in ("seed", "sampling_seed") if params.get(name) is not None]
-    timeout, named, starts = body.get("timeout"), body.get("token_ids_logprob"), body.get("logprob_start_len")
+    timeout, named = body.get("timeout"), body.get("token_ids_logprob")
+    each_prompts = [body.get(name) for name in ("return_logprob", "top_logprobs_num", "logprob_start_len")]
     return (
         (isinstance(timeout, int | float) and timeout < LONG)  # a 408
         or (isinstance(body.get("stream_options"), dict) and body.get("stream") is not True)
@@ -46,7 +47,7 @@ def conflicts(body: dict[str, Any]) -> bool:
         or many * whole(params.get("n"), 1) > CAPACITY
         or (len(seeds) == 2 and seeds[0] != seeds[1])
         or (isinstance(named, list) and any(isinstance(ids, list) for ids in named) and len(named) != several)
-        or (isinstance(starts, list) and len(starts) != several)
+        or any(isinstance(given, list) and len(given) != several for given in each_prompts)
         or any(map(is_no_json, schemas(body)))
         or any(isinstance(grammar, str) and "::=" not in grammar for grammar in grammars(body))
     )
