@@ -31,8 +31,8 @@ def conflicts(body: dict[str, Any]) -> bool:
     most = max(whole(params.get(name), 0) for name in limits)
     least = max(whole(params.get(name), 0) for name in ("min_tokens", "min_new_tokens"))
     prompts = next((body[name] for name in ("messages", "prompt", "input", "text", "input_ids") if body.get(name)), "")
-    # A token has a byte at least; a message has some that are not its own.
-    tokens = len(json.dumps(prompts, ensure_ascii=False).encode(errors="replace")) + 16 * str(prompts).count("{")
+    # A token has a byte at least; a message has some that are not its own, also where it is given as a text.
+    tokens = len(json.dumps(prompts, ensure_ascii=False).encode(errors="replace")) + 16 * (2 + str(prompts).count("{"))
     many = len(prompts) if isinstance(prompts, list) and "messages" not in body else 1
     several = 1 if isinstance(prompts, list) and all(isinstance(each, int) for each in prompts) else many
     seeds = [params[name] for name in ("seed", "sampling_seed") if params.get(name) is not None]
@@ -49,17 +49,19 @@ def conflicts(body: dict[str, Any]) -> bool:
         or (isinstance(named, list) and any(isinstance(ids, list) for ids in named) and len(named) != several)
         or any(isinstance(given, list) and len(given) != several for given in each_prompts)
         or any(map(is_no_json, schemas(body)))
-        or any(isinstance(grammar, str) and "::=" not in grammar for grammar in grammars(body))
+        or any("::=" not in grammar for grammar in texts(body, "ebnf", "guided_grammar", "grammar"))
+        or any(SPECIAL & set(regex) for regex in texts(body, "regex", "guided_regex"))
     )
 
 
-def grammars(body: dict[str, Any]) -> Iterator[Any]:
-    """What a body gives as GBNF, of which a schema can only say that it is a text."""
-    inner, structured = (body.get(name) for name in ("sampling_params", "structured_outputs"))
-    for place in (body, inner if isinstance(inner, dict) else {}):
-        yield from (place.get(name) for name in ("ebnf", "guided_grammar", "grammar"))
-    if isinstance(structured, dict):
-        yield structured.get("grammar")
+SPECIAL = set("[](){}*+?|\\^$.")  # some of these make no regular expression
+
+
+def texts(body: dict[str, Any], *names: str) -> Iterator[str]:
+    """What a body gives under these names, of which a schema can only say that it is a text."""
+    for place in (body, body.get("sampling_params"), body.get("structured_outputs")):
+        if isinstance(place, dict):
+            yield from (place[name] for name in names if isinstance(place.get(name), str))
 
 
 def schemas(body: dict[str, Any]) -> Iterator[Any]:

@@ -10,9 +10,10 @@ together, one after another and in an order that rotates. The next round takes t
 is drawn once, and the first ones again after the last; between rounds the drafters forget what they have seen. The
 first `--warm-up` rounds do not count: trees that were not expected to pay are compiled in them. What still compiles
 in the background after a run is waited for, since it would slow down the next contender. With `--warm-up 0` the first
-requests count, when an engine does not know yet what its drafts are worth. Each request emits exactly
-`--max-new-tokens` tokens; above `--temperature 0` it has a seed of its own. Printed: tokens / second end to end (the
-median of the rounds), the median ratio to the engine without drafts, accept length. The last line is one JSON document.
+requests count, too; those of the first set meet engines that do not know yet what drafts are worth. Each request emits
+exactly `--max-new-tokens` tokens; above `--temperature 0` it has a seed of its own. Printed: tokens / second end to end
+(the median of the rounds), the median ratio to the engine without drafts, accept length. The last line is one JSON
+document.
 """
 
 from __future__ import annotations

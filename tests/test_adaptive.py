@@ -11,7 +11,7 @@ from test_eagle_cache import toy as llama
 
 from specjax.costs import Tree
 from specjax.engine import SamplingParams, flight, prefilling, stepping
-from specjax.engine.adaptive import ENOUGH, FIRST, GUESS, OUTLIER, SAVED, SHARE, TRIAL, Adaptive
+from specjax.engine.adaptive import DOUBT, ENOUGH, FIRST, GUESS, OUTLIER, SAVED, SHARE, TRIAL, Adaptive, warmth
 from specjax.engine.choice import HORIZON, PLAIN, accept_lengths, best, catch_up_share, expected_tokens, transferred
 from specjax.engine.flight import Flights, InFlight
 from specjax.engine.keys import Key
@@ -260,28 +260,47 @@ def one_after_another(prompt: int, tokens: int, accept_length: float, *, count: 
     return clock / (count * tokens * 5.3e-3), caught_up
 
 
-def greedy_and_hot(count: int = 40, tokens: int = 64) -> float:
-    """Requests in turn that accept much and, at a temperature of 1, hardly anything. Seconds, over those of an engine
-    that knows it."""
-    adaptive, rng, clock = Adaptive(lambda _: (DRAFT, PLAIN), lambda *_: 1.5), np.random.default_rng(1), 0.0
+def of_two_temperatures(
+    accepted: tuple[float, float], draft: float = 1.5, *, tokens: int = 64, count: int = 40, every: int = 2, **given
+) -> tuple[float, float]:
+    """Requests in turn, each `every`-th at a temperature of 1, whose accept lengths are these. Returns the time over
+    that of an engine that knows when a step with drafts, `draft` times as long as one without, pays; and the share of
+    the last third's steps at temperature 1 that draft."""
+    adaptive, rng, clock = Adaptive(lambda _: (DRAFT, PLAIN), lambda *_: draft, **given), np.random.default_rng(1), 0.0
+    chosen, best_time = list[int](), 0.0
     for turn in range(count):
-        sampling, accept_length = (SamplingParams(temperature=1.0), 1.1) if turn % 2 else (SamplingParams(), 3.0)
-        request = idle_sequence(sampling, limit=tokens)
+        hot = turn % every == every - 1
+        request = idle_sequence(SamplingParams(temperature=float(hot)), limit=tokens)
+        best_time += tokens * min(draft / accepted[hot], 1.0)
         while len(request.output) < tokens:
-            nodes = adaptive.choose(1, [request])
-            gained = 1 + int(rng.binomial(4, (accept_length - 1) / 4)) if nodes == DRAFT else 1
-            seconds = 8e-3 if nodes == DRAFT else 5.3e-3
+            nodes, gained = adaptive.choose(1, [request]), 1
+            if nodes == DRAFT:
+                gained += int(rng.binomial(7, (accepted[hot] - 1) / 7))
+            seconds = draft if nodes == DRAFT else 1.0
             adaptive.record(Key("step", 1, 8, nodes=nodes), seconds, {request: gained} if nodes == DRAFT else {})
             request.output += [7] * gained
             clock += seconds
-    return clock / (count * tokens / 2 * (8e-3 / 3.0 + 5.3e-3))
+            chosen += [nodes] if hot and turn > 2 * count / 3 else []
+    return clock / best_time, chosen.count(DRAFT) / len(chosen)
 
 
 def test_requests_begin_with_what_those_of_their_temperature_accept(monkeypatch):
-    apart = greedy_and_hot()
+    apart, _ = of_two_temperatures((3.0, 1.1))
     assert apart < 1.06
     monkeypatch.setattr("specjax.engine.adaptive.warmth", lambda request: 0)
-    assert apart < greedy_and_hot() - 0.03
+    assert apart < of_two_temperatures((3.0, 1.1))[0] - 0.03
+
+
+def test_a_rare_temperature_learns_from_the_others():
+    """Its own trials would come too late: those of the many requests use up the credit."""
+    _, drafted = of_two_temperatures((4.0, 3.5), 2.0, count=600, every=10, guess=1.3)
+    assert drafted > 0.7
+
+
+def test_a_trial_ends_with_the_requests_of_its_temperature():
+    """What greedy requests gain would pay for drafts that are of no use at a temperature of 1."""
+    _, drafted = of_two_temperatures((4.0, 1.0), tokens=4, count=2000)
+    assert drafted < 0.08
 
 
 def test_what_is_usual_is_known_by_temperature():
@@ -289,11 +308,21 @@ def test_what_is_usual_is_known_by_temperature():
     given = {temperature: idle_sequence(SamplingParams(temperature=temperature)) for temperature in (0.2, 0.6, 2.0)}
     for _ in range(200):
         adaptive.record(Key("step", 8, 8, nodes=DRAFT), 0.01, {given[0.2]: 3, given[0.6]: 2})
-    assert [round(adaptive.usual(1, kind), 1) for kind in range(5)] == [2.6, 2.0, GUESS, GUESS, GUESS]
-    adaptive.record(Key("step", 1, 8, nodes=DRAFT), 0.01, {given[2.0]: 1})
-    adaptive.record(Key("step", 1, 8, nodes=DRAFT), 0.01, {given[2.0]: 1})
-    usual = adaptive.report()["1"]["usual_accept_length"]
-    assert list(usual) == ["temperature 0", "temperature 0.5", "temperature 2"] and usual["temperature 2"] < GUESS
+
+    def corrected(length: float, seen: float, requests: float = 20.0) -> float:
+        return (requests * seen + DOUBT * length) / (requests + DOUBT)
+
+    both = corrected(GUESS, 2.5, 40.0)
+    each = [corrected(corrected(corrected(GUESS, other), own), own) for own, other in ((3, 2), (2, 3))]
+    assert [adaptive.usual(8, kind) for kind in range(5)] == pytest.approx([*each, both, both, both], abs=1e-3)
+    assert adaptive.usual(1, 0) == pytest.approx(corrected(corrected(GUESS, 2), 3), abs=1e-3)
+    for _ in range(2):
+        adaptive.record(Key("step", 1, 8, nodes=DRAFT), 0.01, {given[2.0]: 1})
+    assert adaptive.usual(1, 4) < adaptive.usual(1, 3) < both
+    shown = adaptive.report()
+    assert [list(shown[batch]["usual_by_temperature"]) for batch in "81"] == [["0", "0.5"], ["2"]]
+    likeliest = idle_sequence(SamplingParams(temperature=1.0, top_k=1))
+    assert [warmth(one) for one in (*given.values(), likeliest)] == [0, 1, 4, 0]
 
 
 @pytest.mark.parametrize("accept_length", [1.0, 1.75, 3.0])

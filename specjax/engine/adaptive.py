@@ -61,21 +61,21 @@ HOTTEST = 4  # of `warmth`: temperatures from 1.75 on
 
 
 def warmth(request: Sequence) -> int:
-    """Its temperature in halves. Drafts are accepted the less often, the hotter a request samples: from what others of
-    another temperature accept, one would draft for too long, or not at all."""
-    return min(round(2 * request.params.temperature), HOTTEST)
+    """Its temperature in halves; 0 where only the likeliest token is left. Drafts are accepted the less often, the
+    hotter a request samples: by what those of another temperature accept, it would draft for too long, or too late."""
+    return 0 if request.params.top_k == 1 else min(int(2 * request.params.temperature + 0.5), HOTTEST)
 
 
 @dataclass
 class Accepted:
-    """What requests of one `warmth` emitted in steps with drafts: weighted sums, in which the last steps count most."""
+    """What requests emitted in steps with drafts: weighted sums, in which the last steps count most."""
 
     requests: float = 0.0
     tokens: float = 0.0
 
-    def add(self, requests: int, tokens: int) -> None:
-        self.requests = MEMORY * self.requests + requests
-        self.tokens = MEMORY * self.tokens + tokens
+    def after(self, requests: int, tokens: int) -> Accepted:
+        """What it is after another step."""
+        return Accepted(MEMORY * self.requests + requests, MEMORY * self.tokens + tokens)
 
 
 @dataclass
@@ -86,12 +86,13 @@ class Recent:
     steps: int = 0
     weight: float = 0.0
     seconds: float = 0.0  # a weighted sum
-    accepted: dict[int, Accepted] = field(default_factory=dict)  # by `warmth`
+    accepted: Accepted = field(default_factory=Accepted)
+    of_warmth: dict[int, Accepted] = field(default_factory=dict)
     first: list[float] = field(default_factory=list)
     quiet: int = 0  # steps while nothing compiled
 
-    def add(self, seconds: float, drafted: Mapping[Sequence, int]) -> float:
-        """After a step. Returns the seconds that count."""
+    def add(self, seconds: float, drafted: Mapping[int, list[int]]) -> float:
+        """After a step. `drafted`: `warmth` -> tokens that each request emitted. Returns the seconds that count."""
         if self.steps >= ENOUGH:
             seconds = min(seconds, OUTLIER * self.mean_seconds)
         else:
@@ -101,12 +102,17 @@ class Recent:
         self.seconds = MEMORY * self.seconds + seconds
         if self.steps == ENOUGH:
             self.seconds = self.weight * median(self.first)
-        counts: dict[int, list[int]] = {}
-        for request, count in drafted.items():
-            counts.setdefault(warmth(request), []).append(count)
-        for kind, found in counts.items():
-            self.accepted.setdefault(kind, Accepted()).add(len(found), sum(found))
+        for kind, counts in drafted.items():
+            self.of_warmth[kind] = self.of_warmth.get(kind, Accepted()).after(len(counts), sum(counts))
+        every = [count for counts in drafted.values() for count in counts]
+        self.accepted = self.accepted.after(len(every), sum(every))
         return seconds
+
+    def of(self, kind: int | None, *, others: bool) -> list[Accepted]:
+        """Of requests of this `warmth`, None: of all; or of all others."""
+        if kind is None:
+            return [self.accepted] if self.accepted.requests else []
+        return [seen for own, seen in list(self.of_warmth.items()) if (own != kind) == others]
 
     def restart(self) -> None:
         """Forgets the times."""
@@ -119,14 +125,6 @@ class Recent:
     @property
     def mean_seconds(self) -> float:
         return self.seconds / self.weight
-
-    @property
-    def requests(self) -> float:
-        return sum((one.requests for one in self.accepted.values()), 0.0)
-
-    @property
-    def tokens(self) -> float:
-        return sum((one.tokens for one in self.accepted.values()), 0.0)
 
 
 @dataclass
@@ -141,6 +139,7 @@ class _Batch:
     behind: float = 0.0  # seconds that it was to take to catch up for it
     lost: float = 0.0  # seconds that it has lost so far
     most: float = 0.0  # that it may lose before it ends early: clearly more than was expected
+    warmths: frozenset[int] = frozenset()  # of its requests: with others it ends, whose steps say nothing of it
     since: int = 0  # steps after the last trial
     settled: int = 0  # steps of the choice in use since it is
     rate: float = 0.0  # tokens a second of the choice in use when the last trial began
@@ -191,7 +190,10 @@ class Adaptive:
             return PLAIN if PLAIN in options else options[0]
         own = self._of(batch)
         drafting = [request for request in requests if request.params.drafts]
+        warmths = frozenset(map(warmth, drafting))
         behind = sum(request.unseen for request in drafting) * self.catch_up_seconds
+        if own.left and warmths != own.warmths:
+            own.left = 0
         if own.left and own.trying != PLAIN and behind > own.behind + max(self.credit or 0.0, 0.0):
             own.left = 0  # of requests that came after it had begun
         if own.left:
@@ -212,6 +214,7 @@ class Adaptive:
             if tokens[other] / seconds[other] > (1 + GAIN) * tokens[using] / seconds[using]:
                 self.wanted[batch] = other
         found = self._trial(own, usable, tokens, behind)
+        own.warmths = warmths
         return using if found is None else found
 
     def _trial(
@@ -273,20 +276,25 @@ class Adaptive:
             every = emitted if emitted is not None else tokens if drafted else key.width
             lost = min(seconds, OUTLIER * self._seconds(key.width)[key.nodes]) - every / own.rate
             own.lost += lost
-            self._charge(lost)
+            # What a trial gains is no credit for others, whose steps may be of another temperature.
+            self._charge(max(own.lost, 0.0) - max(own.lost - lost, 0.0))
         if key not in self._seen:  # a program's first run takes longer
             self._seen.add(key)
             return
         own.since += 1
         own.settled += key.nodes == own.using
-        scales = {kind: self._scale(key.width, key.nodes, kind) for kind in set(map(warmth, drafted))}
+        kinds: dict[int, list[int]] = {}
+        warm = list(map(warmth, drafted))
+        for kind, count in zip(warm, drafted.values(), strict=True):
+            kinds.setdefault(kind, []).append(count)
+        scales = {kind: self._scale(key.width, key.nodes, kind) for kind in kinds}
         if not disturbed:
             for other in own.recent.values() if not self.steady else ():
                 if not other.quiet:  # measured beside the compiler, which does not bear comparison with what comes
                     other.restart()
             recent.quiet += 1
         before = recent.mean_seconds if recent.steps >= ENOUGH else None
-        seconds = recent.add(seconds, drafted)
+        seconds = recent.add(seconds, kinds)
         if key.nodes == own.using and before and (self.steady or (key.nodes == PLAIN and own.settled > PAUSE)):
             # What makes its steps faster or slower does so with the others'.
             for other in own.recent.values():
@@ -294,9 +302,9 @@ class Adaptive:
         self._earn(seconds, recent)
         if trial and recent.steps >= ENOUGH and own.lost > own.most:
             own.left = 0
-        for request, count in drafted.items():
+        for (request, count), kind in zip(drafted.items(), warm, strict=True):
             request.drafted = MEMORY * request.drafted + 1
-            request.gained = MEMORY * request.gained + 1 + scales[warmth(request)] * (count - 1)
+            request.gained = MEMORY * request.gained + 1 + scales[kind] * (count - 1)
 
     def record_catch_up(self, key: Key, seconds: float, *, trial: bool = False) -> None:
         """After a catch-up. `trial`: it was made for one, which is to pay for it."""
@@ -350,20 +358,20 @@ class Adaptive:
         """That a step of each choice emits."""
         drafting = [request for request in requests if request.params.drafts]
         others, whole, recent = len(requests) - len(drafting), self._whole(batch), self._of(batch).recent
-        kinds = {*map(warmth, drafting), *(kind for one in recent.values() for kind in one.accepted)}
-        usual = {kind: self.usual(batch, kind) for kind in kinds}
-        own = [(one.gained, usual[warmth(one)], one.drafted) for one in drafting]
+        kinds = list(map(warmth, drafting))
+        usual = {kind: self.usual(batch, kind) for kind in set(kinds)}
+        own = [(one.gained, usual[kind], one.drafted) for one, kind in zip(drafting, kinds, strict=True)]
         lengths = np.array([(gained + PRIOR * length) / (drafted + PRIOR) for gained, length, drafted in own])
         trees = {one: self._tree(batch, one) for one in self.choices(batch)}
         factors = {}
         for choice, tree in trees.items():
-            if choice != PLAIN and tree != whole:  # what was seen of the tree itself corrects what another says of it
-                seen = recent[choice]
-                if predicted := sum(
-                    one.requests * float(transferred(usual[kind], whole, tree)) for kind, one in seen.accepted.items()
-                ):
-                    doubt = DOUBT * predicted / seen.requests
-                    factors[choice] = (seen.tokens + doubt) / (predicted + doubt)
+            if choice == PLAIN or tree == whole:
+                continue
+            # What was seen of the tree itself corrects what another says of it.
+            seen = [(one, kind) for kind in usual if (one := recent[choice].of_warmth.get(kind)) is not None]
+            if predicted := sum(one.requests * float(transferred(usual[kind], whole, tree)) for one, kind in seen):
+                doubt = DOUBT * predicted / sum(one.requests for one, _ in seen)
+                factors[choice] = (sum(one.tokens for one, _ in seen) + doubt) / (predicted + doubt)
         return {choice: others + n for choice, n in expected_tokens(trees, lengths, whole, factors).items()}
 
     def _tree(self, batch: int, choice: int) -> Tree:
@@ -382,17 +390,19 @@ class Adaptive:
         fewer = float(transferred(usual, whole, tree)) - 1
         return (usual - 1) / fewer if fewer > 0 else 1.0
 
-    def usual(self, batch: int, kind: int) -> float:
+    def usual(self, batch: int, kind: int | None = None) -> float:
         """The accept length of the batch's own tree to be expected of requests of this `warmth`: a guess, corrected by
-        recent steps of all batches with drafts for such requests, and this by those of the batch bucket."""
-        length = self.guess
-        for batches in ([*self._batches], [batch]):
+        recent steps with drafts of other requests, this by those of such requests, and this by those of the batch
+        bucket. None: of all requests."""
+        length, whole, every = self.guess, self._whole(batch), list(self._batches)
+        for batches, others in [(every, True), (every, False), ([batch], False)][kind is None :]:
             tokens = requests = 0.0
             for one in batches:
                 for choice, recent in self._of(one).recent.items():
-                    seen = recent.accepted.get(kind)
-                    if choice != PLAIN and seen is not None:
-                        mean = transferred(seen.tokens / seen.requests, self._tree(one, choice), self._whole(batch))
+                    if choice == PLAIN:
+                        continue
+                    for seen in recent.of(kind, others=others):
+                        mean = transferred(seen.tokens / seen.requests, self._tree(one, choice), whole)
                         tokens, requests = tokens + float(mean) * seen.requests, requests + seen.requests
             length = (tokens + DOUBT * length) / (requests + DOUBT)
         return length
@@ -408,19 +418,20 @@ class Adaptive:
             found: dict[str, Any] = {"steps": recent.steps}
             if recent.steps:
                 found["milliseconds"] = round(1e3 * recent.mean_seconds, 3)
-            if choice != PLAIN and recent.requests:
-                found["accept_length"] = round(recent.tokens / recent.requests, 3)
+            if choice != PLAIN and (seen := recent.accepted).requests:
+                found["accept_length"] = round(seen.tokens / seen.requests, 3)
             return found
 
-        seen = (recent.accepted for own in self._batches.values() for recent in own.recent.values())
-        kinds = sorted({kind for accepted in seen for kind in accepted})
+        def by_temperature(batch: int, own: _Batch) -> dict[str, float]:
+            kinds = sorted({kind for recent in own.recent.values() for kind in list(recent.of_warmth)})
+            return {f"{kind / 2:g}": round(self.usual(batch, kind), 3) for kind in kinds}
+
         return {
             str(batch): {
                 "drafts": own.using not in (PLAIN, None),
                 "using": None if own.using is None else name(own.using),
-                "usual_accept_length": {
-                    f"temperature {kind / 2:g}": round(self.usual(batch, kind), 3) for kind in kinds
-                },
+                "usual_accept_length": round(self.usual(batch), 3),
+                "usual_by_temperature": by_temperature(batch, own),
                 **{name(choice): shown(choice, one) for choice, one in own.recent.items()},
             }
             for batch, own in sorted(self._batches.items())
