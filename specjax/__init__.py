@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from specjax.drafters import DRAFTERS, Auto, Context, Drafter, Eagle, Eagle3, Mtp, Ngram, NoDraft, Observation
     from specjax.drafters import Params, Speculation, Standalone, StandaloneParams, TreeShape, eagle_drafter
     from specjax.drafters import load_drafter, make_drafter, standalone_drafter
+    from specjax.drafters.check import DrafterError, check_drafter
     from specjax.engine import Completion, Engine, EngineConfig, Grammar, SamplingParams, StreamChunk
     from specjax.models import make_target
     from specjax.models.target import ForwardOutput, Target
@@ -35,6 +36,7 @@ _NAMES = {
         "DRAFTERS Auto Context Drafter Eagle Eagle3 Mtp Ngram NoDraft Observation Params Speculation Standalone "
         "StandaloneParams TreeShape eagle_drafter load_drafter make_drafter standalone_drafter"
     ),
+    "specjax.drafters.check": "DrafterError check_drafter",
     "specjax.engine": "Completion Engine EngineConfig Grammar SamplingParams StreamChunk",
     "specjax.viz.trees": "StepTree render step_trees",
     "specjax.models": "make_target",

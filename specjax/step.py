@@ -31,6 +31,7 @@ from specjax_kernels import CAUSAL, mesh, pack_bits
 from specjax.cache import Block, commit, pool_shape, take_path
 from specjax.compiling import compiler_options
 from specjax.drafters.base import Context, Drafter, Observation, PageSize, Params
+from specjax.drafters.check import check_drafter, checked_observe, checked_propose
 from specjax.drafters.deferred import catch_up
 from specjax.models.ragged import Ragged
 from specjax.models.target import Target
@@ -95,7 +96,7 @@ def draft_phase(
     context, row, _ = _gather(state, inputs)
     if config.widths == (1,):
         return root_only(context.root), state
-    tree, draft = drafter.propose(params, state.draft, context)
+    tree, draft = checked_propose(drafter, params, state.draft, context)
     most = max(config.widths, default=tree.width)
     count = jnp.where(context.active, row.draft_limit + 1, 1)
     if config.dynamic:
@@ -301,7 +302,9 @@ class Steps(NamedTuple):
 def make_steps(
     target: Target, drafter: Drafter, *, verify: Verifier = verify_tree, config: StepConfig = StepConfig()
 ) -> Steps:
-    """Jits the step functions. They compile once for each batch bucket, chunk width and page-table width."""
+    """Jits the step functions. They compile once for each batch bucket, chunk width and page-table width. Raises
+    DrafterError if the drafter does not keep to the interface (`check_drafter`)."""
+    check_drafter(drafter, target)
     config = replace(config, widths=config.widths or tree_widths(drafter))
     fixed = {"target": target, "drafter": drafter, "config": config}
     jit = partial(jax.jit, compiler_options=compiler_options())
@@ -402,7 +405,7 @@ def _advance(
     pages, kept = (state.cache, state.tokens), (block, None if state.tokens is None else observation.tokens)
     where = context.page_table, context.prefix_length, observation.length
     cache, known = commit(pages, kept, *where, after=after)
-    draft = drafter.observe(params, state.draft, context._replace(tokens=known), observation)
+    draft = checked_observe(drafter, params, state.draft, context._replace(tokens=known), observation)
     tokens, emitted = output.tokens, output.emitted
     entry = jnp.arange(context.slots.shape[0], dtype=jnp.int32)
     slot = jnp.where(context.active, context.slots, state.root.shape[0] + entry)

@@ -17,12 +17,16 @@ import pytest
 from engine_helpers import GREEDY, byte_ids, check_idle, check_plain, drain, make_engine, outcome, shared_engine, toy
 from toy_models import random_table, table_model
 
+from specjax.cli.flags import ServerSettings
 from specjax.engine import Engine, SamplingParams, collecting
 from specjax.engine.device import OutOfMemory
 from specjax.engine.generation import EngineError, FairLock
 from specjax.engine.programs import Key, Unavailable
 from specjax.engine.sequence import TEXT_FAILED, completion
 from specjax.engine.text import TextStream
+from specjax.serve.runner import Runner
+from specjax.serve.states import State
+from specjax.verify import verify_tree
 
 PROMPTS = [[70 + i, 71, 72] for i in range(4)]
 PARAMS = SamplingParams(max_new_tokens=12)
@@ -40,14 +44,14 @@ def engine():
     return make_engine(toy(), warm=False, chunked_prefill_size=8)
 
 
-def failing(monkeypatch, engine: Engine, wanted: Any) -> list[Key]:
+def failing(monkeypatch, engine: Engine, wanted: Any, error: type[Exception] = MemoryError) -> list[Key]:
     """Makes compiling fail where `wanted(key)`; lists what was tried."""
     compile_, tried = engine.executables._compile, []
 
     def attempt(key: Key) -> Any:
         tried.append(key)
         if wanted(key):
-            raise RuntimeError(f"no registers left for {key.width}")
+            raise error(f"no registers left for {key.width}")
         return compile_(key)
 
     monkeypatch.setattr(engine.executables, "_compile", attempt)
@@ -55,7 +59,7 @@ def failing(monkeypatch, engine: Engine, wanted: Any) -> list[Key]:
 
 
 @pytest.mark.parametrize("broken", [4, 1])
-def test_a_bucket_that_does_not_compile_is_left_out(broken, monkeypatch, caplog, engine):
+def test_a_bucket_without_memory_is_left_out(broken, monkeypatch, caplog, engine):
     """Its requests run in a smaller one, one after the other, or in a larger one; it is tried and logged once."""
     tried = failing(monkeypatch, engine, lambda key: key.kind == "step" and key.width == broken)
     prompts = PROMPTS if broken == 4 else PROMPTS[:1]
@@ -67,7 +71,7 @@ def test_a_bucket_that_does_not_compile_is_left_out(broken, monkeypatch, caplog,
     assert f"a step of {broken} requests" in caplog.text
 
 
-def test_a_chunk_that_does_not_compile_is_left_out(monkeypatch):
+def test_a_chunk_without_memory_is_left_out(monkeypatch):
     engine = make_engine(toy(), warm=False, chunked_prefill_size=512, context_length=1024)
     assert engine.buckets.chunks == (64, 512)
     tried = failing(monkeypatch, engine, lambda key: key == Key("prefill", 512, key.table))
@@ -91,7 +95,7 @@ def test_a_program_without_room_for_its_temporaries_fails_when_it_is_compiled(mo
     assert logged is not None and float(logged[1]) >= float(logged[2]) and str(largest) in caplog.text
 
 
-def test_where_nothing_compiles_the_request_is_told_why(monkeypatch, engine):
+def test_where_no_program_has_memory_the_request_is_told_why(monkeypatch, engine):
     failing(monkeypatch, engine, lambda key: key.kind == "step")
     for _ in range(2):
         with pytest.raises(EngineError, match=r"no size of batch can run .* no registers left") as caught:
@@ -106,8 +110,68 @@ def test_compiling_behind_goes_on_after_a_failure(monkeypatch, engine):
     assert not engine.executables.pending
     assert engine.executables.compiled() == {k for k in engine.buckets.all_keys() if k != Key("step", 1, k.table)}
     engine.warm_up(progress=False, strict=False)
-    with pytest.raises(RuntimeError, match="no registers left for 1"):
+    with pytest.raises(MemoryError, match="no registers left for 1"):
         engine.warm_up(progress=False)
+
+
+def broken_verifier(tree, logits, draws, prefix_length, generated, *, depth, allowed=None):
+    if tree.width == 1 and tree.tokens.shape[0] == 4:
+        raise NotImplementedError("no verdict for four")
+    return verify_tree(tree, logits, draws, prefix_length, generated, depth=depth, allowed=allowed)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError])
+def test_a_bug_in_a_program_is_raised_and_no_other_size_is_used(error, monkeypatch, engine):
+    """Each time, with a traceback that does not grow; programs that compile still serve."""
+    tried = failing(monkeypatch, engine, lambda key: key == Key("step", 4, key.table), error)
+    lengths = []
+    for _ in range(3):
+        with pytest.raises(EngineError, match="no registers left for 4") as caught:
+            engine.generate(PROMPTS, PARAMS)
+        assert type(caught.value.__cause__) is error
+        lengths.append(len(traceback.extract_tb(caught.value.__cause__.__traceback__)))
+        check_idle(engine)
+    assert len(set(lengths[1:])) == 1
+    assert [key.width for key in tried if key.kind == "step"].count(4) == 1, "compiled once, raised three times"
+    check_all(engine, PROMPTS[:1])
+
+
+def test_a_bug_of_a_verifier_is_raised_with_its_traceback():
+    engine = make_engine(toy(), verify=broken_verifier, warm=False)
+    check_all(engine, PROMPTS[:1])
+    with pytest.raises(EngineError, match="no verdict for four") as caught:
+        engine.generate(PROMPTS, PARAMS)
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__cause__.__traceback__)]
+    assert "broken_verifier" in names
+    with pytest.raises(NotImplementedError, match="no verdict for four"):
+        engine.warm_up(progress=False, strict=False)
+
+
+def test_a_bug_in_the_background_is_logged_and_raised_when_it_is_used(caplog):
+    engine = make_engine(toy(), verify=broken_verifier, warm=False)
+    with caplog.at_level(logging.ERROR, logger="specjax"):
+        engine.warm_up_in_background(progress=False).join(60)
+        assert not engine.executables.pending
+        broken = next(key for key in engine.buckets.all_keys() if key.kind == "step" and key.width == 4)
+        assert engine.executables.compile_ahead(broken), "it is known to fail"
+    (record,) = caplog.records
+    assert record.exc_info is not None and "no verdict for four" in str(record.exc_info[1])
+    assert not engine.executables.has_failed(broken)
+    with pytest.raises(EngineError, match="no verdict for four"):
+        engine.generate(PROMPTS, PARAMS)
+    check_all(engine, PROMPTS[:1])
+
+
+def test_a_server_does_not_start_with_a_bug_in_its_first_program():
+    def broken(*args, **options):
+        raise NotImplementedError("no verdict at all")
+
+    engine = make_engine(toy(), verify=broken, warm=False)
+    runner = Runner(lambda: engine, ServerSettings())
+    runner.start()
+    runner.join(120)
+    assert runner.state is State.FAILED and isinstance(runner.failure, NotImplementedError)
+    assert "broken" in [frame.name for frame in traceback.extract_tb(runner.failure.__traceback__)]
 
 
 def test_warming_up_fails_where_nothing_is_left_to_run(monkeypatch, engine):

@@ -28,7 +28,7 @@ from specjax.models import init_params, make_target
 from specjax.models.target import ForwardOutput, Target
 from specjax.sampling import History, SamplingRows, sampling_row
 from specjax.state import PrefillInput, StepInput, StepOutput, init_state, new_row
-from specjax.step import StepConfig, make_steps
+from specjax.step import StepConfig, make_steps, prefill_step
 from specjax.tree import DraftTree
 
 SEEDS = (0, 7, 2**32 - 1, 2**40 + 7, 2**63 - 1, -1, -(2**63))
@@ -297,7 +297,8 @@ def compiled_steps(target: Target, drafter: Drafter, config: StepConfig):
 @functools.cache
 def _compiled_prefill(target: Target, features, observe):
     """A prefill needs nothing else of a drafter, and no `StepConfig`: one program for all that agree in these."""
-    return make_steps(target, none_drafter()._replace(features=features, observe=observe)).prefill
+    drafter = none_drafter()._replace(features=features, observe=observe)
+    return jax.jit(functools.partial(prefill_step, target=target, drafter=drafter), donate_argnums=1)
 
 
 class Finished(NamedTuple):

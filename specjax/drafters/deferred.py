@@ -23,6 +23,7 @@ from jaxtyping import Float, Int32
 
 from specjax.cache import PoolShape, commit
 from specjax.drafters.base import Context, Drafter, DraftState, Observation, Params
+from specjax.drafters.check import feature_size
 from specjax.models.target import Target
 from specjax.tree import DraftTree, first_nodes, root_only
 from specjax.types import PerRequest
@@ -44,7 +45,7 @@ class Deferred(NamedTuple):
 
 def defer(drafter: Drafter, target: Target) -> Deferred:
     """The lazy and the eager form of a drafter. Both read committed tokens, whether or not the drafter does."""
-    size, whole = feature_size(drafter, target), drafter
+    size, whole = feature_size(drafter.features, target), drafter
     drafter = drafter._replace(resize=None, typical=None)  # what is traced below does not depend on them
 
     def init(params: Params, rows: int, pool: PoolShape) -> DraftState:
@@ -140,13 +141,6 @@ def all_seen(state: DraftState) -> DraftState:
     if not isinstance(state, DeferredState):
         return state
     return state._replace(seen=jnp.full_like(state.seen, jnp.iinfo(jnp.int32).max // 2))
-
-
-def feature_size(drafter: Drafter, target: Target) -> int | None:
-    """F, the numbers that a drafter reads of each token; None: it reads none."""
-    if drafter.features is None:
-        return None
-    return target.config.hidden_size * (1 if drafter.features == "final" else len(drafter.features))
 
 
 def _counted(counts: Int32[Array, "P"], context: Context, seen: Observation, told: Any) -> Int32[Array, "P"]:

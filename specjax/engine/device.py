@@ -16,7 +16,7 @@ import numpy as np
 from specjax.drafters.base import Params
 from specjax.engine.keys import Key
 from specjax.engine.packing import Resident
-from specjax.engine.programs import Program
+from specjax.engine.programs import Program, is_out_of_memory
 from specjax.engine.transfers import Output
 from specjax.hosts import Leader
 
@@ -37,7 +37,7 @@ def memory_checked(key: Key) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" in str(error):
+        if is_out_of_memory(error):
             raise OutOfMemory(key, error) from error
         raise
 

@@ -30,6 +30,7 @@ from specjax import checkpoint
 from specjax.cache import PoolShape
 from specjax.config import HeadConfig, MtpConfig
 from specjax.drafters import Auto, Drafter, DrafterFactory, DraftOptions, Params
+from specjax.drafters.check import check_drafter, is_own
 from specjax.engine import program_store
 from specjax.engine.adaptive import Adaptive
 from specjax.engine.autotune import tune_at_start
@@ -97,6 +98,8 @@ class Engine:
         group: Group | None = None,
     ) -> None:
         check_config(config)
+        if not is_own(drafter):
+            check_drafter(drafter, target, params)
         self.lock = FairLock()
         self._deferred = config.deferred(drafter, target)
         drafter = drafter if self._deferred is None else self._deferred.eager

@@ -19,7 +19,7 @@ from specjax.engine.device import Device, memory_checked
 from specjax.engine.executables import Executables
 from specjax.engine.flight import InFlight
 from specjax.engine.keys import Key
-from specjax.engine.programs import Program
+from specjax.engine.programs import Program, is_out_of_memory
 from specjax.engine.sequence import Sequence, Status
 from specjax.engine.transfers import Output
 
@@ -97,11 +97,13 @@ class GrammarSteps:
         return sequence.constraint.forced(JUMP - 1 if limit is None else min(JUMP - 1, limit))
 
     def _proposing(self, half: Key) -> Program | None:
-        """None: it does not compile, which `Executables` has logged, so nothing is drafted."""
+        """None: it has no room, which `Executables` has logged, so nothing is drafted."""
         try:
-            return None if self._executables.has_failed(half) else self._executables.get(half)
-        except Exception:
-            return None
+            return self._executables.get(half)
+        except Exception as error:
+            if is_out_of_memory(error):
+                return None
+            raise
 
     def draft(self, key: Key, part: list[Sequence], inputs: np.ndarray) -> Draft | None:
         """Launches the draft for a step of `part`, with the input of a step without a grammar. None: such steps do not

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from itertools import takewhile
+from types import TracebackType
 from typing import Any, TypeAlias
 
 import jax
@@ -28,14 +29,21 @@ Program: TypeAlias = Callable[[list[Any], list[Any], np.ndarray], tuple[list[Any
 
 
 class Unavailable(RuntimeError):
-    """No executable that could run some requests can be compiled or has room to run."""
+    """No executable that could run some requests fits into the memory."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception of the compiler or of a program means that memory has run out."""
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return "RESOURCE_EXHAUSTED" in str(error)
+    return isinstance(error, MemoryError | Unavailable)
 
 
 class Programs(ABC):
     """Programs by key, compiled at most once. Safe to call from several threads.
 
-    A key whose compilation fails, or that runs out of memory, is remembered and logged once; `first_usable` then takes
-    another size.
+    A key whose compilation or program runs out of memory is remembered and logged once; `first_usable` then takes
+    another size. Any other exception of tracing or compiling is raised where the program is asked for, each time.
 
     Attributes:
         launch_lock: held while a program is launched and, on a GPU, while one is compiled: XLA times candidates on the
@@ -48,7 +56,8 @@ class Programs(ABC):
         self._buckets = buckets
         self._futures: dict[Key, Future[Program]] = {}
         self._programs: dict[Key, Program] = {}  # of the futures that are done
-        self._failed: dict[Key, str] = {}  # the message; an exception would keep its frames alive
+        self._failed: dict[Key, str] = {}  # out of memory: the message; an exception would keep its frames alive
+        self._broken: dict[Key, tuple[Exception, TracebackType | None]] = {}  # failed for another reason
         self._background: list[Key] = []  # keys of `warm_up_in_background` while it runs
         self._later: list[Key] = []  # and of `compile_later`
         self._worker: threading.Thread | None = None  # of `compile_later`
@@ -77,7 +86,7 @@ class Programs(ABC):
         """Keys that are still to be compiled in the background."""
         if not (waiting := {*self._background, *self._later}):
             return waiting
-        return waiting - self.compiled() - set(self._failed)
+        return waiting - self.compiled() - {*self._failed, *self._broken}
 
     def is_waiting(self, thread: int | None) -> bool:
         """Whether the thread with this `ident` waits for a program to be compiled or, on a GPU, any is compiled."""
@@ -85,9 +94,12 @@ class Programs(ABC):
 
     def get(self, key: Key) -> Program:
         """The program of a key; compiles it, or waits for the thread that does. Raises Unavailable if the key has
-        failed before, and whatever the compiler raises."""
+        run out of memory before, and whatever tracing and compiling raise."""
         if key in self._failed:
             raise Unavailable(f"{key}: {self._failed[key]}")
+        if key in self._broken:
+            error, where = self._broken[key]
+            raise error.with_traceback(where)  # which would grow with each time
         if (program := self._programs.get(key)) is not None:
             return program
         with self._lock:
@@ -109,8 +121,10 @@ class Programs(ABC):
             future.set_result(program)
         except BaseException as error:
             interrupted = not isinstance(error, Exception)  # this thread alone
-            if not interrupted:
+            if is_out_of_memory(error):
                 self.fail(key, error)
+            elif isinstance(error, Exception):
+                self._broken[key] = error, error.__traceback__
             del self._futures[key]
             future.set_exception(RuntimeError(f"compiling {key} was interrupted") if interrupted else error)
             raise
@@ -118,21 +132,23 @@ class Programs(ABC):
             self.on_change()
 
     def first_usable(self, keys: Iterable[Key]) -> tuple[Key, Program]:
-        """The first of these keys whose program exists or can be compiled, and the program. Raises Unavailable if there
-        is none."""
+        """The first of these keys whose program has room, and the program. Raises Unavailable if there is none, and
+        whatever tracing and compiling raise."""
         problem = "there is none"
         for key in keys:
             try:
                 return key, self.get(key)
-            except Exception as error:  # logged by `fail`
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
                 problem = f"{key}: {self._failed.get(key, error)}"
         raise Unavailable(f"no size of batch can run ({problem})")
 
     def fail(self, key: Key, error: BaseException) -> None:
-        """Remembers that a key cannot be used, and logs it the first time."""
+        """Remembers that there is no memory for the program of a key, and logs it the first time."""
         problem = _first_line(error)
         if key not in self._failed:
-            logger.error("There will be no program for %s, other sizes are used instead: %s", key, problem)
+            logger.error("No memory for the program of %s, smaller ones are used instead: %s", key, problem)
             logger.debug("%s", key, exc_info=error)
         self._failed[key] = problem
 
@@ -149,26 +165,29 @@ class Programs(ABC):
             self.fail(other, error)
 
     def has_failed(self, key: Key) -> bool:
+        """Whether the program of a key has run out of memory."""
         return key in self._failed
 
     def is_settled(self, key: Key) -> bool:
-        """Whether `get` answers at once, be it that the key has failed."""
-        return key in self._failed or key in self._programs
+        """Whether `get` does not block: the program is compiled, or is known to fail."""
+        return key in self._programs or key in self._failed or key in self._broken
 
     def warm_up(self, keys: Iterable[Key], *, progress: bool = True, strict: bool = True) -> None:
         """Compiles these and what every request needs, with a bar on stderr for `progress`. On a CPU a second thread
         helps, to which JAX's settings by `with` do not apply.
 
         Args:
-            strict: raise the first failure, also of a key that failed before. False: leave out what fails.
+            strict: also raise if a program runs out of memory. False: leave such programs out.
 
         Raises:
-            Unavailable: not `strict`, and all programs of a kind have failed.
+            Unavailable: not `strict`, and no program of a kind has room.
+            Exception: whatever tracing and compiling raise. A key that has failed before is tried again if `strict`.
         """
         keys = list(keys)
         if strict:
             for key in keys:
                 self._failed.pop(key, None)
+                self._broken.pop(key, None)
         missing = sorted(set(keys) - self.compiled(), key=lambda key: (key.kind != "step", key))  # steps take longest
         errors: list[BaseException] = []
         # Each key goes to one of the two threads, the second of which may outlive an interrupted main thread.
@@ -176,7 +195,7 @@ class Programs(ABC):
 
         def work() -> None:
             try:
-                self._get_all(left, bar, strict=strict)
+                self._get_all(left, bar, lambda error: not strict and is_out_of_memory(error))
             except BaseException as error:
                 errors.append(error)
 
@@ -196,15 +215,15 @@ class Programs(ABC):
             self.first_usable(sorted((key for key in keys if key.kind == kind), key=self.has_failed))
 
     def warm_up_in_background(self, keys: Iterable[Key], *, progress: bool = True) -> threading.Thread:
-        """Compiles these one by one in a thread of its own, which `close` ends. Leaves out what fails. At its end the
-        interpreter waits as for `compile_later`."""
-        missing = [key for key in keys if key not in self._futures and key not in self._failed]
+        """Compiles these one by one in a thread of its own, which `close` ends. What fails is logged, and raised when
+        it is used. At its end the interpreter waits as for `compile_later`."""
+        missing = [key for key in keys if key not in self._futures and not self.is_settled(key)]
         self._background = missing
 
         def run() -> None:
             shown = progress and bool(missing)
             with progress_bar("Compiling in the background", len(missing), "bucket", shown=shown) as bar:
-                self._get_all(takewhile(lambda key: self._goes_on, missing), bar, strict=False)
+                self._get_all(takewhile(lambda key: self._goes_on, missing), bar, self._log_failure)
             self._background = []
 
         thread = threading.Thread(target=run, name="specjax-compile", daemon=False)
@@ -212,22 +231,24 @@ class Programs(ABC):
         return thread
 
     def compile_later(self, keys: Iterable[Key]) -> None:
-        """Compiles these one by one in a thread, while requests run. Leaves out what fails.
+        """Compiles these one by one in a thread, while requests run. What fails is logged, and raised when it is used.
 
         The interpreter waits at its end for the program that is being compiled, and for no further one: a thread inside
         of XLA would not survive it.
         """
         with self._lock:
             idle = not self._later
-            known = {*self._futures, *self._failed, *self._later}
+            known = {*self._futures, *self._failed, *self._broken, *self._later}
             self._later += [key for key in keys if key not in known]
             if not (idle and self._later):
                 return
 
         def run() -> None:
             while self._goes_on:
-                with contextlib.suppress(Exception):  # logged by `fail`
+                try:
                     self.get(self._later[0])
+                except Exception as error:
+                    self._log_failure(error)
                 with self._lock:
                     self._later.pop(0)
                     if not self._later:
@@ -243,12 +264,22 @@ class Programs(ABC):
         self.compile_later([key])
         return False
 
-    def _get_all(self, keys: Iterable[Key], bar: tqdm, *, strict: bool) -> None:
+    def _get_all(self, keys: Iterable[Key], bar: tqdm, leave_out: Callable[[Exception], bool]) -> None:
+        """Compiles these. Raises the exceptions that `leave_out` returns False for."""
         for key in keys:
             bar.set_postfix_str(f"{key.kind} {key.width}")
-            with contextlib.nullcontext() if strict else contextlib.suppress(Exception):  # logged by `fail`
+            try:
                 self.get(key)
+            except Exception as error:
+                if not leave_out(error):
+                    raise
             bar.update()
+
+    def _log_failure(self, error: Exception) -> bool:
+        """In the background, where nobody waits for the program. `fail` has logged that memory ran out."""
+        if not is_out_of_memory(error):
+            logger.error("A program could not be compiled; requests that need it will fail", exc_info=error)
+        return True
 
     @property
     def _goes_on(self) -> bool:

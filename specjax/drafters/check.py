@@ -1,0 +1,279 @@
+"""Whether a drafter keeps to its interface, from shapes and dtypes alone.
+
+`check_drafter` checks before anything is compiled. The step checks the same results again while it is traced, with its
+own parameters and state.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from specjax.cache import PoolShape
+from specjax.drafters.base import Context, Drafter, DraftState, Features, Observation, PageSize, Params
+from specjax.models import init_params
+from specjax.models.target import Target
+from specjax.sampling import sampling_row
+from specjax.tree import DraftTree
+
+BATCH, ROWS, TABLE, POOL = 3, 5, 2, PoolShape(pages=7, page_size=4)
+"""Sizes of the shapes that are traced. No two are equal, so that one cannot pass for another."""
+
+TREE_DTYPES = {"tokens": "int32", "parents": "int32", "depth": "int32", "valid": "bool", "scores": "float32"}
+
+
+class DrafterError(TypeError):
+    """A drafter does not keep to the interface of `specjax.Drafter`. The message says how, and where it is defined; the
+    cause is the exception that the drafter raised, if any."""
+
+
+def check_drafter(drafter: Drafter, target: Target, params: Params | None = None) -> None:
+    """Checks a drafter by tracing its three functions; nothing is compiled or run.
+
+    Checked are the declared `width` and `depth`, the features that it asks for, the shapes and dtypes of its trees
+    (int32 tokens, parents and depth, bool valid, float32 scores, each [B, N]), and that `propose` and `observe` return
+    the state as `init` made it.
+
+    Args:
+        drafter: the drafter.
+        target: the model that it drafts for.
+        params: parameters of both models, arrays or `jax.ShapeDtypeStruct`s. None: those of the target follow from its
+            config, and functions that need others are not checked here, but when a step is first traced.
+
+    Raises:
+        DrafterError: the drafter does not keep to the interface, or one of its functions fails while it is traced. The
+            cause then has the traceback into the function.
+    """
+    _check_declared(drafter, target)
+    trace = partial(_trace, drafter, _target_shapes(target) if params is None else params)
+    made = trace("init", lambda params: drafter.init(params, ROWS, POOL))
+    if made is None:
+        return
+    _, state = made
+    struct: Any = jax.ShapeDtypeStruct
+    number, page_table = struct((BATCH,), np.int32), struct((BATCH, TABLE), np.int32)
+    active, salt = struct((BATCH,), np.bool_), struct((BATCH,), np.uint32)
+    rows = jax.tree.map(lambda leaf: struct((BATCH, *leaf.shape), leaf.dtype), sampling_row(target.config.vocab_size))
+    tokens = struct(POOL, np.int32) if drafter.reads_tokens else None
+    context = Context(number, number, page_table, number, active, salt, rows, tokens, PageSize(POOL.page_size))
+    proposed = trace("propose", lambda *args: checked_propose(drafter, *args), state, context)
+    if proposed is not None:
+        deepest = _upper_bounds(proposed[0].jaxpr, proposed[0].consts)[DraftTree._fields.index("depth")]
+        if drafter.depth != deepest < math.inf:
+            raise DrafterError(
+                f"{_name(drafter, 'propose')} builds trees of depth {deepest:g}, and the drafter declares depth="
+                f"{drafter.depth}; nodes below the declared depth are never accepted"
+            )
+    size = feature_size(drafter.features, target)
+    for width in sorted({drafter.depth + 1, 2 * POOL.page_size}):  # a path of a tree, and the chunk of a prompt
+        block = struct((BATCH, width), np.int32)
+        features = None if size is None else struct((BATCH, width, size), jnp.dtype(target.config.dtype))
+        observation = Observation(block, block, features, number)
+        trace("observe", lambda *args: checked_observe(drafter, *args), state, context, observation)
+
+
+def is_own(drafter: Drafter) -> bool:
+    """Whether the drafter was made by this package. Its tests check these; tracing a draft head takes seconds."""
+    return _function(drafter.propose).__module__.startswith("specjax.")
+
+
+def _function(value: Any) -> Any:
+    """The function itself of a partial or a decorated one."""
+    while isinstance(value, partial):
+        value = value.func
+    return inspect.unwrap(value)
+
+
+def checked_propose(
+    drafter: Drafter, params: Params, state: DraftState, context: Context
+) -> tuple[DraftTree, DraftState]:
+    """`drafter.propose`, and raises `DrafterError` unless the shapes and dtypes of its results are as declared."""
+    name, result = _name(drafter, "propose"), drafter.propose(params, state, context)
+    if isinstance(result, DraftTree) or not isinstance(result, tuple) or len(result) != 2:
+        raise DrafterError(f"{name} must return (DraftTree, state), and returned {_kind(result)}")
+    tree, after = result
+    if not isinstance(tree, DraftTree):
+        raise DrafterError(f"{name} must return (DraftTree, state), and the first is {_kind(tree)}")
+    batch = context.root.shape[0]
+    for field, dtype in TREE_DTYPES.items():
+        found = getattr(tree, field)
+        if found is None or str(jnp.result_type(found)) != dtype or len(jnp.shape(found)) != 2:
+            raise DrafterError(f"{name}: the tree's {field} must be {dtype} [B, N], and are {_array(found)}")
+        if jnp.shape(found) != (batch, drafter.width):
+            raise DrafterError(
+                f"{name}: the tree's {field} are [B, N] = {list(jnp.shape(found))}; B is {batch} here, and the drafter "
+                f"declares width={drafter.width} nodes, the root among them"
+            )
+    _check_state(name, state, after)
+    return tree, after
+
+
+def checked_observe(
+    drafter: Drafter, params: Params, state: DraftState, context: Context, observation: Observation
+) -> DraftState:
+    """`drafter.observe`, and raises `DrafterError` unless it returns a state like the one that it was given."""
+    if drafter.features is not None and observation.features is None:
+        raise DrafterError(
+            f"drafter {drafter.name!r} asks for features={drafter.features!r}, and the target's forward returned none"
+        )
+    after = drafter.observe(params, state, context, observation)
+    _check_state(_name(drafter, "observe"), state, after)
+    return after
+
+
+def feature_size(features: Features, target: Target) -> int | None:
+    """F, the numbers that a drafter reads of each token. None: it reads none."""
+    if features is None:
+        return None
+    return target.config.hidden_size * (1 if features == "final" else len(features))
+
+
+class _Unknown(Params):
+    """Parameters that are not known, or of the target alone. Notes that a missing part was read: what fails after that
+    may be right with all of them."""
+
+    missing_read = False
+
+    @property
+    def target(self) -> Any:
+        self.missing_read |= self[0] is None
+        return self[0]
+
+    @property
+    def draft(self) -> None:
+        self.missing_read = True
+
+
+def _target_shapes(target: Target) -> _Unknown:
+    """Shapes of the target's parameters, if its family is one of ours."""
+    try:
+        return _Unknown(jax.eval_shape(partial(init_params, target.config), jax.random.key(0)))
+    except ValueError:
+        return _Unknown(None)
+
+
+def _trace(
+    drafter: Drafter, params: Params, what: str, function: Callable[..., Any], *args: Any
+) -> tuple[ClosedJaxpr, Any] | None:
+    """The jaxpr of a function of the drafter, and the shapes of its results. None: it needs unknown parameters."""
+    known = list[Params]()
+
+    def call(leaves: tuple[Any, Any], *args: Any) -> Any:
+        known.append(type(params)(*leaves))
+        return function(known[-1], *args)
+
+    try:
+        return jax.make_jaxpr(call, return_shape=True)(tuple(params), *args)
+    except DrafterError:
+        raise
+    except Exception as error:
+        if any(isinstance(each, _Unknown) and each.missing_read for each in known):
+            return None
+        reason = str(error).strip().partition("\n")[0]
+        raise DrafterError(
+            f"{_name(drafter, what)} fails while it is traced: {type(error).__name__}: {reason}"
+        ) from error
+
+
+def _check_declared(drafter: Drafter, target: Target) -> None:
+    name, layers = f"drafter {drafter.name!r}", target.config.num_layers
+    for field, least in (("width", 1), ("depth", 0)):
+        value = getattr(drafter, field)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise DrafterError(f"{name}: {field} must be an integer of at least {least}, got {value!r}")
+    if not (drafter.depth < drafter.width and (drafter.depth or drafter.width == 1)):
+        raise DrafterError(
+            f"{name} declares width={drafter.width} and depth={drafter.depth}: a tree of {drafter.width} nodes, the "
+            f"root of depth 0 among them, has a depth from {min(1, drafter.width - 1)} to {drafter.width - 1}"
+        )
+    features = drafter.features
+    if features is None or features == "final":
+        return
+    known = isinstance(features, tuple) and len(features) > 0
+    if not known or not all(isinstance(layer, int) and 0 <= layer < layers for layer in features):
+        raise DrafterError(
+            f"{name} asks for features={features!r}; the target has layers 0 to {layers - 1}: give a tuple of these, "
+            "'final' for the last hidden state, or None"
+        )
+
+
+def _check_state(name: str, before: DraftState, after: DraftState) -> None:
+    if after is None and before is not None:
+        raise DrafterError(f"{name} must return the drafter's state, and returned None")
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        raise DrafterError(
+            f"{name} returned a state with the structure {jax.tree.structure(after)}; init made it "
+            f"{jax.tree.structure(before)}"
+        )
+    paths, _ = jax.tree_util.tree_flatten_with_path(before)
+    for (path, old), new in zip(paths, jax.tree.leaves(after), strict=True):
+        if _array(old) != _array(new):
+            where = f"state{jax.tree_util.keystr(path)}"
+            raise DrafterError(f"{name} returned {where} as {_array(new)}; init made it {_array(old)}")
+
+
+def _name(drafter: Drafter, what: str) -> str:
+    """`propose` of a drafter, with the place where it is defined."""
+    code = getattr(_function(getattr(drafter, what)), "__code__", None)
+    where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+    return f"{what} of drafter {drafter.name!r}{where}"
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return f"a tuple of {len(value)}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _array(value: Any) -> str:
+    try:
+        return f"{jnp.result_type(value)} {list(jnp.shape(value))}"
+    except TypeError:
+        return _kind(value)
+
+
+SAME_VALUES = (
+    "broadcast_in_dim", "convert_element_type", "copy", "cummax", "dynamic_slice", "expand_dims", "gather",
+    "reduce_max", "reshape", "rev", "slice", "squeeze", "transpose",
+)  # fmt: skip
+"""Primitives whose results are elements of their first operand."""
+
+
+def _upper_bounds(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[float] = ()) -> list[float]:
+    """The largest value that each output of a program of integers can have, inf where that is not clear."""
+    known: dict[Any, float] = dict(zip(jaxpr.invars, given, strict=False))
+    known |= {var: _most(value) for var, value in zip(jaxpr.constvars, consts, strict=True)}
+
+    def read(atom: Any) -> float:
+        return _most(atom.val) if isinstance(atom, Literal) else known.get(atom, math.inf)
+
+    for equation in jaxpr.eqns:
+        name, operands = equation.primitive.name, [read(atom) for atom in equation.invars]
+        inner = equation.params.get("jaxpr")
+        if isinstance(inner, ClosedJaxpr):
+            known |= zip(equation.outvars, _upper_bounds(inner.jaxpr, inner.consts, operands), strict=True)
+        elif name == "iota":
+            known[equation.outvars[0]] = equation.params["shape"][equation.params["dimension"]] - 1.0
+        elif name == "add":
+            known[equation.outvars[0]] = sum(operands)
+        elif name in ("concatenate", "pad", "max"):
+            known[equation.outvars[0]] = max(operands)
+        elif name == "select_n":
+            known[equation.outvars[0]] = max(operands[1:])
+        elif name == "min":
+            known[equation.outvars[0]] = min(operands)
+        elif name in SAME_VALUES:
+            known[equation.outvars[0]] = operands[0]
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _most(value: Any) -> float:
+    return float(np.max(value)) if np.size(value) else -math.inf

@@ -1,0 +1,169 @@
+"""`check_drafter`: what it says of drafters that do not keep to the interface, and where it is asked."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from engine_helpers import make_engine, toy
+from oracle import Sampling
+from test_toy_drafter import random_trees, replay
+from toy_models import Runner, tiny_llama
+
+from specjax import Drafter, DrafterError, Ngram, Params, check_drafter, make_drafter, make_steps
+from specjax.engine import SamplingParams
+from specjax.engine.generation import EngineError
+
+REPLAY = replay(range(40))
+PROMPT = [70, 71, 72]
+
+
+def proposing(change: Callable[..., Any], base: Drafter = REPLAY) -> Drafter:
+    """The drafter with what `propose` returns changed by ``change(tree, state, context)``."""
+    return base._replace(propose=lambda params, state, context: change(*base.propose(params, state, context), context))
+
+
+def observing(change: Callable[..., Any]) -> Drafter:
+    return REPLAY._replace(observe=lambda params, state, context, seen: change(state, seen))
+
+
+def branches(tree, state, context):
+    if context.root[0] > 3:
+        return tree, state
+    return tree, state
+
+
+PROPOSE, OBSERVE = "propose of drafter 'REPLAY\\+0' .*test_drafter_check.py:[0-9]+", "observe of drafter .*"
+FAULTS = {
+    "no state": (proposing(lambda tree, state, context: tree), f"{PROPOSE}.* must return .DraftTree, state.*DraftTree"),
+    "nothing": (proposing(lambda tree, state, context: None), f"{PROPOSE}.* must return .* and returned None"),
+    "state None": (proposing(lambda tree, state, context: (tree, None)), f"{PROPOSE}.* return the drafter's state"),
+    "one of two": (proposing(lambda tree, state, context: (tree,)), f"{PROPOSE}.* returned a tuple of 1"),
+    "swapped": (proposing(lambda tree, state, context: (state, tree)), f"{PROPOSE}.* must return .DraftTree, state"),
+    "python if": (proposing(branches), f"{PROPOSE}.* fails while it is traced: TracerBoolConversionError"),
+    "float tokens": (
+        proposing(lambda tree, state, context: (tree._replace(tokens=tree.tokens.astype(jnp.float32)), state)),
+        f"{PROPOSE}.* the tree's tokens must be int32 .B, N., and are float32",
+    ),
+    "int valid": (
+        proposing(lambda tree, state, context: (tree._replace(valid=tree.valid.astype(jnp.int32)), state)),
+        f"{PROPOSE}.* the tree's valid must be bool .B, N., and are int32",
+    ),
+    "flat scores": (
+        proposing(lambda tree, state, context: (tree._replace(scores=tree.scores[0]), state)),
+        f"{PROPOSE}.* the tree's scores must be float32 .B, N., and are float32 .6.",
+    ),
+    "few scores": (
+        proposing(lambda tree, state, context: (tree._replace(scores=tree.scores[:, 1:]), state)),
+        f"{PROPOSE}.* the tree's scores are .B, N. = .*5.*width=6",
+    ),
+    "half scores": (
+        proposing(lambda tree, state, context: (tree._replace(scores=tree.scores.astype(jnp.bfloat16)), state)),
+        f"{PROPOSE}.* the tree's scores must be float32 .B, N., and are bfloat16",
+    ),
+    "one request": (
+        proposing(lambda tree, state, context: (jax.tree.map(lambda leaf: leaf[:1], tree), state)),
+        f"{PROPOSE}.* tokens are .B, N. = .1, 6.; B is",
+    ),
+    "wide": (REPLAY._replace(width=9), "the tree's tokens are .B, N. = .*6.*declares width=9"),
+    "narrow": (REPLAY._replace(width=4, depth=3), "the tree's tokens are .B, N. = .*6.*declares width=4"),
+    "shallow": (REPLAY._replace(depth=2), "builds trees of depth 5, and the drafter declares depth=2"),
+    "deep bushes": (random_trees(range(40))._replace(depth=5), "builds trees of depth 3, and .* declares depth=5"),
+    "too deep": (REPLAY._replace(depth=6), "declares width=6 and depth=6: a tree of 6 nodes"),
+    "no depth": (REPLAY._replace(depth=0), "declares width=6 and depth=0: a tree of 6 nodes"),
+    "float width": (REPLAY._replace(width=6.0), "width must be an integer of at least 1, got 6.0"),
+    "no width": (REPLAY._replace(width=0, depth=0), "width must be an integer of at least 1, got 0"),
+    "state dtype": (
+        proposing(lambda tree, state, context: (tree, state.astype(jnp.float32))),
+        "returned state as float32 .64.; init made it int32",
+    ),
+    "state shape": (observing(lambda state, seen: state[1:]), f"{OBSERVE} returned state as int32 .63.; init made"),
+    "observe nothing": (observing(lambda state, seen: None), f"{OBSERVE} must return the drafter's state"),
+    "observe two": (observing(lambda state, seen: (state, 1)), f"{OBSERVE} returned a state with the structure"),
+    "observe bug": (observing(lambda state, seen: state[seen.nothing]), f"{OBSERVE} fails .* AttributeError"),
+    "observe if": (observing(lambda state, seen: -state if seen.length[0] else state), f"{OBSERVE} fails .*TracerBool"),
+    "init bug": (REPLAY._replace(init=lambda params, rows, pool: 1 // 0), "init of .* fails .* ZeroDivisionError"),
+    "init text": (REPLAY._replace(init=lambda params, rows, pool: "state"), "init of .* fails .* TypeError"),
+    "reads tokens": (
+        proposing(lambda tree, state, context: (tree, state + context.suffix(2)[0, 0])),
+        f"{PROPOSE}.* fails .* return Drafter.*reads_tokens=True",
+    ),
+    "features": (REPLAY._replace(features=(0, 7)), r"asks for features=\(0, 7\); the target has layers 0 to 0"),
+    "negative feature": (REPLAY._replace(features=(-1,)), r"asks for features=\(-1,\); the target has layers"),
+    "list of features": (REPLAY._replace(features=[0]), r"asks for features=\[0\]; .* give a tuple"),
+    "other features": (REPLAY._replace(features="last"), "asks for features='last'; .* 'final'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_is_named_before_anything_is_compiled(fault, monkeypatch):
+    drafter, sentence = FAULTS[fault]
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *args, **options: pytest.fail("it compiles"))
+    toy_model = toy()
+    for ask in (
+        lambda: check_drafter(drafter, toy_model.target),
+        lambda: check_drafter(drafter, toy_model.target, Params(toy_model.params)),
+        lambda: make_steps(toy_model.target, drafter),
+        lambda: make_engine(toy_model, drafter, warm=False),
+    ):
+        with pytest.raises(DrafterError, match=sentence):
+            ask()
+
+
+def test_the_cause_has_the_traceback_into_the_drafter():
+    with pytest.raises(DrafterError) as caught:
+        make_engine(toy(), FAULTS["python if"][0], warm=False)
+    assert isinstance(caught.value.__cause__, jax.errors.TracerBoolConversionError)
+    frames = traceback.extract_tb(caught.value.__cause__.__traceback__)
+    assert ("branches", "if context.root[0] > 3:") in [(frame.name, frame.line) for frame in frames]
+
+
+@pytest.mark.parametrize("drafter", [REPLAY, random_trees(range(40)), make_drafter("NONE"), make_drafter(Ngram())])
+def test_drafters_that_keep_to_the_interface(drafter):
+    check_drafter(drafter, toy().target)
+    check_drafter(drafter, tiny_llama().target)
+
+
+def test_parameters_of_a_draft_are_needed_to_judge_what_reads_them():
+    def propose(params, state, context):
+        tree, state = REPLAY.propose(params, state, context)
+        return tree, state + params.draft["offset"]
+
+    model, drafter = tiny_llama(), REPLAY._replace(propose=propose)
+    check_drafter(drafter, model.target)  # it may be right with its own parameters
+    check_drafter(drafter, model.target, Params(model.params, {"offset": jnp.int32(1)}))
+    with pytest.raises(DrafterError, match="fails while it is traced: KeyError: 'offset'"):
+        check_drafter(drafter, model.target, Params(model.params, {}))
+
+
+def test_the_targets_parameters_follow_from_its_config():
+    def propose(params, state, context):
+        return REPLAY.propose(params, state + 0 * params.target["embed"].shape[2], context)
+
+    with pytest.raises(DrafterError, match=r"propose of .* fails while it is traced: IndexError"):
+        check_drafter(REPLAY._replace(propose=propose), tiny_llama().target)
+
+
+def test_the_step_checks_a_drafter_with_parameters_of_its_own():
+    """`make_steps` has no parameters to check it with."""
+
+    def propose(params, state, context):
+        tree, state = REPLAY.propose(params, state, context)
+        return tree._replace(tokens=tree.tokens.astype(jnp.float32) + params.draft["bias"]), state
+
+    runner = Runner(toy(), REPLAY._replace(propose=propose), rows=1, draft={"bias": jnp.float32(0)})
+    with pytest.raises(DrafterError, match=r"the tree's tokens must be int32 .B, N., and are float32"):
+        runner.generate([(PROMPT, Sampling(max_tokens=3))])
+
+
+def test_features_that_a_target_does_not_return():
+    toy_model = toy()
+    forward = toy_model.target.forward
+    target = toy_model.target._replace(forward=lambda *args, **options: forward(*args, **options | {"features": None}))
+    engine = make_engine(toy_model._replace(target=target), REPLAY._replace(features="final"), warm=False)
+    with pytest.raises(EngineError, match="asks for features='final', and the target's forward returned none"):
+        engine.generate(PROMPT, SamplingParams(max_new_tokens=3))
