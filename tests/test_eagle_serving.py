@@ -93,7 +93,7 @@ def drafting(algorithm: str, dialect: str, *tree: int, **others: Any) -> list[st
     for name, value in zip(("num-steps", "eagle-topk", "num-draft-tokens"), tree, strict=False):
         flags += [f"--speculative-{name}", str(value)]
     flags += [part for name, value in others.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    return [*flags, "--no-speculative-adaptive"]  # every step drafts
+    return flags if tree else [*flags, "--no-speculative-adaptive"]  # every step drafts
 
 
 SMALL = {"page_size": 4, "chunked_prefill_size": 16, "max_total_tokens": 160}

@@ -101,6 +101,26 @@ def test_the_defaults_are_the_engines():
     assert generate.DEFAULTS.engine == flags.EngineSettings(max_running_requests=8)
 
 
+@pytest.mark.parametrize(
+    ("argv", "adaptive"),
+    [
+        ((), True),
+        (("--speculative-algorithm", "NGRAM"), True),
+        (("--speculative-num-steps", 3), False),
+        (("--speculative-eagle-topk", 4), False),
+        (("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", 8), False),
+        (("--speculative-num-steps", 3, "--speculative-adaptive"), True),
+        (("--speculative-num-steps", 3, "--no-speculative-adaptive"), False),
+        (("--no-speculative-adaptive",), False),
+    ],
+)
+def test_a_tree_given_by_flags_always_drafts_unless_adaptive_is_given_too(argv, adaptive, toml):
+    """Also where the flags or the tree stand in a file."""
+    assert build.engine_arguments(ours(*argv))["config"].adaptive is adaptive
+    chosen = ours("--config", toml("[speculative]\nspeculative-eagle-topk = 4\n"), *argv)
+    assert build.engine_arguments(chosen)["config"].adaptive is ("--speculative-adaptive" in argv)
+
+
 def test_engine_arguments():
     """Every setting but the server's reaches `Engine.from_pretrained`."""
     found = build.engine_arguments(ours(
@@ -117,7 +137,7 @@ def test_engine_arguments():
     config = EngineConfig(
         max_running_requests=2, max_batch=1, page_size=4, max_total_tokens=64, context_length=32,
         chunked_prefill_size=8, max_prefill_tokens=16, schedule_policy="lpm", prefix_cache=False,
-        mem_fraction=0.5, overlap=False, random_seed=-5, plain_content=True, adaptive=True,
+        mem_fraction=0.5, overlap=False, random_seed=-5, plain_content=True, adaptive=False,
     )  # fmt: skip
     assert found == {
         "model": "m", "revision": "r", "tokenizer_path": "t", "chat_template": "c", "dtype": "bfloat16",

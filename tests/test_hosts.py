@@ -286,7 +286,7 @@ def test_flags():
     found = group_of("--tp", 4, "--nnodes", 2, "--node-rank", 1, *ADDRESS)
     assert isinstance(found, Follower) and found.place == (("127.0.0.1", 5000), 2, 1)
     assert found.settings["--tensor-parallel-size"] == "4" and found.settings["--context-length"] == "not set"
-    assert found.settings["--speculative-adaptive"] == "on" and "--model" not in found.settings
+    assert found.settings["--speculative-adaptive"] == "not set" and "--model" not in found.settings
 
 
 def test_addresses():

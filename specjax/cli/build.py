@@ -127,6 +127,9 @@ def engine_arguments(chosen: Settings, **config: bool | int | float) -> dict[str
             logger.warning("%s has no effect: %s", place_of(chosen, each.name), instead)
     given = {option: values[setting] for option, setting in OPTIONS.items() if option in known}
     given["max_running_requests"] = engine.max_running_requests or EngineConfig.max_running_requests
+    if given["adaptive"] is None:
+        tree = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+        given["adaptive"] = all(values[name] is None for name in tree)
     with named_as_flags(chosen):
         return {
             **vars(chosen.model),

@@ -222,10 +222,11 @@ class SpeculativeSettings:
         "only with the same cache_salt",
     )
     speculative_ngram_match_type: str = _draft("match_type", choices=("BFS", "PROB"), parse=str.upper)
-    speculative_adaptive: bool = setting(
-        True,
-        "draft only where that is measured to be faster, with the fastest tree, for every algorithm; off = in every "
-        "step, except in batches so large that drafting would slow them",
+    speculative_adaptive: bool | None = setting(
+        None,
+        "draft only where that is measured to be faster, with the fastest tree; off = in every step, except in batches "
+        "so large that drafting would slow them; default: on, unless the steps, the top-k or the draft tokens of a "
+        "tree are given: such a tree drafts in every step of every batch",
         sets="adaptive",
     )
     speculative_attention_mode: str = _ignored(
