@@ -18,7 +18,10 @@ from specjax.sampling import BIAS_ENTRIES
 # Parameters.
 
 NUMBERS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
-SWITCHES = ("ignore_eos", "skip_special_tokens", "no_stop_trim", "speculate", "origins")
+SWITCHES = (
+    "ignore_eos", "skip_special_tokens", "no_stop_trim", "speculate", "origins", "require_reasoning",
+    "stop_after_reasoning",
+)  # fmt: skip
 REFUSED = [
     *((name, value) for name in NUMBERS for value in (math.nan, math.inf, -math.inf, True)),
     *(("temperature", value) for value in (-0.1, -1)),

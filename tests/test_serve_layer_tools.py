@@ -14,6 +14,7 @@ from body_helpers import RULES
 from server_helpers import running
 from tool_helpers import TOOLS, WEATHER, ask, tool_engine
 
+from specjax.engine.text import END_THINK
 from specjax.serve.anthropic_messages import CountTokensRequest, MessagesRequest
 from specjax.serve.calls import Hermes
 from specjax.serve.errors import ApiError
@@ -22,7 +23,7 @@ from specjax.serve.messages import assistant_turns
 from specjax.serve.openai_responses import ResponsesRequest
 from specjax.serve.parts import Begin, End, Parts
 from specjax.serve.protocol import ChatRequest, read_request
-from specjax.serve.reply import END_THINK, Reply, ReplyOptions
+from specjax.serve.reply import Reply, ReplyOptions
 
 FLAT: list[Any] = [{"type": "function", **tool["function"], "strict": False} for tool in TOOLS]
 THEIRS: list[Any] = [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import re
 from typing import SupportsIndex
 
 import pytest
@@ -14,8 +16,10 @@ from transformers import PreTrainedTokenizerFast
 
 from specjax.engine import FinishReason, SamplingParams
 from specjax.engine.generation import take_delta
+from specjax.engine.intake import Intake
 from specjax.engine.sequence import RawLogprob, Status
-from specjax.engine.text import TextStream, _Chain, _StopString, _Windowed, decoding
+from specjax.engine.text import END_THINK, THINK, TextStream, Thoughts, _Chain, _StopString, _Windowed, decoding
+from specjax.serve.reply import ReplyOptions
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 WORDS = [
@@ -323,3 +327,99 @@ def test_stop_strings_in_pieces_of_any_length(stop, pieces):
             return
         held = [max(n for n in range(len(each)) if text.endswith(each[:n])) for each in stop]
         assert [each.begun for each in found] == held
+
+
+def answer_start(text: str, begun: bool, last: bool) -> int | None:
+    """Where the answer begins in a text so far; None: not yet, or that depends on what follows."""
+    opened = re.match(r"\s*(?:<think>\s*)*", text)[0]
+    if not begun and THINK not in opened:
+        return None if THINK.startswith(text[len(opened) :]) and not last else 0
+    if (at := text.find(END_THINK)) < 0:
+        return None
+    start = at + len(END_THINK)
+    start += len(text[start:]) - len(text[start:].lstrip())
+    return start if start < len(text) else None
+
+
+def first_match(text: str, begun: bool, stop: list[str], patterns: list[str]) -> tuple[int, int, int, str] | None:
+    """Number of characters, one a token, that complete a stop in the answer; its start, its end, and what it is."""
+    for count in [*range(1, len(text) + 1), len(text) + 1]:
+        start = answer_start(text[:count], begun, count > len(text))
+        if start is None:
+            continue
+        part = text[start:count]
+        found = [(part.find(each), -part.find(each) - len(each), each) for each in stop if each in part]
+        matches = [(match.start(), -match.end(), each) for each in patterns if (match := re.search(each, part))]
+        found += sorted(matches, key=lambda match: match[:2])[:1]
+        if found:
+            first, end, each = min(found)
+            return min(count, len(text)), start + first, start - end, each
+    return None
+
+
+THOUGHTS = st.lists(
+    st.sampled_from([THINK, END_THINK, "<th", "ink>", "</", "think>", "a", "b", "ab", " ", "\n", "\n\n"]), max_size=9
+).map("".join)
+
+
+@settings(max_examples=600)
+@given(
+    text=THOUGHTS,
+    begun=st.booleans(),
+    stop=st.lists(st.sampled_from(["a", "ab", "\n", "\n\n", "k>a", "<t", "</", " a", "b ", END_THINK]), max_size=3),
+    patterns=st.lists(st.sampled_from(["^a", r"\bb", "a\\s?b", "[^a]b", ">", "a+"]), max_size=2),
+    keep=st.booleans(),
+    sizes=st.lists(st.integers(1, 12), max_size=8),
+)
+@example("a</think>a", True, ["k>a"], [], False, [3])  # across the end of the thoughts
+@example("<think>ab</think>\n\nab", False, ["\n\n", "ab"], [], False, [])  # the white space is no answer
+@example("<think>a</think>ab", False, [], ["^a"], True, [9, 9])  # the answer's first characters
+@example("<t", False, ["<t"], [], False, [1])  # decided by the end
+@example(" <th a", False, ["h "], [" "], False, [1, 1, 1, 1, 1, 1])  # decided by a later token
+@example("<think>a", False, ["a"], [], False, [])  # never ends
+def test_stops_match_in_the_answer_alone(text, begun, stop, patterns, keep, sizes):
+    stream = TextStream(
+        tokenizer(), tuple(stop), skip_special_tokens=True, keep_stop=keep, patterns=patterns, thoughts=Thoughts(begun)
+    )
+    ids, taken, shown = byte_ids(text.encode()), 0, []
+    for size in [*sizes, len(ids)]:
+        stopped = stream.extend(ids[taken : taken + size])
+        taken = min(taken + (stopped or size), len(ids))
+        shown.append(stream.text[: stream.settled])
+        if begun and answer_start(text[:taken], True, False) is None:
+            assert shown[-1] == text[:taken], "thoughts are not held back"
+        if stopped:
+            break
+    stream.finish()
+    expected = first_match(text, begun, stop, patterns)
+    count, start, end, matched = expected or (len(text), len(text), len(text), None)
+    assert (taken, stream.text, stream.matched) == (count, text[: end if keep else start], matched)
+    assert all(stream.text.startswith(each) for each in shown), "text was taken back"
+    assert "".join(stream.piece(i) for i in range(taken)) == stream.text
+    whole, cut = (ReplyOptions(reasoning=True).reply(thinking=begun) for _ in range(2))
+    whole.feed(text, last=True)
+    cut.feed(stream.text, last=True)
+    assert cut.message()["reasoning_content"] == whole.message()["reasoning_content"], "the thoughts are whole"
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "fields", "expected"),
+    [
+        ("hi", {}, "<think>a s"),
+        ("hi", {"stop_after_reasoning": True}, "<think>a stop</think> "),
+        ("<think>\n", {"stop_after_reasoning": True}, "<think>a stop</think> "),
+        ("hi", {"stop_after_reasoning": True, "require_reasoning": True}, "<think>a stop</think> "),
+        ("<think></think>", {"stop_after_reasoning": True}, "<think>a stop</think> "),
+    ],
+)
+def test_stops_after_thoughts_whose_markers_are_tokens(special, prompt, fields, expected):
+    """Also where the text leaves them out, as special tokens."""
+    thinking = copy.deepcopy(tokenizer())
+    thinking.add_tokens([THINK, END_THINK], special_tokens=special)
+    params = SamplingParams(stop="top", max_new_tokens=60, **fields)
+    sequence = Intake(thinking, VOCABULARY + 2, 128, 1024, (END,), 0).sequence(prompt, params)
+    sequence.accept(thinking("<think>a stop</think> top", add_special_tokens=False)["input_ids"], False, False)
+    if special:
+        expected = expected.replace(THINK, "").replace(END_THINK, "")
+    assert (sequence.stream.text, sequence.stream.matched) == (expected, "top")

@@ -39,7 +39,7 @@ TEMPLATE = (
     "{{ message.role }}:{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
     "{% for call in message.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
     "{{ message.content }}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>{% if enable_thinking %}<think>{% endif %}{% endif %}"
 )
 ROWS, WINDOW = 4093, 4
 
@@ -68,6 +68,7 @@ _SCRIPTS = {
     '{"name": "noop"¦, "arguments"¦: {}¦}\n\n¦</tool_call>',
     "h": "[TOOL_CALLS]¦ none ¦[ARGS]¦ needed",
     "i": "<think>¦Nothing¦ to do.¦</think>¦Fine.",
+    "s": "<think>¦The Ask: ¦goes easy.\n\n¦</think>¦\n\n¦It is four.¦ Ask: ¦me again.",
     "j": '<tool_call>¦{"name": "unknown", ¦"arguments": {}}!¦</tool_call>',
 }
 SCRIPTS: dict[str, list[str]] = {name: script.split("¦") for name, script in _SCRIPTS.items()}

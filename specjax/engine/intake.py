@@ -26,7 +26,7 @@ from specjax.engine.plain import PlainText, strings_of
 from specjax.engine.prompt_logprobs import PromptLogprobs
 from specjax.engine.sampling_params import GENERATED_SEEDS, MOST_STOP_ID, ParameterError, SamplingParams
 from specjax.engine.sequence import Sequence
-from specjax.engine.text import TextStream
+from specjax.engine.text import END_THINK, THINK, TextStream, Thoughts
 from specjax.sampling import STOP_IDS
 
 Prompt: TypeAlias = str | List[int] | List[Mapping[str, Any]]
@@ -194,6 +194,7 @@ class Intake:
                 late=self.late,
                 kept=sampling.kept_special_tokens,
                 patterns=sampling.stop_regex,
+                thoughts=self._thoughts(sampling, tokens),
             ),
             arrival=number,
             salt=self.salts(sampling.cache_salt),
@@ -218,21 +219,20 @@ class Intake:
         """
         if self.thinking is None:
             return None
-        start, end = self.thinking
-        if required:
-            return Reasoning(start, end, begun=True)
-        tail = prompt[-REASONING_TAIL:]
-        at = max((i for i, token in enumerate(tail) if token in self.thinking), default=None)
-        # A marker that other text follows is the user's.
-        if at is None or self.tokenizer.decode(tail[at + 1 :]).strip():
-            return Reasoning(start, end, begun=False)
-        return None if tail[at] == end else Reasoning(start, end, begun=True)
+        begun = required or begins_thinking(prompt, self.tokenizer)
+        return None if begun is False else Reasoning(*self.thinking, begun=bool(begun))
+
+    def _thoughts(self, sampling: SamplingParams, prompt: List[int]) -> Thoughts | None:
+        """The thoughts in which no stop string ends the text; None: all do."""
+        if not sampling.stop_after_reasoning:
+            return None
+        return Thoughts(sampling.require_reasoning or bool(begins_thinking(prompt, self.tokenizer)))
 
     @functools.cached_property
     def thinking(self) -> tuple[int, int] | None:
         """The tokens `<think>` and `</think>`; None: the tokenizer has no such tokens."""
         names = getattr(self.tokenizer, "get_added_vocab", dict)()
-        found = [names.get(name) for name in ("<think>", "</think>")]
+        found = [names.get(name) for name in (THINK, END_THINK)]
         return None if None in found else cast(Any, tuple(found))
 
     def thoughts(self, sequence: Sequence, output: List[int]) -> int:
@@ -261,6 +261,13 @@ class Intake:
                 "(--max-total-tokens)",
             )
         return min(room, fitting) if wanted is None else wanted
+
+
+def begins_thinking(prompt: List[int], tokenizer: Any) -> bool | None:
+    """Whether a prompt ends with `<think>` and white space, as a template writes it that opens a block of thoughts;
+    False: with `</think>`; None: with neither. A marker that other text follows is the user's."""
+    tail = tokenizer.decode(prompt[-REASONING_TAIL:], skip_special_tokens=False).rstrip()
+    return tail.endswith(THINK) or (False if tail.endswith(END_THINK) else None)
 
 
 def encode(

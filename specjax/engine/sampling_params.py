@@ -83,6 +83,7 @@ class SamplingParams:
     origins: bool = False  # keep which tokens were accepted drafts, in `Completion.origins`
     grammar: Grammar | None = None  # that the text follows
     require_reasoning: bool = False  # the text begins inside of thoughts, and a grammar only after their end
+    stop_after_reasoning: bool = False  # stop strings and patterns match in the answer alone, after `</think>`
 
     def __post_init__(self) -> None:
         def check(name: str, good: bool, must: str, shown: str = "{!r:.60}") -> None:
@@ -96,7 +97,8 @@ class SamplingParams:
             check(name, number and abs(value) < math.inf, "a finite number")
         for name in ("top_k", "min_new_tokens", "logprob_start_len"):
             check(name, _is_integer(getattr(self, name)), "an integer")
-        for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim", "speculate", "origins", "require_reasoning"):
+        switches = ("ignore_eos", "skip_special_tokens", "no_stop_trim", "speculate", "origins")
+        for name in (*switches, "require_reasoning", "stop_after_reasoning"):
             check(name, isinstance(getattr(self, name), bool), "true or false")
         most, top, salt, seed = self.max_new_tokens, self.logprobs, self.cache_salt, self.seed
         check("max_new_tokens", most is None or (_is_integer(most) and most >= 0), "an integer of at least 0")

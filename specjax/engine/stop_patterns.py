@@ -58,16 +58,16 @@ class StopPatterns:
     def __bool__(self) -> bool:
         return bool(self._patterns)
 
-    def find(self, text: str, before: int, end: int) -> Match | None:
+    def find(self, text: str, before: int, end: int, start: int = 0) -> Match | None:
         """The first match that the token has completed whose text is that from `before` to `end`; of several the
-        longest."""
+        longest. Text before `start` is not looked at."""
         found = []
         for pattern in self._patterns if end > before else ():
-            first = max(before - pattern.width, 0)
-            context = min(first, 1)  # the character before, for `^` and `\b`
+            first = max(before - pattern.width, start)
+            context = min(first - start, 1)  # the character before, for `^` and `\b`
             if match := pattern.compiled.search(text[first - context : end], context):
-                start = first - context + match.start()
-                found.append(Match(start, start + match.end() - match.start(), pattern.text))
+                offset = first - context
+                found.append(Match(offset + match.start(), offset + match.end(), pattern.text))
         return min(found, key=lambda match: (match.start, -match.end), default=None)
 
 

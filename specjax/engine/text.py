@@ -28,6 +28,7 @@ from specjax.engine.stop_patterns import StopPatterns
 
 logger = logging.getLogger(__name__)
 
+THINK, END_THINK = "<think>", "</think>"
 MAX_KNOWN = 8  # sets of skipped tokens whose texts are remembered; a server uses three
 
 
@@ -58,7 +59,7 @@ class Decoding:
 
     def stream(self, *, skip_special_tokens: bool, kept: Collection[str] = ()) -> _Chain | _Windowed:
         """`kept`: special tokens that are not skipped."""
-        special = {id: name for id, name in self._special.items() if name not in kept} if skip_special_tokens else {}
+        special = self.skipped(skip_special_tokens=skip_special_tokens, kept=kept)
         if self._steps is None:
             return _Windowed(self._tokenizer, special.keys(), skip_special_tokens and not kept)
         name = self._tokenizer.backend_tokenizer.id_to_token
@@ -67,6 +68,10 @@ class Decoding:
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
         return _Chain(name, skipped, steps, self._known.setdefault(skipped, {}))
+
+    def skipped(self, *, skip_special_tokens: bool, kept: Collection[str] = ()) -> dict[int, str]:
+        """The names of the tokens that a stream leaves out, by id."""
+        return {id: name for id, name in self._special.items() if name not in kept} if skip_special_tokens else {}
 
     def _check(self, size: int) -> None:
         """Compares with the tokenizer's own text, so that another version of its library is noticed."""
@@ -208,6 +213,51 @@ class _Windowed:
         return self._tokenizer.decode(tokens, skip_special_tokens=self._skip) if tokens else ""
 
 
+class Thoughts:
+    """Splits text that comes in pieces into thoughts and the answer.
+
+    Thoughts begin in the prompt, or with `<think>` at the beginning of the text, and end with `</think>`. White space
+    between them and the answer belongs to neither. Without thoughts all text is the answer.
+
+    Attributes:
+        begun: there are thoughts.
+        ended: the text is past its thoughts, or has none.
+    """
+
+    def __init__(self, begun: bool) -> None:
+        """`begun`: by the prompt."""
+        self.begun, self.ended = begun, False
+        self._opening = True  # the text so far is white space, `<think>` or a part of it
+        self._trimming = False
+        self._held = ""
+        self._end = _StopString(END_THINK)
+
+    def split(self, text: str, *, last: bool = False) -> tuple[str, str]:
+        """Adds text. Returns the thoughts and the answer that it completes. `last`: nothing follows."""
+        thoughts = ""
+        if self._opening:
+            text, self._held = self._held + text, ""
+            while (rest := text.lstrip()).startswith(THINK):  # the model may repeat the prompt's
+                self.begun, text = True, rest[len(THINK) :]
+            if THINK.startswith(rest) and not last:
+                self._held = text
+                return "", ""
+            self._opening, self.ended = False, not self.begun
+        if not self.ended:
+            size, before = self._end.feed(text), len(self._held)
+            text, self._held = self._held + text, ""
+            if not size:
+                settled = len(text) - (0 if last else self._end.begun)
+                self._held = text[settled:]
+                return text[:settled], ""
+            self.ended = self._trimming = True
+            thoughts, text = text[: before + size - len(END_THINK)], text[before + size :]
+        if self._trimming:
+            text = text.lstrip()
+            self._trimming = not text
+        return thoughts, text
+
+
 class TextStream:
     """The text of one request's output.
 
@@ -218,6 +268,7 @@ class TextStream:
     Args:
         kept: special tokens that are not skipped.
         patterns: regular expressions that end the text as stop strings do.
+        thoughts: stop strings and patterns match after these alone; None: in all text.
         late: `read` decodes the tokens, which may be called in another thread than `extend` and `finish`; before it all
             else is as if they had not come. With stop strings and patterns `extend` decodes them nevertheless, to find
             these.
@@ -232,10 +283,16 @@ class TextStream:
         keep_stop: bool,
         kept: Collection[str] = (),
         patterns: Sequence[str] = (),
+        thoughts: Thoughts | None = None,
         late: bool = False,
     ) -> None:
         self._patterns = StopPatterns(patterns)
         self._tokens = decoding(tokenizer).stream(skip_special_tokens=skip_special_tokens, kept=kept)
+        self._thoughts = thoughts if stop or patterns else None  # None as soon as the answer begins
+        self._answer = 0  # where it begins
+        self._skipped = {}
+        if self._thoughts is not None:
+            self._skipped = decoding(tokenizer).skipped(skip_special_tokens=skip_special_tokens, kept=kept)
         self._stops = [_StopString(each) for each in dict.fromkeys(stop)]
         self._keep_stop = keep_stop
         self._waiting: list[int] | None = [] if late and not (stop or patterns) else None  # all tokens, decoded or not
@@ -274,6 +331,10 @@ class TextStream:
             self._add_rest()
 
     def _decode(self, tokens: Sequence[int]) -> int:
+        if self._thoughts is not None and len(tokens) > 1:  # the token that begins the answer may complete a stop
+            return next((count for count, token in enumerate(tokens, 1) if self._decode((token,))), 0)
+        if self._thoughts is not None and tokens and (name := self._skipped.get(tokens[0], "")) in (THINK, END_THINK):
+            self._thoughts.split(name)
         pieces = self._tokens.pieces(tokens)
         size, ends = len(self.text), []
         for piece in pieces:
@@ -307,7 +368,7 @@ class TextStream:
     def _add_rest(self) -> None:
         if self.matched is None:
             rest = self._tokens.finish()
-            self._add(rest, [len(self.text) + len(rest)])
+            self._add(rest, [len(self.text) + len(rest)], last=True)
             if self.ends:
                 self.ends[-1] = len(self.text)
 
@@ -317,12 +378,15 @@ class TextStream:
         All, once one has been found."""
         if self.matched is not None:
             return len(self.text)
+        if self._thoughts is not None:
+            return len(self.text) if self._thoughts.begun else 0
         begun = max((stop.begun for stop in self._stops), default=0)
-        return max(len(self.text) - max(begun, self._patterns.held), 0)
+        return max(len(self.text) - max(begun, self._patterns.held), self._answer)
 
-    def _add(self, piece: str, ends: Sequence[int]) -> int:
+    def _add(self, piece: str, ends: Sequence[int], *, last: bool = False) -> int:
         """Adds the text of tokens, of which each ends at one of `ends`. Returns the number of tokens up to the first
-        that completes a stop string or a pattern's match, after which the text ends; 0: none does."""
+        that completes a stop string or a pattern's match, after which the text ends; 0: none does. `last`: nothing
+        follows."""
         before = len(self.text)
         # The only reference, so that CPython extends the string in place instead of copying it.
         text, self.text = self.text, ""
@@ -330,6 +394,12 @@ class TextStream:
         self.text = text
         if not self._stops and not self._patterns:
             return 0
+        if self._thoughts is not None:
+            _, piece = self._thoughts.split(piece, last=last)
+            if not piece:
+                return 0
+            self._thoughts, self._answer = None, len(text) - len(piece)
+            before = self._answer
         # Of those that the same token completes the one that begins first, then the longest.
         hits = []
         for stop in self._stops:
@@ -338,7 +408,7 @@ class TextStream:
                 hits.append((bisect_left(ends, end), end - len(stop.text), -len(stop.text), stop.text))
         starts = [before, *ends]
         for token, end in enumerate(ends if self._patterns else ()):
-            if match := self._patterns.find(self.text, starts[token], end):
+            if match := self._patterns.find(self.text, starts[token], end, self._answer):
                 hits.append((token, match.start, match.start - match.end, match.pattern))
                 break
         if not hits:

@@ -270,7 +270,9 @@ class MessagesRequest(CountTokensRequest, SamplingFields, TaskBody):
     }
 
     max_tokens: NewTokens = Field(description="New tokens.")
-    stop_sequences: StopStrings | None = Field(None, description="Never in the text.")
+    stop_sequences: StopStrings | None = Field(
+        None, description="Never in the text. Thoughts that are separated are not searched."
+    )
     stop: None = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
         None, description="it is called stop_sequences here"
     )

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from specjax.cli.flags import ServerSettings
 from specjax.engine import Completion
 from specjax.engine.grammar import GRAMMAR_FAILED
+from specjax.engine.intake import begins_thinking
 from specjax.engine.prompt_logprobs import NO_SCORES
 from specjax.engine.sequence import Sequence
 from specjax.serve.anthropic_messages import CountTokensRequest, MessagesRequest
@@ -112,7 +113,7 @@ def create_app(runner: Service, settings: ServerSettings, *, model: str) -> Fast
             listener = Listener(sequences, streams=bool(body.stream))
             check_state(runner)
             runner.submit(listener)
-        thinking = task.reply is not None and form().begins_thinking(sequences[0].prompt, runner.engine.tokenizer)
+        thinking = task.reply is not None and bool(begins_thinking(sequences[0].prompt, runner.engine.tokenizer))
         answer: Answer
         if isinstance(body, GenerateRequest):
             answer = GenerateAnswer(

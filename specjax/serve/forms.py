@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
+from specjax.engine.text import END_THINK, THINK
 from specjax.serve.call_parsers import PARSERS
 from specjax.serve.calls import CallParser, DeepSeek, DeepSeek31, Hermes, KimiK2, Llama3, Mistral, MistralNamed
-from specjax.serve.reply import END_THINK, THINK
 from specjax.serve.xml_calls import Glm, QwenCoder
 
 AUTO, NONE = "auto", "none"
@@ -32,7 +32,6 @@ _FORMATS: tuple[tuple[tuple[str, ...], type[CallParser] | None], ...] = (
     (("<|python_tag|>",), Llama3),
     (("ipython",), Llama3),  # Llama 3.2
 )
-_TAIL = 8  # tokens at the end of a prompt in which a template begins the model's thoughts
 _PROBE = {"name": "specjax_probe", "description": "d", "parameters": {"type": "object", "properties": {}}}
 
 
@@ -74,10 +73,6 @@ class AnswerForm:
             return list(messages)
         found = [_adapted(message, self.parser) for message in messages]
         return _numbered(found) if self.parser.numbered_ids else found
-
-    def begins_thinking(self, prompt: Sequence[int], tokenizer: Any) -> bool:
-        """Whether a prompt, as token ids, ends with the beginning of thoughts."""
-        return self.thinks and tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False).rstrip().endswith(THINK)
 
 
 PLAIN = AnswerForm()

@@ -125,7 +125,7 @@ class GenerateRequest(TaskBody):
     require_reasoning: Flag | None = Field(
         None,
         description="The text begins inside of thoughts, whatever the prompt ends with: a grammar begins after "
-        "`</think>`. For models whose vocabulary has that token.",
+        "`</think>`, and stop strings and patterns match there. For models whose vocabulary has that token.",
         json_schema_extra={"enum": "$thinks"},
     )
 
@@ -170,7 +170,7 @@ class GenerateRequest(TaskBody):
 
     def _params(self, body: SamplingBody, wanted: LogprobFields, rules: Rules) -> SamplingParams:
         more: dict[str, Any] = {"cache_salt": self.cache_salt, "priority": self.priority, "logprobs": None}
-        more["require_reasoning"] = bool(self.require_reasoning)
+        more["require_reasoning"] = more["stop_after_reasoning"] = bool(self.require_reasoning)
         if wanted.return_logprob:
             more |= {"logprobs": wanted.top_logprobs_num or 0, "logprob_start_len": wanted.logprob_start_len}
             more |= {"logprob_ids": tuple(wanted.token_ids_logprob or ())}

@@ -78,7 +78,7 @@ class MessagesAnswer(Answer):
         matched = done.finish_reason.get("matched")
         if isinstance(matched, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": matched}
-        return {"stop_reason": "tool_use" if self._parts.has_calls else "end_turn", "stop_sequence": None}
+        return {"stop_reason": "tool_use" if self._parts.has_called else "end_turn", "stop_sequence": None}
 
 
 def _block(part: Part, text: str) -> dict[str, Any]:

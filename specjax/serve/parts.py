@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-from specjax.serve.reply import Delta, Reply
+from specjax.serve.reply import Delta, Reply, is_whole
 
 Kind: TypeAlias = Literal["thoughts", "text", "call"]
 
@@ -24,6 +24,11 @@ class Part:
     id: str = ""  # of a call
     name: str = ""  # of the function
     text: str = ""  # so far; of a call its arguments, as JSON that may be cut off
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it is a call that is not whole."""
+        return self.kind == "call" and not is_whole(self.text)
 
 
 class Begin(NamedTuple):
@@ -53,8 +58,10 @@ class Parts:
         self.found: list[Part] = []
 
     @property
-    def has_calls(self) -> bool:
-        return any(part.kind == "call" for part in self.found)
+    def has_called(self) -> bool:
+        """As `Reply.has_called`."""
+        calls = [part for part in self.found if part.kind == "call"]
+        return bool(calls) and not calls[-1].is_cut
 
     def feed(self, text: str, *, last: bool = False) -> list[Change]:
         """Adds text of the model's; what it changes. `last`: nothing follows."""

@@ -95,10 +95,11 @@ class SamplingFields(Body):
     asked: ClassVar[Mapping[str, Convert]] = FIELDS  # fields that ask for structured output
 
     n: Annotated[Integer, Field(ge=1, le=128)] | None = Field(None, description="Choices; choice i has the seed + i.")
-    stop: Stop | None = Field(None, description="Never in the text.")
+    stop: Stop | None = Field(None, description="Never in the text. Thoughts that are separated are not searched.")
     stop_regex: Patterns | None = Field(
         None,
-        description="Regular expressions in RE2's syntax; the text ends before a match, of at most 1,024 characters.",
+        description="Regular expressions in RE2's syntax; the text ends before a match, of at most 1,024 characters. "
+        "Thoughts that are separated are not searched.",
     )
     temperature: Annotated[Number, Field(ge=0, le=MAX_TEMPERATURE)] | None = Field(None, description="0 = greedy.")
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
@@ -111,7 +112,9 @@ class SamplingFields(Body):
     sampling_seed: Seed | None = Field(None, description="SGLang's name for the seed.")
     logit_bias: Bias | None = Field(None, description="Token ids to numbers that are added to their logits.")
     ignore_eos: Flag | None = None
-    stop_token_ids: StopIds | None = Field(None, description="Ids that the model does not have stop no text.")
+    stop_token_ids: StopIds | None = Field(
+        None, description="Ids that the model does not have stop no text. They end thoughts, too."
+    )
     skip_special_tokens: Flag | None = None
     no_stop_trim: Flag | None = Field(None, description="Keep the stop string in the text.")
     draft_limit: Annotated[Integer, Field(ge=0, le=NO_DRAFT_LIMIT)] | None = Field(
@@ -322,7 +325,8 @@ def chat_task(
     free = form.end_think is not None or (answer is None and not (offered and functions.must))
     reply = functions.reply(form, offered, hide=hide, reasoning=free)
     kept = () if reply is None else tuple(sorted(reply.hidden))
-    params = make(kept_special_tokens=kept, grammar=grammar)
+    reasoning = reply is not None and reply.reasoning
+    params = make(kept_special_tokens=kept, grammar=grammar, stop_after_reasoning=reasoning)
     names = body.names | ({} if grammar is answer else {"grammar": "tools"})
     return Task([with_tools(chat(), form, offered)], [params], names=names, prompt_field=field, reply=reply)
 

@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from specjax.serve.calls import Arguments, Call, CallParser, Text, begun
+from specjax.engine.text import Thoughts
+from specjax.serve.calls import Arguments, Call, CallParser, JsonObject, Text
 from specjax.serve.xml_calls import TaggedCalls
-
-THINK, END_THINK = "<think>", "</think>"
 
 Delta: TypeAlias = dict[str, Any]
 
@@ -59,29 +58,34 @@ class Reply:
     """
 
     def __init__(self, parser: CallParser, *, reasoning: bool, thinking: bool = False, gathered: bool = False) -> None:
-        self._parser, self._reasoning, self._gathered = parser, reasoning, gathered
-        self._state = ("thinking" if thinking else "undecided") if reasoning else "answering"
-        self._held = ""
+        self._parser, self._gathered = parser, gathered
+        self._split = Thoughts(thinking) if reasoning else None
         self._thoughts = _Trimmed(start=True, end=True)
         self._said = _Trimmed(start=False, end=True)
         self._deltas: list[Delta] = []
         self._content = ""
         self._thought = ""
         self._calls: list[dict[str, Any]] = []
-        self.has_thought = thinking and reasoning
 
     @property
-    def has_calls(self) -> bool:
-        return bool(self._calls)
+    def has_thought(self) -> bool:
+        return self._split is not None and self._split.begun
+
+    @property
+    def has_called(self) -> bool:
+        """Whether there are calls, and the last one is whole."""
+        return bool(self._calls) and is_whole(self._calls[-1]["function"]["arguments"])
 
     def feed(self, text: str, *, last: bool = False) -> list[Delta]:
         """Adds text; the deltas of the message that it completes. `last`: nothing follows."""
-        if self._reasoning:
-            text = self._think(text, last)
-        if self._gathered and self._thought and (last or self._state == "answering"):
+        if self._split is not None:
+            thoughts, text = self._split.split(text, last=last)
+            self._emit("reasoning_content", self._thoughts.add(thoughts))
+        answering = self._split is None or self._split.ended
+        if self._gathered and self._thought and (last or answering):
             self._deltas.append({"reasoning_content": self._thought})
             self._gathered = False
-        if self._state == "answering":
+        if answering:
             self._answer(text, last)
         deltas, self._deltas = self._deltas, []
         return deltas
@@ -90,39 +94,11 @@ class Reply:
         """All of it, once the last text has been fed."""
         content = None if self._calls and not self._content else self._content
         message: dict[str, Any] = {"role": "assistant", "content": content}
-        if self._reasoning:
+        if self._split is not None:
             message["reasoning_content"] = self._thought or None
         if self._calls:
             message["tool_calls"] = self._calls
         return message
-
-    def _think(self, text: str, last: bool) -> str:
-        """Reads thoughts. Returns the text after them."""
-        if self._state == "answering":
-            return text
-        text = self._held + text
-        self._held = ""
-        if not self._thought:
-            rest = text.lstrip()
-            while rest.startswith(THINK):  # also where the prompt has begun them and the model does so again
-                self._state, self.has_thought = "thinking", True
-                text = rest[len(THINK) :]
-                rest = text.lstrip()
-            if not last and len(rest) < len(THINK) and THINK.startswith(rest):
-                self._held = text
-                return ""
-            if self._state == "undecided":
-                self._state = "answering"
-                return text
-        at = text.find(END_THINK)
-        if at < 0:
-            kept = 0 if last else begun(text, (END_THINK,))
-            self._held = text[len(text) - kept :]
-            self._emit("reasoning_content", self._thoughts.add(text[: len(text) - kept]))
-            return ""
-        self._emit("reasoning_content", self._thoughts.add(text[:at]))
-        self._state, self._said.start = "answering", True
-        return text[at + len(END_THINK) :]
 
     def _answer(self, text: str, last: bool) -> None:
         for part in self._parser.feed(text, last=last):
@@ -166,6 +142,13 @@ class Reply:
             before["function"]["arguments"] += text
         else:
             self._deltas.append({"tool_calls": [piece]})
+
+
+def is_whole(arguments: str) -> bool:
+    """Whether the object of a call's arguments was closed, not cut off."""
+    reader = JsonObject()
+    reader.read(arguments)
+    return reader.ended
 
 
 @dataclass(frozen=True)

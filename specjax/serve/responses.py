@@ -232,7 +232,7 @@ def reasoning_tokens(done: Sequence[Completion], end_think: int | None) -> int:
 
 def ending(done: Completion, reply: Reply | None = None) -> dict[str, Any]:
     reason = done.finish_reason
-    called = reply is not None and reply.has_calls and reason["type"] == "stop"
+    called = reply is not None and reply.has_called and reason["type"] == "stop"
     finish = "tool_calls" if called else reason["type"]
     return {"finish_reason": finish, "matched_stop": reason.get("matched"), "seed": done.seed}
 

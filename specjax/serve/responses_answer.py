@@ -76,9 +76,7 @@ class ResponsesAnswer(Answer):
                 found = [self._event(f"response.{name}.done", **about, **whole, **has_logprobs)]
                 if part.kind != "call":
                     found += [self._event("response.content_part.done", **inside, part=_content(part, part.text))]
-                # All but the last part of an answer are whole.
-                status = "completed" if done is None or part is not self._parts.found[-1] else _status(done)
-                item = self._item(index, part, status)
+                item = self._item(index, part, self._part_status(part, done))
                 found += [self._event("response.output_item.done", output_index=index, item=item)]
         return found
 
@@ -103,15 +101,19 @@ class ResponsesAnswer(Answer):
                 content = [] if begun else [_content(part, part.text)]
                 return item | {"type": "reasoning", "summary": [], "content": content}
 
+    def _part_status(self, part: Part, done: Completion | None) -> str:
+        """Of a part that has ended. Only the last one of an answer may be incomplete, or a call that is cut off."""
+        if part.is_cut:
+            return "incomplete"
+        return "completed" if done is None or part is not self._parts.found[-1] else _status(done)
+
     def _response(self, done: Completion | None) -> dict[str, Any]:
         """The response, with all its items once it is complete."""
         sampling, body = self.task.sampling[0], self.body
         status = "in_progress" if done is None else _status(done)
         items: list[dict[str, Any]] = []
         if done is not None:
-            *earlier, last = self._parts.found
-            items = [self._item(index, part, "completed") for index, part in enumerate(earlier)]
-            items.append(self._item(len(earlier), last, status))
+            items = [self._item(i, part, self._part_status(part, done)) for i, part in enumerate(self._parts.found)]
         sent = body.model_dump(mode="json", include={"tools"}, exclude_none=True)
         return {
             "id": self.id,
