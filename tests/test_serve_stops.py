@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from server_helpers import Running, running
-from tool_helpers import SCRIPTS, TOOLS, WEATHER, ask, tool_engine, tool_tokenizer
+from tool_helpers import SCRIPTS, TOOLS, ask, tool_engine, tool_tokenizer
 
 from specjax.cli.flags import ServerSettings
 
@@ -215,7 +215,6 @@ def test_a_call_that_a_stop_cuts_off_is_not_reported_as_finished(server, name, s
 
 
 def test_the_last_of_several_calls_decides(server):
-    assert WEATHER in TOOLS
     for stop, finish in (("Rome", "stop"), ('"get', "tool_calls")):
         choice = answered(server, CHAT, ask("c", tools=TOOLS, stop=stop), stream=False)["choices"][0]
         assert choice["finish_reason"] == finish, stop

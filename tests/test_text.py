@@ -390,6 +390,7 @@ def test_stops_match_in_the_answer_alone(text, begun, stop, patterns, keep, size
             assert shown[-1] == text[:taken], "thoughts are not held back"
         if stopped:
             break
+    assert shown == sorted(shown, key=len), "more is held back than before"
     stream.finish()
     expected = first_match(text, begun, stop, patterns)
     count, start, end, matched = expected or (len(text), len(text), len(text), None)
