@@ -2,14 +2,14 @@
 
     parser = Hermes({"add"})
     parser.feed('Sum: <tool_call>{"name": "add", "argu')    -> [Text("Sum: ")]
-    parser.feed('ments": {"a": 1')                          -> [Call("add"), Arguments('{"a": 1')]
-    parser.feed('}}</tool_call>', last=True)                -> [Arguments("}")]
+    parser.feed('ments": {"a": [1')                         -> [Call("add"), Arguments('{"a": [')]
+    parser.feed(']}}</tool_call>', last=True)               -> [Arguments("1]}")]
 
 What is fed at once makes no difference to what all parts together say. A call is announced once its name, one of the
 request's functions, and the beginning of its arguments have been read; before that, text that turns out to be no call
 is plain text. Arguments are passed on as the model writes them, like OpenAI's: they may be cut off by the limit of
-tokens, or be wrong further on. Only line breaks and other control characters inside strings, which JSON forbids and
-models write, are escaped.
+tokens, or have brackets and commas in wrong places. What strict clients refuse inside them becomes text:
+`JsonObject`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import json
 import re
 from collections.abc import Callable, Collection
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+
+import pydantic_core
 
 
 class Text(NamedTuple):
@@ -41,8 +43,9 @@ Part: TypeAlias = Text | Call | Arguments
 LIMIT = 512  # characters from the beginning of a call within which its arguments begin, for these to be passed on early
 MOST = 2**16  # characters of a call that is read as a whole, because its members have another order
 CHUNK = 4096  # characters that are read at once, so that the cost is linear in the text
-_BEGUN = r"(?=\{\s*(?:\}|\"(?:[^\"\\]|\\.)*\"\s*:\s*[\[{\"\dtfn-]))"
-"""Matches before an object that is empty or whose first value begins."""
+_BEGUN = r"(?=\{\s*(?:\}|\"(?:[^\"\\]|\\.)*\"\s*:\s*[\[{\"\dtfnTFNI-]))"
+"""Matches before an object that is empty or whose first value begins, be it JSON's or one of Python's or JavaScript's
+words: True, None, NaN, Infinity."""
 _HEAD = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"(?:name|function)"\s*:\s*"(?P<name>[^"\\]*)"\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*' + _BEGUN
@@ -52,36 +55,64 @@ _KEYS = ("name", "type", "function", "arguments", "parameters", "id")
 _FIRST = re.compile(r'\{\s*(?:"(?P<key>[^"]*)(?P<closed>"\s*(?::\s*(?:"(?P<value>[^"\\]*)")?)?)?)?')
 
 
-# Characters without a meaning for where an object ends.
-_IN_STRING = re.compile(r'[^"\\\x00-\x1f]+')
-_OUTSIDE = re.compile(r'[^"{}\[\]<]+')
+_IN_STRING = re.compile(
+    r'[^"\\\x00-\x1f]+|\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F])[\da-fA-F]{4}'
+    r"|u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2})"
+)
+"""Matches characters of a string, or one escape. Surrogates match in pairs."""
+_ESCAPE_BEGUN = re.compile(
+    r"\\(?:u(?:[\da-fA-F]{0,3}|[dD][89abAB][\da-fA-F]{2}(?:\\(?:u(?:[dD](?:[c-fC-F][\da-fA-F]?)?)?)?)?)?)?\Z"
+)
+"""Matches the end of a text that more text may make an escape."""
+_SPACE = re.compile(r"[ \t\n\r]+")
+_WORD = re.compile(r'[^"{}\[\]<,: \t\n\r]+')  # a number, or a word such as true
 
 
 class JsonObject:
-    """Reads an object of JSON that comes in pieces, as far as its brackets and strings go."""
+    """Reads an object of JSON that comes in pieces, as far as its brackets and strings go.
+
+    What strict clients refuse inside it becomes text: words and numbers as values (`NaN` becomes `"NaN"`, and 1e999,
+    which no double holds, `"1e999"`), and wrong escapes in strings, half a surrogate among them (a second backslash is
+    put before them). Control characters in strings are escaped.
+    """
 
     def __init__(self, opened: str = "") -> None:
         """`opened`: the brackets that have to be closed, the innermost first."""
         self._closing = [*opened]
-        self._in_string = self._escaped = False
+        self._in_string = self._at_value = False
         self.ended = False
         self.broken = False  # what comes next cannot belong to it
 
-    def read(self, text: str) -> tuple[str, int]:
-        """Reads on, up to the end of the object. Returns what has been read, with the control characters in strings
-        escaped, and the number of characters."""
+    def read(self, text: str, *, last: bool = False) -> tuple[str, int]:
+        """Reads on, up to the end of the object, or to an escape or a word that may go on. `last`: nothing follows.
+
+        Returns what has been read, as it is passed on, and the number of characters.
+        """
         found: list[str] = []
         at = 0
-        while at < len(text) and not self.ended and not self.broken:
-            if not self._escaped and (run := (_IN_STRING if self._in_string else _OUTSIDE).match(text, at)):
+        while at < len(text) and not self.ended:
+            character = text[at]
+            if run := (_IN_STRING if self._in_string else _SPACE).match(text, at):
                 found.append(run[0])
                 at = run.end()
                 continue
-            character = text[at]
             if self._in_string:
-                found.append(json.dumps(character)[1:-1] if character < " " else character)
-                self._in_string = self._escaped or character != '"'
-                self._escaped = character == "\\" and not self._escaped
+                if character == "\\" and _ESCAPE_BEGUN.match(text, at):
+                    if not last:
+                        break
+                    found.append(text[at:])  # cut off
+                    at = len(text)
+                    continue
+                found.append(character if character == '"' else json.dumps(character)[1:-1])
+                self._in_string = character != '"'
+            elif word := _WORD.match(text, at):
+                if word.end() == len(text) and not last:
+                    break
+                as_it_is = not self._at_value or word.end() == len(text) or _is_json(word[0])
+                found.append(word[0] if as_it_is else json.dumps(word[0], ensure_ascii=False))
+                self._at_value = False
+                at = word.end()
+                continue
             elif character == "<" or (character in "}]" and self._closing[-1:] != [character]):
                 self.broken = True
                 break
@@ -93,6 +124,7 @@ class JsonObject:
                 elif character in "}]":
                     self._closing.pop()
                     self.ended = not self._closing
+                self._at_value = character == ":" or (character in "[," and self._closing[-1:] == ["]"])
             at += 1
         return "".join(found), at
 
@@ -183,7 +215,7 @@ class CallParser:
         return self._enter(self._arguments)
 
     def _arguments(self) -> bool:
-        text, count = self._json.read(self._held)
+        text, count = self._json.read(self._held, last=self._last)
         self._held = self._held[count:]
         if text:
             self._add(Arguments(text))
@@ -202,7 +234,7 @@ class CallParser:
         return self._enter(self._close)
 
     def _members(self) -> bool:
-        _, count = self._json.read(self._held)
+        _, count = self._json.read(self._held, last=self._last)
         self._held = self._held[count:]
         return self._enter(self._close) if self._json.ended or self._json.broken or self._last else False
 
@@ -249,7 +281,7 @@ class CallParser:
         if not self._may_be_call(self._held[start:]):
             return False
         self._at = max(self._at, start)
-        _, count = self._json.read(self._held[self._at :])
+        _, count = self._json.read(self._held[self._at :], last=self._last)
         self._at += count
         if self._at > MOST:
             return False
@@ -403,22 +435,31 @@ def begun(text: str, marks: Collection[str]) -> int:
 def whole_call(text: str) -> tuple[str, str] | None:
     """Name and arguments of a call that is a JSON object with its members in any order; None: it is none."""
     try:
-        found: Any = json.loads(text, strict=False)
+        found = strict_json(JsonObject().read(text, last=True)[0])
         if isinstance(found.get("function"), dict):
             found = found["function"]
         name = found.get("name", found.get("function"))
         given = found.get("arguments", found.get("parameters"))
         if isinstance(given, str):  # some models write the arguments as text
-            return (name, given) if isinstance(name, str) and is_object(given) else None
+            return (name, given) if isinstance(name, str) and isinstance(strict_json(given), dict) else None
         if not isinstance(name, str) or not isinstance(given, dict | None):
             return None
         return name, json.dumps(given or {})
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
 
 
-def is_object(text: str) -> bool:
+def strict_json(text: str, *, partial: bool = False) -> Any:
+    """Parses JSON, and raises a ValueError for what strict clients refuse: NaN, numbers that are too large, halves of
+    surrogates, more than about 200 levels. `partial`: the text may be cut off, and so may lack its last value."""
+    found = pydantic_core.from_json(text, allow_inf_nan=False, allow_partial=partial)
+    json.dumps(found, allow_nan=False)  # 1e999 is infinite
+    return found
+
+
+def _is_json(text: str) -> bool:
     try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
+        strict_json(text)
+    except ValueError:
         return False
+    return True

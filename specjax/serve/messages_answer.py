@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from specjax.engine import Completion, StreamChunk
-from specjax.serve.calls import is_object
+from specjax.serve.calls import strict_json
 from specjax.serve.errors import ApiError
 from specjax.serve.parts import Begin, Change, End, Grow, Part, Parts
 from specjax.serve.reply import Reply
@@ -87,9 +86,18 @@ def _block(part: Part, text: str) -> dict[str, Any]:
             return {"type": "text", "text": text}
         case "thoughts":
             return {"type": "thinking", "thinking": text, "signature": ""}
-        case "call":  # of arguments that are cut off, or that the model has written wrongly, there is no object
-            arguments = json.loads(text) if is_object(text) else {}
-            return {"type": "tool_use", "id": part.id, "name": part.name, "input": arguments}
+        case "call":
+            return {"type": "tool_use", "id": part.id, "name": part.name, "input": _input(text)}
+
+
+def _input(text: str) -> dict[str, Any]:
+    """Arguments as an object. Those that are cut off lose their last member, as they do in Anthropic's clients. Those
+    that are no JSON are the member that Anthropic names for them."""
+    try:
+        found = strict_json(text or "{}", partial=True)
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"INVALID_JSON": text}
 
 
 def _changed(change: Change) -> dict[str, Any]:

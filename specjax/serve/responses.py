@@ -62,7 +62,7 @@ LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot express;
 
 def event(data: dict[str, Any]) -> bytes:
     """One server-sent event. ASCII, since some clients split lines at every line break of Unicode."""
-    return b"data: " + json.dumps(data).encode() + b"\n\n"
+    return b"data: " + json.dumps(data, allow_nan=False).encode() + b"\n\n"
 
 
 def named_event(data: dict[str, Any]) -> bytes:
