@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
+import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,10 +14,15 @@ from specjax.cli.flags import CALL_FORMATS
 from specjax.serve.call_parsers import PARSERS
 from specjax.serve.calls import Arguments, Call, CallParser, Hermes, Text
 from specjax.serve.reply import Reply, ReplyOptions
-from specjax.serve.xml_calls import text_parameters
+from specjax.serve.xml_calls import typed_value
 
 NAMES = ("add", "get_weather", "noop")
-TEXTS = {"add": ("s",), "get_weather": ("city",)}  # parameters that are strings
+STRING: dict[str, Any] = {"type": "string"}
+SCHEMAS: dict[str, Any] = {
+    "add": {"type": "object", "properties": {"a": {"type": ["boolean", "number", "array", "object"]}, "s": STRING}},
+    "get_weather": {"type": "object", "properties": {"city": STRING}},
+    "noop": {},
+}
 ADD = ("add", '{"a": 1, "b": [2, {"c": "}]"}]}')
 NESTED = '{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "}]"}]}}'
 SECTION, END_SECTION = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -220,6 +226,27 @@ CASES: dict[str, Case] = {
         "qwen3_coder", "<function=add><parameter=a>1</parameter> and </function>", "and </function>",
         (("add", '{"a": 1}'),),
     ),
+    "coder: an end is missing before an argument": Case(
+        "qwen3_coder", "<function=add>\n<parameter=a>\n1\n<parameter=s>\n2\n</parameter>\n</function>", None,
+        (("add", '{"a": 1, "s": "2"}'),),
+    ),
+    "coder: the last end is missing": Case(
+        "qwen3_coder",
+        "<tool_call><function=add><parameter=a>1</parameter><parameter=s>2</function></tool_call> so\n"
+        "<tool_call><function=get_weather><parameter=city>\nRom\n</parameter></function></tool_call>!",
+        "so\n!",
+        (("add", '{"a": 1, "s": "2"}'), ("get_weather", '{"city": "Rom"}')),
+    ),
+    "coder: all ends are missing": Case(
+        "qwen3_coder", "<tool_call>\n<function=add>\n<parameter=s>\n1\n<parameter=a>\n2\n</tool_call>\nDone", "Done",
+        (("add", '{"s": "1", "a": 2}'),),
+    ),
+    "coder: ends in a text": Case(
+        "qwen3_coder",
+        "<function=add><parameter=s>\n</function> <parameter= </tool_call>\n</parameter></function>",
+        None,
+        (("add", '{"s": "</function> <parameter= </tool_call>"}'),),
+    ),
     "coder: the end of the function is missing": Case(
         "qwen3_coder", "<tool_call><function=add><parameter=a>1</parameter></tool_call>!", "!", (("add", '{"a": 1}'),)
     ),
@@ -234,6 +261,13 @@ CASES: dict[str, Case] = {
     "glm: on one line": Case(
         "glm", "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Rom</arg_value></tool_call>.", ".",
         (("get_weather", '{"city": "Rom"}'),),
+    ),
+    "glm: ends are missing": Case(
+        "glm",
+        "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1\n<arg_key>s</arg_key>\n<arg_value>2\n</tool_call>, "
+        "<tool_call>add\n<arg_key>s</arg_key><arg_value></tool_call></arg_value></tool_call>.",
+        ", .",
+        (("add", '{"a": 1, "s": "2"}'), ("add", '{"s": "</tool_call>"}')),
     ),
     "glm: an unknown function": Case("glm", *["<tool_call>rm\n<arg_key>a</arg_key></tool_call>"] * 2),
     "glm: no call": Case("glm", *["<tool_call> add it </tool_call>"] * 2),
@@ -261,7 +295,7 @@ def hidden(name: str) -> frozenset[str]:
 
 def read(case: Case, pieces: list[str], *, thinking: bool = False, most: int | None = None) -> dict[str, Any]:
     """The message, which the deltas of a stream must add up to."""
-    options = ReplyOptions(PARSERS[case.parser], NAMES, most, hidden(case.parser), reasoning=True, texts=TEXTS)
+    options = ReplyOptions(PARSERS[case.parser], NAMES, most, hidden(case.parser), reasoning=True, schemas=SCHEMAS)
     reply = options.reply(thinking=thinking)
     deltas = [delta for piece in pieces for delta in reply.feed(piece)] + reply.feed("", last=True)
     message = reply.message()
@@ -401,7 +435,7 @@ def test_long_values_between_tags():
         ("glm", "<tool_call>add<arg_key>s</arg_key><arg_value>", "</arg_value></tool_call>"),
     ):
         value = "x</para</arg_ " * 20_000
-        parser = PARSERS[name](NAMES, texts=TEXTS)  # type: ignore[call-arg]
+        parser = PARSERS[name](NAMES, schemas=SCHEMAS)  # type: ignore[call-arg]
         text = begin + value + end
         parts = [part for start in range(0, len(text), 5) for part in parser.feed(text[start : start + 5])]
         parts += parser.feed("", last=True)
@@ -409,11 +443,108 @@ def test_long_values_between_tags():
         assert json.loads("".join(part.text for part in parts[1:] if isinstance(part, Arguments))) == {"s": value}
 
 
-@pytest.mark.parametrize(
-    ("schema", "text"),
-    [({"type": "string"}, True), ({"type": ["string"]}, True), ({"enum": ["a", "b"]}, True), ({"const": "a"}, True),
-     ({"type": ["string", "null"]}, False), ({"type": "integer"}, False), ({"enum": ["a", 1]}, False), ({}, False),
-     (True, False)],
+OPTIONAL = {"anyOf": [STRING, {"type": "null"}]}
+INTEGER = {"type": "integer"}
+LIST = {"type": "array", "items": STRING}
+DEFINED = {
+    "Name": STRING, "Ids": {"type": "array", "items": INTEGER}, "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, INTEGER]},
+    "Two": {"anyOf": [{"$ref": "#/$defs/Ids"}, {"$ref": "#/$defs/Loop"}]}, "a/b": INTEGER,
+}  # fmt: skip
+TYPED: list[tuple[Any, str, Any]] = [  # a schema, a text, its value
+    # A string, wherever one is allowed.
+    *((schema, text, text)
+      for schema in (STRING, {"type": ["string"]}, OPTIONAL, {"type": ["string", "null"]},
+                     {"type": ["integer", "string"]}, {"oneOf": [INTEGER, STRING]}, {"$ref": "#/$defs/Name"},
+                     {"allOf": [STRING, {"minLength": 1}]}, {"anyOf": [{"$ref": "#/$defs/Name"}, {"type": "null"}]},
+                     {"type": "string", "nullable": True}, {}, True, {"description": "any"}, {"type": "text"},
+                     {"$ref": "https://x.org/schema"}, {"$ref": "#/$defs/None"})
+      for text in ("12", "1e5", "true", "None", "[1]", '{"a": 1}', '"x"', " x ", "", "NaN", "1e999", r'"\ud83d"')),
+    (STRING, "null", "null"), (OPTIONAL, "null", None), ({"type": "string", "nullable": True}, "null", None),
+    ({}, "null", None),
+    # Values that are listed.
+    ({"enum": ["1", "2"]}, "1", "1"), ({"enum": ["1", "2"]}, "3", "3"), ({"enum": ["1", 2]}, "2", 2),
+    ({"enum": ["1", 2]}, "1", "1"), ({"enum": [1, 2]}, "2", 2), ({"enum": [1, None]}, "None", None),
+    ({"const": "1"}, "1", "1"), ({"const": 1}, "1", 1), ({"enum": [True, "1"]}, "true", True),
+    ({"const": None}, "null", None),
+    ({"anyOf": [{"enum": ["all"]}, INTEGER]}, "5", 5), ({"anyOf": [{"enum": ["all"]}, INTEGER]}, "all", "all"),
+    # Other types.
+    (INTEGER, "12", 12), (INTEGER, " 12\n", 12), (INTEGER, "1_000", 1000), (INTEGER, "twelve", "twelve"),
+    (INTEGER, "1.5", 1.5), (INTEGER, "1,5", "1,5"), (INTEGER, "9" * 5000, "9" * 5000), (INTEGER, "null", None),
+    ({"type": "number"}, "1e999", "1e999"), ({"type": "number"}, "NaN", "NaN"), ({"type": "number"}, "1.50", 1.5),
+    ({"type": "boolean"}, "TRUE", True), ({"type": "boolean"}, "False", False), ({"type": "boolean"}, "true", True),
+    ({"type": ["boolean", "null"]}, "None", None), ({"type": "null"}, "NULL", None),
+    (LIST, '["a", "b"]', ["a", "b"]), (LIST, "['a','b']", ["a", "b"]), (LIST, "('a', None)", ["a", None]),
+    (LIST, "[1e999]", "[1e999]"), (LIST, r'["\ud83d"]', r'["\ud83d"]'), (LIST, r"['\ud83d']", r"['\ud83d']"),
+    (LIST, "['\\d']", ["\\d"]), (LIST, "[" * 300 + "]" * 300, "[" * 300 + "]" * 300), (LIST, "{1, 2}", "{1, 2}"),
+    (LIST, "-" * 9999, "-" * 9999), (LIST, "[f()]", "[f()]"), ({"items": STRING}, "[1]", [1]),
+    ({"type": "object"}, "{'a': True, 'b': (1, None)}", {"a": True, "b": [1, None]}),
+    ({"type": "object"}, "\x00", "\x00"), ({"type": "object"}, "[" * 300, "[" * 300),
+    ({"type": "object", "properties": {"x": STRING}}, '{"x": 1}', {"x": 1}), ({"properties": {}}, '{"x": 1}', {"x": 1}),
+    ({"$ref": "#/$defs/Ids"}, "[1, 2]", [1, 2]), ({"$ref": "#/$defs/Loop"}, "5", 5), ({"$ref": "#/$defs/Two"}, "5", 5),
+    ({"$ref": "#/$defs/Two"}, "[5]", [5]), ({"$ref": "#/$defs/a~1b"}, "5", 5), ({"type": "int", "enum": "x"}, "5", "5"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "text", "value"), TYPED)
+def test_values_between_tags_have_the_schemas_types(schema, text, value):
+    root = {"type": "object", "properties": {"p": schema}, "$defs": DEFINED}
+    found = typed_value(text, "p", root)
+    assert (found, type(found)) == (value, type(value))
+    for outer in ({"allOf": [root]}, {"additionalProperties": schema}):
+        assert typed_value(text, "p", {"$defs": DEFINED, **outer}) == value
+
+
+def test_values_between_tags_of_one_of_several_objects():
+    other = {"properties": {"q": {}}, "additionalProperties": False}
+    root = {"anyOf": [other, {"properties": {"p": INTEGER}}]}
+    assert [typed_value("1", name, root) for name in "pq"] == [1, "1"]
+
+
+@pytest.mark.parametrize("schema", [{}, {"properties": {"q": {}}}, {"properties": {}, "additionalProperties": False}])
+def test_arguments_without_a_schema_are_strings(schema):
+    assert [typed_value(text, "p", schema) for text in ("1", "true", "[1]")] == ["1", "true", "[1]"]
+
+
+def test_references_that_branch_take_no_time():
+    """2^60 ways through them."""
+    defs = {str(i): {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}] * 2} for i in range(60)} | {"60": INTEGER}
+    root = {"$defs": defs, "properties": {"p": {"$ref": "#/$defs/0"}}}
+    assert (typed_value("x", "p", root), typed_value("5", "p", root)) == ("x", 5)
+
+
+KINDS = ("null", "boolean", "integer", "number", "string", "array", "object")
+LISTED = st.lists(st.sampled_from(["1", 1, "true", True, "null", None, "x", 2.5, [1], {"a": 1}]), min_size=1)
+LEAVES = st.one_of(
+    st.just({}),
+    st.builds(lambda kinds: {"type": kinds}, st.lists(st.sampled_from(KINDS), min_size=1, max_size=3, unique=True)),
+    st.builds(lambda values: {"enum": values}, LISTED),
+    st.builds(lambda name: {"$ref": f"#/$defs/{name}"}, st.sampled_from(["Name", "Ids"])),
 )  # fmt: skip
-def test_parameters_that_are_strings(schema, text):
-    assert text_parameters({"parameters": {"properties": {"p": schema}}}) == (("p",) if text else ())
+NESTED_SCHEMAS = st.recursive(
+    LEAVES,
+    lambda inner: st.builds(
+        lambda key, parts: {key: parts}, st.sampled_from(["anyOf", "allOf"]), st.lists(inner, min_size=1, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=300)
+@given(
+    NESTED_SCHEMAS, st.sampled_from(["1", "true", "null", "x", "2.5", "[1]", '{"a": 1}', "['1']", "None", "", "-1e3"])
+)
+def test_values_between_tags_follow_any_schema(schema, text):
+    """If the text or what JSON reads in it is valid, the value is; and a string if that is."""
+    root = {"type": "object", "properties": {"p": schema}, "$defs": DEFINED}
+    validator = jsonschema.Draft202012Validator(root)
+
+    def valid(value: Any) -> bool:
+        return validator.is_valid({"p": value})
+
+    value = typed_value(text, "p", root)
+    try:
+        read = json.loads(text)
+    except ValueError:
+        read = text
+    assert valid(value) or not (valid(text) or valid(read))
+    assert value == text or not valid(text) or (text, value) == ("null", None)

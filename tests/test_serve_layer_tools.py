@@ -4,6 +4,7 @@ chat completions say in their form. A client can send back all that it gets."""
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -31,12 +32,14 @@ THEIRS: list[Any] = [
     for each in (tool["function"] for tool in TOOLS)
 ]
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+INFINITE = {"type": "object", "properties": {"a": {"maximum": math.inf}}}
 ANSWERS: dict[str, list[tuple[str, str]]] = {  # kinds of parts, and their text
     "a": [("text", "Let me look."), ("get_weather", '{"city": "Paris"}')],
     "b": [("text", "It is 22 degrees in Paris.")],
     "c": [("noop", "{}"), ("get_weather", '{"city": "Rome"}')],
     "g": [("thoughts", "A city, so a call."), ("noop", "{}")],
     "i": [("thoughts", "Nothing to do."), ("text", "Fine.")],
+    "k": [("get_weather", r'{"city": "\\ud83d", "days": ["NaN", "1e999"]}')],
 }
 
 
@@ -214,6 +217,7 @@ def test_arguments_that_are_cut_off(ours, theirs):
     [
         (ResponsesRequest, {"tools": [WEATHER]}, "tools"),
         (ResponsesRequest, {"tools": FLAT * 2}, "tools"),
+        (ResponsesRequest, {"tools": [FLAT[0] | {"parameters": INFINITE}]}, "tools"),
         (ResponsesRequest, {"tools": FLAT, "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
         (ResponsesRequest, {"tools": FLAT, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         (ResponsesRequest, {"tool_choice": "required"}, "tool_choice"),
@@ -225,6 +229,7 @@ def test_arguments_that_are_cut_off(ours, theirs):
         (ResponsesRequest, {"input": [{"type": "function_call", "name": "f"}]}, "input"),
         (MessagesRequest, {"tools": [THEIRS[0] | {"type": "bash_20250124"}]}, "tools"),
         (MessagesRequest, {"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, "tools"),
+        (MessagesRequest, {"tools": [THEIRS[0] | {"input_schema": INFINITE}]}, "tools"),
         (MessagesRequest, {"tools": THEIRS, "tool_choice": {"type": "tool"}}, "tool_choice"),
         (MessagesRequest, {"tools": THEIRS, "tool_choice": {"type": "auto", "name": "noop"}}, "tool_choice"),
         (MessagesRequest, {"tool_choice": {"type": "any"}}, "tool_choice"),

@@ -157,7 +157,7 @@ def at_most(most: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _finite(given: dict[str, Any]) -> dict[str, Any]:
+def finite(given: dict[str, Any]) -> dict[str, Any]:
     """Refuses infinity and NaN at any depth: an answer that repeats them would be no JSON."""
     try:
         json.dumps(given, allow_nan=False)
@@ -200,7 +200,7 @@ Bias = Annotated[
     Field(max_length=BIAS_ENTRIES, json_schema_extra={"propertyNames": {"pattern": "$token_key", "maxLength": 18}}),
     at_most(BIAS_ENTRIES),
 ]
-Metadata = Annotated[dict[str, Any], Field(max_length=1024), at_most(1024), AfterValidator(_finite)]
+Metadata = Annotated[dict[str, Any], Field(max_length=1024), at_most(1024), AfterValidator(finite)]
 Salt = Annotated[Text, Field(min_length=1, max_length=MAX_SALT)]
 StopString = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]

@@ -161,7 +161,7 @@ class ReplyOptions:
         most: calls that are reported; None: all.
         hidden: special tokens that the text keeps for the parsers, and that never become content.
         reasoning, gathered: as `Reply`.
-        texts: by function, its parameters that are strings.
+        schemas: by function, the JSON schema of its parameters.
     """
 
     parser: type[CallParser] | None = None
@@ -170,11 +170,11 @@ class ReplyOptions:
     hidden: frozenset[str] = frozenset()
     reasoning: bool = False
     gathered: bool = False
-    texts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def reply(self, *, thinking: bool) -> Reply:
         more: dict[str, Any] = {"hidden": self.hidden, "most": self.most}
         if self.parser is not None and issubclass(self.parser, TaggedCalls):
-            more["texts"] = self.texts
+            more["schemas"] = self.schemas
         parser = (self.parser or CallParser)(self.names, **more)
         return Reply(parser, reasoning=self.reasoning, thinking=thinking, gathered=self.gathered)

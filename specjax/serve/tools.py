@@ -11,11 +11,10 @@ from pydantic_core import PydanticCustomError
 from specjax.engine.grammar import Grammar
 from specjax.serve.call_grammar import any_arguments, call_grammar
 from specjax.serve.errors import bad_request
-from specjax.serve.fields import Body, Flag, Schema, Text, at_most, has, implies
+from specjax.serve.fields import Body, Flag, Schema, Text, at_most, finite, has, implies
 from specjax.serve.forms import AnswerForm
 from specjax.serve.reply import ReplyOptions
 from specjax.serve.structured import INVALID
-from specjax.serve.xml_calls import text_parameters
 
 MAX_TOOLS = 128  # functions of a request; OpenAI's limit
 NAME = r"^[a-zA-Z0-9_-]{1,64}$"  # OpenAI's; also without a line break at the end, which `$` would allow
@@ -55,7 +54,7 @@ def object_schema(given: Any) -> Any:
     ):
         if not good:
             raise PydanticCustomError("parameters", "{problem}", {"problem": problem})
-    return given
+    return finite(given)
 
 
 class FunctionTool(Body):
@@ -263,5 +262,5 @@ class ToolFields(Body):
             hidden=form.special if hide else frozenset(),
             reasoning=reasoning,
             gathered=self.stream_reasoning is False,
-            texts={tool["function"]["name"]: text_parameters(tool["function"]) for tool in offered},
+            schemas={tool["function"]["name"]: tool["function"]["parameters"] for tool in offered},
         )

@@ -4,40 +4,45 @@
     <tool_call>add\\n<arg_key>a</arg_key>\\n<arg_value>1</arg_value>\\n</tool_call>                    GLM
 
 They become JSON, `{"a": 1}`, one member at a time. Only the schema of a function tells the text `1` from the number:
-parameters that are strings stay text, others are read as JSON and, where they are none, are text, too.
+`typed_value`.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
 import re
+import warnings
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Literal
+from urllib.parse import unquote
 
-from specjax.serve.calls import LIMIT, Arguments, CallParser, Head
+from specjax.serve.calls import LIMIT, MOST, Arguments, CallParser, Head, strict_json
 
-_PYTHON = {"True": "true", "False": "false", "None": "null"}  # what models write for JSON's words
+_WORDS = ("true", "false", "null")
+_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 
 class TaggedCalls(CallParser):
     """Calls with a tag for each argument.
 
     Args:
-        texts: by function, its parameters that are strings.
+        schemas: by function, the JSON schema of its parameters.
     """
 
     name: ClassVar[re.Pattern[str]]  # up to the first argument or the end of the call; group `name`
     key: ClassVar[re.Pattern[str]]  # before a value; group `key`
     opens: ClassVar[str]  # the beginning of `key`
-    value_end: ClassVar[str]
+    value_end: ClassVar[re.Pattern[str]]  # its end tag or, where that is missing, the next `key`
     ends: ClassVar[tuple[str, ...]]  # after the last argument
     line_breaks: ClassVar[bool] = False  # one stands before each value, and one after it
 
     def __init__(
-        self, names: Collection[str] = (), *, texts: Mapping[str, Collection[str]] | None = None, **more: Any
+        self, names: Collection[str] = (), *, schemas: Mapping[str, Mapping[str, Any]] | None = None, **more: Any
     ) -> None:
         super().__init__(names, **more)
-        self._texts, self._called, self._key, self._first = texts or {}, "", "", True
+        self._schemas, self._called, self._key, self._first = schemas or {}, "", "", True
 
     def _find_head(self) -> Head | Literal[False] | None:
         if match := self.name.match(self._held[:LIMIT]):
@@ -69,22 +74,28 @@ class TaggedCalls(CallParser):
         return self._enter(self._close)
 
     def _value(self) -> bool:
-        at = self._held.find(self.value_end, self._at)
-        if at < 0 and not self._last:
-            self._at = max(0, len(self._held) - len(self.value_end) + 1)
+        found = self.value_end.search(self._held, self._at)
+        if found is None and not self._last:
+            self._at = max(0, len(self._held) - LIMIT)
             return False
-        text = self._held if at < 0 else self._held[:at]
-        self._held = "" if at < 0 else self._held[at + len(self.value_end) :]
+        at, end = found.span() if found else (len(self._held), len(self._held))
+        whole = self._held.startswith("</", at)
+        if not whole:  # without its end tag it ends with the call, if that ends before the next argument
+            ends = [place for mark in self.ends if (place := self._held.find(mark, 0, at)) >= 0]
+            at = end = min(ends, default=at)
+        cut = not whole and at == len(self._held)
+        text, self._held = self._held[:at], self._held[end:]
         if self.line_breaks:
             text = text.removeprefix("\n")
-            text = text if at < 0 else text.removesuffix("\n")
-        value = as_json(text, is_text=self._key in self._texts.get(self._called, ()))
-        if at < 0 and value.startswith('"'):
-            value = value[:-1]  # cut off
+        if not cut and (self.line_breaks or not whole):
+            text = text.removesuffix("\n")
+        value = json.dumps(typed_value(text, self._key, self._schemas.get(self._called, {})), ensure_ascii=False)
+        if cut and value.startswith('"'):
+            value = value[:-1]
         key = json.dumps(self._key, ensure_ascii=False)
         self._add(Arguments(f"{'{' if self._first else ', '}{key}: {value}"))
         self._first = False
-        return self._enter(self._close if at < 0 else self._arguments)
+        return self._enter(self._close if cut else self._arguments)
 
 
 class QwenCoder(TaggedCalls):
@@ -94,8 +105,9 @@ class QwenCoder(TaggedCalls):
     closers = ("</function>", "</tool_call>")
     joins = ("<function=",)
     name = re.compile(r"(?P<name>[^<>\n]+)>\s*(?=<parameter=|</function>|</tool_call>)")
-    key = re.compile(r"<parameter=(?P<key>[^<>\n]+)>")
-    opens, value_end, ends = "<parameter=", "</parameter>", ("</function>", "</tool_call>")
+    key = re.compile(r"<parameter=(?P<key>[^<>\n]{1,256})>")
+    value_end = re.compile(r"<(?:/parameter>|parameter=[^<>\n]{1,256}>)")
+    opens, ends = "<parameter=", ("</function>", "</tool_call>")
     line_breaks = True
 
 
@@ -105,8 +117,9 @@ class Glm(TaggedCalls):
     begins = ("<tool_call>",)
     closers = ("</tool_call>",)
     name = re.compile(r"\s*(?P<name>[^<>\n]+?)\s*(?=<arg_key>|</tool_call>)")
-    key = re.compile(r"<arg_key>(?P<key>[^<>]+)</arg_key>\s*<arg_value>")
-    opens, value_end, ends = "<arg_key>", "</arg_value>", ("</tool_call>",)
+    key = re.compile(r"<arg_key>(?P<key>[^<>]{1,256})</arg_key>\s{,64}<arg_value>")
+    value_end = re.compile(r"<(?:/arg_value>|arg_key>[^<>]{1,256}</arg_key>\s{,64}<arg_value>)")
+    opens, ends = "<arg_key>", ("</tool_call>",)
 
     def _may_name(self, text: str) -> bool:
         name, tag, rest = text.strip().partition("<")
@@ -114,32 +127,116 @@ class Glm(TaggedCalls):
         return known and any(mark.startswith(tag + rest) for mark in (self.opens, *self.ends))
 
 
-def as_json(text: str, *, is_text: bool) -> str:
-    """A value as JSON. `is_text`: it is a string; else one only where it is no JSON."""
-    if not is_text:
-        try:
-            bare = text.strip()
-            return json.dumps(json.loads(_PYTHON.get(bare, bare), parse_constant=_refuse), ensure_ascii=False)
-        except (ValueError, RecursionError):
-            pass
-    return json.dumps(text, ensure_ascii=False)
+def typed_value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
+    """The value that a text between tags stands for: the first of these that the schema allows.
+
+    - null, if the text is `null`
+    - the text as a string; a schema that does not mention the argument allows it
+    - what JSON reads in it, also in words such as `TRUE`
+    - what Python reads in it, as in vLLM and SGLang: `['a', None]`
+
+    If it allows none, what JSON reads, else the text.
+
+    Args:
+        name: of the argument.
+        schema: of the object of all arguments.
+    """
+
+    def allowed(value: Any, *, exact: bool = True) -> bool:
+        return _allows(schema, {name: value}, schema, exact, {})
+
+    if text == "null" and allowed(None):
+        return None
+    if allowed(text):
+        return text
+    bare = text.strip()
+    try:
+        read = strict_json(bare.lower() if bare.lower() in _WORDS else bare)
+    except ValueError:
+        read = text
+    values = text, read, _literal(bare, text)
+    found = [value for value in values if allowed(value)] or [each for each in values if allowed(each, exact=False)]
+    return found[0] if found else read
 
 
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
+def _literal(text: str, default: Any) -> Any:
+    """The value of a literal of Python's that JSON has, too."""
+    if len(text) <= MOST:  # of longer texts the syntax tree takes too much memory
+        with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            with warnings.catch_warnings(action="ignore"):
+                found = ast.literal_eval(text)
+            return strict_json(json.dumps(found))
+    return default
 
 
-def text_parameters(function: Mapping[str, Any]) -> tuple[str, ...]:
-    """The parameters of a function in OpenAI's form that can only be strings."""
-    properties = (function.get("parameters") or {}).get("properties")
-    if not isinstance(properties, dict):
-        return ()
-    return tuple(name for name, schema in properties.items() if isinstance(schema, dict) and _is_text(schema))
+def _allows(schema: Any, value: Any, root: Mapping[str, Any], exact: bool, known: dict[tuple[str, int], bool]) -> bool:
+    """Whether a JSON schema allows a value, as far as types, members and listed values go. Other keywords are ignored,
+    and allow everything.
+
+    Args:
+        root: the schema that references are relative to.
+        exact: False: `enum` and `const` allow other values of the same types, and members may be added.
+        known: by reference and id of the value, whether it is allowed. A reference that leads to itself allows nothing.
+    """
+    if not isinstance(schema, Mapping):
+        return schema is not False
+    if value is None and schema.get("nullable") is True:
+        return True
+    if isinstance(reference := schema.get("$ref"), str):
+        place = reference, id(value)
+        if place not in known:
+            known[place] = False
+            known[place] = _allows(_part(root, reference), value, root, exact, known)
+        if not known[place]:
+            return False
+    implied = "object" if "properties" in schema else "array" if "items" in schema else []
+    types = schema.get("type", implied)
+    types = types if isinstance(types, list) else [types]
+    if types and not any(each in _types(value) or each not in _TYPES for each in types):
+        return False
+    for listed in (schema.get("enum"), [schema["const"]] if "const" in schema else None):
+        if isinstance(listed, list):
+            same = [each for each in listed if {*_types(each)} & {*_types(value)}]
+            if not (value in same if exact else same):
+                return False
+    members, others = schema.get("properties"), schema.get("additionalProperties", True)
+    members = members if isinstance(members, dict) else {}
+    others = True if others is False and not exact else others
+    if isinstance(value, dict) and not all(
+        _allows(members.get(key, others), each, root, exact, known) for key, each in value.items()
+    ):
+        return False
+    return all(
+        check(_allows(each, value, root, exact, known) for each in schema[key])
+        for key, check in (("allOf", all), ("anyOf", any), ("oneOf", any))
+        if isinstance(schema.get(key), list)
+    )
 
 
-def _is_text(schema: Mapping[str, Any]) -> bool:
-    if "type" in schema:
-        return schema["type"] in ("string", ["string"])
-    if isinstance(values := schema.get("enum"), list):
-        return all(isinstance(value, str) for value in values)
-    return isinstance(schema.get("const"), str)
+def _types(value: Any) -> tuple[str, ...]:
+    match value:
+        case None:
+            return ("null",)
+        case bool():
+            return ("boolean",)
+        case int() | float():
+            return ("number", "integer") if value == int(value) else ("number",)
+        case str():
+            return ("string",)
+        case _:
+            return ("object",) if isinstance(value, dict) else ("array",)
+
+
+def _part(root: Any, reference: str) -> Any:
+    """The part of a schema that a reference names. True, which allows everything, if there is none."""
+    if not reference.startswith("#"):
+        return True
+    for name in unquote(reference).split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(root, list) and name.isdecimal() and int(name) < len(root):
+            root = root[int(name)]
+        elif isinstance(root, dict) and name in root:
+            root = root[name]
+        else:
+            return True
+    return root

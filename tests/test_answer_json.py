@@ -1,0 +1,307 @@
+"""Whatever a model writes, the answers of all routes are JSON that strict clients read, and streams add up to them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pydantic_core
+import pytest
+from body_helpers import CHAT, COMPLETE, GENERATE, HELLO, RULES
+from engine_helpers import tokenizer
+from fastapi.responses import JSONResponse
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specjax.engine import Completion, StreamChunk
+from specjax.serve.anthropic_messages import MessagesRequest
+from specjax.serve.call_parsers import PARSERS
+from specjax.serve.forms import AnswerForm
+from specjax.serve.generate_answer import GenerateAnswer
+from specjax.serve.generate_request import GenerateRequest
+from specjax.serve.messages_answer import MessagesAnswer
+from specjax.serve.openai_responses import ResponsesRequest
+from specjax.serve.protocol import ChatRequest, CompletionRequest, read_request
+from specjax.serve.responses import Answer, OpenAIAnswer, TokenNames
+from specjax.serve.responses_answer import ResponsesAnswer
+
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+NAMES = ("add", "noop")
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": ["number", "array", "object"]}, "b": {"type": "integer"}, "s": {"type": "string"}},
+}
+LEAST: dict[str, tuple[Any, dict[str, Any]]] = {
+    CHAT: (ChatRequest, {"messages": HELLO,
+           "tools": [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in NAMES]}),
+    RESPONSES: (ResponsesRequest, {"input": "hello",
+                "tools": [{"type": "function", "name": name, "parameters": SCHEMA} for name in NAMES]}),
+    MESSAGES: (MessagesRequest, {"messages": HELLO, "max_tokens": 9,
+               "tools": [{"name": name, "input_schema": SCHEMA} for name in NAMES]}),
+    COMPLETE: (CompletionRequest, {"prompt": "hello"}),
+    GENERATE: (GenerateRequest, {"text": "hello"}),
+}  # fmt: skip
+WITH_CALLS = (CHAT, RESPONSES, MESSAGES)
+
+
+def hidden(parser: str) -> frozenset[str]:
+    return frozenset() if "<tool_call>" in PARSERS[parser].begins else frozenset(PARSERS[parser].markers())
+
+
+def answer(route: str, parser: str) -> Answer:
+    """The maker of one answer, without an engine."""
+    kind, least = LEAST[route]
+    form = AnswerForm(PARSERS[parser], takes_tools=True, thinks=True, special=hidden(parser))
+    body, task, _ = read_request(kind, json.dumps(least).encode(), replace(RULES, form=form))
+    match route:
+        case "/v1/responses":
+            return ResponsesAnswer("resp_1", "toy", body, task)
+        case "/v1/messages":
+            assert task.reply is not None
+            return MessagesAnswer("msg_1", "toy", 5, task.reply.reply(thinking=False))
+        case "/generate":
+            return GenerateAnswer(4, False, ["1"], [5], lambda index, output: 0)
+        case _:
+            return OpenAIAnswer("1", "toy", body, task, 4, TokenNames(tokenizer()))
+
+
+def done(text: str) -> Completion:
+    return Completion("1", text, [1, 2], 5, {"type": "stop", "matched": 2}, 1, 2.0, [0, 1], 0)
+
+
+def finite(text: str) -> float:
+    assert math.isfinite(float(text))
+    return float(text)
+
+
+def strict(data: bytes | str) -> Any:
+    """Parses JSON as the strictest clients do."""
+    text = data if isinstance(data, str) else data.decode("utf-8")
+    found = json.loads(text, parse_constant=finite, parse_float=finite)
+    json.dumps(found, ensure_ascii=False).encode("utf-8")  # no halves of surrogates
+    assert pydantic_core.from_json(text, allow_inf_nan=False) == found
+    return found
+
+
+def whole(route: str, parser: str, text: str) -> list[tuple[str, Any]]:
+    """Kinds and texts of the parts of an answer that is no stream."""
+    body = strict(bytes(JSONResponse(answer(route, parser).whole([done(text)])).body))
+    match route:
+        case "/v1/responses":
+            return items(body["output"])
+        case "/v1/messages":
+            fields = {"text": "text", "thinking": "thinking", "tool_use": "input"}
+            return [(each.get("name", each["type"]), each[fields[each["type"]]]) for each in body["content"]]
+        case "/generate":
+            return [("text", body["text"])]
+        case "/v1/completions":
+            return [("text", body["choices"][0]["text"])]
+    message = body["choices"][0]["message"]
+    return message_parts(
+        message["content"] or "",
+        message["reasoning_content"] or "",
+        [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())],
+    )
+
+
+def items(output: list[Any]) -> list[tuple[str, Any]]:
+    return [(item["name"], item["arguments"]) if item["type"] == "function_call" else
+            (item["type"], item["content"][0]["text"]) for item in output]  # fmt: skip
+
+
+def message_parts(content: str, thoughts: str, calls: list[tuple[str, str]]) -> list[tuple[str, Any]]:
+    return [("thoughts", thoughts), ("text", content), *calls]
+
+
+def streamed(route: str, parser: str, pieces: list[str]) -> list[tuple[str, Any]]:
+    """The same of the events of a stream, put together as clients do."""
+    maker, events = answer(route, parser), list[Any]()
+    chunks = [StreamChunk(0, piece, [1], None) for piece in pieces]
+    chunks.append(StreamChunk(0, "", [], done("".join(pieces))))
+    for event in (event for chunk in chunks for event in maker.events(chunk)):
+        line = event.decode("ascii").removesuffix("\n\n").split("data: ")[1]
+        assert "\n" not in line
+        events.append(strict(line))
+    match route:
+        case "/v1/responses":
+            return responses_parts(events)
+        case "/v1/messages":
+            return messages_parts(events)
+        case "/generate":
+            return [("text", events[-1]["text"])]
+        case "/v1/completions":
+            return [("text", "".join(event["choices"][0]["text"] for event in events))]
+    deltas = [event["choices"][0]["delta"] for event in events]
+    calls: list[tuple[str, str]] = []
+    for piece in (piece for delta in deltas for piece in delta.get("tool_calls", ())):
+        if "id" in piece:
+            calls.append((piece["function"]["name"], ""))
+        name, before = calls.pop()
+        calls.append((name, before + piece["function"]["arguments"]))
+    content, thoughts = ("".join(d.get(key, "") for d in deltas) for key in ("content", "reasoning_content"))
+    return message_parts(content, thoughts, calls)
+
+
+def responses_parts(events: list[Any]) -> list[tuple[str, Any]]:
+    output = events[-1]["response"]["output"]
+    deltas = dict[int, str]()
+    for event in events:
+        if event["type"].endswith(".delta"):
+            deltas[event["output_index"]] = deltas.get(event["output_index"], "") + event["delta"]
+    found = items(output)
+    assert [text for _, text in found] == [deltas.get(index, "") for index in range(len(output))]
+    return found
+
+
+def messages_parts(events: list[Any]) -> list[tuple[str, Any]]:
+    blocks: list[tuple[str, Any]] = []
+    for event in events:
+        if event["type"] == "content_block_start":
+            kind = event["content_block"]["type"]
+            blocks.append((event["content_block"]["name"], [""]) if kind == "tool_use" else (kind, ""))
+        elif event["type"] == "content_block_delta":
+            kind, before = blocks.pop()
+            (text,) = (each for key, each in event["delta"].items() if key != "type")
+            blocks.append((kind, [*before, text] if isinstance(before, list) else before + text))
+    return [(kind, parsed("".join(text)) if isinstance(text, list) else text) for kind, text in blocks]
+
+
+def parsed(text: str) -> Any:
+    """What Anthropic's client makes of the deltas of an input, where it does not fail."""
+    try:
+        found = pydantic_core.from_json(text or "{}", allow_partial=True)
+        json.dumps(found, allow_nan=False)
+    except ValueError:
+        return {"INVALID_JSON": text}
+    return found
+
+
+def both(route: str, parser: str, text: str, size: int = 0) -> list[tuple[str, Any]]:
+    """`size`: characters of a delta; 0: about 30 deltas."""
+    found, size = whole(route, parser, text), size or 1 + len(text) // 30
+    for pieces in ([text], [text[at : at + size] for at in range(0, len(text), size)]):
+        assert streamed(route, parser, pieces) == found
+    return found
+
+
+SEP, CALL, END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+FORMATS: dict[str, tuple[str, Callable[[str], str]]] = {
+    "hermes": ("qwen25", lambda given: f'<tool_call>{{"name": "add", "arguments": {given}}}</tool_call>'),
+    "hermes, arguments first": (
+        "hermes", lambda given: f'<tool_call>{{"arguments": {given}, "name": "add"}}</tool_call>'
+    ),
+    "llama": ("llama3", lambda given: f'{{"name": "add", "parameters": {given}}}'),
+    "mistral": ("mistral", lambda given: f'[TOOL_CALLS] [{{"name": "add", "arguments": {given}}}]'),
+    "mistral, named": ("mistral", lambda given: f"[TOOL_CALLS]add[ARGS]{given}"),
+    "deepseek": ("deepseekv3", lambda given: f"{CALL}function{SEP}add\n```json\n{given}\n```{END}"),
+    "deepseek V3.1": ("deepseekv31", lambda given: f"{CALL}add{SEP}{given}{END}"),
+    "kimi": (
+        "kimi_k2",
+        lambda given: f"<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{given}<|tool_call_end|>",
+    ),
+}  # fmt: skip
+TAGGED: dict[str, tuple[str, Callable[[str, str], str]]] = {
+    "coder": (
+        "qwen3_coder",
+        lambda key, value: f"<tool_call><function=add><parameter={key}>{value}</parameter></function></tool_call>",
+    ),
+    "glm": (
+        "glm45", lambda key, value: f"<tool_call>add<arg_key>{key}</arg_key><arg_value>{value}</arg_value></tool_call>"
+    ),
+}  # fmt: skip
+SHAPES = ('{"a": %s}', '{"b": 1, "a": {"c": [0, %s, 2]}}')
+VALUES: dict[str, Any] = {  # as the model writes them, and as clients get them
+    "1e999": "1e999", "-1E+999": "-1E+999", "NaN": "NaN", "Infinity": "Infinity", "-Infinity": "-Infinity",
+    "9" * 5000: "9" * 5000, "007": "007", "True": "True", "None": "None",
+    r'"\ud83d"': r"\ud83d", r'"x\uDC00"': r"x\uDC00", r'"\ud83d\u0041 \ud83d"': r"\ud83dA \ud83d",
+    r'"\q\u12"': r"\q\u12",
+    r'{"\udead": 1}': {r"\udead": 1}, '"a\x01\n"': "a\x01\n", r'"\ud83d\ude00\\ud83d\""': '😀\\ud83d"', "1e-999": 0.0,
+    "-1.5E+3": -1500.0, "true": True, "[null, 0, 2]": [None, 0, 2],
+}  # fmt: skip
+
+
+def arguments(found: list[tuple[str, Any]]) -> Any:
+    """Of the one call in an answer."""
+    (given,) = (text for kind, text in found if kind in NAMES)
+    return strict(given) if isinstance(given, str) else given
+
+
+@pytest.mark.parametrize("route", WITH_CALLS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_arguments_that_are_no_strict_json_become_text(format, route):
+    parser, written = FORMATS[format]
+    for shape in SHAPES:
+        for value, expected in VALUES.items():
+            found = arguments(both(route, parser, written(shape % value)))
+            assert found == json.loads(shape % json.dumps(expected)), (shape, value)
+
+
+@pytest.mark.parametrize("route", WITH_CALLS)
+@pytest.mark.parametrize("format", TAGGED)
+def test_values_between_tags_that_are_no_strict_json_become_text(format, route):
+    parser, written = TAGGED[format]
+    for value in VALUES:
+        assert arguments(both(route, parser, written("s", value))) == {"s": value}
+        try:
+            expected = strict("true" if value == "True" else value)
+        except (ValueError, AssertionError):
+            expected = value
+        assert arguments(both(route, parser, written("a", value))) == {"a": expected}
+        assert arguments(both(route, parser, written("a", f'{{"c": [{value}, NaN]}}'))) == {
+            "a": f'{{"c": [{value}, NaN]}}'
+        }
+
+
+@pytest.mark.parametrize("route", WITH_CALLS)
+def test_deeply_nested_arguments(route):
+    """An input of hundreds of levels is text, where it must be an object."""
+    for depth in (5, 150, 700, 5000):
+        given = '{"a": ' + "[" * depth + "]" * depth + "}"
+        found = both(route, "qwen25", FORMATS["hermes"][1](given))[-1][1]
+        assert found == (given if route != MESSAGES else strict(given) if depth < 199 else {"INVALID_JSON": given})
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [('{"a": 1, b}', {"INVALID_JSON": '{"a": 1, b}'}), ('{"a": 1,}', {"INVALID_JSON": '{"a": 1,}'}),
+     ('{"a": 1, "s": "x', {"a": 1}), ('{"s": "x', {}), ('{"s": "\\ud83d', {}),
+     ('{"a": 1e999', {"INVALID_JSON": '{"a": 1e999'})],
+)  # fmt: skip
+def test_an_input_of_arguments_that_are_wrong_or_cut_off(given, expected):
+    """OpenAI's clients get the text as it is."""
+    text = (
+        FORMATS["deepseek V3.1"][1](given) if given.endswith("}") else FORMATS["deepseek V3.1"][1](given)[: -len(END)]
+    )
+    assert both(MESSAGES, "deepseekv31", text, 1)[-1] == ("add", expected)
+    assert both(CHAT, "deepseekv31", text, 1)[-1] == both(RESPONSES, "deepseekv31", text, 1)[-1] == ("add", given)
+
+
+PIECES = (
+    *(marker for parser in {*PARSERS.values()} for marker in parser.markers()), "<think>", "</think>", "[", "]", "{",
+    "}", '"', "\\", "\\ud83d", "\\udc00", "\\u00", ",", ":", " ", "\n", "\x00", "<", "add",
+    '{"name": "add", "arguments": ', '{"name": "add", "parameters": ', '{"a": ', '"a": 1', "NaN", "-Infinity", "1e999",
+    "1" * 400, "None", "é", "😀", "\u2028", "functions.add:0", "<function=add>", "<parameter=a>", "<parameter=s>",
+    "</parameter>", "<arg_key>a</arg_key>", "<arg_value>", "</arg_value>", "null", "['", "']",
+)  # fmt: skip
+SKELETONS = st.sampled_from(sorted(FORMATS)).flatmap(
+    lambda name: st.lists(st.sampled_from([*PIECES, *VALUES]), max_size=6).map(
+        lambda parts: (FORMATS[name][0], FORMATS[name][1]('{"a": ' + "".join(parts) + "}"))
+    )
+)
+TAGS = st.sampled_from(sorted(TAGGED)).flatmap(
+    lambda name: st.tuples(st.sampled_from("abs"), st.lists(st.sampled_from([*PIECES, *VALUES]), max_size=6)).map(
+        lambda key_and_parts: (TAGGED[name][0], TAGGED[name][1](key_and_parts[0], "".join(key_and_parts[1])))
+    )
+)
+ANY = st.tuples(
+    st.sampled_from(sorted(PARSERS)), st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=20).map("".join)
+)
+
+
+@settings(max_examples=200)
+@given(SKELETONS | TAGS | ANY, st.sampled_from(sorted(LEAST)), st.integers(1, 9))
+def test_any_text_gives_strict_json_in_every_route(case, route, size):
+    both(route, *case, size)
