@@ -67,6 +67,17 @@ class Browser:
         found = self.call("POST", "/element", {"using": "css selector", "value": selector})
         self.call("POST", f"/element/{next(iter(found.values()))}/click", {})
 
+    def hover(self, selector: str) -> None:
+        """Moves the pointer onto the middle of an element, after scrolling it into view."""
+        x, y = self.script(
+            """const element = document.querySelector(arguments[0]);
+            element.scrollIntoView({block: "nearest"});
+            const {left, top, width, height} = element.getBoundingClientRect();
+            return [left + width / 2, top + height / 2];""",
+            selector,
+        )
+        self.command("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
     def texts(self, selector: str) -> list[str]:
         return self.script("return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)", selector)
 

@@ -115,6 +115,14 @@ def make_engine(
     return engine
 
 
+def reluctant_engine(model: Toy, drafter: Drafter | DraftOptions | str, **config: Any) -> Engine:
+    """An adaptive engine to which steps with drafts seem a thousand times slower than others."""
+    engine = make_engine(model, drafter, adaptive=True, **config)
+    assert engine.adaptive is not None
+    engine.adaptive.expected, engine.adaptive.record = (lambda batch, nodes: 1e3), (lambda *given, **more: None)
+    return engine
+
+
 @functools.cache
 def shared_engine(algorithm: str, **config: Any) -> Engine:
     """An engine that several tests use: each leaves it idle."""

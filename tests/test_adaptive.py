@@ -1,6 +1,7 @@
 """The choice between drafting and not: its model on made-up devices, and an engine that often changes its mind."""
 
 import functools
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -15,6 +16,8 @@ from specjax.engine.adaptive import DOUBT, ENOUGH, FIRST, GUESS, OUTLIER, SAVED,
 from specjax.engine.choice import HORIZON, PLAIN, accept_lengths, best, catch_up_share, expected_tokens, transferred
 from specjax.engine.flight import Flights, InFlight
 from specjax.engine.keys import Key
+from specjax.engine.notes import not_drafted
+from specjax.engine.sampling_params import ParameterError
 from specjax.engine.sequence import Status
 
 DRAFT = 0
@@ -177,6 +180,26 @@ def test_requests_that_must_not_draft_do_not():
     adaptive = Adaptive(lambda _: (DRAFT, PLAIN), lambda *_: 1.0)
     quiet = idle_sequence(SamplingParams(speculate=False))
     assert [adaptive.choose(1, [quiet]) for _ in range(100)] == [PLAIN] * 100
+
+
+def test_always_draft_overrides_the_choice_and_costs_no_credit():
+    adaptive = Adaptive(lambda _: (DRAFT, PLAIN), lambda *_: 1.5)
+    seconds = {DRAFT: 0.09, PLAIN: 0.02}  # drafts are never worth it
+    asked = SamplingParams(always_draft=True), SamplingParams()
+    one, other = (idle_sequence(params, limit=1 << 20) for params in asked)
+
+    def steps(requests: list, count: int) -> list[int]:
+        chosen = []
+        for _ in range(count):
+            chosen.append(adaptive.choose(4, requests))
+            adaptive.record(Key("step", 4, 8, nodes=chosen[-1]), seconds[chosen[-1]], dict.fromkeys(requests, 1))
+        return chosen
+
+    assert steps([other], 400).count(DRAFT) < 40, "trials alone"
+    before = adaptive.credit
+    assert steps([one], 100) == steps([one, other], 100) == [DRAFT] * 100
+    assert before is not None and adaptive.credit is not None and adaptive.credit >= before
+    assert steps([other], 100).count(PLAIN) > 80, "the choice goes on as before"
 
 
 def test_a_request_of_few_tokens_is_not_worth_a_long_catching_up():
@@ -692,6 +715,59 @@ def test_ngrams_of_a_request_that_never_drafted_are_known_to_the_next():
     again = engine.generate([prompt], params)[0]
     assert again.output_ids == first.output_ids
     assert again.spec_accept_length > 1.5
+
+
+@pytest.mark.parametrize("sizes", [{"overlap": False}, {"overlap": True, "retract_every": 7}], ids=str)
+@pytest.mark.parametrize("kind", ["NGRAM", "eagle3"])
+def test_always_draft_in_an_engine_that_prefers_plain_steps(kind, sizes):
+    """Alone from the first step on. Beside others once the drafter has caught up, and the drafts are no stale ones."""
+    engine = engine_of(kind, **sizes)
+
+    def choose(batch, requests):
+        asked = any(one.params.always_draft for one in requests)
+        return Adaptive.choose(engine.adaptive, batch, requests) if asked else PLAIN
+
+    engine.adaptive.choose = choose
+    prompt = [(3 * i) % 30 for i in range(30)]
+    plain = SamplingParams(max_new_tokens=24, temperature=1.0, seed=3, ignore_eos=True)
+    always = replace(plain, always_draft=True)
+    (quiet,) = engine.generate([prompt], plain)
+    assert quiet.drafted_steps == 0 < quiet.spec_verify_ct
+    assert quiet.not_drafted is not None and "measured to be faster" in quiet.not_drafted
+    (alone,) = engine.generate([prompt], always)
+    assert alone.output_ids == quiet.output_ids
+    assert alone.drafted_steps == alone.spec_verify_ct < quiet.spec_verify_ct and alone.not_drafted is None
+    others = [replace(plain, seed=seed) for seed in (8, 9)]
+    *_, last = engine.generate([prompt[2:], prompt[1:], prompt], [*others, always])
+    assert last.output_ids == quiet.output_ids
+    assert last.drafted_steps > 0 and last.spec_verify_ct < quiet.spec_verify_ct
+    if last.not_drafted is not None:
+        assert "had not read all of the text" in last.not_drafted
+    check_plain(toy() if kind == "NGRAM" else llama(), prompt, plain, last)
+    check_idle(engine)
+
+
+def test_reasons_why_a_step_does_not_draft():
+    buckets, none = engine_of("NGRAM").buckets, make_engine(toy(), "NONE", warm=False).buckets
+    small, drafting, plain = replace(buckets, block_tokens=1), Key("step", 3, 8), Key("step", 3, 8, nodes=PLAIN)
+    for given, reason in (
+        ((none, plain, True, False), "there is no drafter"),
+        ((buckets, plain, False, False), "draft_limit: 0"),
+        ((small, plain, True, True), "batches of more than 1 requests"),
+        ((small, drafting, True, False), "batches of more than 1 requests"),
+        ((buckets, drafting, True, False), "had not read all of the text"),
+        ((buckets, plain, True, True), "had not read all of the text"),
+        ((buckets, plain, True, False), "measured to be faster"),
+    ):
+        assert reason in not_drafted(*given), given
+
+
+def test_always_draft_is_refused_where_nothing_can_be_drafted():
+    with pytest.raises(ParameterError, match=r"always_draft needs a drafter.* NONE"):
+        make_engine(toy(), "NONE", warm=False).intake.sequence([70], SamplingParams(16, always_draft=True))
+    for others in ({"draft_limit": 0}, {"speculate": False}):
+        with pytest.raises(ParameterError, match="always_draft contradicts"):
+            SamplingParams(always_draft=True, **others)
 
 
 def test_nothing_is_compiled_for_drafts_where_none_can_be():

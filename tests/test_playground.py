@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from browser_helpers import CHROMIUM, DRIVER, ENTER, ESCAPE, HOME, MISSING, SHIFT, TAB, Browser, chromium
-from engine_helpers import NGRAM, make_engine, shared_engine, toy
+from engine_helpers import NGRAM, make_engine, reluctant_engine, shared_engine, toy
 from server_helpers import Running, running, slow_down, wait_until
 
 from specjax.cli.flags import ServerSettings
@@ -175,7 +175,148 @@ def test_a_limit_of_no_drafts(page: Browser, server: Running):
     text, _, _ = expected(server, [QUESTION], temperature=0, max_tokens=40)
     found = spans(page)
     assert "".join(token for token, _ in found) == text and not any(drafted for _, drafted in found)
-    assert page.text("#length") == "1.00"
+    assert page.text("#length") == "1.00" and "draft_limit: 0" in page.text(".why")
+    assert page.script("return document.getElementById('always').disabled"), "it would contradict the limit"
+
+
+def test_an_answer_without_drafts_says_why_and_always_draft_drafts(window: Browser):
+    with running(reluctant_engine(toy(rows=5), NGRAM, isolate_ngrams=True)) as served:
+        visit(window, served)
+        fill(window, temperature=0, most=40)
+        window.script("document.getElementById('prompt').focus()")
+        say(window, QUESTION)
+        answered(window)
+        plain = spans(window)
+        assert window.text("#length") == "1.00" and not any(drafted for _, drafted in plain)
+        reason = served.chat(QUESTION, temperature=0, max_tokens=40, **ASKED).json()["metadata"]["speculative"]
+        assert window.texts(".why") == [f"Not drafted: {reason['not_drafted']}."]
+        assert "measured to be faster" in window.text(".why")
+        window.click("#always")
+        window.click("#again")
+        window.wait(lambda: any(drafted for _, drafted in spans(window)))
+        answered(window)
+        assert "".join(text for text, _ in spans(window)) == "".join(text for text, _ in plain)
+        assert float(window.text("#length")) > 1 and window.texts(".why") == []
+        window.click("#always")
+        window.click("#again")
+        window.wait(lambda: window.texts(".why"))
+        assert spans(window) == plain, "the switch is that of one request"
+
+
+def test_a_server_that_cannot_draft(window: Browser):
+    with running(shared_engine("NONE")) as served:
+        visit(window, served)
+        assert window.script("return document.getElementById('always').disabled")
+        fill(window, temperature=0, most=4)
+        window.script("document.getElementById('prompt').focus()")
+        say(window, QUESTION)
+        answered(window)
+        assert window.texts(".why") == ["Not drafted: there is no drafter (the speculative algorithm is NONE)."]
+
+
+@pytest.mark.parametrize(
+    ("drafted", "why", "length", "line"),
+    [
+        (0, "it is slower", 1.0, "Not drafted: it is slower."),
+        (7, "it is slower", 2.0, "7 of 9 steps drafted; the others: it is slower."),
+        (9, None, 1.0, "Each step could draft, but no draft was accepted."),
+        (9, None, 2.0, ""),
+    ],
+)
+def test_the_line_about_drafting(page: Browser, drafted, why, length, line):
+    found = {"spec_verify_ct": 9, "drafted_steps": drafted, "not_drafted": why, "spec_accept_length": length}
+    assert page.script("return reason(arguments[0])", found) == line
+    assert page.script("return reason(arguments[0])", found | {"spec_verify_ct": 0}) == ""
+
+
+def test_most_tokens_are_512_or_what_fits(page: Browser, server: Running):
+    assert page.script("return document.getElementById('most').value") == "512"
+    page.script(
+        """window.asked = [];
+        const real = window.fetch;
+        window.fetch = (path, options) => {
+            window.asked.push(JSON.parse(options.body).max_tokens ?? null);
+            return real(path, options);
+        };"""
+    )
+    fill(page, temperature=0)
+    say(page, QUESTION)
+    answered(page)
+    assert server.engine.context_length < 512 and page.script("return window.asked") == [512, None]
+    assert page.texts(".error") == [] and "ended by length" in page.text("article.assistant footer")
+    page.click("#clear")
+    fill(page, most=3)
+    say(page, "a")
+    answered(page)
+    assert page.script("return window.asked") == [512, None, 3] and len(spans(page)) == 3
+    say(page, "too long " * 100)
+    page.wait(lambda: page.texts(".error"))
+    assert "the context" in page.text(".error")
+
+
+EXPLAINED = {
+    "length": "on average",
+    "rate": "measured in this browser",
+    "steps": "Passes of the model",
+    "draft": "the drafter has proposed",
+    "own": "the model drew itself",
+    "limit": "at 0 nothing is drafted",
+    "always": "without drafts are faster",
+    "temperature": "the likeliest one",
+    "most": "as many as fit",
+    "seed": "The same seed",
+}
+
+
+def tips(browser: Browser) -> list[str]:
+    return browser.script(
+        """const shown = [...document.querySelectorAll(".tip")].filter((tip) => tip.checkVisibility());
+        for (const tip of shown) {
+            const {left, top, right, bottom} = tip.getBoundingClientRect();
+            if (left < 0 || top < 0 || right > innerWidth || bottom > innerHeight) throw new Error(tip.id);
+        }
+        return shown.map((tip) => tip.textContent);"""
+    )
+
+
+@pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
+def test_words_are_explained_by_hovering_and_by_keyboard(window: Browser, server: Running, size):
+    visit(window, server, size)
+    window.script("document.getElementById('settings').open = true")
+    names = window.script("return [...document.querySelectorAll('[data-tip]')].map((e) => e.dataset.tip)")
+    assert sorted(names) == sorted(f"{name}-tip" for name in EXPLAINED)
+    for name, words in EXPLAINED.items():
+        window.hover(f"[data-tip={name}-tip]")
+        window.wait(lambda words=words: len(found := tips(window)) == 1 and words in found[0])
+        window.press(ESCAPE)
+        assert tips(window) == []
+    window.hover("h1")
+    window.script("document.querySelector('#settings > summary').focus()")
+    seen = {}
+    for _ in range(30):
+        window.press(TAB)
+        if found := tips(window):
+            tip = window.script("return document.activeElement.getAttribute('aria-describedby')")
+            (seen[tip],) = found
+            assert window.text(f"#{tip}") == found[0]
+    assert {tip: EXPLAINED[tip.removesuffix("-tip")] in text for tip, text in seen.items()} == dict.fromkeys(
+        names, True
+    )
+    window.script("document.getElementById('prompt').focus()")
+    assert tips(window) == []
+
+
+def test_escape_closes_an_explanation_before_it_stops_the_answer(page: Browser, server: Running, monkeypatch):
+    slow_down(server.engine, monkeypatch, 0.05)
+    say(page, "hello")
+    page.wait(lambda: len(spans(page)) > 2)
+    page.script("document.getElementById('always').focus()")
+    assert len(tips(page)) == 1
+    page.press(ESCAPE)
+    assert tips(page) == [] and running_now(page)
+    page.press(ESCAPE)
+    answered(page)
+    assert "stopped" in page.text("article.assistant footer")
 
 
 @pytest.mark.parametrize("way", ["escape", "button"])
@@ -418,6 +559,7 @@ def test_everything_has_a_name_and_a_place_in_the_order(page: Browser):
         "limit",
         "key",
         "marked",
+        "always",
         "log",
     }
     assert page.script("return document.getElementById('log').getAttribute('aria-live')") == "polite"

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from body_helpers import CHAT, COMPLETE, GENERATE, HELLO, LEAST, RULES, refusal, task
-from engine_helpers import END, NGRAM, byte_ids, idle_sequence, make_engine, shared_engine, toy
+from engine_helpers import END, NGRAM, byte_ids, idle_sequence, make_engine, reluctant_engine, shared_engine, toy
 from hypothesis import given, settings
 from server_helpers import Running, running
 
@@ -25,6 +25,7 @@ from specjax.engine.sequence import Status, completion
 from specjax.engine.transfers import Output, Read, take
 from specjax.serve import playground
 from specjax.serve.command import load
+from specjax.serve.errors import ApiError
 from specjax.state import NO_DRAFT_LIMIT, RUNS, STOPPED
 
 LOOPING = toy(rows=5)  # soon repeats itself, so that drafts are accepted
@@ -228,6 +229,55 @@ def test_a_request_without_drafts_is_one_that_does_not_speculate():
         assert not params.drafts
     assert SamplingParams(draft_limit=1).drafts and replace(SamplingParams(draft_limit=0), draft_limit=None).drafts
     assert not replace(SamplingParams(speculate=False), draft_limit=2).drafts
+
+
+# Requests that always draft.
+
+
+@pytest.fixture(scope="module")
+def reluctant():
+    """A server whose engine has measured that drafts are of no use."""
+    with running(reluctant_engine(LOOPING, NGRAM, isolate_ngrams=True)) as served:
+        yield served
+
+
+def test_an_answer_says_why_nothing_was_drafted_and_always_draft_drafts(reluctant: Running):
+    def asked(path: str, **fields: Any) -> tuple[str, dict[str, Any]]:
+        if path == GENERATE:
+            params = {"temperature": 0, "max_new_tokens": 40} | fields
+            answer = reluctant.post(path, {"text": "the the the the", "sampling_params": params}).json()
+            return answer["text"], answer["meta_info"]
+        prompt = {"messages": [HELLO[0] | {"content": "the the the the"}]} if path == CHAT else {"prompt": "the the"}
+        answer = reluctant.post(path, prompt | {"temperature": 0, "max_tokens": 40} | fields | ASKED).json()
+        (choice,) = answer["choices"]
+        return choice.get("text", choice.get("message")), answer["metadata"]["speculative"]
+
+    for path in (CHAT, COMPLETE, GENERATE):
+        text, found = asked(path)
+        assert found["drafted_steps"] == 0 < found["spec_verify_ct"] and found["spec_accept_length"] == 1
+        assert "measured to be faster" in found["not_drafted"] and "--speculative-adaptive" in found["not_drafted"]
+        _, none = asked(path, draft_limit=0)
+        assert none["drafted_steps"] == 0 and "draft_limit: 0" in none["not_drafted"]
+        same, found = asked(path, always_draft=True)
+        assert same == text and found["spec_accept_length"] > 1
+        assert found["drafted_steps"] == found["spec_verify_ct"] and found["not_drafted"] is None
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETE, GENERATE])
+def test_always_draft_is_refused_by_name(path):
+    def refused(fields: dict[str, Any], algorithm: str = "NGRAM") -> ApiError | None:
+        body = LEAST[path] | ({"sampling_params": fields} if path == GENERATE else fields)
+        return refusal(path, body, shared_engine(algorithm).intake)
+
+    assert refused({"always_draft": True}) is None and refused({"always_draft": False}, "NONE") is None
+    for fields, algorithm, words in (
+        ({"always_draft": True}, "NONE", "always_draft needs a drafter"),
+        ({"always_draft": True, "draft_limit": 0}, "NGRAM", "always_draft contradicts draft_limit"),
+        ({"always_draft": 1}, "NGRAM", "always_draft must be"),
+        ({"always_draft": "yes"}, "NGRAM", "always_draft must be"),
+    ):
+        error = refused(fields, algorithm)
+        assert error is not None and error.status == 400 and words in str(error), (fields, str(error))
 
 
 # Trees.

@@ -8,6 +8,7 @@ are collected.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache, partial
 from typing import NamedTuple
 
 from jax.profiler import TraceAnnotation
@@ -16,6 +17,7 @@ from specjax.engine.buckets import Buckets
 from specjax.engine.device import memory_checked
 from specjax.engine.drafting import Drafting
 from specjax.engine.flight import Flights, InFlight
+from specjax.engine.notes import not_drafted
 from specjax.engine.pace import Pace
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sequence import Sequence, Status
@@ -98,6 +100,7 @@ class Collector:
         self._drafting.record(flight, read, seconds)
         self._sizes.record(flight, read, seconds)
         ended = list[Sequence]()
+        could, reason = set(flight.drafted if drafts else ()), cache(partial(not_drafted, self._buckets, flight.key))
         for i, (sequence, tokens, finish) in enumerate(zip(flight.sequences, read.tokens, read.finish, strict=False)):
             if sequence.status is Status.FINISHED:
                 continue
@@ -109,8 +112,11 @@ class Collector:
                 continue
             kept = take(sequence, read, flight.output, i, verified=verified)
             stepped = verified and bool(tokens)
-            drafted, free = sequence.params.drafts and drafts, sequence.params.grammar is None
+            drafted, free = sequence in could, sequence.params.grammar is None
             self._counters.count(kept, verified=stepped, drafted=drafted, free=free)
+            sequence.drafted_steps += stepped and drafted
+            if stepped and not drafted:
+                sequence.not_drafted = reason(sequence.params.drafts, sequence.params.always_draft)
             if sequence.finish_reason is not None:
                 ended.append(sequence)
             self._report(sequence)

@@ -162,6 +162,7 @@ class Drafting:
             if nodes in pending - ready and PLAIN in ready:
                 return PLAIN, 0
         drafting = [sequence for sequence in sequences if sequence.params.drafts]
+        drafting.sort(key=lambda sequence: not sequence.params.always_draft)  # the first ones catch up first
         launched = self.catch_up(drafting, whole=len(sequences) == 1, trial=adaptive.tries(batch, nodes))
         return nodes if any(not sequence.unseen for sequence in drafting) else PLAIN, launched
 

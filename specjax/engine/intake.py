@@ -158,6 +158,8 @@ class Intake:
         if sampling.require_reasoning and self.thinking is None:
             problem = "needs a model that thinks: this one's tokenizer has no tokens <think> and </think>"
             raise ParameterError("require_reasoning", problem)
+        if sampling.always_draft and not self.depth:
+            raise ParameterError("always_draft", "needs a drafter; the speculative algorithm of this engine is NONE")
         constraint = self._constraint(sampling, tokens)
         ends = () if sampling.ignore_eos else self.eos_ids
         if constraint is not None:  # they come only where the grammar may end

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from specjax.drafters.base import Drafter, Params
 from specjax.engine.buckets import Buckets
+from specjax.engine.keys import Key
 from specjax.sharding import group_count, local_bytes
 from specjax.state import DecodeState
 
@@ -32,6 +33,31 @@ def speculation_note(drafter: Drafter, buckets: Buckets) -> str:
     return "; ".join(parts)
 
 
+NOT_ASKED = "requests with speculate: false or draft_limit: 0 are decoded without drafts"
+SLOWER = "steps without drafts were measured to be faster, or tried (EngineConfig.adaptive)"
+
+
+def _too_many(buckets: Buckets) -> str:
+    return (
+        f"batches of more than {buckets.most_drafting} requests are decoded without drafts, which is faster here; give "
+        "TreeShape.nodes to draft in all of them"
+    )
+
+
+def not_drafted(buckets: Buckets, key: Key, drafts: bool, always: bool) -> str:
+    """The reason why a step of the program `key` did not draft for a request. `drafts`, `always`: its
+    `SamplingParams.drafts` and `always_draft`."""
+    if not buckets.drafts(1):
+        return "there is no drafter (the speculative algorithm is NONE)"
+    if not drafts:
+        return NOT_ASKED
+    if not buckets.drafts(key.width):
+        return _too_many(buckets)
+    if key.drafts or always:
+        return "the drafter had not read all of the text yet, or its programs were being compiled"
+    return SLOWER
+
+
 def drafting_summary(
     drafter: Drafter, buckets: Buckets, verify_steps: int, drafted_steps: int, name_options: Callable[[str], str] = str
 ) -> dict[str, Any]:
@@ -40,14 +66,11 @@ def drafting_summary(
     """
     reason = None
     if drafter.width > 1 and drafted_steps < verify_steps:
-        reason = "requests with speculate: false or draft_limit: 0 are decoded without drafts"
+        reason = NOT_ASKED
         if buckets.adaptive:
-            reason = "steps without drafts were measured to be faster, or were tried (EngineConfig.adaptive)"
-        elif (most := buckets.most_drafting) < buckets.batches[-1]:
-            reason = (
-                f"batches of more than {most} requests are decoded without drafts, which is faster here; give "
-                "TreeShape.nodes to draft in all of them"
-            )
+            reason = SLOWER
+        elif buckets.most_drafting < buckets.batches[-1]:
+            reason = _too_many(buckets)
     return {"drafted_steps": drafted_steps, "not_drafted": reason and name_options(reason)}
 
 

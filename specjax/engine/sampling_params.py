@@ -74,6 +74,7 @@ class SamplingParams:
     no_stop_trim: bool = False  # keep the stop string in the text
     speculate: bool = True  # False: plain decoding for this request
     draft_limit: int | None = None  # most drafts that a step may check, 0 as `speculate=False`; None: the whole tree
+    always_draft: bool = False  # draft in each step, whatever was measured (`EngineConfig.adaptive`)
     logprobs: int | None = None  # log-probabilities of the tokens, and of this many likeliest ones at each
     logprob_start_len: int = -1  # with `logprobs`, those of the prompt's tokens after this one, too; -1: none
     logprob_ids: tuple[int, ...] | list[int] = ()  # with `logprobs`, those of these tokens at each place, too
@@ -97,7 +98,7 @@ class SamplingParams:
             check(name, number and abs(value) < math.inf, "a finite number")
         for name in ("top_k", "min_new_tokens", "logprob_start_len"):
             check(name, _is_integer(getattr(self, name)), "an integer")
-        switches = ("ignore_eos", "skip_special_tokens", "no_stop_trim", "speculate", "origins")
+        switches = ("ignore_eos", "skip_special_tokens", "no_stop_trim", "speculate", "always_draft", "origins")
         for name in (*switches, "require_reasoning", "stop_after_reasoning"):
             check(name, isinstance(getattr(self, name), bool), "true or false")
         most, top, salt, seed = self.max_new_tokens, self.logprobs, self.cache_salt, self.seed
@@ -120,6 +121,8 @@ class SamplingParams:
         limit = self.draft_limit
         in_range = limit is None or (_is_integer(limit) and 0 <= limit <= NO_DRAFT_LIMIT)
         check("draft_limit", in_range, f"an integer from 0 to {NO_DRAFT_LIMIT}")
+        if self.always_draft and not self.drafts:
+            raise ParameterError("always_draft", "contradicts draft_limit=0 or speculate=False: leave one of them out")
         small = _is_integer(self.priority) and abs(self.priority) <= MAX_PRIORITY
         check("priority", small, f"an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}")
         check("logprob_start_len", self.logprob_start_len >= -1, "-1 (off) or at least 0", "{}")

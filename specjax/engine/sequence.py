@@ -108,6 +108,8 @@ class Sequence:
     promised: float = 0.0  # drafts that recent trees promised, and how many of them were accepted
     kept: float = 0.0
     verify_steps: int = 0
+    drafted_steps: int = 0  # those of them that could draft
+    not_drafted: str | None = None  # why the last of the others could not
     histogram: list[int] = field(default_factory=list)  # steps by drafts accepted
     sent: int = 0  # characters of the text handed to a streaming caller
     sent_tokens: int = 0
@@ -263,6 +265,8 @@ class Completion:
     cached_tokens: int = 0  # of the prompt, taken from the prefix cache
     origins: list[TokenOrigin] | None = None
     scores: PromptLogprobs | None = None  # what `prompt_logprobs` is made of
+    drafted_steps: int = 0  # of `spec_verify_ct`, the steps that could draft
+    not_drafted: str | None = None  # why the last of the other steps did not draft; None: all did, or there was none
 
     @property
     def prompt_logprobs(self) -> list[PromptLogprob] | None:
@@ -294,4 +298,6 @@ def completion(sequence: Sequence) -> Completion:
         trees=list(sequence.trees),
         origins=sequence.token_origins() if sequence.params.origins else None,
         scores=sequence.prompt_logprobs,
+        drafted_steps=sequence.drafted_steps,
+        not_drafted=sequence.not_drafted,
     )

@@ -35,8 +35,8 @@ that change nothing pass, null always. {unknown}
 
 **Rules that a schema cannot express**, and that give a 400: a prompt and its new tokens must fit the context together;
 `min_tokens` is at most `max_tokens`, and works with at most 8 stop ids; prompts times `n` is at most the number of
-requests that may run or wait; an answer holds at most {scores:,} log-probabilities of prompts; `seed`
-and `sampling_seed` agree; lists of `sampling_params`, `rid`,
+requests that may run or wait; `always_draft` needs a server that drafts, and a `draft_limit` above 0; an answer holds
+at most {scores:,} log-probabilities of prompts; `seed` and `sampling_seed` agree; lists of `sampling_params`, `rid`,
 `return_logprob`, `top_logprobs_num`, `logprob_start_len` and `token_ids_logprob` have one item for each prompt, names
 differ, and `n` is the same in all; `continue_final_message` needs a last message of the assistant;
 no two `tools` have the same name, and `tool_choice` names one of them; a grammar can be made of what an answer must
@@ -62,7 +62,7 @@ STATUSES = {
 
 # The forms of answers, written with Python's types; see `_form`.
 SPECULATIVE = {"spec_verify_ct": int, "spec_accept_length": float, "spec_accept_rate": float,
-               "spec_accept_histogram": [int]}  # fmt: skip
+               "spec_accept_histogram": [int], "drafted_steps": int, "not_drafted": (str, None)}  # fmt: skip
 NODE = {"token": int, "text": str, "parent": (int, None), "score": float, "accepted": bool,
         "drawn?": {"token": int, "text": str}}  # fmt: skip
 DRAFTING = {

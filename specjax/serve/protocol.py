@@ -120,6 +120,11 @@ class SamplingFields(Body):
     draft_limit: Annotated[Integer, Field(ge=0, le=NO_DRAFT_LIMIT)] | None = Field(
         None, description="Most drafts that a step checks, 0 = none. Changes the speed, never the text."
     )
+    always_draft: Flag | None = Field(
+        None,
+        description="Draft in each step, also where steps without drafts were measured to be faster. Changes the "
+        "speed, never the text. `not_drafted` of the answer says why a step did not draft all the same.",
+    )
     regex: Source | None = Field(None, description="That the text matches as a whole.")
     ebnf: Source | None = Field(None, description="A grammar of the text: GBNF with the rule `root`.")
 

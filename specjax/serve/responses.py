@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from specjax.cli.flags import in_flags
 from specjax.engine import Completion, StreamChunk
 from specjax.engine.decoders import byte_of_letter
 from specjax.engine.prompt_logprobs import PromptLogprob
@@ -168,7 +169,8 @@ def vllm_logprobs(found: Sequence[PromptLogprob], names: TokenNames, count: int)
 
 
 def speculative(done: Sequence[Completion], width: int) -> dict[str, Any]:
-    """Counts over all choices; names and meanings are SGLang's. `width`: nodes of a draft tree, N."""
+    """Counts over all choices; names and meanings are SGLang's. `width`: nodes of a draft tree, N. `drafted_steps` and
+    `not_drafted` are as in `Completion`."""
     steps = sum(c.spec_verify_ct for c in done)
     histogram = [sum(bins) for bins in zip(*(c.spec_accept_histogram for c in done), strict=True)]
     accepted = sum(count * drafts for drafts, count in enumerate(histogram))
@@ -178,6 +180,8 @@ def speculative(done: Sequence[Completion], width: int) -> dict[str, Any]:
         "spec_accept_length": round((accepted + steps) / steps, 4) if steps else 1.0,
         "spec_accept_rate": round(accepted / proposed, 4) if proposed else 0.0,
         "spec_accept_histogram": histogram,
+        "drafted_steps": sum(c.drafted_steps for c in done),
+        "not_drafted": next((in_flags(c.not_drafted) for c in done if c.not_drafted is not None), None),
     }
 
 
