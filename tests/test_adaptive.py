@@ -728,7 +728,7 @@ def test_always_draft_in_an_engine_that_prefers_plain_steps(kind, sizes):
         return Adaptive.choose(engine.adaptive, batch, requests) if asked else PLAIN
 
     engine.adaptive.choose = choose
-    prompt = [(3 * i) % 30 for i in range(30)]
+    prompt = [(7 * i + 2) % 30 for i in range(30)]
     plain = SamplingParams(max_new_tokens=24, temperature=1.0, seed=3, ignore_eos=True)
     always = replace(plain, always_draft=True)
     (quiet,) = engine.generate([prompt], plain)
