@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -150,7 +150,7 @@ def check_writable(file: Path) -> None:
         raise ValueError(f"--output {file} cannot be written: {folder} is not a folder that may be written to")
 
 
-def missing_fields(row: dict[str, Any], wanted: Iterable[str]) -> ValueError:
+def missing_fields(row: Mapping[str, Any], wanted: Iterable[str]) -> ValueError:
     return ValueError(f"the line has none of the fields {', '.join(wanted)}; it has {', '.join(row) or 'none':.80}")
 
 

@@ -1,16 +1,20 @@
 """Training examples from JSONL, packed into rows of one length: token ids, and which of them the target wrote.
 
-A row is read by the first of these groups of fields that it has in full:
+A row is read by the first of these groups of fields that it has (`row_fields`):
 
-    messages                        a chat in OpenAI's form; loss on what assistants say and on the token that ends it
-    prompt, response                the same: a question (or the messages before the answer) and its answer
+    response_ids or output_ids      the answer, after prompt_ids, input_ids, messages or prompt: exactly these ids, with
+                                    loss on the answer. A prompt without ids is rendered as the server renders it
+    loss_mask                       with tokens or input_ids, of their length: loss where it is true
+    response                        the answer, as text, after messages or prompt: loss on the response alone
+    messages                        a chat in OpenAI's form: loss on every assistant turn and its end token
     text                            running text, loss on every token
-    prompt_ids, response_ids        ids, loss on the second list; so are input_ids, output_ids
-    tokens, or input_ids            ids, loss on every token or, given a loss_mask of their length, where that is true
-    prompt                          as text
+    tokens or input_ids             ids, loss on every token
+    prompt                          running text; only where every token is learnt
 
-`finish_reason` "length" marks the last answer as cut off: it gets no end token, as the target did not stop there. In a
-row without a finish_reason, `response_ids` that do not end in a special token mark it.
+A chat template gets the row's `tools` and `chat_template_kwargs`. Ids get no end token that they do not hold. Text gets
+the template's, unless `finish_reason` says that the answer was cut off ("length") or ended by a stop string
+(`matched`).
+Earlier assistant turns that the template rewrites, such as turns whose thoughts it drops, have no loss.
 
 Random choices depend on the seed alone, so that a run resumed anywhere continues with the same data.
 """
@@ -27,6 +31,7 @@ import numpy as np
 from jaxtyping import Bool, Int32, Int64
 from tokenizers import Encoding, Tokenizer, processors
 
+from specjax.engine.intake import Chat, Prompt, encode
 from specjax.train import corpus
 
 # Purposes of permutations: one seed gives a different permutation for each.
@@ -133,12 +138,13 @@ def _permutation(seed: int, purpose: int, number: int, count: int) -> Int64[np.n
     return order
 
 
-ROW_FIELDS = (
-    ("messages",), ("prompt", "response"), ("text",), ("prompt_ids", "response_ids"), ("input_ids", "output_ids"),
-    ("tokens",), ("input_ids",), ("prompt",),
-)  # fmt: skip
-"""Text precedes ids: ids belong to the tokenizer that made them."""
-
+PROMPT_IDS, PROMPT_TEXTS = ("prompt_ids", "input_ids"), ("messages", "prompt")
+ANSWER_IDS = ("response_ids", "output_ids")
+ALONE = ("messages", "text", "tokens", "input_ids", "prompt")
+NO_ANSWER = (
+    "the line has a prompt and no answer: `python -m specjax.train.generate` writes answers, and --text-data takes "
+    "prompts"
+)
 LOSS_ON = ("assistant", "all")
 ROLES = {"developer": "system"}  # new role names -> the ones that templates know, as in the server
 
@@ -148,7 +154,7 @@ class ExampleSet(NamedTuple):
     skipped: list[corpus.SkippedLine]
     lines: int  # not blank, skipped ones included
     truncated: int  # examples cut to max_length
-    turns_without_loss: int  # of assistants, in chats where the template renders a turn in two ways
+    turns_without_loss: int  # assistant turns that the template rewrites once more messages follow
 
 
 class Text(NamedTuple):
@@ -156,7 +162,7 @@ class Text(NamedTuple):
 
     text: str
     spans: list[tuple[int, int]] | None  # characters that the target wrote; None: running text
-    lost: int = 0  # assistants' turns without a place in the text
+    lost: int = 0  # assistant turns without a place in the text
 
 
 class Tokens(NamedTuple):
@@ -192,7 +198,7 @@ def load_examples(
         rows, bad = [], []
         for line in batch:
             try:
-                rows.append((line, _read_row(line.row(), chats)))
+                rows.append((line, _read_row(line.row(), chats, vocabulary)))
             except (ValueError, RecursionError) as error:
                 bad.append(line.skipped(error))
         for (line, row), tokens in zip(rows, encoder.encode([row for _, row in rows]), strict=True):
@@ -272,114 +278,216 @@ class _Encoder:
         return Tokens(ids, loss)
 
 
+OF_TEMPLATE = frozenset({"tool_calls", "reasoning_content", "reasoning", "thinking"})
+"""Fields of a message that only the template can put into words."""
+PROBE = "specjax-probe"
+THINK, END_THINK = "<think>", "</think>"
+NO_THOUGHTS = re.compile(rf"\s*({THINK})?\s*{END_THINK}\s*")
+
+
 class Chats:
-    """Renders chats with the template of a tokenizer."""
+    """Renders chats with the template of a tokenizer. `everything`: every token of a chat is learnt."""
 
     def __init__(self, tokenizer: Any, *, everything: bool) -> None:
-        self._tokenizer, self._everything = tokenizer, everything
+        self.tokenizer, self.everything = tokenizer, everything
         added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
-        special = {each.content: token for token, each in added.items() if each.special}
-        if tokenizer.eos_token:
-            special[tokenizer.eos_token] = tokenizer.eos_token_id
-        self._special = set(special.values())
-        names = sorted(special, key=len, reverse=True)
-        # The group is the end token of a turn, without the line end that ChatML puts after it.
-        self._end = re.compile(rf"({'|'.join(map(re.escape, names)) or '(?!)'})\s*\Z")
+        special = {each.content for each in added.values() if each.special} | {tokenizer.eos_token or ""} - {""}
+        names = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
+        self._close = re.compile(rf"(\s*)({names})")  # templates may put more behind the end token of a turn
+        self._ends = re.compile(rf"({names})(\s|{names})*\Z")
 
-    def render(self, messages: list[dict[str, Any]], *, cut: bool) -> Text:
-        """The chat up to its last answer; with `cut`, this answer has no end.
+    def render(
+        self, messages: list[dict[str, Any]], template: Mapping[str, Any], *, cut: bool, last_only: bool = False
+    ) -> Text:  # fmt: skip
+        """The chat up to its last answer, with loss on the answers. Raises ValueError: the last has no place.
 
-        A turn starts where the server lets the target continue, after the earlier messages and the header of an answer,
-        and ends where its own message ends. If a template renders this part differently once more messages follow (for
-        example without earlier reasoning), the turn has no place in the text and no loss: the server would not show it
-        to the target in this form either. Raises ValueError: no turn has a place.
+        Args:
+            template: arguments of the template.
+            cut: whether the last answer has no end.
+            last_only: whether the target wrote the last answer alone.
         """
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        if not self._everything:
+        if not self.everything:
             if not turns:
                 roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-                raise ValueError(f"no message has the role assistant; there are {roles:.60}")
+                raise ValueError(f"no message has the role assistant; there are {roles:.60}; {NO_ANSWER}")
             messages = messages[: turns[-1] + 1]
-        text = self._rendered(messages)
-        spans, reason = [], ""
-        for index in turns:
-            last = index == len(messages) - 1
+        last = len(messages) - 1
+        text, learnt = "", []
+        for index in turns[-1:] if last_only else turns:
             try:
-                start = self._rendered(messages[:index], answer=True)
-                end = text if last else self._rendered(messages[: index + 1])
-            except ValueError as error:
-                reason = str(error)
+                prompt, turn = self._turn(messages[: index + 1], template, cut=cut and index == last)
+            except ValueError:
+                if index == last:
+                    raise
                 continue
-            if not (text.startswith(end) and end.startswith(start) and len(start) < len(end)):
-                reason = f"the chat template writes messages[{index}], or what is before it, in another way later on"
-                continue
-            turn = end[len(start) :]
-            close = self._end.search(turn)
-            if cut and last:
-                turn = turn[: close.start()] if close else turn
-                turn = turn if turn.endswith(messages[index]["content"]) else turn.rstrip()
-                text = start + turn
-            elif close:
-                turn = turn[: close.end(1)]
-            spans.append((len(start), len(start) + len(turn)))
-        if not spans and not self._everything:
-            raise ValueError(f"no answer can be found in the chat: {reason}")
+            text = prompt + turn
+            learnt.append((text, len(prompt)))
+        if last not in turns:
+            text = self._rendered(messages, template)
         text.encode()  # a role, or other output of a template, can hold half a surrogate
-        return Text(text, spans, 0 if self._everything else len(turns) - len(spans))
+        spans = [(start, len(part)) for part, start in learnt if text.startswith(part)]
+        lost = 0 if self.everything or last_only else len(turns) - len(spans)
+        return Text(text, spans, lost)
 
-    def _rendered(self, messages: list[dict[str, Any]], *, answer: bool = False) -> str:
-        if not self._tokenizer.chat_template:
+    def _turn(
+        self, messages: list[dict[str, Any]], template: Mapping[str, Any], *, cut: bool
+    ) -> tuple[str, str]:  # fmt: skip
+        """The prompt that the target reads before its last message, and what it writes.
+
+        It writes the content as it is. Only what the template puts around a content is taken from the template, which
+        may trim the content, or drop or invent thoughts. Thoughts that the template leaves empty are part of the prompt
+        of an answer without thoughts, and absent from one with thoughts of its own.
+        """
+        *before, message = messages
+        prompt, content = self._rendered(before, template, answer=True), message["content"]
+        refusal = (
+            f"the chat template writes messages[{len(before)}], or what is before it, in another way than a prompt"
+        )
+        if not OF_TEMPLATE.isdisjoint(message):
+            turn = self._rendered(messages, template)
+            if not turn.startswith(prompt):
+                raise ValueError(refusal)
+            turn = turn[len(prompt) :]
+            close = self._ends.search(turn)
+            return prompt, turn[: close.start() if cut else close.end(1)] if close else turn
+        start, found, after = self._rendered([*before, message | {"content": PROBE}], template).rpartition(PROBE)
+        opened, agrees = prompt.rstrip().endswith(THINK), start.startswith(prompt)
+        if not found or not (agrees or opened):
+            raise ValueError(refusal)
+        lead = start[len(prompt) :] if agrees else ""
+        if opened or NO_THOUGHTS.fullmatch(lead):
+            if END_THINK in content or content.lstrip().startswith(THINK) or (opened and cut):
+                lead = ""
+            elif not NO_THOUGHTS.fullmatch(lead):
+                raise ValueError(f"the prompt ends with {THINK}, and messages[{len(before)}] has no {END_THINK}")
+            else:
+                prompt, lead = start, ""
+        close = self._close.match(after)
+        return prompt, lead + content + ("" if cut else close[0] if close else after)
+
+    def _rendered(
+        self, messages: list[dict[str, Any]], template: Mapping[str, Any], *, answer: bool = False
+    ) -> str:  # fmt: skip
+        if not self.tokenizer.chat_template:
             raise ValueError("this tokenizer has no chat template: give text or token ids instead of messages")
         try:
-            return self._tokenizer.apply_chat_template(messages, add_generation_prompt=answer, tokenize=False)
+            return self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=answer, tokenize=False, **template
+            )
         except Exception as error:  # a template is a program and may raise anything
             raise ValueError(f"the chat template refused these messages: {error}") from error
 
-    def shows_no_end(self, row: Mapping[str, Any], response: str) -> bool:
-        """Whether the response's ids show that the target did not stop. Ids of another tokenizer show nothing."""
-        ids = row.get("response_ids")
-        if row.get("finish_reason") is not None or not isinstance(ids, list) or set(map(type, ids)) != {int}:
-            return False
-        if ids[-1] in self._special or not 0 <= min(ids) <= max(ids) < 1 << 32:
-            return False
-        found = self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
-        return found.strip("\ufffd \n\t") == response.strip("\ufffd \n\t")
+
+def row_fields(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """The fields that a row is read by: those of its prompt and its answer, or one. Raises ValueError: it has none.
+
+    Ids precede the text that they stand for. An answer without a prompt is returned alone.
+    """
+
+    def first(names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name for name in names if row.get(name) is not None)[:1]
+
+    answer, masked = first((*ANSWER_IDS, "response")), first(("tokens", "input_ids"))
+    if masked and row.get("loss_mask") is not None and answer in ((), ("response",)):
+        return masked
+    prompt = first(PROMPT_TEXTS + PROMPT_IDS if answer == ("response",) else PROMPT_IDS + PROMPT_TEXTS)
+    if answer and (prompt or row.get("text") is None):
+        return prompt + answer
+    if alone := first(ALONE):
+        return alone
+    raise corpus.missing_fields(row, dict.fromkeys((*ANSWER_IDS, "response", *ALONE)))
 
 
-def _read_row(row: dict[str, Any], chats: Chats) -> Text | Tokens:
-    there = {name for name, value in row.items() if value is not None}
-    match next(filter(there.issuperset, ROW_FIELDS), ()):
-        case ():
-            raise corpus.missing_fields(row, map(" and ".join, ROW_FIELDS))
+def check_written(tokenizer: Any, row: Mapping[str, Any], name: str) -> None:
+    """Raises ValueError: the answer's ids are not this tokenizer's, as they decode to another text than the response.
+
+    The response may be a part of the text, such as the one before a stop string. White space and cut characters differ
+    between decoders.
+    """
+    response = row.get("response")
+    if not isinstance(response, str):
+        return
+    core, wanted = tokenizer.backend_tokenizer, re.sub(r"[\s\ufffd]", "", response)
+    texts = [core.decode(row[name], skip_special_tokens=skip) for skip in (True, False)]
+    if not any(wanted in re.sub(r"[\s\ufffd]", "", text) for text in texts):
+        raise ValueError(
+            f"{name} decodes to {texts[0]!r:.60} and response is {response!r:.60}: the ids are of another tokenizer; "
+            "without the ids, the text is used"
+        )
+
+
+def read_prompt(row: Mapping[str, Any], name: str, tokenizer: Any) -> Prompt:
+    """What the target reads of `messages` or `prompt`; text where the tokenizer has no chat template."""
+    prompt = row[name]
+    if isinstance(prompt, str):
+        if not tokenizer.chat_template:
+            return prompt
+        prompt = [{"role": "user", "content": prompt}]
+    return Chat(_read_messages(name, prompt), _template(row))
+
+
+def _read_row(row: dict[str, Any], chats: Chats, vocabulary: int) -> Text | Tokens:
+    names = row_fields(row)
+    match names:
         case ("messages",):
-            return chats.render(_read_messages("messages", row["messages"]), cut=_is_cut(row))
-        case ("prompt", "response"):
-            prompt, response = row["prompt"], corpus.read_text("response", row["response"])
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            messages = [*_read_messages("prompt", messages), {"role": "assistant", "content": response}]
-            return chats.render(messages, cut=_is_cut(row) or chats.shows_no_end(row, response))
+            return chats.render(_read_messages("messages", row["messages"]), _template(row), cut=_is_cut(row))
+        case (("messages" | "prompt") as name, "response"):
+            response = corpus.read_text("response", row["response"])
+            prompt = [{"role": "user", "content": row[name]}] if isinstance(row[name], str) else row[name]
+            messages = _read_messages(name, prompt)
+            # Some data sets hold the answer as a message too.
+            if messages[-1]["role"] == "assistant" and messages[-1]["content"].strip() == response.strip():
+                del messages[-1]
+            messages.append({"role": "assistant", "content": response})
+            return chats.render(messages, _template(row), cut=_is_cut(row), last_only=True)
+        case ("prompt",) if not chats.everything:
+            raise ValueError(NO_ANSWER)
         case ("text" | "prompt" as name,):
             return Text(corpus.read_text(name, row[name]), None)
-        case (name,):
-            ids, mask = _read_ids(name, row[name]), row.get("loss_mask")
-            mask = [1] * len(ids) if mask is None else mask
-            if not isinstance(mask, list) or len(mask) != len(ids) or any(each not in (0, 1) for each in mask):
-                raise ValueError(f"loss_mask must be a list of {len(ids)} of 0 and 1, one a token, got {mask!r:.60}")
-            return Tokens(ids, np.asarray(mask, bool))
-        case names:
-            prompt, response = (_read_ids(name, row[name]) for name in names)
-            return Tokens([*prompt, *response], np.arange(len(prompt) + len(response)) >= len(prompt))
+        case ("tokens" | "input_ids" as name,):
+            prompt, answer = [], _read_ids(name, row[name], vocabulary)
+        case (name, "response_ids" | "output_ids" as last):
+            answer = _read_ids(last, row[last], vocabulary)
+            check_written(chats.tokenizer, row, last)
+            if name in ("messages", "prompt"):
+                prompt = encode(read_prompt(row, name, chats.tokenizer), chats.tokenizer, vocabulary)
+            else:
+                prompt = _read_ids(name, row[name], vocabulary)
+        case _:
+            needed = " or ".join(PROMPT_TEXTS if names[-1] == "response" else PROMPT_IDS + PROMPT_TEXTS)
+            raise ValueError(f"{names[-1]} is an answer, and its prompt ({needed}) is not there")
+    ids, mask = [*prompt, *answer], row.get("loss_mask")
+    if mask is None:
+        return Tokens(ids, np.arange(len(ids)) >= len(prompt))
+    if not isinstance(mask, list) or len(mask) != len(ids) or any(each not in (0, 1) for each in mask):
+        raise ValueError(f"loss_mask must be a list of {len(ids)} of 0 and 1, one a token, got {mask!r:.60}")
+    return Tokens(ids, np.asarray(mask, bool))
 
 
-def _read_ids(name: str, value: Any) -> list[int]:
+def _read_ids(name: str, value: Any, vocabulary: int) -> list[int]:
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise ValueError(f"{name} must be a list of ids, got {value!r:.60}")
+    corpus.check_ids(name, value, vocabulary)
     return value
 
 
+def _template(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row's arguments of the chat template."""
+    tools, variables = row.get("tools"), row.get("chat_template_kwargs")
+    if isinstance(tools, str):  # as some data sets store them
+        tools = corpus.read_json("tools", tools)
+    for name, value, kind in (("tools", tools, list), ("chat_template_kwargs", variables, dict)):
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"{name} must be a JSON {'array' if kind is list else 'object'}, got {value!r:.60}")
+    return {**(variables or {}), **({"tools": tools} if tools else {})}
+
+
 def _is_cut(row: Mapping[str, Any]) -> bool:
+    """Whether the target did not end its answer itself."""
     reason = row.get("finish_reason")
-    return (reason.get("type") if isinstance(reason, dict) else reason) == "length"
+    details = reason if isinstance(reason, dict) else {"type": reason}
+    return details.get("type") == "length" or isinstance(details.get("matched"), str)
 
 
 def _read_messages(name: str, value: Any) -> list[dict[str, Any]]:

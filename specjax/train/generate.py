@@ -2,9 +2,11 @@
 
 The input is JSONL, plain or gzipped, or a folder of such files, which are read by name. A line is a JSON object with
 `prompt` (a user's message or, if the tokenizer has no chat template, the text to continue) or `messages`, and may have
-a `source`. An output line holds `source, temperature, prompt | messages, response, prompt_ids, response_ids,
-finish_reason, seed`; `response_ids` ends with the stop token where the model stopped. The last line of stdout is one
-JSON object about the run. Exit status: 0 all lines done, 1 some lines were bad, 2 the run could not start.
+a `source`, and `tools` and `chat_template_kwargs` for the chat template. An output line holds `source, tools,
+chat_template_kwargs, temperature, prompt | messages, response, prompt_ids, response_ids, finish_reason, seed`: the ids
+are what the model read and wrote, and what `specjax.train` learns from. `response_ids` ends with the stop token where
+the model stopped. The last line of stdout is one JSON object about the run. Exit status: 0 all lines done, 1 some lines
+were bad, 2 the run could not start.
 
 An answer depends on the model, the prompt and the seed, not on other requests in the batch (exactly in float32, up to
 near-ties). So a run may be killed at any time: the same command continues after the last whole line and completes the
@@ -51,9 +53,11 @@ from specjax.engine.sampling_params import later_seed
 from specjax.models import make_target, table
 from specjax.models.params import dimensions, parameter_bytes
 from specjax.train import corpus, differences
+from specjax.train.data import read_prompt
 
 # Largest batch, whatever the memory. From 64 rows on a CPU's forward costs in proportion to its rows.
 LARGEST = {"cpu": 64, "gpu": 256}
+KEPT = ("source", "tools", "chat_template_kwargs")  # fields of the input that the output has too
 
 DEFAULTS = flags.Settings(
     # None: what fits the memory. Drafting pays in small batches, and these are as large as they can be.
@@ -166,10 +170,7 @@ def requests(
         try:
             row = parse_object(raw.text())
             field = prompt_field(row, ("prompt", "messages"))
-            prompt = row[field]
-            if field == "prompt" and engine.tokenizer.chat_template:
-                prompt = [{"role": "user", "content": prompt}]
-            ids = engine.encode(prompt)
+            ids = engine.encode(read_prompt(row, field, engine.tokenizer))
         except (ValueError, RecursionError) as error:
             yield bad_line(raw, args.input, error)
             continue
@@ -181,7 +182,7 @@ def requests(
         (temperature,) = draw.choices([*mixture], [*mixture.values()])
         seed = later_seed(args.seed, raw.place)
         sampling = SamplingParams(max_new_tokens=args.max_new_tokens, temperature=temperature, seed=seed)
-        kept = {name: row[name] for name in ("source",) if name in row}
+        kept = {name: row[name] for name in KEPT if name in row}
         yield Line(raw.number, raw.number, ids, sampling, kept | {"temperature": temperature, field: row[field]})
 
 

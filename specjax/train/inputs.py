@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections import ChainMap
 from dataclasses import asdict, dataclass
@@ -24,6 +25,10 @@ from specjax.train.export import other_files
 from specjax.train.head import HeadDraft
 from specjax.train.options import RESUMABLE, TrainOptions
 from specjax.train.student import StudentDraft
+
+logger = logging.getLogger(__name__)
+
+MOST_HELD_BACK = 0.25  # share of --data above which a warning is logged
 
 DRAFTS: dict[str, type[Draft]] = {**dict.fromkeys(ALGORITHMS, HeadDraft), Standalone.algorithm: StudentDraft}
 """By --draft."""
@@ -55,11 +60,23 @@ def read_data(options: TrainOptions, tokenizer: Any, target: ModelConfig) -> tup
         max_length=min(given.row_length, target.max_positions),
     )  # fmt: skip
     answers, texts = load(given.data, loss_on=given.loss_on), load(given.text_data, loss_on="all")
+    for flag, found in {"--data": answers, "--text-data": texts}.items():
+        if found.skipped and not found.examples:
+            path, number, reason = found.skipped[0]
+            raise ValueError(
+                f"{flag}: none of its {found.lines} lines can be learnt from; of {path}, line {number}: {reason}"
+            )
     corpus.report([*answers.skipped, *texts.skipped])
     count, held, drawn = len(answers.examples), given.held_back, texts.examples
     if held and held >= count and count + len(drawn):
         raise ValueError(f"--held-back {held} must be less than the {count} usable examples of --data")
-    held = min(64, count // 2) if held is None else min(held, count)
+    if held is None:
+        held = min(64, -(-count // 10)) if count > 1 else 0  # one is always left to learn from
+    elif (held := min(held, count)) > MOST_HELD_BACK * count:
+        logger.warning(
+            "--held-back %d leaves only %d of the %d examples of --data to learn from; give at most %d",
+            held, count - held, count, int(MOST_HELD_BACK * count),
+        )  # fmt: skip
     kept, held_back = split(answers.examples, held, seed)
     if given.text_skip:
         if given.text_skip >= len(drawn):
@@ -78,6 +95,7 @@ def read_data(options: TrainOptions, tokenizer: Any, target: ModelConfig) -> tup
         "held_back": len(held_back),
         "bad_lines": len(answers.skipped) + len(texts.skipped),
         "truncated": answers.truncated + texts.truncated,
+        "turns_without_loss": answers.turns_without_loss,
         "rows": len(rows.tokens),
         "tokens": int((rows.segments > 0).sum()),
         "loss_tokens": int(rows.loss.sum()),

@@ -34,7 +34,9 @@ class DataSettings:
         0, "skip this many of the drawn --text-data, such as those that an earlier run used", minimum=0
     )
     row_length: int = setting(512, "tokens in a packed row; longer examples are cut", minimum=8)
-    held_back: int | None = setting(None, "examples of --data kept for measuring; default: 64, at most half", minimum=0)
+    held_back: int | None = setting(
+        None, "examples of --data kept for measuring; default: 64, at most a tenth", minimum=0
+    )
     data_seed: int = setting(0, "decides packing, order and what is held back", minimum=0)
 
 

@@ -231,6 +231,12 @@ def train(options: TrainOptions, *, command: str) -> dict[str, Any]:
         logger.warning(
             "no accept length will be measured: --held-back keeps no example of --data that has a prompt and an answer"
         )
+    warmup, steps = options.optimizer.warmup_steps, options.run.steps
+    if warmup >= steps:
+        logger.warning(
+            "--warmup-steps %d is not less than --steps %d: the learning rate only rises, and may not reach its peak; "
+            "give --warmup-steps %d, for example", warmup, steps, steps // 10,
+        )  # fmt: skip
     with RunFolder(Path(options.run.output), identity(options, inputs), keep=options.run.keep_checkpoints) as folder:
         print(", ".join(f"{name} {value}" for name, value in inputs.facts.items()), file=sys.stderr)
         source = inputs.source

@@ -6,10 +6,10 @@ A draft head that scores only the frequent part of the vocabulary is cheaper. No
 it is never proposed, so drafts are accepted less often (FR-Spec, Zhao et al. 2025, arXiv 2502.14856). A draft predicts
 the target's own output, so the best corpus is text written by the target, as ids: those include its end tokens.
 
-Text files are tokenised as running text, line ends included. Of a JSONL row the first group of fields of `COUNTED` that
-it has any of is counted. `--field NAME` (repeatable) counts just these fields; `--field NAME=20` counts every token
-there 20 times. A text, or a list of texts, is tokenised without a template and without the tokens put around a prompt;
-a list of ids is counted as it is; of a list of messages the contents are tokenised.
+Text files are tokenised as running text, line ends included. Of a JSONL row the prompt and the answer that
+`specjax.train` would read are counted, ids before text. `--field NAME` (repeatable) counts just these fields; `--field
+NAME=20` counts every token there 20 times. A text, or a list of texts, is tokenised without a template and without the
+tokens put around a prompt; a list of ids is counted as it is; of a list of messages the contents are tokenised.
 
 Ids are sorted by falling count, ties by id; the end tokens of the model are always in the map. The last line of stdout
 is one JSON object: `lines` read, `bad` ones among them, `tokens` counted, `distinct` ids, and `coverage`: the share of
@@ -41,12 +41,7 @@ from specjax.checkpoint.unpickle import write_torch_zip_list
 from specjax.checkpoint.weights import read_json, save_tensors
 from specjax.cli import run_command
 from specjax.train import corpus
-
-COUNTED = (
-    ("text",), ("messages",), ("prompt", "response"), ("prompt_ids", "response_ids"), ("input_ids", "output_ids"),
-    ("tokens",),
-)  # fmt: skip
-"""Text precedes ids: ids belong to the tokenizer that made them."""
+from specjax.train.data import ANSWER_IDS, check_written, row_fields
 
 TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer*", "vocab*", "merges.txt"]
 DEFAULT_SIZE = 32768
@@ -70,7 +65,7 @@ def count(
     """Count the ids of all sources.
 
     Args:
-        weights: fields of JSONL rows and how often each counts; empty: a group of COUNTED, once.
+        weights: fields of JSONL rows and how often each counts; empty: those of `row_fields`, once.
         tokenizer: a fast one of transformers.
         vocabulary: ids are 0 to vocabulary - 1.
     """
@@ -87,7 +82,7 @@ def count(
         for line in batch:
             try:
                 is_text = source.format == "text"
-                found = [(1, line.text())] if is_text else weighted_parts(line.row(), weights, vocabulary)
+                found = [(1, line.text())] if is_text else weighted_parts(line.row(), weights, tokenizer, vocabulary)
             except (ValueError, RecursionError) as error:
                 skipped.append(line.skipped(error))
                 continue
@@ -116,14 +111,17 @@ def pieces(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def weighted_parts(row: dict[str, Any], weights: Mapping[str, int], vocabulary: int) -> list[tuple[int, Any]]:
+def weighted_parts(
+    row: dict[str, Any], weights: Mapping[str, int], tokenizer: Any, vocabulary: int
+) -> list[tuple[int, Any]]:
     """What counts in a row of JSONL: (weight, a text or ids)."""
-    there = {name for name, value in row.items() if value is not None}
-    weights = weights or dict.fromkeys(next(filter(there.intersection, COUNTED), ()), 1)
-    used = [name for name in weights if name in there]
+    used = [name for name in weights or row_fields(row) if row.get(name) is not None]
     if not used:
-        raise corpus.missing_fields(row, weights or chain(*COUNTED))
-    return [(weights[name], part) for name in used for part in _parts(name, row[name], vocabulary)]
+        raise corpus.missing_fields(row, weights)
+    found = [(weights.get(name, 1), part) for name in used for part in _parts(name, row[name], vocabulary)]
+    if not weights and used[-1] in ANSWER_IDS:
+        check_written(tokenizer, row, used[-1])
+    return found
 
 
 def _parts(name: str, value: Any, vocabulary: int) -> list[Any]:
@@ -225,8 +223,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = settings.Parser(
         prog="python -m specjax.train.vocab",
         description="Count the tokens of a corpus and write the most frequent ids: a map for a small draft vocabulary.",
-        epilog="What is counted of a JSONL line without --field: "
-        f"{'; or '.join(map(' and '.join, COUNTED))}, whichever comes first.",
+        epilog="Of a JSONL line without --field the prompt (ids, messages or text) and the answer (ids or text) are "
+        "counted, or messages, text or tokens alone.",
     )
     parser.add_argument(
         "--tokenizer", default=BUILT_IN_MODEL, metavar="MODEL",
