@@ -12,21 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from engine_helpers import END, MERGES, SPECIAL, VOCABULARY, tokenizer
+from engine_helpers import MERGES, SPECIAL, VOCABULARY, tokenizer
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models
 from toy_models import tiny_llama
-from train_helpers import arguments, save_data, save_model
+from train_helpers import arguments, draft_source, save_data, save_model
 from transformers import PreTrainedTokenizerFast
 
 from specjax import Engine, EngineConfig, SamplingParams, checkpoint
-from specjax.checkpoint import ModelFiles, VocabularyMap
+from specjax.checkpoint import VocabularyMap
 from specjax.drafters import NoDraft, Standalone
 from specjax.train.__main__ import main
 from specjax.train.checkpoints import read_metrics
 from specjax.train.data import Example, Rows, pack
-from specjax.train.draft import DraftSource
 from specjax.train.features import teach, training_target
 from specjax.train.options import DraftSettings, LossSettings, RunSettings, TrainOptions
 from specjax.train.pruning import pruned_tokenizer
@@ -97,19 +96,6 @@ def test_tokenizers_that_cannot_be_pruned():
 # The loss.
 
 
-def source(toy: Any) -> DraftSource:
-    c = toy.target.config
-    described = {
-        "architectures": ["LlamaForCausalLM"], "vocab_size": c.vocab_size, "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size, "num_hidden_layers": c.num_layers, "head_dim": c.head_dim,
-        "num_attention_heads": c.num_heads, "num_key_value_heads": c.num_kv_heads, "rms_norm_eps": c.norm_epsilon,
-        "max_position_embeddings": c.max_positions, "rope_theta": c.rope.theta,
-        "tie_word_embeddings": c.tied_embeddings,
-    }  # fmt: skip
-    files = ModelFiles("toy", Path("/nowhere"), described, ())
-    return DraftSource(files, tokenizer(), checkpoint.model_config(described, dtype="float32"), (END,))
-
-
 @pytest.mark.parametrize("trainable", ["all", "output"])
 def test_the_loss_is_the_oracles(trainable):
     """Cross-entropy with the target's distribution over the draft's tokens, at every token with a loss whose likeliest
@@ -119,7 +105,7 @@ def test_the_loss_is_the_oracles(trainable):
     options = TrainOptions(
         draft=settings, run=RunSettings(compute_dtype="float32"), loss=LossSettings(teacher_temperature=2.0)
     )
-    draft = StudentDraft(options, source(toy))
+    draft = StudentDraft(options, draft_source(toy, tokenizer()))
     rng = np.random.default_rng(0)
     ids = np.sort(rng.choice(31, 20, replace=False)).astype(np.int32)
     reads = rng.integers(0, 20, 31).astype(np.int32)

@@ -363,8 +363,12 @@ class Chats:
                 raise ValueError(f"the prompt ends with {THINK}, and messages[{len(before)}] has no {END_THINK}")
             else:
                 prompt, lead = start, ""
+        lead = "" if content.startswith(lead) else lead
+        if cut:
+            return prompt, lead + content
         close = self._close.match(after)
-        return prompt, lead + content + ("" if cut else close[0] if close else after)
+        space, end = close.groups() if close else ("", after)
+        return prompt, lead + content + ("" if content.endswith(space) else space) + end
 
     def _rendered(
         self, messages: list[dict[str, Any]], template: Mapping[str, Any], *, answer: bool = False
