@@ -141,22 +141,52 @@ def test_the_prompt_is_that_of_the_server(load):
     assert tokens[:last] == intake.encode(messages[:3], tokenizer(), VOCABULARY)
 
 
-def test_prompt_and_response_are_a_chat(load):
-    row = {"prompt": "hello 12", "response": "hell the", "prompt_ids": [7], "response_ids": [8]}
-    assert only(load([row])) == unmark(chat("u:hello 12", "a:hell the")), "text wins over ids"
-    asked = {"prompt": [{"role": "system", "content": "the"}, USER], "response": "hell the"}
-    assert only(load([asked])) == unmark(chat("s:the", "u:hello 12", "a:hell the"))
+EARLIER = [USER, {"role": "assistant", "content": "12"}, {"role": "user", "content": "é"}]
+EARLIER_TEXT = chat("u:hello 12", "a:12", "u:é").replace("⟦", "").replace("⟧", "")
+RESPONSES = {
+    "prompt": ({"prompt": "hello 12"}, chat("u:hello 12", "a:hell the")),
+    "prompt of messages": ({"prompt": EARLIER}, EARLIER_TEXT + chat("a:hell the")),
+    "messages": ({"messages": [USER]}, chat("u:hello 12", "a:hell the")),
+    "several turns, of which the target wrote none": ({"messages": EARLIER}, EARLIER_TEXT + chat("a:hell the")),
+    "messages with the answer": ({"messages": [*EARLIER, SAID]}, EARLIER_TEXT + chat("a:hell the")),
+    "messages and a prompt": ({"messages": EARLIER, "prompt": "no"}, EARLIER_TEXT + chat("a:hell the")),
+    "prompt_ids without response_ids": ({"messages": [USER], "prompt_ids": [7]}, chat("u:hello 12", "a:hell the")),
+}
+
+
+@pytest.mark.parametrize(("prompt", "text"), RESPONSES.values(), ids=RESPONSES)
+@pytest.mark.parametrize("response", [{}, {"response_ids": [*ids("hell the"), END]}, {"output_ids": ids("hell the")}])
+def test_a_response_follows_its_prompt_and_alone_has_a_loss(load, prompt, text, response):
+    if response and "prompt_ids" in prompt:
+        pytest.skip("then all are ids")
+    wanted = text.replace("the<|im_end|>⟧", "the⟧") if "output_ids" in response else text
+    assert only(load([prompt | {"response": "hell the"} | response])) == unmark(wanted)
+
+
+def test_tools_and_variables_reach_the_template(load):
+    template = (
+        "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{{ mood }}{% for m in messages %}"
+        "{{ m.role[0] }}{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+    )
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    for form in (tools, json.dumps(tools)):
+        row = {"messages": [USER, SAID], "tools": form, "chat_template_kwargs": {"mood": "12"}}
+        assert only(load([row], like=with_template(template))) == unmark(
+            "look12uhello 12<|im_end|>a⟦hell the<|im_end|>⟧"
+        )
 
 
 BROKEN_OFF = {
     "its ids say so": ({"response_ids": ids("hell the")}, True),
     "its ids end": ({"response_ids": [*ids("hell the"), END]}, False),
-    "ids of another tokenizer": ({"response_ids": [5, 6, 10**6]}, False),
     "nothing says so": ({}, False),
     "its reason says so": ({"finish_reason": "length"}, True),
     "its reason is an object": ({"finish_reason": {"type": "length", "length": 3}}, True),
     "its reason is another": ({"finish_reason": "stop"}, False),
-    "its reason comes before its ids": ({"finish_reason": "stop", "response_ids": ids("hell the")}, False),
+    "its reason is an end token": ({"finish_reason": {"type": "stop", "matched": END}}, False),
+    "its reason is a stop string": ({"finish_reason": {"type": "stop", "matched": "Ask:"}}, True),
+    "its ids precede its reason": ({"finish_reason": "stop", "response_ids": ids("hell the")}, True),
+    "its ids end, whatever the reason": ({"finish_reason": "length", "response_ids": [*ids("hell the"), END]}, False),
 }
 
 
@@ -174,6 +204,21 @@ def test_only_the_last_answer_of_messages_is_broken_off(load):
 
 
 IDS = {
+    "ids before text": (
+        {"prompt": "x", "messages": [USER], "response": "hello", "prompt_ids": [5, 6], "response_ids": ids("hello")},
+        [5, 6, *ids("hello")], "00" + "1" * len(ids("hello")),
+    ),
+    "the text before a stop string": (
+        {"prompt_ids": [5], "response_ids": ids("hello 12"), "response": "hello"}, [5, *ids("hello 12")],
+        "0" + "1" * len(ids("hello 12")),
+    ),
+    "an empty answer": ({"prompt_ids": [5, 6], "response_ids": [END], "response": ""}, [5, 6, END], "001"),
+    "a mask over prompt and response": (
+        {"prompt_ids": [5, 6], "response_ids": [7, 8, 9], "loss_mask": [0, 0, 1, 0, 1]}, [5, 6, 7, 8, 9], "00101",
+    ),
+    "masked ids before messages": (
+        {"messages": [USER, SAID], "input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, [5, 6, 7], "011",
+    ),
     "prompt_ids, response_ids": ({"prompt_ids": [5, 6], "response_ids": [7, 8]}, [5, 6, 7, 8], "0011"),
     "input_ids, output_ids": ({"input_ids": [5], "output_ids": [7, 8]}, [5, 7, 8], "011"),
     "no prompt": ({"prompt_ids": [], "response_ids": [7, 8]}, [7, 8], "11"),
@@ -183,8 +228,7 @@ IDS = {
     "a mask of booleans": ({"input_ids": [5, 6], "loss_mask": [False, True]}, [5, 6], "01"),
     "text": ({"text": "hello"}, ids("hello"), "1" * len(ids("hello"))),
     "text before ids": ({"text": "hello", "input_ids": [5]}, ids("hello"), "1" * len(ids("hello"))),
-    "a prompt alone": ({"prompt": "the 12", "response": None}, ids("the 12"), "1" * len(ids("the 12"))),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("row", "tokens", "loss"), IDS.values(), ids=IDS)
@@ -194,11 +238,12 @@ def test_ids_and_text(load, row, tokens, loss):
 
 def test_loss_on_all_is_on_every_token(load):
     rows = [{"messages": [USER, SAID, USER]}, {"prompt_ids": [5], "response_ids": [6]}]
-    rows += [{"tokens": [5, 6, 7], "loss_mask": [0, 1, 0]}, {"messages": [USER]}]
+    rows += [{"tokens": [5, 6, 7], "loss_mask": [0, 1, 0]}, {"prompt": "the 12", "response": None}]
+    rows += [{"messages": [USER]}]
     loaded = load(rows, loss_on="all")
     assert not loaded.skipped and all(example.loss.all() for example in loaded.examples)
     text = chat("u:hello 12", "a:hell the", "u:hello 12").replace("⟦", "").replace("⟧", "")
-    assert [example.tokens.tolist() for example in loaded.examples[:3]] == [ids(text), [5, 6], [5, 6, 7]]
+    assert [example.tokens.tolist() for example in loaded.examples[:4]] == [ids(text), [5, 6], [5, 6, 7], ids("the 12")]
 
 
 def test_text_starts_as_a_prompt_of_text_does(load):
@@ -243,10 +288,10 @@ def test_a_turn_that_the_template_rewrites_has_no_loss(load):
     assert loaded.turns_without_loss == 1
 
 
-def test_a_broken_off_answer_that_is_trimmed(load):
+def test_white_space_that_the_template_trims_is_kept(load):
     row = {"messages": [USER, {"role": "assistant", "content": " e\n"}], "finish_reason": "length"}
     found = only(load([row], like=with_template(FORGETS)))
-    assert found == unmark(chat("u:hello 12") + "<|im_start|>assistant\n⟦(hm)e⟧")
+    assert found == unmark(chat("u:hello 12") + "<|im_start|>assistant\n⟦(hm) e\n⟧")
 
 
 def test_a_broken_off_answer_before_a_space_of_the_template(load):
@@ -299,7 +344,17 @@ BAD = {
     "text alone": ("hello", "must be a JSON object, got 'hello'"),
     "no field": ({"question": "a", "answer": None}, "it has question, answer"),
     "no field at all": ({}, "it has none"),
-    "a response alone": ({"response": "the"}, "none of the fields"),
+    "a response alone": ({"response": "the"}, "its prompt (messages or prompt) is not there"),
+    "a response after ids": ({"input_ids": [5], "response": "the"}, "its prompt (messages or prompt) is not there"),
+    "response_ids alone": ({"response_ids": [5]}, "its prompt (prompt_ids or input_ids or messages or prompt)"),
+    "a prompt alone": ({"prompt": "the"}, "the line has a prompt and no answer"),
+    "ids of another tokenizer": (
+        {"prompt_ids": [5], "response_ids": ids("the 12"), "response": "hello"},
+        "response_ids decodes to 'the 12' and response is 'hello': the ids are of another tokenizer",
+    ),
+    "tools": ({"messages": [USER, SAID], "tools": {"name": "f"}}, "tools must be a JSON array, got {'name': 'f'}"),
+    "tools that are no JSON": ({"messages": [USER, SAID], "tools": "look"}, "tools is not JSON"),
+    "variables": ({"messages": [USER, SAID], "chat_template_kwargs": [1]}, "must be a JSON object, got [1]"),
     "too deep": (b'{"text": ' + b"[" * 10**5, "recursion"),
     "half a surrogate": (b'{"text": "\\ud800"}', "surrogates"),
     "half a surrogate in a role": (
@@ -307,8 +362,13 @@ BAD = {
         "surrogates",
     ),
     "half a surrogate in a name": (b'{"\\ud800": 1}', "it has \\ud800"),
-    "id too large": ({"tokens": [1, VOCABULARY]}, f"id {VOCABULARY}; ids of this model are 0 to {VOCABULARY - 1}"),
-    "id too small": ({"prompt_ids": [1], "response_ids": [2, -1]}, "the id -1"),
+    "id too large": (
+        {"tokens": [1, VOCABULARY]},
+        f"tokens holds the id {VOCABULARY}; ids of this model are 0 to {VOCABULARY - 1}",
+    ),
+    "id too small": ({"prompt_ids": [1], "response_ids": [2, -1]}, "response_ids holds the id -1"),
+    "prompt id too large": ({"prompt_ids": [10**6], "response_ids": [2]}, "prompt_ids holds the id 1000000"),
+    "response ids that are text": ({"prompt": "a", "response_ids": "b"}, "response_ids must be a list of ids, got 'b'"),
     "id of any size": ({"tokens": [1, 10**30]}, "the id 1000"),
     "ids that are numbers": ({"tokens": [1, 2.0]}, "tokens must be a list of ids"),
     "ids that are booleans": ({"tokens": [1, True]}, "tokens must be a list of ids"),
@@ -580,19 +640,27 @@ def test_an_order_that_cannot_be(step, count, batch, seed):
 
 
 @pytest.mark.real_model
-def test_what_the_built_in_model_wrote_is_read_as_it_was_written():
-    """Prompts, ends and their absence against the ids that the engine recorded."""
+def test_what_the_built_in_model_wrote_is_read_as_it_was_written(tmp_path):
+    """The ids that the engine recorded, and what is made of the texts alone."""
     like = load_tokenizer(resolve(BUILT_IN_MODEL))
-    loaded = load_examples([str(SELFGEN)], like, 49152, max_length=4096)
     with gzip.open(SELFGEN) as file:
         rows = [json.loads(line) for line in file]
+    loaded = load_examples([str(SELFGEN)], like, 49152, max_length=4096)
     assert not loaded.skipped and loaded.lines == len(rows) == len(loaded.examples)
+    for row, (tokens, loss) in zip(rows, loaded.examples, strict=True):
+        assert tokens.tolist() == row["prompt_ids"] + row["response_ids"]
+        assert loss.tolist() == [False] * len(row["prompt_ids"]) + [True] * len(row["response_ids"])
+    texts = tmp_path / "texts.jsonl"
+    cut = [row | {"finish_reason": "stop" if row["response_ids"][-1] == 2 else "length"} for row in rows]
+    for row in cut:
+        del row["prompt_ids"], row["response_ids"]
+    texts.write_text("".join(json.dumps(row) + "\n" for row in cut))
+    loaded = load_examples([str(texts)], like, 49152, max_length=4096)
+    assert not loaded.skipped and len(loaded.examples) == len(rows)
     same = 0
     for row, (tokens, loss) in zip(rows, loaded.examples, strict=True):
         start = int(np.flatnonzero(loss)[0])
         assert tokens[:start].tolist() == intake.encode([{"role": "user", "content": row["prompt"]}], like, 49152)
         same += tokens[:start].tolist() == row["prompt_ids"]
-        assert loss[start:].all()
-        assert (tokens[-1] == 2) == (row["response_ids"][-1] == 2)
         assert like.decode(tokens[start:]) == like.decode(row["response_ids"])
     assert same > 0.98 * len(rows), "the others hold other tokens of the same text"

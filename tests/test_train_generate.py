@@ -147,6 +147,28 @@ def test_without_a_chat_template_a_prompt_is_text(files, tmp_path, model):
     assert files.rows[0]["prompt_ids"] == tokenizer()("the hell")["input_ids"]
 
 
+def test_tools_and_variables_of_a_line(files, tmp_path, model):
+    """They are in the ids, and in the output, from which the prompt may be rendered again."""
+    words = tokenizer().__class__.from_pretrained(model)
+    words.chat_template = (
+        "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{{ mood }}{% for m in messages %}"
+        "{% for call in m.tool_calls or [] %}{{ call.function.arguments.x }}{% endfor %}{{ m.role[0] }}{{ m.content }}"
+        "{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+    )
+    words.save_pretrained(tmp_path / "tokenizer")
+    extra = {
+        "tools": [{"type": "function", "function": {"name": "look"}}], "chat_template_kwargs": {"mood": "hell"},
+    }  # fmt: skip
+    call = {"type": "function", "function": {"name": "look", "arguments": '{"x": 12}'}}
+    messages = [{"role": "developer", "content": "the"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    lines = [{"prompt": "e"} | extra, {"messages": messages} | extra, {"prompt": "e", "tools": "no json"}]
+    status, summary, err = files("--tokenizer-path", tmp_path / "tokenizer", lines=lines)
+    assert (status, summary["failed"]) == (1, 1) and "line 3: tools is not JSON" in err
+    for row, line, text in zip(files.rows, lines, ["lookhelluea", "lookhellsthe12aa"], strict=False):
+        assert row["prompt_ids"] == tokenizer()(text)["input_ids"]
+        assert {name: row[name] for name in extra} == extra and row.items() >= line.items()
+
+
 def test_temperatures_are_drawn_by_line(files):
     lines = [{"prompt": str(i)} for i in range(60)]
     files("--temperatures", "0.0 1.5=3", "--max-new-tokens", 2, lines=lines)

@@ -488,6 +488,7 @@ def test_a_run_that_cannot_be_measured_says_so(train, data, caplog):
         given |= {"rounds": 1, "features": "memory"}  # least to compile
         status, summary, _ = train(output, **given)
         assert status == 0 and summary["accept_length"] is None
+        assert "--warmup-steps 2 is not less than --steps 1: " in caplog.text
         return "no accept length will be measured" in caplog.text
 
     assert warned("one", 2) and not warned("other", 0)
@@ -499,7 +500,38 @@ def test_batches_that_do_not_divide_and_empty_data(train, tmp_path, monkeypatch)
     monkeypatch.undo()
     (tmp_path / "bad.jsonl").write_text('{"text": ""}\nnot json\n')
     status, _, err = train(data=tmp_path / "bad.jsonl", held_back=0)
+    assert status == 2 and "none of its 2 lines can be learnt from" in err and "line 1: text is empty" in err
+    (tmp_path / "empty.jsonl").write_text("\n")
+    status, _, err = train(data=tmp_path / "empty.jsonl", held_back=0)
     assert status == 2 and "hold no example to learn from" in err
+
+
+@pytest.mark.parametrize("row", [{"prompt": "the"}, {"messages": [{"role": "user", "content": "the"}]}], ids=str)
+def test_prompts_without_answers_are_one_error(train, data, tmp_path, row):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text((json.dumps(row) + "\n") * 9)
+    for given in ({"data": file}, {"data": file, "text_data": data}):
+        status, summary, err = train(**given)
+        (line,) = [each for each in err.splitlines() if "prompts.jsonl" in each]
+        assert (status, summary) == (2, None) and line == err.strip().splitlines()[-1]
+        assert "--data: none of its 9 lines can be learnt from" in line and f"{file}, line 1: " in line
+        assert "`python -m specjax.train.generate` writes answers" in line
+
+
+def test_how_much_is_held_back(tmp_path, caplog):
+    config = tiny_llama(vocab_size=VOCABULARY).target.config
+
+    def held(lines: int, held_back: int | None = None) -> int:
+        caplog.clear()
+        given = DataSettings(data=(str(save_data(tmp_path / "rows.jsonl", lines)),), held_back=held_back)
+        _, kept, facts = inputs.read_data(TrainOptions(data=given), tokenizer(), config)
+        assert facts["held_back"] == len(kept) and facts["examples"] == lines - len(kept)
+        return len(kept)
+
+    assert [held(lines) for lines in (1, 2, 10, 11, 150, 900)] == [0, 1, 1, 2, 15, 64]
+    assert held(24, 6) == 6 and not caplog.text
+    assert held(150, 64) == 64
+    assert "--held-back 64 leaves only 86 of the 150 examples of --data to learn from; give at most 37" in caplog.text
 
 
 def test_a_folder_that_is_no_run(train, tmp_path):

@@ -91,11 +91,17 @@ MESSAGES = [
     [
         ({"text": "hello", "output_ids": [9, 9]}, ["hello"]),
         ({"messages": MESSAGES, "prompt": "no"}, ["hello", "the end"]),
-        ({"messages": MESSAGES, "prompt": "no", "response": "no", "text": "hell"}, ["hell"]),
-        ({"prompt": "hell", "prompt_ids": [3], "response_ids": [4]}, ["hell"]),
-        ({"input_ids": [3], "response": "the"}, ["the"]),
+        ({"messages": MESSAGES, "prompt": "no", "response": "the", "text": "no"}, ["hello", "the end", "the"]),
+        (
+            {"messages": MESSAGES, "response": "the", "prompt_ids": [30], "response_ids": encode("the")},
+            [[30], encode("the")],
+        ),
+        ({"messages": MESSAGES, "response_ids": [40, 41]}, ["hello", "the end", [40, 41]]),
+        ({"prompt": "hell", "prompt_ids": [30], "response_ids": [40]}, [[30], [40]]),
+        ({"prompt": "hell", "prompt_ids": [30], "response": "the"}, ["hell", "the"]),
+        ({"input_ids": [30], "response": "the"}, [[30], "the"]),
+        ({"output_ids": [40, 41]}, [[40, 41]]),
         ({"tokens": [7, 9], "id": 1}, [[7, 9]]),
-        ({"prompt": "hell", "response": "the", "prompt_ids": [3], "response_ids": [4]}, ["hell", "the"]),
         ({"response": "the", "prompt": None}, ["the"]),
         ({"prompt_ids": [3, 4], "response_ids": [4, 2]}, [[3, 4], [4, 2]]),
         ({"input_ids": [7, 7, 7], "id": 1}, [[7, 7, 7]]),
@@ -113,6 +119,13 @@ def test_what_is_counted_of_a_row(run, row, counted, name):
     assert (status, err, summary["lines"]) == (0, "", 2), "blank lines are no lines"
     assert ids == ranked(expected)
     assert summary["tokens"] == expected.total()
+
+
+def test_ids_of_another_tokenizer_are_not_counted(run):
+    rows = [{"text": "zz"}, {"prompt_ids": [30], "response_ids": [40, 41], "response": "hello"}]
+    status, ids, summary, err = run({"a.jsonl": rows})
+    assert (status, summary["bad"], ids) == (1, 1, ranked(Counter(encode("zz"))))
+    assert "a.jsonl, line 2: response_ids decodes to" in err and "the ids are of another tokenizer" in err
 
 
 def test_chosen_fields_and_their_weights(run):
@@ -316,7 +329,7 @@ BAD = {
     "not UTF-8": (b'{"text": "\xff"}', "can't decode byte 0xff"),
     "half a surrogate": (b'{"prompt": "fine", "response": "\\ud800"}', "surrogates not allowed"),
     "no object": (b"[1]", "a line must be a JSON object, got [1]"),
-    "no field": (b'{"a": 1, "b": 2}', "none of the fields text, messages, prompt, response, "),
+    "no field": (b'{"a": 1, "b": 2}', "none of the fields response_ids, output_ids, response, messages, "),
     "a number": (b'{"text": 5}', "text must be a text, a list of ids, of texts or of messages, got 5"),
     "bools": (b'{"input_ids": [true]}', "input_ids must be a text"),
     "mixed": (b'{"input_ids": [5, "a"]}', "input_ids must be a text"),

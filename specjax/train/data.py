@@ -422,13 +422,20 @@ def check_written(tokenizer: Any, row: Mapping[str, Any], name: str) -> None:
 
 
 def read_prompt(row: Mapping[str, Any], name: str, tokenizer: Any) -> Prompt:
-    """What the target reads of `messages` or `prompt`; text where the tokenizer has no chat template."""
+    """What the target reads of `messages` or `prompt`, before the row's `response`.
+
+    A `prompt` is a text where the tokenizer has no chat template.
+    """
     prompt = row[name]
     if isinstance(prompt, str):
         if not tokenizer.chat_template:
             return prompt
         prompt = [{"role": "user", "content": prompt}]
-    return Chat(_read_messages(name, prompt), _template(row))
+    *before, last = messages = _read_messages(name, prompt)
+    response = row.get("response")
+    if last["role"] == "assistant" and isinstance(response, str) and last["content"].strip() == response.strip():
+        messages = before  # some data sets hold the answer as a message too
+    return Chat(messages, _template(row))
 
 
 def _read_row(row: dict[str, Any], chats: Chats, vocabulary: int) -> Text | Tokens:
@@ -438,12 +445,11 @@ def _read_row(row: dict[str, Any], chats: Chats, vocabulary: int) -> Text | Toke
             return chats.render(_read_messages("messages", row["messages"]), _template(row), cut=_is_cut(row))
         case (("messages" | "prompt") as name, "response"):
             response = corpus.read_text("response", row["response"])
-            prompt = [{"role": "user", "content": row[name]}] if isinstance(row[name], str) else row[name]
-            messages = _read_messages(name, prompt)
-            # Some data sets hold the answer as a message too.
-            if messages[-1]["role"] == "assistant" and messages[-1]["content"].strip() == response.strip():
-                del messages[-1]
-            messages.append({"role": "assistant", "content": response})
+            prompt = read_prompt(row, name, chats.tokenizer)
+            messages: list[Any] = [
+                *(prompt if isinstance(prompt, Chat) else ()),
+                {"role": "assistant", "content": response},
+            ]
             return chats.render(messages, _template(row), cut=_is_cut(row), last_only=True)
         case ("prompt",) if not chats.everything:
             raise ValueError(NO_ANSWER)

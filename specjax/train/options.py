@@ -24,7 +24,7 @@ class DataSettings:
 
     data: tuple[str, ...] = setting(
         (),
-        "JSONL (.gz) of messages, prompt + response, text or token ids, or a folder of such",
+        "JSONL (.gz): answers of specjax.train.generate, messages, prompt + response, text or ids; or a folder of such",
         metavar="FILE",
     )
     text_data: tuple[str, ...] = setting((), "the same, of prompts or text; every token is learnt", metavar="FILE")
