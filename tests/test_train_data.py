@@ -322,6 +322,12 @@ def test_a_template_that_gives_no_place_for_the_loss(load, template, reason):
     assert loaded.skipped[0].number == 1 and reason in loaded.skipped[0].reason
 
 
+def test_loss_on_all_needs_no_place_for_the_answers(load):
+    like = with_template(TEMPLATES["no prefix"][0])
+    tokens, loss = only(load([{"messages": [USER, SAID]}], like=like, loss_on="all"))
+    assert tokens == ids("2hell the") and all(loss)
+
+
 def test_arguments_of_tools_reach_the_template_as_an_object(load):
     template = (
         "{% for m in messages %}{{ m.role[0] }}{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}"

@@ -313,20 +313,18 @@ class Chats:
                 raise ValueError(f"no message has the role assistant; there are {roles:.60}; {NO_ANSWER}")
             messages = messages[: turns[-1] + 1]
         last = len(messages) - 1
-        text, learnt = "", []
+        learnt: dict[int, tuple[str, int]] = {}  # the text up to the end of a turn, and where the turn starts
         for index in turns[-1:] if last_only else turns:
             try:
                 prompt, turn = self._turn(messages[: index + 1], template, cut=cut and index == last)
             except ValueError:
-                if index == last:
+                if index == last and not self.everything:
                     raise
-                continue
-            text = prompt + turn
-            learnt.append((text, len(prompt)))
-        if last not in turns:
-            text = self._rendered(messages, template)
+            else:
+                learnt[index] = prompt + turn, len(prompt)
+        text = learnt[last][0] if last in learnt else self._rendered(messages, template)
         text.encode()  # a role, or other output of a template, can hold half a surrogate
-        spans = [(start, len(part)) for part, start in learnt if text.startswith(part)]
+        spans = [(start, len(part)) for part, start in learnt.values() if text.startswith(part)]
         lost = 0 if self.everything or last_only else len(turns) - len(spans)
         return Text(text, spans, lost)
 
