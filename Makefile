@@ -14,7 +14,7 @@ DEPLOY_LINT  ?= .deploy-lint
 DOCS_VENV    ?= .venv-docs
 RAY_VENV     ?= .venv-ray
 
-.PHONY: setup check test test-processes test-all smoke gpu-compile gpu-compile-all gpu-compile-newest schemathesis routers deploy-check ray docs serve head clean
+.PHONY: setup check test test-processes test-all smoke gpu-compile gpu-compile-all gpu-compile-newest schemathesis routers deploy-check ray docs wheel serve head clean
 
 setup: $(STAMP)
 
@@ -162,9 +162,16 @@ $(DOCS_VENV)/.installed: Makefile
 	$(DOCS_VENV)/bin/python -m pip install --quiet 'mkdocs>=1.6,<2' 'mkdocstrings[python]>=1.0'
 	@touch $@
 
+# dist/specjax-VERSION-py3-none-any.whl: for another machine, or to lie beside a notebook.
+wheel:
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@rm -f dist/specjax-*.whl
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@echo "Wrote $$(ls dist/specjax-*.whl). Install it with pip, or upload it to Colab beside a notebook."
+
 # Without the tools of `make setup` (torch, for one, is only compared with). Flags: make serve SERVE_FLAGS='--port 8000'
 serve: $(SERVE_STAMP)
-	@$(BIN)/python -m specjax.serve --config configs/smollm2-135m-instruct-eagle3.toml $(SERVE_FLAGS)
+	@$(BIN)/specjax serve --config configs/smollm2-135m-instruct-eagle3.toml $(SERVE_FLAGS)
 
 $(SERVE_STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -176,8 +183,8 @@ $(SERVE_STAMP): pyproject.toml
 # Hours on a CPU; goes on where it was stopped.
 head: setup
 	for head in eagle3-1 eagle3-2 eagle3-3 eagle3-4 eagle3-5 eagle3-6 eagle3-7 eagle2; do \
-		$(BIN)/python -m specjax.train --config configs/train/smollm2-135m-instruct-$$head.toml || exit; \
+		$(BIN)/specjax train --config configs/train/smollm2-135m-instruct-$$head.toml || exit; \
 	done
 
 clean:
-	rm -rf $(VENV) $(SMOKE_VENV) $(GPU_COMPILER) $(NEWEST_GPU_COMPILER) $(SCHEMATHESIS) $(ROUTERS) $(DEPLOY_LINT) $(DOCS_VENV) $(RAY_VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SMOKE_VENV) $(GPU_COMPILER) $(NEWEST_GPU_COMPILER) $(SCHEMATHESIS) $(ROUTERS) $(DEPLOY_LINT) $(DOCS_VENV) $(RAY_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,52 +1,43 @@
-"""The wheel: built from a copy of the tree, installed in an environment of its own, imported from an empty folder."""
+"""What is built and installed: the sdist, the wheel of it and an editable install, in environments of their own."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
-from wheel_helpers import PROJECT, ROOT, Environment, build_wheel, install, run
+from wheel_helpers import PROJECT, ROOT, Environment, build, copy_tree, install, run
 
 import specjax
 
-SOURCES = {"specjax": ROOT / "specjax", "specjax_kernels": ROOT / "kernels" / "specjax_kernels"}
 
-DATA = {
-    f"specjax/{file.relative_to(ROOT / 'specjax').as_posix()}"
-    for file in (ROOT / "specjax" / "data").rglob("*")
-    if file.is_file()
-}
-
-
-def source_files(suffix: str = ".py") -> set[str]:
-    """Files of both packages, as a wheel names them."""
-    return {
-        f"{package}/{file.relative_to(folder).as_posix()}"
-        for package, folder in SOURCES.items()
-        for file in folder.rglob(f"*{suffix}")
-    }
+def tracked(*folders: str) -> set[str]:
+    """Files of git's in these folders; new ones that it does not ignore, too."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *folders]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    return {name for name in names if (ROOT / name).is_file()}
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    return build_wheel(tmp_path_factory.mktemp("wheel"))
+def built(tmp_path_factory) -> tuple[Path, Path]:
+    """The sdist and the wheel."""
+    root = tmp_path_factory.mktemp("built")
+    return build(copy_tree(root / "tree"), root / "out")
 
 
 @pytest.fixture(scope="module")
-def installed(wheel, tmp_path_factory) -> Environment:
-    return install(wheel, tmp_path_factory.mktemp("installed"))
+def installed(built, tmp_path_factory) -> Environment:
+    return install(built[1], tmp_path_factory.mktemp("installed"))
 
 
-def test_every_package_is_listed():
-    """With the folders of data that could be imported, of which setuptools warns if they are not."""
-    found = {str(Path(name).parent).replace("/", ".") for name in source_files()}
-    data = {str(Path(name).parent).replace("/", ".") for name in DATA}
-    data = {name for name in data if all(map(str.isidentifier, name.split(".")))} | {"specjax.data.heads"}
-    assert set(PROJECT["tool"]["setuptools"]["packages"]) == found | data
-    without = {name for name in found if f"{name.replace('.', '/')}/__init__.py" not in source_files()}
-    assert not without, "folders with Python files but no __init__.py"
+def test_every_folder_of_code_is_a_package():
+    """A wheel takes any folder; the type checkers and `pkgutil` need the file."""
+    code = {Path(name).parent for name in tracked("specjax", "kernels/specjax_kernels") if name.endswith(".py")}
+    assert not [str(folder) for folder in code if not (ROOT / folder / "__init__.py").is_file()]
 
 
 def test_kernels_is_a_bare_folder():
@@ -60,14 +51,20 @@ def test_one_version():
 
 
 @pytest.mark.process
-def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
-    with zipfile.ZipFile(wheel) as archive:
+def test_the_wheel_holds_the_packages_and_nothing_else(built):
+    with zipfile.ZipFile(built[1]) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    tables = {"specjax_kernels/launch_table.json", "specjax_kernels/choice_table.json"}
-    others = {"specjax/py.typed", "specjax_kernels/py.typed", "specjax/serve/playground.html", *tables}
-    assert names == source_files() | DATA | others
-    assert "specjax/data/smollm2-token-map.npy" in names
-    assert specjax.__version__ in wheel.name
+    assert names == {name.removeprefix("kernels/") for name in tracked("specjax", "kernels/specjax_kernels")}
+    assert {"specjax/py.typed", "specjax/data/smollm2-token-map.npy", "specjax_kernels/launch_table.json"} <= names
+    assert specjax.__version__ in built[1].name
+
+
+@pytest.mark.process
+def test_the_sdist_holds_what_the_wheel_is_built_from(built):
+    with tarfile.open(built[0]) as archive:
+        names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+    others = {".gitignore", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "PKG-INFO"}
+    assert names == tracked("specjax", "kernels") | others
 
 
 @pytest.mark.process
@@ -91,8 +88,48 @@ print(json.dumps([modules, specjax.__version__, before, None if spec is None els
 
 @pytest.mark.process
 def test_the_command_runs_there(installed):
-    for command in ([installed.python, "-m", "specjax.generate"], [installed.bin / "specjax-generate"]):
-        shown = run(*command, "--help", cwd=installed.empty, COLUMNS="200")
-        assert "--speculative-algorithm" in shown
-        assert "--model" in shown
+    command = installed.bin / "specjax"
+    assert run(command, "--version", cwd=installed.empty) == f"specjax {specjax.__version__}\n"
+    assert run(installed.python, "-m", "specjax", "--version", cwd=installed.empty).startswith("specjax ")
+    for name in ("serve", "generate", "train"):
+        shown = run(command, name, "--help", cwd=installed.empty)
+        assert shown == run(installed.python, "-m", f"specjax.{name}", "--help", cwd=installed.empty)
+        assert shown.startswith(f"usage: specjax {name} ") and "--model" in shown
     assert not list(installed.empty.iterdir())
+
+
+@pytest.fixture(scope="module")
+def editable(tmp_path_factory) -> Environment:
+    """An editable install of a clone in a folder named `specjax`, which Python takes for a namespace package where the
+    folder above is on `sys.path`. Metadata of an earlier setuptools install lies in it."""
+    tree = copy_tree(tmp_path_factory.mktemp("above") / "specjax")
+    (tree / "specjax.egg-info").mkdir()
+    (tree / "specjax.egg-info" / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: specjax\nVersion: 0.0.1\n")
+    root = tmp_path_factory.mktemp("editable")
+    return install(tree, root, "--no-build-isolation", "--editable")._replace(empty=tree.parent)
+
+
+SCRIPT = """
+import importlib.metadata
+import specjax, specjax_kernels
+from specjax import Engine
+print(specjax.__file__, specjax_kernels.__file__, importlib.metadata.version("specjax"))
+"""
+
+
+@pytest.mark.process
+def test_a_script_above_the_clone_imports_an_editable_install(editable):
+    script = editable.empty / "script.py"
+    script.write_text(SCRIPT)
+    tree, version = editable.empty / "specjax", specjax.__version__
+    expected = f"{tree}/specjax/__init__.py {tree}/kernels/specjax_kernels/__init__.py {version}\n"
+    assert run(editable.python, script, cwd=editable.empty) == expected
+    assert run(editable.bin / "specjax", "--version", cwd=editable.empty) == f"specjax {version}\n"
+
+
+@pytest.mark.process
+def test_pyright_resolves_an_editable_install_without_a_config(editable, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT + "reveal_type(Engine)\n")
+    pyright = [sys.executable, "-m", "pyright", "--pythonpath", editable.python, "script.py"]
+    shown = run(*pyright, cwd=tmp_path)
+    assert 'Type of "Engine" is "type[Engine]"' in shown and "0 errors, 0 warnings" in shown

@@ -1,4 +1,4 @@
-"""A wheel of a copy of the tree, and a virtual environment with it and nothing of this checkout."""
+"""A copy of the tree, wheels of it, and virtual environments with these and nothing of this checkout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,20 +25,23 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
-def build_wheel(root: Path) -> Path:
-    tree, out = root / "tree", root / "out"
-    tree.mkdir()
-    for name in ("pyproject.toml", PROJECT["project"]["readme"]):
-        shutil.copy(ROOT / name, tree)
-    leave = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
-    for name in ("specjax", "kernels"):
-        shutil.copytree(ROOT / name, tree / name, ignore=leave)
-    # Old environments hold an old setuptools; pip then fetches the one that pyproject.toml asks for.
-    current = int(version("setuptools").partition(".")[0]) >= 77
-    isolation = ["--no-build-isolation"] if current else []
-    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", *isolation, "--wheel-dir", out, tree, cwd=root)
-    (built,) = out.glob("*.whl")
-    return built
+FOLDERS = ("specjax", "kernels", "deploy")  # the last must not get into what is built
+
+
+def copy_tree(target: Path) -> Path:
+    """What a build reads, and a folder that it must leave alone, as they are here: with bytecode, for example."""
+    for name in ("pyproject.toml", ".gitignore", "README.md", "LICENSE", "CHANGELOG.md"):
+        target.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, target)
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, target / name)
+    return target
+
+
+def build(tree: Path, out: Path) -> tuple[Path, Path]:
+    """The sdist, and the wheel that is built from the unpacked sdist."""
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, tree, cwd=tree.parent)
+    return next(out.glob("*.tar.gz")), next(out.glob("*.whl"))
 
 
 class Environment(NamedTuple):
@@ -52,8 +54,8 @@ class Environment(NamedTuple):
         return self.bin / "python"
 
 
-def install(wheel: Path, root: Path) -> Environment:
-    """A virtual environment with the wheel, and for its dependencies a look into this one's packages.
+def install(what: Path, root: Path, *options: str) -> Environment:
+    """A virtual environment with the wheel or tree, and for its dependencies a look into this one's packages.
 
     A folder named in a .pth file does not have its own .pth files read, so an editable install here is not seen there.
     """
@@ -64,7 +66,7 @@ def install(wheel: Path, root: Path) -> Environment:
     here = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
     (site / "dependencies.pth").write_text("\n".join(here) + "\n")
     pip = [sys.executable, "-m", "pip", "--python", binaries / "python"]
-    run(*pip, "install", "--quiet", "--no-deps", "--no-index", "--force-reinstall", wheel, cwd=root)
+    run(*pip, "install", "--quiet", "--no-deps", "--no-index", "--force-reinstall", *options, what, cwd=root)
     empty = root / "empty"
     empty.mkdir()
     return Environment(binaries, site, empty)
