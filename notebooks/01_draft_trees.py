@@ -28,19 +28,23 @@
 # 2. **EAGLE-3** is a small network, a *head*, that reads what three of the target's layers put out. One ships with
 #    specjax for the built-in model.
 #
-# It runs on a CPU in two minutes. On Colab (File > Upload notebook) set `SOURCE` in the first cell.
+# It runs on a CPU in two minutes. On Colab upload it (File > Upload notebook) and, in the pane of files, the wheel that
+# `make wheel` makes in a checkout; the first cell installs it.
 
 # %%
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-# What pip installs specjax from: a wheel (a file or a URL), git+https://..., or the folder of a checkout.
-SOURCE = os.environ.get("SPECJAX_SOURCE", "..")
+# Where pip finds specjax if it is not installed: a wheel (a file or a URL), git+https://..., or a checkout's folder.
+# Empty: the newest wheel in this folder (`make wheel` in a checkout makes one), else the checkout around it.
+SOURCE = os.environ.get("SPECJAX_SOURCE", "")
 JAX = ">=0.10.2,<0.13"  # as specjax needs it; a JAX within these bounds, such as Colab's own, stays as it is
 
 
@@ -71,20 +75,52 @@ def cuda_extra() -> str:
     return "cuda12" if driver >= numbers("525.60.13") else ""
 
 
-if importlib.util.find_spec("specjax") is None:
-    if "://" not in SOURCE and not (SOURCE.endswith(".whl") or (Path(SOURCE) / "pyproject.toml").is_file()):
-        raise FileNotFoundError(f"{SOURCE} is no checkout of specjax: set SOURCE, above")
-    what = SOURCE
+def is_installed(package: str) -> bool:
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None  # a mere folder of that name has no origin
+
+
+def find_source() -> str:
+    here = Path.cwd()
+    if wheels := sorted(here.glob("specjax-*.whl"), key=lambda wheel: wheel.stat().st_mtime):
+        name = re.sub(r" ?\(\d+\)", "", wheels[-1].name)  # of a file that was uploaded again; pip refuses it
+        return str(wheels[-1] if name == wheels[-1].name else shutil.copy(wheels[-1], Path(tempfile.mkdtemp()) / name))
+    for folder in (here, *here.parents, here / "specjax"):
+        if (folder / "pyproject.toml").is_file() and (folder / "kernels" / "specjax_kernels").is_dir():
+            return str(folder)
+    raise SystemExit(
+        "specjax is not installed: put a wheel of it beside this notebook (`make wheel` in a checkout makes one), "
+        "start Jupyter in a checkout, or set SOURCE at the top of this cell, and run the cell again."
+    )
+
+
+def install(*packages: str) -> None:
+    print("pip install", *packages)
+    quiet = ["--no-color", "--progress-bar", "off", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "install", *quiet, *packages]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
+        said = []
+        for line in running.stdout:  # the newest line is shown in place of the one before
+            said.append(line)
+            print(f"\r{line.strip()[:100]:<100}", end="", flush=True)
+    print()
+    if running.returncode:
+        raise SystemExit("".join(["pip could not install it:\n", *said[-20:]]))
+    importlib.invalidate_caches()
+
+
+if not (is_installed("specjax") and is_installed("specjax_kernels")):
+    what = SOURCE or find_source()
     if extra := cuda_extra():
-        what = f"specjax[{extra}] @ {SOURCE}" if "://" in SOURCE else f"{SOURCE}[{extra}]"
-    print("pip install", what)
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", what, "matplotlib>=3.8"], check=True)
+        what = f"specjax[{extra}] @ {what}" if "://" in what else f"{what}[{extra}]"
+    install(what, "matplotlib>=3.8")
 
 # %%
 import matplotlib.pyplot as plt
 import numpy as np
 
-from specjax import Eagle3, Engine, EngineConfig, Ngram, SamplingParams
+from specjax import Completion, Eagle3, Engine, EngineConfig, Ngram, SamplingParams
+from specjax.progress import progress_bar
 from specjax.viz.drawing import draw_steps, draw_tree
 from specjax.viz.trees import StepTree, render
 
@@ -110,6 +146,15 @@ def ask(text: str) -> list[dict]:
     return [{"role": "user", "content": text}]
 
 
+def answer(engine: Engine) -> dict[str, Completion]:
+    found = {}
+    with progress_bar("Answering", len(prompts), "prompt") as bar:
+        for name, prompt in prompts.items():
+            found[name] = engine.generate(prompt, greedy)
+            bar.update()
+    return found
+
+
 # %% [markdown]
 # ## NGRAM
 #
@@ -121,9 +166,9 @@ prompts = {
     "prose": ask("Write a short story about a lighthouse keeper and a whale."),
     "code": ask("Write a Python function that says whether a word is a palindrome, with an example."),
 }
-engine = Engine.from_pretrained(MODEL, draft=Ngram(nodes=8, max_match=6), config=config, progress=False)
+engine = Engine.from_pretrained(MODEL, draft=Ngram(nodes=8, max_match=6), config=config)
 decode = engine.tokenizer.decode
-ngram = {name: engine.generate(prompt, greedy) for name, prompt in prompts.items()}
+ngram = answer(engine)
 done = ngram["a list"]
 print(done.text)
 print(f"\n{done.spec_verify_ct} steps, {done.spec_accept_length:.2f} tokens a step")
@@ -151,7 +196,7 @@ print()
 print(render(tree, decode))
 
 # %% [markdown]
-# `python -m specjax.generate --show-trees` prints this for every step. As a picture: bold is the accepted path, dashed
+# `specjax generate --show-trees` prints this for every step. As a picture: bold is the accepted path, dashed
 # what the target drew without anyone having proposed it. An n-gram's score is not a probability but a rank (the
 # longest match first, the latest first among equals), so the boxes show the order.
 
@@ -179,8 +224,8 @@ draw_steps(done.trees[first : first + 3], decode, shade="order", first=first + 1
 
 # %%
 draft = Eagle3(HEAD, steps=5, topk=4, nodes=16, min_probability=0.0)
-engine = Engine.from_pretrained(MODEL, draft=draft, config=config, progress=False)
-eagle = {name: engine.generate(prompt, greedy) for name, prompt in prompts.items()}
+engine = Engine.from_pretrained(MODEL, draft=draft, config=config)
+eagle = answer(engine)
 for name in prompts:
     same = "the same text" if eagle[name].output_ids == ngram[name].output_ids else "another text"
     print(

@@ -24,19 +24,23 @@
 # The idea is the oldest there is, a table of **bigrams**: which tokens most often follow this one. It knows nothing but
 # the last token. Still it is a draft, and its trees are made as EAGLE-2's are.
 #
-# It runs on a CPU in two minutes. On Colab (File > Upload notebook) set `SOURCE` in the first cell.
+# It runs on a CPU in two minutes. On Colab upload it (File > Upload notebook) and, in the pane of files, the wheel that
+# `make wheel` makes in a checkout; the first cell installs it.
 
 # %%
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-# What pip installs specjax from: a wheel (a file or a URL), git+https://..., or the folder of a checkout.
-SOURCE = os.environ.get("SPECJAX_SOURCE", "..")
+# Where pip finds specjax if it is not installed: a wheel (a file or a URL), git+https://..., or a checkout's folder.
+# Empty: the newest wheel in this folder (`make wheel` in a checkout makes one), else the checkout around it.
+SOURCE = os.environ.get("SPECJAX_SOURCE", "")
 JAX = ">=0.10.2,<0.13"  # as specjax needs it; a JAX within these bounds, such as Colab's own, stays as it is
 
 
@@ -67,14 +71,45 @@ def cuda_extra() -> str:
     return "cuda12" if driver >= numbers("525.60.13") else ""
 
 
-if importlib.util.find_spec("specjax") is None:
-    if "://" not in SOURCE and not (SOURCE.endswith(".whl") or (Path(SOURCE) / "pyproject.toml").is_file()):
-        raise FileNotFoundError(f"{SOURCE} is no checkout of specjax: set SOURCE, above")
-    what = SOURCE
+def is_installed(package: str) -> bool:
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None  # a mere folder of that name has no origin
+
+
+def find_source() -> str:
+    here = Path.cwd()
+    if wheels := sorted(here.glob("specjax-*.whl"), key=lambda wheel: wheel.stat().st_mtime):
+        name = re.sub(r" ?\(\d+\)", "", wheels[-1].name)  # of a file that was uploaded again; pip refuses it
+        return str(wheels[-1] if name == wheels[-1].name else shutil.copy(wheels[-1], Path(tempfile.mkdtemp()) / name))
+    for folder in (here, *here.parents, here / "specjax"):
+        if (folder / "pyproject.toml").is_file() and (folder / "kernels" / "specjax_kernels").is_dir():
+            return str(folder)
+    raise SystemExit(
+        "specjax is not installed: put a wheel of it beside this notebook (`make wheel` in a checkout makes one), "
+        "start Jupyter in a checkout, or set SOURCE at the top of this cell, and run the cell again."
+    )
+
+
+def install(*packages: str) -> None:
+    print("pip install", *packages)
+    quiet = ["--no-color", "--progress-bar", "off", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "install", *quiet, *packages]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
+        said = []
+        for line in running.stdout:  # the newest line is shown in place of the one before
+            said.append(line)
+            print(f"\r{line.strip()[:100]:<100}", end="", flush=True)
+    print()
+    if running.returncode:
+        raise SystemExit("".join(["pip could not install it:\n", *said[-20:]]))
+    importlib.invalidate_caches()
+
+
+if not (is_installed("specjax") and is_installed("specjax_kernels")):
+    what = SOURCE or find_source()
     if extra := cuda_extra():
-        what = f"specjax[{extra}] @ {SOURCE}" if "://" in SOURCE else f"{SOURCE}[{extra}]"
-    print("pip install", what)
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", what, "matplotlib>=3.8"], check=True)
+        what = f"specjax[{extra}] @ {what}" if "://" in what else f"{what}[{extra}]"
+    install(what, "matplotlib>=3.8")
 
 # %%
 from itertools import pairwise
@@ -85,6 +120,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from specjax import Completion, Drafter, Engine, EngineConfig, Pool, SamplingParams, Speculation, rerank
+from specjax.progress import progress_bar
 from specjax.tree import NO_PARENT
 
 SHORT = bool(os.environ.get("SPECJAX_NOTEBOOK_SHORT"))  # few tokens, for the tests
@@ -122,7 +158,7 @@ LESSONS = [
     "Describe a market in the rain.",
     "What does a compiler do?",
 ]
-engine = Engine.from_pretrained(MODEL, draft="NONE", config=config, progress=False)
+engine = Engine.from_pretrained(MODEL, draft="NONE", config=config)
 lessons = engine.generate(
     [ask(text) for text in LESSONS[: 2 if SHORT else None]], SamplingParams(max_new_tokens=LENGTH)
 )
@@ -210,12 +246,18 @@ def answer(temperature: float = 0.0) -> list[Completion]:
         SamplingParams(max_new_tokens=LENGTH, temperature=temperature, seed=i, ignore_eos=SHORT)
         for i in range(len(questions))
     ]
-    return [engine.generate(each, sampling) for each, sampling in zip(questions, params, strict=True)]
+    found = []
+    with progress_bar(f"Answering at temperature {temperature}", len(questions), "question") as bar:
+        for each, sampling in zip(questions, params, strict=True):
+            found.append(engine.generate(each, sampling))
+            bar.update()
+    return found
 
 
 found, sampled = {}, {}
 for name, options in drafts.items():
-    engine = Engine.from_pretrained(MODEL, config=config, progress=False, **options)
+    print(name)
+    engine = Engine.from_pretrained(MODEL, config=config, **options)
     found[name] = answer()
     sampled[name] = answer(temperature=0.8)
 
@@ -267,5 +309,5 @@ plt.show()
 # a file, here `my_drafter.py`, it also has a name, for the server and the benchmarks:
 #
 # ```sh
-# PYTHONPATH=. python -m specjax.serve --speculative-algorithm my_drafter:bigrams
+# PYTHONPATH=. specjax serve --speculative-algorithm my_drafter:bigrams
 # ```

@@ -20,26 +20,30 @@
 # target will say next. The target stays as it is, and writes the training data itself. Three commands do it:
 #
 # ```sh
-# python -m specjax.train.generate --model MODEL --input prompts.jsonl --output answers.jsonl
-# python -m specjax.train --model MODEL --data answers.jsonl --output runs/mine --steps 20000
-# python -m specjax.serve --model MODEL --speculative-algorithm EAGLE3 --speculative-draft-model-path runs/mine/head
+# specjax train generate --model MODEL --input prompts.jsonl --output answers.jsonl
+# specjax train --model MODEL --data answers.jsonl --output runs/mine --steps 20000
+# specjax serve --model MODEL --speculative-algorithm EAGLE3 --speculative-draft-model-path runs/mine/head
 # ```
 #
 # This notebook runs the first two for the built-in model on a few questions, draws the curves, and measures the head in
 # the engine, beside the one that ships, which saw a hundred times more text. It takes about eight minutes on two
-# cores. On Colab (File > Upload notebook) set `SOURCE` in the first cell.
+# cores. On Colab upload it (File > Upload notebook) and, in the pane of files, the wheel that `make wheel` makes in a
+# checkout; the first cell installs it.
 
 # %%
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-# What pip installs specjax from: a wheel (a file or a URL), git+https://..., or the folder of a checkout.
-SOURCE = os.environ.get("SPECJAX_SOURCE", "..")
+# Where pip finds specjax if it is not installed: a wheel (a file or a URL), git+https://..., or a checkout's folder.
+# Empty: the newest wheel in this folder (`make wheel` in a checkout makes one), else the checkout around it.
+SOURCE = os.environ.get("SPECJAX_SOURCE", "")
 JAX = ">=0.10.2,<0.13"  # as specjax needs it; a JAX within these bounds, such as Colab's own, stays as it is
 
 
@@ -70,24 +74,55 @@ def cuda_extra() -> str:
     return "cuda12" if driver >= numbers("525.60.13") else ""
 
 
-if importlib.util.find_spec("specjax") is None:
-    if "://" not in SOURCE and not (SOURCE.endswith(".whl") or (Path(SOURCE) / "pyproject.toml").is_file()):
-        raise FileNotFoundError(f"{SOURCE} is no checkout of specjax: set SOURCE, above")
-    what = SOURCE
+def is_installed(package: str) -> bool:
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None  # a mere folder of that name has no origin
+
+
+def find_source() -> str:
+    here = Path.cwd()
+    if wheels := sorted(here.glob("specjax-*.whl"), key=lambda wheel: wheel.stat().st_mtime):
+        name = re.sub(r" ?\(\d+\)", "", wheels[-1].name)  # of a file that was uploaded again; pip refuses it
+        return str(wheels[-1] if name == wheels[-1].name else shutil.copy(wheels[-1], Path(tempfile.mkdtemp()) / name))
+    for folder in (here, *here.parents, here / "specjax"):
+        if (folder / "pyproject.toml").is_file() and (folder / "kernels" / "specjax_kernels").is_dir():
+            return str(folder)
+    raise SystemExit(
+        "specjax is not installed: put a wheel of it beside this notebook (`make wheel` in a checkout makes one), "
+        "start Jupyter in a checkout, or set SOURCE at the top of this cell, and run the cell again."
+    )
+
+
+def install(*packages: str) -> None:
+    print("pip install", *packages)
+    quiet = ["--no-color", "--progress-bar", "off", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "install", *quiet, *packages]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
+        said = []
+        for line in running.stdout:  # the newest line is shown in place of the one before
+            said.append(line)
+            print(f"\r{line.strip()[:100]:<100}", end="", flush=True)
+    print()
+    if running.returncode:
+        raise SystemExit("".join(["pip could not install it:\n", *said[-20:]]))
+    importlib.invalidate_caches()
+
+
+if not (is_installed("specjax") and is_installed("specjax_kernels")):
+    what = SOURCE or find_source()
     if extra := cuda_extra():
-        what = f"specjax[{extra}] @ {SOURCE}" if "://" in SOURCE else f"{SOURCE}[{extra}]"
-    print("pip install", what)
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", what, "matplotlib>=3.8"], check=True)
+        what = f"specjax[{extra}] @ {what}" if "://" in what else f"{what}[{extra}]"
+    install(what, "matplotlib>=3.8")
 
 # %%
 import json
-import tempfile
 from contextlib import redirect_stderr
 
 import matplotlib.pyplot as plt
 import numpy as np
 
 from specjax import Eagle3, Engine, EngineConfig, SamplingParams
+from specjax.progress import progress_bar
 from specjax.train.__main__ import main as train
 from specjax.train.generate import main as generate
 
@@ -133,7 +168,7 @@ answers = folder / "answers.jsonl"
 run(
     generate, "--model", MODEL, "--input", questions, "--output", answers, "--temperatures", "0", "0.8",
     "--max-prompt-tokens", 256, "--max-new-tokens", LENGTH, "--max-running-requests", 4,
-    "--max-total-tokens", 4096, "--speculative-algorithm", "NGRAM", "--no-progress",
+    "--max-total-tokens", 4096, "--speculative-algorithm", "NGRAM",
 )  # fmt: skip
 rows = [json.loads(line) for line in answers.read_text().splitlines()]
 print(f"{sum(len(row['response_ids']) for row in rows)} tokens, for example: {rows[0]['response'][:200]!r}")
@@ -201,8 +236,12 @@ if not SHORT and MODEL == "smollm2-135m-instruct":
 found = {}
 for name, draft in heads.items():
     config = EngineConfig(max_running_requests=1, context_length=512, max_total_tokens=4096)
-    engine = Engine.from_pretrained(MODEL, draft=draft, config=config, progress=False)
-    found[name] = [engine.generate(question, sampling) for question in asked]
+    engine = Engine.from_pretrained(MODEL, draft=draft, config=config)
+    found[name] = []
+    with progress_bar(f"Answering with the draft: {name}", len(asked), "question") as bar:
+        for question in asked:
+            found[name].append(engine.generate(question, sampling))
+            bar.update()
 
 texts = [done.output_ids for done in found.pop("none")]
 figure, ax = plt.subplots(figsize=(4.8, 3.0))

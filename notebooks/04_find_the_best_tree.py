@@ -20,7 +20,7 @@
 # tokens (nodes, the root included). More of each means more accepted tokens a step, and a slower step. Which tree is
 # the fastest depends on the model, its draft, the machine, the batch and the text, so it is measured.
 #
-# Running hundreds of trees one after another takes hours. `python -m specjax.bench tune-tree` runs few and predicts the
+# Running hundreds of trees one after another takes hours. `specjax bench tune-tree` runs few and predicts the
 # others:
 #
 #     tokens/s = batch x accept length / (draft time + verify time + the rest of a step)
@@ -29,20 +29,23 @@
 # of a step's parts are measured once for each shape. The best points are run then, and the table says how far the
 # predictions were off.
 #
-# It takes about six minutes on 2 cores, most of them for compiling. On Colab (File > Upload notebook) set `SOURCE` in
-# the first cell.
+# It takes about six minutes on 2 cores, most of them for compiling. On Colab upload it (File > Upload
+# notebook) and, in the pane of files, the wheel that `make wheel` makes in a checkout; the first cell installs it.
 
 # %%
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-# What pip installs specjax from: a wheel (a file or a URL), git+https://..., or the folder of a checkout.
-SOURCE = os.environ.get("SPECJAX_SOURCE", "..")
+# Where pip finds specjax if it is not installed: a wheel (a file or a URL), git+https://..., or a checkout's folder.
+# Empty: the newest wheel in this folder (`make wheel` in a checkout makes one), else the checkout around it.
+SOURCE = os.environ.get("SPECJAX_SOURCE", "")
 JAX = ">=0.10.2,<0.13"  # as specjax needs it; a JAX within these bounds, such as Colab's own, stays as it is
 
 
@@ -73,19 +76,49 @@ def cuda_extra() -> str:
     return "cuda12" if driver >= numbers("525.60.13") else ""
 
 
-if importlib.util.find_spec("specjax") is None:
-    if "://" not in SOURCE and not (SOURCE.endswith(".whl") or (Path(SOURCE) / "pyproject.toml").is_file()):
-        raise FileNotFoundError(f"{SOURCE} is no checkout of specjax: set SOURCE, above")
-    what = SOURCE
+def is_installed(package: str) -> bool:
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None  # a mere folder of that name has no origin
+
+
+def find_source() -> str:
+    here = Path.cwd()
+    if wheels := sorted(here.glob("specjax-*.whl"), key=lambda wheel: wheel.stat().st_mtime):
+        name = re.sub(r" ?\(\d+\)", "", wheels[-1].name)  # of a file that was uploaded again; pip refuses it
+        return str(wheels[-1] if name == wheels[-1].name else shutil.copy(wheels[-1], Path(tempfile.mkdtemp()) / name))
+    for folder in (here, *here.parents, here / "specjax"):
+        if (folder / "pyproject.toml").is_file() and (folder / "kernels" / "specjax_kernels").is_dir():
+            return str(folder)
+    raise SystemExit(
+        "specjax is not installed: put a wheel of it beside this notebook (`make wheel` in a checkout makes one), "
+        "start Jupyter in a checkout, or set SOURCE at the top of this cell, and run the cell again."
+    )
+
+
+def install(*packages: str) -> None:
+    print("pip install", *packages)
+    quiet = ["--no-color", "--progress-bar", "off", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "install", *quiet, *packages]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
+        said = []
+        for line in running.stdout:  # the newest line is shown in place of the one before
+            said.append(line)
+            print(f"\r{line.strip()[:100]:<100}", end="", flush=True)
+    print()
+    if running.returncode:
+        raise SystemExit("".join(["pip could not install it:\n", *said[-20:]]))
+    importlib.invalidate_caches()
+
+
+if not (is_installed("specjax") and is_installed("specjax_kernels")):
+    what = SOURCE or find_source()
     if extra := cuda_extra():
-        what = f"specjax[{extra}] @ {SOURCE}" if "://" in SOURCE else f"{SOURCE}[{extra}]"
-    print("pip install", what)
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", what, "matplotlib>=3.8"], check=True)
+        what = f"specjax[{extra}] @ {what}" if "://" in what else f"{what}[{extra}]"
+    install(what, "matplotlib>=3.8")
 
 # %%
 import csv
 import json
-import tempfile
 from contextlib import redirect_stderr
 
 import matplotlib.pyplot as plt
@@ -122,7 +155,7 @@ folder = Path(tempfile.mkdtemp(prefix="specjax-tune-")) / "tune-tree"
 with redirect_stderr(sys.stdout):  # messages belong into this cell
     status = bench(
         [
-            *("tune-tree", "--model", MODEL, *draft, "--output", str(folder), "--no-progress", "--plots", "none"),
+            *("tune-tree", "--model", MODEL, *draft, "--output", str(folder), "--plots", "none"),
             *("--steps", *STEPS, "--topks", *TOPKS, "--draft-tokens", *NODES, "--p-mins", *LEAST),
             *("--limit", "2" if SHORT else "4", "--max-new-tokens", "12" if SHORT else "64"),
             *("--best", "1" if SHORT else "3"),
@@ -131,11 +164,11 @@ with redirect_stderr(sys.stdout):  # messages belong into this cell
 assert status == 0, "the search failed"
 
 # %% [markdown]
-# In a shell the same command shows progress, goes on after an interruption, and draws the map below by itself. The file
-# it writes is what the server takes:
+# In a shell the same command goes on after an interruption, and draws the map below by itself. The file it writes is
+# what the server takes:
 #
 # ```sh
-# python -m specjax.serve --config runs/tune-tree/best.toml
+# specjax serve --config runs/tune-tree/best.toml
 # ```
 
 # %%

@@ -18,27 +18,30 @@
 #
 # [Spec-Bench](https://github.com/hemingkx/Spec-Bench) asks 480 questions of six kinds: conversations of several turns
 # (MT-bench), translation, summarization, questions and answers, mathematical reasoning, and retrieval-augmented
-# generation. Half of them come with specjax; the other half is left for training. `python -m specjax.bench` runs
+# generation. Half of them come with specjax; the other half is left for training. `specjax bench` runs
 # methods on them, one after another on each conversation, and writes the tables and pictures of a paper. This notebook
 # runs it on a few conversations of four of the kinds, reads what it wrote, and draws it.
 #
 # Every text is the target's own, so methods differ in speed alone: the last column of the table counts the texts that
 # equal those of decoding without drafts.
 #
-# It takes about five minutes on 2 cores, one or two of them for compiling. On Colab (File > Upload notebook) set
-# `SOURCE` in the first cell.
+# It takes about five minutes on 2 cores, one or two of them for compiling. On Colab upload it (File > Upload
+# notebook) and, in the pane of files, the wheel that `make wheel` makes in a checkout; the first cell installs it.
 
 # %%
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-# What pip installs specjax from: a wheel (a file or a URL), git+https://..., or the folder of a checkout.
-SOURCE = os.environ.get("SPECJAX_SOURCE", "..")
+# Where pip finds specjax if it is not installed: a wheel (a file or a URL), git+https://..., or a checkout's folder.
+# Empty: the newest wheel in this folder (`make wheel` in a checkout makes one), else the checkout around it.
+SOURCE = os.environ.get("SPECJAX_SOURCE", "")
 JAX = ">=0.10.2,<0.13"  # as specjax needs it; a JAX within these bounds, such as Colab's own, stays as it is
 
 
@@ -69,18 +72,48 @@ def cuda_extra() -> str:
     return "cuda12" if driver >= numbers("525.60.13") else ""
 
 
-if importlib.util.find_spec("specjax") is None:
-    if "://" not in SOURCE and not (SOURCE.endswith(".whl") or (Path(SOURCE) / "pyproject.toml").is_file()):
-        raise FileNotFoundError(f"{SOURCE} is no checkout of specjax: set SOURCE, above")
-    what = SOURCE
+def is_installed(package: str) -> bool:
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None  # a mere folder of that name has no origin
+
+
+def find_source() -> str:
+    here = Path.cwd()
+    if wheels := sorted(here.glob("specjax-*.whl"), key=lambda wheel: wheel.stat().st_mtime):
+        name = re.sub(r" ?\(\d+\)", "", wheels[-1].name)  # of a file that was uploaded again; pip refuses it
+        return str(wheels[-1] if name == wheels[-1].name else shutil.copy(wheels[-1], Path(tempfile.mkdtemp()) / name))
+    for folder in (here, *here.parents, here / "specjax"):
+        if (folder / "pyproject.toml").is_file() and (folder / "kernels" / "specjax_kernels").is_dir():
+            return str(folder)
+    raise SystemExit(
+        "specjax is not installed: put a wheel of it beside this notebook (`make wheel` in a checkout makes one), "
+        "start Jupyter in a checkout, or set SOURCE at the top of this cell, and run the cell again."
+    )
+
+
+def install(*packages: str) -> None:
+    print("pip install", *packages)
+    quiet = ["--no-color", "--progress-bar", "off", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "install", *quiet, *packages]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
+        said = []
+        for line in running.stdout:  # the newest line is shown in place of the one before
+            said.append(line)
+            print(f"\r{line.strip()[:100]:<100}", end="", flush=True)
+    print()
+    if running.returncode:
+        raise SystemExit("".join(["pip could not install it:\n", *said[-20:]]))
+    importlib.invalidate_caches()
+
+
+if not (is_installed("specjax") and is_installed("specjax_kernels")):
+    what = SOURCE or find_source()
     if extra := cuda_extra():
-        what = f"specjax[{extra}] @ {SOURCE}" if "://" in SOURCE else f"{SOURCE}[{extra}]"
-    print("pip install", what)
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", what, "matplotlib>=3.8"], check=True)
+        what = f"specjax[{extra}] @ {what}" if "://" in what else f"{what}[{extra}]"
+    install(what, "matplotlib>=3.8")
 
 # %%
 import json
-import tempfile
 from contextlib import redirect_stderr
 
 import matplotlib.pyplot as plt
@@ -127,17 +160,17 @@ with redirect_stderr(sys.stdout):  # messages belong into this cell
             *("--model", MODEL, "--methods", *METHODS, "--temperatures", *TEMPERATURES),
             *("--sets", *SETS[: 2 if SHORT else None], "--limit", "2" if SHORT else "4"),
             *("--max-new-tokens", "8" if SHORT else "64", "--timed", "0", "--plots", "none"),
-            *("--output", str(folder), "--no-progress"),
+            *("--output", str(folder)),
         ]
     )
 assert status == 0, "the comparison failed"
 
 # %% [markdown]
-# The same command in a shell shows progress, goes on after an interruption, and draws its own pictures. For figures to
-# rely on take all conversations and several repeats:
+# The same command in a shell goes on after an interruption, and draws its own pictures. For figures to rely on take all
+# conversations and several repeats:
 #
 # ```sh
-# python -m specjax.bench --sets spec_bench --temperatures 0 1 --repeats 3 --methods none NGRAM EAGLE3 --plots pdf
+# specjax bench --sets spec_bench --temperatures 0 1 --repeats 3 --methods none NGRAM EAGLE3 --plots pdf
 # ```
 #
 # ## What it wrote

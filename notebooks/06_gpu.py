@@ -33,19 +33,23 @@
 # for bfloat16 on a T4, off what JAX's maintainers say ([jax#21212](https://github.com/jax-ml/jax/issues/21212)).
 # **Nothing has been measured on a T4 or an L4 yet**; the cells below do.
 #
-# On Colab: Runtime > Change runtime type > T4 GPU; then set `SOURCE` in the first cell. It runs on a CPU, too.
+# It runs on a CPU, too. On Colab upload it (File > Upload notebook), choose Runtime > Change runtime type > T4 GPU, and
+# upload, in the pane of files, the wheel that `make wheel` makes in a checkout; the first cell installs it.
 
 # %%
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-# What pip installs specjax from: a wheel (a file or a URL), git+https://..., or the folder of a checkout.
-SOURCE = os.environ.get("SPECJAX_SOURCE", "..")
+# Where pip finds specjax if it is not installed: a wheel (a file or a URL), git+https://..., or a checkout's folder.
+# Empty: the newest wheel in this folder (`make wheel` in a checkout makes one), else the checkout around it.
+SOURCE = os.environ.get("SPECJAX_SOURCE", "")
 JAX = ">=0.10.2,<0.13"  # as specjax needs it; a JAX within these bounds, such as Colab's own, stays as it is
 
 
@@ -76,14 +80,45 @@ def cuda_extra() -> str:
     return "cuda12" if driver >= numbers("525.60.13") else ""
 
 
-if importlib.util.find_spec("specjax") is None:
-    if "://" not in SOURCE and not (SOURCE.endswith(".whl") or (Path(SOURCE) / "pyproject.toml").is_file()):
-        raise FileNotFoundError(f"{SOURCE} is no checkout of specjax: set SOURCE, above")
-    what = SOURCE
+def is_installed(package: str) -> bool:
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None  # a mere folder of that name has no origin
+
+
+def find_source() -> str:
+    here = Path.cwd()
+    if wheels := sorted(here.glob("specjax-*.whl"), key=lambda wheel: wheel.stat().st_mtime):
+        name = re.sub(r" ?\(\d+\)", "", wheels[-1].name)  # of a file that was uploaded again; pip refuses it
+        return str(wheels[-1] if name == wheels[-1].name else shutil.copy(wheels[-1], Path(tempfile.mkdtemp()) / name))
+    for folder in (here, *here.parents, here / "specjax"):
+        if (folder / "pyproject.toml").is_file() and (folder / "kernels" / "specjax_kernels").is_dir():
+            return str(folder)
+    raise SystemExit(
+        "specjax is not installed: put a wheel of it beside this notebook (`make wheel` in a checkout makes one), "
+        "start Jupyter in a checkout, or set SOURCE at the top of this cell, and run the cell again."
+    )
+
+
+def install(*packages: str) -> None:
+    print("pip install", *packages)
+    quiet = ["--no-color", "--progress-bar", "off", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "install", *quiet, *packages]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
+        said = []
+        for line in running.stdout:  # the newest line is shown in place of the one before
+            said.append(line)
+            print(f"\r{line.strip()[:100]:<100}", end="", flush=True)
+    print()
+    if running.returncode:
+        raise SystemExit("".join(["pip could not install it:\n", *said[-20:]]))
+    importlib.invalidate_caches()
+
+
+if not (is_installed("specjax") and is_installed("specjax_kernels")):
+    what = SOURCE or find_source()
     if extra := cuda_extra():
-        what = f"specjax[{extra}] @ {SOURCE}" if "://" in SOURCE else f"{SOURCE}[{extra}]"
-    print("pip install", what)
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", what, "matplotlib>=3.8"], check=True)
+        what = f"specjax[{extra}] @ {what}" if "://" in what else f"{what}[{extra}]"
+    install(what, "matplotlib>=3.8")
 
 # %%
 import logging
@@ -96,6 +131,7 @@ from specjax_kernels import default_implementation
 from specjax_kernels.launch import generation, has_kernels
 
 from specjax import Engine, EngineConfig, SamplingParams, gpu
+from specjax.progress import progress_bar
 
 SHORT = bool(os.environ.get("SPECJAX_NOTEBOOK_SHORT"))  # few tokens, for the tests
 MODEL = os.environ.get("SPECJAX_NOTEBOOK_MODEL", "smollm2-135m-instruct")  # built in; a folder or a hub id will do, too
@@ -161,13 +197,15 @@ config = EngineConfig(
 
 def measure(dtype: str, draft: str) -> tuple[float, float, list[list[int]]]:
     """Tokens a second, one request at a time; accept length; the texts."""
-    engine = Engine.from_pretrained(MODEL, draft=draft, dtype=dtype, config=config, progress=False)
+    engine = Engine.from_pretrained(MODEL, draft=draft, dtype=dtype, config=config)
     engine.generate(questions[0], sampling)  # compiles
     done, seconds = [], []
-    for question in questions:
-        start = time.perf_counter()
-        done.append(engine.generate(question, sampling))
-        seconds.append(time.perf_counter() - start)
+    with progress_bar(f"Answering in {dtype}, draft {draft}", len(questions), "question") as bar:
+        for question in questions:
+            start = time.perf_counter()
+            done.append(engine.generate(question, sampling))
+            seconds.append(time.perf_counter() - start)
+            bar.update()
     steps = sum(each.spec_verify_ct for each in done)
     emitted = sum(len(each.output_ids) - 1 for each in done)  # the prompt's forward draws the first
     return emitted / sum(seconds), emitted / steps, [each.output_ids for each in done]
@@ -208,9 +246,9 @@ plt.show()
 # ## For a server on this machine
 #
 # ```sh
-# python -m specjax.serve --dtype float16                      # on a T4
-# python -m specjax.serve                                      # on an L4, or without a GPU
-# python -m specjax.serve --model MODEL --dry-run              # whether a model fits, without loading it
+# specjax serve --dtype float16                      # on a T4
+# specjax serve                                      # on an L4, or without a GPU
+# specjax serve --model MODEL --dry-run              # whether a model fits, without loading it
 # ```
 #
 # A T4 has 16 GB, an L4 24: a model of 7 billion parameters fits an L4 in 16 bits, and a T4 in 4 (GPTQ, AWQ,

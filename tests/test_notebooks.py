@@ -3,6 +3,7 @@ bottom outside of a checkout, in its short form, on a tiny random model."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from engine_helpers import VOCABULARY, tokenizer
 from tiny_checkpoints import save_llama
 from tiny_heads import save_head
 from train_helpers import environment
-from wheel_helpers import PROJECT, Environment, build_wheel, install
+from wheel_helpers import PROJECT, Environment, build, copy_tree, install
 
 from specjax import gpu
 
@@ -80,6 +81,9 @@ print(json.dumps([specjax.__file__, figures, pictures]))
 """As Jupyter runs a notebook, without its packages."""
 
 
+PROGRESS = re.compile(r"[A-Z].*: \S+.* in \d+\.\d s")
+
+
 def cells(name: str) -> list[str]:
     return [cell.source for cell in jupytext.read(FOLDER / f"{name}.ipynb").cells if cell.cell_type == "code"]
 
@@ -126,6 +130,39 @@ GIT = "git+https://example.com/specjax.git"
 T4, OLD = "570.86.10, 7.5", "470.10.01, 7.5"
 
 
+@pytest.fixture
+def first(monkeypatch, capsys):
+    """first(folder) -> (arguments of `pip install`, or None where it is not called, what is printed) of the first cell,
+    run in this folder by a Python without specjax and with the packages of `versions`."""
+    monkeypatch.delenv("SPECJAX_SOURCE", raising=False)
+    commands, real, versions = [], subprocess.Popen, {}
+
+    def start(command: list[str], **options: Any) -> Any:
+        if command[0] != sys.executable:
+            return real(command, **options)
+        commands.append(command)
+        return contextlib.nullcontext(SimpleNamespace(stdout=["Collecting", "done"], returncode=call.status))
+
+    def version_of(name: str) -> str:
+        if name not in versions:
+            raise PackageNotFoundError(name)
+        return versions[name]
+
+    def call(folder: Path) -> tuple[list[str] | None, str]:
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr("subprocess.Popen", start)
+        monkeypatch.setattr("importlib.metadata.version", version_of)
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: call.specs.get(name))
+        exec(compile(FIRST, "first cell", "exec"), {})
+        if commands:
+            (command,) = commands
+            assert command[:4] == [sys.executable, "-m", "pip", "install"]
+        return (commands[0][8:] if commands else None), capsys.readouterr().out
+
+    call.versions, call.specs, call.status = versions, {}, 0
+    return call
+
+
 @pytest.mark.parametrize(
     ("source", "card", "packages", "wanted"),
     [
@@ -144,42 +181,72 @@ T4, OLD = "570.86.10, 7.5", "470.10.01, 7.5"
         ("dist/specjax.whl", None, {}, "dist/specjax.whl"),
     ],
 )
-def test_what_it_installs(source, card, packages, wanted, tmp_path, monkeypatch, capsys):
-    installed = []
-
-    def metadata(name: str) -> str:
-        if name not in packages:
-            raise PackageNotFoundError(name)
-        return packages[name]
-
-    real = subprocess.run
-
-    def record(command: list[str], **options: Any) -> Any:
-        if command[0] != sys.executable:
-            return real(command, **options)
-        installed.append(command)
-        return SimpleNamespace(returncode=0)
-
+def test_what_it_installs(source, card, packages, wanted, tmp_path, monkeypatch, first):
     smi = tmp_path / "nvidia-smi"
     if card is not None:
         smi.write_text(f"#!/bin/sh\necho '{card}'\n")
         smi.chmod(smi.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin")
     monkeypatch.setenv("SPECJAX_SOURCE", source)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("importlib.metadata.version", metadata)
-    monkeypatch.setattr("subprocess.run", record)
-    exec(compile(FIRST, "first cell", "exec"), {})
-    (command,) = installed
-    assert command[1:4] == ["-m", "pip", "install"] and wanted in command
-    assert f"pip install {wanted}\n" in capsys.readouterr().out
+    first.versions.update(packages)
+    installed, printed = first(tmp_path)
+    assert installed == [wanted, "matplotlib>=3.8"]
+    assert f"pip install {wanted} " in printed and "done" in printed
 
 
-def test_a_source_that_is_none(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPECJAX_SOURCE", str(tmp_path))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(FileNotFoundError, match="set SOURCE"):
-        exec(compile(FIRST, "first cell", "exec"), {})
+def checkout(folder: Path) -> None:
+    (folder / "kernels" / "specjax_kernels").mkdir(parents=True)
+    (folder / "pyproject.toml").touch()
+
+
+@pytest.mark.parametrize(
+    ("holds", "wanted"),
+    [
+        (["specjax-0.1.0-py3-none-any.whl"], "{here}/specjax-0.1.0-py3-none-any.whl"),
+        (["specjax-0.2.0-py3-none-any.whl", "specjax-0.1.0-py3-none-any.whl"], "{here}/specjax-0.1.0-py3-none-any.whl"),
+        (["specjax-0.1.0-py3-none-any (1).whl"], "specjax-0.1.0-py3-none-any.whl"),  # uploaded twice
+        ([".."], "{here}/.."),
+        (["../..", "other-1.0-py3-none-any.whl"], "{here}/../.."),
+        (["."], "{here}"),
+        (["specjax"], "{here}/specjax"),  # a clone
+        (["..", "specjax-0.1.0-py3-none-any.whl"], "{here}/specjax-0.1.0-py3-none-any.whl"),
+    ],
+    ids=["a wheel", "the newest of two", "a copy's name", "above", "two above", "here", "below", "a wheel before it"],
+)
+def test_where_it_finds_specjax(holds, wanted, tmp_path, monkeypatch, first):
+    here = tmp_path / "some" / "notebooks"
+    here.mkdir(parents=True)
+    for age, name in enumerate(holds):
+        if name.endswith(".whl"):
+            (here / name).touch()
+            os.utime(here / name, (1e9 + age, 1e9 + age))
+        else:
+            checkout(here / name)
+    monkeypatch.setenv("PATH", "/nowhere")  # no nvidia-smi
+    first.specs["specjax"] = SimpleNamespace(origin=None)  # the clone's folder
+    (found, _), _ = first(here)
+    assert Path(found).exists()
+    if "{here}" in wanted:
+        assert Path(found).resolve() == Path(wanted.format(here=here)).resolve()
+    else:
+        assert Path(found).name == wanted
+
+
+def test_where_specjax_is_not_to_be_found_it_says_so_in_a_sentence(tmp_path, first):
+    with pytest.raises(SystemExit, match=r"^specjax is not installed: [^.]*`make wheel`[^.]*SOURCE[^.]*\.$"):
+        first(tmp_path)
+
+
+def test_where_pip_fails_its_last_lines_are_shown(tmp_path, monkeypatch, first):
+    monkeypatch.setenv("SPECJAX_SOURCE", GIT)
+    first.status = 1
+    with pytest.raises(SystemExit, match="done"):
+        first(tmp_path)
+
+
+def test_where_specjax_is_installed_nothing_is(tmp_path, first):
+    first.specs.update(dict.fromkeys(("specjax", "specjax_kernels"), SimpleNamespace(origin="there")))
+    assert first(tmp_path) == (None, "")
 
 
 # Run.
@@ -187,7 +254,8 @@ def test_a_source_that_is_none(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Environment:
-    return install(build_wheel(tmp_path_factory.mktemp("wheel")), tmp_path_factory.mktemp("installed"))
+    _, wheel = build(copy_tree(tmp_path_factory.mktemp("wheel") / "tree"), tmp_path_factory.mktemp("out"))
+    return install(wheel, tmp_path_factory.mktemp("installed"))
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +279,7 @@ def test_it_runs(name, installed, tiny, tmp_path):
     command = [str(installed.python), "-c", RUN, str(FOLDER / f"{name}.ipynb")]
     done = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert done.stderr == "", "no warnings"
+    assert all(PROGRESS.match(line) for line in done.stderr.splitlines()), f"no warnings\n{done.stderr}"
     printed = done.stdout.splitlines()
     module, figures, pictures = json.loads(printed.pop())
     assert Path(module).is_relative_to(installed.site)
