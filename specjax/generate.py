@@ -1,4 +1,4 @@
-"""`python -m specjax.generate`; see `specjax.cli.generate`."""
+"""`specjax generate`; see `specjax.cli.generate`."""
 
 from specjax.cli.generate import run_as_program
 

@@ -149,7 +149,7 @@ def _check_room(
             f"{files.name} has {weights / 1e9:.2f} GB of weights in {config.dtype}, and there are {room / 1e9:.2f} GB: "
             f"EngineConfig.mem_fraction {mem_fraction:g} of the device's {memory.total / 1e9:.2f} GB, of which jax has "
             f"{memory.limit / 1e9:.2f} and {memory.used / 1e9:.2f} are in use; {advice}a dry run of "
-            "specjax.serve says what else fits"
+            "`specjax serve` says what else fits"
         )
 
 

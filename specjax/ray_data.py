@@ -1,4 +1,4 @@
-"""Ray Data: the prompts of a dataset, completed by one engine on each device as `specjax.generate` completes a file's.
+"""Ray Data: the prompts of a dataset, completed by one engine on each device as `specjax generate` completes a file's.
 
     rows = ray.data.read_json("prompts.jsonl", lines=True)
     rows.map_batches(
@@ -39,8 +39,8 @@ class Generate:
     """For `Dataset.map_batches`: rows with a prompt in, rows with its completion out, in the same order.
 
     A row has one of the fields `prompt`, `messages` and `input_ids`, and may have an `id` and sampling fields, as a
-    line of `specjax.generate` has them. Fields that are null count as absent. A row comes out with the fields of an
-    output line of `specjax.generate`, and with `error`: null, or why the row could not be completed.
+    line of `specjax generate` has them. Fields that are null count as absent. A row comes out with the fields of an
+    output line of `specjax generate`, and with `error`: null, or why the row could not be completed.
 
     Without an `id` a row gets a number made of its content. A row that has no `seed` gets the run's seed plus that
     number, or plus a number made of its `id`: its text does not depend on batches, actors or their order.

@@ -20,12 +20,16 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Any, NamedTuple, NoReturn, TypeVar, get_args, get_type_hints
 
 from specjax.limits import ANY, KINDS, Range, check_value, shown
 
@@ -139,7 +143,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Accepts only flags written in full, and suggests flags for unknown ones.
+    """Accepts only flags written in full; an error is one sentence on stderr, with the nearest flag to an unknown one.
 
     argparse accepts any prefix of a flag, so that a typing error would work until another flag is added.
     """
@@ -147,17 +151,26 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": HelpFormatter, **options}, allow_abbrev=False)
 
-    def parse_args(self, *args: Any, **options: Any) -> Any:
-        found, unknown = self.parse_known_args(*args, **options)
-        if unknown:
-            known = [name.removeprefix("--") for action in self._actions for name in action.option_strings]
-            advice = ""
-            for flag in dict.fromkeys(text.partition("=")[0] for text in unknown if text.startswith("-")):
-                longer = [name for name in known if name.startswith(flag.lstrip("-"))]
-                for name in longer if len(longer) == 1 else _similar(flag, known):
-                    advice += f"; {flag}: did you mean --{name}?"
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{advice}")
-        return found
+    def parse_args(  # pyright: ignore[reportIncompatibleMethodOverride]  # of overloads
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
+        argv = sys.argv[1:] if args is None else list(args)
+        # Before argparse, which first says that a required flag is missing although its name was only mistyped.
+        known = self._option_string_actions
+        flags = [text.partition("=")[0] for text in takewhile("--".__ne__, argv) if _is_flag(text)]
+        if unknown := [flag for flag in dict.fromkeys(flags) if flag not in known]:
+            names = [name.removeprefix("--") for name in known]
+            advice = {flag: (near := nearest(flag, names)) and f"did you mean --{near}?" for flag in unknown}
+            self.error(" ".join(f"unrecognized argument {f}; {advice[f] or 'see --help.'}" for f in unknown))
+        return super().parse_args(argv, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def _is_flag(text: str) -> bool:
+    """Whether argparse reads the text as a flag: no value of one can look like this."""
+    return text.startswith("-") and text != "-" and " " not in text and re.match(r"-\.?\d", text) is None
 
 
 def add_flags(parser: argparse.ArgumentParser, defaults: Any, tables: Sequence[str] | None = None) -> None:
@@ -194,10 +207,18 @@ def _add_flag(group: argparse._ArgumentGroup, entry: _Entry, default: Any) -> No
         choices = f"{{{','.join(note.choices)}}}" if note.choices else None
         options["metavar"] = note.metavar or choices or METAVARS[kind]
     if kind in (int, float):
-        options["type"] = kind
+        options["type"] = partial(_number, kind)
     if kind is tuple:
         options["nargs"] = "*"
     group.add_argument(f"--{dashed(entry.name)}", *note.names, **options)
+
+
+def _number(kind: type, text: str) -> Any:
+    """The number that a flag is given, or its text, which `read` refuses with the range that would work."""
+    try:
+        return kind(text)
+    except ValueError:
+        return text
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None, defaults: S) -> tuple[argparse.Namespace, S]:
@@ -309,12 +330,13 @@ def _items(
         elif key in tables:
             raise SettingsError(f"{file}: {key} must be a table, [{key}], got {shown(value)}")
         else:
-            meant = _listed(_similar(key, tables) or tables)
+            near = nearest(key, tables)
+            meant = _listed([near] if near else tables)
             raise SettingsError(f"{file}: unknown table [{_escaped(key)}]; did you mean {meant}?")
 
 
 def _advice(table: str | None, key: str, entries: Mapping[str, _Entry]) -> str:
-    for name in _similar(key, entries):
+    if name := nearest(key, entries):
         home = entries[name].table
         return f"did you mean {name}?" if table in (None, home) else f"did you mean {name}, in [{home}]?"
     if table is None:
@@ -322,9 +344,11 @@ def _advice(table: str | None, key: str, entries: Mapping[str, _Entry]) -> str:
     return f"[{table}] has {', '.join(name for name, entry in entries.items() if entry.table == table)}"
 
 
-def _similar(key: str, names: Iterable[str]) -> list[str]:
-    """The closest name, or none that is close."""
-    return difflib.get_close_matches(dashed(key).strip("-").lower(), names, n=1)
+def nearest(key: str, names: Iterable[str]) -> str:
+    """The only name that the key begins, or else the closest one; "": none is close."""
+    key, names = dashed(key).strip("-").lower(), list(names)
+    longer = [name for name in names if key and name.startswith(key)]
+    return next(iter(longer if len(longer) == 1 else difflib.get_close_matches(key, names, n=1)), "")
 
 
 def _listed(tables: Iterable[str]) -> str:

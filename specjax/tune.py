@@ -1,4 +1,4 @@
-"""`python -m specjax.tune`; see `specjax.cli.tune`."""
+"""`specjax tune`; see `specjax.cli.tune`."""
 
 import sys
 

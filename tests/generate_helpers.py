@@ -1,4 +1,4 @@
-"""What the tests of `python -m specjax.generate` share: a small model and flags that compile little."""
+"""What the tests of `specjax generate` share: a small model and flags that compile little."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m specjax.bench` on a tiny model: the whole command, its files, and a second run."""
+"""`specjax bench` on a tiny model: the whole command, its files, and a second run."""
 
 from __future__ import annotations
 

@@ -83,8 +83,8 @@ LAUNCHES: dict[str, Launch] = {
 
 
 def read(name: str, *argv: Any) -> flags.Settings:
-    """As `python -m specjax.serve --config FILE ...` reads it."""
-    parser = Parser(prog="python -m specjax.serve")
+    """As `specjax serve --config FILE ...` reads it."""
+    parser = Parser(prog="specjax serve")
     add_flags(parser, flags.Settings())
     dry_run.add_flags(parser)
     return parse(parser, ["--config", str(FOLDER / f"{name}.toml"), *map(str, argv)], flags.Settings())[1]

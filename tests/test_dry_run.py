@@ -394,7 +394,7 @@ def test_the_largest_pool_that_fits_is_the_one_that_is_named(configs, said):
 def test_flags_of_a_dry_run_are_checked_first(capsys, argv, message):
     with pytest.raises(SystemExit) as end:
         command.main(argv.split())
-    assert (end.value.code, capsys.readouterr().err) == (2, f"python -m specjax.serve: error: {message}\n")
+    assert (end.value.code, capsys.readouterr().err) == (2, f"specjax serve: error: {message}\n")
 
 
 @pytest.mark.parametrize(
@@ -409,7 +409,7 @@ def test_what_cannot_be_described_ends_with_status_2(configs, capsys, argv, mess
     model = () if "--model" in argv else ("--model", configs / "8b")
     assert command.main([*map(str, ("--dry-run", "--assume-device", "H100", *model, *argv))]) == 2
     printed = capsys.readouterr()
-    assert printed.out == "" and message in printed.err and printed.err.startswith("specjax.serve: ")
+    assert printed.out == "" and message in printed.err and printed.err.startswith("specjax serve: ")
 
 
 @pytest.mark.parametrize(
@@ -427,11 +427,11 @@ def test_files_are_refused_as_at_a_start(tiny, tmp_path, capsys, monkeypatch, fl
     argv = ("--model", tiny / "model", flag, file, "--speculative-algorithm", "NONE", "--context-length", 64)
     assert command.main(["--dry-run", *map(str, argv)]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("specjax.serve: ") and message in said
+    assert said.startswith("specjax serve: ") and message in said
     monkeypatch.setattr("specjax.checkpoint.load_params", lambda *_, **__: pytest.fail("weights were read first"))
     with pytest.raises(CheckpointError) as error:
         Engine.from_pretrained(str(tiny / "model"), **{flag[2:].replace("-", "_"): str(file)})
-    assert said == f"specjax.serve: {error.value}\n"
+    assert said == f"specjax serve: {error.value}\n"
 
 
 def test_this_machine_is_measured(tiny, said):

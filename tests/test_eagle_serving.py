@@ -119,7 +119,7 @@ def undrafted() -> Engine:
     return make(NoDraft(), max_running_requests=1)
 
 
-# `python -m specjax.generate`.
+# `specjax generate`.
 
 
 LINES = [
@@ -361,7 +361,7 @@ def refused(capsys, tmp_path):
         assert (status, printed.out) == (2, "")
         (line,) = printed.err.splitlines()
         assert not (tmp_path / "out.jsonl").exists()
-        return line.removeprefix("specjax.generate: ")
+        return line.removeprefix("specjax generate: ")
 
     return call
 

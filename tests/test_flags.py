@@ -2,14 +2,19 @@
 
 import argparse
 import dataclasses
-import importlib
+import itertools
 import re
+import subprocess
+import sys
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 
 import pytest
 
+import specjax
 from specjax import settings
+from specjax.__main__ import COMMANDS
+from specjax.__main__ import main as specjax_main
 from specjax.cli import build, flags, generate
 from specjax.drafters import DRAFTERS, Auto, DraftOptions, Eagle, Mtp, Ngram, NoDraft
 from specjax.engine import EngineConfig
@@ -410,7 +415,7 @@ def test_generate_takes_the_servers_file_and_ends_before_it_loads_anything(toml,
             generate.main([*argv, path])
         printed = capsys.readouterr()
         assert (end.value.code, printed.out) == (2, "")
-        assert printed.err == f"python -m specjax.generate: error: --config {path}: {message}\n"
+        assert printed.err == f"specjax generate: error: --config {path}: {message}\n"
     seen = {}
     monkeypatch.setattr(generate.Engine, "from_pretrained", lambda **arguments: seen.update(arguments) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -459,20 +464,123 @@ def test_a_number_of_tokens_of_the_map_needs_no_quotes_in_a_file(given, toml):
     assert found.speculative.speculative_token_map == "8192"
 
 
+# The commands. None of these ends later than in its flags.
+
+DRAFTING = [name for name in COMMANDS if name not in ("train", "train vocab", "viz", "bench")]
+REQUIRED = {
+    "generate": "--input in --output out",
+    "train generate": "--input in --output out",
+    "train vocab": "--input in --output out.npy",
+    "viz": "--prompt x --output x.svg",
+}
+
+
+@pytest.fixture
+def command(capsys, monkeypatch):
+    """command(line) -> (status, stdout, stderr) of `specjax line`."""
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("gc.set_threshold", lambda *_: None)
+
+    def call(line: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            sys.exit(specjax_main(line.split()))
+        printed = capsys.readouterr()
+        return int(end.value.code or 0), printed.out, printed.err
+
+    return call
+
+
+def misspelt(name: str) -> list[tuple[str, str]]:
+    """(wrong arguments, what is said) for a command: of flags that all have, that some have, and of required ones."""
+    found = [
+        ("--mode x", "--mode; did you mean --model?"),
+        ("--modle=x", "--modle; did you mean --model?"),
+        ("-model x", "-model; did you mean --model?"),
+        ("--zzzzzz x", "--zzzzzz; see --help."),
+    ]
+    if name in DRAFTING:
+        meant = "did you mean --speculative-num-steps?"
+        found.append(("--speculative-num-step 3", f"--speculative-num-step; {meant}"))
+    if name in REQUIRED:
+        flag = REQUIRED[name].split()[0]
+        found.append((f"{flag}x x", f"{flag}x; did you mean {flag}?"))
+    if name == "train vocab":
+        found[0] = ("--mod x", "--mod; did you mean --model?")
+    return found
+
+
+@pytest.mark.parametrize(("name", "argv", "message"), [(name, *each) for name in COMMANDS for each in misspelt(name)])
+def test_a_misspelt_flag_of_each_command_is_one_sentence_with_the_nearest_flag(name, argv, message, command):
+    expected = 2, "", f"specjax {name}: error: unrecognized argument {message}\n"
+    assert command(f"{name} {argv}") == expected, "also where required flags are missing"
+    assert command(f"{name} {REQUIRED.get(name, '')} {argv}") == expected
+
+
 @pytest.mark.parametrize(
-    "command", ["serve.command", "cli.generate", "train.__main__", "train.generate", "train.vocab"]
+    ("line", "message"),
+    [
+        ("serve --port x", "--port must be an integer from 0 to 65535, got 'x'"),
+        ("serve --port 70000", "--port must be an integer from 0 to 65535, got 70000"),
+        ("serve --page-size", "argument --page-size: expected one argument"),
+        ("generate --output out", "the following arguments are required: --input"),
+        ("serve --dtype float3", "--dtype must be one of auto, float32, bfloat16, float16, got 'float3'"),
+        ("bench --repeats 0", "--repeats must be an integer of at least 1, got 0"),
+        ("bench tune-tree --best many", "--best must be an integer of at least 1, got 'many'"),
+        ("train --learning-rate fast", "--learning-rate must be a number above 0, got 'fast'"),
+        ("train generate --input in --output out --count x", "argument --count: invalid int value: 'x'"),
+        ("train vocab --input in --output out --size x", "argument --size: invalid int value: 'x'"),
+        ("tune --tp 0", "--tensor-parallel-size must be an integer of at least 1, got 0"),
+        ("viz --prompt x --output y --tree 1 2", "argument --tree: expected 3 arguments"),
+        ("viz --prompt x --output y --model /no/such/folder", "the model '/no/such/folder' looks like a path"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_one_sentence(line, message, command):
+    status, out, err = command(line)
+    name = " ".join(itertools.takewhile(lambda word: word[0] != "-", line.split()))
+    assert (status, out) == (2, "")
+    assert re.match(rf"specjax {name}: (error: )?{re.escape(message)}[^\n]*\n\Z", err), err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_has_a_help_and_takes_a_model(name, command):
+    status, out, err = command(f"{name} --help")
+    assert (status, err) == (0, "")
+    assert out.startswith(f"usage: specjax {name} [-h]")
+    assert re.search(r"^ +--model[ ,]", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "printed"),
+    [
+        ("--version", 0, f"specjax {specjax.__version__}\n"),
+        ("", 2, f"specjax: error: a command is missing: {', '.join(COMMANDS)}\n"),
+        ("--verison", 2, "specjax: error: unrecognized argument --verison; did you mean --version?\n"),
+        ("srve --port 1", 2, "specjax: error: unknown command 'srve'; did you mean 'serve'?\n"),
+        ("train genrate", 2, "specjax: error: unknown command 'train genrate'; did you mean 'train generate'?\n"),
+        ("serve a/b", 2, "specjax: error: unknown command 'serve a/b'; did you mean 'serve --model a/b'?\n"),
+        ("zzzzzz", 2, "specjax: error: unknown command 'zzzzzz'; see --help.\n"),
+    ],
 )
-def test_no_command_takes_the_beginning_of_a_flag_for_it(command, capsys):
-    module = importlib.import_module(f"specjax.{command}")
-    short = "--tokeniz" if command == "train.vocab" else "--mode"
-    with pytest.raises(SystemExit) as end:
-        module.main([short, "x", "--input", "a", "--output", "b"])
-    assert end.value.code == 2
-    assert short in capsys.readouterr().err
-    if command not in ("train.__main__", "train.vocab"):
-        with pytest.raises(SystemExit):
-            module.main(["--input", "a", "--output", "b", "--speculative-num-step", "3"])
-        assert "; --speculative-num-step: did you mean --speculative-num-steps?" in capsys.readouterr().err
+def test_the_command_without_a_subcommand(line, status, printed, command):
+    found, out, err = command(line)
+    assert (found, out + err) == (status, printed)
+
+
+def test_the_help_lists_every_command(command):
+    _, out, _ = command("--help")
+    assert [line[2:18].strip() for line in out.partition("commands:\n")[2].splitlines()] == [*COMMANDS]
+
+
+@pytest.mark.parametrize("flag", ["--version", "--help"])
+def test_version_and_help_import_nothing_slow(flag):
+    program = (
+        "import sys, specjax.__main__ as command\n"
+        "try: command.main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "print(*{name.partition('.')[0] for name in sys.modules} & {'jax', 'numpy', 'transformers', 'specjax_kernels'})"
+    )
+    shown = subprocess.run([sys.executable, "-c", program, flag], capture_output=True, text=True, check=True).stdout
+    assert "specjax" in shown and shown.splitlines()[-1] == ""
 
 
 def test_every_parser_takes_whole_flags_only():

@@ -29,7 +29,7 @@ ROWS = [row(name, 0.0, "NONE", 1.0) for name in ("a", "b_c", "all")]
 ROWS += [row(name, 0.0, "x", 1.5) for name in ("a", "b_c", "all")] + [row("all", 0.0, "x", 9.0, batch=4)]
 ROWS += [row(name, 1.0, "NONE", 1.0) for name in ("a", "b_c", "all")]
 RECORD = {"batch_sizes": [1, 4], "results": ROWS, "processor": "p", "cpus": 2, "commit": "0123456789",
-          "baseline": "NONE", "command": "python -m specjax.bench", "date": "2026-01-02T03:04:05"}  # fmt: skip
+          "baseline": "NONE", "command": "specjax bench", "date": "2026-01-02T03:04:05"}  # fmt: skip
 
 
 def test_a_page_is_filled_and_filled_again(full_table, tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""`python -m specjax.generate` on a tiny random Llama: files in, files out, and all that can be wrong with them."""
+"""`specjax generate` on a tiny random Llama: files in, files out, and all that can be wrong with them."""
 
 import json
 import re
@@ -537,7 +537,7 @@ def test_a_config_file(run, tmp_path):
 def test_a_wrong_config_file(refused, tmp_path):
     (tmp_path / "my.toml").write_text("[engine]\npage-sise = 4\n")
     line = f"--config {tmp_path}/my.toml: unknown key [engine] page-sise; did you mean page-size?"
-    assert refused(config=tmp_path / "my.toml") == f"python -m specjax.generate: error: {line}\n"
+    assert refused(config=tmp_path / "my.toml") == f"specjax generate: error: {line}\n"
 
 
 @pytest.mark.parametrize(
@@ -554,4 +554,4 @@ def test_a_wrong_config_file(refused, tmp_path):
 def test_replicas_that_cannot_be_made(run, tmp_path, flags, message):
     (tmp_path / "out.jsonl").write_text("")
     status, _, summary, err = run([{"prompt": "x"}], *flags)
-    assert (status, summary) == (2, None) and err.startswith(f"specjax.generate: {message}")
+    assert (status, summary) == (2, None) and err.startswith(f"specjax generate: {message}")

@@ -1,4 +1,4 @@
-"""`python -m specjax.generate --dp`: replicas on two devices of a CPU write the file that one device writes."""
+"""`specjax generate --dp`: replicas on two devices of a CPU write the file that one device writes."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ def test_this_devices_memory_is_told_from_what_jax_has_taken(monkeypatch):
     [
         (0.001, None),
         (0.00015, r"has 0\.00 GB of weights in float32.*mem_fraction 0\.85.*; quantization int8 takes"),
-        (0.00001, r"in use; a dry run of specjax\.serve"),
+        (0.00001, r"in use; a dry run of `specjax serve`"),
     ],
 )
 def test_a_card_that_is_too_small_is_told_before_weights_are_read(tmp_path, monkeypatch, gigabytes, message):

@@ -310,7 +310,7 @@ def test_what_is_refused(given, message):
 )
 def test_the_command_says_what_is_refused(capsys, dry_run, given, message):
     assert command.main(["--port", "0", "--kv-events-config", given, *dry_run]) == 2
-    assert f"specjax.serve: --kv-events-config: {message}" in capsys.readouterr().err
+    assert f"specjax serve: --kv-events-config: {message}" in capsys.readouterr().err
 
 
 def test_a_check_opens_no_socket(monkeypatch, endpoints):

@@ -107,4 +107,4 @@ def test_a_folder_that_cannot_be_made(tmp_path, capsys, below):
     (tmp_path / "file").write_text("")
     folder = f"{tmp_path}/file{below}"
     assert command.main(["--port", "0", "--profile", folder]) == 2
-    assert capsys.readouterr().err.startswith(f"specjax.serve: --profile {folder} cannot hold traces: ")
+    assert capsys.readouterr().err.startswith(f"specjax serve: --profile {folder} cannot hold traces: ")

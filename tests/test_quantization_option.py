@@ -104,7 +104,7 @@ def test_refused_before_weights_are_read_naming_where_it_was_set(quantised, tmp_
     }.items():
         assert command.main([*model, *argv, "--dry-run"]) == 2
         line = capsys.readouterr().err.splitlines()[-1]
-        assert line.startswith(f"specjax.serve: {place} is for float weights, and those of {tmp_path}"), line
+        assert line.startswith(f"specjax serve: {place} is for float weights, and those of {tmp_path}"), line
     with pytest.raises(CheckpointError, match=r"^--quantization int4 is for float weights"):
         build.make_engine(
             flags.Settings(model=flags.ModelSettings(model=str(quantised), quantization="int4")), progress=False

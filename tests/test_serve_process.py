@@ -1,4 +1,4 @@
-"""`python -m specjax.serve` as users start and end it: a process over a tiny random Llama in a folder."""
+"""`specjax serve` as users start and end it: a process over a tiny random Llama in a folder."""
 
 from __future__ import annotations
 
@@ -397,7 +397,7 @@ def test_a_port_in_use(shared, launch, model):
     refused = launch("--model", model, "--port", port)
     assert refused.status() == 2
     assert refused.log == (
-        f"specjax.serve: --host 127.0.0.1 --port {port}: Address already in use; "
+        f"specjax serve: --host 127.0.0.1 --port {port}: Address already in use; "
         "stop what listens there, or choose another --port (0 = any free one)\n"
     ), "and nothing has been loaded"
 
@@ -553,7 +553,7 @@ def test_a_start_that_fails_says_why(launch, model, flags, message):
     failed = launch("--port", 0, *flags(model), forked=True)
     assert failed.status() == 2
     last = failed.log.splitlines()[-1]
-    assert last.startswith("specjax.serve: ") and message in last
+    assert last.startswith("specjax serve: ") and message in last
     assert "Traceback" not in failed.log and "fired up" not in failed.log
     assert failed.out == ""
 
@@ -595,7 +595,7 @@ def test_help(capsys):
     text = capsys.readouterr().out
     for group in ("configuration file", "model", "engine", "speculative", "server"):
         assert f"\n{group}:\n" in text
-    assert "python -m specjax.serve" in text
+    assert "specjax serve" in text
 
 
 def test_a_log_whose_reader_has_gone_ends_no_request(monkeypatch):

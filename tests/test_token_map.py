@@ -172,7 +172,7 @@ def test_numbers_need_the_vocabulary_of_the_map(data):
         message = refused("2", tokens=tokens)
         assert "needs a model with the vocabulary of a map that comes with specjax (tiny)" in message
         assert "give a file (.pt, .safetensors, .npy, .json) instead" in message
-        assert "python -m specjax.train.vocab" in message
+        assert "specjax train vocab" in message
 
 
 def test_no_maps_at_all(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""`python -m specjax.train.generate` on a tiny random Llama: its answers, and runs that are cut off and resumed."""
+"""`specjax train generate` on a tiny random Llama: its answers, and runs that are cut off and resumed."""
 
 from __future__ import annotations
 
@@ -410,7 +410,7 @@ def test_what_cannot_start(files, given, message):
     status, summary, err = files(*given, lines=PROMPTS[:1])
     assert (status, summary) == (2, None)
     (line,) = err.splitlines()
-    assert line.startswith("specjax.train.generate: ") and message in line
+    assert line.startswith("specjax train generate: ") and message in line
     assert not files.target.exists()
 
 
@@ -426,7 +426,7 @@ def test_an_interrupt(files, monkeypatch):
 
     monkeypatch.setattr(Engine, "step", interrupt)
     status, _, err = files("--page-size", 8, lines=PROMPTS[:1])  # an engine that no other test has
-    assert (status, err) == (130, "specjax.train.generate: interrupted; the same command goes on from here\n")
+    assert (status, err) == (130, "specjax train generate: interrupted; the same command goes on from here\n")
 
 
 def test_the_progress_bar_shows_the_speed(files, capsys):

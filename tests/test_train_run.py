@@ -398,7 +398,7 @@ def test_a_full_disk(train, whole, ended):
     found = ended("none", "full:4")
     assert (found.status, found.out) == (2, ""), found.err
     # Orbax's threads tell of it, too: they may have the last word, and the beginning of the line.
-    _, name, mine = found.err.partition("specjax.train: ")
+    _, name, mine = found.err.partition("specjax train: ")
     mine = mine.partition("\n")[0]
     assert name and "the checkpoint of step 4 cannot be written" in mine and "that of step 2 is whole" in mine, (
         found.err

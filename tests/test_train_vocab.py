@@ -1,4 +1,4 @@
-"""`python -m specjax.train.vocab` with the tiny tokenizer: files in, maps out, against a Counter; the shipped map."""
+"""`specjax train vocab` with the tiny tokenizer: files in, maps out, against a Counter; the shipped map."""
 
 import gzip
 import io
@@ -434,7 +434,7 @@ def test_an_interrupt_writes_nothing(run, monkeypatch):
     monkeypatch.setattr(vocab, "count", interrupted)
     status, ids, summary, err = run({"a.txt": "a"})
     assert (status, ids, summary) == (130, None, None)
-    assert err == "specjax.train.vocab: interrupted; nothing was written\n"
+    assert err == "specjax train vocab: interrupted; nothing was written\n"
 
 
 def test_progress_is_on_stderr(run, folder, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""`python -m specjax.bench tune-tree`: its grid, its predictions against tables of costs, its file, and whole runs."""
+"""`specjax bench tune-tree`: its grid, its predictions against tables of costs, its file, and whole runs."""
 
 from __future__ import annotations
 
@@ -347,5 +347,5 @@ def test_the_help_names_the_verb(capsys):
         main(["tune-tree", "--help"])
     assert done.value.code == 0
     out = capsys.readouterr().out
-    assert "python -m specjax.bench tune-tree" in out and all(f"--{name}" in out for name in ("topks", "best", "sets"))
+    assert "specjax bench tune-tree" in out and all(f"--{name}" in out for name in ("topks", "best", "sets"))
     assert tune_tree.TABLES[0] == "tune"

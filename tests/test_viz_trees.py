@@ -270,7 +270,7 @@ def test_an_engine_keeps_the_trees_when_asked():
     assert all(len(tree.tokens) == 1 for tree in engine.generate(PROMPTS[3], PARAMS[3]).trees), "no speculation"
 
 
-# `python -m specjax.generate`.
+# `specjax generate`.
 
 LINES = [{"id": "a", "input_ids": [70, 71, 72] * 4, "logit_bias": {"70": 20.0, "71": 19.5}}, {"prompt": "héll\n"}]
 

@@ -85,7 +85,7 @@ def with_kernels(cache: Path) -> Path:
 
 
 def start(command: list[str], program: str = MAIN, **options: Any) -> subprocess.Popen:
-    """`python -m specjax.train` in a process of its own; `program` may prepare it."""
+    """`specjax train` in a process of its own; `program` may prepare it."""
     return subprocess.Popen(
         [sys.executable, "-c", program, *command], env=environment(), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options,

@@ -1,1 +1,1 @@
-"""Compares ways of drafting on sets of prompts: `python -m specjax.bench`."""
+"""Compares ways of drafting on sets of prompts: `specjax bench`."""

@@ -1,4 +1,4 @@
-"""`python -m specjax.bench`; see `specjax.bench.command`, and for `tune-tree` `specjax.bench.tune_tree`."""
+"""`specjax bench`; see `specjax.bench.command`, and for `tune-tree` `specjax.bench.tune_tree`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m specjax.bench`: methods x sets -> one table.
+"""`specjax bench`: methods x sets -> one table.
 
 Each method completes each set of prompts, all in turns; printed and written for each: tokens/s, the speed-up over the
 baseline of the same run, accept length, acceptance by depth, steps that drafted, time of drafting and verifying, and
@@ -91,7 +91,7 @@ QUICK = BenchSettings(
 
 def build_parser(defaults: Settings) -> settings.Parser:
     parser = settings.Parser(
-        prog="python -m specjax.bench",
+        prog="specjax bench",
         description="Compare ways of drafting on sets of prompts.",
     )
     add = parser.add_argument_group("run").add_argument
@@ -237,4 +237,4 @@ def main(argv: list[str] | None = None) -> int:
             return compare(chosen, progress=not args.no_progress)
 
     left = "what was measured is kept; the same command goes on"
-    return run_command("specjax.bench", work, interrupted=left)
+    return run_command("specjax bench", work, interrupted=left)

@@ -1,4 +1,4 @@
-"""The grid of draft trees that `python -m specjax.bench tune-tree` looks at.
+"""The grid of draft trees that `specjax bench tune-tree` looks at.
 
 A point is a tree with all its numbers. Points that propose the same drafts at a higher cost are left out: a tree of N
 nodes is at most N - 1 deep, so more steps than that never change it, and top-k 1 is a chain of steps + 1 nodes.

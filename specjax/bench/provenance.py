@@ -63,8 +63,11 @@ def file_stamps(path: str) -> list[list[Any]]:
 def command() -> str:
     """How this program was started."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
-    started = ["-m", module.name.removesuffix(".__main__")] if module is not None else sys.argv[:1]
-    return shlex.join(["python", *started, *sys.argv[1:]])
+    if module is not None:
+        started = ["python", "-m", module.name.removesuffix(".__main__")]
+    else:
+        started = ["specjax"] if Path(sys.argv[0]).stem == "specjax" else ["python", sys.argv[0]]
+    return shlex.join([*started, *sys.argv[1:]])
 
 
 def _version(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""`python -m specjax.bench tune-tree`: which draft tree decodes fastest here.
+"""`specjax bench tune-tree`: which draft tree decodes fastest here.
 
 One process loads the weights once, records a run of each top-k (or of each way to match n-grams), times the parts of a
 step for each shape, predicts the speed of every point of a grid (`specjax.bench.prediction` says how), and runs the
@@ -93,7 +93,7 @@ class Settings(flags.Settings):
 
 def build_parser() -> settings.Parser:
     parser = settings.Parser(
-        prog="python -m specjax.bench tune-tree",
+        prog="specjax bench tune-tree",
         description="Find the draft tree that decodes fastest on this machine: predict a grid of them from one "
         "recorded run and the measured costs of a step's parts, and run the best.",
     )
@@ -191,7 +191,7 @@ def tune_tree(chosen: Settings, *, progress: bool) -> dict[str, Any]:
     print(text, end="")
     print(f"{points} points in {seconds:g} s ({', '.join(f'{part} {t:.0f}' for part, t in search.seconds.items())}).")
     print(f"The fastest that was run: {flags_to_use}")
-    print(f"As a file: python -m specjax.serve --config {folder / 'best.toml'}")
+    print(f"As a file: specjax serve --config {folder / 'best.toml'}")
     pictures = draw(folder, chosen.tune.plots, search)
     return {"output": str(folder), "points": points, "flags": flags_to_use, "pictures": pictures, "seconds": seconds}
 
@@ -261,7 +261,7 @@ def write_toml(file: Path, chosen: Settings, draft: DraftOptions) -> None:
 
 def _comment() -> str:
     device = jax.devices()[0].device_kind
-    return f"The fastest draft tree that `python -m specjax.bench tune-tree` has run, on {device} ({processor()})."
+    return f"The fastest draft tree that `specjax bench tune-tree` has run, on {device} ({processor()})."
 
 
 def as_toml(found: Mapping[str, Mapping[str, Any]], comment: str) -> str:
@@ -330,4 +330,4 @@ def main(argv: list[str]) -> int:
             return tune_tree(chosen, progress=not args.no_progress)
 
     left = "what was measured is kept; the same command goes on"
-    return run_command("specjax.bench tune-tree", work, interrupted=left)
+    return run_command("specjax bench tune-tree", work, interrupted=left)

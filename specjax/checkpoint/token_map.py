@@ -103,7 +103,7 @@ def _shipped(count: int, tokens: Callable[[], list[str]] | None) -> np.ndarray:
         raise CheckpointError(
             f"a number needs a model with the vocabulary of a map that comes with specjax ({known}), and this model's "
             f"is another; give a file ({', '.join(FORMATS)}) instead, made for this model by "
-            "`python -m specjax.train.vocab`"
+            "`specjax train vocab`"
         )
     ids = np.load(chosen.file, allow_pickle=False)
     if not 1 <= count <= len(ids):

@@ -160,7 +160,7 @@ class EngineSettings:
     autotune_seconds: float = _engine(
         "autotune_seconds",
         "seconds that the first start on a GPU spends measuring which kernels, blocks and options are fastest; later "
-        "starts use the result; 0 = off: measure nothing and use no earlier result; a CPU is measured by specjax.tune "
+        "starts use the result; 0 = off: measure nothing and use no earlier result; a CPU is measured by specjax tune "
         "only",
     )
     random_seed: int | None = _engine(

@@ -1,4 +1,4 @@
-"""`python -m specjax.generate`: prompts from a JSONL file, completions to another, decoded speculatively.
+"""`specjax generate`: prompts from a JSONL file, completions to another, decoded speculatively.
 
 The input is JSONL, plain or gzipped, or a folder of such files, which are read by name. A line is a JSON object with
 `prompt`, `messages` or `input_ids`, and may hold an `id` and sampling fields of its own, among them one that says what
@@ -28,7 +28,7 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, NoReturn, TextIO
 
 from tqdm import tqdm
 
@@ -298,7 +298,7 @@ SAMPLING_HELP = {
 
 def build_parser() -> argparse.ArgumentParser:
     parser = settings.Parser(
-        prog="python -m specjax.generate",
+        prog="specjax generate",
         description="Complete the prompts of a JSONL file, decoding speculatively. The text is the model's own.",
     )
     files = parser.add_argument_group("input and output")
@@ -401,13 +401,13 @@ def main(argv: list[str] | None = None) -> int:
                 return run(engine, list(requests(lines)), line_writer(file), others=others, progress=progress)
 
     left = "the same command goes on" if args.claim else "the completions written so far are in the output file"
-    return run_command("specjax.generate", work, failed="failed", interrupted=left)
+    return run_command("specjax generate", work, failed="failed", interrupted=left)
 
 
-def run_as_program() -> None:
+def run_as_program(argv: list[str] | None = None) -> NoReturn:
     """`main`, and the end of the process. A closed pipe (`| head`) is the reader's choice, not an error to trace."""
     try:
-        status = main()
+        status = main(argv)
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""The command `python -m specjax.tune`: measures what a server's first start on a GPU measures, without serving.
+"""The command `specjax tune`: measures what a server's first start on a GPU measures, without serving.
 
 Prints the choices with their times and their shares of the device's ceilings, which are measured too, then one line of
 JSON. On a CPU only steps are timed, plain ones and those of trees: kernels and options are chosen on GPUs alone.
@@ -27,7 +27,7 @@ PACKAGE = Path(launch.__file__).parent
 
 def build_parser() -> settings.Parser:
     parser = settings.Parser(
-        prog="python -m specjax.tune",
+        prog="specjax tune",
         description="Measure which kernels, blocks and options are the fastest for a model on this device, and how "
         "long its steps take; keep that for the server. What an earlier run had no time for is measured next.",
     )
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         return summary(found)
 
     left = "what was measured so far is kept, and the next run goes on"
-    return run_command("specjax.tune", work, interrupted=left)
+    return run_command("specjax tune", work, interrupted=left)
 
 
 def check_folder(folder: Path) -> None:

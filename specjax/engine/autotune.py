@@ -62,7 +62,7 @@ def tune_at_start(engine: Any, *, progress: bool = True) -> Tuning | None:
     found = known(engine)
     if launch.on_nvidia() and (found is None or not found.ended):
         found = measure(engine, seconds=engine.config.autotune_seconds, before=found, progress=progress)
-        left = "" if found.complete else "; `python -m specjax.tune` goes on with the others"
+        left = "" if found.complete else "; `specjax tune` goes on with the others"
         done = sum(result.finished for result in found.results)
         logger.info("Measured %d of %d choices on this GPU in %.0f s%s", done, found.tasks, found.seconds, left)
     if found is not None:

@@ -1,1 +1,1 @@
-"""The HTTP server: `python -m specjax.serve`. The only part of specjax that imports a web framework."""
+"""The HTTP server: `specjax serve`. The only part of specjax that imports a web framework."""

@@ -1,4 +1,4 @@
-"""`python -m specjax.serve`; see `specjax.serve.command`."""
+"""`specjax serve`; see `specjax.serve.command`."""
 
 from __future__ import annotations
 

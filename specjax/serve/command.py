@@ -1,4 +1,4 @@
-"""The command `python -m specjax.serve`: a model behind OpenAI's interface, decoded speculatively."""
+"""The command `specjax serve`: a model behind OpenAI's interface, decoded speculatively."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def follow_leader(settings: flags.Settings, group: Follower) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     about = "Serve a model behind OpenAI's interface, decoding speculatively. The text is the model's own."
-    parser = Parser(prog="python -m specjax.serve", description=about)
+    parser = Parser(prog="specjax serve", description=about)
     add_flags(parser, flags.Settings())
     dry_run.add_flags(parser)
     args, settings = parse(parser, argv, flags.Settings())
@@ -191,7 +191,7 @@ def main(argv: list[str] | None = None) -> int:
         events = make_publishers(settings)
         sock = listen(server.host, server.port)
     except (CertificateError, PortError, ValueError) as error:
-        print(f"specjax.serve: {error}", file=sys.stderr)
+        print(f"specjax serve: {error}", file=sys.stderr)
         return 2
     allow_files(2 * server.max_connections)  # connections beyond twice the limit are cut
     logger.info("Listening on %s; requests get a 503 until the model is loaded", url(sock, server))
@@ -204,7 +204,7 @@ def main(argv: list[str] | None = None) -> int:
     elif not runner.loaded and isinstance(failure, (CheckpointError, ValueError, NotImplementedError, OSError)):
         status = 2  # a flag or a file is wrong, and the message says so
         with contextlib.suppress(OSError):
-            print(f"specjax.serve: {failure}", file=sys.stderr)
+            print(f"specjax serve: {failure}", file=sys.stderr)
     else:
         logger.error("The engine failed", exc_info=failure)
     for number in SIGNALS:  # another signal ends the process without a traceback

@@ -71,7 +71,7 @@ def dry_run(settings: flags.Settings, device: str | None, devices: int) -> int:
             plan = make_plan(case)
             found = remedies(case, outlines) if plan.problems else []
     except (CheckpointError, ValueError, NotImplementedError, OSError) as error:
-        print(f"specjax.serve: {error}", file=sys.stderr)
+        print(f"specjax serve: {error}", file=sys.stderr)
         return WRONG
     for line in _report(settings, case, plan, found):
         print(line)

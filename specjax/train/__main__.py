@@ -1,6 +1,6 @@
-"""`python -m specjax.train`: trains a draft (EAGLE-3, EAGLE-1/2, an MTP layer, a STANDALONE model) for a target.
+"""`specjax train`: trains a draft (EAGLE-3, EAGLE-1/2, an MTP layer, a STANDALONE model) for a target.
 
-    python -m specjax.train --config configs/train/smollm2-135m-instruct-eagle3-1.toml
+    specjax train --config configs/train/smollm2-135m-instruct-eagle3-1.toml
 
 The target is frozen and runs beside the draft; the only data needed is text. The same command resumes a stopped run: a
 killed one loses at most the steps since its last checkpoint. A larger --steps extends a run. The folder --output then
@@ -29,16 +29,16 @@ from specjax.train.run import train
 
 def main(argv: list[str] | None = None) -> int:
     parser = settings.Parser(
-        prog="python -m specjax.train",
+        prog="specjax train",
         description="Train a draft for a target: an EAGLE-3, EAGLE-1/2 or MTP head, or a STANDALONE model.",
         epilog=(__doc__ or "").split("\n\n", 2)[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     settings.add_flags(parser, TrainOptions())
     _, options = settings.parse(parser, argv, TrainOptions())
-    command = shlex.join(["python", "-m", "specjax.train", *(sys.argv[1:] if argv is None else argv)])
+    command = shlex.join(["specjax", "train", *(sys.argv[1:] if argv is None else argv)])
     work, after = partial(train, options, command=command), "the same command goes on from the last checkpoint"
-    return run_command("specjax.train", work, interrupted=after)
+    return run_command("specjax train", work, interrupted=after)
 
 
 if __name__ == "__main__":

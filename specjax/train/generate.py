@@ -1,4 +1,4 @@
-"""`python -m specjax.train.generate`: the target answers prompts; its answers train a draft.
+"""`specjax train generate`: the target answers prompts; its answers train a draft.
 
 The input is JSONL, plain or gzipped, or a folder of such files, which are read by name. A line is a JSON object with
 `prompt` (a user's message or, if the tokenizer has no chat template, the text to continue) or `messages`, and may have
@@ -196,7 +196,7 @@ def answer(line: Line, done: Completion) -> dict[str, Any] | None:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = settings.Parser(
-        prog="python -m specjax.train.generate",
+        prog="specjax train generate",
         description="Let a model answer prompts, for a draft to be trained on. The same command resumes a run.",
     )
     files = parser.add_argument_group("input and output")
@@ -321,7 +321,7 @@ def answer_claimed(
 def main(argv: list[str] | None = None) -> int:
     args, chosen = settings.parse(build_parser(), argv, DEFAULTS)
     work, after = partial(generate, args, chosen), "the same command goes on from here"
-    return run_command("specjax.train.generate", work, failed="failed", interrupted=after)
+    return run_command("specjax train generate", work, failed="failed", interrupted=after)
 
 
 if __name__ == "__main__":

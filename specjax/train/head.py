@@ -113,7 +113,7 @@ class HeadDraft:
         layers = f", reading the outputs of layers {', '.join(map(str, aux))}" if aux else ""
         return (
             f"One decoder layer of width {self.config.hidden_size}, a vocabulary of {self.config.vocab_size} "
-            f"tokens{layers}.\nTrained with specjax (`python -m specjax.train`); in the layout that specjax, SGLang "
+            f"tokens{layers}.\nTrained with specjax (`specjax train`); in the layout that specjax, SGLang "
             "and vLLM read."
         )
 

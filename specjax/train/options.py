@@ -1,4 +1,4 @@
-"""Options of a training run: the flags of `python -m specjax.train` and the keys of its TOML file."""
+"""Options of a training run: the flags of `specjax train` and the keys of its TOML file."""
 
 from __future__ import annotations
 

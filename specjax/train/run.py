@@ -224,7 +224,7 @@ def prompt_of(example: Example) -> list[int]:
 
 
 def train(options: TrainOptions, *, command: str) -> dict[str, Any]:
-    """Train a head; see `python -m specjax.train --help`. Raises ValueError or OSError: an input is wrong."""
+    """Train a head; see `specjax train --help`. Raises ValueError or OSError: an input is wrong."""
     use_compilation_cache()
     inputs = prepare(options)
     if options.measure.measure_prompts and not any(prompt_of(example) for example in inputs.held_back):

@@ -177,7 +177,7 @@ class StudentDraft:
         option = ", over the intersection of the vocabularies" if vocabulary else ""
         return (
             f"{c.num_layers} decoder layers of width {c.hidden_size}, a vocabulary of {c.vocab_size} tokens.\nTrained "
-            f"with specjax (`python -m specjax.train`); for STANDALONE{option}."
+            f"with specjax (`specjax train`); for STANDALONE{option}."
         )
 
     def _description(self, dtype: str) -> dict[str, Any]:

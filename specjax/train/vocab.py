@@ -1,6 +1,6 @@
-"""`python -m specjax.train.vocab`: a token frequency map, the ids that a draft head may propose, most frequent first.
+"""`specjax train vocab`: a token frequency map, the ids that a draft head may propose, most frequent first.
 
-    python -m specjax.train.vocab --tokenizer MODEL --input answers.jsonl --size 32768 --output freq_32768.pt
+    specjax train vocab --model MODEL --input answers.jsonl --size 32768 --output freq_32768.pt
 
 A draft head that scores only the frequent part of the vocabulary is cheaper. No map changes the text: a token outside
 it is never proposed, so drafts are accepted less often (FR-Spec, Zhao et al. 2025, arXiv 2502.14856). A draft predicts
@@ -221,14 +221,14 @@ def tokenizer_files(name: str, *, progress: bool) -> ModelFiles:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = settings.Parser(
-        prog="python -m specjax.train.vocab",
+        prog="specjax train vocab",
         description="Count the tokens of a corpus and write the most frequent ids: a map for a small draft vocabulary.",
         epilog="Of a JSONL line without --field the prompt (ids, messages or text) and the answer (ids or text) are "
         "counted, or messages, text or tokens alone.",
     )
     parser.add_argument(
-        "--tokenizer", default=BUILT_IN_MODEL, metavar="MODEL",
-        help="a model as --model takes it, or a tokenizer's folder",
+        "--model", "--tokenizer", dest="tokenizer", default=BUILT_IN_MODEL, metavar="MODEL",
+        help="alias, folder, .gguf or hub id; of a folder only the tokenizer is read",
     )  # fmt: skip
     parser.add_argument(
         "--input", required=True, nargs="+", action="extend", metavar="FILE",
@@ -285,7 +285,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    return run_command("specjax.train.vocab", lambda: run(args), failed="bad", interrupted="nothing was written")
+    return run_command("specjax train vocab", lambda: run(args), failed="bad", interrupted="nothing was written")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """Draws one step of a generation: its draft tree, as the target verified it.
 
-python -m specjax.viz --prompt "Count from one to twenty." --output tree.svg
+specjax viz --prompt "Count from one to twenty." --output tree.svg
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
-from typing import Any
 
 from specjax import Engine, EngineConfig, SamplingParams
+from specjax.checkpoint import BUILT_IN_MODEL
 from specjax.drafters import Auto
 from specjax.settings import Parser
 from specjax.viz.drawing import draw_steps
@@ -22,32 +23,40 @@ def most_telling(trees: list[StepTree]) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = Parser(prog="python -m specjax.viz", description=(__doc__ or "").split("\n")[0])
+    parser = Parser(prog="specjax viz", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--prompt", required=True, help="a user's message")
     parser.add_argument("--output", required=True, metavar="FILE", help="the SVG file to write")
-    parser.add_argument("--model-path", help="the target (default: the built-in model)")
+    parser.add_argument(
+        "--model", "--model-path", default=BUILT_IN_MODEL, help="the target: alias, folder, .gguf or hub id"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--step", type=int, help="number of the step, from 1 (default: that with most accepted drafts)")
     parser.add_argument("--tree", type=int, nargs=3, metavar=("STEPS", "TOPK", "NODES"), help="shape of the draft tree")
     args = parser.parse_args(arguments)
+    try:
+        print(draw(args))
+    except (ValueError, NotImplementedError, OSError) as error:
+        parser.error(str(error))
+    return 0
+
+
+def draw(args: argparse.Namespace) -> str:
+    """Decode, draw the step and write it; returns what was done."""
     shape = {} if args.tree is None else dict(zip(("steps", "topk", "nodes"), args.tree, strict=True))
-    loading: dict[str, Any] = {"draft": Auto(**shape), "progress": False}
-    if args.model_path is not None:
-        loading["model"] = args.model_path
-    engine = Engine.from_pretrained(**loading, config=EngineConfig(max_running_requests=1, trace=True))
+    config = EngineConfig(max_running_requests=1, trace=True)
+    engine = Engine.from_pretrained(args.model, draft=Auto(**shape), config=config)
     sampling = SamplingParams(max_new_tokens=args.max_new_tokens, temperature=0.0)
     trees = engine.generate([{"role": "user", "content": args.prompt}], sampling).trees
     if not trees:
-        parser.error("the text ended before a step ran; give another --prompt or more --max-new-tokens")
+        raise ValueError("the text ended before a step ran; give another --prompt or more --max-new-tokens")
     number = most_telling(trees) + 1 if args.step is None else args.step
     if not 1 <= number <= len(trees):
-        parser.error(f"--step {number} is not one of the {len(trees)} steps of this text, 1 to {len(trees)}")
+        raise ValueError(f"--step {number} is not one of the {len(trees)} steps of this text, 1 to {len(trees)}")
     tree = trees[number - 1]
     ranks = all(score.is_integer() for score in tree.scores.tolist())  # log-probabilities are not whole numbers
     shade = "order" if ranks else "probability"
     draw_steps([tree], engine.tokenizer.decode, shade=shade, first=number).save(args.output)
-    print(f"wrote step {number} of {len(trees)} to {args.output}")
-    return 0
+    return f"wrote step {number} of {len(trees)} to {args.output}"
 
 
 if __name__ == "__main__":
