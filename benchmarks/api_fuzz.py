@@ -5,7 +5,7 @@
 
 Bodies that break a rule between two fields are left out (`api_fuzz_hooks.py`): no schema can say those.
 
-Starts `python -m specjax.serve` three times: as it is, with an API key, and with --strict-fields. Without --model
+Starts `specjax serve` three times: as it is, with an API key, and with --strict-fields. Without --model
 the target is a random Llama of one layer, so that thousands of requests take minutes. Fails if there is a finding. The
 last line is one JSON document.
 """

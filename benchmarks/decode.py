@@ -12,7 +12,7 @@ share of that ceiling is the weights it reads per second while decoding, over th
     accept       tokens / forward, without the prompt's
     step         ms from arrival to arrival: median, 20th and 80th percentile
 
-`python -m specjax.bench` compares methods; what it does not measure is this share, and storages of one model.
+`specjax bench` compares methods; what it does not measure is this share, and storages of one model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Puts a comparison of `python -m specjax.bench` into docs/performance.md, and its record beside the others.
+"""Puts a comparison of `specjax bench` into docs/performance.md, and its record beside the others.
 
     python benchmarks/full_table.py runs/full/results.json
 
@@ -87,8 +87,8 @@ def put(page: str, text: str, begin: str = BEGIN) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Put a comparison of python -m specjax.bench into docs/performance.md")
-    parser.add_argument("results", type=Path, help="results.json of python -m specjax.bench")
+    parser = argparse.ArgumentParser(description="Put a comparison of specjax bench into docs/performance.md")
+    parser.add_argument("results", type=Path, help="results.json of specjax bench")
     parser.add_argument("--page", type=Path, default=PAGE, help="default: docs/performance.md")
     parser.add_argument("--records", type=Path, default=RESULTS, help="folder of the copy")
     args = parser.parse_args()

@@ -1,6 +1,6 @@
 """How long the device has nothing to do in a step, beside the host's work, from a trace of a server's.
 
-    python -m specjax.serve --profile FOLDER ...      # then requests: the first 100 steps are traced
+    specjax serve --profile FOLDER ...      # then requests: the first 100 steps are traced
     python benchmarks/idle.py FOLDER
 
 A step is the time from the start of one iteration of the engine to that of the next. Medians in milliseconds:

@@ -1,7 +1,7 @@
 """SGLang's own server tests, its "kits", against a running server.
 
     pip download sglang --no-deps --dest kits && unzip -q kits/sglang-*.whl 'sglang/test/*' -d kits
-    python -m specjax.serve &
+    specjax serve &
     python benchmarks/sglang_kits.py kits [--base http://127.0.0.1:30000] [--only PATTERN] [--all]
 
 The kits are mixins of tests over HTTP. They need little of SGLang itself, which is not installed: what they import of

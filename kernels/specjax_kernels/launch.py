@@ -2,7 +2,7 @@
 
 A rule of thumb covers every shape; measured entries of `launch_table.json`, one per GPU generation, dtype, head width
 and number of query rows, go first, and before them those that this process has measured or read (`use`).
-`python -m specjax.tune --write-tables` and `python benchmarks/kernels.py --tune` write the table. The number of splits
+`specjax tune --write-tables` and `python benchmarks/kernels.py --tune` write the table. The number of splits
 is not tuned: it follows from the tuned programs per multiprocessor, the batch and the size of the page table.
 """
 
