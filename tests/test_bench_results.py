@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import re
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from specjax.bench import plots, results, tables
+from specjax.bench import plots, provenance, results, tables
 from specjax.bench.contenders import Answer
 from specjax.bench.experiment import GroupRun, _verdicts
 from specjax.bench.log import Log
@@ -211,3 +213,18 @@ def test_a_log_keeps_parts_and_refuses_another_configuration(tmp_path):
     (tmp_path / "mine" / "thesis.tex").write_text("...")
     with pytest.raises(ValueError, match="name another folder"):
         Log(tmp_path / "mine", {})
+
+
+@pytest.mark.parametrize(
+    ("program", "module", "written"),
+    [
+        ("/env/bin/specjax", None, "specjax bench --quick"),
+        ("/env/specjax/__main__.py", "specjax.__main__", "python -m specjax bench --quick"),
+        ("benchmarks/batch.py", None, "python benchmarks/batch.py bench --quick"),
+    ],
+)
+def test_a_record_says_how_the_program_was_started(program, module, written, monkeypatch):
+    monkeypatch.setattr("sys.argv", [program, "bench", "--quick"])
+    main = SimpleNamespace(__spec__=module and SimpleNamespace(name=module))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert provenance.command() == written
