@@ -112,7 +112,7 @@ if not (is_installed("specjax") and is_installed("specjax_kernels")):
     what = SOURCE or find_source()
     if extra := cuda_extra():
         what = f"specjax[{extra}] @ {what}" if "://" in what else f"{what}[{extra}]"
-    install(what, "matplotlib>=3.8")
+    install(what, "matplotlib>=3.8", "ipywidgets")  # without widgets, bars of other packages print warnings
 
 # %%
 import json

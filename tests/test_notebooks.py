@@ -190,7 +190,7 @@ def test_what_it_installs(source, card, packages, wanted, tmp_path, monkeypatch,
     monkeypatch.setenv("SPECJAX_SOURCE", source)
     first.versions.update(packages)
     installed, printed = first(tmp_path)
-    assert installed == [wanted, "matplotlib>=3.8"]
+    assert installed == [wanted, "matplotlib>=3.8", "ipywidgets"]
     assert f"pip install {wanted} " in printed and "done" in printed
 
 
@@ -224,7 +224,7 @@ def test_where_it_finds_specjax(holds, wanted, tmp_path, monkeypatch, first):
             checkout(here / name)
     monkeypatch.setenv("PATH", "/nowhere")  # no nvidia-smi
     first.specs["specjax"] = SimpleNamespace(origin=None)  # the clone's folder
-    (found, _), _ = first(here)
+    (found, *_), _ = first(here)
     assert Path(found).exists()
     if "{here}" in wanted:
         assert Path(found).resolve() == Path(wanted.format(here=here)).resolve()
