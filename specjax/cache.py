@@ -31,19 +31,30 @@ Block: TypeAlias = Any
 
 
 class PoolShape(NamedTuple):
-    """The size of a pool. A drafter with a cache of its own gives it the same pages, so one page table serves both."""
+    """The size of a pool. A drafter with a cache of its own gives it the same pages, so one page table serves both.
 
-    pages: int  # P
-    page_size: int  # S
+    Attributes:
+        pages: P, number of pages.
+        page_size: S, tokens in a page.
+    """
+
+    pages: int
+    page_size: int
 
 
 @dataclass(frozen=True)
 class PageSpec:
-    """One array that a layer keeps of each token. A pytree of these describes a cache."""
+    """One array that a layer keeps of each token. A pytree of these describes a cache.
 
-    shape: tuple[int, ...]  # of one token's array; the page leaf has [P, S, *shape]
-    dtype: str  # a name that numpy knows, or bfloat16
-    axes: tuple[str | None, ...]  # logical axes of `shape`, which a mesh may split; None: never split
+    Attributes:
+        shape: of one token's array; the page leaf has [P, S, *shape].
+        dtype: a name that numpy knows, or bfloat16.
+        axes: logical axes of `shape`, which a mesh may split; None: never split.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    axes: tuple[str | None, ...]
 
     @property
     def page_axes(self) -> tuple[str | None, ...]:

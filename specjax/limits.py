@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Sequence
 from dataclasses import field, fields
+from inspect import cleandoc
 from types import NoneType
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args, get_origin, get_type_hints
 
@@ -52,6 +54,12 @@ def limited(default: Any, minimum: Number | None = None, maximum: Number | None 
 def range_of(owner: Any, name: str) -> Range:
     """The range that a dataclass declares for a field."""
     return owner.__dataclass_fields__[name].metadata.get("range", ANY)
+
+
+def documented(kind: type) -> dict[str, str]:
+    """What the section `Attributes:` of a class's docstring says of each field, in one line."""
+    entries = re.findall(r"^ {4}(\w+): (.+(?:\n {6}.+)*)", cleandoc(kind.__doc__ or ""), re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
 
 
 def shown(value: Any) -> str:

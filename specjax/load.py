@@ -41,14 +41,27 @@ SamplingDefaults = Literal["model", "openai"]  # source of the values of `Sampli
 
 
 class LoadedModel(NamedTuple):
+    """What an engine is made of: the arguments of `Engine`, by their names.
+
+    Attributes:
+        target: the model's functions and config.
+        params: parameters of the model and of what drafts.
+        tokenizer: a fast tokenizer of transformers.
+        drafter: the algorithm that drafts.
+        verify: decides which drafts are accepted.
+        eos_ids: tokens that end a text.
+        sampling_defaults: values of `SamplingParams` that a request does not give.
+        draft_model: the head, layers or model that drafts; None: none.
+    """
+
     target: Target
     params: Params
     tokenizer: Any
     drafter: Drafter
     verify: Verifier
     eos_ids: tuple[int, ...]
-    sampling_defaults: Mapping[str, Any]  # of `SamplingParams`, where a request does not say
-    draft_model: HeadConfig | MtpConfig | Target | None = None  # the head, layers or model that drafts
+    sampling_defaults: Mapping[str, Any]
+    draft_model: HeadConfig | MtpConfig | Target | None = None
 
 
 def load(

@@ -32,27 +32,47 @@ _TINY = -1e30  # a masked logit: below every other, yet finite, so that a row wi
 
 
 class SamplingRows(NamedTuple):
-    """Sampling parameters, one row a request ([R] as state, [B] in a step, no axis under vmap)."""
+    """Sampling parameters, one row a request ([R] as state, [B] in a step, no axis under vmap).
 
-    temperature: Float32[Array, "R"]  # 0: greedy
-    top_k: Int32[Array, "R"]  # <= 0: off
-    top_p: Float32[Array, "R"]  # >= 1: off
-    min_p: Float32[Array, "R"]  # 0: off
-    repetition_penalty: Float32[Array, "R"]  # 1: off
-    frequency_penalty: Float32[Array, "R"]  # 0: off
-    presence_penalty: Float32[Array, "R"]  # 0: off
-    min_tokens: Int32[Array, "R"]  # stop ids are masked while fewer have been emitted
-    stop_ids: Int32[Array, "R 8"]  # filled from the left, NO_STOP where unused
-    seed: UInt32[Array, "R 2"]  # high and low word
-    bias_ids: Int32[Array, "R 1024"]  # filled from the left, V where unused
+    Attributes:
+        temperature: float32 [R]. 0: greedy.
+        top_k: int32 [R]. 0 and below: off.
+        top_p: float32 [R]. 1 and above: off.
+        min_p: float32 [R]. 0: off.
+        repetition_penalty: float32 [R]. 1: off.
+        frequency_penalty: float32 [R]. 0: off.
+        presence_penalty: float32 [R]. 0: off.
+        min_tokens: int32 [R]. Stop ids are masked while fewer have been emitted.
+        stop_ids: int32 [R, 8]. Filled from the left, NO_STOP where unused.
+        seed: uint32 [R, 2]. High and low word.
+        bias_ids: int32 [R, 1024]. Filled from the left, V where unused.
+        bias_values: float32 [R, 1024]. Added to the logits of `bias_ids`.
+    """
+
+    temperature: Float32[Array, "R"]
+    top_k: Int32[Array, "R"]
+    top_p: Float32[Array, "R"]
+    min_p: Float32[Array, "R"]
+    repetition_penalty: Float32[Array, "R"]
+    frequency_penalty: Float32[Array, "R"]
+    presence_penalty: Float32[Array, "R"]
+    min_tokens: Int32[Array, "R"]
+    stop_ids: Int32[Array, "R 8"]
+    seed: UInt32[Array, "R 2"]
+    bias_ids: Int32[Array, "R 1024"]
     bias_values: Float32[Array, "R 1024"]
 
 
 class History(NamedTuple):
-    """Tokens that penalties count. The largest part of a row; read only in steps where some row has a penalty."""
+    """Tokens that penalties count. The largest part of a row; read only in steps where some row has a penalty.
+
+    Attributes:
+        in_prompt: bool [R, V]. Whether the prompt has the token.
+        counts: int32 [R, V]. How often the token was emitted.
+    """
 
     in_prompt: Bool[Array, "R V"]
-    counts: Int32[Array, "R V"]  # of the emitted tokens
+    counts: Int32[Array, "R V"]
 
 
 def seed_words(seed: int) -> np.ndarray:
@@ -249,13 +269,21 @@ def cut_min_p(logits: Float32[Array, "V"], row: SamplingRows) -> Float32[Array, 
 
 
 class DrawInputs(NamedTuple):
-    """The requests of a batch. `History` keeps all R rows; those of the batch are read only where needed."""
+    """The requests of a batch.
 
-    rows: SamplingRows  # [B]
-    history: History  # [R, V]
+    Attributes:
+        rows: sampling parameters, [B].
+        history: tokens that penalties count, of all R rows; those of the batch are read only where needed.
+        slots: int32 [B]. Rows of `history`.
+        active: bool [B]. Whether the entry takes part.
+        greedy: int32 [B, N]. The argmax of the raw logits of each node; None: not known.
+    """
+
+    rows: SamplingRows
+    history: History
     slots: Int32[Array, "B"]
     active: Bool[Array, "B"]
-    greedy: Int32[Array, "B N"] | None = None  # the argmax of the raw logits of each node, where it is known
+    greedy: Int32[Array, "B N"] | None = None
 
 
 @jax.jit  # traced once for the prefill, each tree width and each program

@@ -29,28 +29,49 @@ NO_DRAFT_LIMIT = 1 << 20  # `Row.draft_limit` without a limit
 
 
 class Row(NamedTuple):
-    """One request's parameters and progress. As state each field has a leading R."""
+    """One request's parameters and progress. As state each field has a leading R; for `admit` it has none.
 
-    prefix_length: Int32[Array, "R"]  # n, the tokens in pages; at admission those that are reused
-    generated: Int32[Array, "R"]  # tokens emitted so far; not 0 at admission of a resumed request
-    limit: Int32[Array, "R"]  # most tokens to emit
-    draft_limit: Int32[Array, "R"]  # most draft nodes a step; 0: no speculation
-    salt: UInt32[Array, "R"]  # requests with different salts share no drafter's memory
-    logprobs: Bool[Array, "R"]  # whether log-probabilities are wanted
-    logprob_ids: Int32[Array, "R 128"]  # and of which tokens beside the likeliest, padded with 0
+    Attributes:
+        prefix_length: int32 [R]. n, the tokens in pages; at admission those that are reused.
+        generated: int32 [R]. Tokens emitted so far; not 0 at admission of a resumed request.
+        limit: int32 [R]. Most tokens to emit.
+        draft_limit: int32 [R]. Most draft nodes a step; 0: no speculation.
+        salt: uint32 [R]. Requests with different salts share no drafter's memory.
+        logprobs: bool [R]. Whether log-probabilities are wanted.
+        logprob_ids: int32 [R, 128]. And of which tokens beside the likeliest, padded with 0.
+        sampling: parameters of the draws.
+        history: tokens that penalties count.
+    """
+
+    prefix_length: Int32[Array, "R"]
+    generated: Int32[Array, "R"]
+    limit: Int32[Array, "R"]
+    draft_limit: Int32[Array, "R"]
+    salt: UInt32[Array, "R"]
+    logprobs: Bool[Array, "R"]
+    logprob_ids: Int32[Array, "R 128"]
     sampling: SamplingRows
     history: History
 
 
 class DecodeState(NamedTuple):
-    """Everything on the device, one donated pytree."""
+    """Everything on the device, one donated pytree.
 
-    cache: Cache  # `Target.pages` as page leaves [P, S, ...]
-    tokens: Int32[Array, "P S"] | None  # the committed tokens in the same pages; None: the drafter does not read them
+    Attributes:
+        cache: what the target's layers keep of committed tokens: `Target.pages` as page leaves [P, S, ...].
+        tokens: int32 [P, S]. The committed tokens in the same pages; None: the drafter does not read them.
+        draft: the drafter's own state.
+        rows: the requests' parameters and progress, R of them.
+        root: int32 [R]. The last emitted token, at position `prefix_length`.
+        finished: bool [R]. True from the finishing step until the row is admitted anew.
+    """
+
+    cache: Cache
+    tokens: Int32[Array, "P S"] | None
     draft: DraftState
-    rows: Row  # R of them
-    root: Int32[Array, "R"]  # the last emitted token, at position `prefix_length`
-    finished: Bool[Array, "R"]  # True from the finishing step until the row is admitted anew
+    rows: Row
+    root: Int32[Array, "R"]
+    finished: Bool[Array, "R"]
 
 
 class StepInput(NamedTuple):
@@ -59,7 +80,7 @@ class StepInput(NamedTuple):
     Attributes:
         slots: int32 [B]. Rows of the state; for empty entries >= R, each different.
         page_table: int32 [B, T]. Must cover the D + 1 tokens that a step may commit; holes are P.
-        active: bool [B].
+        active: bool [B]. Whether the entry takes part.
         sizing: what the trees' size is chosen from; needed with `StepConfig.dynamic`, else unused.
     """
 
@@ -88,7 +109,14 @@ class PrefillInput(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """A step's trees, the target's draws at the nodes (NO_TOKEN: none was needed), and the accepted paths."""
+    """What a step drafted and accepted.
+
+    Attributes:
+        tree: the trees, N nodes each.
+        drawn: int32 [B, N]. The target's draw at each node; NO_TOKEN where none was needed.
+        path: int32 [B, J]. The accepted nodes, as in `Verdict`.
+        accepted: int32 [B]. How many nodes of `path` below the root were accepted.
+    """
 
     tree: DraftTree
     drawn: Int32[Array, "B N"]
@@ -113,7 +141,7 @@ class StepOutput(NamedTuple):
 
     Attributes:
         tokens: int32 [B, J], J = D + 1 or less (`specjax.step.Checked`); the first `emitted` of each row count.
-        emitted: int32 [B].
+        emitted: int32 [B]. How many of `tokens` count: 0 for an inactive entry.
         accepted: int32 [B]. Drafts among the emitted.
         finish: int32 [B]. RUNS, STOPPED, FULL or NOT_FINITE.
         logprobs: zeros where no row wants them.

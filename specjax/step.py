@@ -18,6 +18,7 @@ One request, three steps of a drafter with D = 2 (n = prefix_length, committed t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int32, UInt32
 from specjax_kernels import CAUSAL, mesh, pack_bits
 
@@ -60,26 +62,42 @@ from specjax.verify import Verdict, Verifier, block_logprobs, greedy_and_finite,
 
 @dataclass(frozen=True)
 class StepConfig:
-    """Static choices of a step."""
+    """Static choices of a step.
 
-    widths: tuple[int, ...] = ()  # of trees, ascending; (): the drafter's. Of wider trees the best nodes count
-    trace: bool = False  # whether `StepOutput.trace` is filled in
-    prompt_logprobs: bool = False  # whether a prefill fills in `StepOutput.prompt`
-    dynamic: bool = False  # whether each step chooses among `widths` by `StepInput.sizing`; see `specjax.tree_size`
-    tokens: int = (
-        0  # most tokens of a prefill, all requests together, whose padding the layers leave out; 0: they do not
-    )
+    Attributes:
+        widths: tree widths N that are compiled, ascending, from 1 to the drafter's; of wider trees the best nodes are
+            kept; (): those that the drafter names.
+        trace: fill in `StepOutput.trace`.
+        prompt_logprobs: a prefill fills in `StepOutput.prompt`.
+        dynamic: each step chooses among `widths` by `StepInput.sizing`; see `specjax.tree_size`.
+        tokens: most tokens of a prefill, all requests together; the layers then compute so many places instead of the
+            padded chunk; 0 = the padded chunk.
+    """
+
+    widths: tuple[int, ...] = ()
+    trace: bool = False
+    prompt_logprobs: bool = False
+    dynamic: bool = False
+    tokens: int = 0
 
 
 class Checked(NamedTuple):
     """Results of the target's forward and of the walk, at the J nodes of the path: D + 1, or as many as the step's
-    widest tree has if they are fewer."""
+    widest tree has if they are fewer.
 
-    verdict: Verdict  # the first `accepted` + 1 nodes count
-    block: Block  # what the layers keep of the nodes, leaves [B, J, ...]
-    features: Float[Array, "B J F"] | None  # what the drafter reads of them
-    finite: Bool[Array, "B J"]  # whether the logits hold no NaN and no +inf
-    logprobs: Logprobs  # zeros where no row wants them
+    Attributes:
+        verdict: what is accepted; the first `accepted` + 1 nodes count.
+        block: what the layers keep of the nodes, leaves [B, J, ...].
+        features: [B, J, F], what the drafter reads of them; None: nothing.
+        finite: bool [B, J]. Whether the logits hold no NaN and no +inf.
+        logprobs: of the emitted tokens, zeros where no row wants them.
+    """
+
+    verdict: Verdict
+    block: Block
+    features: Float[Array, "B J F"] | None
+    finite: Bool[Array, "B J"]
+    logprobs: Logprobs
 
 
 def draft_phase(
@@ -292,11 +310,19 @@ def catch_up_step(
 
 
 class Steps(NamedTuple):
-    """The jitted functions of one (target, drafter, config), state donated."""
+    """The jitted functions of one (target, drafter, config). Each is given the state, which is donated, and returns
+    the next one.
 
-    admit: Any  # (state, slot, row)
-    prefill: Any  # (params, state, PrefillInput)
-    speculate: Any  # (params, state, StepInput)
+    Attributes:
+        admit: (state, slot int32 [], row) -> state. Puts a request's `Row` at the slot; see `specjax.state.admit`.
+        prefill: (params, state, `PrefillInput`) -> (state, `StepOutput`). Commits a chunk of prompts; see
+            `prefill_step`.
+        speculate: (params, state, `StepInput`) -> (state, `StepOutput`). One decode step; see `speculate_step`.
+    """
+
+    admit: Callable[[DecodeState, ArrayLike, Row], DecodeState]
+    prefill: Callable[[Params, DecodeState, PrefillInput], tuple[DecodeState, StepOutput]]
+    speculate: Callable[[Params, DecodeState, StepInput], tuple[DecodeState, StepOutput]]
 
 
 def make_steps(

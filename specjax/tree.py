@@ -48,12 +48,19 @@ class DraftTree(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """Q candidates for a tree's nodes below the root, parents before children."""
+    """Q candidates for a tree's nodes below the root, parents before children.
+
+    Attributes:
+        tokens: int32 [B, Q]. The candidates' token ids.
+        parents: int32 [B, Q]. Indices into the pool; NO_PARENT: a child of the root.
+        depth: int32 [B, Q]. 1 for a child of the root.
+        scores: float32 [B, Q]. Cumulative log-probability; -inf: not a candidate.
+    """
 
     tokens: Int32[Array, "B Q"]
-    parents: Int32[Array, "B Q"]  # indices into the pool; NO_PARENT: a child of the root
-    depth: Int32[Array, "B Q"]  # 1 for a child of the root
-    scores: Float32[Array, "B Q"]  # cumulative log-probability; -inf: not a candidate
+    parents: Int32[Array, "B Q"]
+    depth: Int32[Array, "B Q"]
+    scores: Float32[Array, "B Q"]
 
 
 def root_only(root: PerRequest) -> DraftTree:

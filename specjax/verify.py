@@ -30,12 +30,19 @@ KERNEL_TOP_K = 16  # the largest `top_k` that is one kernel in XLA:GPU; a larger
 
 
 class Logprobs(NamedTuple):
-    """Of the raw log-softmax, along the path. Zeros in a step in which no row wants them."""
+    """Of the raw log-softmax, along the path. Zeros in a step in which no row wants them.
 
-    drawn: Float32[Array, "B J"]  # of the emitted tokens
-    top: Float32[Array, "B J 20"]  # the likeliest tokens', or those of all of a smaller vocabulary
+    Attributes:
+        drawn: float32 [B, J]. Of the emitted tokens.
+        top: float32 [B, J, 20]. Of the likeliest tokens, or of all of a smaller vocabulary.
+        top_ids: int32 [B, J, 20]. Ids of the likeliest tokens.
+        of_ids: float32 [B, J, 128]. Of the ids that the row names; else meaningless.
+    """
+
+    drawn: Float32[Array, "B J"]
+    top: Float32[Array, "B J 20"]
     top_ids: Int32[Array, "B J 20"]
-    of_ids: Float32[Array, "B J 128"]  # of the ids that the row names; else meaningless
+    of_ids: Float32[Array, "B J 128"]
 
 
 class Verdict(NamedTuple):

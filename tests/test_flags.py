@@ -82,7 +82,7 @@ def test_every_setting_of_ours_is_in_the_help_of_its_group():
         for field in fields(getattr(DEFAULTS, table)):
             assert re.search(rf"^  --{field.name.replace('_', '-')}[ ,]", generates[table], re.MULTILINE), field.name
     assert "server" not in generates and "--port" not in generate.build_parser().format_help()
-    assert "most requests that run at once (default: 8)" in re.sub(r"\s+", " ", generates["engine"])
+    assert "most requests that run at once (R), at least 1 (default: 8)" in re.sub(r"\s+", " ", generates["engine"])
 
 
 # Values.

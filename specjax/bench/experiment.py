@@ -366,8 +366,9 @@ def _verdicts(ours: GroupRun, theirs: GroupRun, gap: Callable[[list[int], set[in
 def _gap(baseline: EngineContender, context: list[int], tokens: set[int]) -> float:
     """Between the two best logits after a context; infinite if they are not those of `tokens`."""
     sampling = SamplingParams(max_new_tokens=1, logprobs=2, ignore_eos=True)
-    (found,) = baseline.engine.generate(context, sampling).logprobs
-    (first, best), (second, next_best) = found.top
+    found = baseline.engine.generate(context, sampling).logprobs
+    assert found is not None
+    (first, best), (second, next_best) = found[0].top
     return best - next_best if {first, second} == tokens else float("inf")
 
 

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from inspect import cleandoc
 from typing import Any, get_args
 
 from specjax_kernels import IMPLEMENTATIONS
@@ -19,11 +18,10 @@ from specjax_kernels import IMPLEMENTATIONS
 from specjax.checkpoint import BUILT_IN_MODEL
 from specjax.checkpoint.hf_config import DTYPES, QUANTIZATIONS
 from specjax.drafters import DRAFTERS, Auto, Eagle, Ngram, Standalone
-from specjax.drafters.options import ModelOptions
 from specjax.drafters.table import algorithm, algorithms
 from specjax.engine import EngineConfig
 from specjax.engine.scheduler import Policy
-from specjax.limits import range_of
+from specjax.limits import documented, range_of
 from specjax.load import AUTO_ATTENTION, SamplingDefaults
 from specjax.settings import dashed, place_of, setting
 from specjax.thresholds import AcceptAbove
@@ -39,22 +37,23 @@ THINKERS = ("qwen3", "qwen3-thinking", "deepseek-r1", "deepseek-v3", "mimo")
 """SGLang's names of parsers for models that think between `<think>` and `</think>`."""
 
 
-def _engine(name: str, help: str, **more: Any) -> Any:
-    """A setting with the default and the range of a field of `EngineConfig`."""
-    return setting(getattr(EngineConfig, name), help, range=range_of(EngineConfig, name), sets=name, **more)
+_DOCS = {
+    name: text.rstrip(".").replace("`", "")
+    for options in (EngineConfig, Eagle, Standalone, Ngram)
+    for name, text in documented(options).items()
+}
+"""What the docstrings say of the options of the engine and of the algorithms."""
+
+
+def _engine(name: str, help: str = "", **more: Any) -> Any:
+    """A setting with the default and the range of a field of `EngineConfig`, by default with its documentation."""
+    default, limits = getattr(EngineConfig, name), range_of(EngineConfig, name)
+    return setting(default, help or _DOCS.get(name, ""), range=limits, sets=name, **more)
 
 
 def _ignored(instead: str, default: Any = False, **more: Any) -> Any:
     """A flag of SGLang's that may be given and has no effect."""
     return setting(default, f"accepted as a flag of SGLang's, without effect: {instead}", instead=instead, **more)
-
-
-_DOCS = {
-    name: " ".join(text.split()).rstrip(".").replace("`", "")
-    for options in (ModelOptions, Eagle, Standalone, Ngram)
-    for name, text in re.findall(r"^ {4}(\w+): (.+(?:\n {6}.+)*)", cleandoc(options.__doc__ or ""), re.MULTILINE)
-}
-"""What the docstrings say of the algorithms' options."""
 
 
 def _draft(name: str, help: str = "", **more: Any) -> Any:
@@ -93,38 +92,21 @@ class ModelSettings:
 class EngineSettings:
     """How many requests run at once, and in how much memory."""
 
-    max_running_requests: int | None = _engine("max_running_requests", "most requests that run at once")
+    max_running_requests: int | None = _engine("max_running_requests")
     cuda_graph_max_bs: int | None = _engine(
         "max_batch",
         "largest batch that is compiled; more requests are decoded in several batches; default and maximum: "
         "--max-running-requests",
         names=("--max-batch-bucket",),
     )
-    max_total_tokens: int | None = _engine("max_total_tokens", "tokens in the KV pool; default: fits the device")
-    context_length: int | None = _engine(
-        "context_length", "most tokens of prompt and output together; default and maximum: the model's"
-    )
-    page_size: int = _engine("page_size", "tokens in a page of the KV pool")
-    chunked_prefill_size: int | None = _engine(
-        "chunked_prefill_size",
-        "most tokens of one prompt in a forward; default and maximum: 512 on a CPU, 2048 on a GPU",
-    )
-    max_prefill_tokens: int | None = _engine(
-        "max_prefill_tokens",
-        "most tokens of all prompts in a forward; default and maximum: 512 on a CPU, 2048 on a GPU",
-    )
-    schedule_policy: str = _engine(
-        "schedule_policy",
-        "which waiting request runs next: fcfs = the oldest; lpm = the one with the longest prefix in the cache",
-        choices=get_args(Policy), parse=str.lower,
-    )  # fmt: skip
+    max_total_tokens: int | None = _engine("max_total_tokens")
+    context_length: int | None = _engine("context_length")
+    page_size: int = _engine("page_size")
+    chunked_prefill_size: int | None = _engine("chunked_prefill_size")
+    max_prefill_tokens: int | None = _engine("max_prefill_tokens")
+    schedule_policy: str = _engine("schedule_policy", choices=get_args(Policy), parse=str.lower)
     disable_radix_cache: bool = setting(False, "no prefix cache: compute every prompt in full")
-    mem_fraction_static: float = _engine(
-        "mem_fraction",
-        "share of the GPU's memory for weights and KV pool; JAX reserves a tenth more for the rest, unless the "
-        "environment sets its share",
-        names=("--mem-fraction",),
-    )
+    mem_fraction_static: float = _engine("mem_fraction", names=("--mem-fraction",))
     base_gpu_id: int = setting(
         0, "index of the GPU to use, among those that CUDA shows; others are left alone", minimum=0
     )
@@ -145,11 +127,7 @@ class EngineSettings:
         "implementation never falls back",
         choices=(AUTO_ATTENTION, *IMPLEMENTATIONS), metavar="NAME", sets="backend",
     )  # fmt: skip
-    plain_content: bool = _engine(
-        "plain_content",
-        "users' text never becomes special tokens; only the chat template's markup does. A prompt given as text is "
-        "users' text; a prompt given as ids may hold special tokens",
-    )
+    plain_content: bool = _engine("plain_content")
     disable_overlap_schedule: bool = setting(False, "read the result of each step before the next is dispatched")
     sampling_defaults: str = setting(
         "model",
@@ -157,15 +135,8 @@ class EngineSettings:
         "repetition_penalty of the model's generation_config.json; openai = temperature 1, as in OpenAI's API",
         choices=get_args(SamplingDefaults), parse=str.lower,
     )  # fmt: skip
-    autotune_seconds: float = _engine(
-        "autotune_seconds",
-        "seconds that the first start on a GPU spends measuring which kernels, blocks and options are fastest; later "
-        "starts use the result; 0 = off: measure nothing and use no earlier result; a CPU is measured by specjax tune "
-        "only",
-    )
-    random_seed: int | None = _engine(
-        "random_seed", "seed of requests that have none; default: a different one in each run"
-    )
+    autotune_seconds: float = _engine("autotune_seconds")
+    random_seed: int | None = _engine("random_seed")
     enable_torch_compile: bool = _ignored("every step is compiled by XLA")
     torch_compile_max_bs: int | None = _ignored("steps of every batch size are compiled by XLA", None, minimum=1)
     trust_remote_code: bool = _ignored("no code of a checkpoint is ever run")

@@ -40,6 +40,7 @@ from specjax.engine.executables import PhaseTimes
 from specjax.engine.notes import doubt, drafting_summary, speculation_note
 from specjax.engine.sampling_params import later_seed
 from specjax.engine.sequence import Sequence, Status, completion
+from specjax.limits import documented
 from specjax.progress import progress_bar
 from specjax.train import corpus
 from specjax.viz.trees import render
@@ -280,20 +281,9 @@ def run(
 DEFAULTS = flags.Settings(engine=flags.EngineSettings(max_running_requests=8))
 TABLES = ("model", "engine", "speculative")
 
-OF_MODEL = "default: the model's (--sampling-defaults)"
-SAMPLING_HELP = {
-    "max_new_tokens": "most tokens to generate",
-    "temperature": f"0 = greedy; {OF_MODEL}, else 0",
-    "top_p": f"nucleus: the likeliest tokens that sum to this probability; {OF_MODEL}, else 1",
-    "top_k": f"only the k likeliest tokens, -1 = off; {OF_MODEL}, else off",
-    "min_p": f"drop tokens less likely than this share of the likeliest one; {OF_MODEL}, else 0",
-    "frequency_penalty": "-2 to 2, for each time a token was generated",
-    "presence_penalty": "-2 to 2, once for a token that was generated",
-    "repetition_penalty": "above 0 to 2; divides the logits of tokens in prompt or output, 1 = off; "
-    f"{OF_MODEL}, else off",
-    "min_new_tokens": "stop ids cannot be drawn before this many tokens",
-    "seed": "line i of the input uses seed + i, unless it has its own",
-}
+OF_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+SAMPLING = (*OF_MODEL, "frequency_penalty", "presence_penalty", "max_new_tokens", "min_new_tokens", "seed")
+"""Fields of `SamplingParams` that are flags. The default of the first is in the model's generation_config.json."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -328,9 +318,13 @@ def build_parser() -> argparse.ArgumentParser:
         "sampling", "a line of the input may hold its own values, by the same names"
     ).add_argument
     defaults = {field.name: field.default for field in fields(SamplingParams)} | {"seed": 0}
-    for name, text in SAMPLING_HELP.items():
-        kind = float if isinstance(defaults[name], float) else int
-        add(f"--{settings.dashed(name)}", type=kind, default=None if OF_MODEL in text else defaults[name], help=text)
+    texts = documented(SamplingParams) | {"seed": "line i of the input uses seed + i, unless it has its own"}
+    for name in SAMPLING:
+        default, text = defaults[name], texts[name].rstrip(".").replace("`", "")
+        kind = float if isinstance(default, float) else int
+        if name in OF_MODEL:
+            default, text = None, f"{text}; default: the model's (--sampling-defaults), else {default}"
+        add(f"--{settings.dashed(name)}", type=kind, default=default, help=text)
     add("--stop", action="append", default=[], metavar="TEXT", help="stop string; may be repeated")
     add("--stop-token-ids", type=int, nargs="+", default=[], metavar="ID", help="further tokens that end a completion")
     add("--ignore-eos", action="store_true", help="go on after the model's end token")
@@ -339,7 +333,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def sampling_given(args: argparse.Namespace) -> dict[str, Any]:
     """What the flags say; those that are not given and whose default is the model's are left out."""
-    names = (*SAMPLING_HELP, "stop", "stop_token_ids", "ignore_eos")
+    names = (*SAMPLING, "stop", "stop_token_ids", "ignore_eos")
     return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 

@@ -29,10 +29,15 @@ DraftState: TypeAlias = Any
 
 
 class Params(NamedTuple):
-    """Parameters of both models. A drafter may use the target's embedding and head."""
+    """Parameters of both models. A drafter may use the target's embedding and head.
 
-    target: Any  # nested dicts of arrays
-    draft: Any = None  # the drafter's pytree; None: it has none
+    Attributes:
+        target: nested dicts of arrays, as `specjax.load.load` returns them.
+        draft: the drafter's pytree of arrays; None: it has none.
+    """
+
+    target: Any
+    draft: Any = None
 
 
 @jax.tree_util.register_static

@@ -122,7 +122,7 @@ class Speculation(NamedTuple):
     """A drafter and what belongs to it.
 
     Attributes:
-        drafter: proposes trees.
+        drafter: the algorithm, which proposes trees.
         params: its parameters, which its functions get as `Params.draft`; None: it has none.
         verify: decides which drafts are accepted; the default keeps the text the target's own.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from inspect import cleandoc
 from typing import ClassVar, Literal, TypeAlias
 
 from specjax.drafters.tree_shape import MAX_STEPS, TreeShape, candidates
@@ -65,18 +66,19 @@ class Ngram(DraftOptions):
     """Drafts from n-grams of earlier text; needs no draft head. Defaults are SGLang's.
 
     Attributes:
-        nodes: nodes N of a tree, the root included; default: 12, on a CPU 8 where the match is strong, else fewer.
-        min_match: fewest tokens of a match.
-        max_match: most tokens of a match.
-        min_breadth: fewest children of a node.
-        max_breadth: most children of a node; fewer where the match is longer or the node deeper.
-        branch_length: tokens of the longest continuation.
-        capacity: tokens remembered, over all requests.
+        nodes: nodes N of a tree, the root included, from 2 to 64; default: 12, on a CPU 8 where the match is strong,
+            else fewer.
+        min_match: fewest tokens of a match, from 1 to `max_match`.
+        max_match: most tokens of a match, from 1 to 64.
+        min_breadth: fewest children of a node, from 1 to `max_breadth`.
+        max_breadth: most children of a node, from 1 to 64; fewer where the match is longer or the node deeper.
+        branch_length: tokens of the longest continuation, from 1 to 64.
+        capacity: tokens remembered, over all requests, from 1024 to 16777216.
         match_type: which continuations come first: the most recent (BFS), or those that most matches agree on (PROB).
-        weak_nodes: nodes of a tree while the longest match is weak, 1 = no drafts; default: as `nodes`, or on a
-            CPU, where `nodes` is not given, 4 after two matched tokens.
-        strong_match: fewest tokens of a strong match; default: 3, or 8 on a CPU where neither `nodes` nor `weak_nodes`
-            is given.
+        weak_nodes: nodes of a tree while the longest match is weak, from 1 (no drafts) to `nodes`; default: as `nodes`,
+            or on a CPU, where `nodes` is not given, 4 after two matched tokens.
+        strong_match: fewest tokens of a strong match, from 1 to 64; default: 3, or 8 on a CPU where neither `nodes` nor
+            `weak_nodes` is given.
     """
 
     algorithm: ClassVar[str] = "NGRAM"
@@ -155,13 +157,14 @@ class ModelOptions(DraftOptions):
         path: the draft head or model, a folder or hub id; default: the head that comes with specjax for the model, else
             the model's own MTP layers (EAGLE, MTP).
         revision: branch, tag or commit of a hub id.
-        steps: levels D of the draft tree, each a forward of the draft; default: see `shape`.
-        topk: nodes of a level that are expanded, and children of each; default: 1, if another number is given.
-        nodes: nodes N of the tree, the root included; default: see `shape`.
-        min_probability: minimum product (below 1) of the draft's probabilities along the path of a token; default: the
-            measured value of a head that comes with specjax, else 0 (all drafts are proposed).
-        positions: tokens of a text beyond which the draft proposes nothing; default: what its config says, if that is
-            less than the target's.
+        steps: levels D of the draft tree, each a forward of the draft, from 1 to 64; default: see `shape`.
+        topk: nodes of a level that are expanded, and children of each, from 1 to 64; default: 1, if another number is
+            given.
+        nodes: nodes N of the tree, the root included, from 2 to 512; default: see `shape`.
+        min_probability: minimum product of the draft's probabilities along the path of a token, from 0 to below 1;
+            default: the measured value of a head that comes with specjax, else 0 (all drafts are proposed).
+        positions: tokens of a text beyond which the draft proposes nothing, at least 1; default: what its config says,
+            if that is less than the target's.
         quantization: of the draft's own matrices: int8, fp8 (a scale for each output) or none; changes the speed, not
             the text; default: int8 on a GPU where they would have 16 bits; else as in the checkpoint, int8 for a head
             of a target in few bits, and as the target for MTP layers.
@@ -172,8 +175,8 @@ class ModelOptions(DraftOptions):
             the compiled widths, as promise the most tokens a second, by the draft's probabilities and measured step
             times. The text is the same. Not for NGRAM, whose scores are no probabilities.
         hybrid_match: fewest tokens that must have occurred before for what followed them to be proposed, as by NGRAM,
-            in place of the draft's own tokens; 0 = the draft alone; default: 0, but with AUTO the measured value of a
-            head that comes with specjax.
+            in place of the draft's own tokens, at most 64; 0 = the draft alone; default: 0, but with AUTO the
+            measured value of a head that comes with specjax.
     """
 
     path: str | None = None
@@ -197,6 +200,12 @@ class ModelOptions(DraftOptions):
                 "probabilities, by which dynamic sizes trees"
             )
         self.shape()  # refuses what is wrong for every target; others have fewer steps
+
+    def __init_subclass__(cls) -> None:
+        """Adds the options of the base class to the docstring, which `help` shows."""
+        own, section = cleandoc(cls.__doc__ or ""), "\n\nAttributes:\n"
+        shared = cleandoc(cls.__base__.__doc__ or "").partition(section)[2]
+        cls.__doc__ = f"{own}\n{shared}" if section in own else own + section + shared
 
     def weights(self, name: str, dtype: str, platform: str, *, otherwise: str, stored: str | None = None) -> str:
         """How `specjax.checkpoint` should quantise the draft's weights, in the words of `load_params`.
@@ -296,7 +305,7 @@ class Eagle(HeadOptions):
 @dataclass(frozen=True)
 class Mtp(Eagle):
     """Multi-token prediction layers: those in the model's own checkpoint, or a head such as MiMo's in a folder of its
-    own. Options as for `Eagle`."""
+    own."""
 
     algorithm: ClassVar[str] = "MTP"
     needs: ClassVar[str | None] = "MTP layers in the model, or a draft head"

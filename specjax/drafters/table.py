@@ -21,6 +21,9 @@ class Auto(DraftOptions):
     Takes the options of all algorithms that it may choose, except for `path` and `revision`: `Auto(steps=3)`. A warning
     names those that the chosen algorithm does not have.
 
+    Attributes:
+        given: names of options to their values.
+
     Raises:
         TypeError: no algorithm has the option.
         ValueError: none of the algorithms that have one of the options can work with the values.

@@ -12,9 +12,12 @@ MAX_STEPS = 64
 
 @dataclass(frozen=True)
 class TreeShape:
-    """Steps D, top-k k, nodes N (the root included).
+    """EAGLE-2 grows the tree for D levels, k nodes wide, and keeps the N - 1 best of all candidates.
 
-    EAGLE-2 grows the tree for D levels, k nodes wide, and keeps the N - 1 best of all candidates.
+    Attributes:
+        steps: D, levels of the tree, from 1 to 64.
+        topk: k, nodes of a level that are expanded, and children of each, from 1 to 64.
+        nodes: N, nodes that are kept, the root included, from 2 to 512.
 
     Raises:
         ValueError: a number is out of range, or there are more nodes than candidates.

@@ -18,32 +18,67 @@ from specjax.models.target import Target
 class EngineConfig:
     """Sizes and modes of an engine.
 
+    Attributes:
+        max_running_requests: most requests that run at once (R), at least 1.
+        max_batch: largest batch that is compiled, at least 1; more requests are decoded in several batches; default
+            and maximum: `max_running_requests`.
+        page_size: tokens in a page of the KV pool (S), at least 1.
+        max_total_tokens: tokens in the KV pool, at least 1; default: fits the device.
+        context_length: most tokens of prompt and output together, at least 1; default and maximum: the model's.
+        chunked_prefill_size: most tokens of one prompt in a forward, at least 1; default and maximum: 512 on a CPU,
+            2048 on a GPU.
+        max_prefill_tokens: most tokens of all prompts in a forward, at least 1; default and maximum: 512 on a CPU,
+            2048 on a GPU.
+        schedule_policy: which waiting request runs next: fcfs = the oldest; lpm = the one with the longest prefix in
+            the cache.
+        prefix_cache: keep the pages of earlier texts, and use them for requests that begin alike.
+        retract_every: for tests: retract the youngest request after so many steps, at least 1; None: never without
+            need.
+        mem_fraction: share of a GPU's memory for weights and KV pool, above 0 and at most 1; JAX reserves a tenth
+            more for the rest, unless the environment sets its share.
+        overlap: dispatch each step before the result of the last one is read.
+        adaptive: draft only where it is measured to be faster; see `specjax.engine.adaptive`.
+        trace: keep each step's tree, in `Completion.trees`.
+        time_phases: measure drafting, verifying and committing; slower, as each is waited for.
+        isolate_ngrams: a request drafts from the text of others, which its timing could reveal, only with the same
+            `cache_salt`.
+        plain_content: users' text never becomes special tokens; only the chat template's markup does. A prompt given
+            as text is users' text; a prompt given as ids may hold special tokens.
+        autotune_seconds: seconds that the first start on a GPU spends measuring which kernels, blocks and options are
+            fastest, at least 0; later starts use the result; 0 = off: measure nothing and use no earlier result; a CPU
+            is measured by specjax.tune only.
+        tensor_parallel: devices over which weights and KV pool are split, at least 1; see `specjax.sharding`.
+        expert_parallel: groups of these devices, at least 1, over which the experts of a mixture are spread; must
+            divide `tensor_parallel`. Each group has experts of its own, and its devices share the width of each.
+        first_device: index of the first of these devices among the process's, at least 0.
+        random_seed: seed from which requests without one draw theirs; default: a different one in each run.
+
     Raises:
         TypeError: a value has another type. ValueError: it is out of range. Both name the field.
     """
 
-    max_running_requests: int = limited(48, 1)  # R
-    max_batch: int | None = limited(None, 1)  # of one step's program; more requests take several; None: R
-    page_size: int = limited(16, 1)  # S
-    max_total_tokens: int | None = limited(None, 1)  # of the pool; None: fits the device
-    context_length: int | None = limited(None, 1)  # None: the model's
-    chunked_prefill_size: int | None = limited(None, 1)  # None: 512 on a CPU, 2048 on a GPU
-    max_prefill_tokens: int | None = limited(None, 1)  # of all prompts in a forward; None: 512, on a GPU 2048
-    schedule_policy: Policy = "fcfs"  # or lpm: first those whose prompt is in the prefix cache; see `Scheduler`
-    prefix_cache: bool = True  # keep the pages of earlier texts, and use them for requests that start alike
-    retract_every: int | None = limited(None, 1)  # for tests: retract the youngest request after so many steps
-    mem_fraction: float = limited(0.85, above=0, maximum=1)  # of a GPU's memory, for weights and KV pool
-    overlap: bool = True  # dispatch a step before the last one is read
-    adaptive: bool = False  # draft only where it is measured to be faster; see `specjax.engine.adaptive`
-    trace: bool = False  # keep each step's tree, in `Completion.trees`
-    time_phases: bool = False  # measure drafting, verifying and committing; slower, since each is waited for
-    isolate_ngrams: bool = False  # no request drafts from what another has said, unless both have one `cache_salt`
-    plain_content: bool = False  # text that reads as a special token is one only where the chat template wrote it
-    autotune_seconds: float = limited(60.0, 0)  # for measuring at a GPU's first start; 0: nothing measured is used
-    tensor_parallel: int = limited(1, 1)  # devices over which the model is split; see `specjax.sharding`
-    expert_parallel: int = limited(1, 1)  # groups of these, over which the experts of a mixture are spread
-    first_device: int = limited(0, 0)  # of `tensor_parallel` ones: its number among this process's devices
-    random_seed: int | None = None  # from which requests without a seed draw theirs; None: from the system
+    max_running_requests: int = limited(48, 1)
+    max_batch: int | None = limited(None, 1)
+    page_size: int = limited(16, 1)
+    max_total_tokens: int | None = limited(None, 1)
+    context_length: int | None = limited(None, 1)
+    chunked_prefill_size: int | None = limited(None, 1)
+    max_prefill_tokens: int | None = limited(None, 1)
+    schedule_policy: Policy = "fcfs"
+    prefix_cache: bool = True
+    retract_every: int | None = limited(None, 1)
+    mem_fraction: float = limited(0.85, above=0, maximum=1)
+    overlap: bool = True
+    adaptive: bool = False
+    trace: bool = False
+    time_phases: bool = False
+    isolate_ngrams: bool = False
+    plain_content: bool = False
+    autotune_seconds: float = limited(60.0, 0)
+    tensor_parallel: int = limited(1, 1)
+    expert_parallel: int = limited(1, 1)
+    first_device: int = limited(0, 0)
+    random_seed: int | None = None
 
     def __post_init__(self) -> None:
         check(self)

@@ -19,7 +19,7 @@ from collections.abc import Sequence as List
 from concurrent.futures import Future
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -42,10 +42,10 @@ from specjax.engine.drafting import Drafting, expected_ratio, free_tokens, width
 from specjax.engine.executables import Executables, use_compilation_cache
 from specjax.engine.facts import facts, file_facts
 from specjax.engine.flight import Flights
-from specjax.engine.generation import FairLock, complete
+from specjax.engine.generation import FairLock, StreamChunk, complete
 from specjax.engine.generation import stream as stream_chunks
 from specjax.engine.grammar_steps import GrammarSteps
-from specjax.engine.intake import Intake, Prompt, Salts, with_sampling
+from specjax.engine.intake import Intake, Prompt, Prompts, Salts, Sampling, with_sampling
 from specjax.engine.keys import Key
 from specjax.engine.memory import keep_freed_memory, pool_tokens, room_beside
 from specjax.engine.pace import Pace
@@ -54,7 +54,7 @@ from specjax.engine.placing import check_models, place_params
 from specjax.engine.prefilling import Prefills
 from specjax.engine.sampling_params import SamplingParams
 from specjax.engine.scheduler import Scheduler
-from specjax.engine.sequence import Sequence
+from specjax.engine.sequence import Completion, Sequence
 from specjax.engine.sizing import TreeSizes
 from specjax.engine.step_times import StepTimes, predictions
 from specjax.engine.stepping import Steps
@@ -501,13 +501,33 @@ class Engine:
 
     # Generation
 
+    @overload
     def generate(
         self,
-        prompts: Any,
-        sampling: SamplingParams | Mapping[str, Any] | List[SamplingParams | Mapping[str, Any] | None] | None = None,
+        prompts: Prompts,
+        sampling: Sampling | List[Sampling | None] | None = None,
         *,
-        stream: bool = False,
-    ) -> Any:
+        stream: Literal[False] = False,
+    ) -> list[Completion]: ...
+    @overload
+    def generate(
+        self,
+        prompts: Prompt,
+        sampling: Sampling | List[Sampling | None] | None = None,
+        *,
+        stream: Literal[False] = False,
+    ) -> Completion: ...
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Prompts,
+        sampling: Sampling | List[Sampling | None] | None = None,
+        *,
+        stream: Literal[True],
+    ) -> Iterator[StreamChunk]: ...
+    def generate(
+        self, prompts: Any, sampling: Sampling | List[Sampling | None] | None = None, *, stream: bool = False
+    ) -> Completion | list[Completion] | Iterator[StreamChunk]:
         """Completes prompts.
 
         Args:

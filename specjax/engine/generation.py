@@ -55,17 +55,30 @@ class FairLock:
 
 
 class StreamChunk(NamedTuple):
-    """The delta of one request: text and tokens since the last chunk, and with the last chunk its `completion`."""
+    """The delta of one request: text and tokens since the last chunk, and with the last chunk its `completion`.
 
-    prompt_index: int  # which of the prompts
+    Attributes:
+        prompt_index: index of the prompt among those of the call; 0 for a single one.
+        text: what is new. Text that a stop string may still cut off is held back.
+        output_ids: tokens drawn since the last chunk, also those whose text is held back.
+        completion: the whole result, with the request's last chunk; None: it goes on.
+        logprobs: of the tokens whose text is all sent; empty: none is new, or they were not requested.
+        cached_tokens: tokens of the prompt that were taken from the prefix cache.
+        origins: of the tokens whose text is all sent, so that their texts joined are `text`; empty: not requested.
+        tree: of the last step so far; None: the engine keeps none (`EngineConfig.trace`).
+        scores: in the first chunk holds the log-probabilities of the prompt, which `prompt_logprobs` returns; None:
+            not requested, or another chunk.
+    """
+
+    prompt_index: int
     text: str
     output_ids: list[int]
     completion: Completion | None
-    logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens whose text is all sent, if requested
-    cached_tokens: int = 0  # of the prompt, taken from the prefix cache
-    origins: tuple[TokenOrigin, ...] = ()  # of the tokens whose text is all sent, if requested; texts joined are `text`
-    tree: StepTree | None = None  # of the last step so far, if the engine keeps trees
-    scores: PromptLogprobs | None = None  # in the first chunk: what `prompt_logprobs` is made of
+    logprobs: tuple[TokenLogprob, ...] = ()
+    cached_tokens: int = 0
+    origins: tuple[TokenOrigin, ...] = ()
+    tree: StepTree | None = None
+    scores: PromptLogprobs | None = None
 
     @property
     def prompt_logprobs(self) -> list[PromptLogprob] | None:

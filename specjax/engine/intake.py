@@ -30,6 +30,14 @@ from specjax.engine.text import END_THINK, THINK, TextStream, Thoughts
 from specjax.sampling import STOP_IDS
 
 Prompt: TypeAlias = str | List[int] | List[Mapping[str, Any]]
+"""Text, token ids, or the messages of one chat."""
+# A string is a sequence of strings, so `List[Prompt]` would not tell one prompt from several.
+Prompts: TypeAlias = (
+    list[str] | list[Prompt] | tuple[Prompt, ...] | Iterator[Prompt] | List[List[int]] | List[List[Mapping[str, Any]]]
+)
+"""Several prompts."""
+Sampling: TypeAlias = SamplingParams | Mapping[str, Any]
+"""Parameters of a request, or fields of `SamplingParams` by name."""
 
 
 class Chat(list[Mapping[str, Any]]):
@@ -345,7 +353,7 @@ def _check_variables(variables: Mapping[str, Any], tokenizer: Any, plain: PlainT
 
 def with_sampling(
     prompts: Any,
-    sampling: SamplingParams | Mapping[str, Any] | List[SamplingParams | Mapping[str, Any] | None] | None,
+    sampling: Sampling | List[Sampling | None] | None,
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[bool, list[tuple[Prompt, SamplingParams]]]:
     """Resolves the arguments of `Engine.generate`: whether `prompts` is a single prompt, and each prompt with its

@@ -19,12 +19,19 @@ NO_SCORES = "the log-probabilities of the prompt cannot be computed"
 
 
 class PromptLogprob(NamedTuple):
-    """Of one token of the prompt: the raw log-softmax after the tokens before it."""
+    """Of one token of the prompt: the raw log-softmax after the tokens before it.
+
+    Attributes:
+        token: id of the prompt's token.
+        logprob: natural logarithm of its probability; None: of the first one that was asked for.
+        top: ids and log-probabilities of the likeliest tokens at its place, the best first.
+        of_ids: the same of the tokens of `SamplingParams.logprob_ids`.
+    """
 
     token: int
-    logprob: float | None  # None: of the first one that was asked for
-    top: tuple[tuple[int, float], ...]  # the likeliest tokens at its place, the best first
-    of_ids: tuple[tuple[int, float], ...] = ()  # the tokens of `SamplingParams.logprob_ids` at its place
+    logprob: float | None
+    top: tuple[tuple[int, float], ...]
+    of_ids: tuple[tuple[int, float], ...] = ()
 
 
 class PromptLogprobs:

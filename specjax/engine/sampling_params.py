@@ -50,11 +50,52 @@ class ParameterError(ValueError):
 class SamplingParams:
     """How to draw, and when to stop. Greedy by default.
 
+    Attributes:
+        max_new_tokens: most tokens to draw, at least 0; 0 = the prompt is read, and nothing drawn; None: the rest of
+            the context.
+        temperature: the logits are divided by it; from 0 (greedy) to 10000.
+        top_p: draw from the likeliest tokens whose probabilities add up to this; above 0 and at most 1 (off).
+        top_k: draw from so many likeliest tokens, at least 1; -1 = off.
+        min_p: draw from tokens with at least this share of the likeliest one's probability; from 0 (off) to 1.
+        frequency_penalty: subtracted from a token's logit for each time that it was drawn; from -2 to 2, 0 = off.
+        presence_penalty: subtracted from the logit of a token that was drawn; from -2 to 2, 0 = off.
+        repetition_penalty: of tokens in the prompt or drawn, positive logits are divided by it and negative ones
+            multiplied; above 0 and at most 2, 1 = off.
+        min_new_tokens: stop tokens cannot be drawn before so many tokens; from 0 to `max_new_tokens`.
+        stop: a string, or up to 16 strings of up to 1024 characters, at the first of which the text ends.
+        stop_regex: a pattern, or up to 16 patterns of up to 256 characters (RE2), before a match of which the text
+            ends; see `specjax.engine.stop_patterns`.
+        stop_token_ids: further tokens that end the text; ids that the model does not have stop nothing.
+        ignore_eos: go on after the model's end tokens.
+        logit_bias: token ids, as numbers or text, to numbers from -100 to 100, which are added to the tokens' logits;
+            at most 1024 entries.
+        seed: of the noise that draws the tokens, an integer of 64 bits; None: a random one, which
+            `Completion.seed` names.
+        skip_special_tokens: leave special tokens out of the text.
+        kept_special_tokens: texts of special tokens that are not skipped.
+        no_stop_trim: keep the stop string in the text.
+        speculate: False: plain decoding for this request.
+        draft_limit: most drafts that a step may check, from 0 (as `speculate=False`) to 1048576; None: the whole tree.
+        always_draft: draft in each step, whatever was measured (`EngineConfig.adaptive`).
+        logprobs: return the log-probability of each drawn token, and of so many likeliest ones at its place, from 0
+            to 20; None: none.
+        logprob_start_len: with `logprobs`, also those of the prompt's tokens after this one, at least 0; -1 = none.
+        logprob_ids: with `logprobs`, also those of these tokens at each place; at most 128.
+        prompt_logprobs: return the log-probabilities of all the prompt's tokens, and of so many likeliest ones at each
+            place, from 0 to 20; None: none.
+        priority: waiting requests with a higher one come first; from -2147483647 to 2147483647.
+        cache_salt: 1 to 256 characters. Requests with different salts share neither pages of the prefix cache nor
+            n-grams; None: shared with all others that have none.
+        origins: return which tokens were accepted drafts, in `Completion.origins`.
+        grammar: what the text must match; None: nothing.
+        require_reasoning: the text begins inside of thoughts, and the grammar applies after their end.
+        stop_after_reasoning: stop strings and patterns match in the answer alone, after `</think>`.
+
     Raises:
         ParameterError: a value is of the wrong type or out of range.
     """
 
-    max_new_tokens: int | None = 128  # None: the rest of the context; 0: the prompt is read, and nothing drawn
+    max_new_tokens: int | None = 128
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = -1
@@ -64,27 +105,27 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     min_new_tokens: int = 0
     stop: str | tuple[str, ...] | list[str] = ()
-    stop_regex: str | tuple[str, ...] | list[str] = ()  # the text ends before a match; see `engine.stop_patterns`
+    stop_regex: str | tuple[str, ...] | list[str] = ()
     stop_token_ids: tuple[int, ...] | list[int] = ()
     ignore_eos: bool = False
     logit_bias: Mapping[int | str, float] = field(default_factory=dict)
-    seed: int | None = None  # None: a random one, which the result names
+    seed: int | None = None
     skip_special_tokens: bool = True
-    kept_special_tokens: tuple[str, ...] = ()  # names of those that are not skipped
-    no_stop_trim: bool = False  # keep the stop string in the text
-    speculate: bool = True  # False: plain decoding for this request
-    draft_limit: int | None = None  # most drafts that a step may check, 0 as `speculate=False`; None: the whole tree
-    always_draft: bool = False  # draft in each step, whatever was measured (`EngineConfig.adaptive`)
-    logprobs: int | None = None  # log-probabilities of the tokens, and of this many likeliest ones at each
-    logprob_start_len: int = -1  # with `logprobs`, those of the prompt's tokens after this one, too; -1: none
-    logprob_ids: tuple[int, ...] | list[int] = ()  # with `logprobs`, those of these tokens at each place, too
-    prompt_logprobs: int | None = None  # those of all the prompt's tokens, and of this many likeliest ones at each
-    priority: int = 0  # waiting requests with a higher one come first
-    cache_salt: str | None = None  # requests with different salts share no n-gram memory
-    origins: bool = False  # keep which tokens were accepted drafts, in `Completion.origins`
-    grammar: Grammar | None = None  # that the text follows
-    require_reasoning: bool = False  # the text begins inside of thoughts, and a grammar only after their end
-    stop_after_reasoning: bool = False  # stop strings and patterns match in the answer alone, after `</think>`
+    kept_special_tokens: tuple[str, ...] = ()
+    no_stop_trim: bool = False
+    speculate: bool = True
+    draft_limit: int | None = None
+    always_draft: bool = False
+    logprobs: int | None = None
+    logprob_start_len: int = -1
+    logprob_ids: tuple[int, ...] | list[int] = ()
+    prompt_logprobs: int | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    origins: bool = False
+    grammar: Grammar | None = None
+    require_reasoning: bool = False
+    stop_after_reasoning: bool = False
 
     def __post_init__(self) -> None:
         def check(name: str, good: bool, must: str, shown: str = "{!r:.60}") -> None:

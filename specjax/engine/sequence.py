@@ -45,13 +45,21 @@ class RawLogprob(NamedTuple):
 
 
 class TokenLogprob(NamedTuple):
-    """Of the raw log-softmax: before temperature, penalties, bias and cut-offs."""
+    """Of the raw log-softmax: before temperature, penalties, bias and cut-offs.
+
+    Attributes:
+        token: id of the drawn token.
+        text: the text that this token added; all of a completion's joined are its text.
+        logprob: natural logarithm of its probability.
+        top: ids and log-probabilities of the likeliest tokens at its place, the best first.
+        of_ids: the same of the tokens of `SamplingParams.logprob_ids`.
+    """
 
     token: int
-    text: str  # the text that this token added; all of a completion's joined are its text
+    text: str
     logprob: float
-    top: tuple[tuple[int, float], ...]  # the likeliest tokens, the best first
-    of_ids: tuple[tuple[int, float], ...] = ()  # the tokens of `SamplingParams.logprob_ids`
+    top: tuple[tuple[int, float], ...]
+    of_ids: tuple[tuple[int, float], ...] = ()
 
 
 class TokenOrigin(NamedTuple):
@@ -59,11 +67,16 @@ class TokenOrigin(NamedTuple):
 
     A step emits accepted drafts, then one token of the target's own. The last token of a step counts as the latter also
     where a stop or the limit cut the step short, as in the accept length; the token that prefill draws does, too.
+
+    Attributes:
+        token: id of the drawn token.
+        text: the text that this token added, as in `TokenLogprob`.
+        drafted: whether it was an accepted draft.
     """
 
     token: int
-    text: str  # as in `TokenLogprob`
-    drafted: bool  # an accepted draft
+    text: str
+    drafted: bool
 
 
 @dataclass(eq=False)
@@ -249,7 +262,27 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished request."""
+    """A finished request.
+
+    Attributes:
+        id: of the request, made by the engine unless the caller gave one.
+        text: the output as text, without its stop string unless `SamplingParams.no_stop_trim`.
+        output_ids: the drawn tokens, a stop token included.
+        prompt_tokens: number of the prompt's tokens.
+        finish_reason: as SGLang's: ``{"type": "stop", "matched": token id or string}``,
+            ``{"type": "length", "length": tokens}``, or ``{"type": "abort"}`` with a ``message`` if the engine failed.
+        spec_verify_ct: decode steps, each of which verified one tree; the first token comes with the prompt.
+        spec_accept_length: tokens per decode step, the target's own included; 1.0 where no draft was accepted.
+        spec_accept_histogram: decode steps by the number of drafts that were accepted, from 0 on.
+        seed: of the request's noise, as in `SamplingParams`, also where it was random.
+        logprobs: of each drawn token; None: not requested.
+        trees: what each step proposed and accepted; empty unless `EngineConfig.trace`.
+        cached_tokens: tokens of the prompt that were taken from the prefix cache.
+        origins: where each drawn token came from; None: not requested.
+        scores: holds the log-probabilities of the prompt, which `prompt_logprobs` returns; None: not requested.
+        drafted_steps: of `spec_verify_ct`, the steps that could draft.
+        not_drafted: why the last of the other steps did not draft; None: all did, or there was none.
+    """
 
     id: str
     text: str
@@ -261,12 +294,12 @@ class Completion:
     spec_accept_histogram: list[int]
     seed: int
     logprobs: list[TokenLogprob] | None = None
-    trees: list[StepTree] = field(default_factory=list)  # what each step proposed and accepted; `EngineConfig.trace`
-    cached_tokens: int = 0  # of the prompt, taken from the prefix cache
+    trees: list[StepTree] = field(default_factory=list)
+    cached_tokens: int = 0
     origins: list[TokenOrigin] | None = None
-    scores: PromptLogprobs | None = None  # what `prompt_logprobs` is made of
-    drafted_steps: int = 0  # of `spec_verify_ct`, the steps that could draft
-    not_drafted: str | None = None  # why the last of the other steps did not draft; None: all did, or there was none
+    scores: PromptLogprobs | None = None
+    drafted_steps: int = 0
+    not_drafted: str | None = None
 
     @property
     def prompt_logprobs(self) -> list[PromptLogprob] | None:

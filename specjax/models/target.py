@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, Float32
 
 from specjax.cache import Block
 from specjax.config import ModelConfig
@@ -18,35 +18,52 @@ from specjax.types import Hidden, Positions
 
 
 class ForwardOutput(NamedTuple):
-    hidden: Hidden  # after the final norm
-    features: Float[Array, "B N F"] | None  # what `features` asked for
-    block: Block  # what the layers keep of the block's tokens: leaves [B, N, ...]
+    """What `Target.forward` computes of N tokens of each of B requests.
+
+    Attributes:
+        hidden: [B, N, M]. Hidden states after the final norm.
+        features: [B, N, F]. What `features` asked for; None: nothing.
+        block: what the layers keep of the tokens: leaves [B, N, ...].
+    """
+
+    hidden: Hidden
+    features: Float[Array, "B N F"] | None
+    block: Block
 
 
 class Before(NamedTuple):
-    """Uncommitted tokens that a block attends to: the upper levels of a tree that a draft model grows."""
+    """Uncommitted tokens that a block attends to: the upper levels of a tree that a draft model grows.
 
-    block: Block  # leaves [B, C - N, ...]
-    positions: Positions  # [B, C - N]
+    Attributes:
+        block: what the layers keep of them, leaves [B, C - N, ...].
+        positions: int32 [B, C - N]. Of these tokens in their texts.
+    """
+
+    block: Block
+    positions: Positions
 
 
 class Target(NamedTuple):
-    """embed(params, tokens [B,N]) -> [B,N,M]
+    """A model as pure functions of its parameters.
 
-    forward(params, x, positions [B,N], mask, cache, page_table, prefix_length, *, features, before, ragged)
-            -> ForwardOutput
-        mask: `specjax_kernels.CAUSAL`, or packed ancestor bits [B,N,W]. features: see `specjax.drafters.base`.
-        before: `Before` or None; its keys are the first C - N bits of the mask.
-        ragged: `Ragged` or None; how many tokens of each row count. Needed only where `Target.ragged` says so.
-
-    unembed(params, hidden [..., M], ids=None, *, capped=True) -> float32 logits [..., V]; ids: rows of the head
-        (FR-Spec, draft vocabularies). capped: with the config's soft cap.
+    Attributes:
+        config: sizes of the model.
+        embed: (params, tokens int32 [B, N]) -> [B, N, M].
+        forward: (params, x [B, N, M], positions int32 [B, N], mask, cache, page_table, prefix_length, *, features,
+            before, ragged) -> `ForwardOutput`. `mask`: `specjax_kernels.CAUSAL`, or packed ancestor bits [B, N, W].
+            `features`: see `specjax.drafters.base`. `before`: `Before` or None; its keys are the first C - N bits of
+            the mask. `ragged`: `Ragged` or None; how many tokens of each row count.
+        unembed: (params, hidden [..., M], ids=None, *, capped=True) -> float32 logits [..., V]. `ids`: int32 [W], the
+            tokens whose logits are wanted, [..., W]; None: all. `capped`: with the config's soft cap.
+        pages: a pytree of `specjax.cache.PageSpec`: what the layers keep of each token.
+        norm_offset: norms multiply by this + their weight.
+        ragged: whether `forward` can leave out the padding of rows of different lengths.
     """
 
     config: ModelConfig
-    embed: Callable[..., Any]
+    embed: Callable[..., Hidden]
     forward: Callable[..., ForwardOutput]
-    unembed: Callable[..., Any]
-    pages: Any  # a pytree of `specjax.cache.PageSpec`: what the layers keep of each token
-    norm_offset: float = 0.0  # norms multiply by this + their weight
-    ragged: bool = False  # whether `forward` can leave out the padding of rows of different lengths
+    unembed: Callable[..., Float32[Array, "... V"]]
+    pages: Any
+    norm_offset: float = 0.0
+    ragged: bool = False

@@ -15,15 +15,25 @@ from specjax.tree import NO_TOKEN
 
 @dataclass(frozen=True, eq=False)
 class StepTree:
-    """The n valid nodes of one request's tree in one step, node 0 the root, parents before children."""
+    """The n valid nodes of one request's tree in one step, node 0 the root, parents before children.
 
-    tokens: np.ndarray  # int32 [n]
-    parents: np.ndarray  # int32 [n], index of the parent; -1 for the root
-    depth: np.ndarray  # int32 [n], 0 for the root
-    scores: np.ndarray  # float32 [n], cumulative log-probability under the draft (n-grams: a rank), 0 for the root
-    drawn: np.ndarray  # int32 [n], the token that the target drew at each node; -1 where none was needed
-    path: np.ndarray  # int32 [m + 1], the root and the m nodes that were accepted
-    emitted: np.ndarray  # int32 [e], the tokens that the step emitted: e is m + 1, or less at the end of a text
+    Attributes:
+        tokens: int32 [n]. Token ids of the nodes.
+        parents: int32 [n]. Index of the parent; -1 for the root.
+        depth: int32 [n]. 0 for the root.
+        scores: float32 [n]. Cumulative log-probability under the draft (n-grams: a rank), 0 for the root.
+        drawn: int32 [n]. The token that the target drew at each node; -1 where none was needed.
+        path: int32 [m + 1]. The root and the m nodes that were accepted.
+        emitted: int32 [e]. The tokens that the step emitted: e is m + 1, or less at the end of a text.
+    """
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    depth: np.ndarray
+    scores: np.ndarray
+    drawn: np.ndarray
+    path: np.ndarray
+    emitted: np.ndarray
 
     @property
     def accepted(self) -> int:
