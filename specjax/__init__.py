@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from specjax.drafters.check import DrafterError, check_drafter
     from specjax.engine import Completion, Engine, EngineConfig, Grammar, SamplingParams, StreamChunk
     from specjax.models import make_target
-    from specjax.models.target import ForwardOutput, Target
+    from specjax.models.target import ForwardOutput, Target, hidden_states
     from specjax.sampling import DrawInputs, draw
     from specjax.state import DecodeState, PrefillInput, Row, StepInput, StepOutput, admit, init_state, new_row
     from specjax.step import StepConfig, Steps, check_phase, commit_phase, draft_phase, make_steps
@@ -40,7 +40,7 @@ _NAMES = {
     "specjax.engine": "Completion Engine EngineConfig Grammar SamplingParams StreamChunk",
     "specjax.viz.trees": "StepTree render step_trees",
     "specjax.models": "make_target",
-    "specjax.models.target": "ForwardOutput Target",
+    "specjax.models.target": "ForwardOutput Target hidden_states",
     "specjax.sampling": "DrawInputs draw",
     "specjax.state": "DecodeState PrefillInput Row StepInput StepOutput admit init_state new_row",
     "specjax.step": (

@@ -1,4 +1,5 @@
-"""docs/drafters.md: its code runs as it stands, its drafter changes no text, its verifier accepts more."""
+"""docs/drafters.md and docs/without-the-engine.md: their code runs as it stands, no drafter changes a text, the
+verifier accepts more, and `observe` gets what the guide says."""
 
 from __future__ import annotations
 
@@ -10,29 +11,59 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_helpers import make_engine, outcome, shared_engine, toy
 from generate_helpers import saved_model
-from toy_models import table_model
+from oracle import Sampling
+from toy_models import Runner, table_model
 from train_helpers import environment
 
 import specjax
-from specjax import Params, SamplingParams, load_drafter, make_drafter
+from specjax import Drafter, Params, SamplingParams, load_drafter, make_drafter
+from specjax.drafters.base import put_rows, take_rows
+from specjax.drafters.deferred import defer
 from specjax.drafters.factories import make_speculation
+from specjax.step import catch_up_step
 
 ROOT = Path(__file__).parent.parent
-GUIDE = (ROOT / "docs" / "drafters.md").read_text(encoding="utf-8")
-DRAFTER, STEP, VERIFIER, ENGINE = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
+GUIDE, PAGE = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("drafters.md", "without-the-engine.md"))
+PYTHON = r"```python\n(.*?)```"
+DRAFTER, OBSERVE, VERIFIER, ENGINE = re.findall(PYTHON, GUIDE, flags=re.DOTALL)
 COMMAND = re.findall(r"```sh\n(.*?)```", GUIDE, flags=re.DOTALL)[0]
+ALIAS = "smollm2-135m-instruct"
+
+
+def run(block: str, names: dict | None = None) -> dict:
+    """The names that a block defines, and those that it was given."""
+    names = {} if names is None else names
+    exec(compile(block, "a block of the documentation", "exec"), names)
+    return names
 
 
 @pytest.fixture(scope="module")
 def guide() -> dict:
+    return run(DRAFTER + VERIFIER)
+
+
+def paste(page: str, model: str) -> dict:
+    """All blocks of a page, one after another, with `model` in the place of the built-in one."""
     names: dict = {}
-    for number, block in enumerate((DRAFTER, STEP, VERIFIER)):
-        exec(compile(block, f"docs/drafters.md, python block {number}", "exec"), names)
+    # As a user has it: optax relies on promotion.
+    with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
+        load = specjax.load.load
+        patch.setattr(specjax.load, "load", lambda name, **given: load(model if name == ALIAS else name, **given))
+        for block in re.findall(PYTHON, page, flags=re.DOTALL):
+            run(block, names)
     return names
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> dict:
+    """What docs/without-the-engine.md defines, with a tiny random model."""
+    return paste(PAGE, saved_model(tmp_path_factory.mktemp("page"), max_position_embeddings=512))
 
 
 @pytest.fixture
@@ -53,14 +84,40 @@ def test_the_examples_are_short():
     assert lines(VERIFIER) <= 26
 
 
-def test_in_the_bare_step(guide):
+def check_page(page: dict) -> None:
+    tokens = page["tokens"]
+    assert page["predicted"][0, len(page["prompt"]) - 1 : -1].tolist() == tokens, "hidden states are those of the steps"
+    assert page["layers"].shape == (*page["hidden"].shape[:2], 2 * page["hidden"].shape[2])
+    assert page["drafted"] == page["done"].output_ids == tokens, "lossless"
+    assert page["taken"] < len(tokens) - 1, "the trained heads are accepted"
+    assert page["done"].spec_verify_ct == page["taken"]
+
+
+def test_without_the_engine(page):
+    check_page(page)
+
+
+@pytest.mark.real_model
+@pytest.mark.slow
+def test_without_the_engine_with_the_built_in_model():
+    page = paste(PAGE, ALIAS)
+    check_page(page)
+    assert page["taken"] * 2 < len(page["tokens"])
+
+
+def test_a_head_is_short():
+    head = next(block for block in re.findall(PYTHON, PAGE, flags=re.DOTALL) if "def medusa" in block)
+    assert lines(head) <= 30
+
+
+def test_in_the_bare_step(guide, page):
     # A wild text over five tokens: windows come back, but what followed them is often only the second best.
     table = np.random.default_rng(3).normal(0, 0.7, (997, 5)).astype(np.float32)
     model = table_model(table, window=4)
     params, prompt = Params(model.params), [1, 2, 3, 1, 2, 3, 1, 2]
 
     def run(drafter, **options):
-        return guide["generate"](model.target, params, drafter, prompt, 60, **options)
+        return page["generate"](model.target, params, drafter, prompt, 60, **options)
 
     plain, steps = run(make_drafter("NONE"))
     assert steps == 59
@@ -87,15 +144,15 @@ def test_in_an_engine_that_samples(guide):
 @pytest.mark.parametrize(
     "built_in", [pytest.param(True, marks=[pytest.mark.real_model, pytest.mark.slow]), False], ids=["built in", "tiny"]
 )
-def test_with_a_model(guide, built_in, tmp_path, monkeypatch, capsys):
+def test_with_a_model(my_drafter, built_in, tmp_path, monkeypatch, capsys):
     if not built_in:
         model = saved_model(tmp_path, max_position_embeddings=256)
         config = specjax.EngineConfig(max_running_requests=1, max_total_tokens=256, chunked_prefill_size=16)
         load = partial(specjax.Engine.from_pretrained, model, config=config, compilation_cache=False)
         monkeypatch.setattr(specjax.Engine, "from_pretrained", load)
-    exec(compile(ENGINE, "docs/drafters.md, the engine", "exec"), guide)
+    names = run(ENGINE)
     (lossless, text), (lossy, _) = (line.split(" ", 1) for line in capsys.readouterr().out.splitlines())
-    plain = specjax.Engine.from_pretrained(draft="NONE", progress=False).generate(guide["prompt"], guide["params"])
+    plain = specjax.Engine.from_pretrained(draft="NONE", progress=False).generate(names["prompt"], names["params"])
     assert text == repr(plain.text)
     assert 1 <= float(lossless) <= float(lossy)
     assert float(lossless) > 1 or not built_in, "a random model repeats nothing"
@@ -148,3 +205,86 @@ def test_a_factory_returns_a_drafter():
 
     with pytest.raises(TypeError, match=r"drafter '.*broken' returned 7; it must return a Drafter or a Speculation"):
         make_speculation(broken, toy().target)
+
+
+SEEN = 16  # tokens of an observation that `recording` keeps
+
+
+def recording(drafter: Drafter, observe) -> Drafter:
+    """A drafter whose state has, of each row, the guide's `observe` and the last observation."""
+
+    def init(params, rows, pool):
+        return {"last": jnp.full((rows, 4), -1, jnp.int32), "seen": jnp.zeros((rows, 2, SEEN), jnp.int32)} | {
+            name: jnp.zeros(rows, jnp.int32) for name in ("start", "length", "calls")
+        }
+
+    def watch(params, state, context, seen):
+        both = jnp.stack([seen.tokens, seen.next_tokens], axis=1)[:, :, :SEEN]
+        new = {
+            "seen": jnp.pad(both, ((0, 0), (0, 0), (0, SEEN - both.shape[2]))),
+            "start": context.prefix_length,
+            "length": seen.length,
+            "calls": take_rows(state["calls"], context) + 1,
+        }
+        kept = {name: put_rows(state[name], new[name], context, seen) for name in new}
+        return kept | {"last": observe(params, state["last"], context, seen)}
+
+    return drafter._replace(init=init, observe=watch)
+
+
+def observed(state: dict, row: int = 0) -> tuple[int, int, list[int], list[int], list[int]]:
+    """Calls so far, then of the last one the position, `tokens` and `next_tokens`, and what the guide keeps."""
+    tokens, following = np.asarray(state["seen"])[row, :, : int(state["length"][row])].tolist()
+    return int(state["calls"][row]), int(state["start"][row]), tokens, following, state["last"][row].tolist()
+
+
+@pytest.fixture(scope="module")
+def lookup(guide) -> Drafter:
+    return recording(guide["prompt_lookup"](None), run(OBSERVE)["observe"])
+
+
+CYCLE = table_model(np.eye(5, dtype=np.float32)[[(row + 1) % 5 for row in range(5)]], window=1)
+"""After token t it writes the one that `CYCLE.logits` says; any text soon repeats itself."""
+PROMPT = [1, 2, 4, 1, 2, 4, 1, 3, 2, 4, 1]
+
+
+def test_what_observe_gets_of_prompts_and_steps(lookup):
+    runner = Runner(CYCLE, lookup, rows=2, chunk=8)
+    for row, limit in enumerate((100, 0)):  # drafts that a step may check
+        runner.admit(row, PROMPT, Sampling(temperature=0.0, max_tokens=33), draft_limit=limit)
+    runner.prefill([PROMPT[:6]] * 2, forced=PROMPT[6])
+    assert observed(runner.state.draft) == (1, 0, PROMPT[:6], PROMPT[1:7], PROMPT[2:6])
+    runner.prefill([PROMPT[6:]] * 2)
+    roots = np.asarray(runner.state.root)[:2].tolist()
+    assert observed(runner.state.draft) == (2, 6, PROMPT[6:], [*PROMPT[7:], roots[0]], PROMPT[-4:])
+
+    texts, most = [[*PROMPT, root] for root in roots], 0
+    for call in range(3, 11):
+        output = runner.step([True, True])
+        for row, text in enumerate(texts):
+            count, start = int(output.emitted[row]), len(text) - 1
+            text += output.tokens[row, :count].tolist()
+            committed = text[:-1]
+            expected = (call, start, committed[start:], text[start + 1 :], committed[-4:])
+            assert observed(runner.state.draft, row) == expected, "the root and the accepted drafts"
+        assert output.emitted[1] == 1, "without drafts one token a step"
+        most = max(most, int(output.emitted[0]))
+    assert most > 2, "some drafts were accepted"
+
+
+def test_what_observe_gets_when_drafting_begins_again(lookup):
+    deferred = defer(lookup, CYCLE.target)
+    runner = Runner(CYCLE, deferred.lazy, rows=1, chunk=11)
+    runner.admit(0, PROMPT, Sampling(temperature=0.0, max_tokens=30))
+    runner.prefill([PROMPT])
+    text = [*PROMPT, int(runner.state.root[0])]
+    for _ in range(2):
+        text += runner.step([True]).tokens[0, :1].tolist()
+    assert observed(runner.state.draft.draft)[0] == 0, "nothing was observed so far"
+    state, part = runner.state, 8
+    for call, start in enumerate(range(0, len(text) - 1, part), 1):
+        inputs = runner.inputs([True])
+        state, _ = catch_up_step(runner.params, state, inputs, drafter=deferred.inner, width=part)
+        end = min(start + part, len(text) - 1)
+        expected = (call, start, text[start:end], text[start + 1 : end + 1], text[:end][-4:])
+        assert observed(state.draft.draft) == expected

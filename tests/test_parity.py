@@ -20,7 +20,7 @@ from specjax.cache import Block, PoolShape, commit, init_cache, take_path
 from specjax.checkpoint import load_params, model_config, resolve
 from specjax.config import ModelConfig, RopeConfig
 from specjax.models import make_target
-from specjax.models.target import Target
+from specjax.models.target import Target, hidden_states
 from specjax.tree import ancestor_mask
 
 TOLERANCE = 2e-4
@@ -206,6 +206,40 @@ def test_logits_are_those_of_transformers(model, width):
         expected = model.expected(text)
         assert expected.std() > 0.5, "the weights are too small to tell models apart"
         close(found, expected)
+
+
+@pytest.mark.parametrize("model", ["llama 3", "gemma 3", "qwen3 moe", "deepseek v3"], indirect=True)
+def test_hidden_states_are_those_of_transformers(model):
+    """Of two texts, the shorter one padded."""
+    import torch
+
+    texts, last = some_texts(), model.config.num_layers - 1
+    tokens = np.zeros((2, max(LENGTHS)), np.int32)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = text
+    final = jax.jit(partial(hidden_states, model.target))(model.params, tokens)
+    layers = hidden_states(model.target, model.params, jnp.asarray(tokens), tuple(range(last)))
+    for row, text in enumerate(texts):
+        with torch.inference_mode():
+            given = torch.tensor([[int(token) for token in text]])
+            streams = [each[0].numpy() for each in model.oracle(given, output_hidden_states=True).hidden_states]
+        close(final[row, : len(text)], streams[-1], atol=2e-3)
+        close(layers[row, : len(text)], np.concatenate(streams[1:-1], axis=1), atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "features", "problem"),
+    [
+        (4, (2,), r'must be "final" or layers from 0 to 1, got \(2,\)'),
+        (4, (0, -1), r"got \(0, -1\)"),
+        (4, (), r"got \(\)"),
+        (600, "final", "the texts have 600 tokens, and the model 512 positions"),
+    ],
+)
+def test_hidden_states_that_a_model_has_not(folders, tokens, features, problem):
+    _, target, params = load(folders("llama 3"))
+    with pytest.raises(ValueError, match=problem):
+        hidden_states(target, params, jnp.zeros((1, tokens), jnp.int32), features)
 
 
 def test_one_token_at_a_time_far_into_a_text(model):

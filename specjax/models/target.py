@@ -7,14 +7,16 @@ to one another under a mask. It returns the block's keys and values and does not
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32
+from specjax_kernels import CAUSAL
 
-from specjax.cache import Block
+from specjax.cache import Block, Cache, PoolShape, init_cache
 from specjax.config import ModelConfig
-from specjax.types import Hidden, Positions
+from specjax.types import Hidden, PageTable, PerRequest, Positions, Tokens, Weights
 
 
 class ForwardOutput(NamedTuple):
@@ -67,3 +69,39 @@ class Target(NamedTuple):
     pages: Any
     norm_offset: float = 0.0
     ragged: bool = False
+
+
+def no_past(target: Target, rows: int) -> tuple[Cache, PageTable, PerRequest]:
+    """Cache, page table and prefix length of B = `rows` texts that begin at position 0."""
+    return init_cache(target.pages, PoolShape(1, 16)), jnp.zeros((rows, 1), jnp.int32), jnp.zeros(rows, jnp.int32)
+
+
+def hidden_states(
+    target: Target, params: Weights, tokens: Tokens, features: tuple[int, ...] | Literal["final"] = "final"
+) -> Float[Array, "B N F"]:
+    """What the target computes of whole texts: what `Observation.features` holds of the same tokens. May be jitted.
+
+    Args:
+        params: the target's, `Params.target`.
+        tokens: int32 [B, N]. Texts from their first token on. Shorter ones are padded at the end with any token id:
+            attention is causal, so padding changes nothing before it.
+        features: "final": the hidden states after the final norm, of which `Target.unembed` makes the logits of the
+            next token. Layers, 0-based: the residual streams after them, side by side.
+
+    Returns:
+        [B, N, F] in the dtype of the target's config. F is M, times the number of layers if layers are given.
+
+    Raises:
+        ValueError: the target has no such layer, or fewer than N positions.
+    """
+    layers, most = target.config.num_layers, target.config.max_positions
+    wanted = features if features == "final" else tuple(features)
+    if not wanted or (wanted != "final" and not set(wanted) <= set(range(layers))):
+        raise ValueError(f'features must be "final" or layers from 0 to {layers - 1}, got {features!r:.60}')
+    if tokens.shape[1] > most:
+        raise ValueError(f"the texts have {tokens.shape[1]} tokens, and the model {most} positions")
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    past = no_past(target, tokens.shape[0])
+    output = target.forward(params, target.embed(params, tokens), positions, CAUSAL, *past, features=wanted)
+    assert output.features is not None
+    return output.features

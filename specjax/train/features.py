@@ -21,12 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import psutil
-from jax import Array
 
-from specjax.cache import Cache, PoolShape, init_cache
 from specjax.config import ModelConfig
 from specjax.models import make_target
-from specjax.models.target import Target
+from specjax.models.target import Target, no_past
 from specjax.train.data import Rows, batch_rows
 from specjax.train.unroll import Teacher, packed_attention, packed_mask
 from specjax.types import Weights
@@ -42,11 +40,6 @@ class FeatureError(ValueError):
 def training_target(config: ModelConfig, dtype: str) -> Target:
     """The target for packed rows: no pages, differentiable attention, computing in `dtype`."""
     return make_target(replace(config, dtype=dtype), backend=packed_attention)
-
-
-def no_past(target: Target, rows: int) -> tuple[Cache, Array, Array]:
-    """Cache, page table and prefix length of rows that begin at position 0; `packed_attention` reads no pages."""
-    return init_cache(target.pages, PoolShape(1, 1)), jnp.zeros((rows, 1), jnp.int32), jnp.zeros(rows, jnp.int32)
 
 
 def teach(target: Target, features: tuple[int, ...] | str) -> Callable[[Weights, Rows], Teacher]:

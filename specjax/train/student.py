@@ -32,11 +32,11 @@ from specjax.drafters.standalone import standalone_drafter
 from specjax.models import make_target, table
 from specjax.models.decoder import head_columns
 from specjax.models.params import dimensions, placements, tensors_of
-from specjax.models.target import Target
+from specjax.models.target import Target, no_past
 from specjax.train.data import Rows
 from specjax.train.draft import DraftSource, objective
 from specjax.train.export import MODEL_FILES, rounded, write_draft
-from specjax.train.features import no_past, training_target
+from specjax.train.features import training_target
 from specjax.train.head import SOFTENED, coverage
 from specjax.train.options import TrainOptions
 from specjax.train.pruning import pruned_tokenizer
