@@ -320,7 +320,7 @@ def build_parser() -> argparse.ArgumentParser:
     defaults = {field.name: field.default for field in fields(SamplingParams)} | {"seed": 0}
     texts = documented(SamplingParams) | {"seed": "line i of the input uses seed + i, unless it has its own"}
     for name in SAMPLING:
-        default, text = defaults[name], texts[name].rstrip(".").replace("`", "")
+        default, text = defaults[name], texts.get(name, "").rstrip(".").replace("`", "")
         kind = float if isinstance(default, float) else int
         if name in OF_MODEL:
             default, text = None, f"{text}; default: the model's (--sampling-defaults), else {default}"
