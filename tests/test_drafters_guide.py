@@ -38,7 +38,7 @@ ALIAS = "smollm2-135m-instruct"
 
 def run(block: str, names: dict | None = None) -> dict:
     """The names that a block defines, and those that it was given."""
-    names = {} if names is None else names
+    names = {"__name__": "__main__"} if names is None else names
     exec(compile(block, "a block of the documentation", "exec"), names)
     return names
 
@@ -50,7 +50,7 @@ def guide() -> dict:
 
 def paste(page: str, model: str) -> dict:
     """All blocks of a page, one after another, with `model` in the place of the built-in one."""
-    names: dict = {}
+    names: dict = {"__name__": "__main__"}
     # As a user has it: optax relies on promotion.
     with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
         load = specjax.load.load
