@@ -82,7 +82,7 @@ def check_drafter(drafter: Drafter, target: Target, params: Params | None = None
 
 def is_own(drafter: Drafter) -> bool:
     """Whether the drafter was made by this package. Its tests check these; tracing a draft head takes seconds."""
-    return _function(drafter.propose).__module__.startswith("specjax.")
+    return (_function(drafter.propose).__module__ or "").startswith("specjax.")
 
 
 def _function(value: Any) -> Any:
