@@ -404,7 +404,7 @@ def test_mtp_layers_are_described_by_config_json_as_by_tensors(name):
 def test_a_dry_run_of_the_real_sizes(name, capsys, monkeypatch):
     monkeypatch.setattr(command, "set_up_logging", lambda level: None)  # its handler would take the place of pytest's
     wanted, file = LAUNCHES[name], FOLDER / f"{name}.toml"
-    argv = ["--dry-run", "--assume-device", "H200", "--config", file, "--model", described(wanted.model)]
+    argv = ["--dry-run", "--json", "--assume-device", "H200", "--config", file, "--model", described(wanted.model)]
     if path := getattr(wanted.draft, "path", None):
         argv += ["--speculative-draft-model-path", described(path)]
     if getattr(wanted.draft, "token_map", None):
@@ -412,7 +412,7 @@ def test_a_dry_run_of_the_real_sizes(name, capsys, monkeypatch):
     status = command.main([str(each) for each in argv])
     printed = capsys.readouterr()
     assert status == (1 if wanted.model == DEEPSEEK else 0), printed  # of which no device holds the weights
-    document = json.loads(printed.out.splitlines()[-1])
+    document = json.loads(printed.out)
     assert document["drafter"] == {"name": wanted.ran, "nodes": wanted.width, "levels": wanted.depth}
     assert document["dtype"] == wanted.others.get("dtype", REAL[wanted.model]["torch_dtype"])
     if count := PARAMETERS.get(wanted.model):

@@ -81,9 +81,15 @@ def configs(tmp_path):
 @pytest.fixture
 def said(capsys):
     def call(*argv: Any) -> Said:
-        status = command.main(["--dry-run", *map(str, argv)])
-        text, _, last = capsys.readouterr().out.rstrip("\n").rpartition("\n")
-        return Said(status, text, json.loads(last))
+        given = ["--dry-run", *map(str, argv)]
+        status = command.main(given)
+        text = capsys.readouterr().out
+        assert command.main([*given, "--json"]) == status
+        document = json.loads(capsys.readouterr().out)  # stdout is the document and nothing else
+        verdict = text.splitlines()[-1]
+        assert verdict.startswith("fits: ") if document["fits"] else verdict == "does not fit"
+        assert "{" not in text and document["fits"] == (status == 0)
+        return Said(status, text, document)
 
     return call
 
@@ -386,6 +392,7 @@ def test_the_largest_pool_that_fits_is_the_one_that_is_named(configs, said):
     ("argv", "message"),
     [
         ("--assume-device H200", "--assume-device H200 is for --dry-run; the server runs on the device that is here"),
+        ("--json", "--json is for --dry-run; the server prints no JSON"),
         ("--assume-devices 2", "--assume-devices 2 is for --dry-run; the server runs on the device that is here"),
         ("--dry-run --assume-device B9", f"--assume-device must be one of {', '.join(DEVICES)}, got 'B9'"),
         ("--dry-run --assume-devices 0", "--assume-devices must be an integer of at least 1, got 0"),

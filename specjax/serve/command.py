@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
         events_config(settings)
         if args.dry_run:
             devices = args.assume_devices or settings.engine.tensor_parallel_size
-            return dry_run.dry_run(settings, args.assume_device, devices)
+            return dry_run.dry_run(settings, args.assume_device, devices, as_json=args.json)
         if server.profile is not None:
             make_folder(server.profile)
         group = build.make_group(settings)

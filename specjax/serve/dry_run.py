@@ -1,7 +1,7 @@
 """`--dry-run`: what a model would need on a device and at best reach there, and what to change if it does not fit.
 
-Reads configs and tensors' headers. Prints text, then one line of JSON. Memory and bounds are those of
-`specjax.engine.plan`, estimates those of `specjax.costs`.
+Reads configs and tensors' headers. Prints a report whose last line is the verdict, or with `--json` one line of JSON
+and nothing else. Memory and bounds are those of `specjax.engine.plan`, estimates those of `specjax.costs`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     about = "What the model would need, from its configs and tensors' headers alone; status 1 if it does not fit."
     group = parser.add_argument_group("dry run", about)
     group.add_argument("--dry-run", action="store_true", help="print memory, buckets and bounds of the speed, and end")
+    group.add_argument("--json", action="store_true", help="print the plan as one line of JSON, and no report")
     names = ", ".join(DEVICES)
     group.add_argument(
         "--assume-device", type=str.upper, metavar="NAME", help=f"compute for one of {names}; default: this machine's"
@@ -48,6 +49,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def check_flags(parser: Parser, args: argparse.Namespace) -> None:
     """Ends the command if the flags of a dry run are wrong, or given without one."""
+    if args.json and not args.dry_run:
+        parser.exit(WRONG, f"{parser.prog}: error: --json is for --dry-run; the server prints no JSON\n")
     limits = {"assume_device": (str, Range(), tuple(DEVICES)), "assume_devices": (int, Range(minimum=1), ())}
     for name, (kind, bounds, choices) in limits.items():
         flag, value = f"--{dashed(name)}", getattr(args, name)
@@ -60,7 +63,7 @@ def check_flags(parser: Parser, args: argparse.Namespace) -> None:
             parser.exit(WRONG, f"{parser.prog}: error: {flag} {value} {advice}\n")
 
 
-def dry_run(settings: flags.Settings, device: str | None, devices: int) -> int:
+def dry_run(settings: flags.Settings, device: str | None, devices: int, *, as_json: bool = False) -> int:
     """Prints the plan; returns the exit status. `device`: a key of `DEVICES`; None: this process's."""
     if device is not None:
         jax.config.update("jax_platforms", "cpu")  # a GPU that is here stays free
@@ -73,9 +76,10 @@ def dry_run(settings: flags.Settings, device: str | None, devices: int) -> int:
     except (CheckpointError, ValueError, NotImplementedError, OSError) as error:
         print(f"specjax serve: {error}", file=sys.stderr)
         return WRONG
-    for line in _report(settings, case, plan, found):
-        print(line)
-    print(json.dumps(document(settings, case, plan, found)))
+    if as_json:
+        print(json.dumps(document(settings, case, plan, found)))
+    else:
+        print(*_report(settings, case, plan, found), sep="\n")
     return DOES_NOT_FIT if plan.problems else FITS
 
 
@@ -241,7 +245,6 @@ def _verdict(case: Case, plan: Plan, found: list[Remedy]) -> Iterator[str]:
     if not plan.problems:
         yield f"fits: {_gb(case.limit - plan.total)} GB are left"
         return
-    yield "does not fit"
     for problem in plan.problems:
         yield from _fact("why", flags.in_flags(problem))
     for remedy in found:
@@ -250,6 +253,7 @@ def _verdict(case: Case, plan: Plan, found: list[Remedy]) -> Iterator[str]:
         yield from _fact("change", text)
     if not found:
         yield from _fact("change", "no flag and no device of the table is enough; a smaller model is needed")
+    yield "does not fit"
 
 
 def _fact(name: str, text: str) -> Iterator[str]:
@@ -261,7 +265,7 @@ def _gb(size: float | int) -> str:
     return f"{size / 1e9:.2f}" if size >= 1e7 or not size else f"{size / 1e9:.4f}"
 
 
-# The last line.
+# JSON.
 
 
 def document(settings: flags.Settings, case: Case, plan: Plan, found: list[Remedy]) -> dict[str, Any]:
